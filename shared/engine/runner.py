@@ -1,0 +1,77 @@
+"""The engine seam: what the torch-free engine core asks of whatever computes.
+
+`ModelRunner` (torch) computes with a model; `TimingRunner` computes with a formula and a cost model.
+Both see the same inputs, so batching, the block pool and the KV paths are the same code for both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.kv_format import KvFormat
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingInputs:
+    """One row for each sequence that samples in this step (R rows)."""
+
+    logits_indices: NDArray[np.int64]  # [R] its last token's row in the flat batch
+    temperature: NDArray[np.float32]  # [R] 0 = greedy
+    top_k: NDArray[np.int64]  # [R] 0 = off
+    top_p: NDArray[np.float32]  # [R] 1 = off
+    min_p: NDArray[np.float32]  # [R] 0 = off
+    seed: NDArray[np.uint64]  # [R]
+    choice_index: NDArray[np.int64]  # [R]
+    output_position: NDArray[np.int64]  # [R] index of the token about to be drawn
+    # (row, token id) pairs that must not be drawn: stop tokens before min_tokens
+    banned: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.logits_indices)
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One engine step over S sequences with T new tokens in all, flat in batch order."""
+
+    input_ids: NDArray[np.int64]  # [T]
+    positions: NDArray[np.int64]  # [T]
+    slot_mapping: NDArray[np.int64]  # [T] block_id * block_size + offset; -1 = skip
+    query_lens: NDArray[np.int64]  # [S] new tokens of each sequence; sums to T
+    context_lens: NDArray[np.int64]  # [S] KV length once this step is done
+    block_tables: NDArray[np.int64]  # [S, max_blocks] padded with 0
+    sampling: SamplingInputs
+
+
+class Runner(Protocol):
+    kv_format: KvFormat
+    num_blocks: int
+    max_context_tokens: int
+    vocab_size: int
+
+    def step_budget_s(self, inputs: StepInputs) -> float:
+        """An upper bound for `run`, announced before it: beyond it the worker is suspect."""
+        ...
+
+    async def run(self, inputs: StepInputs) -> list[int]:
+        """Computes one step on the engine's own thread. Returns [R] sampled token ids."""
+        ...
+
+    async def read_kv(
+        self, block_table: list[int], first_token: int, num_tokens: int, out: memoryview
+    ) -> None:
+        """Copies KV of tokens [first_token, first_token + num_tokens) into `out`, all layers."""
+        ...
+
+    async def write_kv(
+        self, block_table: list[int], first_token: int, num_tokens: int, payload: memoryview
+    ) -> None:
+        """The reverse of `read_kv`. The blocks must not be part of a running step."""
+        ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,136 @@
+"""The exception tree.
+
+Every class has a wire `code` (its identity on NATS and in OpenAI's error envelope), an HTTP status
+and OpenAI's error `type`. `bus.py` turns an exception into a `Failure` message and back.
+
+    HearthError
+    ├── InvalidRequest            400  the caller's fault, will fail again
+    │   ├── PromptTooLong         413
+    │   ├── PayloadTooLarge       413
+    │   └── UnknownModel          404
+    ├── AuthenticationFailed      401
+    ├── Overloaded                429  queues are full: retry later
+    ├── NoCapacity                503  no worker can serve this now
+    ├── DependencyUnavailable     503  NATS, Redis or a peer does not answer
+    │   ├── NoResponders
+    │   ├── RequestTimeout
+    │   ├── LinkLost                   the KV data plane's connection ended
+    │   └── FrameRefused               the receiver does not want this KV
+    ├── DeadlineExceeded          504
+    ├── WorkerBusy                503  this worker refuses; another may accept
+    ├── UnknownPlacement          410  the worker does not hold it, or no longer
+    ├── ConfigError                    stops the start
+    └── CheckpointError                stops the start
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class HearthError(Exception):
+    """Anything Hearth refuses or fails at; the message is meant for the caller to read."""
+
+    code: ClassVar[str] = "internal_error"
+    http_status: ClassVar[int] = 500
+    openai_type: ClassVar[str] = "server_error"
+
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequest(HearthError):
+    code = "invalid_request"
+    http_status = 400
+    openai_type = "invalid_request_error"
+
+
+class PromptTooLong(InvalidRequest):
+    code = "context_length_exceeded"
+    http_status = 413
+
+
+class PayloadTooLarge(InvalidRequest):
+    code = "payload_too_large"
+    http_status = 413
+
+
+class UnknownModel(InvalidRequest):
+    code = "model_not_found"
+    http_status = 404
+
+
+class AuthenticationFailed(HearthError):
+    code = "invalid_api_key"
+    http_status = 401
+    openai_type = "authentication_error"
+
+
+class Overloaded(HearthError):
+    code = "overloaded"
+    http_status = 429
+    openai_type = "rate_limit_error"
+
+
+class NoCapacity(HearthError):
+    code = "no_capacity"
+    http_status = 503
+
+
+class DependencyUnavailable(HearthError):
+    code = "dependency_unavailable"
+    http_status = 503
+
+
+class NoResponders(DependencyUnavailable):
+    code = "no_responders"
+
+
+class RequestTimeout(DependencyUnavailable):
+    code = "request_timeout"
+
+
+class LinkLost(DependencyUnavailable):
+    code = "link_lost"
+
+
+class FrameRefused(DependencyUnavailable):
+    code = "frame_refused"
+
+
+class DeadlineExceeded(HearthError):
+    code = "deadline_exceeded"
+    http_status = 504
+
+
+class WorkerBusy(HearthError):
+    code = "worker_busy"
+    http_status = 503
+
+
+class UnknownPlacement(HearthError):
+    code = "unknown_placement"
+    http_status = 410
+
+
+class ConfigError(HearthError):
+    code = "config_error"
+
+
+class CheckpointError(HearthError):
+    code = "checkpoint_error"
+
+
+def _tree(root: type[HearthError]) -> dict[str, type[HearthError]]:
+    classes = {root.code: root}
+    for child in root.__subclasses__():
+        classes.update(_tree(child))
+    return classes
+
+
+ERROR_BY_CODE: dict[str, type[HearthError]] = _tree(HearthError)

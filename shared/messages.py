@@ -1,0 +1,343 @@
+"""Every message on the wire, tagged and frozen.
+
+Commands are imperative (`StartDecode`), events past tense (`BlocksStored`), data nouns
+(`TokenBatch`). Token ids and hashes travel packed (`shared.packing`). Durations are seconds and
+relative to the moment of sending; no message carries a point in time.
+
+The life of a request, by message:
+
+    gateway ──SubmitRequest──▶ scheduler      Queued, or a Failure with a retry time
+    gateway ◀─QueueKeepalive── scheduler      while it waits; CancelQueued gives up
+    scheduler ──MatchPrefix──▶ kv_index       PrefixMatches
+    scheduler ──StartDecode──▶ decode         DecodeStarted, or a Failure: next worker, new id
+    gateway ◀──Placed──────── scheduler       or PlacementFailed
+    decode ────RunPrefill────▶ prefill        PrefillAccepted; RenewLease, AbortRequest
+    decode ◀═══ KV frames ════ prefill        shared/kv_wire.py; PrefillFailed on NATS
+    gateway ◀──TokenBatch──── decode          ResendTokens fills gaps
+    gateway ──AckFinished────▶ decode         the ending arrived; or AbortRequest
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Role = Literal["gateway", "scheduler", "prefill", "decode", "kv_index"]
+IndexState = Literal["exact", "degraded"]
+ProcessState = Literal["starting", "ready", "draining", "stopped"]
+FinishReason = Literal["stop", "length", "failed"]
+AbortReason = Literal["client_gone", "stop", "superseded", "fenced", "deadline", "failed"]
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Base of every wire message; the tag is the class name."""
+
+
+class Failure(Message):
+    """An exception on the wire: `shared.errors` by code."""
+
+    code: str
+    message: str
+    param: str | None = None
+    retry_after_s: float | None = None
+
+
+# ── request ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class SamplingParams(Message):
+    """How tokens are drawn. Zero means zero: `temperature=0` is greedy, `top_k=0` is off."""
+
+    seed: int  # u64, fixed by the gateway so that every try draws the same noise
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class Choice(Message):
+    """One unfinished choice; `output_token_ids` are those the gateway received from earlier tries."""
+
+    choice_index: int
+    output_token_ids: bytes = b""
+
+
+class Request(Message):
+    """All that a worker needs to run a request from wherever it stands."""
+
+    request_id: str
+    tenant_id: str
+    gateway_id: str
+    model: str
+    revision: str
+    cache_root: bytes  # where this tenant's block hashes chain from
+    prompt_token_ids: bytes
+    block_hashes: bytes  # of the prompt's full blocks
+    sampling: SamplingParams
+    choices: tuple[Choice, ...]
+    deadline_s: float
+    priority: int = 0
+
+
+class SubmitRequest(Message):
+    request: Request
+    attempt: int = 0
+    excluded_workers: tuple[str, ...] = ()
+    affinity_key: str = ""
+
+
+class Queued(Message):
+    scheduler_id: str
+    num_ahead: int
+
+
+class QueueKeepalive(Message):
+    scheduler_id: str
+    request_ids: tuple[str, ...]
+
+
+class CancelQueued(Message):
+    request_id: str
+
+
+class Placed(Message):
+    request_id: str
+    placement_id: bytes
+    worker_id: str
+
+
+class PlacementFailed(Message):
+    request_id: str
+    failure: Failure
+
+
+# ── decode ───────────────────────────────────────────────────────────────────────────────────────
+
+
+class StartDecode(Message):
+    """`prefill_candidates` are worker ids, best first; empty means that decode computes the prompt."""
+
+    placement_id: bytes
+    request: Request
+    prefill_candidates: tuple[str, ...] = ()
+
+
+class DecodeStarted(Message):
+    placement_id: bytes
+    num_cached_tokens: int
+
+
+class Served(Message):
+    """Who did the work and what it took, for usage and for people."""
+
+    num_cached_tokens: int  # prompt tokens whose KV nobody had to compute
+    prefill_worker_id: str | None  # None: the decode worker computed the prompt itself
+    num_pushed_tokens: int = 0  # KV that came over the data plane
+    num_preemptions: int = 0
+
+
+class Finish(Message):
+    reason: FinishReason
+    served: Served
+    stop_token_id: int | None = None
+    failure: Failure | None = None
+
+
+class TokenEntry(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens of one choice. `first_position` counts output tokens over all tries of the request."""
+
+    placement_id: bytes
+    choice_index: int
+    first_position: int
+    token_ids: tuple[int, ...]
+    finish: Finish | None = None
+
+
+class TokenBatch(Message):
+    """What one engine step made for one gateway."""
+
+    worker_id: str
+    entries: tuple[TokenEntry, ...]
+
+
+class ResendTokens(Message):
+    """Answered by a TokenBatch, or by `unknown_placement` if the worker no longer holds it."""
+
+    placement_id: bytes
+    choice_index: int
+    from_position: int
+
+
+class AckFinished(Message):
+    placement_ids: tuple[bytes, ...]
+
+
+class AbortRequest(Message):
+    placement_id: bytes
+    reason: AbortReason
+
+
+class Done(Message):
+    """The reply to a command that has nothing else to say."""
+
+
+# ── prefill ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class DataPlaneAddress(Message):
+    """Where a decode worker takes KV. A peer tries `unix_path` first: if it opens, both share a host."""
+
+    host: str
+    port: int
+    unix_path: str
+    instance_id: bytes  # drawn at start; the handshake refuses a port that changed hands
+
+
+class RunPrefill(Message):
+    """Compute the KV of `token_ids` (all but the last token) and push [first_token, len) to decode."""
+
+    placement_id: bytes
+    tenant_id: str
+    decode_worker_id: str
+    model: str
+    revision: str
+    kv_format: str
+    cache_root: bytes
+    token_ids: bytes
+    block_hashes: bytes
+    first_token: int  # decode already holds the KV before it; a whole number of blocks
+    target: DataPlaneAddress
+    lease_s: float
+    deadline_s: float
+
+
+class PrefillAccepted(Message):
+    placement_id: bytes
+
+
+class RenewLease(Message):
+    decode_worker_id: str
+    placement_ids: tuple[bytes, ...]
+    lease_s: float
+
+
+class PrefillFailed(Message):
+    placement_id: bytes
+    prefill_worker_id: str
+    failure: Failure
+
+
+# ── prefix index ─────────────────────────────────────────────────────────────────────────────────
+
+
+class BlocksStored(Message):
+    """A run of full blocks, each the child of the one before, is now in a worker's cache."""
+
+    tenant_id: str
+    parent_hash: bytes
+    first_block_index: int
+    block_hashes: bytes
+
+
+class BlocksRemoved(Message):
+    block_hashes: bytes
+
+
+class BlocksCleared(Message):
+    pass
+
+
+class KvEvents(Message):
+    """One worker's cache changes; `sequence_number` grows by one, `epoch` changes with a restart."""
+
+    worker_id: str
+    epoch: int
+    sequence_number: int
+    model: str
+    revision: str
+    kv_format: str
+    events: tuple[BlocksStored | BlocksRemoved | BlocksCleared, ...]
+
+
+class ListBlocks(Message):
+    """Resync: asks a worker for all that it holds, page by page."""
+
+    cursor: int = 0
+
+
+class BlockPage(Message):
+    """`sequence_number` is that of the last event included in this page's state."""
+
+    worker_id: str
+    epoch: int
+    sequence_number: int
+    model: str
+    revision: str
+    kv_format: str
+    stored: tuple[BlocksStored, ...]
+    next_cursor: int | None = None
+
+
+class MatchPrefix(Message):
+    tenant_id: str
+    model: str
+    revision: str
+    block_hashes: bytes
+
+
+class PrefixMatch(Message):
+    worker_id: str
+    num_blocks: int
+
+
+class PrefixMatches(Message):
+    state: IndexState
+    matches: tuple[PrefixMatch, ...]
+
+
+# ── health ───────────────────────────────────────────────────────────────────────────────────────
+
+
+class ModelCard(Message):
+    """What a worker serves. `revision` is the digest of its weights."""
+
+    name: str
+    revision: str
+    kv_format: str
+    block_size: int
+    max_context_tokens: int
+    vocab_size: int
+
+
+class WorkerLoad(Message):
+    """Where the engine stands. A token in flight is one whose KV a running request still needs."""
+
+    step: int  # ticks when idle, too
+    step_budget_s: float  # how long the step under way may take before it is suspect
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_blocks: int = 0  # cached blocks that nobody references count as free
+    num_total_blocks: int = 0
+    num_reserved_blocks: int = 0
+    prefill_tokens_in_flight: int = 0
+    decode_tokens_in_flight: int = 0
+
+
+class Heartbeat(Message):
+    """Sent every `interval_s` from the loop that does the work: progress, not a ping."""
+
+    process_id: str
+    epoch: int  # drawn at start
+    sequence_number: int
+    roles: tuple[Role, ...]
+    state: ProcessState
+    interval_s: float
+    region: str = ""
+    load: WorkerLoad | None = None
+    model: ModelCard | None = None
+    data_plane: DataPlaneAddress | None = None

@@ -1,0 +1,46 @@
+"""Token ids and block hashes as packed bytes: what the wire carries instead of lists of integers."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+
+from shared.errors import InvalidRequest
+
+TOKEN_ID_BYTES = 4
+BLOCK_HASH_BYTES = 16
+
+
+def pack_token_ids(token_ids: Iterable[int]) -> bytes:
+    """Little-endian u32 each. Raises InvalidRequest for an id outside u32."""
+    try:
+        packed = array("I", token_ids)
+    except (OverflowError, TypeError) as error:
+        raise InvalidRequest(f"token ids must be integers in [0, 2**32): {error}") from None
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_token_ids(packed: bytes) -> list[int]:
+    """Raises InvalidRequest if the length is not a whole number of ids."""
+    if len(packed) % TOKEN_ID_BYTES:
+        raise InvalidRequest(f"packed token ids of {len(packed)} bytes are not whole u32s")
+    token_ids = array("I")
+    token_ids.frombytes(packed)
+    if sys.byteorder == "big":
+        token_ids.byteswap()
+    return token_ids.tolist()
+
+
+def pack_hashes(hashes: Sequence[bytes]) -> bytes:
+    return b"".join(hashes)
+
+
+def unpack_hashes(packed: bytes) -> list[bytes]:
+    """Raises InvalidRequest if the length is not a whole number of 128-bit hashes."""
+    if len(packed) % BLOCK_HASH_BYTES:
+        raise InvalidRequest(f"packed hashes of {len(packed)} bytes are not whole 128-bit digests")
+    step = BLOCK_HASH_BYTES
+    return [packed[start : start + step] for start in range(0, len(packed), step)]

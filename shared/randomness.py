@@ -1,0 +1,22 @@
+"""The randomness seam: identities and seeds are drawn here, so a simulation can fix them all."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Protocol
+
+
+class Randomness(Protocol):
+    def bytes(self, num_bytes: int) -> bytes: ...
+
+    def below(self, limit: int) -> int:
+        """Uniform integer in [0, limit)."""
+        ...
+
+
+class SystemRandomness:
+    def bytes(self, num_bytes: int) -> bytes:
+        return secrets.token_bytes(num_bytes)
+
+    def below(self, limit: int) -> int:
+        return secrets.randbelow(limit)

@@ -1,0 +1,174 @@
+"""Every subject and queue group, and who may use which.
+
+    hearth.v1.{role}.{process_id}.{verb}      one process
+    hearth.v1.{role}.any.{verb}               any process of a role, by its queue group
+
+`permissions()` is the one source of the NATS permission file: each process has a credential of its
+own and reads only its own commands, its own inbox and the public events.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from shared.messages import Role
+
+PREFIX = "hearth.v1"
+ANY = "any"
+
+# A credential's role: a `worker` has prefill and decode handlers over one engine.
+CredentialRole = Literal["gateway", "scheduler", "prefill", "decode", "kv_index", "worker"]
+
+HEARTBEATS = f"{PREFIX}.*.*.heartbeat"
+KV_EVENTS = f"{PREFIX}.*.*.kv_events"
+
+
+def command(role: Role, process_id: str, verb: str) -> str:
+    return f"{PREFIX}.{role}.{process_id}.{verb}"
+
+
+def heartbeat(role: Role, process_id: str) -> str:
+    return command(role, process_id, "heartbeat")
+
+
+def kv_events(role: Role, process_id: str) -> str:
+    return command(role, process_id, "kv_events")
+
+
+# scheduler
+SUBMIT = f"{PREFIX}.scheduler.{ANY}.submit"
+SCHEDULER_GROUP = "scheduler"
+
+
+def cancel(scheduler_id: str) -> str:
+    return command("scheduler", scheduler_id, "cancel")
+
+
+# kv_index
+MATCH = f"{PREFIX}.kv_index.{ANY}.match"
+KV_INDEX_GROUP = "kv_index"
+
+
+# gateway
+def tokens(gateway_id: str) -> str:
+    return command("gateway", gateway_id, "tokens")
+
+
+def placement(gateway_id: str) -> str:
+    """Carries Placed, PlacementFailed and QueueKeepalive."""
+    return command("gateway", gateway_id, "placement")
+
+
+# workers
+def start_decode(worker_id: str) -> str:
+    return command("decode", worker_id, "start")
+
+
+def resend(worker_id: str) -> str:
+    return command("decode", worker_id, "resend")
+
+
+def control(role: Role, worker_id: str) -> str:
+    """Carries AbortRequest, AckFinished, RenewLease and PrefillFailed."""
+    return command(role, worker_id, "control")
+
+
+def run_prefill(worker_id: str) -> str:
+    return command("prefill", worker_id, "run")
+
+
+def list_blocks(role: Role, worker_id: str) -> str:
+    return command(role, worker_id, "list_blocks")
+
+
+def inbox_prefix(process_id: str) -> str:
+    return f"_INBOX.{process_id}"
+
+
+class Permissions(msgspec.Struct, frozen=True):
+    """Subjects that a credential may publish to and subscribe to. Replies are allowed besides."""
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+
+
+_PUBLISH: dict[str, tuple[str, ...]] = {
+    "gateway": (
+        SUBMIT,
+        f"{PREFIX}.scheduler.*.cancel",
+        f"{PREFIX}.decode.*.control",
+        f"{PREFIX}.decode.*.resend",
+    ),
+    "scheduler": (
+        MATCH,
+        f"{PREFIX}.decode.*.start",
+        f"{PREFIX}.decode.*.control",
+        f"{PREFIX}.gateway.*.placement",
+    ),
+    "decode": (
+        f"{PREFIX}.prefill.*.run",
+        f"{PREFIX}.prefill.*.control",
+        f"{PREFIX}.gateway.*.tokens",
+    ),
+    "prefill": (f"{PREFIX}.decode.*.control",),
+    "kv_index": (f"{PREFIX}.*.*.list_blocks",),
+}
+
+_SHARED_SUBSCRIBE: dict[str, tuple[str, ...]] = {
+    "gateway": (),
+    "scheduler": (SUBMIT,),
+    "decode": (),
+    "prefill": (),
+    "kv_index": (MATCH, KV_EVENTS),
+}
+
+
+def permissions(role: CredentialRole, process_id: str) -> Permissions:
+    """What the process needs and no more."""
+    roles: tuple[Role, ...] = ("prefill", "decode") if role == "worker" else (role,)
+    publish: list[str] = []
+    subscribe: list[str] = [f"{inbox_prefix(process_id)}.>", HEARTBEATS]
+    for each in roles:
+        publish += [heartbeat(each, process_id), kv_events(each, process_id), *_PUBLISH[each]]
+        subscribe += [f"{PREFIX}.{each}.{process_id}.*", *_SHARED_SUBSCRIBE[each]]
+    return Permissions(publish=tuple(publish), subscribe=tuple(subscribe))
+
+
+def nats_server_config(
+    users: list[tuple[CredentialRole, str, str]],
+    *,
+    host: str,
+    port: int,
+    max_payload_bytes: int = 8 * 1024 * 1024,
+) -> str:
+    """A nats-server configuration for `users` of (role, process_id, password).
+
+    The user name is the process id: one process cannot pose as another. The server pings every
+    second and gives up after two misses, so a frozen member leaves its queue group quickly.
+    """
+    entries = "\n".join(_user_entry(role, process_id, word) for role, process_id, word in users)
+    return (
+        f'listen: "{host}:{port}"\n'
+        f"max_payload: {max_payload_bytes}\n"
+        "max_pending: 268435456\n"
+        'ping_interval: "1s"\n'
+        "ping_max: 2\n"
+        'write_deadline: "2s"\n'
+        f"authorization {{\n  users: [\n{entries}\n  ]\n}}\n"
+    )
+
+
+def _user_entry(role: CredentialRole, process_id: str, password: str) -> str:
+    allowed = permissions(role, process_id)
+
+    def quote(subjects: tuple[str, ...]) -> str:
+        return ", ".join(f'"{subject}"' for subject in subjects)
+
+    return (
+        f'    {{user: "{process_id}", password: "{password}", permissions: {{\n'
+        f"      publish: {{allow: [{quote(allowed.publish)}]}},\n"
+        f"      subscribe: {{allow: [{quote(allowed.subscribe)}]}},\n"
+        "      allow_responses: {max: 4, expires: \"1m\"}}}"
+    )
