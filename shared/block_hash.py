@@ -19,7 +19,7 @@ from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, pack_token_ids
 def root_hash(
     tenant_id: str, weights_digest: str, *, cache_salt: str = "", adapter: str = ""
 ) -> bytes:
-    """Where a tenant's chains start; the fields are length-prefixed, so none can imitate another."""
+    """Where a tenant's chains start; length-prefixed fields cannot imitate each other."""
     digest = blake2b(b"hearth-kv-v1", digest_size=BLOCK_HASH_BYTES)
     for field in (tenant_id, cache_salt, weights_digest, adapter):
         encoded = field.encode()

@@ -34,7 +34,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Base of every wire message; the tag is the class name."""
 
 
-class Failure(Message):
+class Failure(Message, frozen=True, kw_only=True):
     """An exception on the wire: `shared.errors` by code."""
 
     code: str
@@ -46,7 +46,7 @@ class Failure(Message):
 # ── request ──────────────────────────────────────────────────────────────────────────────────────
 
 
-class SamplingParams(Message):
+class SamplingParams(Message, frozen=True, kw_only=True):
     """How tokens are drawn. Zero means zero: `temperature=0` is greedy, `top_k=0` is off."""
 
     seed: int  # u64, fixed by the gateway so that every try draws the same noise
@@ -60,14 +60,14 @@ class SamplingParams(Message):
     stop_token_ids: tuple[int, ...] = ()
 
 
-class Choice(Message):
+class Choice(Message, frozen=True, kw_only=True):
     """One unfinished choice; `output_token_ids` are those the gateway received from earlier tries."""
 
     choice_index: int
     output_token_ids: bytes = b""
 
 
-class Request(Message):
+class Request(Message, frozen=True, kw_only=True):
     """All that a worker needs to run a request from wherever it stands."""
 
     request_id: str
@@ -84,34 +84,34 @@ class Request(Message):
     priority: int = 0
 
 
-class SubmitRequest(Message):
+class SubmitRequest(Message, frozen=True, kw_only=True):
     request: Request
     attempt: int = 0
     excluded_workers: tuple[str, ...] = ()
     affinity_key: str = ""
 
 
-class Queued(Message):
+class Queued(Message, frozen=True, kw_only=True):
     scheduler_id: str
     num_ahead: int
 
 
-class QueueKeepalive(Message):
+class QueueKeepalive(Message, frozen=True, kw_only=True):
     scheduler_id: str
     request_ids: tuple[str, ...]
 
 
-class CancelQueued(Message):
+class CancelQueued(Message, frozen=True, kw_only=True):
     request_id: str
 
 
-class Placed(Message):
+class Placed(Message, frozen=True, kw_only=True):
     request_id: str
     placement_id: bytes
     worker_id: str
 
 
-class PlacementFailed(Message):
+class PlacementFailed(Message, frozen=True, kw_only=True):
     request_id: str
     failure: Failure
 
@@ -119,7 +119,7 @@ class PlacementFailed(Message):
 # ── decode ───────────────────────────────────────────────────────────────────────────────────────
 
 
-class StartDecode(Message):
+class StartDecode(Message, frozen=True, kw_only=True):
     """`prefill_candidates` are worker ids, best first; empty means that decode computes the prompt."""
 
     placement_id: bytes
@@ -127,12 +127,12 @@ class StartDecode(Message):
     prefill_candidates: tuple[str, ...] = ()
 
 
-class DecodeStarted(Message):
+class DecodeStarted(Message, frozen=True, kw_only=True):
     placement_id: bytes
     num_cached_tokens: int
 
 
-class Served(Message):
+class Served(Message, frozen=True, kw_only=True):
     """Who did the work and what it took, for usage and for people."""
 
     num_cached_tokens: int  # prompt tokens whose KV nobody had to compute
@@ -141,7 +141,7 @@ class Served(Message):
     num_preemptions: int = 0
 
 
-class Finish(Message):
+class Finish(Message, frozen=True, kw_only=True):
     reason: FinishReason
     served: Served
     stop_token_id: int | None = None
@@ -158,14 +158,14 @@ class TokenEntry(msgspec.Struct, frozen=True, array_like=True):
     finish: Finish | None = None
 
 
-class TokenBatch(Message):
+class TokenBatch(Message, frozen=True, kw_only=True):
     """What one engine step made for one gateway."""
 
     worker_id: str
     entries: tuple[TokenEntry, ...]
 
 
-class ResendTokens(Message):
+class ResendTokens(Message, frozen=True, kw_only=True):
     """Answered by a TokenBatch, or by `unknown_placement` if the worker no longer holds it."""
 
     placement_id: bytes
@@ -173,23 +173,23 @@ class ResendTokens(Message):
     from_position: int
 
 
-class AckFinished(Message):
+class AckFinished(Message, frozen=True, kw_only=True):
     placement_ids: tuple[bytes, ...]
 
 
-class AbortRequest(Message):
+class AbortRequest(Message, frozen=True, kw_only=True):
     placement_id: bytes
     reason: AbortReason
 
 
-class Done(Message):
+class Done(Message, frozen=True, kw_only=True):
     """The reply to a command that has nothing else to say."""
 
 
 # ── prefill ──────────────────────────────────────────────────────────────────────────────────────
 
 
-class DataPlaneAddress(Message):
+class DataPlaneAddress(Message, frozen=True, kw_only=True):
     """Where a decode worker takes KV. A peer tries `unix_path` first: if it opens, both share a host."""
 
     host: str
@@ -198,7 +198,7 @@ class DataPlaneAddress(Message):
     instance_id: bytes  # drawn at start; the handshake refuses a port that changed hands
 
 
-class RunPrefill(Message):
+class RunPrefill(Message, frozen=True, kw_only=True):
     """Compute the KV of `token_ids` (all but the last token) and push [first_token, len) to decode."""
 
     placement_id: bytes
@@ -216,17 +216,17 @@ class RunPrefill(Message):
     deadline_s: float
 
 
-class PrefillAccepted(Message):
+class PrefillAccepted(Message, frozen=True, kw_only=True):
     placement_id: bytes
 
 
-class RenewLease(Message):
+class RenewLease(Message, frozen=True, kw_only=True):
     decode_worker_id: str
     placement_ids: tuple[bytes, ...]
     lease_s: float
 
 
-class PrefillFailed(Message):
+class PrefillFailed(Message, frozen=True, kw_only=True):
     placement_id: bytes
     prefill_worker_id: str
     failure: Failure
@@ -235,7 +235,7 @@ class PrefillFailed(Message):
 # ── prefix index ─────────────────────────────────────────────────────────────────────────────────
 
 
-class BlocksStored(Message):
+class BlocksStored(Message, frozen=True, kw_only=True):
     """A run of full blocks, each the child of the one before, is now in a worker's cache."""
 
     tenant_id: str
@@ -244,15 +244,15 @@ class BlocksStored(Message):
     block_hashes: bytes
 
 
-class BlocksRemoved(Message):
+class BlocksRemoved(Message, frozen=True, kw_only=True):
     block_hashes: bytes
 
 
-class BlocksCleared(Message):
+class BlocksCleared(Message, frozen=True, kw_only=True):
     pass
 
 
-class KvEvents(Message):
+class KvEvents(Message, frozen=True, kw_only=True):
     """One worker's cache changes; `sequence_number` grows by one, `epoch` changes with a restart."""
 
     worker_id: str
@@ -264,13 +264,13 @@ class KvEvents(Message):
     events: tuple[BlocksStored | BlocksRemoved | BlocksCleared, ...]
 
 
-class ListBlocks(Message):
+class ListBlocks(Message, frozen=True, kw_only=True):
     """Resync: asks a worker for all that it holds, page by page."""
 
     cursor: int = 0
 
 
-class BlockPage(Message):
+class BlockPage(Message, frozen=True, kw_only=True):
     """`sequence_number` is that of the last event included in this page's state."""
 
     worker_id: str
@@ -283,19 +283,19 @@ class BlockPage(Message):
     next_cursor: int | None = None
 
 
-class MatchPrefix(Message):
+class MatchPrefix(Message, frozen=True, kw_only=True):
     tenant_id: str
     model: str
     revision: str
     block_hashes: bytes
 
 
-class PrefixMatch(Message):
+class PrefixMatch(Message, frozen=True, kw_only=True):
     worker_id: str
     num_blocks: int
 
 
-class PrefixMatches(Message):
+class PrefixMatches(Message, frozen=True, kw_only=True):
     state: IndexState
     matches: tuple[PrefixMatch, ...]
 
@@ -303,7 +303,7 @@ class PrefixMatches(Message):
 # ── health ───────────────────────────────────────────────────────────────────────────────────────
 
 
-class ModelCard(Message):
+class ModelCard(Message, frozen=True, kw_only=True):
     """What a worker serves. `revision` is the digest of its weights."""
 
     name: str
@@ -314,7 +314,7 @@ class ModelCard(Message):
     vocab_size: int
 
 
-class WorkerLoad(Message):
+class WorkerLoad(Message, frozen=True, kw_only=True):
     """Where the engine stands. A token in flight is one whose KV a running request still needs."""
 
     step: int  # ticks when idle, too
@@ -328,7 +328,7 @@ class WorkerLoad(Message):
     decode_tokens_in_flight: int = 0
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, frozen=True, kw_only=True):
     """Sent every `interval_s` from the loop that does the work: progress, not a ping."""
 
     process_id: str

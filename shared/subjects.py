@@ -170,5 +170,5 @@ def _user_entry(role: CredentialRole, process_id: str, password: str) -> str:
         f'    {{user: "{process_id}", password: "{password}", permissions: {{\n'
         f"      publish: {{allow: [{quote(allowed.publish)}]}},\n"
         f"      subscribe: {{allow: [{quote(allowed.subscribe)}]}},\n"
-        "      allow_responses: {max: 4, expires: \"1m\"}}}"
+        '      allow_responses: {max: 4, expires: "1m"}}}'
     )

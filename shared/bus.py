@@ -1,0 +1,258 @@
+"""The bus seam: publish, request, subscribe and serve typed messages; NATS behind it.
+
+This is the one place where exceptions become replies and replies exceptions again. nats-py awaits a
+callback before it takes the next message of a subscription, so a subscriber only enqueues, and a
+served request runs as a task of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+import msgspec
+import nats
+import nats.errors
+import structlog
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from shared.errors import (
+    ERROR_BY_CODE,
+    DependencyUnavailable,
+    HearthError,
+    InvalidRequest,
+    NoResponders,
+    Overloaded,
+    PayloadTooLarge,
+    RequestTimeout,
+)
+from shared.messages import Failure, Message
+from shared.subjects import inbox_prefix
+
+log = structlog.get_logger(__name__)
+
+M = TypeVar("M", bound=Message)
+Unsubscribe = Callable[[], Awaitable[None]]
+
+MAX_SERVED_AT_ONCE = 1024
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Bus(Protocol):
+    process_id: str
+    max_payload_bytes: int
+
+    async def publish(self, subject: str, message: Message) -> None:
+        """Raises PayloadTooLarge before anything is sent, DependencyUnavailable without a link."""
+        ...
+
+    async def request(
+        self, subject: str, message: Message, reply_type: type[M], *, timeout_s: float
+    ) -> M:
+        """Raises what the other side raised, NoResponders, RequestTimeout, or as `publish`."""
+        ...
+
+    async def subscribe(
+        self, subject: str, message_type: Any, handler: Callable[[Any], None], *, queue: str = ""
+    ) -> Unsubscribe:
+        """`handler` is called in the order of arrival and must not block."""
+        ...
+
+    async def serve(
+        self, subject: str, message_type: Any, handler: Callable[[Any], Any], *, queue: str = ""
+    ) -> Unsubscribe:
+        """`handler` (plain or async) returns the reply or raises; each request is its own task."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def failure_of(error: Exception) -> Failure:
+    """What a caller may know of an exception: foreign ones show neither message nor type."""
+    if isinstance(error, HearthError):
+        return Failure(
+            code=error.code,
+            message=error.message,
+            param=error.param,
+            retry_after_s=error.retry_after_s,
+        )
+    return Failure(code=HearthError.code, message="internal error")
+
+
+def error_of(failure: Failure) -> HearthError:
+    error_class = ERROR_BY_CODE.get(failure.code, HearthError)
+    return error_class(failure.message, param=failure.param, retry_after_s=failure.retry_after_s)
+
+
+def without_password(url: str) -> str:
+    """The URL as it may stand in a log or an error."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    port = f":{parts.port}" if parts.port is not None else ""
+    return urlunsplit((parts.scheme, host + port, parts.path, "", ""))
+
+
+async def reply_to(
+    handler: Callable[[Any], Any], decode: Callable[[bytes], Any], data: bytes
+) -> Message:
+    """Runs a handler on an encoded request; every exception becomes a Failure."""
+    try:
+        reply = handler(decode(data))
+        return await reply if inspect.isawaitable(reply) else reply
+    except msgspec.MsgspecError as error:
+        return failure_of(InvalidRequest(f"not a valid message: {error}"))
+    except HearthError as error:
+        return failure_of(error)
+    except Exception as error:  # the service's edge: log and answer
+        log.exception("handler_failed")
+        return failure_of(error)
+
+
+class NatsBus:
+    """One NATS connection. The user name in the URL, if any, is the process id."""
+
+    def __init__(self, client: Client, process_id: str) -> None:
+        self.process_id = process_id
+        self._client = client
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._reply_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+
+    @classmethod
+    async def connect(cls, url: str, *, process_id: str, timeout_s: float = 10.0) -> NatsBus:
+        """Raises DependencyUnavailable if no server answers within `timeout_s`."""
+        client = Client()
+
+        async def on_error(error: Exception) -> None:
+            log.warning("nats_error", error=str(error))
+
+        async def on_disconnect() -> None:
+            log.warning("nats_disconnected")
+
+        async def on_reconnect() -> None:
+            log.info("nats_reconnected")
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                await client.connect(
+                    url,
+                    name=process_id,
+                    inbox_prefix=inbox_prefix(process_id),
+                    error_cb=on_error,
+                    disconnected_cb=on_disconnect,
+                    reconnected_cb=on_reconnect,
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=0.1,
+                    connect_timeout=2,
+                    ping_interval=1,
+                    max_outstanding_pings=2,
+                    pending_size=64 * 1024 * 1024,
+                )
+        except (TimeoutError, nats.errors.Error, OSError) as error:
+            where = without_password(url)
+            raise DependencyUnavailable(f"cannot reach NATS at {where}: {error!r}") from error
+        return cls(client, process_id)
+
+    @property
+    def max_payload_bytes(self) -> int:
+        return self._client.max_payload
+
+    @property
+    def is_connected(self) -> bool:
+        return self._client.is_connected
+
+    async def publish(self, subject: str, message: Message) -> None:
+        try:
+            await self._client.publish(subject, self._payload(message))
+        except (nats.errors.Error, OSError) as error:
+            raise DependencyUnavailable(f"cannot publish on NATS: {error!r}") from error
+
+    async def request(
+        self, subject: str, message: Message, reply_type: type[M], *, timeout_s: float
+    ) -> M:
+        try:
+            reply = await self._client.request(subject, self._payload(message), timeout=timeout_s)
+        except nats.errors.NoRespondersError:
+            raise NoResponders(f"nobody serves {subject}") from None
+        except nats.errors.TimeoutError:
+            raise RequestTimeout(f"no reply on {subject} within {timeout_s:g} s") from None
+        except (nats.errors.Error, OSError) as error:
+            raise DependencyUnavailable(f"cannot request on NATS: {error!r}") from error
+        decoded = self._reply_decoder(reply_type).decode(reply.data)
+        if isinstance(decoded, Failure):
+            raise error_of(decoded)
+        return decoded
+
+    async def subscribe(
+        self, subject: str, message_type: Any, handler: Callable[[Any], None], *, queue: str = ""
+    ) -> Unsubscribe:
+        decode = msgspec.msgpack.Decoder(message_type).decode
+
+        async def on_message(message: Msg) -> None:
+            try:
+                handler(decode(message.data))
+            except msgspec.MsgspecError as error:
+                log.warning("bad_message", subject=message.subject, error=str(error))
+            except Exception:  # the service's edge: one bad message must not end the subscription
+                log.exception("subscriber_failed", subject=message.subject)
+
+        subscription = await self._client.subscribe(subject, queue=queue, cb=on_message)
+        return subscription.unsubscribe
+
+    async def serve(
+        self, subject: str, message_type: Any, handler: Callable[[Any], Any], *, queue: str = ""
+    ) -> Unsubscribe:
+        decode = msgspec.msgpack.Decoder(message_type).decode
+
+        async def answer(message: Msg) -> None:
+            reply = await reply_to(handler, decode, message.data)
+            try:
+                await message.respond(self._payload(reply))
+            except (nats.errors.Error, HearthError) as error:
+                log.warning("reply_failed", subject=subject, error=str(error))
+
+        async def on_message(message: Msg) -> None:
+            if len(self._tasks) >= MAX_SERVED_AT_ONCE:
+                refusal = Overloaded("too many requests at once", retry_after_s=1.0)
+                await message.respond(_encode(failure_of(refusal)))
+                return
+            task = asyncio.create_task(answer(message))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+        subscription = await self._client.subscribe(subject, queue=queue, cb=on_message)
+        return subscription.unsubscribe
+
+    async def flush(self) -> None:
+        """Returns when the server has taken all that was published."""
+        await self._client.flush(timeout=2)
+
+    async def close(self) -> None:
+        if self._client.is_connected:
+            try:
+                await self._client.flush(timeout=1)
+            except nats.errors.Error as error:
+                log.warning("nats_flush_failed", error=repr(error))
+        await self._client.close()
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _payload(self, message: Message) -> bytes:
+        data = _encode(message)
+        limit = self._client.max_payload
+        if len(data) > limit:
+            raise PayloadTooLarge(
+                f"the message has {len(data)} bytes; this bus takes at most {limit}"
+            )
+        return data
+
+    def _reply_decoder(self, reply_type: Any) -> msgspec.msgpack.Decoder[Any]:
+        decoder = self._reply_decoders.get(reply_type)
+        if decoder is None:
+            decoder = msgspec.msgpack.Decoder(reply_type | Failure)
+            self._reply_decoders[reply_type] = decoder
+        return decoder

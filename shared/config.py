@@ -1,0 +1,122 @@
+"""What a process is told at its start: frozen, checked as a whole, all errors at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from shared.errors import ConfigError
+
+
+class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`nats_url` carries the credential; its user name is the process id."""
+
+    nats_url: str
+    process_id: str
+    region: str = ""
+
+    def problems(self) -> Iterator[str]:
+        yield from url_problems("nats_url", self.nats_url, schemes=("nats", "tls"))
+        if not self.process_id or any(char in " .*>" for char in self.process_id):
+            yield f"process_id {self.process_id!r} must be a non-empty name without spaces . * >"
+
+
+class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
+    redis_url: str
+    model_dir: Path
+    http_host: str = "127.0.0.1"
+    http_port: int = 8000
+    request_timeout_s: float = 600.0
+    max_body_bytes: int = 16 * 1024 * 1024
+    max_requests: int = 4096  # open at once; beyond it 429
+    default_max_tokens: int = 1024
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        yield from url_problems("redis_url", self.redis_url, schemes=("redis", "rediss", "unix"))
+        yield from positive_problems(
+            self, "request_timeout_s", "max_body_bytes", "max_requests", "default_max_tokens"
+        )
+        if not 0 <= self.http_port < 65536:
+            yield f"http_port {self.http_port} is not in [0, 65536)"
+        if not self.model_dir.is_dir():
+            yield f"model_dir {self.model_dir} is not a directory"
+
+
+class SchedulerConfig(ProcessConfig, frozen=True, kw_only=True):
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 4_000_000
+    local_prefill_tokens: int = 16  # an uncached rest this short is computed by decode itself
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        yield from positive_problems(self, "max_queued_requests", "max_queued_tokens")
+        if self.local_prefill_tokens < 0:
+            yield f"local_prefill_tokens {self.local_prefill_tokens} is negative"
+
+
+class KvIndexConfig(ProcessConfig, frozen=True, kw_only=True):
+    redis_url: str
+    max_prefixes_per_tenant: int = 1000
+    prefix_ttl_s: int = 86_400
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        yield from url_problems("redis_url", self.redis_url, schemes=("redis", "rediss", "unix"))
+        yield from positive_problems(self, "max_prefixes_per_tenant", "prefix_ttl_s")
+
+
+class WorkerConfig(ProcessConfig, frozen=True, kw_only=True):
+    """A prefill worker, a decode worker, or both over one engine."""
+
+    model_dir: Path
+    dtype: str = "auto"
+    device: str = "cpu"
+    num_threads: int = 0  # 0: share the cores of this host
+    block_size: int = 16
+    kv_cache_bytes: int = 256 * 1024 * 1024
+    max_batch_tokens: int = 512
+    max_sequences: int = 256
+    max_reserved_share: float = 0.5
+    data_plane_host: str = "127.0.0.1"
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        yield from positive_problems(
+            self, "block_size", "kv_cache_bytes", "max_batch_tokens", "max_sequences"
+        )
+        if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
+            yield f"dtype {self.dtype!r} is not auto, bfloat16, float16 or float32"
+        if self.num_threads < 0:
+            yield f"num_threads {self.num_threads} is negative"
+        if not 0 < self.max_reserved_share <= 1:
+            yield f"max_reserved_share {self.max_reserved_share} is not in (0, 1]"
+        if not self.model_dir.is_dir():
+            yield f"model_dir {self.model_dir} is not a directory"
+
+
+def check(config: ProcessConfig) -> None:
+    """Raises ConfigError that names every problem."""
+    problems = list(config.problems())
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def url_problems(name: str, url: str, *, schemes: tuple[str, ...]) -> Iterator[str]:
+    try:
+        parts = urlsplit(url)
+        scheme, _ = parts.scheme, parts.port
+    except ValueError as error:
+        yield f"{name}: {error}"
+        return
+    if scheme not in schemes:
+        yield f"{name} must start with {' or '.join(f'{each}://' for each in schemes)}"
+
+
+def positive_problems(config: ProcessConfig, *names: str) -> Iterator[str]:
+    for name in names:
+        if getattr(config, name) <= 0:
+            yield f"{name} must be positive, not {getattr(config, name)}"

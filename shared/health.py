@@ -1,0 +1,127 @@
+"""Health is progress: who is alive, judged from heartbeats, without I/O.
+
+A peer is suspect when its heartbeats stop, or when they go on but its engine makes no step beyond
+the budget it announced (it answers, but it is wedged). A watcher judges only while it can trust
+itself: its own heartbeat comes back from the server and its own loop does not lag. When everybody
+falls silent at once, it is the bus or the watcher, and nobody is suspected.
+
+    peer:    unknown ──heartbeat──▶ live ──silent or no step──▶ suspect ──heartbeat, step──▶ live
+                                     └────── stopped ──────────▶ gone
+    restart: a new epoch is a new peer; the old one is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from shared.messages import Heartbeat, Role
+
+HEARTBEAT_INTERVAL_S = 0.25
+SILENCE_LIMIT_S = 1.0  # four missed heartbeats
+MAX_LOOP_LAG_S = 0.2
+TICK_S = 0.1
+FORGET_AFTER_S = 60.0
+
+
+class Loss(Enum):
+    SILENT = "silent"
+    STUCK = "stuck"
+    RESTARTED = "restarted"
+    STOPPED = "stopped"
+
+
+@dataclass(slots=True)
+class Peer:
+    heartbeat: Heartbeat
+    heard_at: float
+    progressed_at: float
+    is_suspect: bool = False
+
+
+class Fleet:
+    """What one process believes of all others."""
+
+    def __init__(self, own_process_id: str) -> None:
+        self._own_process_id = own_process_id
+        self._peers: dict[str, Peer] = {}
+        self._last_echo_at: float | None = None
+        self._last_tick_at: float | None = None
+        self._distrust_until = 0.0
+
+    def observe(self, heartbeat: Heartbeat, now: float) -> Loss | None:
+        """Takes in a heartbeat; tells if it means that the process as known before is lost."""
+        if heartbeat.process_id == self._own_process_id:
+            self._last_echo_at = now
+            return None
+        known = self._peers.get(heartbeat.process_id)
+        if known is not None and known.heartbeat.epoch == heartbeat.epoch:
+            if heartbeat.sequence_number <= known.heartbeat.sequence_number:
+                return None
+        if heartbeat.state == "stopped":
+            return Loss.STOPPED if self._peers.pop(heartbeat.process_id, None) else None
+        self._peers[heartbeat.process_id] = self._updated(known, heartbeat, now)
+        if known is not None and known.heartbeat.epoch != heartbeat.epoch:
+            return Loss.RESTARTED
+        return None
+
+    def tick(self, now: float) -> list[tuple[str, Loss]]:
+        """Call every TICK_S. Returns the peers that became suspect since the last call."""
+        if self._last_tick_at is not None and now - self._last_tick_at > TICK_S + MAX_LOOP_LAG_S:
+            self._distrust_until = now + SILENCE_LIMIT_S
+        self._last_tick_at = now
+        if not self.can_judge(now):
+            return []
+        lost = []
+        for process_id, peer in list(self._peers.items()):
+            loss = _loss_of(peer, now)
+            if loss is not None and not peer.is_suspect:
+                peer.is_suspect = True
+                lost.append((process_id, loss))
+            if now - peer.heard_at > FORGET_AFTER_S:
+                del self._peers[process_id]
+        return lost
+
+    def can_judge(self, now: float) -> bool:
+        if self._last_echo_at is None or now - self._last_echo_at > SILENCE_LIMIT_S / 2:
+            self._distrust_until = max(self._distrust_until, now + SILENCE_LIMIT_S)
+            return False
+        return now >= self._distrust_until
+
+    def live(self, role: Role) -> Iterator[Heartbeat]:
+        """Processes of a role that take new work."""
+        for peer in self._peers.values():
+            if not peer.is_suspect and peer.heartbeat.state == "ready":
+                if role in peer.heartbeat.roles:
+                    yield peer.heartbeat
+
+    def is_live(self, process_id: str) -> bool:
+        """Known and not suspect; it may be draining."""
+        peer = self._peers.get(process_id)
+        return peer is not None and not peer.is_suspect
+
+    def heartbeat_of(self, process_id: str) -> Heartbeat | None:
+        peer = self._peers.get(process_id)
+        return None if peer is None else peer.heartbeat
+
+    @staticmethod
+    def _updated(known: Peer | None, heartbeat: Heartbeat, now: float) -> Peer:
+        same = known is not None and known.heartbeat.epoch == heartbeat.epoch
+        moved = not same or known is None or _step(known.heartbeat) != _step(heartbeat)
+        progressed_at = now if moved or known is None else known.progressed_at
+        is_stuck = not moved and known is not None and known.is_suspect
+        return Peer(heartbeat, heard_at=now, progressed_at=progressed_at, is_suspect=is_stuck)
+
+
+def _step(heartbeat: Heartbeat) -> int | None:
+    return None if heartbeat.load is None else heartbeat.load.step
+
+
+def _loss_of(peer: Peer, now: float) -> Loss | None:
+    if now - peer.heard_at > SILENCE_LIMIT_S:
+        return Loss.SILENT
+    load = peer.heartbeat.load
+    if load is not None and now - peer.progressed_at > load.step_budget_s + SILENCE_LIMIT_S:
+        return Loss.STUCK
+    return None

@@ -1,0 +1,114 @@
+"""The beating heart of a process: sends its own heartbeats, hears the others', judges them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from shared.bus import Bus
+from shared.clock import Clock
+from shared.errors import DependencyUnavailable
+from shared.health import HEARTBEAT_INTERVAL_S, TICK_S, Fleet, Loss
+from shared.messages import DataPlaneAddress, Heartbeat, ModelCard, ProcessState, Role, WorkerLoad
+from shared.randomness import Randomness
+from shared.subjects import HEARTBEATS, heartbeat
+
+log = structlog.get_logger(__name__)
+
+LostHandler = Callable[[str, Loss], None]
+
+
+class Heart:
+    """`load` is asked at each beat, so that a heartbeat shows where the engine stands."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        clock: Clock,
+        randomness: Randomness,
+        *,
+        roles: tuple[Role, ...],
+        region: str = "",
+        load: Callable[[], WorkerLoad] | None = None,
+        model: ModelCard | None = None,
+        data_plane: DataPlaneAddress | None = None,
+    ) -> None:
+        self.fleet = Fleet(bus.process_id)
+        self.state: ProcessState = "starting"
+        self.epoch = int.from_bytes(randomness.bytes(7), "little")
+        self._bus = bus
+        self._clock = clock
+        self._roles = roles
+        self._region = region
+        self._load = load
+        self._model = model
+        self._data_plane = data_plane
+        self._sequence_number = 0
+        self._lost_handlers: list[LostHandler] = []
+        self._heard_handlers: list[Callable[[Heartbeat], None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def on_lost(self, handler: LostHandler) -> None:
+        self._lost_handlers.append(handler)
+
+    def on_heard(self, handler: Callable[[Heartbeat], None]) -> None:
+        self._heard_handlers.append(handler)
+
+    async def start(self) -> None:
+        await self._bus.subscribe(HEARTBEATS, Heartbeat, self._hear)
+        self._tasks = [asyncio.create_task(self._beat()), asyncio.create_task(self._watch())]
+
+    async def become(self, state: ProcessState) -> None:
+        """Changes the announced state at once rather than at the next beat."""
+        self.state = state
+        await self._send()
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.become("stopped")
+
+    def _hear(self, message: Heartbeat) -> None:
+        loss = self.fleet.observe(message, self._clock.now())
+        if loss is not None:
+            self._lost(message.process_id, loss)
+        for handler in self._heard_handlers:
+            handler(message)
+
+    def _lost(self, process_id: str, loss: Loss) -> None:
+        log.warning("peer_lost", peer=process_id, loss=loss.value)
+        for handler in self._lost_handlers:
+            handler(process_id, loss)
+
+    async def _beat(self) -> None:
+        while True:
+            await self._send()
+            await self._clock.sleep(HEARTBEAT_INTERVAL_S)
+
+    async def _watch(self) -> None:
+        while True:
+            await self._clock.sleep(TICK_S)
+            for process_id, loss in self.fleet.tick(self._clock.now()):
+                self._lost(process_id, loss)
+
+    async def _send(self) -> None:
+        self._sequence_number += 1
+        message = Heartbeat(
+            process_id=self._bus.process_id,
+            epoch=self.epoch,
+            sequence_number=self._sequence_number,
+            roles=self._roles,
+            state=self.state,
+            interval_s=HEARTBEAT_INTERVAL_S,
+            region=self._region,
+            load=None if self._load is None else self._load(),
+            model=self._model,
+            data_plane=self._data_plane,
+        )
+        try:
+            await self._bus.publish(heartbeat(self._roles[0], self._bus.process_id), message)
+        except DependencyUnavailable as error:
+            log.warning("heartbeat_not_sent", error=error.message)

@@ -1,0 +1,75 @@
+"""The life of a service process.
+
+starting ──start()──▶ ready ──SIGTERM or SIGINT──▶ draining ──drain()──▶ stop() ──▶ exit 0
+                        └─────────────── second signal ──────────────────▶ exit 1 at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import structlog
+import uvloop
+
+from shared.errors import HearthError
+from shared.log import configure_logging
+
+log = structlog.get_logger(__name__)
+
+
+class Service(Protocol):
+    async def start(self) -> None:
+        """Returns once requests are served."""
+        ...
+
+    async def drain(self) -> None:
+        """Leaves the fleet, refuses new work, and returns when what runs has ended."""
+        ...
+
+    async def stop(self) -> None:
+        """Closes everything; called once, also after a failed start."""
+        ...
+
+
+def run_service(process_id: str, build: Callable[[], Awaitable[Service]]) -> int:
+    """Runs a service to its end; returns the exit status. A refused start prints one line."""
+    configure_logging(process_id)
+    try:
+        uvloop.run(_live(build))
+    except HearthError as error:
+        print(f"{process_id}: {error.message}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+async def _live(build: Callable[[], Awaitable[Service]]) -> None:
+    stopping = _on_signals()
+    service = await build()
+    try:
+        await service.start()
+        log.info("ready")
+        await stopping.wait()
+        log.info("draining")
+        await service.drain()
+    finally:
+        await service.stop()
+    log.info("stopped")
+
+
+def _on_signals() -> asyncio.Event:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if stopping.is_set():
+            os._exit(1)  # a second signal forces
+        stopping.set()
+
+    for each in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(each, on_signal)
+    return stopping

@@ -1,0 +1,89 @@
+"""The store seam: the few Redis operations that Hearth uses, with a bound on every wait.
+
+Redis is never awaited between submit and first token except for tenant limits and an API key that is
+not known yet, so each call takes at most `timeout_s`; after a failure the breaker answers at once
+for `BREAKER_S` instead of letting every request wait again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Protocol, cast
+
+import redis.asyncio
+import redis.exceptions
+
+from shared.clock import Clock
+from shared.errors import DependencyUnavailable
+
+STORE_TIMEOUT_S = 0.05
+BREAKER_S = 0.5
+
+# One write of a batch, as Redis spells it: ("HSET", key, field, value, …).
+Command = Sequence[str | bytes | int | float]
+
+
+class StoreUnavailable(DependencyUnavailable):
+    code = "store_unavailable"
+
+
+class Store(Protocol):
+    """Every method raises StoreUnavailable if Redis does not answer in time."""
+
+    async def get(self, key: str) -> bytes | None: ...
+
+    async def hash_get(self, key: str) -> Mapping[bytes, bytes]: ...
+
+    async def sorted_set_head(self, key: str, count: int) -> Sequence[bytes]:
+        """The `count` members of the lowest score."""
+        ...
+
+    async def write(self, commands: Sequence[Command]) -> None:
+        """Sends all in one round trip."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class RedisStore:
+    def __init__(self, url: str, clock: Clock, *, timeout_s: float = STORE_TIMEOUT_S) -> None:
+        """Connects lazily: a missing Redis is met at the first use, not at the start."""
+        self._clock = clock
+        self._closed_until = 0.0
+        self._redis = redis.asyncio.Redis.from_url(
+            url,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=None,
+            health_check_interval=0,
+        )
+
+    async def get(self, key: str) -> bytes | None:
+        return cast("bytes | None", await self._guard(self._redis.get(key)))
+
+    async def hash_get(self, key: str) -> Mapping[bytes, bytes]:
+        return cast("Mapping[bytes, bytes]", await self._guard(self._redis.hgetall(key)))
+
+    async def sorted_set_head(self, key: str, count: int) -> Sequence[bytes]:
+        return cast("Sequence[bytes]", await self._guard(self._redis.zrange(key, 0, count - 1)))
+
+    async def write(self, commands: Sequence[Command]) -> None:
+        pipeline = self._redis.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command)
+        await self._guard(pipeline.execute())
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def _guard(self, call: Awaitable[object]) -> object:
+        if self._clock.now() < self._closed_until:
+            close = getattr(call, "close", None)
+            if close is not None:
+                close()
+            raise StoreUnavailable("Redis is away")
+        try:
+            return await call
+        except (redis.exceptions.RedisError, OSError, TimeoutError) as error:
+            self._closed_until = self._clock.now() + BREAKER_S
+            raise StoreUnavailable(f"Redis does not answer: {error!r}") from error
