@@ -145,7 +145,7 @@ class NatsBus:
                     disconnected_cb=on_disconnect,
                     reconnected_cb=on_reconnect,
                     max_reconnect_attempts=-1,
-                    reconnect_time_wait=0.1,
+                    reconnect_time_wait=0.1,  # type: ignore[arg-type]  # seconds; a float works
                     connect_timeout=2,
                     ping_interval=1,
                     max_outstanding_pings=2,

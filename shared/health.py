@@ -56,9 +56,8 @@ class Fleet:
             self._last_echo_at = now
             return None
         known = self._peers.get(heartbeat.process_id)
-        if known is not None and known.heartbeat.epoch == heartbeat.epoch:
-            if heartbeat.sequence_number <= known.heartbeat.sequence_number:
-                return None
+        if known is not None and _is_stale(heartbeat, known.heartbeat):
+            return None
         if heartbeat.state == "stopped":
             return Loss.STOPPED if self._peers.pop(heartbeat.process_id, None) else None
         self._peers[heartbeat.process_id] = self._updated(known, heartbeat, now)
@@ -92,9 +91,9 @@ class Fleet:
     def live(self, role: Role) -> Iterator[Heartbeat]:
         """Processes of a role that take new work."""
         for peer in self._peers.values():
-            if not peer.is_suspect and peer.heartbeat.state == "ready":
-                if role in peer.heartbeat.roles:
-                    yield peer.heartbeat
+            takes_work = not peer.is_suspect and peer.heartbeat.state == "ready"
+            if takes_work and role in peer.heartbeat.roles:
+                yield peer.heartbeat
 
     def is_live(self, process_id: str) -> bool:
         """Known and not suspect; it may be draining."""
@@ -112,6 +111,11 @@ class Fleet:
         progressed_at = now if moved or known is None else known.progressed_at
         is_stuck = not moved and known is not None and known.is_suspect
         return Peer(heartbeat, heard_at=now, progressed_at=progressed_at, is_suspect=is_stuck)
+
+
+def _is_stale(heartbeat: Heartbeat, known: Heartbeat) -> bool:
+    same_epoch = heartbeat.epoch == known.epoch
+    return same_epoch and heartbeat.sequence_number <= known.sequence_number
 
 
 def _step(heartbeat: Heartbeat) -> int | None:

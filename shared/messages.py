@@ -61,7 +61,7 @@ class SamplingParams(Message, frozen=True, kw_only=True):
 
 
 class Choice(Message, frozen=True, kw_only=True):
-    """One unfinished choice; `output_token_ids` are those the gateway received from earlier tries."""
+    """One unfinished choice; `output_token_ids` are what the gateway received so far."""
 
     choice_index: int
     output_token_ids: bytes = b""
@@ -120,7 +120,7 @@ class PlacementFailed(Message, frozen=True, kw_only=True):
 
 
 class StartDecode(Message, frozen=True, kw_only=True):
-    """`prefill_candidates` are worker ids, best first; empty means that decode computes the prompt."""
+    """`prefill_candidates` are worker ids, best first; none means local prefill."""
 
     placement_id: bytes
     request: Request
@@ -190,7 +190,7 @@ class Done(Message, frozen=True, kw_only=True):
 
 
 class DataPlaneAddress(Message, frozen=True, kw_only=True):
-    """Where a decode worker takes KV. A peer tries `unix_path` first: if it opens, both share a host."""
+    """Where a decode worker takes KV. A peer that can open `unix_path` shares its host."""
 
     host: str
     port: int
@@ -199,7 +199,7 @@ class DataPlaneAddress(Message, frozen=True, kw_only=True):
 
 
 class RunPrefill(Message, frozen=True, kw_only=True):
-    """Compute the KV of `token_ids` (all but the last token) and push [first_token, len) to decode."""
+    """Compute the KV of `token_ids` (all but the last) and push [first_token, len) to decode."""
 
     placement_id: bytes
     tenant_id: str
@@ -253,7 +253,7 @@ class BlocksCleared(Message, frozen=True, kw_only=True):
 
 
 class KvEvents(Message, frozen=True, kw_only=True):
-    """One worker's cache changes; `sequence_number` grows by one, `epoch` changes with a restart."""
+    """One worker's cache changes; `sequence_number` grows by one, a restart changes `epoch`."""
 
     worker_id: str
     epoch: int

@@ -1,4 +1,4 @@
-"""Token ids and block hashes as packed bytes: what the wire carries instead of lists of integers."""
+"""Token ids and block hashes as packed bytes: what the wire carries instead of lists."""
 
 from __future__ import annotations
 

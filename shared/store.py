@@ -1,8 +1,8 @@
 """The store seam: the few Redis operations that Hearth uses, with a bound on every wait.
 
-Redis is never awaited between submit and first token except for tenant limits and an API key that is
-not known yet, so each call takes at most `timeout_s`; after a failure the breaker answers at once
-for `BREAKER_S` instead of letting every request wait again.
+Redis is never awaited between submit and first token except for tenant limits and an API key that
+is not known yet, so each call takes at most `timeout_s`; after a failure the breaker answers at
+once for `BREAKER_S` instead of letting every request wait again.
 """
 
 from __future__ import annotations
