@@ -1,7 +1,7 @@
 """The engine seam: what the torch-free engine core asks of whatever computes.
 
-`ModelRunner` (torch) computes with a model; `TimingRunner` computes with a formula and a cost model.
-Both see the same inputs, so batching, the block pool and the KV paths are the same code for both.
+`ModelRunner` (torch) computes with a model; `TimingRunner` with a formula and a cost model. Both
+see the same inputs, so batching, the block pool and the KV paths are the same code.
 """
 
 from __future__ import annotations

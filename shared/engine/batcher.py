@@ -1,0 +1,149 @@
+"""Which sequences take part in the next step, and with how many tokens.
+
+One batcher for both phases: there is no prefill mode and no decode mode, only
+`num_computed_tokens` catching up with `num_tokens` under a token budget.
+
+    1. running sequences that lack one token (decode), so that long prompts never stall them
+    2. running sequences that lack more (chunked prefill), oldest first
+    3. waiting sequences, first come first served, if their whole prompt fits beside the watermark
+
+When a running sequence needs a block and none is free, the newest running sequence is preempted: it
+gives all blocks back and is computed again later (its blocks may still be found in the cache).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from shared.engine.block_pool import BlockPool
+from shared.engine.sequence import Sequence, SequenceState
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    sequence: Sequence
+    num_scheduled_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether this step computes the sequence's last token, so that a new one can be drawn."""
+        is_last = self.num_scheduled_tokens == self.sequence.num_uncomputed_tokens
+        return is_last and not self.sequence.is_prefill_only
+
+
+class Batcher:
+    def __init__(
+        self, pool: BlockPool, *, max_batch_tokens: int, max_sequences: int, watermark: float = 0.01
+    ) -> None:
+        """`watermark` is the share of blocks that admission leaves free for running sequences."""
+        self.pool = pool
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._max_batch_tokens = max_batch_tokens
+        self._max_sequences = max_sequences
+        self._watermark_blocks = int(pool.num_blocks * watermark)
+
+    def add(self, sequence: Sequence) -> None:
+        """The sequence is WAITING. One that brings its KV along needs no admission of blocks."""
+        if sequence.block_table and len(self.running) < self._max_sequences:
+            sequence.become(SequenceState.RUNNING)
+            self.running.append(sequence)
+        elif sequence.block_table:
+            self.waiting.appendleft(sequence)
+        else:
+            self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes it out of the queues; its blocks are the caller's business."""
+        if sequence.state is SequenceState.RUNNING:
+            self.running.remove(sequence)
+        elif sequence.state is SequenceState.WAITING:
+            self.waiting.remove(sequence)
+
+    def schedule(self) -> tuple[list[ScheduledSequence], list[Sequence]]:
+        """Returns the step's rows, and prefills that were found in the cache entirely (HELD)."""
+        scheduled: dict[Sequence, int] = {}
+        budget = self._max_batch_tokens
+        num_preempted = 0
+        for wants_one in (True, False):
+            for sequence in [
+                s for s in self.running if (s.num_uncomputed_tokens == 1) is wants_one
+            ]:
+                if budget == 0:
+                    break
+                if sequence.state is not SequenceState.RUNNING:
+                    continue  # preempted for an older one in this very step
+                victims = self._make_room(sequence)
+                num_preempted += len(victims)
+                for victim in victims:
+                    budget += scheduled.pop(victim, 0)
+                if sequence.state is SequenceState.RUNNING:
+                    scheduled[sequence] = min(sequence.num_uncomputed_tokens, budget)
+                    budget -= scheduled[sequence]
+        found: list[Sequence] = []
+        if num_preempted == 0:
+            found = self._admit(scheduled, budget)
+        rows = [ScheduledSequence(sequence, count) for sequence, count in scheduled.items()]
+        return rows, found
+
+    def _make_room(self, sequence: Sequence) -> list[Sequence]:
+        """Gives `sequence` blocks for all its tokens; returns whom that preempted."""
+        victims: list[Sequence] = []
+        missing = self.pool.blocks_for(sequence.num_tokens) - len(sequence.block_table)
+        while self.pool.num_free_blocks < missing:
+            victim = next((s for s in reversed(self.running) if not s.is_prefill_only), sequence)
+            self.preempt(victim)
+            victims.append(victim)
+            if victim is sequence:
+                return victims
+        if missing > 0:
+            sequence.block_table += self.pool.allocate(missing)
+        return victims
+
+    def preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        sequence.become(SequenceState.WAITING)
+        self.pool.release(sequence.block_table)
+        sequence.block_table = []
+        sequence.num_computed_tokens = 0
+        sequence.num_committed_blocks = 0
+        sequence.num_preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def _admit(self, scheduled: dict[Sequence, int], budget: int) -> list[Sequence]:
+        found: list[Sequence] = []
+        while self.waiting and budget > 0 and len(self.running) < self._max_sequences:
+            sequence = self.waiting[0]
+            spare = self._watermark_blocks if self.running else 0
+            if not sequence.block_table and not self.allocate_prompt(sequence, spare=spare):
+                break
+            self.waiting.popleft()
+            if sequence.num_uncomputed_tokens == 0:
+                sequence.become(SequenceState.HELD)
+                found.append(sequence)
+                continue
+            sequence.become(SequenceState.RUNNING)
+            self.running.append(sequence)
+            scheduled[sequence] = min(sequence.num_uncomputed_tokens, budget)
+            budget -= scheduled[sequence]
+        return found
+
+    def allocate_prompt(self, sequence: Sequence, *, spare: int) -> bool:
+        """Takes the cached prefix and new blocks for the rest, leaving `spare` free; or nothing.
+
+        A sequence that samples computes at least its last token, whatever is cached.
+        """
+        num_computable = sequence.num_tokens - (0 if sequence.is_prefill_only else 1)
+        num_matchable = num_computable // self.pool.block_size
+        cached = self.pool.match(sequence.block_hashes[:num_matchable])
+        num_new = self.pool.blocks_for(sequence.num_tokens) - len(cached)
+        if num_new + self.pool.num_evictable_in(cached) + spare > self.pool.num_free_blocks:
+            return False
+        self.pool.hold(cached)
+        sequence.block_table = cached + self.pool.allocate(num_new)
+        sequence.num_computed_tokens = len(cached) * self.pool.block_size
+        sequence.num_committed_blocks = len(cached)
+        if sequence.num_preemptions == 0:
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+        return True

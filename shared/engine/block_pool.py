@@ -1,0 +1,176 @@
+"""The paged KV cache's bookkeeping: who holds which block, and which blocks can be found again.
+
+Every block is in exactly one of three sets:
+
+    empty        nobody holds it, its content is worthless
+    cached       nobody holds it, but its hash is known: a later request may take it; LRU order
+    referenced   held by `ref_count` > 0 sequences
+
+A block gets its hash once it is full and computed. Allocation takes empty blocks first, then evicts
+the least recently used cached one. A sequence's blocks become evictable tail first, so that what is
+left of a prefix is still a prefix.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from shared.messages import BlocksCleared, BlocksRemoved, BlocksStored
+from shared.packing import pack_hashes
+
+KvEvent = BlocksStored | BlocksRemoved | BlocksCleared
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBlock:
+    """What is known of a hashed block."""
+
+    tenant_id: str
+    parent_hash: bytes
+    block_index: int
+    block_hash: bytes
+
+
+class BlockPool:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._ref_counts = [0] * num_blocks
+        self._empty = list(range(num_blocks - 1, -1, -1))
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._known: list[CachedBlock | None] = [None] * num_blocks
+        self._block_ids: dict[bytes, int] = {}
+        self._events: list[KvEvent] = []
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that an allocation can have: empty and cached ones."""
+        return len(self._empty) + len(self._evictable)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        return len(self._evictable)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def match(self, block_hashes: Iterable[bytes]) -> list[int]:
+        """Block ids of the longest cached prefix. They are not held yet: see `hold`."""
+        block_ids = []
+        for block_hash in block_hashes:
+            block_id = self._block_ids.get(block_hash)
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        return block_ids
+
+    def num_evictable_in(self, block_ids: Iterable[int]) -> int:
+        """How many of these count as free now and would not once held."""
+        return sum(self._ref_counts[block_id] == 0 for block_id in block_ids)
+
+    def hold(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                del self._evictable[block_id]
+            self._ref_counts[block_id] += 1
+
+    def allocate(self, count: int) -> list[int]:
+        """Raises ValueError if fewer are free: callers ask `num_free_blocks` first."""
+        if count > self.num_free_blocks:
+            raise ValueError(f"{count} blocks asked for, {self.num_free_blocks} free")
+        block_ids = [self._take() for _ in range(count)]
+        for block_id in block_ids:
+            self._ref_counts[block_id] = 1
+        return block_ids
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Gives back one reference to each; the last block becomes evictable first."""
+        for block_id in reversed(block_ids):
+            if self._ref_counts[block_id] <= 0:
+                raise ValueError(f"block {block_id} is released more often than held")
+            self._ref_counts[block_id] -= 1
+            if self._ref_counts[block_id] > 0:
+                continue
+            if self._known[block_id] is None:
+                self._empty.append(block_id)
+            else:
+                self._evictable[block_id] = None
+
+    def commit(
+        self,
+        block_ids: Sequence[int],
+        block_hashes: Sequence[bytes],
+        *,
+        tenant_id: str,
+        parent_hash: bytes,
+        first_block_index: int,
+    ) -> None:
+        """Makes full, computed blocks findable. A hash that is known already keeps its block."""
+        new: list[CachedBlock] = []
+        pairs = zip(block_ids, block_hashes, strict=True)
+        for block_index, (block_id, block_hash) in enumerate(pairs, first_block_index):
+            if block_hash not in self._block_ids and self._known[block_id] is None:
+                block = CachedBlock(tenant_id, parent_hash, block_index, block_hash)
+                self._known[block_id] = block
+                self._block_ids[block_hash] = block_id
+                new.append(block)
+            parent_hash = block_hash
+        self._events += runs_of(new)
+
+    def take_events(self) -> list[KvEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def cached_blocks(self) -> list[CachedBlock]:
+        """All findable blocks, parents before children where both are there."""
+        known = [block for block in self._known if block is not None]
+        return sorted(known, key=lambda block: (block.tenant_id, block.block_index))
+
+    def check(self) -> None:
+        """Raises AssertionError unless empty + cached + referenced = total, each block in one."""
+        referenced = {b for b in range(self.num_blocks) if self._ref_counts[b] > 0}
+        empty, evictable = set(self._empty), set(self._evictable)
+        assert len(empty) == len(self._empty), "a block is empty twice"
+        assert not (empty & evictable or empty & referenced or evictable & referenced)
+        assert len(empty) + len(evictable) + len(referenced) == self.num_blocks
+        assert all(self._known[block_id] is not None for block_id in evictable)
+        assert all(self._known[block_id] is None for block_id in empty)
+
+    def _take(self) -> int:
+        if self._empty:
+            return self._empty.pop()
+        block_id, _ = self._evictable.popitem(last=False)
+        block = self._known[block_id]
+        assert block is not None
+        del self._block_ids[block.block_hash]
+        self._known[block_id] = None
+        self._forgot(block.block_hash)
+        return block_id
+
+    def _forgot(self, block_hash: bytes) -> None:
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlocksRemoved):
+            self._events[-1] = BlocksRemoved(block_hashes=last.block_hashes + block_hash)
+        else:
+            self._events.append(BlocksRemoved(block_hashes=block_hash))
+
+
+def runs_of(blocks: Iterable[CachedBlock]) -> list[KvEvent]:
+    """Groups blocks in which each is the child of the one before into one event a run."""
+    runs: list[list[CachedBlock]] = []
+    for block in blocks:
+        if runs and runs[-1][-1].block_hash == block.parent_hash:
+            runs[-1].append(block)
+        else:
+            runs.append([block])
+    return [
+        BlocksStored(
+            tenant_id=run[0].tenant_id,
+            parent_hash=run[0].parent_hash,
+            first_block_index=run[0].block_index,
+            block_hashes=pack_hashes([block.block_hash for block in run]),
+        )
+        for run in runs
+    ]

@@ -1,0 +1,212 @@
+"""The engine core: sequences, blocks and batches, synchronous and torch-free.
+
+The owner calls `schedule`, has a runner compute the step, and calls `apply` with what was drawn.
+All other methods may be called between the two, while the step computes: what they free is freed
+only once no running step touches it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.block_hash import extend_chain
+from shared.engine.batcher import Batcher, ScheduledSequence
+from shared.engine.block_pool import BlockPool
+from shared.engine.sequence import Sequence, SequenceState
+from shared.errors import InvalidRequest
+from shared.messages import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What one step did for one sequence. A stop token is told, not part of `token_ids`."""
+
+    sequence: Sequence
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+
+
+class Engine:
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_context_tokens: int,
+        max_batch_tokens: int,
+        max_sequences: int,
+        max_reserved_share: float = 0.5,
+    ) -> None:
+        """A context longer than the whole pool could never be computed, so the pool bounds it."""
+        self.pool = BlockPool(num_blocks, block_size)
+        self.batcher = Batcher(
+            self.pool, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences
+        )
+        self.max_context_tokens = min(max_context_tokens, num_blocks * block_size)
+        self._max_reserved_blocks = int(num_blocks * max_reserved_share)
+        self._reserved: set[Sequence] = set()
+        self._held: set[Sequence] = set()
+
+    @property
+    def num_reserved_blocks(self) -> int:
+        return sum(len(sequence.block_table) for sequence in self._reserved)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Prompt tokens that waiting and running sequences still have to compute."""
+        batcher = self.batcher
+        ahead = [*batcher.waiting, *batcher.running]
+        return sum(each.num_uncomputed_tokens for each in ahead if each.num_uncomputed_tokens > 1)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """KV that sequences in decode read in each step."""
+        return sum(each.num_computed_tokens for each in self.batcher.running)
+
+    @property
+    def is_idle(self) -> bool:
+        batcher = self.batcher
+        return not (batcher.waiting or batcher.running or self._reserved or self._held)
+
+    def check_fits(self, num_tokens: int) -> None:
+        """Raises InvalidRequest for a sequence that this engine can never compute."""
+        if num_tokens > self.max_context_tokens:
+            raise InvalidRequest(
+                f"{num_tokens} tokens do not fit the context of {self.max_context_tokens}"
+            )
+
+    def add(self, sequence: Sequence) -> None:
+        """Raises InvalidRequest if it can never fit."""
+        self._accept(sequence)
+        self.batcher.add(sequence)
+
+    def reserve(self, sequence: Sequence) -> bool:
+        """Holds blocks for all its tokens while another worker computes them; False if there is no
+        room now or reservations have reached their share. Raises InvalidRequest as `add`.
+        """
+        self._accept(sequence)
+        needed = self.pool.blocks_for(sequence.num_tokens)
+        is_over_share = self.num_reserved_blocks + needed > self._max_reserved_blocks
+        if self._reserved and is_over_share:  # one alone may exceed it, or it would never run
+            return False
+        if not self.batcher.allocate_prompt(sequence, spare=0):
+            return False
+        sequence.state = SequenceState.RESERVED
+        self._reserved.add(sequence)
+        return True
+
+    def activate(self, sequence: Sequence, num_computed_tokens: int) -> None:
+        """The KV of the first `num_computed_tokens` has arrived; the engine computes the rest."""
+        self._reserved.remove(sequence)
+        sequence.become(SequenceState.WAITING)
+        sequence.num_computed_tokens = num_computed_tokens
+        self._commit_full_blocks(sequence)
+        self.batcher.add(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """The push of a HELD prefill is over, or nobody wants it any more."""
+        self.abort(sequence)
+
+    def abort(self, sequence: Sequence) -> None:
+        """Idempotent; the blocks are free at once, or when the step under way ends."""
+        if sequence.state is SequenceState.FINISHED:
+            return
+        if sequence.is_in_step:
+            sequence.is_aborted = True
+            return
+        self._finish(sequence)
+
+    def schedule(self) -> tuple[list[ScheduledSequence], list[Progress]]:
+        """The rows of the next step (none: nothing to do), and prefills that needed no step."""
+        rows, found = self.batcher.schedule()
+        for row in rows:
+            row.sequence.is_in_step = True
+        self._held.update(found)
+        return rows, [Progress(sequence) for sequence in found]
+
+    def apply(self, rows: list[ScheduledSequence], drawn: list[int]) -> list[Progress]:
+        """Takes in a computed step; `drawn` has one token for each row that samples, in order."""
+        tokens = iter(drawn)
+        progress = []
+        for row in rows:
+            sequence = row.sequence
+            token_id = next(tokens) if row.samples else None
+            sequence.is_in_step = False
+            if sequence.is_aborted:
+                self._finish(sequence)
+                continue
+            sequence.num_computed_tokens += row.num_scheduled_tokens
+            self._commit_full_blocks(sequence)
+            progress.append(self._advance(sequence, token_id))
+        return progress
+
+    def fail(self, rows: list[ScheduledSequence]) -> list[Progress]:
+        """The step could not be computed: its sequences end, the others go on."""
+        progress = []
+        for row in rows:
+            row.sequence.is_in_step = False
+            self._finish(row.sequence)
+            if not row.sequence.is_aborted:
+                progress.append(Progress(row.sequence, finish_reason="failed"))
+        return progress
+
+    def _accept(self, sequence: Sequence) -> None:
+        self.check_fits(sequence.num_tokens)
+        full = sequence.num_tokens // self.pool.block_size
+        if len(sequence.block_hashes) > full:
+            raise InvalidRequest(
+                f"{len(sequence.block_hashes)} block hashes for {full} full blocks"
+            )
+        self._extend_hashes(sequence, full)
+
+    def _advance(self, sequence: Sequence, token_id: int | None) -> Progress:
+        if token_id is None:
+            if sequence.is_prefill_only and sequence.num_uncomputed_tokens == 0:
+                self.batcher.remove(sequence)
+                sequence.become(SequenceState.HELD)
+                self._held.add(sequence)
+            return Progress(sequence)
+        params = sequence.sampling
+        assert params is not None
+        if token_id in sequence.stop_token_ids and sequence.num_output_tokens >= params.min_tokens:
+            self._finish(sequence)
+            return Progress(sequence, finish_reason="stop", stop_token_id=token_id)
+        sequence.token_ids.append(token_id)
+        is_long = sequence.num_output_tokens >= params.max_tokens
+        if is_long or sequence.num_tokens >= self.max_context_tokens:
+            self._finish(sequence)
+            return Progress(sequence, (token_id,), finish_reason="length")
+        return Progress(sequence, (token_id,))
+
+    def _finish(self, sequence: Sequence) -> None:
+        self.batcher.remove(sequence)
+        self._reserved.discard(sequence)
+        self._held.discard(sequence)
+        self.pool.release(sequence.block_table)
+        sequence.block_table = []
+        sequence.become(SequenceState.FINISHED)
+
+    def _commit_full_blocks(self, sequence: Sequence) -> None:
+        first = sequence.num_committed_blocks
+        full = sequence.num_computed_tokens // self.pool.block_size
+        if full <= first:
+            return
+        self._extend_hashes(sequence, full)
+        self.pool.commit(
+            sequence.block_table[first:full],
+            sequence.block_hashes[first:full],
+            tenant_id=sequence.tenant_id,
+            parent_hash=sequence.block_hashes[first - 1] if first else sequence.cache_root,
+            first_block_index=first,
+        )
+        sequence.num_committed_blocks = full
+
+    def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
+        known = len(sequence.block_hashes)
+        if known >= num_blocks:
+            return
+        size = self.pool.block_size
+        parent = sequence.block_hashes[-1] if known else sequence.cache_root
+        tokens = sequence.token_ids[known * size : num_blocks * size]
+        sequence.block_hashes += extend_chain(parent, tokens, size)

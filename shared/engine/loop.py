@@ -1,0 +1,105 @@
+"""Drives an engine: schedule, compute on the runner's own thread, apply, tell the listeners.
+
+All bookkeeping runs on the event loop's thread, so it needs no locks; only the mathematics runs
+elsewhere. The step counter moves when idle, too, so that a watcher can tell idle from wedged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from shared.clock import Clock
+from shared.engine.batcher import ScheduledSequence
+from shared.engine.engine import Engine, Progress
+from shared.engine.inputs import build_inputs
+from shared.engine.runner import Runner
+from shared.messages import WorkerLoad
+
+log = structlog.get_logger(__name__)
+
+IDLE_TICK_S = 0.1
+
+Listener = Callable[[list[Progress]], None]
+
+
+class EngineLoop:
+    def __init__(self, engine: Engine, runner: Runner, clock: Clock) -> None:
+        self.engine = engine
+        self.runner = runner
+        self._clock = clock
+        self._listeners: list[Listener] = []
+        self._work = asyncio.Event()
+        self._step = 0
+        self._step_budget_s = IDLE_TICK_S
+        self._task: asyncio.Task[None] | None = None
+
+    def listen(self, listener: Listener) -> None:
+        """`listener` gets every step's progress, on the event loop's thread; it must not block."""
+        self._listeners.append(listener)
+
+    def wake(self) -> None:
+        """Call after giving the engine something to do."""
+        self._work.set()
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """Lets the step under way end, then closes the runner."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self.runner.close()
+
+    def load(self) -> WorkerLoad:
+        engine = self.engine
+        return WorkerLoad(
+            step=self._step,
+            step_budget_s=self._step_budget_s,
+            num_running=len(engine.batcher.running),
+            num_waiting=len(engine.batcher.waiting),
+            num_free_blocks=engine.pool.num_free_blocks,
+            num_total_blocks=engine.pool.num_blocks,
+            num_reserved_blocks=engine.num_reserved_blocks,
+            prefill_tokens_in_flight=engine.num_uncomputed_tokens,
+            decode_tokens_in_flight=engine.num_context_tokens,
+        )
+
+    async def _run(self) -> None:
+        while True:
+            rows, progress = self.engine.schedule()
+            if progress:
+                self._tell(progress)
+            if rows:
+                self._tell(await self._compute(rows))
+            elif not progress:
+                await self._idle()
+            self._step += 1
+
+    async def _compute(self, rows: list[ScheduledSequence]) -> list[Progress]:
+        try:
+            inputs = build_inputs(rows, self.engine.pool.block_size)
+            self._step_budget_s = self.runner.step_budget_s(inputs)
+            drawn = await self.runner.run(inputs)
+        except Exception:  # the engine's edge: these sequences fail, the worker lives on
+            log.exception("step_failed", num_sequences=len(rows))
+            return self.engine.fail(rows)
+        return self.engine.apply(rows, drawn)
+
+    async def _idle(self) -> None:
+        self._step_budget_s = IDLE_TICK_S
+        self._work.clear()
+        sleeper = asyncio.ensure_future(self._clock.sleep(IDLE_TICK_S))
+        waker = asyncio.ensure_future(self._work.wait())
+        try:
+            await asyncio.wait((sleeper, waker), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            sleeper.cancel()
+            waker.cancel()
+
+    def _tell(self, progress: list[Progress]) -> None:
+        for listener in self._listeners:
+            listener(progress)

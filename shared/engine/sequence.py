@@ -1,0 +1,88 @@
+"""The engine's record of one sequence, and the states it goes through.
+
+RESERVED   decode holds blocks for KV that another worker computes
+WAITING    wants to compute, holds no blocks (or was just given its KV)
+RUNNING    in the batch: `num_computed_tokens` catches up with `num_tokens`
+HELD       a prefill that is done; its blocks stay until the push is acknowledged
+FINISHED   holds nothing
+
+RESERVED ──activate──▶ WAITING ──admit──▶ RUNNING ──stop, length──▶ FINISHED
+                          ▲                 │ └──prefill done──▶ HELD ──release──▶ FINISHED
+                          └────preempt──────┘
+every state ──abort──▶ FINISHED
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from shared.messages import SamplingParams
+
+
+class SequenceState(Enum):
+    RESERVED = "reserved"
+    WAITING = "waiting"
+    RUNNING = "running"
+    HELD = "held"
+    FINISHED = "finished"
+
+
+_S = SequenceState
+TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
+    _S.RESERVED: frozenset({_S.WAITING, _S.FINISHED}),
+    _S.WAITING: frozenset({_S.RUNNING, _S.HELD, _S.FINISHED}),
+    _S.RUNNING: frozenset({_S.WAITING, _S.HELD, _S.FINISHED}),
+    _S.HELD: frozenset({_S.FINISHED}),
+    _S.FINISHED: frozenset(),
+}
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Sequence:
+    """Prompt and output of one choice. Without `sampling` it is a prefill: it never draws.
+
+    `block_hashes` are those of the full blocks of `token_ids` known so far; the chain grows as
+    blocks fill up.
+    """
+
+    sequence_id: bytes
+    tenant_id: str
+    cache_root: bytes
+    token_ids: list[int]
+    num_prompt_tokens: int
+    block_hashes: list[bytes] = field(default_factory=list)
+    sampling: SamplingParams | None = None
+    choice_index: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+
+    state: SequenceState = SequenceState.WAITING
+    block_table: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_committed_blocks: int = 0  # leading blocks that the prefix cache knows
+    num_cached_tokens: int = 0  # found at the first admission
+    num_preemptions: int = 0
+    is_in_step: bool = False
+    is_aborted: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_prefill_only(self) -> bool:
+        return self.sampling is None
+
+    def become(self, state: SequenceState) -> None:
+        """Raises ValueError for a move that the diagram does not have."""
+        if state not in TRANSITIONS[self.state]:
+            raise ValueError(f"a sequence cannot go from {self.state.value} to {state.value}")
+        self.state = state
