@@ -24,9 +24,24 @@ class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
             yield f"process_id {self.process_id!r} must be a non-empty name without spaces . * >"
 
 
-class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
-    redis_url: str
+class ModelConfig(ProcessConfig, frozen=True, kw_only=True):
+    """The checkpoint directory, and the name that clients call it by (default: the directory's)."""
+
     model_dir: Path
+    model_name: str = ""
+
+    @property
+    def served_name(self) -> str:
+        return self.model_name or self.model_dir.resolve().name
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if not self.model_dir.is_dir():
+            yield f"model_dir {self.model_dir} is not a directory"
+
+
+class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
+    redis_url: str
     http_host: str = "127.0.0.1"
     http_port: int = 8000
     request_timeout_s: float = 600.0
@@ -42,8 +57,6 @@ class GatewayConfig(ProcessConfig, frozen=True, kw_only=True):
         )
         if not 0 <= self.http_port < 65536:
             yield f"http_port {self.http_port} is not in [0, 65536)"
-        if not self.model_dir.is_dir():
-            yield f"model_dir {self.model_dir} is not a directory"
 
 
 class SchedulerConfig(ProcessConfig, frozen=True, kw_only=True):
@@ -69,10 +82,9 @@ class KvIndexConfig(ProcessConfig, frozen=True, kw_only=True):
         yield from positive_problems(self, "max_prefixes_per_tenant", "prefix_ttl_s")
 
 
-class WorkerConfig(ProcessConfig, frozen=True, kw_only=True):
+class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
     """A prefill worker, a decode worker, or both over one engine."""
 
-    model_dir: Path
     dtype: str = "auto"
     device: str = "cpu"
     num_threads: int = 0  # 0: share the cores of this host
@@ -94,8 +106,6 @@ class WorkerConfig(ProcessConfig, frozen=True, kw_only=True):
             yield f"num_threads {self.num_threads} is negative"
         if not 0 < self.max_reserved_share <= 1:
             yield f"max_reserved_share {self.max_reserved_share} is not in (0, 1]"
-        if not self.model_dir.is_dir():
-            yield f"model_dir {self.model_dir} is not a directory"
 
 
 def check(config: ProcessConfig) -> None:

@@ -157,7 +157,7 @@ class BlockPool:
             self._events.append(BlocksRemoved(block_hashes=block_hash))
 
 
-def runs_of(blocks: Iterable[CachedBlock]) -> list[KvEvent]:
+def runs_of(blocks: Iterable[CachedBlock]) -> list[BlocksStored]:
     """Groups blocks in which each is the child of the one before into one event a run."""
     runs: list[list[CachedBlock]] = []
     for block in blocks:

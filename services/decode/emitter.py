@@ -1,0 +1,85 @@
+"""What has been drawn and not yet been acknowledged, by placement. Pure.
+
+Tokens are numbered by their position in the output, over all tries of a request. They are kept
+until the gateway has acknowledged the ending, so that any gap can be filled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shared.errors import UnknownPlacement
+from shared.messages import Finish, TokenEntry
+
+
+@dataclass(slots=True)
+class Output:
+    placement_id: bytes
+    gateway_id: str
+    choice_index: int
+    first_position: int
+    token_ids: list[int] = field(default_factory=list)
+    num_emitted: int = 0
+    finish: Finish | None = None
+
+    def entry_from(self, position: int) -> TokenEntry:
+        start = max(position, self.first_position)
+        return TokenEntry(
+            placement_id=self.placement_id,
+            choice_index=self.choice_index,
+            first_position=start,
+            token_ids=tuple(self.token_ids[start - self.first_position :]),
+            finish=self.finish,
+        )
+
+
+class Emitter:
+    def __init__(self) -> None:
+        self._outputs: dict[bytes, Output] = {}
+        self._dirty: dict[bytes, Output] = {}
+
+    def __contains__(self, placement_id: bytes) -> bool:
+        return placement_id in self._outputs
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    def open(
+        self, placement_id: bytes, gateway_id: str, choice_index: int, first_position: int
+    ) -> None:
+        self._outputs[placement_id] = Output(placement_id, gateway_id, choice_index, first_position)
+
+    def add(
+        self, placement_id: bytes, token_ids: tuple[int, ...], finish: Finish | None = None
+    ) -> None:
+        """Ignored for a placement that was dropped meanwhile."""
+        output = self._outputs.get(placement_id)
+        if output is None:
+            return
+        output.token_ids += token_ids
+        output.finish = finish
+        self._dirty[placement_id] = output
+
+    def take(self) -> dict[str, list[TokenEntry]]:
+        """What is new since the last call, by gateway: one message for each."""
+        batches: dict[str, list[TokenEntry]] = {}
+        for output in self._dirty.values():
+            entry = output.entry_from(output.first_position + output.num_emitted)
+            output.num_emitted = len(output.token_ids)
+            batches.setdefault(output.gateway_id, []).append(entry)
+        self._dirty.clear()
+        return batches
+
+    def resend(self, placement_id: bytes, choice_index: int, from_position: int) -> TokenEntry:
+        """Raises UnknownPlacement if it is not, or no longer, held here."""
+        output = self._outputs.get(placement_id)
+        if output is None or output.choice_index != choice_index:
+            raise UnknownPlacement("this worker does not hold that placement")
+        output.num_emitted = len(output.token_ids)
+        self._dirty.pop(placement_id, None)
+        return output.entry_from(from_position)
+
+    def drop(self, placement_id: bytes) -> None:
+        """Acknowledged, aborted or orphaned. Idempotent."""
+        self._outputs.pop(placement_id, None)
+        self._dirty.pop(placement_id, None)

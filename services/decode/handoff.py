@@ -1,0 +1,110 @@
+"""Gets the prompt's KV computed elsewhere: one prefill candidate after the other.
+
+asking ──accepted──▶ receiving ──all frames──▶ complete
+   └─refused, silent──┴─link lost, bad frame, worker lost, failed──▶ next candidate
+no candidate left: decode computes the rest itself, from the last good token
+cancel(): ends as soon as no frame is being copied
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import structlog
+
+from shared.engine.runner import Runner
+from shared.engine.sequence import Sequence
+from shared.errors import HearthError
+from shared.kv_wire.link import KvReceiver
+from shared.randomness import Randomness
+
+from .receiver import Receipt
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """How far the KV has come, and from whom."""
+
+    num_held_tokens: int
+    prefill_worker_id: str | None = None
+    num_pushed_tokens: int = 0
+    num_cached_tokens: int = 0
+
+
+class Handoff:
+    """Each try has a placement id of its own, so that a late frame of an earlier one is refused."""
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        candidates: tuple[str, ...],
+        *,
+        runner: Runner,
+        receiver: KvReceiver,
+        randomness: Randomness,
+        ask: Callable[[str, bytes, int], Awaitable[object]],
+        abandon: Callable[[str, bytes], None],
+    ) -> None:
+        """`ask(worker_id, placement_id, first_token)` sends RunPrefill and raises if refused;
+        `abandon(worker_id, placement_id)` tells a worker to stop.
+        """
+        self.current: tuple[str, bytes] | None = None  # worker and placement id of this try
+        self.is_cancelled = False
+        self._sequence = sequence
+        self._candidates = candidates
+        self._runner = runner
+        self._receiver = receiver
+        self._randomness = randomness
+        self._ask = ask
+        self._abandon = abandon
+        self._receipt: Receipt | None = None
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        self.fail("cancelled")
+
+    def fail(self, reason: str) -> None:
+        """Ends the present try."""
+        if self._receipt is not None:
+            self._receipt.fail(reason)
+
+    async def run(self) -> Delivery:
+        num_cached = num_held = self._sequence.num_computed_tokens
+        for worker_id in self._candidates:
+            if self.is_cancelled:
+                break
+            receipt = await self._try(worker_id, num_held)
+            if receipt.is_complete:
+                pushed = receipt.num_held_tokens - num_cached
+                return Delivery(
+                    receipt.num_held_tokens, worker_id, pushed, receipt.num_cached_tokens
+                )
+            num_held = self._whole_blocks(receipt.num_held_tokens)
+        return Delivery(num_held, num_pushed_tokens=num_held - num_cached)
+
+    async def _try(self, worker_id: str, num_held_tokens: int) -> Receipt:
+        placement_id = self._randomness.bytes(16)
+        receipt = Receipt(self._sequence, self._runner, num_held_tokens=num_held_tokens)
+        self._receipt, self.current = receipt, (worker_id, placement_id)
+        self._receiver.expect(placement_id, receipt)
+        reason: str | None
+        try:
+            await self._ask(worker_id, placement_id, num_held_tokens)
+            reason = await receipt.ended
+        except HearthError as error:
+            reason = error.message
+        finally:
+            self._receiver.forget(placement_id)
+            await self._receiver.quiet(placement_id)
+            self._receipt = self.current = None
+        if reason is not None:
+            log.warning("prefill_try_failed", prefill=worker_id, reason=reason)
+            self._abandon(worker_id, placement_id)
+        return receipt
+
+    def _whole_blocks(self, num_tokens: int) -> int:
+        size = self._runner.kv_format.block_size
+        return num_tokens // size * size

@@ -1,0 +1,71 @@
+"""Takes in the KV frames of one prefill try and writes them into the reserved blocks."""
+
+from __future__ import annotations
+
+import asyncio
+
+from shared.engine.runner import Runner
+from shared.engine.sequence import Sequence
+from shared.errors import FrameRefused
+from shared.kv_wire.link import FrameHeader
+
+
+class Receipt:
+    """A FrameSink. KV arrives in order; `num_held_tokens` is how far it is good.
+
+    `ended` gives None when all KV is here, or what went wrong.
+    """
+
+    def __init__(self, sequence: Sequence, runner: Runner, *, num_held_tokens: int) -> None:
+        self.num_held_tokens = num_held_tokens
+        self.num_cached_tokens = 0
+        self.ended: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._sequence = sequence
+        self._runner = runner
+        self._num_wanted_tokens = sequence.num_tokens - 1
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_held_tokens == self._num_wanted_tokens
+
+    async def frame(self, header: FrameHeader, payload: memoryview) -> None:
+        self._check(header)
+        await self._runner.write_kv(
+            self._sequence.block_table, header.first_token, header.num_tokens, payload
+        )
+        self.num_held_tokens += header.num_tokens
+        self.num_cached_tokens = header.num_cached_tokens
+        if self.is_complete:
+            self._end(None)
+
+    def corrupt(self, header: FrameHeader) -> None:
+        self._end(f"frame {header.sequence_number} fails its checksum")
+
+    def link_lost(self) -> None:
+        self._end("the link is lost")
+
+    def fail(self, reason: str) -> None:
+        self._end(reason)
+
+    def _end(self, reason: str | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(reason)
+
+    def _check(self, header: FrameHeader) -> None:
+        """Raises FrameRefused for anything but the next tokens, whole, in the agreed format."""
+        kv_format = self._runner.kv_format
+        is_next = header.first_token == self.num_held_tokens and header.num_tokens > 0
+        fits = header.first_token + header.num_tokens <= self._num_wanted_tokens
+        is_whole = (header.first_layer, header.num_layers) == (0, kv_format.num_layers) and (
+            header.first_head,
+            header.num_heads,
+        ) == (0, kv_format.num_kv_heads)
+        has_bytes = header.payload_bytes == header.num_tokens * kv_format.bytes_per_token
+        is_same_format = header.kv_format == kv_format.key
+        if self.ended.done() or not (
+            is_next and fits and is_whole and has_bytes and is_same_format
+        ):
+            raise FrameRefused(
+                f"tokens {header.first_token}+{header.num_tokens} of {header.kv_format} do not "
+                f"continue {self.num_held_tokens} of {self._num_wanted_tokens}"
+            )

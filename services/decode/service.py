@@ -1,0 +1,334 @@
+"""The decode handlers: reserve blocks, have the prompt's KV delivered, draw tokens, emit them.
+
+A placement lives under its gateway's lease (the gateway's heartbeat). What ended stays with the
+emitter until the gateway has acknowledged it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+
+import structlog
+
+from shared.engine.engine import Progress
+from shared.engine.sequence import SequenceState
+from shared.engine.worker import Worker
+from shared.errors import HearthError, WorkerBusy
+from shared.health import Loss
+from shared.kv_wire.link import KvReceiver
+from shared.messages import (
+    AbortRequest,
+    AckFinished,
+    DecodeStarted,
+    Failure,
+    Finish,
+    PrefillAccepted,
+    PrefillFailed,
+    RenewLease,
+    ResendTokens,
+    RunPrefill,
+    StartDecode,
+    TokenBatch,
+)
+from shared.packing import pack_hashes, pack_token_ids
+from shared.subjects import control, resend, run_prefill, start_decode, tokens
+
+from .emitter import Emitter
+from .handoff import Handoff
+from .placement import Placement, sequence_of
+
+log = structlog.get_logger(__name__)
+
+SWEEP_S = 0.25
+PREFILL_ACK_S = 0.25
+PREFILL_LEASE_S = 3.0
+ORPHAN_S = 3.0  # how long a placement outlives the last sign of its gateway
+UNACKNOWLEDGED_S = 30.0
+MAX_WAITING = 64
+MAX_FENCED = 10_000
+
+
+class DecodeService:
+    def __init__(self, worker: Worker, receiver: KvReceiver) -> None:
+        self._worker = worker
+        self._receiver = receiver
+        self._engine = worker.loop.engine
+        self._emitter = Emitter()
+        self._placements: dict[bytes, Placement] = {}
+        self._ended: dict[bytes, tuple[str, float]] = {}  # gateway, when it ended
+        self._fenced: OrderedDict[bytes, None] = OrderedDict()  # aborted, maybe before they came
+        self._orphaned_since: dict[str, float] = {}
+        self._handoffs: set[asyncio.Task[None]] = set()
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        worker, bus = self._worker, self._worker.bus
+        worker.loop.listen(self._on_step)
+        worker.heart.on_lost(self._on_peer_lost)
+        await bus.subscribe(
+            control("decode", worker.worker_id),
+            AbortRequest | AckFinished | PrefillFailed,
+            self._on_control,
+        )
+        await bus.serve(resend(worker.worker_id), ResendTokens, self._resend)
+        await bus.serve(start_decode(worker.worker_id), StartDecode, self._start_decode)
+        self._sweeper = asyncio.create_task(self._sweep())
+
+    async def drain(self) -> None:
+        """Returns when every placement has ended and its ending was acknowledged."""
+        while self._placements or self._emitter:
+            await self._worker.clock.sleep(SWEEP_S)
+
+    async def stop(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        for placement_id in list(self._placements):
+            self._abort(placement_id)
+        await asyncio.gather(*self._handoffs, return_exceptions=True)
+        await self._receiver.close()
+
+    # ── commands ─────────────────────────────────────────────────────────────────────────────────
+
+    def _start_decode(self, command: StartDecode) -> DecodeStarted:
+        placement_id, request = command.placement_id, command.request
+        known = self._placements.get(placement_id)
+        if known is not None:
+            return self._started(known)
+        self._check_admission(placement_id)
+        self._worker.check_model(request.model, request.revision)
+        eos_token_ids = self._worker.served.eos_token_ids
+        sequence = sequence_of(placement_id, request, eos_token_ids=eos_token_ids)
+        placement = Placement(
+            placement_id=placement_id,
+            request=request,
+            sequence=sequence,
+            deadline_at=self._worker.clock.now() + request.deadline_s,
+        )
+        self._admit(placement, command.prefill_candidates)
+        self._placements[placement_id] = placement
+        self._emitter.open(
+            placement_id,
+            request.gateway_id,
+            sequence.choice_index,
+            sequence.num_output_tokens,
+        )
+        self._worker.loop.wake()
+        return self._started(placement)
+
+    def _check_admission(self, placement_id: bytes) -> None:
+        worker_id = self._worker.worker_id
+        if self._worker.is_draining:
+            raise WorkerBusy(f"{worker_id} is draining")
+        if placement_id in self._fenced or placement_id in self._ended:
+            raise WorkerBusy("this placement was aborted already")
+        num_waiting = len(self._engine.batcher.waiting)
+        if num_waiting >= MAX_WAITING:
+            raise WorkerBusy(f"{worker_id} has {num_waiting} requests waiting", retry_after_s=1.0)
+
+    def _admit(self, placement: Placement, candidates: tuple[str, ...]) -> None:
+        if not candidates:
+            self._engine.add(placement.sequence)
+            return
+        if not self._engine.reserve(placement.sequence):
+            raise WorkerBusy(f"{self._worker.worker_id} has no room for this prompt's KV now")
+        placement.handoff = self._handoff(placement, candidates)
+        task = asyncio.create_task(self._receive(placement, placement.handoff))
+        self._handoffs.add(task)
+        task.add_done_callback(self._handoffs.discard)
+
+    def _started(self, placement: Placement) -> DecodeStarted:
+        return DecodeStarted(
+            placement_id=placement.placement_id,
+            num_cached_tokens=placement.sequence.num_cached_tokens,
+        )
+
+    def _resend(self, command: ResendTokens) -> TokenBatch:
+        entry = self._emitter.resend(
+            command.placement_id, command.choice_index, command.from_position
+        )
+        return TokenBatch(worker_id=self._worker.worker_id, entries=(entry,))
+
+    def _on_control(self, message: AbortRequest | AckFinished | PrefillFailed) -> None:
+        match message:
+            case AbortRequest(placement_id=placement_id):
+                self._fence(placement_id)
+                self._abort(placement_id)
+            case AckFinished(placement_ids=placement_ids):
+                for placement_id in placement_ids:
+                    self._ended.pop(placement_id, None)
+                    self._emitter.drop(placement_id)
+            case PrefillFailed(placement_id=placement_id, failure=failure):
+                self._fail_try(placement_id, failure.message)
+
+    # ── the handoff ──────────────────────────────────────────────────────────────────────────────
+
+    def _handoff(self, placement: Placement, candidates: tuple[str, ...]) -> Handoff:
+        return Handoff(
+            placement.sequence,
+            candidates,
+            runner=self._worker.loop.runner,
+            receiver=self._receiver,
+            randomness=self._worker.randomness,
+            ask=lambda worker_id, placement_id, first_token: self._ask_prefill(
+                placement, worker_id, placement_id, first_token
+            ),
+            abandon=self._abandon_prefill,
+        )
+
+    async def _receive(self, placement: Placement, handoff: Handoff) -> None:
+        """Ends with the sequence in the batch or, if the placement was aborted, with it gone."""
+        num_held = placement.sequence.num_computed_tokens
+        try:
+            placement.delivery = await handoff.run()
+            num_held = placement.delivery.num_held_tokens
+        except Exception:  # the service's edge: local prefill is always possible
+            log.exception("handoff_broke")
+        placement.handoff = None
+        if handoff.is_cancelled:
+            self._engine.abort(placement.sequence)
+        else:
+            self._engine.activate(placement.sequence, num_held)
+        self._worker.loop.wake()
+
+    async def _ask_prefill(
+        self, placement: Placement, worker_id: str, placement_id: bytes, first_token: int
+    ) -> PrefillAccepted:
+        """Raises HearthError if the worker cannot take it."""
+        if not self._worker.heart.fleet.is_live(worker_id):
+            raise WorkerBusy(f"{worker_id} is not alive")
+        worker, request, sequence = self._worker, placement.request, placement.sequence
+        command = RunPrefill(
+            placement_id=placement_id,
+            tenant_id=request.tenant_id,
+            decode_worker_id=worker.worker_id,
+            model=request.model,
+            revision=request.revision,
+            kv_format=worker.served.card.kv_format,
+            cache_root=request.cache_root,
+            token_ids=pack_token_ids(sequence.token_ids[:-1]),
+            block_hashes=pack_hashes(sequence.block_hashes),
+            first_token=first_token,
+            target=self._receiver.address,
+            lease_s=PREFILL_LEASE_S,
+            deadline_s=max(0.0, placement.deadline_at - worker.clock.now()),
+        )
+        return await worker.bus.request(
+            run_prefill(worker_id), command, PrefillAccepted, timeout_s=PREFILL_ACK_S
+        )
+
+    def _abandon_prefill(self, worker_id: str, placement_id: bytes) -> None:
+        message = AbortRequest(placement_id=placement_id, reason="superseded")
+        self._worker.outbox.post(control("prefill", worker_id), message)
+
+    def _on_peer_lost(self, process_id: str, loss: Loss) -> None:
+        for placement in list(self._placements.values()):
+            handoff = placement.handoff
+            if handoff and handoff.current and handoff.current[0] == process_id:
+                handoff.fail(f"{process_id} is {loss.value}")
+
+    def _fail_try(self, placement_id: bytes, reason: str) -> None:
+        for placement in self._placements.values():
+            handoff = placement.handoff
+            if handoff and handoff.current and handoff.current[1] == placement_id:
+                handoff.fail(reason)
+
+    # ── tokens ───────────────────────────────────────────────────────────────────────────────────
+
+    def _on_step(self, progress: list[Progress]) -> None:
+        for each in progress:
+            placement = self._placements.get(each.sequence.sequence_id)
+            if placement is not None and (each.token_ids or each.finish_reason):
+                self._emit(placement, each)
+        worker = self._worker
+        for gateway_id, entries in self._emitter.take().items():
+            batch = TokenBatch(worker_id=worker.worker_id, entries=tuple(entries))
+            worker.outbox.post(tokens(gateway_id), batch)
+
+    def _emit(self, placement: Placement, progress: Progress) -> None:
+        finish = None
+        if progress.finish_reason is not None:
+            failed = progress.finish_reason == "failed"
+            finish = Finish(
+                reason=progress.finish_reason,
+                served=placement.served,
+                stop_token_id=progress.stop_token_id,
+                failure=Failure(code=HearthError.code, message="the step failed")
+                if failed
+                else None,
+            )
+            self._end(placement)
+        self._emitter.add(placement.placement_id, progress.token_ids, finish)
+
+    def _end(self, placement: Placement) -> None:
+        del self._placements[placement.placement_id]
+        now = self._worker.clock.now()
+        self._ended[placement.placement_id] = (placement.request.gateway_id, now)
+
+    # ── endings ──────────────────────────────────────────────────────────────────────────────────
+
+    def _abort(self, placement_id: bytes) -> None:
+        """Idempotent. Blocks are free once no frame is copied into them and no step reads them."""
+        self._emitter.drop(placement_id)
+        self._ended.pop(placement_id, None)
+        placement = self._placements.pop(placement_id, None)
+        if placement is None:
+            return
+        if placement.handoff is not None:
+            placement.handoff.cancel()
+        elif placement.sequence.state is not SequenceState.FINISHED:
+            self._engine.abort(placement.sequence)
+        self._worker.loop.wake()
+
+    def _fence(self, placement_id: bytes) -> None:
+        self._fenced[placement_id] = None
+        if len(self._fenced) > MAX_FENCED:
+            self._fenced.popitem(last=False)
+
+    async def _sweep(self) -> None:
+        while True:
+            await self._worker.clock.sleep(SWEEP_S)
+            now = self._worker.clock.now()
+            self._renew_leases()
+            for placement_id in self._overdue(now):
+                self._fence(placement_id)
+                self._abort(placement_id)
+
+    def _renew_leases(self) -> None:
+        by_worker: dict[str, list[bytes]] = {}
+        for placement in self._placements.values():
+            if placement.handoff and placement.handoff.current:
+                worker_id, placement_id = placement.handoff.current
+                by_worker.setdefault(worker_id, []).append(placement_id)
+        for worker_id, placement_ids in by_worker.items():
+            message = RenewLease(
+                decode_worker_id=self._worker.worker_id,
+                placement_ids=tuple(placement_ids),
+                lease_s=PREFILL_LEASE_S,
+            )
+            self._worker.outbox.post(control("prefill", worker_id), message)
+
+    def _overdue(self, now: float) -> list[bytes]:
+        """Placements past their deadline, without a gateway, or ended and never acknowledged."""
+        fleet = self._worker.heart.fleet
+        gateways = {p.request.gateway_id for p in self._placements.values()}
+        gateways |= {gateway_id for gateway_id, _ in self._ended.values()}
+        if fleet.can_judge(now):
+            for gateway_id in gateways:
+                if fleet.is_live(gateway_id):
+                    self._orphaned_since.pop(gateway_id, None)
+                else:
+                    self._orphaned_since.setdefault(gateway_id, now)
+        orphaned = {g for g, since in self._orphaned_since.items() if now - since > ORPHAN_S}
+        overdue = [
+            placement_id
+            for placement_id, placement in self._placements.items()
+            if now > placement.deadline_at or placement.request.gateway_id in orphaned
+        ]
+        overdue += [
+            placement_id
+            for placement_id, (gateway_id, ended_at) in self._ended.items()
+            if now - ended_at > UNACKNOWLEDGED_S or gateway_id in orphaned
+        ]
+        self._orphaned_since = {g: s for g, s in self._orphaned_since.items() if g in gateways}
+        return overdue

@@ -1,0 +1,175 @@
+"""The prefill handlers: compute the KV of a prompt and push it to the decode worker that asked.
+
+A prefill lives under a lease that decode renews. It ends when its KV is acknowledged, when decode
+aborts it, when the lease or the deadline runs out, or when the link is lost; its blocks are free in
+every case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import structlog
+
+from shared.bus import failure_of
+from shared.engine.engine import Progress
+from shared.engine.sequence import Sequence
+from shared.engine.worker import Worker
+from shared.errors import HearthError, WorkerBusy
+from shared.kv_wire.link import KvDialer
+from shared.messages import (
+    AbortRequest,
+    PrefillAccepted,
+    PrefillFailed,
+    RenewLease,
+    RunPrefill,
+)
+from shared.packing import unpack_hashes, unpack_token_ids
+from shared.subjects import control, run_prefill
+
+from .sender import Push
+
+log = structlog.get_logger(__name__)
+
+SWEEP_S = 0.25
+MAX_QUEUED_PREFILLS = 256
+
+
+@dataclass(slots=True)
+class Prefill:
+    request: RunPrefill
+    sequence: Sequence
+    push: Push
+    lease_until: float
+    deadline_at: float
+    task: asyncio.Task[None]
+
+
+class PrefillService:
+    def __init__(self, worker: Worker, dialer: KvDialer) -> None:
+        self._worker = worker
+        self._dialer = dialer
+        self._prefills: dict[bytes, Prefill] = {}
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        worker_id, bus = self._worker.worker_id, self._worker.bus
+        self._worker.loop.listen(self._on_step)
+        await bus.subscribe(
+            control("prefill", worker_id), AbortRequest | RenewLease, self._on_control
+        )
+        await bus.serve(run_prefill(worker_id), RunPrefill, self._run_prefill)
+        self._sweeper = asyncio.create_task(self._sweep())
+
+    async def drain(self) -> None:
+        """KV that decode has not picked up yet outlives the drain."""
+        tasks = [prefill.task for prefill in self._prefills.values()]
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def stop(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        for prefill in self._prefills.values():
+            prefill.push.cancel()
+        await self.drain()
+        await self._dialer.close()
+
+    def _run_prefill(self, request: RunPrefill) -> PrefillAccepted:
+        if request.placement_id in self._prefills:
+            return PrefillAccepted(placement_id=request.placement_id)
+        self._check(request)
+        sequence = _sequence_of(request, self._worker.served.card.block_size)
+        self._worker.loop.engine.add(sequence)
+        push = Push(
+            request.placement_id,
+            sequence,
+            first_token=request.first_token,
+            runner=self._worker.loop.runner,
+            dial=lambda: self._dialer.link(request.target),
+        )
+        now = self._worker.clock.now()
+        self._prefills[request.placement_id] = Prefill(
+            request,
+            sequence,
+            push,
+            lease_until=now + request.lease_s,
+            deadline_at=now + request.deadline_s,
+            task=asyncio.create_task(self._deliver(request, sequence, push)),
+        )
+        self._worker.loop.wake()
+        return PrefillAccepted(placement_id=request.placement_id)
+
+    def _check(self, request: RunPrefill) -> None:
+        if self._worker.is_draining:
+            raise WorkerBusy(f"{self._worker.worker_id} is draining")
+        if len(self._prefills) >= MAX_QUEUED_PREFILLS:
+            raise WorkerBusy(f"{self._worker.worker_id} has {len(self._prefills)} prefills")
+        self._worker.check_model(request.model, request.revision)
+        self._worker.check_kv_format(request.kv_format)
+
+    async def _deliver(self, request: RunPrefill, sequence: Sequence, push: Push) -> None:
+        try:
+            await push.run()
+        except HearthError as error:
+            log.warning("push_failed", error=error.message, decode=request.decode_worker_id)
+            self._tell_failed(request, error)
+        except Exception as error:  # the service's edge
+            log.exception("push_broke", decode=request.decode_worker_id)
+            self._tell_failed(request, error)
+        finally:
+            del self._prefills[request.placement_id]
+            self._worker.loop.engine.release(sequence)
+            self._worker.loop.wake()
+
+    def _on_step(self, progress: list[Progress]) -> None:
+        for each in progress:
+            prefill = self._prefills.get(each.sequence.sequence_id)
+            if prefill is None:
+                continue
+            if each.finish_reason == "failed":
+                prefill.push.cancel()
+                self._tell_failed(prefill.request, HearthError("the engine failed on this prompt"))
+            else:
+                prefill.push.computed(each.sequence.num_computed_tokens)
+
+    def _on_control(self, message: AbortRequest | RenewLease) -> None:
+        match message:
+            case AbortRequest(placement_id=placement_id):
+                if placement_id in self._prefills:
+                    self._prefills[placement_id].push.cancel()
+            case RenewLease(placement_ids=placement_ids, lease_s=lease_s):
+                until = self._worker.clock.now() + lease_s
+                for placement_id in placement_ids:
+                    if placement_id in self._prefills:
+                        self._prefills[placement_id].lease_until = until
+
+    def _tell_failed(self, request: RunPrefill, error: Exception) -> None:
+        message = PrefillFailed(
+            placement_id=request.placement_id,
+            prefill_worker_id=self._worker.worker_id,
+            failure=failure_of(error),
+        )
+        self._worker.outbox.post(control("decode", request.decode_worker_id), message)
+
+    async def _sweep(self) -> None:
+        while True:
+            await self._worker.clock.sleep(SWEEP_S)
+            now = self._worker.clock.now()
+            for prefill in self._prefills.values():
+                if now > min(prefill.lease_until, prefill.deadline_at):
+                    log.warning("lease_expired", decode=prefill.request.decode_worker_id)
+                    prefill.push.cancel()
+
+
+def _sequence_of(request: RunPrefill, block_size: int) -> Sequence:
+    token_ids = unpack_token_ids(request.token_ids)
+    num_full = len(token_ids) // block_size
+    return Sequence(
+        sequence_id=request.placement_id,
+        tenant_id=request.tenant_id,
+        cache_root=request.cache_root,
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids),
+        block_hashes=unpack_hashes(request.block_hashes)[:num_full],
+    )

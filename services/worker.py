@@ -1,0 +1,108 @@
+"""Composes a worker process: prefill handlers, decode handlers, or both over one engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+from shared.engine.model_runner import ModelRunner
+
+from shared.bus import NatsBus
+from shared.clock import MonotonicClock
+from shared.config import WorkerConfig, check
+from shared.engine.engine import Engine
+from shared.engine.loop import EngineLoop
+from shared.engine.worker import Served, Worker
+from shared.kv_wire.dialer import Dialer
+from shared.kv_wire.receiver import KvServer
+from shared.messages import ModelCard, Role
+from shared.process import Service
+from shared.randomness import SystemRandomness
+
+from .decode.service import DecodeService
+from .prefill.service import PrefillService
+
+
+class WorkerProcess:
+    """Leaves the fleet before its handlers drain; ready once all of them serve."""
+
+    def __init__(
+        self, worker: Worker, handlers: list[PrefillService | DecodeService], bus: NatsBus
+    ) -> None:
+        self._worker = worker
+        self._handlers = handlers
+        self._bus = bus
+
+    async def start(self) -> None:
+        await self._worker.start()
+        for handler in self._handlers:
+            await handler.start()
+        await self._worker.heart.become("ready")
+
+    async def drain(self) -> None:
+        await self._worker.heart.become("draining")
+        await asyncio.gather(*(handler.drain() for handler in self._handlers))
+
+    async def stop(self) -> None:
+        for handler in self._handlers:
+            await handler.stop()
+        await self._worker.stop()
+        await self._bus.close()
+
+
+async def build_worker(config: WorkerConfig, roles: tuple[Role, ...]) -> Service:
+    """Loads the model, then joins. Raises ConfigError, CheckpointError, DependencyUnavailable."""
+    check(config)
+    runner = await asyncio.to_thread(_load, config)
+    bus = await NatsBus.connect(config.nats_url, process_id=config.process_id)
+    clock, randomness = MonotonicClock(), SystemRandomness()
+    engine = Engine(
+        num_blocks=runner.num_blocks,
+        block_size=config.block_size,
+        max_context_tokens=runner.max_context_tokens,
+        max_batch_tokens=config.max_batch_tokens,
+        max_sequences=config.max_sequences,
+        max_reserved_share=config.max_reserved_share,
+    )
+    receiver = None
+    if "decode" in roles:
+        receiver = KvServer(randomness, host=config.data_plane_host)
+        await receiver.start()
+    worker = Worker(
+        bus=bus,
+        clock=clock,
+        randomness=randomness,
+        loop=EngineLoop(engine, runner, clock),
+        served=_served(config, runner, engine),
+        roles=roles,
+        region=config.region,
+        data_plane=None if receiver is None else receiver.address,
+    )
+    handlers: list[PrefillService | DecodeService] = []
+    if "prefill" in roles:
+        handlers.append(PrefillService(worker, Dialer()))
+    if receiver is not None:
+        handlers.append(DecodeService(worker, receiver))
+    return WorkerProcess(worker, handlers, bus)
+
+
+def _load(config: WorkerConfig) -> ModelRunner:
+    return ModelRunner.load(
+        config.model_dir,
+        dtype=config.dtype,
+        block_size=config.block_size,
+        kv_cache_bytes=config.kv_cache_bytes,
+        device=config.device,
+        num_threads=config.num_threads,
+    )
+
+
+def _served(config: WorkerConfig, runner: ModelRunner, engine: Engine) -> Served:
+    card = ModelCard(
+        name=config.served_name,
+        revision=runner.revision,
+        kv_format=runner.kv_format.key,
+        block_size=config.block_size,
+        max_context_tokens=engine.max_context_tokens,
+        vocab_size=runner.vocab_size,
+    )
+    return Served(card=card, eos_token_ids=frozenset(runner.eos_token_ids))

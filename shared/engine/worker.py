@@ -1,0 +1,153 @@
+"""What a prefill worker and a decode worker have in common: an engine on the bus.
+
+Owns the heart, the engine loop and the outbox, and tells the index what its cache holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from shared.bus import Bus
+from shared.clock import Clock
+from shared.engine.block_pool import CachedBlock, runs_of
+from shared.engine.loop import EngineLoop
+from shared.errors import InvalidRequest, UnknownModel
+from shared.heartbeat import Heart
+from shared.messages import (
+    BlockPage,
+    DataPlaneAddress,
+    KvEvents,
+    ListBlocks,
+    ModelCard,
+    Role,
+)
+from shared.outbox import Outbox
+from shared.randomness import Randomness
+from shared.subjects import kv_events, list_blocks
+
+KV_EVENTS_INTERVAL_S = 0.05
+BLOCKS_PER_PAGE = 20_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """The model behind the engine."""
+
+    card: ModelCard
+    eos_token_ids: frozenset[int]
+
+
+class Worker:
+    def __init__(
+        self,
+        *,
+        bus: Bus,
+        clock: Clock,
+        randomness: Randomness,
+        loop: EngineLoop,
+        served: Served,
+        roles: tuple[Role, ...],
+        region: str = "",
+        data_plane: DataPlaneAddress | None = None,
+    ) -> None:
+        self.bus = bus
+        self.clock = clock
+        self.randomness = randomness
+        self.loop = loop
+        self.served = served
+        self.roles = roles
+        self.outbox = Outbox(bus)
+        self.heart = Heart(
+            bus,
+            clock,
+            randomness,
+            roles=roles,
+            region=region,
+            load=loop.load,
+            model=served.card,
+            data_plane=data_plane,
+        )
+        self._event_number = 0
+        self._snapshot: tuple[int, list[CachedBlock]] = (0, [])  # what a resync is paging through
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def worker_id(self) -> str:
+        return self.bus.process_id
+
+    @property
+    def is_draining(self) -> bool:
+        return self.heart.state in ("draining", "stopped")
+
+    def check_model(self, model: str, revision: str) -> None:
+        """Raises UnknownModel if this worker serves another."""
+        card = self.served.card
+        if (model, revision) != (card.name, card.revision):
+            raise UnknownModel(f"{self.worker_id} serves {card.name} at {card.revision}")
+
+    def check_kv_format(self, kv_format: str) -> None:
+        """Raises InvalidRequest if KV could not be exchanged."""
+        own = self.served.card.kv_format
+        if kv_format != own:
+            raise InvalidRequest(f"kv_format {kv_format} meets {own}")
+
+    async def start(self) -> None:
+        self.outbox.start()
+        self.loop.start()
+        await self.heart.start()
+        await self.bus.serve(
+            list_blocks(self.roles[0], self.worker_id), ListBlocks, self._block_page
+        )
+        self._tasks.append(asyncio.create_task(self._tell_kv_events()))
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.loop.stop()
+        await self.outbox.stop()
+        await self.heart.stop()
+
+    async def _tell_kv_events(self) -> None:
+        while True:
+            await self.clock.sleep(KV_EVENTS_INTERVAL_S)
+            self._post_kv_events()
+
+    def _post_kv_events(self) -> None:
+        events = self.loop.engine.pool.take_events()
+        if not events:
+            return
+        self._event_number += 1
+        card = self.served.card
+        message = KvEvents(
+            worker_id=self.worker_id,
+            epoch=self.heart.epoch,
+            sequence_number=self._event_number,
+            model=card.name,
+            revision=card.revision,
+            kv_format=card.kv_format,
+            events=tuple(events),
+        )
+        self.outbox.post(kv_events(self.roles[0], self.worker_id), message)
+
+    def _block_page(self, request: ListBlocks) -> BlockPage:
+        """All pages show the moment of the first; pending events go out before it, so that its
+        sequence number covers its content.
+        """
+        if request.cursor == 0:
+            self._post_kv_events()
+            self._snapshot = (self._event_number, self.loop.engine.pool.cached_blocks())
+        sequence_number, blocks = self._snapshot
+        end = request.cursor + BLOCKS_PER_PAGE
+        card = self.served.card
+        return BlockPage(
+            worker_id=self.worker_id,
+            epoch=self.heart.epoch,
+            sequence_number=sequence_number,
+            model=card.name,
+            revision=card.revision,
+            kv_format=card.kv_format,
+            stored=tuple(runs_of(blocks[request.cursor : end])),
+            next_cursor=end if end < len(blocks) else None,
+        )
