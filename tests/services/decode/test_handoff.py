@@ -1,0 +1,407 @@
+"""The prefill/decode joint on the simulated network: every way it can go, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from shared.engine.timing_engine import StepCost
+from shared.errors import HearthError, InvalidRequest, UnknownModel, UnknownPlacement, WorkerBusy
+from shared.messages import PrefillFailed, RunPrefill
+from tests.simulation.bus import SimulatedNetwork
+from tests.simulation.clock import run
+from tests.simulation.kv_link import SimulatedDialer
+from tests.simulation.workers import Peer, SimulatedWorker, request_of
+
+PROMPT = list(range(100, 350))  # 250 tokens: several chunks of 64, not a whole number of blocks
+
+
+class Cluster:
+    def __init__(self, **options) -> None:
+        self.network = SimulatedNetwork()
+        data_plane = SimulatedDialer()
+        self.peer = Peer(self.network)
+        self.prefills = [
+            SimulatedWorker(self.network, data_plane, f"prefill-{i}", ("prefill",), **options)
+            for i in (1, 2)
+        ]
+        self.decode = SimulatedWorker(self.network, data_plane, "decode-1", ("decode",), **options)
+        self.workers = [*self.prefills, self.decode]
+
+    async def run(self, request, candidates=("prefill-1",)):
+        placement_id = await self.peer.place("decode-1", request, candidates)
+        return await self.peer.finished(placement_id)
+
+    async def settled(self) -> None:
+        """Every block is free again on every worker that lives."""
+        async with asyncio.timeout(60):
+            while not all(worker.is_empty for worker in self.workers):
+                await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def cluster(**options):
+    made = Cluster(**options)
+    for each in (made.peer, *made.workers):
+        await each.start()
+    await asyncio.sleep(2)  # virtual: heartbeats are heard, watchers trust themselves
+    try:
+        yield made
+    finally:
+        for each in (*made.workers, made.peer):
+            await each.stop()
+
+
+def outputs_of(request, *, candidates, **options) -> list[int]:
+    async def main():
+        async with cluster(**options) as it:
+            received = await it.run(request, candidates)
+            assert received.finish.reason == "length"
+            await it.settled()
+            return received.output
+
+    return run(main())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("num_prompt_tokens", [1, 2, 15, 16, 17, 18, 250])
+def test_disaggregated_output_equals_local_output(num_prompt_tokens, temperature):
+    request = request_of(PROMPT[:num_prompt_tokens], temperature=temperature)
+    local = outputs_of(request, candidates=())
+    assert len(local) == 20
+    assert outputs_of(request, candidates=("prefill-1",)) == local
+    assert outputs_of(request, candidates=("prefill-1",), max_batch_tokens=7) == local
+
+
+def test_resumed_output_continues_where_it_stopped():
+    whole = outputs_of(request_of(PROMPT), candidates=())
+    resumed = outputs_of(request_of(PROMPT, output=whole[:8]), candidates=("prefill-1",))
+    assert resumed == whole[8:]
+
+
+def test_prefill_does_the_work_and_decode_only_the_last_token():
+    async def main():
+        async with cluster() as it:
+            received = await it.run(request_of(PROMPT))
+            served = received.finish.served
+            assert served.prefill_worker_id == "prefill-1"
+            assert served.num_pushed_tokens == len(PROMPT) - 1
+            assert served.num_cached_tokens == 0
+            again = await it.run(request_of(PROMPT + [7, 8, 9]))
+            # decode held 15 whole blocks already: it asked only for the rest
+            assert again.finish.served.num_pushed_tokens == 252 - 240
+            assert again.finish.served.num_cached_tokens == 240
+
+    run(main())
+
+
+def test_another_tenant_hits_nothing():
+    async def main():
+        async with cluster() as it:
+            await it.run(request_of(PROMPT))
+            other = await it.run(request_of(PROMPT, tenant_id="tenant-b"))
+            assert other.finish.served.num_cached_tokens == 0
+            assert other.finish.served.num_pushed_tokens == len(PROMPT) - 1
+
+    run(main())
+
+
+def test_a_prefill_that_is_not_there_leads_to_the_next_and_then_to_local_prefill():
+    expected = outputs_of(request_of(PROMPT), candidates=())
+
+    async def main():
+        async with cluster() as it:
+            next_one = await it.run(request_of(PROMPT), ("prefill-9", "prefill-2"))
+            assert next_one.finish.served.prefill_worker_id == "prefill-2"
+            assert next_one.output == expected
+            local = await it.run(request_of(PROMPT, tenant_id="b"), ("prefill-9",))
+            assert local.finish.served.prefill_worker_id is None
+            assert local.output == expected
+            await it.settled()
+
+    run(main())
+
+
+@pytest.mark.parametrize("candidates", [("prefill-1",), ("prefill-1", "prefill-2")])
+def test_a_prefill_killed_in_the_middle_costs_no_token(candidates):
+    expected = outputs_of(request_of(PROMPT), candidates=())
+
+    async def main():
+        async with cluster(cost=StepCost(base_s=0.5)) as it:
+            placement_id = await it.peer.place("decode-1", request_of(PROMPT), candidates)
+            await asyncio.sleep(0.8)  # the first chunk is pushed, the second computes
+            await it.prefills[0].kill()
+            it.workers.remove(it.prefills[0])
+            received = await it.peer.finished(placement_id)
+            assert received.output == expected
+            used = received.finish.served.prefill_worker_id
+            assert used == ("prefill-2" if len(candidates) == 2 else None)
+            assert received.finish.served.num_pushed_tokens >= 64
+            await it.settled()
+
+    run(main())
+
+
+def test_a_frozen_prefill_is_noticed_and_replaced_and_its_late_frames_are_refused():
+    expected = outputs_of(request_of(PROMPT), candidates=())
+
+    async def main():
+        async with cluster(cost=StepCost(base_s=0.5)) as it:
+            candidates = ("prefill-1", "prefill-2")
+            placement_id = await it.peer.place("decode-1", request_of(PROMPT), candidates)
+            await asyncio.sleep(0.2)
+            it.network.freeze("prefill-1")
+            it.prefills[0].runner._cost = StepCost(base_s=20.0)  # its step hangs, too
+            received = await it.peer.finished(placement_id)
+            assert received.output == expected
+            assert received.finish.served.prefill_worker_id == "prefill-2"
+            it.network.thaw("prefill-1")
+            await it.settled()
+
+    run(main())
+
+
+def test_a_corrupt_frame_is_found_and_computed_again():
+    expected = outputs_of(request_of(PROMPT), candidates=())
+
+    async def main():
+        async with cluster() as it:
+            expect = it.decode.receiver.expect
+
+            def corrupt_first(placement_id, sink):
+                expect(placement_id, sink)
+                it.decode.receiver.expect = expect
+                it.decode.receiver.corrupt_next(placement_id)
+
+            it.decode.receiver.expect = corrupt_first
+            received = await it.run(request_of(PROMPT), ("prefill-1", "prefill-2"))
+            assert received.output == expected
+            assert received.finish.served.prefill_worker_id == "prefill-2"
+            await it.settled()
+
+    run(main())
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.1, 0.3, 0.6, 1.2, 2.4, 3.0])
+def test_abort_in_any_phase_frees_all_blocks_on_both_workers(delay_s):
+    async def main():
+        async with cluster(cost=StepCost(base_s=0.5)) as it:
+            placement_id = await it.peer.place("decode-1", request_of(PROMPT), ("prefill-1",))
+            await asyncio.sleep(delay_s)
+            await it.peer.abort("decode-1", placement_id)
+            await it.peer.abort("decode-1", placement_id)
+            await it.settled()
+            with pytest.raises(UnknownPlacement):
+                await it.peer.resend("decode-1", placement_id, 0)
+
+    run(main())
+
+
+def test_a_placement_aborted_before_it_arrives_is_refused():
+    async def main():
+        async with cluster() as it:
+            await it.peer.abort("decode-1", (1).to_bytes(16, "big"))
+            with pytest.raises(WorkerBusy):
+                await it.peer.place("decode-1", request_of(PROMPT))
+            await it.settled()
+
+    run(main())
+
+
+def test_lost_tokens_are_sent_again_until_the_ending_is_acknowledged():
+    async def main():
+        async with cluster() as it:
+            it.network.is_dropped = lambda subject, *_: subject.endswith(".tokens")
+            placement_id = await it.peer.place("decode-1", request_of(PROMPT[:20]))
+            await asyncio.sleep(5)
+            assert it.peer.received[placement_id].output == []
+            await it.peer.resend("decode-1", placement_id, 0)
+            received = it.peer.received[placement_id]
+            assert len(received.output) == 20 and received.finish.reason == "length"
+            await it.peer.acknowledge("decode-1", placement_id)
+            await asyncio.sleep(0.1)
+            with pytest.raises(UnknownPlacement):
+                await it.peer.resend("decode-1", placement_id, 0)
+
+    run(main())
+
+
+def test_placements_of_a_lost_gateway_are_dropped():
+    async def main():
+        async with cluster(cost=StepCost(base_s=0.5)) as it:
+            await it.peer.place("decode-1", request_of(PROMPT, max_tokens=10_000), ("prefill-1",))
+            await asyncio.sleep(1)
+            it.network.freeze("gateway-1")
+            await it.settled()
+            it.network.thaw("gateway-1")
+
+    run(main())
+
+
+def test_nobody_is_dropped_while_the_bus_is_silent_for_all():
+    expected = outputs_of(request_of(PROMPT, max_tokens=200), candidates=())
+
+    async def main():
+        async with cluster(cost=StepCost(base_s=0.05)) as it:
+            request = request_of(PROMPT, max_tokens=200)
+            placement_id = await it.peer.place("decode-1", request, ("prefill-1",))
+            await it.peer.has_tokens(placement_id, 5)
+            it.network.is_down = True
+            await asyncio.sleep(8)
+            it.network.is_down = False
+            await asyncio.sleep(8)
+            await it.peer.resend("decode-1", placement_id, 0)
+            assert it.peer.received[placement_id].output == expected
+
+    run(main())
+
+
+def test_deadline_frees_what_it_ends():
+    async def main():
+        async with cluster(cost=StepCost(base_s=0.5)) as it:
+            request = request_of(PROMPT, max_tokens=10_000, deadline_s=3.0)
+            await it.peer.place("decode-1", request, ("prefill-1",))
+            await it.settled()
+
+    run(main())
+
+
+def test_bad_requests_are_refused_with_a_reason():
+    async def main():
+        async with cluster() as it:
+            for request, error in [
+                (request_of([]), InvalidRequest),
+                (request_of(list(range(9000))), InvalidRequest),
+                (request_of(PROMPT, max_tokens=1), None),
+            ]:
+                if error is None:
+                    await it.run(request)
+                    continue
+                with pytest.raises(error):
+                    await it.peer.place("decode-1", request, ("prefill-1",))
+            import msgspec
+
+            wrong = msgspec.structs.replace(request_of(PROMPT), revision="other")
+            with pytest.raises(UnknownModel):
+                await it.peer.place("decode-1", wrong)
+            await it.settled()
+
+    run(main())
+
+
+def test_reservations_leave_room_for_running_sequences():
+    async def main():
+        async with cluster(num_blocks=64, cost=StepCost(base_s=0.5)) as it:
+            placed, refused = [], 0
+            for index in range(6):
+                request = request_of(PROMPT, tenant_id=f"t{index}")
+                try:
+                    placed.append(await it.peer.place("decode-1", request, ("prefill-1",)))
+                except WorkerBusy:
+                    refused += 1
+            assert len(placed) == 2 and refused == 4  # 16 blocks each, half of 64
+            for placement_id in placed:
+                assert (await it.peer.finished(placement_id)).finish.reason == "length"
+            await it.settled()
+
+    run(main())
+
+
+def test_drain_finishes_what_runs_and_refuses_what_comes():
+    async def main():
+        async with cluster() as it:
+            placement_id = await it.peer.place("decode-1", request_of(PROMPT), ("prefill-1",))
+            draining = [asyncio.create_task(worker.drain()) for worker in it.workers]
+            await asyncio.sleep(0.01)
+            with pytest.raises(WorkerBusy):
+                await it.peer.place("decode-1", request_of(PROMPT))
+            received = await it.peer.finished(placement_id)
+            assert received.finish.reason == "length"
+            assert not draining[-1].done()  # the ending is not acknowledged yet
+            await it.peer.acknowledge("decode-1", placement_id)
+            await asyncio.gather(*draining)
+
+    run(main())
+
+
+def test_32_streams_at_once_each_equal_their_solo_run():
+    prompts = [[1000 * n + i for i in range(5 + 13 * n)] for n in range(32)]
+    solo = {}
+
+    async def alone():
+        async with cluster(num_blocks=1024) as it:
+            for n, prompt in enumerate(prompts):
+                received = await it.run(request_of(prompt, temperature=1.0, seed=n))
+                solo[n] = received.output
+
+    async def together():
+        async with cluster(num_blocks=1024) as it:
+            placed = [
+                await it.peer.place(
+                    "decode-1",
+                    request_of(prompt, temperature=1.0, seed=n),
+                    ("prefill-1", "prefill-2")[:: 1 if n % 2 else -1],
+                )
+                for n, prompt in enumerate(prompts)
+            ]
+            for n, placement_id in enumerate(placed):
+                assert (await it.peer.finished(placement_id)).output == solo[n]
+            await it.settled()
+
+    run(alone())
+    run(together())
+
+
+def test_a_failed_prefill_is_told():
+    async def main():
+        async with cluster() as it:
+            told = []
+            await it.peer.bus.subscribe("hearth.v1.decode.x.control", PrefillFailed, told.append)
+            from shared.subjects import run_prefill
+
+            target = it.decode.receiver.address
+            command = RunPrefill(
+                placement_id=b"p" * 16,
+                tenant_id="t",
+                decode_worker_id="x",
+                model="timing",
+                revision="r1",
+                kv_format=it.decode.runner.kv_format.key,
+                cache_root=b"r" * 16,
+                token_ids=bytes(4 * 40),
+                block_hashes=b"",
+                first_token=0,
+                target=target,
+                lease_s=3,
+                deadline_s=60,
+            )
+            from shared.messages import PrefillAccepted
+
+            await it.peer.bus.request(
+                run_prefill("prefill-1"), command, PrefillAccepted, timeout_s=1
+            )
+            await it.settled()
+            assert told and told[0].placement_id == b"p" * 16  # decode did not expect these frames
+
+    run(main())
+
+
+def test_the_engine_failing_on_a_step_ends_its_sequences_and_nothing_else():
+    async def main():
+        async with cluster() as it:
+            step = it.decode.runner.run
+
+            async def broken(inputs):
+                it.decode.runner.run = step
+                raise HearthError("out of memory")
+
+            it.decode.runner.run = broken
+            failed = await it.run(request_of(PROMPT[:10]), ())
+            assert failed.finish.reason == "failed" and failed.finish.failure is not None
+            fine = await it.run(request_of(PROMPT[:10]), ())
+            assert fine.finish.reason == "length"
+            await it.settled()
+
+    run(main())

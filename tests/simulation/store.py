@@ -1,0 +1,116 @@
+"""Redis in a dictionary: the commands that Hearth writes, no more; an unknown one is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shared.store import Command, StoreUnavailable
+
+
+def _encoded(value: str | bytes | int | float) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode()
+
+
+class MemoryStore:
+    """`is_away = True` makes every call fail, as a dead Redis does. Expiry is noted, not run."""
+
+    def __init__(self) -> None:
+        self.data: dict[str, Any] = {}
+        self.time_to_live_s: dict[str, int] = {}
+        self.num_writes = 0
+        self.is_away = False
+        self._commands: dict[str, Callable[..., None]] = {
+            "SET": self._set,
+            "DEL": self._delete,
+            "EXPIRE": self._expire,
+            "INCRBY": self._increase,
+            "HSET": self._hash_set,
+            "HINCRBY": self._hash_increase,
+            "HDEL": self._hash_delete,
+            "ZADD": self._sorted_add,
+            "ZREM": self._sorted_remove,
+            "ZREMRANGEBYRANK": self._sorted_remove_range,
+        }
+
+    async def get(self, key: str) -> bytes | None:
+        self._check()
+        value: bytes | None = self.data.get(key)
+        return value
+
+    async def hash_get(self, key: str) -> Mapping[bytes, bytes]:
+        self._check()
+        return dict(self.data.get(key, {}))
+
+    async def sorted_set_head(self, key: str, count: int) -> Sequence[bytes]:
+        self._check()
+        return self._by_score(key)[:count]
+
+    async def write(self, commands: Sequence[Command]) -> None:
+        self._check()
+        self.num_writes += 1
+        for name, *arguments in commands:
+            handler = self._commands.get(str(name).upper())
+            if handler is None:
+                raise ValueError(f"the simulated store does not know {name!r}")
+            handler(*arguments)
+
+    async def close(self) -> None:
+        pass
+
+    def _check(self) -> None:
+        if self.is_away:
+            raise StoreUnavailable("Redis is away")
+
+    def _by_score(self, key: str) -> list[bytes]:
+        scores: dict[bytes, float] = self.data.get(key, {})
+        return sorted(scores, key=lambda member: (scores[member], member))
+
+    def _set(self, key: str, value: str | bytes | int, *options: str | int) -> None:
+        self.data[key] = _encoded(value)
+        self.time_to_live_s.pop(key, None)
+        if options:
+            unit, amount = options
+            if unit != "EX":
+                raise ValueError(f"the simulated store does not know SET … {unit}")
+            self.time_to_live_s[key] = int(amount)
+
+    def _delete(self, *keys: str) -> None:
+        for key in keys:
+            self.data.pop(key, None)
+            self.time_to_live_s.pop(key, None)
+
+    def _expire(self, key: str, seconds: int) -> None:
+        if key in self.data:
+            self.time_to_live_s[key] = seconds
+
+    def _increase(self, key: str, amount: int) -> None:
+        self.data[key] = _encoded(int(self.data.get(key, b"0")) + amount)
+
+    def _hash_set(self, key: str, *pairs: str | bytes | int | float) -> None:
+        fields = self.data.setdefault(key, {})
+        for field, value in zip(pairs[::2], pairs[1::2], strict=True):
+            fields[_encoded(field)] = _encoded(value)
+
+    def _hash_increase(self, key: str, field: str, amount: int) -> None:
+        fields = self.data.setdefault(key, {})
+        name = _encoded(field)
+        fields[name] = _encoded(int(fields.get(name, b"0")) + amount)
+
+    def _hash_delete(self, key: str, *names: str) -> None:
+        for name in names:
+            self.data.get(key, {}).pop(_encoded(name), None)
+
+    def _sorted_add(self, key: str, *pairs: str | bytes | int | float) -> None:
+        members = self.data.setdefault(key, {})
+        for score, member in zip(pairs[::2], pairs[1::2], strict=True):
+            members[_encoded(member)] = float(score)
+
+    def _sorted_remove(self, key: str, *members: str | bytes) -> None:
+        for member in members:
+            self.data.get(key, {}).pop(_encoded(member), None)
+
+    def _sorted_remove_range(self, key: str, first: int, last: int) -> None:
+        ordered = self._by_score(key)
+        stop = len(ordered) + last + 1 if last < 0 else last + 1
+        self._sorted_remove(key, *ordered[first : max(stop, 0)])

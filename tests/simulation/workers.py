@@ -1,0 +1,227 @@
+"""Prefill and decode workers on the simulated network, and a peer that plays gateway and scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from services.decode.service import DecodeService
+from services.prefill.service import PrefillService
+from shared.block_hash import extend_chain, root_hash
+from shared.engine.engine import Engine
+from shared.engine.loop import EngineLoop
+from shared.engine.timing_engine import StepCost, TimingRunner
+from shared.engine.worker import Served, Worker
+from shared.heartbeat import Heart
+from shared.messages import (
+    AbortRequest,
+    AckFinished,
+    Choice,
+    DecodeStarted,
+    Finish,
+    ModelCard,
+    Request,
+    ResendTokens,
+    Role,
+    SamplingParams,
+    StartDecode,
+    TokenBatch,
+)
+from shared.packing import pack_hashes, pack_token_ids
+from shared.subjects import control, resend, start_decode, tokens
+from tests.simulation.bus import SimulatedNetwork
+from tests.simulation.clock import VirtualClock
+from tests.simulation.kv_link import SimulatedDialer, SimulatedReceiver
+from tests.simulation.randomness import SeededRandomness
+
+MODEL, REVISION, BLOCK_SIZE = "timing", "r1", 16
+
+
+class SimulatedWorker:
+    """A whole worker process: real handlers, real engine core, timing runner."""
+
+    def __init__(
+        self,
+        network: SimulatedNetwork,
+        data_plane: SimulatedDialer,
+        worker_id: str,
+        roles: tuple[Role, ...],
+        *,
+        num_blocks: int = 256,
+        max_batch_tokens: int = 64,
+        cost: StepCost | None = None,
+    ) -> None:
+        clock, randomness = VirtualClock(), SeededRandomness(sum(worker_id.encode()))
+        self.worker_id = worker_id
+        self.bus = network.bus(worker_id)
+        self.runner = TimingRunner(clock, num_blocks=num_blocks, block_size=BLOCK_SIZE, cost=cost)
+        self.engine = Engine(
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_context_tokens=self.runner.max_context_tokens,
+            max_batch_tokens=max_batch_tokens,
+            max_sequences=32,
+        )
+        self.receiver = SimulatedReceiver(data_plane, worker_id.encode().ljust(16, b"."))
+        card = ModelCard(
+            name=MODEL,
+            revision=REVISION,
+            kv_format=self.runner.kv_format.key,
+            block_size=BLOCK_SIZE,
+            max_context_tokens=self.engine.max_context_tokens,
+            vocab_size=self.runner.vocab_size,
+        )
+        self.worker = Worker(
+            bus=self.bus,
+            clock=clock,
+            randomness=randomness,
+            loop=EngineLoop(self.engine, self.runner, clock),
+            served=Served(card=card, eos_token_ids=frozenset({2})),
+            roles=roles,
+            data_plane=self.receiver.address,
+        )
+        self.prefill = PrefillService(self.worker, data_plane) if "prefill" in roles else None
+        self.decode = DecodeService(self.worker, self.receiver) if "decode" in roles else None
+
+    @property
+    def handlers(self) -> list[PrefillService | DecodeService]:
+        return [each for each in (self.prefill, self.decode) if each is not None]
+
+    @property
+    def is_empty(self) -> bool:
+        pool = self.engine.pool
+        pool.check()
+        return self.engine.is_idle and pool.num_free_blocks == pool.num_blocks
+
+    async def start(self) -> None:
+        await self.worker.start()
+        for handler in self.handlers:
+            await handler.start()
+        await self.worker.heart.become("ready")
+
+    async def drain(self) -> None:
+        await self.worker.heart.become("draining")
+        for handler in self.handlers:
+            await handler.drain()
+
+    async def stop(self) -> None:
+        for handler in self.handlers:
+            await handler.stop()
+        await self.worker.stop()
+        await self.bus.close()
+
+    async def kill(self) -> None:
+        """SIGKILL: nothing is said, the links end, the subscriptions vanish."""
+        self.receiver.drop_links()
+        await self.bus.close()
+        if self.worker.loop._task is not None:
+            self.worker.loop._task.cancel()
+
+
+@dataclass
+class Received:
+    """What the peer was sent for one placement."""
+
+    token_ids: dict[int, int] = field(default_factory=dict)
+    finish: Finish | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def output(self) -> list[int]:
+        return [token_id for _, token_id in sorted(self.token_ids.items())]
+
+
+class Peer:
+    """Places requests and takes tokens, as gateway and scheduler together would."""
+
+    def __init__(self, network: SimulatedNetwork, gateway_id: str = "gateway-1") -> None:
+        self.bus = network.bus(gateway_id)
+        self.heart = Heart(self.bus, VirtualClock(), SeededRandomness(7), roles=("gateway",))
+        self.received: dict[bytes, Received] = {}
+        self._num_placements = 0
+
+    async def start(self) -> None:
+        await self.bus.subscribe(tokens(self.bus.process_id), TokenBatch, self.take)
+        await self.heart.start()
+        await self.heart.become("ready")
+
+    async def stop(self) -> None:
+        await self.heart.stop()
+        await self.bus.close()
+
+    def take(self, batch: TokenBatch) -> None:
+        for entry in batch.entries:
+            received = self.received.setdefault(entry.placement_id, Received())
+            received.token_ids |= dict(enumerate(entry.token_ids, entry.first_position))
+            received.finish = entry.finish or received.finish
+            received.changed.set()
+
+    async def place(
+        self, worker_id: str, request: Request, candidates: tuple[str, ...] = ()
+    ) -> bytes:
+        self._num_placements += 1
+        placement_id = self._num_placements.to_bytes(16, "big")
+        self.received[placement_id] = Received()
+        command = StartDecode(
+            placement_id=placement_id, request=request, prefill_candidates=candidates
+        )
+        await self.bus.request(start_decode(worker_id), command, DecodeStarted, timeout_s=0.1)
+        return placement_id
+
+    async def finished(self, placement_id: bytes) -> Received:
+        return await self._until(placement_id, lambda received: received.finish is not None)
+
+    async def has_tokens(self, placement_id: bytes, count: int) -> Received:
+        return await self._until(placement_id, lambda received: len(received.token_ids) >= count)
+
+    async def resend(self, worker_id: str, placement_id: bytes, from_position: int) -> None:
+        command = ResendTokens(
+            placement_id=placement_id, choice_index=0, from_position=from_position
+        )
+        self.take(await self.bus.request(resend(worker_id), command, TokenBatch, timeout_s=0.2))
+
+    async def abort(self, worker_id: str, placement_id: bytes) -> None:
+        message = AbortRequest(placement_id=placement_id, reason="client_gone")
+        await self.bus.publish(control("decode", worker_id), message)
+
+    async def acknowledge(self, worker_id: str, placement_id: bytes) -> None:
+        message = AckFinished(placement_ids=(placement_id,))
+        await self.bus.publish(control("decode", worker_id), message)
+
+    async def _until(self, placement_id: bytes, holds) -> Received:
+        received = self.received[placement_id]
+        async with asyncio.timeout(120):
+            while not holds(received):
+                received.changed.clear()
+                await received.changed.wait()
+        return received
+
+
+def request_of(
+    prompt: list[int],
+    *,
+    max_tokens: int = 20,
+    output: list[int] = [],  # noqa: B006
+    seed: int = 5,
+    temperature: float = 0.0,
+    tenant_id: str = "tenant-a",
+    deadline_s: float = 600.0,
+    gateway_id: str = "gateway-1",
+    **sampling: object,
+) -> Request:
+    root = root_hash(tenant_id, REVISION)
+    return Request(
+        request_id="r",
+        tenant_id=tenant_id,
+        gateway_id=gateway_id,
+        model=MODEL,
+        revision=REVISION,
+        cache_root=root,
+        prompt_token_ids=pack_token_ids(prompt),
+        block_hashes=pack_hashes(extend_chain(root, prompt, BLOCK_SIZE)),
+        sampling=SamplingParams(
+            seed=seed, max_tokens=max_tokens, temperature=temperature, **sampling
+        ),
+        choices=(Choice(choice_index=0, output_token_ids=pack_token_ids(output)),),
+        deadline_s=deadline_s,
+    )
