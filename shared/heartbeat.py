@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
 import structlog
 
+from shared.background import Background
 from shared.bus import Bus
 from shared.clock import Clock
 from shared.errors import DependencyUnavailable
@@ -48,7 +48,7 @@ class Heart:
         self._sequence_number = 0
         self._lost_handlers: list[LostHandler] = []
         self._heard_handlers: list[Callable[[Heartbeat], None]] = []
-        self._tasks: list[asyncio.Task[None]] = []
+        self._background = Background()
 
     def on_lost(self, handler: LostHandler) -> None:
         self._lost_handlers.append(handler)
@@ -58,7 +58,8 @@ class Heart:
 
     async def start(self) -> None:
         await self._bus.subscribe(HEARTBEATS, Heartbeat, self._hear)
-        self._tasks = [asyncio.create_task(self._beat()), asyncio.create_task(self._watch())]
+        self._background.start(self._beat())
+        self._background.start(self._watch())
 
     async def become(self, state: ProcessState) -> None:
         """Changes the announced state at once rather than at the next beat."""
@@ -66,9 +67,7 @@ class Heart:
         await self._send()
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._background.stop()
         await self.become("stopped")
 
     def _hear(self, message: Heartbeat) -> None:

@@ -6,6 +6,7 @@ import asyncio
 
 import structlog
 
+from shared.background import Background
 from shared.bus import Bus
 from shared.errors import HearthError
 from shared.messages import Message
@@ -19,25 +20,22 @@ class Outbox:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._queue: asyncio.Queue[tuple[str, Message]] = asyncio.Queue()
-        self._task: asyncio.Task[None] | None = None
+        self._background = Background()
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run())
+        self._background.start(self._run())
 
     def post(self, subject: str, message: Message) -> None:
         self._queue.put_nowait((subject, message))
 
     async def stop(self) -> None:
         """Sends what is queued, for at most a second, then ends."""
-        if self._task is None:
-            return
         try:
             async with asyncio.timeout(1.0):
                 await self._queue.join()
         except TimeoutError:
             log.warning("outbox_not_empty", num_messages=self._queue.qsize())
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await self._background.stop()
 
     async def _run(self) -> None:
         while True:

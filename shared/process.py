@@ -1,7 +1,9 @@
-"""The life of a service process.
+"""The life of a service process: one start, one drain, one end.
 
-starting ──start()──▶ ready ──SIGTERM or SIGINT──▶ draining ──drain()──▶ stop() ──▶ exit 0
-                        └─────────────── second signal ──────────────────▶ exit 1 at once
+A background task that breaks ends the process, too.
+
+    starting ──start()──▶ ready ──SIGTERM or SIGINT──▶ draining ──drain()──▶ stop() ──▶ exit 0
+                            └─────────────── second signal ──────────────────▶ exit 1 at once
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 import uvloop
@@ -48,6 +50,7 @@ def run_service(process_id: str, build: Callable[[], Awaitable[Service]]) -> int
 
 
 async def _live(build: Callable[[], Awaitable[Service]]) -> None:
+    asyncio.get_running_loop().set_exception_handler(_die)
     stopping = _on_signals()
     service = await build()
     try:
@@ -59,6 +62,14 @@ async def _live(build: Callable[[], Awaitable[Service]]) -> None:
     finally:
         await service.stop()
     log.info("stopped")
+
+
+def _die(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Peers notice a death sooner than a wedge."""
+    error = context.get("exception")
+    log.error("broken", reason=context.get("message"), exc_info=error)
+    if isinstance(error, Exception):
+        os._exit(1)
 
 
 def _on_signals() -> asyncio.Event:

@@ -11,6 +11,7 @@ from collections import OrderedDict
 
 import structlog
 
+from shared.background import Background
 from shared.engine.engine import Progress
 from shared.engine.sequence import SequenceState
 from shared.engine.worker import Worker
@@ -60,7 +61,7 @@ class DecodeService:
         self._fenced: OrderedDict[bytes, None] = OrderedDict()  # aborted, maybe before they came
         self._orphaned_since: dict[str, float] = {}
         self._handoffs: set[asyncio.Task[None]] = set()
-        self._sweeper: asyncio.Task[None] | None = None
+        self._background = Background()
 
     async def start(self) -> None:
         worker, bus = self._worker, self._worker.bus
@@ -73,7 +74,7 @@ class DecodeService:
         )
         await bus.serve(resend(worker.worker_id), ResendTokens, self._resend)
         await bus.serve(start_decode(worker.worker_id), StartDecode, self._start_decode)
-        self._sweeper = asyncio.create_task(self._sweep())
+        self._background.start(self._sweep())
 
     async def drain(self) -> None:
         """Returns when every placement has ended and its ending was acknowledged."""
@@ -81,8 +82,7 @@ class DecodeService:
             await self._worker.clock.sleep(SWEEP_S)
 
     async def stop(self) -> None:
-        if self._sweeper is not None:
-            self._sweeper.cancel()
+        await self._background.stop()
         for placement_id in list(self._placements):
             self._abort(placement_id)
         await asyncio.gather(*self._handoffs, return_exceptions=True)
@@ -127,11 +127,15 @@ class DecodeService:
             raise WorkerBusy(f"{worker_id} has {num_waiting} requests waiting", retry_after_s=1.0)
 
     def _admit(self, placement: Placement, candidates: tuple[str, ...]) -> None:
-        if not candidates:
-            self._engine.add(placement.sequence)
+        sequence = placement.sequence
+        if not candidates or sequence.num_tokens == 1:
+            self._engine.add(sequence)
             return
-        if not self._engine.reserve(placement.sequence):
+        if not self._engine.reserve(sequence):
             raise WorkerBusy(f"{self._worker.worker_id} has no room for this prompt's KV now")
+        if sequence.num_uncomputed_tokens == 1:  # all is in the cache: as with a local prefill
+            self._engine.activate(sequence, sequence.num_computed_tokens)
+            return
         placement.handoff = self._handoff(placement, candidates)
         task = asyncio.create_task(self._receive(placement, placement.handoff))
         self._handoffs.add(task)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from shared.background import Background
 from shared.bus import failure_of
 from shared.engine.engine import Progress
 from shared.engine.sequence import Sequence
@@ -51,7 +52,7 @@ class PrefillService:
         self._worker = worker
         self._dialer = dialer
         self._prefills: dict[bytes, Prefill] = {}
-        self._sweeper: asyncio.Task[None] | None = None
+        self._background = Background()
 
     async def start(self) -> None:
         worker_id, bus = self._worker.worker_id, self._worker.bus
@@ -60,7 +61,7 @@ class PrefillService:
             control("prefill", worker_id), AbortRequest | RenewLease, self._on_control
         )
         await bus.serve(run_prefill(worker_id), RunPrefill, self._run_prefill)
-        self._sweeper = asyncio.create_task(self._sweep())
+        self._background.start(self._sweep())
 
     async def drain(self) -> None:
         """KV that decode has not picked up yet outlives the drain."""
@@ -68,8 +69,7 @@ class PrefillService:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def stop(self) -> None:
-        if self._sweeper is not None:
-            self._sweeper.cancel()
+        await self._background.stop()
         for prefill in self._prefills.values():
             prefill.push.cancel()
         await self.drain()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import structlog
 
+from shared.background import Background
 from shared.clock import Clock
 from shared.engine.batcher import ScheduledSequence
 from shared.engine.engine import Engine, Progress
@@ -34,7 +35,7 @@ class EngineLoop:
         self._work = asyncio.Event()
         self._step = 0
         self._step_budget_s = IDLE_TICK_S
-        self._task: asyncio.Task[None] | None = None
+        self._background = Background()
 
     def listen(self, listener: Listener) -> None:
         """`listener` gets every step's progress, on the event loop's thread; it must not block."""
@@ -45,13 +46,11 @@ class EngineLoop:
         self._work.set()
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run())
+        self._background.start(self._run())
 
     async def stop(self) -> None:
         """Lets the step under way end, then closes the runner."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._background.stop()
         await self.runner.close()
 
     def load(self) -> WorkerLoad:

@@ -5,9 +5,9 @@ Owns the heart, the engine loop and the outbox, and tells the index what its cac
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 
+from shared.background import Background
 from shared.bus import Bus
 from shared.clock import Clock
 from shared.engine.block_pool import CachedBlock, runs_of
@@ -70,7 +70,7 @@ class Worker:
         )
         self._event_number = 0
         self._snapshot: tuple[int, list[CachedBlock]] = (0, [])  # what a resync is paging through
-        self._tasks: list[asyncio.Task[None]] = []
+        self._background = Background()
 
     @property
     def worker_id(self) -> str:
@@ -99,12 +99,10 @@ class Worker:
         await self.bus.serve(
             list_blocks(self.roles[0], self.worker_id), ListBlocks, self._block_page
         )
-        self._tasks.append(asyncio.create_task(self._tell_kv_events()))
+        self._background.start(self._tell_kv_events())
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._background.stop()
         await self.loop.stop()
         await self.outbox.stop()
         await self.heart.stop()

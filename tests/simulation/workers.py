@@ -114,8 +114,7 @@ class SimulatedWorker:
         """SIGKILL: nothing is said, the links end, the subscriptions vanish."""
         self.receiver.drop_links()
         await self.bus.close()
-        if self.worker.loop._task is not None:
-            self.worker.loop._task.cancel()
+        await self.worker.loop.stop()
 
 
 @dataclass
