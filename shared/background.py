@@ -10,6 +10,9 @@ import asyncio
 from collections.abc import Coroutine
 
 
+BROKE = "a background task broke"
+
+
 class Background:
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -31,5 +34,5 @@ class Background:
         self._tasks.discard(task)
         if task.cancelled() or task.exception() is None:
             return
-        context = {"message": "a background task broke", "exception": task.exception()}
+        context = {"message": BROKE, "exception": task.exception()}
         task.get_loop().call_exception_handler(context)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import structlog
 import uvloop
 
+from shared.background import BROKE
 from shared.errors import HearthError
 from shared.log import configure_logging
 
@@ -65,10 +66,10 @@ async def _live(build: Callable[[], Awaitable[Service]]) -> None:
 
 
 def _die(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Peers notice a death sooner than a wedge."""
-    error = context.get("exception")
-    log.error("broken", reason=context.get("message"), exc_info=error)
-    if isinstance(error, Exception):
+    """Peers notice a death sooner than a wedge; a client's broken connection is no such thing."""
+    reason = context.get("message")
+    log.error("unhandled", reason=reason, exc_info=context.get("exception"))
+    if reason == BROKE:
         os._exit(1)
 
 

@@ -1,8 +1,8 @@
 """The KV link seam: how a prefill worker pushes KV into a decode worker's staging area.
 
-One connection per (prefill, decode) pair carries the frames of all their placements. The decode side
-owns the staging memory; a slot of it belongs to one frame until the receiver has acknowledged that
-frame or the connection has ended. Writers never touch the paged cache.
+One connection per (prefill, decode) pair carries the frames of all their placements. The decode
+side owns the staging memory; a slot of it belongs to one frame until the receiver has acknowledged
+that frame or the connection has ended. Writers never touch the paged cache.
 
     sender                          receiver
     PushLink.send ──frame──────────▶ copy out of staging, verify the copy's checksum

@@ -54,7 +54,7 @@ class SimulatedNetwork:
         self.log: list[tuple[float, str, str]] = []  # (sent at, sender, subject)
         self._random = Random(seed)
         self._subscriptions: list[_Subscription] = []
-        self._frozen: dict[str, list[Callable[[], None]]] = {}
+        self._frozen: dict[str, list[Callable[[], object]]] = {}
 
     def bus(self, process_id: str) -> SimulatedBus:
         return SimulatedBus(self, process_id)
