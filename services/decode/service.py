@@ -230,6 +230,14 @@ class DecodeService:
             handoff = placement.handoff
             if handoff and handoff.current and handoff.current[0] == process_id:
                 handoff.fail(f"{process_id} is {loss.value}")
+        if loss in (Loss.RESTARTED, Loss.STOPPED):  # a gateway that forgot its requests
+            self._drop_gateway(process_id)
+
+    def _drop_gateway(self, gateway_id: str) -> None:
+        owned = [p.placement_id for p in self._placements.values() if _owner(p) == gateway_id]
+        owned += [each for each, (owner, _) in self._ended.items() if owner == gateway_id]
+        for placement_id in owned:
+            self._abort(placement_id)
 
     def _fail_try(self, placement_id: bytes, reason: str) -> None:
         for placement in self._placements.values():
@@ -267,7 +275,7 @@ class DecodeService:
     def _end(self, placement: Placement) -> None:
         del self._placements[placement.placement_id]
         now = self._worker.clock.now()
-        self._ended[placement.placement_id] = (placement.request.gateway_id, now)
+        self._ended[placement.placement_id] = (_owner(placement), now)
 
     # ── endings ──────────────────────────────────────────────────────────────────────────────────
 
@@ -315,7 +323,7 @@ class DecodeService:
     def _overdue(self, now: float) -> list[bytes]:
         """Placements past their deadline, without a gateway, or ended and never acknowledged."""
         fleet = self._worker.heart.fleet
-        gateways = {p.request.gateway_id for p in self._placements.values()}
+        gateways = {_owner(placement) for placement in self._placements.values()}
         gateways |= {gateway_id for gateway_id, _ in self._ended.values()}
         if fleet.can_judge(now):
             for gateway_id in gateways:
@@ -327,7 +335,7 @@ class DecodeService:
         overdue = [
             placement_id
             for placement_id, placement in self._placements.items()
-            if now > placement.deadline_at or placement.request.gateway_id in orphaned
+            if now > placement.deadline_at or _owner(placement) in orphaned
         ]
         overdue += [
             placement_id
@@ -336,3 +344,7 @@ class DecodeService:
         ]
         self._orphaned_since = {g: s for g, s in self._orphaned_since.items() if g in gateways}
         return overdue
+
+
+def _owner(placement: Placement) -> str:
+    return placement.request.gateway_id

@@ -240,6 +240,19 @@ def test_placements_of_a_lost_gateway_are_dropped():
     run(main())
 
 
+def test_placements_of_a_restarted_gateway_are_dropped_at_once():
+    async def main():
+        async with cluster(cost=StepCost(base_s=0.05)) as it:
+            await it.peer.place("decode-1", request_of(PROMPT, max_tokens=10_000), ("prefill-1",))
+            await it.peer.stop()
+            it.peer = Peer(it.network)
+            await it.peer.start()
+            async with asyncio.timeout(1):
+                await it.settled()
+
+    run(main())
+
+
 def test_nobody_is_dropped_while_the_bus_is_silent_for_all():
     expected = outputs_of(request_of(PROMPT, max_tokens=200), candidates=())
 
