@@ -92,7 +92,7 @@ def _load(config: WorkerConfig) -> ModelRunner:
         block_size=config.block_size,
         kv_cache_bytes=config.kv_cache_bytes,
         device=config.device,
-        num_threads=config.num_threads,
+        num_threads=config.num_threads or None,
     )
 
 
