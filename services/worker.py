@@ -65,8 +65,11 @@ async def build_worker(config: WorkerConfig, roles: tuple[Role, ...]) -> Service
     )
     receiver = None
     if "decode" in roles:
-        receiver = KvServer(randomness, host=config.data_plane_host)
-        await receiver.start()
+        receiver = await KvServer.start(
+            instance_id=randomness.bytes(16),
+            bind_host=config.data_plane_host,
+            advertised_host=config.data_plane_advertised_host or None,
+        )
     worker = Worker(
         bus=bus,
         clock=clock,

@@ -43,8 +43,11 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Bus(Protocol):
-    process_id: str
-    max_payload_bytes: int
+    @property
+    def process_id(self) -> str: ...
+
+    @property
+    def max_payload_bytes(self) -> int: ...
 
     async def publish(self, subject: str, message: Message) -> None:
         """Raises PayloadTooLarge before anything is sent, DependencyUnavailable without a link."""
