@@ -6,7 +6,6 @@ Nothing here waits but fills and sinks, so a simulation with its own clock stays
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 
 import msgspec
 
@@ -120,29 +119,23 @@ class SimulatedLink:
             raise LinkLost(self._lost.result())
 
 
-@dataclass
-class _Route:
-    link: SimulatedLink
-
-
 class SimulatedDialer:
     """A `KvDialer`, and the network: receivers register themselves with it."""
 
     def __init__(self) -> None:
         self.receivers: dict[bytes, SimulatedReceiver] = {}
-        self._routes: dict[bytes, _Route] = {}
+        self._links: dict[bytes, SimulatedLink] = {}
 
     async def link(self, target: DataPlaneAddress) -> SimulatedLink:
-        route = self._routes.get(target.instance_id)
-        if route is not None and not route.link.is_lost:
-            return route.link
+        link = self._links.get(target.instance_id)
+        if link is not None and not link.is_lost:
+            return link
         receiver = self.receivers.get(target.instance_id)
         if receiver is None or receiver.is_closed:
             raise LinkLost("no receiver of this instance is on the simulated network")
-        link = SimulatedLink(receiver)
-        self._routes[target.instance_id] = _Route(link)
-        return link
+        self._links[target.instance_id] = SimulatedLink(receiver)
+        return self._links[target.instance_id]
 
     async def close(self) -> None:
-        for route in self._routes.values():
-            await route.link.close()
+        for link in self._links.values():
+            await link.close()

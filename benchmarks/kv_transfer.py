@@ -1,0 +1,264 @@
+"""KV push between two processes of one machine, in GB/s: shared memory and TCP, checksums on.
+
+Run: python -m benchmarks.kv_transfer [--repetitions 7] [--mib 512] [--under-way 3]
+
+Per frame the sender fills a slot and sums it, the receiver copies it out and sums the copy (TCP:
+sums what arrives), hands it to a sink that does nothing, and acknowledges. A few frames are under
+way. Beside it, in the same run and in turns with it: numpy's copy of as many bytes, and a plain TCP
+socket over loopback between two processes, blocking `sendall` and `recv_into`, no checksum.
+
+KV comes from a cache much larger than the CPU's, so every sender walks through a 256 MiB pool, and
+so does the copy it is measured against (`memcpy`: source and destination walk, cold). `memcpy_warm`
+copies between the same two buffers again and again; up to the size of the caches it measures those.
+A push is two copies and two sums on two cores: it loses to one copy, most of all a small warm one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import uvloop
+
+from benchmarks.results import Bar, Row, at_least, write_result
+from shared.kv_wire.dialer import Dialer
+from shared.kv_wire.frames import MAX_FRAME_BYTES
+from shared.kv_wire.link import Fill, FrameHeader, PushLink
+from shared.kv_wire.receiver import KvServer
+from shared.messages import DataPlaneAddress
+
+KIB, MIB = 1 << 10, 1 << 20
+TRANSFER_BYTES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 64 * MIB)
+POOL_BYTES = 256 * MIB
+PLACEMENT = b"benchmark-------"
+BARS = {"memfd": ("memcpy", 0.6), "tcp": ("raw_tcp", 0.7)}
+BAR_BYTES = (4 * MIB, 64 * MIB)
+
+Bytes = npt.NDArray[np.uint8]
+Measure = Callable[[int, int], float]  # (transfer bytes, number of transfers) -> seconds
+
+
+# ── the other process ────────────────────────────────────────────────────────────────────────────
+
+
+class Swallow:
+    async def frame(self, header: FrameHeader, payload: memoryview) -> None:
+        pass
+
+    def corrupt(self, header: FrameHeader) -> None:
+        raise AssertionError("a frame was corrupted")
+
+    def link_lost(self) -> None:
+        pass
+
+
+def receive_frames(pipe: Connection) -> None:
+    async def serve() -> None:
+        server = await KvServer.start(instance_id=b"receiver--------")
+        server.expect(PLACEMENT, Swallow())
+        pipe.send_bytes(msgspec.msgpack.encode(server.address))
+        await asyncio.get_running_loop().run_in_executor(None, pipe.recv_bytes)
+        await server.close()
+
+    uvloop.run(serve())
+
+
+def receive_raw(pipe: Connection) -> None:
+    """Takes transfers as announced on the pipe, each batch answered by one byte."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        pipe.send_bytes(str(listener.getsockname()[1]).encode())
+        connection, _ = listener.accept()
+    buffer = memoryview(bytearray(MAX_FRAME_BYTES))
+    with connection:
+        while (order := pipe.recv_bytes()) != b"end":
+            num_left = int(order)
+            while num_left > 0:
+                num_left -= connection.recv_into(buffer[: min(num_left, len(buffer))])
+            connection.sendall(b"!")
+
+
+@contextmanager
+def process(target: Callable[[Connection], None]) -> Iterator[Connection]:
+    """A fresh interpreter that is told to end when the block is left."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    child = context.Process(target=target, args=(theirs,), daemon=True)
+    child.start()
+    try:
+        yield ours
+        ours.send_bytes(b"end")
+        child.join(10)
+    finally:
+        if child.is_alive():
+            child.kill()
+
+
+# ── this process ─────────────────────────────────────────────────────────────────────────────────
+
+
+class Pool:
+    """Source (or destination) bytes, handed out piece after piece around the pool."""
+
+    def __init__(self) -> None:
+        self._bytes = np.random.default_rng(1).integers(0, 256, POOL_BYTES, dtype=np.uint8)
+        self._start = 0
+
+    def take(self, num_bytes: int) -> Bytes:
+        if self._start + num_bytes > POOL_BYTES:
+            self._start = 0
+        piece = self._bytes[self._start : self._start + num_bytes]
+        self._start += num_bytes
+        return piece
+
+
+def copy_walking(source: Pool, destination: Pool) -> Measure:
+    def measure(num_bytes: int, num_transfers: int) -> float:
+        start = time.perf_counter()
+        for _ in range(num_transfers):
+            np.copyto(destination.take(num_bytes), source.take(num_bytes))
+        return time.perf_counter() - start
+
+    return measure
+
+
+def copy_warm(num_bytes: int, num_transfers: int) -> float:
+    source, destination = np.ones(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
+    start = time.perf_counter()
+    for _ in range(num_transfers):
+        np.copyto(destination, source)
+    return time.perf_counter() - start
+
+
+def send_raw(pipe: Connection, connection: socket.socket, pool: Pool) -> Measure:
+    def measure(num_bytes: int, num_transfers: int) -> float:
+        start = time.perf_counter()
+        pipe.send_bytes(str(num_bytes * num_transfers).encode())
+        for _ in range(num_transfers):
+            for frame_bytes in frames_of(num_bytes):
+                connection.sendall(pool.take(frame_bytes).data)
+        connection.recv(1)
+        return time.perf_counter() - start
+
+    return measure
+
+
+def push_frames(
+    run: Callable[..., float], link: PushLink, pool: Pool, num_under_way: int
+) -> Measure:
+    async def push(num_bytes: int, num_transfers: int) -> float:
+        frames = iter([size for _ in range(num_transfers) for size in frames_of(num_bytes)])
+
+        async def worker() -> None:
+            for size in frames:
+                await link.send(frame_header(size), fill_from(pool.take(size)))
+
+        start = time.perf_counter()
+        await asyncio.gather(*(worker() for _ in range(num_under_way)))
+        return time.perf_counter() - start
+
+    return lambda num_bytes, num_transfers: run(push(num_bytes, num_transfers))
+
+
+def fill_from(source: Bytes) -> Fill:
+    async def fill(view: memoryview) -> None:
+        np.copyto(np.frombuffer(view, dtype=np.uint8), source)
+
+    return fill
+
+
+def frames_of(num_bytes: int) -> list[int]:
+    return [
+        min(MAX_FRAME_BYTES, num_bytes - start) for start in range(0, num_bytes, MAX_FRAME_BYTES)
+    ]
+
+
+def frame_header(payload_bytes: int) -> FrameHeader:
+    return FrameHeader(
+        placement_id=PLACEMENT,
+        sequence_number=0,
+        first_token=0,
+        num_tokens=1,
+        first_layer=0,
+        num_layers=1,
+        first_head=0,
+        num_heads=1,
+        kv_format="uint8",
+        num_cached_tokens=0,
+        payload_bytes=payload_bytes,
+    )
+
+
+def measure_all(ways: dict[str, Measure], repetitions: int, total_bytes: int) -> list[Row]:
+    """The ways take turns, so that whatever else the machine does meets all of them."""
+    rows: list[Row] = []
+    for num_bytes in TRANSFER_BYTES:
+        num_transfers = max(4, total_bytes // num_bytes // (4 if num_bytes < MIB else 1))
+        rates: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(repetitions + 1):  # the first touches the memory and is dropped
+            for name, measure in ways.items():
+                rates[name].append(num_bytes * num_transfers / measure(num_bytes, num_transfers))
+        row: Row = {"transfer_kib": num_bytes // KIB}
+        for name, found in rates.items():
+            row[f"{name}_gbps"] = round(statistics.median(found[1:]) / 1e9, 3)
+        rows.append(row)
+    return rows
+
+
+def bars_of(rows: list[Row]) -> list[Bar]:
+    bars = []
+    for row in rows:
+        num_kib = row["transfer_kib"]
+        if num_kib * KIB not in BAR_BYTES:
+            continue
+        for way, (baseline, bar) in BARS.items():
+            share = row[f"{way}_gbps"] / row[f"{baseline}_gbps"]
+            bars.append(at_least(f"{way} / {baseline}, {num_kib // KIB} MiB", share, bar, "x"))
+    return bars
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--mib", type=int, default=512, help="bytes per measurement")
+    parser.add_argument("--under-way", type=int, default=3, help="frames sent at a time")
+    options = parser.parse_args()
+    source, destination = Pool(), Pool()
+    with (
+        process(receive_frames) as frames_pipe,
+        process(receive_raw) as raw_pipe,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        address = msgspec.msgpack.decode(frames_pipe.recv_bytes(), type=DataPlaneAddress)
+        raw_address = ("127.0.0.1", int(raw_pipe.recv_bytes()))
+        memfd, tcp = Dialer(), Dialer()
+        memfd_link = runner.run(memfd.link(address))
+        tcp_link = runner.run(tcp.link(msgspec.structs.replace(address, unix_path="")))
+        with socket.create_connection(raw_address) as raw:
+            ways: dict[str, Measure] = {
+                "memfd": push_frames(runner.run, memfd_link, source, options.under_way),
+                "tcp": push_frames(runner.run, tcp_link, source, options.under_way),
+                "memcpy": copy_walking(source, destination),
+                "memcpy_warm": copy_warm,
+                "raw_tcp": send_raw(raw_pipe, raw, source),
+            }
+            rows = measure_all(ways, options.repetitions, options.mib * MIB)
+        runner.run(memfd.close())
+        runner.run(tcp.close())
+    command = ["-m", "benchmarks.kv_transfer"]
+    command += ["--repetitions", str(options.repetitions), "--mib", str(options.mib)]
+    command += ["--under-way", str(options.under_way)]
+    write_result("kv_transfer", rows, bars_of(rows), command)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""Copies a run of tokens out of the paged cache into the layout of the wire."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def gather_blocks(
+    kv_cache: Tensor, block_table: Tensor, first_token: int, num_tokens: int, out: Tensor
+) -> None:
+    """Fills out [num_layers, 2, num_tokens, num_kv_heads, head_dim].
+
+    kv_cache [num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim]; block_table [B] names
+    the blocks of the whole sequence, `first_token` is a position in it.
+    """
+    num_layers, _, num_kv_heads, num_blocks, block_size, head_dim = kv_cache.shape
+    first_block = first_token // block_size
+    last_block = -(-(first_token + num_tokens) // block_size)
+    columns = block_table[first_block:last_block]
+    heads = torch.arange(num_layers * 2 * num_kv_heads, device=columns.device) * num_blocks
+    rows = (heads.unsqueeze(1) + columns).view(-1)
+    blocks = kv_cache.view(-1, block_size * head_dim).index_select(0, rows)
+    tokens = blocks.view(num_layers, 2, num_kv_heads, len(columns) * block_size, head_dim)
+    offset = first_token - first_block * block_size
+    out.copy_(tokens[:, :, :, offset : offset + num_tokens].transpose(2, 3))

@@ -1,0 +1,70 @@
+"""What the two attention functions share: softmax over KV tiles at fixed absolute positions.
+
+A query row's bits depend on its own query and context only. Each step either is exact (the maximum,
+masking to 0), works on one element, or sums in an order that is fixed by absolute positions: within
+a tile of TILE tokens by one matrix product, over tiles by a tree of adjacent pairs, in which a tile
+that is wholly masked adds an exact 0.
+
+Matrix products keep a row's bits only from four rows on, and with several threads only if each of
+them gets at least four (measured with MKL): rows are padded to a multiple of ROW_MULTIPLE.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TILE = 64
+ROW_MULTIPLE = 4
+
+
+def round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def gather_kv(kv_cache: Tensor, block_tables: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Copies the first `num_tokens` (rounded up to whole tiles) of each sequence out, as FP32.
+
+    kv_cache [2, H, num_blocks, block_size, D]; block_tables [S, B] -> two [H, S, tokens, D].
+    Raises ValueError if blocks and tiles do not fit into each other.
+    """
+    _, num_kv_heads, num_blocks, block_size, head_dim = kv_cache.shape
+    if TILE % block_size and block_size % TILE:
+        raise ValueError(f"block_size {block_size} does not fit attention tiles of {TILE} tokens")
+    num_tokens = round_up(num_tokens, TILE)
+    num_columns = -(-num_tokens // block_size)
+    columns = block_tables[:, :num_columns]
+    if columns.shape[1] < num_columns:
+        columns = torch.nn.functional.pad(columns, (0, num_columns - columns.shape[1]))
+    heads = torch.arange(2 * num_kv_heads, device=columns.device) * num_blocks
+    rows = (columns + heads.view(-1, 1, 1)).view(-1)
+    blocks = kv_cache.view(-1, block_size * head_dim).index_select(0, rows).float()
+    shape = (2, num_kv_heads, columns.shape[0], num_columns * block_size, head_dim)
+    key, value = blocks.view(shape)[..., :num_tokens, :].unbind(0)
+    return key, value
+
+
+def tree_sum(x: Tensor) -> Tensor:
+    """Sums dimension 1 by adjacent pairs; appending zeros to it changes no bit. [B, n, ...]"""
+    while x.shape[1] > 1:
+        paired = x.shape[1] // 2 * 2
+        sums = x[:, 0:paired:2] + x[:, 1:paired:2]
+        x = sums if paired == x.shape[1] else torch.cat((sums, x[:, -1:]), dim=1)
+    return x[:, 0]
+
+
+def softmax_value(scores: Tensor, value: Tensor) -> Tensor:
+    """scores [B, num_tiles, R, TILE], -inf where masked, overwritten; value [B, tokens, D].
+
+    Returns softmax(scores) · value, [B, R, D].
+    """
+    batch, num_tiles, num_rows, _ = scores.shape
+    row_max = scores.amax(-1, keepdim=True).amax(1, keepdim=True)
+    weights = scores.sub_(row_max).exp_()
+    total = tree_sum(weights.sum(-1))  # [B, R]
+    partial = torch.bmm(
+        weights.view(batch * num_tiles, num_rows, TILE),
+        value.reshape(batch * num_tiles, TILE, -1),
+    )
+    summed = tree_sum(partial.view(batch, num_tiles, num_rows, -1))
+    return summed / total.unsqueeze(-1)

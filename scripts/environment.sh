@@ -1,0 +1,72 @@
+# Sourced by scripts/up and scripts/test: makes .venv and installs what is missing.
+# shellcheck shell=bash
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="$ROOT/.venv"
+CPU_INDEX="https://download.pytorch.org/whl/cpu"
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+fail() {
+  echo "$(basename "$0"): $*" >&2
+  exit 2
+}
+
+# Prints the first Python on the PATH that is new enough.
+find_python() {
+  local name
+  for name in "${HEARTH_PYTHON:-python3}" python3.13 python3.12 python3.11; do
+    if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      command -v "$name"
+      return
+    fi
+  done
+  fail "Python 3.11 or newer is needed and was not found (apt install python3, or set HEARTH_PYTHON)"
+}
+
+make_venv() {
+  local python
+  [[ -x "$VENV/bin/pip" ]] && return
+  python="$(find_python)"
+  "$python" -c 'import venv, ensurepip' 2>/dev/null ||
+    fail "$python has no venv module: apt install python3-venv"
+  echo "Making $VENV with $("$python" --version)"
+  "$python" -m venv "$VENV"
+}
+
+has_nvidia_driver() {
+  [[ -e /proc/driver/nvidia/version ]] || command -v nvidia-smi >/dev/null
+}
+
+wants_cpu_torch() {
+  [[ "$(uname -s)" == Linux ]] && ! has_nvidia_driver
+}
+
+# The CPU build has the local version +cpu. pip's configured sources may hold it (a mirror, a folder
+# of wheels); otherwise $HEARTH_TORCH_INDEX, otherwise PyTorch's own index.
+install_cpu_torch() {
+  local torch
+  torch="$(grep -o '^torch==[0-9.]*' "$ROOT/scripts/constraints-cpu.txt")+cpu"
+  if [[ -n "${HEARTH_TORCH_INDEX:-}" ]]; then
+    "$VENV/bin/pip" install --extra-index-url "$HEARTH_TORCH_INDEX" "$torch"
+    return
+  fi
+  echo "Installing $torch"
+  "$VENV/bin/pip" install --no-deps "$torch" 2>/dev/null ||
+    "$VENV/bin/pip" install --extra-index-url "$CPU_INDEX" "$torch" ||
+    fail "cannot install $torch: name an index that has it in HEARTH_TORCH_INDEX"
+}
+
+# Installs the project with the extra named by $1, unless exactly that is there already.
+install_project() {
+  local extra="$1" digest stamp constraints=()
+  make_venv
+  wants_cpu_torch && constraints=(-c "$ROOT/scripts/constraints-cpu.txt")
+  digest="$(cat "$ROOT/pyproject.toml" "$ROOT/scripts/constraints-cpu.txt" <(echo "${constraints[@]:-}") |
+    cksum | tr -d ' ')"
+  stamp="$VENV/.installed-$extra"
+  [[ -f "$stamp" && "$(<"$stamp")" == "$digest" ]] && return
+  wants_cpu_torch && install_cpu_torch
+  echo "Installing Hearth and what it needs"
+  "$VENV/bin/pip" install "${constraints[@]}" -e "${ROOT}[$extra]"
+  echo "$digest" >"$stamp"
+}

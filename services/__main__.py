@@ -1,0 +1,173 @@
+"""The `hearth` command, the one door to all processes.
+
+Each service is imported inside its own command, so that `--help` is quick and only workers load
+the engine.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from services.local import commands
+from services.local.api_keys import StoreApiKey
+from services.local.plan import thread_environ
+from services.local.service_options import service_command
+from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig, WorkerConfig
+from shared.errors import ConfigError, HearthError
+from shared.messages import Role
+
+# typer brings a click of its own or uses the installed one, by its version; this is the right one.
+UsageError: Any = next(each for each in typer.BadParameter.__mro__ if each.__name__ == "UsageError")
+SERVICES = "One process of a cluster"
+
+app = typer.Typer(
+    name="hearth",
+    help="Serve large language models from many small GPU sites as one system.",
+    epilog="Start with: hearth up",
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        try:
+            print(importlib.metadata.version("hearth"))
+        except importlib.metadata.PackageNotFoundError:
+            raise ConfigError("run from a source tree that is not installed: no version") from None
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+    ] = False,
+) -> None:
+    context.obj = _store_api_key
+
+
+def _store_api_key() -> StoreApiKey:
+    from services.gateway.tenants import store_api_key
+
+    return store_api_key
+
+
+def _run_gateway(config: GatewayConfig) -> int:
+    from services.gateway.service import build_gateway
+    from shared.process import run_service
+
+    return run_service(config.process_id, lambda: build_gateway(config))
+
+
+def _run_scheduler(config: SchedulerConfig) -> int:
+    from services.scheduler.service import build_scheduler
+    from shared.process import run_service
+
+    return run_service(config.process_id, lambda: build_scheduler(config))
+
+
+def _run_kv_index(config: KvIndexConfig) -> int:
+    from services.kv_index.service import build_kv_index
+    from shared.process import run_service
+
+    return run_service(config.process_id, lambda: build_kv_index(config))
+
+
+def _run_worker(config: WorkerConfig, roles: tuple[Role, ...]) -> int:
+    _set_thread_environ(config)
+    from services.worker import build_worker
+    from shared.process import run_service
+
+    return run_service(config.process_id, lambda: build_worker(config, roles))
+
+
+def _set_thread_environ(config: WorkerConfig) -> None:
+    """Math libraries read these when they are loaded."""
+    for name, value in thread_environ(config.num_threads or len(os.sched_getaffinity(0))).items():
+        os.environ.setdefault(name, value)
+
+
+def _run_prefill(config: WorkerConfig, is_both: bool) -> int:
+    return _run_worker(config, ("prefill", "decode") if is_both else ("prefill",))
+
+
+def _run_decode(config: WorkerConfig, is_both: bool) -> int:
+    return _run_worker(config, ("prefill", "decode") if is_both else ("decode",))
+
+
+def _run_both(config: WorkerConfig) -> int:
+    return _run_worker(config, ("prefill", "decode"))
+
+
+_EXAMPLE = "Example:  HEARTH_NATS_URL=nats://ID:PASSWORD@HOST:4222 hearth"
+
+
+def _add_services() -> None:
+    def add(name: str, command: Callable[..., None], about: str) -> None:
+        epilog = f"{_EXAMPLE} {name}    Every option can be an environment variable."
+        app.command(name, help=about, epilog=epilog, rich_help_panel=SERVICES)(command)
+
+    worker = WorkerConfig
+    add("gateway", service_command(GatewayConfig, "gateway", _run_gateway), "The HTTP door.")
+    add(
+        "scheduler",
+        service_command(SchedulerConfig, "scheduler", _run_scheduler),
+        "Places requests on workers.",
+    )
+    add(
+        "kv-index",
+        service_command(KvIndexConfig, "kv_index", _run_kv_index),
+        "Knows which worker holds which prefix.",
+    )
+    add(
+        "prefill",
+        service_command(worker, "prefill", _run_prefill, has_role_option=True),
+        "Computes the KV cache of prompts.",
+    )
+    add(
+        "decode",
+        service_command(worker, "decode", _run_decode, has_role_option=True),
+        "Generates tokens.",
+    )
+    add(
+        "worker",
+        service_command(worker, "worker", _run_both),
+        "Prefill and decode over one engine.",
+    )
+
+
+app.registered_commands += commands.app.registered_commands
+_add_services()
+
+
+def main() -> None:
+    """Every refusal is one line on standard error and exit status 2."""
+    arguments = sys.argv[1:] or ["--help"]
+    command = typer.main.get_command(app)
+    try:
+        status = command.main(arguments, prog_name="hearth", standalone_mode=False)
+    except UsageError as error:
+        _refuse(error.format_message())
+    except HearthError as error:
+        _refuse(error.message)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    sys.exit(status or 0)
+
+
+def _refuse(message: str) -> NoReturn:
+    print(f"hearth: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Placements that are not, or no longer, those of a running stream.
+
+Tokens can overtake the `Placed` that explains them: they wait in `EarlyEntries`, bounded in number
+and in time. What was given up or finished stays in `RetiredPlacements` for a while, so that its
+late tokens are answered rather than mistaken for early ones.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from shared.messages import TokenEntry
+
+EARLY_LIMIT_S = 1.0
+MAX_EARLY_ENTRIES = 4096
+MAX_RETIRED = 16384
+ANSWER_EVERY_S = 1.0
+
+
+@dataclass(slots=True)
+class Early:
+    worker_id: str
+    since: float
+    entries: list[TokenEntry] = field(default_factory=list)
+
+
+class EarlyEntries:
+    def __init__(self) -> None:
+        self._by_placement: OrderedDict[bytes, Early] = OrderedDict()
+        self._num_entries = 0
+
+    def __len__(self) -> int:
+        return self._num_entries
+
+    def add(self, worker_id: str, entry: TokenEntry, now: float) -> None:
+        """When full, the oldest placement's entries go: if it is ours, they are sent again."""
+        early = self._by_placement.get(entry.placement_id)
+        if early is None:
+            early = self._by_placement[entry.placement_id] = Early(worker_id, now)
+        early.entries.append(entry)
+        self._num_entries += 1
+        while self._num_entries > MAX_EARLY_ENTRIES:
+            _, dropped = self._by_placement.popitem(last=False)
+            self._num_entries -= len(dropped.entries)
+
+    def take(self, placement_id: bytes) -> list[TokenEntry]:
+        early = self._by_placement.pop(placement_id, None)
+        if early is None:
+            return []
+        self._num_entries -= len(early.entries)
+        return early.entries
+
+    def expire(self, now: float) -> list[tuple[bytes, str]]:
+        """(placement_id, worker_id) of those that nobody named in time."""
+        expired = []
+        while self._by_placement:
+            placement_id, early = next(iter(self._by_placement.items()))
+            if now - early.since < EARLY_LIMIT_S:
+                break
+            self.take(placement_id)
+            expired.append((placement_id, early.worker_id))
+        return expired
+
+
+@dataclass(slots=True)
+class Retired:
+    is_finished: bool
+    answered_at: float
+
+
+class RetiredPlacements:
+    def __init__(self) -> None:
+        self._by_placement: OrderedDict[bytes, Retired] = OrderedDict()
+
+    def __contains__(self, placement_id: bytes) -> bool:
+        return placement_id in self._by_placement
+
+    def add(self, placement_id: bytes, *, is_finished: bool, now: float) -> None:
+        self._by_placement[placement_id] = Retired(is_finished, now)
+        if len(self._by_placement) > MAX_RETIRED:
+            self._by_placement.popitem(last=False)
+
+    def due_answer(self, placement_id: bytes, now: float) -> bool | None:
+        """True: acknowledge again. False: abort again. None: said so a moment ago."""
+        retired = self._by_placement[placement_id]
+        if now - retired.answered_at < ANSWER_EVERY_S:
+            return None
+        retired.answered_at = now
+        return retired.is_finished

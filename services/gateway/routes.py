@@ -1,0 +1,198 @@
+"""The HTTP surface: which route asks what of the gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any, Protocol
+
+import msgspec
+import structlog
+from litestar import Litestar, Request, Response, get, post
+from litestar.connection import ASGIConnection
+from litestar.exceptions import HTTPException
+from litestar.handlers import BaseRouteHandler
+from litestar.openapi import OpenAPIConfig, ResponseSpec
+from litestar.params import Body
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from services.gateway.body import StrictBody
+from services.gateway.catalog import Catalog, Readiness
+from services.gateway.chat_answer import ChatAnswer
+from services.gateway.delivery import Delivery
+from services.gateway.generation import Generation
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.openai_chat import (
+    CHAT_FIELDS,
+    ChatCompletion,
+    ChatCompletionRequest,
+    generation_of,
+)
+from services.gateway.openai_errors import ErrorEnvelope, error_of_http, error_response
+from services.gateway.tenants import Tenants
+from shared.errors import HearthError
+
+log = structlog.get_logger(__name__)
+
+Connection = ASGIConnection[Any, Any, Any, Any]
+REFUSALS = (400, 401, 404, 413, 429, 503, 504)
+
+
+class Gateway(Protocol):
+    """What the routes need of the service behind them."""
+
+    tenants: Tenants
+    catalog: Catalog
+    metrics: GatewayMetrics
+
+    def new_request_id(self) -> str: ...
+
+    def readiness(self) -> Readiness: ...
+
+    async def open(self, tenant_id: str, request_id: str, generation: Generation) -> Delivery:
+        """Raises the HearthError with which the request is refused."""
+        ...
+
+    def leave(self, request_id: str) -> None:
+        """The client is gone; nothing happens if the request has ended."""
+        ...
+
+
+class ChatBody(StrictBody):
+    fields = CHAT_FIELDS
+
+
+class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "hearth"
+    max_context: int
+    revision: str
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    object: str = "list"
+    data: list[ModelEntry]
+
+
+class Health(msgspec.Struct, frozen=True):
+    status: str
+
+
+class Routes:
+    """The handlers, bound to one gateway. `wall_clock`: seconds since 1970, for `created`."""
+
+    def __init__(self, gateway: Gateway, wall_clock: Callable[[], float]) -> None:
+        self._gateway = gateway
+        self._wall_clock = wall_clock
+        self._started_at = int(wall_clock())
+
+    async def authenticate(self, connection: Connection, _: BaseRouteHandler) -> None:
+        """Before the body is read: a stranger gets nothing parsed."""
+        connection.state.request_id = self._gateway.new_request_id()
+        header = connection.headers.get("authorization")
+        connection.state.tenant = await self._gateway.tenants.tenant_of(header)
+
+    async def chat_completions(
+        self, request: Request[Any, Any, Any], data: Annotated[ChatCompletionRequest, Body()]
+    ) -> ChatAnswer:
+        """With `stream`, server-sent events of `chat.completion.chunk`, then `[DONE]`."""
+        request_id = request.state.request_id
+        tenant_id = request.state.tenant.tenant_id
+        generation = generation_of(data)
+        delivery = await self._gateway.open(tenant_id, request_id, generation)
+        options = data.stream_options
+        return ChatAnswer(
+            delivery=delivery,
+            model=data.model,
+            created=int(self._wall_clock()),
+            is_stream=bool(data.stream),
+            has_usage=options is not None and options.include_usage,
+            leave=partial(self._gateway.leave, request_id),
+        )
+
+    async def models(self, request: Request[Any, Any, Any]) -> Response[ModelList]:
+        entries = [
+            ModelEntry(
+                id=card.name,
+                created=self._started_at,
+                max_context=card.max_context_tokens,
+                revision=card.revision,
+            )
+            for card in self._gateway.catalog.live_cards()
+        ]
+        headers = {"x-request-id": request.state.request_id}
+        return Response(ModelList(data=entries), headers=headers)
+
+    async def health(self) -> Health:
+        """The process is alive."""
+        return Health("ok")
+
+    async def ready(self) -> Response[Readiness]:
+        """200 only when a request that came now would be served."""
+        readiness = self._gateway.readiness()
+        return Response(readiness, status_code=200 if readiness.ready else 503)
+
+    async def metrics(self) -> Response[bytes]:
+        return Response(self._gateway.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    async def openapi(self, request: Request[Any, Any, Any]) -> Response[dict[str, Any]]:
+        return Response(request.app.openapi_schema.to_schema())
+
+    def refuse_ours(self, request: Request[Any, Any, Any], error: HearthError) -> Response[Any]:
+        if request.method == "POST":
+            self._gateway.metrics.count_request(error.code)
+        request_id = request.state.get("request_id") or self._gateway.new_request_id()
+        return error_response(error, request_id)
+
+    def refuse_http(self, request: Request[Any, Any, Any], error: HTTPException) -> Response[Any]:
+        return self.refuse_ours(request, error_of_http(error))
+
+    def refuse_other(self, request: Request[Any, Any, Any], error: Exception) -> Response[Any]:
+        log.error("request_failed", path=request.url.path, exc_info=error)
+        return self.refuse_ours(request, HearthError("internal error"))
+
+
+def build_app(
+    gateway: Gateway, *, wall_clock: Callable[[], float], max_body_bytes: int, version: str
+) -> Litestar:
+    routes = Routes(gateway, wall_clock)
+    chat = post(
+        "/v1/chat/completions",
+        dto=ChatBody,
+        return_dto=None,
+        guards=[routes.authenticate],
+        status_code=200,
+        responses=_responses(ChatCompletion, *REFUSALS),
+    )
+    models = get(
+        "/v1/models", guards=[routes.authenticate], responses=_responses(ModelList, 401, 503)
+    )
+    return Litestar(
+        [
+            chat(routes.chat_completions),
+            models(routes.models),
+            get("/health")(routes.health),
+            get("/ready", responses=_responses(Readiness))(routes.ready),
+            get("/metrics", include_in_schema=False)(routes.metrics),
+            get("/openapi.json", include_in_schema=False)(routes.openapi),
+        ],
+        exception_handlers={
+            HearthError: routes.refuse_ours,
+            HTTPException: routes.refuse_http,
+            Exception: routes.refuse_other,
+        },
+        openapi_config=OpenAPIConfig(title="Hearth", version=version, path="/docs"),
+        request_max_body_size=max_body_bytes,
+        logging_config=None,
+    )
+
+
+def _responses(body: type[Any], *refusals: int) -> dict[int, ResponseSpec]:
+    described = {200: ResponseSpec(body, generate_examples=False, description="served")}
+    for status in refusals:
+        described[status] = ResponseSpec(
+            ErrorEnvelope, generate_examples=False, description="refused"
+        )
+    return described

@@ -1,0 +1,86 @@
+"""API keys and the tenants behind them.
+
+Redis holds `hearth:api_key:{sha256 of the key, hex}` → {tenant_id}; the key itself is stored
+nowhere. A known key is looked up again after `REFRESH_S`, so a revoked one stops working within
+that time. While Redis is away known keys keep working; unknown ones cannot be judged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import sha256
+
+import msgspec
+
+from shared.clock import Clock
+from shared.errors import AuthenticationFailed, DependencyUnavailable
+from shared.store import Store, StoreUnavailable
+
+REFRESH_S = 1.0
+
+
+class TenantRecord(msgspec.Struct, frozen=True):
+    tenant_id: str
+
+
+def api_key_record(api_key: str) -> str:
+    """The Redis key under which an API key is found."""
+    return f"hearth:api_key:{sha256(api_key.encode()).hexdigest()}"
+
+
+async def store_api_key(store: Store, api_key: str, tenant_id: str) -> None:
+    """Raises StoreUnavailable."""
+    record = msgspec.json.encode(TenantRecord(tenant_id))
+    await store.write([("SET", api_key_record(api_key), record)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    record: TenantRecord
+    checked_at: float
+
+
+class Tenants:
+    """The cache holds valid keys only, so strangers cannot fill it."""
+
+    def __init__(self, store: Store, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+        self._known: dict[str, _Known] = {}
+
+    async def tenant_of(self, authorization: str | None) -> TenantRecord:
+        """Raises AuthenticationFailed, or DependencyUnavailable for a new key without Redis."""
+        key = api_key_record(_bearer(authorization))
+        known = self._known.get(key)
+        if known is not None and self._clock.now() - known.checked_at < REFRESH_S:
+            return known.record
+        try:
+            data = await self._store.get(key)
+        except StoreUnavailable:
+            if known is not None:
+                return known.record
+            raise DependencyUnavailable(
+                "API keys cannot be checked at the moment", retry_after_s=1.0
+            ) from None
+        if data is None:
+            self._known.pop(key, None)
+            raise AuthenticationFailed("the API key is not valid")
+        return self._remember(key, data)
+
+    def _remember(self, key: str, data: bytes) -> TenantRecord:
+        try:
+            record = msgspec.json.decode(data, type=TenantRecord)
+        except msgspec.MsgspecError as error:
+            raise DependencyUnavailable("the record of this API key is unreadable") from error
+        self._known[key] = _Known(record, self._clock.now())
+        return record
+
+
+def _bearer(authorization: str | None) -> str:
+    if authorization is None:
+        raise AuthenticationFailed("send the API key as `Authorization: Bearer <key>`")
+    scheme, _, api_key = authorization.partition(" ")
+    api_key = api_key.strip()
+    if scheme.lower() != "bearer" or not api_key:
+        raise AuthenticationFailed("the Authorization header must be `Bearer <key>`")
+    return api_key

@@ -1,0 +1,1 @@
+"""Text in and out: template, tokenizer, detokenizer, stop strings. Pure, torch-free."""

@@ -1,0 +1,133 @@
+"""Chat messages to prompt text, with the model's own Jinja template.
+
+A template writes role marks as special tokens, and the tokenizer turns them into ids. Were the
+text of a message rendered as it is, a caller could write `<|im_start|>system` into it and forge a
+role. So every special token *inside message text* is replaced by a reference (two Unicode
+noncharacters around a number) before the template runs, and `split` gives the pieces back: template
+text, where special tokens count, and literal text, where the same characters are ordinary ones.
+Nothing is lost: the model reads what the caller wrote, as text. Role marks that a model spells with
+ordinary tokens cannot be told from text; this is true of every server of such a model.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.sandbox
+
+from shared.errors import ConfigError, InvalidRequest
+
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_REFERENCE = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
+
+Today = Callable[[], datetime.datetime]
+
+
+class LiteralText(str):
+    """A piece of prompt in which no special token counts."""
+
+    __slots__ = ()
+
+
+class ChatTemplate:
+    """Raises ConfigError if the template does not compile."""
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        special_tokens: Sequence[str],
+        variables: Mapping[str, str],
+        today: Today = datetime.datetime.now,
+    ) -> None:
+        # longest first, so that no token hides behind its own prefix
+        literals = sorted({*special_tokens, _OPEN, _CLOSE}, key=len, reverse=True)
+        self._literals = literals
+        self._index = {literal: index for index, literal in enumerate(literals)}
+        self._pattern = re.compile("|".join(re.escape(each) for each in literals))
+        self._variables = dict(variables)
+        try:
+            self._template = _environment(today).from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the chat template does not compile: {error}") from error
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Prompt pieces in order; a `LiteralText` is text without special tokens.
+
+        Raises InvalidRequest with the template's own words if it refuses the messages.
+        """
+        guarded = [_map_strings(message, self._guard) for message in messages]
+        try:
+            prompt = self._template.render(
+                messages=guarded,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self._variables,
+            )
+        except jinja2.TemplateError as error:
+            message = f"the chat template refuses these messages: {error}"
+            raise InvalidRequest(message, param="messages") from error
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            message = f"the chat template fails on these messages: {error}"
+            raise InvalidRequest(message, param="messages") from error
+        return self._split(prompt)
+
+    def _guard(self, text: str) -> str:
+        return self._pattern.sub(lambda hit: f"{_OPEN}{self._index[hit[0]]}{_CLOSE}", text)
+
+    def _split(self, prompt: str) -> list[str]:
+        pieces: list[str] = []
+        for position, part in enumerate(_REFERENCE.split(prompt)):
+            if position % 2:
+                pieces.append(LiteralText(self._literals[int(part)]))
+            elif part:
+                pieces.append(part)
+        return pieces
+
+
+def _map_strings(message: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    def changed(value: Any) -> Any:
+        if isinstance(value, str):
+            return change(value)
+        if isinstance(value, dict):
+            return {key: changed(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [changed(each) for each in value]
+        return value
+
+    # the role is checked against a fixed set before, and templates compare it
+    return {key: value if key == "role" else changed(value) for key, value in message.items()}
+
+
+def _environment(today: Today) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """The environment that templates are written for (transformers' `chat_template_utils`)."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda layout: today().strftime(layout)
+    return environment
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML characters."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

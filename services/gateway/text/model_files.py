@@ -1,0 +1,87 @@
+"""What the gateway reads of a model directory: tokenizer, chat template, default sampling."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from services.gateway.text.chat_template import ChatTemplate
+from services.gateway.text.tokenizer import PromptTokenizer
+from shared.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class GenerationDefaults(msgspec.Struct, frozen=True):
+    """`generation_config.json`: what holds when a request names no value."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    eos_token_id: int | list[int] | None = None
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        if self.eos_token_id is None:
+            return ()
+        return (
+            (self.eos_token_id,) if isinstance(self.eos_token_id, int) else tuple(self.eos_token_id)
+        )
+
+
+class ModelLimits(msgspec.Struct, frozen=True):
+    max_position_embeddings: int | None = None
+
+
+class _TokenizerConfig(msgspec.Struct, frozen=True):
+    chat_template: str | list[dict[str, str]] | None = None
+    bos_token: str | dict[str, Any] | None = None
+    eos_token: str | dict[str, Any] | None = None
+    pad_token: str | dict[str, Any] | None = None
+    unk_token: str | dict[str, Any] | None = None
+
+
+class ModelFiles:
+    """Raises ConfigError for a missing or broken file. A model without a template has None."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self.name = model_dir.name
+        self.tokenizer = PromptTokenizer(model_dir / "tokenizer.json")
+        self.defaults = _read(model_dir / "generation_config.json", GenerationDefaults)
+        self.limits = _read(model_dir / "config.json", ModelLimits)
+        config = _read(model_dir / "tokenizer_config.json", _TokenizerConfig)
+        source = _template_source(model_dir, config)
+        self.chat_template = None if source is None else self._template(source, config)
+
+    def _template(self, source: str, config: _TokenizerConfig) -> ChatTemplate:
+        variables = {}
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+            token = getattr(config, name)
+            text = token.get("content") if isinstance(token, dict) else token
+            if text is not None:
+                variables[name] = text
+        return ChatTemplate(
+            source, special_tokens=self.tokenizer.special_tokens, variables=variables
+        )
+
+
+def _template_source(model_dir: Path, config: _TokenizerConfig) -> str | None:
+    """The file of its own wins, as in transformers."""
+    path = model_dir / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    if isinstance(config.chat_template, list):
+        named = {each.get("name"): each.get("template") for each in config.chat_template}
+        return named.get("default")
+    return config.chat_template
+
+
+def _read(path: Path, kind: type[T]) -> T:
+    if not path.is_file():
+        return kind()
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error

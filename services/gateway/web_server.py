@@ -1,0 +1,93 @@
+"""An HTTP server inside our own event loop.
+
+uvicorn rather than the faster Granian: Granian's embedded server notices leaving clients and slow
+readers as well, but calls itself experimental and cannot report the port it got for port 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from litestar.types import ASGIApp
+
+from shared.errors import ConfigError
+
+LISTEN_BACKLOG = 2048
+GRACE_S = 5
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the process; tells when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_listening = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self.is_listening.set()
+
+
+class WebServer:
+    """Sockets have TCP_NODELAY, as asyncio sets it: an event leaves at once."""
+
+    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
+        """Port 0 takes a free one. Raises ConfigError if the address cannot be bound."""
+        try:
+            self._socket = _bound_socket(host, port)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
+        config = uvicorn.Config(
+            app,  # type: ignore[arg-type]  # Litestar's ASGI types are stricter than uvicorn's
+            lifespan="on",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            backlog=LISTEN_BACKLOG,
+            timeout_graceful_shutdown=GRACE_S,
+        )
+        self._server = _Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self._socket.getsockname()[:2]
+        return host, port
+
+    async def start(self) -> None:
+        """Returns when connections are accepted; raises what kept the server from it."""
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        listening = asyncio.create_task(self._server.is_listening.wait())
+        await asyncio.wait({self._task, listening}, return_when=asyncio.FIRST_COMPLETED)
+        listening.cancel()
+        if self._task.done():
+            self._task.result()
+
+    async def stop(self) -> None:
+        """Open responses get a few seconds to be written out."""
+        if self._task is None:
+            self._socket.close()
+            return
+        self._server.should_exit = True
+        await self._task
+
+
+def _bound_socket(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError:
+        bound.close()
+        raise
+    bound.setblocking(False)
+    return bound

@@ -1,0 +1,294 @@
+"""Which worker holds which block, as far as the workers' events tell.
+
+A cache of what workers say: wrong or empty it costs time, never correctness.
+
+    worker:  unknown ──first heard──▶ stale ──begin_resync──▶ resyncing ──finish──▶ exact
+                                        ▲                        │  (events are kept and replayed)
+                                        ├── gap or new epoch ────┼───────────────────────┤
+                                        └── pages of two epochs ─┘
+
+One dictionary maps a block's 16-byte hash to a bit mask of the holders' slots; a slot is one
+incarnation of one worker's cache. Losing a worker clears its slot's bit in the mask of live slots,
+at once; `sweep` takes the dead bits out of the dictionary later, piece by piece, before the slot is
+used again.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from shared.messages import (
+    BlockPage,
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    IndexState,
+    KvEvents,
+    PrefixMatch,
+    PrefixMatches,
+)
+from shared.packing import unpack_hashes
+
+MAX_KEPT_EVENTS = 10_000  # of one worker during its resync; what is beyond leaves a gap
+MAX_INTERNED_MASKS = 65_536
+
+
+class Outcome(Enum):
+    APPLIED = "applied"
+    KEPT = "kept"  # a resync is under way; replayed at its end
+    IGNORED = "ignored"  # old, or of an unknown worker
+    NEEDS_RESYNC = "needs resync"
+
+
+class State(Enum):
+    STALE = "stale"
+    RESYNCING = "resyncing"
+    EXACT = "exact"
+
+
+@dataclass(slots=True)
+class _Resync:
+    slot: int
+    epoch: int | None = None
+    sequence_number: int | None = None  # of the oldest page: later events are replayed
+    kept: list[KvEvents] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Worker:
+    model: str
+    revision: str
+    kv_format: str
+    slot: int
+    state: State = State.STALE
+    epoch: int | None = None
+    sequence_number: int = 0
+    resync: _Resync | None = None
+
+
+class PrefixIndex:
+    def __init__(self) -> None:
+        self._holders: dict[bytes, int] = {}
+        self._masks: dict[int, int] = {}  # interns: many blocks share few masks
+        self._workers: dict[str, _Worker] = {}
+        self._worker_of_slot: dict[int, str] = {}
+        self._free_slots: list[int] = []
+        self._num_slots = 0
+        self._dead_mask = 0  # slots to be swept
+        self._sweeping_mask = 0
+        self._sweep_keys: Iterator[bytes] = iter(())
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._holders)
+
+    # ── workers ──────────────────────────────────────────────────────────────────────────────────
+
+    def add_worker(self, worker_id: str, model: str, revision: str, kv_format: str) -> bool:
+        """False if it is known with the same model; a changed one is forgotten first."""
+        known = self._workers.get(worker_id)
+        if known is not None:
+            if (known.model, known.revision, known.kv_format) == (model, revision, kv_format):
+                return False
+            self.remove_worker(worker_id)
+        slot = self._take_slot(worker_id)
+        self._workers[worker_id] = _Worker(model, revision, kv_format, slot)
+        return True
+
+    def remove_worker(self, worker_id: str) -> None:
+        worker = self._workers.pop(worker_id, None)
+        if worker is not None:
+            self._retire(worker.slot)
+            if worker.resync is not None:
+                self._retire(worker.resync.slot)
+
+    def state_of(self, worker_id: str) -> State | None:
+        worker = self._workers.get(worker_id)
+        return None if worker is None else worker.state
+
+    def worker_ids(self) -> tuple[str, ...]:
+        return tuple(self._workers)
+
+    # ── events ───────────────────────────────────────────────────────────────────────────────────
+
+    def apply(self, events: KvEvents) -> Outcome:
+        worker = self._workers.get(events.worker_id)
+        if worker is None:
+            return Outcome.IGNORED
+        if worker.resync is not None:
+            if len(worker.resync.kept) < MAX_KEPT_EVENTS:
+                worker.resync.kept.append(events)
+            return Outcome.KEPT
+        if worker.state is State.STALE:
+            return Outcome.NEEDS_RESYNC
+        if events.epoch == worker.epoch and events.sequence_number <= worker.sequence_number:
+            return Outcome.IGNORED
+        if not self._follows(worker, events):
+            worker.state = State.STALE
+            return Outcome.NEEDS_RESYNC
+        self._take_in(worker, events)
+        return Outcome.APPLIED
+
+    def begin_resync(self, worker_id: str) -> None:
+        """Pages fill a slot of their own; until `finish_resync` matches see the old one."""
+        worker = self._workers[worker_id]
+        if worker.resync is not None:
+            self._retire(worker.resync.slot)
+        worker.resync = _Resync(self._take_slot(worker_id))
+        worker.state = State.RESYNCING
+
+    def add_page(self, page: BlockPage) -> bool:
+        """False if the page cannot belong to this resync, which must begin anew."""
+        worker = self._workers.get(page.worker_id)
+        resync = None if worker is None else worker.resync
+        if worker is None or resync is None:
+            return False
+        identity = (page.model, page.revision, page.kv_format)
+        if identity != (worker.model, worker.revision, worker.kv_format):
+            return False
+        if resync.epoch is None:
+            resync.epoch, resync.sequence_number = page.epoch, page.sequence_number
+        if resync.epoch != page.epoch:
+            return False
+        assert resync.sequence_number is not None
+        resync.sequence_number = min(resync.sequence_number, page.sequence_number)
+        for run in page.stored:
+            self._store(resync.slot, unpack_hashes(run.block_hashes))
+        return True
+
+    def finish_resync(self, worker_id: str) -> Outcome:
+        """Replays what came meanwhile, from the oldest page on: to see an event twice is harmless,
+        since the last event that names a block decides about it."""
+        worker = self._workers[worker_id]
+        resync = worker.resync
+        if resync is None or resync.epoch is None or resync.sequence_number is None:
+            worker.state = State.STALE
+            return Outcome.NEEDS_RESYNC
+        self._retire(worker.slot)
+        worker.slot, worker.resync = resync.slot, None
+        worker.epoch, worker.sequence_number = resync.epoch, resync.sequence_number
+        worker.state = State.EXACT
+        outcomes = [self.apply(events) for events in resync.kept]
+        lost = Outcome.NEEDS_RESYNC in outcomes
+        return Outcome.NEEDS_RESYNC if lost else Outcome.APPLIED
+
+    def abandon_resync(self, worker_id: str) -> None:
+        """The worker did not answer: what was known before stays, marked stale."""
+        worker = self._workers.get(worker_id)
+        if worker is not None and worker.resync is not None:
+            self._retire(worker.resync.slot)
+            worker.resync, worker.state = None, State.STALE
+
+    # ── questions ────────────────────────────────────────────────────────────────────────────────
+
+    def match(self, block_hashes: Sequence[bytes], model: str, revision: str) -> PrefixMatches:
+        """Per worker of this model the number of blocks held without a gap from the first on."""
+        mask, state = self._serving(model, revision)
+        matches: list[PrefixMatch] = []
+        for num_blocks, block_hash in enumerate(block_hashes):
+            holding = mask & self._holders.get(block_hash, 0)
+            if holding != mask:
+                if num_blocks:
+                    matches += self._matches(mask & ~holding, num_blocks)
+                mask = holding
+                if not mask:
+                    break
+        if block_hashes:
+            matches += self._matches(mask, len(block_hashes))
+        return PrefixMatches(state=state, matches=tuple(matches))
+
+    def sweep(self, max_blocks: int) -> None:
+        """Takes the bits of dead slots out of up to `max_blocks` entries; call it now and then."""
+        if not self._sweeping_mask:
+            if not self._dead_mask:
+                return
+            self._sweeping_mask, self._dead_mask = self._dead_mask, 0
+            self._sweep_keys = iter(list(self._holders))
+        keep = ~self._sweeping_mask
+        for _ in range(max_blocks):
+            block_hash = next(self._sweep_keys, None)
+            if block_hash is None:
+                self._free_swept()
+                return
+            mask = self._holders.get(block_hash, 0)
+            if mask & ~keep:
+                self._put(block_hash, mask & keep)
+
+    # ── inside ───────────────────────────────────────────────────────────────────────────────────
+
+    @staticmethod
+    def _follows(worker: _Worker, events: KvEvents) -> bool:
+        identity = (events.epoch, events.model, events.revision, events.kv_format)
+        expected = (worker.epoch, worker.model, worker.revision, worker.kv_format)
+        return identity == expected and events.sequence_number == worker.sequence_number + 1
+
+    def _take_in(self, worker: _Worker, events: KvEvents) -> None:
+        for event in events.events:
+            match event:
+                case BlocksStored():
+                    self._store(worker.slot, unpack_hashes(event.block_hashes))
+                case BlocksRemoved():
+                    self._remove(worker.slot, unpack_hashes(event.block_hashes))
+                case BlocksCleared():
+                    self._retire(worker.slot)
+                    worker.slot = self._take_slot(events.worker_id)
+        worker.sequence_number = events.sequence_number
+
+    def _store(self, slot: int, block_hashes: Sequence[bytes]) -> None:
+        bit = 1 << slot
+        for block_hash in block_hashes:
+            self._put(block_hash, self._holders.get(block_hash, 0) | bit)
+
+    def _remove(self, slot: int, block_hashes: Sequence[bytes]) -> None:
+        keep = ~(1 << slot)
+        for block_hash in block_hashes:
+            mask = self._holders.get(block_hash)
+            if mask is not None:
+                self._put(block_hash, mask & keep)
+
+    def _put(self, block_hash: bytes, mask: int) -> None:
+        if mask:
+            if len(self._masks) > MAX_INTERNED_MASKS:
+                self._masks.clear()
+            self._holders[block_hash] = self._masks.setdefault(mask, mask)
+        else:
+            self._holders.pop(block_hash, None)
+
+    def _serving(self, model: str, revision: str) -> tuple[int, IndexState]:
+        mask, is_exact = 0, True
+        for worker in self._workers.values():
+            if (worker.model, worker.revision) == (model, revision):
+                mask |= 1 << worker.slot
+                is_exact &= worker.state is State.EXACT
+        return mask, "exact" if is_exact else "degraded"
+
+    def _matches(self, mask: int, num_blocks: int) -> Iterator[PrefixMatch]:
+        while mask:
+            bit = mask & -mask
+            worker_id = self._worker_of_slot[bit.bit_length() - 1]
+            yield PrefixMatch(worker_id=worker_id, num_blocks=num_blocks)
+            mask ^= bit
+
+    def _take_slot(self, worker_id: str) -> int:
+        if self._free_slots:
+            slot = heapq.heappop(self._free_slots)
+        else:
+            slot, self._num_slots = self._num_slots, self._num_slots + 1
+        self._worker_of_slot[slot] = worker_id
+        return slot
+
+    def _retire(self, slot: int) -> None:
+        del self._worker_of_slot[slot]
+        self._dead_mask |= 1 << slot
+
+    def _free_swept(self) -> None:
+        mask, self._sweeping_mask = self._sweeping_mask, 0
+        while mask:
+            bit = mask & -mask
+            heapq.heappush(self._free_slots, bit.bit_length() - 1)
+            mask ^= bit
+        live = set(self._holders.values())
+        self._masks = {each: each for each in live}

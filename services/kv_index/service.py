@@ -1,0 +1,233 @@
+"""The index process: hears every worker's cache events, answers who holds a prefix.
+
+Nothing is kept over a restart: each live worker is asked for all that it holds when it is first
+heard, and again after a gap in its events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import msgspec
+import structlog
+
+from services.kv_index.index import Outcome, PrefixIndex
+from services.kv_index.registry import PrefixRegistry
+from shared import subjects
+from shared.background import Background
+from shared.bus import Bus, NatsBus, Unsubscribe
+from shared.clock import Clock, MonotonicClock
+from shared.config import KvIndexConfig, check
+from shared.errors import HearthError
+from shared.health import Loss
+from shared.heartbeat import Heart
+from shared.messages import (
+    BlockPage,
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    Heartbeat,
+    KvEvents,
+    ListBlocks,
+    MatchPrefix,
+    PrefixMatches,
+)
+from shared.packing import BLOCK_HASH_BYTES, unpack_hashes
+from shared.randomness import Randomness, SystemRandomness
+from shared.store import RedisStore, Store
+
+log = structlog.get_logger(__name__)
+
+LIST_TIMEOUT_S = 1.0
+RESYNC_BACKOFF_S = 0.25
+FLUSH_S = 0.2
+SWEEP_S = 0.05
+SWEEP_BLOCKS = 10_000  # about a millisecond of this loop
+
+
+class KvIndexService:
+    def __init__(
+        self,
+        config: KvIndexConfig,
+        bus: Bus,
+        store: Store,
+        clock: Clock,
+        randomness: Randomness,
+        *,
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self.heart = Heart(bus, clock, randomness, roles=("kv_index",), region=config.region)
+        self.index = PrefixIndex()
+        self._registry = PrefixRegistry(
+            store,
+            wall_clock,
+            max_per_tenant=config.max_prefixes_per_tenant,
+            ttl_s=config.prefix_ttl_s,
+        )
+        self._bus = bus
+        self._store = store
+        self._clock = clock
+        self._resyncs: dict[str, asyncio.Task[None]] = {}
+        self._background = Background()
+        self._leave_group: Unsubscribe | None = None
+
+    # ── life ─────────────────────────────────────────────────────────────────────────────────────
+
+    async def start(self) -> None:
+        self.heart.on_lost(self._peer_lost)
+        self.heart.on_heard(self._heard)
+        await self._bus.subscribe(subjects.KV_EVENTS, KvEvents, self._take_events)
+        await self.heart.start()
+        self._leave_group = await self._bus.serve(
+            subjects.MATCH, MatchPrefix, self._match, queue=subjects.KV_INDEX_GROUP
+        )
+        self._background.start(self._sweep())
+        self._background.start(self._write_behind())
+        await self.heart.become("ready")
+
+    async def drain(self) -> None:
+        if self._leave_group is not None:
+            await self._leave_group()
+        await self.heart.become("draining")
+        while self._registry.num_pending and await self._registry.flush():
+            pass
+
+    async def stop(self) -> None:
+        await self._background.stop()
+        await self.heart.stop()
+        await self._bus.close()
+        await self._store.close()
+
+    # ── what comes in ────────────────────────────────────────────────────────────────────────────
+
+    def _match(self, message: MatchPrefix) -> PrefixMatches:
+        block_hashes = unpack_hashes(message.block_hashes)
+        reply = self.index.match(block_hashes, message.model, message.revision)
+        if reply.matches:
+            deepest = max(match.num_blocks for match in reply.matches)
+            self._registry.matched(message.tenant_id, block_hashes, deepest)
+        return reply
+
+    def _take_events(self, message: KvEvents) -> None:
+        outcome = self.index.apply(message)
+        if outcome is Outcome.NEEDS_RESYNC:
+            self._start_resync(message.worker_id)
+        elif outcome is not Outcome.IGNORED:
+            self._note(message)
+
+    def _heard(self, heartbeat: Heartbeat) -> None:
+        worker_id, card = heartbeat.process_id, heartbeat.model
+        if card is None or not self.heart.fleet.is_live(worker_id):
+            return
+        known = self.index.state_of(worker_id) is not None
+        if self.index.add_worker(worker_id, card.name, card.revision, card.kv_format):
+            if known:
+                self._registry.cleared(worker_id)
+            self._start_resync(worker_id)
+
+    def _peer_lost(self, process_id: str, loss: Loss) -> None:
+        task = self._resyncs.pop(process_id, None)
+        if task is not None:
+            task.cancel()
+        self.index.remove_worker(process_id)
+        self._registry.cleared(process_id)
+
+    # ── resync ───────────────────────────────────────────────────────────────────────────────────
+
+    def _start_resync(self, worker_id: str) -> None:
+        if worker_id not in self._resyncs:
+            self._resyncs[worker_id] = self._background.start(self._resync(worker_id))
+
+    async def _resync(self, worker_id: str) -> None:
+        """Until the worker's blocks are known exactly, or it is lost (which cancels this)."""
+        while not await self._try_resync(worker_id):
+            await self._clock.sleep(RESYNC_BACKOFF_S)
+        self._resyncs.pop(worker_id, None)
+
+    async def _try_resync(self, worker_id: str) -> bool:
+        heartbeat = self.heart.fleet.heartbeat_of(worker_id)
+        if heartbeat is None or self.index.state_of(worker_id) is None:
+            return True  # gone; hearing it again starts another
+        subject = subjects.list_blocks(heartbeat.roles[0], worker_id)
+        self.index.begin_resync(worker_id)
+        self._registry.cleared(worker_id)
+        cursor: int | None = 0
+        try:
+            while cursor is not None:
+                question = ListBlocks(cursor=cursor)
+                page = await self._bus.request(
+                    subject, question, BlockPage, timeout_s=LIST_TIMEOUT_S
+                )
+                if page.worker_id != worker_id or not self.index.add_page(page):
+                    return self._resync_failed(worker_id, "the pages do not fit together")
+                self._note_runs(page)
+                cursor = page.next_cursor
+        except (HearthError, msgspec.MsgspecError) as error:
+            return self._resync_failed(worker_id, str(error))
+        return self.index.finish_resync(worker_id) is Outcome.APPLIED
+
+    def _resync_failed(self, worker_id: str, reason: str) -> bool:
+        log.info("resync_failed", worker=worker_id, reason=reason)
+        self.index.abandon_resync(worker_id)
+        return False
+
+    # ── the registry ─────────────────────────────────────────────────────────────────────────────
+
+    def _note(self, message: KvEvents) -> None:
+        for event in message.events:
+            match event:
+                case BlocksStored():
+                    self._note_run(message, event)
+                case BlocksRemoved():
+                    self._registry.removed(message.worker_id, event.block_hashes)
+                case BlocksCleared():
+                    self._registry.cleared(message.worker_id)
+
+    def _note_runs(self, page: BlockPage) -> None:
+        for run in page.stored:
+            self._note_run(page, run)
+
+    def _note_run(self, source: KvEvents | BlockPage, run: BlocksStored) -> None:
+        heartbeat = self.heart.fleet.heartbeat_of(source.worker_id)
+        if heartbeat is None or heartbeat.model is None or not run.block_hashes:
+            return
+        num_blocks = run.first_block_index + len(run.block_hashes) // BLOCK_HASH_BYTES
+        self._registry.stored(
+            source.worker_id,
+            tenant_id=run.tenant_id,
+            model=source.model,
+            revision=source.revision,
+            num_tokens=num_blocks * heartbeat.model.block_size,
+            tip_hash=run.block_hashes[-BLOCK_HASH_BYTES:],
+        )
+
+    # ── loops ────────────────────────────────────────────────────────────────────────────────────
+
+    async def _sweep(self) -> None:
+        while True:
+            await self._clock.sleep(SWEEP_S)
+            self.index.sweep(SWEEP_BLOCKS)
+
+    async def _write_behind(self) -> None:
+        while True:
+            await self._clock.sleep(FLUSH_S)
+            while self._registry.num_pending and await self._registry.flush():
+                pass
+
+
+async def build_kv_index(config: KvIndexConfig) -> KvIndexService:
+    """Raises ConfigError, or DependencyUnavailable without a NATS server; Redis may come later."""
+    check(config)
+    bus = await NatsBus.connect(config.nats_url, process_id=config.process_id)
+    clock = MonotonicClock()
+    store = RedisStore(config.redis_url, clock)
+    return KvIndexService(
+        config,
+        bus,  # type: ignore[arg-type]
+        store,
+        clock,
+        SystemRandomness(),
+        wall_clock=time.time,
+    )

@@ -1,0 +1,114 @@
+"""Child processes: started with a log file each, and dead when this process is."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from shared.errors import ConfigError
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
+    process_id: str
+    argv: tuple[str, ...]
+    environ: Mapping[str, str]  # the whole environment: secrets travel here, never in argv
+    listens_on: tuple[str, int] | None = None  # if set, it is up once this port accepts
+    start_order: int = 0  # those of one number start and stop together; stopped in reverse
+
+
+class Child(msgspec.Struct, frozen=True):
+    spec: ProcessSpec
+    process: asyncio.subprocess.Process
+    log_path: Path
+
+    @property
+    def last_words(self) -> str:
+        return last_line(self.log_path) or f"it wrote nothing to {self.log_path}"
+
+
+async def start_child(spec: ProcessSpec, directory: Path, logs: Path) -> Child:
+    """Must be called on the main thread: the kernel ties the child's life to the thread.
+
+    The child has a session of its own, so a Ctrl-C in the terminal reaches the parent alone,
+    which stops its children in order.
+    """
+    log_path = logs / f"{spec.process_id}.log"
+    with log_path.open("ab") as log_file:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *spec.argv,
+                env=dict(spec.environ),
+                cwd=directory,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=log_file,
+                start_new_session=True,
+                preexec_fn=_die_with_parent(os.getpid()),
+            )
+        except OSError as error:
+            raise ConfigError(f"cannot start {spec.argv[0]}: {error.strerror}") from None
+    return Child(spec, process, log_path)
+
+
+async def stop_children(children: Iterable[Child], *, grace_s: float) -> None:
+    """SIGTERM, then SIGKILL for those that are still there after `grace_s`."""
+    living = [child for child in children if child.process.returncode is None]
+    if not living:
+        return
+    for child in living:
+        _signal(child, signal.SIGTERM)
+    waits = [asyncio.create_task(child.process.wait()) for child in living]
+    _, late = await asyncio.wait(waits, timeout=grace_s)
+    if late:
+        kill_children(living)
+        await asyncio.wait(late)
+
+
+def kill_children(children: Iterable[Child]) -> None:
+    for child in children:
+        _signal(child, signal.SIGKILL)
+
+
+def ending(returncode: int) -> str:
+    """In words: `exit status 2`, `SIGKILL`."""
+    if returncode >= 0:
+        return f"exit status {returncode}"
+    try:
+        return signal.Signals(-returncode).name
+    except ValueError:
+        return f"signal {-returncode}"
+
+
+def last_line(path: Path, *, max_bytes: int = 16_384) -> str:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - max_bytes))
+        lines = file.read().decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def _signal(child: Child, number: signal.Signals) -> None:
+    if child.process.returncode is None:
+        try:
+            child.process.send_signal(number)
+        except ProcessLookupError:
+            return  # it ended in this moment
+
+
+def _die_with_parent(parent_pid: int) -> Callable[[], None]:
+    def between_fork_and_exec() -> None:
+        if _LIBC is not None:
+            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent_pid:  # the parent died before the call
+                os._exit(1)
+
+    return between_fork_and_exec

@@ -1,0 +1,217 @@
+"""The local cluster: the servers, the services, and the way to them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+import msgspec
+
+from services.local.api_keys import StoreApiKey, new_api_key, save_api_key
+from services.local.children import ProcessSpec
+from services.local.credentials import nats_config
+from services.local.plan import (
+    Endpoints,
+    UpOptions,
+    check_options,
+    expected_workers,
+    plan_credentials,
+    plan_services,
+)
+from services.local.servers import LOOPBACK, choose_http_port, find_server, free_port, redis_config
+from services.local.state import ClusterState, StateDir
+from services.local.supervisor import POLL_S, Report, Supervisor
+from shared.clock import Clock
+from shared.errors import DependencyUnavailable
+
+START_TIMEOUT_S = 600.0  # a large checkpoint takes minutes to load
+GRACE_S = 15.0
+START_GRACE_S = 0.3
+
+
+class LocalCluster:
+    """`async with` starts it and stops what it started. Needs the main thread's event loop."""
+
+    def __init__(
+        self,
+        options: UpOptions,
+        clock: Clock,
+        *,
+        state_parent: Path,
+        store_api_key: StoreApiKey,
+        report: Report = lambda process_id, event, details: None,
+    ) -> None:
+        """Raises ConfigError for options that cannot work; starts nothing yet."""
+        check_options(options)
+        self.api_key = new_api_key()
+        self._options = options
+        self._clock = clock
+        self._store_api_key = store_api_key
+        self._report = report
+        self._nats = find_server("nats-server") if options.nats_url is None else None
+        self._redis = find_server("redis-server") if options.redis_url is None else None
+        self._redis_password = secrets.token_hex(16)
+        self._redis_port = free_port(LOOPBACK)
+        self._endpoints = self._choose_endpoints()
+        self._credentials = plan_credentials(options)
+        self._state = StateDir.create(state_parent)
+        self._supervisor = Supervisor(clock, self._state.path, self._state.logs, report)
+        self.url = self._endpoints.http_url
+
+    @property
+    def state_dir(self) -> Path:
+        return self._state.path
+
+    @property
+    def process_ids(self) -> tuple[str, ...]:
+        return tuple(each.process_id for each in self._credentials)
+
+    def pid_of(self, process_id: str) -> int:
+        return self._supervisor.pid_of(process_id)
+
+    async def __aenter__(self) -> LocalCluster:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Returns once the gateway knows every worker.
+
+        Raises ProcessEnded if a process ends before that; all is stopped then, the logs remain.
+        """
+        failure = self._supervisor.failure
+        starting = asyncio.create_task(self._start())
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await asyncio.wait({starting, failure}, return_when=asyncio.FIRST_COMPLETED)
+            if failure.done():
+                failure.result()
+            await starting
+        except BaseException as error:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            await self._supervisor.stop(grace_s=START_GRACE_S)
+            self._state.close(keep_logs=not isinstance(error, asyncio.CancelledError))
+            if isinstance(error, TimeoutError):
+                waited = f"the cluster is not ready after {START_TIMEOUT_S:g} s"
+                raise DependencyUnavailable(f"{waited}; its logs: {self._state.logs}") from None
+            raise
+        self._supervisor.serve()
+
+    async def stop(self) -> None:
+        """Stops what was started, in reverse order, and nothing else."""
+        await self._supervisor.stop(grace_s=GRACE_S)
+        self._state.close(keep_logs=False)
+
+    def kill(self) -> None:
+        """Cuts short a stop that is under way."""
+        self._supervisor.kill()
+
+    async def _start(self) -> None:
+        if self._nats is not None:
+            await self._supervisor.launch(self._nats_spec(self._nats))
+        if self._redis is not None:  # it starts empty, also after a crash
+            await self._supervisor.launch(self._redis_spec(self._redis), self._store_key)
+        else:
+            await self._store_key()
+        for spec in plan_services(
+            self._options,
+            self._credentials,
+            self._endpoints,
+            num_cores=len(os.sched_getaffinity(0)),
+            environ=os.environ,
+        ):
+            await self._supervisor.launch(spec)
+        await self._wait_until_ready()
+        self._state.publish(self._description())
+
+    async def _wait_until_ready(self) -> None:
+        """Asks the gateway until it knows every worker; reports each as it joins."""
+        expected = expected_workers(self._credentials)
+        waiting = set.union(*expected.values())
+        async with httpx.AsyncClient(base_url=self.url, timeout=2.0, trust_env=False) as client:
+            is_ready = False
+            while waiting or not is_ready:
+                is_ready, known = await _readiness(client)
+                missing = set.union(*(ids - known[role] for role, ids in expected.items()))
+                for process_id in sorted(waiting - missing):
+                    self._report(process_id, "ready", "")
+                waiting = missing
+                if waiting or not is_ready:
+                    await self._clock.sleep(POLL_S)
+        for each in self._credentials:
+            if each.role in ("gateway", "scheduler", "kv_index"):
+                self._report(each.process_id, "ready", "")
+
+    async def _store_key(self) -> None:
+        await save_api_key(
+            self._store_api_key, self._endpoints.redis_url, self.api_key, self._options.tenant_id
+        )
+
+    def _choose_endpoints(self) -> Endpoints:
+        options = self._options
+        own_redis = f"redis://:{self._redis_password}@{LOOPBACK}:{self._redis_port}/0"
+        return Endpoints(
+            nats_host=options.advertise_host,
+            nats_port=free_port(options.advertise_host),
+            nats_url=options.nats_url,
+            redis_url=own_redis if options.redis_url is None else options.redis_url,
+            http_host=options.http_host,
+            http_port=choose_http_port(options.http_host, options.http_port),
+        )
+
+    def _nats_spec(self, binary: str) -> ProcessSpec:
+        host, port = self._endpoints.nats_host, self._endpoints.nats_port
+        text = nats_config(self._credentials, host=host, port=port)
+        path = self._state.write_secret("nats.conf", text)
+        return ProcessSpec(
+            process_id="nats",
+            argv=(binary, "-c", str(path), "-P", str(self._state.path / "nats.pid")),
+            environ=os.environ,
+            listens_on=(host, port),
+        )
+
+    def _redis_spec(self, binary: str) -> ProcessSpec:
+        port = self._redis_port
+        text = redis_config(port=port, password=self._redis_password, directory=self.state_dir)
+        path = self._state.write_secret("redis.conf", text)
+        return ProcessSpec(
+            process_id="redis",
+            argv=(binary, str(path)),
+            environ=os.environ,
+            listens_on=(LOOPBACK, port),
+        )
+
+    def _description(self) -> ClusterState:
+        description = ClusterState(url=self.url, api_key=self.api_key)
+        if self._nats is None:
+            return description
+        return msgspec.structs.replace(
+            description,
+            nats_host=self._endpoints.nats_host,
+            nats_port=self._endpoints.nats_port,
+            credentials=self._credentials,
+        )
+
+
+async def _readiness(client: httpx.AsyncClient) -> tuple[bool, dict[str, set[str]]]:
+    """Whether the gateway is ready, and the workers it knows by role."""
+    try:
+        response = await client.get("/ready")
+        body = msgspec.json.decode(response.content)
+        workers = body.get("workers") or {}
+    except (httpx.HTTPError, msgspec.DecodeError, AttributeError):
+        response, workers = None, {}
+    is_ready = response is not None and response.status_code == 200
+    return is_ready, {role: set(workers.get(role) or ()) for role in ("prefill", "decode")}

@@ -1,0 +1,191 @@
+"""The commands that are not a service: start a cluster, talk to it, operate it.
+
+`context.obj` gives the function that stores an API key; it is the gateway's, so it is passed in.
+"""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from services.local.plan import UpOptions
+from services.local.service_options import DEMO_MODEL_DIR
+from shared.errors import ConfigError
+
+START = "Start and use"
+OPERATE = "Operate"
+
+app = typer.Typer()
+
+
+class UpRole(StrEnum):
+    apart = "apart"
+    both = "both"
+
+
+@app.command(
+    rich_help_panel=START,
+    epilog="Examples:  hearth up  ·  hearth up --prefill 2 --decode 2  ·  "
+    "hearth up --model ~/models/Qwen3-0.6B --http 0.0.0.0:8000  ·  hearth up --role both --check",
+)
+def up(
+    context: typer.Context,
+    model: Annotated[Path, typer.Option(help="Checkpoint directory.")] = DEMO_MODEL_DIR,
+    name: Annotated[
+        str, typer.Option(help="What clients call the model (the directory's name).")
+    ] = "",
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers (1).")] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode workers (1).")] = None,
+    both: Annotated[int | None, typer.Option(help="Workers that do both (0).")] = None,
+    role: Annotated[
+        UpRole, typer.Option(help="both: one worker that does prefill and decode.")
+    ] = UpRole.apart,
+    http: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="HTTP door (127.0.0.1:8000, or a free port)."),
+    ] = None,
+    nats: Annotated[
+        str | None, typer.Option(metavar="URL", envvar="HEARTH_NATS_URL", help="A running NATS.")
+    ] = None,
+    redis: Annotated[
+        str | None,
+        typer.Option(metavar="URL", envvar="HEARTH_REDIS_URL", help="A running Redis."),
+    ] = None,
+    advertise: Annotated[
+        str,
+        typer.Option(metavar="HOST", help="This machine's address for workers on other hosts."),
+    ] = "127.0.0.1",
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    check: Annotated[bool, typer.Option("--check", help="Ask one question, then stop.")] = False,
+) -> None:
+    """Start a cluster on this machine, ask it a first question, and keep it until Ctrl-C.
+
+    NATS and Redis are started too, unless their URLs are given. Nothing is left behind.
+    """
+    from services.local.up import run_up
+
+    if both is None:
+        both = int(role is UpRole.both)
+    default = int(both == 0)
+    host, port = ("127.0.0.1", None) if http is None else _host_and_port(http)
+    options = UpOptions(
+        model_dir=model.expanduser(),
+        model_name=name,
+        num_prefill=default if prefill is None else prefill,
+        num_decode=default if decode is None else decode,
+        num_both=both,
+        http_host=host,
+        http_port=port,
+        nats_url=nats,
+        redis_url=redis,
+        advertise_host=advertise,
+        dtype=dtype,
+        device=device,
+    )
+    run_up(options, context.obj(), is_check=check)
+
+
+def _host_and_port(text: str) -> tuple[str, int]:
+    host, separator, port = text.rpartition(":")
+    if not separator or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"--http {text!r} is not HOST:PORT")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+@app.command(
+    rich_help_panel=START,
+    epilog="Examples:  hearth chat  ·  hearth chat --url http://site-a:8000 --api-key KEY",
+)
+def chat(
+    url: Annotated[
+        str | None, typer.Option(envvar="HEARTH_URL", help="Gateway; else the local cluster.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="HEARTH_API_KEY", help="Key; else the local cluster's.")
+    ] = None,
+) -> None:
+    """Talk with the model in this terminal."""
+    from services.local.chat import run_chat
+
+    run_chat(url, api_key)
+
+
+@app.command(
+    rich_help_panel=OPERATE,
+    epilog="Examples:  hearth credential decode  ·  hearth credential worker --host 10.0.0.5",
+)
+def credential(
+    role: Annotated[
+        str, typer.Argument(help="gateway, scheduler, prefill, decode, kv_index or worker.")
+    ],
+    process_id: Annotated[
+        str | None, typer.Option(help="Name of the process (ROLE-<6 hex digits>).")
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address of this machine as the other host knows it.")
+    ] = None,
+) -> None:
+    """Let one more process join the local cluster: prints its NATS URL."""
+    from services.local.join import add_credential
+
+    added = add_credential(role, process_id, host)
+    print(added.nats_url)
+    if not added.is_reachable:
+        note = "note: this NATS listens on 127.0.0.1 only; `hearth up --advertise HOST` opens it"
+        print(note, file=sys.stderr)
+    command = added.credential.role.replace("_", "-")
+    print(f"there: HEARTH_NATS_URL=… hearth {command} --help", file=sys.stderr)
+
+
+@app.command(
+    "api-key", rich_help_panel=OPERATE, epilog="Example:  hearth api-key team-a --redis-url URL"
+)
+def api_key(
+    context: typer.Context,
+    tenant: Annotated[str, typer.Argument(help="Tenant that the key belongs to.")],
+    redis_url: Annotated[str, typer.Option(envvar="HEARTH_REDIS_URL", help="Redis server.")],
+) -> None:
+    """Create an API key for a tenant: prints it once, Redis keeps its digest."""
+    from services.local.api_keys import create_api_key
+
+    print(create_api_key(context.obj(), redis_url, tenant))
+
+
+@app.command(
+    "nats-config",
+    rich_help_panel=OPERATE,
+    epilog="Example:  hearth nats-config gateway=gateway decode=decode-1 decode=decode-2",
+)
+def nats_config(
+    processes: Annotated[list[str], typer.Argument(metavar="ROLE=PROCESS_ID...")],
+    host: Annotated[str, typer.Option(help="Address that nats-server listens on.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(help="Port that nats-server listens on.")] = 4222,
+) -> None:
+    """Print a nats-server configuration: one credential a process, least permissions each.
+
+    Passwords are variables that nats-server reads from its environment: HEARTH_<ID>_PASSWORD.
+    """
+    from services.local.credentials import named_roles, nats_config_with_variables
+
+    print(f"# hearth nats-config {' '.join(processes)} --host {host} --port {port}")
+    print(nats_config_with_variables(named_roles(processes), host=host, port=port), end="")
+
+
+@app.command(rich_help_panel=OPERATE, epilog="Exit status 0: healthy. 1: no heartbeat. 2: error.")
+def health(
+    nats_url: Annotated[str, typer.Option(envvar="HEARTH_NATS_URL", help="With a credential.")],
+    process_id: Annotated[
+        str | None,
+        typer.Option(envvar="HEARTH_PROCESS_ID", help="Process; else the NATS URL's user."),
+    ] = None,
+    timeout_s: Annotated[float, typer.Option(help="Longest wait for a heartbeat.")] = 3.0,
+) -> None:
+    """Tell whether a process is ready, by its heartbeat on NATS."""
+    from services.local.probe import run_probe
+
+    raise typer.Exit(0 if run_probe(nats_url, process_id, timeout_s=timeout_s) else 1)

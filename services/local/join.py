@@ -1,0 +1,62 @@
+"""Credentials for processes that join a running cluster from elsewhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from services.local.credentials import Credential, nats_config, random_process_id, role_of
+from services.local.servers import LOOPBACK
+from services.local.state import ClusterState, clusters_dir, running_cluster, save, write_secret
+from shared.errors import ConfigError
+
+
+class NewCredential(msgspec.Struct, frozen=True, kw_only=True):
+    credential: Credential
+    nats_url: str
+    is_reachable: bool  # from other hosts
+
+
+def add_credential(
+    role: str,
+    process_id: str | None,
+    host: str | None,
+    environ: Mapping[str, str] = os.environ,
+) -> NewCredential:
+    """Adds a credential to the running local cluster's NATS. Raises ConfigError."""
+    directory, state = running_cluster(clusters_dir(environ))
+    if not state.nats_host:
+        raise ConfigError("this cluster uses an external NATS: add the credential there")
+    known_role = role_of(role)
+    name = random_process_id(known_role) if process_id is None else process_id
+    _check_name(name, state)
+    credential = Credential(known_role, name)
+    grown = msgspec.structs.replace(state, credentials=(*state.credentials, credential))
+    text = nats_config(grown.credentials, host=state.nats_host, port=state.nats_port)
+    write_secret(directory / "nats.conf", text)
+    save(directory, grown)
+    _reload(directory)
+    return NewCredential(
+        credential=credential,
+        nats_url=credential.nats_url(state.nats_host if host is None else host, state.nats_port),
+        is_reachable=state.nats_host != LOOPBACK,
+    )
+
+
+def _check_name(name: str, state: ClusterState) -> None:
+    if not name or any(not (char.isalnum() or char in "-_") for char in name):
+        raise ConfigError(f"process id {name!r} may have letters, digits, - and _ only")
+    if any(each.process_id == name for each in state.credentials):
+        raise ConfigError(f"process id {name!r} is taken in this cluster")
+
+
+def _reload(directory: Path) -> None:
+    """nats-server reads its configuration again; connections stay."""
+    try:
+        os.kill(int((directory / "nats.pid").read_text()), signal.SIGHUP)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot reload nats-server: {error}") from None

@@ -1,0 +1,39 @@
+"""Whether a process is alive as the fleet sees it: its own heartbeat, heard through NATS."""
+
+from __future__ import annotations
+
+import asyncio
+from urllib.parse import urlsplit
+
+from shared.bus import NatsBus
+from shared.errors import ConfigError
+from shared.messages import Heartbeat
+from shared.subjects import HEARTBEATS
+
+
+async def hears_heartbeat(nats_url: str, process_id: str, *, timeout_s: float) -> bool:
+    """True once a `ready` heartbeat of `process_id` arrives. Raises DependencyUnavailable."""
+    bus = await NatsBus.connect(nats_url, process_id=process_id, timeout_s=timeout_s)
+    heard = asyncio.Event()
+
+    def on_heartbeat(message: Heartbeat) -> None:
+        if message.process_id == process_id and message.state == "ready":
+            heard.set()
+
+    try:
+        await bus.subscribe(HEARTBEATS, Heartbeat, on_heartbeat)
+        async with asyncio.timeout(timeout_s):
+            await heard.wait()
+    except TimeoutError:
+        return False
+    finally:
+        await bus.close()
+    return True
+
+
+def run_probe(nats_url: str, process_id: str | None, *, timeout_s: float) -> bool:
+    """Raises ConfigError if nobody says which process is meant."""
+    name = urlsplit(nats_url).username if process_id is None else process_id
+    if not name:
+        raise ConfigError("--process-id is needed where the NATS URL has no user")
+    return asyncio.run(hears_heartbeat(nats_url, name, timeout_s=timeout_s))

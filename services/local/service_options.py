@@ -1,0 +1,115 @@
+"""A command line for a configuration Struct: one option and one environment variable a field."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import typer
+
+import shared
+from services.local.credentials import process_id_for
+from shared.config import ProcessConfig, check
+
+DEMO_MODEL_DIR = Path(shared.__file__).parent / "demo_model"
+
+HELP = {
+    "nats_url": "NATS server, with this process's credential: nats://ID:PASSWORD@HOST:PORT.",
+    "process_id": "Name of this process; else the NATS URL's user, else ROLE-<6 hex digits>.",
+    "region": "Where this process runs; placement prefers and residency obeys it.",
+    "redis_url": "Redis server: redis://:PASSWORD@HOST:PORT/0.",
+    "model_dir": "Checkpoint directory in Hugging Face form.",
+    "model_name": "Name that clients ask for; else the directory's.",
+    "http_host": "Address that the HTTP door listens on.",
+    "http_port": "Port that the HTTP door listens on.",
+    "request_timeout_s": "Longest life of a request, seconds.",
+    "max_body_bytes": "Largest request body.",
+    "max_requests": "Requests open at once; one more is answered 429.",
+    "default_max_tokens": "Tokens to generate where a request does not say.",
+    "max_queued_requests": "Requests waiting for a worker; one more is answered 429.",
+    "max_queued_tokens": "Prompt tokens waiting for a worker.",
+    "local_prefill_tokens": "An uncached rest this short is computed by the decode worker itself.",
+    "max_prefixes_per_tenant": "Prefixes whose metadata is kept in Redis for each tenant.",
+    "prefix_ttl_s": "Seconds after its last use that a prefix's metadata is kept.",
+    "dtype": "auto (as in the checkpoint), bfloat16, float16 or float32.",
+    "device": "cpu, cuda or cuda:N.",
+    "num_threads": "Math threads; 0 shares the cores of this host.",
+    "block_size": "Tokens in a KV block.",
+    "kv_cache_bytes": "Memory for the KV cache.",
+    "max_batch_tokens": "Tokens computed in one step.",
+    "max_sequences": "Sequences running at once.",
+    "max_reserved_share": "Share of the KV cache that waiting handoffs may hold.",
+    "data_plane_host": "Address at which other hosts reach this worker's KV data plane.",
+}
+_DEFAULTS = {"model_dir": DEMO_MODEL_DIR, "process_id": None}
+
+C = TypeVar("C", bound=ProcessConfig)
+
+
+class WorkerRole(StrEnum):
+    """What `--role` of a worker command may say."""
+
+    own = "own"
+    both = "both"
+
+
+def service_command(
+    config_type: type[C],
+    role: str,
+    run: Callable[..., int],
+    *,
+    has_role_option: bool = False,
+) -> Callable[..., None]:
+    """A typer command that fills a `config_type`, checks it as a whole and calls `run(config)`.
+
+    With `has_role_option` it calls `run(config, is_both)`. Exits with the status that `run` gives.
+    """
+
+    def command(**options: Any) -> None:
+        arguments = () if not has_role_option else (options.pop("role") is WorkerRole.both,)
+        if options["process_id"] is None:
+            options["process_id"] = process_id_for(role, options["nats_url"])
+        config = config_type(**options)
+        check(config)
+        raise typer.Exit(run(config, *arguments))
+
+    parameters = [_parameter(field) for field in msgspec.structs.fields(config_type)]
+    if has_role_option:
+        parameters.append(_role_parameter(role))
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
+
+
+def _parameter(field: msgspec.structs.FieldInfo) -> inspect.Parameter:
+    name = field.name
+    option_type = str | None if name == "process_id" else field.type
+    option = typer.Option(
+        f"--{name.replace('_', '-')}",
+        help=HELP.get(name, ""),
+        envvar=f"HEARTH_{name.upper()}",
+        show_default=name != "process_id",
+    )
+    default = _DEFAULTS.get(name, inspect.Parameter.empty if field.required else field.default)
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[option_type, option],
+    )
+
+
+def _role_parameter(role: str) -> inspect.Parameter:
+    option = typer.Option(
+        "--role", help=f"own: {role} only; both: prefill and decode over one engine."
+    )
+    return inspect.Parameter(
+        "role",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=WorkerRole.own,
+        annotation=Annotated[WorkerRole, option],
+    )

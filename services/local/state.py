@@ -1,0 +1,136 @@
+"""The private directory of a local cluster: its secrets, its logs, and how others find it.
+
+$XDG_STATE_HOME/hearth/clusters/<random name>/     mode 0700
+    lock            held by the running `hearth up`; a free lock means a dead cluster
+    cluster.json    URL, API key, NATS address, credentials
+    nats.conf redis.conf nats.pid
+    logs/<process_id>.log
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from services.local.credentials import Credential
+from shared.errors import ConfigError
+
+_LOCK = "lock"
+_CLUSTER = "cluster.json"
+
+
+class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
+    url: str
+    api_key: str
+    nats_host: str = ""  # empty: the cluster uses an external NATS
+    nats_port: int = 0
+    credentials: tuple[Credential, ...] = ()
+
+
+def clusters_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    root = environ.get("XDG_STATE_HOME")
+    base = Path(root) if root else Path(environ.get("HOME", tempfile.gettempdir()), ".local/state")
+    return base / "hearth" / "clusters"
+
+
+class StateDir:
+    """One cluster's directory, locked for as long as this object is open."""
+
+    def __init__(self, path: Path, lock: IO[str]) -> None:
+        self.path = path
+        self.logs = path / "logs"
+        self._lock = lock
+
+    @classmethod
+    def create(cls, parent: Path) -> StateDir:
+        """Also removes the directories of clusters that are no more. Raises ConfigError."""
+        try:
+            parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path = Path(tempfile.mkdtemp(prefix="", dir=parent))
+            lock = (path / ".lock").open("a")
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (path / ".lock").rename(path / _LOCK)  # seen by others only once it is held
+        except OSError as error:
+            raise ConfigError(f"cannot keep state in {parent}: {error.strerror}") from None
+        _remove_dead(parent, keep=path)
+        (path / "logs").mkdir(mode=0o700)
+        return cls(path, lock)
+
+    def write_secret(self, name: str, text: str) -> Path:
+        return write_secret(self.path / name, text)
+
+    def publish(self, state: ClusterState) -> None:
+        save(self.path, state)
+
+    def close(self, *, keep_logs: bool) -> None:
+        """Removes the directory, or all but its logs."""
+        if keep_logs:
+            for each in self.path.iterdir():
+                if each.is_file() and each.name != _LOCK:
+                    each.unlink()
+        else:
+            shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+
+def write_secret(path: Path, text: str) -> Path:
+    """Replaces the file in one step; nobody but the owner can read it at any moment."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent)  # mode 0600
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+    Path(temporary).replace(path)
+    return path
+
+
+def save(directory: Path, state: ClusterState) -> None:
+    write_secret(directory / _CLUSTER, msgspec.json.encode(state).decode())
+
+
+def running_cluster(parent: Path) -> tuple[Path, ClusterState]:
+    """The running cluster that started last. Raises ConfigError if there is none."""
+    for directory in _by_age(parent):
+        lock = _locked(directory)
+        if lock is not None:
+            lock.close()
+            continue
+        try:
+            data = (directory / _CLUSTER).read_bytes()
+            return directory, msgspec.json.decode(data, type=ClusterState)
+        except OSError:
+            continue  # still starting
+    raise ConfigError("no local cluster is running here: start one with `hearth up`")
+
+
+def _by_age(parent: Path) -> list[Path]:
+    """Newest first."""
+    try:
+        directories = [each for each in parent.iterdir() if (each / _LOCK).exists()]
+    except OSError:
+        return []
+    return sorted(directories, key=lambda each: (each / _LOCK).stat().st_mtime_ns, reverse=True)
+
+
+def _locked(directory: Path) -> IO[str] | None:
+    """The lock, or None if another process holds it; the kernel frees it whoever dies."""
+    file = (directory / _LOCK).open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        return None
+    return file
+
+
+def _remove_dead(parent: Path, *, keep: Path) -> None:
+    for directory in _by_age(parent):
+        lock = None if directory == keep else _locked(directory)
+        if lock is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+            lock.close()

@@ -1,0 +1,131 @@
+"""Keeps a set of processes alive and stops them in reverse order.
+
+starting ──serve()──▶ serving ──stop()──▶ stopping ──▶ stopped
+    └──a process ends──▶ `failure` is set
+
+While serving, a process that ends is reported and started again, with a growing pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Literal
+
+from services.local.children import (
+    Child,
+    ProcessSpec,
+    ending,
+    kill_children,
+    start_child,
+    stop_children,
+)
+from shared.clock import Clock
+from shared.errors import DependencyUnavailable, HearthError
+
+POLL_S = 0.02
+LISTEN_TIMEOUT_S = 10.0
+MIN_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
+
+Event = Literal["started", "ready", "ended", "restarting"]
+Report = Callable[[str, Event, str], None]  # process id, what happened, details
+
+
+class ProcessEnded(HearthError):
+    code = "process_ended"
+
+
+class Supervisor:
+    def __init__(self, clock: Clock, directory: Path, logs: Path, report: Report) -> None:
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._clock = clock
+        self._directory = directory
+        self._logs = logs
+        self._report = report
+        self._is_serving = False
+        self._children: dict[str, Child] = {}
+        self._keepers: list[asyncio.Task[None]] = []
+
+    def pid_of(self, process_id: str) -> int:
+        return self._children[process_id].process.pid
+
+    async def launch(
+        self, spec: ProcessSpec, on_up: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """Starts a process and waits for its port, if it has one; `on_up` runs at every start.
+
+        From then on its end is a failure, or, while serving, makes it start again.
+        """
+        await self._start(spec)
+        self._keepers.append(asyncio.create_task(self._keep(spec, on_up)))
+        await self._wait_until_up(spec, on_up)
+
+    def serve(self) -> None:
+        """From now on a process that ends is started again."""
+        self._is_serving = True
+
+    async def stop(self, *, grace_s: float) -> None:
+        """SIGTERM in reverse order, SIGKILL for what is left of a group after `grace_s`."""
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        orders = {child.spec.start_order for child in self._children.values()}
+        for order in sorted(orders, reverse=True):
+            group = [each for each in self._children.values() if each.spec.start_order == order]
+            await stop_children(group, grace_s=grace_s)
+        if self.failure.done() and not self.failure.cancelled():
+            self.failure.exception()  # seen: asyncio shall not complain
+
+    def kill(self) -> None:
+        """Cuts short a stop that is under way."""
+        kill_children(self._children.values())
+
+    async def _start(self, spec: ProcessSpec) -> None:
+        self._children[spec.process_id] = await start_child(spec, self._directory, self._logs)
+        self._report(spec.process_id, "started", "")
+
+    async def _wait_until_up(
+        self, spec: ProcessSpec, on_up: Callable[[], Awaitable[None]] | None
+    ) -> None:
+        if spec.listens_on is not None:
+            await self._wait_for_port(*spec.listens_on)
+            self._report(spec.process_id, "ready", "")
+        if on_up is not None:
+            await on_up()
+
+    async def _keep(self, spec: ProcessSpec, on_up: Callable[[], Awaitable[None]] | None) -> None:
+        pause_s = MIN_PAUSE_S
+        while True:
+            child, started = self._children[spec.process_id], self._clock.now()
+            words = ending(await child.process.wait())
+            words = f"{words}: {child.last_words}"
+            if not self._is_serving:
+                self._fail(f"{spec.process_id} ended at its start ({words})")
+                return
+            self._report(spec.process_id, "ended", words)
+            lived_s = self._clock.now() - started
+            pause_s = MIN_PAUSE_S if lived_s > MAX_PAUSE_S else min(MAX_PAUSE_S, 2 * pause_s)
+            await self._clock.sleep(pause_s)
+            self._report(spec.process_id, "restarting", "")
+            with contextlib.suppress(HearthError):  # the next round reports how it ended
+                await self._start(spec)
+                await self._wait_until_up(spec, on_up)
+
+    def _fail(self, message: str) -> None:
+        if not self.failure.done():
+            self.failure.set_exception(ProcessEnded(message))
+
+    async def _wait_for_port(self, host: str, port: int) -> None:
+        deadline = self._clock.now() + LISTEN_TIMEOUT_S
+        while True:
+            try:
+                _, writer = await asyncio.open_connection(host, port)
+            except OSError:
+                if self._clock.now() > deadline:
+                    raise DependencyUnavailable(f"nothing listens on {host}:{port}") from None
+                await self._clock.sleep(POLL_S)
+            else:
+                writer.close()
+                return

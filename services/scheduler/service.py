@@ -1,0 +1,366 @@
+"""The scheduler process: takes requests, asks the index, starts them on decode workers.
+
+submit ──▶ queue ──▶ match prefix ──▶ plan ──▶ StartDecode ──ack──▶ Placed, forgotten
+             ▲                         │  ▲          └─ busy, silent, gone: next worker, new id
+             └── no room: until the ───┘  └─ nobody serves the model: parked for a short grace
+                 next heartbeat
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import msgspec
+import structlog
+
+from services.scheduler.admission import Admission, Lane, Ticket
+from services.scheduler.fleet import WorkerFleet
+from services.scheduler.placement import Needs, Target, place
+from shared import subjects
+from shared.background import Background
+from shared.bus import Bus, NatsBus, Unsubscribe, failure_of
+from shared.clock import Clock, MonotonicClock
+from shared.config import SchedulerConfig, check
+from shared.errors import (
+    DeadlineExceeded,
+    DependencyUnavailable,
+    HearthError,
+    InvalidRequest,
+    NoCapacity,
+    PromptTooLong,
+    RequestTimeout,
+    WorkerBusy,
+)
+from shared.health import Loss
+from shared.heartbeat import Heart
+from shared.messages import (
+    AbortReason,
+    AbortRequest,
+    CancelQueued,
+    DecodeStarted,
+    Heartbeat,
+    MatchPrefix,
+    Message,
+    Placed,
+    PlacementFailed,
+    PrefixMatches,
+    Queued,
+    QueueKeepalive,
+    Request,
+    StartDecode,
+    SubmitRequest,
+)
+from shared.packing import TOKEN_ID_BYTES
+from shared.randomness import Randomness, SystemRandomness
+
+log = structlog.get_logger(__name__)
+
+MATCH_TIMEOUT_S = 0.02
+START_TIMEOUT_S = 0.1
+KEEPALIVE_S = 0.5
+TICK_S = 0.1
+NO_WORKER_GRACE_S = 2.0
+DRAIN_S = 5.0
+MAX_PLACING = 32
+NUM_PLACEMENT_ID_BYTES = 16
+
+
+class SchedulerService:
+    def __init__(
+        self, config: SchedulerConfig, bus: Bus, clock: Clock, randomness: Randomness
+    ) -> None:
+        self.heart = Heart(bus, clock, randomness, roles=("scheduler",), region=config.region)
+        self._config = config
+        self._bus = bus
+        self._clock = clock
+        self._randomness = randomness
+        self._admission = Admission(config.max_queued_requests, config.max_queued_tokens)
+        self._workers = WorkerFleet(self.heart.fleet)
+        self._blocked: dict[Lane, Needs] = {}  # by the smallest request that found no room
+        self._probing: set[Lane] = set()  # may try one request; the others follow its success
+        self._parked: dict[Ticket, None] = {}
+        self._wake = asyncio.Event()
+        self._background = Background()
+        self._placing: set[asyncio.Task[None]] = set()
+        self._telling: set[asyncio.Task[None]] = set()
+        self._leave_group: Unsubscribe | None = None
+        self._is_draining = False
+
+    # ── life ─────────────────────────────────────────────────────────────────────────────────────
+
+    async def start(self) -> None:
+        self.heart.on_lost(self._peer_lost)
+        self.heart.on_heard(self._heard)
+        await self.heart.start()
+        own_cancel = subjects.cancel(self._bus.process_id)
+        await self._bus.subscribe(own_cancel, CancelQueued, self._cancel)
+        self._leave_group = await self._bus.serve(
+            subjects.SUBMIT, SubmitRequest, self._submit, queue=subjects.SCHEDULER_GROUP
+        )
+        for loop in (self._dispatch(), self._tick(), self._keep_alive()):
+            self._background.start(loop)
+        await self.heart.become("ready")
+
+    async def drain(self) -> None:
+        """Places what is queued; what finds no place in DRAIN_S goes back to its gateway."""
+        self._is_draining = True
+        if self._leave_group is not None:
+            await self._leave_group()
+        await self.heart.become("draining")
+        give_up_at = self._clock.now() + DRAIN_S
+        while len(self._admission) and self._clock.now() < give_up_at:
+            await self._clock.sleep(TICK_S)
+        for ticket in self._admission.held():
+            self._fail(ticket, NoCapacity("this scheduler is leaving", retry_after_s=0.0))
+        await asyncio.gather(*self._placing, *self._telling)
+
+    async def stop(self) -> None:
+        await self._background.stop()
+        await self.heart.stop()
+        await self._bus.close()
+
+    # ── what comes in ────────────────────────────────────────────────────────────────────────────
+
+    def _submit(self, message: SubmitRequest) -> Queued:
+        if self._is_draining:
+            raise WorkerBusy("this scheduler is leaving")
+        num_ahead = len(self._admission)
+        self._admission.enqueue(message, self._clock.now())
+        self._wake.set()
+        return Queued(scheduler_id=self._bus.process_id, num_ahead=num_ahead)
+
+    def _cancel(self, message: CancelQueued) -> None:
+        self._admission.remove(message.request_id)
+
+    def _heard(self, heartbeat: Heartbeat) -> None:
+        self._workers.heard(heartbeat, self._clock.now())
+        if heartbeat.model is None or heartbeat.load is None or "decode" not in heartbeat.roles:
+            return
+        lane = (heartbeat.model.name, heartbeat.model.revision)
+        needs = self._blocked.get(lane)
+        if needs is None:
+            self._wake.set()
+        elif needs.num_blocks(heartbeat.model.block_size) <= heartbeat.load.num_free_blocks:
+            self._probing.add(lane)
+            self._wake.set()
+
+    def _peer_lost(self, process_id: str, loss: Loss) -> None:
+        self._workers.lost(process_id)
+        dropped = self._admission.remove_of_gateway(process_id)
+        if dropped:
+            log.warning("gateway_lost", gateway=process_id, num_requests=len(dropped))
+
+    # ── loops ────────────────────────────────────────────────────────────────────────────────────
+
+    async def _dispatch(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while len(self._placing) < MAX_PLACING:
+                ticket = self._admission.pop(self._blocked.keys() - self._probing)
+                if ticket is None:
+                    break
+                self._probing.discard(ticket.lane)
+                task = self._background.start(self._place(ticket))
+                self._placing.add(task)
+                task.add_done_callback(self._placing_ended)
+
+    def _placing_ended(self, task: asyncio.Task[None]) -> None:
+        self._placing.discard(task)
+        self._wake.set()
+
+    async def _tick(self) -> None:
+        while True:
+            await self._clock.sleep(TICK_S)
+            now = self._clock.now()
+            for ticket in self._admission.remove_expired(now):
+                error = DeadlineExceeded("the deadline passed while it was queued")
+                self._tell_failed(ticket, error)
+            for ticket in list(self._parked):
+                self._look_at_parked(ticket, now)
+            for lane in list(self._blocked):
+                if not self._workers.has_worker(lane, ()):  # no heartbeat will unblock it
+                    self._unblock(lane)
+
+    def _look_at_parked(self, ticket: Ticket, now: float) -> None:
+        assert ticket.unservable_since is not None
+        if ticket.is_gone:
+            del self._parked[ticket]
+        elif self._workers.has_worker(ticket.lane, ticket.submit.excluded_workers):
+            del self._parked[ticket]
+            ticket.unservable_since = None
+            self._admission.requeue(ticket)
+            self._wake.set()
+        elif now - ticket.unservable_since >= NO_WORKER_GRACE_S:
+            del self._parked[ticket]
+            model = ticket.request.model
+            self._fail(ticket, NoCapacity(f"no worker serves {model!r} now", retry_after_s=2.0))
+
+    async def _keep_alive(self) -> None:
+        while True:
+            await self._clock.sleep(KEEPALIVE_S)
+            for gateway_id, request_ids in self._admission.request_ids_by_gateway().items():
+                keepalive = QueueKeepalive(
+                    scheduler_id=self._bus.process_id, request_ids=request_ids
+                )
+                await self._tell(subjects.placement(gateway_id), keepalive)
+
+    # ── placing ──────────────────────────────────────────────────────────────────────────────────
+
+    async def _place(self, ticket: Ticket) -> None:
+        """Tries workers, best first, until the request is settled or none has room."""
+        try:
+            num_cached_blocks = await self._match(ticket.request)
+            tried: set[str] = set()
+            while not ticket.is_gone:
+                target = self._best_target(ticket, num_cached_blocks, tried)
+                if target is None:
+                    return
+                tried.add(target.decode.worker_id)
+                await self._start(ticket, target)
+        except HearthError as error:
+            self._fail(ticket, error)
+        except Exception as error:  # the service's edge: every accepted request gets an ending
+            log.exception("placement_failed", request=ticket.request.request_id)
+            self._fail(ticket, error)
+
+    async def _match(self, request: Request) -> Mapping[str, int]:
+        """Cached blocks per worker; empty if the index is silent: that costs time, no more."""
+        if not request.block_hashes:
+            return {}
+        question = MatchPrefix(
+            tenant_id=request.tenant_id,
+            model=request.model,
+            revision=request.revision,
+            block_hashes=request.block_hashes,
+        )
+        try:
+            reply = await self._bus.request(
+                subjects.MATCH, question, PrefixMatches, timeout_s=MATCH_TIMEOUT_S
+            )
+        except HearthError as error:
+            log.debug("no_prefix_knowledge", reason=error.code)
+            return {}
+        return {match.worker_id: match.num_blocks for match in reply.matches}
+
+    def _best_target(
+        self, ticket: Ticket, num_cached_blocks: Mapping[str, int], tried: set[str]
+    ) -> Target | None:
+        """None: the ticket is back in the queue, or parked. Raises PromptTooLong."""
+        excluded = ticket.submit.excluded_workers
+        needs = _needs(ticket)
+        if not self._workers.has_worker(ticket.lane, excluded):
+            ticket.unservable_since = self._clock.now()
+            self._parked[ticket] = None
+            return None
+        if not self._workers.could_hold(ticket.lane, needs):
+            raise PromptTooLong("the prompt is longer than any worker's cache", param="prompt")
+        targets = place(
+            needs,
+            self._workers.workers("decode", ticket.lane, {*excluded, *tried}),
+            self._workers.workers("prefill", ticket.lane, excluded),
+            num_cached_blocks,
+            local_prefill_tokens=self._config.local_prefill_tokens,
+            draw=self._randomness.below,
+        )
+        if targets:
+            return targets[0]
+        blocked = self._blocked.get(ticket.lane, needs)
+        self._blocked[ticket.lane] = min(blocked, needs, key=lambda each: each.num_tokens)
+        self._admission.requeue(ticket)
+        return None
+
+    def _unblock(self, lane: Lane) -> None:
+        self._probing.discard(lane)
+        if self._blocked.pop(lane, None) is not None:
+            self._wake.set()
+
+    async def _start(self, ticket: Ticket, target: Target) -> None:
+        """One try on one worker, under an id of its own. Raises what no other worker can cure."""
+        worker_id = target.decode.worker_id
+        placement_id = self._randomness.bytes(NUM_PLACEMENT_ID_BYTES)
+        assignment = self._workers.assign(target, _needs(ticket))
+        message = self._start_message(ticket, target, placement_id)
+        try:
+            await self._bus.request(
+                subjects.start_decode(worker_id), message, DecodeStarted, timeout_s=START_TIMEOUT_S
+            )
+        except HearthError as error:
+            self._workers.release(assignment)
+            if isinstance(error, InvalidRequest | DeadlineExceeded):
+                raise
+            log.info("worker_refused", worker=worker_id, reason=error.code)
+            self._workers.avoid(worker_id)
+            if isinstance(error, RequestTimeout):
+                await self._abort(worker_id, placement_id, "superseded")
+            return
+        self._workers.confirm(assignment, self._clock.now())
+        self._unblock(ticket.lane)
+        await self._started(ticket, worker_id, placement_id)
+
+    async def _started(self, ticket: Ticket, worker_id: str, placement_id: bytes) -> None:
+        if ticket.is_gone:  # cancelled, expired or its gateway lost while the worker was asked
+            await self._abort(worker_id, placement_id, "client_gone")
+            return
+        self._admission.placed(ticket, self._clock.now())
+        request = ticket.request
+        placed = Placed(
+            request_id=request.request_id, placement_id=placement_id, worker_id=worker_id
+        )
+        await self._tell(subjects.placement(request.gateway_id), placed)
+
+    def _start_message(self, ticket: Ticket, target: Target, placement_id: bytes) -> StartDecode:
+        remaining_s = ticket.deadline_at - self._clock.now()
+        if remaining_s <= 0:
+            raise DeadlineExceeded("the deadline passed while it was placed")
+        return StartDecode(
+            placement_id=placement_id,
+            request=msgspec.structs.replace(ticket.request, deadline_s=remaining_s),
+            prefill_candidates=target.prefill_candidates,
+        )
+
+    # ── what goes out ────────────────────────────────────────────────────────────────────────────
+
+    def _fail(self, ticket: Ticket, error: Exception) -> None:
+        """Nothing, if the ticket has ended otherwise meanwhile."""
+        if not ticket.is_gone:
+            self._admission.remove(ticket.request.request_id)
+            self._tell_failed(ticket, error)
+
+    def _tell_failed(self, ticket: Ticket, error: Exception) -> None:
+        request = ticket.request
+        failed = PlacementFailed(request_id=request.request_id, failure=failure_of(error))
+        subject = subjects.placement(request.gateway_id)
+        task = self._background.start(self._tell(subject, failed))
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    async def _abort(self, worker_id: str, placement_id: bytes, reason: AbortReason) -> None:
+        message = AbortRequest(placement_id=placement_id, reason=reason)
+        await self._tell(subjects.control("decode", worker_id), message)
+
+    async def _tell(self, subject: str, message: Message) -> None:
+        try:
+            await self._bus.publish(subject, message)
+        except DependencyUnavailable as error:  # the gateway notices by itself and resubmits
+            log.warning("not_told", subject=subject, error=error.message)
+
+
+def _needs(ticket: Ticket) -> Needs:
+    request = ticket.request
+    num_prompt_tokens = len(request.prompt_token_ids) // TOKEN_ID_BYTES
+    num_output_tokens = sum(
+        len(choice.output_token_ids) // TOKEN_ID_BYTES for choice in request.choices
+    )
+    return Needs(
+        num_prompt_tokens, num_prompt_tokens + num_output_tokens, ticket.submit.affinity_key
+    )
+
+
+async def build_scheduler(config: SchedulerConfig) -> SchedulerService:
+    """Raises ConfigError, or DependencyUnavailable without a NATS server."""
+    check(config)
+    bus = await NatsBus.connect(config.nats_url, process_id=config.process_id)
+    clock, randomness = MonotonicClock(), SystemRandomness()
+    return SchedulerService(config, bus, clock, randomness)  # type: ignore[arg-type]

@@ -1,0 +1,39 @@
+"""The paged KV cache of a model: one tensor for all layers.
+
+Memory is head-major, so that a gather of whole blocks yields what a matrix product per head needs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shared.errors import ConfigError
+from shared.kv_format import KvFormat
+
+
+def num_blocks_for(kv_format: KvFormat, kv_cache_bytes: int) -> int:
+    """Raises ConfigError if not even one block fits."""
+    num_blocks = kv_cache_bytes // (kv_format.bytes_per_token * kv_format.block_size)
+    if num_blocks < 1:
+        raise ConfigError(
+            f"kv_cache_bytes {kv_cache_bytes} holds no block of {kv_format.block_size} tokens "
+            f"({kv_format.bytes_per_token} bytes a token)"
+        )
+    return num_blocks
+
+
+def allocate_kv_cache(kv_format: KvFormat, num_blocks: int, device: torch.device) -> Tensor:
+    """[num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim], zeroed.
+
+    Zeroed, because attention multiplies what lies behind a sequence's end by an exact 0.
+    """
+    shape = (
+        kv_format.num_layers,
+        2,
+        kv_format.num_kv_heads,
+        num_blocks,
+        kv_format.block_size,
+        kv_format.head_dim,
+    )
+    return torch.zeros(shape, dtype=getattr(torch, kv_format.dtype), device=device)

@@ -1,0 +1,74 @@
+"""Grouped-query attention over the paged cache: project, rotate, store, attend, project."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from kernels.reference.decode_attention import decode_attention
+from kernels.reference.prefill_attention import prefill_attention
+from kernels.reference.rotary import rotary
+from kernels.reference.store_kv import store_kv
+from shared.engine.attention_inputs import AttentionInputs
+from shared.engine.checkpoint_config import ModelConfig
+from shared.engine.layers.linear import Linear
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.scale = config.head_dim**-0.5
+        num_qkv_heads = config.num_heads + 2 * config.num_kv_heads
+        has_bias = config.has_attention_bias
+        self.qkv_proj = Linear(
+            config.hidden_size, num_qkv_heads * config.head_dim, has_bias=has_bias, dtype=dtype
+        )
+        self.o_proj = Linear(
+            config.num_heads * config.head_dim, config.hidden_size, has_bias=has_bias, dtype=dtype
+        )
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, inputs: AttentionInputs
+    ) -> Tensor:
+        """x [T, hidden]; kv_cache of this layer [2, num_kv_heads, num_blocks, block_size, D]."""
+        heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
+        rotated = rotary(heads[:, : -self.num_kv_heads], cos, sin)
+        query, key = rotated.split((self.num_heads, self.num_kv_heads), dim=1)
+        store_kv(key, heads[:, -self.num_kv_heads :], kv_cache, inputs.slot_mapping)
+        return self.o_proj(self._attend(query, kv_cache, inputs).flatten(1))
+
+    def _attend(self, query: Tensor, kv_cache: Tensor, inputs: AttentionInputs) -> Tensor:
+        out: Tensor | None = None
+        if inputs.prefill is not None:
+            rows = inputs.prefill.rows
+            attended = prefill_attention(
+                query if rows is None else query.index_select(0, rows),
+                kv_cache,
+                inputs.prefill.block_tables,
+                inputs.prefill.cu_seqlens_q,
+                inputs.prefill.context_lens,
+                self.scale,
+            )
+            out = _place(out, attended, rows, query)
+        for group in inputs.decode:
+            attended = decode_attention(
+                query if group.rows is None else query.index_select(0, group.rows),
+                kv_cache,
+                group.block_tables,
+                group.context_lens,
+                self.scale,
+            )
+            out = _place(out, attended, group.rows, query)
+        assert out is not None  # a step has at least one token
+        return out
+
+
+def _place(out: Tensor | None, part: Tensor, rows: Tensor | None, like: Tensor) -> Tensor:
+    if rows is None:
+        return part
+    if out is None:
+        out = torch.empty_like(like, memory_format=torch.contiguous_format)
+    return out.index_copy_(0, rows, part)

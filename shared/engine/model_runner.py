@@ -1,0 +1,238 @@
+"""The runner that computes with a model: `Runner` over torch.
+
+Steps run on a thread of their own; copies in and out of the cache on a second one, so that a push of
+KV does not wait for a step, nor a step for a push.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.reference.gather_blocks import gather_blocks
+from kernels.reference.scatter_blocks import scatter_blocks
+from kernels.reference.tiles import TILE
+from shared.clock import Clock, MonotonicClock
+from shared.engine.attention_inputs import build_attention_inputs
+from shared.engine.checkpoint_config import ModelConfig, read_config
+from shared.engine.kv_cache import allocate_kv_cache, num_blocks_for
+from shared.engine.models import model_class
+from shared.engine.models.llama import LlamaForCausalLM
+from shared.engine.runner import StepInputs
+from shared.engine.sampler import draw_tokens
+from shared.engine.step_budget import StepBudget
+from shared.engine.weights import load_weights, open_checkpoint, weights_digest
+from shared.errors import ConfigError
+from shared.kv_format import KvFormat
+
+DTYPES = ("bfloat16", "float32", "float16")
+DEFAULT_KV_CACHE_BYTES = 1 << 30
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> str:
+    """'auto' is BF16 where the hardware multiplies it natively, else FP32. Raises ConfigError."""
+    if dtype == "auto":
+        if device.type == "cuda":
+            return "bfloat16"
+        capabilities = torch.cpu.get_capabilities()
+        has_bf16 = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
+        return "bfloat16" if has_bf16 else "float32"
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is none of auto, {', '.join(DTYPES)}", param="dtype")
+    return dtype
+
+
+class ModelRunner:
+    """Construct with `load`. `revision` is a digest of config and weights."""
+
+    def __init__(
+        self,
+        model: LlamaForCausalLM,
+        kv_cache: Tensor,
+        kv_format: KvFormat,
+        *,
+        model_name: str,
+        revision: str,
+        num_threads: int | None,
+        clock: Clock,
+    ) -> None:
+        config = model.config
+        self.model_name = model_name
+        self.revision = revision
+        self.kv_format = kv_format
+        self.num_blocks = kv_cache.shape[3]
+        self.max_context_tokens = model.cos.shape[0]
+        self.vocab_size = config.vocab_size
+        self.eos_token_ids = config.eos_token_ids
+        self._model = model
+        self._kv_cache = kv_cache
+        self._device = kv_cache.device
+        self._token_bytes = 2 * config.num_kv_heads * config.head_dim * 4
+        self._budget = StepBudget()
+        self._clock = clock
+        self._step_thread = ThreadPoolExecutor(
+            1, "engine-step", initializer=_set_num_threads, initargs=(num_threads,)
+        )
+        self._copy_thread = ThreadPoolExecutor(1, "engine-copy")
+
+    @classmethod
+    def load(
+        cls,
+        model_dir: Path | str,
+        *,
+        dtype: str = "auto",
+        block_size: int = 16,
+        kv_cache_bytes: int = DEFAULT_KV_CACHE_BYTES,
+        device: str = "cpu",
+        num_threads: int | None = None,
+        model_name: str | None = None,
+        clock: Clock | None = None,
+    ) -> ModelRunner:
+        """Raises CheckpointError for a bad checkpoint, ConfigError for a bad option."""
+        model_dir = Path(model_dir)
+        config = read_config(model_dir)
+        target = torch.device(device)
+        kv_format = _kv_format(config, resolve_dtype(dtype, target), block_size)
+        num_blocks = num_blocks_for(kv_format, kv_cache_bytes)
+        model = model_class(config.architecture)(
+            config,
+            dtype=getattr(torch, kv_format.dtype),
+            num_positions=min(config.max_position_embeddings, num_blocks * block_size),
+        )
+        with open_checkpoint(model_dir) as tensors:
+            load_weights(tensors, model.weight_destinations())
+            revision = weights_digest(tensors, msgspec.json.encode(config))
+        return cls(
+            model.to(target).eval(),
+            allocate_kv_cache(kv_format, num_blocks, target),
+            kv_format,
+            model_name=model_dir.resolve().name if model_name is None else model_name,
+            revision=revision,
+            num_threads=num_threads,
+            clock=MonotonicClock() if clock is None else clock,
+        )
+
+    def step_budget_s(self, inputs: StepInputs) -> float:
+        return self._budget.seconds(inputs)
+
+    async def run(self, inputs: StepInputs) -> list[int]:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._step_thread, self._run, inputs)
+
+    async def read_kv(
+        self, block_table: list[int], first_token: int, num_tokens: int, out: memoryview
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(
+            self._copy_thread, self._read_kv, block_table, first_token, num_tokens, out
+        )
+
+    async def write_kv(
+        self, block_table: list[int], first_token: int, num_tokens: int, payload: memoryview
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(
+            self._copy_thread, self._write_kv, block_table, first_token, num_tokens, payload
+        )
+
+    async def close(self) -> None:
+        """Waits for the step and the copies under way."""
+        loop = asyncio.get_running_loop()
+        for executor in (self._step_thread, self._copy_thread):
+            await loop.run_in_executor(None, executor.shutdown)
+
+    @torch.inference_mode()
+    def step_logits(self, inputs: StepInputs) -> Tensor:
+        """Computes a step on the calling thread. Returns [R, vocab_size] FP32."""
+        attention_inputs = build_attention_inputs(
+            inputs,
+            block_size=self.kv_format.block_size,
+            token_bytes=self._token_bytes,
+            device=self._device,
+        )
+        hidden = self._model(
+            torch.from_numpy(inputs.input_ids).to(self._device),
+            torch.from_numpy(inputs.positions).to(self._device),
+            self._kv_cache,
+            attention_inputs,
+        )
+        rows = torch.from_numpy(inputs.sampling.logits_indices).to(self._device)
+        return self._model.logits(hidden.index_select(0, rows))
+
+    @torch.inference_mode()
+    def _run(self, inputs: StepInputs) -> list[int]:
+        started = self._clock.now()
+        logits = self.step_logits(inputs)
+        tokens = draw_tokens(logits, inputs.sampling) if inputs.sampling.num_rows else []
+        self._budget.observe(inputs, self._clock.now() - started)
+        return tokens
+
+    @torch.inference_mode()
+    def _read_kv(
+        self, block_table: list[int], first_token: int, num_tokens: int, out: memoryview
+    ) -> None:
+        if num_tokens == 0:
+            return
+        self._check_run(block_table, first_token, num_tokens, out.nbytes)
+        table = torch.tensor(block_table, device=self._device)
+        shape = self._wire_shape(num_tokens)
+        wire = torch.frombuffer(out, dtype=torch.uint8).view(self._kv_cache.dtype).view(shape)
+        if self._device.type == "cpu":
+            gather_blocks(self._kv_cache, table, first_token, num_tokens, wire)
+        else:
+            staged = torch.empty(shape, dtype=wire.dtype, device=self._device)
+            gather_blocks(self._kv_cache, table, first_token, num_tokens, staged)
+            wire.copy_(staged)
+
+    @torch.inference_mode()
+    def _write_kv(
+        self, block_table: list[int], first_token: int, num_tokens: int, payload: memoryview
+    ) -> None:
+        if num_tokens == 0:
+            return
+        self._check_run(block_table, first_token, num_tokens, payload.nbytes)
+        wire = torch.empty(self._wire_shape(num_tokens), dtype=self._kv_cache.dtype)
+        # A copy, because torch takes no read-only memory.
+        np.copyto(wire.view(-1).view(torch.uint8).numpy(), np.frombuffer(payload, dtype=np.uint8))
+        table = torch.tensor(block_table, device=self._device)
+        scatter_blocks(self._kv_cache, table, first_token, num_tokens, wire.to(self._device))
+
+    def _wire_shape(self, num_tokens: int) -> tuple[int, ...]:
+        kv_format = self.kv_format
+        return (kv_format.num_layers, 2, num_tokens, kv_format.num_kv_heads, kv_format.head_dim)
+
+    def _check_run(
+        self, block_table: list[int], first_token: int, num_tokens: int, num_bytes: int
+    ) -> None:
+        if (
+            first_token < 0
+            or first_token + num_tokens > len(block_table) * self.kv_format.block_size
+        ):
+            raise ValueError(
+                f"tokens [{first_token}, {first_token + num_tokens}) lie outside of "
+                f"{len(block_table)} blocks of {self.kv_format.block_size}"
+            )
+        if num_bytes != num_tokens * self.kv_format.bytes_per_token:
+            raise ValueError(
+                f"{num_bytes} bytes are not {num_tokens} tokens of {self.kv_format.key}"
+            )
+
+
+def _kv_format(config: ModelConfig, dtype: str, block_size: int) -> KvFormat:
+    if block_size < 1 or (TILE % block_size and block_size % TILE):
+        raise ConfigError(
+            f"block_size {block_size} must divide {TILE} or be a multiple of it", param="block_size"
+        )
+    return KvFormat(dtype, block_size, config.num_layers, config.num_kv_heads, config.head_dim)
+
+
+def _set_num_threads(num_threads: int | None) -> None:
+    """OpenMP counts threads per calling thread: this must run on the one that computes."""
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)

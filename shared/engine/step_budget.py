@@ -1,0 +1,32 @@
+"""How long a step may take before its worker is suspect, learnt from the steps before it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shared.engine.runner import StepInputs
+
+FLOOR_S = 1.0
+SLACK = 10.0
+# Costs of a step in units of one token's linear layers.
+STEP_UNITS = 16
+CONTEXT_TOKENS_PER_UNIT = 256
+
+
+def step_units(inputs: StepInputs) -> float:
+    pairs = int(np.dot(inputs.query_lens, inputs.context_lens))
+    return STEP_UNITS + len(inputs.input_ids) + pairs / CONTEXT_TOKENS_PER_UNIT
+
+
+class StepBudget:
+    """Follows the slowest recent pace: a faster step lowers it by a percent, a slower one sets it."""
+
+    def __init__(self, seconds_per_unit: float = 0.02) -> None:
+        self._seconds_per_unit = seconds_per_unit
+
+    def seconds(self, inputs: StepInputs) -> float:
+        return FLOOR_S + SLACK * self._seconds_per_unit * step_units(inputs)
+
+    def observe(self, inputs: StepInputs, elapsed_s: float) -> None:
+        pace = elapsed_s / step_units(inputs)
+        self._seconds_per_unit = max(pace, 0.99 * self._seconds_per_unit)

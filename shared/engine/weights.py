@@ -1,0 +1,160 @@
+"""Fills a model from safetensors files: one file, or shards named by an index.
+
+Every difference between what the model wants and what the files hold is a CheckpointError of one
+line that names the tensor and the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import msgspec
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from shared.errors import CheckpointError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Buffers that old exporters saved and that follow from the config.
+HARMLESS_SUFFIXES = ("rotary_emb.inv_freq",)
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+class CheckpointTensors:
+    """The tensors of an open checkpoint, mapped into memory and read when asked for."""
+
+    def __init__(self, handles: Mapping[Path, safe_open], path_of: Mapping[str, Path]) -> None:
+        self._handles = handles
+        self._path_of = path_of
+
+    def names(self) -> list[str]:
+        return sorted(self._path_of)
+
+    def path(self, name: str) -> Path:
+        return self._path_of[name]
+
+    def read(self, name: str) -> Tensor:
+        path = self._path_of[name]
+        try:
+            return self._handles[path].get_tensor(name)
+        except (SafetensorError, OSError, AttributeError, KeyError) as error:
+            raise CheckpointError(f"{path}: tensor {name}: {_line(error)}") from None
+
+
+@contextmanager
+def open_checkpoint(model_dir: Path) -> Iterator[CheckpointTensors]:
+    """Raises CheckpointError if a file is missing, truncated or at odds with the index."""
+    with ExitStack() as stack:
+        handles: dict[Path, safe_open] = {}
+        path_of: dict[str, Path] = {}
+        index = _read_index(model_dir)
+        for path in _files(model_dir, index):
+            handle = stack.enter_context(_open(path))
+            handles[path] = handle
+            for name in handle.keys():  # noqa: SIM118 - a safe_open is not iterable
+                if name in path_of:
+                    raise CheckpointError(f"{path}: tensor {name} is also in {path_of[name].name}")
+                path_of[name] = path
+        for name, file_name in (index or {}).items():
+            if path_of.get(name) != model_dir / file_name:
+                raise CheckpointError(
+                    f"{model_dir / file_name}: tensor {name} of {INDEX_FILE} is missing"
+                )
+        yield CheckpointTensors(handles, path_of)
+
+
+def _read_index(model_dir: Path) -> dict[str, str] | None:
+    path = model_dir / INDEX_FILE
+    if not path.exists():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: {_line(error)}") from None
+
+
+def _files(model_dir: Path, index: dict[str, str] | None) -> list[Path]:
+    if index is None:
+        return [model_dir / SINGLE_FILE]
+    for file_name in index.values():
+        if Path(file_name).name != file_name:
+            raise CheckpointError(f"{model_dir / INDEX_FILE}: {file_name!r} is not a file name")
+    return [model_dir / file_name for file_name in sorted(set(index.values()))]
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: not a whole safetensors file: {_line(error)}") from None
+
+
+def load_weights(tensors: CheckpointTensors, destinations: Mapping[str, Tensor]) -> None:
+    """Copies every tensor into the view of the model's parameters that bears its name.
+
+    Converts BF16, FP16 and FP32 to the destination's dtype.
+    """
+    names = tensors.names()
+    for name in sorted(destinations.keys() - set(names)):
+        raise CheckpointError(f"{_where(tensors, names)}: tensor {name} is missing")
+    for name in names:
+        if name not in destinations:
+            if name.endswith(HARMLESS_SUFFIXES) or _is_tied_copy(tensors, name, destinations):
+                continue
+            raise CheckpointError(f"{tensors.path(name)}: tensor {name} is not part of the model")
+        _copy(tensors.path(name), name, tensors.read(name), destinations[name])
+
+
+def weights_digest(tensors: CheckpointTensors, config: bytes) -> str:
+    """xxh3-128 in hex over the config and each tensor's name, dtype, shape and bytes, by name.
+
+    Independent of how the tensors are spread over files.
+    """
+    digest = xxhash.xxh3_128(config)
+    for name in tensors.names():
+        tensor = tensors.read(name).contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(memoryview(tensor.view(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()
+
+
+def _copy(path: Path, name: str, source: Tensor, destination: Tensor) -> None:
+    if source.dtype not in SOURCE_DTYPES:
+        raise CheckpointError(
+            f"{path}: tensor {name} is {source.dtype}; only BF16, FP16 and FP32 are supported"
+        )
+    if source.shape != destination.shape:
+        raise CheckpointError(
+            f"{path}: tensor {name} has shape {list(source.shape)}, "
+            f"the config asks for {list(destination.shape)}"
+        )
+    destination.copy_(source)
+
+
+def _is_tied_copy(
+    tensors: CheckpointTensors, name: str, destinations: Mapping[str, Tensor]
+) -> bool:
+    """Some exporters write the output head of a tied model too; harmless while it is the same."""
+    embedding = "model.embed_tokens.weight"
+    if name != "lm_head.weight" or embedding not in destinations:
+        return False
+    return torch.equal(tensors.read(name), tensors.read(embedding))
+
+
+def _where(tensors: CheckpointTensors, names: list[str]) -> Path:
+    return tensors.path(names[0]).parent if names else Path(SINGLE_FILE)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,76 @@
+"""Decode's end of one connection after the handshake: frames are delivered one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shared.errors import LinkLost
+from shared.kv_wire.frames import MAX_REASON_CHARS, Ack, Frame, ProtocolError, Refusal, fault_of
+from shared.kv_wire.placements import Placements, TakeCopy
+from shared.kv_wire.stream import RecordStream
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """`release` gives its buffer back, before the sender learns that it may send the next."""
+
+    frame: Frame
+    take_copy: TakeCopy
+    release: Callable[[], None]
+
+
+class Deliveries:
+    """Takes arrivals in order, answers each; its task lives as long as the connection."""
+
+    def __init__(self, placements: Placements, stream: RecordStream) -> None:
+        self._placements = placements
+        self._stream = stream
+        self._waiting: deque[Arrival] = deque()
+        self._arrived = asyncio.Event()
+        self._has_ended = False
+        self.task = asyncio.get_running_loop().create_task(self._run())
+
+    def announce(self, frame: Frame) -> None:
+        """A frame begins to arrive. Raises ProtocolError if no receiver could take it."""
+        if (fault := fault_of(frame.header)) is not None:
+            raise ProtocolError(fault)
+        self._placements.announce(frame.header, self._stream)
+
+    def add(self, arrival: Arrival) -> None:
+        """Each holds a slot or a buffer of its connection, which bounds how many can wait."""
+        self._waiting.append(arrival)
+        self._arrived.set()
+
+    def end(self, error: LinkLost) -> None:
+        """What waits is dropped; a frame already being delivered runs to its end."""
+        self._has_ended = True
+        self._waiting.clear()
+        self._arrived.set()
+        if isinstance(error, ProtocolError):
+            self._placements.counts.num_bad_peers += 1
+        self._placements.carrier_ended(self._stream)
+
+    async def _run(self) -> None:
+        try:
+            while not self._has_ended:
+                if self._waiting:
+                    await self._deliver(self._waiting.popleft())
+                else:
+                    self._arrived.clear()
+                    await self._arrived.wait()
+        finally:  # whatever stops the deliveries stops the sender, too
+            self._stream.end(LinkLost("the receiver stopped"))
+
+    async def _deliver(self, arrival: Arrival) -> None:
+        frame = arrival.frame
+        reason = await self._placements.deliver(frame.header, arrival.take_copy)
+        arrival.release()
+        if self._has_ended:
+            return
+        if reason is None:
+            self._stream.send_reply(Ack(frame.frame_id))
+        else:
+            self._stream.send_reply(Refusal(frame.frame_id, reason[:MAX_REASON_CHARS]))

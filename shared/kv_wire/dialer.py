@@ -1,0 +1,123 @@
+"""Prefill's end of the KV data plane: one link per decode worker, dialled when it is needed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+
+from shared.errors import LinkLost
+from shared.kv_wire import tcp
+from shared.kv_wire.frames import ProtocolError, Welcome
+from shared.kv_wire.handshake import say_hello
+from shared.kv_wire.push_link import StagedLink, Staging
+from shared.kv_wire.shared_memory import SharedMemoryStaging
+from shared.kv_wire.tcp import TcpStaging
+from shared.messages import DataPlaneAddress
+
+CONNECT_TIMEOUT_S = 1.0
+# A process on this host answers at once or hangs; the rest of the time is TCP's.
+UNIX_SHARE = 0.25
+
+
+class Dialer:
+    """A `KvDialer`."""
+
+    def __init__(self, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+        self._connect_timeout_s = connect_timeout_s
+        self._links: dict[bytes, StagedLink] = {}
+        self._dials: dict[bytes, asyncio.Task[StagedLink]] = {}
+
+    async def link(self, target: DataPlaneAddress) -> StagedLink:
+        """Raises LinkLost. Callers that come while it is dialled share the one link."""
+        link = self._links.get(target.instance_id)
+        if link is not None and not link.is_lost:
+            return link
+        dial = self._dials.get(target.instance_id)
+        if dial is None:
+            dial = asyncio.get_running_loop().create_task(self._dial(target))
+            self._dials[target.instance_id] = dial
+            dial.add_done_callback(lambda done: self._dialled(target.instance_id, done))
+        return await asyncio.shield(dial)
+
+    async def close(self) -> None:
+        dials = list(self._dials.values())
+        for dial in dials:
+            dial.cancel()
+        await asyncio.gather(*dials, return_exceptions=True)
+        for link in list(self._links.values()):
+            await link.close()
+
+    def _dialled(self, instance_id: bytes, dial: asyncio.Task[StagedLink]) -> None:
+        del self._dials[instance_id]
+        if not dial.cancelled():
+            dial.exception()  # every caller may have left; the failure is not lost on anyone
+
+    async def _dial(self, target: DataPlaneAddress) -> StagedLink:
+        def forget(ended: StagedLink) -> None:
+            if self._links.get(target.instance_id) is ended:
+                del self._links[target.instance_id]
+
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                link = await self._reach(target, forget)
+        except TimeoutError as error:
+            raise LinkLost(
+                f"{target.host}:{target.port} did not answer within {self._connect_timeout_s} s"
+            ) from error
+        except OSError as error:
+            raise LinkLost(f"{target.host}:{target.port}: {error}") from error
+        if link.is_lost:
+            raise LinkLost(f"{target.host}:{target.port} closed the connection at once")
+        self._links[target.instance_id] = link
+        return link
+
+    async def _reach(
+        self, target: DataPlaneAddress, on_end: Callable[[StagedLink], None]
+    ) -> StagedLink:
+        if target.unix_path:
+            try:
+                async with asyncio.timeout(self._connect_timeout_s * UNIX_SHARE):
+                    return await _connect(
+                        socket.AF_UNIX, target.unix_path, target.instance_id, on_end
+                    )
+            except (OSError, LinkLost, TimeoutError):
+                pass  # another host, or no memory to share: TCP can tell
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = found[0]
+        return await _connect(family, address, target.instance_id, on_end)
+
+
+async def _connect(
+    family: int, address: object, instance_id: bytes, on_end: Callable[[StagedLink], None]
+) -> StagedLink:
+    loop = asyncio.get_running_loop()
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        await loop.sock_connect(sock, address)  # type: ignore[arg-type]
+        welcome, fd = await say_hello(sock, instance_id)
+        staging = _staging(sock, welcome, fd)
+        link = StagedLink(staging, on_end)
+        if family == socket.AF_UNIX:
+            await loop.create_unix_connection(lambda: link.stream, sock=sock)
+        else:
+            await loop.create_connection(lambda: link.stream, sock=sock)
+    except BaseException:
+        sock.close()
+        raise
+    return link
+
+
+def _staging(sock: socket.socket, welcome: Welcome, fd: int | None) -> Staging:
+    if fd is None:
+        if sock.family == socket.AF_UNIX:
+            raise ProtocolError("the welcome brought no memory")
+        tcp.tune(sock)
+        return TcpStaging(welcome.num_slots)
+    try:
+        return SharedMemoryStaging(fd, welcome.num_slots, welcome.slot_bytes)
+    finally:
+        os.close(fd)

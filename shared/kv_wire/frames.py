@@ -1,0 +1,118 @@
+"""Records of the KV data plane as bytes: pure encoding, decoding and the limits of both.
+
+Every record is a 12-byte prefix (magic, version, two zero bytes, body length, big endian) and a
+msgpack body. On TCP a `Frame` record is followed by its payload; on one host the payload lies in
+the slot that the record names.
+
+    sender                       receiver
+    Hello(instance_id) ────────▶
+                       ◀──────── Welcome(instance_id, slots)    or Goodbye(reason)
+    Frame(frame_id, …) ────────▶
+                       ◀──────── Ack(frame_id)                  or Refusal(frame_id, reason)
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from shared.errors import LinkLost
+from shared.kv_wire.link import FrameHeader
+
+MAGIC = b"HKVW"
+VERSION = 1
+PREFIX = struct.Struct("!4sHxxI")
+MAX_RECORD_BYTES = 64 * 1024
+MAX_FRAME_BYTES = 8 * 1024 * 1024
+MAX_REASON_CHARS = 1000
+MAX_ID_BYTES = 64
+MAX_SLOTS = 64
+
+
+class ProtocolError(LinkLost):
+    """The peer sent what this protocol does not allow; the connection ends."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """`instance_id` is that of the receiver the sender wants to reach."""
+
+    instance_id: bytes
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """`num_slots` bounds the frames that may await their acknowledgement."""
+
+    instance_id: bytes
+    num_slots: int
+    slot_bytes: int
+
+
+class Goodbye(msgspec.Struct, frozen=True, tag=True):
+    reason: str
+
+
+class Frame(msgspec.Struct, frozen=True, tag=True):
+    """`slot_index` is None where the payload follows on the stream."""
+
+    frame_id: int
+    header: FrameHeader
+    slot_index: int | None = None
+
+
+class Ack(msgspec.Struct, frozen=True, tag=True):
+    frame_id: int
+
+
+class Refusal(msgspec.Struct, frozen=True, tag=True):
+    frame_id: int
+    reason: str
+
+
+Record = Hello | Welcome | Goodbye | Frame | Ack | Refusal
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
+
+
+def encode_record(record: Record) -> bytes:
+    body = _encoder.encode(record)
+    if len(body) > MAX_RECORD_BYTES:
+        raise ProtocolError(f"a record of {len(body)} bytes exceeds {MAX_RECORD_BYTES}")
+    return PREFIX.pack(MAGIC, VERSION, len(body)) + body
+
+
+def goodbye(reason: str) -> bytes:
+    return encode_record(Goodbye(reason[:MAX_REASON_CHARS]))
+
+
+def decode_prefix(prefix: bytes | bytearray | memoryview) -> int:
+    """The length of the body that follows. Raises ProtocolError."""
+    magic, version, body_bytes = PREFIX.unpack(prefix)
+    if magic != MAGIC:
+        raise ProtocolError(f"not a KV data plane peer: it began with {magic!r}")
+    if version != VERSION:
+        raise ProtocolError(f"the peer speaks version {version} of the protocol, this is {VERSION}")
+    if not 1 <= body_bytes <= MAX_RECORD_BYTES:
+        raise ProtocolError(f"a record of {body_bytes} bytes is not in [1, {MAX_RECORD_BYTES}]")
+    return int(body_bytes)
+
+
+def decode_record(body: bytes | bytearray | memoryview) -> Record:
+    try:
+        return _decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"an unreadable record: {error}") from error
+
+
+def fault_of(header: FrameHeader) -> str | None:
+    """Why no link carries a frame with this header, or None if it may travel."""
+    if not 1 <= header.payload_bytes <= MAX_FRAME_BYTES:
+        return f"a payload of {header.payload_bytes} bytes is not in [1, {MAX_FRAME_BYTES}]"
+    if not 1 <= len(header.placement_id) <= MAX_ID_BYTES:
+        return f"a placement_id of {len(header.placement_id)} bytes is not in [1, {MAX_ID_BYTES}]"
+    positions = (header.sequence_number, header.first_token, header.first_layer, header.first_head)
+    sizes = (header.num_tokens, header.num_layers, header.num_heads)
+    if min(positions) < 0 or min(sizes) < 1 or header.num_cached_tokens < 0:
+        return "the frame's ranges are empty or negative"
+    return None

@@ -1,0 +1,119 @@
+"""Which placements a receiver expects, and what becomes of a frame: no sockets here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import structlog
+
+from shared.errors import HearthError
+from shared.kv_wire.link import FrameHeader, FrameSink
+
+log = structlog.get_logger(__name__)
+
+# Makes a private copy of a frame's payload and returns it with the checksum of the copy.
+TakeCopy = Callable[[], Awaitable[tuple[memoryview, int]]]
+
+
+@dataclass
+class ReceiverCounts:
+    num_frames: int = 0
+    num_bytes: int = 0
+    num_unknown: int = 0  # of a placement that is not expected
+    num_corrupt: int = 0
+    num_refused: int = 0  # by the sink
+    num_bad_peers: int = 0  # connections that broke the protocol or failed the handshake
+
+
+@dataclass
+class _Expected:
+    sink: FrameSink
+    carrier: object | None = None  # the connection that last carried a frame of it
+
+
+class Placements:
+    def __init__(self) -> None:
+        self.counts = ReceiverCounts()
+        self._expected: dict[bytes, _Expected] = {}
+        self._num_copying: Counter[bytes] = Counter()
+        self._quiet: dict[bytes, asyncio.Event] = {}
+
+    def expect(self, placement_id: bytes, sink: FrameSink) -> None:
+        if placement_id in self._expected:
+            raise ValueError(f"placement {placement_id.hex()} is expected already")
+        self._expected[placement_id] = _Expected(sink)
+
+    def forget(self, placement_id: bytes) -> None:
+        self._expected.pop(placement_id, None)
+
+    async def quiet(self, placement_id: bytes) -> None:
+        while self._num_copying[placement_id] > 0:
+            await self._quiet.setdefault(placement_id, asyncio.Event()).wait()
+
+    def announce(self, header: FrameHeader, carrier: object) -> None:
+        """A frame of this placement begins to arrive over `carrier`."""
+        expected = self._expected.get(header.placement_id)
+        if expected is not None:
+            expected.carrier = carrier
+
+    def carrier_ended(self, carrier: object) -> None:
+        """Tells every sink whose frames last came over it, once."""
+        for placement_id, expected in list(self._expected.items()):
+            if expected.carrier is not carrier:
+                continue
+            expected.carrier = None
+            try:
+                expected.sink.link_lost()
+            except Exception:
+                log.exception("link_lost_handler_failed", placement_id=placement_id.hex())
+
+    async def deliver(self, header: FrameHeader, take_copy: TakeCopy) -> str | None:
+        """Copies, verifies and hands over one frame. Returns why it was refused, None if taken."""
+        expected = self._expected.get(header.placement_id)
+        if expected is None:
+            return self._unknown(header)
+        with self._copying(header.placement_id):
+            payload, checksum = await take_copy()
+            if self._expected.get(header.placement_id) is not expected:
+                return self._unknown(header)
+            try:
+                return await self._hand_over(expected.sink, header, payload, checksum)
+            except HearthError as error:
+                reason = error.message
+            except Exception as error:
+                log.exception("frame_sink_failed", placement_id=header.placement_id.hex())
+                reason = f"{type(error).__name__}: {error}"
+        self.counts.num_refused += 1
+        return reason
+
+    async def _hand_over(
+        self, sink: FrameSink, header: FrameHeader, payload: memoryview, checksum: int
+    ) -> str | None:
+        if checksum != header.checksum:
+            self.counts.num_corrupt += 1
+            sink.corrupt(header)
+            return f"frame {header.sequence_number} failed its checksum"
+        await sink.frame(header, payload)
+        self.counts.num_frames += 1
+        self.counts.num_bytes += header.payload_bytes
+        return None
+
+    def _unknown(self, header: FrameHeader) -> str:
+        self.counts.num_unknown += 1
+        return f"placement {header.placement_id.hex()} is not expected here"
+
+    @contextmanager
+    def _copying(self, placement_id: bytes) -> Iterator[None]:
+        self._num_copying[placement_id] += 1
+        try:
+            yield
+        finally:
+            self._num_copying[placement_id] -= 1
+            if self._num_copying[placement_id] == 0:
+                del self._num_copying[placement_id]
+                if (event := self._quiet.pop(placement_id, None)) is not None:
+                    event.set()

@@ -1,0 +1,154 @@
+"""Prefill's end of one connection, the same for both transports.
+
+Frames are filled, summed and sent one after the other in the order of the calls. Each keeps its
+slot until the receiver has answered or the connection has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from shared.errors import FrameRefused, LinkLost
+from shared.kv_wire.frames import Ack, ProtocolError, Record, Refusal, fault_of
+from shared.kv_wire.link import Fill, FrameHeader
+from shared.kv_wire.pieces import checksum_of, to_the_end
+from shared.kv_wire.stream import RecordStream
+
+
+class Staging(Protocol):
+    """The slots a sender fills, and how a filled one reaches the receiver."""
+
+    num_slots: int
+
+    def view(self, slot_index: int, num_bytes: int) -> memoryview: ...
+
+    def transmit(
+        self, stream: RecordStream, frame_id: int, header: FrameHeader, slot_index: int
+    ) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Slots:
+    """Free slots, the one used last first because it is still cached. One caller may wait."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._free = list(range(num_slots))
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def acquire(self) -> int:
+        """Raises LinkLost if `fail` is called meanwhile."""
+        while not self._free:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._free.pop()
+
+    def release(self, slot_index: int) -> None:
+        self._free.append(slot_index)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def fail(self, error: LinkLost) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(error)
+
+
+@dataclass(frozen=True)
+class _Unacked:
+    slot_index: int
+    answered: asyncio.Future[None]
+
+
+class StagedLink:
+    """A `PushLink` over some staging; `on_end` is called once when the connection has ended."""
+
+    def __init__(self, staging: Staging, on_end: Callable[[StagedLink], None]) -> None:
+        self._staging = staging
+        self._on_end = on_end
+        self._slots = Slots(staging.num_slots)
+        self._turn = asyncio.Lock()
+        self._unacked: dict[int, _Unacked] = {}
+        self._num_frames = 0
+        self._lost: str | None = None
+        self.stream = RecordStream(self)
+
+    @property
+    def is_lost(self) -> bool:
+        return self._lost is not None
+
+    @property
+    def num_unacked(self) -> int:
+        return len(self._unacked)
+
+    async def send(self, header: FrameHeader, fill: Fill) -> None:
+        """See `PushLink.send`. However this ends, `fill` is no longer running by then."""
+        if (fault := fault_of(header)) is not None:
+            raise FrameRefused(fault)
+        async with self._turn:
+            answered = await self._fill_and_transmit(header, fill)
+        await answered
+
+    async def close(self) -> None:
+        await self.stream.close("this end closed the link")
+
+    async def _fill_and_transmit(self, header: FrameHeader, fill: Fill) -> asyncio.Future[None]:
+        self._raise_if_lost()
+        slot_index = await self._slots.acquire()
+        try:
+            view = self._staging.view(slot_index, header.payload_bytes)
+            await to_the_end(fill(view))
+            self._raise_if_lost()
+            sealed = msgspec.structs.replace(header, checksum=checksum_of(view))
+            frame_id, self._num_frames = self._num_frames, self._num_frames + 1
+            self._staging.transmit(self.stream, frame_id, sealed, slot_index)
+        except BaseException:
+            self._slots.release(slot_index)
+            raise
+        answered = asyncio.get_running_loop().create_future()
+        self._unacked[frame_id] = _Unacked(slot_index, answered)
+        return answered
+
+    def _raise_if_lost(self) -> None:
+        if self._lost is not None:
+            raise LinkLost(self._lost)
+
+    # ── what the stream tells ────────────────────────────────────────────────────────────────────
+
+    def record_arrived(self, record: Record) -> None:
+        match record:
+            case Ack(frame_id):
+                self._answer(frame_id, None)
+            case Refusal(frame_id, reason):
+                self._answer(frame_id, FrameRefused(reason))
+            case _:
+                raise ProtocolError(f"a receiver does not send {type(record).__name__}")
+
+    def payload_arrived(self, checksum: int) -> None:
+        raise ProtocolError("a receiver sends no payload")
+
+    def ended(self, error: LinkLost) -> None:
+        self._lost = error.message
+        self._slots.fail(LinkLost(error.message))
+        for unacked in self._unacked.values():
+            if not unacked.answered.done():
+                unacked.answered.set_exception(LinkLost(error.message))
+        self._unacked.clear()
+        self._staging.close()
+        self._on_end(self)
+
+    def _answer(self, frame_id: int, refusal: FrameRefused | None) -> None:
+        unacked = self._unacked.pop(frame_id, None)
+        if unacked is None:
+            raise ProtocolError(f"an answer to frame {frame_id}, which is not under way")
+        self._slots.release(unacked.slot_index)
+        if unacked.answered.done():  # the caller was cancelled and waits no longer
+            return
+        if refusal is None:
+            unacked.answered.set_result(None)
+        else:
+            unacked.answered.set_exception(refusal)

@@ -1,0 +1,194 @@
+"""Decode's end of the KV data plane: listens on TCP and on a unix socket, for all its senders."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+
+import structlog
+
+from shared.errors import LinkLost
+from shared.kv_wire import tcp
+from shared.kv_wire.frames import MAX_FRAME_BYTES, ProtocolError, Welcome, goodbye
+from shared.kv_wire.handshake import hear_hello, send_welcome
+from shared.kv_wire.link import FrameSink
+from shared.kv_wire.placements import Placements, ReceiverCounts
+from shared.kv_wire.shared_memory import (
+    NUM_SLOTS,
+    SLOT_BYTES,
+    SharedMemoryReception,
+    create_memory,
+)
+from shared.kv_wire.tcp import TcpReception
+from shared.messages import DataPlaneAddress
+
+log = structlog.get_logger(__name__)
+
+HANDSHAKE_TIMEOUT_S = 5.0
+MAX_CONNECTIONS = 1024
+# After a failed accept (no descriptor left) the listener waits this long before the next.
+ACCEPT_PAUSE_S = 0.1
+
+Reception = TcpReception | SharedMemoryReception
+
+
+class KvServer:
+    """A `KvReceiver`. Made by `KvServer.start`; `close` ends every connection."""
+
+    def __init__(
+        self, address: DataPlaneAddress, listeners: tuple[socket.socket, ...], directory: Path
+    ) -> None:
+        self._address = address
+        self._directory = directory
+        self._placements = Placements()
+        self._receptions: set[Reception] = set()
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._listeners = listeners
+        loop = asyncio.get_running_loop()
+        self._accepting = [loop.create_task(self._accept(listener)) for listener in listeners]
+
+    @classmethod
+    async def start(
+        cls, *, instance_id: bytes, bind_host: str = "127.0.0.1", advertised_host: str | None = None
+    ) -> KvServer:
+        """`advertised_host` is what peers dial, `bind_host` if None. Raises OSError."""
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(bind_host, 0, type=socket.SOCK_STREAM)
+        family, _, _, _, bind_address = found[0]
+        directory = Path(tempfile.mkdtemp(prefix="hearth-kv-"))  # mode 0700
+        unix_path = directory / "kv.sock"
+        with contextlib.ExitStack() as undo:
+            undo.callback(shutil.rmtree, directory, ignore_errors=True)
+            tcp_listener = undo.enter_context(_listener(family, bind_address))
+            unix_listener = undo.enter_context(_listener(socket.AF_UNIX, str(unix_path)))
+            undo.pop_all()
+        host = bind_host if advertised_host is None else advertised_host
+        port = tcp_listener.getsockname()[1]
+        address = DataPlaneAddress(
+            host=host, port=port, unix_path=str(unix_path), instance_id=instance_id
+        )
+        return cls(address, (tcp_listener, unix_listener), directory)
+
+    @property
+    def address(self) -> DataPlaneAddress:
+        return self._address
+
+    @property
+    def counts(self) -> ReceiverCounts:
+        return self._placements.counts
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._receptions)
+
+    def expect(self, placement_id: bytes, sink: FrameSink) -> None:
+        """Raises ValueError if it is expected already."""
+        self._placements.expect(placement_id, sink)
+
+    def forget(self, placement_id: bytes) -> None:
+        self._placements.forget(placement_id)
+
+    async def quiet(self, placement_id: bytes) -> None:
+        await self._placements.quiet(placement_id)
+
+    async def close(self) -> None:
+        """Ends all connections; deliveries under way are cancelled. Idempotent."""
+        tasks = [*self._accepting, *self._handshakes]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for listener in self._listeners:
+            listener.close()
+        receptions = list(self._receptions)
+        deliveries = [reception.deliveries.task for reception in receptions]
+        for reception in receptions:
+            await reception.stream.close("the receiver closes")
+        for delivery in deliveries:
+            delivery.cancel()
+        await asyncio.gather(*deliveries, return_exceptions=True)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    # ── new connections ──────────────────────────────────────────────────────────────────────────
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                log.warning("kv_accept_failed", error=str(error))
+                await asyncio.sleep(ACCEPT_PAUSE_S)
+                continue
+            if len(self._receptions) + len(self._handshakes) >= MAX_CONNECTIONS:
+                _dismiss(sock, "this receiver has all the connections it takes")
+                continue
+            task = loop.create_task(self._welcome(sock))
+            self._handshakes.add(task)
+            task.add_done_callback(self._handshakes.discard)
+
+    async def _welcome(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        try:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                await hear_hello(sock, self._address.instance_id)
+                reception = await self._open(sock)
+        except (LinkLost, OSError, TimeoutError) as error:
+            self.counts.num_bad_peers += 1
+            reason = "no hello in time" if isinstance(error, TimeoutError) else str(error)
+            log.info("kv_peer_refused", reason=reason)
+            _dismiss(sock, reason if isinstance(error, ProtocolError | TimeoutError) else None)
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            await self._attach(sock, reception)
+
+    async def _open(self, sock: socket.socket) -> Reception:
+        instance_id = self._address.instance_id
+        if sock.family != socket.AF_UNIX:
+            tcp.tune(sock)
+            welcome = Welcome(instance_id, tcp.NUM_SLOTS, MAX_FRAME_BYTES)
+            await send_welcome(sock, welcome, None)
+            return TcpReception(self._placements)
+        fd = create_memory(NUM_SLOTS * SLOT_BYTES)
+        try:
+            await send_welcome(sock, Welcome(instance_id, NUM_SLOTS, SLOT_BYTES), fd)
+            return SharedMemoryReception(self._placements, fd, NUM_SLOTS, SLOT_BYTES)
+        finally:
+            os.close(fd)
+
+    async def _attach(self, sock: socket.socket, reception: Reception) -> None:
+        self._receptions.add(reception)
+        reception.deliveries.task.add_done_callback(lambda _: self._receptions.discard(reception))
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(lambda: reception.stream, sock)
+        except BaseException:
+            sock.close()
+            reception.stream.end(LinkLost("the connection ended before its first frame"))
+            raise
+
+
+def _listener(family: int, address: object) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setblocking(False)
+        listener.bind(address)  # type: ignore[arg-type]
+        listener.listen(128)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _dismiss(sock: socket.socket, reason: str | None) -> None:
+    """Says why, if the socket takes it at once, and closes."""
+    with sock, contextlib.suppress(OSError):
+        sock.setblocking(False)
+        if reason is not None:
+            sock.send(goodbye(reason))

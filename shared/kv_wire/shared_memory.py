@@ -1,0 +1,124 @@
+"""KV within one host: payloads lie in a memfd that the receiver owns and the sender maps.
+
+The memory belongs to one connection and is sealed against resizing; the kernel frees it when both
+processes have let go of it, however they died. Pages are touched by the frames that use them, so a
+small model takes little of the mapping, and the slot used last is used first.
+
+    slot: free ──fill──▶ filled ──Frame──▶ receiver's ──Ack, Refusal──▶ free
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+
+from shared.errors import LinkLost
+from shared.kv_wire.deliveries import Arrival, Deliveries
+from shared.kv_wire.frames import MAX_FRAME_BYTES, Frame, ProtocolError, Record
+from shared.kv_wire.link import FrameHeader
+from shared.kv_wire.pieces import copy_and_sum, grown
+from shared.kv_wire.placements import Placements
+from shared.kv_wire.stream import RecordStream
+
+NUM_SLOTS = 4
+SLOT_BYTES = MAX_FRAME_BYTES
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def create_memory(num_bytes: int) -> int:
+    """A sealed memfd of this size, no page of it touched. The caller closes it."""
+    fd = os.memfd_create("hearth-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, num_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def check_memory(fd: int, num_bytes: int) -> None:
+    """Raises ProtocolError unless the mapping can never fault: this size, and sealed."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise ProtocolError(f"the peer passed no memfd: {error}") from error
+    if seals & fcntl.F_SEAL_SHRINK == 0 or os.fstat(fd).st_size != num_bytes:
+        raise ProtocolError(f"the peer's memory is not a sealed memfd of {num_bytes} bytes")
+
+
+class _Mapping:
+    def __init__(self, fd: int, num_slots: int, slot_bytes: int, access: int) -> None:
+        self._mapped = mmap.mmap(fd, num_slots * slot_bytes, access=access)
+        self._slot_bytes = slot_bytes
+
+    def view(self, slot_index: int, num_bytes: int) -> memoryview:
+        start = slot_index * self._slot_bytes
+        return memoryview(self._mapped)[start : start + num_bytes]
+
+    def close(self) -> None:
+        # A copy under way holds a view; the mapping then goes with the last of them.
+        with contextlib.suppress(BufferError):
+            self._mapped.close()
+
+
+class SharedMemoryStaging:
+    """The sender's side of the memory."""
+
+    def __init__(self, fd: int, num_slots: int, slot_bytes: int) -> None:
+        check_memory(fd, num_slots * slot_bytes)
+        self.num_slots = num_slots
+        self._mapping = _Mapping(fd, num_slots, slot_bytes, mmap.ACCESS_WRITE)
+
+    def view(self, slot_index: int, num_bytes: int) -> memoryview:
+        return self._mapping.view(slot_index, num_bytes)
+
+    def transmit(
+        self, stream: RecordStream, frame_id: int, header: FrameHeader, slot_index: int
+    ) -> None:
+        stream.send(Frame(frame_id, header, slot_index))
+
+    def close(self) -> None:
+        self._mapping.close()
+
+
+class SharedMemoryReception:
+    """The receiver's end: copies out of a slot into one private buffer, summing the copy."""
+
+    def __init__(self, placements: Placements, fd: int, num_slots: int, slot_bytes: int) -> None:
+        self._mapping = _Mapping(fd, num_slots, slot_bytes, mmap.ACCESS_READ)
+        self._num_slots = num_slots
+        self._private = memoryview(b"")
+        self._held_slots: set[int] = set()
+        self.stream = RecordStream(self)
+        self.deliveries = Deliveries(placements, self.stream)
+        self.deliveries.task.add_done_callback(lambda _: None)
+
+    def record_arrived(self, record: Record) -> None:
+        if not isinstance(record, Frame) or record.slot_index is None:
+            raise ProtocolError(f"a sender does not send {type(record).__name__} here")
+        slot_index = record.slot_index
+        if not 0 <= slot_index < self._num_slots or slot_index in self._held_slots:
+            raise ProtocolError(f"slot {slot_index} is not the sender's to use")
+        self.deliveries.announce(record)
+        self._held_slots.add(slot_index)
+        self.deliveries.add(
+            Arrival(
+                record,
+                lambda: self._take_copy(slot_index, record.header.payload_bytes),
+                lambda: self._held_slots.discard(slot_index),
+            )
+        )
+
+    def payload_arrived(self, checksum: int) -> None:
+        raise ProtocolError("no payload travels on this connection")
+
+    def ended(self, error: LinkLost) -> None:
+        self.deliveries.end(error)
+
+    async def _take_copy(self, slot_index: int, num_bytes: int) -> tuple[memoryview, int]:
+        self._private = grown(self._private, num_bytes)
+        copy = self._private[:num_bytes]
+        return copy, await copy_and_sum(copy, self._mapping.view(slot_index, num_bytes))

@@ -1,0 +1,159 @@
+"""One connection as a stream of records, with payloads received straight into their buffers.
+
+The states of the receiving half:
+
+    prefix ──▶ body ──▶ prefix                   a record without payload
+                   └──▶ payload ──▶ prefix       the owner gave a buffer to fill
+    any ──▶ ended                                loss, close, or a peer that breaks the protocol
+"""
+
+from __future__ import annotations
+
+import asyncio
+from enum import Enum
+from typing import Protocol, cast
+
+import xxhash
+
+from shared.errors import LinkLost
+from shared.kv_wire.frames import (
+    MAX_RECORD_BYTES,
+    PREFIX,
+    Goodbye,
+    ProtocolError,
+    Record,
+    decode_prefix,
+    decode_record,
+    encode_record,
+    goodbye,
+)
+
+# One read takes at most this much, so that its bytes are summed while they are still cached.
+READ_BYTES = 256 * 1024
+# Records are small; a peer that lets this much of them pile up does not read.
+MAX_UNSENT_BYTES = 1024 * 1024
+
+
+class StreamOwner(Protocol):
+    def record_arrived(self, record: Record) -> memoryview | None:
+        """Returns the buffer for the payload that follows, if one does. Raises ProtocolError."""
+        ...
+
+    def payload_arrived(self, checksum: int) -> None: ...
+
+    def ended(self, error: LinkLost) -> None:
+        """Called once, whatever ended the connection."""
+        ...
+
+
+class _Phase(Enum):
+    PREFIX = "prefix"
+    BODY = "body"
+    PAYLOAD = "payload"
+    ENDED = "ended"
+
+
+class RecordStream(asyncio.BufferedProtocol):
+    """Reads records for its owner and writes the owner's; needs no task of its own."""
+
+    def __init__(self, owner: StreamOwner) -> None:
+        self._owner = owner
+        self._transport: asyncio.Transport | None = None
+        self._scratch = memoryview(bytearray(MAX_RECORD_BYTES))
+        self._hasher = xxhash.xxh3_64()
+        self._num_filled = 0
+        self._closed = asyncio.get_running_loop().create_future()
+        self._expect(_Phase.PREFIX, self._scratch[: PREFIX.size])
+
+    # ── reading ──────────────────────────────────────────────────────────────────────────────────
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._target[self._num_filled : self._num_filled + READ_BYTES]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._phase is _Phase.ENDED:
+            return
+        start = self._num_filled
+        self._num_filled += nbytes
+        if self._phase is _Phase.PAYLOAD:
+            self._hasher.update(self._target[start : self._num_filled])
+        if self._num_filled == len(self._target):
+            try:
+                self._advance()
+            except ProtocolError as error:
+                self._write(goodbye(error.message))
+                self.end(error)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.end(LinkLost("the peer closed the connection" if exc is None else f"link lost: {exc}"))
+        if not self._closed.done():
+            self._closed.set_result(None)
+
+    def _advance(self) -> None:
+        match self._phase:
+            case _Phase.PREFIX:
+                self._expect(_Phase.BODY, self._scratch[: decode_prefix(self._target)])
+            case _Phase.BODY:
+                self._take_record(decode_record(self._target))
+            case _Phase.PAYLOAD:
+                checksum = self._hasher.intdigest()
+                self._hasher.reset()
+                self._expect(_Phase.PREFIX, self._scratch[: PREFIX.size])
+                self._owner.payload_arrived(checksum)
+            case _Phase.ENDED:
+                pass
+
+    def _take_record(self, record: Record) -> None:
+        if isinstance(record, Goodbye):
+            self.end(LinkLost(f"the peer ended the connection: {record.reason}"))
+            return
+        payload = self._owner.record_arrived(record)
+        if payload is None:
+            self._expect(_Phase.PREFIX, self._scratch[: PREFIX.size])
+        else:
+            self._expect(_Phase.PAYLOAD, payload)
+
+    def _expect(self, phase: _Phase, target: memoryview) -> None:
+        self._phase, self._target, self._num_filled = phase, target, 0
+
+    # ── writing ──────────────────────────────────────────────────────────────────────────────────
+
+    def send(self, record: Record, payload: memoryview | None = None) -> None:
+        """Writes a record; its payload must not change until the peer has acknowledged it."""
+        self._write(encode_record(record))
+        if payload is not None:
+            self._write(payload)
+
+    def send_reply(self, record: Record) -> None:
+        """Like `send`, and ends the connection of a peer that asks without reading the replies."""
+        self.send(record)
+        transport = self._transport
+        if transport is not None and transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            transport.abort()
+            self.end(ProtocolError("the peer does not read its acknowledgements"))
+
+    def _write(self, data: bytes | memoryview) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    # ── ending ───────────────────────────────────────────────────────────────────────────────────
+
+    def end(self, error: LinkLost) -> None:
+        """Idempotent. The owner hears of it before this returns."""
+        if self._phase is _Phase.ENDED:
+            return
+        # The buffer of a payload goes back to the owner; late bytes fall into the scratch.
+        self._expect(_Phase.ENDED, self._scratch)
+        if self._transport is not None:
+            self._transport.close()
+        self._owner.ended(error)
+
+    async def close(self, reason: str) -> None:
+        """Ends the connection without waiting for a peer that does not read."""
+        self.end(LinkLost(reason))
+        if self._transport is not None:
+            self._transport.abort()
+            await self._closed

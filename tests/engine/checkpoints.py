@@ -1,0 +1,54 @@
+"""Random checkpoints for tests: small, of odd shapes, with answers that depend on every input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def write_llama(
+    folder: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "5GB",
+    **overrides: Any,
+) -> LlamaForCausalLM:
+    """Writes a checkpoint as transformers does and returns its model, in FP32 evaluation mode.
+
+    Untied and with a wide initialisation: a tied model of the default width repeats one token and
+    proves nothing. `overrides` are LlamaConfig's fields.
+    """
+    fields: dict[str, Any] = {
+        "vocab_size": 199,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.25,
+        "tie_word_embeddings": False,
+        "eos_token_id": 2,
+        **overrides,
+    }
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**fields)).to(dtype).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model.float()

@@ -1,0 +1,134 @@
+"""The reference ops against their formulas, in FP64 where the formula is short."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.reference.decode_attention import decode_attention
+from kernels.reference.gather_blocks import gather_blocks
+from kernels.reference.prefill_attention import prefill_attention
+from kernels.reference.rms_norm import rms_norm
+from kernels.reference.rotary import rotary
+from kernels.reference.scatter_blocks import scatter_blocks
+from kernels.reference.silu_and_mul import silu_and_mul
+from kernels.reference.store_kv import store_kv
+from kernels.reference.tiles import tree_sum
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+
+
+def _random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _near(actual: Tensor, expected: Tensor) -> None:
+    tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("num_rows", [1, 63, 100])
+def test_rms_norm(num_rows: int, dtype: torch.dtype) -> None:
+    x, weight = _random(num_rows, 50, dtype=dtype), _random(50, seed=1, dtype=dtype)
+    wide = x.double()
+    expected = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    _near(rms_norm(x, weight, 1e-5), expected)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_rotary(dtype: torch.dtype) -> None:
+    x, angles = _random(7, 3, 10, dtype=dtype), _random(7, 5, seed=1).double()
+    pairs = torch.complex(x.double()[..., :5], x.double()[..., 5:])
+    turned = pairs * torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
+    expected = torch.cat((turned.real, turned.imag), dim=-1)
+    _near(rotary(x, angles.cos().float(), angles.sin().float()), expected)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_silu_and_mul(dtype: torch.dtype) -> None:
+    x = _random(9, 26, dtype=dtype) * 8
+    gate, up = x.double().chunk(2, dim=-1)
+    _near(silu_and_mul(x), torch.nn.functional.silu(gate) * up)
+    assert silu_and_mul(torch.tensor([[-200.0, 1.0]])).tolist() == [[-0.0]]
+
+
+def test_store_kv_writes_its_slots_and_skips_minus_one() -> None:
+    cache = torch.full((2, 3, 4, 8, 6), torch.nan)
+    key, value = _random(5, 3, 6), _random(5, 3, 6, seed=1)
+    slots = torch.tensor([31, -1, 0, 17, 9])
+    store_kv(key, value, cache, slots)
+    by_slot = cache.view(2, 3, 32, 6)
+    for token in (0, 2, 3, 4):
+        assert torch.equal(by_slot[0, :, slots[token]], key[token])
+        assert torch.equal(by_slot[1, :, slots[token]], value[token])
+    assert int(torch.isfinite(cache).sum()) == 4 * 2 * 3 * 6
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 1), (3, 4), (0, 20), (7, 9), (19, 1)])
+def test_gather_and_scatter_blocks(first: int, count: int) -> None:
+    cache = _random(2, 2, 3, 9, 4, 6)
+    table = torch.tensor([7, 2, 0, 5, 8])
+    wire = torch.full((2, 2, count, 3, 6), torch.nan)
+    gather_blocks(cache, table, first, count, wire)
+    for index in range(count):
+        block, offset = table[(first + index) // 4], (first + index) % 4
+        assert torch.equal(wire[:, :, index], cache[:, :, :, block, offset])
+    other = cache.clone()
+    new = _random(2, 2, count, 3, 6, seed=3)
+    scatter_blocks(other, table, first, count, new)
+    assert int((other != cache).sum()) == new.numel()
+    gather_blocks(other, table, first, count, wire)
+    assert torch.equal(wire, new)
+
+
+def test_tree_sum_does_not_see_appended_zeros() -> None:
+    x = _random(2, 13, 5) * 1000
+    for num_zeros in (1, 3, 19):
+        padded = torch.cat((x, torch.zeros(2, num_zeros, 5)), dim=1)
+        assert torch.equal(tree_sum(padded), tree_sum(x))
+
+
+def _paged(num_seqs: int, num_blocks: int, heads: int, dim: int) -> tuple[Tensor, Tensor]:
+    cache = _random(2, heads, num_seqs * num_blocks, 16, dim)
+    order = torch.randperm(num_seqs * num_blocks, generator=torch.Generator().manual_seed(2))
+    return cache, order.view(num_seqs, num_blocks)
+
+
+def _naive(query: Tensor, cache: Tensor, table: Tensor, context_len: int) -> Tensor:
+    """FP64 attention of the last tokens of one sequence. query [Q, num_heads, D]."""
+    num_tokens, num_heads, dim = query.shape
+    kv = cache[:, :, table].double().flatten(2, 3)[:, :, :context_len]
+    key, value = kv.repeat_interleave(num_heads // cache.shape[1], dim=1)
+    scores = query.double().transpose(0, 1) @ key.transpose(1, 2) * dim**-0.5
+    visible = torch.ones(num_tokens, context_len).tril(context_len - num_tokens).bool()
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    return (weights @ value).transpose(0, 1)
+
+
+@pytest.mark.parametrize("dim", [8, 20, 64])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (7, 1), (3, 3)])
+def test_attention(num_heads: int, num_kv_heads: int, dim: int) -> None:
+    """Both functions against FP64, and bit for bit against each other."""
+    cache, tables = _paged(3, 20, num_kv_heads, dim)
+    query_lens, context_lens = [2, 150, 63], [2, 300, 64]
+    query = _random(sum(query_lens), num_heads, dim, seed=4)
+    starts = [0, 2, 152, 215]
+    out = prefill_attention(
+        query, cache, tables, torch.tensor(starts), torch.tensor(context_lens), dim**-0.5
+    )
+    for index in range(3):
+        rows = slice(starts[index], starts[index + 1])
+        _near(out[rows], _naive(query[rows], cache, tables[index], context_lens[index]))
+        lens = torch.arange(context_lens[index] - query_lens[index], context_lens[index]) + 1
+        single = decode_attention(
+            query[rows], cache, tables[index].expand(len(lens), -1), lens, dim**-0.5
+        )
+        assert torch.equal(single, out[rows])
+
+
+def test_a_block_size_that_fits_no_tile_is_refused() -> None:
+    cache, tables = torch.zeros(2, 1, 2, 24, 8), torch.zeros(1, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="block_size 24"):
+        decode_attention(torch.zeros(1, 1, 8), cache, tables, torch.tensor([5]), 1.0)

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.reference.sample import sample, uniform
+
+
+def _draw(logits: Tensor, **overrides: Any) -> Tensor:
+    """One draw a row; positions count up unless given."""
+    num_rows = logits.shape[0]
+    columns: dict[str, Any] = {
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "seed": 1234,
+        "choice_index": 0,
+        "output_position": torch.arange(num_rows),
+        **overrides,
+    }
+    floats = ("temperature", "top_p", "min_p")
+    tensors = {
+        name: value
+        if isinstance(value, Tensor)
+        else torch.full((num_rows,), value, dtype=torch.float32 if name in floats else torch.int64)
+        for name, value in columns.items()
+    }
+    return sample(logits.clone(), **tensors)
+
+
+def _chi_square(drawn: Tensor, probabilities: Tensor) -> float:
+    expected = probabilities.double() * len(drawn)
+    counts = torch.bincount(drawn, minlength=len(probabilities)).double()
+    return float(((counts - expected).pow(2) / expected).sum())
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("varied", ["output_position", "seed", "choice_index"])
+def test_draws_follow_the_softmax(temperature: float, varied: str) -> None:
+    """Chi-square with 19 degrees of freedom: 43.8 is passed once in a thousand."""
+    logits = torch.randn(20, generator=torch.Generator().manual_seed(0))
+    num_draws = 20_000
+    counter = torch.arange(num_draws)
+    options = {"output_position": 3, varied: counter * 7919 if varied == "seed" else counter}
+    drawn = _draw(logits.expand(num_draws, -1), temperature=temperature, **options)
+    assert _chi_square(drawn, (logits / temperature).softmax(-1)) < 43.8
+
+
+def test_noise_is_the_same_in_every_row_and_batch() -> None:
+    logits = torch.randn(64, 500, generator=torch.Generator().manual_seed(1))
+    seeds = torch.arange(64) * 0x1234567 - 2**62
+    together = _draw(logits, seed=seeds, temperature=5.0)
+    flipped = _draw(
+        logits.flip(0),
+        seed=seeds.flip(0),
+        output_position=torch.arange(64).flip(0),
+        temperature=5.0,
+    )
+    assert torch.equal(together, flipped.flip(0))
+    for row in range(64):
+        alone = _draw(
+            logits[row : row + 1],
+            seed=seeds[row : row + 1],
+            output_position=torch.tensor([row]),
+            temperature=5.0,
+        )
+        assert alone[0] == together[row]
+
+
+def test_every_key_changes_the_noise() -> None:
+    base = {"seed": 5, "choice_index": 0, "output_position": 0}
+    keys = [base, *({**base, name: base[name] + 1} for name in base), {**base, "seed": 5 + 2**32}]
+    columns = {name: torch.tensor([key[name] for key in keys]) for name in base}
+    noise = uniform(**columns, vocab_size=4000)
+    assert noise.min() > 0
+    assert noise.max() < 1
+    correlation = torch.corrcoef(noise)
+    assert (correlation - torch.eye(len(keys))).abs().max() < 0.08
+
+
+def test_noise_is_pinned() -> None:
+    """Another worker, version or kernel must draw the same: these numbers may not change."""
+    noise = uniform(torch.tensor([42]), torch.tensor([1]), torch.tensor([7]), 4)
+    assert (noise[0] * 2**24).long().tolist() == [15510593, 3128491, 15273945, 2344853]
+
+
+def test_greedy_takes_the_lowest_of_equal_logits() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0, 3.0], [2.0, 2.0, 2.0, 2.0]])
+    assert _draw(logits, temperature=0.0).tolist() == [1, 0]
+
+
+def test_greedy_and_drawn_rows_share_a_batch() -> None:
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(2))
+    temperature = torch.tensor([0.0, 1.0, 0.0, 9.0, 9.0, 0.0])
+    mixed = _draw(logits, temperature=temperature)
+    assert torch.equal(mixed[temperature == 0], logits.argmax(-1)[temperature == 0])
+    assert torch.equal(mixed[3:5], _draw(logits, temperature=9.0)[3:5])
+
+
+PROBABILITIES = torch.tensor([0.05, 0.4, 0.02, 0.3, 0.15, 0.08])
+
+
+@pytest.mark.parametrize(
+    ("options", "support"),
+    [
+        ({"top_k": 1}, {1}),
+        ({"top_k": 3}, {1, 3, 4}),
+        ({"top_k": 100}, {0, 1, 2, 3, 4, 5}),
+        ({"top_p": 0.0}, {1}),
+        ({"top_p": 0.6}, {1, 3}),
+        ({"top_p": 0.75}, {1, 3, 4}),
+        ({"min_p": 0.3}, {1, 3, 4}),
+        ({"min_p": 1.0}, {1}),
+        # top-p counts within what top-k left: 0.4 / 0.7 < 0.6
+        ({"top_k": 2, "top_p": 0.6}, {1, 3}),
+        ({"top_k": 2, "top_p": 0.5}, {1}),
+        ({"top_p": 0.9, "min_p": 0.5}, {1, 3}),
+        # the temperature comes first: probabilities' square roots are flatter
+        ({"temperature": 2.0, "min_p": 0.5}, {1, 3, 4}),
+    ],
+)
+def test_truncations_keep_exactly_their_support(
+    options: dict[str, float], support: set[int]
+) -> None:
+    drawn = _draw(PROBABILITIES.log().expand(4000, -1), **options)
+    assert set(drawn.tolist()) == support
+
+
+def test_truncated_draws_follow_the_renormalised_softmax() -> None:
+    drawn = _draw(PROBABILITIES.log().expand(20_000, -1), top_k=3)
+    kept = torch.tensor([1, 3, 4])
+    ranks = torch.bucketize(drawn, kept)
+    expected = PROBABILITIES[kept] / PROBABILITIES[kept].sum()
+    assert _chi_square(ranks, expected) < 13.8  # 2 degrees of freedom, one in a thousand
+
+
+def test_each_row_has_its_own_truncation() -> None:
+    logits = PROBABILITIES.log().expand(5, -1)
+    top_k, top_p = torch.tensor([0, 1, 0, 2, 0]), torch.tensor([1.0, 1.0, 0.1, 1.0, 1.0])
+    together = _draw(logits, top_k=top_k, top_p=top_p)
+    for row in range(5):
+        alone = _draw(
+            logits[:1],
+            top_k=top_k[row : row + 1],
+            top_p=top_p[row : row + 1],
+            output_position=torch.tensor([row]),
+        )
+        assert alone[0] == together[row]
+
+
+def test_a_banned_token_is_never_drawn() -> None:
+    logits = PROBABILITIES.log().clone()
+    logits[1] = float("-inf")
+    assert 1 not in _draw(logits.expand(2000, -1), top_p=0.99).tolist()

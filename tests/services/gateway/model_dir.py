@@ -1,0 +1,46 @@
+"""A model directory without a model: a byte-level BPE trained here, and a ChatML template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+EOS_TOKEN_ID = 2
+CHAT_TEMPLATE = """
+{%- for message in messages %}
+    {%- if message.role == 'assistant' and loop.first %}
+        {{- raise_exception('the first message must not be the assistant\\'s') }}
+    {%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+CORPUS = ["the quick brown fox jumps over the lazy dog", "hello world, how are you today?"] * 4
+
+
+def write_model_dir(path: Path) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.save(str(path / "tokenizer.json"))
+    _write(path / "tokenizer_config.json", chat_template=CHAT_TEMPLATE, eos_token="<|im_end|>")
+    _write(path / "generation_config.json", eos_token_id=[EOS_TOKEN_ID, 0], temperature=0.7)
+    _write(path / "config.json", max_position_embeddings=512)
+    return path
+
+
+def _write(path: Path, **fields: object) -> None:
+    path.write_text(json.dumps(fields))

@@ -1,0 +1,230 @@
+"""The chat endpoint as its clients see it: a running gateway, real servers, peers on the bus."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from shared.packing import unpack_hashes, unpack_token_ids
+from tests.services.gateway.conftest import ANSWER, Cluster
+from tests.services.gateway.peer import CARD
+
+MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "hi, what is a block hash?"}]
+BODY: dict[str, Any] = {"model": "tiny", "messages": MESSAGES}
+CHAT = "/v1/chat/completions"
+
+
+async def events_of(cluster: Cluster, **fields: Any) -> list[Any]:
+    """The `data:` payloads, decoded; the end mark stays a string."""
+    body = {**BODY, "stream": True, **fields}
+    async with cluster.http.stream("POST", CHAT, json=body) as response:
+        assert response.status_code == 200, await response.aread()
+        assert response.headers["content-type"] == "text/event-stream"
+        lines = [line async for line in response.aiter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    payloads = [line.removeprefix("data: ") for line in lines]
+    return [payload if payload == "[DONE]" else json.loads(payload) for payload in payloads]
+
+
+def text_of(events: list[Any]) -> str:
+    chunks = [event for event in events if event != "[DONE]" and event.get("choices")]
+    return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+
+
+async def test_whole_answer(cluster: Cluster, model_files: Any) -> None:
+    response = await cluster.http.post(CHAT, json=BODY)
+    assert response.status_code == 200, response.text
+    body = response.json()
+    assert body["object"] == "chat.completion"
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": ANSWER, "refusal": None},
+            "finish_reason": "stop",
+            "logprobs": None,
+        }
+    ]
+    num_output = len(model_files.tokenizer.encode([ANSWER]))
+    assert body["usage"]["completion_tokens"] == num_output
+    assert body["usage"]["total_tokens"] == num_output + body["usage"]["prompt_tokens"]
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+    request_id = response.headers["x-request-id"]
+    assert body["hearth"] == {
+        "request_id": request_id,
+        "decode_worker": "decode-1",
+        "prefill_worker": "prefill-1",
+        "num_pushed_tokens": 7,
+        "num_preemptions": 0,
+        "num_resubmissions": 0,
+    }
+    assert await cluster.decodes[0].acks.get()
+
+
+async def test_the_request_on_the_wire(cluster: Cluster, model_files: Any) -> None:
+    body = {**BODY, "temperature": 0, "top_k": 0, "seed": 0, "max_tokens": 3, "cache_salt": "s"}
+    response = await cluster.http.post(CHAT, json=body)
+    assert response.json()["choices"][0]["finish_reason"] == "length"
+    request = (await cluster.scheduler.submits.get()).request
+    assert (request.tenant_id, request.gateway_id, request.model) == (
+        "tenant-1",
+        "gateway-1",
+        "tiny",
+    )
+    assert request.request_id == response.headers["x-request-id"]
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.seed, sampling.max_tokens) == (
+        0,
+        0,
+        0,
+        3,
+    )
+    assert sampling.stop_token_ids == (2, 0)  # those of generation_config.json
+    prompt = model_files.tokenizer.tokenizer.decode(
+        unpack_token_ids(request.prompt_token_ids), skip_special_tokens=False
+    )
+    assert prompt == (
+        f"<|im_start|>user\n{MESSAGES[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    num_tokens = len(unpack_token_ids(request.prompt_token_ids))
+    assert len(unpack_hashes(request.block_hashes)) == num_tokens // CARD.block_size
+    assert 0 < request.deadline_s <= 600
+
+
+async def test_salt_and_tenant_change_the_root(cluster: Cluster) -> None:
+    roots = set()
+    for salt in ("a", "b", None):
+        await cluster.http.post(CHAT, json={**BODY, "cache_salt": salt, "max_tokens": 1})
+        roots.add((await cluster.scheduler.submits.get()).request.cache_root)
+    assert len(roots) == 3
+
+
+async def test_defaults_come_from_the_model(cluster: Cluster) -> None:
+    await cluster.http.post(CHAT, json=BODY)
+    sampling = (await cluster.scheduler.submits.get()).request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.7, 1.0, 0)
+    assert sampling.max_tokens < CARD.max_context_tokens
+
+
+async def test_stream(cluster: Cluster) -> None:
+    events = await events_of(cluster, stream_options={"include_usage": True})
+    assert events[-1] == "[DONE]"
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert text_of(events) == ANSWER
+    assert "\ufffd" not in text_of(events)
+    assert events[-3]["choices"][0]["finish_reason"] == "stop"
+    assert events[-2]["choices"] == []
+    assert events[-2]["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+    assert events[-2]["hearth"]["decode_worker"] == "decode-1"
+    assert len({event["id"] for event in events[:-1]}) == 1
+
+
+async def test_stream_without_usage(cluster: Cluster) -> None:
+    events = await events_of(cluster)
+    assert not any("usage" in event for event in events[:-1])
+
+
+async def test_openai_sdk(cluster: Cluster) -> None:
+    async with cluster.openai as client:
+        whole = await client.chat.completions.create(model="tiny", messages=MESSAGES)  # type: ignore[call-overload]
+        assert whole.choices[0].message.content == ANSWER
+        stream = await client.chat.completions.create(  # type: ignore[call-overload]
+            model="tiny", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        text = "".join(each.choices[0].delta.content or "" for each in chunks if each.choices)
+        assert text == ANSWER
+        assert chunks[-1].usage.prompt_tokens_details.cached_tokens == 4
+        assert [model.id async for model in client.models.list()] == ["tiny"]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_stop_string_over_token_borders(cluster: Cluster, is_stream: bool) -> None:
+    cluster.decodes[0].hold_at = len(cluster.decodes[0].answer)  # never ends by itself
+    fields = {"stop": ["are you? 😀", "zzz"]}
+    if is_stream:
+        events = await events_of(cluster, **fields, stream_options={"include_usage": True})
+        text, usage = text_of(events), events[-2]["usage"]
+        reason = events[-3]["choices"][0]["finish_reason"]
+    else:
+        body = (await cluster.http.post(CHAT, json={**BODY, **fields})).json()
+        text, usage = body["choices"][0]["message"]["content"], body["usage"]
+        reason = body["choices"][0]["finish_reason"]
+    assert text == "hello world, how "
+    assert reason == "stop"
+    abort = await cluster.decodes[0].aborts.get()
+    assert abort.reason == "stop"
+    assert 0 < usage["completion_tokens"] < len(cluster.decodes[0].answer)
+
+
+async def test_withheld_prefix_is_released_at_the_end(cluster: Cluster) -> None:
+    events = await events_of(cluster, stop="brown fox jumps")
+    assert text_of(events) == ANSWER
+
+
+async def test_message_forms(cluster: Cluster) -> None:
+    messages = [
+        {
+            "role": "developer",
+            "content": [{"type": "text", "text": "be"}, {"type": "text", "text": "kind"}],
+        },
+        {"role": "user", "content": "hi", "name": "ann"},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": "again"},
+    ]
+    body = {**BODY, "messages": messages, "metadata": {"a": "b"}, "store": True, "user": "u"}
+    neutral = {"n": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "logprobs": False}
+    response = await cluster.http.post(CHAT, json={**body, **neutral, "tools": []})
+    assert response.status_code == 200, response.text
+
+
+async def test_models_health_ready_metrics_openapi(cluster: Cluster) -> None:
+    models = (await cluster.http.get("/v1/models")).json()
+    assert models["object"] == "list"
+    assert models["data"][0]["id"] == "tiny"
+    assert models["data"][0]["max_context"] == CARD.max_context_tokens
+    assert (await cluster.http.get("/health")).json() == {"status": "ok"}
+    ready = await cluster.http.get("/ready")
+    assert ready.status_code == 200
+    assert ready.json() == {
+        "ready": True,
+        "reason": None,
+        "workers": {"prefill": [], "decode": ["decode-1", "decode-2"]},
+        "scheduler": ["scheduler-1"],
+        "kv_index": [],
+    }
+    await cluster.http.post(CHAT, json=BODY)
+    metrics = (await cluster.http.get("/metrics")).text
+    assert 'hearth_gateway_requests_total{outcome="stop"} 1.0' in metrics
+    assert "hearth_gateway_ttft_seconds_count 1.0" in metrics
+    assert "hearth_gateway_open_streams 0.0" in metrics
+    document = (await cluster.http.get("/openapi.json")).json()
+    schemas = document["components"]["schemas"]
+    name = next(name for name in schemas if name.endswith("ChatCompletionRequest"))
+    assert "max_completion_tokens" in schemas[name]["properties"]
+    assert CHAT in document["paths"]
+
+
+async def test_concurrent_streams_do_not_mix(cluster: Cluster) -> None:
+    answers = await asyncio.gather(*(events_of(cluster, seed=index) for index in range(32)))
+    assert [text_of(events) for events in answers] == [ANSWER] * 32
+
+
+async def test_drain_finishes_what_runs(cluster: Cluster) -> None:
+    cluster.decodes[0].hold_at = 5
+    running = asyncio.create_task(events_of(cluster))
+    while (await cluster.decodes[0].emitted.get()).first_position < 4:
+        pass
+    draining = asyncio.create_task(cluster.gateway.drain())
+    await asyncio.sleep(0)
+    refused = await cluster.http.post(CHAT, json=BODY)
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"] == "1"
+    assert (await cluster.http.get("/ready")).json()["reason"] == "draining"
+    assert not draining.done()
+    cluster.decodes[0].released.set()
+    assert text_of(await running) == ANSWER
+    async with asyncio.timeout(2):
+        await draining

@@ -1,0 +1,172 @@
+"""An index on the simulated network, with workers whose caches the test changes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from services.kv_index.service import KvIndexService
+from shared import subjects
+from shared.bus import Bus, Unsubscribe
+from shared.clock import Clock
+from shared.config import KvIndexConfig
+from shared.heartbeat import Heart
+from shared.messages import (
+    BlockPage,
+    BlocksRemoved,
+    BlocksStored,
+    KvEvents,
+    ListBlocks,
+    MatchPrefix,
+    ModelCard,
+    PrefixMatches,
+    Role,
+    WorkerLoad,
+)
+from shared.packing import BLOCK_HASH_BYTES, pack_hashes
+from tests.simulation.bus import SimulatedBus, SimulatedNetwork
+from tests.simulation.clock import VirtualClock
+from tests.simulation.randomness import SeededRandomness
+from tests.simulation.store import MemoryStore
+
+FORMAT = "fp32/b16"
+PAGE_BLOCKS = 4
+
+
+def block(number: int) -> bytes:
+    return number.to_bytes(BLOCK_HASH_BYTES, "big")
+
+
+def packed(*numbers: int) -> bytes:
+    return pack_hashes([block(number) for number in numbers])
+
+
+async def eventually(holds: Callable[[], bool], *, within_s: float = 20.0) -> None:
+    async with asyncio.timeout(within_s):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+class CacheWorker:
+    """Holds a set of blocks, tells of its changes, lists them in pages of PAGE_BLOCKS."""
+
+    def __init__(self, bus: Bus, clock: Clock, role: Role = "prefill", epoch: int = 1) -> None:
+        self.bus = bus
+        self.role = role
+        self.epoch = epoch
+        self.held: dict[int, None] = {}
+        self.sequence_number = 0
+        self.num_listed = 0
+        self._step = 0
+        self._leave: Unsubscribe | None = None
+        card = ModelCard(
+            name="m",
+            revision="r1",
+            kv_format=FORMAT,
+            block_size=16,
+            max_context_tokens=4096,
+            vocab_size=1000,
+        )
+        randomness = SeededRandomness(epoch)
+        self.heart = Heart(bus, clock, randomness, roles=(role,), load=self._load, model=card)
+
+    async def join(self) -> None:
+        subject = subjects.list_blocks(self.role, self.bus.process_id)
+        self._leave = await self.bus.serve(subject, ListBlocks, self.page)
+        await self.heart.start()
+        await self.heart.become("ready")
+
+    async def store(self, *numbers: int) -> None:
+        self.held |= dict.fromkeys(numbers)
+        await self._tell(_run(list(numbers)))
+
+    async def remove(self, *numbers: int) -> None:
+        for number in numbers:
+            self.held.pop(number, None)
+        await self._tell(BlocksRemoved(block_hashes=packed(*numbers)))
+
+    async def _tell(self, event: BlocksStored | BlocksRemoved) -> None:
+        self.sequence_number += 1
+        message = KvEvents(
+            worker_id=self.bus.process_id,
+            epoch=self.epoch,
+            sequence_number=self.sequence_number,
+            model="m",
+            revision="r1",
+            kv_format=FORMAT,
+            events=(event,),
+        )
+        await self.bus.publish(subjects.kv_events(self.role, self.bus.process_id), message)
+
+    def page(self, question: ListBlocks) -> BlockPage:
+        self.num_listed += 1
+        numbers = sorted(self.held)
+        first = question.cursor
+        rest = [number for number in numbers if number >= first]
+        shown = rest[:PAGE_BLOCKS]
+        return BlockPage(
+            worker_id=self.bus.process_id,
+            epoch=self.epoch,
+            sequence_number=self.sequence_number,
+            model="m",
+            revision="r1",
+            kv_format=FORMAT,
+            stored=(_run(shown),) if shown else (),
+            next_cursor=shown[-1] + 1 if len(rest) > PAGE_BLOCKS else None,
+        )
+
+    def _load(self) -> WorkerLoad:
+        self._step += 1
+        return WorkerLoad(step=self._step, step_budget_s=1.0)
+
+
+def _run(numbers: list[int]) -> BlocksStored:
+    return BlocksStored(
+        tenant_id="t",
+        parent_hash=block(0),
+        first_block_index=numbers[0] - 1,
+        block_hashes=packed(*numbers),
+    )
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.network = SimulatedNetwork()
+        self.store = MemoryStore()
+        self.clock = VirtualClock()
+        config = KvIndexConfig(
+            nats_url="nats://here", process_id="kv_index-0", redis_url="redis://here"
+        )
+        self.service = KvIndexService(
+            config,
+            self.network.bus("kv_index-0"),
+            self.store,
+            self.clock,
+            SeededRandomness(7),
+            wall_clock=lambda: 1_000.0,
+        )
+        self.asker: SimulatedBus = self.network.bus("scheduler-0")
+
+    async def worker(
+        self, worker_id: str, role: Role = "prefill", *, epoch: int = 1
+    ) -> CacheWorker:
+        worker = CacheWorker(self.network.bus(worker_id), self.clock, role, epoch)
+        await worker.join()
+        return worker
+
+    async def match(self, *numbers: int) -> tuple[str, dict[str, int]]:
+        return await ask(self.asker, *numbers)
+
+    async def exact(self, *numbers: int, within_s: float = 20.0) -> dict[str, int]:
+        """The answer as soon as the index calls itself exact."""
+        async with asyncio.timeout(within_s):
+            while True:
+                state, lengths = await self.match(*numbers)
+                if state == "exact":
+                    return lengths
+
+
+async def ask(bus: Bus, *numbers: int) -> tuple[str, dict[str, int]]:
+    question = MatchPrefix(tenant_id="t", model="m", revision="r1", block_hashes=packed(*numbers))
+    reply = await bus.request(subjects.MATCH, question, PrefixMatches, timeout_s=1.0)
+    return reply.state, {match.worker_id: match.num_blocks for match in reply.matches}

@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.kv_index.index import Outcome, PrefixIndex, State
+from shared.messages import BlockPage, BlocksCleared, BlocksRemoved, BlocksStored, KvEvents
+from shared.packing import pack_hashes
+
+FORMAT = "fp32/b16"
+
+
+def block(number: int) -> bytes:
+    return number.to_bytes(16, "little")
+
+
+def stored(*numbers: int) -> BlocksStored:
+    return BlocksStored(
+        tenant_id="t",
+        parent_hash=block(999),
+        first_block_index=0,
+        block_hashes=pack_hashes([block(number) for number in numbers]),
+    )
+
+
+def removed(*numbers: int) -> BlocksRemoved:
+    return BlocksRemoved(block_hashes=pack_hashes([block(number) for number in numbers]))
+
+
+Event = BlocksStored | BlocksRemoved | BlocksCleared
+
+
+def events(
+    worker_id: str, sequence_number: int, *items: Event, epoch: int = 1, model: str = "m"
+) -> KvEvents:
+    return KvEvents(
+        worker_id=worker_id,
+        epoch=epoch,
+        sequence_number=sequence_number,
+        model=model,
+        revision="r1",
+        kv_format=FORMAT,
+        events=items,
+    )
+
+
+def page(
+    worker_id: str,
+    sequence_number: int,
+    *runs: BlocksStored,
+    epoch: int = 1,
+    next_cursor: int | None = None,
+) -> BlockPage:
+    return BlockPage(
+        worker_id=worker_id,
+        epoch=epoch,
+        sequence_number=sequence_number,
+        model="m",
+        revision="r1",
+        kv_format=FORMAT,
+        stored=runs,
+        next_cursor=next_cursor,
+    )
+
+
+def synced(*worker_ids: str) -> PrefixIndex:
+    index = PrefixIndex()
+    for worker_id in worker_ids:
+        index.add_worker(worker_id, "m", "r1", FORMAT)
+        index.begin_resync(worker_id)
+        index.add_page(page(worker_id, 0))
+        assert index.finish_resync(worker_id) is Outcome.APPLIED
+    return index
+
+
+def found(index: PrefixIndex, *numbers: int, model: str = "m") -> dict[str, int]:
+    reply = index.match([block(number) for number in numbers], model, "r1")
+    assert len({match.worker_id for match in reply.matches}) == len(reply.matches)
+    return {match.worker_id: match.num_blocks for match in reply.matches}
+
+
+def state(index: PrefixIndex) -> str:
+    return index.match([], "m", "r1").state
+
+
+def test_the_longest_prefix_without_a_gap_counts() -> None:
+    index = synced("w0", "w1", "w2", "w3")
+    index.apply(events("w0", 1, stored(1, 2, 3)))
+    index.apply(events("w1", 1, stored(1, 3)))
+    index.apply(events("w2", 1, stored(2, 3)))
+    assert found(index, 1, 2, 3, 4) == {"w0": 3, "w1": 1}
+    assert found(index, 1, 2) == {"w0": 2, "w1": 1}
+    assert found(index, 4) == {}
+    assert found(index) == {}
+    assert found(index, 1, 2, 3, model="other") == {}
+
+
+def test_removal_and_clearing() -> None:
+    index = synced("w0", "w1")
+    index.apply(events("w0", 1, stored(1, 2, 3)))
+    index.apply(events("w1", 1, stored(1, 2, 3)))
+    index.apply(events("w0", 2, removed(2)))
+    assert found(index, 1, 2, 3) == {"w0": 1, "w1": 3}
+    index.apply(events("w1", 2, BlocksCleared(), stored(1)))
+    assert found(index, 1, 2, 3) == {"w0": 1, "w1": 1}
+
+
+def test_a_gap_degrades_until_the_resync_ends() -> None:
+    index = synced("w0")
+    index.apply(events("w0", 1, stored(1)))
+    assert state(index) == "exact"
+    assert index.apply(events("w0", 3, stored(3))) is Outcome.NEEDS_RESYNC
+    assert state(index) == "degraded"
+    assert found(index, 1) == {"w0": 1}  # what is known still helps
+    index.begin_resync("w0")
+    assert index.apply(events("w0", 4, removed(1))) is Outcome.KEPT
+    assert index.add_page(page("w0", 3, stored(1, 2), next_cursor=1))
+    assert index.apply(events("w0", 5, stored(7))) is Outcome.KEPT
+    assert index.add_page(page("w0", 5, stored(3), next_cursor=None))
+    assert index.finish_resync("w0") is Outcome.APPLIED
+    assert state(index) == "exact"
+    assert found(index, 2, 3, 7) == {"w0": 3}
+    assert found(index, 1) == {}
+    assert index.apply(events("w0", 6, stored(8))) is Outcome.APPLIED
+
+
+def test_a_gap_within_the_resync_asks_for_another() -> None:
+    index = synced("w0")
+    index.begin_resync("w0")
+    index.apply(events("w0", 3, stored(3)))
+    index.add_page(page("w0", 1, stored(1)))
+    assert index.finish_resync("w0") is Outcome.NEEDS_RESYNC
+    assert index.state_of("w0") is State.STALE
+
+
+def test_another_epoch_needs_a_resync_and_pages_of_two_epochs_do_not_mix() -> None:
+    index = synced("w0")
+    index.apply(events("w0", 1, stored(1)))
+    assert index.apply(events("w0", 2, stored(2), epoch=2)) is Outcome.NEEDS_RESYNC
+    index.begin_resync("w0")
+    assert index.add_page(page("w0", 2, stored(2), epoch=2, next_cursor=1))
+    assert not index.add_page(page("w0", 2, stored(2), epoch=3))
+    index.begin_resync("w0")
+    assert index.add_page(page("w0", 0, epoch=3))
+    assert index.finish_resync("w0") is Outcome.APPLIED
+    assert found(index, 1) == {}
+
+
+def test_old_events_are_ignored() -> None:
+    index = synced("w0")
+    index.apply(events("w0", 1, stored(1)))
+    assert index.apply(events("w0", 1, removed(1))) is Outcome.IGNORED
+    assert index.apply(events("stranger", 1, stored(1))) is Outcome.IGNORED
+    assert found(index, 1) == {"w0": 1}
+
+
+def test_an_abandoned_resync_keeps_what_was_known() -> None:
+    index = synced("w0")
+    index.apply(events("w0", 1, stored(1)))
+    index.begin_resync("w0")
+    index.add_page(page("w0", 1, stored(5)))
+    index.abandon_resync("w0")
+    assert (found(index, 1), found(index, 5), state(index)) == ({"w0": 1}, {}, "degraded")
+
+
+def test_a_lost_worker_is_forgotten_and_its_slot_used_again() -> None:
+    index = synced("w0", "w1")
+    index.apply(events("w0", 1, stored(*range(100))))
+    index.apply(events("w1", 1, stored(0)))
+    index.remove_worker("w0")
+    assert found(index, 0, 1) == {"w1": 1}
+    for _ in range(20):
+        index.sweep(10)
+    assert index.num_blocks == 1
+    index.add_worker("w2", "m", "r1", FORMAT)
+    assert found(index, 0, 1) == {"w1": 1}  # nothing of w0 shows up under its old slot
+    assert index._num_slots <= 4
+
+
+def test_a_worker_with_another_model_starts_empty() -> None:
+    index = synced("w0")
+    index.apply(events("w0", 1, stored(1)))
+    assert not index.add_worker("w0", "m", "r1", FORMAT)
+    assert index.add_worker("w0", "other", "r1", FORMAT)
+    assert found(index, 1) == found(index, 1, model="other") == {}
+
+
+@dataclass
+class Model:
+    """Each worker as a set of numbers; a lost message marks it stale until the next resync."""
+
+    true: dict[str, set[int]] = field(default_factory=dict)
+    seen: dict[str, set[int]] = field(default_factory=dict)
+    number: dict[str, int] = field(default_factory=dict)
+    exact: dict[str, bool] = field(default_factory=dict)
+
+    def change(self, worker_id: str, name: str, blocks: list[int]) -> Event:
+        held = self.true[worker_id]
+        self.number[worker_id] += 1
+        if name == "store":
+            held |= set(blocks)
+            return stored(*blocks)
+        if name == "remove":
+            held -= set(blocks)
+            return removed(*blocks)
+        held.clear()
+        return BlocksCleared()
+
+    def prefix(self, asked: list[int]) -> dict[str, int]:
+        lengths = {}
+        for worker_id, held in self.seen.items():
+            length = next((i for i, b in enumerate(asked) if b not in held), len(asked))
+            if length:
+                lengths[worker_id] = length
+        return lengths
+
+
+blocks = st.lists(st.integers(0, 12), min_size=1, max_size=6, unique=True)
+workers = st.sampled_from(["w0", "w1", "w2"])
+steps = st.lists(
+    st.one_of(
+        st.tuples(
+            st.sampled_from(["store", "remove", "clear"]), workers, blocks, st.integers(0, 9)
+        ),
+        st.tuples(st.just("resync"), workers, blocks, st.integers(0, 9)),
+        st.tuples(st.just("restart"), workers, blocks, st.integers(0, 9)),
+        st.tuples(st.just("sweep"), workers, blocks, st.integers(0, 9)),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(steps, blocks)
+def test_equals_a_naive_model_on_random_operations(
+    operations: list[tuple[str, str, list[int], int]], asked: list[int]
+) -> None:
+    index, model = synced("w0", "w1", "w2"), Model()
+    for worker_id in ("w0", "w1", "w2"):
+        model.true[worker_id], model.seen[worker_id] = set(), set()
+        model.number[worker_id], model.exact[worker_id] = 0, True
+    for name, worker_id, numbers, chance in operations:
+        if name == "sweep":
+            index.sweep(chance)
+        elif name == "restart":
+            index.remove_worker(worker_id)
+            index.add_worker(worker_id, "m", "r1", FORMAT)
+            model.true[worker_id], model.seen[worker_id] = set(), set()
+            model.number[worker_id], model.exact[worker_id] = 0, False
+        elif name == "resync":
+            resync(index, model, worker_id, numbers, is_lost=chance == 0)
+        else:
+            event = model.change(worker_id, name, numbers)
+            if chance == 0:
+                continue  # lost on the way; the next one shows it
+            was_exact = model.exact[worker_id]
+            outcome = index.apply(events(worker_id, model.number[worker_id], event))
+            model.exact[worker_id] = outcome is Outcome.APPLIED
+            assert was_exact or outcome is Outcome.NEEDS_RESYNC
+            if outcome is Outcome.APPLIED:
+                model.seen[worker_id] = set(model.true[worker_id])
+        assert found(index, *asked) == model.prefix(asked)
+        assert state(index) == ("exact" if all(model.exact.values()) else "degraded")
+
+
+def resync(
+    index: PrefixIndex, model: Model, worker_id: str, numbers: list[int], *, is_lost: bool
+) -> None:
+    """Two pages with an event between them; pages split the blocks by parity."""
+    index.begin_resync(worker_id)
+    halves = [{b for b in model.true[worker_id] if b % 2 == parity} for parity in (0, 1)]
+    index.add_page(page(worker_id, model.number[worker_id], stored(*halves[0]), next_cursor=1))
+    event = model.change(worker_id, "store" if numbers[0] % 2 else "remove", numbers)
+    if not is_lost:
+        index.apply(events(worker_id, model.number[worker_id], event))
+    odd = {b for b in model.true[worker_id] if b % 2 == 1}
+    index.add_page(page(worker_id, model.number[worker_id], stored(*odd)))
+    index.finish_resync(worker_id)
+    model.exact[worker_id] = True
+    model.seen[worker_id] = set(model.true[worker_id])
+    if is_lost:  # not noticed before the next event: even blocks are as of the first page
+        model.seen[worker_id] = halves[0] | odd

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+
+import pytest
+
+from services.kv_index.service import build_kv_index
+from shared.bus import NatsBus
+from shared.clock import MonotonicClock
+from shared.config import KvIndexConfig
+from shared.errors import HearthError, NoResponders
+from shared.health import SILENCE_LIMIT_S
+from shared.store import RedisStore
+from tests.servers import NatsServer, RedisServer
+from tests.services.kv_index.rig import CacheWorker, Rig, ask, block, eventually
+from tests.simulation.clock import run
+
+
+def scenario(test: Callable[[Rig], Awaitable[None]]) -> None:
+    async def play() -> None:
+        rig = Rig()
+        await rig.service.start()
+        await asyncio.sleep(1.5)  # the watcher hears itself
+        await test(rig)
+        await rig.service.stop()
+
+    run(play())
+
+
+def test_events_are_known_at_once() -> None:
+    async def test(rig: Rig) -> None:
+        first, second = await rig.worker("prefill-0"), await rig.worker("decode-0", "decode")
+        await asyncio.sleep(0.1)
+        await first.store(1, 2, 3)
+        await second.store(1)
+        await asyncio.sleep(0.001)
+        assert await rig.match(1, 2, 3, 4) == ("exact", {"prefill-0": 3, "decode-0": 1})
+        await first.remove(2)
+        await asyncio.sleep(0.001)
+        assert await rig.match(1, 2, 3) == ("exact", {"prefill-0": 1, "decode-0": 1})
+
+    scenario(test)
+
+
+def test_a_fresh_index_asks_the_live_workers_page_by_page() -> None:
+    async def test(rig: Rig) -> None:
+        worker = CacheWorker(rig.network.bus("prefill-0"), rig.clock)
+        worker.held = dict.fromkeys(range(1, 11))
+        worker.sequence_number = 17
+        await worker.join()
+        await asyncio.sleep(0.1)
+        assert await rig.exact(*range(1, 11)) == {"prefill-0": 10}
+        assert worker.num_listed == 3
+
+    scenario(test)
+
+
+def test_a_lost_event_is_found_and_mended() -> None:
+    async def test(rig: Rig) -> None:
+        worker = await rig.worker("prefill-0")
+        await asyncio.sleep(0.1)
+        await worker.store(1, 2)
+        rig.network.is_dropped = lambda subject, sender, receiver: subject.endswith("kv_events")
+        await worker.remove(2)
+        rig.network.is_dropped = lambda subject, sender, receiver: subject.endswith("list_blocks")
+        await worker.store(3)
+        await asyncio.sleep(0.001)
+        state, lengths = await rig.match(1, 2, 3)
+        assert state == "degraded"
+        assert lengths == {"prefill-0": 2}
+        rig.network.is_dropped = lambda subject, sender, receiver: False
+        assert await rig.exact(1, 2, 3, within_s=2.0) == {"prefill-0": 1}
+
+    scenario(test)
+
+
+def test_events_during_a_resync_are_replayed() -> None:
+    async def test(rig: Rig) -> None:
+        worker = CacheWorker(rig.network.bus("prefill-0"), rig.clock)
+        worker.held = dict.fromkeys(range(1, 41))
+        rig.network.latency_s = 0.01
+        await worker.join()
+        await eventually(lambda: worker.num_listed == 3)
+        await worker.remove(2)  # of a page already sent
+        await worker.store(41)
+        lengths = await rig.exact(1, 3, 40, 41)
+        assert lengths == {"prefill-0": 4}
+        assert (await rig.match(1, 2))[1] == {"prefill-0": 1}
+        assert worker.num_listed == 11  # one pass was enough
+
+    scenario(test)
+
+
+def test_a_restarted_worker_starts_anew() -> None:
+    async def test(rig: Rig) -> None:
+        worker = await rig.worker("prefill-0")
+        await asyncio.sleep(0.1)
+        await worker.store(1, 2)
+        await rig.exact(1)
+        rig.network.disconnect("prefill-0")
+        await worker.heart._background.stop()
+        again = await rig.worker("prefill-0", epoch=2)
+        await again.store(2)
+        await asyncio.sleep(0.1)
+        assert await rig.exact(1, 2) == {}
+        assert await rig.exact(2) == {"prefill-0": 1}
+
+    scenario(test)
+
+
+def test_a_silent_worker_is_forgotten_and_known_again_when_it_wakes() -> None:
+    async def test(rig: Rig) -> None:
+        worker = await rig.worker("prefill-0")
+        await asyncio.sleep(0.1)
+        await worker.store(1)
+        rig.network.freeze("prefill-0")
+        await asyncio.sleep(SILENCE_LIMIT_S + 0.5)
+        assert await rig.exact(1) == {}
+        rig.network.thaw("prefill-0")
+        await asyncio.sleep(0.5)
+        assert await rig.exact(1) == {"prefill-0": 1}
+
+    scenario(test)
+
+
+def test_redis_away_and_back() -> None:
+    async def test(rig: Rig) -> None:
+        rig.store.is_away = True
+        worker = await rig.worker("prefill-0")
+        await asyncio.sleep(0.1)
+        await worker.store(1, 2)
+        await asyncio.sleep(0.001)
+        assert await rig.match(1, 2) == ("exact", {"prefill-0": 2})
+        await asyncio.sleep(5)
+        assert rig.store.data == {}
+        rig.store.is_away = False
+        await asyncio.sleep(0.3)
+        record = rig.store.data[f"hearth:t:prefix:{block(2).hex()}"]
+        assert (record[b"hits"], record[b"holders"], record[b"num_tokens"]) == (
+            b"1",
+            b"prefill-0",
+            b"32",
+        )
+
+    scenario(test)
+
+
+def test_a_drain_leaves_the_group_and_writes_what_is_left() -> None:
+    async def test(rig: Rig) -> None:
+        worker = await rig.worker("prefill-0")
+        await asyncio.sleep(0.1)
+        await worker.store(1)
+        await asyncio.sleep(0.001)
+        await rig.service.drain()
+        assert f"hearth:t:prefix:{block(1).hex()}" in rig.store.data
+        with pytest.raises(NoResponders):
+            await rig.match(1)
+
+    scenario(test)
+
+
+async def test_over_real_servers(nats_server: NatsServer, redis_server: RedisServer) -> None:
+    async with AsyncExitStack() as stack:
+        service = await build_kv_index(
+            KvIndexConfig(
+                nats_url=nats_server.url("kv_index-1"),
+                process_id="kv_index-1",
+                redis_url=redis_server.url,
+            )
+        )
+        stack.push_async_callback(service.stop)
+        await service.start()
+        prefill = await NatsBus.connect(nats_server.url("prefill-1"), process_id="prefill-1")
+        stack.push_async_callback(prefill.close)
+        worker = CacheWorker(prefill, MonotonicClock())  # type: ignore[arg-type]
+        worker.held = dict.fromkeys(range(1, 7))
+        await worker.join()
+        stack.push_async_callback(worker.heart.stop)
+        scheduler = await NatsBus.connect(nats_server.url("scheduler-1"), process_id="scheduler-1")
+        stack.push_async_callback(scheduler.close)
+        await _answers(scheduler, {"prefill-1": 6}, *range(1, 7))
+        await worker.store(7)
+        await _answers(scheduler, {"prefill-1": 7}, *range(1, 8))
+        await service.drain()
+        store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
+        stack.push_async_callback(store.close)
+        record = await store.hash_get(f"hearth:t:prefix:{block(7).hex()}")
+        assert record[b"holders"] == b"prefill-1"
+
+
+async def _answers(bus: NatsBus, expected: dict[str, int], *numbers: int) -> None:
+    """Asks until the answer is as expected; each question is a round trip, not a sleep."""
+    async with asyncio.timeout(5):
+        while True:
+            try:
+                if await ask(bus, *numbers) == ("exact", expected):  # type: ignore[arg-type]
+                    return
+            except HearthError:
+                continue

@@ -1,0 +1,60 @@
+from pathlib import Path
+
+import pytest
+
+from services.local.credentials import (
+    Credential,
+    named_roles,
+    nats_config,
+    nats_config_with_variables,
+    process_id_for,
+    role_of,
+)
+from shared.errors import ConfigError
+
+
+def test_every_credential_has_a_password_of_its_own() -> None:
+    first, second = Credential("decode", "decode-1"), Credential("decode", "decode-2")
+    assert first.password != second.password
+    assert len(first.password) == 32
+    assert first.nats_url("10.0.0.5", 4222) == f"nats://decode-1:{first.password}@10.0.0.5:4222"
+
+
+def test_config_names_every_process_with_its_own_password() -> None:
+    credentials = [Credential("decode", "decode-1"), Credential("prefill", "prefill-1")]
+    text = nats_config(credentials, host="127.0.0.1", port=4321)
+    assert 'listen: "127.0.0.1:4321"' in text
+    for each in credentials:
+        assert f'user: "{each.process_id}", password: "{each.password}"' in text
+
+
+def test_variables_stand_unquoted_so_that_nats_reads_its_environment() -> None:
+    text = nats_config_with_variables([("prefill", "prefill-gpu")], host="0.0.0.0", port=4222)
+    assert 'user: "prefill-gpu", password: $HEARTH_PREFILL_GPU_PASSWORD, ' in text
+
+
+def test_the_url_user_is_the_process_id() -> None:
+    assert process_id_for("decode", "nats://decode-7:word@host:4222") == "decode-7"
+    name = process_id_for("decode", "nats://host:4222")
+    assert name.startswith("decode-")
+    assert len(name) == len("decode-") + 6
+
+
+def test_roles_are_read_in_both_spellings() -> None:
+    assert role_of("kv-index") == role_of("kv_index") == "kv_index"
+    assert named_roles(["kv-index=kv-1", "worker=w"]) == [("kv_index", "kv-1"), ("worker", "w")]
+
+
+@pytest.mark.parametrize("argument", ["decode", "decode=", "=x", "router=r-1"])
+def test_a_wrong_role_is_refused(argument: str) -> None:
+    with pytest.raises(ConfigError):
+        named_roles([argument])
+
+
+def test_the_compose_file_is_what_the_command_in_its_first_line_prints() -> None:
+    path = Path(__file__).parents[3] / "services" / "deploy" / "nats.conf"
+    header, _, rest = path.read_text().partition("\n")
+    words = header.removeprefix("# hearth nats-config ").split()
+    processes, options = words[: words.index("--host")], words[words.index("--host") :]
+    assert options == ["--host", "0.0.0.0", "--port", "4222"]
+    assert rest == nats_config_with_variables(named_roles(processes), host="0.0.0.0", port=4222)

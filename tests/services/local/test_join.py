@@ -1,0 +1,114 @@
+"""`hearth credential` against a real nats-server that runs from a cluster's directory."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import nats
+import nats.errors
+import pytest
+
+from services.local.children import ProcessSpec
+from services.local.credentials import Credential, nats_config
+from services.local.join import add_credential
+from services.local.probe import hears_heartbeat
+from services.local.servers import find_server, free_port
+from services.local.state import ClusterState, StateDir, clusters_dir
+from services.local.supervisor import Supervisor
+from shared.bus import NatsBus
+from shared.clock import MonotonicClock
+from shared.errors import ConfigError
+from shared.heartbeat import Heart
+from shared.randomness import SystemRandomness
+
+OWNER = Credential("decode", "decode-1")
+
+
+@pytest.fixture
+async def environ(tmp_path: Path) -> AsyncIterator[dict[str, str]]:
+    """The environment that leads to the directory of a cluster of one credential."""
+    made = {"XDG_STATE_HOME": str(tmp_path)}
+    state = StateDir.create(clusters_dir(made))
+    port = free_port("127.0.0.1")
+    text = nats_config([OWNER], host="127.0.0.1", port=port)
+    path = state.write_secret("nats.conf", text)
+    supervisor = Supervisor(MonotonicClock(), state.path, state.logs, lambda *event: None)
+    pid_file = str(state.path / "nats.pid")
+    spec = ProcessSpec(
+        process_id="nats",
+        argv=(find_server("nats-server"), "-c", str(path), "-P", pid_file),
+        environ=os.environ,
+        listens_on=("127.0.0.1", port),
+    )
+    await supervisor.launch(spec)
+    state.publish(
+        ClusterState(
+            url="http://a", api_key="k", nats_host="127.0.0.1", nats_port=port, credentials=(OWNER,)
+        )
+    )
+    made["url"] = OWNER.nats_url("127.0.0.1", port)
+    yield made
+    await supervisor.stop(grace_s=5.0)
+    state.close(keep_logs=False)
+
+
+async def connects(url: str) -> bool:
+    try:
+        client = await nats.connect(url, allow_reconnect=False, connect_timeout=2)
+    except (nats.errors.Error, OSError):
+        return False
+    await client.close()
+    return True
+
+
+async def test_a_new_credential_works_at_once_and_the_others_stay_connected(
+    environ: dict[str, str],
+) -> None:
+    losses: list[str] = []
+
+    async def on_loss() -> None:
+        losses.append("lost")
+
+    member = await nats.connect(environ["url"], disconnected_cb=on_loss)
+    added = add_credential("worker", "worker-far", None, environ)
+    assert added.credential.role == "worker"
+    assert not added.is_reachable
+    # The server reads its configuration on a signal, so a first try may come too early.
+    async with asyncio.timeout(10.0):
+        while not await connects(added.nats_url):
+            pass
+    assert not await connects(added.nats_url.replace(added.credential.password, "wrong"))
+    await member.flush()
+    assert losses == []
+    await member.close()
+
+
+def test_names_are_checked_and_chosen(environ: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="taken"):
+        add_credential("decode", "decode-1", None, environ)
+    with pytest.raises(ConfigError, match="letters, digits"):
+        add_credential("decode", "a.b", None, environ)
+    with pytest.raises(ConfigError, match="no role"):
+        add_credential("router", None, None, environ)
+    added = add_credential("kv-index", None, "10.0.0.5", environ)
+    assert added.nats_url.startswith("nats://kv_index-")
+    assert "@10.0.0.5:" in added.nats_url
+
+
+def test_without_a_cluster_it_says_how_to_start_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="hearth up"):
+        add_credential("decode", None, None, {"XDG_STATE_HOME": str(tmp_path)})
+
+
+async def test_a_process_is_healthy_while_it_beats(environ: dict[str, str]) -> None:
+    url = environ["url"]
+    assert not await hears_heartbeat(url, "decode-1", timeout_s=0.4)
+    bus = await NatsBus.connect(url, process_id="decode-1")
+    heart = Heart(bus, MonotonicClock(), SystemRandomness(), roles=("decode",))
+    await heart.start()
+    assert not await hears_heartbeat(url, "decode-1", timeout_s=0.4)  # still starting
+    await heart.become("ready")
+    assert await hears_heartbeat(url, "decode-1", timeout_s=5.0)
+    await heart.stop()
+    await bus.close()

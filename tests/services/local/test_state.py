@@ -1,0 +1,88 @@
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.local.credentials import Credential
+from services.local.state import ClusterState, StateDir, clusters_dir, running_cluster
+from shared.errors import ConfigError
+
+
+def state(url: str) -> ClusterState:
+    return ClusterState(url=url, api_key="key", credentials=(Credential("decode", "decode-1"),))
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_secrets_are_for_the_owner_alone(tmp_path: Path) -> None:
+    directory = StateDir.create(tmp_path / "clusters")
+    secret = directory.write_secret("nats.conf", "word")
+    directory.publish(state("http://a"))
+    assert mode(directory.path) == 0o700
+    assert mode(secret) == mode(directory.path / "cluster.json") == 0o600
+    directory.close(keep_logs=False)
+    assert not directory.path.exists()
+
+
+def test_the_newest_running_cluster_is_found(tmp_path: Path) -> None:
+    older, newer = StateDir.create(tmp_path), StateDir.create(tmp_path)
+    os.utime(older.path / "lock", (1, 1))  # two starts may fall in one tick of the file system
+    older.publish(state("http://older"))
+    newer.publish(state("http://newer"))
+    directory, found = running_cluster(tmp_path)
+    assert (directory, found.url) == (newer.path, "http://newer")
+    newer.close(keep_logs=False)
+    assert running_cluster(tmp_path)[1].url == "http://older"
+    older.close(keep_logs=False)
+
+
+def test_a_cluster_that_is_starting_is_not_offered(tmp_path: Path) -> None:
+    directory = StateDir.create(tmp_path)
+    with pytest.raises(ConfigError, match="hearth up"):
+        running_cluster(tmp_path)
+    directory.close(keep_logs=False)
+
+
+def test_a_killed_cluster_is_not_found_and_its_secrets_go_at_the_next_start(
+    tmp_path: Path,
+) -> None:
+    code = (
+        "import os, sys, pathlib\n"
+        "from services.local.state import StateDir, ClusterState\n"
+        "directory = StateDir.create(pathlib.Path(sys.argv[1]))\n"
+        "directory.publish(ClusterState(url='http://dead', api_key='key'))\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    (dead,) = tmp_path.iterdir()
+    assert (dead / "cluster.json").exists()
+    with pytest.raises(ConfigError):
+        running_cluster(tmp_path)
+    fresh = StateDir.create(tmp_path)
+    assert [each.name for each in tmp_path.iterdir()] == [fresh.path.name]
+    fresh.close(keep_logs=False)
+
+
+def test_after_a_failure_only_the_logs_remain(tmp_path: Path) -> None:
+    directory = StateDir.create(tmp_path)
+    directory.write_secret("nats.conf", "word")
+    (directory.logs / "decode-1.log").write_text("why")
+    directory.close(keep_logs=True)
+    left = {each.name for each in directory.path.rglob("*") if each.is_file()}
+    assert left == {"lock", "decode-1.log"}
+
+
+def test_a_place_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot keep state"):
+        StateDir.create(tmp_path / "file" / "clusters")
+
+
+def test_the_state_directory_follows_xdg() -> None:
+    assert clusters_dir({"XDG_STATE_HOME": "/state"}) == Path("/state/hearth/clusters")
+    assert clusters_dir({"HOME": "/home/a"}) == Path("/home/a/.local/state/hearth/clusters")

@@ -1,0 +1,193 @@
+"""The supervisor with real processes: small Python programs and a listening socket."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from services.local.children import ProcessSpec, ending, last_line
+from services.local.servers import free_port
+from services.local.supervisor import Event, ProcessEnded, Supervisor
+from shared.clock import MonotonicClock
+
+WAIT_S = 10.0
+
+SLEEPER = "import signal; print('up', flush=True); signal.pause()"
+STUBBORN = (
+    "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    "print('up', flush=True)\nwhile True: signal.pause()"
+)
+NOTES_ITS_END = (
+    "import signal, sys\n"
+    "def end(*_):\n"
+    "    with open('order', 'a') as file: file.write(sys.argv[1] + '\\n')\n"
+    "    sys.exit(0)\n"
+    "signal.signal(signal.SIGTERM, end); print('up', flush=True)\nwhile True: signal.pause()"
+)
+
+
+async def eventually(predicate: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not predicate():  # noqa: ASYNC110  # another process sets no event of ours
+            await asyncio.sleep(0.005)
+
+
+class Told:
+    """What the supervisor reported."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, Event, str]] = []
+
+    def report(self, process_id: str, event: Event, details: str) -> None:
+        self.events.append((process_id, event, details))
+
+    async def until(self, process_id: str, event: Event, count: int = 1) -> None:
+        wanted = (process_id, event)
+        await eventually(lambda: [each[:2] for each in self.events].count(wanted) >= count)
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+@pytest.fixture
+async def supervisor(tmp_path: Path, told: Told) -> AsyncIterator[Supervisor]:
+    (tmp_path / "logs").mkdir()
+    made = Supervisor(MonotonicClock(), tmp_path, tmp_path / "logs", told.report)
+    yield made
+    made.kill()
+    await made.stop(grace_s=1.0)
+
+
+def spec(name: str, code: str, *arguments: str, order: int = 0, port: int = 0) -> ProcessSpec:
+    return ProcessSpec(
+        process_id=name,
+        argv=(sys.executable, "-c", code, *arguments),
+        environ=os.environ,
+        start_order=order,
+        listens_on=("127.0.0.1", port) if port else None,
+    )
+
+
+async def up(tmp_path: Path, name: str) -> None:
+    """Waits until the program has said so in its log."""
+    log = tmp_path / "logs" / f"{name}.log"
+    await eventually(lambda: "up" in log.read_text())
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_a_death_at_the_start_is_told_with_the_last_words(
+    supervisor: Supervisor,
+) -> None:
+    await supervisor.launch(spec("bad", "import sys; sys.exit('no such checkpoint')"))
+    with pytest.raises(ProcessEnded, match=r"bad ended at its start \(exit status 1: no such chec"):
+        await asyncio.wait_for(supervisor.failure, WAIT_S)
+
+
+async def test_while_serving_a_dead_process_is_reported_and_started_again(
+    supervisor: Supervisor, told: Told
+) -> None:
+    ups = []
+
+    async def on_up() -> None:
+        ups.append(supervisor.pid_of("decode-1"))
+
+    await supervisor.launch(spec("decode-1", SLEEPER), on_up)
+    supervisor.serve()
+    first = supervisor.pid_of("decode-1")
+    os.kill(first, signal.SIGKILL)
+    await told.until("decode-1", "started", 2)
+    second = supervisor.pid_of("decode-1")
+    assert [event for _, event, _ in told.events] == ["started", "ended", "restarting", "started"]
+    assert told.events[1][2].startswith("SIGKILL: ")
+    assert ups == [first, second]
+    assert not supervisor.failure.done()
+
+
+async def test_a_process_is_up_when_its_port_accepts(supervisor: Supervisor, told: Told) -> None:
+    port = free_port("127.0.0.1")
+    code = (
+        "import socket, sys, signal; server = socket.socket()\n"
+        "server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)\n"
+        "server.bind(('127.0.0.1', int(sys.argv[1]))); server.listen(); signal.pause()"
+    )
+    await supervisor.launch(spec("nats", code, str(port), port=port))
+    assert told.events == [("nats", "started", ""), ("nats", "ready", "")]
+
+
+async def test_all_are_stopped_in_reverse_order(supervisor: Supervisor, tmp_path: Path) -> None:
+    names = ("nats", "decode-1", "gateway-1")
+    for order, name in enumerate(names):
+        await supervisor.launch(spec(name, NOTES_ITS_END, name, order=order))
+        await up(tmp_path, name)
+    pids = [supervisor.pid_of(name) for name in names]
+    await supervisor.stop(grace_s=WAIT_S)
+    assert (tmp_path / "order").read_text().split() == ["gateway-1", "decode-1", "nats"]
+    assert not any(is_alive(pid) for pid in pids)
+
+
+async def test_who_does_not_go_in_time_is_killed(supervisor: Supervisor, tmp_path: Path) -> None:
+    await supervisor.launch(spec("stubborn", STUBBORN))
+    await up(tmp_path, "stubborn")
+    pid = supervisor.pid_of("stubborn")
+    await supervisor.stop(grace_s=0.05)
+    assert not is_alive(pid)
+
+
+async def test_children_of_a_killed_parent_die(tmp_path: Path) -> None:
+    code = (
+        "import asyncio, os, pathlib, sys\n"
+        "from services.local.children import ProcessSpec, start_child\n"
+        "async def main():\n"
+        "    here = pathlib.Path(sys.argv[1])\n"
+        "    argv = (sys.executable, '-c', 'import signal; signal.pause()')\n"
+        "    spec = ProcessSpec(process_id='child', argv=argv, environ=os.environ)\n"
+        "    child = await start_child(spec, here, here)\n"
+        "    print(child.process.pid, flush=True)\n"
+        "    await child.process.wait()\n"
+        "asyncio.run(main())\n"
+    )
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, str(tmp_path), stdout=asyncio.subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    pid = int(await parent.stdout.readline())
+    parent.kill()
+    await parent.wait()
+    await eventually(lambda: not is_running(pid))
+
+
+def is_running(pid: int) -> bool:
+    """False for a zombie, too: its new parent may take its time to reap it."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_the_last_line_skips_blank_ones(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("x" * 40_000 + "\nthe reason\n\n  \n")
+    assert last_line(log) == "the reason"
+    log.write_text("")
+    assert last_line(log) == ""
+
+
+@pytest.mark.parametrize(
+    ("returncode", "words"), [(0, "exit status 0"), (-9, "SIGKILL"), (-250, "signal 250")]
+)
+def test_an_ending_in_words(returncode: int, words: str) -> None:
+    assert ending(returncode) == words

@@ -1,0 +1,153 @@
+"""A scheduler on the simulated network, with peers that record what they are sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from services.scheduler.service import SchedulerService
+from shared import subjects
+from shared.config import SchedulerConfig
+from shared.heartbeat import Heart
+from shared.messages import (
+    AbortRequest,
+    DecodeStarted,
+    MatchPrefix,
+    ModelCard,
+    Placed,
+    PlacementFailed,
+    PrefixMatch,
+    PrefixMatches,
+    Queued,
+    QueueKeepalive,
+    Role,
+    StartDecode,
+    SubmitRequest,
+    WorkerLoad,
+)
+from tests.services.scheduler.literals import BLOCK_SIZE
+from tests.simulation.bus import SimulatedBus, SimulatedNetwork
+from tests.simulation.clock import VirtualClock
+from tests.simulation.randomness import SeededRandomness
+
+Told = Placed | PlacementFailed | QueueKeepalive
+
+
+async def eventually(holds: Callable[[], bool], *, within_s: float = 30.0) -> None:
+    """Virtual time, so polling is exact and free."""
+    async with asyncio.timeout(within_s):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+@dataclass
+class Worker:
+    """A peer that heartbeats like a worker and answers as `answer` says."""
+
+    bus: SimulatedBus
+    role: Role
+    model: str = "m"
+    num_free_blocks: int = 1000
+    answer: Callable[[StartDecode], DecodeStarted] = lambda start: DecodeStarted(
+        placement_id=start.placement_id, num_cached_tokens=0
+    )
+    delay_s: float = 0.0
+    started: list[StartDecode] = field(default_factory=list)
+    aborted: list[AbortRequest] = field(default_factory=list)
+    heard_at: list[float] = field(default_factory=list)
+    step: int = 0
+
+    async def join(self) -> None:
+        worker_id = self.bus.process_id
+        card = ModelCard(
+            name=self.model,
+            revision="r1",
+            kv_format="fp32/b16",
+            block_size=BLOCK_SIZE,
+            max_context_tokens=100_000,
+            vocab_size=1000,
+        )
+        clock, randomness = VirtualClock(), SeededRandomness(hash_of(worker_id))
+        self.heart = Heart(
+            self.bus, clock, randomness, roles=(self.role,), load=self._load, model=card
+        )
+        await self.bus.serve(subjects.start_decode(worker_id), StartDecode, self._start)
+        control = subjects.control("decode", worker_id)
+        await self.bus.subscribe(control, AbortRequest, self.aborted.append)
+        await self.heart.start()
+        await self.heart.become("ready")
+
+    def _load(self) -> WorkerLoad:
+        self.step += 1
+        free = self.num_free_blocks
+        return WorkerLoad(
+            step=self.step, step_budget_s=1.0, num_free_blocks=free, num_total_blocks=1000
+        )
+
+    async def _start(self, message: StartDecode) -> DecodeStarted:
+        self.started.append(message)
+        self.heard_at.append(asyncio.get_running_loop().time())
+        if self.delay_s:
+            await asyncio.sleep(self.delay_s)
+        return self.answer(message)
+
+
+def hash_of(name: str) -> int:
+    return int.from_bytes(name.encode(), "little")
+
+
+class Rig:
+    def __init__(self, **options: int) -> None:
+        self.network = SimulatedNetwork()
+        config = SchedulerConfig(nats_url="nats://here", process_id="scheduler-0", **options)
+        self.service = SchedulerService(
+            config, self.network.bus("scheduler-0"), VirtualClock(), SeededRandomness(5)
+        )
+        self.told: dict[str, list[Told]] = {}
+        self.told_at: list[float] = []
+        self.workers: dict[str, Worker] = {}
+        self.matches: tuple[PrefixMatch, ...] = ()
+
+    async def start(self) -> None:
+        await self.service.start()
+        await self.gateway("gateway-0")
+
+    async def gateway(self, gateway_id: str) -> SimulatedBus:
+        bus = self.network.bus(gateway_id)
+        told = self.told.setdefault(gateway_id, [])
+
+        def note(message: Told) -> None:
+            told.append(message)
+            self.told_at.append(asyncio.get_running_loop().time())
+
+        await bus.subscribe(subjects.placement(gateway_id), Told, note)
+        self.buses = getattr(self, "buses", {}) | {gateway_id: bus}
+        return bus
+
+    async def index(self) -> None:
+        def match(message: MatchPrefix) -> PrefixMatches:
+            return PrefixMatches(state="exact", matches=self.matches)
+
+        bus = self.network.bus("kv_index-0")
+        await bus.serve(subjects.MATCH, MatchPrefix, match, queue=subjects.KV_INDEX_GROUP)
+
+    async def worker(self, worker_id: str, role: Role = "decode", **options: object) -> Worker:
+        worker = Worker(self.network.bus(worker_id), role, **options)  # type: ignore[arg-type]
+        await worker.join()
+        self.workers[worker_id] = worker
+        live = self.service.heart.fleet
+        await eventually(lambda: any(each.process_id == worker_id for each in live.live(role)))
+        return worker
+
+    async def submit(self, message: SubmitRequest) -> Queued:
+        bus = self.buses[message.request.gateway_id]
+        return await bus.request(subjects.SUBMIT, message, Queued, timeout_s=0.25)
+
+    def endings(self, gateway_id: str = "gateway-0") -> list[Placed | PlacementFailed]:
+        told = self.told[gateway_id]
+        return [each for each in told if not isinstance(each, QueueKeepalive)]
+
+    async def ending(self, *, num: int = 1, within_s: float = 30.0) -> Placed | PlacementFailed:
+        await eventually(lambda: len(self.endings()) >= num, within_s=within_s)
+        return self.endings()[num - 1]

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from services.scheduler.admission import Admission
+from shared.errors import DeadlineExceeded, InvalidRequest, Overloaded
+from shared.messages import Choice, SubmitRequest
+from tests.services.scheduler.literals import submit_of
+
+
+def admission(max_requests: int = 100, max_tokens: int = 100_000) -> Admission:
+    return Admission(max_requests, max_tokens)
+
+
+def order(held: Admission) -> list[str]:
+    names = []
+    while (ticket := held.pop()) is not None:
+        names.append(ticket.request.request_id)
+    return names
+
+
+def test_the_queue_is_bounded_in_requests() -> None:
+    held = admission(max_requests=2)
+    held.enqueue(submit_of("r0"), 0.0)
+    held.enqueue(submit_of("r1"), 0.0)
+    with pytest.raises(Overloaded) as refused:
+        held.enqueue(submit_of("r2"), 0.0)
+    assert refused.value.retry_after_s is not None
+    assert refused.value.retry_after_s > 0
+    held.remove("r0")
+    held.enqueue(submit_of("r2"), 0.0)
+    assert len(held) == 2
+
+
+def test_the_queue_is_bounded_in_tokens_but_takes_a_giant_alone() -> None:
+    held = admission(max_tokens=100)
+    held.enqueue(submit_of("giant", num_prompt_tokens=500), 0.0)
+    with pytest.raises(Overloaded):
+        held.enqueue(submit_of("small"), 0.0)
+    held.remove("giant")
+    held.enqueue(submit_of("small"), 0.0)
+
+
+def test_one_tenant_cannot_fill_the_queue() -> None:
+    held = admission(max_requests=90)
+    for number in range(80):
+        held.enqueue(submit_of(f"r{number}", tenant_id="greedy"), 0.0)
+    with pytest.raises(Overloaded, match="tenant"):
+        held.enqueue(submit_of("r80", tenant_id="greedy"), 0.0)
+    held.enqueue(submit_of("other", tenant_id="modest"), 0.0)
+
+
+def test_what_is_being_placed_still_counts() -> None:
+    held = admission(max_requests=1)
+    held.enqueue(submit_of("r0"), 0.0)
+    ticket = held.pop()
+    assert ticket is not None
+    with pytest.raises(Overloaded):
+        held.enqueue(submit_of("r1"), 0.0)
+    held.placed(ticket, 1.0)
+    held.enqueue(submit_of("r1"), 1.0)
+
+
+def test_retry_after_follows_the_rate_of_placement() -> None:
+    held = admission()
+    for number in range(20):
+        held.enqueue(submit_of(f"r{number}", num_prompt_tokens=90, max_tokens=10), 0.0)
+    for second in range(10):
+        ticket = held.pop()
+        assert ticket is not None
+        held.placed(ticket, float(second))
+    # Ten left, 1000 tokens; about 55 tokens a second counted with the window's weights.
+    assert 5.0 < held.retry_after_s() < 20.0
+
+
+def test_requeued_requests_keep_their_place() -> None:
+    held = admission()
+    for number in range(4):
+        held.enqueue(submit_of(f"r{number}"), 0.0)
+    first, second = held.pop(), held.pop()
+    assert first is not None and second is not None
+    held.requeue(second)
+    held.requeue(first)
+    assert order(held) == ["r0", "r1", "r2", "r3"]
+
+
+def test_removed_while_being_placed_does_not_come_back() -> None:
+    held = admission()
+    held.enqueue(submit_of("r0"), 0.0)
+    ticket = held.pop()
+    assert ticket is not None
+    assert held.remove("r0") is ticket
+    held.requeue(ticket)
+    assert ticket.is_gone
+    assert held.pop() is None
+    assert len(held) == 0
+    assert held.num_tokens == 0
+
+
+def test_a_resubmission_replaces_the_earlier_try() -> None:
+    held = admission()
+    earlier = held.enqueue(submit_of("r0"), 0.0)
+    held.enqueue(submit_of("r0"), 1.0)
+    assert earlier.is_gone
+    assert order(held) == ["r0"]
+
+
+def test_expired_ones_leave_in_any_phase() -> None:
+    held = admission()
+    held.enqueue(submit_of("placing", deadline_s=1.0), 0.0)
+    held.pop()
+    held.enqueue(submit_of("late", deadline_s=3.0), 0.0)
+    held.enqueue(submit_of("soon", deadline_s=2.0), 0.0)
+    assert held.remove_expired(0.9) == []
+    expired = held.remove_expired(2.0)
+    assert [ticket.request.request_id for ticket in expired] == ["placing", "soon"]
+    assert order(held) == ["late"]
+
+
+def test_a_blocked_lane_does_not_hold_up_another_model() -> None:
+    held = admission()
+    held.enqueue(submit_of("a0", model="a"), 0.0)
+    held.enqueue(submit_of("b0", model="b"), 0.0)
+    held.enqueue(submit_of("b1", model="b"), 0.0)
+    ticket = held.pop(blocked={("a", "r1")})
+    assert ticket is not None
+    assert ticket.request.request_id == "b0"
+    assert order(held) == ["a0", "b1"]
+
+
+def test_a_gateways_requests_are_dropped_together() -> None:
+    held = admission()
+    held.enqueue(submit_of("r0", gateway_id="gateway-0"), 0.0)
+    held.enqueue(submit_of("r1", gateway_id="gateway-1"), 0.0)
+    dropped = held.remove_of_gateway("gateway-0")
+    assert [ticket.request.request_id for ticket in dropped] == ["r0"]
+    assert held.request_ids_by_gateway() == {"gateway-1": ("r1",)}
+
+
+def test_early_endings_do_not_pile_up_until_their_deadlines() -> None:
+    held = admission()
+    for number in range(1000):
+        held.enqueue(submit_of(f"r{number}"), 0.0)
+        held.remove(f"r{number}")
+        held.remove_expired(0.0)
+    assert len(held._deadlines) < 200
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"prompt_token_ids": b""}, InvalidRequest),
+        ({"prompt_token_ids": b"abc"}, InvalidRequest),
+        ({"block_hashes": b"abc"}, InvalidRequest),
+        ({"choices": ()}, InvalidRequest),
+        ({"choices": (Choice(choice_index=0, output_token_ids=b"abc"),)}, InvalidRequest),
+        ({"deadline_s": 0.0}, DeadlineExceeded),
+    ],
+)
+def test_bad_requests_are_refused(change: dict, error: type[Exception]) -> None:
+    submit = submit_of("r0")
+    bad = SubmitRequest(request=msgspec.structs.replace(submit.request, **change))
+    held = admission()
+    with pytest.raises(error):
+        held.enqueue(bad, 0.0)
+    assert len(held) == 0

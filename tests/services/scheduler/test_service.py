@@ -1,0 +1,437 @@
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from shared import subjects
+from shared.errors import InvalidRequest, NoResponders, Overloaded, WorkerBusy
+from shared.health import SILENCE_LIMIT_S
+from shared.heartbeat import Heart
+from shared.messages import (
+    CancelQueued,
+    DecodeStarted,
+    Placed,
+    PlacementFailed,
+    PrefixMatch,
+    QueueKeepalive,
+    StartDecode,
+)
+from tests.services.scheduler.literals import submit_of
+from tests.services.scheduler.rig import Rig, eventually
+from tests.simulation.clock import VirtualClock, run
+from tests.simulation.randomness import SeededRandomness
+
+NO_ROOM = 0
+
+
+def scenario(test: Callable[[Rig], Awaitable[None]], **options: int) -> None:
+    async def play() -> None:
+        rig = Rig(**options)
+        await rig.start()
+        await test(rig)
+        await rig.service.stop()
+
+    run(play())
+
+
+def busy(message: StartDecode) -> DecodeStarted:
+    raise WorkerBusy("full")
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def test_a_request_is_placed_and_forgotten() -> None:
+    async def test(rig: Rig) -> None:
+        decode = await rig.worker("decode-0")
+        await rig.worker("prefill-0", "prefill")
+        await rig.index()
+        queued = await rig.submit(submit_of("r0", num_prompt_tokens=100, deadline_s=60.0))
+        assert (queued.scheduler_id, queued.num_ahead) == ("scheduler-0", 0)
+        placed = await rig.ending()
+        start = decode.started[0]
+        assert placed == Placed(
+            request_id="r0", placement_id=start.placement_id, worker_id="decode-0"
+        )
+        assert len(start.placement_id) == 16
+        assert start.prefill_candidates == ("prefill-0",)
+        assert 59.9 < start.request.deadline_s < 60.0
+        await asyncio.sleep(2)
+        assert rig.told["gateway-0"] == [placed]  # no keepalive for what is not held
+
+    scenario(test)
+
+
+def test_a_busy_worker_is_followed_by_the_next_under_a_new_id() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.worker("decode-0", answer=busy)
+        await rig.worker("decode-1", answer=busy)
+        good = await rig.worker("decode-2")
+        for number in range(6):
+            await rig.submit(submit_of(f"r{number}"))
+        await rig.ending(num=6)
+        assert {each.worker_id for each in rig.endings() if isinstance(each, Placed)} == {
+            "decode-2"
+        }
+        ids = [start.placement_id for worker in rig.workers.values() for start in worker.started]
+        assert len(ids) == len(set(ids)) > 6
+        assert len(good.started) == 6
+
+    scenario(test)
+
+
+def test_silence_means_the_next_worker_and_an_abort_of_the_old_id() -> None:
+    async def test(rig: Rig) -> None:
+        hung = await rig.worker("decode-0", delay_s=5.0)
+        await rig.submit(submit_of("r0"))
+        await eventually(lambda: len(hung.started) == 1)
+        began = now()
+        good = await rig.worker("decode-1")
+        placed = await rig.ending()
+        assert isinstance(placed, Placed)
+        assert placed.worker_id == "decode-1"
+        assert now() - began < 0.11
+        await eventually(lambda: len(hung.aborted) == 1)
+        assert hung.aborted[0].placement_id == hung.started[0].placement_id
+        assert hung.aborted[0].placement_id != good.started[0].placement_id
+
+    scenario(test)
+
+
+def test_a_worker_that_left_without_a_word_is_passed_over() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.worker("decode-0")
+        rig.network.disconnect("decode-0")
+        await rig.worker("decode-1")
+        rig.workers["decode-1"].num_free_blocks = 900
+        for number in range(4):
+            await rig.submit(submit_of(f"r{number}"))
+        await rig.ending(num=4)
+        assert len(rig.workers["decode-1"].started) == 4
+
+    scenario(test)
+
+
+def test_a_silent_index_costs_20_ms_and_no_more() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.worker("decode-0")
+        await rig.index()
+        rig.network.freeze("kv_index-0")
+        began = now()
+        await rig.submit(submit_of("r0", num_prompt_tokens=100))
+        await rig.ending()
+        assert 0.02 <= now() - began < 0.03
+
+    scenario(test)
+
+
+def test_a_cached_prefix_draws_its_requests() -> None:
+    async def test(rig: Rig) -> None:
+        for number in range(3):
+            await rig.worker(f"decode-{number}")
+        await rig.index()
+        rig.matches = (PrefixMatch(worker_id="decode-1", num_blocks=62),)
+        for number in range(5):
+            await rig.submit(submit_of(f"r{number}", num_prompt_tokens=1000))
+        await rig.ending(num=5)
+        assert len(rig.workers["decode-1"].started) == 5
+
+    scenario(test)
+
+
+def test_a_burst_between_two_heartbeats_spreads() -> None:
+    async def test(rig: Rig) -> None:
+        for number in range(4):
+            await rig.worker(f"decode-{number}")
+        began = now()
+        for number in range(40):
+            await rig.submit(submit_of(f"r{number}", num_prompt_tokens=500))
+        await rig.ending(num=40)
+        assert now() - began < 0.25
+        counts = Counter(e.worker_id for e in rig.endings() if isinstance(e, Placed))
+        assert sorted(counts.values()) == [10, 10, 10, 10]
+
+    scenario(test)
+
+
+def test_an_invalid_request_fails_at_once() -> None:
+    def refuse(message: StartDecode) -> DecodeStarted:
+        raise InvalidRequest("no such token", param="prompt")
+
+    async def test(rig: Rig) -> None:
+        await rig.worker("decode-0", answer=refuse)
+        await rig.worker("decode-1", answer=refuse)
+        await rig.submit(submit_of("r0"))
+        failed = await rig.ending(within_s=0.05)
+        assert isinstance(failed, PlacementFailed)
+        assert (failed.failure.code, failed.failure.param) == ("invalid_request", "prompt")
+        assert sum(len(worker.started) for worker in rig.workers.values()) == 1
+
+    scenario(test)
+
+
+def test_a_prompt_beyond_every_cache_fails_at_once() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.worker("decode-0")
+        await rig.submit(submit_of("r0", num_prompt_tokens=16_000))
+        failed = await rig.ending(within_s=0.1)
+        assert isinstance(failed, PlacementFailed)
+        assert failed.failure.code == "context_length_exceeded"
+
+    scenario(test)
+
+
+def test_full_workers_get_it_when_a_heartbeat_shows_room() -> None:
+    async def test(rig: Rig) -> None:
+        worker = await rig.worker("decode-0", num_free_blocks=NO_ROOM)
+        await rig.submit(submit_of("r0"))
+        await rig.submit(submit_of("r1"))
+        await asyncio.sleep(3)
+        assert worker.started == []
+        worker.num_free_blocks = 100
+        await rig.ending(num=2, within_s=0.3)
+        assert [start.request.request_id for start in worker.started] == ["r0", "r1"]
+        assert worker.started[0].request.deadline_s < 57
+
+    scenario(test)
+
+
+def test_refusing_workers_are_asked_again_after_their_next_heartbeat() -> None:
+    async def test(rig: Rig) -> None:
+        worker = await rig.worker("decode-0", answer=busy)
+        await rig.submit(submit_of("r0"))
+        await asyncio.sleep(1.0)
+        assert 3 <= len(worker.started) <= 6
+        worker.answer = type(worker).answer
+        assert isinstance(await rig.ending(within_s=0.3), Placed)
+
+    scenario(test)
+
+
+def test_a_full_model_does_not_hold_up_another() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.worker("decode-0", num_free_blocks=NO_ROOM)
+        await rig.worker("decode-1", model="other")
+        await rig.submit(submit_of("r0"))
+        await rig.submit(submit_of("r1", model="other"))
+        placed = await rig.ending(within_s=0.1)
+        assert (placed.request_id, type(placed)) == ("r1", Placed)
+
+    scenario(test)
+
+
+def test_keepalives_name_what_is_held() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.worker("decode-0", num_free_blocks=NO_ROOM)
+        await rig.gateway("gateway-1")
+        await rig.submit(submit_of("r0"))
+        await rig.submit(submit_of("r1"))
+        await rig.submit(submit_of("r2", gateway_id="gateway-1"))
+        await asyncio.sleep(1.6)
+        keepalive = QueueKeepalive(scheduler_id="scheduler-0", request_ids=("r0", "r1"))
+        assert rig.told["gateway-0"] == [keepalive] * 3
+        assert [each.request_ids for each in rig.told["gateway-1"]] == [("r2",)] * 3
+
+    scenario(test)
+
+
+def test_the_deadline_ends_the_wait() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.worker("decode-0", num_free_blocks=NO_ROOM)
+        began = now()
+        await rig.submit(submit_of("r0", deadline_s=2.0))
+        failed = await rig.ending()
+        assert isinstance(failed, PlacementFailed)
+        assert failed.failure.code == "deadline_exceeded"
+        assert 2.0 <= now() - began < 2.2
+        rig.workers["decode-0"].num_free_blocks = 100
+        await asyncio.sleep(1)
+        assert rig.endings() == [failed]
+
+    scenario(test)
+
+
+def test_a_deadline_that_passes_while_a_worker_is_asked_ends_it_once() -> None:
+    async def test(rig: Rig) -> None:
+        worker = await rig.worker("decode-0", delay_s=0.09)
+        for number in range(20):  # at every phase of the scheduler's tick
+            await rig.submit(submit_of(f"r{number}", deadline_s=0.08))
+            await asyncio.sleep(0.013)
+        await asyncio.sleep(2)
+        assert [each.request_id for each in rig.endings()] != []
+        assert len({each.request_id for each in rig.endings()}) == len(rig.endings()) == 20
+        failed = {each.request_id for each in rig.endings() if isinstance(each, PlacementFailed)}
+        started = {each.placement_id: each.request.request_id for each in worker.started}
+        assert failed
+        assert {started[each.placement_id] for each in worker.aborted} == failed
+
+    scenario(test)
+
+
+def test_no_worker_for_the_model_fails_after_the_grace() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.worker("decode-0", model="other")
+        began = now()
+        await rig.submit(submit_of("r0"))
+        failed = await rig.ending()
+        assert isinstance(failed, PlacementFailed)
+        assert failed.failure.code == "no_capacity"
+        assert failed.failure.retry_after_s is not None
+        assert 2.0 <= now() - began < 2.3
+
+    scenario(test)
+
+
+def test_a_worker_that_comes_within_the_grace_gets_it() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.submit(submit_of("r0"))
+        await asyncio.sleep(1.0)
+        await rig.worker("decode-0")
+        assert isinstance(await rig.ending(within_s=0.5), Placed)
+
+    scenario(test)
+
+
+def test_excluded_workers_are_not_used() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.worker("decode-0")
+        await rig.worker("decode-1")
+        await rig.submit(submit_of("r0", excluded_workers=("decode-0",)))
+        placed = await rig.ending()
+        assert isinstance(placed, Placed)
+        assert placed.worker_id == "decode-1"
+        await rig.submit(submit_of("r1", excluded_workers=("decode-0", "decode-1")))
+        await rig.submit(submit_of("r2"))
+        assert (await rig.ending(num=2, within_s=0.1)).request_id == "r2"
+        failed = await rig.ending(num=3)
+        assert isinstance(failed, PlacementFailed)
+        assert failed.failure.code == "no_capacity"
+
+    scenario(test)
+
+
+@pytest.mark.parametrize("phase", ["queued", "parked", "matching", "starting"])
+def test_cancel_in_each_phase(phase: str) -> None:
+    async def test(rig: Rig) -> None:
+        if phase != "parked":
+            room = NO_ROOM if phase == "queued" else 100
+            await rig.worker("decode-0", num_free_blocks=room, delay_s=0.05)
+        if phase == "matching":
+            await rig.index()
+            rig.network.freeze("kv_index-0")
+        await rig.submit(submit_of("r0"))
+        cancel = CancelQueued(request_id="r0")
+        await asyncio.sleep(
+            {"queued": 1.0, "parked": 1.0, "matching": 0.005, "starting": 0.03}[phase]
+        )
+        await rig.buses["gateway-0"].publish(subjects.cancel("scheduler-0"), cancel)
+        await asyncio.sleep(5)
+        assert rig.endings() == []
+        if phase == "starting":
+            worker = rig.workers["decode-0"]
+            assert [each.placement_id for each in worker.aborted] == [
+                each.placement_id for each in worker.started
+            ]
+            assert len(worker.aborted) == 1
+        elif phase != "parked":
+            assert rig.workers["decode-0"].started == []
+
+    scenario(test)
+
+
+def test_a_lost_gateways_requests_are_dropped() -> None:
+    async def test(rig: Rig) -> None:
+        worker = await rig.worker("decode-0", num_free_blocks=NO_ROOM)
+        bus = await rig.gateway("gateway-1")
+        heart = Heart(bus, VirtualClock(), SeededRandomness(9), roles=("gateway",))
+        await heart.start()
+        await heart.become("ready")
+        await asyncio.sleep(1.5)
+        await rig.submit(submit_of("r0", gateway_id="gateway-1"))
+        await rig.submit(submit_of("r1"))
+        rig.network.disconnect("gateway-1")
+        rig.network.freeze("gateway-1")
+        await asyncio.sleep(SILENCE_LIMIT_S + 0.5)
+        worker.num_free_blocks = 100
+        await rig.ending()
+        await asyncio.sleep(1)
+        assert [start.request.request_id for start in worker.started] == ["r1"]
+
+    scenario(test)
+
+
+def test_a_full_queue_refuses_with_a_time_to_retry() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.worker("decode-0", num_free_blocks=NO_ROOM)
+        await rig.submit(submit_of("r0"))
+        await rig.submit(submit_of("r1"))
+        with pytest.raises(Overloaded) as refused:
+            await rig.submit(submit_of("r2"))
+        assert refused.value.retry_after_s is not None
+
+    scenario(test, max_queued_requests=2)
+
+
+def test_tenants_take_turns_when_room_is_scarce() -> None:
+    async def test(rig: Rig) -> None:
+        worker = await rig.worker("decode-0", num_free_blocks=NO_ROOM)
+        for number in range(4):
+            await rig.submit(submit_of(f"a{number}", tenant_id="a", num_prompt_tokens=20))
+        await rig.submit(submit_of("b0", tenant_id="b"))
+        await asyncio.sleep(1)
+        worker.num_free_blocks = 1000
+        await rig.ending(num=5)
+        order = [start.request.request_id for start in worker.started]
+        assert order.index("b0") == 1
+
+    scenario(test)
+
+
+def test_a_drain_places_what_it_can_and_hands_back_the_rest() -> None:
+    async def test(rig: Rig) -> None:
+        worker = await rig.worker("decode-0", num_free_blocks=NO_ROOM)
+        await rig.worker("decode-1", model="full", num_free_blocks=NO_ROOM)
+        await rig.submit(submit_of("r0"))
+        await rig.submit(submit_of("r1", model="full"))
+        draining = asyncio.create_task(rig.service.drain())
+        await asyncio.sleep(0.5)
+        with pytest.raises(NoResponders):
+            await rig.submit(submit_of("r2"))
+        worker.num_free_blocks = 100
+        await draining
+        await rig.ending(num=2)
+        endings = {each.request_id: type(each) for each in rig.endings()}
+        assert endings == {"r0": Placed, "r1": PlacementFailed}
+
+    scenario(test)
+
+
+def test_nothing_is_told_twice_and_nothing_is_left_untold() -> None:
+    """A hundred requests over flaky workers: each gets exactly one ending."""
+
+    async def test(rig: Rig) -> None:
+        draws = SeededRandomness(3)
+
+        def flaky(message: StartDecode) -> DecodeStarted:
+            if draws.below(3) == 0:
+                raise WorkerBusy("not now")
+            return DecodeStarted(placement_id=message.placement_id, num_cached_tokens=0)
+
+        for number in range(3):
+            await rig.worker(f"decode-{number}", answer=flaky)
+        rig.network.is_dropped = lambda subject, sender, receiver: (
+            subject.endswith(".start") and draws.below(10) == 0
+        )
+        for number in range(100):
+            await rig.submit(submit_of(f"r{number}", deadline_s=20.0))
+        await rig.ending(num=100)
+        await asyncio.sleep(5)
+        names = [each.request_id for each in rig.endings()]
+        assert sorted(names) == sorted(f"r{number}" for number in range(100))
+        assert all(isinstance(each, Placed) for each in rig.endings())
+
+    scenario(test)

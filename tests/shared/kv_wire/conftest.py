@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+import uvloop
+
+from shared.kv_wire.dialer import Dialer
+from shared.kv_wire.link import KvDialer, KvReceiver
+from shared.kv_wire.receiver import KvServer
+from shared.messages import DataPlaneAddress
+from tests.shared.kv_wire.support import INSTANCE
+from tests.simulation.kv_link import SimulatedDialer, SimulatedReceiver
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Processes run on uvloop; the standard loop differs in what it does to buffers and closes."""
+    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[KvServer]:
+    server = await KvServer.start(instance_id=INSTANCE)
+    yield server
+    await server.close()
+
+
+@pytest.fixture
+async def dialer() -> AsyncIterator[Dialer]:
+    dialer = Dialer(connect_timeout_s=5.0)
+    yield dialer
+    await dialer.close()
+
+
+@pytest.fixture(params=["memfd", "tcp"])
+def address(request: pytest.FixtureRequest, server: KvServer) -> DataPlaneAddress:
+    """The server, reached over either transport."""
+    if request.param == "tcp":
+        return msgspec.structs.replace(server.address, unix_path="")
+    return msgspec.structs.replace(server.address, port=1)  # nobody listens there
+
+
+@dataclass(frozen=True)
+class Pair:
+    receiver: KvReceiver
+    dialer: KvDialer
+    address: DataPlaneAddress
+
+
+@pytest.fixture(params=["memfd", "tcp", "simulated"])
+async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
+    """Both ends of every implementation of the seam."""
+    if request.param == "simulated":
+        network = SimulatedDialer()
+        receiver = SimulatedReceiver(network, INSTANCE)
+        yield Pair(receiver, network, receiver.address)
+        return
+    server, dialer = await KvServer.start(instance_id=INSTANCE), Dialer(connect_timeout_s=5.0)
+    without = {"port": 1} if request.param == "memfd" else {"unix_path": ""}
+    yield Pair(server, dialer, msgspec.structs.replace(server.address, **without))
+    await dialer.close()
+    await server.close()

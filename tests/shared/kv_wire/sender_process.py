@@ -1,0 +1,28 @@
+"""A sender to be killed: pushes frames to the address given as JSON until it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import msgspec
+
+from shared.kv_wire.dialer import Dialer
+from shared.messages import DataPlaneAddress
+from tests.shared.kv_wire.support import fill_with, header
+
+NUM_BYTES = 1 << 20
+
+
+async def main(address: DataPlaneAddress) -> None:
+    link = await Dialer(connect_timeout_s=5.0).link(address)
+    fill = fill_with(bytes(NUM_BYTES))
+
+    async def push() -> None:
+        while True:
+            await link.send(header(NUM_BYTES), fill)
+
+    await asyncio.gather(*(push() for _ in range(4)))
+
+
+asyncio.run(main(msgspec.json.decode(sys.argv[1], type=DataPlaneAddress)))

@@ -1,0 +1,100 @@
+"""What the tests of the KV data plane share: frames to send and sinks that remember."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+from shared.kv_wire.link import Fill, FrameHeader
+
+DEADLINE_S = 2.0
+INSTANCE = b"instance-of-test"
+
+
+def header(
+    payload_bytes: int, *, placement_id: bytes = b"placement-a", sequence_number: int = 0
+) -> FrameHeader:
+    return FrameHeader(
+        placement_id=placement_id,
+        sequence_number=sequence_number,
+        first_token=0,
+        num_tokens=1,
+        first_layer=0,
+        num_layers=1,
+        first_head=0,
+        num_heads=1,
+        kv_format="uint8/b1/l1/h1/d1",
+        num_cached_tokens=0,
+        payload_bytes=payload_bytes,
+    )
+
+
+def payload_of(num_bytes: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(num_bytes)
+
+
+def fill_with(data: bytes) -> Fill:
+    async def fill(view: memoryview) -> None:
+        assert len(view) == len(data)
+        view[:] = data
+
+    return fill
+
+
+class RecordingSink:
+    """Keeps what it was given; `gate` holds deliveries up, `refusal` refuses them."""
+
+    def __init__(self, gate: asyncio.Event | None = None) -> None:
+        self.frames: list[tuple[FrameHeader, bytes]] = []
+        self.corrupted: list[FrameHeader] = []
+        self.num_lost = 0
+        self.refusal: Exception | None = None
+        self.gate = gate
+        self.entered = asyncio.Event()
+        self.lost = asyncio.Event()
+
+    async def frame(self, header: FrameHeader, payload: memoryview) -> None:
+        self.entered.set()
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.refusal is not None:
+            raise self.refusal
+        self.frames.append((header, bytes(payload)))
+
+    def corrupt(self, header: FrameHeader) -> None:
+        self.corrupted.append(header)
+
+    def link_lost(self) -> None:
+        self.num_lost += 1
+        self.lost.set()
+
+    @property
+    def sequence_numbers(self) -> list[int]:
+        return [header.sequence_number for header, _ in self.frames]
+
+
+async def eventually(is_true: Callable[[], bool]) -> None:
+    """Gives the loop turns until it holds. Raises TimeoutError after the deadline."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not is_true():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+def descriptors() -> dict[str, str]:
+    """This process's open descriptors: path below /proc and what each points at."""
+    found = {}
+    for fd in list(Path("/proc/self/fd").iterdir()):
+        with contextlib.suppress(OSError):  # the one that listed them is gone
+            found[str(fd)] = str(fd.readlink())
+    return found
+
+
+def open_files() -> list[str]:
+    return sorted(descriptors().values())
+
+
+def path_of_descriptor(part_of_name: str) -> str:
+    return next(path for path, name in descriptors().items() if part_of_name in name)

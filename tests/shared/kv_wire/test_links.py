@@ -1,0 +1,258 @@
+"""Shared memory and TCP: damage, bounds, deaths and what is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import shutil
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shared.errors import FrameRefused, LinkLost
+from shared.kv_wire import shared_memory, stream
+from shared.kv_wire.dialer import Dialer
+from shared.kv_wire.push_link import StagedLink
+from shared.kv_wire.receiver import KvServer
+from shared.messages import DataPlaneAddress
+from tests.shared.kv_wire.support import (
+    DEADLINE_S,
+    INSTANCE,
+    RecordingSink,
+    eventually,
+    fill_with,
+    header,
+    open_files,
+    path_of_descriptor,
+    payload_of,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+NUM_SLOTS = 4
+
+
+def damage_after_sum(link: StagedLink) -> None:
+    """The next frame's payload changes between its checksum and the receiver's copy."""
+    transmit = link._staging.transmit
+
+    def damaged(to: stream.RecordStream, frame_id: int, header: object, slot_index: int) -> None:
+        link._staging.view(slot_index, 1)[0] ^= 0x10
+        link._staging.transmit = transmit  # type: ignore[method-assign]
+        transmit(to, frame_id, header, slot_index)  # type: ignore[arg-type]
+
+    link._staging.transmit = damaged  # type: ignore[method-assign, assignment]
+
+
+@pytest.mark.parametrize("num_bytes", [1, 4096, 3 << 20])
+async def test_a_damaged_payload_is_found_counted_and_not_delivered(
+    server: KvServer, dialer: Dialer, address: DataPlaneAddress, num_bytes: int
+) -> None:
+    sink, data = RecordingSink(), payload_of(num_bytes)
+    server.expect(b"placement-a", sink)
+    link = await dialer.link(address)
+    damage_after_sum(link)
+    with pytest.raises(FrameRefused, match="checksum"):
+        await link.send(header(num_bytes, sequence_number=5), fill_with(data))
+    assert [found.sequence_number for found in sink.corrupted] == [5]
+    assert sink.frames == []
+    assert server.counts.num_corrupt == 1
+    await link.send(header(num_bytes), fill_with(data))
+    assert [found for _, found in sink.frames] == [data]
+
+
+async def test_a_slow_sink_bounds_the_frames_under_way(
+    server: KvServer, dialer: Dialer, address: DataPlaneAddress
+) -> None:
+    num_filled = 0
+
+    async def fill(view: memoryview) -> None:
+        nonlocal num_filled
+        num_filled += 1
+
+    gate = asyncio.Event()
+    sink = RecordingSink(gate)
+    server.expect(b"placement-a", sink)
+    link = await dialer.link(address)
+    sends = [asyncio.ensure_future(link.send(header(100_000), fill)) for _ in range(20)]
+    async with asyncio.timeout(DEADLINE_S):
+        await sink.entered.wait()
+        await eventually(lambda: link.num_unacked == NUM_SLOTS)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert (num_filled, link.num_unacked) == (NUM_SLOTS, NUM_SLOTS)
+        gate.set()
+        await asyncio.gather(*sends)
+    assert num_filled == 20
+    assert link.num_unacked == 0
+
+
+async def test_a_cancelled_send_lets_its_fill_end_and_gives_the_slot_back(
+    server: KvServer, dialer: Dialer, address: DataPlaneAddress
+) -> None:
+    has_started, may_end = asyncio.Event(), asyncio.Event()
+    has_ended = False
+
+    async def fill(view: memoryview) -> None:
+        nonlocal has_ended
+        has_started.set()
+        await may_end.wait()
+        has_ended = True
+
+    server.expect(b"placement-a", RecordingSink())
+    link = await dialer.link(address)
+    async with asyncio.timeout(DEADLINE_S):
+        for _ in range(2 * NUM_SLOTS):
+            has_ended = False
+            has_started.clear()
+            may_end.clear()
+            send = asyncio.ensure_future(link.send(header(3), fill))
+            await has_started.wait()
+            send.cancel()
+            await asyncio.sleep(0)
+            assert not send.done()
+            may_end.set()
+            with pytest.raises(asyncio.CancelledError):
+                await send
+            assert has_ended
+        await link.send(header(3), fill_with(b"abc"))
+    assert server.counts.num_frames == 1
+
+
+async def test_a_send_cancelled_while_unacknowledged_frees_its_slot_with_the_answer(
+    server: KvServer, dialer: Dialer, address: DataPlaneAddress
+) -> None:
+    gate = asyncio.Event()
+    sink = RecordingSink(gate)
+    server.expect(b"placement-a", sink)
+    link = await dialer.link(address)
+    sends = [asyncio.ensure_future(link.send(header(3), fill_with(b"abc"))) for _ in range(4)]
+    await eventually(lambda: link.num_unacked == NUM_SLOTS)
+    for send in sends:
+        send.cancel()
+    await asyncio.gather(*sends, return_exceptions=True)
+    gate.set()
+    async with asyncio.timeout(DEADLINE_S):
+        await link.send(header(3, sequence_number=9), fill_with(b"xyz"))
+    assert sink.sequence_numbers == [0, 0, 0, 0, 9]
+
+
+async def test_a_killed_sender_is_noticed_by_its_sinks(
+    server: KvServer, address: DataPlaneAddress
+) -> None:
+    sink = RecordingSink()
+    server.expect(b"placement-a", sink)
+    script = Path(__file__).with_name("sender_process.py")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(script), msgspec.json.encode(address).decode(), cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(30):
+            await sink.entered.wait()
+            process.send_signal(signal.SIGKILL)
+            await sink.lost.wait()
+    finally:
+        await process.wait()
+    await eventually(lambda: server.num_connections == 0)
+    assert sink.num_lost == 1
+    assert all(data == bytes(1 << 20) for _, data in sink.frames)
+
+
+@pytest.mark.parametrize("transport", ["memfd", "tcp"])
+async def test_a_killed_receiver_fails_every_send(dialer: Dialer, transport: str) -> None:
+    script = Path(__file__).with_name("receiver_process.py")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(script), cwd=ROOT, env={"PYTHONPATH": str(ROOT)},
+        stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(30):
+            address = msgspec.json.decode(await process.stdout.readline(), type=DataPlaneAddress)
+            directory = Path(address.unix_path).parent
+            if transport == "tcp":
+                address = msgspec.structs.replace(address, unix_path="")
+            link = await dialer.link(address)
+            sends = [
+                asyncio.ensure_future(link.send(header(50_000), fill_with(bytes(50_000))))
+                for _ in range(10)
+            ]
+            await eventually(lambda: link.num_unacked == NUM_SLOTS)
+            process.send_signal(signal.SIGKILL)
+            results = await asyncio.gather(*sends, return_exceptions=True)
+    finally:
+        await process.wait()
+    shutil.rmtree(directory)  # nobody is left to remove it
+    assert [type(result) for result in results] == [LinkLost] * 10
+    with pytest.raises(LinkLost):
+        await dialer.link(address)
+
+
+async def test_nothing_is_left_behind(address: DataPlaneAddress, server: KvServer) -> None:
+    async def push_and_leave(is_busy: bool) -> None:
+        gate = asyncio.Event()
+        sink = RecordingSink(gate if is_busy else None)
+        server.expect(b"placement-a", sink)
+        dialer = Dialer(connect_timeout_s=5.0)
+        link = await dialer.link(address)
+        send = asyncio.ensure_future(link.send(header(2 << 20), fill_with(bytes(2 << 20))))
+        await sink.entered.wait()
+        if not is_busy:
+            await send
+        await dialer.close()
+        gate.set()
+        await asyncio.gather(send, return_exceptions=True)
+        server.forget(b"placement-a")
+        await eventually(lambda: server.num_connections == 0)
+
+    await push_and_leave(False)  # whatever is opened once for good is open by now
+    gc.collect()
+    before = open_files(), threading.active_count(), len(asyncio.all_tasks())
+    for is_busy in (False, True, False, True):
+        await push_and_leave(is_busy)
+    await asyncio.sleep(0)
+    gc.collect()
+    assert (open_files(), threading.active_count(), len(asyncio.all_tasks())) == before
+
+
+async def test_a_closed_server_leaves_no_file_and_no_task() -> None:
+    before = open_files(), len(asyncio.all_tasks())
+    server = await KvServer.start(instance_id=INSTANCE)
+    directory = Path(server.address.unix_path).parent
+    assert directory.stat().st_mode & 0o777 == 0o700
+    await server.close()
+    await server.close()
+    await asyncio.sleep(0)
+    assert not directory.exists()
+    gc.collect()
+    assert (open_files(), len(asyncio.all_tasks())) == before
+
+
+async def test_small_frames_take_little_memory(server: KvServer, dialer: Dialer) -> None:
+    server.expect(b"placement-a", RecordingSink())
+    link = await dialer.link(msgspec.structs.replace(server.address, port=1))
+    for number in range(50):
+        await link.send(header(10_000, sequence_number=number), fill_with(bytes(10_000)))
+    status = os.stat(path_of_descriptor("hearth-kv (deleted)"))  # noqa: PTH116
+    assert status.st_size == shared_memory.NUM_SLOTS * shared_memory.SLOT_BYTES
+    assert status.st_blocks * 512 <= NUM_SLOTS * 16_384
+
+
+async def test_tcp_is_taken_where_the_unix_path_is_of_no_use(
+    server: KvServer, tmp_path: Path, dialer: Dialer
+) -> None:
+    server.expect(b"placement-a", RecordingSink())
+    (tmp_path / "a_file").touch()
+    other = await KvServer.start(instance_id=b"another-instance")
+    paths = [str(tmp_path / "nothing"), str(tmp_path / "a_file"), other.address.unix_path]
+    for unix_path in [*paths, "/" + "x" * 300]:
+        link = await dialer.link(msgspec.structs.replace(server.address, unix_path=unix_path))
+        await link.send(header(3), fill_with(b"abc"))
+        await link.close()
+    await other.close()
+    assert server.counts.num_frames == 4

@@ -1,0 +1,51 @@
+"""The faults that the simulated link adds; what it shares with the others is in `test_seam`."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from shared.errors import FrameRefused, LinkLost
+from tests.shared.kv_wire.support import DEADLINE_S, RecordingSink, fill_with, header
+from tests.simulation.kv_link import SimulatedDialer, SimulatedReceiver
+
+
+async def test_the_next_frame_of_one_placement_can_be_corrupted() -> None:
+    network = SimulatedDialer()
+    receiver = SimulatedReceiver(network, b"decode-1")
+    sick, well = RecordingSink(), RecordingSink()
+    receiver.expect(b"sick", sick)
+    receiver.expect(b"well", well)
+    receiver.corrupt_next(b"sick")
+    link = await network.link(receiver.address)
+    await link.send(header(3, placement_id=b"well"), fill_with(b"abc"))
+    with pytest.raises(FrameRefused, match="checksum"):
+        await link.send(header(3, placement_id=b"sick"), fill_with(b"abc"))
+    await link.send(header(3, placement_id=b"sick"), fill_with(b"abc"))
+    assert (len(sick.corrupted), len(sick.frames)) == (1, 1)
+    assert (len(well.corrupted), len(well.frames)) == (0, 1)
+
+
+async def test_dropped_links_fail_sends_tell_sinks_and_can_be_dialled_again() -> None:
+    network = SimulatedDialer()
+    receiver = SimulatedReceiver(network, b"decode-1")
+    sink = RecordingSink(gate=asyncio.Event())
+    receiver.expect(b"placement-a", sink)
+    link = await network.link(receiver.address)
+    sends = [asyncio.ensure_future(link.send(header(3), fill_with(b"abc"))) for _ in range(3)]
+    async with asyncio.timeout(DEADLINE_S):
+        await sink.entered.wait()
+        receiver.drop_links()
+        results = await asyncio.gather(*sends, return_exceptions=True)
+    assert [type(result) for result in results] == [LinkLost] * 3
+    assert sink.num_lost == 1
+    assert not (await network.link(receiver.address)).is_lost
+
+
+async def test_an_instance_that_is_not_there_cannot_be_dialled() -> None:
+    network = SimulatedDialer()
+    receiver = SimulatedReceiver(network, b"decode-1")
+    del network.receivers[b"decode-1"]
+    with pytest.raises(LinkLost):
+        await network.link(receiver.address)

@@ -1,0 +1,97 @@
+"""The `hearth` command as a user meets it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from services.local.service_options import HELP
+from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig, WorkerConfig
+
+COMMANDS = [
+    *("up", "chat", "credential", "api-key", "nats-config", "health"),
+    *("gateway", "scheduler", "kv-index", "prefill", "decode", "worker"),
+]
+
+
+def hearth(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("HEARTH_")}
+    return subprocess.run(
+        [sys.executable, "-m", "services", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**clean, "COLUMNS": "200", "XDG_STATE_HOME": "/nonexistent", **environ},
+        stdin=subprocess.DEVNULL,
+        cwd=Path(__file__).parents[1],
+    )
+
+
+def test_help_names_every_command_and_loads_no_engine() -> None:
+    result = hearth("--help")
+    assert result.returncode == 0
+    for command in COMMANDS:
+        assert f" {command} " in result.stdout
+    code = (
+        "import sys; from services.__main__ import app\n"
+        "assert not {'torch', 'transformers', 'litestar', 'nats'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
+def test_no_argument_is_a_wish_for_help() -> None:
+    assert hearth().stdout == hearth("--help").stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(command: str) -> None:
+    result = hearth(command, "--help")
+    assert result.returncode == 0
+    assert "Example" in result.stdout or command == "health"
+
+
+@pytest.mark.parametrize("config", [GatewayConfig, SchedulerConfig, KvIndexConfig, WorkerConfig])
+def test_every_field_of_a_configuration_is_an_explained_option(config: type) -> None:
+    assert {field.name for field in msgspec.structs.fields(config)} <= set(HELP)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve"], "No such command 'serve'"),
+        (["gateway"], "Missing option '--nats-url'"),
+        (["decode", "--nats-url", "x"], "nats_url must start with nats://"),
+        (["decode", "--nats-url", "nats://h:1", "--model-dir", "/no"], "/no is not a directory"),
+        (["scheduler", "--nats-url", "nats://h:1", "--max-queued-tokens", "0"], "must be positive"),
+        (["decode", "--nats-url", "nats://h:1", "--role", "all"], "--role"),
+        (["up", "--model", "/no"], "--model /no is not a directory"),
+        (["up", "--http", "8000"], "--http '8000' is not HOST:PORT"),
+        (["up", "--http", "h:70000"], "is not HOST:PORT"),
+        (["up", "--model", "/tmp", "--decode", "0"], "nothing could answer"),
+        (["chat"], "start one with `hearth up`"),
+        (["chat", "--url", "http://127.0.0.1:9"], "--api-key"),
+        (["chat", "--url", "127.0.0.1:9", "--api-key", "k"], "must start with http"),
+        (["chat", "--url", "http://127.0.0.1:9", "--api-key", "k"], "cannot reach"),
+        (["credential", "decode"], "start one with `hearth up`"),
+        (["nats-config", "router=r"], "no role 'router'"),
+        (["health", "--nats-url", "nats://127.0.0.1:9"], "--process-id is needed"),
+        (["api-key", "team-a", "--redis-url", "http://x"], "redis_url must start with redis://"),
+        (["api-key", "team-a", "--redis-url", "redis://127.0.0.1:9"], "Redis does not answer"),
+    ],
+)
+def test_every_refusal_is_one_line_and_status_2(arguments: list[str], words: str) -> None:
+    result = hearth(*arguments)
+    assert result.returncode == 2, result.stderr
+    assert words in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert result.stderr.startswith("hearth: ")
+
+
+def test_options_come_from_the_environment_too() -> None:
+    result = hearth("decode", HEARTH_NATS_URL="nats://d-1:word@127.0.0.1:9", HEARTH_DTYPE="int3")
+    assert result.returncode == 2
+    assert "dtype 'int3'" in result.stderr
+    assert "word" not in result.stderr
