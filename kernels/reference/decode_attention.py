@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.reference.tiles import ROW_MULTIPLE, TILE, gather_kv, round_up, softmax_value
+from kernels.reference.tiles import (
+    LOG2_E,
+    ROW_MULTIPLE,
+    TILE,
+    gather_kv,
+    round_up,
+    softmax_value,
+    visibility,
+)
 
 
 def decode_attention(
@@ -30,16 +38,15 @@ def decode_attention(
     rows = query.new_zeros(
         (num_kv_heads, num_seqs, num_tiles, num_rows, head_dim), dtype=torch.float32
     )
-    rows[:, :, :, :group] = grouped.float() * scale
+    rows[:, :, :, :group] = grouped.float() * (scale * LOG2_E)
     scores = torch.bmm(
         rows.view(batch * num_tiles, num_rows, head_dim),
         key.reshape(batch * num_tiles, TILE, head_dim).transpose(1, 2),
     )
     token_index = torch.arange(num_tokens, device=query.device)
-    masked = token_index >= context_lens.unsqueeze(1)  # [S, tokens]
-    scores.view(num_kv_heads, num_seqs, num_tiles, num_rows, TILE).masked_fill_(
-        masked.view(1, num_seqs, num_tiles, 1, TILE), float("-inf")
-    )
+    limits = visibility(token_index < context_lens.unsqueeze(1))  # [S, tokens]
+    scores = scores.view(num_kv_heads, num_seqs, num_tiles, num_rows, TILE)
+    torch.minimum(scores, limits.view(1, num_seqs, num_tiles, 1, TILE), out=scores)
     out = softmax_value(
         scores.view(batch, num_tiles, num_rows, TILE), value.reshape(batch, num_tokens, head_dim)
     )

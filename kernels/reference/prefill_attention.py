@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.reference.tiles import TILE, gather_kv, round_up, softmax_value
+from kernels.reference.tiles import LOG2_E, TILE, gather_kv, round_up, softmax_value, visibility
 
 # FP32 scores held at once: bounds memory at long contexts and stays within the caches.
 MAX_SCORES = 1 << 18
@@ -44,41 +44,44 @@ def _attend(
     group = num_heads // num_kv_heads
     first_position = context_len - num_tokens
     # [num_kv_heads, Q, group, D]: a KV head's query heads become rows of one product.
-    rows = (query.float() * scale).view(num_tokens, num_kv_heads, group, head_dim).transpose(0, 1)
+    rows = query.float() * (scale * LOG2_E)
+    rows = rows.view(num_tokens, num_kv_heads, group, head_dim).transpose(0, 1)
     step = max(MAX_SCORES // (round_up(context_len, TILE) * group), MIN_ROWS)
     for start in range(0, num_tokens, step):
         stop = min(start + step, num_tokens)
-        positions = torch.arange(first_position + start, first_position + stop, device=key.device)
-        visible = round_up(first_position + stop, TILE)
+        num_tiles = -(-(first_position + stop) // TILE)
+        limits = _limits(first_position + start, stop - start, group, num_tiles)
+        limits = limits.to(query.device)
         for head in range(num_kv_heads):
-            block = rows[head, start:stop].reshape(-1, head_dim)
             attended = _attend_rows(
-                block,
-                key[head, :visible],
-                value[head, :visible],
-                positions.repeat_interleave(group),
-                first_position + start,
+                rows[head, start:stop].reshape(-1, head_dim),
+                key[head, : num_tiles * TILE].view(num_tiles, TILE, head_dim),
+                value[head, : num_tiles * TILE],
+                limits,
             )
             heads = slice(head * group, (head + 1) * group)
             out[start:stop, heads] = attended.view(stop - start, group, head_dim)
 
 
-def _attend_rows(
-    rows: Tensor, key: Tensor, value: Tensor, positions: Tensor, first_position: int
-) -> Tensor:
-    """rows [R, D] at `positions` [R], none before `first_position`; key, value [tokens, D]."""
-    num_rows, head_dim = rows.shape
-    padding = round_up(num_rows, MIN_ROWS) - num_rows
+def _limits(first_position: int, num_tokens: int, group: int, num_tiles: int) -> Tensor:
+    """[last tiles, R, TILE]: all but the tiles before `first_position`, which every row sees.
+
+    R = group rows for each token, padded to a multiple of MIN_ROWS by rows that see everything.
+    """
+    num_rows = round_up(num_tokens * group, MIN_ROWS)
+    positions = first_position + torch.arange(num_rows) // group
+    positions[num_tokens * group :] = num_tiles * TILE
+    token_index = torch.arange(first_position // TILE * TILE, num_tiles * TILE)
+    return visibility(token_index.view(-1, 1, TILE) <= positions.view(1, -1, 1))
+
+
+def _attend_rows(rows: Tensor, key: Tensor, value: Tensor, limits: Tensor) -> Tensor:
+    """rows [R, D]; key [num_tiles, TILE, D]; value [tokens, D] -> [R, D]."""
+    num_rows = rows.shape[0]
+    padding = limits.shape[1] - num_rows
     if padding:
         rows = torch.nn.functional.pad(rows, (0, 0, 0, padding))
-        positions = torch.nn.functional.pad(positions, (0, padding))
-    num_tiles = key.shape[0] // TILE
-    scores = torch.bmm(
-        rows.expand(num_tiles, -1, -1),
-        key.view(num_tiles, TILE, head_dim).transpose(1, 2),
-    )  # [num_tiles, R, TILE]
-    first_tile = first_position // TILE  # every row sees all of the tiles before it
-    token_index = torch.arange(first_tile * TILE, num_tiles * TILE, device=rows.device)
-    masked = token_index.view(-1, 1, TILE) > positions.view(1, -1, 1)
-    scores[first_tile:].masked_fill_(masked, float("-inf"))
+    scores = torch.bmm(rows.expand(key.shape[0], -1, -1), key.transpose(1, 2))
+    tail = scores[key.shape[0] - limits.shape[0] :]
+    torch.minimum(tail, limits, out=tail)
     return softmax_value(scores.unsqueeze(0), value.unsqueeze(0))[0, :num_rows]

@@ -11,11 +11,16 @@ them gets at least four (measured with MKL): rows are padded to a multiple of RO
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 TILE = 64
 ROW_MULTIPLE = 4
+LOG2_E = math.log2(math.e)
+# Below torch's grain size of 32,768 elements an elementwise op stays on one thread.
+SERIAL_ELEMENTS = 1 << 14
 
 
 def round_up(count: int, multiple: int) -> int:
@@ -44,6 +49,11 @@ def gather_kv(kv_cache: Tensor, block_tables: Tensor, num_tokens: int) -> tuple[
     return key, value
 
 
+def visibility(is_visible: Tensor) -> Tensor:
+    """What scores are cut down to by a minimum: +inf or, where masked, -inf. As fast as an add."""
+    return torch.where(is_visible, float("inf"), float("-inf"))
+
+
 def tree_sum(x: Tensor) -> Tensor:
     """Sums dimension 1 by adjacent pairs; appending zeros to it changes no bit. [B, n, ...]"""
     while x.shape[1] > 1:
@@ -53,14 +63,28 @@ def tree_sum(x: Tensor) -> Tensor:
     return x[:, 0]
 
 
+def exp2_(x: Tensor) -> Tensor:
+    """2**x in place; x contiguous, of a multiple of 64 elements.
+
+    Four times as fast as exp. Its vectorised form and its scalar tail differ by a bit, so no thread
+    may end up with a tail: halves of x have none, thirds may.
+    """
+    if x.is_cuda or torch.get_num_threads() <= 2:
+        return torch.exp2(x, out=x)
+    for piece in x.view(-1).split(SERIAL_ELEMENTS):
+        torch.exp2(piece, out=piece)
+    return x
+
+
 def softmax_value(scores: Tensor, value: Tensor) -> Tensor:
     """scores [B, num_tiles, R, TILE], -inf where masked, overwritten; value [B, tokens, D].
 
-    Returns softmax(scores) · value, [B, R, D].
+    `scores` carry a factor LOG2_E, and R is a multiple of ROW_MULTIPLE.
+    Returns softmax(scores / LOG2_E) · value, [B, R, D].
     """
     batch, num_tiles, num_rows, _ = scores.shape
     row_max = scores.amax(-1, keepdim=True).amax(1, keepdim=True)
-    weights = scores.sub_(row_max).exp_()
+    weights = exp2_(scores.sub_(row_max))
     total = tree_sum(weights.sum(-1))  # [B, R]
     partial = torch.bmm(
         weights.view(batch * num_tiles, num_rows, TILE),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from shared.errors import UnknownModel
+from shared.errors import NoCapacity, UnknownModel
 from shared.health import Fleet
 from shared.messages import Heartbeat, ModelCard, Role
 
@@ -23,27 +23,33 @@ class Readiness(msgspec.Struct, frozen=True):
 
 
 class Catalog:
-    """A model once seen stays known: when its workers are gone it lacks capacity, not existence."""
+    """One gateway has the tokenizer of one model, `name`; workers of others are not for it.
 
-    def __init__(self, fleet: Fleet) -> None:
+    A model without workers lacks capacity, not existence.
+    """
+
+    def __init__(self, fleet: Fleet, name: str) -> None:
         self._fleet = fleet
-        self._known: dict[str, ModelCard] = {}
+        self._name = name
+        self._known: ModelCard | None = None
 
     def observe(self, heartbeat: Heartbeat) -> None:
-        if heartbeat.model is not None and "decode" in heartbeat.roles:
-            self._known[heartbeat.model.name] = heartbeat.model
+        if _serves(heartbeat, self._name) and "decode" in heartbeat.roles:
+            self._known = heartbeat.model
 
     def live_cards(self) -> list[ModelCard]:
-        models = [heartbeat.model for heartbeat in self._fleet.live("decode")]
-        cards = {model.name: model for model in models if model is not None}
-        return sorted(cards.values(), key=lambda card: card.name)
+        for heartbeat in self._decodes():
+            if heartbeat.model is not None:
+                return [heartbeat.model]
+        return []
 
     def card(self, model: str) -> ModelCard:
-        """Raises UnknownModel for a name that no worker has had since the start."""
-        known = self._known.get(model)
-        if known is None:
+        """Raises UnknownModel, or NoCapacity if no worker of this model was ever heard."""
+        if model != self._name:
             raise UnknownModel(f"the model {model!r} does not exist", param="model")
-        return known
+        if self._known is None:
+            raise NoCapacity(f"no worker serves {model!r} yet", retry_after_s=1.0)
+        return self._known
 
     def readiness(self, *, is_connected: bool, is_draining: bool) -> Readiness:
         """Ready is what would serve a request that came now."""
@@ -55,14 +61,17 @@ class Catalog:
             reason = "not connected to the bus"
         elif not schedulers:
             reason = "no live scheduler"
-        elif not self._ids("decode"):
+        elif not self._decodes():
             reason = "no live decode worker"
         elif not self._has_free_blocks():
             reason = "no decode worker has free blocks"
         return Readiness(
             ready=reason is None,
             reason=reason,
-            workers=ReadyWorkers(prefill=self._ids("prefill"), decode=self._ids("decode")),
+            workers=ReadyWorkers(
+                prefill=self._ids("prefill"),
+                decode=sorted(heartbeat.process_id for heartbeat in self._decodes()),
+            ),
             scheduler=schedulers,
             kv_index=self._ids("kv_index"),
         )
@@ -70,6 +79,13 @@ class Catalog:
     def _ids(self, role: Role) -> list[str]:
         return sorted(heartbeat.process_id for heartbeat in self._fleet.live(role))
 
+    def _decodes(self) -> list[Heartbeat]:
+        return [each for each in self._fleet.live("decode") if _serves(each, self._name)]
+
     def _has_free_blocks(self) -> bool:
-        loads = (heartbeat.load for heartbeat in self._fleet.live("decode"))
+        loads = (heartbeat.load for heartbeat in self._decodes())
         return any(load is not None and load.num_free_blocks > 0 for load in loads)
+
+
+def _serves(heartbeat: Heartbeat, model: str) -> bool:
+    return heartbeat.model is not None and heartbeat.model.name == model

@@ -34,6 +34,10 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
 
+    @property
+    def num_chars(self) -> int:
+        return sum(len(message["content"]) for message in self.messages)
+
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
     """Who asks, through which gateway, and until when."""

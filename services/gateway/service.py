@@ -8,31 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol, cast
+from typing import Protocol
 
 import structlog
 
 from services.gateway.actions import Publish, Resend, Submit
 from services.gateway.catalog import Catalog, Readiness
 from services.gateway.delivery import ClientGone, Delivery
-from services.gateway.generation import (
-    Generation,
-    Origin,
-    build_request,
-    check_payload,
-    max_output_tokens,
-    tokenize,
-)
+from services.gateway.generation import Generation
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.preparation import Preparation
 from services.gateway.routes import build_app
 from services.gateway.streams import Streams
 from services.gateway.tenants import Tenants
-from services.gateway.text.assembler import TextAssembler
-from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.web_server import WebServer
+from shared.background import Background
 from shared.bus import Bus, NatsBus
 from shared.clock import Clock, MonotonicClock
 from shared.config import GatewayConfig, check
@@ -40,15 +34,13 @@ from shared.errors import HearthError, NoCapacity, Overloaded
 from shared.health import TICK_S, Loss
 from shared.heartbeat import Heart
 from shared.messages import (
-    Message,
-    ModelCard,
     Placed,
     PlacementFailed,
     Queued,
     QueueKeepalive,
-    Request,
     TokenBatch,
 )
+from shared.outbox import Outbox
 from shared.randomness import Randomness, SystemRandomness
 from shared.store import RedisStore, Store
 from shared.subjects import SUBMIT, placement, resend, tokens
@@ -90,11 +82,12 @@ class GatewayService:
         self._heart = Heart(bus, clock, randomness, roles=("gateway",), region=config.region)
         self._is_draining = False
         self._is_idle = asyncio.Event()
-        self._outbox: asyncio.Queue[Publish] = asyncio.Queue()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._preparation = Preparation(config, files, randomness)
+        self._outbox = Outbox(bus)
+        self._background = Background()
         self._num_counted_resubmissions = 0
         self.tenants = Tenants(store, clock)
-        self.catalog = Catalog(self._heart.fleet)
+        self.catalog = Catalog(self._heart.fleet, config.served_name)
         self.metrics = GatewayMetrics()
         self.metrics.watch_open_streams(lambda: len(self._streams))
         app = build_app(
@@ -119,8 +112,8 @@ class GatewayService:
         await self._bus.subscribe(placement(own), messages, self._on_placement)
         self._heart.on_lost(self._on_lost)
         self._heart.on_heard(self.catalog.observe)
-        self._spawn(self._publish_outbox())
-        self._spawn(self._tick())
+        self._outbox.start()
+        self._background.start(self._tick())
         await self._heart.start()
         await self._web_server.start()
         await self._heart.become("ready")
@@ -142,10 +135,8 @@ class GatewayService:
             self._streams.close(request_id, "failed", error, now)
         self._perform()
         await self._web_server.stop()
-        await self._publish_rest()
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._background.stop()
+        await self._outbox.stop()
         await self._heart.stop()
         await self._bus.close()
         await self._store.close()
@@ -162,24 +153,27 @@ class GatewayService:
 
     async def open(self, tenant_id: str, request_id: str, generation: Generation) -> Delivery:
         self._check_admission()
-        card = self.catalog.card(generation.model)
-        num_chars = sum(len(str(message["content"])) for message in generation.messages)
-        if num_chars > MAX_INLINE_CHARS:
-            request, num_prompt_tokens = await asyncio.to_thread(
-                self._prepare, tenant_id, request_id, generation, card
-            )
+        prepare = partial(
+            self._preparation.prepare,
+            generation,
+            self.catalog.card(generation.model),
+            tenant_id=tenant_id,
+            request_id=request_id,
+            max_payload_bytes=self._bus.max_payload_bytes,
+        )
+        if generation.num_chars > MAX_INLINE_CHARS:
+            prepared = await asyncio.to_thread(prepare)
             self._check_admission()
         else:
-            request, num_prompt_tokens = self._prepare(tenant_id, request_id, generation, card)
-        assembler = TextAssembler(
-            Detokenizer(self._files.tokenizer.tokenizer),
-            generation.stop,
-            min_tokens=request.sampling.min_tokens,
-        )
+            prepared = prepare()
         delivery = Delivery(
-            request, [assembler], self.metrics, self._clock, num_prompt_tokens=num_prompt_tokens
+            prepared.request,
+            [self._preparation.assembler(prepared)],
+            self.metrics,
+            self._clock,
+            num_prompt_tokens=prepared.num_prompt_tokens,
         )
-        self._streams.open(request, delivery, self._clock.now())
+        self._streams.open(prepared.request, delivery, self._clock.now())
         self._perform()
         return delivery
 
@@ -193,23 +187,6 @@ class GatewayService:
             raise NoCapacity("the gateway is draining", retry_after_s=1.0)
         if len(self._streams) >= self._config.max_requests:
             raise Overloaded("too many requests are open at this gateway", retry_after_s=1.0)
-
-    def _prepare(
-        self, tenant_id: str, request_id: str, generation: Generation, card: ModelCard
-    ) -> tuple[Request, int]:
-        prompt = tokenize(generation, self._files)
-        default = self._config.default_max_tokens
-        max_tokens = max_output_tokens(generation, len(prompt), card, default)
-        check_payload(len(prompt), max_tokens, card, self._bus.max_payload_bytes)
-        origin = Origin(
-            request_id=request_id,
-            tenant_id=tenant_id,
-            gateway_id=self._bus.process_id,
-            timeout_s=self._config.request_timeout_s,
-            drawn_seed=int.from_bytes(self._randomness.bytes(8), "little"),
-        )
-        request = build_request(generation, prompt, max_tokens, card, self._files.defaults, origin)
-        return request, len(prompt)
 
     # ── events ───────────────────────────────────────────────────────────────────────────────────
 
@@ -253,11 +230,11 @@ class GatewayService:
         for action in self._streams.take_actions():
             match action:
                 case Publish():
-                    self._outbox.put_nowait(action)
+                    self._outbox.post(action.subject, action.message)
                 case Submit():
-                    self._spawn(self._submit(action))
+                    self._background.start(self._submit(action))
                 case Resend():
-                    self._spawn(self._resend(action))
+                    self._background.start(self._resend(action))
         if not len(self._streams):
             self._is_idle.set()
         fresh = self._streams.num_resubmissions - self._num_counted_resubmissions
@@ -290,32 +267,6 @@ class GatewayService:
             self._streams.on_resent(action.message, batch, self._clock.now())
         self._perform()
 
-    async def _publish_outbox(self) -> None:
-        while True:
-            action = await self._outbox.get()
-            await self._publish(action.subject, action.message)
-
-    async def _publish_rest(self) -> None:
-        while not self._outbox.empty():
-            action = self._outbox.get_nowait()
-            await self._publish(action.subject, action.message)
-
-    async def _publish(self, subject: str, message: Message) -> None:
-        try:
-            await self._bus.publish(subject, message)
-        except HearthError as error:
-            log.warning("not_published", subject=subject, error=error.message)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._on_task_done)
-
-    def _on_task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("task_failed", exc_info=task.exception())
-
 
 async def build_gateway(config: GatewayConfig) -> GatewayService:
     """Raises ConfigError for a bad configuration or model directory, and as NatsBus.connect."""
@@ -326,7 +277,7 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
     store = RedisStore(config.redis_url, clock)
     return GatewayService(
         config,
-        cast("GatewayBus", bus),  # its read-only properties fit; the protocol's are variables
+        bus,
         store,
         files,
         clock=clock,

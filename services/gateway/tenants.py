@@ -7,6 +7,7 @@ that time. While Redis is away known keys keep working; unknown ones cannot be j
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -14,9 +15,10 @@ import msgspec
 
 from shared.clock import Clock
 from shared.errors import AuthenticationFailed, DependencyUnavailable
-from shared.store import Store, StoreUnavailable
+from shared.store import BREAKER_S, Store, StoreUnavailable
 
 REFRESH_S = 1.0
+SECOND_TRY_S = BREAKER_S + 0.05
 
 
 class TenantRecord(msgspec.Struct, frozen=True):
@@ -47,6 +49,7 @@ class Tenants:
         self._store = store
         self._clock = clock
         self._known: dict[str, _Known] = {}
+        self._lookups: dict[str, asyncio.Task[TenantRecord]] = {}
 
     async def tenant_of(self, authorization: str | None) -> TenantRecord:
         """Raises AuthenticationFailed, or DependencyUnavailable for a new key without Redis."""
@@ -54,18 +57,34 @@ class Tenants:
         known = self._known.get(key)
         if known is not None and self._clock.now() - known.checked_at < REFRESH_S:
             return known.record
+        lookup = self._lookups.get(key)
+        if lookup is None:  # one question to Redis, however many requests wait for it
+            lookup = asyncio.create_task(self._look_up(key))
+            self._lookups[key] = lookup
+            lookup.add_done_callback(lambda _: self._lookups.pop(key))
+        return await asyncio.shield(lookup)
+
+    async def _look_up(self, key: str) -> TenantRecord:
         try:
             data = await self._store.get(key)
         except StoreUnavailable:
-            if known is not None:
-                return known.record
-            raise DependencyUnavailable(
-                "API keys cannot be checked at the moment", retry_after_s=1.0
-            ) from None
+            if key in self._known:
+                return self._known[key].record
+            data = await self._second_try(key)
         if data is None:
             self._known.pop(key, None)
             raise AuthenticationFailed("the API key is not valid")
         return self._remember(key, data)
+
+    async def _second_try(self, key: str) -> bytes | None:
+        """A short timeout can be our own doing, as when many requests arrive at once."""
+        await self._clock.sleep(SECOND_TRY_S)
+        try:
+            return await self._store.get(key)
+        except StoreUnavailable:
+            raise DependencyUnavailable(
+                "API keys cannot be checked at the moment", retry_after_s=1.0
+            ) from None
 
     def _remember(self, key: str, data: bytes) -> TenantRecord:
         try:

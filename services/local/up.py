@@ -105,7 +105,9 @@ class StartBoard:
 
     def report(self, process_id: str, event: Event, details: str) -> None:
         if event == "ended":
-            self._console.print(f"{process_id} ended ({details})", style="red")
+            self._console.print(
+                f"{process_id} ended ({details})", style="red", markup=False, soft_wrap=True
+            )
         elif event == "restarting":
             self._console.print(f"{process_id} is started again", style="yellow")
         elif self._is_open and event == "started":
@@ -128,7 +130,7 @@ async def _show_first_answer(cluster: LocalCluster, console: Console, clock: Clo
         console.print(f"\n[bold]{model}[/bold] > {QUESTION}")
         reply = await ask(client, model, messages, clock, text_printer(console))
     console.print("\n")
-    console.print(describe(reply), style="dim")
+    console.print(describe(reply), style="dim", soft_wrap=True)
 
 
 def _show_door(cluster: LocalCluster, console: Console) -> None:

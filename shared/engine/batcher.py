@@ -109,7 +109,9 @@ class Batcher:
         sequence.num_computed_tokens = 0
         sequence.num_committed_blocks = 0
         sequence.num_preemptions += 1
-        self.waiting.appendleft(sequence)
+        # behind those that hold blocks: before them it could wait for the very blocks they hold
+        num_holders = sum(bool(each.block_table) for each in self.waiting)
+        self.waiting.insert(num_holders, sequence)
 
     def _admit(self, scheduled: dict[Sequence, int], budget: int) -> list[Sequence]:
         found: list[Sequence] = []

@@ -97,7 +97,8 @@ def read_config(model_dir: Path) -> ModelConfig:
         num_kv_heads = raw.num_attention_heads
     if raw.num_attention_heads % num_kv_heads:
         raise CheckpointError(
-            f"{path}: {raw.num_attention_heads} attention heads cannot share {num_kv_heads} KV heads"
+            f"{path}: {raw.num_attention_heads} attention heads cannot share "
+            f"{num_kv_heads} KV heads"
         )
     return ModelConfig(
         architecture=raw.architectures[0] if raw.architectures else "",

@@ -97,7 +97,15 @@ class Engine:
         return True
 
     def activate(self, sequence: Sequence, num_computed_tokens: int) -> None:
-        """The KV of the first `num_computed_tokens` has arrived; the engine computes the rest."""
+        """The KV of the first `num_computed_tokens` has arrived; the engine computes the rest.
+
+        Raises ValueError if that is less than the cache had, or leaves no token to compute.
+        """
+        if not sequence.num_computed_tokens <= num_computed_tokens < sequence.num_tokens:
+            raise ValueError(
+                f"the KV of {num_computed_tokens} of {sequence.num_tokens} tokens arrived, "
+                f"{sequence.num_computed_tokens} were there"
+            )
         self._reserved.remove(sequence)
         sequence.become(SequenceState.WAITING)
         sequence.num_computed_tokens = num_computed_tokens
@@ -153,6 +161,7 @@ class Engine:
 
     def _accept(self, sequence: Sequence) -> None:
         self.check_fits(sequence.num_tokens)
+        check_drawable(sequence)
         full = sequence.num_tokens // self.pool.block_size
         if len(sequence.block_hashes) > full:
             raise InvalidRequest(
@@ -210,3 +219,18 @@ class Engine:
         parent = sequence.block_hashes[-1] if known else sequence.cache_root
         tokens = sequence.token_ids[known * size : num_blocks * size]
         sequence.block_hashes += extend_chain(parent, tokens, size)
+
+
+def check_drawable(sequence: Sequence) -> None:
+    """Raises InvalidRequest for what would fail, or draw a token too many, in a shared step."""
+    params = sequence.sampling
+    if sequence.num_tokens == 0:
+        raise InvalidRequest("a sequence needs at least one token")
+    if params is None:
+        return
+    if sequence.num_output_tokens >= params.max_tokens:
+        raise InvalidRequest(
+            f"{sequence.num_output_tokens} of max_tokens {params.max_tokens} are drawn already"
+        )
+    if not 0 <= params.seed < 2**64:
+        raise InvalidRequest(f"seed {params.seed} is not an unsigned 64-bit integer")

@@ -68,7 +68,7 @@ class EngineLoop:
         )
 
     async def _run(self) -> None:
-        while True:
+        while not self._is_stopping:
             rows, progress = self.engine.schedule()
             if progress:
                 self._tell(progress)

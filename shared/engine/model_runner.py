@@ -1,7 +1,7 @@
 """The runner that computes with a model: `Runner` over torch.
 
-Steps run on a thread of their own; copies in and out of the cache on a second one, so that a push of
-KV does not wait for a step, nor a step for a push.
+Steps run on a thread of their own; copies in and out of the cache on a second one, so that a push
+of KV does not wait for a step, nor a step for a push.
 """
 
 from __future__ import annotations

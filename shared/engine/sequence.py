@@ -65,6 +65,11 @@ class Sequence:
     is_in_step: bool = False
     is_aborted: bool = False
 
+    def __post_init__(self) -> None:
+        # both grow, and the choices of one request may be made from the same lists
+        self.token_ids = list(self.token_ids)
+        self.block_hashes = list(self.block_hashes)
+
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)

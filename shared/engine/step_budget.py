@@ -19,7 +19,7 @@ def step_units(inputs: StepInputs) -> float:
 
 
 class StepBudget:
-    """Follows the slowest recent pace: a faster step lowers it by a percent, a slower one sets it."""
+    """Follows the slowest recent pace: a slower step sets it, a faster one lowers it by 1 %."""
 
     def __init__(self, seconds_per_unit: float = 0.02) -> None:
         self._seconds_per_unit = seconds_per_unit

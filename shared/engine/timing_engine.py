@@ -74,12 +74,12 @@ class TimingRunner:
     ) -> None:
         states = self._kv[self._slots(block_table, first_token, num_tokens)]
         # [tokens, 16] to the wire's [layers=1, 2, tokens, heads=1, head_dim=8]
-        out[:] = states.reshape(num_tokens, 2, -1).transpose(1, 0, 2).tobytes()
+        out[:] = states.reshape(num_tokens, 2, STATE_BYTES // 2).transpose(1, 0, 2).tobytes()
 
     async def write_kv(
         self, block_table: list[int], first_token: int, num_tokens: int, payload: memoryview
     ) -> None:
-        halves = np.frombuffer(payload, dtype=np.uint8).reshape(2, num_tokens, -1)
+        halves = np.frombuffer(payload, dtype=np.uint8).reshape(2, num_tokens, STATE_BYTES // 2)
         states = halves.transpose(1, 0, 2).reshape(num_tokens, STATE_BYTES)
         self._kv[self._slots(block_table, first_token, num_tokens)] = states
 
@@ -106,7 +106,10 @@ class TimingRunner:
             noise = b"".join(int(word).to_bytes(8, "little") for word in words)
         state = states[int(sampling.logits_indices[draw])]
         number = int.from_bytes(blake2b(state + noise, digest_size=8).digest(), "little")
-        return FIRST_TOKEN_ID + number % (self.vocab_size - FIRST_TOKEN_ID)
+        banned = {token_id for row, token_id in sampling.banned if row == draw}
+        span = self.vocab_size - FIRST_TOKEN_ID
+        following = (FIRST_TOKEN_ID + (number + offset) % span for offset in range(span))
+        return next(token_id for token_id in following if token_id not in banned)
 
     def _slot(self, table: list[int], position: int) -> int:
         size = self.kv_format.block_size

@@ -125,7 +125,7 @@ def weights_digest(tensors: CheckpointTensors, config: bytes) -> str:
     for name in tensors.names():
         tensor = tensors.read(name).contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(memoryview(tensor.view(-1).view(torch.uint8).numpy()))
+        digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

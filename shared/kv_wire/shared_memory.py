@@ -94,7 +94,7 @@ class SharedMemoryReception:
         self._held_slots: set[int] = set()
         self.stream = RecordStream(self)
         self.deliveries = Deliveries(placements, self.stream)
-        self.deliveries.task.add_done_callback(lambda _: None)
+        self.deliveries.task.add_done_callback(lambda _: self._mapping.close())
 
     def record_arrived(self, record: Record) -> None:
         if not isinstance(record, Frame) or record.slot_index is None:

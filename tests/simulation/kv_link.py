@@ -6,6 +6,7 @@ Nothing here waits but fills and sinks, so a simulation with its own clock stays
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import msgspec
 
@@ -98,7 +99,8 @@ class SimulatedLink:
             checksum = checksum_of(memoryview(payload))
             checked = msgspec.structs.replace(header, checksum=checksum)
             taken = asyncio.ensure_future(self._receiver.take(self, checked, payload))
-            await asyncio.wait({taken, self._lost}, return_when=asyncio.FIRST_COMPLETED)
+            waits: set[asyncio.Future[Any]] = {taken, self._lost}
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if not taken.done():
                 # The delivery runs to its end at the receiver; its result reaches nobody.
                 taken.add_done_callback(lambda done: done.cancelled() or done.exception())

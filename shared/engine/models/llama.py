@@ -71,7 +71,7 @@ class LlamaForCausalLM(nn.Module):
 
     def weight_destinations(self) -> dict[str, Tensor]:
         """The checkpoint's tensor names -> where each goes; fused parameters are cut up."""
-        found = {
+        found: dict[str, Tensor] = {
             "model.embed_tokens.weight": self.embed_tokens.weight,
             "model.norm.weight": self.norm.weight,
         }

@@ -125,6 +125,8 @@ async def test_client_gone_aborts(cluster: Cluster, is_stream: bool) -> None:
     body = {**BODY, "stream": is_stream}
     running = asyncio.create_task(cluster.http.post(CHAT, json=body))
     await emitted(cluster, 0, 4)
+    while "ttft_seconds_count 1.0" not in (await cluster.http.get("/metrics")).text:
+        pass
     running.cancel()
     async with asyncio.timeout(WAIT_S):
         assert (await cluster.decodes[0].aborts.get()).reason == "client_gone"

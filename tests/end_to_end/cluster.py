@@ -1,0 +1,170 @@
+"""A whole cluster as a user starts it: `hearth up` in a process of its own, on free ports."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from services.local.servers import free_port
+from services.local.state import ClusterState, running_cluster
+from shared.bus import NatsBus
+from shared.errors import ConfigError
+from shared.messages import Heartbeat
+from shared.subjects import HEARTBEATS
+
+START_TIMEOUT_S = 90
+
+
+@dataclass
+class Cluster:
+    process: subprocess.Popen[str]
+    state: ClusterState
+    client: httpx.Client
+
+    @property
+    def url(self) -> str:
+        return self.state.url
+
+    def pid_of(self, process_id: str) -> int:
+        """The service process whose credential is this one's."""
+        for environ in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if f"HEARTH_NATS_URL=nats://{process_id}:".encode() in environ.read_bytes():
+                    return int(environ.parent.name)
+        raise LookupError(f"{process_id} does not run")
+
+    def kill(self, process_id: str) -> None:
+        os.kill(self.pid_of(process_id), signal.SIGKILL)
+
+    def ask(self, question: str, **options: object) -> dict:
+        """One answer, not streamed."""
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": question}],
+            "temperature": 0,
+        }
+        response = self.client.post("/v1/chat/completions", json=body | options)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def stream(self, question: str, **options: object) -> Iterator[dict]:
+        """The chunks of one answer as they come."""
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": question}],
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        with self.client.stream("POST", "/v1/chat/completions", json=body | options) as response:
+            for line in response.iter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    yield json.loads(line.removeprefix("data: "))
+
+    @property
+    def model(self) -> str:
+        return self.client.get("/v1/models").json()["data"][0]["id"]
+
+    def wait_for_heartbeats(
+        self, holds: Callable[[dict[str, Heartbeat]], bool], *, timeout_s: float = 20
+    ) -> dict[str, Heartbeat]:
+        """Listens to the fleet until the newest heartbeats satisfy `holds`."""
+        credential = next(c for c in self.state.credentials if c.role == "gateway")
+        url = credential.nats_url(self.state.nats_host, self.state.nats_port)
+        return asyncio.run(_listen(url, credential.process_id, holds, timeout_s))
+
+    def wait_until_empty(self) -> None:
+        """Every block of every worker is free, and nothing runs, waits or is reserved."""
+        self.wait_for_heartbeats(
+            lambda newest: {"prefill-1", "decode-1"} <= set(newest)
+            and all(_is_empty(each) for each in newest.values())
+        )
+
+    def wait_until_ready(self, *process_ids: str) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            body = self.client.get("/ready").json()
+            known = {each for ids in body["workers"].values() for each in ids}
+            if body["ready"] and known.issuperset(process_ids):
+                return
+            assert time.monotonic() < deadline, body
+            time.sleep(0.05)
+
+
+def _is_empty(heartbeat: Heartbeat) -> bool:
+    load = heartbeat.load
+    if load is None:
+        return True
+    busy = load.num_running + load.num_waiting + load.num_reserved_blocks
+    return busy == 0 and load.num_free_blocks == load.num_total_blocks
+
+
+@dataclass
+class _Newest:
+    heartbeats: dict[str, Heartbeat] = field(default_factory=dict)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def hear(self, heartbeat: Heartbeat) -> None:
+        self.heartbeats[heartbeat.process_id] = heartbeat
+        self.changed.set()
+
+
+async def _listen(
+    url: str, process_id: str, holds: Callable[[dict[str, Heartbeat]], bool], timeout_s: float
+) -> dict[str, Heartbeat]:
+    bus = await NatsBus.connect(url, process_id=process_id)
+    newest = _Newest()
+    await bus.subscribe(HEARTBEATS, Heartbeat, newest.hear)
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not holds(newest.heartbeats):
+                newest.changed.clear()
+                await newest.changed.wait()
+    except TimeoutError:
+        loads = {each: heartbeat.load for each, heartbeat in newest.heartbeats.items()}
+        raise AssertionError(f"the fleet did not get there: {loads}") from None
+    finally:
+        await bus.close()
+    return newest.heartbeats
+
+
+@contextlib.contextmanager
+def run_cluster(folder: Path, *options: str) -> Iterator[Cluster]:
+    environ = os.environ | {"XDG_STATE_HOME": str(folder)}
+    port = free_port("127.0.0.1")
+    command = [sys.executable, "-m", "services", "up", "--http", f"127.0.0.1:{port}", *options]
+    process = subprocess.Popen(
+        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        state = _wait_for_state(process, folder / "hearth" / "clusters")
+        headers = {"Authorization": f"Bearer {state.api_key}"}
+        with httpx.Client(base_url=state.url, headers=headers, timeout=120) as client:
+            yield Cluster(process, state, client)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+
+
+def _wait_for_state(process: subprocess.Popen[str], clusters: Path) -> ClusterState:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(ConfigError):
+            return running_cluster(clusters)[1]
+        if process.poll() is not None:
+            break
+        time.sleep(0.05)
+    output, _ = process.communicate(timeout=10)
+    raise AssertionError(f"the cluster did not start: {output}")

@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.end_to_end.cluster import Cluster, run_cluster
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One prefill, one decode, the demo model."""
+    with run_cluster(tmp_path_factory.mktemp("cluster")) as running:
+        yield running

@@ -1,0 +1,139 @@
+"""What a person and an app get from a whole cluster, over HTTP."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import signal
+
+import httpx
+import openai
+import pytest
+
+from tests.end_to_end.cluster import Cluster
+
+QUESTION = "What is the KV cache?"
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind(cluster: Cluster):
+    yield
+    cluster.wait_until_empty()
+
+
+def text_of(chunks) -> str:
+    return "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks if c["choices"])
+
+
+def test_prefill_computes_the_prompt_and_decode_answers(cluster):
+    answer = cluster.ask(QUESTION)
+    assert answer["hearth"]["prefill_worker"] == "prefill-1"
+    assert answer["hearth"]["decode_worker"] == "decode-1"
+    assert answer["hearth"]["num_pushed_tokens"] == answer["usage"]["prompt_tokens"] - 1
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert "token" in answer["choices"][0]["message"]["content"]
+
+
+def test_a_streamed_answer_equals_the_whole_one(cluster):
+    whole = cluster.ask(QUESTION)["choices"][0]["message"]["content"]
+    chunks = list(cluster.stream(QUESTION))
+    assert text_of(chunks) == whole
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] > 5
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1, "seed": 11}])
+def test_32_streams_at_once_each_equal_their_solo_run(cluster, options):
+    questions = [f"{QUESTION} Number {n}." for n in range(32)]
+    solo = [text_of(cluster.stream(q, max_tokens=24, **options)) for q in questions]
+    with concurrent.futures.ThreadPoolExecutor(32) as pool:
+        together = pool.map(
+            lambda q: text_of(cluster.stream(q, max_tokens=24, **options)), questions
+        )
+        assert list(together) == solo
+
+
+def test_the_second_request_computes_only_the_rest(cluster):
+    system = {"role": "system", "content": "You are a careful assistant. " * 30}
+    usages = []
+    for question in (QUESTION, "What is decode?"):
+        body = {
+            "model": cluster.model,
+            "messages": [system, {"role": "user", "content": question}],
+            "temperature": 0,
+        }
+        usages.append(cluster.client.post("/v1/chat/completions", json=body).json()["usage"])
+    first, second = (usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+    assert first == 0
+    shared = second // 16 * 16
+    assert second == shared > 0
+    assert usages[1]["prompt_tokens"] - second < 64
+
+
+def test_an_8k_prompt_is_answered_with_a_sentence(cluster):
+    history = []
+    for n in range(400):
+        history += [
+            {"role": "user", "content": f"What is decode? ({n})"},
+            {"role": "assistant", "content": "Decode produces the answer one token at a time."},
+        ]
+    body = {"model": cluster.model, "temperature": 0, "max_tokens": 60}
+    for keep in range(len(history), 0, -4):
+        messages = [*history[:keep], {"role": "user", "content": QUESTION}]
+        response = cluster.client.post("/v1/chat/completions", json=body | {"messages": messages})
+        if response.status_code == 200:
+            break
+        assert response.status_code in (400, 413)
+    answer = response.json()
+    assert answer["usage"]["prompt_tokens"] > 8000
+    assert answer["choices"][0]["message"]["content"].rstrip().endswith((".", "!", "?"))
+
+
+def test_the_openai_sdk_is_a_client(cluster):
+    client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key=cluster.state.api_key)
+    model = client.models.list().data[0].id
+    messages = [{"role": "user", "content": QUESTION}]
+    whole = client.chat.completions.create(model=model, messages=messages, temperature=0)
+    assert whole.choices[0].finish_reason == "stop"
+    pieces = client.chat.completions.create(
+        model=model, messages=messages, temperature=0, stream=True
+    )
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in pieces)
+    assert streamed == whole.choices[0].message.content
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="nobody", messages=messages)
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong").models.list()
+
+
+def test_a_client_that_leaves_frees_all_blocks_on_both_workers(cluster):
+    for _ in range(3):
+        stream = cluster.stream(QUESTION, max_tokens=4000, ignore_eos=True)
+        next(stream)
+        stream.close()
+    # `leaves_nothing_behind` waits for the blocks
+
+
+def test_health_ready_metrics_and_openapi(cluster):
+    assert cluster.client.get("/health").status_code == 200
+    assert cluster.client.get("/ready").json()["ready"] is True
+    assert "hearth" in cluster.client.get("/metrics").text
+    assert "/v1/chat/completions" in cluster.client.get("/openapi.json").json()["paths"]
+
+
+def test_without_index_and_redis_answers_go_on(cluster):
+    before = cluster.ask(QUESTION)["choices"][0]["message"]["content"]
+    frozen = [cluster.pid_of("kv_index-1")]
+    for pid in frozen:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        after = cluster.ask(QUESTION)["choices"][0]["message"]["content"]
+        assert after == before
+    finally:
+        for pid in frozen:
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_a_wrong_key_is_refused(cluster):
+    response = httpx.get(f"{cluster.url}/v1/models", headers={"Authorization": "Bearer nope"})
+    assert response.status_code == 401
+    assert response.json()["error"]["code"] == "invalid_api_key"

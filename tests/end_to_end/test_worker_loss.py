@@ -1,0 +1,46 @@
+"""Workers that die under a stream, and what the client sees: a pause."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.end_to_end.cluster import run_cluster
+from tests.end_to_end.test_chat import text_of
+
+QUESTION = "What is the KV cache?"
+OPTIONS = {"max_tokens": 300, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    options = ("--prefill", "2", "--decode", "2")
+    with run_cluster(tmp_path_factory.mktemp("cluster"), *options) as running:
+        yield running
+
+
+def test_a_stream_survives_the_death_of_its_decode_worker(cluster):
+    expected = list(cluster.stream(QUESTION, **OPTIONS))
+    victim = expected[-1]["hearth"]["decode_worker"]
+    stream = cluster.stream(QUESTION, **OPTIONS)
+    chunks = [next(stream) for _ in range(20)]
+    # a request's tokens come from one worker: find it by who has something to do
+    newest = cluster.wait_for_heartbeats(
+        lambda h: any(each.load and each.load.num_running for each in h.values())
+    )
+    victim = next(p for p, each in newest.items() if each.load and each.load.num_running)
+    cluster.kill(victim)
+    chunks += list(stream)
+    assert text_of(chunks) == text_of(expected)
+    assert chunks[-1]["hearth"]["decode_worker"] != victim
+    cluster.wait_until_ready("decode-1", "decode-2")
+
+
+def test_with_every_prefill_dead_decode_computes_the_prompt(cluster):
+    expected = cluster.ask(QUESTION)
+    for process_id in ("prefill-1", "prefill-2"):
+        cluster.kill(process_id)
+    answer = cluster.ask(QUESTION + " ")
+    assert answer["hearth"]["prefill_worker"] is None
+    assert answer["choices"][0]["message"]["content"]
+    cluster.wait_until_ready("prefill-1", "prefill-2")
+    assert cluster.ask(QUESTION)["choices"] [0]["message"] == expected["choices"][0]["message"]

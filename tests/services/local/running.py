@@ -1,0 +1,117 @@
+"""`hearth` processes of a test: started, watched, and counted by the state directory they share."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from services.local.state import ClusterState, clusters_dir, running_cluster
+from shared.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+WAIT_S = 60.0
+
+
+def environ_for(state_home: Path) -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("HEARTH_")}
+    return {**clean, "XDG_STATE_HOME": str(state_home), "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+
+
+def start_hearth(state_home: Path, *arguments: str, **environ: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "services", *arguments],
+        env={**environ_for(state_home), **environ},
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run_hearth(
+    state_home: Path, *arguments: str, text: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "services", *arguments],
+        env=environ_for(state_home),
+        cwd=ROOT,
+        input="" if text is None else text,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+    )
+
+
+def processes_of(state_home: Path) -> dict[int, str]:
+    """Command lines of the living processes that were started with this state directory.
+
+    redis-server writes its title over its environment, but stays in the cluster's directory.
+    """
+    mark = f"XDG_STATE_HOME={state_home}".encode()
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            is_inside = (entry / "cwd").readlink().is_relative_to(state_home)
+            if is_inside or mark in (entry / "environ").read_bytes().split(b"\0"):
+                found[int(entry.name)] = (entry / "cmdline").read_bytes().decode()
+        except OSError:
+            continue  # it ended, or belongs to somebody else
+    return found
+
+
+def eventually(predicate: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
+    """Waits for something that another process does; returns what the predicate gave."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := predicate()):
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        time.sleep(0.02)
+    return found
+
+
+def cluster_of(state_home: Path) -> tuple[Path, ClusterState] | None:
+    try:
+        return running_cluster(clusters_dir({"XDG_STATE_HOME": str(state_home)}))
+    except ConfigError:
+        return None
+
+
+def ready(url: str) -> dict[str, Any]:
+    """The body of /ready, or nothing while it is not ready."""
+    try:
+        with urllib.request.urlopen(f"{url}/ready", timeout=2) as response:
+            return json.load(response)
+    except (urllib.error.URLError, OSError):
+        return {}
+
+
+class NoModel(Exception):
+    """The gateway knows no model yet."""
+
+
+def complete(url: str, api_key: str) -> dict[str, Any]:
+    """One short chat completion, not streamed. Raises OSError or NoModel."""
+    headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+    models = urllib.request.Request(f"{url}/v1/models", headers=headers)
+    with urllib.request.urlopen(models, timeout=10) as response:
+        served = json.load(response)["data"]
+    if not served:
+        raise NoModel
+    body = {
+        "model": served[0]["id"],
+        "messages": [{"role": "user", "content": "Hello"}],
+        "max_tokens": 8,
+    }
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions", data=json.dumps(body).encode(), headers=headers
+    )
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return json.load(response)

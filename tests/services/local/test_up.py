@@ -1,0 +1,192 @@
+"""`hearth up` from start to end, with real servers, services and a small model."""
+
+import os
+import re
+import signal
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.local.servers import free_port
+from services.local.state import ClusterState
+from tests.servers import RedisServer, Server, find_binary
+from tests.services.local.running import (
+    NoModel,
+    cluster_of,
+    complete,
+    eventually,
+    processes_of,
+    ready,
+    run_hearth,
+    start_hearth,
+)
+
+
+class Up:
+    """A running `hearth up`."""
+
+    def __init__(self, state_home: Path, *arguments: str) -> None:
+        self.state_home = state_home
+        self.process = start_hearth(state_home, "up", "--http", "127.0.0.1:0", *arguments)
+        self.directory, self.state = self._wait()
+
+    def _wait(self) -> tuple[Path, ClusterState]:
+        found = eventually(
+            lambda: cluster_of(self.state_home) or self.process.poll() is not None, "up"
+        )
+        assert isinstance(found, tuple), self.process.communicate()[0]
+        return found
+
+    def pid_of(self, command: str) -> int:
+        """Of the one service that runs this `hearth` command, or of a server."""
+        (pid,) = self.pids_of(command)
+        return pid
+
+    def pids_of(self, command: str) -> list[int]:
+        words = {pid: line.split("\0") for pid, line in processes_of(self.state_home).items()}
+        return [
+            pid
+            for pid, line in words.items()
+            if command in line[3:4] or Path(line[0].split(" ")[0]).name == command
+        ]
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> str:
+        self.process.send_signal(number)
+        output, _ = self.process.communicate(timeout=60)
+        return output
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory, chat_model: Path) -> Iterator[Up]:
+    cluster = Up(tmp_path_factory.mktemp("state"), "--model", str(chat_model))
+    yield cluster
+    if cluster.process.poll() is None:
+        cluster.stop()
+
+
+def test_it_starts_one_process_a_service_and_the_gateway_knows_them(running: Up) -> None:
+    lines = list(processes_of(running.state_home).values())
+    assert len(lines) == 8  # five services, nats-server, redis-server, and up itself
+    workers = ready(running.state.url)["workers"]
+    assert workers == {"prefill": ["prefill-1"], "decode": ["decode-1"]}
+
+
+def test_no_secret_is_in_a_command_line_or_readable_by_others(running: Up) -> None:
+    lines = "".join(processes_of(running.state_home).values())
+    for credential in running.state.credentials:
+        assert credential.password not in lines
+    assert running.state.api_key not in lines
+    assert stat.S_IMODE(running.directory.stat().st_mode) == 0o700
+    for path in running.directory.iterdir():
+        if path.suffix in (".conf", ".json"):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+
+
+def test_chat_finds_the_cluster_and_keeps_its_history(running: Up) -> None:
+    result = run_hearth(running.state_home, "chat", text="Hello\n/new\nHello\n/quit\n")
+    assert result.returncode == 0, result.stderr
+    times = re.findall(r"first token [\d.]+ ms .* decode decode-1", result.stdout)
+    assert len(times) == 2
+
+
+def test_a_worker_joins_with_a_new_credential_and_leaves_again(
+    running: Up, chat_model: Path
+) -> None:
+    added = run_hearth(running.state_home, "credential", "worker", "--process-id", "far")
+    assert "listens on 127.0.0.1 only" in added.stderr
+    worker = start_hearth(
+        running.state_home,
+        *("worker", "--model-dir", str(chat_model), "--num-threads", "1"),
+        HEARTH_NATS_URL=added.stdout.strip(),
+    )
+
+    def known() -> bool:
+        return "far" in ready(running.state.url)["workers"]["decode"]
+
+    try:
+        eventually(known, "the worker's joining")
+        worker.terminate()
+        assert worker.wait(timeout=30) == 0
+        eventually(lambda: not known(), "the worker's leaving")
+    finally:
+        worker.kill()
+        worker.communicate()
+
+
+@pytest.mark.parametrize("command", ["decode", "redis-server", "nats-server"])
+def test_what_is_killed_is_started_again_and_the_cluster_answers(running: Up, command: str) -> None:
+    pid = running.pid_of(command)
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: set(running.pids_of(command)) - {pid}, f"a new {command}")
+    eventually(lambda: answers(running.state), "an answer")
+
+
+def answers(state: ClusterState) -> bool:
+    try:
+        return complete(state.url, state.api_key)["usage"]["completion_tokens"] == 8
+    except (OSError, NoModel):
+        return False
+
+
+def test_sigterm_ends_all_with_status_0_and_leaves_nothing(running: Up) -> None:
+    output = running.stop()
+    assert running.process.returncode == 0, output
+    assert "decode-1 ended (SIGKILL" in output
+    assert "decode-1 is started again" in output
+    assert "What is Hearth?" in output
+    assert f"curl -N {running.state.url}/v1/chat/completions" in output
+    assert processes_of(running.state_home) == {}
+    assert not running.directory.exists()
+
+
+def test_a_killed_up_takes_its_children_along(tmp_path: Path, chat_model: Path) -> None:
+    cluster = Up(tmp_path, "--model", str(chat_model), "--role", "both")
+    assert ready(cluster.state.url)["workers"] == {"prefill": ["worker-1"], "decode": ["worker-1"]}
+    cluster.stop(signal.SIGKILL)
+    eventually(lambda: not processes_of(tmp_path), "the children's end", 10.0)
+
+
+@pytest.fixture
+def open_nats() -> Iterator[Server]:
+    """A server of somebody else's, without credentials."""
+    port = free_port("127.0.0.1")
+    server = Server([find_binary("nats-server"), "-a", "127.0.0.1", "-p", str(port)], port)
+    yield server
+    server.stop()
+
+
+def test_check_on_given_servers_answers_once_and_leaves_them_alone(
+    tmp_path: Path, chat_model: Path, open_nats: Server, redis_server: RedisServer
+) -> None:
+    result = run_hearth(
+        tmp_path,
+        *("up", "--check", "--model", str(chat_model), "--http", "127.0.0.1:0"),
+        *("--role", "both", "--redis", redis_server.url),
+        *("--nats", f"nats://127.0.0.1:{open_nats.port}"),
+    )
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"cached \d+ of \d+ prompt tokens .* decode worker-\w{6}", result.stdout)
+    assert "redis ready" not in result.stdout
+    assert "nats ready" not in result.stdout
+    assert processes_of(tmp_path) == {}
+    for server in (open_nats, redis_server):
+        os.kill(server.pid, 0)
+
+
+def test_a_worker_that_cannot_start_ends_the_start_with_its_own_words(
+    tmp_path: Path, chat_model: Path
+) -> None:
+    broken = tmp_path / "broken"
+    subprocess.run(["cp", "-r", str(chat_model), str(broken)], check=True)
+    (broken / "model.safetensors").write_bytes(b"not a checkpoint")
+    port = free_port("127.0.0.1")
+    result = run_hearth(tmp_path, "up", "--model", str(broken), "--http", f"127.0.0.1:{port}")
+    assert result.returncode == 2
+    assert re.fullmatch(
+        r"hearth: (prefill|decode)-1 ended at its start \(exit status 2: .*safetensors.*\)",
+        result.stderr.strip(),
+    )
+    assert processes_of(tmp_path) == {}

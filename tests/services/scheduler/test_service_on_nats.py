@@ -1,0 +1,58 @@
+"""The scheduler over a real nats-server with its permissions."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import pytest
+
+from services.scheduler.service import build_scheduler
+from shared import subjects
+from shared.bus import NatsBus
+from shared.config import SchedulerConfig
+from shared.errors import ConfigError, NoResponders
+from shared.messages import Placed, PlacementFailed, Queued, QueueKeepalive
+from tests.servers import NatsServer
+from tests.services.scheduler.literals import submit_of
+from tests.services.scheduler.rig import Told, Worker, eventually
+
+
+async def test_a_request_is_placed_over_nats(nats_server: NatsServer) -> None:
+    async with AsyncExitStack() as stack:
+
+        async def connect(process_id: str) -> NatsBus:
+            bus = await NatsBus.connect(nats_server.url(process_id), process_id=process_id)
+            stack.push_async_callback(bus.close)
+            return bus
+
+        config = SchedulerConfig(nats_url=nats_server.url("scheduler-1"), process_id="scheduler-1")
+        scheduler = await build_scheduler(config)
+        stack.push_async_callback(scheduler.stop)
+        await scheduler.start()
+        worker = Worker(await connect("decode-1"), "decode")  # type: ignore[arg-type]
+        await worker.join()
+        stack.push_async_callback(worker.heart.stop)
+        gateway, told = await connect("gateway-1"), list[Told]()
+        await gateway.subscribe(
+            subjects.placement("gateway-1"), Placed | PlacementFailed | QueueKeepalive, told.append
+        )
+        await gateway.flush()
+        submit = submit_of("r0", gateway_id="gateway-1", num_prompt_tokens=5000)
+        queued = await gateway.request(subjects.SUBMIT, submit, Queued, timeout_s=0.25)
+        assert queued.scheduler_id == "scheduler-1"
+        await eventually(lambda: bool(told), within_s=5)
+        placed = told[0]
+        assert isinstance(placed, Placed)
+        assert placed.placement_id == worker.started[0].placement_id
+        await asyncio.wait_for(scheduler.drain(), timeout=5)
+        with pytest.raises(NoResponders):
+            await gateway.request(subjects.SUBMIT, submit, Queued, timeout_s=0.25)
+
+
+async def test_a_bad_configuration_names_every_problem() -> None:
+    config = SchedulerConfig(nats_url="http://x", process_id="a b", local_prefill_tokens=-1)
+    with pytest.raises(ConfigError) as refused:
+        await build_scheduler(config)
+    for name in ("nats_url", "process_id", "local_prefill_tokens"):
+        assert name in refused.value.message

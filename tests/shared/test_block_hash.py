@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.block_hash import extend_chain, root_hash
+
+tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+
+
+def test_the_value_is_fixed_for_ever() -> None:
+    """A changed digest would silently empty every cache between two versions."""
+    root = root_hash("tenant", "weights")
+    assert root.hex() == "d5fb4cb13c264b3f00db4c13c206971d"
+    assert [each.hex() for each in extend_chain(root, [1, 2, 3, 4, 5], 2)] == [
+        "b06d4bd4f4dc4e3113ac21f3e4668f52",
+        "f6b2c7152c6169c10f389197f10397e4",
+    ]
+
+
+def test_another_process_computes_the_same() -> None:
+    code = "from shared.block_hash import root_hash; print(root_hash('t', 'w').hex())"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert other.stdout.strip() == root_hash("t", "w").hex()
+
+
+def test_every_field_of_the_root_separates() -> None:
+    roots = {
+        root_hash("a", "b"),
+        root_hash("b", "a"),
+        root_hash("ab", ""),
+        root_hash("", "ab"),
+        root_hash("a", "b", cache_salt="c"),
+        root_hash("a", "b", adapter="c"),
+        root_hash("a", "", cache_salt="b"),
+    }
+    assert len(roots) == 7
+    assert all(len(root) == 16 for root in roots)
+
+
+@given(tokens, st.integers(1, 8))
+def test_only_full_blocks_have_a_hash(token_ids: list[int], block_size: int) -> None:
+    chain = extend_chain(root_hash("t", "w"), token_ids, block_size)
+    assert len(chain) == len(token_ids) // block_size
+    assert len(set(chain)) == len(chain)
+
+
+@given(tokens, st.integers(1, 8), st.integers(0, 5))
+def test_a_chain_can_be_extended_in_pieces(
+    token_ids: list[int], block_size: int, num_blocks: int
+) -> None:
+    root = root_hash("t", "w")
+    whole = extend_chain(root, token_ids, block_size)
+    cut = min(num_blocks, len(whole))
+    head = extend_chain(root, token_ids[: cut * block_size], block_size)
+    tail = extend_chain([root, *head][-1], token_ids[cut * block_size :], block_size)
+    assert head + tail == whole
+
+
+@given(st.lists(st.integers(0, 9), min_size=8, max_size=8), st.integers(0, 7))
+def test_one_token_changes_its_block_and_all_after_it(token_ids: list[int], at: int) -> None:
+    root = root_hash("t", "w")
+    changed = [token + (index == at) for index, token in enumerate(token_ids)]
+    before, after = (extend_chain(root, each, 2) for each in (token_ids, changed))
+    assert [a == b for a, b in zip(before, after, strict=True)] == [i < at // 2 for i in range(4)]
+
+
+def test_equal_tokens_of_two_tenants_share_nothing() -> None:
+    chains = [extend_chain(root_hash(tenant, "w"), range(64), 16) for tenant in ("a", "b")]
+    assert not set(chains[0]) & set(chains[1])

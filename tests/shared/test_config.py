@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shared.config import (
+    GatewayConfig,
+    KvIndexConfig,
+    ProcessConfig,
+    SchedulerConfig,
+    WorkerConfig,
+    check,
+)
+from shared.errors import ConfigError
+
+NATS = "nats://u:p@127.0.0.1:4222"
+REDIS = "redis://127.0.0.1:6379/0"
+
+
+def good(tmp_path: Path) -> list[ProcessConfig]:
+    return [
+        SchedulerConfig(nats_url=NATS, process_id="s", local_prefill_tokens=0),
+        KvIndexConfig(nats_url=NATS, process_id="i", redis_url="unix:///run/redis.sock"),
+        GatewayConfig(nats_url=NATS, process_id="g", redis_url=REDIS, model_dir=tmp_path),
+        WorkerConfig(nats_url="tls://host", process_id="w", model_dir=tmp_path),
+    ]
+
+
+def test_good_ones_pass(tmp_path: Path) -> None:
+    for config in good(tmp_path):
+        check(config)
+
+
+@pytest.mark.parametrize(
+    ("which", "change", "named"),
+    [
+        (0, {"nats_url": "http://x"}, "nats_url"),
+        (0, {"nats_url": "nats://h:port"}, "nats_url"),
+        (0, {"process_id": ""}, "process_id"),
+        (0, {"process_id": "a.b"}, "process_id"),
+        (0, {"max_queued_requests": 0}, "max_queued_requests"),
+        (0, {"max_queued_tokens": -1}, "max_queued_tokens"),
+        (0, {"local_prefill_tokens": -1}, "local_prefill_tokens"),
+        (1, {"redis_url": "nats://x"}, "redis_url"),
+        (1, {"prefix_ttl_s": 0}, "prefix_ttl_s"),
+        (2, {"http_port": 65536}, "http_port"),
+        (2, {"max_requests": 0}, "max_requests"),
+        (2, {"model_dir": Path("/nowhere")}, "model_dir"),
+        (3, {"dtype": "int8"}, "dtype"),
+        (3, {"num_threads": -1}, "num_threads"),
+        (3, {"max_reserved_share": 0.0}, "max_reserved_share"),
+        (3, {"block_size": 0}, "block_size"),
+    ],
+)
+def test_bad_ones_are_named(tmp_path: Path, which: int, change: dict, named: str) -> None:
+    config = msgspec.structs.replace(good(tmp_path)[which], **change)
+    with pytest.raises(ConfigError) as refused:
+        check(config)
+    assert refused.value.message.startswith(named)
+
+
+def test_all_problems_are_named_at_once() -> None:
+    config = SchedulerConfig(nats_url="x", process_id="", max_queued_requests=0)
+    with pytest.raises(ConfigError) as refused:
+        check(config)
+    assert len(refused.value.message.split("; ")) == 3

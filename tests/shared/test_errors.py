@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+from shared.errors import ERROR_BY_CODE, HearthError, InvalidRequest, NoResponders, UnknownModel
+
+
+def test_codes_are_unique_and_the_table_is_whole() -> None:
+    assert {each.code: each for each in {HearthError, *ERROR_BY_CODE.values()}} == ERROR_BY_CODE
+    assert ERROR_BY_CODE["no_responders"] is NoResponders
+    assert issubclass(ERROR_BY_CODE["model_not_found"], InvalidRequest)
+    assert len({each.code for each in ERROR_BY_CODE.values()}) == len(ERROR_BY_CODE) >= 17
+
+
+def test_errors_carry_data() -> None:
+    error = UnknownModel("no model 'x'", param="model", retry_after_s=0.0)
+    assert (str(error), error.param, error.retry_after_s) == ("no model 'x'", "model", 0.0)
+    assert (error.http_status, error.openai_type) == (404, "invalid_request_error")

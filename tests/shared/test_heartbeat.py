@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import asyncio
+
+from shared.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, Loss
+from shared.heartbeat import Heart
+from shared.messages import Heartbeat, WorkerLoad
+from tests.simulation.bus import SimulatedNetwork
+from tests.simulation.clock import VirtualClock, run
+from tests.simulation.randomness import SeededRandomness
+
+
+class Process:
+    def __init__(self, network: SimulatedNetwork, process_id: str, seed: int) -> None:
+        self.step = 0
+        self.is_wedged = False
+        self.lost: list[tuple[str, Loss]] = []
+        self.heard: list[Heartbeat] = []
+        self.heart = Heart(
+            network.bus(process_id),
+            VirtualClock(),
+            SeededRandomness(seed),
+            roles=("decode",),
+            load=self.load,
+        )
+        self.heart.on_lost(lambda peer, loss: self.lost.append((peer, loss)))
+        self.heart.on_heard(self.heard.append)
+
+    def load(self) -> WorkerLoad:
+        self.step += not self.is_wedged
+        return WorkerLoad(step=self.step, step_budget_s=0.5)
+
+    async def join(self) -> None:
+        await self.heart.start()
+        await self.heart.become("ready")
+
+
+async def three() -> tuple[SimulatedNetwork, list[Process]]:
+    network = SimulatedNetwork()
+    processes = [Process(network, f"decode-{number}", number) for number in range(3)]
+    for process in processes:
+        await process.join()
+    await asyncio.sleep(2.0)
+    return network, processes
+
+
+def test_hearts_know_each_other() -> None:
+    async def scenario() -> None:
+        _, processes = await three()
+        for process in processes:
+            assert len(list(process.heart.fleet.live("decode"))) == 2
+            assert process.lost == []
+        own = [each for each in processes[0].heard if each.process_id == "decode-0"]
+        assert 8 <= len(own) <= 10
+        assert {each.interval_s for each in own} == {HEARTBEAT_INTERVAL_S}
+
+    run(scenario())
+
+
+def test_frozen_wedged_and_stopped_are_told_apart() -> None:
+    async def scenario() -> None:
+        network, (first, second, third) = await three()
+        network.freeze("decode-1")
+        await asyncio.sleep(SILENCE_LIMIT_S + 0.5)
+        assert first.lost == [("decode-1", Loss.SILENT)] == third.lost
+        third.is_wedged = True
+        await asyncio.sleep(2.5)
+        assert first.lost[1:] == [("decode-2", Loss.STUCK)]
+        network.thaw("decode-1")
+        await asyncio.sleep(0.5)
+        assert first.heart.fleet.is_live("decode-1")
+        await second.heart.stop()
+        await asyncio.sleep(0.01)
+        assert first.lost[2:] == [("decode-1", Loss.STOPPED)]
+
+    run(scenario())
+
+
+def test_a_dead_bus_makes_nobody_suspect() -> None:
+    async def scenario() -> None:
+        network, processes = await three()
+        network.is_down = True
+        await asyncio.sleep(20.0)
+        network.is_down = False
+        await asyncio.sleep(5.0)
+        assert [process.lost for process in processes] == [[], [], []]
+
+    run(scenario())

@@ -1,0 +1,100 @@
+"""The life of a real process: signals, drain, exit status."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+SCRIPT = """
+import asyncio, sys
+from shared.background import Background
+from shared.errors import ConfigError
+from shared.process import run_service
+
+class Service:
+    def say(self, word):
+        print(word, flush=True)
+    async def start(self):
+        self.say("started")
+        if sys.argv[1] == "refuse":
+            raise ConfigError("the port is taken")
+        if sys.argv[1] == "break":
+            self.background = Background()
+            self.background.start(self.broken())
+    async def broken(self):
+        raise RuntimeError("a bug")
+    async def drain(self):
+        self.say("draining")
+        if sys.argv[1] == "hang":
+            await asyncio.Event().wait()
+    async def stop(self):
+        self.say("stopped")
+
+async def build():
+    return Service()
+
+sys.exit(run_service("process-1", build))
+"""
+
+
+@contextmanager
+def process(mode: str) -> Iterator[subprocess.Popen[str]]:
+    child = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, mode],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def said(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    return child.stdout.readline().strip()
+
+
+def wait_for_log(child: subprocess.Popen[str], word: str) -> None:
+    assert child.stderr is not None
+    while word not in child.stderr.readline():
+        assert child.poll() is None
+
+
+def test_a_signal_drains_and_stops() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with process("serve") as child:
+            assert said(child) == "started"
+            wait_for_log(child, '"ready"')
+            child.send_signal(number)
+            assert [said(child), said(child)] == ["draining", "stopped"]
+            assert child.wait(timeout=10) == 0
+
+
+def test_a_second_signal_forces() -> None:
+    with process("hang") as child:
+        wait_for_log(child, '"ready"')
+        child.send_signal(signal.SIGTERM)
+        assert [said(child), said(child)] == ["started", "draining"]
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(timeout=10) == 1
+
+
+def test_a_refused_start_stops_and_prints_one_line() -> None:
+    with process("refuse") as child:
+        out, err = child.communicate(timeout=10)
+        assert out.split() == ["started", "stopped"]
+        assert err == "process-1: the port is taken\n"
+        assert child.returncode == 2
+
+
+def test_a_broken_background_task_ends_the_process() -> None:
+    with process("break") as child:
+        _, err = child.communicate(timeout=10)
+        assert child.returncode == 1
+        assert "a bug" in err

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from shared.store import BREAKER_S, RedisStore, StoreUnavailable
+from tests.servers import RedisServer, free_port
+from tests.simulation.store import MemoryStore
+
+
+class HandClock:
+    def __init__(self) -> None:
+        self.at = 10.0
+
+    def now(self) -> float:
+        return self.at
+
+    async def sleep(self, delay_s: float) -> None:
+        self.at += delay_s
+
+
+@pytest.fixture
+async def store(redis_server: RedisServer) -> AsyncIterator[RedisStore]:
+    store = RedisStore(redis_server.url, HandClock(), timeout_s=2.0)
+    yield store
+    await store.close()
+
+
+COMMANDS = [
+    ("SET", "s:text", "value"),
+    ("SET", "s:short", b"\x00\xff", "EX", 60),
+    ("INCRBY", "s:count", 3),
+    ("INCRBY", "s:count", 4),
+    ("HSET", "s:hash", "a", 1, "b", "two"),
+    ("HINCRBY", "s:hash", "a", 5),
+    ("HSET", "s:hash", "gone", 1),
+    ("HDEL", "s:hash", "gone"),
+    ("ZADD", "s:set", 3, "c", 1, "a", 2, "b", 2, "bb"),
+    ("ZREM", "s:set", "b"),
+    ("ZADD", "s:bounded", 1, "a", 2, "b", 3, "c"),
+    ("ZREMRANGEBYRANK", "s:bounded", 0, -3),
+    ("SET", "s:gone", 1),
+    ("DEL", "s:gone"),
+]
+
+
+async def test_the_simulated_store_does_what_redis_does(store: RedisStore) -> None:
+    memory = MemoryStore()
+    for each in (store, memory):
+        await each.write(COMMANDS)
+    for key in ("s:text", "s:short", "s:count", "s:gone"):
+        assert await memory.get(key) == await store.get(key)
+    for key in ("s:hash", "s:none"):
+        assert await memory.hash_get(key) == await store.hash_get(key)
+    for key in ("s:set", "s:bounded", "s:none"):
+        assert await memory.sorted_set_head(key, 2) == await store.sorted_set_head(key, 2)
+    assert await store.get("s:count") == b"7"
+    assert await store.sorted_set_head("s:bounded", 9) == [b"b", b"c"]
+
+
+async def test_a_missing_redis_is_one_error_and_then_a_breaker() -> None:
+    clock = HandClock()
+    store = RedisStore(f"redis://127.0.0.1:{free_port()}", clock)
+    with pytest.raises(StoreUnavailable, match="does not answer"):
+        await store.get("key")
+    with pytest.raises(StoreUnavailable, match="is away"):
+        await store.get("key")
+    with pytest.raises(StoreUnavailable, match="is away"):
+        await store.write([("SET", "a", 1)])
+    clock.at += BREAKER_S
+    with pytest.raises(StoreUnavailable, match="does not answer"):
+        await store.get("key")
+    await store.close()
+
+
+async def test_a_hanging_redis_costs_at_most_its_timeout() -> None:
+    server, clock = RedisServer(), HandClock()
+    store = RedisStore(server.url, clock, timeout_s=0.05)
+    try:
+        await store.write([("SET", "a", 1)])
+        os.kill(server.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(StoreUnavailable):
+            await store.get("a")
+        assert time.monotonic() - began < 1.0
+        os.kill(server.pid, signal.SIGCONT)
+        clock.at += BREAKER_S
+        async with asyncio.timeout(5):
+            assert await _when_back(store, clock) == b"1"
+    finally:
+        await store.close()
+        server.stop()
+
+
+async def _when_back(store: RedisStore, clock: HandClock) -> bytes | None:
+    while True:
+        try:
+            return await store.get("a")
+        except StoreUnavailable:
+            clock.at += BREAKER_S

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import pytest
+
+from shared import subjects
+from shared.subjects import CredentialRole, nats_server_config, permissions
+from tests.simulation.bus import matches
+
+USERS: list[tuple[CredentialRole, str, str]] = [
+    ("gateway", "gateway-1", "word"),
+    ("worker", "worker-1", "other"),
+]
+
+
+def may(role: CredentialRole, process_id: str, verb: str, subject: str) -> bool:
+    patterns = getattr(permissions(role, process_id), verb)
+    return any(matches(pattern, subject) for pattern in patterns)
+
+
+@pytest.mark.parametrize(
+    ("role", "process_id", "needs_to_publish", "needs_to_hear"),
+    [
+        (
+            "gateway",
+            "g",
+            [subjects.SUBMIT, subjects.cancel("s"), subjects.resend("d")],
+            [subjects.tokens("g"), subjects.placement("g"), "_INBOX.g.x.y"],
+        ),
+        (
+            "scheduler",
+            "s",
+            [subjects.MATCH, subjects.start_decode("d"), subjects.placement("g")],
+            [subjects.SUBMIT, subjects.cancel("s"), subjects.heartbeat("decode", "d")],
+        ),
+        (
+            "decode",
+            "d",
+            [subjects.run_prefill("p"), subjects.tokens("g"), subjects.control("prefill", "p")],
+            [subjects.start_decode("d"), subjects.control("decode", "d")],
+        ),
+        (
+            "prefill",
+            "p",
+            [subjects.control("decode", "d"), subjects.kv_events("prefill", "p")],
+            [subjects.run_prefill("p"), subjects.list_blocks("prefill", "p")],
+        ),
+        (
+            "kv_index",
+            "i",
+            [subjects.list_blocks("decode", "d")],
+            [subjects.MATCH, subjects.kv_events("decode", "d")],
+        ),
+        (
+            "worker",
+            "w",
+            [subjects.run_prefill("p"), subjects.tokens("g"), subjects.heartbeat("prefill", "w")],
+            [subjects.start_decode("w"), subjects.run_prefill("w")],
+        ),
+    ],
+)
+def test_each_role_has_what_it_needs(
+    role: CredentialRole, process_id: str, needs_to_publish: list[str], needs_to_hear: list[str]
+) -> None:
+    assert all(may(role, process_id, "publish", each) for each in needs_to_publish)
+    assert all(may(role, process_id, "subscribe", each) for each in needs_to_hear)
+    assert not may(role, process_id, "subscribe", "_INBOX.other.x")
+    assert not may(role, process_id, "publish", f"hearth.v1.{role}.other.heartbeat")
+
+
+def test_the_server_file_binds_users_to_their_subjects() -> None:
+    config = nats_server_config(USERS, host="127.0.0.1", port=4222)
+    assert 'listen: "127.0.0.1:4222"' in config
+    assert "max_payload: 8388608" in config
+    assert config.count("user: ") == 2
+    gateway, worker = config.split("user: ")[1:]
+    assert '"_INBOX.gateway-1.>"' in gateway
+    assert '"_INBOX.gateway-1.>"' not in worker
