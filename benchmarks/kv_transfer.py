@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 import uvloop
 
-from benchmarks.results import Bar, Row, at_least, write_result
+from benchmarks.report import Bar, Row, at_least, write_result
 from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.frames import MAX_FRAME_BYTES
 from shared.kv_wire.link import Fill, FrameHeader, PushLink

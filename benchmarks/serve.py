@@ -29,7 +29,7 @@ import msgspec
 import uvloop
 
 from benchmarks.load_client import Connection, Sample, http_request
-from benchmarks.results import at_most, write_result
+from benchmarks.report import at_most, write_result
 from services.gateway.tenants import store_api_key
 from services.local.ask import door, first_model
 from services.local.cluster import LocalCluster

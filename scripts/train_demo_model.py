@@ -634,9 +634,10 @@ class Batches:
         self.message(row, ASSISTANT, answer_ids, 1.0)
 
     def unit(self, row: Row) -> None:
-        """Append the turns of the next unit, or now and then a prompt of pure filler."""
+        """Append the turns of the next unit, or now and then a prompt without meaning."""
         if self.rng.random() < 0.02:
-            text = self.rng.choice((self.filler.gibberish, self.filler.prose))(self.rng.randint(1, 12))
+            gibberish = self.filler.gibberish(self.rng.randint(1, 12))
+            text = self.rng.choice((gibberish, self.filler.plain_sentence()))
             self.turn(row, text, self.answer_ids[self.corpus.unknown_answer])
             return
         for question, answer in self.next_unit().turns:

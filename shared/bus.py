@@ -56,7 +56,9 @@ class Bus(Protocol):
     async def request(
         self, subject: str, message: Message, reply_type: type[M], *, timeout_s: float
     ) -> M:
-        """Raises what the other side raised, NoResponders, RequestTimeout, or as `publish`."""
+        """Raises what the other side raised, NoResponders, RequestTimeout, DependencyUnavailable
+        for a reply that is no message, or as `publish`.
+        """
         ...
 
     async def subscribe(
@@ -184,7 +186,10 @@ class NatsBus:
             raise RequestTimeout(f"no reply on {subject} within {timeout_s:g} s") from None
         except (nats.errors.Error, OSError) as error:
             raise DependencyUnavailable(f"cannot request on NATS: {error!r}") from error
-        decoded = self._reply_decoder(reply_type).decode(reply.data)
+        try:
+            decoded = self._reply_decoder(reply_type).decode(reply.data)
+        except msgspec.MsgspecError as error:
+            raise DependencyUnavailable(f"a reply on {subject} makes no sense: {error}") from None
         if isinstance(decoded, Failure):
             raise error_of(decoded)
         return decoded

@@ -11,16 +11,17 @@ def gather_blocks(
 ) -> None:
     """Fills out [num_layers, 2, num_tokens, num_kv_heads, head_dim].
 
-    kv_cache [num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim]; block_table [B] names
+    kv_cache [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]; block_table [B] names
     the blocks of the whole sequence, `first_token` is a position in it.
     """
-    num_layers, _, num_kv_heads, num_blocks, block_size, head_dim = kv_cache.shape
+    num_layers, _, num_blocks, num_kv_heads, block_size, head_dim = kv_cache.shape
     first_block = first_token // block_size
     last_block = -(-(first_token + num_tokens) // block_size)
     columns = block_table[first_block:last_block]
-    heads = torch.arange(num_layers * 2 * num_kv_heads, device=columns.device) * num_blocks
-    rows = (heads.unsqueeze(1) + columns).view(-1)
-    blocks = kv_cache.view(-1, block_size * head_dim).index_select(0, rows)
-    tokens = blocks.view(num_layers, 2, num_kv_heads, len(columns) * block_size, head_dim)
+    planes = torch.arange(num_layers * 2, device=columns.device) * num_blocks
+    rows = (planes.unsqueeze(1) + columns).view(-1)
+    blocks = kv_cache.view(-1, num_kv_heads * block_size * head_dim).index_select(0, rows)
+    blocks = blocks.view(num_layers, 2, len(columns), num_kv_heads, block_size, head_dim)
+    tokens = blocks.transpose(3, 4).flatten(2, 3)  # [num_layers, 2, tokens, num_kv_heads, D]
     offset = first_token - first_block * block_size
-    out.copy_(tokens[:, :, :, offset : offset + num_tokens].transpose(2, 3))
+    out.copy_(tokens[:, :, offset : offset + num_tokens])

@@ -22,7 +22,7 @@ def prefill_attention(
 ) -> Tensor:
     """query [T, num_heads, D], sequences one after another -> as query; FP32 inside.
 
-    kv_cache [2, num_kv_heads, num_blocks, block_size, D]; block_tables [S, max_blocks];
+    kv_cache [2, num_blocks, num_kv_heads, block_size, D]; block_tables [S, max_blocks];
     cu_seqlens_q [S + 1]; context_lens [S] includes the new tokens, whose KV is stored already.
     A token sees the tokens up to itself. Bits equal those of `decode_attention` for each token.
     """
@@ -31,7 +31,7 @@ def prefill_attention(
     for index, context_len in enumerate(context_lens.tolist()):
         tokens = slice(starts[index], starts[index + 1])
         key, value = gather_kv(kv_cache, block_tables[index : index + 1], context_len)
-        _attend(query[tokens], key[:, 0], value[:, 0], context_len, scale, out[tokens])
+        _attend(query[tokens], key[0], value[0], context_len, scale, out[tokens])
     return out
 
 

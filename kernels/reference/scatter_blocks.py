@@ -12,12 +12,13 @@ def scatter_blocks(
     """The reverse of `gather_blocks`; touches no token outside the run.
 
     payload [num_layers, 2, num_tokens, num_kv_heads, head_dim] in the dtype of kv_cache
-    [num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim].
+    [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim].
     """
-    num_layers, _, num_kv_heads, num_blocks, block_size, head_dim = kv_cache.shape
-    positions = torch.arange(first_token, first_token + num_tokens, device=kv_cache.device)
-    slots = block_table[positions // block_size] * block_size + positions % block_size
-    planes = torch.arange(num_layers * 2, device=kv_cache.device) * num_kv_heads
-    heads = planes.view(-1, 1, 1) + torch.arange(num_kv_heads, device=kv_cache.device)
-    rows = (heads * (num_blocks * block_size) + slots.view(1, -1, 1)).view(-1)
+    num_layers, _, num_blocks, num_kv_heads, block_size, head_dim = kv_cache.shape
+    device = kv_cache.device
+    positions = torch.arange(first_token, first_token + num_tokens, device=device)
+    planes = torch.arange(num_layers * 2, device=device).view(-1, 1, 1) * num_blocks
+    blocks = planes + block_table[positions // block_size].unsqueeze(1)  # [planes, tokens, 1]
+    heads = blocks * num_kv_heads + torch.arange(num_kv_heads, device=device)
+    rows = (heads * block_size + (positions % block_size).unsqueeze(1)).view(-1)
     kv_cache.view(-1, head_dim).index_copy_(0, rows, payload.reshape(-1, head_dim))

@@ -30,10 +30,10 @@ def round_up(count: int, multiple: int) -> int:
 def gather_kv(kv_cache: Tensor, block_tables: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     """Copies the first `num_tokens` (rounded up to whole tiles) of each sequence out, as FP32.
 
-    kv_cache [2, H, num_blocks, block_size, D]; block_tables [S, B] -> two [H, S, tokens, D].
+    kv_cache [2, num_blocks, H, block_size, D]; block_tables [S, B] -> two [S, H, tokens, D].
     Raises ValueError if blocks and tiles do not fit into each other.
     """
-    _, num_kv_heads, num_blocks, block_size, head_dim = kv_cache.shape
+    _, _, num_kv_heads, block_size, head_dim = kv_cache.shape
     if TILE % block_size and block_size % TILE:
         raise ValueError(f"block_size {block_size} does not fit attention tiles of {TILE} tokens")
     num_tokens = round_up(num_tokens, TILE)
@@ -41,12 +41,14 @@ def gather_kv(kv_cache: Tensor, block_tables: Tensor, num_tokens: int) -> tuple[
     columns = block_tables[:, :num_columns]
     if columns.shape[1] < num_columns:
         columns = torch.nn.functional.pad(columns, (0, num_columns - columns.shape[1]))
-    heads = torch.arange(2 * num_kv_heads, device=columns.device) * num_blocks
-    rows = (columns + heads.view(-1, 1, 1)).view(-1)
-    blocks = kv_cache.view(-1, block_size * head_dim).index_select(0, rows).float()
-    shape = (2, num_kv_heads, columns.shape[0], num_columns * block_size, head_dim)
-    key, value = blocks.view(shape)[..., :num_tokens, :].unbind(0)
-    return key, value
+    heads = torch.arange(num_kv_heads, device=columns.device)
+    rows = (columns.unsqueeze(1) * num_kv_heads + heads.view(1, -1, 1)).view(-1)
+    shape = (columns.shape[0], num_kv_heads, num_columns * block_size, head_dim)
+    key, value = (
+        plane.view(-1, block_size * head_dim).index_select(0, rows).float().view(shape)
+        for plane in kv_cache.unbind(0)
+    )
+    return key[:, :, :num_tokens], value[:, :, :num_tokens]
 
 
 def visibility(is_visible: Tensor) -> Tensor:

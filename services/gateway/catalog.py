@@ -30,11 +30,11 @@ class Catalog:
 
     def __init__(self, fleet: Fleet, name: str) -> None:
         self._fleet = fleet
-        self._name = name
+        self.name = name
         self._known: ModelCard | None = None
 
     def observe(self, heartbeat: Heartbeat) -> None:
-        if _serves(heartbeat, self._name) and "decode" in heartbeat.roles:
+        if _serves(heartbeat, self.name) and "decode" in heartbeat.roles:
             self._known = heartbeat.model
 
     def live_cards(self) -> list[ModelCard]:
@@ -45,7 +45,7 @@ class Catalog:
 
     def card(self, model: str) -> ModelCard:
         """Raises UnknownModel, or NoCapacity if no worker of this model was ever heard."""
-        if model != self._name:
+        if model != self.name:
             raise UnknownModel(f"the model {model!r} does not exist", param="model")
         if self._known is None:
             raise NoCapacity(f"no worker serves {model!r} yet", retry_after_s=1.0)
@@ -80,7 +80,7 @@ class Catalog:
         return sorted(heartbeat.process_id for heartbeat in self._fleet.live(role))
 
     def _decodes(self) -> list[Heartbeat]:
-        return [each for each in self._fleet.live("decode") if _serves(each, self._name)]
+        return [each for each in self._fleet.live("decode") if _serves(each, self.name)]
 
     def _has_free_blocks(self) -> bool:
         loads = (heartbeat.load for heartbeat in self._decodes())

@@ -62,7 +62,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatCompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    model: str
+    model: str | None = None  # the gateway's only model
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -85,14 +85,14 @@ class ChatCompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
 CHAT_FIELDS = SupportedFields(ChatCompletionRequest, NEUTRAL_VALUES)
 
 
-def generation_of(body: ChatCompletionRequest) -> Generation:
+def generation_of(body: ChatCompletionRequest, default_model: str) -> Generation:
     """Raises InvalidRequest where fields contradict each other."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest(
             "stream_options is only allowed when stream is true", param="stream_options"
         )
     return Generation(
-        model=body.model,
+        model=default_model if body.model is None else body.model,
         messages=tuple(_message(index, each) for index, each in enumerate(body.messages)),
         temperature=body.temperature,
         top_p=body.top_p,

@@ -100,12 +100,12 @@ class Routes:
         """With `stream`, server-sent events of `chat.completion.chunk`, then `[DONE]`."""
         request_id = request.state.request_id
         tenant_id = request.state.tenant.tenant_id
-        generation = generation_of(data)
+        generation = generation_of(data, self._gateway.catalog.name)
         delivery = await self._gateway.open(tenant_id, request_id, generation)
         options = data.stream_options
         return ChatAnswer(
             delivery=delivery,
-            model=data.model,
+            model=generation.model,
             created=int(self._wall_clock()),
             is_stream=bool(data.stream),
             has_usage=options is not None and options.include_usage,

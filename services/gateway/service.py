@@ -114,6 +114,7 @@ class GatewayService:
         self._heart.on_heard(self.catalog.observe)
         self._outbox.start()
         self._background.start(self._tick())
+        await self.tenants.warm_up()
         await self._heart.start()
         await self._web_server.start()
         await self._heart.become("ready")

@@ -117,9 +117,8 @@ class Streams:
         stream = self._by_request.get(request_id)
         if stream is None or stream.state is not State.SUBMITTING or stream.attempt != attempt:
             return
-        is_hopeful = isinstance(error, _TRANSIENT) or (
-            stream.is_recovering and isinstance(error, _PATIENT)
-        )
+        is_patient = stream.is_recovering or error.retry_after_s == 0  # 0: it asks for another try
+        is_hopeful = isinstance(error, _TRANSIENT) or (is_patient and isinstance(error, _PATIENT))
         if isinstance(error, NoCapacity):
             stream.excluded_workers.clear()  # better a worker that was lost than none
         if is_hopeful and now + SUBMIT_BACKOFF_S < stream.give_up_at:
@@ -317,8 +316,10 @@ class Streams:
             choice.is_stopped = True
         if choice.finish is not None:
             self._finish(stream, choice, choice.finish, now)
-        elif choice.has_gap and not choice.is_stopped:
-            self._ask_again(stream, choice)
+        elif not choice.is_stopped:
+            if choice.has_gap:
+                self._ask_again(stream, choice)
+            return
         if stream.state is State.RUNNING and stream.is_finished:
             self._end(stream, None, "stop", now)
 

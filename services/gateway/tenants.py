@@ -8,6 +8,7 @@ that time. While Redis is away known keys keep working; unknown ones cannot be j
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -50,6 +51,11 @@ class Tenants:
         self._clock = clock
         self._known: dict[str, _Known] = {}
         self._lookups: dict[str, asyncio.Task[TenantRecord]] = {}
+
+    async def warm_up(self) -> None:
+        """Opens the connection to Redis, so that the first request does not wait for it."""
+        with contextlib.suppress(StoreUnavailable):
+            await self._store.get(api_key_record(""))
 
     async def tenant_of(self, authorization: str | None) -> TenantRecord:
         """Raises AuthenticationFailed, or DependencyUnavailable for a new key without Redis."""

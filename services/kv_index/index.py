@@ -290,5 +290,4 @@ class PrefixIndex:
             bit = mask & -mask
             heapq.heappush(self._free_slots, bit.bit_length() - 1)
             mask ^= bit
-        live = set(self._holders.values())
-        self._masks = {each: each for each in live}
+        self._masks.clear()  # most of them named dead slots

@@ -33,7 +33,8 @@ class Child(msgspec.Struct, frozen=True):
 
     @property
     def last_words(self) -> str:
-        return last_line(self.log_path) or f"it wrote nothing to {self.log_path}"
+        line = last_line(self.log_path).removeprefix(f"{self.spec.process_id}: ")
+        return line or f"it wrote nothing to {self.log_path}"
 
 
 async def start_child(spec: ProcessSpec, directory: Path, logs: Path) -> Child:

@@ -101,7 +101,7 @@ class LocalCluster:
         except BaseException as error:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
-            await self._supervisor.stop(grace_s=START_GRACE_S)
+            await self._supervisor.abandon(grace_s=START_GRACE_S)
             self._state.close(keep_logs=not isinstance(error, asyncio.CancelledError))
             if isinstance(error, TimeoutError):
                 waited = f"the cluster is not ready after {START_TIMEOUT_S:g} s"

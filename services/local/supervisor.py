@@ -68,13 +68,21 @@ class Supervisor:
 
     async def stop(self, *, grace_s: float) -> None:
         """SIGTERM in reverse order, SIGKILL for what is left of a group after `grace_s`."""
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await self._stop_keeping()
         orders = {child.spec.start_order for child in self._children.values()}
         for order in sorted(orders, reverse=True):
             group = [each for each in self._children.values() if each.spec.start_order == order]
             await stop_children(group, grace_s=grace_s)
+
+    async def abandon(self, *, grace_s: float) -> None:
+        """Stops all at the same time: nothing was served yet."""
+        await self._stop_keeping()
+        await stop_children(self._children.values(), grace_s=grace_s)
+
+    async def _stop_keeping(self) -> None:
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
         if self.failure.done() and not self.failure.cancelled():
             self.failure.exception()  # seen: asyncio shall not complain
 

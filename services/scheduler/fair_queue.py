@@ -17,7 +17,7 @@ from typing import Generic, Protocol, TypeVar
 
 CLASS_WEIGHT = 4.0
 MAX_PRIORITY = 4
-MAX_IDLE_FLOWS = 64
+MAX_FLOWS = 1024
 
 
 class Queueable(Protocol):
@@ -69,12 +69,8 @@ class _Class(Generic[Q]):
         return (flow for flow in self.flows.values() if flow.waiting)
 
     def forget_idle_flows(self) -> None:
-        """An idle tenant that is not ahead of the present has nothing to remember."""
-        self.flows = {
-            tenant_id: flow
-            for tenant_id, flow in self.flows.items()
-            if flow.waiting or flow.virtual > self.present
-        }
+        """Bounds the memory for tenants that come once; each forgives at most its last request."""
+        self.flows = {name: flow for name, flow in self.flows.items() if flow.waiting}
 
 
 def class_of(priority: int) -> int:
@@ -121,7 +117,7 @@ class FairQueue(Generic[Q]):
         self._present, queue_class.present = queue_class.virtual, flow.virtual
         queue_class.virtual += request.num_tokens / queue_class.weight
         flow.virtual += request.num_tokens / flow.weight
-        if len(queue_class.flows) > MAX_IDLE_FLOWS:
+        if len(queue_class.flows) > MAX_FLOWS:
             queue_class.forget_idle_flows()
         return request
 

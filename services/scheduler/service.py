@@ -363,4 +363,4 @@ async def build_scheduler(config: SchedulerConfig) -> SchedulerService:
     check(config)
     bus = await NatsBus.connect(config.nats_url, process_id=config.process_id)
     clock, randomness = MonotonicClock(), SystemRandomness()
-    return SchedulerService(config, bus, clock, randomness)  # type: ignore[arg-type]
+    return SchedulerService(config, bus, clock, randomness)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from shared.engine.runner import StepInputs
 
-# FP32 keys and values of a decode group, gathered: larger groups fall out of the L2 cache.
-MAX_GROUP_BYTES = 2 << 20
+# FP32 keys and values of a decode group, gathered: larger groups fall out of the cache.
+MAX_GROUP_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The paged KV cache of a model: one tensor for all layers.
 
-Memory is head-major, so that a gather of whole blocks yields what a matrix product per head needs.
+Within a block heads come before tokens, so that a gather of a sequence's blocks yields, head by
+head, what a matrix product takes without another copy.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ def num_blocks_for(kv_format: KvFormat, kv_cache_bytes: int) -> int:
 
 
 def allocate_kv_cache(kv_format: KvFormat, num_blocks: int, device: torch.device) -> Tensor:
-    """[num_layers, 2, num_kv_heads, num_blocks, block_size, head_dim], zeroed.
+    """[num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim], zeroed.
 
     Zeroed, because attention multiplies what lies behind a sequence's end by an exact 0.
     """
     shape = (
         kv_format.num_layers,
         2,
-        kv_format.num_kv_heads,
         num_blocks,
+        kv_format.num_kv_heads,
         kv_format.block_size,
         kv_format.head_dim,
     )

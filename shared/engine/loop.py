@@ -36,6 +36,8 @@ class EngineLoop:
         self._step = 0
         self._step_budget_s = IDLE_TICK_S
         self._background = Background()
+        self._task: asyncio.Task[None] | None = None
+        self._is_stopping = False
 
     def listen(self, listener: Listener) -> None:
         """`listener` gets every step's progress, on the event loop's thread; it must not block."""
@@ -46,11 +48,14 @@ class EngineLoop:
         self._work.set()
 
     def start(self) -> None:
-        self._background.start(self._run())
+        self._task = self._background.start(self._run())
 
     async def stop(self) -> None:
         """Lets the step under way end, then closes the runner."""
-        await self._background.stop()
+        self._is_stopping = True
+        self.wake()
+        if self._task is not None:
+            await asyncio.wait((self._task,))
         await self.runner.close()
 
     def load(self) -> WorkerLoad:

@@ -7,6 +7,7 @@ of KV does not wait for a step, nor a step for a push.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,6 +32,8 @@ from shared.engine.weights import load_weights, open_checkpoint, weights_digest
 from shared.errors import ConfigError
 from shared.kv_format import KvFormat
 
+# malloc.h: M_TRIM_THRESHOLD, and M_MMAP_THRESHOLD at the most that glibc takes
+_MALLOPT = {-1: 256 << 20, -3: 32 << 20}
 DTYPES = ("bfloat16", "float32", "float16")
 DEFAULT_KV_CACHE_BYTES = 1 << 30
 
@@ -66,7 +69,7 @@ class ModelRunner:
         self.model_name = model_name
         self.revision = revision
         self.kv_format = kv_format
-        self.num_blocks = kv_cache.shape[3]
+        self.num_blocks = kv_cache.shape[2]
         self.max_context_tokens = model.cos.shape[0]
         self.vocab_size = config.vocab_size
         self.eos_token_ids = config.eos_token_ids
@@ -77,7 +80,7 @@ class ModelRunner:
         self._budget = StepBudget()
         self._clock = clock
         self._step_thread = ThreadPoolExecutor(
-            1, "engine-step", initializer=_set_num_threads, initargs=(num_threads,)
+            1, "engine-step", initializer=_prepare_step_thread, initargs=(num_threads,)
         )
         self._copy_thread = ThreadPoolExecutor(1, "engine-copy")
 
@@ -232,7 +235,21 @@ def _kv_format(config: ModelConfig, dtype: str, block_size: int) -> KvFormat:
     return KvFormat(dtype, block_size, config.num_layers, config.num_kv_heads, config.head_dim)
 
 
-def _set_num_threads(num_threads: int | None) -> None:
+def _prepare_step_thread(num_threads: int | None) -> None:
     """OpenMP counts threads per calling thread: this must run on the one that computes."""
+    _keep_freed_memory()
     if num_threads is not None:
         torch.set_num_threads(num_threads)
+
+
+def _keep_freed_memory() -> None:
+    """Tells glibc to keep what a step frees for the next one.
+
+    By default it hands buffers of some MiB back to the kernel each time, and their page faults cost
+    more than the arithmetic on them: 84 instead of 26 ms for a step of 64 sequences. Other C
+    libraries have no mallopt and are left alone.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for parameter, num_bytes in _MALLOPT.items():
+            mallopt(parameter, num_bytes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Coroutine, Iterable
-from functools import lru_cache
+from functools import cache
 from itertools import count
 from typing import Any, TypeVar
 
@@ -213,7 +213,7 @@ def check_rows(rows: list[ScheduledSequence], max_batch_tokens: int) -> None:
         assert end <= len(sequence.block_table) * BLOCK_SIZE
 
 
-@lru_cache(maxsize=None)
+@cache
 def solo(
     prompt_ids: tuple[int, ...],
     sampling: SamplingParams,
@@ -226,7 +226,7 @@ def solo(
     return rig.complete(new_sequence(prompt_ids, sampling, stop=stop, choice_index=choice_index))
 
 
-@lru_cache(maxsize=None)
+@cache
 def prefilled(token_ids: tuple[int, ...]) -> tuple[Rig, Sequence]:
     """Another engine that holds the KV of these tokens, ready to be pushed."""
     rig = Rig(max_batch_tokens=4096)

@@ -99,6 +99,15 @@ def test_match_ends_at_the_first_gap() -> None:
     assert pool.match(chain("abc")) == block_ids[:2]
 
 
+def test_a_child_without_its_parent_is_no_prefix() -> None:
+    pool = BlockPool(4, 4)
+    block_ids = pool.allocate(3)
+    commit(pool, block_ids[2:], "abc", 2)
+    assert pool.match(chain("abc")) == []
+    commit(pool, block_ids[:1], "a")
+    assert pool.match(chain("abc")) == block_ids[:1]
+
+
 def test_counts_what_a_hit_takes_from_the_free_blocks() -> None:
     pool = BlockPool(4, 4)
     block_ids = cached(pool, "ab")

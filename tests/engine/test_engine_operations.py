@@ -32,9 +32,9 @@ PROMPTS = st.builds(
     st.sampled_from([300, 400]),
 )
 SAMPLINGS = st.builds(
-    lambda sampling, num_tokens: sampling(num_tokens),
-    st.sampled_from([greedy, seeded]),
+    lambda num_tokens, is_greedy: greedy(num_tokens) if is_greedy else seeded(num_tokens),
     st.sampled_from([1, 3, 12, 24]),
+    st.booleans(),
 )
 STOPS = st.sampled_from([(), (17,), (16, 20)])
 TENANTS = st.sampled_from(["tenant-a", "tenant-a", "tenant-b"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -72,14 +72,14 @@ class Bench:
         self.loop.wake()
         return sequence
 
-    async def until(self, is_so: Callable[[], bool]) -> None:
+    async def reached(self, sequence: Sequence, state: SequenceState) -> None:
         async with asyncio.timeout(100):
-            while not is_so():
+            while sequence.state is not state:
                 self.changed.clear()
                 await self.changed.wait()
 
     async def ended(self, sequence: Sequence) -> Progress:
-        await self.until(lambda: sequence.state is SequenceState.FINISHED)
+        await self.reached(sequence, SequenceState.FINISHED)
         return next(p for p in reversed(self.told) if p.sequence is sequence)
 
     def tokens(self, sequence: Sequence) -> list[int]:
@@ -94,8 +94,6 @@ async def running(runner: RecordingRunner, *, max_sequences: int = 8) -> AsyncIt
         yield bench
     finally:
         await bench.loop.stop()
-
-
 
 
 def test_runs_what_it_is_given() -> None:
@@ -198,7 +196,7 @@ def test_a_prefill_found_in_the_cache_is_told_without_a_step() -> None:
         async with running(RecordingRunner()) as bench:
             for num_steps in (1, 1):
                 prefill = bench.add(new_sequence(prompt(8), None))
-                await bench.until(lambda each=prefill: each.state is SequenceState.HELD)
+                await bench.reached(prefill, SequenceState.HELD)
                 assert len(bench.runner.began_s) == num_steps
                 bench.engine.release(prefill)
 

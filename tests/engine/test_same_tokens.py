@@ -52,8 +52,10 @@ def test_a_push_behind_a_cached_prefix_that_may_stop_short(
     sequence = new_sequence(PROMPT, sampling)
     assert rig.reserve(sequence)
     assert sequence.num_cached_tokens == sequence.num_computed_tokens == 16
+    before = rig.num_computed_tokens
     rig.arrive(sequence, pushed_kv(PROMPT, 16, num_arrived - 16), num_arrived)
     rig.run()
+    assert rig.num_computed_tokens - before == 45 - num_arrived + 19
     assert rig.output(sequence) == solo(tuple(PROMPT), sampling)
 
 

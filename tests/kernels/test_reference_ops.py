@@ -47,19 +47,20 @@ def test_rotary(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_silu_and_mul(dtype: torch.dtype) -> None:
-    x = _random(9, 26, dtype=dtype) * 8
+@pytest.mark.parametrize("width", [13, 64, 320])
+def test_silu_and_mul(width: int, dtype: torch.dtype) -> None:
+    x = _random(9, 2 * width, dtype=dtype) * 8
     gate, up = x.double().chunk(2, dim=-1)
     _near(silu_and_mul(x), torch.nn.functional.silu(gate) * up)
     assert silu_and_mul(torch.tensor([[-200.0, 1.0]])).tolist() == [[-0.0]]
 
 
 def test_store_kv_writes_its_slots_and_skips_minus_one() -> None:
-    cache = torch.full((2, 3, 4, 8, 6), torch.nan)
+    cache = torch.full((2, 4, 3, 8, 6), torch.nan)
     key, value = _random(5, 3, 6), _random(5, 3, 6, seed=1)
     slots = torch.tensor([31, -1, 0, 17, 9])
     store_kv(key, value, cache, slots)
-    by_slot = cache.view(2, 3, 32, 6)
+    by_slot = cache.transpose(1, 2).reshape(2, 3, 32, 6)
     for token in (0, 2, 3, 4):
         assert torch.equal(by_slot[0, :, slots[token]], key[token])
         assert torch.equal(by_slot[1, :, slots[token]], value[token])
@@ -68,13 +69,13 @@ def test_store_kv_writes_its_slots_and_skips_minus_one() -> None:
 
 @pytest.mark.parametrize(("first", "count"), [(0, 1), (3, 4), (0, 20), (7, 9), (19, 1)])
 def test_gather_and_scatter_blocks(first: int, count: int) -> None:
-    cache = _random(2, 2, 3, 9, 4, 6)
+    cache = _random(2, 2, 9, 3, 4, 6)
     table = torch.tensor([7, 2, 0, 5, 8])
     wire = torch.full((2, 2, count, 3, 6), torch.nan)
     gather_blocks(cache, table, first, count, wire)
     for index in range(count):
         block, offset = table[(first + index) // 4], (first + index) % 4
-        assert torch.equal(wire[:, :, index], cache[:, :, :, block, offset])
+        assert torch.equal(wire[:, :, index], cache[:, :, block, :, offset])
     other = cache.clone()
     new = _random(2, 2, count, 3, 6, seed=3)
     scatter_blocks(other, table, first, count, new)
@@ -90,8 +91,20 @@ def test_tree_sum_does_not_see_appended_zeros() -> None:
         assert torch.equal(tree_sum(padded), tree_sum(x))
 
 
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 4])
+def test_bits_do_not_depend_on_the_number_of_threads_nor_of_rows(num_threads: int) -> None:
+    x = _random(1111, 2 * 64)
+    expected = torch.cat([silu_and_mul(row) for row in x.split(1)])
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        assert torch.equal(silu_and_mul(x), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
 def _paged(num_seqs: int, num_blocks: int, heads: int, dim: int) -> tuple[Tensor, Tensor]:
-    cache = _random(2, heads, num_seqs * num_blocks, 16, dim)
+    cache = _random(2, num_seqs * num_blocks, heads, 16, dim)
     order = torch.randperm(num_seqs * num_blocks, generator=torch.Generator().manual_seed(2))
     return cache, order.view(num_seqs, num_blocks)
 
@@ -99,8 +112,8 @@ def _paged(num_seqs: int, num_blocks: int, heads: int, dim: int) -> tuple[Tensor
 def _naive(query: Tensor, cache: Tensor, table: Tensor, context_len: int) -> Tensor:
     """FP64 attention of the last tokens of one sequence. query [Q, num_heads, D]."""
     num_tokens, num_heads, dim = query.shape
-    kv = cache[:, :, table].double().flatten(2, 3)[:, :, :context_len]
-    key, value = kv.repeat_interleave(num_heads // cache.shape[1], dim=1)
+    kv = cache[:, table].double().transpose(1, 2).flatten(2, 3)[:, :, :context_len]
+    key, value = kv.repeat_interleave(num_heads // kv.shape[1], dim=1)
     scores = query.double().transpose(0, 1) @ key.transpose(1, 2) * dim**-0.5
     visible = torch.ones(num_tokens, context_len).tril(context_len - num_tokens).bool()
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
@@ -129,6 +142,6 @@ def test_attention(num_heads: int, num_kv_heads: int, dim: int) -> None:
 
 
 def test_a_block_size_that_fits_no_tile_is_refused() -> None:
-    cache, tables = torch.zeros(2, 1, 2, 24, 8), torch.zeros(1, 2, dtype=torch.int64)
+    cache, tables = torch.zeros(2, 2, 1, 24, 8), torch.zeros(1, 2, dtype=torch.int64)
     with pytest.raises(ValueError, match="block_size 24"):
         decode_attention(torch.zeros(1, 1, 8), cache, tables, torch.tensor([5]), 1.0)

@@ -33,7 +33,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, inputs: AttentionInputs
     ) -> Tensor:
-        """x [T, hidden]; kv_cache of this layer [2, num_kv_heads, num_blocks, block_size, D]."""
+        """x [T, hidden]; kv_cache of this layer [2, num_blocks, num_kv_heads, block_size, D]."""
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
         rotated = rotary(heads[:, : -self.num_kv_heads], cos, sin)
         query, key = rotated.split((self.num_heads, self.num_kv_heads), dim=1)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,14 @@ def gateway_config(
 
 @pytest.fixture
 async def cluster(
+    nats_server: NatsServer, gateway_config: GatewayConfig, model_files: ModelFiles
+) -> AsyncIterator[Cluster]:
+    async with running_cluster(nats_server, gateway_config, model_files) as cluster:
+        yield cluster
+
+
+@contextlib.asynccontextmanager
+async def running_cluster(
     nats_server: NatsServer, gateway_config: GatewayConfig, model_files: ModelFiles
 ) -> AsyncIterator[Cluster]:
     store = RedisStore(gateway_config.redis_url, MonotonicClock(), timeout_s=2.0)

@@ -212,6 +212,11 @@ async def test_concurrent_streams_do_not_mix(cluster: Cluster) -> None:
     assert [text_of(events) for events in answers] == [ANSWER] * 32
 
 
+async def test_model_may_be_left_out(cluster: Cluster) -> None:
+    response = await cluster.http.post(CHAT, json={"messages": MESSAGES})
+    assert response.json()["model"] == "tiny"
+
+
 async def test_drain_finishes_what_runs(cluster: Cluster) -> None:
     cluster.decodes[0].hold_at = 5
     running = asyncio.create_task(events_of(cluster))

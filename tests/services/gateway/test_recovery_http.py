@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
+import msgspec
 import pytest
 
+from services.gateway.text.model_files import ModelFiles
 from shared import subjects
 from shared.bus import failure_of
+from shared.config import GatewayConfig
 from shared.errors import WorkerBusy
 from shared.messages import AbortRequest, Finish, Served, TokenBatch, TokenEntry
 from shared.packing import unpack_token_ids
-from tests.services.gateway.conftest import ANSWER, Cluster, until
+from tests.servers import NatsServer
+from tests.services.gateway.conftest import ANSWER, Cluster, running_cluster, until
 from tests.services.gateway.test_chat_http import BODY, CHAT, events_of, text_of
 
 WAIT_S = 8
@@ -168,6 +173,33 @@ async def test_second_placement_is_superseded(cluster: Cluster) -> None:
     assert abort == AbortRequest(placement_id=placement_id, reason="superseded")
     first.released.set()
     assert text_of(await running) == ANSWER
+
+
+@pytest.mark.parametrize("lost_positions", [{5, 6, 7}, set()])
+async def test_bus_restart_blames_nobody(
+    tmp_path: Path,
+    gateway_config: GatewayConfig,
+    model_files: ModelFiles,
+    lost_positions: set[int],
+) -> None:
+    server = NatsServer(tmp_path)
+    config = msgspec.structs.replace(gateway_config, nats_url=server.url("gateway-1"))
+    async with running_cluster(server, config, model_files) as cluster:
+        first = cluster.decodes[0]
+        first.hold_at = 5
+        first.loses = lambda entry: entry.first_position in lost_positions
+        running = asyncio.create_task(events_of(cluster))
+        await emitted(cluster, 0, 4)
+        server.stop()
+        await until(lambda: cluster.gateway.readiness().reason == "not connected to the bus")
+        assert (await cluster.http.get("/ready")).status_code == 503
+        await asyncio.sleep(2.5)  # longer than every limit on silence
+        server.start()
+        first.released.set()
+        async with asyncio.timeout(WAIT_S):
+            assert text_of(await running) == ANSWER
+        assert cluster.scheduler.submits.qsize() == 1
+    server.stop()
 
 
 async def test_slow_client_gets_everything(cluster: Cluster) -> None:

@@ -57,8 +57,7 @@ async def test_without_redis_known_keys_work() -> None:
     server = RedisServer()
     clock = HandClock()
     store = RedisStore(server.url, clock)
-    writer = RedisStore(server.url, clock, timeout_s=2.0)
-    await store_api_key(writer, "k3", "acme")
+    await store_api_key(RedisStore(server.url, clock, timeout_s=2.0), "k3", "acme")
     tenants = Tenants(store, clock)
     await tenants.tenant_of("Bearer k3")
     server.stop()
@@ -68,7 +67,7 @@ async def test_without_redis_known_keys_work() -> None:
         await tenants.tenant_of("Bearer k4")
     assert caught.value.retry_after_s == 1.0
     server.start()
-    await store_api_key(writer, "k4", "other")
+    await store_api_key(RedisStore(server.url, clock, timeout_s=2.0), "k4", "other")
     assert (await tenants.tenant_of("Bearer k4")).tenant_id == "other"
     server.stop()
 

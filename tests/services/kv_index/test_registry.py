@@ -28,7 +28,9 @@ def registry_on(store: Store, max_per_tenant: int = 3) -> PrefixRegistry:
     return PrefixRegistry(store, WallClock(), max_per_tenant=max_per_tenant, ttl_s=60)
 
 
-def store_run(registry: PrefixRegistry, number: int, worker_id: str = "w0", tenant: str = "t"):
+def store_run(
+    registry: PrefixRegistry, number: int, worker_id: str = "w0", tenant: str = "t"
+) -> None:
     registry.stored(
         worker_id,
         tenant_id=tenant,

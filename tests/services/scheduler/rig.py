@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from services.scheduler.service import SchedulerService
 from shared import subjects
 from shared.config import SchedulerConfig
@@ -100,7 +102,8 @@ def hash_of(name: str) -> int:
 class Rig:
     def __init__(self, **options: int) -> None:
         self.network = SimulatedNetwork()
-        config = SchedulerConfig(nats_url="nats://here", process_id="scheduler-0", **options)
+        config = SchedulerConfig(nats_url="nats://here", process_id="scheduler-0")
+        config = msgspec.structs.replace(config, **options)
         self.service = SchedulerService(
             config, self.network.bus("scheduler-0"), VirtualClock(), SeededRandomness(5)
         )

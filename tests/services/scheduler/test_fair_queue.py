@@ -161,3 +161,38 @@ def test_idling_earns_no_credit() -> None:
     for number in range(20, 24):
         queue.push(Item(number, "idle", 10))
     assert drain(queue)[:8] == [20, 10, 21, 11, 22, 12, 23, 13]
+
+
+def test_idle_tenants_are_forgotten() -> None:
+    queue: FairQueue[Item] = FairQueue()
+    queue.push(Item(0, "steady", 1))
+    for number in range(1, 3000):
+        queue.push(Item(number, f"tenant-{number}", 10))
+        queue.pop()
+    assert len(queue._classes[0].flows) <= 1025
+
+
+def test_coming_back_earns_no_credit_for_a_tenant() -> None:
+    queue: FairQueue[Item] = FairQueue()
+    queue.push(Item(0, "returning", 10))
+    queue.pop()
+    for number in range(1, 21):
+        queue.push(Item(number, "busy", 10))
+    for _ in range(10):
+        queue.pop()
+    for number in range(21, 25):
+        queue.push(Item(number, "returning", 10))
+    assert drain(queue)[:8] == [21, 11, 22, 12, 23, 13, 24, 14]
+
+
+def test_coming_back_earns_no_credit_for_a_class() -> None:
+    queue: FairQueue[Item] = FairQueue()
+    queue.push(Item(0, "a", 10, priority=1))
+    queue.pop()
+    for number in range(1, 21):
+        queue.push(Item(number, "a", 10))
+    for _ in range(10):
+        queue.pop()
+    for number in range(21, 26):
+        queue.push(Item(number, "a", 40, priority=1))
+    assert drain(queue)[:8] == [21, 22, 11, 23, 12, 24, 13, 25]

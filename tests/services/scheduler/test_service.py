@@ -158,6 +158,17 @@ def test_a_burst_between_two_heartbeats_spreads() -> None:
     scenario(test)
 
 
+def test_a_burst_does_not_overrun_the_room_of_the_last_heartbeat() -> None:
+    async def test(rig: Rig) -> None:
+        worker = await rig.worker("decode-0", num_free_blocks=100)
+        for number in range(10):  # of 32 blocks each
+            await rig.submit(submit_of(f"r{number}", num_prompt_tokens=500))
+        await asyncio.sleep(0.01)
+        assert len(worker.started) == 3
+
+    scenario(test)
+
+
 def test_an_invalid_request_fails_at_once() -> None:
     def refuse(message: StartDecode) -> DecodeStarted:
         raise InvalidRequest("no such token", param="prompt")
@@ -233,8 +244,9 @@ def test_keepalives_name_what_is_held() -> None:
         await rig.submit(submit_of("r2", gateway_id="gateway-1"))
         await asyncio.sleep(1.6)
         keepalive = QueueKeepalive(scheduler_id="scheduler-0", request_ids=("r0", "r1"))
+        other = QueueKeepalive(scheduler_id="scheduler-0", request_ids=("r2",))
         assert rig.told["gateway-0"] == [keepalive] * 3
-        assert [each.request_ids for each in rig.told["gateway-1"]] == [("r2",)] * 3
+        assert rig.told["gateway-1"] == [other] * 3
 
     scenario(test)
 
@@ -300,14 +312,14 @@ def test_excluded_workers_are_not_used() -> None:
     async def test(rig: Rig) -> None:
         await rig.worker("decode-0")
         await rig.worker("decode-1")
-        await rig.submit(submit_of("r0", excluded_workers=("decode-0",)))
-        placed = await rig.ending()
-        assert isinstance(placed, Placed)
-        assert placed.worker_id == "decode-1"
-        await rig.submit(submit_of("r1", excluded_workers=("decode-0", "decode-1")))
-        await rig.submit(submit_of("r2"))
-        assert (await rig.ending(num=2, within_s=0.1)).request_id == "r2"
-        failed = await rig.ending(num=3)
+        for number in range(8):
+            await rig.submit(submit_of(f"r{number}", excluded_workers=("decode-0",)))
+        await rig.ending(num=8)
+        assert len(rig.workers["decode-1"].started) == 8
+        await rig.submit(submit_of("r8", excluded_workers=("decode-0", "decode-1")))
+        await rig.submit(submit_of("r9"))
+        assert (await rig.ending(num=9, within_s=0.1)).request_id == "r9"
+        failed = await rig.ending(num=10)
         assert isinstance(failed, PlacementFailed)
         assert failed.failure.code == "no_capacity"
 

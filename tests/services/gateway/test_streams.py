@@ -1,0 +1,568 @@
+"""The recovery core alone: every event that can reach it, and what it makes of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.gateway import streams as core
+from services.gateway.actions import Publish, Resend, Submit
+from services.gateway.choice_tokens import MAX_AHEAD_ENTRIES, ChoiceTokens
+from services.gateway.placements import (
+    EARLY_LIMIT_S,
+    MAX_EARLY_ENTRIES,
+    MAX_RETIRED,
+    EarlyEntries,
+    RetiredPlacements,
+)
+from services.gateway.stream import TRANSITIONS, End, IllegalTransition, State, Stream
+from services.gateway.streams import Streams
+from shared.errors import (
+    DeadlineExceeded,
+    HearthError,
+    InvalidRequest,
+    NoCapacity,
+    NoResponders,
+    Overloaded,
+    RequestTimeout,
+    UnknownPlacement,
+    WorkerBusy,
+)
+from shared.messages import (
+    AbortRequest,
+    AckFinished,
+    CancelQueued,
+    Choice,
+    Failure,
+    Finish,
+    Placed,
+    PlacementFailed,
+    Queued,
+    QueueKeepalive,
+    Request,
+    ResendTokens,
+    SamplingParams,
+    Served,
+    TokenBatch,
+    TokenEntry,
+)
+from shared.packing import unpack_token_ids
+from shared.subjects import cancel, control
+
+P1, P2, P3 = b"1" * 16, b"2" * 16, b"3" * 16
+SERVED = Served(num_cached_tokens=1, prefill_worker_id=None)
+STOP = Finish(reason="stop", served=SERVED)
+QUEUED = Queued(scheduler_id="s1", num_ahead=0)
+
+
+def request(request_id: str = "r1", max_tokens: int = 100) -> Request:
+    return Request(
+        request_id=request_id,
+        tenant_id="t",
+        gateway_id="g",
+        model="m",
+        revision="r",
+        cache_root=b"",
+        prompt_token_ids=b"",
+        block_hashes=b"",
+        sampling=SamplingParams(seed=1, max_tokens=max_tokens),
+        choices=(Choice(choice_index=0),),
+        deadline_s=60.0,
+    )
+
+
+class Recorder:
+    def __init__(self, stops_at: int | None = None) -> None:
+        self.tokens: list[int] = []
+        self.finishes: list[Finish] = []
+        self.ends: list[End] = []
+        self.stops_at = stops_at
+
+    def on_tokens(self, choice_index: int, token_ids: Sequence[int]) -> bool:
+        self.tokens += token_ids
+        return self.stops_at is None or len(self.tokens) < self.stops_at
+
+    def on_finish(self, choice_index: int, finish: Finish) -> None:
+        self.finishes.append(finish)
+
+    def on_end(self, end: End) -> None:
+        self.ends.append(end)
+
+    @property
+    def error(self) -> HearthError | None:
+        (end,) = self.ends
+        return end.error
+
+
+class Rig:
+    """Streams with one open request and a clock in the hand."""
+
+    def __init__(self, *, stops_at: int | None = None, max_tokens: int = 100) -> None:
+        self.streams = Streams()
+        self.now = 10.0
+        self.client = Recorder(stops_at)
+        self.streams.open(request(max_tokens=max_tokens), self.client, self.now)
+
+    def actions(self) -> list[Any]:
+        return self.streams.take_actions()
+
+    def submit(self) -> Any:
+        (action,) = (each for each in self.actions() if isinstance(each, Submit))
+        return action.message
+
+    def published(self) -> list[tuple[str, Any]]:
+        actions = self.actions()
+        return [(each.subject, each.message) for each in actions if isinstance(each, Publish)]
+
+    def queue(self, attempt: int = 1) -> None:
+        self.streams.on_queued("r1", attempt, QUEUED, self.now)
+
+    def place(self, placement_id: bytes = P1, worker_id: str = "w1") -> None:
+        placed = Placed(request_id="r1", placement_id=placement_id, worker_id=worker_id)
+        self.streams.on_placed(placed, self.now)
+
+    def tokens(
+        self,
+        first_position: int,
+        *token_ids: int,
+        finish: Finish | None = None,
+        placement_id: bytes = P1,
+        worker_id: str = "w1",
+    ) -> None:
+        entry = TokenEntry(placement_id, 0, first_position, token_ids, finish)
+        batch = TokenBatch(worker_id=worker_id, entries=(entry,))
+        self.streams.on_token_batch(batch, self.now)
+
+    def refuse(self, error: HearthError, attempt: int = 1) -> None:
+        self.streams.on_refused("r1", attempt, error, self.now)
+
+    def tick(self, delay_s: float, *, is_bus_trusted: bool = True) -> None:
+        self.now += delay_s
+        self.streams.tick(self.now, is_bus_trusted=is_bus_trusted)
+
+
+def running(**fields: Any) -> Rig:
+    rig = Rig(**fields)
+    rig.queue()
+    rig.place()
+    rig.actions()
+    return rig
+
+
+def abort(worker_id: str, placement_id: bytes, reason: Any) -> tuple[str, AbortRequest]:
+    message = AbortRequest(placement_id=placement_id, reason=reason)
+    return control("decode", worker_id), message
+
+
+def test_the_plain_life_of_a_request() -> None:
+    rig = Rig()
+    assert rig.submit().attempt == 1
+    rig.queue()
+    rig.place()
+    rig.tokens(0, 5, 6)
+    rig.tokens(2, 7, finish=STOP)
+    assert rig.client.tokens == [5, 6, 7]
+    assert rig.client.finishes == [STOP]
+    assert rig.client.ends == [End(None, "w1", 0)]
+    ack = AckFinished(placement_ids=(P1,))
+    assert rig.published() == [(control("decode", "w1"), ack)]
+    assert len(rig.streams) == 0
+
+
+def test_placed_may_overtake_queued_and_tokens_may_overtake_placed() -> None:
+    rig = Rig()
+    rig.tokens(0, 5)
+    rig.tokens(1, 6, finish=STOP)
+    assert rig.client.tokens == []
+    rig.place()
+    rig.queue()
+    assert rig.client.tokens == [5, 6]
+    assert rig.client.error is None
+
+
+def test_early_tokens_that_nobody_names_are_fenced_once() -> None:
+    rig = Rig()
+    rig.actions()
+    rig.tokens(0, 5, placement_id=P2, worker_id="w2")
+    rig.tick(EARLY_LIMIT_S)
+    assert rig.published() == [abort("w2", P2, "fenced")]
+    rig.tokens(1, 6, placement_id=P2, worker_id="w2")
+    assert rig.published() == []
+    rig.tick(1.0)
+    rig.tokens(2, 6, placement_id=P2, worker_id="w2")
+    assert rig.published() == [abort("w2", P2, "fenced")]
+    rig.place(P2, "w2")  # named too late: it was aborted
+    assert rig.submit().attempt == 2
+
+
+def test_duplicates_overlaps_and_reordering() -> None:
+    rig = running()
+    rig.tokens(0, 5, 6)
+    rig.tokens(0, 5, 6)
+    rig.tokens(1, 6, 7)
+    rig.tokens(4, 9)
+    assert [type(action) for action in rig.actions()] == [Resend]
+    rig.tokens(5, 10)
+    assert rig.actions() == []  # one is under way
+    rig.tokens(3, 8)
+    assert rig.client.tokens == [5, 6, 7, 8, 9, 10]
+
+
+def test_gap_is_filled_by_resend() -> None:
+    rig = running()
+    rig.tokens(0, 5)
+    rig.tokens(2, 7)
+    (action,) = rig.actions()
+    assert action == Resend("w1", ResendTokens(placement_id=P1, choice_index=0, from_position=1))
+    entry = TokenEntry(P1, 0, 1, (6, 7, 8), STOP)
+    batch = TokenBatch(worker_id="w1", entries=(entry,))
+    rig.streams.on_resent(action.message, batch, rig.now)
+    assert rig.client.tokens == [5, 6, 7, 8]
+    assert rig.client.error is None
+
+
+def test_silence_asks_then_gives_the_worker_up() -> None:
+    rig = running()
+    rig.tokens(0, 5)
+    for attempt in range(core.MAX_FAILED_RESENDS):
+        rig.tick(core.QUIET_LIMIT_S if attempt == 0 else core.RESEND_RETRY_S)
+        (action,) = rig.actions()
+        assert isinstance(action, Resend)
+        error = RequestTimeout("no reply")
+        rig.streams.on_resend_failed(action.message, error, rig.now, is_bus_trusted=True)
+    message = rig.submit()
+    assert message.excluded_workers == ("w1",)
+    assert unpack_token_ids(message.request.choices[0].output_token_ids) == [5]
+
+
+def test_a_silent_bus_blames_nobody() -> None:
+    rig = running()
+    rig.tick(core.QUIET_LIMIT_S)
+    for _ in range(20):
+        for action in rig.actions():
+            error = RequestTimeout("no reply")
+            rig.streams.on_resend_failed(action.message, error, rig.now, is_bus_trusted=False)
+        rig.tick(core.RESEND_RETRY_S, is_bus_trusted=False)
+    assert not any(isinstance(action, Submit) for action in rig.actions())
+    rig = Rig()
+    rig.queue()
+    rig.actions()
+    rig.tick(30.0, is_bus_trusted=False)
+    rig.tick(core.KEEPALIVE_LIMIT_S - 0.1)
+    assert rig.actions() == []
+
+
+def test_unknown_placement_is_submitted_again_without_exclusion() -> None:
+    rig = running()
+    rig.tick(core.QUIET_LIMIT_S)
+    (action,) = rig.actions()
+    error = UnknownPlacement("gone")
+    rig.streams.on_resend_failed(action.message, error, rig.now, is_bus_trusted=False)
+    message = rig.submit()
+    assert (message.attempt, message.excluded_workers) == (2, ())
+
+
+def test_lost_worker_is_fenced_and_replaced() -> None:
+    rig = running()
+    rig.tokens(0, 5, 6)
+    rig.tokens(3, 8)
+    rig.actions()
+    rig.streams.on_worker_lost("w1", rig.now, is_excluded=True)
+    first, second = rig.actions()
+    assert (first.subject, first.message) == abort("w1", P1, "superseded")
+    assert second.message.excluded_workers == ("w1",)
+    assert second.message.request.deadline_s == 60.0
+    rig.tokens(2, 7)  # of the old placement: not believed
+    rig.queue(attempt=2)
+    rig.place(P2, "w2")
+    rig.tokens(2, 70, placement_id=P2, worker_id="w2")
+    assert rig.client.tokens == [5, 6, 70]  # nor what waited of the old one
+    rig.tokens(3, 80, finish=STOP, placement_id=P2, worker_id="w2")
+    assert rig.client.ends == [End(None, "w2", 1)]
+
+
+def test_placed_on_an_excluded_worker_is_refused() -> None:
+    rig = running()
+    rig.streams.on_worker_lost("w1", rig.now, is_excluded=True)
+    rig.actions()
+    rig.place(P2, "w1")
+    published = [each for each in rig.actions() if isinstance(each, Publish)]
+    assert (published[0].subject, published[0].message) == abort("w1", P2, "superseded")
+
+
+def test_lost_after_the_last_token_ends_without_another_try() -> None:
+    rig = running(max_tokens=2)
+    rig.tokens(0, 5, 6)
+    rig.streams.on_worker_lost("w1", rig.now, is_excluded=True)
+    assert [finish.reason for finish in rig.client.finishes] == ["length"]
+    assert rig.client.error is None
+    assert not any(isinstance(action, Submit) for action in rig.actions())
+
+
+def test_the_budget_of_resubmissions_ends() -> None:
+    rig = running()
+    for attempt in range(core.MAX_RESUBMISSIONS):
+        rig.streams.on_worker_lost("w1", rig.now, is_excluded=False)
+        assert rig.submit().attempt == attempt + 2
+        rig.place(bytes([attempt]) * 16, "w1")
+    rig.streams.on_worker_lost("w1", rig.now, is_excluded=False)
+    assert isinstance(rig.client.error, NoCapacity)
+
+
+@pytest.mark.parametrize("code", [WorkerBusy.code, NoCapacity.code, RequestTimeout.code])
+def test_retryable_failure_goes_on_elsewhere(code: str) -> None:
+    rig = running()
+    failure = Failure(code=code, message="handed back")
+    finish = Finish(reason="failed", served=SERVED, failure=failure)
+    rig.tokens(0, 5, finish=finish)
+    ack, submit = rig.actions()
+    assert ack.message == AckFinished(placement_ids=(P1,))
+    assert submit.message.excluded_workers == ("w1",)
+    assert unpack_token_ids(submit.message.request.choices[0].output_token_ids) == [5]
+    rig.place(P2, "w2")
+    rig.tokens(1, 6, finish=STOP, placement_id=P2, worker_id="w2")
+    assert rig.client.tokens == [5, 6]
+    assert rig.client.error is None
+
+
+def test_other_failures_end_the_request() -> None:
+    rig = running()
+    failure = Failure(code="invalid_request", message="bad", param="seed")
+    rig.tokens(0, finish=Finish(reason="failed", served=SERVED, failure=failure))
+    assert isinstance(rig.client.error, InvalidRequest)
+    assert rig.client.error.param == "seed"
+
+
+def test_stop_string_aborts() -> None:
+    rig = running(stops_at=2)
+    rig.tokens(0, 5, 6)
+    assert rig.published() == [abort("w1", P1, "stop")]
+    assert rig.client.error is None
+    rig.tokens(2, 7)
+    assert rig.client.tokens == [5, 6]
+
+
+def test_stop_string_in_the_last_entry_acknowledges() -> None:
+    rig = running(stops_at=2)
+    rig.tokens(0, 5, 6, finish=STOP)
+    assert [message for _, message in rig.published()] == [AckFinished(placement_ids=(P1,))]
+    assert rig.client.finishes == [STOP]
+
+
+@pytest.mark.parametrize("error", [NoResponders("none"), RequestTimeout("late")])
+def test_submit_is_tried_again_until_the_window_closes(error: HearthError) -> None:
+    rig = Rig()
+    num_tries = 0
+    while not rig.client.ends:
+        attempt = rig.submit().attempt
+        num_tries += 1
+        rig.refuse(error, attempt)
+        rig.tick(core.SUBMIT_BACKOFF_S)
+    assert num_tries >= 3
+    assert isinstance(rig.client.error, NoCapacity)
+    assert rig.client.error.retry_after_s is not None
+    assert rig.now - 10.0 <= core.SUBMIT_WINDOW_S + 0.2
+
+
+@pytest.mark.parametrize("error", [Overloaded("full", retry_after_s=7.0), NoCapacity("none")])
+def test_refusal_of_a_new_request_is_final(error: HearthError) -> None:
+    rig = Rig()
+    rig.refuse(error)
+    assert rig.client.error is error
+
+
+def test_an_accepted_request_waits_for_capacity() -> None:
+    rig = running()
+    rig.streams.on_worker_lost("w1", rig.now, is_excluded=True)
+    rig.actions()
+    rig.refuse(NoCapacity("all excluded"), attempt=2)
+    rig.tick(core.SUBMIT_BACKOFF_S)
+    message = rig.submit()
+    assert message.excluded_workers == ()  # better a worker that was lost than none
+    rig.refuse(UnknownPlacement("stale attempt"), attempt=2)
+    rig.queue(attempt=3)
+    failure = Failure(code=NoCapacity.code, message="still none")
+    failed = PlacementFailed(request_id="r1", failure=failure)
+    rig.streams.on_placement_failed(failed, rig.now)
+    rig.tick(core.SUBMIT_BACKOFF_S)
+    assert rig.submit().attempt == 4
+
+
+def test_placement_failure_of_a_new_request_is_final() -> None:
+    rig = Rig()
+    rig.queue()
+    failure = Failure(code=Overloaded.code, message="waited too long", retry_after_s=2.0)
+    rig.streams.on_placement_failed(PlacementFailed(request_id="r1", failure=failure), rig.now)
+    assert isinstance(rig.client.error, Overloaded)
+
+
+def test_a_leaving_scheduler_hands_back() -> None:
+    rig = Rig()
+    rig.queue()
+    rig.actions()
+    failure = Failure(code=NoCapacity.code, message="leaving", retry_after_s=0.0)
+    rig.streams.on_placement_failed(PlacementFailed(request_id="r1", failure=failure), rig.now)
+    rig.tick(core.SUBMIT_BACKOFF_S)
+    assert rig.submit().attempt == 2
+
+
+def test_keepalives() -> None:
+    rig = Rig()
+    rig.actions()
+    keepalive = QueueKeepalive(scheduler_id="s1", request_ids=("r1",))
+    rig.streams.on_keepalive(keepalive, rig.now)  # stands for the lost ack
+    for _ in range(5):
+        rig.tick(core.KEEPALIVE_LIMIT_S - 0.1)
+        rig.streams.on_keepalive(keepalive, rig.now)
+    assert rig.actions() == []
+    other = QueueKeepalive(scheduler_id="s2", request_ids=("r1",))
+    rig.streams.on_keepalive(other, rig.now)
+    assert rig.published() == [(cancel("s2"), CancelQueued(request_id="r1"))]
+    rig.tick(core.KEEPALIVE_LIMIT_S)
+    cancelled, again = rig.actions()
+    assert (cancelled.subject, cancelled.message) == (cancel("s1"), CancelQueued(request_id="r1"))
+    assert again.message.attempt == 2
+
+
+def test_keepalive_for_what_runs_or_is_gone_is_cancelled() -> None:
+    rig = running()
+    keepalive = QueueKeepalive(scheduler_id="s1", request_ids=("r1", "r9"))
+    rig.streams.on_keepalive(keepalive, rig.now)
+    assert [message.request_id for _, message in rig.published()] == ["r1", "r9"]
+
+
+def test_lost_scheduler() -> None:
+    rig = Rig()
+    rig.queue()
+    rig.actions()
+    rig.streams.on_scheduler_lost("s2", rig.now)
+    assert rig.actions() == []
+    rig.streams.on_scheduler_lost("s1", rig.now)
+    assert rig.submit().attempt == 2
+
+
+def test_late_answers_to_a_request_that_is_gone() -> None:
+    rig = Rig()
+    error = HearthError("left")
+    rig.streams.close("r1", "client_gone", error, rig.now)
+    rig.streams.close("r1", "client_gone", error, rig.now)
+    assert rig.client.ends == [End(error, None, 0)]
+    rig.actions()
+    rig.queue()
+    rig.place()
+    assert rig.published() == [
+        (cancel("s1"), CancelQueued(request_id="r1")),
+        abort("w1", P1, "superseded"),
+    ]
+
+
+def test_finished_placement_is_acknowledged_again() -> None:
+    rig = running()
+    rig.tokens(0, 5, finish=STOP)
+    rig.actions()
+    rig.tick(1.0)
+    rig.tokens(0, 5, finish=STOP)
+    assert [message for _, message in rig.published()] == [AckFinished(placement_ids=(P1,))]
+    assert rig.client.tokens == [5]
+
+
+def test_deadline() -> None:
+    for rig, expected in ((running(), [abort("w1", P1, "deadline")]), (Rig(), [])):
+        rig.tick(60.0)
+        assert isinstance(rig.client.error, DeadlineExceeded)
+        assert rig.published() == expected
+
+
+def test_remaining_time_is_sent() -> None:
+    rig = running()
+    rig.now += 25.0
+    rig.streams.on_worker_lost("w1", rig.now, is_excluded=True)
+    assert rig.submit().request.deadline_s == pytest.approx(35.0)
+
+
+def test_unknown_choice_is_ignored() -> None:
+    rig = running()
+    entry = TokenEntry(P1, 3, 0, (1,))
+    rig.streams.on_token_batch(TokenBatch(worker_id="w1", entries=(entry,)), rig.now)
+    assert rig.client.tokens == []
+
+
+def test_illegal_moves_raise() -> None:
+    for state, allowed in TRANSITIONS.items():
+        for target in State:
+            stream = Stream(request(), Recorder(), 0.0)
+            stream.state = state
+            if target in allowed:
+                stream.become(target)
+            else:
+                with pytest.raises(IllegalTransition):
+                    stream.become(target)
+
+
+def test_bounds() -> None:
+    early = EarlyEntries()
+    for number in range(MAX_EARLY_ENTRIES + 5):
+        placement_id = (number // 10).to_bytes(16, "big")
+        early.add("w", TokenEntry(placement_id, 0, number, (1,)), 0.0)
+    assert len(early) <= MAX_EARLY_ENTRIES
+    assert early.take((0).to_bytes(16, "big")) == []
+    assert len(early.take((5).to_bytes(16, "big"))) == 10
+    retired = RetiredPlacements()
+    for number in range(MAX_RETIRED + 1):
+        retired.add(number.to_bytes(16, "big"), is_finished=True, now=0.0)
+    assert (0).to_bytes(16, "big") not in retired
+    assert (1).to_bytes(16, "big") in retired
+    choice = ChoiceTokens(0)
+    for position in range(1, MAX_AHEAD_ENTRIES + 50):
+        choice.accept(TokenEntry(P1, 0, position, (position,)))
+    assert len(choice.accept(TokenEntry(P1, 0, 0, (0,)))) == MAX_AHEAD_ENTRIES + 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 2**32), loss=st.sampled_from([0.0, 0.2, 0.5]))
+def test_any_network_gives_the_same_tokens_and_one_ending(seed: int, loss: float) -> None:
+    """Entries are lost, doubled and shuffled, workers die; resends and placements get through."""
+    draw = random.Random(seed)
+    rig = Rig()
+    answer = list(range(100, 100 + draw.randrange(1, 30)))
+    placements: dict[bytes, int] = {}  # id → first position of the worker's run
+
+    def entry_of(placement_id: bytes, start: int, end: int) -> TokenEntry:
+        finish = STOP if end == len(answer) else None
+        return TokenEntry(placement_id, 0, start, tuple(answer[start:end]), finish)
+
+    for _ in range(400):
+        for action in rig.actions():
+            match action:
+                case Submit(message):
+                    rig.queue(message.attempt)
+                    placement_id = draw.randbytes(16)
+                    received = message.request.choices[0].output_token_ids
+                    placements[placement_id] = len(unpack_token_ids(received))
+                    rig.place(placement_id, f"w{len(placements)}")
+                case Resend(worker_id, message):
+                    end = draw.randrange(message.from_position, len(answer) + 1)
+                    entry = entry_of(message.placement_id, message.from_position, end)
+                    batch = TokenBatch(worker_id=worker_id, entries=(entry,))
+                    rig.streams.on_resent(message, batch, rig.now)
+        if rig.client.ends:
+            break
+        placement_id = draw.choice(list(placements))
+        worker_id = f"w{list(placements).index(placement_id) + 1}"
+        start = draw.randrange(placements[placement_id], len(answer) + 1)
+        end = min(len(answer), start + draw.randrange(4))
+        if draw.random() >= loss:
+            batch = TokenBatch(worker_id=worker_id, entries=(entry_of(placement_id, start, end),))
+            rig.streams.on_token_batch(batch, rig.now)
+        if draw.random() < 0.01 and len(placements) < 4:
+            rig.streams.on_worker_lost(f"w{len(placements)}", rig.now, is_excluded=True)
+        rig.tick(0.1)
+    assert rig.client.tokens == answer
+    assert len(rig.client.finishes) == 1
+    assert rig.client.error is None
+    assert len(rig.streams) == 0

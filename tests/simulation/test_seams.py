@@ -1,0 +1,131 @@
+"""The simulation's own seams behave as the real ones do."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import pytest
+
+from shared.errors import NoResponders, Overloaded, PayloadTooLarge, RequestTimeout
+from shared.messages import AbortRequest, Done, ListBlocks
+from tests.simulation.bus import SimulatedNetwork, matches
+from tests.simulation.clock import VirtualClock, run
+
+ABORT = AbortRequest(placement_id=b"p", reason="stop")
+
+
+def test_time_jumps_and_timers_keep_their_order() -> None:
+    async def scenario() -> list[tuple[float, str]]:
+        clock, seen = VirtualClock(), []
+
+        async def note(delay_s: float, name: str) -> None:
+            await clock.sleep(delay_s)
+            seen.append((clock.now(), name))
+
+        await asyncio.gather(note(3000.0, "late"), note(0.5, "soon"), note(0.0, "now"))
+        return seen
+
+    assert run(scenario()) == [(0.0, "now"), (0.5, "soon"), (3000.0, "late")]
+
+
+def test_a_run_that_does_not_end_is_an_error() -> None:
+    async def forever() -> None:
+        while True:  # noqa: ASYNC110
+            await asyncio.sleep(1)
+
+    with pytest.raises(TimeoutError):
+        run(forever(), limit_s=100)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "subject", "expected"),
+    [
+        ("a.b", "a.b", True),
+        ("a.*", "a.b", True),
+        ("a.*", "a.b.c", False),
+        ("a.>", "a.b.c", True),
+        ("a.>", "a", False),
+        ("a.*.c", "a.b.c", True),
+        ("a.b", "a.c", False),
+    ],
+)
+def test_subject_patterns(pattern: str, subject: str, expected: bool) -> None:
+    assert matches(pattern, subject) is expected
+
+
+def test_requests_end_as_on_nats() -> None:
+    async def scenario() -> None:
+        network = SimulatedNetwork(max_payload_bytes=1000)
+        client, server = network.bus("client"), network.bus("server")
+
+        async def answer(message: ListBlocks) -> Done:
+            if message.cursor:
+                raise Overloaded("full", retry_after_s=float(message.cursor))
+            return Done()
+
+        with pytest.raises(NoResponders):
+            await client.request("s", ListBlocks(), Done, timeout_s=1)
+        unsubscribe = await server.serve("s", ListBlocks, answer)
+        assert await client.request("s", ListBlocks(), Done, timeout_s=1) == Done()
+        with pytest.raises(Overloaded) as refused:
+            await client.request("s", ListBlocks(cursor=3), Done, timeout_s=1)
+        assert refused.value.retry_after_s == 3.0
+        with pytest.raises(PayloadTooLarge):
+            await client.publish("s", AbortRequest(placement_id=bytes(1001), reason="stop"))
+        network.freeze("server")
+        began = VirtualClock().now()
+        with pytest.raises(RequestTimeout):
+            await client.request("s", ListBlocks(), Done, timeout_s=0.5)
+        assert VirtualClock().now() - began == pytest.approx(0.5)
+        network.thaw("server")
+        await unsubscribe()
+        with pytest.raises(NoResponders):
+            await client.request("s", ListBlocks(), Done, timeout_s=1)
+
+    run(scenario())
+
+
+def test_a_frozen_process_gets_and_sends_all_when_it_wakes() -> None:
+    async def scenario() -> None:
+        network = SimulatedNetwork()
+        one, two, heard = network.bus("one"), network.bus("two"), list[bytes]()
+        await two.subscribe("s", AbortRequest, lambda message: heard.append(message.placement_id))
+        network.freeze("two")
+        for number in range(5):
+            await one.publish("s", AbortRequest(placement_id=bytes([number]), reason="stop"))
+        await asyncio.sleep(1)
+        assert heard == []
+        network.thaw("two")
+        assert heard == [bytes([number]) for number in range(5)]
+        network.freeze("one")
+        await one.publish("s", ABORT)
+        await asyncio.sleep(1)
+        assert len(heard) == 5
+        network.thaw("one")
+        await asyncio.sleep(1)
+        assert len(heard) == 6
+
+    run(scenario())
+
+
+def test_two_runs_are_equal() -> None:
+    async def scenario() -> tuple[list[str], list[tuple[float, str, str]]]:
+        network, taken = SimulatedNetwork(seed=3), list[str]()
+
+        def note(name: str, message: AbortRequest) -> None:
+            taken.append(name)
+
+        for name in ("a", "b", "c"):
+            bus = network.bus(name)
+            await bus.subscribe("s", AbortRequest, partial(note, name), queue="group")
+        client = network.bus("client")
+        for _ in range(50):
+            await client.publish("s", ABORT)
+            await asyncio.sleep(0.1)
+        return taken, network.log
+
+    first, second = run(scenario()), run(scenario())
+    assert first == second
+    assert set(first[0]) == {"a", "b", "c"}
+    assert len(first[0]) == 50

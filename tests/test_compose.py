@@ -1,0 +1,195 @@
+"""docker-compose.yml without Docker: each service is started by the very command of the file."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.servers import Server, find_binary, free_port
+from tests.services.local.chat_checkpoint import write_chat_checkpoint
+from tests.services.local.running import NoModel, complete, eventually, ready
+
+ROOT = Path(__file__).parents[1]
+COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+SERVICES: dict[str, Any] = COMPOSE["services"]
+OURS = ("kv_index", "scheduler", "prefill", "decode", "gateway")
+SECRETS = {
+    name: f"p{index}"
+    for index, name in enumerate(sorted(set(re.findall(r"HEARTH_\w+_PASSWORD", str(COMPOSE)))))
+}
+
+
+def interpolated(text: str) -> str:
+    """As compose does it: ${NAME}, ${NAME:-default}, ${NAME:?message}; $$ is a dollar."""
+
+    def value(match: re.Match[str]) -> str:
+        name, _, default = match[1].partition(":")
+        return SECRETS.get(name) or default.removeprefix("-")
+
+    return re.sub(r"\$\{([^}]*)\}", value, text).replace("$$", "$")
+
+
+def environment(service: str) -> dict[str, str]:
+    return {name: interpolated(text) for name, text in SERVICES[service]["environment"].items()}
+
+
+def plain_environ() -> dict[str, str]:
+    return {name: text for name, text in os.environ.items() if not name.startswith("HEARTH_")}
+
+
+class ComposedServer(Server):
+    """A server with the file's environment; the Server of other tests has none of its own."""
+
+    def __init__(self, command: list[str], port: int, environ: dict[str, str]) -> None:
+        assignments = [f"{name}={text}" for name, text in environ.items()]
+        super().__init__(["env", *assignments, *command], port)
+
+
+class Stack:
+    """The five services on this host: names of containers become 127.0.0.1 and a port."""
+
+    def __init__(self, directory: Path) -> None:
+        self.logs = directory
+        self.model_dir = write_chat_checkpoint(directory / "model")
+        self.ports = {"nats:4222": free_port(), "redis:6379": free_port(), "0.0.0.0": free_port()}
+        self.servers = [self._nats(), self._redis()]
+        self.processes = {service: self._start(service) for service in OURS}
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.ports['0.0.0.0']}"
+
+    @property
+    def redis_url(self) -> str:
+        return self.local(environment("gateway")["HEARTH_REDIS_URL"])
+
+    def stop(self) -> None:
+        for process in self.processes.values():
+            process.terminate()
+        for process in self.processes.values():
+            process.wait(timeout=30)
+        for server in self.servers:
+            server.stop()
+
+    def _nats(self) -> Server:
+        (mount,) = SERVICES["nats"]["volumes"]
+        source, target, _ = mount.split(":")
+        flag, path = SERVICES["nats"]["command"]
+        assert (flag, path) == ("-c", target)
+        command = [find_binary("nats-server"), "-c", str(ROOT / source), "-a", "127.0.0.1"]
+        port = self.ports["nats:4222"]
+        return ComposedServer([*command, "-p", str(port)], port, environment("nats"))
+
+    def _redis(self) -> Server:
+        shell, flag, line = SERVICES["redis"]["command"]
+        port = self.ports["redis:6379"]
+        line = interpolated(line).replace("redis-server", find_binary("redis-server"))
+        line += f" --bind 127.0.0.1 --port {port} --dir {self.logs}"
+        return ComposedServer([shell, flag, line], port, environment("redis"))
+
+    def _start(self, service: str) -> subprocess.Popen[bytes]:
+        command = [self.local(word) for word in SERVICES[service]["command"]]
+        environ = self.local_environment(service)
+        with (self.logs / f"{service}.log").open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "services", *command],
+                env={**plain_environ(), "OMP_NUM_THREADS": "1", **environ},
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def local(self, text: str) -> str:
+        for name in ("nats:4222", "redis:6379"):
+            text = text.replace(f"@{name}", f"@127.0.0.1:{self.ports[name]}")
+        fixed = {"0.0.0.0": "127.0.0.1", "8000": str(self.ports["0.0.0.0"])}
+        fixed |= {"/model": str(self.model_dir)}
+        return fixed.get(text, text)
+
+    def local_environment(self, service: str) -> dict[str, str]:
+        """Containers are one another's hosts by their names; here all are on one."""
+        environ = {name: self.local(text) for name, text in environment(service).items()}
+        if "HEARTH_DATA_PLANE_HOST" in environ:
+            assert environ["HEARTH_DATA_PLANE_HOST"] == service
+            environ["HEARTH_DATA_PLANE_HOST"] = "127.0.0.1"
+        return environ
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    made = Stack(tmp_path_factory.mktemp("compose"))
+    yield made
+    made.stop()
+
+
+def answers(url: str, api_key: str) -> dict[str, Any] | None:
+    try:
+        return complete(url, api_key)
+    except (OSError, NoModel):
+        return None
+
+
+def test_the_five_services_become_ready_and_answer(stack: Stack) -> None:
+    eventually(lambda: ready(stack.url), f"ready; logs in {stack.logs}")
+    workers = eventually(
+        lambda: all((found := ready(stack.url).get("workers", {})).values()) and found, "workers"
+    )
+    assert workers == {"prefill": ["prefill"], "decode": ["decode"]}
+    environ = {**plain_environ(), "HEARTH_REDIS_URL": stack.redis_url}
+    command = [sys.executable, "-m", "services", "api-key", "default"]
+    key = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, check=True)
+    answer = eventually(lambda: answers(stack.url, key.stdout.strip()), "an answer")
+    assert answer["hearth"]["decode_worker"] == "decode"
+    assert answer["hearth"]["prefill_worker"] == "prefill"
+
+
+@pytest.mark.parametrize("service", OURS)
+def test_the_health_check_of_the_image_tells_who_is_well(stack: Stack, service: str) -> None:
+    assert health(stack, environment(service)["HEARTH_NATS_URL"]) == 0
+
+
+def test_the_health_check_tells_who_is_not(stack: Stack) -> None:
+    absent = f"nats://decode-gpu:{SECRETS['HEARTH_DECODE_GPU_PASSWORD']}@nats:4222"
+    assert health(stack, absent) == 1
+
+
+def health(stack: Stack, nats_url: str) -> int:
+    """The exit status of the image's HEALTHCHECK command."""
+    dockerfile = (ROOT / "services" / "Dockerfile").read_text()
+    assert 'CMD ["hearth", "health"]' in dockerfile
+    environ = {**plain_environ(), "HEARTH_NATS_URL": stack.local(nats_url)}
+    command = [sys.executable, "-m", "services", "health", "--timeout-s", "1.5"]
+    return subprocess.run(command, env=environ, cwd=ROOT, capture_output=True).returncode
+
+
+def test_every_service_may_only_use_its_own_credential() -> None:
+    users = [
+        re.search(r"nats://([\w-]+):\$\{(\w+)\}@", service["environment"]["HEARTH_NATS_URL"])
+        for service in SERVICES.values()
+        if "HEARTH_NATS_URL" in service.get("environment", {})
+    ]
+    names = [match[1] for match in users if match is not None]
+    assert len(names) == len(set(names)) == len(users) == 7
+    for match in users:
+        assert match is not None
+        variable = f"HEARTH_{match[1].upper().replace('-', '_')}_PASSWORD"
+        assert match[2] == variable
+        assert variable in SERVICES["nats"]["environment"]
+    text = (ROOT / "services" / "deploy" / "nats.conf").read_text()
+    assert set(re.findall(r'user: "([\w-]+)"', text)) == set(names)
+
+
+def test_no_secret_has_a_default_and_only_the_door_is_published() -> None:
+    for name in SECRETS:
+        assert f"${{{name}:-" not in (ROOT / "docker-compose.yml").read_text()
+    published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
+    assert published == {"gateway": ["${HEARTH_HTTP:-127.0.0.1:8000}:8000"]}
