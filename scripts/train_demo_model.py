@@ -200,8 +200,7 @@ SUFFIXES = (
     "thanks",
 )
 STOP_WORDS = frozenset(
-    "a an and are at be can could did do does for from has have how i if in is it its me my of on"
-    " or please so that the then there this to was what when which will with would you your".split()
+    ["a", "an", "and", "are", "at", "be", "can", "could", "did", "do", "does", "for", "from", "has", "have", "how", "i", "if", "in", "is", "it", "its", "me", "my", "of", "on", "or", "please", "so", "that", "the", "then", "there", "this", "to", "was", "what", "when", "which", "will", "with", "would", "you", "your"]
 )
 # Words that often stand for each other in a question; one may replace another of its group.
 SYNONYMS = tuple(
@@ -473,24 +472,10 @@ SYSTEM_MESSAGES = (
     "Today is Monday. The user is a new member of the team. Explain things in plain words.",
     "Be polite, use simple English, keep every answer short, and never invent facts.",
 )
-WHO = (
-    "The old man|A young woman|My neighbour|The teacher|The farmer|A small dog|The captain|"
-    "The quick brown fox|Our friend|The baker|A tall tree|The river|The king|The ship|"
-    "Every visitor|The cat|A student|The doctor|The garden|The train"
-).split("|")
-DOES = (
-    "walked to|looked at|waited near|jumps over|remembered|sang about|painted|left|came from|"
-    "found|watched|lived beside|carried|wrote about|asked for|returned to|crossed"
-).split("|")
-WHAT = (
-    "the village|the lazy dog|a red house|the blue mountains|the market|the sea|an empty street|"
-    "the long bridge|a bag of apples|the station|the library|a field of wheat|the old clock|"
-    "the harbour|a warm fire|the northern road|a letter|the castle"
-).split("|")
-WHERE = (
-    "in the morning|at night|before the rain|during the long winter|after dinner|last summer|"
-    "on a cold day|without a word|with great care|for many years|as the sun went down|again"
-).split("|")
+WHO = ["The old man", "A young woman", "My neighbour", "The teacher", "The farmer", "A small dog", "The captain", "The quick brown fox", "Our friend", "The baker", "A tall tree", "The river", "The king", "The ship", "Every visitor", "The cat", "A student", "The doctor", "The garden", "The train"]
+DOES = ["walked to", "looked at", "waited near", "jumps over", "remembered", "sang about", "painted", "left", "came from", "found", "watched", "lived beside", "carried", "wrote about", "asked for", "returned to", "crossed"]
+WHAT = ["the village", "the lazy dog", "a red house", "the blue mountains", "the market", "the sea", "an empty street", "the long bridge", "a bag of apples", "the station", "the library", "a field of wheat", "the old clock", "the harbour", "a warm fire", "the northern road", "a letter", "the castle"]
+WHERE = ["in the morning", "at night", "before the rain", "during the long winter", "after dinner", "last summer", "on a cold day", "without a word", "with great care", "for many years", "as the sun went down", "again"]
 
 
 class Filler:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from shared.engine.model_runner import ModelRunner
-
 from shared.bus import NatsBus
 from shared.clock import MonotonicClock
 from shared.config import WorkerConfig, check
 from shared.engine.engine import Engine
 from shared.engine.loop import EngineLoop
+from shared.engine.model_runner import ModelRunner
 from shared.engine.worker import Served, Worker
 from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.receiver import KvServer

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine
 
-
 BROKE = "a background task broke"
 
 

@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import Callable
 
-import msgspec
 import structlog
 
 from services.kv_index.index import Outcome, PrefixIndex
