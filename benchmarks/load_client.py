@@ -106,7 +106,7 @@ class Connection(asyncio.Protocol):
     async def open(cls, url: str) -> Connection:
         parts = urlsplit(url)
         _, connection = await asyncio.get_running_loop().create_connection(
-            cls, parts.hostname, parts.port or 80
+            cls, parts.hostname or "127.0.0.1", parts.port or 80
         )
         return connection
 

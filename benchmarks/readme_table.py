@@ -1,7 +1,7 @@
 """Prints the README's table of measured figures from the committed results.
 
-    python -m benchmarks.readme_table            print it
-    python -m benchmarks.readme_table --write    put it into README.md
+python -m benchmarks.readme_table            print it
+python -m benchmarks.readme_table --write    put it into README.md
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from services.gateway.tenants import store_api_key
 from services.local.ask import door, first_model
 from services.local.cluster import LocalCluster
 from services.local.plan import UpOptions
-from services.local.service_options import DEMO_MODEL_DIR
+from services.local.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
 from services.local.state import clusters_dir
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError, HearthError
@@ -197,6 +197,7 @@ async def target(arguments: argparse.Namespace) -> AsyncIterator[tuple[str, str]
         return
     options = UpOptions(
         model_dir=arguments.model,
+        model_name=DEMO_MODEL_NAME if arguments.model == DEMO_MODEL_DIR else "",
         num_prefill=arguments.prefill,
         num_decode=arguments.decode,
         num_both=arguments.both,

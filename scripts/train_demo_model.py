@@ -35,7 +35,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import save
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 ROOT = Path(__file__).resolve().parent.parent
 CORPUS = ROOT / "scripts" / "demo_corpus"
@@ -136,75 +136,37 @@ def load_held_out(folder: Path, corpus: Corpus) -> list[tuple[str, str]]:
 
 # --------------------------------------------------------------------------- augmented questions
 
+
+def split(text: str) -> tuple[str, ...]:
+    """Split a list that is written as one string with bars."""
+    return tuple(text.split("|"))
+
+
 # Ways to ask for an explanation; a leading one may be exchanged for any other.
-EXPLAIN = (
-    "what is",
-    "what are",
-    "explain",
-    "describe",
-    "define",
-    "tell me about",
-    "what does it mean:",
-    "what do you mean by",
-    "what is meant by",
-    "can you explain",
-    "could you explain",
-    "could you describe",
-    "give me a short explanation of",
-    "i want to know about",
-    "help me understand",
-    "what do you know about",
-    "say something about",
-    "what exactly is",
-    "introduce",
-    "info on",
-    "",
+EXPLAIN = split(
+    "what is|what are|explain|describe|define|tell me about|what does it mean:|"
+    "what do you mean by|what is meant by|can you explain|could you explain|could you describe|"
+    "give me a short explanation of|i want to know about|help me understand|"
+    "what do you know about|say something about|what exactly is|introduce|info on|"
 )
-PREFIXES = (
-    "please",
-    "hey,",
-    "hi,",
-    "hello,",
-    "so",
-    "ok,",
-    "and",
-    "well,",
-    "now",
-    "can you tell me",
-    "could you tell me",
-    "tell me",
-    "i would like to know",
-    "i want to know",
-    "i wonder",
-    "do you know",
-    "quick question:",
-    "one question:",
-    "just curious,",
-    "sorry,",
-    "in short,",
-    "briefly,",
-    "explain to me",
-    "in simple words,",
+PREFIXES = split(
+    "please|hey,|hi,|hello,|so|ok,|and|well,|now|can you tell me|could you tell me|tell me|"
+    "i would like to know|i want to know|i wonder|do you know|quick question:|one question:|"
+    "just curious,|sorry,|in short,|briefly,|explain to me|in simple words,"
 )
-SUFFIXES = (
-    "please",
-    "exactly",
-    "in short",
-    "briefly",
-    "in simple words",
-    "in one sentence",
-    "then",
-    "actually",
-    "for a beginner",
-    "for me",
-    "thanks",
+SUFFIXES = split(
+    "please|exactly|in short|briefly|in simple words|in one sentence|then|actually|"
+    "for a beginner|for me|thanks"
 )
 STOP_WORDS = frozenset(
-    ["a", "an", "and", "are", "at", "be", "can", "could", "did", "do", "does", "for", "from", "has", "have", "how", "i", "if", "in", "is", "it", "its", "me", "my", "of", "on", "or", "please", "so", "that", "the", "then", "there", "this", "to", "was", "what", "when", "which", "will", "with", "would", "you", "your"]
+    split(
+        "a|an|and|are|at|be|can|could|did|do|does|for|from|has|have|how|i|if|in|is|it|its|me|my|"
+        "of|on|or|please|so|that|the|then|there|this|to|was|what|when|which|will|with|would|you|your"
+    )
 )
 # Words that often stand for each other in a question; one may replace another of its group.
 SYNONYMS = tuple(
-    tuple(group.split("|"))
+    split(group)
     for group in (
         "use|using|make use of|work with",
         "used|utilised|applied",
@@ -312,9 +274,7 @@ SYNONYMS = tuple(
     )
 )
 SYNONYM_OF = {
-    word: tuple(other for other in group if other != word)
-    for group in SYNONYMS
-    for word in group
+    word: tuple(other for other in group if other != word) for group in SYNONYMS for word in group
 }
 SYNONYM_PATTERN = re.compile(
     r"(?<![\w-])("
@@ -472,10 +432,24 @@ SYSTEM_MESSAGES = (
     "Today is Monday. The user is a new member of the team. Explain things in plain words.",
     "Be polite, use simple English, keep every answer short, and never invent facts.",
 )
-WHO = ["The old man", "A young woman", "My neighbour", "The teacher", "The farmer", "A small dog", "The captain", "The quick brown fox", "Our friend", "The baker", "A tall tree", "The river", "The king", "The ship", "Every visitor", "The cat", "A student", "The doctor", "The garden", "The train"]
-DOES = ["walked to", "looked at", "waited near", "jumps over", "remembered", "sang about", "painted", "left", "came from", "found", "watched", "lived beside", "carried", "wrote about", "asked for", "returned to", "crossed"]
-WHAT = ["the village", "the lazy dog", "a red house", "the blue mountains", "the market", "the sea", "an empty street", "the long bridge", "a bag of apples", "the station", "the library", "a field of wheat", "the old clock", "the harbour", "a warm fire", "the northern road", "a letter", "the castle"]
-WHERE = ["in the morning", "at night", "before the rain", "during the long winter", "after dinner", "last summer", "on a cold day", "without a word", "with great care", "for many years", "as the sun went down", "again"]
+WHO = split(
+    "The old man|A young woman|My neighbour|The teacher|The farmer|A small dog|The captain|"
+    "The quick brown fox|Our friend|The baker|A tall tree|The river|The king|The ship|"
+    "Every visitor|The cat|A student|The doctor|The garden|The train"
+)
+DOES = split(
+    "walked to|looked at|waited near|jumps over|remembered|sang about|painted|left|came from|"
+    "found|watched|lived beside|carried|wrote about|asked for|returned to|crossed"
+)
+WHAT = split(
+    "the village|the lazy dog|a red house|the blue mountains|the market|the sea|an empty street|"
+    "the long bridge|a bag of apples|the station|the library|a field of wheat|the old clock|"
+    "the harbour|a warm fire|the northern road|a letter|the castle"
+)
+WHERE = split(
+    "in the morning|at night|before the rain|during the long winter|after dinner|last summer|"
+    "on a cold day|without a word|with great care|for many years|as the sun went down|again"
+)
 
 
 class Filler:
@@ -531,9 +505,16 @@ def train_tokenizer(corpus: Corpus, vocabulary: int) -> Tokenizer:
     )
     texts = corpus.texts()
     everyday = [" ".join((*WHO, *DOES, *WHAT, *WHERE, *SYSTEM_MESSAGES, *PREFIXES, *EXPLAIN))]
-    lower = [text.lower() for unit in corpus.questions for text in unit.turns[0][:1]]
+    lower = [unit.turns[0][0].lower() for unit in corpus.questions]
     tokenizer.train_from_iterator(texts + lower + everyday, trainer)
     return tokenizer
+
+
+def special_id(tokenizer: Tokenizer, name: str) -> int:
+    """Return the id of a special token."""
+    number = tokenizer.token_to_id(name)
+    assert number is not None, f"the tokenizer lacks {name}"
+    return number
 
 
 # ------------------------------------------------------------------------------------ batches
@@ -589,7 +570,7 @@ class Batches:
         self.tokenizer = tokenizer
         self.augment = Augmenter(corpus, self.rng)
         self.filler = Filler(corpus, self.rng)
-        self.special = {name: tokenizer.token_to_id(name) for name in SPECIALS}
+        self.special = {name: special_id(tokenizer, name) for name in SPECIALS}
         self.answer_ids = {a: self.encode(a) for u in self.units() for _, a in u.turns}
         self.deck: list[Unit] = []
 
@@ -751,7 +732,7 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 def flash_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attend tile by tile, so that long rows fit into memory."""
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 class FeedForward(nn.Module):
@@ -765,7 +746,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, T, D] to [B, T, D]."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nn.Module):
@@ -812,8 +793,8 @@ class Llama(nn.Module):
     def loss(self, ids: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted mean cross-entropy; all three arguments are [B, T]."""
         chosen = weights > 0
-        logits = F.linear(self(ids)[chosen], self.embed_tokens.weight)
-        losses = F.cross_entropy(logits.float(), targets[chosen], reduction="none")
+        logits = functional.linear(self(ids)[chosen], self.embed_tokens.weight)
+        losses = functional.cross_entropy(logits.float(), targets[chosen], reduction="none")
         return (losses * weights[chosen]).sum() / weights[chosen].sum()
 
 
@@ -938,9 +919,9 @@ def model_config(shape: Shape, tokenizer: Tokenizer) -> dict[str, Any]:
 def token_ids(tokenizer: Tokenizer) -> dict[str, int]:
     """Return the ids of the tokens that begin, end and fill a sequence."""
     return {
-        "bos_token_id": tokenizer.token_to_id(BOS),
-        "eos_token_id": tokenizer.token_to_id(END),
-        "pad_token_id": tokenizer.token_to_id(PAD),
+        "bos_token_id": special_id(tokenizer, BOS),
+        "eos_token_id": special_id(tokenizer, END),
+        "pad_token_id": special_id(tokenizer, PAD),
     }
 
 

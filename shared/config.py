@@ -62,7 +62,7 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
 class SchedulerConfig(ProcessConfig, frozen=True, kw_only=True):
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4_000_000
-    local_prefill_tokens: int = 16  # an uncached rest this short is computed by decode itself
+    local_prefill_tokens: int = 4  # an uncached rest this short is computed by decode itself
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from services.local.plan import UpOptions
-from services.local.service_options import DEMO_MODEL_DIR
+from services.local.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
 from shared.errors import ConfigError
 
 START = "Start and use"
@@ -75,7 +75,7 @@ def up(
     host, port = ("127.0.0.1", None) if http is None else _host_and_port(http)
     options = UpOptions(
         model_dir=model.expanduser(),
-        model_name=name,
+        model_name=name or (DEMO_MODEL_NAME if model == DEMO_MODEL_DIR else ""),
         num_prefill=default if prefill is None else prefill,
         num_decode=default if decode is None else decode,
         num_both=both,

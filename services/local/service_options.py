@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import os
+import sys
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgspec
 import typer
@@ -16,6 +18,7 @@ from services.local.credentials import process_id_for
 from shared.config import ProcessConfig, check
 
 DEMO_MODEL_DIR = Path(shared.__file__).parent / "demo_model"
+DEMO_MODEL_NAME = "hearth-demo"
 
 HELP = {
     "nats_url": "NATS server, with this process's credential: nats://ID:PASSWORD@HOST:PORT.",
@@ -66,7 +69,8 @@ def service_command(
 ) -> Callable[..., None]:
     """A typer command that fills a `config_type`, checks it as a whole and calls `run(config)`.
 
-    With `has_role_option` it calls `run(config, is_both)`. Exits with the status that `run` gives.
+    With `has_role_option` it calls `run(config, is_both)`. The process ends with the status that
+    `run` gives.
     """
 
     def command(**options: Any) -> None:
@@ -75,7 +79,7 @@ def service_command(
             options["process_id"] = process_id_for(role, options["nats_url"])
         config = config_type(**options)
         check(config)
-        raise typer.Exit(run(config, *arguments))
+        _leave(run(config, *arguments))
 
     parameters = [_parameter(field) for field in msgspec.structs.fields(config_type)]
     if has_role_option:
@@ -83,6 +87,13 @@ def service_command(
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command
+
+
+def _leave(status: int) -> NoReturn:
+    """All is closed: taking torch apart module by module would cost a second more."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _parameter(field: msgspec.structs.FieldInfo) -> inspect.Parameter:

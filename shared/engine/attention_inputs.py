@@ -16,7 +16,7 @@ from torch import Tensor
 from shared.engine.runner import StepInputs
 
 # FP32 keys and values of a decode group, gathered: larger groups fall out of the cache.
-MAX_GROUP_BYTES = 4 << 20
+MAX_GROUP_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)

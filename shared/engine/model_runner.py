@@ -246,8 +246,7 @@ def _keep_freed_memory() -> None:
     """Tells glibc to keep what a step frees for the next one.
 
     By default it hands buffers of some MiB back to the kernel each time, and their page faults cost
-    more than the arithmetic on them: 84 instead of 26 ms for a step of 64 sequences. Other C
-    libraries have no mallopt and are left alone.
+    more than the arithmetic on them. Other C libraries have no mallopt and are left alone.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

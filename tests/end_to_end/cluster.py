@@ -87,8 +87,10 @@ class Cluster:
     def wait_until_empty(self) -> None:
         """Every block of every worker is free, and nothing runs, waits or is reserved."""
         self.wait_for_heartbeats(
-            lambda newest: {"prefill-1", "decode-1"} <= set(newest)
-            and all(_is_empty(each) for each in newest.values())
+            lambda newest: (
+                {"prefill-1", "decode-1"} <= set(newest)
+                and all(_is_empty(each) for each in newest.values())
+            )
         )
 
     def wait_until_ready(self, *process_ids: str) -> None:

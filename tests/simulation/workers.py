@@ -1,4 +1,4 @@
-"""Prefill and decode workers on the simulated network, and a peer that plays gateway and scheduler."""
+"""Workers on the simulated network, and a peer that plays gateway and scheduler."""
 
 from __future__ import annotations
 

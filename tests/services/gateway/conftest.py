@@ -55,7 +55,7 @@ async def until(condition: object, timeout_s: float = 5.0) -> None:
     """Waits until a plain predicate holds; for states that announce themselves to nobody."""
     assert callable(condition)
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0.01)
 
 

@@ -58,6 +58,17 @@ async def test_lost_worker_is_replaced(cluster: Cluster, is_killed: bool) -> Non
     assert (await first.aborts.get()).reason == "superseded"  # fenced when it wakes
 
 
+async def test_worker_that_says_goodbye_is_replaced_at_once(cluster: Cluster) -> None:
+    first = cluster.decodes[0]
+    first.hold_at = 5
+    running = asyncio.create_task(events_of(cluster))
+    await emitted(cluster, 0, 4)
+    cluster.scheduler.workers = cluster.decodes[1:]
+    await first.heart.stop()
+    async with asyncio.timeout(WAIT_S):
+        assert text_of(await running) == ANSWER
+
+
 async def test_lost_token_message_is_sent_again(cluster: Cluster) -> None:
     waiting = {3, 4, 11}
 

@@ -63,6 +63,7 @@ def check_envelope(response: httpx.Response, status: int, code: str, param: str 
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 0}, "logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"presence_penalty": -1}, "presence_penalty"),

@@ -32,7 +32,7 @@ NOTES_ITS_END = (
 
 async def eventually(predicate: Callable[[], bool]) -> None:
     async with asyncio.timeout(WAIT_S):
-        while not predicate():  # noqa: ASYNC110  # another process sets no event of ours
+        while not predicate():  # another process sets no event of ours
             await asyncio.sleep(0.005)
 
 
@@ -142,7 +142,8 @@ async def test_who_does_not_go_in_time_is_killed(supervisor: Supervisor, tmp_pat
     await supervisor.launch(spec("stubborn", STUBBORN))
     await up(tmp_path, "stubborn")
     pid = supervisor.pid_of("stubborn")
-    await supervisor.stop(grace_s=0.05)
+    async with asyncio.timeout(WAIT_S):
+        await supervisor.stop(grace_s=0.05)
     assert not is_alive(pid)
 
 

@@ -1,0 +1,30 @@
+"""The README tells the truth: its paths exist, its figures are those of the committed results."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.readme_table import replaced
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+PATH = re.compile(
+    r"`((?:services|shared|kernels|tests|benchmarks|scripts)/[\w./-]*|[\w-]+\.(?:yml|toml)|LICENSE)`"
+)
+
+
+@pytest.mark.parametrize("path", sorted(set(PATH.findall(README))))
+def test_path_exists(path):
+    assert (ROOT / path).exists()
+
+
+def test_figures_are_those_of_the_results():
+    assert replaced(README) == README, "run: python -m benchmarks.readme_table --write"
+
+
+def test_every_command_exists():
+    scripts = set(re.findall(r"^(scripts/\w+)", README, re.MULTILINE))
+    assert scripts == {"scripts/up", "scripts/test"}
