@@ -100,6 +100,11 @@ class Fleet:
         peer = self._peers.get(process_id)
         return peer is not None and not peer.is_suspect
 
+    def is_lost(self, process_id: str) -> bool:
+        """Suspect. One never heard of is not: it may just have started."""
+        peer = self._peers.get(process_id)
+        return peer is not None and peer.is_suspect
+
     def heartbeat_of(self, process_id: str) -> Heartbeat | None:
         peer = self._peers.get(process_id)
         return None if peer is None else peer.heartbeat

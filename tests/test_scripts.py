@@ -159,8 +159,9 @@ def test_ci_runs_tests_lint_format_and_types(machine: Machine) -> None:
     ]
 
 
-@pytest.mark.parametrize("tool", ["pytest", "ruff", "mypy"])
-def test_any_of_them_fails_the_run(machine: Machine, tool: str) -> None:
+@pytest.mark.parametrize("call", ["pytest -n", "ruff check", "ruff format", "mypy "])
+def test_any_of_them_fails_the_run(machine: Machine, call: str) -> None:
     machine.add_venv()
-    machine.add(tool, "exit 1", machine.root / ".venv" / "bin")
+    tool, argument = call.split(" ")
+    machine.add(tool, f'[[ "${{1:-}}" != "{argument}" ]]', machine.root / ".venv" / "bin")
     assert machine.run("scripts/test").returncode == 1

@@ -199,7 +199,7 @@ class DecodeService:
         self, placement: Placement, worker_id: str, placement_id: bytes, first_token: int
     ) -> PrefillAccepted:
         """Raises HearthError if the worker cannot take it."""
-        if not self._worker.heart.fleet.is_live(worker_id):
+        if self._worker.heart.fleet.is_lost(worker_id):
             raise WorkerBusy(f"{worker_id} is not alive")
         worker, request, sequence = self._worker, placement.request, placement.sequence
         command = RunPrefill(

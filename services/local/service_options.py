@@ -46,7 +46,8 @@ HELP = {
     "max_batch_tokens": "Tokens computed in one step.",
     "max_sequences": "Sequences running at once.",
     "max_reserved_share": "Share of the KV cache that waiting handoffs may hold.",
-    "data_plane_host": "Address at which other hosts reach this worker's KV data plane.",
+    "data_plane_host": "Address that this worker's KV data plane listens on.",
+    "data_plane_advertised_host": "Address at which others reach it; else the one it listens on.",
 }
 _DEFAULTS = {"model_dir": DEMO_MODEL_DIR, "process_id": None}
 

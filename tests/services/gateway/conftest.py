@@ -99,7 +99,9 @@ async def running_cluster(
     for each in (gateway, scheduler, *decodes):
         await each.start()
     headers = {"authorization": f"Bearer {API_KEY}"}
-    async with httpx.AsyncClient(base_url=gateway.http_address, headers=headers) as http:
+    async with httpx.AsyncClient(
+        base_url=gateway.http_address, headers=headers, timeout=30
+    ) as http:
         cluster = Cluster(gateway, scheduler, decodes, http)
         await until(lambda: len(_ids(gateway, "decode")) == 2 and _ids(gateway, "scheduler"))
         yield cluster
