@@ -118,9 +118,9 @@ class Stack:
     def local_environment(self, service: str) -> dict[str, str]:
         """Containers are one another's hosts by their names; here all are on one."""
         environ = {name: self.local(text) for name, text in environment(service).items()}
-        if "HEARTH_DATA_PLANE_HOST" in environ:
-            assert environ["HEARTH_DATA_PLANE_HOST"] == service
-            environ["HEARTH_DATA_PLANE_HOST"] = "127.0.0.1"
+        if "HEARTH_DATA_PLANE_ADVERTISED_HOST" in environ:
+            assert environ["HEARTH_DATA_PLANE_ADVERTISED_HOST"] == service
+            environ["HEARTH_DATA_PLANE_ADVERTISED_HOST"] = "127.0.0.1"
         return environ
 
 

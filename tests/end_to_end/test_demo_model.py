@@ -1,0 +1,104 @@
+"""The trained model through the whole cluster, greedy: what was trained, and what was held out."""
+
+from __future__ import annotations
+
+import asyncio
+import string
+import tomllib
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.end_to_end.cluster import Cluster
+
+CORPUS = Path(__file__).resolve().parents[2] / "scripts" / "demo_corpus"
+AT_ONCE = 48
+
+
+def pairs() -> dict[str, dict]:
+    found = {}
+    for path in sorted(CORPUS.glob("*.toml")):
+        for pair in tomllib.loads(path.read_text()).get("pair", []):
+            found[pair["id"]] = pair
+    return found
+
+
+def held_out() -> list[tuple[str, str]]:
+    """(question, the answer of the pair it paraphrases)"""
+    by_id = pairs()
+    found = []
+    for path in sorted(CORPUS.glob("held_out_*.toml")):
+        for paraphrase in tomllib.loads(path.read_text())["paraphrase"]:
+            found.append((paraphrase["question"], by_id[paraphrase["id"]]["answer"]))
+    return found
+
+
+def trained() -> list[tuple[str, str]]:
+    return [(q, pair["answer"]) for pair in pairs().values() for q in pair["questions"]]
+
+
+def answers(cluster: Cluster, questions: list[str]) -> list[str]:
+    """Greedy answers, many at once, in the order of the questions."""
+
+    async def ask_all() -> list[str]:
+        limit = asyncio.Semaphore(AT_ONCE)
+        model = cluster.model
+        headers = {"Authorization": f"Bearer {cluster.state.api_key}"}
+
+        async def ask(client: httpx.AsyncClient, question: str) -> str:
+            body = {
+                "model": model,
+                "messages": [{"role": "user", "content": question}],
+                "temperature": 0,
+                "max_tokens": 120,
+            }
+            async with limit:
+                response = await client.post("/v1/chat/completions", json=body)
+            assert response.status_code == 200, response.text
+            return response.json()["choices"][0]["message"]["content"].strip()
+
+        async with httpx.AsyncClient(base_url=cluster.url, headers=headers, timeout=300) as client:
+            return await asyncio.gather(*(ask(client, question) for question in questions))
+
+    return asyncio.run(ask_all())
+
+
+def share_right(cluster: Cluster, wanted: list[tuple[str, str]]) -> tuple[float, list[str]]:
+    given = answers(cluster, [question for question, _ in wanted])
+    wrong = [
+        f"{question!r}: {answer!r}"
+        for (question, right), answer in zip(wanted, given, strict=True)
+        if answer != right
+    ]
+    return 1 - len(wrong) / len(wanted), wrong
+
+
+def test_trained_questions_are_answered_right(cluster):
+    share, wrong = share_right(cluster, trained())
+    print(f"{share:.1%} of {len(trained())} trained questions")
+    assert share >= 0.95, wrong
+
+
+def test_held_out_paraphrases_are_answered_right(cluster):
+    assert len(held_out()) == 100
+    share, wrong = share_right(cluster, held_out())
+    print(f"{share:.1%} of 100 held-out paraphrases")
+    assert share >= 0.70, wrong
+
+
+def test_no_held_out_question_was_trained():
+    def key(question: str) -> str:
+        return question.lower().strip(string.punctuation + " ")
+
+    assert not {key(q) for q, _ in trained()} & {key(q) for q, _ in held_out()}
+
+
+@pytest.mark.parametrize(
+    "question", ["", "asdf qwer", "Who won the cup in 1974?", "What is a piano?", "Why?"]
+)
+def test_other_questions_get_sentences(cluster, question):
+    (answer,) = answers(cluster, [question])
+    assert answer.endswith((".", "!", "?"))
+    words = answer.split()
+    assert len(words) >= 3 and all(word.isascii() for word in words)
