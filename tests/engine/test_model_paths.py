@@ -1,0 +1,157 @@
+"""One prompt, every way through the engine with a real model: the same tokens each time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shared.engine.engine import Engine
+from shared.engine.inputs import build_inputs
+from shared.engine.model_runner import ModelRunner
+from shared.engine.sequence import Sequence
+from shared.messages import SamplingParams
+from tests.engine.checkpoints import write_llama
+from tests.engine.rig import new_sequence
+
+PROMPT = [(7 * n + n * n) % 190 + 3 for n in range(75)]
+OTHERS = [[(11 * n + k) % 190 + 3 for n in range(20 + 9 * k)] for k in range(6)]
+SAMPLINGS = {
+    "greedy": SamplingParams(seed=3, max_tokens=24, temperature=0.0),
+    "seeded": SamplingParams(seed=3, max_tokens=24, temperature=0.9, top_k=40, top_p=0.95),
+}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_llama(folder, num_attention_heads=7, num_key_value_heads=1, hidden_size=84)
+    return folder
+
+
+class Worker:
+    """An engine over a model, stepped by hand."""
+
+    def __init__(self, model_dir: Path, dtype: str, *, num_blocks: int = 64, budget: int = 64):
+        block_bytes = 2 * 2 * 16 * 12 * (2 if dtype == "bfloat16" else 4)  # layers, K and V, …
+        self.runner = ModelRunner.load(
+            model_dir, dtype=dtype, kv_cache_bytes=num_blocks * block_bytes, num_threads=1
+        )
+        assert self.runner.num_blocks == num_blocks
+        self.engine = Engine(
+            num_blocks=num_blocks,
+            block_size=16,
+            max_context_tokens=self.runner.max_context_tokens,
+            max_batch_tokens=budget,
+            max_sequences=16,
+        )
+        self.tokens: dict[bytes, list[int]] = defaultdict(list)
+        self.num_computed_tokens = 0
+
+    async def run(self, *sequences: Sequence) -> list[int]:
+        """Computes all to their ends; returns the first one's new tokens."""
+        for sequence in sequences:
+            self.engine.add(sequence)
+        await self.run_on()
+        return self.tokens[sequences[0].sequence_id]
+
+    async def run_on(self) -> None:
+        while self.engine.batcher.waiting or self.engine.batcher.running:
+            rows, _ = self.engine.schedule()
+            drawn = await self.runner.run(build_inputs(rows, 16))
+            self.num_computed_tokens += sum(row.num_scheduled_tokens for row in rows)
+            for each in self.engine.apply(rows, drawn):
+                self.tokens[each.sequence.sequence_id] += each.token_ids
+            self.engine.pool.check()
+
+
+@pytest.fixture(params=["bfloat16", "float32"])
+def workers(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[type]:
+    """Makes workers, and closes them."""
+    made: list[Worker] = []
+
+    def make(**options: int) -> Worker:
+        made.append(Worker(model_dir, request.param, **options))
+        return made[-1]
+
+    yield make  # type: ignore[misc]
+    for worker in made:
+        asyncio.run(worker.runner.close())
+
+
+@pytest.fixture(params=SAMPLINGS.values(), ids=SAMPLINGS.keys())
+def sampling(request: pytest.FixtureRequest) -> SamplingParams:
+    return request.param
+
+
+def local(workers, sampling: SamplingParams) -> list[int]:
+    output = asyncio.run(workers().run(new_sequence(PROMPT, sampling)))
+    assert len(output) == 24 and len(set(output)) > 4
+    return output
+
+
+@pytest.mark.parametrize("budget", [1, 7, 512])
+def test_chunked(workers, sampling, budget):
+    output = asyncio.run(workers(budget=budget).run(new_sequence(PROMPT, sampling)))
+    assert output == local(workers, sampling)
+
+
+def test_among_others(workers, sampling):
+    others = [new_sequence(each, sampling) for each in OTHERS]
+    output = asyncio.run(workers().run(new_sequence(PROMPT, sampling), *others))
+    assert output == local(workers, sampling)
+
+
+def test_cached(workers, sampling):
+    async def main() -> None:
+        worker = workers()
+        expected = await worker.run(new_sequence(PROMPT, sampling))
+        before = worker.num_computed_tokens
+        again = new_sequence(PROMPT, sampling)
+        assert await worker.run(again) == expected
+        assert again.num_cached_tokens == 64
+        assert worker.num_computed_tokens - before == len(PROMPT) - 64 + 23
+
+    asyncio.run(main())
+
+
+def test_preempted(workers, sampling):
+    """Blocks for two and a half sequences, and four of them."""
+    sequences = [new_sequence(PROMPT, sampling, tenant_id=f"tenant-{n}") for n in range(4)]
+    worker = workers(num_blocks=15)
+    asyncio.run(worker.run(*sequences))
+    assert sum(each.num_preemptions for each in sequences) > 0
+    outputs = [worker.tokens[each.sequence_id] for each in sequences]
+    assert outputs == [local(workers, sampling)] * 4
+
+
+@pytest.mark.parametrize("num_received", [1, 5, 23])
+def test_resumed(workers, sampling, num_received):
+    expected = local(workers, sampling)
+    resumed = new_sequence(PROMPT, sampling, output_ids=expected[:num_received])
+    assert asyncio.run(workers().run(resumed)) == expected[num_received:]
+
+
+@pytest.mark.parametrize("budget", [7, 64])
+def test_disaggregated(workers, sampling, budget):
+    expected = local(workers, sampling)
+
+    async def main() -> None:
+        prefill, decode = workers(budget=budget), workers()
+        source = new_sequence(PROMPT[:-1], None)
+        await prefill.run(source)
+        target = new_sequence(PROMPT, sampling)
+        assert decode.engine.reserve(target)
+        num_tokens = len(PROMPT) - 1
+        payload = bytearray(num_tokens * prefill.runner.kv_format.bytes_per_token)
+        await prefill.runner.read_kv(source.block_table, 0, num_tokens, memoryview(payload))
+        await decode.runner.write_kv(target.block_table, 0, num_tokens, memoryview(payload))
+        decode.engine.activate(target, num_tokens)
+        await decode.run_on()
+        assert decode.tokens[target.sequence_id] == expected
+        assert decode.num_computed_tokens == 24  # the last prompt token and 23 drawn ones
+
+    asyncio.run(main())
