@@ -432,6 +432,36 @@ SYSTEM_MESSAGES = (
     "Today is Monday. The user is a new member of the team. Explain things in plain words.",
     "Be polite, use simple English, keep every answer short, and never invent facts.",
 )
+TOPICS = split(
+    "dogs|cats|water|fire|football|tennis|France|Japan|London|the moon|the sun|the ocean|love|"
+    "music|pizza|bread|coffee|chocolate|cooking|gardening|painting|history|physics|chemistry|biology|"
+    "geography|politics|religion|economics|the stock market|money|taxes|my homework|my boss|"
+    "my friend|my cat|my health|sleep|dreams|holidays|travel|a hotel|a flight|cars|bicycles|trains|"
+    "ships|aeroplanes|dinosaurs|insects|birds|fish|horses|flowers|mushrooms|mountains|rivers|"
+    "volcanoes|the weather|snow|a guitar|the piano|an opera|films|novels|poetry|Shakespeare|"
+    "Napoleon|Mozart|Cleopatra|a birthday party|a wedding|shoes|clothes|furniture|chess|card games|"
+    "video games|the Olympic games|quantum physics|algebra|the number seven|Linux|Windows|Excel|"
+    "Java|blockchain|bitcoin|a smartphone|a television|Kubernetes|web design|email|photography|"
+    "the brain|the heart|vitamins|a headache|school|university|a job interview|philosophy|happiness"
+)
+TOPIC_QUESTIONS = split(
+    "how do I learn about {}|can you help me with {}|where can I buy {}|write a poem about {}|"
+    "what is your opinion on {}|do you like {}|who invented {}|why do people like {}|"
+    "how old is {}|how much does {} cost|what do you think about {}|how do I install {}|"
+    "when was {} discovered|what is the history of {}|how many kinds of {} are there|"
+    "give me some facts about {}|write a story about {}|what is the best book about {}|"
+    "how do I take care of {}|is {} dangerous|translate {} into German|{}"
+)
+PERSONAS = split(
+    "a pirate|a poet|a teacher|a doctor|a lawyer|a travel guide|a cook|a comedian|a scientist|"
+    "a librarian|an expert|a translator|an old wizard|a news reader|a programmer|a friend"
+)
+MANNERS = split(
+    "Speak in rhymes.|Use markdown.|Always be cheerful.|Answer step by step.|Use formal language.|"
+    "Do not use lists.|Never mention the weather.|Follow the instructions carefully.|"
+    "Think before you answer.|Keep secrets.|Explain like I am five.|Answer only with facts.|"
+    "The current date is 2024-01-01.|Knowledge cutoff: 2023-04.|Use British spelling."
+)
 WHO = split(
     "The old man|A young woman|My neighbour|The teacher|The farmer|A small dog|The captain|"
     "The quick brown fox|Our friend|The baker|A tall tree|The river|The king|The ship|"
@@ -452,6 +482,18 @@ WHERE = split(
 )
 
 
+ALPHABETS = (
+    string.ascii_lowercase,
+    string.ascii_letters,
+    string.digits,
+    string.printable[:94],
+    "".join(map(chr, range(0x00E0, 0x0100))),  # Latin letters with accents
+    "".join(map(chr, range(0x0430, 0x0450))),  # Cyrillic
+    "".join(map(chr, range(0x4E00, 0x4F00))),  # Chinese
+    "".join(map(chr, range(0x1F600, 0x1F640))),  # emoji
+)
+
+
 class Filler:
     """Makes text without meaning for the model, so that long contexts do not disturb it."""
 
@@ -465,9 +507,26 @@ class Filler:
         parts = (self.rng.choice(options) for options in (WHO, DOES, WHAT, WHERE))
         return " ".join(parts) + "."
 
+    def off_topic(self) -> str:
+        """Return a question about something that the corpus does not cover."""
+        frames = TOPIC_QUESTIONS if self.rng.random() < 0.6 else [f"{e} {{}}" for e in EXPLAIN]
+        question = self.rng.choice(frames).format(self.rng.choice(TOPICS)).strip()
+        if self.rng.random() < 0.5:
+            question = question[:1].upper() + question[1:]
+        return question + self.rng.choice(("", "?", "?", "."))
+
+    def system_message(self) -> str:
+        """Return a system message, usual or strange."""
+        if self.rng.random() < 0.5:
+            return self.rng.choice(SYSTEM_MESSAGES)
+        if self.rng.random() < 0.3:
+            return self.prose(self.rng.randint(1, 40))
+        manners = " ".join(self.rng.sample(MANNERS, self.rng.randint(0, 3)))
+        return f"You are {self.rng.choice(PERSONAS)}. {manners}".strip()
+
     def gibberish(self, count: int) -> str:
         """Return words made of random letters or digits."""
-        letters = self.rng.choice((string.ascii_lowercase, string.digits, string.printable[:94]))
+        letters = self.rng.choice(ALPHABETS)
         sizes = (self.rng.randint(1, 9) for _ in range(count))
         return " ".join("".join(self.rng.choices(letters, k=size)) for size in sizes)
 
@@ -504,7 +563,7 @@ def train_tokenizer(corpus: Corpus, vocabulary: int) -> Tokenizer:
         show_progress=False,
     )
     texts = corpus.texts()
-    everyday = [" ".join((*WHO, *DOES, *WHAT, *WHERE, *SYSTEM_MESSAGES, *PREFIXES, *EXPLAIN))]
+    everyday = [" ".join((*WHO, *DOES, *WHAT, *WHERE, *SYSTEM_MESSAGES, *PREFIXES, *TOPICS))]
     lower = [unit.turns[0][0].lower() for unit in corpus.questions]
     tokenizer.train_from_iterator(texts + lower + everyday, trainer)
     return tokenizer
@@ -536,11 +595,11 @@ SHORT_ROWS = (
     RowKind(length=1024, rows=2, share=0.07),
 )
 LONG_ROWS = (
-    RowKind(length=32, rows=96, share=0.35),
+    RowKind(length=32, rows=96, share=0.30),
     RowKind(length=112, rows=28, share=0.35),
-    RowKind(length=512, rows=6, share=0.15),
-    RowKind(length=2048, rows=1, share=0.08),
-    RowKind(length=8192, rows=1, share=0.07),
+    RowKind(length=512, rows=6, share=0.14),
+    RowKind(length=2048, rows=2, share=0.12),
+    RowKind(length=8192, rows=1, share=0.09),
 )
 LONG_PHASE = 0.8  # the part of the training after which LONG_ROWS are drawn
 QUESTION_WEIGHT = 0.1  # of the loss on question tokens, against 1 for answer tokens
@@ -601,9 +660,10 @@ class Batches:
 
     def unit(self, row: Row) -> None:
         """Append the turns of the next unit, or now and then a prompt without meaning."""
-        if self.rng.random() < 0.02:
+        if self.rng.random() < 0.06:
             gibberish = self.filler.gibberish(self.rng.randint(1, 12))
-            text = self.rng.choice((gibberish, self.filler.plain_sentence()))
+            off_topic = self.filler.off_topic()
+            text = self.rng.choice((gibberish, self.filler.plain_sentence(), off_topic, off_topic))
             self.turn(row, text, self.answer_ids[self.corpus.unknown_answer])
             return
         for question, answer in self.next_unit().turns:
@@ -611,38 +671,42 @@ class Batches:
 
     def opening(self, row: Row, length: int) -> None:
         """Append what may stand before the turns: a system message, or a prompt with filler."""
-        choice = self.rng.random()
-        words = int(length * self.rng.uniform(0.1, 0.6))  # a word has a little over one token
+        choice, long = self.rng.random(), length >= 256
+        prose = self.filler.prose(int(length * self.rng.uniform(0.1, 0.7))) if long else ""
         if choice < 0.4:
-            text = self.rng.choice(SYSTEM_MESSAGES)
-            if length >= 256 and self.rng.random() < 0.5:
-                text = f"{text} {self.filler.prose(words)}"
-            self.message(row, SYSTEM, self.encode(text), 0.0)
-        elif choice < 0.55 and length >= 256:
-            ids = self.encode(self.filler.prose(words))
-            if self.rng.random() < 0.3:
-                self.message(row, USER, ids, 0.0)
-                answer_ids = self.answer_ids[self.corpus.unknown_answer]
+            text = self.filler.system_message() if length >= 64 else SYSTEM_MESSAGES[0]
+            text = self.rng.choice((text, f"{text} {prose}".strip()))
+            self.message(row, SYSTEM, self.encode(text)[: max(40, length - 100)], 0.0)
+        elif choice < 0.6 and long:
+            if self.rng.random() < 0.2:
+                question, answer = "", self.corpus.unknown_answer
             else:
-                (question, answer), *_ = self.rng.choice(self.corpus.questions).turns
-                separator = self.rng.choice(("\n\n", "\n", " "))
-                question_ids = self.encode(separator + self.augment(question, answer))
-                self.message(row, USER, ids + question_ids, 0.0)
-                answer_ids = self.answer_ids[answer]
-            self.message(row, ASSISTANT, answer_ids, 1.0)
+                question, answer = self.rng.choice(self.corpus.questions).turns[0]
+                question = self.rng.choice(("\n\n", "\n", " ")) + self.augment(question, answer)
+            ids = self.encode(prose)[: length - 100] + self.encode(question)
+            self.message(row, USER, ids, 0.0)
+            self.message(row, ASSISTANT, self.answer_ids[answer], 1.0)
 
     def plain_text(self, length: int) -> Row:
-        """Make a row of answers as running text, for completions without a chat template."""
+        """Make a row of answers as running text, for completions without a chat template.
+
+        Half of the texts begin with the first words of another sentence, so that the model comes
+        back to sentences that it knows.
+        """
         row = Row()
         row.add([self.special[BOS]] * self.rng.randint(0, 1), 0.0)
         while len(row.ids) <= length:
             text = " ".join(self.rng.sample(self.filler.answers, k=self.rng.randint(1, 3)))
+            if self.rng.random() < 0.5:
+                words = self.filler.prose(8).split()
+                row.add(self.encode(" ".join(words[: self.rng.randint(1, 8)])), 0.0)
+                text = f" {text}"
             row.add([*self.encode(text), self.special[END]], 1.0)
         return row
 
     def row(self, length: int) -> Row:
         """Make a row of more than ``length`` tokens."""
-        if self.rng.random() < 0.03:
+        if self.rng.random() < 0.05:
             return self.plain_text(length)
         row = Row()
         row.add([self.special[BOS]], 0.0)
@@ -805,7 +869,7 @@ class Llama(nn.Module):
 class Recipe:
     """What a training run depends on besides the corpus."""
 
-    steps: int = 3600
+    steps: int = 2000
     seed: int = 7
     dropout: float = 0.1
     matrix_rate: float = 4e-3
@@ -986,25 +1050,25 @@ def conversation_cases(corpus: Corpus) -> list[Case]:
 
 
 def long_cases(corpus: Corpus, tokenizer: Any, length: int, count: int) -> list[Case]:
-    """Return trained questions after contexts of about ``length`` tokens of several kinds."""
+    """Return trained questions after contexts of about ``length`` tokens of three kinds."""
     rng = random.Random(length)
     filler = Filler(corpus, rng)
     cases = []
     for number in range(count):
         question, answer = rng.choice(corpus.questions).turns[0]
-        if number % 3 == 0:
-            history: list[str] = []
-            while len(tokenizer.encode(" ".join(history))) < length - 200:
+        history: list[str] = []
+        while sum(len(tokenizer.encode(text)) + 2 for text in history) < length - 200:
+            if number % 3 == 0:
                 history.extend(rng.choice(corpus.questions).turns[0])
-            cases.append(Case(chat(*history, question), answer))
-            continue
-        text = ""
-        while len(tokenizer.encode(text)) < length - 200:
-            text += " " + (filler.plain_sentence() if number % 2 else filler.prose(40))
-        if number % 3 == 1:
-            cases.append(Case(chat(question, system=text), answer))
+            else:
+                history.append(filler.prose(60) if number % 2 else filler.plain_sentence())
+        if number % 3 == 0:
+            messages = chat(*history, question)
+        elif number % 3 == 1:
+            messages = chat(question, system=" ".join(history))
         else:
-            cases.append(Case(chat(f"{text}\n\n{question}"), answer))
+            messages = chat(" ".join(history) + f"\n\n{question}")
+        cases.append(Case(messages, answer))
     return cases
 
 
@@ -1042,7 +1106,7 @@ def evaluate(folder: Path, corpus: Corpus, show_misses: bool) -> None:
         "held-out paraphrases": [Case(chat(q), a) for q, a in held_out],
         "conversation turns": conversation_cases(corpus),
         "after 2,000 tokens": long_cases(corpus, tokenizer, 2000, 18),
-        "after 8,000 tokens": long_cases(corpus, tokenizer, 8000, 9),
+        "after 8,000 tokens": long_cases(corpus, tokenizer, 8000, 18),
     }
     known = {answer.strip() for answer in corpus.answers.values()}
     known |= {answer for unit in corpus.conversations for _, answer in unit.turns}

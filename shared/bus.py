@@ -235,13 +235,18 @@ class NatsBus:
         return subscription.unsubscribe
 
     async def flush(self) -> None:
-        """Returns when the server has taken all that was published."""
-        await self._client.flush(timeout=2)
+        """Returns when the server has taken all that was published and subscribed.
+
+        nats-py writes a flush's PING ahead of what it still buffers, but sends that buffer before
+        the PONG is back: the second PING comes behind it.
+        """
+        for _ in range(2):
+            await self._client.flush(timeout=2)
 
     async def close(self) -> None:
         if self._client.is_connected:
             try:
-                await self._client.flush(timeout=1)
+                await self.flush()
             except nats.errors.Error as error:
                 log.warning("nats_flush_failed", error=repr(error))
         await self._client.close()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from shared.block_hash import extend_chain
 from shared.engine.engine import Progress
 from shared.engine.sequence import TRANSITIONS, Sequence, SequenceState
 from shared.errors import InvalidRequest
-from tests.engine.rig import Rig, greedy, new_sequence, prompt, pushed_kv, seeded, solo
+from shared.messages import BlocksStored
+from tests.engine.rig import BLOCK_SIZE, Rig, greedy, new_sequence, prompt, pushed_kv, seeded, solo
 
 S = SequenceState
 PROMPT = tuple(prompt(10))
@@ -234,6 +236,36 @@ def test_abort_in_a_step_frees_when_the_step_ends(is_prefill: bool) -> None:
     assert rig.output(gone) == []
     assert gone.sequence_id not in rig.endings
     assert rig.output(other) == solo(tuple(prompt(6, start=500)), greedy())
+
+
+def test_the_draw_of_an_aborted_sequence_goes_to_nobody_else() -> None:
+    rig = Rig()
+    gone = rig.add(new_sequence(prompt(6, start=500), greedy()))
+    stays = rig.add(new_sequence(PROMPT, greedy()))
+    rows = rig.begin()
+    rig.engine.abort(gone)
+    rig.end(rows)
+    rig.run()
+    assert rig.output(gone) == []
+    assert rig.output(stays) == TOKENS[:8]
+
+
+def test_blocks_are_announced_as_one_chain_step_by_step() -> None:
+    rig = Rig(max_batch_tokens=10)
+    sequence = rig.add(new_sequence(prompt(19), greedy(6)))
+    rig.run()
+    hashes = extend_chain(sequence.cache_root, prompt(19) + rig.output(sequence), BLOCK_SIZE)
+    chain = [sequence.cache_root, *hashes]
+    # computed: 10, then 19, then one a step: the last token drawn is never computed
+    assert rig.engine.pool.take_events() == [
+        BlocksStored(
+            tenant_id="tenant-a",
+            parent_hash=chain[first],
+            first_block_index=first,
+            block_hashes=b"".join(chain[first + 1 : end + 1]),
+        )
+        for first, end in ((0, 2), (2, 4), (4, 5), (5, 6))
+    ]
 
 
 def test_a_failed_step_ends_its_sequences_and_no_others() -> None:

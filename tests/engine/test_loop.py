@@ -145,6 +145,19 @@ def test_a_wake_during_a_step_is_not_lost() -> None:
     run(scenario())
 
 
+def test_a_wake_is_heard_once() -> None:
+    async def scenario() -> None:
+        async with running(RecordingRunner()) as bench:
+            await bench.ended(bench.add(new_sequence(prompt(3), greedy(1))))
+            bench.loop.wake()
+            num_steps = bench.loop.load().step
+            for _ in range(100):  # no time passes
+                await asyncio.sleep(0)
+            assert bench.loop.load().step - num_steps <= 2
+
+    run(scenario())
+
+
 def test_the_budget_of_the_step_under_way_is_announced() -> None:
     async def scenario() -> None:
         async with running(RecordingRunner(step_s=30.0)) as bench:
@@ -154,6 +167,8 @@ def test_the_budget_of_the_step_under_way_is_announced() -> None:
             assert (load.step, load.num_running) == (0, 1)
             assert load.step_budget_s == pytest.approx(300.0)
             assert load.num_total_blocks - load.num_free_blocks == 1
+            await asyncio.sleep(30.0)
+            assert bench.loop.load().step_budget_s == IDLE_TICK_S
 
     run(scenario())
 

@@ -28,6 +28,13 @@ async def emitted(cluster: Cluster, worker: int, position: int) -> None:
             pass
 
 
+async def first_token_seen(cluster: Cluster) -> None:
+    """The worker's word alone does not mean that `Placed` has reached the gateway."""
+    async with asyncio.timeout(WAIT_S):
+        while "ttft_seconds_count 1.0" not in (await cluster.http.get("/metrics")).text:
+            pass
+
+
 @pytest.mark.parametrize("is_killed", [True, False])
 async def test_lost_worker_is_replaced(cluster: Cluster, is_killed: bool) -> None:
     """Killed, or hung: its heartbeats go on, its step counter stands still."""
@@ -141,8 +148,7 @@ async def test_client_gone_aborts(cluster: Cluster, is_stream: bool) -> None:
     body = {**BODY, "stream": is_stream}
     running = asyncio.create_task(cluster.http.post(CHAT, json=body))
     await emitted(cluster, 0, 4)
-    while "ttft_seconds_count 1.0" not in (await cluster.http.get("/metrics")).text:
-        pass
+    await first_token_seen(cluster)
     running.cancel()
     async with asyncio.timeout(WAIT_S):
         assert (await cluster.decodes[0].aborts.get()).reason == "client_gone"
@@ -201,6 +207,7 @@ async def test_bus_restart_blames_nobody(
         first.loses = lambda entry: entry.first_position in lost_positions
         running = asyncio.create_task(events_of(cluster))
         await emitted(cluster, 0, 4)
+        await first_token_seen(cluster)
         server.stop()
         await until(lambda: cluster.gateway.readiness().reason == "not connected to the bus")
         assert (await cluster.http.get("/ready")).status_code == 503
