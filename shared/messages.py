@@ -149,13 +149,17 @@ class Finish(Message, frozen=True, kw_only=True):
 
 
 class TokenEntry(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens of one choice. `first_position` counts output tokens over all tries of the request."""
+    """Tokens of one choice. `first_position` counts output tokens over all tries of the request.
+
+    `served` comes with a placement's first tokens: a stop string can end it before its `finish`.
+    """
 
     placement_id: bytes
     choice_index: int
     first_position: int
     token_ids: tuple[int, ...]
     finish: Finish | None = None
+    served: Served | None = None
 
 
 class TokenBatch(Message, frozen=True, kw_only=True):

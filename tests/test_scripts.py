@@ -152,7 +152,7 @@ def test_ci_runs_tests_lint_format_and_types(machine: Machine) -> None:
     machine.add_venv()
     assert machine.run(".ci/run", "tests/shared").returncode == 0
     assert [call for call in machine.calls if not call.startswith("pip")] == [
-        "pytest -n 2 tests/shared",
+        "pytest -n 2 --dist loadfile tests/shared",
         "ruff check",
         "ruff format --check",
         "mypy ",

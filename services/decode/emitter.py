@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shared.errors import UnknownPlacement
-from shared.messages import Finish, TokenEntry
+from shared.messages import Finish, Served, TokenEntry
 
 
 @dataclass(slots=True)
@@ -21,6 +21,7 @@ class Output:
     token_ids: list[int] = field(default_factory=list)
     num_emitted: int = 0
     finish: Finish | None = None
+    served: Served | None = None
 
     def entry_from(self, position: int) -> TokenEntry:
         start = max(position, self.first_position)
@@ -30,6 +31,7 @@ class Output:
             first_position=start,
             token_ids=tuple(self.token_ids[start - self.first_position :]),
             finish=self.finish,
+            served=self.served if start == self.first_position else None,
         )
 
 
@@ -50,14 +52,19 @@ class Emitter:
         self._outputs[placement_id] = Output(placement_id, gateway_id, choice_index, first_position)
 
     def add(
-        self, placement_id: bytes, token_ids: tuple[int, ...], finish: Finish | None = None
+        self,
+        placement_id: bytes,
+        token_ids: tuple[int, ...],
+        finish: Finish | None = None,
+        served: Served | None = None,
     ) -> None:
-        """Ignored for a placement that was dropped meanwhile."""
+        """`served` is needed once, with the first tokens. Ignored for a dropped placement."""
         output = self._outputs.get(placement_id)
         if output is None:
             return
         output.token_ids += token_ids
         output.finish = finish
+        output.served = output.served or served
         self._dirty[placement_id] = output
 
     def take(self) -> dict[str, list[TokenEntry]]:

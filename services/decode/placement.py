@@ -24,6 +24,7 @@ class Placement:
     deadline_at: float
     handoff: Handoff | None = None
     delivery: Delivery | None = None
+    has_emitted: bool = False
 
     @property
     def served(self) -> Served:

@@ -259,6 +259,8 @@ class DecodeService:
 
     def _emit(self, placement: Placement, progress: Progress) -> None:
         finish = None
+        served = None if placement.has_emitted else placement.served
+        placement.has_emitted = True
         if progress.finish_reason is not None:
             failed = progress.finish_reason == "failed"
             finish = Finish(
@@ -270,7 +272,7 @@ class DecodeService:
                 else None,
             )
             self._end(placement)
-        self._emitter.add(placement.placement_id, progress.token_ids, finish)
+        self._emitter.add(placement.placement_id, progress.token_ids, finish, served)
 
     def _end(self, placement: Placement) -> None:
         del self._placements[placement.placement_id]

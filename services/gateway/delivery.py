@@ -105,6 +105,9 @@ class Delivery:
             return False
         return True
 
+    def on_served(self, served: Served) -> None:
+        self.served = served
+
     def on_finish(self, choice_index: int, finish: Finish) -> None:
         text = self._texts[choice_index]
         text.pieces.append(text.assembler.flush())

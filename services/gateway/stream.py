@@ -20,7 +20,7 @@ import msgspec
 
 from services.gateway.choice_tokens import ChoiceTokens
 from shared.errors import HearthError
-from shared.messages import Choice, Finish, Request
+from shared.messages import Choice, Finish, Request, Served
 from shared.packing import pack_token_ids
 
 
@@ -57,6 +57,10 @@ class Receiver(Protocol):
 
     def on_tokens(self, choice_index: int, token_ids: Sequence[int]) -> bool:
         """False: the choice has met a stop string and needs no more."""
+        ...
+
+    def on_served(self, served: Served) -> None:
+        """Once a placement, before its first tokens."""
         ...
 
     def on_finish(self, choice_index: int, finish: Finish) -> None: ...

@@ -311,6 +311,8 @@ class Streams:
         if choice is None or choice.is_finished or stream.placement is None:
             return
         stream.placement.heard_at = now
+        if entry.served is not None:
+            stream.receiver.on_served(entry.served)
         fresh = choice.accept(entry)
         if fresh and not stream.receiver.on_tokens(choice.choice_index, fresh):
             choice.is_stopped = True

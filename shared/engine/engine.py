@@ -83,9 +83,12 @@ class Engine:
 
     def reserve(self, sequence: Sequence) -> bool:
         """Holds blocks for all its tokens while another worker computes them; False if there is no
-        room now or reservations have reached their share. Raises InvalidRequest as `add`.
+        room now, reservations have reached their share, or a preempted sequence waits for blocks.
+        Raises InvalidRequest as `add`.
         """
         self._accept(sequence)
+        if any(each.num_preemptions for each in self.batcher.waiting):
+            return False
         needed = self.pool.blocks_for(sequence.num_tokens)
         is_over_share = self.num_reserved_blocks + needed > self._max_reserved_blocks
         if self._reserved and is_over_share:  # one alone may exceed it, or it would never run

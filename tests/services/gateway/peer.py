@@ -51,6 +51,7 @@ CARD = ModelCard(
 class Run:
     request: Request
     token_ids: list[int]
+    first_position: int
     finish: Finish | None = None
 
 
@@ -113,7 +114,7 @@ class PeerDecode:
 
     def run(self, placement_id: bytes, request: Request) -> None:
         received = unpack_token_ids(request.choices[0].output_token_ids)
-        self.runs[placement_id] = Run(request, received)
+        self.runs[placement_id] = Run(request, received, len(received))
         task = asyncio.create_task(self._produce(placement_id))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
@@ -132,7 +133,8 @@ class PeerDecode:
                 run.token_ids += fresh
                 if len(run.token_ids) == max_tokens:
                     run.finish = Finish(reason="length", served=self.finish.served)
-            entry = TokenEntry(placement_id, 0, position, fresh, run.finish)
+            served = self.finish.served if position == run.first_position else None
+            entry = TokenEntry(placement_id, 0, position, fresh, run.finish, served)
             await self._emit(run.request.gateway_id, entry)
             await asyncio.sleep(0)
 

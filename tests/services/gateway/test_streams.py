@@ -81,11 +81,15 @@ class Recorder:
         self.tokens: list[int] = []
         self.finishes: list[Finish] = []
         self.ends: list[End] = []
+        self.served: list[Served] = []
         self.stops_at = stops_at
 
     def on_tokens(self, choice_index: int, token_ids: Sequence[int]) -> bool:
         self.tokens += token_ids
         return self.stops_at is None or len(self.tokens) < self.stops_at
+
+    def on_served(self, served: Served) -> None:
+        self.served.append(served)
 
     def on_finish(self, choice_index: int, finish: Finish) -> None:
         self.finishes.append(finish)

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+
+from services.decode.emitter import Emitter
+from shared.errors import UnknownPlacement
+from shared.messages import Finish, Served, TokenEntry
+
+P, Q = b"p" * 16, b"q" * 16
+SERVED = Served(num_cached_tokens=3, prefill_worker_id="prefill-1")
+STOP = Finish(reason="stop", served=SERVED)
+
+
+def emitter() -> Emitter:
+    made = Emitter()
+    made.open(P, "gateway-1", 0, 5)
+    made.open(Q, "gateway-2", 1, 0)
+    return made
+
+
+def test_one_batch_a_gateway_and_only_what_is_new():
+    it = emitter()
+    it.add(P, (1,), served=SERVED)
+    it.add(Q, (7,), served=SERVED)
+    it.add(P, (2,))
+    assert it.take() == {
+        "gateway-1": [TokenEntry(P, 0, 5, (1, 2), None, SERVED)],
+        "gateway-2": [TokenEntry(Q, 1, 0, (7,), None, SERVED)],
+    }
+    assert it.take() == {}
+    it.add(P, (3,), STOP)
+    assert it.take() == {"gateway-1": [TokenEntry(P, 0, 7, (3,), STOP)]}
+
+
+def test_an_ending_without_tokens_is_told():
+    it = emitter()
+    it.add(P, (), STOP, SERVED)
+    assert it.take() == {"gateway-1": [TokenEntry(P, 0, 5, (), STOP, SERVED)]}
+
+
+@pytest.mark.parametrize("position, token_ids", [(0, (1, 2, 3)), (6, (2, 3)), (8, ()), (99, ())])
+def test_resend_from_any_position(position, token_ids):
+    it = emitter()
+    it.add(P, (1, 2, 3), STOP, SERVED)
+    entry = it.resend(P, 0, position)
+    assert entry.token_ids == token_ids and entry.finish == STOP
+    assert (entry.served == SERVED) is (position <= 5)
+    assert it.take() == {}, "what was sent again is not sent a third time"
+
+
+def test_what_is_dropped_or_never_held_is_unknown():
+    it = emitter()
+    it.add(P, (1,))
+    it.drop(P)
+    it.drop(P)
+    assert it.take() == {} and P not in it and len(it) == 1
+    it.add(P, (2,))
+    for placement_id, choice_index in [(P, 0), (Q, 0), (b"x", 0)]:
+        with pytest.raises(UnknownPlacement):
+            it.resend(placement_id, choice_index, 0)
