@@ -44,6 +44,24 @@ class Cluster:
                     return int(environ.parent.name)
         raise LookupError(f"{process_id} does not run")
 
+    def pid_of_server(self, binary: str) -> int:
+        """nats-server or redis-server, as this cluster's child."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        for pid in children.split():
+            if os.readlink(f"/proc/{pid}/exe").endswith(binary):  # noqa: PTH115
+                return int(pid)
+        raise LookupError(f"{binary} does not run")
+
+    @contextlib.contextmanager
+    def frozen(self, *pids: int) -> Iterator[None]:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+
     def kill(self, process_id: str) -> None:
         os.kill(self.pid_of(process_id), signal.SIGKILL)
 

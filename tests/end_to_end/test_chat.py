@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import os
-import signal
 
 import httpx
 import openai
@@ -122,15 +120,23 @@ def test_health_ready_metrics_and_openapi(cluster):
 
 def test_without_index_and_redis_answers_go_on(cluster):
     before = cluster.ask(QUESTION)["choices"][0]["message"]["content"]
-    frozen = [cluster.pid_of("kv_index-1")]
-    for pid in frozen:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        after = cluster.ask(QUESTION)["choices"][0]["message"]["content"]
-        assert after == before
-    finally:
-        for pid in frozen:
-            os.kill(pid, signal.SIGCONT)
+    with cluster.frozen(cluster.pid_of("kv_index-1"), cluster.pid_of_server("redis-server")):
+        for _ in range(3):
+            assert cluster.ask(QUESTION)["choices"][0]["message"]["content"] == before
+        unknown = {"Authorization": "Bearer nobody-has-seen-this"}
+        response = cluster.client.get("/v1/models", headers=unknown)
+        assert response.status_code == 503 and "Retry-After" in response.headers
+    assert cluster.ask(QUESTION)["choices"][0]["message"]["content"] == before
+
+
+def test_a_stop_string_ends_the_answer_and_keeps_its_usage(cluster):
+    whole = cluster.ask(QUESTION)["choices"][0]["message"]["content"]
+    stop = whole.split()[3]
+    answer = cluster.ask(QUESTION, stop=[stop])
+    assert answer["choices"][0]["message"]["content"] == whole[: whole.index(stop)]
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0
+    assert answer["hearth"]["decode_worker"] == "decode-1"
 
 
 def test_a_wrong_key_is_refused(cluster):

@@ -8,7 +8,7 @@ from tests.end_to_end.cluster import run_cluster
 from tests.end_to_end.test_chat import text_of
 
 QUESTION = "What is the KV cache?"
-OPTIONS = {"max_tokens": 1500, "ignore_eos": True}
+OPTIONS = {"max_tokens": 800, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
