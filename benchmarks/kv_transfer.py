@@ -1,6 +1,6 @@
 """KV push between two processes of one machine, in GB/s: shared memory and TCP, checksums on.
 
-Run: python -m benchmarks.kv_transfer [--repetitions 7] [--mib 512] [--under-way 3]
+Run: python -m benchmarks.kv_transfer [--repetitions 7] [--mib 512] [--under-way 2]
 
 Per frame the sender fills a slot and sums it, the receiver copies it out and sums the copy (TCP:
 sums what arrives), hands it to a sink that does nothing, and acknowledges. A few frames are under
@@ -32,8 +32,7 @@ import uvloop
 
 from benchmarks.report import Bar, Row, at_least, write_result
 from shared.kv_wire.dialer import Dialer
-from shared.kv_wire.frames import MAX_FRAME_BYTES
-from shared.kv_wire.link import Fill, FrameHeader, PushLink
+from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, Fill, FrameHeader, PushLink
 from shared.kv_wire.receiver import KvServer
 from shared.messages import DataPlaneAddress
 
@@ -78,7 +77,7 @@ def receive_raw(pipe: Connection) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         pipe.send_bytes(str(listener.getsockname()[1]).encode())
         connection, _ = listener.accept()
-    buffer = memoryview(bytearray(MAX_FRAME_BYTES))
+    buffer = memoryview(bytearray(FRAME_BYTES))
     with connection:
         while (order := pipe.recv_bytes()) != b"end":
             num_left = int(order)
@@ -177,9 +176,7 @@ def fill_from(source: Bytes) -> Fill:
 
 
 def frames_of(num_bytes: int) -> list[int]:
-    return [
-        min(MAX_FRAME_BYTES, num_bytes - start) for start in range(0, num_bytes, MAX_FRAME_BYTES)
-    ]
+    return [min(FRAME_BYTES, num_bytes - start) for start in range(0, num_bytes, FRAME_BYTES)]
 
 
 def frame_header(payload_bytes: int) -> FrameHeader:
@@ -230,7 +227,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--mib", type=int, default=512, help="bytes per measurement")
-    parser.add_argument("--under-way", type=int, default=3, help="frames sent at a time")
+    parser.add_argument(
+        "--under-way", type=int, default=FRAMES_UNDER_WAY, help="frames sent at a time"
+    )
     options = parser.parse_args()
     source, destination = Pool(), Pool()
     with (

@@ -1,6 +1,6 @@
 """Pushes the KV of one prefill to its decode worker while later chunks still compute.
 
-waiting for tokens ──computed()──▶ reading KV ──▶ sending ──acknowledged──▶ waiting, or done
+waiting for tokens ──computed()──▶ sending, some frames under way ──all acknowledged──▶ done
 every state ──cancel()──▶ ended, as soon as no copy reads the blocks
 """
 
@@ -11,9 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from shared.engine.runner import Runner
 from shared.engine.sequence import Sequence
-from shared.kv_wire.link import FrameHeader, PushLink
-
-FRAME_BYTES = 4 * 1024 * 1024
+from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, FrameHeader, PushLink
 
 
 class Push:
@@ -30,15 +28,14 @@ class Push:
     ) -> None:
         self._placement_id = placement_id
         self._sequence = sequence
-        self._num_pushed_tokens = first_token
+        self._num_sent_tokens = first_token
         self._runner = runner
         self._dial = dial
         self._num_computed_tokens = 0
         self._num_frames = 0
         self._changed = asyncio.Event()
         self._is_cancelled = False
-        self._send: asyncio.Task[None] | None = None
-        self._read: asyncio.Future[None] | None = None
+        self._sends: set[asyncio.Task[None]] = set()
 
     def computed(self, num_computed_tokens: int) -> None:
         """KV of the first `num_computed_tokens` is in the cache."""
@@ -48,45 +45,53 @@ class Push:
     def cancel(self) -> None:
         self._is_cancelled = True
         self._changed.set()
-        if self._send is not None:
-            self._send.cancel()
+        for send in self._sends:
+            send.cancel()
 
     async def run(self) -> bool:
-        """Raises LinkLost or FrameRefused."""
-        link = None
-        while self._num_pushed_tokens < self._sequence.num_tokens:
-            await self._changed.wait()
-            self._changed.clear()
-            while not self._is_cancelled and self._num_pushed_tokens < self._num_computed_tokens:
-                link = link or await self._dial()
-                await self._push_frame(link)
-            if self._is_cancelled:
-                return False
-        return True
-
-    async def _push_frame(self, link: PushLink) -> None:
-        header = self._next_header()
-        self._send = asyncio.create_task(link.send(header, self._fill(header)))
+        """Raises LinkLost or FrameRefused. No copy reads the blocks once it has ended."""
         try:
-            await self._send
-        except asyncio.CancelledError:
-            if not self._is_cancelled:
-                raise
+            while self._num_sent_tokens < self._sequence.num_tokens and not self._is_cancelled:
+                if self._num_sent_tokens < self._num_computed_tokens:
+                    await self._send_frame()
+                else:
+                    self._changed.clear()
+                    await self._changed.wait()
+            await self._settle(0)
         finally:
-            self._send = None
-            if self._read is not None:  # a copy that has begun still reads the blocks
-                await asyncio.wait([self._read])
-        self._num_pushed_tokens += header.num_tokens
+            for send in self._sends:
+                send.cancel()
+            await asyncio.gather(*self._sends, return_exceptions=True)
+        return not self._is_cancelled
+
+    async def _send_frame(self) -> None:
+        link = await self._dial()
+        await self._settle(FRAMES_UNDER_WAY - 1)
+        if self._is_cancelled:
+            return
+        header = self._next_header()
+        self._sends.add(asyncio.create_task(link.send(header, self._fill(header))))
+        self._num_sent_tokens += header.num_tokens
         self._num_frames += 1
+
+    async def _settle(self, max_under_way: int) -> None:
+        """Waits until no more frames than that are unacknowledged. Raises what a send raised."""
+        while len(self._sends) > max_under_way and not self._is_cancelled:
+            ended, self._sends = await asyncio.wait(
+                self._sends, return_when=asyncio.FIRST_COMPLETED
+            )
+            for send in ended:
+                if not self._is_cancelled:
+                    send.result()
 
     def _next_header(self) -> FrameHeader:
         kv_format = self._runner.kv_format
         per_frame = max(1, FRAME_BYTES // kv_format.bytes_per_token)
-        num_tokens = min(per_frame, self._num_computed_tokens - self._num_pushed_tokens)
+        num_tokens = min(per_frame, self._num_computed_tokens - self._num_sent_tokens)
         return FrameHeader(
             placement_id=self._placement_id,
             sequence_number=self._num_frames,
-            first_token=self._num_pushed_tokens,
+            first_token=self._num_sent_tokens,
             num_tokens=num_tokens,
             first_layer=0,
             num_layers=kv_format.num_layers,
@@ -98,15 +103,5 @@ class Push:
         )
 
     def _fill(self, header: FrameHeader) -> Callable[[memoryview], Awaitable[None]]:
-        async def fill(view: memoryview) -> None:
-            reading = self._runner.read_kv(
-                self._sequence.block_table, header.first_token, header.num_tokens, view
-            )
-            self._read = asyncio.ensure_future(reading)
-            try:
-                await asyncio.shield(self._read)
-            finally:
-                if self._read.done():
-                    self._read = None
-
-        return fill
+        table, first_token = self._sequence.block_table, header.first_token
+        return lambda view: self._runner.read_kv(table, first_token, header.num_tokens, view)

@@ -153,13 +153,20 @@ class Engine:
         return progress
 
     def fail(self, rows: list[ScheduledSequence]) -> list[Progress]:
-        """The step could not be computed: its sequences end, the others go on."""
+        """The step could not be computed: its sequences end, the others go on.
+
+        A prefill keeps its blocks until `release`: a push may still read them.
+        """
         progress = []
         for row in rows:
-            row.sequence.is_in_step = False
-            self._finish(row.sequence)
-            if not row.sequence.is_aborted:
-                progress.append(Progress(row.sequence, finish_reason="failed"))
+            sequence = row.sequence
+            sequence.is_in_step = False
+            if sequence.is_aborted or not sequence.is_prefill_only:
+                self._finish(sequence)
+            else:
+                self._hold(sequence)
+            if not sequence.is_aborted:
+                progress.append(Progress(sequence, finish_reason="failed"))
         return progress
 
     def _accept(self, sequence: Sequence) -> None:
@@ -175,9 +182,7 @@ class Engine:
     def _advance(self, sequence: Sequence, token_id: int | None) -> Progress:
         if token_id is None:
             if sequence.is_prefill_only and sequence.num_uncomputed_tokens == 0:
-                self.batcher.remove(sequence)
-                sequence.become(SequenceState.HELD)
-                self._held.add(sequence)
+                self._hold(sequence)
             return Progress(sequence)
         params = sequence.sampling
         assert params is not None
@@ -190,6 +195,11 @@ class Engine:
             self._finish(sequence)
             return Progress(sequence, (token_id,), finish_reason="length")
         return Progress(sequence, (token_id,))
+
+    def _hold(self, sequence: Sequence) -> None:
+        self.batcher.remove(sequence)
+        sequence.become(SequenceState.HELD)
+        self._held.add(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
         self.batcher.remove(sequence)

@@ -19,6 +19,11 @@ import msgspec
 
 from shared.messages import DataPlaneAddress
 
+# What a sender should put into a frame, and how many should be under way: one is filled while the
+# other is taken. Larger frames fall out of the caches (benchmarks/kv_transfer.py).
+FRAME_BYTES = 2 * 1024 * 1024
+FRAMES_UNDER_WAY = 2
+
 
 class FrameHeader(msgspec.Struct, frozen=True, kw_only=True):
     """What a frame holds: KV of tokens × layers × KV heads; never physical block ids.
@@ -89,7 +94,7 @@ class PushLink(Protocol):
 
         Raises FrameRefused if it does not want it (unknown placement, bad checksum, sink raised),
         LinkLost if the connection ended. Several sends may be under way; `fill` runs when a slot is
-        free, in the order of the calls.
+        free, in the order of the calls. However this ends, `fill` is no longer running by then.
         """
         ...
 

@@ -390,6 +390,30 @@ def test_a_failed_prefill_is_told():
     run(main())
 
 
+def test_a_prefill_whose_step_fails_is_replaced_and_frees_its_blocks():
+    expected = outputs_of(request_of(PROMPT), candidates=())
+
+    async def main():
+        async with cluster() as it:
+            broken = it.prefills[0].runner
+            step, num_steps = broken.run, 0
+
+            async def fail_second(inputs):
+                nonlocal num_steps
+                num_steps += 1
+                if num_steps == 2:
+                    raise RuntimeError("out of memory")
+                return await step(inputs)
+
+            broken.run = fail_second
+            received = await it.run(request_of(PROMPT), ("prefill-1", "prefill-2"))
+            assert received.output == expected
+            assert received.finish.served.prefill_worker_id == "prefill-2"
+            await it.settled()
+
+    run(main())
+
+
 def test_the_engine_failing_on_a_step_ends_its_sequences_and_nothing_else():
     async def main():
         async with cluster() as it:
