@@ -12,6 +12,32 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+SERVE_COLUMNS = {
+    "load": "load",
+    "requests/s": "requests_per_s",
+    "tokens/s": "tokens_per_s",
+    "TTFT p50 ms": "ttft_p50_ms",
+    "TTFT p99 ms": "ttft_p99_ms",
+    "ITL p50 ms": "itl_p50_ms",
+    "ITL p99 ms": "itl_p99_ms",
+    "TPOT p50 ms": "tpot_p50_ms",
+    "goodput/s": "goodput_per_s",
+}
+# result file: title, {column: key in its rows}
+TABLES: dict[str, tuple[str, dict[str, str]]] = {
+    "serve": ("A whole cluster over HTTP, demo model, client included", SERVE_COLUMNS),
+    "serve_poisson": ("The same under Poisson arrivals", SERVE_COLUMNS),
+    "kv_transfer": (
+        "KV push between two processes, checksums on, GB/s",
+        {
+            "transfer KiB": "transfer_kib",
+            "shared memory": "memfd_gbps",
+            "TCP": "tcp_gbps",
+            "memcpy": "memcpy_gbps",
+            "raw loopback socket": "raw_tcp_gbps",
+        },
+    ),
+}
 BEGIN = "<!-- table: benchmarks/readme_table.py -->\n"
 END = "<!-- end of table -->"
 
@@ -23,12 +49,10 @@ def result(name: str) -> dict[str, Any]:
 def table() -> str:
     """Markdown; one block of rows a result file, each with its command and commit."""
     parts = []
-    for name, title in TITLES.items():
+    for name, (title, columns) in TABLES.items():
         found = result(name)
-        columns = COLUMNS[name]
         lines = [
-            f"**{title}** — {machine_of(found)}, commit `{found['commit'][:9]}`, "
-            f"`{found['command']}`",
+            f"**{title}** — {machine_of(found)}, commit `{found['commit']}`, `{found['command']}`",
             "",
             "| " + " | ".join(columns) + " |",
             "| " + " | ".join("---" for _ in columns) + " |",
@@ -39,13 +63,9 @@ def table() -> str:
     return "\n".join(parts)
 
 
-TITLES: dict[str, str] = {}
-COLUMNS: dict[str, dict[str, str]] = {}
-
-
 def machine_of(found: dict[str, Any]) -> str:
     machine = found["machine"]
-    return machine if isinstance(machine, str) else ", ".join(str(v) for v in machine.values())
+    return f"{machine['cpu']}, {machine['num_cpus']} cores, {machine['memory_gib']:.0f} GiB"
 
 
 def _shown(value: Any) -> str:
