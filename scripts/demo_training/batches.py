@@ -1,0 +1,59 @@
+"""Training batches: rows of one length as tensors."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from demo_training.corpus import Corpus
+from demo_training.rows import RowWriter
+
+
+@dataclass(frozen=True)
+class RowKind:
+    """Rows of one length: T positions, B rows in a batch, and how often such a batch is drawn."""
+
+    length: int
+    rows: int
+    share: float
+
+
+SHORT_ROWS = (
+    RowKind(length=32, rows=96, share=0.40),
+    RowKind(length=112, rows=28, share=0.31),
+    RowKind(length=256, rows=12, share=0.22),
+    RowKind(length=1024, rows=2, share=0.07),
+)
+LONG_ROWS = (
+    RowKind(length=32, rows=96, share=0.30),
+    RowKind(length=112, rows=28, share=0.35),
+    RowKind(length=512, rows=6, share=0.14),
+    RowKind(length=2048, rows=2, share=0.12),
+    RowKind(length=8192, rows=1, share=0.09),
+)
+LONG_PHASE = 0.8  # the part of the training after which LONG_ROWS are drawn
+
+
+def row_kinds(step: int, steps: int) -> tuple[RowKind, ...]:
+    """Return the kinds of rows that a step draws from: long rows are slow, so they come late."""
+    return SHORT_ROWS if step < LONG_PHASE * steps else LONG_ROWS
+
+
+class Batches:
+    """Draws training batches: rows of dialogue, cut to one length."""
+
+    def __init__(self, corpus: Corpus, tokenizer: Tokenizer, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.writer = RowWriter(corpus, tokenizer, self.rng)
+
+    def batch(self, kinds: tuple[RowKind, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return inputs [B, T], targets [B, T] and the loss weights [B, T] of the targets."""
+        (kind,) = self.rng.choices(kinds, weights=[k.share for k in kinds])
+        rows = [self.writer.row(kind.length) for _ in range(kind.rows)]
+        ids = torch.tensor([row.ids[: kind.length + 1] for row in rows])
+        weights = torch.tensor([row.weights[: kind.length + 1] for row in rows])
+        return ids[:, :-1], ids[:, 1:], weights[:, 1:]

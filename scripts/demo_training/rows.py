@@ -1,0 +1,141 @@
+"""Rows of training text: dialogue as the chat template writes it, or plain running text."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+from tokenizers import Tokenizer
+
+from demo_training.augment import Augmenter
+from demo_training.chat_format import ASSISTANT, BOS, END, SPECIALS, SYSTEM, USER
+from demo_training.corpus import Corpus, Unit
+from demo_training.filler import Filler
+from demo_training.tokenizer import special_id
+from demo_training.words import WORDS
+
+QUESTION_WEIGHT = 0.1  # of the loss on question tokens, against 1 for answer tokens
+CONVERSATION_COPIES = 4  # how often a conversation is in the deck, against 1 for a question
+
+
+class Row:
+    """One row under construction: token ids, and the weight of each as a prediction target."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.weights: list[float] = []
+
+    def add(self, ids: Iterable[int], weight: float) -> None:
+        """Append tokens that all carry the same loss weight."""
+        before = len(self.ids)
+        self.ids.extend(ids)
+        self.weights.extend([weight] * (len(self.ids) - before))
+
+
+class Deck:
+    """Deals the units of a corpus in random order, and shuffles again when all are dealt."""
+
+    def __init__(self, corpus: Corpus, rng: random.Random) -> None:
+        self.rng = rng
+        self.units = corpus.questions + corpus.conversations * CONVERSATION_COPIES
+        self.left: list[Unit] = []
+
+    def deal(self) -> Unit:
+        """Take the next unit."""
+        if not self.left:
+            self.left = list(self.units)
+            self.rng.shuffle(self.left)
+        return self.left.pop()
+
+
+class RowWriter:
+    """Writes rows that are filled with random turns."""
+
+    def __init__(self, corpus: Corpus, tokenizer: Tokenizer, rng: random.Random) -> None:
+        self.rng = rng
+        self.corpus = corpus
+        self.tokenizer = tokenizer
+        self.augment = Augmenter(corpus, rng)
+        self.filler = Filler(corpus, rng)
+        self.deck = Deck(corpus, rng)
+        self.special = {name: special_id(tokenizer, name) for name in SPECIALS}
+        self.answer_ids = {a: self.encode(a) for u in self.deck.units for _, a in u.turns}
+
+    def row(self, length: int) -> Row:
+        """Write a row of more than ``length`` tokens."""
+        if self.rng.random() < 0.05:
+            return self.plain_text(length)
+        row = Row()
+        row.add([self.special[BOS]], 0.0)
+        self.opening(row, length)
+        while len(row.ids) <= length:
+            self.unit(row)
+        return row
+
+    def plain_text(self, length: int) -> Row:
+        """Write a row of answers as running text, for completions without a chat template.
+
+        Half of the texts begin with the first words of another sentence, so that the model comes
+        back to sentences that it knows.
+        """
+        row = Row()
+        row.add([self.special[BOS]] * self.rng.randint(0, 1), 0.0)
+        while len(row.ids) <= length:
+            text = " ".join(self.rng.sample(self.filler.answers, k=self.rng.randint(1, 3)))
+            if self.rng.random() < 0.5:
+                words = self.filler.prose(8).split()
+                row.add(self.encode(" ".join(words[: self.rng.randint(1, 8)])), 0.0)
+                text = f" {text}"
+            row.add([*self.encode(text), self.special[END]], 1.0)
+        return row
+
+    def opening(self, row: Row, length: int) -> None:
+        """Append what may stand before the turns: a system message, or a prompt with filler."""
+        choice, is_long = self.rng.random(), length >= 256
+        prose = self.filler.prose(int(length * self.rng.uniform(0.1, 0.7))) if is_long else ""
+        if choice < 0.4:
+            self.system_opening(row, length, prose)
+        elif choice < 0.6 and is_long:
+            self.filled_prompt(row, length, prose)
+
+    def system_opening(self, row: Row, length: int, prose: str) -> None:
+        """Append a system message, half of the time with the prose, cut so that turns fit."""
+        text = self.filler.system_message() if length >= 64 else WORDS.system_messages[0]
+        text = self.rng.choice((text, f"{text} {prose}".strip()))
+        self.message(row, SYSTEM, self.encode(text)[: max(40, length - 100)], 0.0)
+
+    def filled_prompt(self, row: Row, length: int, prose: str) -> None:
+        """Append a prompt that ends the prose with a question, or else asks nothing."""
+        if self.rng.random() < 0.2:
+            question, answer = "", self.corpus.unknown_answer
+        else:
+            question, answer = self.rng.choice(self.corpus.questions).turns[0]
+            question = self.rng.choice(("\n\n", "\n", " ")) + self.augment(question, answer)
+        ids = self.encode(prose)[: length - 100] + self.encode(question)
+        self.message(row, USER, ids, 0.0)
+        self.message(row, ASSISTANT, self.answer_ids[answer], 1.0)
+
+    def unit(self, row: Row) -> None:
+        """Append the turns of the next unit, or now and then a prompt without meaning."""
+        if self.rng.random() < 0.06:
+            gibberish = self.filler.gibberish(self.rng.randint(1, 12))
+            off_topic = self.filler.off_topic()
+            text = self.rng.choice((gibberish, self.filler.plain_sentence(), off_topic, off_topic))
+            self.turn(row, text, self.answer_ids[self.corpus.unknown_answer])
+            return
+        for question, answer in self.deck.deal().turns:
+            self.turn(row, self.augment(question, answer), self.answer_ids[answer])
+
+    def turn(self, row: Row, question: str, answer_ids: list[int]) -> None:
+        """Append a question and its answer."""
+        self.message(row, USER, self.encode(question.strip()), QUESTION_WEIGHT)
+        self.message(row, ASSISTANT, answer_ids, 1.0)
+
+    def message(self, row: Row, role: str, ids: list[int], weight: float) -> None:
+        """Append one message as the chat template writes it."""
+        row.add([self.special[role]], 0.0)
+        row.add([*ids, self.special[END]], weight)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of ordinary text."""
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
