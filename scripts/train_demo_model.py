@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import torch
+
 from demo_training.checkpoint import save_checkpoint
 from demo_training.corpus import CORPUS, Corpus, load_corpus, load_held_out
 from demo_training.evaluation import evaluate

@@ -111,11 +111,9 @@ class Fleet:
 
     @staticmethod
     def _updated(known: Peer | None, heartbeat: Heartbeat, now: float) -> Peer:
-        same = known is not None and known.heartbeat.epoch == heartbeat.epoch
-        moved = not same or known is None or _step(known.heartbeat) != _step(heartbeat)
-        progressed_at = now if moved or known is None else known.progressed_at
-        is_stuck = not moved and known is not None and known.is_suspect
-        return Peer(heartbeat, heard_at=now, progressed_at=progressed_at, is_suspect=is_stuck)
+        if known is None or _has_moved(known.heartbeat, heartbeat):
+            return Peer(heartbeat, heard_at=now, progressed_at=now)
+        return Peer(heartbeat, now, known.progressed_at, is_suspect=known.is_suspect)
 
 
 def _is_stale(heartbeat: Heartbeat, known: Heartbeat) -> bool:
@@ -123,8 +121,11 @@ def _is_stale(heartbeat: Heartbeat, known: Heartbeat) -> bool:
     return same_epoch and heartbeat.sequence_number <= known.sequence_number
 
 
-def _step(heartbeat: Heartbeat) -> int | None:
-    return None if heartbeat.load is None else heartbeat.load.step
+def _has_moved(known: Heartbeat, heartbeat: Heartbeat) -> bool:
+    """Where there is no engine, to be heard is all the progress there is."""
+    if heartbeat.load is None or known.load is None or known.epoch != heartbeat.epoch:
+        return True
+    return known.load.step != heartbeat.load.step
 
 
 def _loss_of(peer: Peer, now: float) -> Loss | None:

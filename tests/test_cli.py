@@ -8,7 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.local.service_options import HELP
+from services.local.service_options import (
+    DEMO_MODEL_DIR,
+    DEMO_MODEL_NAME,
+    HELP,
+    model_name_for,
+)
 from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig, WorkerConfig
 
 COMMANDS = [
@@ -40,6 +45,13 @@ def test_help_names_every_command_and_loads_no_engine() -> None:
         "assert not {'torch', 'transformers', 'litestar', 'nats'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+
+
+def test_the_demo_model_has_one_name_however_it_is_started() -> None:
+    assert model_name_for(DEMO_MODEL_DIR, "") == DEMO_MODEL_NAME
+    assert model_name_for(DEMO_MODEL_DIR / ".." / DEMO_MODEL_DIR.name, "") == DEMO_MODEL_NAME
+    assert model_name_for(DEMO_MODEL_DIR, "mine") == "mine"
+    assert model_name_for(Path("/models/other"), "") == ""
 
 
 def test_no_argument_is_a_wish_for_help() -> None:

@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
 
 from benchmarks.readme_table import replaced
+from services.__main__ import app
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -23,6 +25,17 @@ def test_path_exists(path):
 
 def test_figures_are_those_of_the_results():
     assert replaced(README) == README, "run: python -m benchmarks.readme_table --write"
+
+
+def test_every_option_of_a_command_exists():
+    group = typer.main.get_command(app)
+    used = re.findall(r"^(?:HEARTH_\S+ )?hearth ([\w-]+)([^#\n]*)", README, re.MULTILINE)
+    assert used
+    for name, rest in used:
+        known = {option for each in group.commands[name].params for option in each.opts} | {
+            "--help"
+        }
+        assert set(re.findall(r"--[\w-]+", rest)) <= known, name
 
 
 def test_every_command_exists():

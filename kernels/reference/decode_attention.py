@@ -29,7 +29,7 @@ def decode_attention(
     num_kv_heads = kv_cache.shape[2]
     group = num_heads // num_kv_heads
     num_rows = round_up(group, ROW_MULTIPLE)
-    key, value = gather_kv(kv_cache, block_tables, int(context_lens.max()))
+    key, value = gather_kv(kv_cache, block_tables, context_lens)
     num_tokens = key.shape[2]
     num_tiles = num_tokens // TILE
     batch = num_kv_heads * num_seqs

@@ -30,7 +30,8 @@ def prefill_attention(
     starts = cu_seqlens_q.tolist()
     for index, context_len in enumerate(context_lens.tolist()):
         tokens = slice(starts[index], starts[index + 1])
-        key, value = gather_kv(kv_cache, block_tables[index : index + 1], context_len)
+        own = slice(index, index + 1)
+        key, value = gather_kv(kv_cache, block_tables[own], context_lens[own])
         _attend(query[tokens], key[0], value[0], context_len, scale, out[tokens])
     return out
 

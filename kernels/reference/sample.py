@@ -52,7 +52,9 @@ def sample(
     drawn = torch.nonzero(temperature > 0).squeeze(1)
     if not len(drawn):
         return tokens
-    scaled = logits[drawn] / temperature[drawn].unsqueeze(1)
+    # from the maximum down, so that the least temperature overflows to -inf, never to inf
+    scaled = logits[drawn]
+    scaled.sub_(scaled.amax(-1, keepdim=True)).div_(temperature[drawn].unsqueeze(1))
     _truncate(scaled, top_k[drawn], top_p[drawn], min_p[drawn])
     noise = uniform(seed[drawn], choice_index[drawn], output_position[drawn], logits.shape[1])
     tokens[drawn] = scaled.sub_(noise.log_().neg_().log_()).argmax(-1)

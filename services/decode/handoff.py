@@ -52,6 +52,7 @@ class Handoff:
         `abandon(worker_id, placement_id)` tells a worker to stop.
         """
         self.current: tuple[str, bytes] | None = None  # worker and placement id of this try
+        self.lease: tuple[str, bytes] | None = None  # `current` once it is accepted
         self.is_cancelled = False
         self._sequence = sequence
         self._candidates = candidates
@@ -93,13 +94,14 @@ class Handoff:
         reason: str | None
         try:
             await self._ask(worker_id, placement_id, num_held_tokens)
+            self.lease = self.current
             reason = await receipt.ended
         except HearthError as error:
             reason = error.message
         finally:
             self._receiver.forget(placement_id)
             await self._receiver.quiet(placement_id)
-            self._receipt = self.current = None
+            self._receipt = self.current = self.lease = None
         if reason is not None:
             log.warning("prefill_try_failed", prefill=worker_id, reason=reason)
             self._abandon(worker_id, placement_id)

@@ -23,6 +23,7 @@ class Receipt:
         self._sequence = sequence
         self._runner = runner
         self._num_wanted_tokens = sequence.num_tokens - 1
+        self._num_taken_tokens = num_held_tokens  # and those that are being written
 
     @property
     def is_complete(self) -> bool:
@@ -30,6 +31,7 @@ class Receipt:
 
     async def frame(self, header: FrameHeader, payload: memoryview) -> None:
         self._check(header)
+        self._num_taken_tokens += header.num_tokens
         await self._runner.write_kv(
             self._sequence.block_table, header.first_token, header.num_tokens, payload
         )
@@ -54,7 +56,7 @@ class Receipt:
     def _check(self, header: FrameHeader) -> None:
         """Raises FrameRefused for anything but the next tokens, whole, in the agreed format."""
         kv_format = self._runner.kv_format
-        is_next = header.first_token == self.num_held_tokens and header.num_tokens > 0
+        is_next = header.first_token == self._num_taken_tokens and header.num_tokens > 0
         fits = header.first_token + header.num_tokens <= self._num_wanted_tokens
         is_whole = (header.first_layer, header.num_layers) == (0, kv_format.num_layers) and (
             header.first_head,
@@ -67,5 +69,5 @@ class Receipt:
         ):
             raise FrameRefused(
                 f"tokens {header.first_token}+{header.num_tokens} of {header.kv_format} do not "
-                f"continue {self.num_held_tokens} of {self._num_wanted_tokens}"
+                f"continue {self._num_taken_tokens} of {self._num_wanted_tokens}"
             )

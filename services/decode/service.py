@@ -99,6 +99,7 @@ class DecodeService:
         self._worker.check_model(request.model, request.revision)
         eos_token_ids = self._worker.served.eos_token_ids
         sequence = sequence_of(placement_id, request, eos_token_ids=eos_token_ids)
+        self._worker.check_tokens(sequence)
         placement = Placement(
             placement_id=placement_id,
             request=request,
@@ -311,8 +312,8 @@ class DecodeService:
     def _renew_leases(self) -> None:
         by_worker: dict[str, list[bytes]] = {}
         for placement in self._placements.values():
-            if placement.handoff and placement.handoff.current:
-                worker_id, placement_id = placement.handoff.current
+            if placement.handoff and placement.handoff.lease:
+                worker_id, placement_id = placement.handoff.lease
                 by_worker.setdefault(worker_id, []).append(placement_id)
         for worker_id, placement_ids in by_worker.items():
             message = RenewLease(

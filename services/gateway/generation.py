@@ -15,6 +15,7 @@ from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, pack_hashes, pack_t
 
 # What a message holds besides tokens and hashes: ids, sampling, the scheduler's additions.
 ENVELOPE_BYTES = 16 * 1024
+MESSAGE_CHARS = 32  # a message without text takes the template as long as this much text
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +37,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_chars(self) -> int:
-        return sum(len(message["content"]) for message in self.messages)
+        """What rendering and tokenizing cost; an empty message is not free either."""
+        return sum(MESSAGE_CHARS + len(message["content"]) for message in self.messages)
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):

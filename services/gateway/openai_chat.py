@@ -14,6 +14,7 @@ from services.gateway.generation import Generation
 from shared.errors import InvalidRequest
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256  # bounds the work for each piece of text
 MAX_STOP_TOKEN_IDS = 64
 
 # Fields that would change the answer and that Hearth does not serve, with the values that ask for
@@ -137,6 +138,9 @@ def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
     if "" in strings:
         raise InvalidRequest("a stop string must not be empty", param="stop")
+    if any(len(each) > MAX_STOP_CHARS for each in strings):
+        message = f"a stop string must not be longer than {MAX_STOP_CHARS} characters"
+        raise InvalidRequest(message, param="stop")
     return strings
 
 

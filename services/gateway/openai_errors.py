@@ -6,7 +6,7 @@ import math
 
 import msgspec
 from litestar import Response
-from litestar.exceptions import HTTPException
+from litestar.exceptions import HTTPException, ValidationException
 
 from shared.errors import HearthError, InvalidRequest, NoCapacity, Overloaded, PayloadTooLarge
 
@@ -65,6 +65,8 @@ def error_of_http(error: HTTPException) -> HearthError:
         return MethodNotAllowed("this route does not take this method")
     if error.status_code == 413:
         return PayloadTooLarge("the request body is too large")
+    if isinstance(error, ValidationException):  # all that it says of a body of no bytes
+        return InvalidRequest("the body is empty: send a JSON object")
     if error.status_code < 500:
         return InvalidRequest(error.detail)
     return HearthError("internal error")

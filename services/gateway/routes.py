@@ -35,6 +35,7 @@ from shared.errors import HearthError
 log = structlog.get_logger(__name__)
 
 Connection = ASGIConnection[Any, Any, Any, Any]
+METRICS_TYPE = CONTENT_TYPE_LATEST.removesuffix("; charset=utf-8")  # Litestar adds it
 REFUSALS = (400, 401, 404, 413, 429, 503, 504)
 
 
@@ -135,7 +136,7 @@ class Routes:
         return Response(readiness, status_code=200 if readiness.ready else 503)
 
     async def metrics(self) -> Response[bytes]:
-        return Response(self._gateway.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        return Response(self._gateway.metrics.render(), media_type=METRICS_TYPE)
 
     async def openapi(self, request: Request[Any, Any, Any]) -> Response[dict[str, Any]]:
         return Response(request.app.openapi_schema.to_schema())
@@ -147,7 +148,9 @@ class Routes:
         return error_response(error, request_id)
 
     def refuse_http(self, request: Request[Any, Any, Any], error: HTTPException) -> Response[Any]:
-        return self.refuse_ours(request, error_of_http(error))
+        response = self.refuse_ours(request, error_of_http(error))
+        response.headers.update(error.headers or {})  # Allow
+        return response
 
     def refuse_other(self, request: Request[Any, Any, Any], error: Exception) -> Response[Any]:
         log.error("request_failed", path=request.url.path, exc_info=error)

@@ -20,7 +20,7 @@ from services.gateway.catalog import Catalog, Readiness
 from services.gateway.delivery import ClientGone, Delivery
 from services.gateway.generation import Generation
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.preparation import Preparation
+from services.gateway.preparation import Preparation, Prepared
 from services.gateway.routes import build_app
 from services.gateway.streams import Streams
 from services.gateway.tenants import Tenants
@@ -86,6 +86,7 @@ class GatewayService:
         self._outbox = Outbox(bus)
         self._background = Background()
         self._num_counted_resubmissions = 0
+        self._num_preparing = 0
         self.tenants = Tenants(store, clock)
         self.catalog = Catalog(self._heart.fleet, config.served_name)
         self.metrics = GatewayMetrics()
@@ -163,8 +164,7 @@ class GatewayService:
             max_payload_bytes=self._bus.max_payload_bytes,
         )
         if generation.num_chars > MAX_INLINE_CHARS:
-            prepared = await asyncio.to_thread(prepare)
-            self._check_admission()
+            prepared = await self._prepare_on_thread(prepare)
         else:
             prepared = prepare()
         delivery = Delivery(
@@ -183,10 +183,19 @@ class GatewayService:
         self._streams.close(request_id, "client_gone", error, self._clock.now())
         self._perform()
 
+    async def _prepare_on_thread(self, prepare: Callable[[], Prepared]) -> Prepared:
+        self._num_preparing += 1
+        try:
+            prepared = await asyncio.to_thread(prepare)
+        finally:
+            self._num_preparing -= 1
+        self._check_admission()
+        return prepared
+
     def _check_admission(self) -> None:
         if self._is_draining:
             raise NoCapacity("the gateway is draining", retry_after_s=1.0)
-        if len(self._streams) >= self._config.max_requests:
+        if len(self._streams) + self._num_preparing >= self._config.max_requests:
             raise Overloaded("too many requests are open at this gateway", retry_after_s=1.0)
 
     # ── events ───────────────────────────────────────────────────────────────────────────────────

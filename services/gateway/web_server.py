@@ -13,11 +13,37 @@ from collections.abc import Iterator
 
 import uvicorn
 from litestar.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from shared.errors import ConfigError
 
 LISTEN_BACKLOG = 2048
 GRACE_S = 5
+MAX_HEAD_BYTES = 64 * 1024
+
+
+class _Http(HttpToolsProtocol):
+    """uvicorn's, with a bound on a request's head and trailers, which it gathers without one."""
+
+    _num_gathered_bytes = 0  # since the parser last let go of something
+
+    def data_received(self, data: bytes) -> None:
+        self._num_gathered_bytes += len(data)
+        super().data_received(data)
+        if self._num_gathered_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response("The head of the request is too large.")
+
+    def on_headers_complete(self) -> None:
+        self._num_gathered_bytes = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_gathered_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._num_gathered_bytes = 0
+        super().on_message_complete()
 
 
 class _Server(uvicorn.Server):
@@ -47,6 +73,7 @@ class WebServer:
             raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
         config = uvicorn.Config(
             app,  # type: ignore[arg-type]  # Litestar's ASGI types are stricter than uvicorn's
+            http=_Http,
             lifespan="on",
             access_log=False,
             log_config=None,

@@ -163,9 +163,9 @@ class KvIndexService:
                     return self._resync_failed(worker_id, "the pages do not fit together")
                 self._note_runs(page)
                 cursor = page.next_cursor
+            return self.index.finish_resync(worker_id) is Outcome.APPLIED
         except HearthError as error:
             return self._resync_failed(worker_id, str(error))
-        return self.index.finish_resync(worker_id) is Outcome.APPLIED
 
     def _resync_failed(self, worker_id: str, reason: str) -> bool:
         log.info("resync_failed", worker=worker_id, reason=reason)

@@ -34,6 +34,7 @@ class Child(msgspec.Struct, frozen=True):
     @property
     def last_words(self) -> str:
         line = last_line(self.log_path).removeprefix(f"{self.spec.process_id}: ")
+        line = line.removeprefix("hearth: ")
         return line or f"it wrote nothing to {self.log_path}"
 
 

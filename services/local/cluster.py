@@ -130,7 +130,7 @@ class LocalCluster:
             self._credentials,
             self._endpoints,
             num_cores=len(os.sched_getaffinity(0)),
-            environ=os.environ,
+            environ={**os.environ, "TMPDIR": str(self._state.scratch)},
         ):
             await self._supervisor.launch(spec)
         await self._wait_until_ready()

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from services.local.plan import UpOptions
-from services.local.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
+from services.local.service_options import DEMO_MODEL_DIR, model_name_for
 from shared.errors import ConfigError
 
 START = "Start and use"
@@ -75,7 +75,7 @@ def up(
     host, port = ("127.0.0.1", None) if http is None else _host_and_port(http)
     options = UpOptions(
         model_dir=model.expanduser(),
-        model_name=name or (DEMO_MODEL_NAME if model == DEMO_MODEL_DIR else ""),
+        model_name=model_name_for(model, name),
         num_prefill=default if prefill is None else prefill,
         num_decode=default if decode is None else decode,
         num_both=both,
@@ -172,8 +172,9 @@ def nats_config(
     """
     from services.local.credentials import named_roles, nats_config_with_variables
 
+    text = nats_config_with_variables(named_roles(processes), host=host, port=port)
     print(f"# hearth nats-config {' '.join(processes)} --host {host} --port {port}")
-    print(nats_config_with_variables(named_roles(processes), host=host, port=port), end="")
+    print(text, end="")
 
 
 @app.command(rich_help_panel=OPERATE, epilog="Exit status 0: healthy. 1: no heartbeat. 2: error.")

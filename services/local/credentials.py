@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Sequence
 from urllib.parse import urlsplit
@@ -19,6 +20,7 @@ ROLES: tuple[CredentialRole, ...] = (
     "kv_index",
     "worker",
 )
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class Credential(msgspec.Struct, frozen=True):
@@ -59,10 +61,7 @@ def nats_config_with_variables(
 
     nats-server reads a variable from its environment where it stands unquoted.
     """
-    variables = {
-        process_id: f"$HEARTH_{process_id.upper().replace('-', '_')}_PASSWORD"
-        for _, process_id in names
-    }
+    variables = {process_id: _password_variable(process_id) for _, process_id in names}
     text = nats_server_config(
         [(role, process_id, variables[process_id]) for role, process_id in names],
         host=host,
@@ -73,6 +72,16 @@ def nats_config_with_variables(
     return text
 
 
+def _password_variable(process_id: str) -> str:
+    return f"$HEARTH_{process_id.upper().replace('-', '_')}_PASSWORD"
+
+
+def check_name(process_id: str) -> None:
+    """A name stands in subjects and in nats-server's configuration. Raises ConfigError."""
+    if not _NAME.fullmatch(process_id):
+        raise ConfigError(f"process id {process_id!r} may have letters, digits, - and _ only")
+
+
 def named_roles(arguments: Sequence[str]) -> list[tuple[CredentialRole, str]]:
     """`decode=decode-1` names a role and a process id. Raises ConfigError."""
     pairs = []
@@ -80,5 +89,9 @@ def named_roles(arguments: Sequence[str]) -> list[tuple[CredentialRole, str]]:
         role, separator, process_id = argument.partition("=")
         if not separator or not process_id:
             raise ConfigError(f"{argument!r} is not ROLE=PROCESS_ID")
+        check_name(process_id)
         pairs.append((role_of(role), process_id))
+    variables = [_password_variable(process_id) for _, process_id in pairs]
+    if len(set(variables)) < len(variables):  # - and _ are one there
+        raise ConfigError("two processes would share a name, or the variable of their password")
     return pairs

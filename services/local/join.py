@@ -9,9 +9,22 @@ from pathlib import Path
 
 import msgspec
 
-from services.local.credentials import Credential, nats_config, random_process_id, role_of
+from services.local.credentials import (
+    Credential,
+    check_name,
+    nats_config,
+    random_process_id,
+    role_of,
+)
 from services.local.servers import LOOPBACK
-from services.local.state import ClusterState, clusters_dir, running_cluster, save, write_secret
+from services.local.state import (
+    ClusterState,
+    changing,
+    clusters_dir,
+    running_cluster,
+    save,
+    write_secret,
+)
 from shared.errors import ConfigError
 
 
@@ -28,18 +41,13 @@ def add_credential(
     environ: Mapping[str, str] = os.environ,
 ) -> NewCredential:
     """Adds a credential to the running local cluster's NATS. Raises ConfigError."""
-    directory, state = running_cluster(clusters_dir(environ))
-    if not state.nats_host:
-        raise ConfigError("this cluster uses an external NATS: add the credential there")
     known_role = role_of(role)
     name = random_process_id(known_role) if process_id is None else process_id
-    _check_name(name, state)
-    credential = Credential(known_role, name)
-    grown = msgspec.structs.replace(state, credentials=(*state.credentials, credential))
-    text = nats_config(grown.credentials, host=state.nats_host, port=state.nats_port)
-    write_secret(directory / "nats.conf", text)
-    save(directory, grown)
-    _reload(directory)
+    check_name(name)
+    directory, _ = running_cluster(clusters_dir(environ))
+    with changing(directory) as state:
+        credential = Credential(known_role, name)
+        _grant(credential, directory, state)
     return NewCredential(
         credential=credential,
         nats_url=credential.nats_url(state.nats_host if host is None else host, state.nats_port),
@@ -47,11 +55,16 @@ def add_credential(
     )
 
 
-def _check_name(name: str, state: ClusterState) -> None:
-    if not name or any(not (char.isalnum() or char in "-_") for char in name):
-        raise ConfigError(f"process id {name!r} may have letters, digits, - and _ only")
-    if any(each.process_id == name for each in state.credentials):
-        raise ConfigError(f"process id {name!r} is taken in this cluster")
+def _grant(credential: Credential, directory: Path, state: ClusterState) -> None:
+    if not state.nats_host:
+        raise ConfigError("this cluster uses an external NATS: add the credential there")
+    if any(each.process_id == credential.process_id for each in state.credentials):
+        raise ConfigError(f"process id {credential.process_id!r} is taken in this cluster")
+    grown = msgspec.structs.replace(state, credentials=(*state.credentials, credential))
+    text = nats_config(grown.credentials, host=state.nats_host, port=state.nats_port)
+    write_secret(directory / "nats.conf", text)
+    save(directory, grown)
+    _reload(directory)
 
 
 def _reload(directory: Path) -> None:

@@ -58,13 +58,14 @@ def choose_http_port(host: str, port: int | None) -> int:
     """
     if port == 0:
         return free_port(host)
+    wanted = DEFAULT_HTTP_PORT if port is None else port
     try:
-        _bind(host, DEFAULT_HTTP_PORT if port is None else port)
+        _bind(host, wanted)
     except OSError as error:
         if port is None and error.errno == errno.EADDRINUSE:
             return free_port(host)
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
-    return DEFAULT_HTTP_PORT if port is None else port
+        raise ConfigError(f"cannot listen on {host}:{wanted}: {error.strerror}") from None
+    return wanted
 
 
 def _bind(host: str, port: int) -> None:

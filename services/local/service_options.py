@@ -78,6 +78,8 @@ def service_command(
         arguments = () if not has_role_option else (options.pop("role") is WorkerRole.both,)
         if options["process_id"] is None:
             options["process_id"] = process_id_for(role, options["nats_url"])
+        if "model_dir" in options:
+            options["model_name"] = model_name_for(options["model_dir"], options["model_name"])
         config = config_type(**options)
         check(config)
         _leave(run(config, *arguments))
@@ -88,6 +90,15 @@ def service_command(
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command
+
+
+def model_name_for(model_dir: Path, name: str) -> str:
+    """The demo model has one name in every cluster; empty: the directory's."""
+    return DEMO_MODEL_NAME if not name and _is_demo(model_dir) else name
+
+
+def _is_demo(model_dir: Path) -> bool:
+    return model_dir.resolve() == DEMO_MODEL_DIR.resolve()
 
 
 def _leave(status: int) -> NoReturn:

@@ -5,15 +5,17 @@ $XDG_STATE_HOME/hearth/clusters/<random name>/     mode 0700
     cluster.json    URL, API key, NATS address, credentials
     nats.conf redis.conf nats.pid
     logs/<process_id>.log
+    tmp             leads to the processes' own temporary directory: their sockets' paths are short
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
@@ -24,6 +26,7 @@ from shared.errors import ConfigError
 
 _LOCK = "lock"
 _CLUSTER = "cluster.json"
+_TMP = "tmp"
 
 
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +49,7 @@ class StateDir:
     def __init__(self, path: Path, lock: IO[str]) -> None:
         self.path = path
         self.logs = path / "logs"
+        self.scratch = (path / _TMP).resolve()
         self._lock = lock
 
     @classmethod
@@ -61,6 +65,7 @@ class StateDir:
             raise ConfigError(f"cannot keep state in {parent}: {error.strerror}") from None
         _remove_dead(parent, keep=path)
         (path / "logs").mkdir(mode=0o700)
+        (path / _TMP).symlink_to(tempfile.mkdtemp(prefix="hearth-"))
         return cls(path, lock)
 
     def write_secret(self, name: str, text: str) -> Path:
@@ -72,11 +77,12 @@ class StateDir:
     def close(self, *, keep_logs: bool) -> None:
         """Removes the directory, or all but its logs."""
         if keep_logs:
+            shutil.rmtree(self.scratch, ignore_errors=True)
             for each in self.path.iterdir():
                 if each.is_file() and each.name != _LOCK:
                     each.unlink()
         else:
-            shutil.rmtree(self.path, ignore_errors=True)
+            _remove(self.path)
         self._lock.close()
 
 
@@ -93,18 +99,34 @@ def save(directory: Path, state: ClusterState) -> None:
     write_secret(directory / _CLUSTER, msgspec.json.encode(state).decode())
 
 
+@contextlib.contextmanager
+def changing(directory: Path) -> Iterator[ClusterState]:
+    """The state, while no other process changes it. Raises ConfigError if the cluster is gone."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except OSError:
+        raise ConfigError("the cluster has just stopped") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield _read(directory)
+    finally:
+        os.close(descriptor)
+
+
+def _read(directory: Path) -> ClusterState:
+    try:
+        return msgspec.json.decode((directory / _CLUSTER).read_bytes(), type=ClusterState)
+    except OSError:
+        raise ConfigError("the cluster has just stopped") from None
+    except msgspec.MsgspecError:
+        raise ConfigError("the running cluster is of another version of Hearth") from None
+
+
 def running_cluster(parent: Path) -> tuple[Path, ClusterState]:
     """The running cluster that started last. Raises ConfigError if there is none."""
     for directory in _by_age(parent):
-        lock = _locked(directory)
-        if lock is not None:
-            lock.close()
-            continue
-        try:
-            data = (directory / _CLUSTER).read_bytes()
-            return directory, msgspec.json.decode(data, type=ClusterState)
-        except OSError:
-            continue  # still starting
+        if _is_running(directory) and (directory / _CLUSTER).exists():  # else it is still starting
+            return directory, _read(directory)
     raise ConfigError("no local cluster is running here: start one with `hearth up`")
 
 
@@ -117,9 +139,19 @@ def _by_age(parent: Path) -> list[Path]:
     return sorted(directories, key=lambda each: (each / _LOCK).stat().st_mtime_ns, reverse=True)
 
 
+def _is_running(directory: Path) -> bool:
+    lock = _locked(directory)
+    if lock is not None:
+        lock.close()
+    return lock is None and directory.exists()
+
+
 def _locked(directory: Path) -> IO[str] | None:
-    """The lock, or None if another process holds it; the kernel frees it whoever dies."""
-    file = (directory / _LOCK).open("a")
+    """The lock, or None if another process has it; the kernel frees it whoever dies."""
+    try:
+        file = (directory / _LOCK).open("a")
+    except OSError:
+        return None  # another process removes the directory
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -132,5 +164,10 @@ def _remove_dead(parent: Path, *, keep: Path) -> None:
     for directory in _by_age(parent):
         lock = None if directory == keep else _locked(directory)
         if lock is not None:
-            shutil.rmtree(directory, ignore_errors=True)
+            _remove(directory)
             lock.close()
+
+
+def _remove(directory: Path) -> None:
+    shutil.rmtree((directory / _TMP).resolve(), ignore_errors=True)
+    shutil.rmtree(directory, ignore_errors=True)

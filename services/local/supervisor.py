@@ -110,7 +110,8 @@ class Supervisor:
             words = ending(await child.process.wait())
             words = f"{words}: {child.last_words}"
             if not self._is_serving:
-                self._fail(f"{spec.process_id} ended at its start ({words})")
+                log = f"its log: {child.log_path}"
+                self._fail(f"{spec.process_id} ended at its start ({words}); {log}")
                 return
             self._report(spec.process_id, "ended", words)
             lived_s = self._clock.now() - started

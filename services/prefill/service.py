@@ -17,7 +17,7 @@ from shared.bus import failure_of
 from shared.engine.engine import Progress
 from shared.engine.sequence import Sequence
 from shared.engine.worker import Worker
-from shared.errors import HearthError, WorkerBusy
+from shared.errors import HearthError, UnknownPlacement, WorkerBusy
 from shared.kv_wire.link import KvDialer
 from shared.messages import (
     AbortRequest,
@@ -80,6 +80,7 @@ class PrefillService:
             return PrefillAccepted(placement_id=request.placement_id)
         self._check(request)
         sequence = _sequence_of(request, self._worker.served.card.block_size)
+        self._worker.check_tokens(sequence)
         self._worker.loop.engine.add(sequence)
         push = Push(
             request.placement_id,
@@ -113,10 +114,10 @@ class PrefillService:
             await push.run()
         except HearthError as error:
             log.warning("push_failed", error=error.message, decode=request.decode_worker_id)
-            self._tell_failed(request, error)
+            self._tell_failed(request.decode_worker_id, request.placement_id, error)
         except Exception as error:  # the service's edge
             log.exception("push_broke", decode=request.decode_worker_id)
-            self._tell_failed(request, error)
+            self._tell_failed(request.decode_worker_id, request.placement_id, error)
         finally:
             del self._prefills[request.placement_id]
             self._worker.loop.engine.release(sequence)
@@ -124,12 +125,14 @@ class PrefillService:
 
     def _on_step(self, progress: list[Progress]) -> None:
         for each in progress:
-            prefill = self._prefills.get(each.sequence.sequence_id)
+            sequence_id = each.sequence.sequence_id
+            prefill = self._prefills.get(sequence_id)
             if prefill is None:
                 continue
             if each.finish_reason == "failed":
                 prefill.push.cancel()
-                self._tell_failed(prefill.request, HearthError("the engine failed on this prompt"))
+                error = HearthError("the engine failed on this prompt")
+                self._tell_failed(prefill.request.decode_worker_id, sequence_id, error)
             else:
                 prefill.push.computed(each.sequence.num_computed_tokens)
 
@@ -138,19 +141,27 @@ class PrefillService:
             case AbortRequest(placement_id=placement_id):
                 if placement_id in self._prefills:
                     self._prefills[placement_id].push.cancel()
-            case RenewLease(placement_ids=placement_ids, lease_s=lease_s):
-                until = self._worker.clock.now() + lease_s
-                for placement_id in placement_ids:
-                    if placement_id in self._prefills:
-                        self._prefills[placement_id].lease_until = until
+            case RenewLease():
+                self._renew(message)
 
-    def _tell_failed(self, request: RunPrefill, error: Exception) -> None:
+    def _renew(self, message: RenewLease) -> None:
+        """What is not held here any more, decode must not wait for: it has missed the ending."""
+        until = self._worker.clock.now() + message.lease_s
+        for placement_id in message.placement_ids:
+            prefill = self._prefills.get(placement_id)
+            if prefill is not None:
+                prefill.lease_until = until
+            else:
+                error = UnknownPlacement("this worker does not hold that prefill")
+                self._tell_failed(message.decode_worker_id, placement_id, error)
+
+    def _tell_failed(self, decode_worker_id: str, placement_id: bytes, error: Exception) -> None:
         message = PrefillFailed(
-            placement_id=request.placement_id,
+            placement_id=placement_id,
             prefill_worker_id=self._worker.worker_id,
             failure=failure_of(error),
         )
-        self._worker.outbox.post(control("decode", request.decode_worker_id), message)
+        self._worker.outbox.post(control("decode", decode_worker_id), message)
 
     async def _sweep(self) -> None:
         while True:

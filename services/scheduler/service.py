@@ -280,8 +280,8 @@ class SchedulerService:
         """One try on one worker, under an id of its own. Raises what no other worker can cure."""
         worker_id = target.decode.worker_id
         placement_id = self._randomness.bytes(NUM_PLACEMENT_ID_BYTES)
-        assignment = self._workers.assign(target, _needs(ticket))
         message = self._start_message(ticket, target, placement_id)
+        assignment = self._workers.assign(target, _needs(ticket))
         try:
             await self._bus.request(
                 subjects.start_decode(worker_id), message, DecodeStarted, timeout_s=START_TIMEOUT_S

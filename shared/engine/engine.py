@@ -247,3 +247,5 @@ def check_drawable(sequence: Sequence) -> None:
         )
     if not 0 <= params.seed < 2**64:
         raise InvalidRequest(f"seed {params.seed} is not an unsigned 64-bit integer")
+    if max(params.top_k, sequence.choice_index) >= 2**63:
+        raise InvalidRequest("top_k and choice_index must be signed 64-bit integers")

@@ -25,10 +25,7 @@ def num_blocks_for(kv_format: KvFormat, kv_cache_bytes: int) -> int:
 
 
 def allocate_kv_cache(kv_format: KvFormat, num_blocks: int, device: torch.device) -> Tensor:
-    """[num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim], zeroed.
-
-    Zeroed, because attention multiplies what lies behind a sequence's end by an exact 0.
-    """
+    """[num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim], zeroed."""
     shape = (
         kv_format.num_layers,
         2,

@@ -6,12 +6,14 @@ Owns the heart, the engine loop and the outbox, and tells the index what its cac
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 from shared.background import Background
 from shared.bus import Bus
 from shared.clock import Clock
 from shared.engine.block_pool import CachedBlock, runs_of
 from shared.engine.loop import EngineLoop
+from shared.engine.sequence import Sequence
 from shared.errors import InvalidRequest, UnknownModel
 from shared.heartbeat import Heart
 from shared.messages import (
@@ -91,6 +93,15 @@ class Worker:
         own = self.served.card.kv_format
         if kv_format != own:
             raise InvalidRequest(f"kv_format {kv_format} meets {own}")
+
+    def check_tokens(self, sequence: Sequence) -> None:
+        """Raises InvalidRequest for a token id that would fail the step of all who share it."""
+        vocab_size = self.served.card.vocab_size
+        largest = max(chain(sequence.token_ids, sequence.stop_token_ids), default=0)
+        if largest >= vocab_size or min(sequence.stop_token_ids, default=0) < 0:
+            raise InvalidRequest(
+                f"a token id is outside of this model's vocabulary of {vocab_size}"
+            )
 
     async def start(self) -> None:
         self.outbox.start()

@@ -100,6 +100,7 @@ class StagedLink:
         self._raise_if_lost()
         slot_index = await self._slots.acquire()
         try:
+            self._raise_if_lost()  # meanwhile
             view = self._staging.view(slot_index, header.payload_bytes)
             await to_the_end(fill(view))
             self._raise_if_lost()

@@ -8,7 +8,7 @@ from shared.block_hash import extend_chain
 from shared.engine.engine import Progress
 from shared.engine.sequence import TRANSITIONS, Sequence, SequenceState
 from shared.errors import InvalidRequest
-from shared.messages import BlocksStored
+from shared.messages import BlocksStored, SamplingParams
 from tests.engine.rig import BLOCK_SIZE, Rig, greedy, new_sequence, prompt, pushed_kv, seeded, solo
 
 S = SequenceState
@@ -100,6 +100,14 @@ def refused_a_seed_that_is_no_u64() -> Sequence:
     return new_sequence(PROMPT, seeded(seed=-1))
 
 
+def refused_a_top_k_beyond_int64() -> Sequence:
+    return new_sequence(PROMPT, SamplingParams(seed=0, max_tokens=1, top_k=2**63))
+
+
+def refused_a_choice_index_beyond_int64() -> Sequence:
+    return new_sequence(PROMPT, greedy(), choice_index=2**63)
+
+
 @pytest.mark.parametrize(
     "refused",
     [
@@ -108,6 +116,8 @@ def refused_a_seed_that_is_no_u64() -> Sequence:
         refused_no_tokens,
         refused_nothing_left_to_draw,
         refused_a_seed_that_is_no_u64,
+        refused_a_top_k_beyond_int64,
+        refused_a_choice_index_beyond_int64,
     ],
 )
 def test_refuses_what_it_can_never_compute(refused) -> None:  # type: ignore[no-untyped-def]

@@ -141,6 +141,25 @@ def test_attention(num_heads: int, num_kv_heads: int, dim: int) -> None:
         assert torch.equal(single, out[rows])
 
 
+@pytest.mark.parametrize("left_behind", [torch.nan, torch.inf])
+def test_attention_does_not_see_what_others_left_in_the_blocks(left_behind: float) -> None:
+    """Behind the context's end, in blocks not reached yet, and in the block that pads a table."""
+    cache, tables = _paged(2, 20, 2, 8)
+    context_lens, starts = torch.tensor([5, 300]), torch.tensor([0, 2, 4])
+    tables[0, 1:] = padding = int(tables[1, 19])
+    query = _random(4, 4, 8, seed=4)
+    prefilled = prefill_attention(query, cache, tables, starts, context_lens, 0.3)
+    decoded = decode_attention(query[[1, 3]], cache, tables, context_lens, 0.3)
+
+    cache[:, padding] = left_behind
+    cache[:, tables[0, 0], :, 5:] = left_behind
+    cache[:, tables[1, 18], :, 300 % 16 :] = left_behind
+    assert torch.equal(
+        prefill_attention(query, cache, tables, starts, context_lens, 0.3), prefilled
+    )
+    assert torch.equal(decode_attention(query[[1, 3]], cache, tables, context_lens, 0.3), decoded)
+
+
 def test_a_block_size_that_fits_no_tile_is_refused() -> None:
     cache, tables = torch.zeros(2, 2, 1, 24, 8), torch.zeros(1, 2, dtype=torch.int64)
     with pytest.raises(ValueError, match="block_size 24"):

@@ -93,6 +93,13 @@ def test_greedy_takes_the_lowest_of_equal_logits() -> None:
     assert _draw(logits, temperature=0.0).tolist() == [1, 0]
 
 
+def test_the_least_temperature_draws_the_largest_logit() -> None:
+    logits = torch.tensor([[1.0, 2.0, 40.0, 39.0]])
+    for temperature in (1e-3, 1e-37, 1e-40):
+        assert _draw(logits, temperature=temperature, top_k=3, top_p=0.9).tolist() == [2]
+        assert _draw(logits, temperature=temperature).tolist() == [2]
+
+
 def test_greedy_and_drawn_rows_share_a_batch() -> None:
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(2))
     temperature = torch.tensor([0.0, 1.0, 0.0, 9.0, 9.0, 0.0])

@@ -327,7 +327,7 @@ async def test_subscriptions_survive_a_server_restart(tmp_path: Path) -> None:
 
 async def _until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
-        while not holds():  # noqa: ASYNC110
+        while not holds():
             await asyncio.sleep(0.01)
 
 

@@ -86,6 +86,15 @@ def test_who_falls_silent_is_lost_within_the_limit(watch: Watch) -> None:
     assert watch.fleet.is_live("a")
 
 
+def test_a_process_without_an_engine_is_live_again_as_soon_as_it_is_heard(watch: Watch) -> None:
+    watch.hear(beat("gateway", 1))
+    watch.play(2.0, (OWN, "a", "b"))
+    assert watch.losses() == [("gateway", Loss.SILENT)]
+    watch.hear(beat("gateway", 2))
+    assert watch.fleet.is_live("gateway")
+    assert not watch.fleet.is_lost("gateway")
+
+
 def test_who_beats_without_a_step_is_stuck_beyond_its_budget(watch: Watch) -> None:
     stuck_from = watch.now
     watch.play(3.0, (OWN, "a", "b"), moves=False)

@@ -31,7 +31,7 @@ def test_time_jumps_and_timers_keep_their_order() -> None:
 
 def test_a_run_that_does_not_end_is_an_error() -> None:
     async def forever() -> None:
-        while True:  # noqa: ASYNC110
+        while True:
             await asyncio.sleep(1)
 
     with pytest.raises(TimeoutError):

@@ -165,6 +165,55 @@ def test_a_frozen_prefill_is_noticed_and_replaced_and_its_late_frames_are_refuse
     run(main())
 
 
+def test_a_prefill_that_gave_up_while_the_bus_was_away_is_not_waited_for():
+    expected = outputs_of(request_of(PROMPT), candidates=())
+
+    async def main():
+        async with cluster(cost=StepCost(base_s=2.0)) as it:
+            placement_id = await it.peer.place("decode-1", request_of(PROMPT), ("prefill-1",))
+            await asyncio.sleep(0.5)
+            it.network.is_down = True  # no renewal arrives, so prefill's lease runs out
+            await asyncio.sleep(5)
+            assert it.prefills[0].is_empty
+            it.network.is_down = False
+            received = await it.peer.finished(placement_id)
+            assert received.output == expected
+            assert received.finish.served.prefill_worker_id is None
+            await it.settled()
+
+    run(main())
+
+
+def test_requests_of_a_gateway_that_was_silent_for_a_while_run_again():
+    async def main():
+        async with cluster(cost=StepCost(base_s=0.5)) as it:
+            it.network.freeze("gateway-1")
+            await asyncio.sleep(5)
+            it.network.thaw("gateway-1")
+            await asyncio.sleep(1)
+            received = await it.run(request_of(PROMPT))
+            assert received.finish.reason == "length"
+
+    run(main())
+
+
+def test_token_ids_outside_the_vocabulary_are_refused_before_they_fail_a_shared_step():
+    async def main():
+        async with cluster() as it:
+            requests = (
+                request_of([*PROMPT, 32_000]),
+                request_of(PROMPT, output=[2**32 - 1]),
+                request_of(PROMPT, stop_token_ids=(32_000,)),
+                request_of(PROMPT, stop_token_ids=(-1,)),
+            )
+            for request in requests:
+                with pytest.raises(InvalidRequest, match="vocabulary"):
+                    await it.peer.place("decode-1", request, ("prefill-1",))
+            await it.settled()
+
+    run(main())
+
+
 def test_a_corrupt_frame_is_found_and_computed_again():
     expected = outputs_of(request_of(PROMPT), candidates=())
 

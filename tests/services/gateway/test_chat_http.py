@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from shared.packing import unpack_hashes, unpack_token_ids
 from tests.services.gateway.conftest import ANSWER, Cluster
@@ -196,7 +197,9 @@ async def test_models_health_ready_metrics_openapi(cluster: Cluster) -> None:
         "kv_index": [],
     }
     await cluster.http.post(CHAT, json=BODY)
-    metrics = (await cluster.http.get("/metrics")).text
+    response = await cluster.http.get("/metrics")
+    assert response.headers["content-type"] == CONTENT_TYPE_LATEST
+    metrics = response.text
     assert 'hearth_gateway_requests_total{outcome="stop"} 1.0' in metrics
     assert "hearth_gateway_ttft_seconds_count 1.0" in metrics
     assert "hearth_gateway_open_streams 0.0" in metrics

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,7 +12,8 @@ import httpx
 import msgspec
 import pytest
 
-from services.gateway.service import build_gateway
+from services.gateway.openai_chat import ChatCompletionRequest, generation_of
+from services.gateway.service import MAX_INLINE_CHARS, build_gateway
 from shared.config import GatewayConfig
 from shared.errors import NoCapacity, Overloaded
 from shared.messages import Failure, Finish, Served
@@ -18,6 +21,7 @@ from tests.services.gateway.conftest import API_KEY, Cluster, until
 from tests.services.gateway.test_chat_http import BODY, CHAT, events_of, text_of
 
 USER = {"role": "user", "content": "x"}
+STRANGER = b"POST /v1/chat/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 def check_envelope(response: httpx.Response, status: int, code: str, param: str | None) -> None:
@@ -56,6 +60,7 @@ def check_envelope(response: httpx.Response, status: int, code: str, param: str 
         ({"n": 0}, "n"),
         ({"stop": ["a"] * 17}, "stop"),
         ({"stop": ""}, "stop"),
+        ({"stop": "a" * 257}, "stop"),
         ({"stop_token_ids": [400]}, "stop_token_ids"),
         ({"seed": 1.5}, "seed"),
         ({"stream": "yes"}, "stream"),
@@ -76,6 +81,38 @@ async def test_bad_field(cluster: Cluster, fields: dict[str, Any], param: str) -
     assert cluster.scheduler.submits.empty()
 
 
+async def test_no_body_at_all(cluster: Cluster) -> None:
+    response = await cluster.http.post(CHAT)
+    check_envelope(response, 400, "invalid_request", None)
+    assert "empty" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("start", [b"GET /health HTTP/1.1\r\nx: ", STRANGER + b"0\r\nx: "])
+async def test_an_endless_head_or_trailer_is_cut_off(cluster: Cluster, start: bytes) -> None:
+    url = httpx.URL(cluster.gateway.http_address)
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(start)
+    async with asyncio.timeout(10):
+        with contextlib.suppress(ConnectionError):
+            while not reader.at_eof() and not writer.is_closing():
+                writer.write(b"a" * 65536)
+                await writer.drain()
+                await asyncio.sleep(0)
+    writer.close()
+    assert (await cluster.http.get("/health")).status_code == 200
+
+
+async def test_a_long_head_is_served(cluster: Cluster) -> None:
+    response = await cluster.http.get("/health", headers={"x": "a" * 60_000})
+    assert response.status_code == 200
+
+
+async def test_many_empty_messages_are_a_long_prompt() -> None:
+    body = {"messages": [{"role": "user", "content": ""}] * 1000}
+    generation = generation_of(msgspec.convert(body, ChatCompletionRequest), "tiny")
+    assert generation.num_chars > MAX_INLINE_CHARS
+
+
 async def test_missing_field(cluster: Cluster) -> None:
     response = await cluster.http.post(CHAT, json={"model": "tiny"})
     check_envelope(response, 400, "invalid_request", "messages")
@@ -89,7 +126,9 @@ async def test_malformed_json(cluster: Cluster, data: bytes) -> None:
 
 async def test_routes(cluster: Cluster) -> None:
     check_envelope(await cluster.http.get("/v1/nothing"), 404, "not_found", None)
-    check_envelope(await cluster.http.put(CHAT), 405, "method_not_allowed", None)
+    wrong = await cluster.http.put(CHAT)
+    check_envelope(wrong, 405, "method_not_allowed", None)
+    assert "POST" in wrong.headers["allow"]
 
 
 async def test_unknown_model(cluster: Cluster) -> None:
@@ -220,6 +259,35 @@ async def test_too_many_requests_and_deadline(
             assert (await cluster.decodes[0].aborts.get()).reason == "deadline"
     finally:
         await gateway.stop()
+
+
+async def test_long_prompts_under_preparation_count_as_open(
+    cluster: Cluster, gateway_config: GatewayConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        cluster.gateway, "_config", msgspec.structs.replace(gateway_config, max_requests=1)
+    )
+    preparation = cluster.gateway._preparation
+    prepare, is_preparing, may_end = preparation.prepare, asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        loop.call_soon_threadsafe(is_preparing.set)
+        assert may_end.wait(timeout=10)
+        return prepare(*args, **kwargs)
+
+    monkeypatch.setattr(preparation, "prepare", slowly)
+    long = {"messages": [{"role": "user", "content": "x" * (MAX_INLINE_CHARS + 1)}]}
+    first = asyncio.create_task(cluster.http.post(CHAT, json=long))
+    await is_preparing.wait()
+    second = asyncio.create_task(cluster.http.post(CHAT, json=long))
+    try:
+        done, _ = await asyncio.wait({second}, timeout=5)
+        assert done, "it waits for a thread"
+        check_envelope(second.result(), 429, "overloaded", None)
+    finally:
+        may_end.set()
+        await asyncio.gather(first, second)
 
 
 async def test_prompt_larger_than_the_bus(

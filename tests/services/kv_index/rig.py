@@ -43,7 +43,7 @@ def packed(*numbers: int) -> bytes:
 
 async def eventually(holds: Callable[[], bool], *, within_s: float = 20.0) -> None:
     async with asyncio.timeout(within_s):
-        while not holds():  # noqa: ASYNC110
+        while not holds():
             await asyncio.sleep(0.001)
 
 
@@ -78,14 +78,14 @@ class CacheWorker:
 
     async def store(self, *numbers: int) -> None:
         self.held |= dict.fromkeys(numbers)
-        await self._tell(_run(list(numbers)))
+        await self.tell(_run(list(numbers)))
 
     async def remove(self, *numbers: int) -> None:
         for number in numbers:
             self.held.pop(number, None)
-        await self._tell(BlocksRemoved(block_hashes=packed(*numbers)))
+        await self.tell(BlocksRemoved(block_hashes=packed(*numbers)))
 
-    async def _tell(self, event: BlocksStored | BlocksRemoved) -> None:
+    async def tell(self, event: BlocksStored | BlocksRemoved) -> None:
         self.sequence_number += 1
         message = KvEvents(
             worker_id=self.bus.process_id,

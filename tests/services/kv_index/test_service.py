@@ -12,6 +12,7 @@ from shared.clock import MonotonicClock
 from shared.config import KvIndexConfig
 from shared.errors import HearthError, NoResponders
 from shared.health import SILENCE_LIMIT_S
+from shared.messages import BlockPage, BlocksRemoved, ListBlocks
 from shared.store import RedisStore
 from tests.servers import NatsServer, RedisServer
 from tests.services.kv_index.rig import CacheWorker, Rig, ask, block, eventually
@@ -89,6 +90,26 @@ def test_events_during_a_resync_are_replayed() -> None:
         assert lengths == {"prefill-0": 4}
         assert (await rig.match(1, 2))[1] == {"prefill-0": 1}
         assert worker.num_listed == 11  # one pass was enough
+
+    scenario(test)
+
+
+def test_an_event_that_makes_no_sense_during_a_resync_begins_it_anew() -> None:
+    async def test(rig: Rig) -> None:
+        worker = CacheWorker(rig.network.bus("prefill-0"), rig.clock)
+        worker.held = dict.fromkeys(range(1, 11))
+        list_page = worker.page
+
+        async def page(question: ListBlocks) -> BlockPage:
+            page = list_page(question)
+            if worker.num_listed == 1:
+                await worker.tell(BlocksRemoved(block_hashes=b"torn"))
+            return page
+
+        worker.page = page  # type: ignore[method-assign, assignment]
+        await worker.join()
+        await eventually(lambda: worker.num_listed == 6)
+        assert await rig.exact(*range(1, 11)) == {"prefill-0": 10}
 
     scenario(test)
 

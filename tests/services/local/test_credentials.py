@@ -51,6 +51,21 @@ def test_a_wrong_role_is_refused(argument: str) -> None:
         named_roles([argument])
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ['decode=a"b'],
+        ["decode=a.b"],
+        ["decode=é"],
+        ["decode=x", "decode=x"],
+        ["decode=a-b", "prefill=a_b"],
+    ],
+)
+def test_a_name_that_would_break_the_configuration_is_refused(arguments: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        named_roles(arguments)
+
+
 def test_the_compose_file_is_what_the_command_in_its_first_line_prints() -> None:
     path = Path(__file__).parents[3] / "services" / "deploy" / "nats.conf"
     header, _, rest = path.read_text().partition("\n")

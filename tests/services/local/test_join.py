@@ -96,6 +96,13 @@ def test_names_are_checked_and_chosen(environ: dict[str, str]) -> None:
     assert "@10.0.0.5:" in added.nats_url
 
 
+async def test_credentials_added_at_once_are_all_kept(environ: dict[str, str]) -> None:
+    names = [f"decode-{number}" for number in range(2, 10)]
+    adding = (asyncio.to_thread(add_credential, "decode", name, None, environ) for name in names)
+    added = await asyncio.gather(*adding)
+    assert all([await connects(each.nats_url) for each in added])
+
+
 def test_without_a_cluster_it_says_how_to_start_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="hearth up"):
         add_credential("decode", None, None, {"XDG_STATE_HOME": str(tmp_path)})

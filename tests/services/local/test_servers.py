@@ -52,6 +52,11 @@ def test_a_taken_port_is_an_error_only_if_it_was_asked_for(
         assert choose_http_port("127.0.0.1", 0) > 0
 
 
+def test_a_refused_door_names_the_port_that_was_tried() -> None:
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1:8000"):
+        choose_http_port("192.0.2.1", None)
+
+
 def test_an_address_of_another_machine_is_refused() -> None:
     for choose in (free_port, lambda host: choose_http_port(host, None)):
         with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):

@@ -41,6 +41,26 @@ def test_the_newest_running_cluster_is_found(tmp_path: Path) -> None:
     older.close(keep_logs=False)
 
 
+def test_scratch_files_go_with_the_cluster_also_after_a_crash(tmp_path: Path) -> None:
+    crashed = StateDir.create(tmp_path)
+    (crashed.scratch / "kv.sock").touch()
+    assert mode(crashed.scratch) == 0o700
+    assert len(str(crashed.scratch)) < 60  # a unix socket's path has 107 characters at most
+    crashed._lock.close()  # as the kernel does
+    living = StateDir.create(tmp_path)
+    assert not crashed.scratch.exists()
+    living.close(keep_logs=True)
+    assert not living.scratch.exists()
+
+
+def test_a_cluster_of_another_version_is_named_so(tmp_path: Path) -> None:
+    directory = StateDir.create(tmp_path)
+    directory.write_secret("cluster.json", '{"address": 1}')
+    with pytest.raises(ConfigError, match="another version"):
+        running_cluster(tmp_path)
+    directory.close(keep_logs=False)
+
+
 def test_a_cluster_that_is_starting_is_not_offered(tmp_path: Path) -> None:
     directory = StateDir.create(tmp_path)
     with pytest.raises(ConfigError, match="hearth up"):

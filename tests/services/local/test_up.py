@@ -5,13 +5,14 @@ import re
 import signal
 import stat
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from services.local.servers import free_port
-from services.local.state import ClusterState
+from services.local.state import ClusterState, StateDir
 from tests.servers import RedisServer, Server, find_binary
 from tests.services.local.running import (
     NoModel,
@@ -124,6 +125,32 @@ def test_what_is_killed_is_started_again_and_the_cluster_answers(running: Up, co
     eventually(lambda: answers(running.state), "an answer")
 
 
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """With a short path, as /tmp has: sockets will be in it."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        yield Path(path)
+
+
+def test_files_of_a_killed_worker_go_with_the_cluster(
+    tmp_path: Path, temporary: Path, chat_model: Path
+) -> None:
+    up = start_hearth(
+        tmp_path, "up", "--model", str(chat_model), "--role", "both", TMPDIR=str(temporary)
+    )
+    try:
+        eventually(lambda: cluster_of(tmp_path), "the cluster")
+        assert list(temporary.rglob("kv.sock"))
+        worker = next(pid for pid, line in processes_of(tmp_path).items() if "\0worker\0" in line)
+        os.kill(worker, signal.SIGKILL)
+        up.terminate()
+        assert up.wait(timeout=30) == 0
+    finally:
+        up.kill()
+        up.communicate()
+    assert list(temporary.iterdir()) == []
+
+
 def answers(state: ClusterState) -> bool:
     try:
         return complete(state.url, state.api_key)["usage"]["completion_tokens"] == 8
@@ -145,8 +172,13 @@ def test_sigterm_ends_all_with_status_0_and_leaves_nothing(running: Up) -> None:
 def test_a_killed_up_takes_its_children_along(tmp_path: Path, chat_model: Path) -> None:
     cluster = Up(tmp_path, "--model", str(chat_model), "--role", "both")
     assert ready(cluster.state.url)["workers"] == {"prefill": ["worker-1"], "decode": ["worker-1"]}
+    directory, _ = cluster_of(tmp_path) or pytest.fail("it runs")
+    scratch = (directory / "tmp").resolve()
     cluster.stop(signal.SIGKILL)
     eventually(lambda: not processes_of(tmp_path), "the children's end", 10.0)
+    assert list(scratch.rglob("kv.sock"))
+    StateDir.create(directory.parent).close(keep_logs=False)  # as the next `hearth up` does
+    assert not scratch.exists()
 
 
 @pytest.fixture
@@ -186,7 +218,9 @@ def test_a_worker_that_cannot_start_ends_the_start_with_its_own_words(
     result = run_hearth(tmp_path, "up", "--model", str(broken), "--http", f"127.0.0.1:{port}")
     assert result.returncode == 2
     assert re.fullmatch(
-        r"hearth: (prefill|decode)-1 ended at its start \(exit status 2: .*safetensors.*\)",
+        r"hearth: (prefill|decode)-1 ended at its start \(exit status 2: .*safetensors.*\); "
+        r"its log: .*",
         result.stderr.strip(),
     )
+    assert Path(result.stderr.strip().rpartition("its log: ")[2]).is_file()
     assert processes_of(tmp_path) == {}

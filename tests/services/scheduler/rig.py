@@ -39,7 +39,7 @@ Told = Placed | PlacementFailed | QueueKeepalive
 async def eventually(holds: Callable[[], bool], *, within_s: float = 30.0) -> None:
     """Virtual time, so polling is exact and free."""
     async with asyncio.timeout(within_s):
-        while not holds():  # noqa: ASYNC110
+        while not holds():
             await asyncio.sleep(0.001)
 
 

@@ -284,6 +284,21 @@ def test_a_deadline_that_passes_while_a_worker_is_asked_ends_it_once() -> None:
     scenario(test)
 
 
+def test_a_deadline_that_passes_before_a_worker_is_asked_leaves_its_load_as_it_was() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.worker("decode-0", num_free_blocks=10)
+        await rig.index()
+        for number in range(3):
+            await rig.submit(submit_of(f"r{number}", num_prompt_tokens=100, deadline_s=0.0001))
+            ending = await rig.ending(num=number + 1)
+            assert isinstance(ending, PlacementFailed)
+            assert ending.failure.code == "deadline_exceeded"
+        await rig.submit(submit_of("r3", num_prompt_tokens=100))
+        assert isinstance(await rig.ending(num=4, within_s=2.0), Placed)
+
+    scenario(test)
+
+
 def test_no_worker_for_the_model_fails_after_the_grace() -> None:
     async def test(rig: Rig) -> None:
         await rig.worker("decode-0", model="other")

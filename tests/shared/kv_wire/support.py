@@ -79,7 +79,7 @@ class RecordingSink:
 async def eventually(is_true: Callable[[], bool]) -> None:
     """Gives the loop turns until it holds. Raises TimeoutError after the deadline."""
     async with asyncio.timeout(DEADLINE_S):
-        while not is_true():  # noqa: ASYNC110
+        while not is_true():
             await asyncio.sleep(0)
 
 
