@@ -32,8 +32,8 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
         {
             "transfer KiB": "transfer_kib",
             "shared memory": "memfd_gbps",
-            "TCP": "tcp_gbps",
             "memcpy": "memcpy_gbps",
+            "TCP": "tcp_gbps",
             "raw loopback socket": "raw_tcp_gbps",
         },
     ),

@@ -19,8 +19,8 @@ import msgspec
 
 from shared.messages import DataPlaneAddress
 
-# What a sender should put into a frame, and how many should be under way: one is filled while the
-# other is taken. Larger frames fall out of the caches (benchmarks/kv_transfer.py).
+# What a sender should put into a frame, and how many should be under way: one is filled while
+# the other is taken. Larger frames fall out of the caches (benchmarks/kv_transfer.py).
 FRAME_BYTES = 2 * 1024 * 1024
 FRAMES_UNDER_WAY = 2
 
