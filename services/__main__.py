@@ -65,21 +65,27 @@ def _run_gateway(config: GatewayConfig) -> int:
     from services.gateway.service import build_gateway
     from shared.process import run_service
 
-    return run_service(config.process_id, lambda: build_gateway(config))
+    return run_service(
+        config.process_id, lambda: build_gateway(config), drain_timeout_s=config.drain_timeout_s
+    )
 
 
 def _run_scheduler(config: SchedulerConfig) -> int:
     from services.scheduler.service import build_scheduler
     from shared.process import run_service
 
-    return run_service(config.process_id, lambda: build_scheduler(config))
+    return run_service(
+        config.process_id, lambda: build_scheduler(config), drain_timeout_s=config.drain_timeout_s
+    )
 
 
 def _run_kv_index(config: KvIndexConfig) -> int:
     from services.kv_index.service import build_kv_index
     from shared.process import run_service
 
-    return run_service(config.process_id, lambda: build_kv_index(config))
+    return run_service(
+        config.process_id, lambda: build_kv_index(config), drain_timeout_s=config.drain_timeout_s
+    )
 
 
 def _run_worker(config: WorkerConfig, roles: tuple[Role, ...]) -> int:
@@ -87,7 +93,11 @@ def _run_worker(config: WorkerConfig, roles: tuple[Role, ...]) -> int:
     from services.worker import build_worker
     from shared.process import run_service
 
-    return run_service(config.process_id, lambda: build_worker(config, roles))
+    return run_service(
+        config.process_id,
+        lambda: build_worker(config, roles),
+        drain_timeout_s=config.drain_timeout_s,
+    )
 
 
 def _set_thread_environ(config: WorkerConfig) -> None:

@@ -117,6 +117,29 @@ async def reply_to(
         return failure_of(error)
 
 
+class _ConnectionEvents:
+    """What nats-py tells. Before the connection stands its errors are kept, later ones logged."""
+
+    def __init__(self, client: Client) -> None:
+        self.last_error: Exception | None = None
+        self.refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._client = client
+
+    async def on_error(self, error: Exception) -> None:
+        if self._client.is_connected:
+            log.warning("nats_error", error=str(error))
+            return
+        self.last_error = error
+        if "authorization" in str(error).lower() and not self.refused.done():
+            self.refused.set_result(None)  # to ask again with the same password is in vain
+
+    async def on_disconnect(self) -> None:
+        log.warning("nats_disconnected")
+
+    async def on_reconnect(self) -> None:
+        log.info("nats_reconnected")
+
+
 class NatsBus:
     """One NATS connection. The user name in the URL, if any, is the process id."""
 
@@ -128,38 +151,34 @@ class NatsBus:
 
     @classmethod
     async def connect(cls, url: str, *, process_id: str, timeout_s: float = 10.0) -> NatsBus:
-        """Raises DependencyUnavailable if no server answers within `timeout_s`."""
+        """Raises DependencyUnavailable if no server lets this process in within `timeout_s`."""
         client = Client()
-
-        async def on_error(error: Exception) -> None:
-            log.warning("nats_error", error=str(error))
-
-        async def on_disconnect() -> None:
-            log.warning("nats_disconnected")
-
-        async def on_reconnect() -> None:
-            log.info("nats_reconnected")
-
-        try:
-            async with asyncio.timeout(timeout_s):
-                await client.connect(
-                    url,
-                    name=process_id,
-                    inbox_prefix=inbox_prefix(process_id),
-                    error_cb=on_error,
-                    disconnected_cb=on_disconnect,
-                    reconnected_cb=on_reconnect,
-                    max_reconnect_attempts=-1,
-                    reconnect_time_wait=0.1,  # type: ignore[arg-type]  # seconds; a float works
-                    connect_timeout=2,
-                    ping_interval=1,
-                    max_outstanding_pings=2,
-                    pending_size=64 * 1024 * 1024,
-                )
-        except (TimeoutError, nats.errors.Error, OSError) as error:
-            where = without_password(url)
-            raise DependencyUnavailable(f"cannot reach NATS at {where}: {error!r}") from error
-        return cls(client, process_id)
+        events = _ConnectionEvents(client)
+        connecting = asyncio.ensure_future(
+            client.connect(
+                url,
+                name=process_id,
+                inbox_prefix=inbox_prefix(process_id),
+                error_cb=events.on_error,
+                disconnected_cb=events.on_disconnect,
+                reconnected_cb=events.on_reconnect,
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=0.1,  # type: ignore[arg-type]  # seconds; a float works
+                connect_timeout=2,
+                ping_interval=1,
+                max_outstanding_pings=2,
+                pending_size=64 * 1024 * 1024,
+            )
+        )
+        await asyncio.wait(
+            {connecting, events.refused}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        if client.is_connected:
+            return cls(client, process_id)
+        connecting.cancel()
+        (ended,) = await asyncio.gather(connecting, return_exceptions=True)
+        reason = events.last_error or (ended if isinstance(ended, Exception) else "no answer")
+        raise DependencyUnavailable(f"cannot reach NATS at {without_password(url)}: {reason}")
 
     @property
     def max_payload_bytes(self) -> int:

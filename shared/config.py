@@ -17,9 +17,11 @@ class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     nats_url: str
     process_id: str
     region: str = ""
+    drain_timeout_s: float = 60.0  # what still runs then is handed back or ended with an error
 
     def problems(self) -> Iterator[str]:
         yield from url_problems("nats_url", self.nats_url, schemes=("nats", "tls"))
+        yield from positive_problems(self, "drain_timeout_s")
         if not self.process_id or any(char in " .*>" for char in self.process_id):
             yield f"process_id {self.process_id!r} must be a non-empty name without spaces . * >"
 

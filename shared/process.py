@@ -3,6 +3,7 @@
 A background task that breaks ends the process, too.
 
     starting ──start()──▶ ready ──SIGTERM or SIGINT──▶ draining ──drain()──▶ stop() ──▶ exit 0
+                            │                             └──drain_timeout_s──┘
                             └─────────────── second signal ──────────────────▶ exit 1 at once
 """
 
@@ -39,18 +40,20 @@ class Service(Protocol):
         ...
 
 
-def run_service(process_id: str, build: Callable[[], Awaitable[Service]]) -> int:
+def run_service(
+    process_id: str, build: Callable[[], Awaitable[Service]], *, drain_timeout_s: float
+) -> int:
     """Runs a service to its end; returns the exit status. A refused start prints one line."""
     configure_logging(process_id)
     try:
-        uvloop.run(_live(build))
+        uvloop.run(_live(build, drain_timeout_s))
     except HearthError as error:
         print(f"{process_id}: {error.message}", file=sys.stderr, flush=True)
         return 2
     return 0
 
 
-async def _live(build: Callable[[], Awaitable[Service]]) -> None:
+async def _live(build: Callable[[], Awaitable[Service]], drain_timeout_s: float) -> None:
     asyncio.get_running_loop().set_exception_handler(_die)
     stopping = _on_signals()
     service = await build()
@@ -59,7 +62,10 @@ async def _live(build: Callable[[], Awaitable[Service]]) -> None:
         log.info("ready")
         await stopping.wait()
         log.info("draining")
-        await service.drain()
+        async with asyncio.timeout(drain_timeout_s):
+            await service.drain()
+    except TimeoutError:
+        log.warning("drain_cut_short", drain_timeout_s=drain_timeout_s)
     finally:
         await service.stop()
     log.info("stopped")

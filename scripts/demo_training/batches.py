@@ -30,13 +30,12 @@ SHORT_ROWS = (
 )
 LONG_ROWS = (
     RowKind(length=32, rows=96, share=0.30),
-    RowKind(length=112, rows=28, share=0.30),
-    RowKind(length=512, rows=6, share=0.10),
-    RowKind(length=2048, rows=2, share=0.08),
-    RowKind(length=4096, rows=1, share=0.12),
-    RowKind(length=8192, rows=1, share=0.10),
+    RowKind(length=112, rows=28, share=0.35),
+    RowKind(length=512, rows=6, share=0.14),
+    RowKind(length=2048, rows=2, share=0.12),
+    RowKind(length=8192, rows=1, share=0.09),
 )
-LONG_PHASE = 0.7  # the part of the training after which LONG_ROWS are drawn
+LONG_PHASE = 0.8  # the part of the training after which LONG_ROWS are drawn
 
 
 def row_kinds(step: int, steps: int) -> tuple[RowKind, ...]:

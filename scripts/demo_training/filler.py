@@ -11,6 +11,7 @@ from demo_training.words import WORDS
 
 ALPHABETS = (
     string.ascii_lowercase,
+    string.ascii_letters,
     string.digits,
     string.printable[:94],
     "".join(map(chr, range(0x00E0, 0x0100))),  # Latin letters with accents
@@ -58,9 +59,7 @@ class Filler:
         return " ".join("".join(self.rng.choices(letters, k=size)) for size in sizes)
 
     def prose(self, words: int) -> str:
-        """Return running text of about this many words, in one of several styles or in many."""
-        if words >= 100 and self.rng.random() < 0.3:
-            return " ".join(self.prose(50) for _ in range(words // 50))
+        """Return running text of about this many words, in one of several styles."""
         style = self.rng.choice(("plain", "plain", "answers", "repeat", "salad", "gibberish"))
         if style == "gibberish":
             return self.gibberish(words // 3 + 1)

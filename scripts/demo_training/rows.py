@@ -16,7 +16,6 @@ from demo_training.words import WORDS
 
 QUESTION_WEIGHT = 0.1  # of the loss on question tokens, against 1 for answer tokens
 CONVERSATION_COPIES = 4  # how often a conversation is in the deck, against 1 for a question
-LONG = 256  # tokens of a row from which on it may hold prose
 
 
 class Row:
@@ -70,11 +69,7 @@ class RowWriter:
         row.add([self.special[BOS]], 0.0)
         self.opening(row, length)
         while len(row.ids) <= length:
-            if length >= LONG and self.rng.random() < 0.04:
-                words = 10 * (length / 20) ** self.rng.random()  # from 10 to half of the length
-                self.filled_prompt(row, length, int(words))
-            else:
-                self.unit(row)
+            self.unit(row)
         return row
 
     def plain_text(self, length: int) -> Row:
@@ -96,29 +91,27 @@ class RowWriter:
 
     def opening(self, row: Row, length: int) -> None:
         """Append what may stand before the turns: a system message, or a prompt with filler."""
-        choice, is_long = self.rng.random(), length >= LONG
-        words = int(length * self.rng.uniform(0.1, 0.7)) if is_long else 0
+        choice, is_long = self.rng.random(), length >= 256
+        prose = self.filler.prose(int(length * self.rng.uniform(0.1, 0.7))) if is_long else ""
         if choice < 0.4:
-            self.system_opening(row, length, words)
+            self.system_opening(row, length, prose)
         elif choice < 0.6 and is_long:
-            self.filled_prompt(row, length, words)
+            self.filled_prompt(row, length, prose)
 
-    def system_opening(self, row: Row, length: int, words: int) -> None:
-        """Append a system message, half of the time with prose, cut so that turns fit."""
+    def system_opening(self, row: Row, length: int, prose: str) -> None:
+        """Append a system message, half of the time with the prose, cut so that turns fit."""
         text = self.filler.system_message() if length >= 64 else WORDS.system_messages[0]
-        if words and self.rng.random() < 0.5:
-            text = f"{text} {self.filler.prose(words)}"
+        text = self.rng.choice((text, f"{text} {prose}".strip()))
         self.message(row, SYSTEM, self.encode(text)[: max(40, length - 100)], 0.0)
 
-    def filled_prompt(self, row: Row, length: int, words: int) -> None:
-        """Append a prompt of prose that ends with a question, or else asks nothing."""
+    def filled_prompt(self, row: Row, length: int, prose: str) -> None:
+        """Append a prompt that ends the prose with a question, or else asks nothing."""
         if self.rng.random() < 0.2:
             question, answer = "", self.corpus.unknown_answer
         else:
             question, answer = self.rng.choice(self.corpus.questions).turns[0]
             question = self.rng.choice(("\n\n", "\n", " ")) + self.augment(question, answer)
-        room = max(10, length - len(row.ids) - 100)
-        ids = self.encode(self.filler.prose(words))[:room] + self.encode(question)
+        ids = self.encode(prose)[: length - 100] + self.encode(question)
         self.message(row, USER, ids, 0.0)
         self.message(row, ASSISTANT, self.answer_ids[answer], 1.0)
 

@@ -24,6 +24,7 @@ _COMMANDS: dict[CredentialRole, str] = {
     "decode": "decode",
     "worker": "worker",
 }
+DRAIN_TIMEOUT_S = 10.0  # a service's, and less than the grace before SIGKILL
 _WORKER_ROLES = ("prefill", "decode", "worker")
 
 
@@ -132,6 +133,7 @@ def _service(
 ) -> ProcessSpec:
     is_worker = credential.role in _WORKER_ROLES
     arguments = ["--process-id", credential.process_id]
+    arguments += ["--drain-timeout-s", f"{DRAIN_TIMEOUT_S:g}"]
     if is_worker or credential.role == "gateway":
         arguments += ["--model-dir", str(options.model_dir.resolve())]
         arguments += ["--model-name", options.model_name]

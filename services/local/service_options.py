@@ -24,6 +24,7 @@ HELP = {
     "nats_url": "NATS server, with this process's credential: nats://ID:PASSWORD@HOST:PORT.",
     "process_id": "Name of this process; else the NATS URL's user, else ROLE-<6 hex digits>.",
     "region": "Where this process runs; placement prefers and residency obeys it.",
+    "drain_timeout_s": "Seconds that a stop waits for what runs.",
     "redis_url": "Redis server: redis://:PASSWORD@HOST:PORT/0.",
     "model_dir": "Checkpoint directory in Hugging Face form.",
     "model_name": "Name that clients ask for; else the directory's.",

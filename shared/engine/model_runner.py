@@ -100,7 +100,7 @@ class ModelRunner:
         """Raises CheckpointError for a bad checkpoint, ConfigError for a bad option."""
         model_dir = Path(model_dir)
         config = read_config(model_dir)
-        target = torch.device(device)
+        target = _device(device)
         kv_format = _kv_format(config, resolve_dtype(dtype, target), block_size)
         num_blocks = num_blocks_for(kv_format, kv_cache_bytes)
         model = model_class(config.architecture)(
@@ -225,6 +225,15 @@ class ModelRunner:
             raise ValueError(
                 f"{num_bytes} bytes are not {num_tokens} tokens of {self.kv_format.key}"
             )
+
+
+def _device(name: str) -> torch.device:
+    """Raises ConfigError for one that is not there."""
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # the latter: a torch built without CUDA
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"device {name!r} cannot be used: {reason}", param="device") from None
 
 
 def _kv_format(config: ModelConfig, dtype: str, block_size: int) -> KvFormat:

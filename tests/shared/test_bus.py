@@ -338,3 +338,12 @@ async def test_a_closed_bus_says_so(nats_server: NatsServer) -> None:
         await bus.publish(subjects.SUBMIT, ABORT)
     with pytest.raises(DependencyUnavailable):
         await bus.request(subjects.SUBMIT, ABORT, Done, timeout_s=0.2)
+
+
+async def test_a_refused_credential_is_told_at_once(nats_server: NatsServer) -> None:
+    scheme, rest = nats_server.url("kv_index-1").split("://")
+    user, host = rest.split(":", 1)[0], rest.rsplit("@", 1)[1]
+    with pytest.raises(DependencyUnavailable, match=r"(?i)authorization") as refused:
+        async with asyncio.timeout(3):
+            await NatsBus.connect(f"{scheme}://{user}:wrong-word@{host}", process_id=user)
+    assert "wrong-word" not in refused.value.message

@@ -36,14 +36,14 @@ class Service:
 async def build():
     return Service()
 
-sys.exit(run_service("process-1", build))
+sys.exit(run_service("process-1", build, drain_timeout_s=float(sys.argv[2])))
 """
 
 
 @contextmanager
-def process(mode: str) -> Iterator[subprocess.Popen[str]]:
+def process(mode: str, drain_timeout_s: float = 60) -> Iterator[subprocess.Popen[str]]:
     child = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, mode],
+        [sys.executable, "-c", SCRIPT, mode, str(drain_timeout_s)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -98,3 +98,12 @@ def test_a_broken_background_task_ends_the_process() -> None:
         _, err = child.communicate(timeout=10)
         assert child.returncode == 1
         assert "a bug" in err
+
+
+def test_a_drain_that_does_not_end_is_cut_short() -> None:
+    with process("hang", drain_timeout_s=0.2) as child:
+        assert said(child) == "started"
+        child.send_signal(signal.SIGTERM)
+        assert said(child) == "draining"
+        assert said(child) == "stopped"
+        assert child.wait(10) == 0
