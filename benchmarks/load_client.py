@@ -110,6 +110,11 @@ class Connection(asyncio.Protocol):
         )
         return connection
 
+    @property
+    def is_open(self) -> bool:
+        """A server may close a connection that idles."""
+        return self._transport is not None and not self._transport.is_closing()
+
     async def request(self, message: bytes) -> Sample:
         """Sends a whole HTTP request; returns when its answer has ended. Errors are in it."""
         assert self._transport is not None

@@ -132,7 +132,9 @@ async def open_loop(
     next_arrival = started = time.perf_counter()
 
     async def one(message: bytes) -> Sample:
-        connection = idle.pop() if idle else await Connection.open(load.url)
+        open_ones = [connection for connection in idle if connection.is_open]
+        idle[:] = open_ones[:-1]
+        connection = open_ones[-1] if open_ones else await Connection.open(load.url)
         sample = await connection.request(message)
         if not sample.error:
             idle.append(connection)
