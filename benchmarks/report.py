@@ -67,9 +67,16 @@ def write_result(
 
 
 def commit() -> str:
-    """The commit that ran, marked if the tree held changes to tracked files."""
-    described = _git("describe", "--always", "--abbrev=12", "--exclude=*", "--dirty")
-    return "unknown" if described is None else described
+    """The commit that ran, marked if tracked files other than results and README had changed."""
+    described = _git("rev-parse", "--short=12", "HEAD")
+    if described is None:
+        return "unknown"
+    unrelated = (":!benchmarks/results", ":!README.md")
+    return (
+        f"{described}-dirty"
+        if _git("diff", "--name-only", "HEAD", "--", ".", *unrelated)
+        else described
+    )
 
 
 def machine() -> dict[str, Any]:
