@@ -39,6 +39,7 @@ M = TypeVar("M", bound=Message)
 Unsubscribe = Callable[[], Awaitable[None]]
 
 MAX_SERVED_AT_ONCE = 1024
+MAX_REFUSALS = 10  # in a second: a credential may be newer than what the server has read so far
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -124,14 +125,16 @@ class _ConnectionEvents:
         self.last_error: Exception | None = None
         self.refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._client = client
+        self._num_refusals = 0
 
     async def on_error(self, error: Exception) -> None:
         if self._client.is_connected:
             log.warning("nats_error", error=str(error))
             return
         self.last_error = error
-        if "authorization" in str(error).lower() and not self.refused.done():
-            self.refused.set_result(None)  # to ask again with the same password is in vain
+        self._num_refusals += "authorization" in str(error).lower()
+        if self._num_refusals >= MAX_REFUSALS and not self.refused.done():
+            self.refused.set_result(None)
 
     async def on_disconnect(self) -> None:
         log.warning("nats_disconnected")

@@ -37,20 +37,24 @@ class Cluster:
         return self.state.url
 
     def pid_of(self, process_id: str) -> int:
-        """The service process whose credential is this one's."""
-        for environ in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):
-                if f"HEARTH_NATS_URL=nats://{process_id}:".encode() in environ.read_bytes():
-                    return int(environ.parent.name)
+        """The service process of this cluster whose credential is this one's."""
+        for pid in self._children():
+            environ = Path(f"/proc/{pid}/environ").read_bytes()
+            if f"HEARTH_NATS_URL=nats://{process_id}:".encode() in environ:
+                return pid
         raise LookupError(f"{process_id} does not run")
 
     def pid_of_server(self, binary: str) -> int:
         """nats-server or redis-server, as this cluster's child."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        for pid in children.split():
+        for pid in self._children():
             if os.readlink(f"/proc/{pid}/exe").endswith(binary):  # noqa: PTH115
-                return int(pid)
+                return pid
         raise LookupError(f"{binary} does not run")
+
+    def _children(self) -> list[int]:
+        parent = self.process.pid
+        text = Path(f"/proc/{parent}/task/{parent}/children").read_text()
+        return [int(pid) for pid in text.split()]
 
     @contextlib.contextmanager
     def frozen(self, *pids: int) -> Iterator[None]:

@@ -99,8 +99,10 @@ def test_names_are_checked_and_chosen(environ: dict[str, str]) -> None:
 async def test_credentials_added_at_once_are_all_kept(environ: dict[str, str]) -> None:
     names = [f"decode-{number}" for number in range(2, 10)]
     adding = (asyncio.to_thread(add_credential, "decode", name, None, environ) for name in names)
-    added = await asyncio.gather(*adding)
-    assert all([await connects(each.nats_url) for each in added])
+    for each in await asyncio.gather(*adding):
+        # as a worker does: it tries again while the server still reloads
+        bus = await NatsBus.connect(each.nats_url, process_id=each.credential.process_id)
+        await bus.close()
 
 
 def test_without_a_cluster_it_says_how_to_start_one(tmp_path: Path) -> None:
