@@ -39,16 +39,18 @@ class Cluster:
     def pid_of(self, process_id: str) -> int:
         """The service process of this cluster whose credential is this one's."""
         for pid in self._children():
-            environ = Path(f"/proc/{pid}/environ").read_bytes()
-            if f"HEARTH_NATS_URL=nats://{process_id}:".encode() in environ:
-                return pid
+            with contextlib.suppress(OSError):  # one that was killed a moment ago
+                environ = Path(f"/proc/{pid}/environ").read_bytes()
+                if f"HEARTH_NATS_URL=nats://{process_id}:".encode() in environ:
+                    return pid
         raise LookupError(f"{process_id} does not run")
 
     def pid_of_server(self, binary: str) -> int:
         """nats-server or redis-server, as this cluster's child."""
         for pid in self._children():
-            if os.readlink(f"/proc/{pid}/exe").endswith(binary):  # noqa: PTH115
-                return pid
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/{pid}/exe").endswith(binary):  # noqa: PTH115
+                    return pid
         raise LookupError(f"{binary} does not run")
 
     def _children(self) -> list[int]:
