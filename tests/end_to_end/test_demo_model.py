@@ -16,26 +16,26 @@ CORPUS = Path(__file__).resolve().parents[2] / "scripts" / "demo_corpus"
 AT_ONCE = 48
 
 
-def pairs() -> dict[str, dict]:
-    found = {}
-    for path in sorted(CORPUS.glob("*.toml")):
-        for pair in tomllib.loads(path.read_text()).get("pair", []):
-            found[pair["id"]] = pair
-    return found
+def pairs(topic: str) -> list[dict]:
+    """The pairs of one file; an id may stand in several files, each with its own answer."""
+    return tomllib.loads((CORPUS / f"{topic}.toml").read_text())["pair"]
 
 
 def held_out() -> list[tuple[str, str]]:
     """(question, the answer of the pair it paraphrases)"""
-    by_id = pairs()
     found = []
     for path in sorted(CORPUS.glob("held_out_*.toml")):
+        answer_of = {p["id"]: p["answer"] for p in pairs(path.stem.removeprefix("held_out_"))}
         for paraphrase in tomllib.loads(path.read_text())["paraphrase"]:
-            found.append((paraphrase["question"], by_id[paraphrase["id"]]["answer"]))
+            found.append((paraphrase["question"], answer_of[paraphrase["id"]]))
     return found
 
 
 def trained() -> list[tuple[str, str]]:
-    return [(q, pair["answer"]) for pair in pairs().values() for q in pair["questions"]]
+    topics = sorted(p.stem for p in CORPUS.glob("*.toml") if not p.stem.startswith("held_out_"))
+    found = [(q, pair["answer"]) for t in topics for pair in pairs(t) for q in pair["questions"]]
+    assert len(found) == len({question for question, _ in found}), "a question with two answers"
+    return found
 
 
 def answers(cluster: Cluster, questions: list[str]) -> list[str]:
