@@ -131,8 +131,10 @@ class _ConnectionEvents:
         if self._client.is_connected:
             log.warning("nats_error", error=str(error))
             return
-        self.last_error = error
-        self._num_refusals += "authorization" in str(error).lower()
+        is_refusal = "authorization" in str(error).lower()
+        self._num_refusals += is_refusal
+        if is_refusal or not self._num_refusals:  # a reset after a refusal is no reason
+            self.last_error = error
         if self._num_refusals >= MAX_REFUSALS and not self.refused.done():
             self.refused.set_result(None)
 

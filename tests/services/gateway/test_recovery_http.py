@@ -70,6 +70,7 @@ async def test_worker_that_says_goodbye_is_replaced_at_once(cluster: Cluster) ->
     first.hold_at = 5
     running = asyncio.create_task(events_of(cluster))
     await emitted(cluster, 0, 4)
+    await first_token_seen(cluster)
     cluster.scheduler.workers = cluster.decodes[1:]
     await first.heart.stop()
     async with asyncio.timeout(WAIT_S):

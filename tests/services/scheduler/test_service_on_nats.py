@@ -39,7 +39,7 @@ async def test_a_request_is_placed_over_nats(nats_server: NatsServer) -> None:
         )
         await gateway.flush()
         submit = submit_of("r0", gateway_id="gateway-1", num_prompt_tokens=5000)
-        queued = await gateway.request(subjects.SUBMIT, submit, Queued, timeout_s=0.25)
+        queued = await gateway.request(subjects.SUBMIT, submit, Queued, timeout_s=5)
         assert queued.scheduler_id == "scheduler-1"
         await eventually(lambda: bool(told), within_s=5)
         placed = told[0]
