@@ -27,6 +27,10 @@ Role = Literal["gateway", "scheduler", "prefill", "decode", "kv_index"]
 IndexState = Literal["exact", "degraded"]
 ProcessState = Literal["starting", "ready", "draining", "stopped"]
 FinishReason = Literal["stop", "length", "failed"]
+# raw: of the model's own distribution; processed: of the one that tokens are drawn from, after
+# bias, penalties, temperature and truncation
+LogprobsMode = Literal["raw", "processed"]
+Pooling = Literal["last", "mean"]
 AbortReason = Literal["client_gone", "stop", "superseded", "fenced", "deadline", "failed"]
 
 
@@ -58,6 +62,14 @@ class SamplingParams(Message, frozen=True, kw_only=True):
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    repetition_penalty: float = 1.0  # over prompt and output; 1 is off
+    frequency_penalty: float = 0.0  # over the output, by count
+    presence_penalty: float = 0.0  # over the output, once
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token id, what is added to its logit
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that are never completed
+    num_logprobs: int | None = None  # None: none; 0: of the drawn token; k: and of the k likeliest
+    num_prompt_logprobs: int | None = None  # the same, for every prompt token but the first
+    logprobs_mode: LogprobsMode = "raw"
 
 
 class Choice(Message, frozen=True, kw_only=True):
@@ -82,6 +94,7 @@ class Request(Message, frozen=True, kw_only=True):
     choices: tuple[Choice, ...]
     deadline_s: float
     priority: int = 0
+    pooling: Pooling | None = None  # an embedding is asked for, and no token is drawn
 
 
 class SubmitRequest(Message, frozen=True, kw_only=True):
@@ -146,12 +159,22 @@ class Finish(Message, frozen=True, kw_only=True):
     served: Served
     stop_token_id: int | None = None
     failure: Failure | None = None
+    embedding: bytes | None = None  # [hidden_size] FP32, not normalised
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural logarithms of probabilities at one position; the likeliest come by falling order."""
+
+    logprob: float  # of the token that stands there
+    top_token_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
 
 
 class TokenEntry(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of one choice. `first_position` counts output tokens over all tries of the request.
 
-    `served` comes with a placement's first tokens: a stop string can end it before its `finish`.
+    `served` and `prompt_logprobs` come with a placement's first tokens: a stop string can end it
+    before its `finish`.
     """
 
     placement_id: bytes
@@ -160,6 +183,8 @@ class TokenEntry(msgspec.Struct, frozen=True, array_like=True):
     token_ids: tuple[int, ...]
     finish: Finish | None = None
     served: Served | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `token_ids`, if asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's second token onwards
 
 
 class TokenBatch(Message, frozen=True, kw_only=True):
@@ -182,8 +207,11 @@ class AckFinished(Message, frozen=True, kw_only=True):
 
 
 class AbortRequest(Message, frozen=True, kw_only=True):
+    """`choice_index`: only this choice is unwanted (it met a stop string), the others go on."""
+
     placement_id: bytes
     reason: AbortReason
+    choice_index: int | None = None
 
 
 class Done(Message, frozen=True, kw_only=True):

@@ -126,6 +126,6 @@ class Stream:
             for choice in self.choices.values()
             if not choice.is_finished
         )
-        return msgspec.structs.replace(
-            self.request, choices=choices, deadline_s=max(self.deadline_at - now, 0.0)
-        )
+        # rounding can make what is left longer than what was given
+        left_s = min(max(self.deadline_at - now, 0.0), self.request.deadline_s)
+        return msgspec.structs.replace(self.request, choices=choices, deadline_s=left_s)

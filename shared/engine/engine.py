@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from shared.block_hash import extend_chain
 from shared.engine.batcher import Batcher, ScheduledSequence
 from shared.engine.block_pool import BlockPool
+from shared.engine.runner import StepOutput
 from shared.engine.sequence import Sequence, SequenceState
 from shared.errors import InvalidRequest
 from shared.messages import FinishReason
@@ -136,9 +137,9 @@ class Engine:
         self._held.update(found)
         return rows, [Progress(sequence) for sequence in found]
 
-    def apply(self, rows: list[ScheduledSequence], drawn: list[int]) -> list[Progress]:
-        """Takes in a computed step; `drawn` has one token for each row that samples, in order."""
-        tokens = iter(drawn)
+    def apply(self, rows: list[ScheduledSequence], output: StepOutput) -> list[Progress]:
+        """Takes in a computed step; it drew one token for each row that samples, in order."""
+        tokens = iter(output.token_ids)
         progress = []
         for row in rows:
             sequence = row.sequence

@@ -87,11 +87,11 @@ class EngineLoop:
         try:
             inputs = build_inputs(rows, self.engine.pool.block_size)
             self._step_budget_s = self.runner.step_budget_s(inputs)
-            drawn = await self.runner.run(inputs)
+            output = await self.runner.run(inputs)
         except Exception:  # the engine's edge: these sequences fail, the worker lives on
             log.exception("step_failed", num_sequences=len(rows))
             return self.engine.fail(rows)
-        return self.engine.apply(rows, drawn)
+        return self.engine.apply(rows, output)
 
     async def _idle(self) -> None:
         self._step_budget_s = IDLE_TICK_S

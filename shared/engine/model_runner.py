@@ -25,7 +25,7 @@ from shared.engine.checkpoint_config import ModelConfig, read_config
 from shared.engine.kv_cache import allocate_kv_cache, num_blocks_for
 from shared.engine.models import model_class
 from shared.engine.models.llama import LlamaForCausalLM
-from shared.engine.runner import StepInputs
+from shared.engine.runner import StepInputs, StepOutput
 from shared.engine.sampler import draw_tokens
 from shared.engine.step_budget import StepBudget
 from shared.engine.weights import load_weights, open_checkpoint, weights_digest
@@ -124,7 +124,7 @@ class ModelRunner:
     def step_budget_s(self, inputs: StepInputs) -> float:
         return self._budget.seconds(inputs)
 
-    async def run(self, inputs: StepInputs) -> list[int]:
+    async def run(self, inputs: StepInputs) -> StepOutput:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._step_thread, self._run, inputs)
 
@@ -169,12 +169,12 @@ class ModelRunner:
         return self._model.logits(hidden.index_select(0, rows))
 
     @torch.inference_mode()
-    def _run(self, inputs: StepInputs) -> list[int]:
+    def _run(self, inputs: StepInputs) -> StepOutput:
         started = self._clock.now()
         logits = self.step_logits(inputs)
         tokens = draw_tokens(logits, inputs.sampling) if inputs.sampling.num_rows else []
         self._budget.observe(inputs, self._clock.now() - started)
-        return tokens
+        return StepOutput(tokens)
 
     @torch.inference_mode()
     def _read_kv(

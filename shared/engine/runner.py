@@ -6,6 +6,7 @@ see the same inputs, so batching, the block pool and the KV paths are the same c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.kv_format import KvFormat
+from shared.messages import Pooling, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,23 @@ class StepInputs:
     context_lens: NDArray[np.int64]  # [S] KV length once this step is done
     block_tables: NDArray[np.int64]  # [S, max_blocks] padded with 0
     sampling: SamplingInputs
+    # (source, destination) blocks to copy, all layers, before anything else is written
+    block_copies: tuple[tuple[int, int], ...] = ()
+    # sequence -> how many likeliest tokens to tell beside each prompt token of its chunk
+    prompt_logprobs: Mapping[int, int] = field(default_factory=dict)
+    pooling: Mapping[int, Pooling] = field(default_factory=dict)  # sequence -> how
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step gave."""
+
+    token_ids: list[int]  # [R] drawn
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # [R], or none at all
+    # sequence -> of its chunk's every successor that is a prompt token
+    prompt_logprobs: Mapping[int, list[TokenLogprobs]] = field(default_factory=dict)
+    # sequence -> [hidden_size] FP32 after the final norm: the sum over its chunk, or its last token
+    pooled: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)
 
 
 class Runner(Protocol):
@@ -58,8 +77,8 @@ class Runner(Protocol):
         """An upper bound for `run`, announced before it: beyond it the worker is suspect."""
         ...
 
-    async def run(self, inputs: StepInputs) -> list[int]:
-        """Computes one step on the engine's own thread. Returns [R] sampled token ids."""
+    async def run(self, inputs: StepInputs) -> StepOutput:
+        """Computes one step on the engine's own thread."""
         ...
 
     async def read_kv(

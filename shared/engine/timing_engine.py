@@ -14,7 +14,7 @@ from hashlib import blake2b
 import numpy as np
 
 from shared.clock import Clock
-from shared.engine.runner import StepInputs
+from shared.engine.runner import StepInputs, StepOutput
 from shared.kv_format import KvFormat
 
 STATE_BYTES = 16
@@ -57,7 +57,7 @@ class TimingRunner:
     def step_budget_s(self, inputs: StepInputs) -> float:
         return 10 * self._cost.of(inputs)
 
-    async def run(self, inputs: StepInputs) -> list[int]:
+    async def run(self, inputs: StepInputs) -> StepOutput:
         await self._clock.sleep(self._cost.of(inputs))
         first = 0
         last_states: list[bytes] = []
@@ -67,7 +67,8 @@ class TimingRunner:
             states = self._compute(table, inputs.input_ids[rows], inputs.positions[rows])
             last_states += states
             first += query_len
-        return [self._draw(last_states, inputs, draw) for draw in range(inputs.sampling.num_rows)]
+        draws = range(inputs.sampling.num_rows)
+        return StepOutput([self._draw(last_states, inputs, draw) for draw in draws])
 
     async def read_kv(
         self, block_table: list[int], first_token: int, num_tokens: int, out: memoryview

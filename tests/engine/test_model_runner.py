@@ -80,7 +80,7 @@ async def test_run_draws_what_the_logits_say_and_learns_its_pace(model_dir: Path
     inputs = step_of([(line, len(PROMPT))])
     before = runner.step_budget_s(inputs)
     for _ in range(50):
-        drawn = await runner.run(inputs)
+        drawn = (await runner.run(inputs)).token_ids
     assert drawn == runner.step_logits(inputs).argmax(-1).tolist()
     assert runner.step_budget_s(step_of([(line, 1)])) < runner.step_budget_s(inputs) < before
     assert runner.step_budget_s(step_of([(line, 1)])) > 1.0
@@ -90,7 +90,8 @@ async def test_run_draws_what_the_logits_say_and_learns_its_pace(model_dir: Path
 async def test_a_step_that_samples_nothing_draws_nothing(model_dir: Path) -> None:
     runner = ModelRunner.load(model_dir, kv_cache_bytes=1 << 20)
     line = Blocks(runner.num_blocks).line(PROMPT)
-    assert await runner.run(replace(step_of([(line, 20)]), sampling=greedy([]))) == []
+    output = await runner.run(replace(step_of([(line, 20)]), sampling=greedy([])))
+    assert output.token_ids == []
     await runner.close()
 
 
@@ -98,10 +99,11 @@ async def test_banned_tokens_are_not_drawn(model_dir: Path) -> None:
     runner = ModelRunner.load(model_dir, kv_cache_bytes=1 << 20)
     line = Blocks(runner.num_blocks).line(PROMPT)
     inputs = replace(step_of([(line, len(PROMPT))]), sampling=greedy([10, 82]))
-    first, second = await runner.run(inputs)
+    first, second = (await runner.run(inputs)).token_ids
     banned = replace(inputs.sampling, banned=[(1, second)])
-    assert await runner.run(replace(inputs, sampling=banned)) != [first, second]
-    assert (await runner.run(replace(inputs, sampling=banned)))[0] == first
+    drawn = (await runner.run(replace(inputs, sampling=banned))).token_ids
+    assert drawn[0] == first
+    assert drawn[1] != second
     await runner.close()
 
 
