@@ -23,6 +23,8 @@ from shared.clock import Clock, MonotonicClock
 from shared.engine.attention_inputs import build_attention_inputs
 from shared.engine.checkpoint_config import ModelConfig, read_config
 from shared.engine.kv_cache import allocate_kv_cache, num_blocks_for
+from shared.engine.layers.embedding import OutputHead
+from shared.engine.layers.linear import Linear
 from shared.engine.models import model_class
 from shared.engine.models.llama import LlamaForCausalLM
 from shared.engine.runner import StepInputs, StepOutput
@@ -111,8 +113,10 @@ class ModelRunner:
         with open_checkpoint(model_dir) as tensors:
             load_weights(tensors, model.weight_destinations())
             revision = weights_digest(tensors, msgspec.json.encode(config))
+        model.to(target).eval()
+        _pack(model)
         return cls(
-            model.to(target).eval(),
+            model,
             allocate_kv_cache(kv_format, num_blocks, target),
             kv_format,
             model_name=model_dir.resolve().name if model_name is None else model_name,
@@ -225,6 +229,12 @@ class ModelRunner:
             raise ValueError(
                 f"{num_bytes} bytes are not {num_tokens} tokens of {self.kv_format.key}"
             )
+
+
+def _pack(model: LlamaForCausalLM) -> None:
+    for module in model.modules():
+        if isinstance(module, Linear | OutputHead):
+            module.pack()
 
 
 def _device(name: str) -> torch.device:

@@ -3,11 +3,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shared.engine.layers.linear import row_invariant_linear
+from kernels.reference.linear import linear, pack_weight
 
 
 class Embedding(nn.Module):
-    """Token vectors; as `logits`, also the output head of a tied model."""
+    """Token vectors by id."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -18,6 +18,28 @@ class Embedding(nn.Module):
     def forward(self, token_ids: Tensor) -> Tensor:
         return self.weight.index_select(0, token_ids)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, hidden] -> [R, vocab_size] FP32."""
-        return row_invariant_linear(hidden, self.weight).float()
+
+class OutputHead(nn.Module):
+    """Hidden states [R, hidden] -> logits [R, vocab_size] FP32; a tied one shares its weight.
+
+    Rows are looked up in a plain weight and multiplied with a packed one, so that a tied model has
+    both once it is packed.
+    """
+
+    weight: Tensor
+
+    def __init__(self, embedding: Embedding, *, is_tied: bool) -> None:
+        super().__init__()
+        self.weight = (
+            embedding.weight
+            if is_tied
+            else nn.Parameter(torch.empty_like(embedding.weight), requires_grad=False)
+        )
+
+    def pack(self) -> None:
+        packed = pack_weight(self.weight)
+        del self.weight
+        self.weight = packed
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return linear(hidden, self.weight).float()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from shared.engine.attention_inputs import AttentionInputs
 from shared.engine.checkpoint_config import ModelConfig
 from shared.engine.layers.attention import Attention
-from shared.engine.layers.embedding import Embedding
+from shared.engine.layers.embedding import Embedding, OutputHead
 from shared.engine.layers.linear import Linear
 from shared.engine.layers.mlp import GatedMlp
 from shared.engine.layers.norm import RMSNorm
@@ -45,11 +45,7 @@ class LlamaForCausalLM(nn.Module):
             LlamaLayer(config, dtype=dtype) for _ in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.lm_head = (
-            self.embed_tokens
-            if config.has_tied_embeddings
-            else Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
-        )
+        self.lm_head = OutputHead(self.embed_tokens, is_tied=config.has_tied_embeddings)
         cos, sin = rotary_table(config.rope, config.head_dim, num_positions)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -67,7 +63,7 @@ class LlamaForCausalLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> [R, vocab_size] FP32."""
-        return self.lm_head.logits(self.norm(hidden))
+        return self.lm_head(self.norm(hidden))
 
     def weight_destinations(self) -> dict[str, Tensor]:
         """The checkpoint's tensor names -> where each goes; fused parameters are cut up."""

@@ -1,0 +1,63 @@
+"""y = x · weightᵀ + bias, with output rows that do not depend on how many rows there are.
+
+On a CPU a weight is packed once, into the blocked layout that oneDNN's matrix products read: without
+it they rearrange the whole weight in every call. Measured on an EPYC with AVX-512 BF16, 768 x 4096:
+2.3 times as fast for one row and 1.6 times for 64 in BF16, 2.8 times for 64 in FP32.
+
+A row's bits are the same for every number of rows from two on, with any number of threads, and for
+a single row as long as K <= SPLIT_K (measured, K up to 11,008): beyond it, one row gets another
+kernel, so it is computed with a row of zeros beside it. Plain weights need more care.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SPLIT_K = 1024
+# Plain weights: below PLAIN_ROWS rows are padded to a multiple, from there on any count will do.
+PLAIN_ROWS = 16
+PLAIN_MULTIPLE = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 16}
+PACKABLE = (torch.float32, torch.bfloat16)
+
+
+def pack_weight(weight: Tensor) -> Tensor:
+    """weight [N, K] -> the same in oneDNN's layout, or as it is where that cannot be.
+
+    A packed weight takes the same number of bytes and is good for `linear` only.
+    """
+    is_packable = weight.device.type == "cpu" and weight.dtype in PACKABLE
+    if not is_packable or not torch.backends.mkldnn.is_available():
+        return weight
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    return packed
+
+
+def is_packed(weight: Tensor) -> bool:
+    return weight.is_mkldnn
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, K], weight [N, K] plain or packed, bias [N] -> [T, N] in the dtype of x.
+
+    The bias is added after the product is rounded: a fused one changes the kernel that runs.
+    """
+    num_rows = x.shape[0]
+    num_padded = _padded_rows(num_rows, weight)
+    if num_padded != num_rows:
+        x = torch.nn.functional.pad(x, (0, 0, 0, num_padded - num_rows))
+    if is_packed(weight):
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    else:
+        y = torch.nn.functional.linear(x, weight)
+    y = y[:num_rows]
+    return y if bias is None else y.add_(bias)
+
+
+def _padded_rows(num_rows: int, weight: Tensor) -> int:
+    if is_packed(weight):
+        return 2 if num_rows == 1 and weight.shape[1] > SPLIT_K else num_rows
+    if num_rows >= PLAIN_ROWS:
+        return num_rows
+    multiple = PLAIN_MULTIPLE[weight.dtype]
+    return -(-num_rows // multiple) * multiple
