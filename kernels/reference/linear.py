@@ -1,7 +1,7 @@
 """y = x · weightᵀ + bias, with output rows that do not depend on how many rows there are.
 
-On a CPU a weight is packed once, into the blocked layout that oneDNN's matrix products read: without
-it they rearrange the whole weight in every call. Measured on an EPYC with AVX-512 BF16, 768 x 4096:
+On a CPU a weight is packed once, into the blocked layout that oneDNN multiplies with; without it
+every product rearranges the whole weight first. Measured on an EPYC with AVX-512 BF16, 768 x 4096:
 2.3 times as fast for one row and 1.6 times for 64 in BF16, 2.8 times for 64 in FP32.
 
 A row's bits are the same for every number of rows from two on, with any number of threads, and for

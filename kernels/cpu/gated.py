@@ -1,0 +1,54 @@
+"""The gates of gated MLPs: silu(gate) · up and gelu(gate) · up, in FP32, rounded once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import njit, prange
+from torch import Tensor
+
+from kernels.cpu.lanes import LOG2_E, array, exp2, narrow, widen
+
+_f32 = np.float32
+_GELU_FACTOR = _f32(-2 * math.sqrt(2 / math.pi) * LOG2_E)
+_GELU_CUBIC = _f32(0.044715)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """gate_up [T, 2 * intermediate], gate first -> [T, intermediate]; silu(g) = g / (1 + e**-g)."""
+    out = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
+    _silu_and_mul(array(gate_up), array(out))
+    return out
+
+
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    """As `silu_and_mul`, with the tanh form of gelu.
+
+    g / 2 · (1 + tanh(u)) = g / (1 + e**-2u), u = sqrt(2 / pi) · (g + 0.044715 g³).
+    """
+    out = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
+    _gelu_and_mul(array(gate_up), array(out))
+    return out
+
+
+@njit(nogil=True, parallel=True, cache=True)
+def _silu_and_mul(gate_up: Any, out: Any) -> None:
+    for row in prange(out.shape[0]):
+        gate, up = gate_up[row, : out.shape[1]], gate_up[row, out.shape[1] :]
+        for index in range(out.shape[1]):
+            x = widen(gate[index])
+            decay = exp2(min(x * _f32(-LOG2_E), _f32(126.0)))
+            out[row, index] = narrow(x / (_f32(1.0) + decay) * widen(up[index]), out.dtype)
+
+
+@njit(nogil=True, parallel=True, cache=True)
+def _gelu_and_mul(gate_up: Any, out: Any) -> None:
+    for row in prange(out.shape[0]):
+        gate, up = gate_up[row, : out.shape[1]], gate_up[row, out.shape[1] :]
+        for index in range(out.shape[1]):
+            x = widen(gate[index])
+            exponent = (x * x * _GELU_CUBIC + _f32(1.0)) * x * _GELU_FACTOR
+            decay = exp2(min(exponent, _f32(126.0)))
+            out[row, index] = narrow(x / (_f32(1.0) + decay) * widen(up[index]), out.dtype)

@@ -1,0 +1,141 @@
+"""What the compiled loops are made of: half precision as bits, fused multiply-add, exp2."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic, overload
+from numpy.typing import NDArray
+from torch import Tensor
+
+# What a dtype that numba does not know goes by; FP32 goes as it is.
+BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+LOG2_E = math.log2(math.e)
+# Sums run in so many interleaved chains. Loops over fewer are unrolled before the compiler looks
+# for vectors in them, and end up scalar.
+LANES = 64
+
+_f32 = np.float32
+_i32 = np.int32
+# Least-squares fit of 2**r on [-1/2, 1/2] with 2**0 = 1; its error is below 1e-7.
+_C1, _C2, _C3 = _f32(0.69314720), _f32(0.24022651), _f32(0.055503324)
+_C4, _C5, _C6 = _f32(0.0096184373), _f32(0.0013395752), _f32(0.00015403530)
+
+
+def array(tensor: Tensor) -> NDArray[Any]:
+    """The tensor's memory as the compiled loops take it."""
+    bits = BITS.get(tensor.dtype)
+    return tensor.numpy() if bits is None else tensor.view(bits).numpy()
+
+
+@intrinsic
+def fma(_: Any, a: Any, b: Any, c: Any) -> Any:
+    """a · b + c, rounded once."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fma(*args)
+
+    return types.float32(types.float32, types.float32, types.float32), generate
+
+
+@intrinsic
+def float_of_bits(_: Any, bits: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), generate
+
+
+@intrinsic
+def bits_of_float(_: Any, x: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.int32(types.float32), generate
+
+
+@intrinsic
+def _float_of_half(_: Any, bits: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.int16), generate
+
+
+@intrinsic
+def _half_of_float(_: Any, x: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+
+    return types.int16(types.float32), generate
+
+
+def widen(x: Any) -> Any:
+    """An element of an `array` as FP32."""
+    raise NotImplementedError("compiled code only")
+
+
+def narrow(x: Any, dtype: Any) -> Any:
+    """FP32 `x` as an element of an `array` of `dtype`, rounded to the nearest even."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(widen, strict=False)
+def _widen(x: Any) -> Any:
+    if x is types.float32:
+        return lambda x: x
+    if x is types.int16:
+        return lambda x: _float_of_half(x)
+    return lambda x: float_of_bits(_i32(_i32(x) << 16))
+
+
+@overload(narrow, strict=False)
+def _narrow(x: Any, dtype: Any) -> Any:
+    if dtype.dtype is types.float32:
+        return lambda x, dtype: x
+    if dtype.dtype is types.int16:
+        return lambda x, dtype: _half_of_float(x)
+    return lambda x, dtype: _round_to_bf16(x)
+
+
+@njit(nogil=True, cache=True)
+def _round_to_bf16(x: Any) -> Any:
+    bits = bits_of_float(x)
+    rounded = (bits + _i32(0x7FFF) + ((bits >> 16) & 1)) >> 16
+    return np.uint16((rounded if x == x else bits >> 16 | 0x40) & 0xFFFF)
+
+
+@njit(nogil=True, cache=True)
+def exp2(x: Any) -> Any:
+    """2**x for x in [-inf, 127], within a unit or two in the last place; 0 below 2**-126."""
+    x = x if x > _f32(-127.0) else _f32(-127.0)
+    whole = np.floor(x + _f32(0.5))
+    r = x - whole
+    y = fma(_C6, r, _C5)
+    y = fma(y, r, _C4)
+    y = fma(y, r, _C3)
+    y = fma(y, r, _C2)
+    y = fma(y, r, _C1)
+    y = fma(y, r, _f32(1.0))
+    return y * float_of_bits(_i32((_i32(whole) + _i32(127)) << _i32(23)))
+
+
+@njit(nogil=True, cache=True)
+def tanh(x: Any) -> Any:
+    """1 - 2 / (1 + e**2x), from the positive side so that nothing overflows."""
+    size = min(abs(x), _f32(20.0))
+    y = _f32(1.0) - _f32(2.0) / (_f32(1.0) + exp2(size * _f32(2 * LOG2_E)))
+    return y if x >= _f32(0.0) else -y
+
+
+@njit(nogil=True, cache=True)
+def join_lanes(sums: Any) -> Any:
+    total = sums[0]
+    for lane in range(1, LANES):
+        total += sums[lane]
+    return total
