@@ -21,12 +21,12 @@ from kernels.reference.scatter_blocks import scatter_blocks
 from kernels.reference.tiles import TILE
 from shared.clock import Clock, MonotonicClock
 from shared.engine.attention_inputs import build_attention_inputs
-from shared.engine.checkpoint_config import ModelConfig, read_config
+from shared.engine.checkpoint_config import read_config
 from shared.engine.kv_cache import allocate_kv_cache, num_blocks_for
 from shared.engine.layers.embedding import OutputHead
 from shared.engine.layers.linear import Linear
-from shared.engine.models import model_class
-from shared.engine.models.llama import LlamaForCausalLM
+from shared.engine.model_config import ModelConfig
+from shared.engine.models.decoder import Decoder
 from shared.engine.runner import StepInputs, StepOutput
 from shared.engine.sampler import draw_tokens
 from shared.engine.step_budget import StepBudget
@@ -58,7 +58,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: LlamaForCausalLM,
+        model: Decoder,
         kv_cache: Tensor,
         kv_format: KvFormat,
         *,
@@ -105,7 +105,7 @@ class ModelRunner:
         target = _device(device)
         kv_format = _kv_format(config, resolve_dtype(dtype, target), block_size)
         num_blocks = num_blocks_for(kv_format, kv_cache_bytes)
-        model = model_class(config.architecture)(
+        model = Decoder(
             config,
             dtype=getattr(torch, kv_format.dtype),
             num_positions=min(config.max_position_embeddings, num_blocks * block_size),
@@ -231,7 +231,7 @@ class ModelRunner:
             )
 
 
-def _pack(model: LlamaForCausalLM) -> None:
+def _pack(model: Decoder) -> None:
     for module in model.modules():
         if isinstance(module, Linear | OutputHead):
             module.pack()
