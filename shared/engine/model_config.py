@@ -69,6 +69,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_post_norms: bool = False  # a norm behind attention and MLP, too
     has_unit_offset_norms: bool = False  # the checkpoint holds a norm's weight less one
     has_fused_projections: bool = False  # the checkpoint holds qkv_proj and gate_up_proj
+    is_text_part: bool = False  # the checkpoint holds an image encoder, too
     embedding_scale: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None

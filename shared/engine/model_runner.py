@@ -30,6 +30,7 @@ from shared.engine.models.decoder import Decoder
 from shared.engine.runner import StepInputs, StepOutput
 from shared.engine.sampler import draw_tokens
 from shared.engine.step_budget import StepBudget
+from shared.engine.text_part import TextTensors
 from shared.engine.weights import load_weights, open_checkpoint, weights_digest
 from shared.errors import ConfigError
 from shared.kv_format import KvFormat
@@ -111,7 +112,10 @@ class ModelRunner:
             num_positions=min(config.max_position_embeddings, num_blocks * block_size),
         )
         with open_checkpoint(model_dir) as tensors:
-            load_weights(tensors, model.weight_destinations())
+            load_weights(
+                TextTensors(tensors) if config.is_text_part else tensors,
+                model.weight_destinations(),
+            )
             revision = weights_digest(tensors, msgspec.json.encode(config))
         model.to(target).eval()
         _pack(model)

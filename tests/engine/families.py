@@ -48,8 +48,31 @@ class Family:
     architecture: str
     fields: dict[str, Any]
 
-    def write(self, folder: Path, **overrides: Any) -> PreTrainedModel:
-        return write_model(folder, self.architecture, **SHAPE, **self.fields, **overrides)
+    def write(self, folder: Path, **options: Any) -> PreTrainedModel:
+        return write_model(folder, self.architecture, **SHAPE, **self.fields, **options)
+
+
+class MultimodalGemma3(Family):
+    def write(self, folder: Path, **options: Any) -> PreTrainedModel:
+        vision = {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        }
+        return write_model(
+            folder,
+            self.architecture,
+            text_config={"vocab_size": 199, "initializer_range": 0.25, **SHAPE, **self.fields},
+            vision_config=vision,
+            mm_tokens_per_image=4,
+            image_token_index=0,
+            boi_token_index=1,
+            eoi_token_index=2,
+            **options,
+        )
 
 
 FAMILIES = {
@@ -96,6 +119,7 @@ FAMILIES = {
             },
         },
     ),
+    "gemma3, text of a multimodal one": MultimodalGemma3("Gemma3ForConditionalGeneration", GEMMA3),
     "phi3": Family("Phi3ForCausalLM", {}),
     "phi3, window, partly rotated": Family(
         "Phi3ForCausalLM",

@@ -21,6 +21,7 @@ FAMILIES: dict[str, Configure] = {
     "Qwen3ForCausalLM": qwen3.configure,
     "Gemma2ForCausalLM": gemma2.configure,
     "Gemma3ForCausalLM": gemma3.configure,
+    "Gemma3ForConditionalGeneration": gemma3.configure_text_part,
     "Phi3ForCausalLM": phi3.configure,
 }
 

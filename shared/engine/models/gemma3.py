@@ -40,6 +40,16 @@ def configure(given: Mapping[str, Any]) -> ModelConfig:
     return replace(config, has_qk_norm=True)
 
 
+def configure_text_part(given: Mapping[str, Any]) -> ModelConfig:
+    """Of a model that reads images too; it is served text only."""
+    text = given.get("text_config")
+    if not isinstance(text, dict):
+        raise CheckpointError("text_config is missing")
+    names = ("tie_word_embeddings", "quantization_config")
+    above = {name: given[name] for name in names if name in given}
+    return replace(configure({**text, **above}), is_text_part=True)
+
+
 def _ropes(fields: ConfigFields) -> dict[str, Any]:
     written = fields.rope_parameters or {}
     for unknown in written.keys() - {FULL, SLIDING}:
