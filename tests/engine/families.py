@@ -49,7 +49,7 @@ class Family:
     fields: dict[str, Any]
 
     def write(self, folder: Path, **options: Any) -> PreTrainedModel:
-        return write_model(folder, self.architecture, **SHAPE, **self.fields, **options)
+        return write_model(folder, self.architecture, **{**SHAPE, **self.fields, **options})
 
 
 class MultimodalGemma3(Family):
