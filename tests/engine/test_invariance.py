@@ -31,7 +31,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "window, soft caps": {
         "architecture": "Gemma2ForCausalLM",
-        "sliding_window": 70,
+        "sliding_window": 200,
         "attn_logit_softcapping": 3.0,
         "final_logit_softcapping": 5.0,
         "num_attention_heads": 3,
@@ -80,6 +80,16 @@ def test_logits_are_bit_equal_for_every_chunking(
     for chunk in (1, 7, 64):
         logits = prefill(runner, blocks.line(prompt), chunk)
         assert torch.equal(logits, whole), f"chunks of {chunk}"
+
+
+def test_tiles_left_out_before_a_window_change_no_bit(tmp_path: Path) -> None:
+    """More of them the smaller the chunk, and an odd number at times."""
+    runner = _load(tmp_path, "window, soft caps", "float32")
+    blocks = Blocks(runner.num_blocks)
+    prompt = _prompt(1, 400)
+    whole = prefill(runner, blocks.line(prompt), 400)
+    for chunk in (1, 7, 64):
+        assert torch.equal(prefill(runner, blocks.line(prompt), chunk), whole), f"chunks of {chunk}"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

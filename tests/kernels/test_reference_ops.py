@@ -169,7 +169,7 @@ def test_attention(num_heads: int, num_kv_heads: int, dim: int) -> None:
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("window", [None, 1, 63, 64, 65, 100, 1000])
+@pytest.mark.parametrize("window", [None, 1, 63, 64, 65, 100, 200, 1000])
 def test_attention_in_a_window_with_capped_scores(
     window: int | None, softcap: float | None
 ) -> None:
@@ -178,10 +178,10 @@ def test_attention_in_a_window_with_capped_scores(
 
 def _attention_holds(num_heads: int, num_kv_heads: int, dim: int, **options: Any) -> None:
     """Both functions against FP64, and bit for bit against each other."""
-    cache, tables = _paged(3, 20, num_kv_heads, dim)
-    query_lens, context_lens = [2, 150, 63], [2, 300, 64]
+    cache, tables = _paged(4, 20, num_kv_heads, dim)
+    query_lens, context_lens = [2, 150, 63, 20], [2, 300, 64, 300]
     query = _random(sum(query_lens), num_heads, dim, seed=4)
-    starts = [0, 2, 152, 215]
+    starts = [0, 2, 152, 215, 235]
     out = prefill_attention(
         query,
         cache,
@@ -191,7 +191,7 @@ def _attention_holds(num_heads: int, num_kv_heads: int, dim: int, **options: Any
         dim**-0.5,
         **options,
     )
-    for index in range(3):
+    for index in range(4):
         rows = slice(starts[index], starts[index + 1])
         expected = _naive(query[rows], cache, tables[index], context_lens[index], **options)
         _near(out[rows], expected)
