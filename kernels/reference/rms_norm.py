@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [T, hidden], weight [hidden] -> [T, hidden] in the dtype of x.
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, has_unit_offset: bool = False) -> Tensor:
+    """x [..., hidden], weight [hidden] -> as x, in its dtype.
 
     The mean and the scaling are FP32; the product with the weight is in the dtype of x, as in the
-    published checkpoints' own code.
+    published checkpoints' own code. `has_unit_offset`: the factor is 1 + weight, in FP32 (Gemma).
     """
     wide = x.float()
     scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).add_(eps))
+    if has_unit_offset:
+        return (wide * scale).mul_(weight.float() + 1.0).to(x.dtype)
     return (wide * scale).to(x.dtype).mul_(weight)

@@ -1,4 +1,4 @@
-"""Rotary position embedding over the two halves of a head (Su et al., RoFormer)."""
+"""Rotary position embedding over the two halves of a head, or of its first part (RoFormer)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from torch import Tensor
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, num_heads, head_dim], cos and sin [T, head_dim / 2] FP32 -> as x.
+    """x [T, num_heads, head_dim], cos and sin [T, rotary_dim / 2] FP32 -> as x.
 
-    With x = (a, b) split in the middle: (a·cos - b·sin, b·cos + a·sin), in FP32, rounded once.
+    With the first rotary_dim elements of a head = (a, b) split in the middle:
+    (a·cos - b·sin, b·cos + a·sin), in FP32, rounded once. The rest of the head stays as it is.
     """
-    first, second = x.float().chunk(2, dim=-1)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [T, 1, head_dim / 2]
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    half = cos.shape[1]
+    first, second, rest = x.float().split((half, half, x.shape[2] - 2 * half), dim=-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [T, 1, rotary_dim / 2]
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
     return rotated.to(x.dtype)

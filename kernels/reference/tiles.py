@@ -3,7 +3,8 @@
 A query row's bits depend on its own query and context only. Each step either is exact (the maximum,
 masking to 0), works on one element, or sums in an order that is fixed by absolute positions: within
 a tile of TILE tokens by one matrix product, over tiles by a tree of adjacent pairs, in which a tile
-that is wholly masked adds an exact 0.
+that is wholly masked adds an exact 0. So tiles before a sliding window may be left out, as long as
+the tree knows the absolute index of the first one that is there.
 
 Matrix products keep a row's bits only from four rows on, and with several threads only if each of
 them gets at least four (measured with MKL): rows are padded to a multiple of ROW_MULTIPLE.
@@ -55,6 +56,21 @@ def gather_kv(
     return key, value
 
 
+def skip_before_window(
+    block_tables: Tensor, context_lens: Tensor, first_visible: int, block_size: int
+) -> tuple[int, Tensor, Tensor]:
+    """Leaves out whole tiles and blocks before token `first_visible`.
+
+    Returns the index of the first tile kept, and tables and lengths counted from it.
+    """
+    first_token = first_visible // max(TILE, block_size) * max(TILE, block_size)
+    return (
+        first_token // TILE,
+        block_tables[:, first_token // block_size :],
+        context_lens - first_token,
+    )
+
+
 def _clear_behind(context_lens: Tensor, key: Tensor, value: Tensor) -> None:
     """A block's last owner, maybe another tenant, can have left NaN: even masked, 0 · NaN is NaN.
 
@@ -73,9 +89,15 @@ def visibility(is_visible: Tensor) -> Tensor:
     return torch.where(is_visible, float("inf"), float("-inf"))
 
 
-def tree_sum(x: Tensor) -> Tensor:
-    """Sums dimension 1 by adjacent pairs; appending zeros to it changes no bit. [B, n, ...]"""
+def tree_sum(x: Tensor, first: int = 0) -> Tensor:
+    """Sums dimension 1 by adjacent pairs; appending zeros to it changes no bit. [B, n, ...]
+
+    `first` zeros that belong before it may be left out.
+    """
     while x.shape[1] > 1:
+        if first % 2:
+            x = torch.cat((torch.zeros_like(x[:, :1]), x), dim=1)
+        first //= 2
         paired = x.shape[1] // 2 * 2
         sums = x[:, 0:paired:2] + x[:, 1:paired:2]
         x = sums if paired == x.shape[1] else torch.cat((sums, x[:, -1:]), dim=1)
@@ -95,19 +117,36 @@ def exp2_(x: Tensor) -> Tensor:
     return x
 
 
-def softmax_value(scores: Tensor, value: Tensor) -> Tensor:
+def score_factor(scale: float, softcap: float | None) -> float:
+    """What queries are multiplied by so that their products with keys fit `softcap_`."""
+    return scale * LOG2_E if softcap is None else scale * LOG2_E * 2 / softcap
+
+
+def softcap_(scores: Tensor, softcap: float | None) -> Tensor:
+    """cap · tanh(score / cap) in place, but for a constant that softmax does not see.
+
+    tanh(x) = 1 - 2 / (1 + exp(2x)), because torch's own takes fifty times as long as exp2. `scores`
+    as `softmax_value` takes them, of queries times `score_factor`.
+    """
+    if softcap is None:
+        return scores
+    return exp2_(scores).add_(1.0).reciprocal_().mul_(-2 * softcap * LOG2_E)
+
+
+def softmax_value(scores: Tensor, value: Tensor, first_tile: int = 0) -> Tensor:
     """scores [B, num_tiles, R, TILE], -inf where masked, overwritten; value [B, tokens, D].
 
-    `scores` carry a factor LOG2_E, and R is a multiple of ROW_MULTIPLE.
+    `scores` carry a factor LOG2_E, R is a multiple of ROW_MULTIPLE, and each row sees a token.
+    `first_tile`: how many tiles before these were left out.
     Returns softmax(scores / LOG2_E) · value, [B, R, D].
     """
     batch, num_tiles, num_rows, _ = scores.shape
     row_max = scores.amax(-1, keepdim=True).amax(1, keepdim=True)
     weights = exp2_(scores.sub_(row_max))
-    total = tree_sum(weights.sum(-1))  # [B, R]
+    total = tree_sum(weights.sum(-1), first_tile)  # [B, R]
     partial = torch.bmm(
         weights.view(batch * num_tiles, num_rows, TILE),
         value.reshape(batch * num_tiles, TILE, -1),
     )
-    summed = tree_sum(partial.view(batch, num_tiles, num_rows, -1))
+    summed = tree_sum(partial.view(batch, num_tiles, num_rows, -1), first_tile)
     return summed / total.unsqueeze(-1)

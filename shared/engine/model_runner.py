@@ -21,15 +21,16 @@ from kernels.reference.scatter_blocks import scatter_blocks
 from kernels.reference.tiles import TILE
 from shared.clock import Clock, MonotonicClock
 from shared.engine.attention_inputs import build_attention_inputs
-from shared.engine.checkpoint_config import ModelConfig, read_config
+from shared.engine.checkpoint_config import read_config
 from shared.engine.kv_cache import allocate_kv_cache, num_blocks_for
 from shared.engine.layers.embedding import OutputHead
 from shared.engine.layers.linear import Linear
-from shared.engine.models import model_class
-from shared.engine.models.llama import LlamaForCausalLM
+from shared.engine.model_config import ModelConfig
+from shared.engine.models.decoder import Decoder
 from shared.engine.runner import StepInputs, StepOutput
 from shared.engine.sampler import draw_tokens
 from shared.engine.step_budget import StepBudget
+from shared.engine.text_part import TextTensors
 from shared.engine.weights import load_weights, open_checkpoint, weights_digest
 from shared.errors import ConfigError
 from shared.kv_format import KvFormat
@@ -58,7 +59,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: LlamaForCausalLM,
+        model: Decoder,
         kv_cache: Tensor,
         kv_format: KvFormat,
         *,
@@ -105,13 +106,16 @@ class ModelRunner:
         target = _device(device)
         kv_format = _kv_format(config, resolve_dtype(dtype, target), block_size)
         num_blocks = num_blocks_for(kv_format, kv_cache_bytes)
-        model = model_class(config.architecture)(
+        model = Decoder(
             config,
             dtype=getattr(torch, kv_format.dtype),
             num_positions=min(config.max_position_embeddings, num_blocks * block_size),
         )
         with open_checkpoint(model_dir) as tensors:
-            load_weights(tensors, model.weight_destinations())
+            load_weights(
+                TextTensors(tensors) if config.is_text_part else tensors,
+                model.weight_destinations(),
+            )
             revision = weights_digest(tensors, msgspec.json.encode(config))
         model.to(target).eval()
         _pack(model)
@@ -231,7 +235,7 @@ class ModelRunner:
             )
 
 
-def _pack(model: LlamaForCausalLM) -> None:
+def _pack(model: Decoder) -> None:
     for module in model.modules():
         if isinstance(module, Linear | OutputHead):
             module.pack()

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+import transformers
+from transformers import PreTrainedModel
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -18,18 +19,23 @@ LLAMA3_ROPE = {
 }
 
 
-def write_llama(
+def write_llama(folder: Path, **options: Any) -> PreTrainedModel:
+    return write_model(folder, "LlamaForCausalLM", **options)
+
+
+def write_model(
     folder: Path,
+    architecture: str,
     *,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = "5GB",
     **overrides: Any,
-) -> LlamaForCausalLM:
+) -> PreTrainedModel:
     """Writes a checkpoint as transformers does and returns its model, in FP32 evaluation mode.
 
     Untied and with a wide initialisation: a tied model of the default width repeats one token and
-    proves nothing. `overrides` are LlamaConfig's fields.
+    proves nothing. `overrides` are fields of the architecture's config.
     """
     fields: dict[str, Any] = {
         "vocab_size": 199,
@@ -43,12 +49,17 @@ def write_llama(
         "initializer_range": 0.25,
         "tie_word_embeddings": False,
         "eos_token_id": 2,
+        "pad_token_id": 0,
         **overrides,
     }
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**fields)).to(dtype).eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.1)
+    model_class = getattr(transformers, architecture)
+    model = model_class(model_class.config_class(**fields)).to(dtype).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=0.1)
+            elif "norm" in name:  # ones or zeros
+                parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model.float()

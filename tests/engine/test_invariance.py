@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shared.engine.model_runner import ModelRunner
-from tests.engine.checkpoints import write_llama
+from tests.engine.checkpoints import write_llama, write_model
 from tests.engine.steps import Blocks, Line, advance, prefill
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -29,8 +29,29 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 64,
         "attention_bias": True,
     },
+    "window, soft caps": {
+        "architecture": "Gemma2ForCausalLM",
+        "sliding_window": 200,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 5.0,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 20,
+        "intermediate_size": 77,
+    },
+    "window, head norms": {
+        "architecture": "Gemma3ForCausalLM",
+        "sliding_window": 21,
+        "sliding_window_pattern": 2,
+        "head_dim": 10,
+    },
 }
 PROMPT_TOKENS = 150
+
+
+def _load(folder: Path, shape: str, dtype: str) -> ModelRunner:
+    write_model(folder, **{"architecture": "LlamaForCausalLM", **SHAPES[shape]})
+    return ModelRunner.load(folder, dtype=dtype, kv_cache_bytes=64 << 20)
 
 
 @pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
@@ -51,8 +72,7 @@ def _prompt(seed: int, num_tokens: int) -> list[int]:
 def test_logits_are_bit_equal_for_every_chunking(
     tmp_path: Path, shape: str, dtype: str, num_threads: int
 ) -> None:
-    write_llama(tmp_path, **SHAPES[shape])
-    runner = ModelRunner.load(tmp_path, dtype=dtype, kv_cache_bytes=16 << 20)
+    runner = _load(tmp_path, shape, dtype)
     blocks = Blocks(runner.num_blocks)
     prompt = _prompt(1, PROMPT_TOKENS)
     whole = prefill(runner, blocks.line(prompt), PROMPT_TOKENS)
@@ -62,14 +82,23 @@ def test_logits_are_bit_equal_for_every_chunking(
         assert torch.equal(logits, whole), f"chunks of {chunk}"
 
 
+def test_tiles_left_out_before_a_window_change_no_bit(tmp_path: Path) -> None:
+    """More of them the smaller the chunk, and an odd number at times."""
+    runner = _load(tmp_path, "window, soft caps", "float32")
+    blocks = Blocks(runner.num_blocks)
+    prompt = _prompt(1, 400)
+    whole = prefill(runner, blocks.line(prompt), 400)
+    for chunk in (1, 7, 64):
+        assert torch.equal(prefill(runner, blocks.line(prompt), chunk), whole), f"chunks of {chunk}"
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_are_bit_equal_for_every_batch(
     tmp_path: Path, shape: str, dtype: str, num_threads: int
 ) -> None:
     """Decode rows of contexts of all lengths, beside a prefill chunk or not."""
-    write_llama(tmp_path, **SHAPES[shape])
-    runner = ModelRunner.load(tmp_path, dtype=dtype, kv_cache_bytes=64 << 20)
+    runner = _load(tmp_path, shape, dtype)
     lengths = [1 + (37 * index) % 300 for index in range(32)]
     prompts = [_prompt(10 + index, length) for index, length in enumerate(lengths)]
     alone = []
@@ -97,9 +126,10 @@ def _prefill_all_but_last(runner: ModelRunner, line: Line) -> None:
         advance(runner, [(line, num_tokens)])
 
 
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MistralForCausalLM"])
 @pytest.mark.parametrize("block_size", [4, 64, 128])
-def test_block_size_changes_no_bit(tmp_path: Path, block_size: int) -> None:
-    write_llama(tmp_path)
+def test_block_size_changes_no_bit(tmp_path: Path, block_size: int, architecture: str) -> None:
+    write_model(tmp_path, architecture, sliding_window=30)
     prompt = _prompt(2, 200)
     logits = []
     for size in (16, block_size):

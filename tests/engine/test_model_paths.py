@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from shared.engine.checkpoint_config import read_config
 from shared.engine.engine import Engine
 from shared.engine.inputs import build_inputs
 from shared.engine.model_runner import ModelRunner
 from shared.engine.sequence import Sequence
 from shared.messages import SamplingParams
-from tests.engine.checkpoints import write_llama
+from tests.engine.families import FAMILIES, Family
 from tests.engine.rig import new_sequence
 
 PROMPT = [(7 * n + n * n) % 190 + 3 for n in range(75)]
@@ -25,18 +26,42 @@ SAMPLINGS = {
 }
 
 
+# Windows are shorter than the prompt, and one is longer than what a step of 64 computes.
+LLAMA = Family(
+    "LlamaForCausalLM", {"num_attention_heads": 7, "hidden_size": 84, "num_hidden_layers": 2}
+)
+MODELS = {
+    "llama": LLAMA,
+    "mistral": Family("MistralForCausalLM", {"sliding_window": 70}),
+    "gemma3": FAMILIES["gemma3"],
+    "phi3": FAMILIES["phi3, longrope"],
+}
+CASES = [
+    ("llama", "bfloat16", "greedy"),
+    ("llama", "bfloat16", "seeded"),
+    ("llama", "float32", "greedy"),
+    ("llama", "float32", "seeded"),
+    ("mistral", "float32", "greedy"),
+    ("gemma3", "bfloat16", "greedy"),
+    ("phi3", "float32", "seeded"),
+]
+
+
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_llama(folder, num_attention_heads=7, num_key_value_heads=1, hidden_size=84)
-    return folder
+def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folders = {name: tmp_path_factory.mktemp("model") for name in MODELS}
+    for name, folder in folders.items():
+        MODELS[name].write(folder)
+    return folders
 
 
 class Worker:
     """An engine over a model, stepped by hand."""
 
     def __init__(self, model_dir: Path, dtype: str, *, num_blocks: int = 64, budget: int = 64):
-        block_bytes = 2 * 2 * 16 * 12 * (2 if dtype == "bfloat16" else 4)  # layers, K and V, …
+        config = read_config(model_dir)
+        token_bytes = 2 * config.num_kv_heads * config.head_dim * (2 if dtype == "bfloat16" else 4)
+        block_bytes = config.num_layers * 16 * token_bytes
         self.runner = ModelRunner.load(
             model_dir, dtype=dtype, kv_cache_bytes=num_blocks * block_bytes, num_threads=1
         )
@@ -68,13 +93,19 @@ class Worker:
             self.engine.pool.check()
 
 
-@pytest.fixture(params=["bfloat16", "float32"])
-def workers(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[type]:
+@pytest.fixture(params=CASES, ids="-".join)
+def case(request: pytest.FixtureRequest) -> tuple[str, str, str]:
+    return request.param
+
+
+@pytest.fixture
+def workers(case: tuple[str, str, str], model_dirs: dict[str, Path]) -> Iterator[type]:
     """Makes workers, and closes them."""
     made: list[Worker] = []
 
     def make(**options: int) -> Worker:
-        made.append(Worker(model_dir, request.param, **options))
+        model, dtype, _ = case
+        made.append(Worker(model_dirs[model], dtype, **options))
         return made[-1]
 
     yield make  # type: ignore[misc]
@@ -82,9 +113,9 @@ def workers(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[type]:
         asyncio.run(worker.runner.close())
 
 
-@pytest.fixture(params=SAMPLINGS.values(), ids=SAMPLINGS.keys())
-def sampling(request: pytest.FixtureRequest) -> SamplingParams:
-    return request.param
+@pytest.fixture
+def sampling(case: tuple[str, str, str]) -> SamplingParams:
+    return SAMPLINGS[case[2]]
 
 
 def local(workers, sampling: SamplingParams) -> list[int]:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
 from shared.engine.model_runner import ModelRunner
 from tests.engine.checkpoints import LLAMA3_ROPE, write_llama
+from tests.engine.reference import margin_checked_prompt
 from tests.engine.steps import Blocks, generate, prefill
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -38,36 +38,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "no grouping, head_dim from hidden": {"num_key_value_heads": 4, "head_dim": None},
 }
-MARGIN = 1e-4
 NUM_TOKENS = 12
-
-
-def _reference(model: LlamaForCausalLM, prompt: list[int]) -> tuple[list[int], float]:
-    """transformers' greedy tokens, and the least distance of a winner to its runner-up."""
-    token_ids, margin = list(prompt), float("inf")
-    with torch.inference_mode():
-        out = model(torch.tensor([prompt]), use_cache=True)
-        for _ in range(NUM_TOKENS):
-            first, second = out.logits[0, -1].topk(2).values.tolist()
-            margin = min(margin, first - second)
-            token_ids.append(int(out.logits[0, -1].argmax()))
-            out = model(
-                torch.tensor([token_ids[-1:]]), past_key_values=out.past_key_values, use_cache=True
-            )
-    return token_ids[len(prompt) :], margin
-
-
-def _margin_checked_prompt(
-    model: LlamaForCausalLM, num_tokens: int, vocab_size: int
-) -> tuple[list[int], list[int]]:
-    """A prompt, and its continuation, that rounding cannot tip over."""
-    for seed in range(20):
-        generator = torch.Generator().manual_seed(seed)
-        prompt = torch.randint(3, vocab_size, (num_tokens,), generator=generator).tolist()
-        expected, margin = _reference(model, prompt)
-        if margin > MARGIN:
-            return prompt, expected
-    raise AssertionError("no prompt with a margin found")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -76,7 +47,7 @@ def test_greedy_tokens_equal_transformers(tmp_path: Path, shape: str) -> None:
     runner = ModelRunner.load(tmp_path, dtype="float32", kv_cache_bytes=8 << 20)
     blocks = Blocks(runner.num_blocks)
     for num_tokens in (1, 15, 16, 17, 1000):
-        prompt, expected = _margin_checked_prompt(model, num_tokens, runner.vocab_size)
+        prompt, expected = margin_checked_prompt(model, num_tokens, runner.vocab_size, NUM_TOKENS)
         line = blocks.line(prompt, room=NUM_TOKENS)
         assert generate(runner, line, NUM_TOKENS) == expected, f"prompt of {num_tokens}"
         is_tied = "tied" in shape  # such a model repeats itself

@@ -155,7 +155,7 @@ def test_an_index_at_odds_with_its_shards_is_named(tmp_path: Path) -> None:
 BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supp"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-    "rope": ({"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' is not supported"),
+    "rope": ({"rope_parameters": {"rope_type": "mrope"}}, "rope type 'mrope' is not supported"),
     "type": ({"hidden_size": "48"}, "Expected `int`, got `str` - at `\\$.hidden_size`"),
     "zero": ({"num_hidden_layers": 0}, "at `\\$.num_hidden_layers`"),
     "heads": ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 KV heads"),

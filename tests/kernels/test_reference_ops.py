@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.reference.decode_attention import decode_attention
 from kernels.reference.gather_blocks import gather_blocks
+from kernels.reference.gelu_and_mul import gelu_and_mul
 from kernels.reference.prefill_attention import prefill_attention
 from kernels.reference.rms_norm import rms_norm
 from kernels.reference.rotary import rotary
@@ -35,6 +39,8 @@ def test_rms_norm(num_rows: int, dtype: torch.dtype) -> None:
     wide = x.double()
     expected = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
     _near(rms_norm(x, weight, 1e-5), expected)
+    shifted = rms_norm(x, weight, 1e-5, has_unit_offset=True)
+    _near(shifted, expected / weight.double() * (1 + weight.double()))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -44,6 +50,10 @@ def test_rotary(dtype: torch.dtype) -> None:
     turned = pairs * torch.polar(torch.ones_like(angles), angles).unsqueeze(1)
     expected = torch.cat((turned.real, turned.imag), dim=-1)
     _near(rotary(x, angles.cos().float(), angles.sin().float()), expected)
+    wider = torch.cat((x, x[..., :3]), dim=-1)
+    partly = rotary(wider, angles.cos().float(), angles.sin().float())
+    _near(partly[..., :10], expected)
+    assert torch.equal(partly[..., 10:], x[..., :3])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -53,6 +63,15 @@ def test_silu_and_mul(width: int, dtype: torch.dtype) -> None:
     gate, up = x.double().chunk(2, dim=-1)
     _near(silu_and_mul(x), torch.nn.functional.silu(gate) * up)
     assert silu_and_mul(torch.tensor([[-200.0, 1.0]])).tolist() == [[-0.0]]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("width", [13, 64, 320])
+def test_gelu_and_mul(width: int, dtype: torch.dtype) -> None:
+    x = _random(9, 2 * width, dtype=dtype) * 4
+    gate, up = x.double().chunk(2, dim=-1)
+    _near(gelu_and_mul(x), torch.nn.functional.gelu(gate, approximate="tanh") * up)
+    assert gelu_and_mul(torch.tensor([[-200.0, 1.0]])).tolist() == [[-0.0]]
 
 
 def test_store_kv_writes_its_slots_and_skips_minus_one() -> None:
@@ -91,14 +110,25 @@ def test_tree_sum_does_not_see_appended_zeros() -> None:
         assert torch.equal(tree_sum(padded), tree_sum(x))
 
 
+def test_tree_sum_does_not_see_zeros_left_out_before() -> None:
+    x = _random(2, 13, 5) * 1000
+    for num_zeros in (1, 3, 4, 19):
+        padded = torch.cat((torch.zeros(2, num_zeros, 5), x), dim=1)
+        assert torch.equal(tree_sum(padded), tree_sum(x, num_zeros))
+
+
+@pytest.mark.parametrize("gate", [silu_and_mul, gelu_and_mul])
+@pytest.mark.parametrize("width", [64, 61])
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 4])
-def test_bits_do_not_depend_on_the_number_of_threads_nor_of_rows(num_threads: int) -> None:
-    x = _random(1111, 2 * 64)
-    expected = torch.cat([silu_and_mul(row) for row in x.split(1)])
+def test_bits_do_not_depend_on_the_number_of_threads_nor_of_rows(
+    num_threads: int, width: int, gate: Callable[[Tensor], Tensor]
+) -> None:
+    x = _random(1111, 2 * width)
+    expected = torch.cat([gate(row) for row in x.split(1)])
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        assert torch.equal(silu_and_mul(x), expected)
+        assert torch.equal(gate(x), expected)
     finally:
         torch.set_num_threads(before)
 
@@ -109,13 +139,25 @@ def _paged(num_seqs: int, num_blocks: int, heads: int, dim: int) -> tuple[Tensor
     return cache, order.view(num_seqs, num_blocks)
 
 
-def _naive(query: Tensor, cache: Tensor, table: Tensor, context_len: int) -> Tensor:
+def _naive(
+    query: Tensor,
+    cache: Tensor,
+    table: Tensor,
+    context_len: int,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     """FP64 attention of the last tokens of one sequence. query [Q, num_heads, D]."""
     num_tokens, num_heads, dim = query.shape
     kv = cache[:, table].double().transpose(1, 2).flatten(2, 3)[:, :, :context_len]
     key, value = kv.repeat_interleave(num_heads // kv.shape[1], dim=1)
     scores = query.double().transpose(0, 1) @ key.transpose(1, 2) * dim**-0.5
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     visible = torch.ones(num_tokens, context_len).tril(context_len - num_tokens).bool()
+    if window is not None:
+        visible = visible.triu(context_len - num_tokens - window + 1)
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
     return (weights @ value).transpose(0, 1)
 
@@ -123,22 +165,51 @@ def _naive(query: Tensor, cache: Tensor, table: Tensor, context_len: int) -> Ten
 @pytest.mark.parametrize("dim", [8, 20, 64])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (7, 1), (3, 3)])
 def test_attention(num_heads: int, num_kv_heads: int, dim: int) -> None:
+    _attention_holds(num_heads, num_kv_heads, dim)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("window", [None, 1, 63, 64, 65, 100, 200, 1000])
+def test_attention_in_a_window_with_capped_scores(
+    window: int | None, softcap: float | None
+) -> None:
+    _attention_holds(3, 1, 20, window=window, softcap=softcap)
+
+
+def _attention_holds(num_heads: int, num_kv_heads: int, dim: int, **options: Any) -> None:
     """Both functions against FP64, and bit for bit against each other."""
-    cache, tables = _paged(3, 20, num_kv_heads, dim)
-    query_lens, context_lens = [2, 150, 63], [2, 300, 64]
+    cache, tables = _paged(4, 20, num_kv_heads, dim)
+    query_lens, context_lens = [2, 150, 63, 20], [2, 300, 64, 300]
     query = _random(sum(query_lens), num_heads, dim, seed=4)
-    starts = [0, 2, 152, 215]
+    starts = [0, 2, 152, 215, 235]
     out = prefill_attention(
-        query, cache, tables, torch.tensor(starts), torch.tensor(context_lens), dim**-0.5
+        query,
+        cache,
+        tables,
+        torch.tensor(starts),
+        torch.tensor(context_lens),
+        dim**-0.5,
+        **options,
     )
-    for index in range(3):
+    for index in range(4):
         rows = slice(starts[index], starts[index + 1])
-        _near(out[rows], _naive(query[rows], cache, tables[index], context_lens[index]))
+        expected = _naive(query[rows], cache, tables[index], context_lens[index], **options)
+        _near(out[rows], expected)
         lens = torch.arange(context_lens[index] - query_lens[index], context_lens[index]) + 1
         single = decode_attention(
-            query[rows], cache, tables[index].expand(len(lens), -1), lens, dim**-0.5
+            query[rows], cache, tables[index].expand(len(lens), -1), lens, dim**-0.5, **options
         )
         assert torch.equal(single, out[rows])
+        for row in (slice(0, 1), slice(-1, None)):  # alone, more tiles lie before the window
+            alone = decode_attention(
+                query[rows][row],
+                cache,
+                tables[index : index + 1],
+                lens[row],
+                dim**-0.5,
+                **options,
+            )
+            assert torch.equal(alone, single[row])
 
 
 @pytest.mark.parametrize("left_behind", [torch.nan, torch.inf])

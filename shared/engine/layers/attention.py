@@ -1,4 +1,4 @@
-"""Grouped-query attention over the paged cache: project, rotate, store, attend, project."""
+"""Grouped-query attention over the paged cache: project, norm, rotate, store, attend, project."""
 
 from __future__ import annotations
 
@@ -10,35 +10,57 @@ from kernels.reference.prefill_attention import prefill_attention
 from kernels.reference.rotary import rotary
 from kernels.reference.store_kv import store_kv
 from shared.engine.attention_inputs import AttentionInputs
-from shared.engine.checkpoint_config import ModelConfig
 from shared.engine.layers.linear import Linear
+from shared.engine.layers.norm import RMSNorm
+from shared.engine.model_config import ModelConfig
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
+    """`window`: how many of the last tokens are seen; None sees all. Heads may have norms."""
+
+    def __init__(self, config: ModelConfig, *, window: int | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.num_heads = config.num_heads
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
-        self.scale = config.head_dim**-0.5
+        self.scale = config.attention_scale
+        self.window = window
+        self.softcap = config.attention_softcap
         num_qkv_heads = config.num_heads + 2 * config.num_kv_heads
-        has_bias = config.has_attention_bias
         self.qkv_proj = Linear(
-            config.hidden_size, num_qkv_heads * config.head_dim, has_bias=has_bias, dtype=dtype
+            config.hidden_size,
+            num_qkv_heads * config.head_dim,
+            has_bias=config.has_qkv_bias,
+            dtype=dtype,
         )
         self.o_proj = Linear(
-            config.num_heads * config.head_dim, config.hidden_size, has_bias=has_bias, dtype=dtype
+            config.num_heads * config.head_dim,
+            config.hidden_size,
+            has_bias=config.has_output_bias,
+            dtype=dtype,
         )
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if config.has_qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config, dtype=dtype)
+            self.k_norm = RMSNorm(config.head_dim, config, dtype=dtype)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, inputs: AttentionInputs
     ) -> Tensor:
         """x [T, hidden]; kv_cache of this layer [2, num_blocks, num_kv_heads, block_size, D]."""
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
-        rotated = rotary(heads[:, : -self.num_kv_heads], cos, sin)
+        rotated = rotary(self._normed(heads[:, : -self.num_kv_heads]), cos, sin)
         query, key = rotated.split((self.num_heads, self.num_kv_heads), dim=1)
         store_kv(key, heads[:, -self.num_kv_heads :], kv_cache, inputs.slot_mapping)
         return self.o_proj(self._attend(query, kv_cache, inputs).flatten(1))
+
+    def _normed(self, heads: Tensor) -> Tensor:
+        """heads [T, num_heads + num_kv_heads, D] of queries and keys."""
+        if self.q_norm is None or self.k_norm is None:
+            return heads
+        query, key = heads.split((self.num_heads, self.num_kv_heads), dim=1)
+        return torch.cat((self.q_norm(query), self.k_norm(key)), dim=1)
 
     def _attend(self, query: Tensor, kv_cache: Tensor, inputs: AttentionInputs) -> Tensor:
         out: Tensor | None = None
@@ -51,6 +73,8 @@ class Attention(nn.Module):
                 inputs.prefill.cu_seqlens_q,
                 inputs.prefill.context_lens,
                 self.scale,
+                window=self.window,
+                softcap=self.softcap,
             )
             out = _place(out, attended, rows, query)
         for group in inputs.decode:
@@ -60,6 +84,8 @@ class Attention(nn.Module):
                 group.block_tables,
                 group.context_lens,
                 self.scale,
+                window=self.window,
+                softcap=self.softcap,
             )
             out = _place(out, attended, group.rows, query)
         assert out is not None  # a step has at least one token

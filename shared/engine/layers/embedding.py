@@ -7,29 +7,42 @@ from kernels.reference.linear import linear, pack_weight
 
 
 class Embedding(nn.Module):
-    """Token vectors by id."""
+    """Token vectors by id, times `scale` rounded to `dtype`."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        scale: float | None = None,
+        dtype: torch.dtype,
+    ) -> None:
         super().__init__()
+        self.scale = None if scale is None else float(torch.tensor(scale, dtype=dtype))
         self.weight = nn.Parameter(
             torch.empty(vocab_size, hidden_size, dtype=dtype), requires_grad=False
         )
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        return self.weight.index_select(0, token_ids)
+        vectors = self.weight.index_select(0, token_ids)
+        return vectors if self.scale is None else vectors.mul_(self.scale)
 
 
 class OutputHead(nn.Module):
     """Hidden states [R, hidden] -> logits [R, vocab_size] FP32; a tied one shares its weight.
 
+    `softcap` turns a logit into cap · tanh(logit / cap).
     Rows are looked up in a plain weight and multiplied with a packed one, so that a tied model has
     both once it is packed.
     """
 
     weight: Tensor
 
-    def __init__(self, embedding: Embedding, *, is_tied: bool) -> None:
+    def __init__(
+        self, embedding: Embedding, *, is_tied: bool, softcap: float | None = None
+    ) -> None:
         super().__init__()
+        self.softcap = softcap
         self.weight = (
             embedding.weight
             if is_tied
@@ -42,4 +55,7 @@ class OutputHead(nn.Module):
         self.weight = packed
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return linear(hidden, self.weight).float()
+        logits = linear(hidden, self.weight).float()
+        if self.softcap is None:
+            return logits
+        return logits.div_(self.softcap).tanh_().mul_(self.softcap)

@@ -3,19 +3,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from kernels.reference.gelu_and_mul import gelu_and_mul
 from kernels.reference.silu_and_mul import silu_and_mul
-from shared.engine.checkpoint_config import ModelConfig
 from shared.engine.layers.linear import Linear
+from shared.engine.model_config import ModelConfig
+
+GATES = {"silu": silu_and_mul, "gelu_pytorch_tanh": gelu_and_mul}
 
 
 class GatedMlp(nn.Module):
-    """SwiGLU: down(silu(gate(x)) · up(x)), gate and up in one product."""
+    """down(activation(gate(x)) · up(x)), gate and up in one product."""
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
         hidden, inner, has_bias = config.hidden_size, config.intermediate_size, config.has_mlp_bias
         self.gate_up_proj = Linear(hidden, 2 * inner, has_bias=has_bias, dtype=dtype)
         self.down_proj = Linear(inner, hidden, has_bias=has_bias, dtype=dtype)
+        self.gate = GATES[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu_and_mul(self.gate_up_proj(x)))
+        return self.down_proj(self.gate(self.gate_up_proj(x)))

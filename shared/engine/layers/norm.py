@@ -4,13 +4,15 @@ import torch
 from torch import Tensor, nn
 
 from kernels.reference.rms_norm import rms_norm
+from shared.engine.model_config import ModelConfig
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, hidden_size: int, eps: float, *, dtype: torch.dtype) -> None:
+    def __init__(self, size: int, config: ModelConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=dtype), requires_grad=False)
-        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
+        self.eps = config.rms_norm_eps
+        self.has_unit_offset = config.has_unit_offset_norms
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, has_unit_offset=self.has_unit_offset)

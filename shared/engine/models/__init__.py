@@ -1,26 +1,35 @@
 """The model families, by the name in a checkpoint's `architectures`.
 
-The classes are imported when asked for, so that the package itself stays free of torch.
+A family's file says what it makes of `config.json`; `decoder` computes. The former are free of
+torch, and so is this package.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from shared.engine.model_config import ModelConfig
+from shared.engine.models import gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3
 from shared.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from shared.engine.models.llama import LlamaForCausalLM
+Configure = Callable[[Mapping[str, Any]], ModelConfig]
+FAMILIES: dict[str, Configure] = {
+    "LlamaForCausalLM": llama.configure,
+    "MistralForCausalLM": mistral.configure,
+    "Qwen2ForCausalLM": qwen2.configure,
+    "Qwen3ForCausalLM": qwen3.configure,
+    "Gemma2ForCausalLM": gemma2.configure,
+    "Gemma3ForCausalLM": gemma3.configure,
+    "Gemma3ForConditionalGeneration": gemma3.configure_text_part,
+    "Phi3ForCausalLM": phi3.configure,
+}
 
-ARCHITECTURES = ("LlamaForCausalLM",)
 
-
-def model_class(architecture: str) -> type[LlamaForCausalLM]:
+def family(architecture: str) -> Configure:
     """Raises CheckpointError for an architecture that is not supported."""
-    if architecture != "LlamaForCausalLM":
+    if architecture not in FAMILIES:
         raise CheckpointError(
-            f"architecture {architecture!r} is not supported, only {', '.join(ARCHITECTURES)}"
+            f"architecture {architecture!r} is not supported, only {', '.join(FAMILIES)}"
         )
-    from shared.engine.models.llama import LlamaForCausalLM
-
-    return LlamaForCausalLM
+    return FAMILIES[architecture]

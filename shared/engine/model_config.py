@@ -1,0 +1,79 @@
+"""What a decoder is made of, whatever family it comes from: all that the layers need to know."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class LinearScaling(msgspec.Struct, frozen=True, kw_only=True, tag="linear"):
+    factor: float
+
+
+class Llama3Scaling(msgspec.Struct, frozen=True, kw_only=True, tag="llama3"):
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context: int
+
+
+class YarnScaling(msgspec.Struct, frozen=True, kw_only=True, tag="yarn"):
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    is_truncated: bool
+    original_context: int
+
+
+class LongScaling(msgspec.Struct, frozen=True, tag="longrope"):
+    factors: tuple[float, ...]  # [rotary_dim / 2]
+
+
+class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`rotary_dim` elements of a head are rotated; `attention_factor` multiplies cos and sin."""
+
+    theta: float
+    rotary_dim: int
+    attention_factor: float = 1.0
+    scaling: LinearScaling | Llama3Scaling | YarnScaling | LongScaling | None = None
+
+
+class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`window`: how many of the last tokens are seen; `rope_index` points into the `ropes`."""
+
+    window: int | None = None
+    rope_index: int = 0
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`max_position_embeddings` is the longest context that is served."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    activation: str
+    attention_scale: float
+    layers: tuple[LayerConfig, ...]
+    ropes: tuple[RopeConfig, ...]  # all of one rotary_dim
+    has_tied_embeddings: bool
+    architecture: str = ""
+    eos_token_ids: tuple[int, ...] = ()
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+    has_mlp_bias: bool = False
+    has_qk_norm: bool = False
+    has_post_norms: bool = False  # a norm behind attention and MLP, too
+    has_unit_offset_norms: bool = False  # the checkpoint holds a norm's weight less one
+    has_fused_projections: bool = False  # the checkpoint holds qkv_proj and gate_up_proj
+    is_text_part: bool = False  # the checkpoint holds an image encoder, too
+    embedding_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)

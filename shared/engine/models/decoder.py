@@ -1,0 +1,140 @@
+"""A dense decoder as its `ModelConfig` describes it: embedding, layers, norm, output head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shared.engine.attention_inputs import AttentionInputs
+from shared.engine.layers.attention import Attention
+from shared.engine.layers.embedding import Embedding, OutputHead
+from shared.engine.layers.linear import Linear
+from shared.engine.layers.mlp import GatedMlp
+from shared.engine.layers.norm import RMSNorm
+from shared.engine.layers.rotary import rotary_tables
+from shared.engine.model_config import LayerConfig, ModelConfig
+
+
+class DecoderLayer(nn.Module):
+    """A norm before attention and one before the MLP. Submodules bear the checkpoints' names."""
+
+    def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config, dtype=dtype)
+        self.self_attn = Attention(config, window=layer.window, dtype=dtype)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config, dtype=dtype)
+        self.mlp = GatedMlp(config, dtype=dtype)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, inputs: AttentionInputs
+    ) -> Tensor:
+        """x [T, hidden] is overwritten; cos, sin [T, rotary_dim / 2]."""
+        x.add_(self.self_attn(self.input_layernorm(x), cos, sin, kv_cache, inputs))
+        return x.add_(self.mlp(self.post_attention_layernorm(x)))
+
+
+class SandwichLayer(DecoderLayer):
+    """A norm behind attention and one behind the MLP as well."""
+
+    def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: torch.dtype) -> None:
+        super().__init__(config, layer, dtype=dtype)
+        self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config, dtype=dtype)
+        self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config, dtype=dtype)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, inputs: AttentionInputs
+    ) -> Tensor:
+        attended = self.self_attn(self.input_layernorm(x), cos, sin, kv_cache, inputs)
+        x.add_(self.post_attention_layernorm(attended))
+        computed = self.mlp(self.pre_feedforward_layernorm(x))
+        return x.add_(self.post_feedforward_layernorm(computed))
+
+
+class Decoder(nn.Module):
+    cos: Tensor  # [num_positions, num_ropes, rotary_dim / 2], as sin
+    sin: Tensor
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, num_positions: int) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = Embedding(
+            config.vocab_size, config.hidden_size, scale=config.embedding_scale, dtype=dtype
+        )
+        layer_class = SandwichLayer if config.has_post_norms else DecoderLayer
+        self.layers = nn.ModuleList(
+            layer_class(config, layer, dtype=dtype) for layer in config.layers
+        )
+        self.norm = RMSNorm(config.hidden_size, config, dtype=dtype)
+        self.lm_head = OutputHead(
+            self.embed_tokens, is_tied=config.has_tied_embeddings, softcap=config.logit_softcap
+        )
+        cos, sin = rotary_tables(config.ropes, num_positions)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, kv_cache: Tensor, inputs: AttentionInputs
+    ) -> Tensor:
+        """input_ids, positions [T]; kv_cache of all layers -> hidden states [T, hidden]."""
+        cos = self.cos.index_select(0, positions).unbind(1)
+        sin = self.sin.index_select(0, positions).unbind(1)
+        x = self.embed_tokens(input_ids)
+        for layer, each, layer_cache in zip(
+            self.layers, self.config.layers, kv_cache.unbind(0), strict=True
+        ):
+            x = layer(x, cos[each.rope_index], sin[each.rope_index], layer_cache, inputs)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, hidden] -> [R, vocab_size] FP32."""
+        return self.lm_head(self.norm(hidden))
+
+    def weight_destinations(self) -> dict[str, Tensor]:
+        """The checkpoint's tensor names -> where each goes; fused parameters are cut up."""
+        found: dict[str, Tensor] = {
+            "model.embed_tokens.weight": self.embed_tokens.weight,
+            "model.norm.weight": self.norm.weight,
+        }
+        if not self.config.has_tied_embeddings:
+            found["lm_head.weight"] = self.lm_head.weight
+        for index, layer in enumerate(self.layers):
+            for name, tensor in self._layer_destinations(layer).items():
+                found[f"model.layers.{index}.{name}"] = tensor
+        return {name: tensor.detach() for name, tensor in found.items()}
+
+    def _layer_destinations(self, layer: nn.Module) -> dict[str, Tensor]:
+        parts = {} if self.config.has_fused_projections else _fused_parts(self.config)
+        found: dict[str, Tensor] = {}
+        for name, module in layer.named_modules():
+            if isinstance(module, RMSNorm):
+                found[f"{name}.weight"] = module.weight
+            elif isinstance(module, Linear):
+                found |= _cut(module, parts.get(name, {name: module.weight.shape[0]}))
+        return found
+
+
+def _fused_parts(config: ModelConfig) -> dict[str, dict[str, int]]:
+    """Fused layer -> the layers of the checkpoint that it was fused from, and their output rows."""
+    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    inner = config.intermediate_size
+    return {
+        "self_attn.qkv_proj": {
+            "self_attn.q_proj": query,
+            "self_attn.k_proj": key,
+            "self_attn.v_proj": key,
+        },
+        "mlp.gate_up_proj": {"mlp.gate_proj": inner, "mlp.up_proj": inner},
+    }
+
+
+def _cut(linear: Linear, parts: dict[str, int]) -> dict[str, Tensor]:
+    """The output rows of a linear layer, by the names of its parts."""
+    sizes = list(parts.values())
+    named = {
+        f"{part}.weight": tensor
+        for part, tensor in zip(parts, linear.weight.split(sizes), strict=True)
+    }
+    if linear.bias is not None:
+        for part, tensor in zip(parts, linear.bias.split(sizes), strict=True):
+            named[f"{part}.bias"] = tensor
+    return named

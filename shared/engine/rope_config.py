@@ -1,0 +1,198 @@
+"""The rotary embedding that a checkpoint's config asks for.
+
+transformers lets the frequencies of `dynamic` and `longrope` follow the length of the sequence at
+hand. Cached keys are rotated once and shared between sequences, so here they are chosen once, by
+the longest context served, which is the config's `max_position_embeddings` on every worker:
+
+- `longrope` takes the long factors if that context is longer than the original one, else the short
+  ones (as vLLM does). transformers differs while a sequence is still within the original context
+  of such a checkpoint: it takes the short factors there.
+- `dynamic` scales the base for that context, which leaves it as it is. transformers differs from
+  `max_position_embeddings` on only, and longer sequences are not served.
+
+`yarn` does not follow the length. Its context is `factor` times the original one, also where
+`max_position_embeddings` was left at the original (as vLLM has it).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from shared.engine.model_config import (
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    RopeConfig,
+    YarnScaling,
+)
+from shared.errors import CheckpointError
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+
+
+class RopeFields(msgspec.Struct, frozen=True, kw_only=True):
+    """`rope_parameters` or `rope_scaling` as written; `max_position_embeddings` is the config's."""
+
+    max_position_embeddings: int
+    head_dim: int
+    rope_theta: float
+    rope_type: str = "default"
+    partial_rotary_factor: float = 1.0
+    factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    attention_factor: float | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def original_context(self) -> int:
+        original = self.original_max_position_embeddings
+        return self.max_position_embeddings if original is None else original
+
+
+def rope_fields(written: Mapping[str, Any]) -> RopeFields:
+    """`written`: RopeFields' own names, or `type` for `rope_type`; None is as good as missing."""
+    known = {name: value for name, value in written.items() if value is not None}
+    known.setdefault("rope_type", known.get("type", "default"))
+    try:
+        return msgspec.convert(known, RopeFields)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"rope parameters: {error}") from None
+
+
+def served_context(fields: RopeFields) -> int:
+    """Tokens."""
+    if fields.rope_type != "yarn":
+        return fields.max_position_embeddings
+    return max(fields.max_position_embeddings, int(_stretch(fields) * fields.original_context))
+
+
+def rope_config(fields: RopeFields) -> RopeConfig:
+    """Raises CheckpointError for a type or for values that are not supported."""
+    _refuse_unsupported(fields)
+    rope = RopeConfig(theta=fields.rope_theta, rotary_dim=fields.rotary_dim)
+    match fields.rope_type:
+        case "linear":
+            return msgspec.structs.replace(rope, scaling=LinearScaling(factor=_factor(fields)))
+        case "dynamic":
+            return msgspec.structs.replace(
+                rope, theta=dynamic_theta(fields, served_context(fields))
+            )
+        case "llama3":
+            return msgspec.structs.replace(rope, scaling=_llama3(fields))
+        case "yarn":
+            return msgspec.structs.replace(
+                rope, scaling=_yarn(fields), attention_factor=_yarn_attention_factor(fields)
+            )
+        case "longrope":
+            return msgspec.structs.replace(
+                rope,
+                scaling=_longrope(fields, served_context(fields)),
+                attention_factor=_longrope_attention_factor(fields),
+            )
+    return rope
+
+
+def _refuse_unsupported(fields: RopeFields) -> None:
+    if fields.rope_type not in ROPE_TYPES:
+        raise CheckpointError(
+            f"rope type {fields.rope_type!r} is not supported, only {', '.join(ROPE_TYPES)}"
+        )
+    if not 0 < fields.rotary_dim <= fields.head_dim or fields.rotary_dim % 2:
+        raise CheckpointError(
+            f"partial_rotary_factor {fields.partial_rotary_factor} of head_dim {fields.head_dim} "
+            f"leaves no pairs to rotate"
+        )
+    if fields.rope_theta <= 1 or fields.original_context < 1:
+        raise CheckpointError("rope parameters are out of range")
+
+
+def _factor(fields: RopeFields) -> float:
+    if fields.factor is None or fields.factor <= 0:
+        raise CheckpointError(f"rope type {fields.rope_type!r} needs a factor above 0")
+    return fields.factor
+
+
+def _stretch(fields: RopeFields) -> float:
+    """Without a factor, the context over the one that the model was trained with."""
+    if fields.factor is None and fields.original_max_position_embeddings is not None:
+        return fields.max_position_embeddings / fields.original_context
+    return _factor(fields)
+
+
+def dynamic_theta(fields: RopeFields, context: int) -> float:
+    """NTK-aware: a larger base, so that `context` tokens turn the slowest pair as far as before."""
+    factor, limit, dim = _factor(fields), fields.max_position_embeddings, fields.rotary_dim
+    if dim == 2:
+        raise CheckpointError("rope type 'dynamic' needs more than one pair to rotate")
+    growth = factor * max(context, limit) / limit - (factor - 1)
+    return float(fields.rope_theta * growth ** (dim / (dim - 2)))
+
+
+def _llama3(fields: RopeFields) -> Llama3Scaling:
+    if not 0 < fields.low_freq_factor < fields.high_freq_factor:
+        raise CheckpointError("rope factors are out of range")
+    return Llama3Scaling(
+        factor=_factor(fields),
+        low_freq_factor=fields.low_freq_factor,
+        high_freq_factor=fields.high_freq_factor,
+        original_context=fields.original_context,
+    )
+
+
+def _yarn(fields: RopeFields) -> YarnScaling:
+    return YarnScaling(
+        factor=_stretch(fields),
+        beta_fast=32 if fields.beta_fast is None else fields.beta_fast,
+        beta_slow=1 if fields.beta_slow is None else fields.beta_slow,
+        is_truncated=fields.truncate,
+        original_context=fields.original_context,
+    )
+
+
+def _yarn_attention_factor(fields: RopeFields) -> float:
+    if fields.attention_factor is not None:
+        return fields.attention_factor
+    factor = _stretch(fields)
+    if fields.mscale and fields.mscale_all_dim:
+        return _mscale(factor, fields.mscale) / _mscale(factor, fields.mscale_all_dim)
+    return _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _longrope(fields: RopeFields, context: int) -> LongScaling:
+    for factors in (fields.short_factor, fields.long_factor):
+        if len(factors) != fields.rotary_dim // 2 or min(factors) <= 0:
+            raise CheckpointError(
+                f"rope type 'longrope' needs {fields.rotary_dim // 2} positive numbers each in "
+                f"short_factor and long_factor"
+            )
+    is_long = context > fields.original_context
+    return LongScaling(fields.long_factor if is_long else fields.short_factor)
+
+
+def _longrope_attention_factor(fields: RopeFields) -> float:
+    if fields.attention_factor is not None:
+        return fields.attention_factor
+    factor = _stretch(fields)
+    if factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(factor) / math.log(fields.original_context))
