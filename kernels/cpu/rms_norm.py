@@ -20,7 +20,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, has_unit_offset: bool = F
     The mean and the scaling are FP32; the product with the weight is in the dtype of x, as in the
     published checkpoints' own code. `has_unit_offset`: the factor is 1 + weight, in FP32 (Gemma).
     """
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
     out = torch.empty_like(rows)
     _rms_norm(array(rows), array(weight), _f32(eps), has_unit_offset, array(out))
     return out.view(x.shape)

@@ -12,13 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
+import numba
 import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.reference.gather_blocks import gather_blocks
 from kernels.reference.scatter_blocks import scatter_blocks
-from kernels.reference.tiles import TILE
 from shared.clock import Clock, MonotonicClock
 from shared.engine.attention_inputs import build_attention_inputs
 from shared.engine.checkpoint_config import read_config
@@ -79,7 +79,6 @@ class ModelRunner:
         self._model = model
         self._kv_cache = kv_cache
         self._device = kv_cache.device
-        self._token_bytes = 2 * config.num_kv_heads * config.head_dim * 4
         self._budget = StepBudget()
         self._clock = clock
         self._step_thread = ThreadPoolExecutor(
@@ -161,17 +160,11 @@ class ModelRunner:
     @torch.inference_mode()
     def step_logits(self, inputs: StepInputs) -> Tensor:
         """Computes a step on the calling thread. Returns [R, vocab_size] FP32."""
-        attention_inputs = build_attention_inputs(
-            inputs,
-            block_size=self.kv_format.block_size,
-            token_bytes=self._token_bytes,
-            device=self._device,
-        )
         hidden = self._model(
             torch.from_numpy(inputs.input_ids).to(self._device),
             torch.from_numpy(inputs.positions).to(self._device),
             self._kv_cache,
-            attention_inputs,
+            build_attention_inputs(inputs, self._device),
         )
         rows = torch.from_numpy(inputs.sampling.logits_indices).to(self._device)
         return self._model.logits(hidden.index_select(0, rows))
@@ -251,10 +244,8 @@ def _device(name: str) -> torch.device:
 
 
 def _kv_format(config: ModelConfig, dtype: str, block_size: int) -> KvFormat:
-    if block_size < 1 or (TILE % block_size and block_size % TILE):
-        raise ConfigError(
-            f"block_size {block_size} must divide {TILE} or be a multiple of it", param="block_size"
-        )
+    if block_size < 1:
+        raise ConfigError(f"block_size {block_size} must be positive", param="block_size")
     return KvFormat(dtype, block_size, config.num_layers, config.num_kv_heads, config.head_dim)
 
 
@@ -263,6 +254,7 @@ def _prepare_step_thread(num_threads: int | None) -> None:
     _keep_freed_memory()
     if num_threads is not None:
         torch.set_num_threads(num_threads)
+        numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
 
 
 def _keep_freed_memory() -> None:

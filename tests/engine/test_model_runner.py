@@ -135,7 +135,7 @@ def test_what_the_runner_says_of_itself(model_dir: Path) -> None:
     ("options", "message"),
     [
         ({"dtype": "int8"}, "dtype 'int8' is none of"),
-        ({"block_size": 24}, "block_size 24 must divide"),
+        ({"block_size": 0}, "block_size 0 must be positive"),
         ({"kv_cache_bytes": 100}, "holds no block"),
         ({"device": "cuda:99"}, "device .cuda:99. cannot be used"),
         ({"device": "abacus"}, "device .abacus. cannot be used"),

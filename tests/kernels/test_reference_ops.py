@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernels.reference.tiles import tree_sum
 from torch import Tensor
 
 from kernels.reference.decode_attention import decode_attention
@@ -18,7 +19,6 @@ from kernels.reference.rotary import rotary
 from kernels.reference.scatter_blocks import scatter_blocks
 from kernels.reference.silu_and_mul import silu_and_mul
 from kernels.reference.store_kv import store_kv
-from kernels.reference.tiles import tree_sum
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 

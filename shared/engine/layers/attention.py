@@ -5,10 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kernels.reference.decode_attention import decode_attention
-from kernels.reference.prefill_attention import prefill_attention
-from kernels.reference.rotary import rotary
-from kernels.reference.store_kv import store_kv
+from kernels.ops import decode_attention, prefill_attention, rotate_and_store
 from shared.engine.attention_inputs import AttentionInputs
 from shared.engine.layers.linear import Linear
 from shared.engine.layers.norm import RMSNorm
@@ -50,17 +47,16 @@ class Attention(nn.Module):
     ) -> Tensor:
         """x [T, hidden]; kv_cache of this layer [2, num_blocks, num_kv_heads, block_size, D]."""
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
-        rotated = rotary(self._normed(heads[:, : -self.num_kv_heads]), cos, sin)
-        query, key = rotated.split((self.num_heads, self.num_kv_heads), dim=1)
-        store_kv(key, heads[:, -self.num_kv_heads :], kv_cache, inputs.slot_mapping)
+        query = rotate_and_store(self._normed(heads), cos, sin, kv_cache, inputs.slot_mapping)
         return self.o_proj(self._attend(query, kv_cache, inputs).flatten(1))
 
     def _normed(self, heads: Tensor) -> Tensor:
-        """heads [T, num_heads + num_kv_heads, D] of queries and keys."""
+        """heads [T, num_heads + 2 * num_kv_heads, D] of queries, keys and values."""
         if self.q_norm is None or self.k_norm is None:
             return heads
-        query, key = heads.split((self.num_heads, self.num_kv_heads), dim=1)
-        return torch.cat((self.q_norm(query), self.k_norm(key)), dim=1)
+        sizes = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        query, key, value = heads.split(sizes, dim=1)
+        return torch.cat((self.q_norm(query), self.k_norm(key), value), dim=1)
 
     def _attend(self, query: Tensor, kv_cache: Tensor, inputs: AttentionInputs) -> Tensor:
         out: Tensor | None = None
@@ -77,17 +73,18 @@ class Attention(nn.Module):
                 softcap=self.softcap,
             )
             out = _place(out, attended, rows, query)
-        for group in inputs.decode:
+        if inputs.decode is not None:
+            rows = inputs.decode.rows
             attended = decode_attention(
-                query if group.rows is None else query.index_select(0, group.rows),
+                query if rows is None else query.index_select(0, rows),
                 kv_cache,
-                group.block_tables,
-                group.context_lens,
+                inputs.decode.block_tables,
+                inputs.decode.context_lens,
                 self.scale,
                 window=self.window,
                 softcap=self.softcap,
             )
-            out = _place(out, attended, group.rows, query)
+            out = _place(out, attended, rows, query)
         assert out is not None  # a step has at least one token
         return out
 

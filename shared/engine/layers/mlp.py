@@ -3,8 +3,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kernels.reference.gelu_and_mul import gelu_and_mul
-from kernels.reference.silu_and_mul import silu_and_mul
+from kernels.ops import gelu_and_mul, silu_and_mul
 from shared.engine.layers.linear import Linear
 from shared.engine.model_config import ModelConfig
 

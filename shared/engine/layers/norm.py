@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kernels.reference.rms_norm import rms_norm
+from kernels.ops import rms_norm
 from shared.engine.model_config import ModelConfig
 
 
