@@ -16,6 +16,7 @@ from shared.engine.rope_config import RopeFields, rope_config, rope_fields, serv
 from shared.errors import CheckpointError
 
 Positive = Annotated[int, msgspec.Meta(gt=0)]
+PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 FULL, SLIDING = "full_attention", "sliding_attention"
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 DEFAULT_THETA = 10_000.0
@@ -47,9 +48,9 @@ class ConfigFields(msgspec.Struct, frozen=True, kw_only=True):
     max_window_layers: int = 28
     sliding_window_pattern: Positive = 6
     layer_types: tuple[str, ...] | None = None
-    query_pre_attn_scalar: float = 256.0
-    attn_logit_softcapping: float | None = None
-    final_logit_softcapping: float | None = None
+    query_pre_attn_scalar: PositiveFloat = 256.0
+    attn_logit_softcapping: PositiveFloat | None = None
+    final_logit_softcapping: PositiveFloat | None = None
     use_bidirectional_attention: bool | None = None
     quantization_config: dict[str, Any] | None = None
 

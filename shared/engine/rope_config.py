@@ -10,8 +10,8 @@ the longest context served, which is the config's `max_position_embeddings` on e
 - `dynamic` scales the base for that context, which leaves it as it is. transformers differs from
   `max_position_embeddings` on only, and longer sequences are not served.
 
-`yarn` does not follow the length. Its context is `factor` times the original one, also where
-`max_position_embeddings` was left at the original (as vLLM has it).
+`yarn` does not follow the length. Its context is `factor` times the original one that it names,
+also where `max_position_embeddings` was left at the original (as vLLM has it).
 """
 
 from __future__ import annotations
@@ -77,9 +77,10 @@ def rope_fields(written: Mapping[str, Any]) -> RopeFields:
 
 def served_context(fields: RopeFields) -> int:
     """Tokens."""
-    if fields.rope_type != "yarn":
-        return fields.max_position_embeddings
-    return max(fields.max_position_embeddings, int(_stretch(fields) * fields.original_context))
+    context, original = fields.max_position_embeddings, fields.original_max_position_embeddings
+    if fields.rope_type != "yarn" or original is None:
+        return context
+    return max(context, int(_stretch(fields) * original))
 
 
 def rope_config(fields: RopeFields) -> RopeConfig:
@@ -118,7 +119,8 @@ def _refuse_unsupported(fields: RopeFields) -> None:
             f"partial_rotary_factor {fields.partial_rotary_factor} of head_dim {fields.head_dim} "
             f"leaves no pairs to rotate"
         )
-    if fields.rope_theta <= 1 or fields.original_context < 1:
+    betas = (beta for beta in (fields.beta_fast, fields.beta_slow) if beta is not None)
+    if fields.rope_theta <= 1 or fields.original_context <= 1 or any(beta <= 0 for beta in betas):
         raise CheckpointError("rope parameters are out of range")
 
 
@@ -169,7 +171,7 @@ def _yarn_attention_factor(fields: RopeFields) -> float:
     if fields.attention_factor is not None:
         return fields.attention_factor
     factor = _stretch(fields)
-    if fields.mscale and fields.mscale_all_dim:
+    if fields.mscale and fields.mscale_all_dim:  # as transformers has it, 0 is as good as none
         return _mscale(factor, fields.mscale) / _mscale(factor, fields.mscale_all_dim)
     return _mscale(factor, 1.0)
 

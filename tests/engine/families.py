@@ -98,13 +98,14 @@ FAMILIES = {
         },
     ),
     "gemma2": Family("Gemma2ForCausalLM", GEMMA2),
-    "gemma2, no caps, biases": Family(
+    "gemma2, no caps, biases, tied": Family(
         "Gemma2ForCausalLM",
         {
             "sliding_window": 64,
             "attn_logit_softcapping": None,
             "final_logit_softcapping": None,
             "attention_bias": True,
+            "tie_word_embeddings": True,
         },
     ),
     "gemma3": Family("Gemma3ForCausalLM", GEMMA3),

@@ -223,6 +223,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": {"rope_type": "default"}},
         "rope_parameters: 'rope_type' is no layer type",
     ),
+    "cap of nothing": (
+        "Gemma2ForCausalLM",
+        {"attn_logit_softcapping": 0.0},
+        r"at `\$.attn_logit_softcapping`",
+    ),
+    "no turns": (
+        "LlamaForCausalLM",
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_slow": 0}},
+        "rope parameters are out of range",
+    ),
     "no text": (
         "Gemma3ForConditionalGeneration",
         {"text_config": None},

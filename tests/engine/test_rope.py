@@ -105,6 +105,7 @@ def test_dynamic_leaves_the_base_as_it_is_and_could_stretch_it() -> None:
         ({}, CONTEXT),
         ({"original_max_position_embeddings": 2048}, 2 * CONTEXT),
         ({"original_max_position_embeddings": CONTEXT}, 4 * CONTEXT),
+        ({"original_max_position_embeddings": None}, CONTEXT),
         ({"factor": None}, CONTEXT),
         ({"factor": 1.5}, CONTEXT),
     ],
