@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 BASE = {"msgspec", "structlog", "nats", "redis", "uvloop", "xxhash", "prometheus_client"}
-TENSORS = {"torch", "triton", "numpy", "safetensors", "transformers"}
+TENSORS = {"torch", "triton", "numpy", "numba", "safetensors", "transformers"}
 WEB = {"litestar", "uvicorn", "granian", "jinja2", "tokenizers", "httpx"}
 TERMINAL = {"typer", "rich", "click", "httpx"}
 
@@ -33,7 +33,7 @@ def rule(inside: str, *outside: set[str], but_not: str = "") -> Rule:
 
 # The longest matching folder decides.
 RULES = {
-    "kernels": rule("kernels", {"torch", "triton", "numpy"}),
+    "kernels": rule("kernels", {"torch", "triton", "numpy", "numba", "llvmlite"}),
     "shared": rule("shared", BASE, but_not="shared.engine"),
     "shared/engine": rule("shared kernels", BASE, TENSORS),
     "services/scheduler": rule("services.scheduler shared", BASE, but_not="shared.engine"),

@@ -39,7 +39,7 @@ def _silu_and_mul(gate_up: Any, out: Any) -> None:
         gate, up = gate_up[row, : out.shape[1]], gate_up[row, out.shape[1] :]
         for index in range(out.shape[1]):
             x = widen(gate[index])
-            decay = exp2(min(x * _f32(-LOG2_E), _f32(126.0)))
+            decay = exp2(min(x * _f32(-LOG2_E), _f32(128.0)))
             out[row, index] = narrow(x / (_f32(1.0) + decay) * widen(up[index]), out.dtype)
 
 
@@ -50,5 +50,5 @@ def _gelu_and_mul(gate_up: Any, out: Any) -> None:
         for index in range(out.shape[1]):
             x = widen(gate[index])
             exponent = (x * x * _GELU_CUBIC + _f32(1.0)) * x * _GELU_FACTOR
-            decay = exp2(min(exponent, _f32(126.0)))
+            decay = exp2(min(exponent, _f32(128.0)))
             out[row, index] = narrow(x / (_f32(1.0) + decay) * widen(up[index]), out.dtype)

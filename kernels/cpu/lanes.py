@@ -112,7 +112,7 @@ def _round_to_bf16(x: Any) -> Any:
 
 @njit(nogil=True, cache=True)
 def exp2(x: Any) -> Any:
-    """2**x for x in [-inf, 127], within a unit or two in the last place; 0 below 2**-126."""
+    """2**x for x in [-inf, 128], within a unit or two in the last place; 0 below 2**-126."""
     x = x if x > _f32(-127.0) else _f32(-127.0)
     whole = np.floor(x + _f32(0.5))
     r = x - whole

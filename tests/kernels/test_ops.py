@@ -1,4 +1,4 @@
-"""The reference ops against their formulas, in FP64 where the formula is short."""
+"""The ops against their formulas in FP64, the plain ones and those compiled for the CPU."""
 
 from __future__ import annotations
 
@@ -7,20 +7,49 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.reference.tiles import tree_sum
 from torch import Tensor
 
-from kernels.reference.decode_attention import decode_attention
+from kernels.cpu import decode_attention as cpu_decode_attention
+from kernels.cpu import gated as cpu_gated
+from kernels.cpu import prefill_attention as cpu_prefill_attention
+from kernels.cpu import rms_norm as cpu_rms_norm
+from kernels.cpu import rotate_and_store as cpu_rotate_and_store
+from kernels.reference import decode_attention as plain_decode_attention
+from kernels.reference import gelu_and_mul as plain_gelu_and_mul
+from kernels.reference import prefill_attention as plain_prefill_attention
+from kernels.reference import rms_norm as plain_rms_norm
+from kernels.reference import rotate_and_store as plain_rotate_and_store
+from kernels.reference import silu_and_mul as plain_silu_and_mul
 from kernels.reference.gather_blocks import gather_blocks
-from kernels.reference.gelu_and_mul import gelu_and_mul
-from kernels.reference.prefill_attention import prefill_attention
-from kernels.reference.rms_norm import rms_norm
 from kernels.reference.rotary import rotary
 from kernels.reference.scatter_blocks import scatter_blocks
-from kernels.reference.silu_and_mul import silu_and_mul
 from kernels.reference.store_kv import store_kv
 
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+Op = Callable[..., Tensor]
+
+
+class Plain:
+    rms_norm: Op = staticmethod(plain_rms_norm.rms_norm)
+    silu_and_mul: Op = staticmethod(plain_silu_and_mul.silu_and_mul)
+    gelu_and_mul: Op = staticmethod(plain_gelu_and_mul.gelu_and_mul)
+    rotate_and_store: Op = staticmethod(plain_rotate_and_store.rotate_and_store)
+    prefill_attention: Op = staticmethod(plain_prefill_attention.prefill_attention)
+    decode_attention: Op = staticmethod(plain_decode_attention.decode_attention)
+
+
+class Compiled:
+    rms_norm: Op = staticmethod(cpu_rms_norm.rms_norm)
+    silu_and_mul: Op = staticmethod(cpu_gated.silu_and_mul)
+    gelu_and_mul: Op = staticmethod(cpu_gated.gelu_and_mul)
+    rotate_and_store: Op = staticmethod(cpu_rotate_and_store.rotate_and_store)
+    prefill_attention: Op = staticmethod(cpu_prefill_attention.prefill_attention)
+    decode_attention: Op = staticmethod(cpu_decode_attention.decode_attention)
+
+
+Ops = type[Plain] | type[Compiled]
+both = pytest.mark.parametrize("ops", [Plain, Compiled])
 
 
 def _random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -32,14 +61,15 @@ def _near(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance)
 
 
+@both
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("num_rows", [1, 63, 100])
-def test_rms_norm(num_rows: int, dtype: torch.dtype) -> None:
+def test_rms_norm(ops: Ops, num_rows: int, dtype: torch.dtype) -> None:
     x, weight = _random(num_rows, 50, dtype=dtype), _random(50, seed=1, dtype=dtype)
     wide = x.double()
     expected = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
-    _near(rms_norm(x, weight, 1e-5), expected)
-    shifted = rms_norm(x, weight, 1e-5, has_unit_offset=True)
+    _near(ops.rms_norm(x, weight, 1e-5), expected)
+    shifted = ops.rms_norm(x, weight, 1e-5, has_unit_offset=True)
     _near(shifted, expected / weight.double() * (1 + weight.double()))
 
 
@@ -56,22 +86,24 @@ def test_rotary(dtype: torch.dtype) -> None:
     assert torch.equal(partly[..., 10:], x[..., :3])
 
 
+@both
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("width", [13, 64, 320])
-def test_silu_and_mul(width: int, dtype: torch.dtype) -> None:
+def test_silu_and_mul(ops: Ops, width: int, dtype: torch.dtype) -> None:
     x = _random(9, 2 * width, dtype=dtype) * 8
     gate, up = x.double().chunk(2, dim=-1)
-    _near(silu_and_mul(x), torch.nn.functional.silu(gate) * up)
-    assert silu_and_mul(torch.tensor([[-200.0, 1.0]])).tolist() == [[-0.0]]
+    _near(ops.silu_and_mul(x), torch.nn.functional.silu(gate) * up)
+    assert ops.silu_and_mul(torch.tensor([[-200.0, 1.0]])).tolist() == [[-0.0]]
 
 
+@both
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("width", [13, 64, 320])
-def test_gelu_and_mul(width: int, dtype: torch.dtype) -> None:
+def test_gelu_and_mul(ops: Ops, width: int, dtype: torch.dtype) -> None:
     x = _random(9, 2 * width, dtype=dtype) * 4
     gate, up = x.double().chunk(2, dim=-1)
-    _near(gelu_and_mul(x), torch.nn.functional.gelu(gate, approximate="tanh") * up)
-    assert gelu_and_mul(torch.tensor([[-200.0, 1.0]])).tolist() == [[-0.0]]
+    _near(ops.gelu_and_mul(x), torch.nn.functional.gelu(gate, approximate="tanh") * up)
+    assert ops.gelu_and_mul(torch.tensor([[-200.0, 1.0]])).tolist() == [[-0.0]]
 
 
 def test_store_kv_writes_its_slots_and_skips_minus_one() -> None:
@@ -84,6 +116,23 @@ def test_store_kv_writes_its_slots_and_skips_minus_one() -> None:
         assert torch.equal(by_slot[0, :, slots[token]], key[token])
         assert torch.equal(by_slot[1, :, slots[token]], value[token])
     assert int(torch.isfinite(cache).sum()) == 4 * 2 * 3 * 6
+
+
+@both
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("rotary_dim", [16, 10])
+def test_rotate_and_store(ops: Ops, rotary_dim: int, dtype: torch.dtype) -> None:
+    heads, angles = _random(5, 7, 16, dtype=dtype), _random(5, rotary_dim // 2, seed=1)
+    cos, sin = angles.cos(), angles.sin()
+    cache = torch.full((2, 4, 2, 8, 16), torch.nan, dtype=dtype)
+    slots = torch.tensor([31, -1, 0, 17, 9])
+    query = ops.rotate_and_store(heads, cos, sin, cache, slots)
+    expected = torch.full_like(cache, torch.nan)
+    rotated = rotary(heads[:, :5], cos, sin)
+    store_kv(rotated[:, 3:], heads[:, 5:], expected, slots)
+    _near(query, rotated[:, :3])
+    assert torch.equal(cache.isnan(), expected.isnan())
+    _near(cache.nan_to_num(), expected.nan_to_num())
 
 
 @pytest.mark.parametrize(("first", "count"), [(0, 1), (3, 4), (0, 20), (7, 9), (19, 1)])
@@ -103,21 +152,7 @@ def test_gather_and_scatter_blocks(first: int, count: int) -> None:
     assert torch.equal(wire, new)
 
 
-def test_tree_sum_does_not_see_appended_zeros() -> None:
-    x = _random(2, 13, 5) * 1000
-    for num_zeros in (1, 3, 19):
-        padded = torch.cat((x, torch.zeros(2, num_zeros, 5)), dim=1)
-        assert torch.equal(tree_sum(padded), tree_sum(x))
-
-
-def test_tree_sum_does_not_see_zeros_left_out_before() -> None:
-    x = _random(2, 13, 5) * 1000
-    for num_zeros in (1, 3, 4, 19):
-        padded = torch.cat((torch.zeros(2, num_zeros, 5), x), dim=1)
-        assert torch.equal(tree_sum(padded), tree_sum(x, num_zeros))
-
-
-@pytest.mark.parametrize("gate", [silu_and_mul, gelu_and_mul])
+@pytest.mark.parametrize("gate", [Compiled.silu_and_mul, Compiled.gelu_and_mul])
 @pytest.mark.parametrize("width", [64, 61])
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 4])
 def test_bits_do_not_depend_on_the_number_of_threads_nor_of_rows(
@@ -162,27 +197,29 @@ def _naive(
     return (weights @ value).transpose(0, 1)
 
 
+@both
 @pytest.mark.parametrize("dim", [8, 20, 64])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (7, 1), (3, 3)])
-def test_attention(num_heads: int, num_kv_heads: int, dim: int) -> None:
-    _attention_holds(num_heads, num_kv_heads, dim)
+def test_attention(ops: Ops, num_heads: int, num_kv_heads: int, dim: int) -> None:
+    _attention_holds(ops, num_heads, num_kv_heads, dim)
 
 
+@both
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("window", [None, 1, 63, 64, 65, 100, 200, 1000])
 def test_attention_in_a_window_with_capped_scores(
-    window: int | None, softcap: float | None
+    ops: Ops, window: int | None, softcap: float | None
 ) -> None:
-    _attention_holds(3, 1, 20, window=window, softcap=softcap)
+    _attention_holds(ops, 3, 1, 20, window=window, softcap=softcap)
 
 
-def _attention_holds(num_heads: int, num_kv_heads: int, dim: int, **options: Any) -> None:
-    """Both functions against FP64, and bit for bit against each other."""
+def _attention_holds(ops: Ops, num_heads: int, num_kv_heads: int, dim: int, **options: Any) -> None:
+    """Both functions against FP64, and compiled ones bit for bit against each other."""
     cache, tables = _paged(4, 20, num_kv_heads, dim)
     query_lens, context_lens = [2, 150, 63, 20], [2, 300, 64, 300]
     query = _random(sum(query_lens), num_heads, dim, seed=4)
     starts = [0, 2, 152, 215, 235]
-    out = prefill_attention(
+    out = ops.prefill_attention(
         query,
         cache,
         tables,
@@ -196,12 +233,15 @@ def _attention_holds(num_heads: int, num_kv_heads: int, dim: int, **options: Any
         expected = _naive(query[rows], cache, tables[index], context_lens[index], **options)
         _near(out[rows], expected)
         lens = torch.arange(context_lens[index] - query_lens[index], context_lens[index]) + 1
-        single = decode_attention(
+        single = ops.decode_attention(
             query[rows], cache, tables[index].expand(len(lens), -1), lens, dim**-0.5, **options
         )
+        _near(single, expected)
+        if ops is Plain:
+            continue
         assert torch.equal(single, out[rows])
         for row in (slice(0, 1), slice(-1, None)):  # alone, more tiles lie before the window
-            alone = decode_attention(
+            alone = ops.decode_attention(
                 query[rows][row],
                 cache,
                 tables[index : index + 1],
@@ -212,26 +252,25 @@ def _attention_holds(num_heads: int, num_kv_heads: int, dim: int, **options: Any
             assert torch.equal(alone, single[row])
 
 
+@both
 @pytest.mark.parametrize("left_behind", [torch.nan, torch.inf])
-def test_attention_does_not_see_what_others_left_in_the_blocks(left_behind: float) -> None:
+def test_attention_does_not_see_what_others_left_in_the_blocks(
+    ops: Ops, left_behind: float
+) -> None:
     """Behind the context's end, in blocks not reached yet, and in the block that pads a table."""
     cache, tables = _paged(2, 20, 2, 8)
     context_lens, starts = torch.tensor([5, 300]), torch.tensor([0, 2, 4])
     tables[0, 1:] = padding = int(tables[1, 19])
     query = _random(4, 4, 8, seed=4)
-    prefilled = prefill_attention(query, cache, tables, starts, context_lens, 0.3)
-    decoded = decode_attention(query[[1, 3]], cache, tables, context_lens, 0.3)
+    prefilled = ops.prefill_attention(query, cache, tables, starts, context_lens, 0.3)
+    decoded = ops.decode_attention(query[[1, 3]], cache, tables, context_lens, 0.3)
 
     cache[:, padding] = left_behind
     cache[:, tables[0, 0], :, 5:] = left_behind
     cache[:, tables[1, 18], :, 300 % 16 :] = left_behind
     assert torch.equal(
-        prefill_attention(query, cache, tables, starts, context_lens, 0.3), prefilled
+        ops.prefill_attention(query, cache, tables, starts, context_lens, 0.3), prefilled
     )
-    assert torch.equal(decode_attention(query[[1, 3]], cache, tables, context_lens, 0.3), decoded)
-
-
-def test_a_block_size_that_fits_no_tile_is_refused() -> None:
-    cache, tables = torch.zeros(2, 2, 1, 24, 8), torch.zeros(1, 2, dtype=torch.int64)
-    with pytest.raises(ValueError, match="block_size 24"):
-        decode_attention(torch.zeros(1, 1, 8), cache, tables, torch.tensor([5]), 1.0)
+    assert torch.equal(
+        ops.decode_attention(query[[1, 3]], cache, tables, context_lens, 0.3), decoded
+    )
