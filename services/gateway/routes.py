@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import structlog
@@ -13,22 +13,21 @@ from litestar.connection import ASGIConnection
 from litestar.exceptions import HTTPException
 from litestar.handlers import BaseRouteHandler
 from litestar.openapi import OpenAPIConfig, ResponseSpec
-from litestar.params import Body
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from services.gateway.body import StrictBody
-from services.gateway.catalog import Catalog, Readiness
-from services.gateway.chat_answer import ChatAnswer
-from services.gateway.delivery import Delivery
-from services.gateway.generation import Generation
+from services.gateway.catalog import Readiness
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.openai_chat import (
-    CHAT_FIELDS,
-    ChatCompletion,
-    ChatCompletionRequest,
-    generation_of,
-)
+from services.gateway.openai_chat import ChatCompletion
+from services.gateway.openai_completions import Completion
+from services.gateway.openai_embeddings import EmbeddingList
 from services.gateway.openai_errors import ErrorEnvelope, error_of_http, error_response
+from services.gateway.openai_routes import (
+    ChatBody,
+    CompletionBody,
+    EmbeddingBody,
+    Generator,
+    OpenAIRoutes,
+)
 from services.gateway.tenants import Tenants
 from shared.errors import HearthError
 
@@ -39,28 +38,15 @@ METRICS_TYPE = CONTENT_TYPE_LATEST.removesuffix("; charset=utf-8")  # Litestar a
 REFUSALS = (400, 401, 404, 413, 429, 503, 504)
 
 
-class Gateway(Protocol):
-    """What the routes need of the service behind them."""
+class Gateway(Generator, Protocol):
+    """What all routes need of the service behind them."""
 
     tenants: Tenants
-    catalog: Catalog
     metrics: GatewayMetrics
 
     def new_request_id(self) -> str: ...
 
     def readiness(self) -> Readiness: ...
-
-    async def open(self, tenant_id: str, request_id: str, generation: Generation) -> Delivery:
-        """Raises the HearthError with which the request is refused."""
-        ...
-
-    def leave(self, request_id: str) -> None:
-        """The client is gone; nothing happens if the request has ended."""
-        ...
-
-
-class ChatBody(StrictBody):
-    fields = CHAT_FIELDS
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,24 +80,6 @@ class Routes:
         connection.state.request_id = self._gateway.new_request_id()
         header = connection.headers.get("authorization")
         connection.state.tenant = await self._gateway.tenants.tenant_of(header)
-
-    async def chat_completions(
-        self, request: Request[Any, Any, Any], data: Annotated[ChatCompletionRequest, Body()]
-    ) -> ChatAnswer:
-        """With `stream`, server-sent events of `chat.completion.chunk`, then `[DONE]`."""
-        request_id = request.state.request_id
-        tenant_id = request.state.tenant.tenant_id
-        generation = generation_of(data, self._gateway.catalog.name)
-        delivery = await self._gateway.open(tenant_id, request_id, generation)
-        options = data.stream_options
-        return ChatAnswer(
-            delivery=delivery,
-            model=generation.model,
-            created=int(self._wall_clock()),
-            is_stream=bool(data.stream),
-            has_usage=options is not None and options.include_usage,
-            leave=partial(self._gateway.leave, request_id),
-        )
 
     async def models(self, request: Request[Any, Any, Any]) -> Response[ModelList]:
         entries = [
@@ -161,20 +129,23 @@ def build_app(
     gateway: Gateway, *, wall_clock: Callable[[], float], max_body_bytes: int, version: str
 ) -> Litestar:
     routes = Routes(gateway, wall_clock)
-    chat = post(
-        "/v1/chat/completions",
-        dto=ChatBody,
-        return_dto=None,
-        guards=[routes.authenticate],
-        status_code=200,
-        responses=_responses(ChatCompletion, *REFUSALS),
+    asking = OpenAIRoutes(gateway, wall_clock)
+    ask = partial(post, return_dto=None, guards=[routes.authenticate], status_code=200)
+    chat = ask(
+        "/v1/chat/completions", dto=ChatBody, responses=_responses(ChatCompletion, *REFUSALS)
+    )
+    texts = ask("/v1/completions", dto=CompletionBody, responses=_responses(Completion, *REFUSALS))
+    embeddings = ask(
+        "/v1/embeddings", dto=EmbeddingBody, responses=_responses(EmbeddingList, *REFUSALS)
     )
     models = get(
         "/v1/models", guards=[routes.authenticate], responses=_responses(ModelList, 401, 503)
     )
     return Litestar(
         [
-            chat(routes.chat_completions),
+            chat(asking.chat_completions),
+            texts(asking.completions),
+            embeddings(asking.embeddings),
             models(routes.models),
             get("/health")(routes.health),
             get("/ready", responses=_responses(Readiness))(routes.ready),

@@ -5,7 +5,8 @@ Synchronous and without I/O: each method takes in one event and leaves `Action`s
 
 - Only the placement that `Placed` named is believed. Entries that arrive before it wait; a
   placement that nobody names in time, or that was given up, is answered with AbortRequest.
-- A gap, or silence of a running placement, asks the worker to send again.
+- A gap, or silence of a running choice, asks the worker to send again.
+- A choice that met a stop string is aborted alone while others go on, and again if it does not end.
 - A lost worker, an unknown placement or a retryable failure submits the request again, with all
   tokens received, the worker excluded, within a budget.
 - A scheduler that stops naming a queued request has lost it: submitted again.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from services.gateway.actions import Action, Publish, Resend, Submit
 from services.gateway.choice_tokens import ChoiceTokens
-from services.gateway.placements import EarlyEntries, RetiredPlacements
+from services.gateway.placements import ANSWER_EVERY_S, EarlyEntries, RetiredPlacements
 from services.gateway.stream import End, Placement, Receiver, State, Stream
 from shared.bus import error_of
 from shared.errors import (
@@ -188,8 +189,9 @@ class Streams:
         if stream is None or stream.placement is None:
             return
         stream.placement.resends.discard(resend.choice_index)
-        stream.placement.num_failed_resends = 0
+        stream.placement.num_failed_resends.clear()
         stream.placement.heard_at = now
+        stream.choices[resend.choice_index].heard_at = now
         self.on_token_batch(batch, now)
 
     def on_resend_failed(
@@ -199,15 +201,18 @@ class Streams:
         stream = self._by_placement.get(resend.placement_id)
         if stream is None or stream.placement is None:
             return
-        placement = stream.placement
-        placement.resends.discard(resend.choice_index)
+        placement, index = stream.placement, resend.choice_index
+        placement.resends.discard(index)
+        choice = stream.choices[index]
+        if choice.is_finished:  # while it was asked for; a worker forgets a stopped choice
+            return
         if isinstance(error, UnknownPlacement):
             self._resubmit(stream, now)
             return
-        placement.heard_at = now - QUIET_LIMIT_S + RESEND_RETRY_S
+        choice.heard_at = now - QUIET_LIMIT_S + RESEND_RETRY_S
         if is_bus_trusted:
-            placement.num_failed_resends += 1
-        if placement.num_failed_resends >= MAX_FAILED_RESENDS:
+            placement.num_failed_resends[index] += 1
+        if placement.num_failed_resends[index] >= MAX_FAILED_RESENDS:
             self._resubmit(stream, now, excluded=placement.worker_id)
 
     def on_worker_lost(self, worker_id: str, now: float, *, is_excluded: bool) -> None:
@@ -234,11 +239,9 @@ class Streams:
             self._send_abort(worker_id, placement_id, "fenced", now)
 
     def _watch_running(self, stream: Stream, now: float) -> None:
-        placement = stream.placement
-        if placement is not None and now - placement.heard_at >= QUIET_LIMIT_S:
-            for choice in stream.choices.values():
-                if not choice.is_finished:
-                    self._ask_again(stream, choice)
+        for choice in stream.choices.values():
+            if now - choice.heard_at >= QUIET_LIMIT_S and not choice.is_finished:
+                self._ask_again(stream, choice)
 
     def _watch_queued(self, stream: Stream, now: float, is_bus_trusted: bool) -> None:
         if not is_bus_trusted:
@@ -271,6 +274,8 @@ class Streams:
         stream.placement = Placement(placed.placement_id, placed.worker_id, heard_at=now)
         stream.last_worker_id = placed.worker_id
         self._by_placement[placed.placement_id] = stream
+        for choice in stream.choices.values():
+            choice.heard_at = now
         for entry in self._early.take(placed.placement_id):
             if stream.placement is not None:
                 self._accept(stream, entry, now)
@@ -301,29 +306,60 @@ class Streams:
         """A choice whose last token has arrived lacks only its ending, which is known."""
         choice.restart()
         if len(choice.token_ids) >= stream.request.sampling.max_tokens:
-            choice.finish = Finish(
-                reason="length", served=Served(num_cached_tokens=0, prefill_worker_id=None)
-            )
+            served = choice.served or Served(num_cached_tokens=0, prefill_worker_id=None)
+            choice.finish = Finish(reason="length", served=served)
             stream.receiver.on_finish(choice.choice_index, choice.finish)
 
     def _accept(self, stream: Stream, entry: TokenEntry, now: float) -> None:
-        choice = stream.choices.get(entry.choice_index)
-        if choice is None or choice.is_finished or stream.placement is None:
+        choice, placement = stream.choices.get(entry.choice_index), stream.placement
+        if choice is None or placement is None:
             return
-        stream.placement.heard_at = now
-        if entry.served is not None:
-            stream.receiver.on_served(entry.served)
-        fresh = choice.accept(entry)
-        if fresh and not stream.receiver.on_tokens(choice.choice_index, fresh):
-            choice.is_stopped = True
+        placement.heard_at = choice.heard_at = now
+        if choice.is_finished:
+            self._stop_again(placement, choice, entry, now)
+            return
+        if stream.has_logprobs and len(entry.logprobs) != len(entry.token_ids):
+            error = HearthError("the worker sent tokens without their logprobs")
+            self._end(stream, error, "failed", now)
+            return
+        self._tell(stream, choice, entry)
         if choice.finish is not None:
             self._finish(stream, choice, choice.finish, now)
-        elif not choice.is_stopped:
-            if choice.has_gap:
-                self._ask_again(stream, choice)
-            return
-        if stream.state is State.RUNNING and stream.is_finished:
+        elif choice.is_stopped:
+            self._stop(stream, choice, now)
+        elif choice.has_gap:
+            self._ask_again(stream, choice)
+        if stream.state is State.RUNNING and choice.is_finished and stream.is_finished:
             self._end(stream, None, "stop", now)
+
+    def _tell(self, stream: Stream, choice: ChoiceTokens, entry: TokenEntry) -> None:
+        receiver, index = stream.receiver, choice.choice_index
+        if entry.served is not None:
+            choice.served = entry.served
+            receiver.on_served(index, entry.served)
+        if entry.prompt_logprobs:
+            receiver.on_prompt_logprobs(entry.prompt_logprobs)
+        token_ids, logprobs = choice.accept(entry)
+        if token_ids and not receiver.on_tokens(index, token_ids, logprobs):
+            choice.is_stopped = True
+
+    def _stop(self, stream: Stream, choice: ChoiceTokens, now: float) -> None:
+        """The last choice takes the whole placement with it, in `_end`."""
+        if stream.placement is None:
+            return
+        stream.placement.stopped_at[choice.choice_index] = now
+        if not stream.is_finished:
+            self._send_stop(stream.placement, choice.choice_index)
+
+    def _stop_again(
+        self, placement: Placement, choice: ChoiceTokens, entry: TokenEntry, now: float
+    ) -> None:
+        """What still comes of a stopped choice was under way, or its abort was lost."""
+        stopped_at = placement.stopped_at.get(choice.choice_index)
+        if stopped_at is None or entry.finish is not None or now - stopped_at < ANSWER_EVERY_S:
+            return
+        placement.stopped_at[choice.choice_index] = now
+        self._send_stop(placement, choice.choice_index)
 
     def _finish(self, stream: Stream, choice: ChoiceTokens, finish: Finish, now: float) -> None:
         if finish.reason != "failed":
@@ -353,11 +389,12 @@ class Streams:
         if stream.state is State.QUEUED and stream.scheduler_id is not None:
             self._send_cancel(stream.scheduler_id, stream.request_id)
         stream.scheduler_id = None
+        is_told = stream.has_every_ending
         placement, stream.placement = stream.placement, None
         if placement is None:
             return
         del self._by_placement[placement.placement_id]
-        if all(choice.finish is not None for choice in stream.choices.values()):
+        if is_told:
             self._retired.add(placement.placement_id, is_finished=True, now=now)
             self._send_ack(placement.worker_id, placement.placement_id)
         else:
@@ -390,6 +427,12 @@ class Streams:
         self._retired.add(placement_id, is_finished=False, now=now)
         message = AbortRequest(placement_id=placement_id, reason=reason)
         self._actions.append(Publish(control("decode", worker_id), message))
+
+    def _send_stop(self, placement: Placement, choice_index: int) -> None:
+        message = AbortRequest(
+            placement_id=placement.placement_id, reason="stop", choice_index=choice_index
+        )
+        self._actions.append(Publish(control("decode", placement.worker_id), message))
 
     def _send_ack(self, worker_id: str, placement_id: bytes) -> None:
         message = AckFinished(placement_ids=(placement_id,))

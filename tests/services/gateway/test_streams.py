@@ -50,6 +50,7 @@ from shared.messages import (
     Served,
     TokenBatch,
     TokenEntry,
+    TokenLogprobs,
 )
 from shared.packing import unpack_token_ids
 from shared.subjects import cancel, control
@@ -82,14 +83,20 @@ class Recorder:
         self.finishes: list[Finish] = []
         self.ends: list[End] = []
         self.served: list[Served] = []
+        self.prompt_logprobs: list[list[TokenLogprobs]] = []
         self.stops_at = stops_at
 
-    def on_tokens(self, choice_index: int, token_ids: Sequence[int]) -> bool:
+    def on_tokens(
+        self, choice_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> bool:
         self.tokens += token_ids
         return self.stops_at is None or len(self.tokens) < self.stops_at
 
-    def on_served(self, served: Served) -> None:
+    def on_served(self, choice_index: int, served: Served) -> None:
         self.served.append(served)
+
+    def on_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
+        self.prompt_logprobs.append(list(logprobs))
 
     def on_finish(self, choice_index: int, finish: Finish) -> None:
         self.finishes.append(finish)
@@ -524,7 +531,7 @@ def test_bounds() -> None:
     choice = ChoiceTokens(0)
     for position in range(1, MAX_AHEAD_ENTRIES + 50):
         choice.accept(TokenEntry(P1, 0, position, (position,)))
-    assert len(choice.accept(TokenEntry(P1, 0, 0, (0,)))) == MAX_AHEAD_ENTRIES + 1
+    assert len(choice.accept(TokenEntry(P1, 0, 0, (0,)))[0]) == MAX_AHEAD_ENTRIES + 1
 
 
 @settings(max_examples=200, deadline=None)
