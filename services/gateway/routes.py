@@ -8,11 +8,12 @@ from typing import Any, Protocol
 
 import msgspec
 import structlog
-from litestar import Litestar, Request, Response, get, post
+from litestar import HttpMethod, Litestar, Request, Response, post, route
 from litestar.connection import ASGIConnection
 from litestar.exceptions import HTTPException
 from litestar.handlers import BaseRouteHandler
 from litestar.openapi import OpenAPIConfig, ResponseSpec
+from litestar.openapi.spec import Components, SecurityScheme
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from services.gateway.catalog import Readiness
@@ -30,11 +31,13 @@ from services.gateway.openai_routes import (
 )
 from services.gateway.tenants import Tenants
 from shared.errors import HearthError
+from shared.messages import ModelCard
 
 log = structlog.get_logger(__name__)
 
 Connection = ASGIConnection[Any, Any, Any, Any]
 METRICS_TYPE = CONTENT_TYPE_LATEST.removesuffix("; charset=utf-8")  # Litestar adds it
+BEARER = "api_key"
 REFUSALS = (400, 401, 404, 413, 429, 503, 504)
 
 
@@ -82,17 +85,23 @@ class Routes:
         connection.state.tenant = await self._gateway.tenants.tenant_of(header)
 
     async def models(self, request: Request[Any, Any, Any]) -> Response[ModelList]:
-        entries = [
-            ModelEntry(
-                id=card.name,
-                created=self._started_at,
-                max_context=card.max_context_tokens,
-                revision=card.revision,
-            )
-            for card in self._gateway.catalog.live_cards()
-        ]
+        entries = [self._entry(card) for card in self._gateway.catalog.live_cards()]
         headers = {"x-request-id": request.state.request_id}
         return Response(ModelList(data=entries), headers=headers)
+
+    async def model(self, request: Request[Any, Any, Any], model_id: str) -> Response[ModelEntry]:
+        """404 for a model that this gateway does not serve; 503 before any worker serves it."""
+        card = self._gateway.catalog.card(model_id.removeprefix("/"))
+        headers = {"x-request-id": request.state.request_id}
+        return Response(self._entry(card), headers=headers)
+
+    def _entry(self, card: ModelCard) -> ModelEntry:
+        return ModelEntry(
+            id=card.name,
+            created=self._started_at,
+            max_context=card.max_context_tokens,
+            revision=card.revision,
+        )
 
     async def health(self) -> Health:
         """The process is alive."""
@@ -130,16 +139,21 @@ def build_app(
 ) -> Litestar:
     routes = Routes(gateway, wall_clock)
     asking = OpenAIRoutes(gateway, wall_clock)
-    ask = partial(post, return_dto=None, guards=[routes.authenticate], status_code=200)
+    known: dict[str, Any] = {"guards": [routes.authenticate], "security": [{BEARER: []}]}
+    ask = partial(post, return_dto=None, status_code=200, **known)
+    look = partial(route, http_method=[HttpMethod.GET, HttpMethod.HEAD])
     chat = ask(
-        "/v1/chat/completions", dto=ChatBody, responses=_responses(ChatCompletion, *REFUSALS)
+        path="/v1/chat/completions", dto=ChatBody, responses=_responses(ChatCompletion, *REFUSALS)
     )
-    texts = ask("/v1/completions", dto=CompletionBody, responses=_responses(Completion, *REFUSALS))
+    texts = ask(
+        path="/v1/completions", dto=CompletionBody, responses=_responses(Completion, *REFUSALS)
+    )
     embeddings = ask(
-        "/v1/embeddings", dto=EmbeddingBody, responses=_responses(EmbeddingList, *REFUSALS)
+        path="/v1/embeddings", dto=EmbeddingBody, responses=_responses(EmbeddingList, *REFUSALS)
     )
-    models = get(
-        "/v1/models", guards=[routes.authenticate], responses=_responses(ModelList, 401, 503)
+    models = look("/v1/models", responses=_responses(ModelList, 401, 503), **known)
+    model = look(
+        "/v1/models/{model_id:path}", responses=_responses(ModelEntry, 401, 404, 503), **known
     )
     return Litestar(
         [
@@ -147,20 +161,27 @@ def build_app(
             texts(asking.completions),
             embeddings(asking.embeddings),
             models(routes.models),
-            get("/health")(routes.health),
-            get("/ready", responses=_responses(Readiness))(routes.ready),
-            get("/metrics", include_in_schema=False)(routes.metrics),
-            get("/openapi.json", include_in_schema=False)(routes.openapi),
+            model(routes.model),
+            look("/health")(routes.health),
+            look("/ready", responses=_responses(Readiness))(routes.ready),
+            look("/metrics", include_in_schema=False)(routes.metrics),
+            look("/openapi.json", include_in_schema=False)(routes.openapi),
         ],
         exception_handlers={
             HearthError: routes.refuse_ours,
             HTTPException: routes.refuse_http,
             Exception: routes.refuse_other,
         },
-        openapi_config=OpenAPIConfig(title="Hearth", version=version, path="/docs"),
+        openapi_config=_document(version),
         request_max_body_size=max_body_bytes,
         logging_config=None,
     )
+
+
+def _document(version: str) -> OpenAPIConfig:
+    bearer = SecurityScheme(type="http", scheme="bearer", description="an API key")
+    components = Components(security_schemes={BEARER: bearer})
+    return OpenAPIConfig(title="Hearth", version=version, path="/docs", components=components)
 
 
 def _responses(body: type[Any], *refusals: int) -> dict[int, ResponseSpec]:

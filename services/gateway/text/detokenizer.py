@@ -29,8 +29,10 @@ class Detokenizer:
         skips_special_tokens: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
-        self._context = list(context)  # tokens of the last piece given out
         self._skips = skips_special_tokens
+        self._context = list(context)  # tokens of the last piece given out
+        if self._context and self._decode(self._context).endswith(REPLACEMENT):
+            self._context = []  # it ends amid a character, and would be given out again with it
         self._stream = DecodeStream(self._context, skip_special_tokens=self._skips)
         self._pending: list[int] = []  # tokens not given out yet
 

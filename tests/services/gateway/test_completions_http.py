@@ -226,6 +226,40 @@ async def test_openai_sdk(cluster: Cluster) -> None:
     assert logprobs.token_logprobs[0] is None
 
 
+# ── recovery ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_lost_worker_shows_nowhere(cluster: Cluster, is_stream: bool) -> None:
+    """Two prompts of two choices, scored and echoed: the second worker scores the prompt again."""
+    fields = {"prompt": ["a b", "c"], "n": 2, "echo": True, "logprobs": 1, "stop": "brown"}
+    first = cluster.decodes[0]
+    for decode in cluster.decodes:
+        decode.answers = {1: decode.answer[:9]}
+    expected = (await complete(cluster, **fields))["choices"]
+    first.hold_at = 12  # choices 1 have ended
+    first.loses = lambda entry: entry.first_position in (4, 5)  # until they are asked for
+    ask = events_of if is_stream else complete
+    running = asyncio.create_task(ask(cluster, **fields))
+    while (await first.emitted.get()).first_position < 11:
+        pass
+    async with asyncio.timeout(8):
+        await until(lambda: sum(map(len, first.runs.values())) >= 4)
+        await first.die()
+        answer = await running
+    if is_stream:
+        told = [event["choices"][0] for event in answer]
+        for choice in expected:
+            parts = [each for each in told if each["index"] == choice["index"]]
+            assert "".join(each["text"] for each in parts) == choice["text"]
+            scores = [each["logprobs"] for each in parts if each["logprobs"] is not None]
+            for key, values in choice["logprobs"].items():
+                assert [each for part in scores for each in part[key]] == values
+    else:
+        assert answer["choices"] == expected
+        assert answer["hearth"]["num_resubmissions"] == 2
+
+
 # ── refusals ─────────────────────────────────────────────────────────────────────────────────────
 
 
