@@ -23,6 +23,8 @@ from services.gateway.text.scored_tokens import ScoredToken
 from shared.errors import HearthError
 
 _encode = msgspec.json.Encoder().encode
+# An answer of more choices is put together on a thread, so that running streams do not wait for it.
+MAX_INLINE_RESULTS = 16
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -84,7 +86,11 @@ class Answer:
 
     async def _send_body(self, send: Send, body_of: Whole) -> None:
         try:
-            body = _encode(body_of(await self._results()))
+            results = await self._results()
+            if len(results) > MAX_INLINE_RESULTS:
+                body = await asyncio.to_thread(lambda: _encode(body_of(results)))
+            else:
+                body = _encode(body_of(results))
         except HearthError as error:
             await self._send_error(send, error)
             return

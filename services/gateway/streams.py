@@ -15,7 +15,7 @@ Synchronous and without I/O: each method takes in one event and leaves `Action`s
 
 from __future__ import annotations
 
-from services.gateway.actions import Action, Publish, Resend, Submit
+from services.gateway.actions import Action, Actions
 from services.gateway.choice_tokens import ChoiceTokens
 from services.gateway.placements import ANSWER_EVERY_S, EarlyEntries, RetiredPlacements
 from services.gateway.stream import End, Placement, Receiver, State, Stream
@@ -31,9 +31,6 @@ from shared.errors import (
 )
 from shared.messages import (
     AbortReason,
-    AbortRequest,
-    AckFinished,
-    CancelQueued,
     Finish,
     Placed,
     PlacementFailed,
@@ -46,7 +43,6 @@ from shared.messages import (
     TokenBatch,
     TokenEntry,
 )
-from shared.subjects import cancel, control
 
 SUBMIT_WINDOW_S = 2.0  # how long a new request looks for a scheduler
 RECOVERY_WINDOW_S = 10.0  # an accepted one looks longer: its client has an answer in hand
@@ -69,7 +65,7 @@ class Streams:
         self._by_placement: dict[bytes, Stream] = {}
         self._early = EarlyEntries()
         self._retired = RetiredPlacements()
-        self._actions: list[Action] = []
+        self._actions = Actions()
         self.num_resubmissions = 0
 
     def __len__(self) -> int:
@@ -79,8 +75,7 @@ class Streams:
         return list(self._by_request)
 
     def take_actions(self) -> list[Action]:
-        actions, self._actions = self._actions, []
-        return actions
+        return self._actions.take()
 
     def quiet_workers(self, now: float) -> set[str]:
         """Workers with a placement of ours that has not been heard of for a while."""
@@ -110,7 +105,7 @@ class Streams:
     def on_queued(self, request_id: str, attempt: int, reply: Queued, now: float) -> None:
         stream = self._by_request.get(request_id)
         if stream is None:
-            self._send_cancel(reply.scheduler_id, request_id)
+            self._actions.cancel(reply.scheduler_id, request_id)
         elif stream.state is State.SUBMITTING and stream.attempt == attempt:
             self._queue(stream, reply.scheduler_id, now)
 
@@ -133,10 +128,10 @@ class Streams:
         stream = self._by_request.get(placed.request_id)
         if stream is not None and stream.placement is not None:
             if stream.placement.placement_id != placed.placement_id:
-                self._send_abort(placed.worker_id, placed.placement_id, "superseded", now)
+                self._abort(placed.worker_id, placed.placement_id, "superseded", now)
             return
         if stream is None or placed.worker_id in stream.excluded_workers:
-            self._send_abort(placed.worker_id, placed.placement_id, "superseded", now)
+            self._abort(placed.worker_id, placed.placement_id, "superseded", now)
             if stream is not None:
                 self._resubmit(stream, now)
             return
@@ -159,13 +154,13 @@ class Streams:
         for request_id in keepalive.request_ids:
             stream = self._by_request.get(request_id)
             if stream is None or stream.state is State.RUNNING:
-                self._send_cancel(keepalive.scheduler_id, request_id)
+                self._actions.cancel(keepalive.scheduler_id, request_id)
             elif stream.state is State.SUBMITTING:  # its ack came too late or got lost
                 self._queue(stream, keepalive.scheduler_id, now)
             elif stream.scheduler_id == keepalive.scheduler_id:
                 stream.keepalive_at = now
             else:
-                self._send_cancel(keepalive.scheduler_id, request_id)
+                self._actions.cancel(keepalive.scheduler_id, request_id)
 
     def on_scheduler_lost(self, scheduler_id: str, now: float) -> None:
         for stream in list(self._by_request.values()):
@@ -236,7 +231,7 @@ class Streams:
             elif stream.submit_at is not None and now >= stream.submit_at:
                 self._submit(stream, now)
         for placement_id, worker_id in self._early.expire(now):
-            self._send_abort(worker_id, placement_id, "fenced", now)
+            self._abort(worker_id, placement_id, "fenced", now)
 
     def _watch_running(self, stream: Stream, now: float) -> None:
         for choice in stream.choices.values():
@@ -259,7 +254,7 @@ class Streams:
             attempt=stream.attempt,
             excluded_workers=tuple(sorted(stream.excluded_workers)),
         )
-        self._actions.append(Submit(message))
+        self._actions.submit(message)
 
     def _queue(self, stream: Stream, scheduler_id: str, now: float) -> None:
         stream.become(State.QUEUED)
@@ -349,7 +344,7 @@ class Streams:
             return
         stream.placement.stopped_at[choice.choice_index] = now
         if not stream.is_finished:
-            self._send_stop(stream.placement, choice.choice_index)
+            self._abort_choice(stream.placement, choice)
 
     def _stop_again(
         self, placement: Placement, choice: ChoiceTokens, entry: TokenEntry, now: float
@@ -359,7 +354,11 @@ class Streams:
         if stopped_at is None or entry.finish is not None or now - stopped_at < ANSWER_EVERY_S:
             return
         placement.stopped_at[choice.choice_index] = now
-        self._send_stop(placement, choice.choice_index)
+        self._abort_choice(placement, choice)
+
+    def _abort_choice(self, placement: Placement, choice: ChoiceTokens) -> None:
+        worker_id, placement_id = placement.worker_id, placement.placement_id
+        self._actions.abort(worker_id, placement_id, "stop", choice.choice_index)
 
     def _finish(self, stream: Stream, choice: ChoiceTokens, finish: Finish, now: float) -> None:
         if finish.reason != "failed":
@@ -387,7 +386,7 @@ class Streams:
     def _leave(self, stream: Stream, reason: AbortReason, now: float) -> None:
         """Tells queue or worker that this stream is no longer theirs."""
         if stream.state is State.QUEUED and stream.scheduler_id is not None:
-            self._send_cancel(stream.scheduler_id, stream.request_id)
+            self._actions.cancel(stream.scheduler_id, stream.request_id)
         stream.scheduler_id = None
         is_told = stream.has_every_ending
         placement, stream.placement = stream.placement, None
@@ -396,9 +395,9 @@ class Streams:
         del self._by_placement[placement.placement_id]
         if is_told:
             self._retired.add(placement.placement_id, is_finished=True, now=now)
-            self._send_ack(placement.worker_id, placement.placement_id)
+            self._actions.acknowledge(placement.worker_id, placement.placement_id)
         else:
-            self._send_abort(placement.worker_id, placement.placement_id, reason, now)
+            self._abort(placement.worker_id, placement.placement_id, reason, now)
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────
 
@@ -412,32 +411,15 @@ class Streams:
             choice_index=choice.choice_index,
             from_position=len(choice.token_ids),
         )
-        self._actions.append(Resend(placement.worker_id, message))
+        self._actions.resend(placement.worker_id, message)
 
     def _answer_retired(self, worker_id: str, placement_id: bytes, now: float) -> None:
         is_finished = self._retired.due_answer(placement_id, now)
         if is_finished is True:
-            self._send_ack(worker_id, placement_id)
+            self._actions.acknowledge(worker_id, placement_id)
         elif is_finished is False:
-            self._send_abort(worker_id, placement_id, "fenced", now)
+            self._abort(worker_id, placement_id, "fenced", now)
 
-    def _send_abort(
-        self, worker_id: str, placement_id: bytes, reason: AbortReason, now: float
-    ) -> None:
+    def _abort(self, worker_id: str, placement_id: bytes, reason: AbortReason, now: float) -> None:
         self._retired.add(placement_id, is_finished=False, now=now)
-        message = AbortRequest(placement_id=placement_id, reason=reason)
-        self._actions.append(Publish(control("decode", worker_id), message))
-
-    def _send_stop(self, placement: Placement, choice_index: int) -> None:
-        message = AbortRequest(
-            placement_id=placement.placement_id, reason="stop", choice_index=choice_index
-        )
-        self._actions.append(Publish(control("decode", placement.worker_id), message))
-
-    def _send_ack(self, worker_id: str, placement_id: bytes) -> None:
-        message = AckFinished(placement_ids=(placement_id,))
-        self._actions.append(Publish(control("decode", worker_id), message))
-
-    def _send_cancel(self, scheduler_id: str, request_id: str) -> None:
-        message = CancelQueued(request_id=request_id)
-        self._actions.append(Publish(cancel(scheduler_id), message))
+        self._actions.abort(worker_id, placement_id, reason)
