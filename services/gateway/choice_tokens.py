@@ -37,9 +37,10 @@ class ChoiceTokens:
         return bool(self._ahead)
 
     def accept(self, entry: TokenEntry) -> Fresh:
-        """Returns what is new and in order; sets `finish` when the end is reached."""
-        if self.is_finished:
-            return _NOTHING
+        """Returns what is new and in order; sets `finish` when the end is reached.
+
+        Not for a choice that is finished.
+        """
         if entry.first_position > len(self.token_ids):
             if len(self._ahead) < MAX_AHEAD_ENTRIES:
                 self._ahead[entry.first_position] = entry

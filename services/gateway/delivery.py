@@ -8,7 +8,8 @@ reads. Text waits here until it is taken; what piles up for a slow client is bou
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.preparation import Prepared
@@ -27,8 +28,7 @@ class ClientGone(HearthError):
     http_status = 499
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """`tokens`: those of `text`, where logprobs were asked for."""
 
     choice_index: int
@@ -72,7 +72,6 @@ class Delivery:
         self.on_news: Callable[[], None] = lambda: None
         self._texts = [_ChoiceText(each) for each in assemblers]
         self._shows_output = prepared.generation.shows_output
-        self._has_logprobs = sampling.num_logprobs is not None
         self._lacks_prompt = sampling.num_prompt_logprobs is not None and self.num_prompt_tokens > 1
         self._metrics = metrics
         self._clock = clock
@@ -117,11 +116,11 @@ class Delivery:
         self._observe_gap(text)
         if not self._shows_output:
             return True
-        fresh = text.assembler.feed(token_ids, logprobs if self._has_logprobs else ())
+        fresh = text.assembler.feed(token_ids, logprobs)
+        if logprobs:
+            text.tokens += text.assembler.take_scored()
         if fresh:
             text.pieces.append(fresh)
-        if self._has_logprobs:
-            text.tokens += text.assembler.take_scored()
         if fresh or text.tokens:
             self.on_news()
         if text.assembler.is_stopped:

@@ -322,9 +322,11 @@ class Streams:
             self._finish(stream, choice, choice.finish, now)
         elif choice.is_stopped:
             self._stop(stream, choice, now)
-        elif choice.has_gap:
-            self._ask_again(stream, choice)
-        if stream.state is State.RUNNING and choice.is_finished and stream.is_finished:
+        else:
+            if choice.has_gap:
+                self._ask_again(stream, choice)
+            return
+        if stream.state is State.RUNNING and stream.is_finished:
             self._end(stream, None, "stop", now)
 
     def _tell(self, stream: Stream, choice: ChoiceTokens, entry: TokenEntry) -> None:
