@@ -89,9 +89,10 @@ class Routes:
         headers = {"x-request-id": request.state.request_id}
         return Response(ModelList(data=entries), headers=headers)
 
-    async def model(self, request: Request[Any, Any, Any], model_id: str) -> Response[ModelEntry]:
+    async def model(self, request: Request[Any, Any, Any]) -> Response[ModelEntry]:
         """404 for a model that this gateway does not serve; 503 before any worker serves it."""
-        card = self._gateway.catalog.card(model_id.removeprefix("/"))
+        model_id = str(request.path_params["model_id"]).removeprefix("/")
+        card = self._gateway.catalog.card(model_id)
         headers = {"x-request-id": request.state.request_id}
         return Response(self._entry(card), headers=headers)
 

@@ -105,7 +105,8 @@ class Run:
 
     def _prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
         num_top = self.request.sampling.num_prompt_logprobs
-        if num_top is None:
+        is_last = self.choice_index == self.request.choices[-1].choice_index
+        if num_top is None or not is_last:  # once a placement is enough
             return ()
         prompt = unpack_token_ids(self.request.prompt_token_ids)
         return tuple(

@@ -10,6 +10,7 @@ import pytest
 
 from services.gateway.text.model_files import ModelFiles
 from shared.errors import Overloaded
+from shared.messages import TokenEntry
 from shared.packing import unpack_token_ids
 from tests.services.gateway.conftest import ANSWER, Cluster, until
 from tests.services.gateway.test_refusals import check_envelope
@@ -192,6 +193,26 @@ async def test_logprobs(
     num_prompt = len(model_files.tokenizer.encode([PROMPT])) if has_echo else 0
     check_logprobs(logprobs, (PROMPT if has_echo else "") + ANSWER, num_prompt)
     assert list(logprobs["top_logprobs"][-1].values())[1:] == [-9999.0]
+
+
+async def test_no_choice_is_told_before_the_logprobs_of_the_prompt(cluster: Cluster) -> None:
+    """Choice 1 brings them, and its first message is lost."""
+    lost: list[int] = []
+
+    def loses(entry: TokenEntry) -> bool:
+        if entry.choice_index == 0 or entry.first_position > 0 or lost:
+            return False
+        lost.append(entry.choice_index)
+        return True
+
+    cluster.decodes[0].loses = loses
+    events = await events_of(cluster, echo=True, logprobs=0, n=2)
+    assert lost
+    for index in range(2):
+        told = (each["choices"][0] for each in events)
+        first = next(each for each in told if each["index"] == index)
+        assert first["text"].startswith(PROMPT)
+        assert first["logprobs"]["token_logprobs"][:2] == [None, -1 - 1 / 64]
 
 
 async def test_the_prompt_is_scored_and_nothing_is_drawn(cluster: Cluster) -> None:

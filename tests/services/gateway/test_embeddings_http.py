@@ -55,11 +55,12 @@ async def test_base64_is_little_endian_fp32(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize(
     ("given", "num_inputs"),
-    [(["a", "b c"], 2), ([5, 6], 1), ([[5, 6], [7]], 2)],
+    [(["a", "b c"], 2), ([5, 6], 1), ([[5, 6], [7]], 2), (["a"] * 20, 20)],
 )
 async def test_input_forms(cluster: Cluster, given: Any, num_inputs: int) -> None:
     body = await embed(cluster, given)
     assert [entry["index"] for entry in body["data"]] == list(range(num_inputs))
+    assert all(entry["embedding"] == UNIT for entry in body["data"])
     assert cluster.scheduler.submits.qsize() == num_inputs
 
 

@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 from tokenizers.processors import ByteLevel, TemplateProcessing
 
+from services.gateway.generation import Generation
+from services.gateway.preparation import Preparation
 from services.gateway.prompt import Echo, TextPrompt, TokenPrompt, echo_of, tokenize
 from services.gateway.sampling import Sampling, sampling_params
 from services.gateway.text.model_files import ModelFiles
+from shared.config import GatewayConfig
 from shared.errors import InvalidRequest
 from shared.messages import SamplingParams
+from shared.randomness import SystemRandomness
 from tests.services.gateway.model_dir import write_model_dir
 from tests.services.gateway.peer import CARD
 
@@ -52,6 +56,34 @@ def test_every_default_of_the_model_and_its_override(tmp_path: Path) -> None:
         found = params(tmp_path, defaults, **fields)
         assert {name: getattr(found, name) for name in names} == expected
     assert params(tmp_path, {}, top_k=-1).top_k == 0
+
+
+@pytest.mark.parametrize(
+    ("defaults", "given", "max_tokens"),
+    [({}, None, 33), ({"max_new_tokens": 9}, None, 9), ({"max_new_tokens": 9}, 20, 20)],
+)
+def test_max_tokens(
+    tmp_path: Path, defaults: dict[str, int], given: int | None, max_tokens: int
+) -> None:
+    model_dir = write_model_dir(tmp_path / "m")
+    (model_dir / "generation_config.json").write_text(json.dumps(defaults))
+    config = GatewayConfig(
+        nats_url="nats://x",
+        process_id="g",
+        redis_url="redis://x",
+        model_dir=model_dir,
+        default_max_tokens=33,
+    )
+    prepared = Preparation(config, ModelFiles(model_dir), SystemRandomness()).prepare(
+        Generation(
+            model="tiny", prompt=TextPrompt("a", "prompt"), sampling=Sampling(max_tokens=given)
+        ),
+        CARD,
+        tenant_id="t",
+        request_id="r",
+        max_payload_bytes=2**20,
+    )
+    assert prepared.request.sampling.max_tokens == max_tokens
 
 
 def test_a_bad_word_is_banned_with_and_without_its_space(
