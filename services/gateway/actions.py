@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.messages import Message, ResendTokens, SubmitRequest
+from shared.messages import (
+    AbortReason,
+    AbortRequest,
+    AckFinished,
+    CancelQueued,
+    Message,
+    ResendTokens,
+    SubmitRequest,
+)
+from shared.subjects import cancel, control
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +40,37 @@ class Resend:
 
 
 Action = Publish | Submit | Resend
+
+
+class Actions:
+    """What is to be done, in order, until it is taken."""
+
+    def __init__(self) -> None:
+        self._due: list[Action] = []
+
+    def take(self) -> list[Action]:
+        due, self._due = self._due, []
+        return due
+
+    def submit(self, message: SubmitRequest) -> None:
+        self._due.append(Submit(message))
+
+    def resend(self, worker_id: str, message: ResendTokens) -> None:
+        self._due.append(Resend(worker_id, message))
+
+    def abort(
+        self,
+        worker_id: str,
+        placement_id: bytes,
+        reason: AbortReason,
+        choice_index: int | None = None,
+    ) -> None:
+        message = AbortRequest(placement_id=placement_id, reason=reason, choice_index=choice_index)
+        self._due.append(Publish(control("decode", worker_id), message))
+
+    def acknowledge(self, worker_id: str, placement_id: bytes) -> None:
+        message = AckFinished(placement_ids=(placement_id,))
+        self._due.append(Publish(control("decode", worker_id), message))
+
+    def cancel(self, scheduler_id: str, request_id: str) -> None:
+        self._due.append(Publish(cancel(scheduler_id), CancelQueued(request_id=request_id)))

@@ -17,7 +17,7 @@ from litestar.typing import FieldDefinition
 
 from shared.errors import InvalidRequest
 
-_AT = re.compile(r" - at `\$\.?(?P<path>.*)`$")
+_AT = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>.*?)(?:\[\.\.\.\])?`$")
 _MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")
 
 

@@ -2,21 +2,26 @@
 
 Entries are numbered by `first_position`. What is already known is dropped, what overlaps is cut,
 what comes too early waits in a bounded buffer; what does not fit in there is lost here and comes
-again by a resend.
+again by a resend. Logprobs stay with their tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shared.messages import Finish, TokenEntry
+from shared.messages import Finish, Served, TokenEntry, TokenLogprobs
 
 MAX_AHEAD_ENTRIES = 256
+
+Fresh = tuple[Sequence[int], Sequence[TokenLogprobs]]
+_NOTHING: Fresh = ((), ())
 
 
 class ChoiceTokens:
     def __init__(self, choice_index: int) -> None:
         self.choice_index = choice_index
+        self.heard_at = 0.0  # of the placement that runs it
+        self.served: Served | None = None
         self.token_ids: list[int] = []
         self.finish: Finish | None = None
         self.is_stopped = False  # the receiver has all it wants
@@ -31,36 +36,41 @@ class ChoiceTokens:
     def has_gap(self) -> bool:
         return bool(self._ahead)
 
-    def accept(self, entry: TokenEntry) -> Sequence[int]:
-        """Returns the tokens that are new and in order; sets `finish` when the end is reached."""
-        if self.is_finished:
-            return ()
+    def accept(self, entry: TokenEntry) -> Fresh:
+        """Returns what is new and in order; sets `finish` when the end is reached.
+
+        Not for a choice that is finished.
+        """
         if entry.first_position > len(self.token_ids):
             if len(self._ahead) < MAX_AHEAD_ENTRIES:
                 self._ahead[entry.first_position] = entry
-            return ()
+            return _NOTHING
         fresh = self._append(entry)
         if not self._ahead:
             return fresh
-        return [*fresh, *self._take_ahead()]
+        return self._with_ahead(fresh)
 
     def restart(self) -> None:
         """A new placement goes on behind the last token in order."""
         self._ahead.clear()
         self.finish = None
 
-    def _append(self, entry: TokenEntry) -> Sequence[int]:
+    def _append(self, entry: TokenEntry) -> Fresh:
         num_known = len(self.token_ids) - entry.first_position
-        fresh = entry.token_ids[num_known:] if num_known else entry.token_ids
-        self.token_ids.extend(fresh)
+        token_ids, logprobs = entry.token_ids, entry.logprobs
+        if num_known:
+            token_ids, logprobs = token_ids[num_known:], logprobs[num_known:]
+        self.token_ids.extend(token_ids)
         if entry.finish is not None:
             self.finish = entry.finish
-        return fresh
+        return token_ids, logprobs
 
-    def _take_ahead(self) -> list[int]:
-        taken: list[int] = []
+    def _with_ahead(self, fresh: Fresh) -> Fresh:
+        token_ids, logprobs = list(fresh[0]), list(fresh[1])
         for first_position in sorted(self._ahead):
             if first_position > len(self.token_ids):
                 break
-            taken += self._append(self._ahead.pop(first_position))
-        return taken
+            more_ids, more_logprobs = self._append(self._ahead.pop(first_position))
+            token_ids += more_ids
+            logprobs += more_logprobs
+        return token_ids, logprobs

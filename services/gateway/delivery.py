@@ -7,16 +7,18 @@ reads. Text waits here until it is taken; what piles up for a slow client is bou
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+
+import msgspec
 
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.preparation import Prepared
 from services.gateway.stream import End
 from services.gateway.text.assembler import TextAssembler
+from services.gateway.text.scored_tokens import ScoredToken
 from shared.clock import Clock
 from shared.errors import HearthError
-from shared.messages import Finish, Request, Served
+from shared.messages import Finish, Served, TokenLogprobs
 
 
 class ClientGone(HearthError):
@@ -26,93 +28,126 @@ class ClientGone(HearthError):
     http_status = 499
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
+    """`tokens`: those of `text`, where logprobs were asked for."""
+
     choice_index: int
     text: str
     finish_reason: str | None
+    tokens: Sequence[ScoredToken] = ()
 
 
 class _ChoiceText:
     def __init__(self, assembler: TextAssembler) -> None:
         self.assembler = assembler
         self.pieces: list[str] = []
+        self.tokens: list[ScoredToken] = []
         self.finish_reason: str | None = None
         self.is_taken = False  # with its finish reason
+        self.served: Served | None = None
+        self.heard_at: float | None = None
 
 
 class Delivery:
-    """A `stream.Receiver` on one side, `next()` on the other."""
+    """A `stream.Receiver` on one side, `take()` on the other.
+
+    `first_choice_index` is where its choices begin in an answer of several requests.
+    """
 
     def __init__(
         self,
-        request: Request,
+        prepared: Prepared,
         assemblers: Sequence[TextAssembler],
         metrics: GatewayMetrics,
         clock: Clock,
-        *,
-        num_prompt_tokens: int,
     ) -> None:
-        self.request_id = request.request_id
-        self.num_prompt_tokens = num_prompt_tokens
-        self.served: Served | None = None
+        sampling = prepared.request.sampling
+        self.request_id = prepared.request.request_id
+        self.num_prompt_tokens = len(prepared.prompt_token_ids)
+        self.echo = prepared.echo
         self.end: End | None = None
+        self.embedding: bytes | None = None
+        self.prompt_logprobs: Sequence[TokenLogprobs] = ()
+        self.first_choice_index = 0
+        self.on_news: Callable[[], None] = lambda: None
         self._texts = [_ChoiceText(each) for each in assemblers]
+        self._shows_output = prepared.generation.shows_output
+        self._lacks_prompt = sampling.num_prompt_logprobs is not None and self.num_prompt_tokens > 1
         self._metrics = metrics
         self._clock = clock
         self._opened_at = clock.now()
-        self._heard_at: float | None = None
-        self._waiter: asyncio.Future[None] | None = None
 
     @property
     def num_output_tokens(self) -> int:
         return sum(text.assembler.num_tokens for text in self._texts)
 
     @property
+    def served(self) -> Served | None:
+        """Of the choice for which the prompt was computed; the others share it."""
+        known = [text.served for text in self._texts if text.served is not None]
+        return min(known, key=lambda served: served.num_cached_tokens, default=None)
+
+    @property
     def num_cached_tokens(self) -> int | None:
         """None when the worker was stopped before it could tell."""
-        if self.served is None:
-            return None
-        return min(self.served.num_cached_tokens, self.num_prompt_tokens)
+        served = self.served
+        return None if served is None else min(served.num_cached_tokens, self.num_prompt_tokens)
 
-    async def next(self) -> list[Piece]:
-        """What came since the last call, at least one piece; empty when all is told.
-
-        Raises the HearthError that ended the request.
-        """
-        while True:
-            pieces = self._take()
-            if pieces:
-                return pieces
-            if self.end is not None:
-                if self.end.error is not None:
-                    raise self.end.error
-                return []
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+    def take(self) -> list[Piece]:
+        """What came since the last call; nothing before the prompt's logprobs, if they are due."""
+        if self._lacks_prompt and self.end is None:
+            return []
+        taken = []
+        for index, text in enumerate(self._texts, self.first_choice_index):
+            is_ending = text.finish_reason is not None and not text.is_taken
+            if text.pieces or text.tokens or is_ending:
+                joined = "".join(text.pieces)
+                taken.append(Piece(index, joined, text.finish_reason, text.tokens))
+                text.pieces, text.tokens = [], []
+                text.is_taken = is_ending
+        return taken
 
     # ── stream.Receiver ──────────────────────────────────────────────────────────────────────────
 
-    def on_tokens(self, choice_index: int, token_ids: Sequence[int]) -> bool:
-        self._observe_gap()
+    def on_tokens(
+        self, choice_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> bool:
         text = self._texts[choice_index]
-        fresh = text.assembler.feed(token_ids)
+        self._observe_gap(text)
+        if not self._shows_output:
+            return True
+        fresh = text.assembler.feed(token_ids, logprobs)
+        if logprobs:
+            text.tokens += text.assembler.take_scored()
         if fresh:
             text.pieces.append(fresh)
-            self._wake()
+        if fresh or text.tokens:
+            self.on_news()
         if text.assembler.is_stopped:
             text.finish_reason = "stop"
+            self.on_news()
             return False
         return True
 
-    def on_served(self, served: Served) -> None:
-        self.served = served
+    def on_served(self, choice_index: int, served: Served) -> None:
+        self._texts[choice_index].served = served
+
+    def on_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
+        if self._lacks_prompt:
+            self.prompt_logprobs = logprobs
+            self._lacks_prompt = False
+            self.on_news()
 
     def on_finish(self, choice_index: int, finish: Finish) -> None:
         text = self._texts[choice_index]
-        text.pieces.append(text.assembler.flush())
-        text.finish_reason = "stop" if text.assembler.is_stopped else finish.reason
-        self.served = finish.served
+        fresh = text.assembler.flush()
+        if fresh:
+            text.pieces.append(fresh)
+        text.tokens += text.assembler.take_scored()
+        text.finish_reason = self._finish_reason(text, finish)
+        text.served = finish.served
+        self.embedding = finish.embedding
+        self.on_news()
 
     def on_end(self, end: End) -> None:
         self.end = end
@@ -125,29 +160,20 @@ class Delivery:
             cached=self.num_cached_tokens or 0,
             output=self.num_output_tokens,
         )
-        self._wake()
+        self.on_news()
 
     # ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _take(self) -> list[Piece]:
-        taken = []
-        for index, text in enumerate(self._texts):
-            is_ending = text.finish_reason is not None and not text.is_taken
-            joined = "".join(text.pieces)
-            if joined or is_ending:
-                taken.append(Piece(index, joined, text.finish_reason))
-                text.pieces.clear()
-                text.is_taken = is_ending
-        return taken
+    def _finish_reason(self, text: _ChoiceText, finish: Finish) -> str:
+        if not self._shows_output:  # no token was wanted, and none is shown
+            return "length"
+        return "stop" if text.assembler.is_stopped else finish.reason
 
-    def _observe_gap(self) -> None:
+    def _observe_gap(self, text: _ChoiceText) -> None:
+        """The first token of any choice is that of the request; gaps are those of a choice."""
         now = self._clock.now()
-        if self._heard_at is None:
+        if text.heard_at is not None:
+            self._metrics.observe_itl(now - text.heard_at)
+        elif all(each.heard_at is None for each in self._texts):
             self._metrics.observe_ttft(now - self._opened_at)
-        else:
-            self._metrics.observe_itl(now - self._heard_at)
-        self._heard_at = now
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        text.heard_at = now

@@ -2,43 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import msgspec
 
-from services.gateway.text.model_files import GenerationDefaults, ModelFiles
+from services.gateway.prompt import ChatPrompt, Prompt
+from services.gateway.sampling import Sampling
 from shared.block_hash import extend_chain, root_hash
 from shared.errors import InvalidRequest, PromptTooLong
-from shared.messages import Choice, ModelCard, Request, SamplingParams
-from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, pack_hashes, pack_token_ids
+from shared.messages import Choice, ModelCard, Pooling, Request, SamplingParams
+from shared.packing import TOKEN_ID_BYTES, pack_hashes, pack_token_ids
 
-# What a message holds besides tokens and hashes: ids, sampling, the scheduler's additions.
+# What a message holds besides tokens, hashes and sampling: ids, the scheduler's additions.
 ENVELOPE_BYTES = 16 * 1024
-MESSAGE_CHARS = 32  # a message without text takes the template as long as this much text
+LOGPROB_BYTES = 14  # a token id and a float, as msgpack writes them
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
-    """None: not given, the model's or the gateway's default holds. Zeros are values."""
+    """One prompt and what is wanted of it. `pooling`: an embedding, and no token."""
 
     model: str
-    messages: tuple[Mapping[str, Any], ...]
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    prompt: Prompt
+    sampling: Sampling
+    num_choices: int = 1
     cache_salt: str = ""
+    pooling: Pooling | None = None
+    has_echo: bool = False
+    shows_output: bool = True  # False: what the worker draws is not told
 
     @property
-    def num_chars(self) -> int:
-        """What rendering and tokenizing cost; an empty message is not free either."""
-        return sum(MESSAGE_CHARS + len(message["content"]) for message in self.messages)
+    def continues_text(self) -> bool:
+        """Its text goes on where the prompt ends; a conversation's answer begins anew."""
+        return not isinstance(self.prompt, ChatPrompt)
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,14 +41,6 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     tenant_id: str
     gateway_id: str
     timeout_s: float
-    drawn_seed: int
-
-
-def tokenize(generation: Generation, files: ModelFiles) -> list[int]:
-    """Raises InvalidRequest if the template refuses the messages."""
-    if files.chat_template is None:
-        raise InvalidRequest("this model has no chat template", param="messages")
-    return files.tokenizer.encode(files.chat_template.render(generation.messages))
 
 
 def max_output_tokens(
@@ -68,43 +53,48 @@ def max_output_tokens(
         raise PromptTooLong(
             f"the prompt has {num_prompt_tokens} tokens; this model's context of {context} "
             "must hold it and at least one more",
-            param="messages",
+            param=generation.prompt.param,
         )
-    if generation.max_tokens is None:
-        return max(min(default, room), min(generation.min_tokens, room))
-    if generation.max_tokens > room:
+    given = generation.sampling
+    if given.max_tokens is None:
+        return max(min(default, room), min(given.min_tokens, room))
+    if given.max_tokens > room:
         raise InvalidRequest(
-            f"{num_prompt_tokens} prompt tokens and max_tokens={generation.max_tokens} exceed "
+            f"{num_prompt_tokens} prompt tokens and max_tokens={given.max_tokens} exceed "
             f"this model's context of {context}",
             param="max_tokens",
         )
-    return generation.max_tokens
+    return given.max_tokens
 
 
-def check_payload(num_prompt_tokens: int, max_tokens: int, card: ModelCard, limit: int) -> None:
+def check_payload(request: Request, param: str, limit: int) -> None:
     """The request must fit in one bus message now, and later with all its output.
 
-    Raises PromptTooLong.
+    So must what comes back of its prompt. Raises PromptTooLong.
     """
-    num_bytes = (num_prompt_tokens + max_tokens) * TOKEN_ID_BYTES + ENVELOPE_BYTES
-    num_bytes += num_prompt_tokens // card.block_size * BLOCK_HASH_BYTES
+    sampling = request.sampling
+    num_bytes = len(request.prompt_token_ids) + len(request.block_hashes) + ENVELOPE_BYTES
+    num_bytes += len(request.choices) * sampling.max_tokens * TOKEN_ID_BYTES
+    num_bytes += len(msgspec.msgpack.encode(sampling))
+    if sampling.num_prompt_logprobs is not None:
+        num_tokens = len(request.prompt_token_ids) // TOKEN_ID_BYTES
+        answer_bytes = num_tokens * (1 + sampling.num_prompt_logprobs) * LOGPROB_BYTES
+        num_bytes = max(num_bytes, answer_bytes + ENVELOPE_BYTES)
     if num_bytes > limit:
         raise PromptTooLong(
             f"the request would take {num_bytes} bytes inside the system; it carries at most "
             f"{limit}",
-            param="messages",
+            param=param,
         )
 
 
 def build_request(
     generation: Generation,
     prompt_token_ids: list[int],
-    max_tokens: int,
+    sampling: SamplingParams,
     card: ModelCard,
-    defaults: GenerationDefaults,
     origin: Origin,
 ) -> Request:
-    """Raises InvalidRequest for sampling that contradicts itself or the vocabulary."""
     root = root_hash(origin.tenant_id, card.revision, cache_salt=generation.cache_salt)
     hashes = extend_chain(root, prompt_token_ids, card.block_size)
     return Request(
@@ -116,40 +106,8 @@ def build_request(
         cache_root=root,
         prompt_token_ids=pack_token_ids(prompt_token_ids),
         block_hashes=pack_hashes(hashes),
-        sampling=_sampling(generation, max_tokens, card, defaults, origin.drawn_seed),
-        choices=(Choice(choice_index=0),),
+        sampling=sampling,
+        choices=tuple(Choice(choice_index=index) for index in range(generation.num_choices)),
         deadline_s=origin.timeout_s,
-    )
-
-
-def _sampling(
-    generation: Generation,
-    max_tokens: int,
-    card: ModelCard,
-    defaults: GenerationDefaults,
-    drawn_seed: int,
-) -> SamplingParams:
-    if generation.min_tokens > max_tokens:
-        raise InvalidRequest(
-            f"min_tokens={generation.min_tokens} is more than max_tokens={max_tokens}",
-            param="min_tokens",
-        )
-    for token_id in generation.stop_token_ids:
-        if not 0 <= token_id < card.vocab_size:
-            raise InvalidRequest(
-                f"stop_token_ids: {token_id} is not in this model's vocabulary",
-                param="stop_token_ids",
-            )
-    eos = () if generation.ignore_eos else defaults.eos_token_ids
-    given = generation
-    return SamplingParams(
-        seed=(drawn_seed if given.seed is None else given.seed) & (2**64 - 1),
-        max_tokens=max_tokens,
-        temperature=defaults.temperature if given.temperature is None else given.temperature,
-        top_k=max(defaults.top_k if given.top_k is None else given.top_k, 0),
-        top_p=defaults.top_p if given.top_p is None else given.top_p,
-        min_p=0.0 if given.min_p is None else given.min_p,
-        min_tokens=given.min_tokens,
-        ignore_eos=given.ignore_eos,
-        stop_token_ids=tuple(dict.fromkeys((*given.stop_token_ids, *eos))),
+        pooling=generation.pooling,
     )

@@ -9,39 +9,34 @@ import msgspec
 from msgspec import Meta
 
 from services.gateway.body import SupportedFields
-from services.gateway.delivery import Delivery
 from services.gateway.generation import Generation
+from services.gateway.openai_logprobs import ChatLogprobs
+from services.gateway.openai_sampling import (
+    MAX_INT,
+    MAX_LOGPROBS,
+    NEUTRAL_VALUES,
+    SamplingFields,
+    sampling_of,
+)
+from services.gateway.openai_usage import HearthInfo, Usage
+from services.gateway.prompt import ChatPrompt
 from shared.errors import InvalidRequest
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 256  # bounds the work for each piece of text
-MAX_STOP_TOKEN_IDS = 64
-
-# Fields that would change the answer and that Hearth does not serve, with the values that ask for
-# nothing. Any other unknown field is ignored, as clients send many.
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+CHAT_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    **NEUTRAL_VALUES,
+    "add_generation_prompt": (None, True),
     "audio": (None,),
-    "best_of": (None, 1),
     "chat_template": (None,),
     "chat_template_kwargs": (None, {}),
-    "frequency_penalty": (None, 0),
+    "continue_final_message": (None, False),
+    "documents": (None, []),
+    "echo": (None, False),
     "function_call": (None, "none"),
     "functions": (None, []),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "logit_bias": (None, {}),
-    "logprobs": (None, False),
     "modalities": (None, ["text"]),
-    "presence_penalty": (None, 0),
     "reasoning_effort": (None, "none"),
-    "repetition_penalty": (None, 1),
-    "response_format": (None, {"type": "text"}),
-    "structured_outputs": (None,),
     "tool_choice": (None, "none", "auto"),
     "tools": (None, []),
-    "top_logprobs": (None, 0),
     "verbosity": (None,),
     "web_search_options": (None,),
 }
@@ -58,53 +53,26 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: list[Any] | None = None  # only null or empty
 
 
-class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
-    include_usage: bool = False
-
-
-class ChatCompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    model: str | None = None  # the gateway's only model
+class ChatCompletionRequest(SamplingFields, frozen=True, kw_only=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: str | Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
-    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
-    max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    ignore_eos: bool | None = None
-    n: Annotated[int, Meta(ge=1, le=1)] | None = None
-    user: str | None = None
-    cache_salt: str | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
-CHAT_FIELDS = SupportedFields(ChatCompletionRequest, NEUTRAL_VALUES)
+CHAT_FIELDS = SupportedFields(ChatCompletionRequest, CHAT_NEUTRAL_VALUES)
 
 
 def generation_of(body: ChatCompletionRequest, default_model: str) -> Generation:
     """Raises InvalidRequest where fields contradict each other."""
-    if body.stream_options is not None and not body.stream:
-        raise InvalidRequest(
-            "stream_options is only allowed when stream is true", param="stream_options"
-        )
+    if body.best_of not in (None, 1, body.num_choices):
+        raise InvalidRequest("best_of is for text completions", param="best_of")
     return Generation(
         model=default_model if body.model is None else body.model,
-        messages=tuple(_message(index, each) for index, each in enumerate(body.messages)),
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
-        seed=body.seed,
-        max_tokens=_max_tokens(body),
-        min_tokens=0 if body.min_tokens is None else body.min_tokens,
-        ignore_eos=bool(body.ignore_eos),
-        stop=_stop_strings(body.stop),
-        stop_token_ids=() if body.stop_token_ids is None else tuple(body.stop_token_ids),
+        prompt=ChatPrompt(tuple(_message(index, each) for index, each in enumerate(body.messages))),
+        sampling=sampling_of(body, max_tokens=_max_tokens(body), num_logprobs=_num_logprobs(body)),
+        num_choices=body.num_choices,
         cache_salt="" if body.cache_salt is None else body.cache_salt,
     )
 
@@ -134,40 +102,15 @@ def _max_tokens(body: ChatCompletionRequest) -> int | None:
     return body.max_completion_tokens
 
 
-def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
-    strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
-    if "" in strings:
-        raise InvalidRequest("a stop string must not be empty", param="stop")
-    if any(len(each) > MAX_STOP_CHARS for each in strings):
-        message = f"a stop string must not be longer than {MAX_STOP_CHARS} characters"
-        raise InvalidRequest(message, param="stop")
-    return strings
+def _num_logprobs(body: ChatCompletionRequest) -> int | None:
+    if not body.logprobs:
+        if body.top_logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+        return None
+    return 0 if body.top_logprobs is None else body.top_logprobs
 
 
 # ── answers ──────────────────────────────────────────────────────────────────────────────────────
-
-
-class PromptTokensDetails(msgspec.Struct, frozen=True):
-    cached_tokens: int
-
-
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    # null when a stop string ended the worker's run before it could tell
-    prompt_tokens_details: PromptTokensDetails | None
-
-
-class HearthInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Who served a request, beside OpenAI's fields."""
-
-    request_id: str
-    decode_worker: str | None
-    prefill_worker: str | None
-    num_pushed_tokens: int | None
-    num_preemptions: int | None
-    num_resubmissions: int
 
 
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,7 +123,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     message: AssistantMessage
     finish_reason: str
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,7 +145,7 @@ class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     delta: Delta
     finish_reason: str | None = None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -213,25 +156,3 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     choices: Sequence[ChunkChoice]
     usage: Usage | None = None
     hearth: HearthInfo | None = None
-
-
-def usage_of(delivery: Delivery) -> Usage:
-    num_cached = delivery.num_cached_tokens
-    return Usage(
-        prompt_tokens=delivery.num_prompt_tokens,
-        completion_tokens=delivery.num_output_tokens,
-        total_tokens=delivery.num_prompt_tokens + delivery.num_output_tokens,
-        prompt_tokens_details=None if num_cached is None else PromptTokensDetails(num_cached),
-    )
-
-
-def hearth_info_of(delivery: Delivery) -> HearthInfo:
-    served, end = delivery.served, delivery.end
-    return HearthInfo(
-        request_id=delivery.request_id,
-        decode_worker=None if end is None else end.worker_id,
-        prefill_worker=None if served is None else served.prefill_worker_id,
-        num_pushed_tokens=None if served is None else served.num_pushed_tokens,
-        num_preemptions=None if served is None else served.num_preemptions,
-        num_resubmissions=0 if end is None else end.num_resubmissions,
-    )

@@ -10,8 +10,9 @@ from services.gateway.generation import (
     build_request,
     check_payload,
     max_output_tokens,
-    tokenize,
 )
+from services.gateway.prompt import Echo, echo_of, tokenize
+from services.gateway.sampling import sampling_params
 from services.gateway.text.assembler import TextAssembler
 from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.model_files import ModelFiles
@@ -19,12 +20,15 @@ from shared.config import GatewayConfig
 from shared.messages import ModelCard, Request
 from shared.randomness import Randomness
 
+CONTEXT_TOKENS = 8  # of the prompt, enough for a decoder to see that its text goes on
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
+    generation: Generation
     request: Request
-    num_prompt_tokens: int
-    stop: tuple[str, ...]
+    prompt_token_ids: list[int]
+    echo: Echo | None
 
 
 class Preparation:
@@ -45,22 +49,28 @@ class Preparation:
         max_payload_bytes: int,
     ) -> Prepared:
         """Raises the InvalidRequest with which the request is refused."""
-        prompt = tokenize(generation, self._files)
-        default = self._config.default_max_tokens
-        max_tokens = max_output_tokens(generation, len(prompt), card, default)
-        check_payload(len(prompt), max_tokens, card, max_payload_bytes)
+        prompt = tokenize(generation.prompt, self._files, card)
+        max_tokens = max_output_tokens(generation, len(prompt), card, self._default_max_tokens)
         origin = Origin(
             request_id=request_id,
             tenant_id=tenant_id,
             gateway_id=self._config.process_id,
             timeout_s=self._config.request_timeout_s,
-            drawn_seed=int.from_bytes(self._randomness.bytes(8), "little"),
         )
-        defaults = self._files.defaults
-        request = build_request(generation, prompt, max_tokens, card, defaults, origin)
-        return Prepared(request, len(prompt), generation.stop)
+        seed = int.from_bytes(self._randomness.bytes(8), "little")
+        sampling = sampling_params(generation.sampling, max_tokens, card, self._files, seed)
+        request = build_request(generation, prompt, sampling, card, origin)
+        check_payload(request, generation.prompt.param, max_payload_bytes)
+        echo = echo_of(generation.prompt, self._files) if generation.has_echo else None
+        return Prepared(generation, request, prompt, echo)
 
     def assembler(self, prepared: Prepared) -> TextAssembler:
-        detokenizer = Detokenizer(self._files.tokenizer.tokenizer)
-        min_tokens = prepared.request.sampling.min_tokens
-        return TextAssembler(detokenizer, prepared.stop, min_tokens=min_tokens)
+        context = prepared.prompt_token_ids if prepared.generation.continues_text else []
+        detokenizer = Detokenizer(self._files.tokenizer.tokenizer, context[-CONTEXT_TOKENS:])
+        sampling = prepared.generation.sampling
+        return TextAssembler(detokenizer, sampling.stop, min_tokens=sampling.min_tokens)
+
+    @property
+    def _default_max_tokens(self) -> int:
+        of_model = self._files.defaults.max_new_tokens
+        return self._config.default_max_tokens if of_model is None else of_model

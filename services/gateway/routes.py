@@ -4,63 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 import structlog
-from litestar import Litestar, Request, Response, get, post
+from litestar import HttpMethod, Litestar, Request, Response, post, route
 from litestar.connection import ASGIConnection
 from litestar.exceptions import HTTPException
 from litestar.handlers import BaseRouteHandler
 from litestar.openapi import OpenAPIConfig, ResponseSpec
-from litestar.params import Body
+from litestar.openapi.spec import Components, SecurityScheme
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from services.gateway.body import StrictBody
-from services.gateway.catalog import Catalog, Readiness
-from services.gateway.chat_answer import ChatAnswer
-from services.gateway.delivery import Delivery
-from services.gateway.generation import Generation
+from services.gateway.catalog import Readiness
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.openai_chat import (
-    CHAT_FIELDS,
-    ChatCompletion,
-    ChatCompletionRequest,
-    generation_of,
-)
+from services.gateway.openai_chat import ChatCompletion
+from services.gateway.openai_completions import Completion
+from services.gateway.openai_embeddings import EmbeddingList
 from services.gateway.openai_errors import ErrorEnvelope, error_of_http, error_response
+from services.gateway.openai_routes import (
+    ChatBody,
+    CompletionBody,
+    EmbeddingBody,
+    Generator,
+    OpenAIRoutes,
+)
 from services.gateway.tenants import Tenants
 from shared.errors import HearthError
+from shared.messages import ModelCard
 
 log = structlog.get_logger(__name__)
 
 Connection = ASGIConnection[Any, Any, Any, Any]
 METRICS_TYPE = CONTENT_TYPE_LATEST.removesuffix("; charset=utf-8")  # Litestar adds it
+BEARER = "api_key"
 REFUSALS = (400, 401, 404, 413, 429, 503, 504)
 
 
-class Gateway(Protocol):
-    """What the routes need of the service behind them."""
+class Gateway(Generator, Protocol):
+    """What all routes need of the service behind them."""
 
     tenants: Tenants
-    catalog: Catalog
     metrics: GatewayMetrics
 
     def new_request_id(self) -> str: ...
 
     def readiness(self) -> Readiness: ...
-
-    async def open(self, tenant_id: str, request_id: str, generation: Generation) -> Delivery:
-        """Raises the HearthError with which the request is refused."""
-        ...
-
-    def leave(self, request_id: str) -> None:
-        """The client is gone; nothing happens if the request has ended."""
-        ...
-
-
-class ChatBody(StrictBody):
-    fields = CHAT_FIELDS
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,36 +84,25 @@ class Routes:
         header = connection.headers.get("authorization")
         connection.state.tenant = await self._gateway.tenants.tenant_of(header)
 
-    async def chat_completions(
-        self, request: Request[Any, Any, Any], data: Annotated[ChatCompletionRequest, Body()]
-    ) -> ChatAnswer:
-        """With `stream`, server-sent events of `chat.completion.chunk`, then `[DONE]`."""
-        request_id = request.state.request_id
-        tenant_id = request.state.tenant.tenant_id
-        generation = generation_of(data, self._gateway.catalog.name)
-        delivery = await self._gateway.open(tenant_id, request_id, generation)
-        options = data.stream_options
-        return ChatAnswer(
-            delivery=delivery,
-            model=generation.model,
-            created=int(self._wall_clock()),
-            is_stream=bool(data.stream),
-            has_usage=options is not None and options.include_usage,
-            leave=partial(self._gateway.leave, request_id),
-        )
-
     async def models(self, request: Request[Any, Any, Any]) -> Response[ModelList]:
-        entries = [
-            ModelEntry(
-                id=card.name,
-                created=self._started_at,
-                max_context=card.max_context_tokens,
-                revision=card.revision,
-            )
-            for card in self._gateway.catalog.live_cards()
-        ]
+        entries = [self._entry(card) for card in self._gateway.catalog.live_cards()]
         headers = {"x-request-id": request.state.request_id}
         return Response(ModelList(data=entries), headers=headers)
+
+    async def model(self, request: Request[Any, Any, Any]) -> Response[ModelEntry]:
+        """404 for a model that this gateway does not serve; 503 before any worker serves it."""
+        model_id = str(request.path_params["model_id"]).removeprefix("/")
+        card = self._gateway.catalog.card(model_id)
+        headers = {"x-request-id": request.state.request_id}
+        return Response(self._entry(card), headers=headers)
+
+    def _entry(self, card: ModelCard) -> ModelEntry:
+        return ModelEntry(
+            id=card.name,
+            created=self._started_at,
+            max_context=card.max_context_tokens,
+            revision=card.revision,
+        )
 
     async def health(self) -> Health:
         """The process is alive."""
@@ -161,35 +139,50 @@ def build_app(
     gateway: Gateway, *, wall_clock: Callable[[], float], max_body_bytes: int, version: str
 ) -> Litestar:
     routes = Routes(gateway, wall_clock)
-    chat = post(
-        "/v1/chat/completions",
-        dto=ChatBody,
-        return_dto=None,
-        guards=[routes.authenticate],
-        status_code=200,
-        responses=_responses(ChatCompletion, *REFUSALS),
+    asking = OpenAIRoutes(gateway, wall_clock)
+    known: dict[str, Any] = {"guards": [routes.authenticate], "security": [{BEARER: []}]}
+    ask = partial(post, return_dto=None, status_code=200, **known)
+    look = partial(route, http_method=[HttpMethod.GET, HttpMethod.HEAD])
+    chat = ask(
+        path="/v1/chat/completions", dto=ChatBody, responses=_responses(ChatCompletion, *REFUSALS)
     )
-    models = get(
-        "/v1/models", guards=[routes.authenticate], responses=_responses(ModelList, 401, 503)
+    texts = ask(
+        path="/v1/completions", dto=CompletionBody, responses=_responses(Completion, *REFUSALS)
+    )
+    embeddings = ask(
+        path="/v1/embeddings", dto=EmbeddingBody, responses=_responses(EmbeddingList, *REFUSALS)
+    )
+    models = look("/v1/models", responses=_responses(ModelList, 401, 503), **known)
+    model = look(
+        "/v1/models/{model_id:path}", responses=_responses(ModelEntry, 401, 404, 503), **known
     )
     return Litestar(
         [
-            chat(routes.chat_completions),
+            chat(asking.chat_completions),
+            texts(asking.completions),
+            embeddings(asking.embeddings),
             models(routes.models),
-            get("/health")(routes.health),
-            get("/ready", responses=_responses(Readiness))(routes.ready),
-            get("/metrics", include_in_schema=False)(routes.metrics),
-            get("/openapi.json", include_in_schema=False)(routes.openapi),
+            model(routes.model),
+            look("/health")(routes.health),
+            look("/ready", responses=_responses(Readiness))(routes.ready),
+            look("/metrics", include_in_schema=False)(routes.metrics),
+            look("/openapi.json", include_in_schema=False)(routes.openapi),
         ],
         exception_handlers={
             HearthError: routes.refuse_ours,
             HTTPException: routes.refuse_http,
             Exception: routes.refuse_other,
         },
-        openapi_config=OpenAPIConfig(title="Hearth", version=version, path="/docs"),
+        openapi_config=_document(version),
         request_max_body_size=max_body_bytes,
         logging_config=None,
     )
+
+
+def _document(version: str) -> OpenAPIConfig:
+    bearer = SecurityScheme(type="http", scheme="bearer", description="an API key")
+    components = Components(security_schemes={BEARER: bearer})
+    return OpenAPIConfig(title="Hearth", version=version, path="/docs", components=components)
 
 
 def _responses(body: type[Any], *refusals: int) -> dict[int, ResponseSpec]:

@@ -75,7 +75,7 @@ class GatewayService:
         self._config = config
         self._bus = bus
         self._store = store
-        self._files = files
+        self.files = files
         self._clock = clock
         self._randomness = randomness
         self._streams = Streams()
@@ -163,17 +163,12 @@ class GatewayService:
             request_id=request_id,
             max_payload_bytes=self._bus.max_payload_bytes,
         )
-        if generation.num_chars > MAX_INLINE_CHARS:
+        if generation.prompt.num_chars > MAX_INLINE_CHARS:
             prepared = await self._prepare_on_thread(prepare)
         else:
             prepared = prepare()
-        delivery = Delivery(
-            prepared.request,
-            [self._preparation.assembler(prepared)],
-            self.metrics,
-            self._clock,
-            num_prompt_tokens=prepared.num_prompt_tokens,
-        )
+        assemblers = [self._preparation.assembler(prepared) for _ in prepared.request.choices]
+        delivery = Delivery(prepared, assemblers, self.metrics, self._clock)
         self._streams.open(prepared.request, delivery, self._clock.now())
         self._perform()
         return delivery

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -20,7 +21,7 @@ import msgspec
 
 from services.gateway.choice_tokens import ChoiceTokens
 from shared.errors import HearthError
-from shared.messages import Choice, Finish, Request, Served
+from shared.messages import Choice, Finish, Request, Served, TokenLogprobs
 from shared.packing import pack_token_ids
 
 
@@ -55,12 +56,18 @@ class End:
 class Receiver(Protocol):
     """Where a stream's tokens go; called in order and at once, must not block."""
 
-    def on_tokens(self, choice_index: int, token_ids: Sequence[int]) -> bool:
-        """False: the choice has met a stop string and needs no more."""
+    def on_tokens(
+        self, choice_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> bool:
+        """`logprobs` of all of them, or none. False: it has met a stop string, needs no more."""
         ...
 
-    def on_served(self, served: Served) -> None:
+    def on_served(self, choice_index: int, served: Served) -> None:
         """Once a placement, before its first tokens."""
+        ...
+
+    def on_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Before the first tokens; again with another placement."""
         ...
 
     def on_finish(self, choice_index: int, finish: Finish) -> None: ...
@@ -74,7 +81,8 @@ class Placement:
     worker_id: str
     heard_at: float
     resends: set[int] = field(default_factory=set)  # choices with a resend under way
-    num_failed_resends: int = 0
+    num_failed_resends: Counter[int] = field(default_factory=Counter)  # by choice
+    stopped_at: dict[int, float] = field(default_factory=dict)  # choices that met a stop string
 
 
 class Stream:
@@ -87,6 +95,7 @@ class Stream:
         self.choices = {
             choice.choice_index: ChoiceTokens(choice.choice_index) for choice in request.choices
         }
+        self.has_logprobs = request.sampling.num_logprobs is not None
         self.state = State.SUBMITTING
         self.attempt = 0
         self.num_resubmissions = 0
@@ -109,6 +118,15 @@ class Stream:
     @property
     def is_finished(self) -> bool:
         return all(choice.is_finished for choice in self.choices.values())
+
+    @property
+    def has_every_ending(self) -> bool:
+        """The placement has told all that it had to; what was stopped in it has no ending."""
+        stopped = () if self.placement is None else self.placement.stopped_at
+        return all(
+            choice.choice_index not in stopped and (choice.is_stopped or choice.finish is not None)
+            for choice in self.choices.values()
+        )
 
     def become(self, state: State) -> None:
         """Raises IllegalTransition; a bug, never a peer's doing."""

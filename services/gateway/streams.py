@@ -5,7 +5,8 @@ Synchronous and without I/O: each method takes in one event and leaves `Action`s
 
 - Only the placement that `Placed` named is believed. Entries that arrive before it wait; a
   placement that nobody names in time, or that was given up, is answered with AbortRequest.
-- A gap, or silence of a running placement, asks the worker to send again.
+- A gap, or silence of a running choice, asks the worker to send again.
+- A choice that met a stop string is aborted alone while others go on, and again if it does not end.
 - A lost worker, an unknown placement or a retryable failure submits the request again, with all
   tokens received, the worker excluded, within a budget.
 - A scheduler that stops naming a queued request has lost it: submitted again.
@@ -14,9 +15,9 @@ Synchronous and without I/O: each method takes in one event and leaves `Action`s
 
 from __future__ import annotations
 
-from services.gateway.actions import Action, Publish, Resend, Submit
+from services.gateway.actions import Action, Actions
 from services.gateway.choice_tokens import ChoiceTokens
-from services.gateway.placements import EarlyEntries, RetiredPlacements
+from services.gateway.placements import ANSWER_EVERY_S, EarlyEntries, RetiredPlacements
 from services.gateway.stream import End, Placement, Receiver, State, Stream
 from shared.bus import error_of
 from shared.errors import (
@@ -30,9 +31,6 @@ from shared.errors import (
 )
 from shared.messages import (
     AbortReason,
-    AbortRequest,
-    AckFinished,
-    CancelQueued,
     Finish,
     Placed,
     PlacementFailed,
@@ -45,7 +43,6 @@ from shared.messages import (
     TokenBatch,
     TokenEntry,
 )
-from shared.subjects import cancel, control
 
 SUBMIT_WINDOW_S = 2.0  # how long a new request looks for a scheduler
 RECOVERY_WINDOW_S = 10.0  # an accepted one looks longer: its client has an answer in hand
@@ -68,7 +65,7 @@ class Streams:
         self._by_placement: dict[bytes, Stream] = {}
         self._early = EarlyEntries()
         self._retired = RetiredPlacements()
-        self._actions: list[Action] = []
+        self._actions = Actions()
         self.num_resubmissions = 0
 
     def __len__(self) -> int:
@@ -78,8 +75,7 @@ class Streams:
         return list(self._by_request)
 
     def take_actions(self) -> list[Action]:
-        actions, self._actions = self._actions, []
-        return actions
+        return self._actions.take()
 
     def quiet_workers(self, now: float) -> set[str]:
         """Workers with a placement of ours that has not been heard of for a while."""
@@ -109,7 +105,7 @@ class Streams:
     def on_queued(self, request_id: str, attempt: int, reply: Queued, now: float) -> None:
         stream = self._by_request.get(request_id)
         if stream is None:
-            self._send_cancel(reply.scheduler_id, request_id)
+            self._actions.cancel(reply.scheduler_id, request_id)
         elif stream.state is State.SUBMITTING and stream.attempt == attempt:
             self._queue(stream, reply.scheduler_id, now)
 
@@ -132,10 +128,10 @@ class Streams:
         stream = self._by_request.get(placed.request_id)
         if stream is not None and stream.placement is not None:
             if stream.placement.placement_id != placed.placement_id:
-                self._send_abort(placed.worker_id, placed.placement_id, "superseded", now)
+                self._abort(placed.worker_id, placed.placement_id, "superseded", now)
             return
         if stream is None or placed.worker_id in stream.excluded_workers:
-            self._send_abort(placed.worker_id, placed.placement_id, "superseded", now)
+            self._abort(placed.worker_id, placed.placement_id, "superseded", now)
             if stream is not None:
                 self._resubmit(stream, now)
             return
@@ -158,13 +154,13 @@ class Streams:
         for request_id in keepalive.request_ids:
             stream = self._by_request.get(request_id)
             if stream is None or stream.state is State.RUNNING:
-                self._send_cancel(keepalive.scheduler_id, request_id)
+                self._actions.cancel(keepalive.scheduler_id, request_id)
             elif stream.state is State.SUBMITTING:  # its ack came too late or got lost
                 self._queue(stream, keepalive.scheduler_id, now)
             elif stream.scheduler_id == keepalive.scheduler_id:
                 stream.keepalive_at = now
             else:
-                self._send_cancel(keepalive.scheduler_id, request_id)
+                self._actions.cancel(keepalive.scheduler_id, request_id)
 
     def on_scheduler_lost(self, scheduler_id: str, now: float) -> None:
         for stream in list(self._by_request.values()):
@@ -188,8 +184,9 @@ class Streams:
         if stream is None or stream.placement is None:
             return
         stream.placement.resends.discard(resend.choice_index)
-        stream.placement.num_failed_resends = 0
+        stream.placement.num_failed_resends.clear()
         stream.placement.heard_at = now
+        stream.choices[resend.choice_index].heard_at = now
         self.on_token_batch(batch, now)
 
     def on_resend_failed(
@@ -199,15 +196,18 @@ class Streams:
         stream = self._by_placement.get(resend.placement_id)
         if stream is None or stream.placement is None:
             return
-        placement = stream.placement
-        placement.resends.discard(resend.choice_index)
+        placement, index = stream.placement, resend.choice_index
+        placement.resends.discard(index)
+        choice = stream.choices[index]
+        if choice.is_finished:  # while it was asked for; a worker forgets a stopped choice
+            return
         if isinstance(error, UnknownPlacement):
             self._resubmit(stream, now)
             return
-        placement.heard_at = now - QUIET_LIMIT_S + RESEND_RETRY_S
+        choice.heard_at = now - QUIET_LIMIT_S + RESEND_RETRY_S
         if is_bus_trusted:
-            placement.num_failed_resends += 1
-        if placement.num_failed_resends >= MAX_FAILED_RESENDS:
+            placement.num_failed_resends[index] += 1
+        if placement.num_failed_resends[index] >= MAX_FAILED_RESENDS:
             self._resubmit(stream, now, excluded=placement.worker_id)
 
     def on_worker_lost(self, worker_id: str, now: float, *, is_excluded: bool) -> None:
@@ -231,14 +231,12 @@ class Streams:
             elif stream.submit_at is not None and now >= stream.submit_at:
                 self._submit(stream, now)
         for placement_id, worker_id in self._early.expire(now):
-            self._send_abort(worker_id, placement_id, "fenced", now)
+            self._abort(worker_id, placement_id, "fenced", now)
 
     def _watch_running(self, stream: Stream, now: float) -> None:
-        placement = stream.placement
-        if placement is not None and now - placement.heard_at >= QUIET_LIMIT_S:
-            for choice in stream.choices.values():
-                if not choice.is_finished:
-                    self._ask_again(stream, choice)
+        for choice in stream.choices.values():
+            if now - choice.heard_at >= QUIET_LIMIT_S and not choice.is_finished:
+                self._ask_again(stream, choice)
 
     def _watch_queued(self, stream: Stream, now: float, is_bus_trusted: bool) -> None:
         if not is_bus_trusted:
@@ -256,7 +254,7 @@ class Streams:
             attempt=stream.attempt,
             excluded_workers=tuple(sorted(stream.excluded_workers)),
         )
-        self._actions.append(Submit(message))
+        self._actions.submit(message)
 
     def _queue(self, stream: Stream, scheduler_id: str, now: float) -> None:
         stream.become(State.QUEUED)
@@ -271,6 +269,8 @@ class Streams:
         stream.placement = Placement(placed.placement_id, placed.worker_id, heard_at=now)
         stream.last_worker_id = placed.worker_id
         self._by_placement[placed.placement_id] = stream
+        for choice in stream.choices.values():
+            choice.heard_at = now
         for entry in self._early.take(placed.placement_id):
             if stream.placement is not None:
                 self._accept(stream, entry, now)
@@ -301,29 +301,66 @@ class Streams:
         """A choice whose last token has arrived lacks only its ending, which is known."""
         choice.restart()
         if len(choice.token_ids) >= stream.request.sampling.max_tokens:
-            choice.finish = Finish(
-                reason="length", served=Served(num_cached_tokens=0, prefill_worker_id=None)
-            )
+            served = choice.served or Served(num_cached_tokens=0, prefill_worker_id=None)
+            choice.finish = Finish(reason="length", served=served)
             stream.receiver.on_finish(choice.choice_index, choice.finish)
 
     def _accept(self, stream: Stream, entry: TokenEntry, now: float) -> None:
-        choice = stream.choices.get(entry.choice_index)
-        if choice is None or choice.is_finished or stream.placement is None:
+        choice, placement = stream.choices.get(entry.choice_index), stream.placement
+        if choice is None or placement is None:
             return
-        stream.placement.heard_at = now
-        if entry.served is not None:
-            stream.receiver.on_served(entry.served)
-        fresh = choice.accept(entry)
-        if fresh and not stream.receiver.on_tokens(choice.choice_index, fresh):
-            choice.is_stopped = True
+        placement.heard_at = choice.heard_at = now
+        if choice.is_finished:
+            self._stop_again(placement, choice, entry, now)
+            return
+        if stream.has_logprobs and len(entry.logprobs) != len(entry.token_ids):
+            error = HearthError("the worker sent tokens without their logprobs")
+            self._end(stream, error, "failed", now)
+            return
+        self._tell(stream, choice, entry)
         if choice.finish is not None:
             self._finish(stream, choice, choice.finish, now)
-        elif not choice.is_stopped:
+        elif choice.is_stopped:
+            self._stop(stream, choice, now)
+        else:
             if choice.has_gap:
                 self._ask_again(stream, choice)
             return
         if stream.state is State.RUNNING and stream.is_finished:
             self._end(stream, None, "stop", now)
+
+    def _tell(self, stream: Stream, choice: ChoiceTokens, entry: TokenEntry) -> None:
+        receiver, index = stream.receiver, choice.choice_index
+        if entry.served is not None:
+            choice.served = entry.served
+            receiver.on_served(index, entry.served)
+        if entry.prompt_logprobs:
+            receiver.on_prompt_logprobs(entry.prompt_logprobs)
+        token_ids, logprobs = choice.accept(entry)
+        if token_ids and not receiver.on_tokens(index, token_ids, logprobs):
+            choice.is_stopped = True
+
+    def _stop(self, stream: Stream, choice: ChoiceTokens, now: float) -> None:
+        """The last choice takes the whole placement with it, in `_end`."""
+        if stream.placement is None:
+            return
+        stream.placement.stopped_at[choice.choice_index] = now
+        if not stream.is_finished:
+            self._abort_choice(stream.placement, choice)
+
+    def _stop_again(
+        self, placement: Placement, choice: ChoiceTokens, entry: TokenEntry, now: float
+    ) -> None:
+        """What still comes of a stopped choice was under way, or its abort was lost."""
+        stopped_at = placement.stopped_at.get(choice.choice_index)
+        if stopped_at is None or entry.finish is not None or now - stopped_at < ANSWER_EVERY_S:
+            return
+        placement.stopped_at[choice.choice_index] = now
+        self._abort_choice(placement, choice)
+
+    def _abort_choice(self, placement: Placement, choice: ChoiceTokens) -> None:
+        worker_id, placement_id = placement.worker_id, placement.placement_id
+        self._actions.abort(worker_id, placement_id, "stop", choice.choice_index)
 
     def _finish(self, stream: Stream, choice: ChoiceTokens, finish: Finish, now: float) -> None:
         if finish.reason != "failed":
@@ -351,17 +388,18 @@ class Streams:
     def _leave(self, stream: Stream, reason: AbortReason, now: float) -> None:
         """Tells queue or worker that this stream is no longer theirs."""
         if stream.state is State.QUEUED and stream.scheduler_id is not None:
-            self._send_cancel(stream.scheduler_id, stream.request_id)
+            self._actions.cancel(stream.scheduler_id, stream.request_id)
         stream.scheduler_id = None
+        is_told = stream.has_every_ending
         placement, stream.placement = stream.placement, None
         if placement is None:
             return
         del self._by_placement[placement.placement_id]
-        if all(choice.finish is not None for choice in stream.choices.values()):
+        if is_told:
             self._retired.add(placement.placement_id, is_finished=True, now=now)
-            self._send_ack(placement.worker_id, placement.placement_id)
+            self._actions.acknowledge(placement.worker_id, placement.placement_id)
         else:
-            self._send_abort(placement.worker_id, placement.placement_id, reason, now)
+            self._abort(placement.worker_id, placement.placement_id, reason, now)
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────
 
@@ -375,26 +413,15 @@ class Streams:
             choice_index=choice.choice_index,
             from_position=len(choice.token_ids),
         )
-        self._actions.append(Resend(placement.worker_id, message))
+        self._actions.resend(placement.worker_id, message)
 
     def _answer_retired(self, worker_id: str, placement_id: bytes, now: float) -> None:
         is_finished = self._retired.due_answer(placement_id, now)
         if is_finished is True:
-            self._send_ack(worker_id, placement_id)
+            self._actions.acknowledge(worker_id, placement_id)
         elif is_finished is False:
-            self._send_abort(worker_id, placement_id, "fenced", now)
+            self._abort(worker_id, placement_id, "fenced", now)
 
-    def _send_abort(
-        self, worker_id: str, placement_id: bytes, reason: AbortReason, now: float
-    ) -> None:
+    def _abort(self, worker_id: str, placement_id: bytes, reason: AbortReason, now: float) -> None:
         self._retired.add(placement_id, is_finished=False, now=now)
-        message = AbortRequest(placement_id=placement_id, reason=reason)
-        self._actions.append(Publish(control("decode", worker_id), message))
-
-    def _send_ack(self, worker_id: str, placement_id: bytes) -> None:
-        message = AckFinished(placement_ids=(placement_id,))
-        self._actions.append(Publish(control("decode", worker_id), message))
-
-    def _send_cancel(self, scheduler_id: str, request_id: str) -> None:
-        message = CancelQueued(request_id=request_id)
-        self._actions.append(Publish(cancel(scheduler_id), message))
+        self._actions.abort(worker_id, placement_id, reason)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.gateway.text.detokenizer import Detokenizer
+from services.gateway.text.scored_tokens import HeldTokens, ScoredToken
 from services.gateway.text.stop_strings import StopStrings
+from shared.messages import TokenLogprobs
 
 
 class TextAssembler:
     """Detokenizer and stop strings in a row; counts the tokens up to the end of a match.
 
-    Stop strings count only once `min_tokens` tokens are there.
+    Stop strings count only once `min_tokens` tokens are there. Tokens that come with logprobs are
+    given out by `take_scored`, as many as are counted.
     """
 
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str], *, min_tokens: int) -> None:
@@ -19,29 +22,42 @@ class TextAssembler:
         self._stop_strings = StopStrings(stop)
         self._has_stop = bool(stop)
         self._min_tokens = min_tokens
+        self._held = HeldTokens()
         self.num_tokens = 0
 
     @property
     def is_stopped(self) -> bool:
         return self._stop_strings.matched is not None
 
-    def feed(self, token_ids: Sequence[int]) -> str:
-        """Tokens after a match are neither shown nor counted."""
-        if not self._has_stop:
+    def feed(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> str:
+        """Tokens after a match are neither shown nor counted. `logprobs`: of all or of none."""
+        if not self._has_stop and not logprobs:
             self.num_tokens += len(token_ids)
             return self._detokenizer.feed(token_ids)
         pieces = []
-        for token_id in token_ids:
+        for index, token_id in enumerate(token_ids):
             if self.is_stopped:
                 break
             self.num_tokens += 1
-            pieces.append(self._show(self._detokenizer.feed((token_id,))))
+            text = self._detokenizer.feed((token_id,))
+            shown = self._show(text)
+            pieces.append(shown)
+            if logprobs:
+                self._held.add(token_id, logprobs[index], text)
+                self._held.show(len(shown))
+        if self.is_stopped:
+            self._held.show_all()
         return "".join(pieces)
 
     def flush(self) -> str:
         """All that was held back, when no token follows; a match may still be found in it."""
         text = self._show(self._detokenizer.flush())
+        self._held.show_all()
         return text + self._stop_strings.flush()
+
+    def take_scored(self) -> list[ScoredToken]:
+        """The tokens whose text has been given out since the last call."""
+        return self._held.take()
 
     def _show(self, text: str) -> str:
         return text if self.num_tokens < self._min_tokens else self._stop_strings.feed(text)

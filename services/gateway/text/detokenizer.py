@@ -15,15 +15,25 @@ MAX_PENDING_TOKENS = 8
 class Detokenizer:
     """`feed` withholds a tail that is not whole UTF-8; `flush` gives it out as U+FFFD.
 
-    The pieces together are what `tokenizer.decode` makes of all tokens. Special tokens are
-    skipped. `DecodeStream` does the common case in 0.6 µs; this class adds the ending and the way
-    on after bytes that are no UTF-8 at all.
+    The pieces together are what `tokenizer.decode` makes of all tokens, by default without special
+    ones. `DecodeStream` does the common case in 0.6 µs; this class adds the ending and the way
+    on after bytes that are no UTF-8 at all. `context` are the tokens before: where text goes on,
+    a decoder must not take its first space away.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        context: Sequence[int] = (),
+        *,
+        skips_special_tokens: bool = True,
+    ) -> None:
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._context: list[int] = []  # tokens of the last piece given out
+        self._skips = skips_special_tokens
+        self._context = list(context)  # tokens of the last piece given out
+        if self._context and self._decode(self._context).endswith(REPLACEMENT):
+            self._context = []  # it ends amid a character, and would be given out again with it
+        self._stream = DecodeStream(self._context, skip_special_tokens=self._skips)
         self._pending: list[int] = []  # tokens not given out yet
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -56,7 +66,7 @@ class Detokenizer:
         text = self._pending_text()
         if text.endswith(REPLACEMENT) and len(self._pending) < 4 * MAX_PENDING_TOKENS:
             return None
-        self._stream = DecodeStream(self._pending[-4:], skip_special_tokens=True)
+        self._stream = DecodeStream(self._pending[-4:], skip_special_tokens=self._skips)
         self._context, self._pending = self._pending, []
         return text
 
@@ -68,4 +78,4 @@ class Detokenizer:
         return both[len(before) :] if both.startswith(before) else self._decode(self._pending)
 
     def _decode(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=self._skips))

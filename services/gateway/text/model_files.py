@@ -15,11 +15,19 @@ T = TypeVar("T")
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True):
-    """`generation_config.json`: what holds when a request names no value."""
+    """`generation_config.json`: what holds when a request names no value.
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    `do_sample`: false makes greedy the default, whatever the file says besides; that it is left
+    out, which means false to transformers' own `generate`, says nothing here.
+    """
+
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
     eos_token_id: int | list[int] | None = None
 
     @property
@@ -33,6 +41,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
 
 class ModelLimits(msgspec.Struct, frozen=True):
     max_position_embeddings: int | None = None
+    hidden_size: int | None = None
 
 
 class _TokenizerConfig(msgspec.Struct, frozen=True):

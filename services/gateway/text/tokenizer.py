@@ -8,6 +8,8 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from services.gateway.text.chat_template import LiteralText
+from services.gateway.text.detokenizer import Detokenizer
+from services.gateway.text.token_bytes import TokenBytes, is_byte_level
 from shared.errors import ConfigError
 
 
@@ -20,12 +22,14 @@ class PromptTokenizer:
             text = path.read_text(encoding="utf-8")
             self.tokenizer = Tokenizer.from_str(text)
             self._literal = Tokenizer.from_str(text)
+            has_byte_level = is_byte_level(text)
         except Exception as error:  # tokenizers raises a bare Exception
             raise ConfigError(f"cannot read the tokenizer {path}: {error}") from error
         for each in (self.tokenizer, self._literal):
             each.no_padding()
             each.no_truncation()
         self._literal.encode_special_tokens = True
+        self.token_bytes = TokenBytes(self.tokenizer, is_byte_level=has_byte_level)
 
     @property
     def special_tokens(self) -> list[str]:
@@ -43,3 +47,33 @@ class PromptTokenizer:
             view = self._literal if isinstance(piece, LiteralText) else self.tokenizer
             token_ids += view.encode(piece, add_special_tokens=False).ids
         return token_ids
+
+    def encode_whole(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[int]]:
+        """A prompt as its caller wrote it: token ids, and where in `text` each begins.
+
+        An offset is where the token before ends, since some tokenizers leave a token's space out
+        of its span; all tokens of one character begin with it.
+        """
+        encoding = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        offsets, end = [], 0
+        for start, next_end in encoding.offsets:
+            offsets.append(min(start, end))
+            end = max(end, next_end)
+        return encoding.ids, offsets
+
+    def decode_whole(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
+        """The text of a prompt given in tokens, special ones included, and their offsets."""
+        detokenizer = Detokenizer(self.tokenizer, skips_special_tokens=False)
+        pieces, offsets, end = [], [], 0
+        for token_id in token_ids:
+            offsets.append(end)
+            pieces.append(detokenizer.feed((token_id,)))
+            end += len(pieces[-1])
+        pieces.append(detokenizer.flush())
+        return "".join(pieces), offsets
+
+    def bad_word_tokens(self, word: str) -> list[tuple[int, ...]]:
+        """At the start of a text and after a space: what a model may spell the word with."""
+        bare = word.lstrip()
+        spelled = (tuple(self.encode([LiteralText(each)])) for each in (bare, f" {bare}"))
+        return list(dict.fromkeys(spelled))

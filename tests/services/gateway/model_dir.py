@@ -38,7 +38,7 @@ def write_model_dir(path: Path) -> Path:
     tokenizer.save(str(path / "tokenizer.json"))
     _write(path / "tokenizer_config.json", chat_template=CHAT_TEMPLATE, eos_token="<|im_end|>")
     _write(path / "generation_config.json", eos_token_id=[EOS_TOKEN_ID, 0], temperature=0.7)
-    _write(path / "config.json", max_position_embeddings=512)
+    _write(path / "config.json", max_position_embeddings=512, hidden_size=4)
     return path
 
 

@@ -1,15 +1,19 @@
 """The other ends of the gateway's wires: a scheduler and decode workers that speak the protocol.
 
 They place at once and "generate" the tokens of a given answer, over the real bus with the real
-messages. A worker can be held at a position, made silent, or told to lose messages.
+messages. A worker can be held at a position, made silent, or told to lose messages. Every choice
+gets the same answer unless told otherwise; logprobs follow from choice and position.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import msgspec
 
 from shared import subjects
 from shared.bus import Bus
@@ -31,6 +35,7 @@ from shared.messages import (
     SubmitRequest,
     TokenBatch,
     TokenEntry,
+    TokenLogprobs,
     WorkerLoad,
 )
 from shared.packing import unpack_token_ids
@@ -47,20 +52,77 @@ CARD = ModelCard(
 )
 
 
+EMBEDDING = (3.0, 0.0, -4.0, 0.0)
+
+
+def logprobs_at(choice_index: int, position: int, token_id: int, num_top: int) -> TokenLogprobs:
+    """Choice 0 is the least likely; the drawn token leads the likeliest, its successors follow."""
+    own = -1.0 - position / 64 + choice_index / 4
+    tops = range(num_top)
+    return TokenLogprobs(
+        own,
+        tuple((token_id + rank) % CARD.vocab_size for rank in tops),
+        tuple(own if rank == 0 else float("-inf") for rank in tops),
+    )
+
+
 @dataclass
 class Run:
+    """One choice of a placement."""
+
     request: Request
+    placement_id: bytes
+    choice_index: int
+    answer: list[int]
     token_ids: list[int]
     first_position: int
     finish: Finish | None = None
+    is_aborted: bool = False
+    tells_logprobs: bool = True
+
+    def entry_from(self, position: int, served: Served | None) -> TokenEntry:
+        fresh = tuple(self.token_ids[position:])
+        is_first = position == self.first_position
+        return TokenEntry(
+            self.placement_id,
+            self.choice_index,
+            position,
+            fresh,
+            self.finish,
+            served if is_first else None,
+            self._logprobs(position, fresh),
+            self._prompt_logprobs() if is_first else (),
+        )
+
+    def _logprobs(self, position: int, fresh: tuple[int, ...]) -> tuple[TokenLogprobs, ...]:
+        num_top = self.request.sampling.num_logprobs
+        if num_top is None or not self.tells_logprobs:
+            return ()
+        return tuple(
+            logprobs_at(self.choice_index, place, token_id, num_top)
+            for place, token_id in enumerate(fresh, position)
+        )
+
+    def _prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        num_top = self.request.sampling.num_prompt_logprobs
+        is_last = self.choice_index == self.request.choices[-1].choice_index
+        if num_top is None or not is_last:  # once a placement is enough
+            return ()
+        prompt = unpack_token_ids(self.request.prompt_token_ids)
+        return tuple(
+            logprobs_at(0, place, token_id, num_top) for place, token_id in enumerate(prompt[1:], 1)
+        )
 
 
 @dataclass
 class PeerDecode:
     bus: Bus
     answer: list[int]
+    answers: dict[int, list[int]] = field(default_factory=dict)  # by choice, where not the same
     hold_at: int | None = None  # stops producing at this position until released
     num_free_blocks: int = 100
+    tells_logprobs: bool = True
+    embedding: bytes | None = array("f", EMBEDDING).tobytes()
     loses: Callable[[TokenEntry], bool] = lambda entry: False
     finish: Finish = field(
         default_factory=lambda: Finish(
@@ -71,7 +133,7 @@ class PeerDecode:
     )
 
     def __post_init__(self) -> None:
-        self.runs: dict[bytes, Run] = {}
+        self.runs: dict[bytes, dict[int, Run]] = {}  # by placement and choice
         self.aborts: asyncio.Queue[AbortRequest] = asyncio.Queue()
         self.acks: asyncio.Queue[bytes] = asyncio.Queue()
         self.emitted: asyncio.Queue[TokenEntry] = asyncio.Queue()
@@ -113,28 +175,31 @@ class PeerDecode:
         await self.bus.close()
 
     def run(self, placement_id: bytes, request: Request) -> None:
-        received = unpack_token_ids(request.choices[0].output_token_ids)
-        self.runs[placement_id] = Run(request, received, len(received))
-        task = asyncio.create_task(self._produce(placement_id))
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        self.runs[placement_id] = {}
+        for choice in request.choices:
+            index, received = choice.choice_index, unpack_token_ids(choice.output_token_ids)
+            answer = self.answers.get(index, self.answer)
+            run = Run(request, placement_id, index, answer, received, len(received))
+            run.tells_logprobs = self.tells_logprobs
+            self.runs[placement_id][index] = run
+            task = asyncio.create_task(self._produce(run))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
 
-    async def _produce(self, placement_id: bytes) -> None:
-        run = self.runs[placement_id]
-        max_tokens = run.request.sampling.max_tokens
-        while placement_id in self.runs and run.finish is None:
+    async def _produce(self, run: Run) -> None:
+        while run.finish is None and run.placement_id in self.runs and not run.is_aborted:
             position = len(run.token_ids)
             if position == self.hold_at:
                 await self.released.wait()
-            if position >= len(self.answer):
-                run.finish, fresh = self.finish, ()
+            if run.request.pooling is not None:
+                run.finish = msgspec.structs.replace(self.finish, embedding=self.embedding)
+            elif position >= len(run.answer):
+                run.finish = self.finish
             else:
-                fresh = (self.answer[position],)
-                run.token_ids += fresh
-                if len(run.token_ids) == max_tokens:
+                run.token_ids.append(run.answer[position])
+                if len(run.token_ids) == run.request.sampling.max_tokens:
                     run.finish = Finish(reason="length", served=self.finish.served)
-            served = self.finish.served if position == run.first_position else None
-            entry = TokenEntry(placement_id, 0, position, fresh, run.finish, served)
+            entry = run.entry_from(position, self.finish.served)
             await self._emit(run.request.gateway_id, entry)
             await asyncio.sleep(0)
 
@@ -146,20 +211,22 @@ class PeerDecode:
         self.emitted.put_nowait(entry)
 
     def _resend(self, command: ResendTokens) -> TokenBatch:
-        run = self.runs.get(command.placement_id)
-        if run is None:
+        run = self.runs.get(command.placement_id, {}).get(command.choice_index)
+        if run is None or run.is_aborted:
             raise UnknownPlacement("no such placement")
-        fresh = tuple(run.token_ids[command.from_position :])
-        entry = TokenEntry(command.placement_id, 0, command.from_position, fresh, run.finish)
+        entry = run.entry_from(command.from_position, self.finish.served)
         return TokenBatch(worker_id=self.worker_id, entries=(entry,))
 
     def _control(self, message: AbortRequest | AckFinished) -> None:
-        if isinstance(message, AbortRequest):
-            self.runs.pop(message.placement_id, None)
-            self.aborts.put_nowait(message)
-        else:
+        if isinstance(message, AckFinished):
             for placement_id in message.placement_ids:
                 self.acks.put_nowait(placement_id)
+            return
+        self.aborts.put_nowait(message)
+        if message.choice_index is None:
+            self.runs.pop(message.placement_id, None)
+        elif message.placement_id in self.runs:
+            self.runs[message.placement_id][message.choice_index].is_aborted = True
 
     def _load(self) -> WorkerLoad:
         if not self.is_hung:

@@ -207,7 +207,32 @@ async def test_models_health_ready_metrics_openapi(cluster: Cluster) -> None:
     schemas = document["components"]["schemas"]
     name = next(name for name in schemas if name.endswith("ChatCompletionRequest"))
     assert "max_completion_tokens" in schemas[name]["properties"]
-    assert CHAT in document["paths"]
+    assert "logit_bias" in schemas[name]["properties"]
+    assert {CHAT, "/v1/completions", "/v1/embeddings"} <= set(document["paths"])
+    (scheme,) = document["components"]["securitySchemes"]
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            secured = [{scheme: []}] if path.startswith("/v1/") else None
+            assert operation.get("security") == secured, path
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/tiny", "/health", "/ready", "/metrics"])
+async def test_head_is_get_without_a_body(cluster: Cluster, path: str) -> None:
+    head, whole = await cluster.http.head(path), await cluster.http.get(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == whole.headers["content-type"]
+
+
+async def test_one_model(cluster: Cluster) -> None:
+    (entry,) = (await cluster.http.get("/v1/models")).json()["data"]
+    assert (await cluster.http.get("/v1/models/tiny")).json() == entry
+    missing = await cluster.http.get("/v1/models/org/huge")
+    assert missing.status_code == 404
+    error = missing.json()["error"]
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
+    assert "org/huge" in error["message"]
+    async with cluster.openai as client:
+        assert (await client.models.retrieve("tiny")).id == "tiny"
 
 
 async def test_concurrent_streams_do_not_mix(cluster: Cluster) -> None:

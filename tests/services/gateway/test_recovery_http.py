@@ -90,6 +90,28 @@ async def test_lost_token_message_is_sent_again(cluster: Cluster) -> None:
     assert cluster.scheduler.submits.qsize() == 1
 
 
+async def test_lost_messages_of_several_choices(cluster: Cluster) -> None:
+    """Also the ending of one while the others go on."""
+    decode = cluster.decodes[0]
+    decode.answers = {1: decode.answer[:7]}
+    waiting = {(0, 3), (1, 3), (1, 7), (2, 0)}
+
+    def loses(entry: TokenEntry) -> bool:
+        place = (entry.choice_index, entry.first_position)
+        is_lost = place in waiting
+        waiting.discard(place)
+        return is_lost
+
+    decode.loses = loses
+    async with asyncio.timeout(WAIT_S):
+        body = (await cluster.http.post(CHAT, json={**BODY, "n": 3})).json()
+    texts = [choice["message"]["content"] for choice in body["choices"]]
+    assert (texts[0], texts[2]) == (ANSWER, ANSWER)
+    assert ANSWER.startswith(texts[1])
+    assert body["usage"]["completion_tokens"] == 2 * len(decode.answer) + 7
+    assert cluster.scheduler.submits.qsize() == 1
+
+
 async def test_lost_ending_is_asked_for(cluster: Cluster) -> None:
     cluster.decodes[0].loses = lambda entry: entry.finish is not None
     async with asyncio.timeout(WAIT_S):

@@ -56,7 +56,8 @@ def check_envelope(response: httpx.Response, status: int, code: str, param: str 
         ({"max_tokens": 10_000}, "max_tokens"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
-        ({"n": 2}, "n"),
+        ({"n": 129}, "n"),
+        ({"best_of": 2}, "best_of"),
         ({"n": 0}, "n"),
         ({"stop": ["a"] * 17}, "stop"),
         ({"stop": ""}, "stop"),
@@ -67,12 +68,23 @@ def check_envelope(response: httpx.Response, status: int, code: str, param: str 
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"logprobs": True}, "logprobs"),
         ({"logprobs": 0}, "logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"presence_penalty": -1}, "presence_penalty"),
-        ({"logit_bias": {"1": 2}}, "logit_bias"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs_mode": "cooked"}, "logprobs_mode"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"presence_penalty": -2.1}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"logit_bias": {"one": 1}}, "logit_bias"),
+        ({"logit_bias": {"400": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {str(number): 1 for number in range(1025)}}, "logit_bias"),
+        ({"bad_words": "x"}, "bad_words"),
+        ({"bad_words": [" "]}, "bad_words"),
+        ({"bad_words": ["x"] * 129}, "bad_words"),
+        ({"bad_words": ["x" * 257]}, "bad_words"),
     ],
 )
 async def test_bad_field(cluster: Cluster, fields: dict[str, Any], param: str) -> None:
@@ -110,7 +122,7 @@ async def test_a_long_head_is_served(cluster: Cluster) -> None:
 async def test_many_empty_messages_are_a_long_prompt() -> None:
     body = {"messages": [{"role": "user", "content": ""}] * 1000}
     generation = generation_of(msgspec.convert(body, ChatCompletionRequest), "tiny")
-    assert generation.num_chars > MAX_INLINE_CHARS
+    assert generation.prompt.num_chars > MAX_INLINE_CHARS
 
 
 async def test_missing_field(cluster: Cluster) -> None:

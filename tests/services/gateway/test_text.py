@@ -13,7 +13,9 @@ from services.gateway.text.chat_template import ChatTemplate, LiteralText
 from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.stop_strings import StopStrings
+from services.gateway.text.token_bytes import TokenBytes
 from shared.errors import ConfigError, InvalidRequest
+from shared.messages import TokenLogprobs
 from tests.services.gateway.model_dir import write_model_dir
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
@@ -108,6 +110,84 @@ def test_sentencepiece_spaces() -> None:
     tokenizer = Tokenizer(models.BPE(vocabulary, [], fuse_unk=True))
     tokenizer.decoder = decoders.Metaspace()
     check_pieces(tokenizer, [0, 1, 2, 0, 0, 1])
+
+
+def test_text_goes_on_from_its_context() -> None:
+    """Without it, the decoder would take the first space away."""
+    tokenizer = Tokenizer(models.BPE({"▁a": 0, "▁b": 1}, [], fuse_unk=True))
+    tokenizer.decoder = decoders.Metaspace()
+    assert Detokenizer(tokenizer).feed((1,)) == "b"
+    assert Detokenizer(tokenizer, (0,)).feed((1, 0)) == " b a"
+
+
+def test_a_context_that_ends_amid_a_character_is_not_told_again(model_files: ModelFiles) -> None:
+    token_ids = model_files.tokenizer.encode(["hello 東 fox"])
+    end = len(model_files.tokenizer.encode(["hello 東"])) - 1
+    detokenizer = Detokenizer(model_files.tokenizer.tokenizer, token_ids[:end])
+    text = detokenizer.feed(token_ids[end:]) + detokenizer.flush()
+    assert text == "\ufffd fox"
+
+
+@given(
+    text=st.text(st.sampled_from("ab 東😀"), max_size=12),
+    stops=st.lists(st.text("ab 東", min_size=1, max_size=3), max_size=2),
+    sizes=st.lists(st.integers(1, 4)),
+)
+def test_tokens_are_told_with_their_text(
+    model_files: ModelFiles, text: str, stops: list[str], sizes: list[int]
+) -> None:
+    """However they arrive: never before it, no later than the piece that completes it."""
+    token_ids = model_files.tokenizer.encode([LiteralText(text)])
+    spelled = model_files.tokenizer.token_bytes
+    detokenizer = Detokenizer(model_files.tokenizer.tokenizer)
+    assembler = TextAssembler(detokenizer, stops, min_tokens=0)
+    shown, told, left = "", [], token_ids
+
+    def check() -> None:
+        told.extend(assembler.take_scored())
+        if not assembler.is_stopped:
+            text_told = b"".join(spelled[each.token_id] for each in told)
+            assert shown.encode().startswith(text_told)
+            following = token_ids[len(told) : len(told) + 1]
+            whole = text_told + b"".join(spelled[each] for each in following)
+            assert not following or not shown.encode().startswith(whole) or not _is_whole(whole)
+
+    for size in [*sizes, len(token_ids) + 1]:
+        fresh, left = left[:size], left[size:]
+        shown += assembler.feed(fresh, [TokenLogprobs(float(each)) for each in fresh])
+        check()
+    shown += assembler.flush()
+    told += assembler.take_scored()
+    assert [each.token_id for each in told] == token_ids[: assembler.num_tokens]
+    assert [each.logprobs.logprob for each in told] == token_ids[: assembler.num_tokens]
+    for each in told:
+        assert each.text_offset <= len(text)
+        assert text[each.text_offset :].encode().startswith(spelled[each.token_id][:1]) or (
+            spelled[each.token_id][0] & 0xC0 == 0x80  # inside a character
+        )
+
+
+def _is_whole(spelled: bytes) -> bool:
+    try:
+        spelled.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def test_bytes_of_tokens(model_files: ModelFiles) -> None:
+    spelled = model_files.tokenizer.token_bytes
+    for text in ("hello world", "😀 東\n\t\x00\x7f\xa0\xad", "é"):
+        token_ids = model_files.tokenizer.encode([text])
+        assert b"".join(spelled[each] for each in token_ids) == text.encode()
+    assert spelled[1] == b"<|im_start|>"
+    assert spelled[100_000] == b""
+
+
+def test_bytes_of_sentencepiece_tokens() -> None:
+    tokenizer = Tokenizer(models.BPE({"▁a": 0, "<0xF0>": 1, "b": 2}, [], fuse_unk=True))
+    spelled = TokenBytes(tokenizer, is_byte_level=False)
+    assert [spelled[each] for each in range(3)] == [b" a", b"\xf0", b"b"]
 
 
 def test_assembler_counts_to_the_stop_and_minds_min_tokens(model_files: ModelFiles) -> None:

@@ -1,0 +1,126 @@
+"""The answer of a text completion, as `answer.py` writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from services.gateway.answer import ChoiceResult
+from services.gateway.delivery import Delivery, Piece
+from services.gateway.gathering import Gathering
+from services.gateway.openai_completions import Completion, CompletionChoice, CompletionChunk
+from services.gateway.openai_logprobs import (
+    CompletionLogprobs,
+    completion_logprobs,
+    joined,
+    mean_logprob,
+    prompt_logprobs,
+)
+from services.gateway.openai_usage import hearth_info_of, usage_of
+from services.gateway.text.scored_tokens import ScoredToken
+from services.gateway.text.token_bytes import TokenBytes
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionAnswer:
+    """`answer.Events`, and with `body` an `answer.Whole`.
+
+    Of the choices drawn for a prompt, the best `num_shown` are shown.
+    """
+
+    gathering: Gathering
+    token_bytes: TokenBytes
+    request_id: str
+    model: str
+    created: int
+    has_usage: bool
+    has_logprobs: bool
+    num_shown: int
+    _echoed: set[int] = field(default_factory=set)  # choices whose prompt is told
+
+    def opening(self) -> list[CompletionChunk]:
+        return []
+
+    def events(self, piece: Piece) -> list[CompletionChunk]:
+        events, index = [], piece.choice_index
+        if piece.text or piece.tokens or self._is_echo_due(index):
+            events.append(self._chunk(self._choice(index, piece.text, piece.tokens)))
+        if piece.finish_reason is not None:
+            ending = CompletionChoice(index=index, text="", finish_reason=piece.finish_reason)
+            events.append(self._chunk(ending))
+        return events
+
+    def closing(self) -> list[CompletionChunk]:
+        if not self.has_usage:
+            return []
+        deliveries = self.gathering.deliveries
+        chunk = CompletionChunk(
+            id=f"cmpl-{self.request_id}",
+            object="text_completion",
+            created=self.created,
+            model=self.model,
+            choices=(),
+            usage=usage_of(deliveries),
+            hearth=hearth_info_of(self.request_id, deliveries),
+        )
+        return [chunk]
+
+    def body(self, results: list[ChoiceResult]) -> Completion:
+        deliveries = self.gathering.deliveries
+        return Completion(
+            id=f"cmpl-{self.request_id}",
+            created=self.created,
+            model=self.model,
+            choices=self._best(results),
+            usage=usage_of(deliveries),
+            hearth=hearth_info_of(self.request_id, deliveries),
+        )
+
+    def _best(self, results: list[ChoiceResult]) -> list[CompletionChoice]:
+        shown: list[CompletionChoice] = []
+        num_drawn = self.gathering.num_choices
+        for start in range(0, len(results), num_drawn):
+            drawn = results[start : start + num_drawn]
+            if self.num_shown < num_drawn:
+                drawn.sort(key=lambda each: mean_logprob(each.tokens), reverse=True)
+            for each in drawn[: self.num_shown]:
+                choice = self._choice(each.index, each.text, each.tokens)
+                shown.append(_finished(choice, len(shown), each.finish_reason))
+        return shown
+
+    def _choice(self, index: int, text: str, tokens: Sequence[ScoredToken]) -> CompletionChoice:
+        """With the prompt, where it is wanted and this is the first that is told of the choice."""
+        delivery = self._delivery(index)
+        logprobs = self._logprobs(delivery, tokens) if self.has_logprobs else None
+        if delivery.echo is not None and self._is_echo_due(index):
+            self._echoed.add(index)
+            text = delivery.echo.text + text
+            if logprobs is not None:
+                told = prompt_logprobs(delivery.echo, delivery.prompt_logprobs, self.token_bytes)
+                logprobs = joined(told, logprobs)
+        return CompletionChoice(index=index, text=text, logprobs=logprobs)
+
+    def _logprobs(self, delivery: Delivery, tokens: Sequence[ScoredToken]) -> CompletionLogprobs:
+        first_offset = 0 if delivery.echo is None else len(delivery.echo.text)
+        return completion_logprobs(tokens, self.token_bytes, first_offset=first_offset)
+
+    def _is_echo_due(self, index: int) -> bool:
+        return self._delivery(index).echo is not None and index not in self._echoed
+
+    def _delivery(self, index: int) -> Delivery:
+        return self.gathering.deliveries[index // self.gathering.num_choices]
+
+    def _chunk(self, choice: CompletionChoice) -> CompletionChunk:
+        return CompletionChunk(
+            id=f"cmpl-{self.request_id}",
+            object="text_completion",
+            created=self.created,
+            model=self.model,
+            choices=(choice,),
+        )
+
+
+def _finished(choice: CompletionChoice, index: int, finish_reason: str) -> CompletionChoice:
+    return CompletionChoice(
+        index=index, text=choice.text, logprobs=choice.logprobs, finish_reason=finish_reason
+    )

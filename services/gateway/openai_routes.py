@@ -1,0 +1,139 @@
+"""The routes that ask a model: each opens its requests and answers in its dialect."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, Any, Protocol
+
+from litestar import Request
+from litestar.params import Body
+
+from services.gateway import openai_chat, openai_completions, openai_embeddings
+from services.gateway.answer import Answer, Events, Whole
+from services.gateway.body import StrictBody
+from services.gateway.catalog import Catalog
+from services.gateway.chat_answer import ChatAnswer
+from services.gateway.completion_answer import CompletionAnswer
+from services.gateway.delivery import Delivery
+from services.gateway.embedding_answer import EmbeddingAnswer
+from services.gateway.gathering import Gathering
+from services.gateway.generation import Generation
+from services.gateway.openai_chat import ChatCompletionRequest
+from services.gateway.openai_completions import CompletionRequest
+from services.gateway.openai_embeddings import EmbeddingRequest
+from services.gateway.text.model_files import ModelFiles
+
+
+class ChatBody(StrictBody):
+    fields = openai_chat.CHAT_FIELDS
+
+
+class CompletionBody(StrictBody):
+    fields = openai_completions.COMPLETION_FIELDS
+
+
+class EmbeddingBody(StrictBody):
+    fields = openai_embeddings.EMBEDDING_FIELDS
+
+
+class Generator(Protocol):
+    """What these routes need of the service behind them."""
+
+    catalog: Catalog
+    files: ModelFiles
+
+    async def open(self, tenant_id: str, request_id: str, generation: Generation) -> Delivery:
+        """Raises the HearthError with which the request is refused."""
+        ...
+
+    def leave(self, request_id: str) -> None:
+        """The client is gone; nothing happens if the request has ended."""
+        ...
+
+
+class OpenAIRoutes:
+    """The handlers, bound to one gateway. `wall_clock`: seconds since 1970, for `created`."""
+
+    def __init__(self, gateway: Generator, wall_clock: Callable[[], float]) -> None:
+        self._gateway = gateway
+        self._wall_clock = wall_clock
+
+    async def chat_completions(
+        self, request: Request[Any, Any, Any], data: Annotated[ChatCompletionRequest, Body()]
+    ) -> Answer:
+        """With `stream`, server-sent events of `chat.completion.chunk`, then `[DONE]`."""
+        generation = openai_chat.generation_of(data, self._gateway.catalog.name)
+        gathering = await self._open(request, [generation])
+        told = ChatAnswer(
+            gathering=gathering,
+            token_bytes=self._gateway.files.tokenizer.token_bytes,
+            request_id=request.state.request_id,
+            model=generation.model,
+            created=int(self._wall_clock()),
+            has_usage=data.has_usage,
+            has_logprobs=bool(data.logprobs),
+        )
+        return self._answer(gathering, told if data.stream else told.body, request)
+
+    async def completions(
+        self, request: Request[Any, Any, Any], data: Annotated[CompletionRequest, Body()]
+    ) -> Answer:
+        """With `stream`, server-sent events of `text_completion`, then `[DONE]`."""
+        generations = openai_completions.generations_of(data, self._gateway.catalog.name)
+        gathering = await self._open(request, generations)
+        told = CompletionAnswer(
+            gathering=gathering,
+            token_bytes=self._gateway.files.tokenizer.token_bytes,
+            request_id=request.state.request_id,
+            model=generations[0].model,
+            created=int(self._wall_clock()),
+            has_usage=data.has_usage,
+            has_logprobs=data.logprobs is not None,
+            num_shown=data.num_choices,
+        )
+        return self._answer(gathering, told if data.stream else told.body, request)
+
+    async def embeddings(
+        self, request: Request[Any, Any, Any], data: Annotated[EmbeddingRequest, Body()]
+    ) -> Answer:
+        """Of the model's last hidden state, at the last token or over all of them."""
+        hidden_size = self._gateway.files.limits.hidden_size
+        name = self._gateway.catalog.name
+        generations = openai_embeddings.generations_of(data, name, hidden_size)
+        gathering = await self._open(request, generations)
+        told = EmbeddingAnswer(
+            gathering=gathering,
+            request_id=request.state.request_id,
+            model=generations[0].model,
+            is_base64=data.encoding_format == "base64",
+            is_normalized=data.normalize is not False,
+        )
+        return self._answer(gathering, told.body, request)
+
+    async def _open(
+        self, request: Request[Any, Any, Any], generations: Sequence[Generation]
+    ) -> Gathering:
+        """All are admitted or none is; running streams get their turn between two of them."""
+        tenant_id, request_id = request.state.tenant.tenant_id, request.state.request_id
+        deliveries: list[Delivery] = []
+        try:
+            for index, generation in enumerate(generations):
+                own_id = f"{request_id}-{index}" if index else request_id
+                deliveries.append(await self._gateway.open(tenant_id, own_id, generation))
+                await asyncio.sleep(0)
+        except BaseException:
+            self._leave(deliveries)
+            raise
+        return Gathering(deliveries, num_choices=generations[0].num_choices)
+
+    def _answer(
+        self, gathering: Gathering, content: Events | Whole, request: Request[Any, Any, Any]
+    ) -> Answer:
+        leave = partial(self._leave, gathering.deliveries)
+        return Answer(gathering, content, request.state.request_id, leave)
+
+    def _leave(self, deliveries: Sequence[Delivery]) -> None:
+        for delivery in deliveries:
+            self._gateway.leave(delivery.request_id)

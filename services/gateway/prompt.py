@@ -1,0 +1,100 @@
+"""What a request gives the model to read: a conversation, a text, or tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from services.gateway.text.model_files import ModelFiles
+from shared.errors import InvalidRequest
+from shared.messages import ModelCard
+
+MESSAGE_CHARS = 32  # a message without text takes the template as long as this much text
+
+
+class Echo(msgspec.Struct, frozen=True):
+    """A prompt as its caller may see it again; `offsets`: where in `text` each token begins."""
+
+    text: str
+    token_ids: list[int]
+    offsets: list[int]
+
+
+class ChatPrompt(msgspec.Struct, frozen=True):
+    messages: tuple[Mapping[str, Any], ...]
+
+    param = "messages"
+
+    @property
+    def num_chars(self) -> int:
+        """What rendering and tokenizing cost; an empty message is not free either."""
+        return sum(MESSAGE_CHARS + len(message["content"]) for message in self.messages)
+
+
+class TextPrompt(msgspec.Struct, frozen=True):
+    """`param`: the field of the request that it came in."""
+
+    text: str
+    param: str
+    add_special_tokens: bool = True
+
+    @property
+    def num_chars(self) -> int:
+        return len(self.text)
+
+
+class TokenPrompt(msgspec.Struct, frozen=True):
+    token_ids: list[int]
+    param: str
+
+    @property
+    def num_chars(self) -> int:
+        return len(self.token_ids)
+
+
+Prompt = ChatPrompt | TextPrompt | TokenPrompt
+
+
+def tokenize(prompt: Prompt, files: ModelFiles, card: ModelCard) -> list[int]:
+    """Raises InvalidRequest for a prompt that the template refuses or that holds no token."""
+    match prompt:
+        case ChatPrompt(messages):
+            if files.chat_template is None:
+                raise InvalidRequest("this model has no chat template", param=prompt.param)
+            return files.tokenizer.encode(files.chat_template.render(messages))
+        case TokenPrompt(token_ids):
+            _check_tokens(prompt, card)
+            return token_ids
+        case TextPrompt():
+            return _text_tokens(prompt, files)[0]
+
+
+def echo_of(prompt: Prompt, files: ModelFiles) -> Echo | None:
+    """What is shown of a prompt that has been tokenized; a rendered conversation is not."""
+    match prompt:
+        case TextPrompt():
+            return Echo(prompt.text, *_text_tokens(prompt, files))
+        case TokenPrompt(token_ids):
+            text, offsets = files.tokenizer.decode_whole(token_ids)
+            return Echo(text, token_ids, offsets)
+    return None
+
+
+def _text_tokens(prompt: TextPrompt, files: ModelFiles) -> tuple[list[int], list[int]]:
+    add = prompt.add_special_tokens
+    token_ids, offsets = files.tokenizer.encode_whole(prompt.text, add_special_tokens=add)
+    if not token_ids:
+        raise InvalidRequest(f"{prompt.param}: a prompt must hold a token", param=prompt.param)
+    return token_ids, offsets
+
+
+def _check_tokens(prompt: TokenPrompt, card: ModelCard) -> None:
+    if not prompt.token_ids:
+        raise InvalidRequest(f"{prompt.param}: a prompt must hold a token", param=prompt.param)
+    highest = max(prompt.token_ids)
+    if highest >= card.vocab_size:
+        raise InvalidRequest(
+            f"{prompt.param}: {highest} is not in this model's vocabulary", param=prompt.param
+        )

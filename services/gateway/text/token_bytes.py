@@ -1,0 +1,65 @@
+"""What bytes one token stands for, also where they are no whole character.
+
+Byte-level vocabularies (GPT-2, Llama 3, Qwen) spell each byte as a printable character;
+SentencePiece ones (Llama 2) write `▁` for a space and `<0xF0>` for a byte.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+from tokenizers import Tokenizer
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class _Decoder(msgspec.Struct, frozen=True):
+    type: str
+    decoders: list[_Decoder] = []
+
+
+class _TokenizerFile(msgspec.Struct, frozen=True):
+    decoder: _Decoder | None = None
+
+
+def is_byte_level(source: str) -> bool:
+    """`source`: the text of a `tokenizer.json`. Raises msgspec.MsgspecError if it is none."""
+    decoder = msgspec.json.decode(source, type=_TokenizerFile).decoder
+    if decoder is None:
+        return False
+    return any(each.type == "ByteLevel" for each in (decoder, *decoder.decoders))
+
+
+def byte_characters() -> dict[str, int]:
+    """GPT-2's table: printable Latin-1 stands for itself, the rest is counted on from U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    return table | {chr(0x100 + number): byte for number, byte in enumerate(others)}
+
+
+class TokenBytes:
+    """Looks each id up once; the answers are kept, at most one for each id of the vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer, *, is_byte_level: bool) -> None:
+        self._tokenizer = tokenizer
+        self._table = byte_characters() if is_byte_level else None
+        added = tokenizer.get_added_tokens_decoder()
+        self._known = {token_id: token.content.encode() for token_id, token in added.items()}
+
+    def __getitem__(self, token_id: int) -> bytes:
+        """No bytes for an id that the vocabulary does not have."""
+        known = self._known.get(token_id)
+        if known is None:
+            piece = self._tokenizer.id_to_token(token_id)
+            known = self._known[token_id] = b"" if piece is None else self._spelled(piece)
+        return known
+
+    def _spelled(self, piece: str) -> bytes:
+        if self._table is not None:
+            if all(char in self._table for char in piece):
+                return bytes(self._table[char] for char in piece)
+            return piece.encode()
+        byte = _BYTE_PIECE.fullmatch(piece)
+        return bytes([int(byte[1], 16)]) if byte else piece.replace("▁", " ").encode()
