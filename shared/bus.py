@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
@@ -19,6 +20,7 @@ import nats.errors
 import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 
 from shared.errors import (
     ERROR_BY_CODE,
@@ -256,7 +258,17 @@ class NatsBus:
             task.add_done_callback(self._tasks.discard)
 
         subscription = await self._client.subscribe(subject, queue=queue, cb=on_message)
-        return subscription.unsubscribe
+        return partial(self._stop_serving, subscription)
+
+    async def _stop_serving(self, subscription: Subscription) -> None:
+        """What the server sends until it has seen that nobody subscribes is still answered."""
+        try:
+            # nats-py's own drain forgets the subscription before the server has (see `flush`)
+            await self._client._send_unsubscribe(subscription._id)
+            await self.flush()
+            await subscription.drain()
+        except (nats.errors.Error, OSError) as error:
+            log.warning("unsubscribe_failed", subject=subscription.subject, error=repr(error))
 
     async def flush(self) -> None:
         """Returns when the server has taken all that was published and subscribed.

@@ -347,3 +347,26 @@ async def test_a_refused_credential_is_told_at_once(nats_server: NatsServer) -> 
         async with asyncio.timeout(3):
             await NatsBus.connect(f"{scheme}://{user}:wrong-word@{host}", process_id=user)
     assert "wrong-word" not in refused.value.message
+
+
+async def test_a_request_that_meets_a_leaving_server_is_answered_or_finds_nobody(
+    connect: Connect,
+) -> None:
+    """It must not be lost between the server's forgetting and the process's."""
+    gateway, decode = await connect("gateway-1"), await connect("decode-1")
+    subject = subjects.resend("decode-1")
+    for _ in range(20):
+        leave = await decode.serve(subject, ListBlocks, lambda _: Done())
+        await decode.flush()
+        requests = [
+            asyncio.ensure_future(gateway.request(subject, ListBlocks(), Done, timeout_s=2))
+            for _ in range(5)
+        ]
+        await leave()
+        requests += [
+            asyncio.ensure_future(gateway.request(subject, ListBlocks(), Done, timeout_s=2))
+            for _ in range(5)
+        ]
+        outcomes = await asyncio.gather(*requests, return_exceptions=True)
+        assert all(isinstance(each, Done | NoResponders) for each in outcomes), outcomes
+        assert isinstance(outcomes[-1], NoResponders)
