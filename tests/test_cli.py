@@ -17,7 +17,7 @@ from services.local.service_options import (
 from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig, WorkerConfig
 
 COMMANDS = [
-    *("up", "chat", "credential", "api-key", "nats-config", "health"),
+    *("up", "chat", "status", "credential", "api-key", "nats-config", "health"),
     *("gateway", "scheduler", "kv-index", "prefill", "decode", "worker"),
 ]
 
@@ -87,6 +87,9 @@ def test_every_field_of_a_configuration_is_an_explained_option(config: type) -> 
         (["chat", "--url", "http://127.0.0.1:9"], "--api-key"),
         (["chat", "--url", "127.0.0.1:9", "--api-key", "k"], "must start with http"),
         (["chat", "--url", "http://127.0.0.1:9", "--api-key", "k"], "cannot reach"),
+        (["status"], "start one with `hearth up`"),
+        (["status", "--interval-s", "0"], "--interval-s 0 is not positive"),
+        (["status", "--once", "--nats-url", "nats://o:word@127.0.0.1:9"], "cannot reach NATS"),
         (["credential", "decode"], "start one with `hearth up`"),
         (["nats-config", "router=r"], "no role 'router'"),
         (["health", "--nats-url", "nats://127.0.0.1:9"], "--process-id is needed"),

@@ -116,12 +116,34 @@ def chat(
 
 
 @app.command(
+    rich_help_panel=START,
+    epilog="Examples:  hearth status  ·  hearth status --once  ·  hearth status --json | jq",
+)
+def status(
+    nats_url: Annotated[
+        str | None,
+        typer.Option(
+            envvar="HEARTH_NATS_URL", help="NATS, with a credential; else the local cluster."
+        ),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one table, then end.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="A JSON line instead of a table.")] = False,
+    interval_s: Annotated[float, typer.Option(help="Seconds between two looks.")] = 1.0,
+) -> None:
+    """Show the workers and other processes of a cluster until Ctrl-C."""
+    from services.local.status import run_status
+
+    run_status(nats_url, is_once=once, is_json=json, interval_s=interval_s)
+
+
+@app.command(
     rich_help_panel=OPERATE,
     epilog="Examples:  hearth credential decode  ·  hearth credential worker --host 10.0.0.5",
 )
 def credential(
     role: Annotated[
-        str, typer.Argument(help="gateway, scheduler, prefill, decode, kv_index or worker.")
+        str,
+        typer.Argument(help="gateway, scheduler, prefill, decode, kv_index, worker or observer."),
     ],
     process_id: Annotated[
         str | None, typer.Option(help="Name of the process (ROLE-<6 hex digits>).")
@@ -138,8 +160,9 @@ def credential(
     if not added.is_reachable:
         note = "note: this NATS listens on 127.0.0.1 only; `hearth up --advertise HOST` opens it"
         print(note, file=sys.stderr)
-    command = added.credential.role.replace("_", "-")
-    print(f"there: HEARTH_NATS_URL=… hearth {command} --help", file=sys.stderr)
+    role_command = added.credential.role.replace("_", "-")
+    command = "status" if role_command == "observer" else f"{role_command} --help"
+    print(f"there: HEARTH_NATS_URL=… hearth {command}", file=sys.stderr)
 
 
 @app.command(
