@@ -17,7 +17,7 @@ from services.local.service_options import (
 from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig, WorkerConfig
 
 COMMANDS = [
-    *("up", "chat", "status", "credential", "api-key", "nats-config", "health"),
+    *("up", "chat", "status", "bench", "credential", "api-key", "nats-config", "health"),
     *("gateway", "scheduler", "kv-index", "prefill", "decode", "worker"),
 ]
 
@@ -87,6 +87,12 @@ def test_every_field_of_a_configuration_is_an_explained_option(config: type) -> 
         (["chat", "--url", "http://127.0.0.1:9"], "--api-key"),
         (["chat", "--url", "127.0.0.1:9", "--api-key", "k"], "must start with http"),
         (["chat", "--url", "http://127.0.0.1:9", "--api-key", "k"], "cannot reach"),
+        (["bench"], "start one with `hearth up`"),
+        (["bench", "--concurrency", "a"], "--concurrency 'a' is not a list of numbers"),
+        (["bench", "--concurrency", "0", "--requests", "0"], "--requests 0 is not positive"),
+        (["bench", "--url", "http://127.0.0.1:9", "--key", "k"], "cannot reach"),
+        (["bench", "--url", "http://h", "--model", "/tmp"], "give one of them"),
+        (["bench", "--model", "/no"], "--model /no is not a directory"),
         (["status"], "start one with `hearth up`"),
         (["status", "--interval-s", "0"], "--interval-s 0 is not positive"),
         (["status", "--once", "--nats-url", "nats://o:word@127.0.0.1:9"], "cannot reach NATS"),

@@ -117,6 +117,82 @@ def chat(
 
 @app.command(
     rich_help_panel=START,
+    epilog="Examples:  hearth bench  ·  hearth bench --concurrency 32 --requests 500  ·  "
+    "hearth bench --model DIR --decode 2 --rate 20",
+)
+def bench(
+    context: typer.Context,
+    url: Annotated[
+        str | None, typer.Option(envvar="HEARTH_URL", help="Gateway; else the local cluster.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", "--key", envvar="HEARTH_API_KEY", help="Its key.")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Start a cluster with this model for the measurement.")
+    ] = None,
+    prefill: Annotated[int, typer.Option(help="Prefill workers of that cluster.")] = 1,
+    decode: Annotated[int, typer.Option(help="Decode workers of that cluster.")] = 1,
+    both: Annotated[int, typer.Option(help="Workers of that cluster that do both.")] = 0,
+    dtype: Annotated[str, typer.Option(help="Of that cluster.")] = "auto",
+    device: Annotated[str, typer.Option(help="Of that cluster.")] = "cpu",
+    concurrency: Annotated[
+        str, typer.Option(metavar="N,N...", help="Users at once; each number is a load.")
+    ] = "1,16,64",
+    rate: Annotated[
+        float | None, typer.Option(help="Requests a second (Poisson) instead of users.")
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(help="Requests of each load, instead of a duration.")
+    ] = None,
+    duration_s: Annotated[float, typer.Option(help="Seconds that each load lasts.")] = 10.0,
+    input_tokens: Annotated[int, typer.Option(help="Prompt tokens, about.")] = 100,
+    output_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 64,
+    temperature: Annotated[float, typer.Option(help="Of the sampling.")] = 0.0,
+    ttft_s: Annotated[float, typer.Option(help="Goodput: longest time to first token.")] = 0.5,
+    itl_s: Annotated[float, typer.Option(help="Goodput: longest mean gap between tokens.")] = 0.05,
+    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
+) -> None:
+    """Measure speed and latency as clients see them: a table, then one JSON line."""
+    from services.local.bench import run_bench
+    from services.local.load import LoadOptions
+
+    up_options = None
+    if model is not None:
+        up_options = UpOptions(
+            model_dir=model.expanduser(),
+            model_name=model_name_for(model, ""),
+            num_prefill=prefill,
+            num_decode=decode,
+            num_both=both,
+            http_port=0,
+            dtype=dtype,
+            device=device,
+        )
+    options = LoadOptions(
+        concurrency=_numbers(concurrency),
+        rate=rate,
+        num_requests=requests,
+        duration_s=duration_s,
+        num_input_tokens=input_tokens,
+        num_output_tokens=output_tokens,
+        temperature=temperature,
+        ttft_limit_s=ttft_s,
+        itl_limit_s=itl_s,
+        seed=seed,
+    )
+    raise typer.Exit(run_bench(url, api_key, up_options, options, context.obj()))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    parts = text.replace(",", " ").split()
+    if not parts or not all(part.isdecimal() for part in parts):
+        raise ConfigError(f"--concurrency {text!r} is not a list of numbers such as 1,16,64")
+    return tuple(int(part) for part in parts)
+
+
+@app.command(
+    rich_help_panel=START,
     epilog="Examples:  hearth status  ·  hearth status --once  ·  hearth status --json | jq",
 )
 def status(

@@ -109,6 +109,19 @@ def test_status_shows_every_process_and_what_it_did(running: Up) -> None:
     assert 0 <= prefill["hit_ratio"] <= 1
 
 
+def test_bench_ends_with_a_table_and_one_json_line(running: Up) -> None:
+    loads = ("--concurrency", "1,3", "--requests", "4", "--input-tokens", "60")
+    result = run_hearth(running.state_home, "bench", *loads, "--output-tokens", "3")
+    assert result.returncode == 0, result.stderr
+    table, line = result.stdout.rstrip("\n").rsplit("\n", 1)
+    assert table.split()[0] == "load"
+    report = json.loads(line)
+    assert [row["load"] for row in report["rows"]] == ["closed 1", "closed 3"]
+    for row in report["rows"]:
+        assert (row["num_requests"], row["num_errors"], row["output_tokens"]) == (4, 0, 3)
+        assert abs(row["prompt_tokens"] - 60) < 15
+
+
 def test_a_worker_joins_with_a_new_credential_and_leaves_again(
     running: Up, chat_model: Path
 ) -> None:
