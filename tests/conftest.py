@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.servers import NatsServer, RedisServer
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Packed weights of a test run are gone with it."""
+    with pytest.MonkeyPatch.context() as patch:
+        home = tmp_path_factory.mktemp("cache")
+        patch.setenv("XDG_CACHE_HOME", str(home))
+        patch.delenv("HEARTH_CACHE_DIR", raising=False)
+        yield home
 
 
 @pytest.fixture(scope="session")
