@@ -42,7 +42,8 @@ def test_help_names_every_command_and_loads_no_engine() -> None:
         assert f" {command} " in result.stdout
     code = (
         "import sys; from services.__main__ import app\n"
-        "assert not {'torch', 'transformers', 'litestar', 'nats'} & set(sys.modules)"
+        "slow = {'torch', 'transformers', 'litestar', 'nats', 'huggingface_hub'}\n"
+        "assert not slow & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
 
@@ -52,6 +53,12 @@ def test_the_demo_model_has_one_name_however_it_is_started() -> None:
     assert model_name_for(DEMO_MODEL_DIR / ".." / DEMO_MODEL_DIR.name, "") == DEMO_MODEL_NAME
     assert model_name_for(DEMO_MODEL_DIR, "mine") == "mine"
     assert model_name_for(Path("/models/other"), "") == ""
+
+
+def test_a_hub_model_is_called_by_its_id() -> None:
+    assert model_name_for(Path("org/name-1.5"), "") == "org/name-1.5"
+    assert model_name_for(Path("org/name-1.5"), "mine") == "mine"
+    assert model_name_for(Path("services/local"), "") == ""  # a directory here comes first
 
 
 def test_no_argument_is_a_wish_for_help() -> None:

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from services.local.hub import local_copy
 from services.local.plan import UpOptions
 from services.local.service_options import DEMO_MODEL_DIR, model_name_for
 from shared.errors import ConfigError
@@ -30,13 +31,17 @@ class UpRole(StrEnum):
 @app.command(
     rich_help_panel=START,
     epilog="Examples:  hearth up  ·  hearth up --prefill 2 --decode 2  ·  "
-    "hearth up --model ~/models/Qwen3-0.6B --http 0.0.0.0:8000  ·  hearth up --role both --check",
+    "hearth up --model ~/models/tiny --http 0.0.0.0:8000  ·  "
+    "hearth up --model meta-llama/Llama-3.2-1B"
+    "  ·  hearth up --role both --check",
 )
 def up(
     context: typer.Context,
-    model: Annotated[Path, typer.Option(help="Checkpoint directory.")] = DEMO_MODEL_DIR,
+    model: Annotated[
+        Path, typer.Option(help="Checkpoint directory, or a hub id such as org/name.")
+    ] = DEMO_MODEL_DIR,
     name: Annotated[
-        str, typer.Option(help="What clients call the model (the directory's name).")
+        str, typer.Option(help="What clients call the model (the id, or the directory's name).")
     ] = "",
     prefill: Annotated[int | None, typer.Option(help="Prefill workers (1).")] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers (1).")] = None,
@@ -74,7 +79,7 @@ def up(
     default = int(both == 0)
     host, port = ("127.0.0.1", None) if http is None else _host_and_port(http)
     options = UpOptions(
-        model_dir=model.expanduser(),
+        model_dir=local_copy(model),
         model_name=model_name_for(model, name),
         num_prefill=default if prefill is None else prefill,
         num_decode=default if decode is None else decode,
@@ -129,7 +134,7 @@ def bench(
         str | None, typer.Option("--api-key", "--key", envvar="HEARTH_API_KEY", help="Its key.")
     ] = None,
     model: Annotated[
-        Path | None, typer.Option(help="Start a cluster with this model for the measurement.")
+        Path | None, typer.Option(help="Start a cluster with it: a directory or a hub id.")
     ] = None,
     prefill: Annotated[int, typer.Option(help="Prefill workers of that cluster.")] = 1,
     decode: Annotated[int, typer.Option(help="Decode workers of that cluster.")] = 1,
@@ -160,7 +165,7 @@ def bench(
     up_options = None
     if model is not None:
         up_options = UpOptions(
-            model_dir=model.expanduser(),
+            model_dir=local_copy(model),
             model_name=model_name_for(model, ""),
             num_prefill=prefill,
             num_decode=decode,

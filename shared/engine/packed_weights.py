@@ -80,7 +80,8 @@ def map_weights(
     """Makes the model's weights views of the packed file, which is built if need be.
 
     `model` is on the CPU and still empty; `revision` is asked when a file is built. Returns the
-    revision, or None where the cache cannot be used: then nothing has changed. Raises CheckpointError for a checkpoint that does not fit.
+    revision, or None where the cache cannot be used: then nothing has changed. Raises
+    CheckpointError for a checkpoint that does not fit.
     """
     regions = _regions(model, destinations)
     try:
