@@ -22,6 +22,7 @@ from rich.console import Console
 from benchmarks.report import at_most, write_result
 from services.gateway.tenants import store_api_key
 from services.local.bench import target
+from services.local.hub import local_copy
 from services.local.load import LoadOptions, Row, measure
 from services.local.plan import UpOptions
 from services.local.service_options import DEMO_MODEL_DIR, model_name_for
@@ -38,7 +39,7 @@ def corpus_questions() -> list[str]:
 
 def up_options(arguments: argparse.Namespace) -> UpOptions:
     return UpOptions(
-        model_dir=arguments.model,
+        model_dir=local_copy(arguments.model),
         model_name=model_name_for(arguments.model, ""),
         num_prefill=arguments.prefill,
         num_decode=arguments.decode,
@@ -77,7 +78,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--url", help="a running gateway; else a cluster is started for the measurement")
     add("--api-key")
-    add("--model", type=Path, default=DEMO_MODEL_DIR, help="checkpoint of the started cluster")
+    add("--model", type=Path, default=DEMO_MODEL_DIR, help="of the started cluster")
     add("--prefill", type=int, default=1)
     add("--decode", type=int, default=1)
     add("--both", type=int, default=0)

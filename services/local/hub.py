@@ -6,7 +6,6 @@ HF_ENDPOINT, HF_HUB_OFFLINE). Only what Hearth reads is fetched: no pickles, no 
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -67,8 +66,9 @@ def _fetched(model_id: str, patterns: tuple[str, ...]) -> Path:
 
 
 def _why_offline(hub: str, error: Exception) -> str:
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE forbids to fetch it: unset it, or give a checkpoint directory"
-    cause = error.__cause__
-    reason = type(cause).__name__ if cause is not None else "no network"
+    reason = str(error.__cause__ or error).strip().partition("\n")[0]
     return f"{hub} cannot be reached ({reason}): connect, or give a checkpoint directory"

@@ -109,6 +109,16 @@ def test_status_shows_every_process_and_what_it_did(running: Up) -> None:
     assert 0 <= prefill["hit_ratio"] <= 1
 
 
+def test_status_goes_on_until_it_is_interrupted(running: Up) -> None:
+    process = start_hearth(running.state_home, "status", "--json", "--interval-s", "0.1")
+    assert process.stdout is not None
+    for _ in range(3):
+        assert len(json.loads(process.stdout.readline())["workers"]) == 2
+    process.send_signal(signal.SIGINT)
+    assert "Traceback" not in process.communicate(timeout=30)[0]
+    assert process.returncode == 0
+
+
 def test_bench_ends_with_a_table_and_one_json_line(running: Up) -> None:
     loads = ("--concurrency", "1,3", "--requests", "4", "--input-tokens", "60")
     result = run_hearth(running.state_home, "bench", *loads, "--output-tokens", "3")
