@@ -63,7 +63,7 @@ class Region:
 
 def weights_cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
     if environ.get("HEARTH_CACHE_DIR"):
-        return Path(environ["HEARTH_CACHE_DIR"])
+        return Path(environ["HEARTH_CACHE_DIR"], "weights")
     root = environ.get("XDG_CACHE_HOME")
     base = Path(root) if root else Path(environ.get("HOME", tempfile.gettempdir()), ".cache")
     return base / "hearth" / "weights"

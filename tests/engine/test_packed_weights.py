@@ -31,7 +31,7 @@ FIELDS = ("Rss", "Pss", "Private_Dirty", "Private_Clean")
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HEARTH_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+    return tmp_path / "cache" / "weights"
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def packed_file(cache: Path) -> Path:
 
 
 def test_the_cache_is_where_the_environment_says() -> None:
-    assert weights_cache_dir({"HEARTH_CACHE_DIR": "/c", "HOME": "/h"}) == Path("/c")
+    assert weights_cache_dir({"HEARTH_CACHE_DIR": "/c", "HOME": "/h"}) == Path("/c/weights")
     assert weights_cache_dir({"XDG_CACHE_HOME": "/x"}) == Path("/x/hearth/weights")
     assert weights_cache_dir({"HOME": "/h"}) == Path("/h/.cache/hearth/weights")
 
@@ -269,7 +269,7 @@ def test_of_those_that_start_at_once_one_builds(cache: Path, checkpoint: Path) -
 
 
 def test_what_a_dead_builder_left_is_removed(cache: Path, checkpoint: Path) -> None:
-    cache.mkdir()
+    cache.mkdir(parents=True)
     (cache / "0123.partial").write_bytes(b"half of it")
     load(checkpoint)
     assert sorted(each.suffix for each in cache.iterdir()) == ["", ".packed"]
