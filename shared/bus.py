@@ -182,7 +182,9 @@ class NatsBus:
         )
         if client.is_connected:
             return cls(client, process_id)
-        connecting.cancel()
+        while not connecting.done():  # a cancellation that meets a timeout within can be lost
+            connecting.cancel()
+            await asyncio.wait({connecting}, timeout=0.1)
         (ended,) = await asyncio.gather(connecting, return_exceptions=True)
         reason = events.last_error or (ended if isinstance(ended, Exception) else "no answer")
         raise DependencyUnavailable(f"cannot reach NATS at {without_password(url)}: {reason}")

@@ -358,6 +358,11 @@ class WorkerLoad(Message, frozen=True, kw_only=True):
     num_reserved_blocks: int = 0
     prefill_tokens_in_flight: int = 0
     decode_tokens_in_flight: int = 0
+    # since the process started: differences between heartbeats give speeds
+    num_generated_tokens: int = 0
+    num_computed_prompt_tokens: int = 0
+    num_prompt_tokens: int = 0  # of admitted sequences, with output that an earlier try drew
+    num_cached_prompt_tokens: int = 0  # of those, found in this worker's cache
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):

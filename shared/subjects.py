@@ -18,8 +18,11 @@ from shared.messages import Role
 PREFIX = "hearth.v1"
 ANY = "any"
 
-# A credential's role: a `worker` has prefill and decode handlers over one engine.
-CredentialRole = Literal["gateway", "scheduler", "prefill", "decode", "kv_index", "worker"]
+# A credential's role: a `worker` has prefill and decode handlers over one engine, an `observer`
+# hears heartbeats and cannot say anything to anybody.
+CredentialRole = Literal[
+    "gateway", "scheduler", "prefill", "decode", "kv_index", "worker", "observer"
+]
 
 HEARTBEATS = f"{PREFIX}.*.*.heartbeat"
 KV_EVENTS = f"{PREFIX}.*.*.kv_events"
@@ -127,6 +130,9 @@ _SHARED_SUBSCRIBE: dict[str, tuple[str, ...]] = {
 
 def permissions(role: CredentialRole, process_id: str) -> Permissions:
     """What the process needs and no more."""
+    if role == "observer":
+        own = f"{inbox_prefix(process_id)}.>"
+        return Permissions(publish=(own,), subscribe=(own, HEARTBEATS))
     roles: tuple[Role, ...] = ("prefill", "decode") if role == "worker" else (role,)
     publish: list[str] = []
     subscribe: list[str] = [f"{inbox_prefix(process_id)}.>", HEARTBEATS]

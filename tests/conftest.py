@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.servers import NatsServer, RedisServer
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Packed weights of a test run are gone with it; compiled kernels stay for the next."""
+    with pytest.MonkeyPatch.context() as patch:
+        home = tmp_path_factory.mktemp("cache")
+        own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        kernels = own / "hearth" / "kernels"
+        kernels.mkdir(parents=True, exist_ok=True)
+        (home / "hearth").mkdir()
+        (home / "hearth" / "kernels").symlink_to(kernels)
+        patch.setenv("XDG_CACHE_HOME", str(home))
+        patch.delenv("HEARTH_CACHE_DIR", raising=False)
+        yield home
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from services.local.service_options import (
 from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig, WorkerConfig
 
 COMMANDS = [
-    *("up", "chat", "credential", "api-key", "nats-config", "health"),
+    *("up", "chat", "status", "bench", "credential", "api-key", "nats-config", "health"),
     *("gateway", "scheduler", "kv-index", "prefill", "decode", "worker"),
 ]
 
@@ -42,7 +42,8 @@ def test_help_names_every_command_and_loads_no_engine() -> None:
         assert f" {command} " in result.stdout
     code = (
         "import sys; from services.__main__ import app\n"
-        "assert not {'torch', 'transformers', 'litestar', 'nats'} & set(sys.modules)"
+        "slow = {'torch', 'transformers', 'litestar', 'nats', 'huggingface_hub'}\n"
+        "assert not slow & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
 
@@ -52,6 +53,12 @@ def test_the_demo_model_has_one_name_however_it_is_started() -> None:
     assert model_name_for(DEMO_MODEL_DIR / ".." / DEMO_MODEL_DIR.name, "") == DEMO_MODEL_NAME
     assert model_name_for(DEMO_MODEL_DIR, "mine") == "mine"
     assert model_name_for(Path("/models/other"), "") == ""
+
+
+def test_a_hub_model_is_called_by_its_id() -> None:
+    assert model_name_for(Path("org/name-1.5"), "") == "org/name-1.5"
+    assert model_name_for(Path("org/name-1.5"), "mine") == "mine"
+    assert model_name_for(Path("services/local"), "") == ""  # a directory here comes first
 
 
 def test_no_argument_is_a_wish_for_help() -> None:
@@ -87,6 +94,15 @@ def test_every_field_of_a_configuration_is_an_explained_option(config: type) -> 
         (["chat", "--url", "http://127.0.0.1:9"], "--api-key"),
         (["chat", "--url", "127.0.0.1:9", "--api-key", "k"], "must start with http"),
         (["chat", "--url", "http://127.0.0.1:9", "--api-key", "k"], "cannot reach"),
+        (["bench"], "start one with `hearth up`"),
+        (["bench", "--concurrency", "a"], "--concurrency 'a' is not a list of numbers"),
+        (["bench", "--concurrency", "0", "--requests", "0"], "--requests 0 is not positive"),
+        (["bench", "--url", "http://127.0.0.1:9", "--key", "k"], "cannot reach"),
+        (["bench", "--url", "http://h", "--model", "/tmp"], "give one of them"),
+        (["bench", "--model", "/no"], "--model /no is not a directory"),
+        (["status"], "start one with `hearth up`"),
+        (["status", "--interval-s", "0"], "--interval-s 0 is not positive"),
+        (["status", "--once", "--nats-url", "nats://o:word@127.0.0.1:9"], "cannot reach NATS"),
         (["credential", "decode"], "start one with `hearth up`"),
         (["nats-config", "router=r"], "no role 'router'"),
         (["health", "--nats-url", "nats://127.0.0.1:9"], "--process-id is needed"),

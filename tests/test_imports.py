@@ -16,6 +16,7 @@ BASE = {"msgspec", "structlog", "nats", "redis", "uvloop", "xxhash", "prometheus
 TENSORS = {"torch", "triton", "numpy", "numba", "safetensors", "transformers"}
 WEB = {"litestar", "uvicorn", "granian", "jinja2", "tokenizers", "httpx"}
 TERMINAL = {"typer", "rich", "click", "httpx"}
+HUB = {"huggingface_hub"}
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ RULES = {
     "services/gateway": rule("services.gateway shared", BASE, WEB, but_not="shared.engine"),
     "services/prefill": rule("services.prefill shared", BASE),
     "services/decode": rule("services.decode shared", BASE),
-    "services/local": rule("services.local shared", BASE, TERMINAL, but_not="shared.engine"),
+    "services/local": rule("services.local shared", BASE, TERMINAL, HUB, but_not="shared.engine"),
     "services": rule("services shared", BASE, TERMINAL),
 }
 

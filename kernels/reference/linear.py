@@ -24,8 +24,11 @@ PACKABLE = (torch.float32, torch.bfloat16)
 def pack_weight(weight: Tensor) -> Tensor:
     """weight [N, K] -> the same in oneDNN's layout, or as it is where that cannot be.
 
-    A packed weight takes the same number of bytes and is good for `linear` only.
+    A packed weight takes the same number of bytes and is good for `linear` only; one that is packed
+    already stays as it is.
     """
+    if is_packed(weight):
+        return weight
     is_packable = weight.device.type == "cpu" and weight.dtype in PACKABLE
     if not is_packable or not torch.backends.mkldnn.is_available():
         return weight

@@ -13,7 +13,7 @@ import msgspec
 
 from services.local.api_keys import StoreApiKey, new_api_key, save_api_key
 from services.local.children import ProcessSpec
-from services.local.credentials import nats_config
+from services.local.credentials import Credential, nats_config
 from services.local.plan import (
     Endpoints,
     UpOptions,
@@ -31,6 +31,7 @@ from shared.errors import DependencyUnavailable
 START_TIMEOUT_S = 600.0  # a large checkpoint takes minutes to load
 GRACE_S = 15.0
 START_GRACE_S = 0.3
+OBSERVER_ID = "observer-1"
 
 
 class LocalCluster:
@@ -58,6 +59,7 @@ class LocalCluster:
         self._redis_port = free_port(LOOPBACK)
         self._endpoints = self._choose_endpoints()
         self._credentials = plan_credentials(options)
+        self._observer = Credential("observer", OBSERVER_ID)  # of `hearth status`
         self._state = StateDir.create(state_parent)
         self._supervisor = Supervisor(clock, self._state.path, self._state.logs, report)
         self.url = self._endpoints.http_url
@@ -173,7 +175,8 @@ class LocalCluster:
 
     def _nats_spec(self, binary: str) -> ProcessSpec:
         host, port = self._endpoints.nats_host, self._endpoints.nats_port
-        text = nats_config(self._credentials, host=host, port=port)
+        credentials = (*self._credentials, self._observer)
+        text = nats_config(credentials, host=host, port=port)
         path = self._state.write_secret("nats.conf", text)
         return ProcessSpec(
             process_id="nats",
@@ -201,7 +204,7 @@ class LocalCluster:
             description,
             nats_host=self._endpoints.nats_host,
             nats_port=self._endpoints.nats_port,
-            credentials=self._credentials,
+            credentials=(*self._credentials, self._observer),
         )
 
 

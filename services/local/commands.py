@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from services.local.hub import local_copy
 from services.local.plan import UpOptions
 from services.local.service_options import DEMO_MODEL_DIR, model_name_for
 from shared.errors import ConfigError
@@ -30,13 +31,17 @@ class UpRole(StrEnum):
 @app.command(
     rich_help_panel=START,
     epilog="Examples:  hearth up  ·  hearth up --prefill 2 --decode 2  ·  "
-    "hearth up --model ~/models/Qwen3-0.6B --http 0.0.0.0:8000  ·  hearth up --role both --check",
+    "hearth up --model ~/models/tiny --http 0.0.0.0:8000  ·  "
+    "hearth up --model meta-llama/Llama-3.2-1B"
+    "  ·  hearth up --role both --check",
 )
 def up(
     context: typer.Context,
-    model: Annotated[Path, typer.Option(help="Checkpoint directory.")] = DEMO_MODEL_DIR,
+    model: Annotated[
+        Path, typer.Option(help="Checkpoint directory, or a hub id such as org/name.")
+    ] = DEMO_MODEL_DIR,
     name: Annotated[
-        str, typer.Option(help="What clients call the model (the directory's name).")
+        str, typer.Option(help="What clients call the model (the id, or the directory's name).")
     ] = "",
     prefill: Annotated[int | None, typer.Option(help="Prefill workers (1).")] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers (1).")] = None,
@@ -74,7 +79,7 @@ def up(
     default = int(both == 0)
     host, port = ("127.0.0.1", None) if http is None else _host_and_port(http)
     options = UpOptions(
-        model_dir=model.expanduser(),
+        model_dir=local_copy(model),
         model_name=model_name_for(model, name),
         num_prefill=default if prefill is None else prefill,
         num_decode=default if decode is None else decode,
@@ -116,12 +121,110 @@ def chat(
 
 
 @app.command(
+    rich_help_panel=START,
+    epilog="Examples:  hearth bench  ·  hearth bench --concurrency 32 --requests 500  ·  "
+    "hearth bench --model DIR --decode 2 --rate 20",
+)
+def bench(
+    context: typer.Context,
+    url: Annotated[
+        str | None, typer.Option(envvar="HEARTH_URL", help="Gateway; else the local cluster.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", "--key", envvar="HEARTH_API_KEY", help="Its key.")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Start a cluster with it: a directory or a hub id.")
+    ] = None,
+    prefill: Annotated[int, typer.Option(help="Prefill workers of that cluster.")] = 1,
+    decode: Annotated[int, typer.Option(help="Decode workers of that cluster.")] = 1,
+    both: Annotated[int, typer.Option(help="Workers of that cluster that do both.")] = 0,
+    dtype: Annotated[str, typer.Option(help="Of that cluster.")] = "auto",
+    device: Annotated[str, typer.Option(help="Of that cluster.")] = "cpu",
+    concurrency: Annotated[
+        str, typer.Option(metavar="N,N...", help="Users at once; each number is a load.")
+    ] = "1,16,64",
+    rate: Annotated[
+        float | None, typer.Option(help="Requests a second (Poisson) instead of users.")
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(help="Requests of each load, instead of a duration.")
+    ] = None,
+    duration_s: Annotated[float, typer.Option(help="Seconds that each load lasts.")] = 10.0,
+    input_tokens: Annotated[int, typer.Option(help="Prompt tokens, about.")] = 100,
+    output_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 64,
+    temperature: Annotated[float, typer.Option(help="Of the sampling.")] = 0.0,
+    ttft_s: Annotated[float, typer.Option(help="Goodput: longest time to first token.")] = 0.5,
+    itl_s: Annotated[float, typer.Option(help="Goodput: longest mean gap between tokens.")] = 0.05,
+    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
+) -> None:
+    """Measure speed and latency as clients see them: a table, then one JSON line."""
+    from services.local.bench import run_bench
+    from services.local.load import LoadOptions
+
+    up_options = None
+    if model is not None:
+        up_options = UpOptions(
+            model_dir=local_copy(model),
+            model_name=model_name_for(model, ""),
+            num_prefill=prefill,
+            num_decode=decode,
+            num_both=both,
+            http_port=0,
+            dtype=dtype,
+            device=device,
+        )
+    options = LoadOptions(
+        concurrency=_numbers(concurrency),
+        rate=rate,
+        num_requests=requests,
+        duration_s=duration_s,
+        num_input_tokens=input_tokens,
+        num_output_tokens=output_tokens,
+        temperature=temperature,
+        ttft_limit_s=ttft_s,
+        itl_limit_s=itl_s,
+        seed=seed,
+    )
+    raise typer.Exit(run_bench(url, api_key, up_options, options, context.obj()))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    parts = text.replace(",", " ").split()
+    if not parts or not all(part.isdecimal() for part in parts):
+        raise ConfigError(f"--concurrency {text!r} is not a list of numbers such as 1,16,64")
+    return tuple(int(part) for part in parts)
+
+
+@app.command(
+    rich_help_panel=START,
+    epilog="Examples:  hearth status  ·  hearth status --once  ·  hearth status --json | jq",
+)
+def status(
+    nats_url: Annotated[
+        str | None,
+        typer.Option(
+            envvar="HEARTH_NATS_URL", help="NATS, with a credential; else the local cluster."
+        ),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one table, then end.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="A JSON line instead of a table.")] = False,
+    interval_s: Annotated[float, typer.Option(help="Seconds between two looks.")] = 1.0,
+) -> None:
+    """Show the workers and other processes of a cluster until Ctrl-C."""
+    from services.local.status import run_status
+
+    run_status(nats_url, is_once=once, is_json=json, interval_s=interval_s)
+
+
+@app.command(
     rich_help_panel=OPERATE,
     epilog="Examples:  hearth credential decode  ·  hearth credential worker --host 10.0.0.5",
 )
 def credential(
     role: Annotated[
-        str, typer.Argument(help="gateway, scheduler, prefill, decode, kv_index or worker.")
+        str,
+        typer.Argument(help="gateway, scheduler, prefill, decode, kv_index, worker or observer."),
     ],
     process_id: Annotated[
         str | None, typer.Option(help="Name of the process (ROLE-<6 hex digits>).")
@@ -138,8 +241,9 @@ def credential(
     if not added.is_reachable:
         note = "note: this NATS listens on 127.0.0.1 only; `hearth up --advertise HOST` opens it"
         print(note, file=sys.stderr)
-    command = added.credential.role.replace("_", "-")
-    print(f"there: HEARTH_NATS_URL=… hearth {command} --help", file=sys.stderr)
+    role_command = added.credential.role.replace("_", "-")
+    command = "status" if role_command == "observer" else f"{role_command} --help"
+    print(f"there: HEARTH_NATS_URL=… hearth {command}", file=sys.stderr)
 
 
 @app.command(

@@ -19,6 +19,7 @@ ROLES: tuple[CredentialRole, ...] = (
     "decode",
     "kv_index",
     "worker",
+    "observer",
 )
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 

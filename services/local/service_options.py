@@ -15,7 +15,8 @@ import typer
 
 import shared
 from services.local.credentials import process_id_for
-from shared.config import ProcessConfig, check
+from services.local.hub import is_hub_id, local_copy
+from shared.config import ProcessConfig, WorkerConfig, check
 
 DEMO_MODEL_DIR = Path(shared.__file__).parent / "demo_model"
 DEMO_MODEL_NAME = "hearth-demo"
@@ -26,8 +27,8 @@ HELP = {
     "region": "Where this process runs; placement prefers and residency obeys it.",
     "drain_timeout_s": "Seconds that a stop waits for what runs.",
     "redis_url": "Redis server: redis://:PASSWORD@HOST:PORT/0.",
-    "model_dir": "Checkpoint directory in Hugging Face form.",
-    "model_name": "Name that clients ask for; else the directory's.",
+    "model_dir": "Checkpoint directory in Hugging Face form, or a hub id such as org/name.",
+    "model_name": "Name that clients ask for; else the hub id, or the directory's name.",
     "http_host": "Address that the HTTP door listens on.",
     "http_port": "Port that the HTTP door listens on.",
     "request_timeout_s": "Longest life of a request, seconds.",
@@ -80,7 +81,9 @@ def service_command(
         if options["process_id"] is None:
             options["process_id"] = process_id_for(role, options["nats_url"])
         if "model_dir" in options:
-            options["model_name"] = model_name_for(options["model_dir"], options["model_name"])
+            given, needs_weights = options["model_dir"], issubclass(config_type, WorkerConfig)
+            options["model_name"] = model_name_for(given, options["model_name"])
+            options["model_dir"] = local_copy(given, needs_weights=needs_weights)
         config = config_type(**options)
         check(config)
         _leave(run(config, *arguments))
@@ -94,8 +97,12 @@ def service_command(
 
 
 def model_name_for(model_dir: Path, name: str) -> str:
-    """The demo model has one name in every cluster; empty: the directory's."""
-    return DEMO_MODEL_NAME if not name and _is_demo(model_dir) else name
+    """The demo model has one name in every cluster, a hub model its id; empty: the directory's."""
+    if name:
+        return name
+    if is_hub_id(model_dir):
+        return str(model_dir)
+    return DEMO_MODEL_NAME if _is_demo(model_dir) else ""
 
 
 def _is_demo(model_dir: Path) -> bool:

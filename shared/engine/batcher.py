@@ -40,6 +40,8 @@ class Batcher:
         self.pool = pool
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.num_admitted_tokens = 0  # since the start, each sequence once
+        self.num_admitted_cached_tokens = 0
         self._max_batch_tokens = max_batch_tokens
         self._max_sequences = max_sequences
         self._watermark_blocks = int(pool.num_blocks * watermark)
@@ -148,4 +150,6 @@ class Batcher:
         sequence.num_committed_blocks = len(cached)
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = sequence.num_computed_tokens
+            self.num_admitted_tokens += sequence.num_tokens
+            self.num_admitted_cached_tokens += sequence.num_cached_tokens
         return True

@@ -45,6 +45,8 @@ class Engine:
             self.pool, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences
         )
         self.max_context_tokens = min(max_context_tokens, num_blocks * block_size)
+        self.num_generated_tokens = 0  # since the start
+        self.num_computed_prompt_tokens = 0
         self._max_reserved_blocks = int(num_blocks * max_reserved_share)
         self._reserved: set[Sequence] = set()
         self._held: set[Sequence] = set()
@@ -148,6 +150,7 @@ class Engine:
             if sequence.is_aborted:
                 self._finish(sequence)
                 continue
+            self._count(row, token_id)
             sequence.num_computed_tokens += row.num_scheduled_tokens
             self._commit_full_blocks(sequence)
             progress.append(self._advance(sequence, token_id))
@@ -196,6 +199,12 @@ class Engine:
             self._finish(sequence)
             return Progress(sequence, (token_id,), finish_reason="length")
         return Progress(sequence, (token_id,))
+
+    def _count(self, row: ScheduledSequence, token_id: int | None) -> None:
+        sequence = row.sequence
+        num_left = max(0, sequence.num_prompt_tokens - sequence.num_computed_tokens)
+        self.num_computed_prompt_tokens += min(num_left, row.num_scheduled_tokens)
+        self.num_generated_tokens += token_id is not None
 
     def _hold(self, sequence: Sequence) -> None:
         self.batcher.remove(sequence)

@@ -70,6 +70,10 @@ class EngineLoop:
             num_reserved_blocks=engine.num_reserved_blocks,
             prefill_tokens_in_flight=engine.num_uncomputed_tokens,
             decode_tokens_in_flight=engine.num_context_tokens,
+            num_generated_tokens=engine.num_generated_tokens,
+            num_computed_prompt_tokens=engine.num_computed_prompt_tokens,
+            num_prompt_tokens=engine.batcher.num_admitted_tokens,
+            num_cached_prompt_tokens=engine.batcher.num_admitted_cached_tokens,
         )
 
     async def _run(self) -> None:

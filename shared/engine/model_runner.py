@@ -27,11 +27,12 @@ from shared.engine.layers.embedding import OutputHead
 from shared.engine.layers.linear import Linear
 from shared.engine.model_config import ModelConfig
 from shared.engine.models.decoder import Decoder
+from shared.engine.packed_weights import map_weights, weights_cache_dir
 from shared.engine.runner import StepInputs, StepOutput
 from shared.engine.sampler import draw_tokens
 from shared.engine.step_budget import StepBudget
 from shared.engine.text_part import TextTensors
-from shared.engine.weights import load_weights, open_checkpoint, weights_digest
+from shared.engine.weights import CheckpointTensors, load_weights, open_checkpoint, weights_digest
 from shared.errors import ConfigError
 from shared.kv_format import KvFormat
 
@@ -111,11 +112,7 @@ class ModelRunner:
             num_positions=min(config.max_position_embeddings, num_blocks * block_size),
         )
         with open_checkpoint(model_dir) as tensors:
-            load_weights(
-                TextTensors(tensors) if config.is_text_part else tensors,
-                model.weight_destinations(),
-            )
-            revision = weights_digest(tensors, msgspec.json.encode(config))
+            revision = _fill(model, tensors, config, target)
         model.to(target).eval()
         _pack(model)
         return cls(
@@ -232,6 +229,25 @@ def _pack(model: Decoder) -> None:
     for module in model.modules():
         if isinstance(module, Linear | OutputHead):
             module.pack()
+
+
+def _fill(
+    model: Decoder, tensors: CheckpointTensors, config: ModelConfig, device: torch.device
+) -> str:
+    """Returns the revision. On the CPU the processes of a host share one copy where they can."""
+    read = TextTensors(tensors) if config.is_text_part else tensors
+    destinations, described = model.weight_destinations(), msgspec.json.encode(config)
+
+    def revision() -> str:
+        return weights_digest(tensors, described)
+
+    if device.type == "cpu":
+        cache_dir = weights_cache_dir()
+        mapped = map_weights(model, destinations, read, described, revision, cache_dir)
+        if mapped is not None:
+            return mapped
+    load_weights(read, destinations)
+    return revision()
 
 
 def _device(name: str) -> torch.device:

@@ -29,6 +29,9 @@ class TextTensors(CheckpointTensors):
     def names(self) -> list[str]:
         return sorted(self._source)
 
+    def files(self) -> list[Path]:
+        return self._tensors.files()
+
     def path(self, name: str) -> Path:
         return self._tensors.path(self._source[name])
 

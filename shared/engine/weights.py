@@ -39,6 +39,9 @@ class CheckpointTensors:
     def names(self) -> list[str]:
         return sorted(self._path_of)
 
+    def files(self) -> list[Path]:
+        return sorted(self._handles)
+
     def path(self, name: str) -> Path:
         return self._path_of[name]
 
@@ -101,19 +104,22 @@ def _open(path: Path) -> safe_open:
 
 
 def load_weights(tensors: CheckpointTensors, destinations: Mapping[str, Tensor]) -> None:
-    """Copies every tensor into the view of the model's parameters that bears its name.
+    """Copies every tensor into the view of the model's parameters that bears its name."""
+    for name in matched_names(tensors, destinations):
+        copy_tensor(tensors, name, destinations[name])
 
-    Converts BF16, FP16 and FP32 to the destination's dtype.
-    """
+
+def matched_names(tensors: CheckpointTensors, destinations: Mapping[str, Tensor]) -> list[str]:
+    """The tensors to copy. Raises CheckpointError if one is missing or is not part of the model."""
     names = tensors.names()
     for name in sorted(destinations.keys() - set(names)):
         raise CheckpointError(f"{_where(tensors, names)}: tensor {name} is missing")
     for name in names:
-        if name not in destinations:
-            if name.endswith(HARMLESS_SUFFIXES) or _is_tied_copy(tensors, name, destinations):
-                continue
-            raise CheckpointError(f"{tensors.path(name)}: tensor {name} is not part of the model")
-        _copy(tensors.path(name), name, tensors.read(name), destinations[name])
+        is_harmless = name.endswith(HARMLESS_SUFFIXES)
+        if name in destinations or is_harmless or _is_tied_copy(tensors, name, destinations):
+            continue
+        raise CheckpointError(f"{tensors.path(name)}: tensor {name} is not part of the model")
+    return [name for name in names if name in destinations]
 
 
 def weights_digest(tensors: CheckpointTensors, config: bytes) -> str:
@@ -129,7 +135,9 @@ def weights_digest(tensors: CheckpointTensors, config: bytes) -> str:
     return digest.hexdigest()
 
 
-def _copy(path: Path, name: str, source: Tensor, destination: Tensor) -> None:
+def copy_tensor(tensors: CheckpointTensors, name: str, destination: Tensor) -> None:
+    """Converts BF16, FP16 and FP32 to the destination's dtype. Raises CheckpointError."""
+    path, source = tensors.path(name), tensors.read(name)
     if source.dtype not in SOURCE_DTYPES:
         raise CheckpointError(
             f"{path}: tensor {name} is {source.dtype}; only BF16, FP16 and FP32 are supported"

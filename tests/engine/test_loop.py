@@ -266,3 +266,31 @@ def test_stop_before_start_closes_the_runner() -> None:
         assert bench.runner.is_closed
 
     run(scenario())
+
+
+def test_the_load_counts_tokens_since_the_start() -> None:
+    async def scenario() -> None:
+        async with running(RecordingRunner()) as bench:
+            for num_cached in (0, 2 * BLOCK_SIZE):
+                before = bench.loop.load()
+                await bench.ended(bench.add(new_sequence(prompt(2 * BLOCK_SIZE + 3), greedy(5))))
+                load = bench.loop.load()
+                assert load.num_generated_tokens - before.num_generated_tokens == 5
+                assert load.num_prompt_tokens - before.num_prompt_tokens == 2 * BLOCK_SIZE + 3
+                assert load.num_cached_prompt_tokens == num_cached
+                num_computed = load.num_computed_prompt_tokens - before.num_computed_prompt_tokens
+                assert num_computed == 2 * BLOCK_SIZE + 3 - num_cached
+
+    run(scenario())
+
+
+def test_output_drawn_by_an_earlier_try_is_computed_but_is_no_prompt() -> None:
+    async def scenario() -> None:
+        async with running(RecordingRunner()) as bench:
+            sequence = new_sequence(prompt(6), greedy(8), output_ids=prompt(3, start=500))
+            await bench.ended(bench.add(sequence))
+            load = bench.loop.load()
+            assert load.num_computed_prompt_tokens == 6
+            assert load.num_generated_tokens == 5
+
+    run(scenario())

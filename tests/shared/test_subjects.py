@@ -67,6 +67,14 @@ def test_each_role_has_what_it_needs(
     assert not may(role, process_id, "publish", f"hearth.v1.{role}.other.heartbeat")
 
 
+def test_an_observer_hears_heartbeats_and_reaches_nobody() -> None:
+    assert may("observer", "o", "subscribe", subjects.heartbeat("decode", "d"))
+    for subject in (subjects.SUBMIT, subjects.tokens("g"), subjects.kv_events("decode", "d")):
+        assert not may("observer", "o", "subscribe", subject)
+        assert not may("observer", "o", "publish", subject)
+    assert not may("observer", "o", "publish", subjects.heartbeat("decode", "o"))
+
+
 def test_the_server_file_binds_users_to_their_subjects() -> None:
     config = nats_server_config(USERS, host="127.0.0.1", port=4222)
     assert 'listen: "127.0.0.1:4222"' in config

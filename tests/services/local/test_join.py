@@ -21,6 +21,7 @@ from shared.clock import MonotonicClock
 from shared.errors import ConfigError
 from shared.heartbeat import Heart
 from shared.randomness import SystemRandomness
+from shared.subjects import HEARTBEATS, SUBMIT, heartbeat
 
 OWNER = Credential("decode", "decode-1")
 
@@ -121,3 +122,26 @@ async def test_a_process_is_healthy_while_it_beats(environ: dict[str, str]) -> N
     assert await hears_heartbeat(url, "decode-1", timeout_s=5.0)
     await heart.stop()
     await bus.close()
+
+
+async def test_an_observer_hears_heartbeats_and_may_say_nothing(environ: dict[str, str]) -> None:
+    added = add_credential("observer", "watcher", None, environ)
+    refusals: asyncio.Queue[str] = asyncio.Queue()
+
+    async def on_error(error: Exception) -> None:
+        await refusals.put(str(error).lower())
+
+    bus = await NatsBus.connect(added.nats_url, process_id="watcher")  # until the server knows it
+    await bus.close()
+    observer = await nats.connect(added.nats_url, error_cb=on_error)
+    member = await NatsBus.connect(environ["url"], process_id="decode-1")
+    heard = await observer.subscribe(HEARTBEATS)
+    await observer.flush()
+    await Heart(member, MonotonicClock(), SystemRandomness(), roles=("decode",)).become("ready")
+    assert (await heard.next_msg(timeout=5.0)).subject == heartbeat("decode", "decode-1")
+    for subject in (SUBMIT, heartbeat("decode", "decode-1")):
+        await observer.publish(subject, b"x")
+        refusal = await asyncio.wait_for(refusals.get(), timeout=5.0)
+        assert "permissions violation for publish" in refusal
+    await observer.close()
+    await member.close()

@@ -1,5 +1,6 @@
 """`hearth up` from start to end, with real servers, services and a small model."""
 
+import json
 import os
 import re
 import signal
@@ -91,6 +92,44 @@ def test_chat_finds_the_cluster_and_keeps_its_history(running: Up) -> None:
     assert result.returncode == 0, result.stderr
     times = re.findall(r"first token [\d.]+ ms .* decode decode-1", result.stdout)
     assert len(times) == 2
+
+
+def test_status_shows_every_process_and_what_it_did(running: Up) -> None:
+    complete(running.state.url, running.state.api_key)
+    table = run_hearth(running.state_home, "status", "--once")
+    assert table.returncode == 0, table.stderr
+    shown = re.findall(r"^(\S+-1) .* (\S+) *$", table.stdout, re.MULTILINE)
+    names = ["prefill-1", "decode-1", "gateway-1", "scheduler-1", "kv_index-1"]
+    assert shown == [(name, "ready") for name in names]
+    lines = run_hearth(running.state_home, "status", "--once", "--json").stdout.splitlines()
+    assert len(lines) == 1
+    prefill, decode = json.loads(lines[0])["workers"]
+    assert prefill["num_free_blocks"] == prefill["num_total_blocks"] > 0
+    assert decode["generated_per_s"] == 0
+    assert 0 <= prefill["hit_ratio"] <= 1
+
+
+def test_status_goes_on_until_it_is_interrupted(running: Up) -> None:
+    process = start_hearth(running.state_home, "status", "--json", "--interval-s", "0.1")
+    assert process.stdout is not None
+    for _ in range(3):
+        assert len(json.loads(process.stdout.readline())["workers"]) == 2
+    process.send_signal(signal.SIGINT)
+    assert "Traceback" not in process.communicate(timeout=30)[0]
+    assert process.returncode == 0
+
+
+def test_bench_ends_with_a_table_and_one_json_line(running: Up) -> None:
+    loads = ("--concurrency", "1,3", "--requests", "4", "--input-tokens", "60")
+    result = run_hearth(running.state_home, "bench", *loads, "--output-tokens", "3")
+    assert result.returncode == 0, result.stderr
+    table, line = result.stdout.rstrip("\n").rsplit("\n", 1)
+    assert table.split()[0] == "load"
+    report = json.loads(line)
+    assert [row["load"] for row in report["rows"]] == ["closed 1", "closed 3"]
+    for row in report["rows"]:
+        assert (row["num_requests"], row["num_errors"], row["output_tokens"]) == (4, 0, 3)
+        assert abs(row["prompt_tokens"] - 60) < 15
 
 
 def test_a_worker_joins_with_a_new_credential_and_leaves_again(

@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from shared.errors import DependencyUnavailable
+
 _TEXT = re.compile(rb'"(?:content|text)":\s*"(?!")')
 _USAGE = re.compile(rb'"usage":\s*\{')
 _QUICKACK = getattr(socket, "TCP_QUICKACK", None)
@@ -104,10 +106,16 @@ class Connection(asyncio.Protocol):
 
     @classmethod
     async def open(cls, url: str) -> Connection:
+        """Raises DependencyUnavailable."""
         parts = urlsplit(url)
-        _, connection = await asyncio.get_running_loop().create_connection(
-            cls, parts.hostname or "127.0.0.1", parts.port or 80
-        )
+        is_secure = parts.scheme == "https"
+        port = (443 if is_secure else 80) if parts.port is None else parts.port
+        try:
+            _, connection = await asyncio.get_running_loop().create_connection(
+                cls, parts.hostname or "127.0.0.1", port, ssl=is_secure or None
+            )
+        except OSError as error:
+            raise DependencyUnavailable(f"cannot reach {url}: {error}") from None
         return connection
 
     @property

@@ -1,13 +1,13 @@
-"""The benchmark's HTTP client: it must see every event, however the bytes are cut."""
+"""`hearth bench`: its HTTP client must see every event, however the bytes are cut."""
 
 import asyncio
 import random
 
 import pytest
 
-from benchmarks.load_client import BodyReader, Connection, Sample
-from benchmarks.serve import row_of
-from shared.errors import HearthError
+from services.local.load import LoadOptions, Quota, row_of
+from services.local.load_client import BodyReader, Connection, Sample
+from shared.errors import DependencyUnavailable, HearthError
 
 HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 EVENTS = (
@@ -108,11 +108,24 @@ def test_a_row_counts_goodput_by_both_limits() -> None:
         sample(2.0, (0.1, 0.2)),  # tokens too slow
         sample(3.0, (1.0, 0.0), error="broken"),
     ]
-    row = row_of("closed 1", samples, ttft_limit_s=0.5, itl_limit_s=0.05)
+    limits = LoadOptions(ttft_limit_s=0.5, itl_limit_s=0.05)
+    row = row_of("closed 1", samples, limits)
     assert (row["num_requests"], row["num_errors"]) == (3, 1)
     assert row["requests_per_s"] == 0.75  # three in four seconds
     assert row["goodput_per_s"] == 0.25
     assert row["tokens_per_s"] == 1.8
     assert row["ttft_p50_ms"] == pytest.approx(100.0)
     with pytest.raises(HearthError, match="broken"):
-        row_of("closed 1", samples[3:], ttft_limit_s=0.5, itl_limit_s=0.05)
+        row_of("closed 1", samples[3:], limits)
+
+
+def test_a_quota_is_a_number_of_requests_or_a_time() -> None:
+    quota = Quota(3, 0.0)
+    assert [quota.take() for _ in range(5)] == [True, True, True, False, False]
+    assert not Quota(None, 0.0).take()
+    assert Quota(None, 100.0).take()
+
+
+async def test_a_door_that_is_closed_is_named() -> None:
+    with pytest.raises(DependencyUnavailable, match=r"cannot reach http://127\.0\.0\.1:9"):
+        await Connection.open("http://127.0.0.1:9")

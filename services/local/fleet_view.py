@@ -1,0 +1,150 @@
+"""What `hearth status` knows of a fleet: who is there, how fast, and who was lost. Pure.
+
+Speeds are differences of the counters in heartbeats over the last WINDOW_S. A process that falls
+silent, or is stuck or stopped, is shown as such for SHOW_LOST_S.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from shared.health import SILENCE_LIMIT_S, Fleet, Loss
+from shared.messages import Heartbeat, Role, WorkerLoad
+
+WINDOW_S = 2.0
+SHOW_LOST_S = 10.0
+_OWN_ID = ""  # no process can have it, whatever credential this one has borrowed
+_ORDER: tuple[Role, ...] = ("prefill", "decode", "gateway", "scheduler", "kv_index")
+
+
+class ProcessView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line. Rates are tokens a second; a hit is a prompt token that the cache had."""
+
+    process_id: str
+    role: str
+    state: str  # as announced, or how it was lost: silent, stuck, stopped
+    region: str = ""
+    model: str = ""
+    num_running: int | None = None
+    num_waiting: int | None = None
+    num_free_blocks: int | None = None
+    num_total_blocks: int | None = None
+    generated_per_s: float | None = None
+    prefilled_per_s: float | None = None
+    hit_ratio: float | None = None
+
+    @property
+    def is_worker(self) -> bool:
+        return self.num_running is not None
+
+    @property
+    def is_lost(self) -> bool:
+        return self.state in {loss.value for loss in Loss}
+
+
+@dataclass(slots=True)
+class _Known:
+    heartbeat: Heartbeat
+    loads: deque[tuple[float, WorkerLoad]] = field(default_factory=deque)
+    loss: Loss | None = None
+    lost_at: float = 0.0
+
+
+class FleetView:
+    def __init__(self) -> None:
+        self._fleet = Fleet(_OWN_ID)
+        self._known: dict[str, _Known] = {}
+
+    def observe(self, heartbeat: Heartbeat, now: float) -> None:
+        loss = self._fleet.observe(heartbeat, now)
+        known = self._known.get(heartbeat.process_id)
+        if heartbeat.state == "stopped":
+            self._lose(heartbeat.process_id, Loss.STOPPED, now)
+            return
+        if known is None or loss is Loss.RESTARTED:
+            known = self._known[heartbeat.process_id] = _Known(heartbeat)
+        known.heartbeat = heartbeat
+        is_stuck = self._fleet.is_lost(heartbeat.process_id)  # it speaks: it cannot be silent
+        known.loss, known.lost_at = (Loss.STUCK, now) if is_stuck else (None, 0.0)
+        _note_load(known, now)
+
+    def echo(self, now: float) -> None:
+        """The server has just answered: silence since then is a peer's, not the network's."""
+        own = Heartbeat(
+            process_id=_OWN_ID, epoch=0, sequence_number=0, roles=(), state="ready", interval_s=0.0
+        )
+        self._fleet.observe(own, now)
+
+    def tick(self, now: float) -> None:
+        for process_id, loss in self._fleet.tick(now):
+            self._lose(process_id, loss, now)
+        for process_id, known in list(self._known.items()):
+            if known.loss is not None and now - known.lost_at > SHOW_LOST_S:
+                del self._known[process_id]
+
+    def rows(self) -> list[ProcessView]:
+        """Workers first, then the other processes; by role and name."""
+        views = (_view(known) for known in self._known.values())
+        return sorted(views, key=lambda view: (_rank(view), view.process_id))
+
+    def _lose(self, process_id: str, loss: Loss, now: float) -> None:
+        known = self._known.get(process_id)
+        if known is not None and known.loss is not loss:
+            known.loss, known.lost_at = loss, now
+            known.loads.clear()
+
+
+def _note_load(known: _Known, now: float) -> None:
+    load = known.heartbeat.load
+    if load is None:
+        return
+    loads = known.loads
+    if loads and now - loads[-1][0] > SILENCE_LIMIT_S:
+        loads.clear()
+    loads.append((now, load))
+    while now - loads[0][0] > WINDOW_S:
+        loads.popleft()
+
+
+def _rank(view: ProcessView) -> int:
+    first = view.role.partition("+")[0]
+    return next((rank for rank, role in enumerate(_ORDER) if role == first), len(_ORDER))
+
+
+def _view(known: _Known) -> ProcessView:
+    heartbeat, load = known.heartbeat, known.heartbeat.load
+    view = ProcessView(
+        process_id=heartbeat.process_id,
+        role="+".join(heartbeat.roles),
+        state=heartbeat.state if known.loss is None else known.loss.value,
+        region=heartbeat.region,
+        model="" if heartbeat.model is None else heartbeat.model.name,
+    )
+    if load is None:
+        return view
+    return msgspec.structs.replace(
+        view,
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_free_blocks=load.num_free_blocks,
+        num_total_blocks=load.num_total_blocks,
+        generated_per_s=_rate((at, each.num_generated_tokens) for at, each in known.loads),
+        prefilled_per_s=_rate((at, each.num_computed_prompt_tokens) for at, each in known.loads),
+        hit_ratio=(
+            round(load.num_cached_prompt_tokens / load.num_prompt_tokens, 3)
+            if load.num_prompt_tokens
+            else None
+        ),
+    )
+
+
+def _rate(points: Iterable[tuple[float, int]]) -> float | None:
+    """Growth a second, or None before there are two points in time."""
+    found = list(points)
+    if len(found) < 2 or found[-1][0] <= found[0][0]:
+        return None
+    return round((found[-1][1] - found[0][1]) / (found[-1][0] - found[0][0]), 1)

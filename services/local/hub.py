@@ -1,0 +1,74 @@
+"""A model by its directory or by its id on the Hugging Face hub, `org/name`.
+
+Files come through huggingface_hub: its cache, its progress bars, its variables (HF_HOME, HF_TOKEN,
+HF_ENDPOINT, HF_HUB_OFFLINE). Only what Hearth reads is fetched: no pickles, no second format.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from shared.errors import ConfigError
+
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+TEXT_FILES = ("*.json", "*.jinja", "tokenizer.model")
+WEIGHT_FILES = ("*.safetensors",)
+NOT_OURS = ("*/*", "consolidated*")  # other formats of the same weights, examples
+
+
+def is_hub_id(model: Path) -> bool:
+    """Whether it looks like `org/name`. A directory of that name here comes first."""
+    return _ID.fullmatch(str(model)) is not None and not model.is_dir()
+
+
+def local_copy(model: Path, *, needs_weights: bool = True) -> Path:
+    """The directory itself, or that of a hub model, fetched if it is not there yet.
+
+    What is neither is returned as it is. Raises ConfigError of one line that says what to do.
+    """
+    model = model.expanduser()
+    if not is_hub_id(model):
+        return model
+    found = _fetched(str(model), (*TEXT_FILES, *(WEIGHT_FILES if needs_weights else ())))
+    if not (found / "config.json").is_file():
+        raise ConfigError(f"{model}: no config.json in {found}: is it a language model?")
+    if needs_weights and not any(found.glob("*.safetensors")):
+        raise ConfigError(f"{model}: no *.safetensors in {found}, and other weights are not loaded")
+    return found
+
+
+def _fetched(model_id: str, patterns: tuple[str, ...]) -> Path:
+    from huggingface_hub import constants, errors, snapshot_download
+
+    hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
+    what = f"model {model_id!r} is no directory here"
+    try:
+        found = snapshot_download(
+            model_id, allow_patterns=list(patterns), ignore_patterns=list(NOT_OURS)
+        )
+    except errors.HFValidationError:
+        raise ConfigError(f"{what}, nor can it be an id on {hub}") from None
+    except errors.GatedRepoError:
+        raise ConfigError(
+            f"model {model_id!r} is gated: accept its terms at {hub}/{model_id}, then set HF_TOKEN"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise ConfigError(
+            f"{what}, and {hub} has none of that name for you: check the id, "
+            "or set HF_TOKEN if it is private"
+        ) from None
+    except errors.LocalEntryNotFoundError as error:
+        raise ConfigError(f"{what}, nor in {cache}, and {_why_offline(hub, error)}") from None
+    except (errors.HfHubHTTPError, OSError) as error:
+        raise ConfigError(f"{what}, and fetching it from {hub} failed: {error}") from None
+    return Path(found)
+
+
+def _why_offline(hub: str, error: Exception) -> str:
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE forbids to fetch it: unset it, or give a checkpoint directory"
+    reason = str(error.__cause__ or error).strip().partition("\n")[0]
+    return f"{hub} cannot be reached ({reason}): connect, or give a checkpoint directory"

@@ -1,0 +1,92 @@
+"""Weights that oneDNN has packed, as bytes, and back: tensors over memory that somebody else owns.
+
+torch keeps a packed weight as an opaque tensor, and gives it a form to be stored in only for models
+compiled ahead of time (AOTInductor's C interface, torch/csrc/inductor/aoti_torch/c/shim.h), which
+are packed weights in a file, too. Where this torch has not got that, weights are packed privately.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_I64, _I32, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
+
+
+class PackedForm(msgspec.Struct, frozen=True, kw_only=True):
+    """All of a packed weight but its bytes; `description` is oneDNN's own of its layout."""
+
+    shape: tuple[int, int]
+    dtype: str
+    description: bytes
+
+
+def packed_bytes(weight: Tensor) -> tuple[PackedForm, Tensor]:
+    """The form and the bytes of a packed weight, [n] uint8, which keep it alive."""
+    ops = torch.ops.mkldnn
+    rows, columns = weight.shape
+    form = PackedForm(
+        shape=(rows, columns),
+        dtype=_DTYPES[weight.dtype],
+        description=bytes(ops._get_mkldnn_serialized_md(weight).numpy()),
+    )
+    memory = (ctypes.c_uint8 * ops._nbytes(weight)).from_address(ops.data_ptr(weight))
+    data = torch.frombuffer(memory, dtype=torch.uint8)
+    data.owner = weight  # type: ignore[attr-defined]
+    return form, data
+
+
+def packed_view(form: PackedForm, memory: Tensor) -> Tensor:
+    """A packed weight over `memory` [n] uint8, which it keeps alive; nothing is copied."""
+    rows, columns = form.shape
+    library, handle = _library(), _POINTER()
+    status = library.aoti_torch_create_tensor_from_blob_v2(
+        _POINTER(memory.data_ptr()),
+        _I64(2),
+        (_I64 * 2)(rows, columns),
+        (_I64 * 2)(columns, 1),
+        _I64(0),
+        _I32(getattr(library, f"aoti_torch_dtype_{form.dtype}")()),
+        _I32(library.aoti_torch_device_type_cpu()),
+        _I32(0),
+        ctypes.byref(handle),
+        _I32(library.aoti_torch_layout__mkldnn()),
+        form.description,
+        _I64(len(form.description)),
+    )
+    if status != 0:
+        raise RuntimeError("torch did not take a packed weight from memory")
+    capsule = ctypes.pythonapi.PyCapsule_New
+    capsule.restype, capsule.argtypes = ctypes.py_object, [_POINTER, ctypes.c_char_p, _POINTER]
+    weight: Tensor = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(
+        capsule(handle, None, None)
+    )
+    weight.owner = memory  # type: ignore[attr-defined]
+    return weight
+
+
+@cache
+def can_share_packed() -> bool:
+    """Tried once, on a small weight."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    weight = torch.ones(2, 3)
+    try:
+        form, memory = packed_bytes(torch.ops.mkldnn._reorder_linear_weight(weight, None))
+        view = packed_view(form, memory.clone())
+        product = torch.ops.mkldnn._linear_pointwise(weight, view, None, "none", [], "")
+    except (AttributeError, RuntimeError, OSError):
+        return False
+    return torch.equal(product, torch.full((2, 2), 3.0))
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """The library that torch has loaded already."""
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
