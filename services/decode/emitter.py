@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shared.errors import UnknownPlacement
-from shared.messages import Finish, Served, TokenEntry
+from shared.messages import Finish, Served, TokenEntry, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -22,16 +22,21 @@ class Output:
     num_emitted: int = 0
     finish: Finish | None = None
     served: Served | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     def entry_from(self, position: int) -> TokenEntry:
         start = max(position, self.first_position)
+        is_first = start == self.first_position
         return TokenEntry(
             placement_id=self.placement_id,
             choice_index=self.choice_index,
             first_position=start,
             token_ids=tuple(self.token_ids[start - self.first_position :]),
             finish=self.finish,
-            served=self.served if start == self.first_position else None,
+            served=self.served if is_first else None,
+            logprobs=tuple(self.logprobs[start - self.first_position :]),
+            prompt_logprobs=self.prompt_logprobs if is_first else (),
         )
 
 
@@ -57,14 +62,21 @@ class Emitter:
         token_ids: tuple[int, ...],
         finish: Finish | None = None,
         served: Served | None = None,
+        *,
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        prompt_logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> None:
-        """`served` is needed once, with the first tokens. Ignored for a dropped placement."""
+        """`served` and `prompt_logprobs` are needed once, with the first tokens. Ignored for a
+        dropped placement.
+        """
         output = self._outputs.get(placement_id)
         if output is None:
             return
         output.token_ids += token_ids
         output.finish = finish
         output.served = output.served or served
+        output.logprobs += logprobs
+        output.prompt_logprobs = output.prompt_logprobs or prompt_logprobs
         self._dirty[placement_id] = output
 
     def take(self) -> dict[str, list[TokenEntry]]:
@@ -90,3 +102,12 @@ class Emitter:
         """Acknowledged, aborted or orphaned. Idempotent."""
         self._outputs.pop(placement_id, None)
         self._dirty.pop(placement_id, None)
+
+
+def apart(entries: list[TokenEntry]) -> list[list[TokenEntry]]:
+    """One message for each entry with a prompt's logprobs, which are megabytes, and one for all
+    others.
+    """
+    large = [[entry] for entry in entries if entry.prompt_logprobs]
+    others = [entry for entry in entries if not entry.prompt_logprobs]
+    return [*large, others] if others else large

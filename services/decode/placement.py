@@ -15,6 +15,9 @@ from shared.packing import unpack_hashes, unpack_token_ids
 
 from .handoff import Delivery, Handoff
 
+# Values that tell of a prompt, which go to the gateway in one message: some 15 bytes each.
+MAX_PROMPT_LOGPROBS = 200_000
+
 
 @dataclass(slots=True, kw_only=True)
 class Placement:
@@ -25,6 +28,13 @@ class Placement:
     handoff: Handoff | None = None
     delivery: Delivery | None = None
     has_emitted: bool = False
+
+    @property
+    def is_local(self) -> bool:
+        """Whether what it asks for comes of computing the prompt: a prefill worker tells nothing
+        but KV.
+        """
+        return self.sequence.pooling is not None or self.sequence.needs_every_token
 
     @property
     def served(self) -> Served:
@@ -58,6 +68,12 @@ def sequence_of(
     if not prompt:
         raise InvalidRequest("the prompt has no tokens", param="messages")
     choice, sampling = request.choices[0], request.sampling
+    num_told = len(prompt) * (1 + (sampling.num_prompt_logprobs or 0))
+    if sampling.num_prompt_logprobs is not None and num_told > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"logprobs of this prompt are {num_told} values, more than {MAX_PROMPT_LOGPROBS}",
+            param="prompt_logprobs",
+        )
     stop_token_ids = frozenset(sampling.stop_token_ids)
     return Sequence(
         sequence_id=placement_id,
@@ -66,7 +82,8 @@ def sequence_of(
         token_ids=prompt + unpack_token_ids(choice.output_token_ids),
         num_prompt_tokens=len(prompt),
         block_hashes=unpack_hashes(request.block_hashes),
-        sampling=sampling,
+        sampling=sampling if request.pooling is None else None,
+        pooling=request.pooling,
         choice_index=choice.choice_index,
         stop_token_ids=stop_token_ids if sampling.ignore_eos else stop_token_ids | eos_token_ids,
     )

@@ -35,7 +35,7 @@ from shared.messages import (
 from shared.packing import pack_hashes, pack_token_ids
 from shared.subjects import control, resend, run_prefill, start_decode, tokens
 
-from .emitter import Emitter
+from .emitter import Emitter, apart
 from .handoff import Handoff
 from .placement import Placement, sequence_of
 
@@ -129,7 +129,7 @@ class DecodeService:
 
     def _admit(self, placement: Placement, candidates: tuple[str, ...]) -> None:
         sequence = placement.sequence
-        if not candidates or sequence.num_tokens == 1:
+        if not candidates or sequence.num_tokens == 1 or placement.is_local:
             self._engine.add(sequence)
             return
         if not self._engine.reserve(sequence):
@@ -255,8 +255,9 @@ class DecodeService:
                 self._emit(placement, each)
         worker = self._worker
         for gateway_id, entries in self._emitter.take().items():
-            batch = TokenBatch(worker_id=worker.worker_id, entries=tuple(entries))
-            worker.outbox.post(tokens(gateway_id), batch)
+            for part in apart(entries):
+                batch = TokenBatch(worker_id=worker.worker_id, entries=tuple(part))
+                worker.outbox.post(tokens(gateway_id), batch)
 
     def _emit(self, placement: Placement, progress: Progress) -> None:
         finish = None
@@ -271,9 +272,19 @@ class DecodeService:
                 failure=Failure(code=HearthError.code, message="the step failed")
                 if failed
                 else None,
+                embedding=None
+                if progress.embedding is None
+                else progress.embedding.astype("<f4").tobytes(),
             )
             self._end(placement)
-        self._emitter.add(placement.placement_id, progress.token_ids, finish, served)
+        self._emitter.add(
+            placement.placement_id,
+            progress.token_ids,
+            finish,
+            served,
+            logprobs=progress.logprobs,
+            prompt_logprobs=progress.prompt_logprobs,
+        )
 
     def _end(self, placement: Placement) -> None:
         del self._placements[placement.placement_id]

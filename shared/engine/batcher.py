@@ -26,10 +26,14 @@ class ScheduledSequence:
     num_scheduled_tokens: int
 
     @property
+    def completes(self) -> bool:
+        """Whether this step computes the sequence's last token."""
+        return self.num_scheduled_tokens == self.sequence.num_uncomputed_tokens
+
+    @property
     def samples(self) -> bool:
-        """Whether this step computes the sequence's last token, so that a new one can be drawn."""
-        is_last = self.num_scheduled_tokens == self.sequence.num_uncomputed_tokens
-        return is_last and not self.sequence.is_prefill_only
+        """Whether it completes the sequence so that a new token can be drawn."""
+        return self.completes and self.sequence.sampling is not None
 
 
 class Batcher:
@@ -134,10 +138,12 @@ class Batcher:
     def allocate_prompt(self, sequence: Sequence, *, spare: int) -> bool:
         """Takes the cached prefix and new blocks for the rest, leaving `spare` free; or nothing.
 
-        A sequence that samples computes at least its last token, whatever is cached.
+        All but a prefill compute at least their last token, whatever is cached; some all.
         """
-        num_computable = sequence.num_tokens - (0 if sequence.is_prefill_only else 1)
-        num_matchable = num_computable // self.pool.block_size
+        num_to_compute = 0 if sequence.is_prefill_only else 1
+        if sequence.needs_every_token:
+            num_to_compute = sequence.num_tokens
+        num_matchable = (sequence.num_tokens - num_to_compute) // self.pool.block_size
         cached = self.pool.match(sequence.block_hashes[:num_matchable])
         num_new = self.pool.blocks_for(sequence.num_tokens) - len(cached)
         if num_new + self.pool.num_evictable_in(cached) + spare > self.pool.num_free_blocks:

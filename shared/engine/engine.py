@@ -8,14 +8,19 @@ only once no running step touches it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import repeat
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shared.block_hash import extend_chain
 from shared.engine.batcher import Batcher, ScheduledSequence
 from shared.engine.block_pool import BlockPool
 from shared.engine.runner import StepOutput
+from shared.engine.sampling_checks import check_sampling
 from shared.engine.sequence import Sequence, SequenceState
 from shared.errors import InvalidRequest
-from shared.messages import FinishReason
+from shared.messages import FinishReason, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +31,9 @@ class Progress:
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `token_ids`, if asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # all, once, when the first token is drawn
+    embedding: NDArray[np.float32] | None = None  # [hidden_size], with an embedding's ending
 
 
 class Engine:
@@ -139,18 +147,19 @@ class Engine:
 
     def apply(self, rows: list[ScheduledSequence], output: StepOutput) -> list[Progress]:
         """Takes in a computed step; it drew one token for each row that samples, in order."""
-        tokens = iter(output.token_ids)
+        draws = zip(output.token_ids, output.logprobs or repeat(None), strict=False)
         progress = []
-        for row in rows:
+        for index, row in enumerate(rows):
             sequence = row.sequence
-            token_id = next(tokens) if row.samples else None
+            token_id, logprobs = next(draws) if row.samples else (None, None)
             sequence.is_in_step = False
             if sequence.is_aborted:
                 self._finish(sequence)
                 continue
+            _collect(sequence, index, output)
             sequence.num_computed_tokens += row.num_scheduled_tokens
             self._commit_full_blocks(sequence)
-            progress.append(self._advance(sequence, token_id))
+            progress.append(self._advance(sequence, token_id, logprobs))
         return progress
 
     def fail(self, rows: list[ScheduledSequence]) -> list[Progress]:
@@ -180,22 +189,48 @@ class Engine:
             )
         self._extend_hashes(sequence, full)
 
-    def _advance(self, sequence: Sequence, token_id: int | None) -> Progress:
+    def _advance(
+        self, sequence: Sequence, token_id: int | None, logprobs: TokenLogprobs | None
+    ) -> Progress:
         if token_id is None:
-            if sequence.is_prefill_only and sequence.num_uncomputed_tokens == 0:
-                self._hold(sequence)
-            return Progress(sequence)
+            return self._advance_undrawn(sequence)
         params = sequence.sampling
         assert params is not None
+        prompt_logprobs = tuple(sequence.prompt_logprobs or ())
+        sequence.prompt_logprobs = None
         if token_id in sequence.stop_token_ids and sequence.num_output_tokens >= params.min_tokens:
             self._finish(sequence)
-            return Progress(sequence, finish_reason="stop", stop_token_id=token_id)
+            return Progress(
+                sequence,
+                finish_reason="stop",
+                stop_token_id=token_id,
+                prompt_logprobs=prompt_logprobs,
+            )
         sequence.token_ids.append(token_id)
         is_long = sequence.num_output_tokens >= params.max_tokens
-        if is_long or sequence.num_tokens >= self.max_context_tokens:
+        is_over = is_long or sequence.num_tokens >= self.max_context_tokens
+        if is_over:
             self._finish(sequence)
-            return Progress(sequence, (token_id,), finish_reason="length")
-        return Progress(sequence, (token_id,))
+        return Progress(
+            sequence,
+            (token_id,),
+            finish_reason="length" if is_over else None,
+            logprobs=() if logprobs is None else (logprobs,),
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _advance_undrawn(self, sequence: Sequence) -> Progress:
+        """A chunk, or the end of what never draws."""
+        if sequence.num_uncomputed_tokens > 0:
+            return Progress(sequence)
+        if sequence.is_prefill_only:
+            self._hold(sequence)
+            return Progress(sequence)
+        assert sequence.pooled is not None
+        num_pooled = sequence.num_tokens if sequence.pooling == "mean" else 1
+        self._finish(sequence)
+        embedding = sequence.pooled / np.float32(num_pooled)
+        return Progress(sequence, finish_reason="stop", embedding=embedding)
 
     def _hold(self, sequence: Sequence) -> None:
         self.batcher.remove(sequence)
@@ -235,6 +270,17 @@ class Engine:
         sequence.block_hashes += extend_chain(parent, tokens, size)
 
 
+def _collect(sequence: Sequence, index: int, output: StepOutput) -> None:
+    """What this chunk tells of its prompt; a sequence that was preempted starts over."""
+    if sequence.prompt_logprobs is not None:
+        told = output.prompt_logprobs.get(index, [])
+        sequence.prompt_logprobs[sequence.num_computed_tokens :] = told
+    if index in output.pooled:
+        vector, before = output.pooled[index], sequence.pooled
+        is_more = sequence.pooling == "mean" and sequence.num_computed_tokens > 0
+        sequence.pooled = before + vector if is_more and before is not None else vector
+
+
 def check_drawable(sequence: Sequence) -> None:
     """Raises InvalidRequest for what would fail, or draw a token too many, in a shared step."""
     params = sequence.sampling
@@ -246,7 +292,6 @@ def check_drawable(sequence: Sequence) -> None:
         raise InvalidRequest(
             f"{sequence.num_output_tokens} of max_tokens {params.max_tokens} are drawn already"
         )
-    if not 0 <= params.seed < 2**64:
-        raise InvalidRequest(f"seed {params.seed} is not an unsigned 64-bit integer")
-    if max(params.top_k, sequence.choice_index) >= 2**63:
-        raise InvalidRequest("top_k and choice_index must be signed 64-bit integers")
+    if sequence.choice_index >= 2**63:
+        raise InvalidRequest("choice_index must be a signed 64-bit integer")
+    check_sampling(params)
