@@ -10,7 +10,7 @@ from shared.errors import InvalidRequest
 from shared.messages import SamplingParams
 
 MAX_LOGPROBS = 20
-_FP32 = np.finfo(np.float32)
+LEAST, LARGEST = (float(limit) for limit in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
 
 
 def check_sampling(params: SamplingParams) -> None:
@@ -29,9 +29,9 @@ def check_sampling(params: SamplingParams) -> None:
 def _check_penalties(params: SamplingParams) -> None:
     penalties = (params.frequency_penalty, params.presence_penalty)
     for value in chain(penalties, (value for _, value in params.logit_bias)):
-        if not abs(value) <= _FP32.max:  # so that NaN is refused, too
+        if not abs(value) <= LARGEST:  # so that NaN is refused, too
             raise InvalidRequest(f"a penalty or bias of {value} is not a finite FP32 number")
-    if not _FP32.tiny <= params.repetition_penalty <= _FP32.max:
+    if not LEAST <= params.repetition_penalty <= LARGEST:
         raise InvalidRequest(
             f"repetition_penalty {params.repetition_penalty} is not a positive FP32 number",
             param="repetition_penalty",

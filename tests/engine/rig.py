@@ -18,7 +18,7 @@ from shared.engine.engine import Engine, Progress
 from shared.engine.inputs import build_inputs
 from shared.engine.sequence import Sequence, SequenceState
 from shared.engine.timing_engine import TimingRunner
-from shared.messages import SamplingParams
+from shared.messages import Pooling, SamplingParams, TokenLogprobs
 
 T = TypeVar("T")
 
@@ -66,6 +66,7 @@ def new_sequence(
     tenant_id: str = "tenant-a",
     stop: Iterable[int] = (),
     choice_index: int = 0,
+    pooling: Pooling | None = None,
 ) -> Sequence:
     prompt_ids = list(prompt_ids)
     return Sequence(
@@ -77,6 +78,7 @@ def new_sequence(
         sampling=sampling,
         stop_token_ids=frozenset(stop),
         choice_index=choice_index,
+        pooling=pooling,
     )
 
 
@@ -108,6 +110,8 @@ class Rig:
         self.max_sequences = max_sequences
         self.sequences: list[Sequence] = []
         self.tokens: dict[bytes, list[int]] = defaultdict(list)
+        self.logprobs: dict[bytes, list[TokenLogprobs]] = defaultdict(list)
+        self.prompt_logprobs: dict[bytes, tuple[TokenLogprobs, ...]] = {}
         self.endings: dict[bytes, Progress] = {}
         self.num_computed_tokens = 0
 
@@ -199,6 +203,10 @@ class Rig:
             sequence_id = each.sequence.sequence_id
             assert sequence_id not in self.endings, "progress after the ending"
             self.tokens[sequence_id] += each.token_ids
+            self.logprobs[sequence_id] += each.logprobs
+            if each.prompt_logprobs:
+                assert sequence_id not in self.prompt_logprobs, "told twice"
+                self.prompt_logprobs[sequence_id] = each.prompt_logprobs
             if each.finish_reason is not None:
                 self.endings[sequence_id] = each
 

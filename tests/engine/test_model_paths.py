@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from shared.engine.checkpoint_config import read_config
-from shared.engine.engine import Engine
-from shared.engine.inputs import build_inputs
-from shared.engine.model_runner import ModelRunner
-from shared.engine.sequence import Sequence
 from shared.messages import SamplingParams
 from tests.engine.families import FAMILIES, Family
+from tests.engine.model_worker import Worker
 from tests.engine.rig import new_sequence
 
 PROMPT = [(7 * n + n * n) % 190 + 3 for n in range(75)]
@@ -53,44 +48,6 @@ def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, folder in folders.items():
         MODELS[name].write(folder)
     return folders
-
-
-class Worker:
-    """An engine over a model, stepped by hand."""
-
-    def __init__(self, model_dir: Path, dtype: str, *, num_blocks: int = 64, budget: int = 64):
-        config = read_config(model_dir)
-        token_bytes = 2 * config.num_kv_heads * config.head_dim * (2 if dtype == "bfloat16" else 4)
-        block_bytes = config.num_layers * 16 * token_bytes
-        self.runner = ModelRunner.load(
-            model_dir, dtype=dtype, kv_cache_bytes=num_blocks * block_bytes, num_threads=1
-        )
-        assert self.runner.num_blocks == num_blocks
-        self.engine = Engine(
-            num_blocks=num_blocks,
-            block_size=16,
-            max_context_tokens=self.runner.max_context_tokens,
-            max_batch_tokens=budget,
-            max_sequences=16,
-        )
-        self.tokens: dict[bytes, list[int]] = defaultdict(list)
-        self.num_computed_tokens = 0
-
-    async def run(self, *sequences: Sequence) -> list[int]:
-        """Computes all to their ends; returns the first one's new tokens."""
-        for sequence in sequences:
-            self.engine.add(sequence)
-        await self.run_on()
-        return self.tokens[sequences[0].sequence_id]
-
-    async def run_on(self) -> None:
-        while self.engine.batcher.waiting or self.engine.batcher.running:
-            rows, _ = self.engine.schedule()
-            drawn = await self.runner.run(build_inputs(rows, 16))
-            self.num_computed_tokens += sum(row.num_scheduled_tokens for row in rows)
-            for each in self.engine.apply(rows, drawn):
-                self.tokens[each.sequence.sequence_id] += each.token_ids
-            self.engine.pool.check()
 
 
 @pytest.fixture(params=CASES, ids="-".join)

@@ -26,6 +26,7 @@ from shared.messages import (
     SamplingParams,
     StartDecode,
     TokenBatch,
+    TokenLogprobs,
 )
 from shared.packing import pack_hashes, pack_token_ids
 from shared.subjects import control, resend, start_decode, tokens
@@ -123,6 +124,8 @@ class Received:
 
     token_ids: dict[int, int] = field(default_factory=dict)
     finish: Finish | None = None
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -152,6 +155,8 @@ class Peer:
         for entry in batch.entries:
             received = self.received.setdefault(entry.placement_id, Received())
             received.token_ids |= dict(enumerate(entry.token_ids, entry.first_position))
+            received.logprobs |= dict(enumerate(entry.logprobs, entry.first_position))
+            received.prompt_logprobs = entry.prompt_logprobs or received.prompt_logprobs
             received.finish = entry.finish or received.finish
             received.changed.set()
 

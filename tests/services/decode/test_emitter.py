@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from services.decode.emitter import Emitter
+from services.decode.emitter import Emitter, apart
 from shared.errors import UnknownPlacement
-from shared.messages import Finish, Served, TokenEntry
+from shared.messages import Finish, Served, TokenEntry, TokenLogprobs
 
 P, Q = b"p" * 16, b"q" * 16
 SERVED = Served(num_cached_tokens=3, prefill_worker_id="prefill-1")
@@ -46,6 +46,31 @@ def test_resend_from_any_position(position, token_ids):
     assert entry.token_ids == token_ids and entry.finish == STOP
     assert (entry.served == SERVED) is (position <= 5)
     assert it.take() == {}, "what was sent again is not sent a third time"
+
+
+L1, L2, L3 = (TokenLogprobs(-float(n), (n,), (-0.5,)) for n in (1, 2, 3))
+
+
+def test_logprobs_go_with_their_tokens_and_those_of_the_prompt_with_the_first():
+    it = emitter()
+    it.add(P, (1,), served=SERVED, logprobs=(L1,), prompt_logprobs=(L3, L2))
+    first = TokenEntry(P, 0, 5, (1,), None, SERVED, logprobs=(L1,), prompt_logprobs=(L3, L2))
+    assert it.take() == {"gateway-1": [first]}
+    it.add(P, (2,), logprobs=(L2,))
+    it.add(P, (3,), STOP, logprobs=(L3,))
+    assert it.take() == {"gateway-1": [TokenEntry(P, 0, 6, (2, 3), STOP, logprobs=(L2, L3))]}
+    again = it.resend(P, 0, 5)
+    assert (again.logprobs, again.prompt_logprobs) == ((L1, L2, L3), (L3, L2))
+    later = it.resend(P, 0, 7)
+    assert (later.token_ids, later.logprobs, later.prompt_logprobs) == ((3,), (L3,), ())
+
+
+def test_large_entries_are_messages_of_their_own():
+    small = [TokenEntry(P, 0, 0, (1,), logprobs=(L1,)), TokenEntry(Q, 0, 0, (2,))]
+    large = [TokenEntry(each, 0, 0, (3,), prompt_logprobs=(L1,)) for each in (P, Q)]
+    assert apart([small[0], large[0], small[1], large[1]]) == [[large[0]], [large[1]], small]
+    assert apart(large) == [[large[0]], [large[1]]]
+    assert apart(small) == [small]
 
 
 def test_what_is_dropped_or_never_held_is_unknown():
