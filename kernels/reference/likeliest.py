@@ -17,8 +17,8 @@ def likeliest(x: Tensor, k: int) -> Tensor:
     num_columns = x.shape[1]
     if k == 0:
         return torch.empty((len(x), 0), dtype=torch.int64, device=x.device)
-    bits = (x + 0.0).view(torch.int32).long()  # + 0.0: zero has one bit pattern
-    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    order = (x + 0.0).view(torch.int32)  # + 0.0: zero has one bit pattern
+    order ^= (order >> 31) & 0x7FFFFFFF
     index = torch.arange(num_columns, device=x.device)
-    keys = order.mul_(num_columns).add_(num_columns - 1 - index)
+    keys = order.long().mul_(num_columns).add_(num_columns - 1 - index)
     return keys.topk(min(k, num_columns), dim=-1).indices

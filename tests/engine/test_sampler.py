@@ -191,13 +191,15 @@ def test_only_rows_that_ask_are_told() -> None:
         {"num_prompt_logprobs": 3},
     ]
     sequences = [sequence_with(**each, temperature=1.0) for each in asking]
-    _, told = draw_tokens(logits_of(4), inputs_of(*sequences))
-    assert [None if each is None else len(each.top_token_ids) for each in told] == [
-        None,
-        2,
-        0,
-        None,
-    ]
+    logits = logits_of(4)
+    expected = logits.log_softmax(-1)
+    token_ids, told = draw_tokens(logits, inputs_of(*sequences))
+    sizes = [None if each is None else len(each.top_token_ids) for each in told]
+    assert sizes == [None, 2, 0, None]
+    for row in (1, 2):  # at temperature 1 and without options both modes are the same
+        each = told[row]
+        assert each is not None
+        assert each.logprob == pytest.approx(float(expected[row, token_ids[row]]), abs=1e-5)
 
 
 def test_where_all_is_banned_a_token_is_drawn_and_nothing_is_nan() -> None:

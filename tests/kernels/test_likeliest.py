@@ -23,7 +23,7 @@ def test_the_largest_by_falling_value_and_rising_index(num_columns: int, k: int)
 
 
 def test_close_values_are_told_apart() -> None:
-    x = torch.tensor([[-1.0, -1.0 + 2**-24, -1e-45, 0.0, -0.0, -3e38, -INFINITY, 1e-45, 5.0]])
+    x = torch.tensor([[-1.0, -1.0 + 2**-24, -1e-45, -0.0, 0.0, -3e38, -INFINITY, 1e-45, 5.0]])
     assert likeliest(x, 9).tolist() == [[8, 7, 3, 4, 2, 1, 0, 5, 6]]
 
 
