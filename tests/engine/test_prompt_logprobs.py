@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from shared.engine.layers.linear import row_invariant_linear
+from kernels.reference.linear import linear
 from shared.engine.readout import prompt_logprobs
 from shared.engine.runner import PromptSuccessors
 from shared.messages import SamplingParams
@@ -68,7 +68,7 @@ def test_pieces_change_no_bit() -> None:
 
     def logits_of(rows: torch.Tensor) -> torch.Tensor:
         sizes.append(len(rows))
-        return row_invariant_linear(rows, weight).float()
+        return linear(rows, weight).float()
 
     found = [
         prompt_logprobs(hidden, inputs, logits_of, vocab_size=199, max_piece=num_rows * 199)
