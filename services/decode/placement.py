@@ -30,13 +30,6 @@ class Placement:
     has_emitted: bool = False
 
     @property
-    def is_local(self) -> bool:
-        """Whether what it asks for comes of computing the prompt: a prefill worker tells nothing
-        but KV.
-        """
-        return self.sequence.pooling is not None or self.sequence.needs_every_token
-
-    @property
     def served(self) -> Served:
         sequence, delivery = self.sequence, self.delivery
         if delivery is None or delivery.prefill_worker_id is None:

@@ -129,7 +129,8 @@ class DecodeService:
 
     def _admit(self, placement: Placement, candidates: tuple[str, ...]) -> None:
         sequence = placement.sequence
-        if not candidates or sequence.num_tokens == 1 or placement.is_local:
+        is_local = sequence.num_prefill_tokens == 0 or sequence.pooling is not None
+        if not candidates or is_local:
             self._engine.add(sequence)
             return
         if not self._engine.reserve(sequence):

@@ -136,14 +136,8 @@ class Batcher:
         return found
 
     def allocate_prompt(self, sequence: Sequence, *, spare: int) -> bool:
-        """Takes the cached prefix and new blocks for the rest, leaving `spare` free; or nothing.
-
-        All but a prefill compute at least their last token, whatever is cached; some all.
-        """
-        num_to_compute = 0 if sequence.is_prefill_only else 1
-        if sequence.needs_every_token:
-            num_to_compute = sequence.num_tokens
-        num_matchable = (sequence.num_tokens - num_to_compute) // self.pool.block_size
+        """Takes the cached prefix and new blocks for the rest, leaving `spare` free; or nothing."""
+        num_matchable = sequence.num_prefill_tokens // self.pool.block_size
         cached = self.pool.match(sequence.block_hashes[:num_matchable])
         num_new = self.pool.blocks_for(sequence.num_tokens) - len(cached)
         if num_new + self.pool.num_evictable_in(cached) + spare > self.pool.num_free_blocks:

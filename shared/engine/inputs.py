@@ -67,8 +67,8 @@ def _sampling_inputs(rows: list[ScheduledSequence], last_rows: np.ndarray) -> Sa
         output_position=np.array([each.num_output_tokens for each in sequences], dtype=np.int64),
         banned=[
             (draw, token_id)
-            for draw, (sequence, params) in enumerate(drawing)
-            for token_id in _banned(sequence, params)
+            for draw, (sequence, each) in enumerate(drawing)
+            for token_id in _banned(sequence, each)
         ],
         bias=_bias(params),
         penalties=_penalties(drawing),

@@ -32,8 +32,9 @@ from shared.messages import TokenLogprobs
 def draw_tokens(
     logits: Tensor, inputs: SamplingInputs
 ) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """logits [R, vocab_size] FP32, overwritten -> [R] token ids and, if any row asks, [R]
-    logprobs."""
+    """logits [R, vocab_size] FP32, overwritten -> [R] token ids, and as many logprobs or, if no row
+    asks, none.
+    """
     raw = _rows(logits, inputs.raw_logprobs)
     _adjust(logits, inputs)
     processed = _rows(logits, inputs.processed_logprobs)

@@ -91,6 +91,16 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens whose KV may come from elsewhere: of a cache, or of another worker.
+
+        All but a prefill compute at least their last token themselves.
+        """
+        if self.needs_every_token:
+            return 0
+        return len(self.token_ids) - (0 if self.is_prefill_only else 1)
+
+    @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
 

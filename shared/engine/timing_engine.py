@@ -121,7 +121,8 @@ class TimingRunner:
             elif row in sampling.processed_logprobs:
                 told = self._told(processed, token_ids[-1], sampling.processed_logprobs[row])
             logprobs.append(told)
-        return token_ids, logprobs if any(logprobs) else []
+        is_asked = sampling.raw_logprobs or sampling.processed_logprobs
+        return token_ids, logprobs if is_asked else []
 
     def _draw(self, state: bytes, sampling: SamplingInputs, row: int) -> int:
         """The first token that is not banned; where all are, the first."""
