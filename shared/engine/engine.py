@@ -78,6 +78,19 @@ class Engine:
         batcher = self.batcher
         return not (batcher.waiting or batcher.running or self._reserved or self._held)
 
+    def accept(self, sequence: Sequence) -> None:
+        """Raises InvalidRequest for a sequence that this engine can never compute, whatever it is
+        given later; what may be missing of its block hashes is added.
+        """
+        self.check_fits(sequence.num_tokens)
+        check_drawable(sequence)
+        full = sequence.num_tokens // self.pool.block_size
+        if len(sequence.block_hashes) > full:
+            raise InvalidRequest(
+                f"{len(sequence.block_hashes)} block hashes for {full} full blocks"
+            )
+        self._extend_hashes(sequence, full)
+
     def check_fits(self, num_tokens: int) -> None:
         """Raises InvalidRequest for a sequence that this engine can never compute."""
         if num_tokens > self.max_context_tokens:
@@ -87,7 +100,7 @@ class Engine:
 
     def add(self, sequence: Sequence) -> None:
         """Raises InvalidRequest if it can never fit."""
-        self._accept(sequence)
+        self.accept(sequence)
         self.batcher.add(sequence)
 
     def reserve(self, sequence: Sequence) -> bool:
@@ -95,7 +108,7 @@ class Engine:
         room now, reservations have reached their share, or a preempted sequence waits for blocks.
         Raises InvalidRequest as `add`.
         """
-        self._accept(sequence)
+        self.accept(sequence)
         if any(each.num_preemptions for each in self.batcher.waiting):
             return False
         needed = self.pool.blocks_for(sequence.num_tokens)
@@ -111,18 +124,34 @@ class Engine:
     def activate(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """The KV of the first `num_computed_tokens` has arrived; the engine computes the rest.
 
-        Raises ValueError if that is less than the cache had, or leaves no token to compute.
+        A prefill without a rest is HELD at once. Raises ValueError if that is less than the cache
+        had, or leaves one who samples no token to compute.
         """
-        if not sequence.num_computed_tokens <= num_computed_tokens < sequence.num_tokens:
+        num_before = sequence.num_computed_tokens
+        if not num_before <= num_computed_tokens <= sequence.num_prefill_tokens:
             raise ValueError(
                 f"the KV of {num_computed_tokens} of {sequence.num_tokens} tokens arrived, "
-                f"{sequence.num_computed_tokens} were there"
+                f"{num_before} were there"
             )
         self._reserved.remove(sequence)
         sequence.become(SequenceState.WAITING)
         sequence.num_computed_tokens = num_computed_tokens
         self._commit_full_blocks(sequence)
-        self.batcher.add(sequence)
+        if sequence.num_uncomputed_tokens == 0:
+            sequence.become(SequenceState.HELD)
+            self._held.add(sequence)
+        else:
+            self.batcher.add(sequence)
+
+    def fork(self, parent: Sequence, children: list[Sequence]) -> None:
+        """Ends a HELD prefill; the children, accepted before, go on from its KV, each on its own.
+
+        Their tokens begin with the parent's. Raises ValueError if the parent is not HELD.
+        """
+        if parent.state is not SequenceState.HELD:
+            raise ValueError(f"a sequence that is {parent.state.value} cannot be forked")
+        self.batcher.fork(parent, children)
+        self._finish(parent)
 
     def release(self, sequence: Sequence) -> None:
         """The push of a HELD prefill is over, or nobody wants it any more."""
@@ -152,7 +181,7 @@ class Engine:
         for index, row in enumerate(rows):
             sequence = row.sequence
             token_id, logprobs = next(draws) if row.samples else (None, None)
-            sequence.is_in_step = False
+            self._leave_step(row)
             if sequence.is_aborted:
                 self._finish(sequence)
                 continue
@@ -170,7 +199,7 @@ class Engine:
         progress = []
         for row in rows:
             sequence = row.sequence
-            sequence.is_in_step = False
+            self._leave_step(row)
             if sequence.is_aborted or not sequence.is_prefill_only:
                 self._finish(sequence)
             else:
@@ -178,16 +207,6 @@ class Engine:
             if not sequence.is_aborted:
                 progress.append(Progress(sequence, finish_reason="failed"))
         return progress
-
-    def _accept(self, sequence: Sequence) -> None:
-        self.check_fits(sequence.num_tokens)
-        check_drawable(sequence)
-        full = sequence.num_tokens // self.pool.block_size
-        if len(sequence.block_hashes) > full:
-            raise InvalidRequest(
-                f"{len(sequence.block_hashes)} block hashes for {full} full blocks"
-            )
-        self._extend_hashes(sequence, full)
 
     def _advance(
         self, sequence: Sequence, token_id: int | None, logprobs: TokenLogprobs | None
@@ -231,6 +250,12 @@ class Engine:
         self._finish(sequence)
         embedding = sequence.pooled / np.float32(num_pooled)
         return Progress(sequence, finish_reason="stop", embedding=embedding)
+
+    def _leave_step(self, row: ScheduledSequence) -> None:
+        row.sequence.is_in_step = False
+        if row.block_copy is not None:
+            source, _ = row.block_copy
+            self.pool.release([source])
 
     def _hold(self, sequence: Sequence) -> None:
         self.batcher.remove(sequence)

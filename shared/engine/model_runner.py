@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.reference.copy_blocks import copy_blocks
 from kernels.reference.gather_blocks import gather_blocks
 from kernels.reference.scatter_blocks import scatter_blocks
 from shared.clock import Clock, MonotonicClock
@@ -169,6 +170,9 @@ class ModelRunner:
 
     def _hidden(self, inputs: StepInputs) -> Tensor:
         """Of all tokens, before the final norm. [T, hidden_size]"""
+        if inputs.block_copies:
+            sources, destinations = torch.tensor(inputs.block_copies, device=self._device).T
+            copy_blocks(self._kv_cache, sources, destinations)
         return self._model(
             torch.from_numpy(inputs.input_ids).to(self._device),
             torch.from_numpy(inputs.positions).to(self._device),

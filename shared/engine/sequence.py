@@ -3,12 +3,14 @@
 RESERVED   decode holds blocks for KV that another worker computes
 WAITING    wants to compute, holds no blocks (or was just given its KV)
 RUNNING    in the batch: `num_computed_tokens` catches up with `num_tokens`
-HELD       a prefill that is done; its blocks stay until the push is acknowledged
+HELD       a prefill that is done; its blocks stay until their push is acknowledged, or until the
+           choices of the request start from them
 FINISHED   holds nothing; an embedding gets there by "stop" once its last token is computed
 
 RESERVED ──activate──▶ WAITING ──admit──▶ RUNNING ──stop, length──▶ FINISHED
-                          ▲                 │ └──prefill done──▶ HELD ──release──▶ FINISHED
-                          └────preempt──────┘
+                        │ ▲                 │ └──prefill done──▶ HELD ──release, fork──▶ FINISHED
+                        │ └────preempt──────┘                     ▲
+                        └──all of a prefill is here, or cached────┘
 every state ──abort──▶ FINISHED
 """
 

@@ -66,6 +66,7 @@ class TimingRunner:
 
     async def run(self, inputs: StepInputs) -> StepOutput:
         await self._clock.sleep(self._cost.of(inputs))
+        self._copy_blocks(inputs.block_copies)
         first = 0
         chunks: list[list[bytes]] = []
         for row, query_len in enumerate(inputs.query_lens.tolist()):
@@ -94,6 +95,11 @@ class TimingRunner:
 
     async def close(self) -> None:
         pass
+
+    def _copy_blocks(self, block_copies: tuple[tuple[int, int], ...]) -> None:
+        blocks = self._kv.reshape(self.num_blocks, -1)
+        for source, destination in block_copies:
+            blocks[destination] = blocks[source]
 
     def _compute(
         self, table: list[int], token_ids: np.ndarray, positions: np.ndarray

@@ -143,3 +143,43 @@ def test_disaggregated(workers, sampling, budget):
         assert decode.num_computed_tokens == 24  # the last prompt token and 23 drawn ones
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("received", [(0, 0, 0), (0, 5, 23)])
+def test_choices(workers, sampling, received):
+    """Three that share a prompt of four blocks and a partial one equal their three solo runs."""
+
+    async def alone(choice_index: int) -> list[int]:
+        return await workers().run(new_sequence(PROMPT, sampling, choice_index=choice_index))
+
+    async def main() -> None:
+        expected = [await alone(choice_index) for choice_index in range(3)]
+        worker = workers()
+        shared = new_sequence(PROMPT[:-1], None)
+        await worker.run(shared)
+        children = [
+            new_sequence(PROMPT, sampling, output_ids=whole[:count], choice_index=index)
+            for index, (whole, count) in enumerate(zip(expected, received, strict=True))
+        ]
+        for child in children:
+            worker.engine.accept(child)
+        worker.engine.fork(shared, children)
+        await worker.run_on()
+        assert [child.token_ids[len(PROMPT) :] for child in children] == expected
+        assert worker.num_computed_tokens == len(PROMPT) - 1 + 3 * 24
+
+    asyncio.run(main())
+
+
+def test_choices_take_the_prompt_once_and_a_partial_block_each(workers, sampling):
+    async def main() -> None:
+        worker, ids = workers(), [*PROMPT, *PROMPT[:25]]
+        shared = new_sequence(ids[:-1], None)
+        await worker.run(shared)
+        children = [new_sequence(ids, sampling, choice_index=index) for index in range(4)]
+        worker.engine.fork(shared, children)
+        worker.engine.schedule()
+        pool = worker.engine.pool
+        assert pool.num_blocks - pool.num_free_blocks == 6 + 4  # of 100 tokens and 16 a block
+
+    asyncio.run(main())
