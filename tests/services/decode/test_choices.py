@@ -99,13 +99,15 @@ def test_a_prompt_that_the_cache_has(num_tokens, candidates):
 
 
 @EITHER
-def test_choices_resume_where_each_stopped(candidates):
-    expected = solo_outputs((1, 2, 5))
+@pytest.mark.parametrize("num_tokens", [1, 2, 250])
+def test_choices_resume_where_each_stopped(num_tokens, candidates):
+    prompt = PROMPT[:num_tokens]
+    expected = solo_outputs((1, 2, 5), prompt)
     received = {5: expected[5][:19], 1: expected[1][:3], 2: []}
 
     async def main():
         async with cluster() as it:
-            placement_id = await it.peer.place("decode-1", several(received), candidates)
+            placement_id = await it.peer.place("decode-1", several(received, prompt), candidates)
             rest = await finished(it, placement_id, (1, 2, 5))
             assert {index: received[index] + rest[index] for index in rest} == expected
             await it.settled()
@@ -182,6 +184,8 @@ def test_one_choice_aborted_in_any_phase_leaves_the_others(delay_s, candidates):
             await asyncio.sleep(delay_s)
             for _ in range(2):
                 await it.peer.abort("decode-1", placement_id, 1)
+            await it.peer.has_tokens(placement_id, 16)
+            assert len(it.decode.engine.batcher.running) == 2
             outputs = await finished(it, placement_id, (0, 2))
             assert outputs == {0: expected[0], 2: expected[2]}
             assert len(it.peer.of(placement_id, 1).output) < 20
