@@ -146,10 +146,14 @@ class Engine:
     def fork(self, parent: Sequence, children: list[Sequence]) -> None:
         """Ends a HELD prefill; the children, accepted before, go on from its KV, each on its own.
 
-        Their tokens begin with the parent's. Raises ValueError if the parent is not HELD.
+        Their tokens begin with the parent's. Raises ValueError if the parent is not HELD, or is
+        because its step failed.
         """
-        if parent.state is not SequenceState.HELD:
-            raise ValueError(f"a sequence that is {parent.state.value} cannot be forked")
+        if parent.state is not SequenceState.HELD or parent.num_uncomputed_tokens:
+            raise ValueError(
+                f"a {parent.state.value} sequence that lacks the KV of "
+                f"{parent.num_uncomputed_tokens} tokens cannot be forked"
+            )
         self.batcher.fork(parent, children)
         self._finish(parent)
 

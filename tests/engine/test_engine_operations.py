@@ -114,6 +114,8 @@ class EngineMachine(RuleBasedStateMachine):
     ) -> None:
         """The choices of a prompt that is held but for its last token."""
         parent = self.draw(data, SequenceState.HELD)
+        if parent.num_uncomputed_tokens:  # its step failed
+            return
         ids = [*parent.token_ids, 500]
         children = []
         for index, share in enumerate(shares_received):

@@ -238,10 +238,14 @@ def test_a_prompt_that_nobody_wants_any_more() -> None:
     assert rig.engine.is_idle
 
 
-def test_only_a_prompt_that_is_held_is_forked() -> None:
+def test_only_a_prompt_that_is_held_and_computed_is_forked() -> None:
     rig = Rig()
     parent = rig.add(new_sequence(PROMPT[:-1], None))
-    with pytest.raises(ValueError, match="waiting cannot be forked"):
+    with pytest.raises(ValueError, match="waiting sequence that lacks the KV of 22 tokens"):
         rig.engine.fork(parent, choices(PROMPT, seeded(), 2))
-    rig.step()
+    rig.fail(rig.begin())
     assert parent.state is S.HELD
+    with pytest.raises(ValueError, match="held sequence that lacks the KV of 22 tokens"):
+        rig.engine.fork(parent, choices(PROMPT, seeded(), 2))
+    rig.engine.release(parent)
+    rig.check()
