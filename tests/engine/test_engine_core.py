@@ -126,11 +126,14 @@ NAN, INFINITY = float("nan"), float("inf")
         {"logit_bias": ((5, 1.0), (6, NAN))},
         {"logit_bias": ((5, 1e300),)},
         {"bad_words": ((5,), ())},
+        {"bad_words": ((5,), (6,) * 33)},
+        {"bad_words": ((5,),) * 257},
+        {"logit_bias": tuple((n, 1.0) for n in range(1025))},
         {"num_logprobs": -1},
         {"num_logprobs": 21},
         {"num_prompt_logprobs": 21},
     ],
-    ids=str,
+    ids=lambda options: str(options)[:40],
 )
 def test_refuses_options_that_no_logits_can_bear(options: dict[str, Any]) -> None:
     rig = Rig(num_blocks=64)
@@ -148,7 +151,8 @@ def test_takes_the_outermost_options() -> None:
         repetition_penalty=1e-3,
         frequency_penalty=-2.0,
         presence_penalty=2.0,
-        logit_bias=((0, -100.0), (1, 100.0)),
+        logit_bias=((0, -100.0), *((n, 100.0) for n in range(1, 1024))),
+        bad_words=((5,) * 32,) * 256,
         num_logprobs=20,
         num_prompt_logprobs=0,
     )
