@@ -5,12 +5,16 @@ computing the prompt ──▲
 every state ──abort, lease lost, deadline──▶ gone
 
 The KV of a prompt that several choices share is computed, or received, once: of all but its last
-token, which each choice computes for itself, as it draws with noise of its own.
+token, which each choice computes for itself, as it draws with noise of its own. Where a prompt's
+logprobs are asked for, the first choice computes all of it and tells them, and the others find in
+the cache what they can.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import msgspec
 
 from shared.engine.sequence import Sequence, SequenceState
 from shared.errors import InvalidRequest
@@ -62,21 +66,23 @@ def sequences_of(
     placement_id: bytes, request: Request, *, block_size: int, eos_token_ids: frozenset[int]
 ) -> tuple[Sequence, dict[int, Sequence]]:
     """The prompt to begin with, and the choices by index. The first choice stands for the prompt
-    where nothing is to be shared: it is alone, or the prompt is one token.
+    where nothing is to be shared: it is alone or tells of the prompt, or the prompt is one token.
 
     Raises InvalidRequest for a request that cannot be run.
     """
-    _check_choices(request.choices)
+    _check_choices(request)
     prompt = unpack_token_ids(request.prompt_token_ids)
     if not prompt:
         raise InvalidRequest("the prompt has no tokens", param="messages")
     _check_told(request.sampling, len(prompt))
-    choices = {
-        choice.choice_index: _choice_of(placement_id, request, choice, prompt, eos_token_ids)
-        for choice in request.choices
-    }
-    if len(choices) == 1 or len(prompt) == 1:
-        return next(iter(choices.values())), choices
+    first = _choice_of(placement_id, request, request.choices[0], prompt, eos_token_ids)
+    choices = {first.choice_index: first}
+    plain = _without_prompt_logprobs(request)
+    for choice in request.choices[1:]:
+        other = _choice_of(placement_id, plain, choice, prompt, eos_token_ids)
+        choices[choice.choice_index] = other
+    if len(choices) == 1 or len(prompt) == 1 or first.needs_every_token:
+        return first, choices
     return _shared_prompt(placement_id, request, prompt[:-1], block_size), choices
 
 
@@ -84,7 +90,8 @@ def placement_id_of(sequence: Sequence) -> bytes:
     return sequence.sequence_id[:-CHOICE_ID_BYTES]
 
 
-def _check_choices(choices: tuple[Choice, ...]) -> None:
+def _check_choices(request: Request) -> None:
+    choices = request.choices
     indices = {choice.choice_index for choice in choices}
     if not 1 <= len(choices) <= MAX_CHOICES:
         raise InvalidRequest(f"{len(choices)} choices, not 1 to {MAX_CHOICES}", param="n")
@@ -92,6 +99,8 @@ def _check_choices(choices: tuple[Choice, ...]) -> None:
         raise InvalidRequest("two choices have one choice_index", param="n")
     if min(indices) < 0 or max(indices) >= 2**63:
         raise InvalidRequest("a choice_index is not in [0, 2**63)", param="n")
+    if request.pooling is not None and len(choices) > 1:
+        raise InvalidRequest(f"{len(choices)} choices of one embedding", param="n")
 
 
 def _check_told(sampling: SamplingParams, num_prompt_tokens: int) -> None:
@@ -103,6 +112,11 @@ def _check_told(sampling: SamplingParams, num_prompt_tokens: int) -> None:
             f"logprobs of this prompt are {num_told} values, more than {MAX_PROMPT_LOGPROBS}",
             param="prompt_logprobs",
         )
+
+
+def _without_prompt_logprobs(request: Request) -> Request:
+    sampling = msgspec.structs.replace(request.sampling, num_prompt_logprobs=None)
+    return msgspec.structs.replace(request, sampling=sampling)
 
 
 def _choice_of(

@@ -104,8 +104,8 @@ class DecodeService:
             block_size=self._worker.served.card.block_size,
             eos_token_ids=self._worker.served.eos_token_ids,
         )
+        self._worker.check_tokens(*choices.values())
         for sequence in choices.values():
-            self._worker.check_tokens(sequence)
             self._engine.accept(sequence)
         placement = Placement(
             placement_id=placement_id,

@@ -147,13 +147,15 @@ class Engine:
         """Ends a HELD prefill; the children, accepted before, go on from its KV, each on its own.
 
         Their tokens begin with the parent's. Raises ValueError if the parent is not HELD, or is
-        because its step failed.
+        because its step failed, or if a child is to compute every token itself.
         """
         if parent.state is not SequenceState.HELD or parent.num_uncomputed_tokens:
             raise ValueError(
                 f"a {parent.state.value} sequence that lacks the KV of "
                 f"{parent.num_uncomputed_tokens} tokens cannot be forked"
             )
+        if any(child.num_prefill_tokens < parent.num_tokens for child in children):
+            raise ValueError("a sequence that computes every token itself is nobody's child")
         self.batcher.fork(parent, children)
         self._finish(parent)
 

@@ -249,3 +249,13 @@ def test_only_a_prompt_that_is_held_and_computed_is_forked() -> None:
         rig.engine.fork(parent, choices(PROMPT, seeded(), 2))
     rig.engine.release(parent)
     rig.check()
+
+
+def test_who_tells_of_every_token_is_nobodys_child() -> None:
+    """Its prompt's logprobs would lack those of the shared blocks."""
+    rig = Rig()
+    parent = held(rig, PROMPT)
+    asking = SamplingParams(seed=0, max_tokens=4, num_prompt_logprobs=0)
+    with pytest.raises(ValueError, match="computes every token itself"):
+        rig.engine.fork(parent, [*choices(PROMPT, seeded(), 1), new_sequence(PROMPT, asking)])
+    assert parent.state is S.HELD

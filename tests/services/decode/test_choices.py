@@ -328,6 +328,8 @@ def test_one_choice_that_cannot_be_run_refuses_the_request(candidates):
                 several(prompt=list(range(9000))),
                 several({0: [], 1: [5] * 20}),  # max_tokens are drawn already
                 several({0: [], 1: [32_000]}),
+                several({0: [32_000], 1: []}),
+                several(stop_token_ids=(32_000,)),
             )
             for request in requests:
                 with pytest.raises(InvalidRequest):
