@@ -7,10 +7,7 @@ What ended stays with the emitter until the gateway has acknowledged it.
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict
-
-import structlog
 
 from shared.background import Background
 from shared.engine.engine import Progress
@@ -25,26 +22,19 @@ from shared.messages import (
     DecodeStarted,
     Failure,
     Finish,
-    PrefillAccepted,
     PrefillFailed,
-    RenewLease,
     ResendTokens,
-    RunPrefill,
     StartDecode,
     TokenBatch,
 )
-from shared.packing import pack_hashes, pack_token_ids
-from shared.subjects import control, resend, run_prefill, start_decode, tokens
+from shared.subjects import control, resend, start_decode, tokens
 
 from .emitter import Emitter, apart
 from .handoff import Handoff
+from .handoffs import Handoffs
 from .placement import Placement, placement_id_of, sequences_of
 
-log = structlog.get_logger(__name__)
-
 SWEEP_S = 0.25
-PREFILL_ACK_S = 0.25
-PREFILL_LEASE_S = 3.0
 ORPHAN_S = 3.0  # how long a placement outlives the last sign of its gateway
 UNACKNOWLEDGED_S = 30.0
 MAX_WAITING = 64
@@ -54,14 +44,13 @@ MAX_FENCED = 10_000
 class DecodeService:
     def __init__(self, worker: Worker, receiver: KvReceiver) -> None:
         self._worker = worker
-        self._receiver = receiver
         self._engine = worker.loop.engine
         self._emitter = Emitter()
         self._placements: dict[bytes, Placement] = {}
         self._ended: dict[bytes, tuple[str, float]] = {}  # gateway, when it ended
         self._fenced: OrderedDict[bytes, None] = OrderedDict()  # aborted, maybe before they came
         self._orphaned_since: dict[str, float] = {}
-        self._handoffs: set[asyncio.Task[None]] = set()
+        self._handoffs = Handoffs(worker, receiver, self._on_handoff_ended)
         self._background = Background()
 
     async def start(self) -> None:
@@ -86,8 +75,7 @@ class DecodeService:
         await self._background.stop()
         for placement_id in list(self._placements):
             self._abort(placement_id)
-        await asyncio.gather(*self._handoffs, return_exceptions=True)
-        await self._receiver.close()
+        await self._handoffs.stop()
 
     # ── commands ─────────────────────────────────────────────────────────────────────────────────
 
@@ -144,10 +132,15 @@ class DecodeService:
         if prompt.num_computed_tokens == prompt.num_prefill_tokens:  # all is in the cache
             self._activate(placement, prompt.num_computed_tokens)
             return
-        placement.handoff = self._handoff(placement, candidates)
-        task = asyncio.create_task(self._receive(placement, placement.handoff))
-        self._handoffs.add(task)
-        task.add_done_callback(self._handoffs.discard)
+        self._handoffs.start(placement, candidates)
+
+    def _on_handoff_ended(self, placement: Placement, handoff: Handoff, num_held: int) -> None:
+        """The choices get into the batch or, if the placement was aborted, are gone."""
+        if handoff.is_cancelled:
+            self._engine.abort(placement.prompt)
+        else:
+            self._activate(placement, num_held)
+        self._worker.loop.wake()
 
     def _activate(self, placement: Placement, num_held_tokens: int) -> None:
         self._engine.activate(placement.prompt, num_held_tokens)
@@ -182,87 +175,7 @@ class DecodeService:
                     self._ended.pop(placement_id, None)
                     self._emitter.drop(placement_id)
             case PrefillFailed(placement_id=placement_id, failure=failure):
-                self._fail_try(placement_id, failure.message)
-
-    # ── the handoff ──────────────────────────────────────────────────────────────────────────────
-
-    def _handoff(self, placement: Placement, candidates: tuple[str, ...]) -> Handoff:
-        return Handoff(
-            placement.prompt,
-            candidates,
-            runner=self._worker.loop.runner,
-            receiver=self._receiver,
-            randomness=self._worker.randomness,
-            ask=lambda worker_id, placement_id, first_token: self._ask_prefill(
-                placement, worker_id, placement_id, first_token
-            ),
-            abandon=self._abandon_prefill,
-        )
-
-    async def _receive(self, placement: Placement, handoff: Handoff) -> None:
-        """Ends with the choices in the batch or, if the placement was aborted, with them gone."""
-        num_held = placement.prompt.num_computed_tokens
-        try:
-            placement.delivery = await handoff.run()
-            num_held = placement.delivery.num_held_tokens
-        except Exception:  # the service's edge: local prefill is always possible
-            log.exception("handoff_broke")
-        placement.handoff = None
-        if handoff.is_cancelled:
-            self._engine.abort(placement.prompt)
-        else:
-            self._activate(placement, num_held)
-        self._worker.loop.wake()
-
-    async def _ask_prefill(
-        self, placement: Placement, worker_id: str, placement_id: bytes, first_token: int
-    ) -> PrefillAccepted:
-        """Raises HearthError if the worker cannot take it."""
-        if self._worker.heart.fleet.is_lost(worker_id):
-            raise WorkerBusy(f"{worker_id} is not alive")
-        worker, request, prompt = self._worker, placement.request, placement.prompt
-        command = RunPrefill(
-            placement_id=placement_id,
-            tenant_id=request.tenant_id,
-            decode_worker_id=worker.worker_id,
-            model=request.model,
-            revision=request.revision,
-            kv_format=worker.served.card.kv_format,
-            cache_root=request.cache_root,
-            token_ids=pack_token_ids(prompt.token_ids[: prompt.num_prefill_tokens]),
-            block_hashes=pack_hashes(prompt.block_hashes),
-            first_token=first_token,
-            target=self._receiver.address,
-            lease_s=PREFILL_LEASE_S,
-            deadline_s=max(0.0, placement.deadline_at - worker.clock.now()),
-        )
-        return await worker.bus.request(
-            run_prefill(worker_id), command, PrefillAccepted, timeout_s=PREFILL_ACK_S
-        )
-
-    def _abandon_prefill(self, worker_id: str, placement_id: bytes) -> None:
-        message = AbortRequest(placement_id=placement_id, reason="superseded")
-        self._worker.outbox.post(control("prefill", worker_id), message)
-
-    def _on_peer_lost(self, process_id: str, loss: Loss) -> None:
-        for placement in list(self._placements.values()):
-            handoff = placement.handoff
-            if handoff and handoff.current and handoff.current[0] == process_id:
-                handoff.fail(f"{process_id} is {loss.value}")
-        if loss in (Loss.RESTARTED, Loss.STOPPED):  # a gateway that forgot its requests
-            self._drop_gateway(process_id)
-
-    def _drop_gateway(self, gateway_id: str) -> None:
-        owned = [p.placement_id for p in self._placements.values() if _owner(p) == gateway_id]
-        owned += [each for each, (owner, _) in self._ended.items() if owner == gateway_id]
-        for placement_id in owned:
-            self._abort(placement_id)
-
-    def _fail_try(self, placement_id: bytes, reason: str) -> None:
-        for placement in self._placements.values():
-            handoff = placement.handoff
-            if handoff and handoff.current and handoff.current[1] == placement_id:
-                handoff.fail(reason)
+                self._handoffs.fail_try(placement_id, failure.message)
 
     # ── tokens ───────────────────────────────────────────────────────────────────────────────────
 
@@ -327,6 +240,17 @@ class DecodeService:
 
     # ── endings ──────────────────────────────────────────────────────────────────────────────────
 
+    def _on_peer_lost(self, process_id: str, loss: Loss) -> None:
+        self._handoffs.fail_worker(process_id, f"{process_id} is {loss.value}")
+        if loss in (Loss.RESTARTED, Loss.STOPPED):  # a gateway that forgot its requests
+            self._drop_gateway(process_id)
+
+    def _drop_gateway(self, gateway_id: str) -> None:
+        owned = [p.placement_id for p in self._placements.values() if _owner(p) == gateway_id]
+        owned += [each for each, (owner, _) in self._ended.items() if owner == gateway_id]
+        for placement_id in owned:
+            self._abort(placement_id)
+
     def _abort(self, placement_id: bytes) -> None:
         """Idempotent. Blocks are free once no frame is copied into them and no step reads them."""
         self._emitter.drop(placement_id)
@@ -366,24 +290,10 @@ class DecodeService:
         while True:
             await self._worker.clock.sleep(SWEEP_S)
             now = self._worker.clock.now()
-            self._renew_leases()
+            self._handoffs.renew_leases()
             for placement_id in self._overdue(now):
                 self._fence(placement_id)
                 self._abort(placement_id)
-
-    def _renew_leases(self) -> None:
-        by_worker: dict[str, list[bytes]] = {}
-        for placement in self._placements.values():
-            if placement.handoff and placement.handoff.lease:
-                worker_id, placement_id = placement.handoff.lease
-                by_worker.setdefault(worker_id, []).append(placement_id)
-        for worker_id, placement_ids in by_worker.items():
-            message = RenewLease(
-                decode_worker_id=self._worker.worker_id,
-                placement_ids=tuple(placement_ids),
-                lease_s=PREFILL_LEASE_S,
-            )
-            self._worker.outbox.post(control("prefill", worker_id), message)
 
     def _overdue(self, now: float) -> list[bytes]:
         """Placements past their deadline, without a gateway, or ended and never acknowledged."""
