@@ -52,13 +52,22 @@ def sample(
     drawn = torch.nonzero(temperature > 0).squeeze(1)
     if not len(drawn):
         return tokens
-    # from the maximum down, so that the least temperature overflows to -inf, never to inf
-    scaled = logits[drawn]
-    scaled.sub_(scaled.amax(-1, keepdim=True)).div_(temperature[drawn].unsqueeze(1))
-    _truncate(scaled, top_k[drawn], top_p[drawn], min_p[drawn])
+    scaled = scale(logits[drawn], temperature[drawn], top_k[drawn], top_p[drawn], min_p[drawn])
     noise = uniform(seed[drawn], choice_index[drawn], output_position[drawn], logits.shape[1])
     tokens[drawn] = scaled.sub_(noise.log_().neg_().log_()).argmax(-1)
     return tokens
+
+
+def scale(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> Tensor:
+    """The logits of what is drawn from: logits [R, vocab_size], overwritten; the others [R], each
+    temperature > 0 -> [R, vocab_size], -inf where nothing may be drawn.
+    """
+    # from the maximum down, so that the least temperature overflows to -inf, never to inf
+    logits.sub_(logits.amax(-1, keepdim=True)).div_(temperature.unsqueeze(1))
+    _truncate(logits, top_k, top_p, min_p)
+    return logits
 
 
 def _truncate(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:

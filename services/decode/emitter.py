@@ -1,4 +1,4 @@
-"""What has been drawn and not yet been acknowledged, by placement. Pure.
+"""What has been drawn and not yet been acknowledged, by placement and choice. Pure.
 
 Tokens are numbered by their position in the output, over all tries of a request. They are kept
 until the gateway has acknowledged the ending, so that any gap can be filled.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shared.errors import UnknownPlacement
-from shared.messages import Finish, Served, TokenEntry
+from shared.messages import Finish, Served, TokenEntry, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -22,23 +22,28 @@ class Output:
     num_emitted: int = 0
     finish: Finish | None = None
     served: Served | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     def entry_from(self, position: int) -> TokenEntry:
         start = max(position, self.first_position)
+        is_first = start == self.first_position
         return TokenEntry(
             placement_id=self.placement_id,
             choice_index=self.choice_index,
             first_position=start,
             token_ids=tuple(self.token_ids[start - self.first_position :]),
             finish=self.finish,
-            served=self.served if start == self.first_position else None,
+            served=self.served if is_first else None,
+            logprobs=tuple(self.logprobs[start - self.first_position :]),
+            prompt_logprobs=self.prompt_logprobs if is_first else (),
         )
 
 
 class Emitter:
     def __init__(self) -> None:
-        self._outputs: dict[bytes, Output] = {}
-        self._dirty: dict[bytes, Output] = {}
+        self._outputs: dict[bytes, dict[int, Output]] = {}
+        self._dirty: dict[tuple[bytes, int], Output] = {}
 
     def __contains__(self, placement_id: bytes) -> bool:
         return placement_id in self._outputs
@@ -49,23 +54,32 @@ class Emitter:
     def open(
         self, placement_id: bytes, gateway_id: str, choice_index: int, first_position: int
     ) -> None:
-        self._outputs[placement_id] = Output(placement_id, gateway_id, choice_index, first_position)
+        outputs = self._outputs.setdefault(placement_id, {})
+        outputs[choice_index] = Output(placement_id, gateway_id, choice_index, first_position)
 
     def add(
         self,
         placement_id: bytes,
+        choice_index: int,
         token_ids: tuple[int, ...],
         finish: Finish | None = None,
         served: Served | None = None,
+        *,
+        logprobs: tuple[TokenLogprobs, ...] = (),
+        prompt_logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> None:
-        """`served` is needed once, with the first tokens. Ignored for a dropped placement."""
-        output = self._outputs.get(placement_id)
+        """The `served` and `prompt_logprobs` of the first tokens are kept. Ignored for what was
+        dropped.
+        """
+        output = self._output(placement_id, choice_index)
         if output is None:
             return
         output.token_ids += token_ids
         output.finish = finish
         output.served = output.served or served
-        self._dirty[placement_id] = output
+        output.logprobs += logprobs
+        output.prompt_logprobs = output.prompt_logprobs or prompt_logprobs
+        self._dirty[placement_id, choice_index] = output
 
     def take(self) -> dict[str, list[TokenEntry]]:
         """What is new since the last call, by gateway: one message for each."""
@@ -79,14 +93,34 @@ class Emitter:
 
     def resend(self, placement_id: bytes, choice_index: int, from_position: int) -> TokenEntry:
         """Raises UnknownPlacement if it is not, or no longer, held here."""
-        output = self._outputs.get(placement_id)
-        if output is None or output.choice_index != choice_index:
+        output = self._output(placement_id, choice_index)
+        if output is None:
             raise UnknownPlacement("this worker does not hold that placement")
         output.num_emitted = len(output.token_ids)
-        self._dirty.pop(placement_id, None)
+        self._dirty.pop((placement_id, choice_index), None)
         return output.entry_from(from_position)
 
     def drop(self, placement_id: bytes) -> None:
-        """Acknowledged, aborted or orphaned. Idempotent."""
-        self._outputs.pop(placement_id, None)
-        self._dirty.pop(placement_id, None)
+        """Acknowledged, aborted or orphaned: all choices. Idempotent."""
+        for choice_index in list(self._outputs.get(placement_id, ())):
+            self.drop_choice(placement_id, choice_index)
+
+    def drop_choice(self, placement_id: bytes, choice_index: int) -> None:
+        """Nobody wants it any more; with its last choice the placement goes. Idempotent."""
+        outputs = self._outputs.get(placement_id, {})
+        outputs.pop(choice_index, None)
+        self._dirty.pop((placement_id, choice_index), None)
+        if not outputs:
+            self._outputs.pop(placement_id, None)
+
+    def _output(self, placement_id: bytes, choice_index: int) -> Output | None:
+        return self._outputs.get(placement_id, {}).get(choice_index)
+
+
+def apart(entries: list[TokenEntry]) -> list[list[TokenEntry]]:
+    """One message for each entry with a prompt's logprobs, which are megabytes, and one for all
+    others.
+    """
+    large = [[entry] for entry in entries if entry.prompt_logprobs]
+    others = [entry for entry in entries if not entry.prompt_logprobs]
+    return [*large, others] if others else large

@@ -1,72 +1,155 @@
-"""One try of a request on this worker.
+"""One try of a request on this worker: a prompt, and the choices that go on from it.
 
-receiving ──KV here, or computed locally──▶ decoding ──finish──▶ ended (kept by the emitter)
+receiving ──KV here──▶ choices decode ──all finish, or are aborted──▶ ended (kept by the emitter)
+computing the prompt ──▲
 every state ──abort, lease lost, deadline──▶ gone
+
+The KV of a prompt that several choices share is computed, or received, once: of all but its last
+token, which each choice computes for itself, as it draws with noise of its own. Where a prompt's
+logprobs are asked for, the first choice computes all of it and tells them, and the others find in
+the cache what they can.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shared.engine.sequence import Sequence
+import msgspec
+
+from shared.engine.sequence import Sequence, SequenceState
 from shared.errors import InvalidRequest
-from shared.messages import Request, Served
+from shared.messages import Choice, Request, SamplingParams, Served
 from shared.packing import unpack_hashes, unpack_token_ids
 
 from .handoff import Delivery, Handoff
+
+# Values that tell of a prompt, which go to the gateway in one message: some 15 bytes each.
+MAX_PROMPT_LOGPROBS = 200_000
+MAX_CHOICES = 128
+CHOICE_ID_BYTES = 8  # what follows the placement id in a sequence id
+_PROMPT_ID = b"\xff" * CHOICE_ID_BYTES  # of no choice: they are below 2**63
 
 
 @dataclass(slots=True, kw_only=True)
 class Placement:
     placement_id: bytes
     request: Request
-    sequence: Sequence
+    prompt: Sequence  # a lone choice is its own prompt
+    choices: dict[int, Sequence]  # by choice_index, those that have not ended
     deadline_at: float
     handoff: Handoff | None = None
     delivery: Delivery | None = None
-    has_emitted: bool = False
 
     @property
-    def served(self) -> Served:
-        sequence, delivery = self.sequence, self.delivery
-        if delivery is None or delivery.prefill_worker_id is None:
-            return Served(
-                num_cached_tokens=min(sequence.num_cached_tokens, self._num_prompt_tokens),
-                prefill_worker_id=None,
-                num_pushed_tokens=0 if delivery is None else delivery.num_pushed_tokens,
-                num_preemptions=sequence.num_preemptions,
-            )
+    def is_forked(self) -> bool:
+        """Whether the engine works on the choices, and no longer on what they share."""
+        return not self.prompt.is_prefill_only or self.prompt.state is SequenceState.FINISHED
+
+    @property
+    def in_engine(self) -> list[Sequence]:
+        """What the engine has, or is to have first."""
+        return list(self.choices.values()) if self.is_forked else [self.prompt]
+
+    def served(self, sequence: Sequence) -> Served:
+        delivery = Delivery(num_held_tokens=0) if self.delivery is None else self.delivery
+        is_local = delivery.prefill_worker_id is None
+        num_cached = self.prompt.num_cached_tokens if is_local else delivery.num_cached_tokens
         return Served(
-            num_cached_tokens=min(delivery.num_cached_tokens, self._num_prompt_tokens),
+            num_cached_tokens=min(num_cached, self.prompt.num_prompt_tokens),
             prefill_worker_id=delivery.prefill_worker_id,
             num_pushed_tokens=delivery.num_pushed_tokens,
             num_preemptions=sequence.num_preemptions,
         )
 
-    @property
-    def _num_prompt_tokens(self) -> int:
-        return self.sequence.num_prompt_tokens
 
+def sequences_of(
+    placement_id: bytes, request: Request, *, block_size: int, eos_token_ids: frozenset[int]
+) -> tuple[Sequence, dict[int, Sequence]]:
+    """The prompt to begin with, and the choices by index. The first choice stands for the prompt
+    where nothing is to be shared: it is alone or tells of the prompt, or the prompt is one token.
 
-def sequence_of(
-    placement_id: bytes, request: Request, *, eos_token_ids: frozenset[int]
-) -> Sequence:
-    """Raises InvalidRequest for a request that cannot be run."""
-    if len(request.choices) != 1:
-        raise InvalidRequest(f"{len(request.choices)} choices in one placement", param="n")
+    Raises InvalidRequest for a request that cannot be run.
+    """
+    _check_choices(request)
     prompt = unpack_token_ids(request.prompt_token_ids)
     if not prompt:
         raise InvalidRequest("the prompt has no tokens", param="messages")
-    choice, sampling = request.choices[0], request.sampling
+    _check_told(request.sampling, len(prompt))
+    first = _choice_of(placement_id, request, request.choices[0], prompt, eos_token_ids)
+    choices = {first.choice_index: first}
+    plain = _without_prompt_logprobs(request)
+    for choice in request.choices[1:]:
+        other = _choice_of(placement_id, plain, choice, prompt, eos_token_ids)
+        choices[choice.choice_index] = other
+    if len(choices) == 1 or len(prompt) == 1 or first.needs_every_token:
+        return first, choices
+    return _shared_prompt(placement_id, request, prompt[:-1], block_size), choices
+
+
+def placement_id_of(sequence: Sequence) -> bytes:
+    return sequence.sequence_id[:-CHOICE_ID_BYTES]
+
+
+def _check_choices(request: Request) -> None:
+    choices = request.choices
+    indices = {choice.choice_index for choice in choices}
+    if not 1 <= len(choices) <= MAX_CHOICES:
+        raise InvalidRequest(f"{len(choices)} choices, not 1 to {MAX_CHOICES}", param="n")
+    if len(indices) < len(choices):
+        raise InvalidRequest("two choices have one choice_index", param="n")
+    if min(indices) < 0 or max(indices) >= 2**63:
+        raise InvalidRequest("a choice_index is not in [0, 2**63)", param="n")
+    if request.pooling is not None and len(choices) > 1:
+        raise InvalidRequest(f"{len(choices)} choices of one embedding", param="n")
+
+
+def _check_told(sampling: SamplingParams, num_prompt_tokens: int) -> None:
+    if sampling.num_prompt_logprobs is None:
+        return
+    num_told = num_prompt_tokens * (1 + sampling.num_prompt_logprobs)
+    if num_told > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"logprobs of this prompt are {num_told} values, more than {MAX_PROMPT_LOGPROBS}",
+            param="prompt_logprobs",
+        )
+
+
+def _without_prompt_logprobs(request: Request) -> Request:
+    sampling = msgspec.structs.replace(request.sampling, num_prompt_logprobs=None)
+    return msgspec.structs.replace(request, sampling=sampling)
+
+
+def _choice_of(
+    placement_id: bytes,
+    request: Request,
+    choice: Choice,
+    prompt: list[int],
+    eos_token_ids: frozenset[int],
+) -> Sequence:
+    sampling = request.sampling
     stop_token_ids = frozenset(sampling.stop_token_ids)
     return Sequence(
-        sequence_id=placement_id,
+        sequence_id=placement_id + choice.choice_index.to_bytes(CHOICE_ID_BYTES, "big"),
         tenant_id=request.tenant_id,
         cache_root=request.cache_root,
         token_ids=prompt + unpack_token_ids(choice.output_token_ids),
         num_prompt_tokens=len(prompt),
         block_hashes=unpack_hashes(request.block_hashes),
-        sampling=sampling,
+        sampling=sampling if request.pooling is None else None,
+        pooling=request.pooling,
         choice_index=choice.choice_index,
         stop_token_ids=stop_token_ids if sampling.ignore_eos else stop_token_ids | eos_token_ids,
+    )
+
+
+def _shared_prompt(
+    placement_id: bytes, request: Request, token_ids: list[int], block_size: int
+) -> Sequence:
+    return Sequence(
+        sequence_id=placement_id + _PROMPT_ID,
+        tenant_id=request.tenant_id,
+        cache_root=request.cache_root,
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids),
+        block_hashes=unpack_hashes(request.block_hashes)[: len(token_ids) // block_size],
     )

@@ -22,7 +22,7 @@ class Receipt:
         self.ended: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._sequence = sequence
         self._runner = runner
-        self._num_wanted_tokens = sequence.num_tokens - 1
+        self._num_wanted_tokens = sequence.num_prefill_tokens
         self._num_taken_tokens = num_held_tokens  # and those that are being written
 
     @property

@@ -1,19 +1,17 @@
 """The decode handlers: reserve blocks, have the prompt's KV delivered, draw tokens, emit them.
 
-A placement lives under its gateway's lease (the gateway's heartbeat). What ended stays with the
-emitter until the gateway has acknowledged it.
+Several choices of one request are several sequences: what they share of the prompt comes first,
+then the engine forks it. A placement lives under its gateway's lease (the gateway's heartbeat).
+What ended stays with the emitter until the gateway has acknowledged it.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict
-
-import structlog
 
 from shared.background import Background
 from shared.engine.engine import Progress
-from shared.engine.sequence import SequenceState
+from shared.engine.sequence import Sequence, SequenceState
 from shared.engine.worker import Worker
 from shared.errors import HearthError, WorkerBusy
 from shared.health import Loss
@@ -24,26 +22,19 @@ from shared.messages import (
     DecodeStarted,
     Failure,
     Finish,
-    PrefillAccepted,
     PrefillFailed,
-    RenewLease,
     ResendTokens,
-    RunPrefill,
     StartDecode,
     TokenBatch,
 )
-from shared.packing import pack_hashes, pack_token_ids
-from shared.subjects import control, resend, run_prefill, start_decode, tokens
+from shared.subjects import control, resend, start_decode, tokens
 
-from .emitter import Emitter
+from .emitter import Emitter, apart
 from .handoff import Handoff
-from .placement import Placement, sequence_of
-
-log = structlog.get_logger(__name__)
+from .handoffs import Handoffs
+from .placement import Placement, placement_id_of, sequences_of
 
 SWEEP_S = 0.25
-PREFILL_ACK_S = 0.25
-PREFILL_LEASE_S = 3.0
 ORPHAN_S = 3.0  # how long a placement outlives the last sign of its gateway
 UNACKNOWLEDGED_S = 30.0
 MAX_WAITING = 64
@@ -53,14 +44,13 @@ MAX_FENCED = 10_000
 class DecodeService:
     def __init__(self, worker: Worker, receiver: KvReceiver) -> None:
         self._worker = worker
-        self._receiver = receiver
         self._engine = worker.loop.engine
         self._emitter = Emitter()
         self._placements: dict[bytes, Placement] = {}
         self._ended: dict[bytes, tuple[str, float]] = {}  # gateway, when it ended
         self._fenced: OrderedDict[bytes, None] = OrderedDict()  # aborted, maybe before they came
         self._orphaned_since: dict[str, float] = {}
-        self._handoffs: set[asyncio.Task[None]] = set()
+        self._handoffs = Handoffs(worker, receiver, self._on_handoff_ended)
         self._background = Background()
 
     async def start(self) -> None:
@@ -85,8 +75,7 @@ class DecodeService:
         await self._background.stop()
         for placement_id in list(self._placements):
             self._abort(placement_id)
-        await asyncio.gather(*self._handoffs, return_exceptions=True)
-        await self._receiver.close()
+        await self._handoffs.stop()
 
     # ── commands ─────────────────────────────────────────────────────────────────────────────────
 
@@ -97,23 +86,27 @@ class DecodeService:
             return self._started(known)
         self._check_admission(placement_id)
         self._worker.check_model(request.model, request.revision)
-        eos_token_ids = self._worker.served.eos_token_ids
-        sequence = sequence_of(placement_id, request, eos_token_ids=eos_token_ids)
-        self._worker.check_tokens(sequence)
+        prompt, choices = sequences_of(
+            placement_id,
+            request,
+            block_size=self._worker.served.card.block_size,
+            eos_token_ids=self._worker.served.eos_token_ids,
+        )
+        self._worker.check_tokens(*choices.values())
+        for sequence in choices.values():
+            self._engine.accept(sequence)
         placement = Placement(
             placement_id=placement_id,
             request=request,
-            sequence=sequence,
+            prompt=prompt,
+            choices=choices,
             deadline_at=self._worker.clock.now() + request.deadline_s,
         )
         self._admit(placement, command.prefill_candidates)
         self._placements[placement_id] = placement
-        self._emitter.open(
-            placement_id,
-            request.gateway_id,
-            sequence.choice_index,
-            sequence.num_output_tokens,
-        )
+        for index, sequence in choices.items():
+            first_position = sequence.num_output_tokens
+            self._emitter.open(placement_id, request.gateway_id, index, first_position)
         self._worker.loop.wake()
         return self._started(placement)
 
@@ -128,24 +121,40 @@ class DecodeService:
             raise WorkerBusy(f"{worker_id} has {num_waiting} requests waiting", retry_after_s=1.0)
 
     def _admit(self, placement: Placement, candidates: tuple[str, ...]) -> None:
-        sequence = placement.sequence
-        if not candidates or sequence.num_tokens == 1:
-            self._engine.add(sequence)
+        prompt, first = placement.prompt, placement.in_engine
+        is_local = prompt.num_prefill_tokens == 0 or prompt.pooling is not None
+        if not candidates or len(first) > 1 or is_local:
+            for sequence in first:
+                self._engine.add(sequence)
             return
-        if not self._engine.reserve(sequence):
+        if not self._engine.reserve(prompt):
             raise WorkerBusy(f"{self._worker.worker_id} has no room for this prompt's KV now")
-        if sequence.num_uncomputed_tokens == 1:  # all is in the cache: as with a local prefill
-            self._engine.activate(sequence, sequence.num_computed_tokens)
+        if prompt.num_computed_tokens == prompt.num_prefill_tokens:  # all is in the cache
+            self._activate(placement, prompt.num_computed_tokens)
             return
-        placement.handoff = self._handoff(placement, candidates)
-        task = asyncio.create_task(self._receive(placement, placement.handoff))
-        self._handoffs.add(task)
-        task.add_done_callback(self._handoffs.discard)
+        self._handoffs.start(placement, candidates)
+
+    def _on_handoff_ended(self, placement: Placement, handoff: Handoff, num_held: int) -> None:
+        """The choices get into the batch or, if the placement was aborted, are gone."""
+        if handoff.is_cancelled:
+            self._engine.abort(placement.prompt)
+        else:
+            self._activate(placement, num_held)
+        self._worker.loop.wake()
+
+    def _activate(self, placement: Placement, num_held_tokens: int) -> None:
+        self._engine.activate(placement.prompt, num_held_tokens)
+        self._fork(placement)
+
+    def _fork(self, placement: Placement) -> None:
+        """Once all that its choices share is computed."""
+        if placement.prompt.state is SequenceState.HELD:
+            self._engine.fork(placement.prompt, list(placement.choices.values()))
 
     def _started(self, placement: Placement) -> DecodeStarted:
         return DecodeStarted(
             placement_id=placement.placement_id,
-            num_cached_tokens=placement.sequence.num_cached_tokens,
+            num_cached_tokens=placement.prompt.num_cached_tokens,
         )
 
     def _resend(self, command: ResendTokens) -> TokenBatch:
@@ -156,81 +165,83 @@ class DecodeService:
 
     def _on_control(self, message: AbortRequest | AckFinished | PrefillFailed) -> None:
         match message:
-            case AbortRequest(placement_id=placement_id):
+            case AbortRequest(placement_id=placement_id, choice_index=None):
                 self._fence(placement_id)
                 self._abort(placement_id)
+            case AbortRequest(placement_id=placement_id, choice_index=int(choice_index)):
+                self._abort_choice(placement_id, choice_index)
             case AckFinished(placement_ids=placement_ids):
                 for placement_id in placement_ids:
                     self._ended.pop(placement_id, None)
                     self._emitter.drop(placement_id)
             case PrefillFailed(placement_id=placement_id, failure=failure):
-                self._fail_try(placement_id, failure.message)
+                self._handoffs.fail_try(placement_id, failure.message)
 
-    # ── the handoff ──────────────────────────────────────────────────────────────────────────────
+    # ── tokens ───────────────────────────────────────────────────────────────────────────────────
 
-    def _handoff(self, placement: Placement, candidates: tuple[str, ...]) -> Handoff:
-        return Handoff(
-            placement.sequence,
-            candidates,
-            runner=self._worker.loop.runner,
-            receiver=self._receiver,
-            randomness=self._worker.randomness,
-            ask=lambda worker_id, placement_id, first_token: self._ask_prefill(
-                placement, worker_id, placement_id, first_token
-            ),
-            abandon=self._abandon_prefill,
+    def _on_step(self, progress: list[Progress]) -> None:
+        for each in progress:
+            placement = self._placements.get(placement_id_of(each.sequence))
+            if placement is None:
+                continue
+            if each.sequence.is_prefill_only:
+                self._on_prompt(placement, each)
+            elif each.token_ids or each.finish_reason:
+                self._emit(placement, each)
+        worker = self._worker
+        for gateway_id, entries in self._emitter.take().items():
+            for part in apart(entries):
+                batch = TokenBatch(worker_id=worker.worker_id, entries=tuple(part))
+                worker.outbox.post(tokens(gateway_id), batch)
+
+    def _on_prompt(self, placement: Placement, progress: Progress) -> None:
+        if progress.finish_reason is None:
+            self._fork(placement)
+            return
+        self._engine.release(placement.prompt)
+        for sequence in list(placement.choices.values()):
+            self._emit(placement, Progress(sequence, finish_reason=progress.finish_reason))
+
+    def _emit(self, placement: Placement, progress: Progress) -> None:
+        sequence, finish = progress.sequence, None
+        served = placement.served(sequence)
+        if progress.finish_reason is not None:
+            failed = progress.finish_reason == "failed"
+            finish = Finish(
+                reason=progress.finish_reason,
+                served=served,
+                stop_token_id=progress.stop_token_id,
+                failure=Failure(code=HearthError.code, message="the step failed")
+                if failed
+                else None,
+                embedding=None
+                if progress.embedding is None
+                else progress.embedding.astype("<f4").tobytes(),
+            )
+            self._end_choice(placement, sequence)
+        self._emitter.add(
+            placement.placement_id,
+            sequence.choice_index,
+            progress.token_ids,
+            finish,
+            served,
+            logprobs=progress.logprobs,
+            prompt_logprobs=progress.prompt_logprobs,
         )
 
-    async def _receive(self, placement: Placement, handoff: Handoff) -> None:
-        """Ends with the sequence in the batch or, if the placement was aborted, with it gone."""
-        num_held = placement.sequence.num_computed_tokens
-        try:
-            placement.delivery = await handoff.run()
-            num_held = placement.delivery.num_held_tokens
-        except Exception:  # the service's edge: local prefill is always possible
-            log.exception("handoff_broke")
-        placement.handoff = None
-        if handoff.is_cancelled:
-            self._engine.abort(placement.sequence)
-        else:
-            self._engine.activate(placement.sequence, num_held)
-        self._worker.loop.wake()
+    def _end_choice(self, placement: Placement, sequence: Sequence) -> None:
+        """With the last of its choices the placement has ended."""
+        del placement.choices[sequence.choice_index]
+        if placement.choices:
+            return
+        del self._placements[placement.placement_id]
+        now = self._worker.clock.now()
+        self._ended[placement.placement_id] = (_owner(placement), now)
 
-    async def _ask_prefill(
-        self, placement: Placement, worker_id: str, placement_id: bytes, first_token: int
-    ) -> PrefillAccepted:
-        """Raises HearthError if the worker cannot take it."""
-        if self._worker.heart.fleet.is_lost(worker_id):
-            raise WorkerBusy(f"{worker_id} is not alive")
-        worker, request, sequence = self._worker, placement.request, placement.sequence
-        command = RunPrefill(
-            placement_id=placement_id,
-            tenant_id=request.tenant_id,
-            decode_worker_id=worker.worker_id,
-            model=request.model,
-            revision=request.revision,
-            kv_format=worker.served.card.kv_format,
-            cache_root=request.cache_root,
-            token_ids=pack_token_ids(sequence.token_ids[:-1]),
-            block_hashes=pack_hashes(sequence.block_hashes),
-            first_token=first_token,
-            target=self._receiver.address,
-            lease_s=PREFILL_LEASE_S,
-            deadline_s=max(0.0, placement.deadline_at - worker.clock.now()),
-        )
-        return await worker.bus.request(
-            run_prefill(worker_id), command, PrefillAccepted, timeout_s=PREFILL_ACK_S
-        )
-
-    def _abandon_prefill(self, worker_id: str, placement_id: bytes) -> None:
-        message = AbortRequest(placement_id=placement_id, reason="superseded")
-        self._worker.outbox.post(control("prefill", worker_id), message)
+    # ── endings ──────────────────────────────────────────────────────────────────────────────────
 
     def _on_peer_lost(self, process_id: str, loss: Loss) -> None:
-        for placement in list(self._placements.values()):
-            handoff = placement.handoff
-            if handoff and handoff.current and handoff.current[0] == process_id:
-                handoff.fail(f"{process_id} is {loss.value}")
+        self._handoffs.fail_worker(process_id, f"{process_id} is {loss.value}")
         if loss in (Loss.RESTARTED, Loss.STOPPED):  # a gateway that forgot its requests
             self._drop_gateway(process_id)
 
@@ -239,48 +250,6 @@ class DecodeService:
         owned += [each for each, (owner, _) in self._ended.items() if owner == gateway_id]
         for placement_id in owned:
             self._abort(placement_id)
-
-    def _fail_try(self, placement_id: bytes, reason: str) -> None:
-        for placement in self._placements.values():
-            handoff = placement.handoff
-            if handoff and handoff.current and handoff.current[1] == placement_id:
-                handoff.fail(reason)
-
-    # ── tokens ───────────────────────────────────────────────────────────────────────────────────
-
-    def _on_step(self, progress: list[Progress]) -> None:
-        for each in progress:
-            placement = self._placements.get(each.sequence.sequence_id)
-            if placement is not None and (each.token_ids or each.finish_reason):
-                self._emit(placement, each)
-        worker = self._worker
-        for gateway_id, entries in self._emitter.take().items():
-            batch = TokenBatch(worker_id=worker.worker_id, entries=tuple(entries))
-            worker.outbox.post(tokens(gateway_id), batch)
-
-    def _emit(self, placement: Placement, progress: Progress) -> None:
-        finish = None
-        served = None if placement.has_emitted else placement.served
-        placement.has_emitted = True
-        if progress.finish_reason is not None:
-            failed = progress.finish_reason == "failed"
-            finish = Finish(
-                reason=progress.finish_reason,
-                served=placement.served,
-                stop_token_id=progress.stop_token_id,
-                failure=Failure(code=HearthError.code, message="the step failed")
-                if failed
-                else None,
-            )
-            self._end(placement)
-        self._emitter.add(placement.placement_id, progress.token_ids, finish, served)
-
-    def _end(self, placement: Placement) -> None:
-        del self._placements[placement.placement_id]
-        now = self._worker.clock.now()
-        self._ended[placement.placement_id] = (_owner(placement), now)
-
-    # ── endings ──────────────────────────────────────────────────────────────────────────────────
 
     def _abort(self, placement_id: bytes) -> None:
         """Idempotent. Blocks are free once no frame is copied into them and no step reads them."""
@@ -291,8 +260,25 @@ class DecodeService:
             return
         if placement.handoff is not None:
             placement.handoff.cancel()
-        elif placement.sequence.state is not SequenceState.FINISHED:
-            self._engine.abort(placement.sequence)
+        else:
+            for sequence in placement.in_engine:
+                self._engine.abort(sequence)
+        self._worker.loop.wake()
+
+    def _abort_choice(self, placement_id: bytes, choice_index: int) -> None:
+        """The others go on, or wait for their acknowledgement if they have ended. Idempotent."""
+        self._emitter.drop_choice(placement_id, choice_index)
+        if placement_id not in self._emitter:  # it was all that anybody still wanted
+            self._fence(placement_id)
+            self._abort(placement_id)
+            return
+        placement = self._placements.get(placement_id)
+        sequence = None if placement is None else placement.choices.get(choice_index)
+        if placement is None or sequence is None:
+            return
+        if placement.is_forked:
+            self._engine.abort(sequence)
+        self._end_choice(placement, sequence)
         self._worker.loop.wake()
 
     def _fence(self, placement_id: bytes) -> None:
@@ -304,24 +290,10 @@ class DecodeService:
         while True:
             await self._worker.clock.sleep(SWEEP_S)
             now = self._worker.clock.now()
-            self._renew_leases()
+            self._handoffs.renew_leases()
             for placement_id in self._overdue(now):
                 self._fence(placement_id)
                 self._abort(placement_id)
-
-    def _renew_leases(self) -> None:
-        by_worker: dict[str, list[bytes]] = {}
-        for placement in self._placements.values():
-            if placement.handoff and placement.handoff.lease:
-                worker_id, placement_id = placement.handoff.lease
-                by_worker.setdefault(worker_id, []).append(placement_id)
-        for worker_id, placement_ids in by_worker.items():
-            message = RenewLease(
-                decode_worker_id=self._worker.worker_id,
-                placement_ids=tuple(placement_ids),
-                lease_s=PREFILL_LEASE_S,
-            )
-            self._worker.outbox.post(control("prefill", worker_id), message)
 
     def _overdue(self, now: float) -> list[bytes]:
         """Placements past their deadline, without a gateway, or ended and never acknowledged."""

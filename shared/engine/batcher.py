@@ -9,6 +9,10 @@ One batcher for both phases: there is no prefill mode and no decode mode, only
 
 When a running sequence needs a block and none is free, the newest running sequence is preempted: it
 gives all blocks back and is computed again later (its blocks may still be found in the cache).
+
+The choices of one request start from the blocks of their common prompt. Who is about to write into
+a block that others hold, too, gets a copy of it, made before the step writes anything; the last
+holder writes in place.
 """
 
 from __future__ import annotations
@@ -24,12 +28,18 @@ from shared.engine.sequence import Sequence, SequenceState
 class ScheduledSequence:
     sequence: Sequence
     num_scheduled_tokens: int
+    # (source, destination) block to copy first; the row holds the source until the step has ended
+    block_copy: tuple[int, int] | None = None
+
+    @property
+    def completes(self) -> bool:
+        """Whether this step computes the sequence's last token."""
+        return self.num_scheduled_tokens == self.sequence.num_uncomputed_tokens
 
     @property
     def samples(self) -> bool:
-        """Whether this step computes the sequence's last token, so that a new one can be drawn."""
-        is_last = self.num_scheduled_tokens == self.sequence.num_uncomputed_tokens
-        return is_last and not self.sequence.is_prefill_only
+        """Whether it completes the sequence so that a new token can be drawn."""
+        return self.completes and self.sequence.sampling is not None
 
 
 class Batcher:
@@ -45,6 +55,7 @@ class Batcher:
         self._max_batch_tokens = max_batch_tokens
         self._max_sequences = max_sequences
         self._watermark_blocks = int(pool.num_blocks * watermark)
+        self._block_copies: dict[Sequence, tuple[int, int]] = {}  # of the step being scheduled
 
     def add(self, sequence: Sequence) -> None:
         """The sequence is WAITING. One that brings its KV along needs no admission of blocks."""
@@ -55,6 +66,24 @@ class Batcher:
             self.waiting.appendleft(sequence)
         else:
             self.waiting.append(sequence)
+
+    def fork(self, parent: Sequence, children: list[Sequence]) -> None:
+        """The children run from the parent's KV. Those without room for a row or for own blocks
+        wait, first of all who hold nothing; they find the parent's full blocks in the cache.
+        """
+        num_full = parent.num_committed_blocks
+        # the last to write takes the parent's partial block over
+        room = self.pool.num_free_blocks + len(parent.block_table) - num_full
+        waiting = []
+        for child in children:
+            room -= self.pool.blocks_for(child.num_tokens) - num_full
+            if room >= self._watermark_blocks and len(self.running) < self._max_sequences:
+                self._share_blocks(parent, child)
+                self.add(child)
+            else:
+                waiting.append(child)
+        for child in reversed(waiting):
+            self._wait_first(child)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes it out of the queues; its blocks are the caller's business."""
@@ -86,22 +115,58 @@ class Batcher:
         found: list[Sequence] = []
         if num_preempted == 0:
             found = self._admit(scheduled, budget)
-        rows = [ScheduledSequence(sequence, count) for sequence, count in scheduled.items()]
+        rows = [
+            ScheduledSequence(sequence, count, self._block_copies.get(sequence))
+            for sequence, count in scheduled.items()
+        ]
+        self._block_copies.clear()
         return rows, found
 
+    def _share_blocks(self, parent: Sequence, child: Sequence) -> None:
+        self.pool.hold(parent.block_table)
+        child.block_table = list(parent.block_table)
+        child.num_computed_tokens = parent.num_computed_tokens
+        child.num_committed_blocks = parent.num_committed_blocks
+        child.num_cached_tokens = parent.num_cached_tokens
+
     def _make_room(self, sequence: Sequence) -> list[Sequence]:
-        """Gives `sequence` blocks for all its tokens; returns whom that preempted."""
+        """Gives `sequence` blocks for all its tokens, its own where it writes; returns whom that
+        preempted.
+        """
         victims: list[Sequence] = []
         missing = self.pool.blocks_for(sequence.num_tokens) - len(sequence.block_table)
-        while self.pool.num_free_blocks < missing:
+        while self.pool.num_free_blocks < missing + self._writes_shared(sequence):
             victim = next((s for s in reversed(self.running) if not s.is_prefill_only), sequence)
             self.preempt(victim)
             victims.append(victim)
             if victim is sequence:
                 return victims
+        if self._writes_shared(sequence):
+            self._copy_block(sequence)
         if missing > 0:
             sequence.block_table += self.pool.allocate(missing)
         return victims
+
+    def _writes_shared(self, sequence: Sequence) -> bool:
+        """Whether its next KV would go into a block that another sequence holds, too."""
+        block_index = sequence.num_computed_tokens // self.pool.block_size
+        if block_index >= len(sequence.block_table):
+            return False
+        block_id = sequence.block_table[block_index]
+        num_holders = self.pool.ref_count(block_id)
+        if num_holders > 1:  # rows that copy it hold it as well, and write elsewhere
+            num_holders -= sum(source == block_id for source, _ in self._block_copies.values())
+        return num_holders > 1
+
+    def _copy_block(self, sequence: Sequence) -> None:
+        """The sequence's reference to the source becomes its row's: nobody can have the block, and
+        write into it, while the step may still read it.
+        """
+        block_index = sequence.num_computed_tokens // self.pool.block_size
+        source = sequence.block_table[block_index]
+        (destination,) = self.pool.allocate(1)
+        sequence.block_table[block_index] = destination
+        self._block_copies[sequence] = (source, destination)
 
     def preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -111,6 +176,12 @@ class Batcher:
         sequence.num_computed_tokens = 0
         sequence.num_committed_blocks = 0
         sequence.num_preemptions += 1
+        if sequence in self._block_copies:
+            source, _ = self._block_copies.pop(sequence)
+            self.pool.release([source])
+        self._wait_first(sequence)
+
+    def _wait_first(self, sequence: Sequence) -> None:
         # behind those that hold blocks: before them it could wait for the very blocks they hold
         num_holders = sum(bool(each.block_table) for each in self.waiting)
         self.waiting.insert(num_holders, sequence)
@@ -134,12 +205,8 @@ class Batcher:
         return found
 
     def allocate_prompt(self, sequence: Sequence, *, spare: int) -> bool:
-        """Takes the cached prefix and new blocks for the rest, leaving `spare` free; or nothing.
-
-        A sequence that samples computes at least its last token, whatever is cached.
-        """
-        num_computable = sequence.num_tokens - (0 if sequence.is_prefill_only else 1)
-        num_matchable = num_computable // self.pool.block_size
+        """Takes the cached prefix and new blocks for the rest, leaving `spare` free; or nothing."""
+        num_matchable = sequence.num_prefill_tokens // self.pool.block_size
         cached = self.pool.match(sequence.block_hashes[:num_matchable])
         num_new = self.pool.blocks_for(sequence.num_tokens) - len(cached)
         if num_new + self.pool.num_evictable_in(cached) + spare > self.pool.num_free_blocks:

@@ -56,6 +56,9 @@ class BlockPool:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def ref_count(self, block_id: int) -> int:
+        return self._ref_counts[block_id]
+
     def match(self, block_hashes: Iterable[bytes]) -> list[int]:
         """Block ids of the longest cached prefix. They are not held yet: see `hold`."""
         block_ids = []

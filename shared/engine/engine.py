@@ -8,14 +8,19 @@ only once no running step touches it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import repeat
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shared.block_hash import extend_chain
 from shared.engine.batcher import Batcher, ScheduledSequence
 from shared.engine.block_pool import BlockPool
 from shared.engine.runner import StepOutput
+from shared.engine.sampling_checks import check_sampling
 from shared.engine.sequence import Sequence, SequenceState
 from shared.errors import InvalidRequest
-from shared.messages import FinishReason
+from shared.messages import FinishReason, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +31,9 @@ class Progress:
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `token_ids`, if asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # all, once, when the first token is drawn
+    embedding: NDArray[np.float32] | None = None  # [hidden_size], with an embedding's ending
 
 
 class Engine:
@@ -72,6 +80,19 @@ class Engine:
         batcher = self.batcher
         return not (batcher.waiting or batcher.running or self._reserved or self._held)
 
+    def accept(self, sequence: Sequence) -> None:
+        """Raises InvalidRequest for a sequence that this engine can never compute, whatever it is
+        given later; what may be missing of its block hashes is added.
+        """
+        self.check_fits(sequence.num_tokens)
+        check_drawable(sequence)
+        full = sequence.num_tokens // self.pool.block_size
+        if len(sequence.block_hashes) > full:
+            raise InvalidRequest(
+                f"{len(sequence.block_hashes)} block hashes for {full} full blocks"
+            )
+        self._extend_hashes(sequence, full)
+
     def check_fits(self, num_tokens: int) -> None:
         """Raises InvalidRequest for a sequence that this engine can never compute."""
         if num_tokens > self.max_context_tokens:
@@ -81,7 +102,7 @@ class Engine:
 
     def add(self, sequence: Sequence) -> None:
         """Raises InvalidRequest if it can never fit."""
-        self._accept(sequence)
+        self.accept(sequence)
         self.batcher.add(sequence)
 
     def reserve(self, sequence: Sequence) -> bool:
@@ -89,7 +110,7 @@ class Engine:
         room now, reservations have reached their share, or a preempted sequence waits for blocks.
         Raises InvalidRequest as `add`.
         """
-        self._accept(sequence)
+        self.accept(sequence)
         if any(each.num_preemptions for each in self.batcher.waiting):
             return False
         needed = self.pool.blocks_for(sequence.num_tokens)
@@ -105,18 +126,40 @@ class Engine:
     def activate(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """The KV of the first `num_computed_tokens` has arrived; the engine computes the rest.
 
-        Raises ValueError if that is less than the cache had, or leaves no token to compute.
+        A prefill without a rest is HELD at once. Raises ValueError if that is less than the cache
+        had, or leaves one who samples no token to compute.
         """
-        if not sequence.num_computed_tokens <= num_computed_tokens < sequence.num_tokens:
+        num_before = sequence.num_computed_tokens
+        if not num_before <= num_computed_tokens <= sequence.num_prefill_tokens:
             raise ValueError(
                 f"the KV of {num_computed_tokens} of {sequence.num_tokens} tokens arrived, "
-                f"{sequence.num_computed_tokens} were there"
+                f"{num_before} were there"
             )
         self._reserved.remove(sequence)
         sequence.become(SequenceState.WAITING)
         sequence.num_computed_tokens = num_computed_tokens
         self._commit_full_blocks(sequence)
-        self.batcher.add(sequence)
+        if sequence.num_uncomputed_tokens == 0:
+            sequence.become(SequenceState.HELD)
+            self._held.add(sequence)
+        else:
+            self.batcher.add(sequence)
+
+    def fork(self, parent: Sequence, children: list[Sequence]) -> None:
+        """Ends a HELD prefill; the children, accepted before, go on from its KV, each on its own.
+
+        Their tokens begin with the parent's. Raises ValueError if the parent is not HELD, or is
+        because its step failed, or if a child is to compute every token itself.
+        """
+        if parent.state is not SequenceState.HELD or parent.num_uncomputed_tokens:
+            raise ValueError(
+                f"a {parent.state.value} sequence that lacks the KV of "
+                f"{parent.num_uncomputed_tokens} tokens cannot be forked"
+            )
+        if any(child.num_prefill_tokens < parent.num_tokens for child in children):
+            raise ValueError("a sequence that computes every token itself is nobody's child")
+        self.batcher.fork(parent, children)
+        self._finish(parent)
 
     def release(self, sequence: Sequence) -> None:
         """The push of a HELD prefill is over, or nobody wants it any more."""
@@ -141,19 +184,20 @@ class Engine:
 
     def apply(self, rows: list[ScheduledSequence], output: StepOutput) -> list[Progress]:
         """Takes in a computed step; it drew one token for each row that samples, in order."""
-        tokens = iter(output.token_ids)
+        draws = zip(output.token_ids, output.logprobs or repeat(None), strict=False)
         progress = []
-        for row in rows:
+        for index, row in enumerate(rows):
             sequence = row.sequence
-            token_id = next(tokens) if row.samples else None
-            sequence.is_in_step = False
+            token_id, logprobs = next(draws) if row.samples else (None, None)
+            self._leave_step(row)
             if sequence.is_aborted:
                 self._finish(sequence)
                 continue
             self._count(row, token_id)
+            _collect(sequence, index, output)
             sequence.num_computed_tokens += row.num_scheduled_tokens
             self._commit_full_blocks(sequence)
-            progress.append(self._advance(sequence, token_id))
+            progress.append(self._advance(sequence, token_id, logprobs))
         return progress
 
     def fail(self, rows: list[ScheduledSequence]) -> list[Progress]:
@@ -164,7 +208,7 @@ class Engine:
         progress = []
         for row in rows:
             sequence = row.sequence
-            sequence.is_in_step = False
+            self._leave_step(row)
             if sequence.is_aborted or not sequence.is_prefill_only:
                 self._finish(sequence)
             else:
@@ -173,32 +217,54 @@ class Engine:
                 progress.append(Progress(sequence, finish_reason="failed"))
         return progress
 
-    def _accept(self, sequence: Sequence) -> None:
-        self.check_fits(sequence.num_tokens)
-        check_drawable(sequence)
-        full = sequence.num_tokens // self.pool.block_size
-        if len(sequence.block_hashes) > full:
-            raise InvalidRequest(
-                f"{len(sequence.block_hashes)} block hashes for {full} full blocks"
-            )
-        self._extend_hashes(sequence, full)
-
-    def _advance(self, sequence: Sequence, token_id: int | None) -> Progress:
+    def _advance(
+        self, sequence: Sequence, token_id: int | None, logprobs: TokenLogprobs | None
+    ) -> Progress:
         if token_id is None:
-            if sequence.is_prefill_only and sequence.num_uncomputed_tokens == 0:
-                self._hold(sequence)
-            return Progress(sequence)
+            return self._advance_undrawn(sequence)
         params = sequence.sampling
         assert params is not None
+        prompt_logprobs = tuple(sequence.prompt_logprobs or ())
+        sequence.prompt_logprobs = None
         if token_id in sequence.stop_token_ids and sequence.num_output_tokens >= params.min_tokens:
             self._finish(sequence)
-            return Progress(sequence, finish_reason="stop", stop_token_id=token_id)
+            return Progress(
+                sequence,
+                finish_reason="stop",
+                stop_token_id=token_id,
+                prompt_logprobs=prompt_logprobs,
+            )
         sequence.token_ids.append(token_id)
         is_long = sequence.num_output_tokens >= params.max_tokens
-        if is_long or sequence.num_tokens >= self.max_context_tokens:
+        is_over = is_long or sequence.num_tokens >= self.max_context_tokens
+        if is_over:
             self._finish(sequence)
-            return Progress(sequence, (token_id,), finish_reason="length")
-        return Progress(sequence, (token_id,))
+        return Progress(
+            sequence,
+            (token_id,),
+            finish_reason="length" if is_over else None,
+            logprobs=() if logprobs is None else (logprobs,),
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def _advance_undrawn(self, sequence: Sequence) -> Progress:
+        """A chunk, or the end of what never draws."""
+        if sequence.num_uncomputed_tokens > 0:
+            return Progress(sequence)
+        if sequence.is_prefill_only:
+            self._hold(sequence)
+            return Progress(sequence)
+        assert sequence.pooled is not None
+        num_pooled = sequence.num_tokens if sequence.pooling == "mean" else 1
+        self._finish(sequence)
+        embedding = sequence.pooled / np.float32(num_pooled)
+        return Progress(sequence, finish_reason="stop", embedding=embedding)
+
+    def _leave_step(self, row: ScheduledSequence) -> None:
+        row.sequence.is_in_step = False
+        if row.block_copy is not None:
+            source, _ = row.block_copy
+            self.pool.release([source])
 
     def _count(self, row: ScheduledSequence, token_id: int | None) -> None:
         sequence = row.sequence
@@ -244,6 +310,17 @@ class Engine:
         sequence.block_hashes += extend_chain(parent, tokens, size)
 
 
+def _collect(sequence: Sequence, index: int, output: StepOutput) -> None:
+    """What this chunk tells of its prompt; a sequence that was preempted starts over."""
+    if sequence.prompt_logprobs is not None:
+        told = output.prompt_logprobs.get(index, [])
+        sequence.prompt_logprobs[sequence.num_computed_tokens :] = told
+    if index in output.pooled:
+        vector, before = output.pooled[index], sequence.pooled
+        is_more = sequence.pooling == "mean" and sequence.num_computed_tokens > 0
+        sequence.pooled = before + vector if is_more and before is not None else vector
+
+
 def check_drawable(sequence: Sequence) -> None:
     """Raises InvalidRequest for what would fail, or draw a token too many, in a shared step."""
     params = sequence.sampling
@@ -255,7 +332,6 @@ def check_drawable(sequence: Sequence) -> None:
         raise InvalidRequest(
             f"{sequence.num_output_tokens} of max_tokens {params.max_tokens} are drawn already"
         )
-    if not 0 <= params.seed < 2**64:
-        raise InvalidRequest(f"seed {params.seed} is not an unsigned 64-bit integer")
-    if max(params.top_k, sequence.choice_index) >= 2**63:
-        raise InvalidRequest("top_k and choice_index must be signed 64-bit integers")
+    if sequence.choice_index >= 2**63:
+        raise InvalidRequest("choice_index must be a signed 64-bit integer")
+    check_sampling(params)

@@ -5,8 +5,17 @@ from __future__ import annotations
 import numpy as np
 
 from shared.engine.batcher import ScheduledSequence
-from shared.engine.runner import SamplingInputs, StepInputs
-from shared.messages import SamplingParams
+from shared.engine.runner import (
+    LogitBias,
+    Penalties,
+    PromptSuccessors,
+    SamplingInputs,
+    StepInputs,
+)
+from shared.engine.sequence import Sequence
+from shared.messages import LogprobsMode, Pooling, SamplingParams
+
+Drawing = tuple[Sequence, SamplingParams]
 
 
 def build_inputs(rows: list[ScheduledSequence], block_size: int) -> StepInputs:
@@ -34,25 +43,22 @@ def build_inputs(rows: list[ScheduledSequence], block_size: int) -> StepInputs:
         context_lens=computed + query_lens,
         block_tables=block_tables,
         sampling=_sampling_inputs(rows, np.cumsum(query_lens) - 1),
+        block_copies=tuple(row.block_copy for row in rows if row.block_copy is not None),
+        prompt_logprobs=_prompt_logprobs(rows),
+        pooling=_pooling(rows),
     )
 
 
 def _sampling_inputs(rows: list[ScheduledSequence], last_rows: np.ndarray) -> SamplingInputs:
-    drawing: list[tuple[int, ScheduledSequence, SamplingParams]] = [
-        (index, row, row.sequence.sampling)
-        for index, row in enumerate(rows)
+    drawing: list[Drawing] = [
+        (row.sequence, row.sequence.sampling)
+        for row in rows
         if row.samples and row.sequence.sampling is not None
     ]
-    params = [each for _, _, each in drawing]
-    sequences = [row.sequence for _, row, _ in drawing]
-    banned = [
-        (draw, token_id)
-        for draw, sequence in enumerate(sequences)
-        if sequence.num_output_tokens < params[draw].min_tokens
-        for token_id in sequence.stop_token_ids
-    ]
+    sequences = [sequence for sequence, _ in drawing]
+    params = [each for _, each in drawing]
     return SamplingInputs(
-        logits_indices=last_rows[[index for index, _, _ in drawing]].astype(np.int64),
+        logits_indices=last_rows[[i for i, row in enumerate(rows) if row.samples]].astype(np.int64),
         temperature=np.array([each.temperature for each in params], dtype=np.float32),
         top_k=np.array([each.top_k for each in params], dtype=np.int64),
         top_p=np.array([each.top_p for each in params], dtype=np.float32),
@@ -60,5 +66,105 @@ def _sampling_inputs(rows: list[ScheduledSequence], last_rows: np.ndarray) -> Sa
         seed=np.array([each.seed for each in params], dtype=np.uint64),
         choice_index=np.array([each.choice_index for each in sequences], dtype=np.int64),
         output_position=np.array([each.num_output_tokens for each in sequences], dtype=np.int64),
-        banned=banned,
+        banned=[
+            (draw, token_id)
+            for draw, (sequence, each) in enumerate(drawing)
+            for token_id in _banned(sequence, each)
+        ],
+        bias=_bias(params),
+        penalties=_penalties(drawing),
+        raw_logprobs=_num_logprobs(params, "raw"),
+        processed_logprobs=_num_logprobs(params, "processed"),
     )
+
+
+def _banned(sequence: Sequence, params: SamplingParams) -> list[int]:
+    """May hold a token twice."""
+    banned = [word[-1] for word in params.bad_words if _ends_with(sequence.token_ids, word[:-1])]
+    if sequence.num_output_tokens < params.min_tokens:
+        banned += sequence.stop_token_ids
+    return banned
+
+
+def _ends_with(token_ids: list[int], tail: tuple[int, ...]) -> bool:
+    """The last token is compared first: most bad words need no more."""
+    if not tail:
+        return True
+    return token_ids[-1] == tail[-1] and tuple(token_ids[-len(tail) :]) == tail
+
+
+def _bias(params: list[SamplingParams]) -> LogitBias | None:
+    entries = [(row, *pair) for row, each in enumerate(params) for pair in each.logit_bias]
+    if not entries:
+        return None
+    rows, token_ids, values = zip(*entries, strict=True)
+    return LogitBias(
+        rows=np.array(rows, dtype=np.int64),
+        token_ids=np.array(token_ids, dtype=np.int64),
+        values=np.array(values, dtype=np.float32),
+    )
+
+
+def _penalties(drawing: list[Drawing]) -> Penalties | None:
+    penalized = [
+        _penalties_of(row, sequence, params)
+        for row, (sequence, params) in enumerate(drawing)
+        if params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty
+    ]
+    if not penalized:
+        return None
+    rows, token_ids, repetition, subtracted = zip(*penalized, strict=True)
+    return Penalties(
+        rows=np.concatenate(rows),
+        token_ids=np.concatenate(token_ids),
+        repetition=np.concatenate(repetition),
+        subtracted=np.concatenate(subtracted),
+    )
+
+
+def _penalties_of(
+    row: int, sequence: Sequence, params: SamplingParams
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """One row's part of each field of `Penalties`."""
+    counts = sequence.counts
+    counts.advance(sequence.token_ids, sequence.num_prompt_tokens)
+    token_ids, in_output = counts.token_ids(), counts.in_output()
+    by_count = params.frequency_penalty * in_output + params.presence_penalty * (in_output > 0)
+    return (
+        np.full(len(token_ids), row, dtype=np.int64),
+        token_ids,
+        np.full(len(token_ids), params.repetition_penalty, dtype=np.float32),
+        by_count.astype(np.float32),
+    )
+
+
+def _num_logprobs(params: list[SamplingParams], mode: LogprobsMode) -> dict[int, int]:
+    return {
+        row: each.num_logprobs
+        for row, each in enumerate(params)
+        if each.num_logprobs is not None and each.logprobs_mode == mode
+    }
+
+
+def _prompt_logprobs(rows: list[ScheduledSequence]) -> dict[int, PromptSuccessors]:
+    """Of chunks whose tokens have prompt tokens behind them."""
+    found: dict[int, PromptSuccessors] = {}
+    for index, row in enumerate(rows):
+        sequence, params = row.sequence, row.sequence.sampling
+        if sequence.prompt_logprobs is None or params is None:
+            continue
+        first = sequence.num_computed_tokens + 1
+        end = min(first + row.num_scheduled_tokens, sequence.num_prompt_tokens)
+        if first < end and params.num_prompt_logprobs is not None:
+            successors = np.array(sequence.token_ids[first:end], dtype=np.int64)
+            found[index] = PromptSuccessors(successors, params.num_prompt_logprobs)
+    return found
+
+
+def _pooling(rows: list[ScheduledSequence]) -> dict[int, Pooling]:
+    """A mean is of every chunk; the last token comes with the last chunk."""
+    return {
+        index: row.sequence.pooling
+        for index, row in enumerate(rows)
+        if row.sequence.pooling is not None and (row.sequence.pooling == "mean" or row.completes)
+    }

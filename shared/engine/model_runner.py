@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.reference.copy_blocks import copy_blocks
 from kernels.reference.gather_blocks import gather_blocks
 from kernels.reference.scatter_blocks import scatter_blocks
 from shared.clock import Clock, MonotonicClock
@@ -28,6 +29,7 @@ from shared.engine.layers.linear import Linear
 from shared.engine.model_config import ModelConfig
 from shared.engine.models.decoder import Decoder
 from shared.engine.packed_weights import map_weights, weights_cache_dir
+from shared.engine.readout import pooled, prompt_logprobs
 from shared.engine.runner import StepInputs, StepOutput
 from shared.engine.sampler import draw_tokens
 from shared.engine.step_budget import StepBudget
@@ -157,22 +159,41 @@ class ModelRunner:
     @torch.inference_mode()
     def step_logits(self, inputs: StepInputs) -> Tensor:
         """Computes a step on the calling thread. Returns [R, vocab_size] FP32."""
-        hidden = self._model(
+        return self._sampled_logits(self._hidden(inputs), inputs)
+
+    def _sampled_logits(self, hidden: Tensor, inputs: StepInputs) -> Tensor:
+        rows = torch.from_numpy(inputs.sampling.logits_indices).to(self._device)
+        return self._model.logits(hidden.index_select(0, rows))
+
+    def _hidden(self, inputs: StepInputs) -> Tensor:
+        """Of all tokens, before the final norm. [T, hidden_size]"""
+        if inputs.block_copies:
+            sources, destinations = torch.tensor(inputs.block_copies, device=self._device).T
+            copy_blocks(self._kv_cache, sources, destinations)
+        return self._model(
             torch.from_numpy(inputs.input_ids).to(self._device),
             torch.from_numpy(inputs.positions).to(self._device),
             self._kv_cache,
             build_attention_inputs(inputs, self._device),
         )
-        rows = torch.from_numpy(inputs.sampling.logits_indices).to(self._device)
-        return self._model.logits(hidden.index_select(0, rows))
 
     @torch.inference_mode()
     def _run(self, inputs: StepInputs) -> StepOutput:
         started = self._clock.now()
-        logits = self.step_logits(inputs)
-        tokens = draw_tokens(logits, inputs.sampling) if inputs.sampling.num_rows else []
+        hidden, sampling = self._hidden(inputs), inputs.sampling
+        token_ids, logprobs = (
+            draw_tokens(self._sampled_logits(hidden, inputs), sampling)
+            if sampling.num_rows
+            else ([], [])
+        )
+        output = StepOutput(
+            token_ids,
+            logprobs,
+            prompt_logprobs(hidden, inputs, self._model.logits, vocab_size=self.vocab_size),
+            pooled(hidden, inputs, self._model.norm),
+        )
         self._budget.observe(inputs, self._clock.now() - started)
-        return StepOutput(tokens)
+        return output
 
     @torch.inference_mode()
     def _read_kv(

@@ -18,6 +18,25 @@ from shared.messages import Pooling, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
+class LogitBias:
+    """What is added to the logits of single tokens (B of them)."""
+
+    rows: NDArray[np.int64]  # [B]
+    token_ids: NDArray[np.int64]  # [B]
+    values: NDArray[np.float32]  # [B]
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """One entry for each distinct token of each row that asks for penalties (P entries)."""
+
+    rows: NDArray[np.int64]  # [P]
+    token_ids: NDArray[np.int64]  # [P]
+    repetition: NDArray[np.float32]  # [P] what a positive logit is divided by
+    subtracted: NDArray[np.float32]  # [P] frequency and presence penalty; 0 outside the output
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingInputs:
     """One row for each sequence that samples in this step (R rows)."""
 
@@ -29,12 +48,25 @@ class SamplingInputs:
     seed: NDArray[np.uint64]  # [R]
     choice_index: NDArray[np.int64]  # [R]
     output_position: NDArray[np.int64]  # [R] index of the token about to be drawn
-    # (row, token id) pairs that must not be drawn: stop tokens before min_tokens
+    # (row, token id) pairs that must not be drawn: stop tokens before min_tokens, bad words
     banned: list[tuple[int, int]] = field(default_factory=list)
+    bias: LogitBias | None = None
+    penalties: Penalties | None = None
+    # row -> how many likeliest tokens to tell beside the drawn one, by `LogprobsMode`
+    raw_logprobs: Mapping[int, int] = field(default_factory=dict)
+    processed_logprobs: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:
         return len(self.logits_indices)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSuccessors:
+    """The prompt tokens that follow the first N tokens of a chunk; the last is not part of it."""
+
+    token_ids: NDArray[np.int64]  # [N]
+    num_likeliest: int  # how many likeliest tokens to tell beside each
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +82,8 @@ class StepInputs:
     sampling: SamplingInputs
     # (source, destination) blocks to copy, all layers, before anything else is written
     block_copies: tuple[tuple[int, int], ...] = ()
-    # sequence -> how many likeliest tokens to tell beside each prompt token of its chunk
-    prompt_logprobs: Mapping[int, int] = field(default_factory=dict)
+    # sequence -> whose logprobs to tell
+    prompt_logprobs: Mapping[int, PromptSuccessors] = field(default_factory=dict)
     pooling: Mapping[int, Pooling] = field(default_factory=dict)  # sequence -> how
 
 
@@ -61,7 +93,7 @@ class StepOutput:
 
     token_ids: list[int]  # [R] drawn
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # [R], or none at all
-    # sequence -> of its chunk's every successor that is a prompt token
+    # sequence -> of its every successor, of the model's own distribution
     prompt_logprobs: Mapping[int, list[TokenLogprobs]] = field(default_factory=dict)
     # sequence -> [hidden_size] FP32 after the final norm: the sum over its chunk, or its last token
     pooled: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)

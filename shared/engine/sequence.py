@@ -3,12 +3,14 @@
 RESERVED   decode holds blocks for KV that another worker computes
 WAITING    wants to compute, holds no blocks (or was just given its KV)
 RUNNING    in the batch: `num_computed_tokens` catches up with `num_tokens`
-HELD       a prefill that is done; its blocks stay until the push is acknowledged
-FINISHED   holds nothing
+HELD       a prefill that is done; its blocks stay until their push is acknowledged, or until the
+           choices of the request start from them
+FINISHED   holds nothing; an embedding gets there by "stop" once its last token is computed
 
 RESERVED ──activate──▶ WAITING ──admit──▶ RUNNING ──stop, length──▶ FINISHED
-                          ▲                 │ └──prefill done──▶ HELD ──release──▶ FINISHED
-                          └────preempt──────┘
+                        │ ▲                 │ └──prefill done──▶ HELD ──release, fork──▶ FINISHED
+                        │ └────preempt──────┘                     ▲
+                        └──all of a prefill is here, or cached────┘
 every state ──abort──▶ FINISHED
 """
 
@@ -17,7 +19,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from shared.messages import SamplingParams
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.engine.token_counts import TokenCounts
+from shared.messages import Pooling, SamplingParams, TokenLogprobs
 
 
 class SequenceState(Enum):
@@ -40,7 +46,8 @@ TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Sequence:
-    """Prompt and output of one choice. Without `sampling` it is a prefill: it never draws.
+    """Prompt and output of one choice. With `pooling` instead of `sampling` it is an embedding,
+    with neither a prefill: both never draw.
 
     `block_hashes` are those of the full blocks of `token_ids` known so far; the chain grows as
     blocks fill up.
@@ -53,6 +60,7 @@ class Sequence:
     num_prompt_tokens: int
     block_hashes: list[bytes] = field(default_factory=list)
     sampling: SamplingParams | None = None
+    pooling: Pooling | None = None
     choice_index: int = 0
     stop_token_ids: frozenset[int] = frozenset()
 
@@ -64,8 +72,14 @@ class Sequence:
     num_preemptions: int = 0
     is_in_step: bool = False
     is_aborted: bool = False
+    counts: TokenCounts = field(default_factory=TokenCounts, init=False)  # of whom penalties ask
+    # of the second to the last computed prompt token; None: not asked for, or told
+    prompt_logprobs: list[TokenLogprobs] | None = field(default=None, init=False)
+    pooled: NDArray[np.float32] | None = field(default=None, init=False)  # so far
 
     def __post_init__(self) -> None:
+        if self.sampling is not None and self.sampling.num_prompt_logprobs is not None:
+            self.prompt_logprobs = []
         # both grow, and the choices of one request may be made from the same lists
         self.token_ids = list(self.token_ids)
         self.block_hashes = list(self.block_hashes)
@@ -79,12 +93,27 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens whose KV may come from elsewhere: of a cache, or of another worker.
+
+        All but a prefill compute at least their last token themselves.
+        """
+        if self.needs_every_token:
+            return 0
+        return len(self.token_ids) - (0 if self.is_prefill_only else 1)
+
+    @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def is_prefill_only(self) -> bool:
-        return self.sampling is None
+        return self.sampling is None and self.pooling is None
+
+    @property
+    def needs_every_token(self) -> bool:
+        """Whether what it asks for comes from all its prompt's tokens, also those in a cache."""
+        return self.prompt_logprobs is not None or self.pooling == "mean"
 
     def become(self, state: SequenceState) -> None:
         """Raises ValueError for a move that the diagram does not have."""

@@ -15,7 +15,8 @@ CONTEXT_TOKENS_PER_UNIT = 256
 
 def step_units(inputs: StepInputs) -> float:
     pairs = int(np.dot(inputs.query_lens, inputs.context_lens))
-    return STEP_UNITS + len(inputs.input_ids) + pairs / CONTEXT_TOKENS_PER_UNIT
+    num_ranked = sum(len(each.token_ids) for each in inputs.prompt_logprobs.values())
+    return STEP_UNITS + len(inputs.input_ids) + num_ranked + pairs / CONTEXT_TOKENS_PER_UNIT
 
 
 class StepBudget:

@@ -4,18 +4,25 @@ For the simulation and for control-plane benchmarks. Its KV is real: the 16 byte
 digest of the token, its position and *the KV before it*, read from the paged cache; and the next
 token follows from the last KV alone. So KV that was lost, moved, stale or foreign shows as other
 tokens, exactly as with a model.
+
+Its distribution is 1/2, 1/4, 1/8, … over the tokens from a first one upwards, round the vocabulary;
+the first follows from the state, and for what is drawn also from noise, bias and penalties.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import chain
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shared.clock import Clock
-from shared.engine.runner import StepInputs, StepOutput
+from shared.engine.runner import SamplingInputs, StepInputs, StepOutput
 from shared.kv_format import KvFormat
+from shared.messages import TokenLogprobs
 
 STATE_BYTES = 16
 FIRST_TOKEN_ID = 16  # below it are the special tokens, which the formula never draws
@@ -59,16 +66,18 @@ class TimingRunner:
 
     async def run(self, inputs: StepInputs) -> StepOutput:
         await self._clock.sleep(self._cost.of(inputs))
+        self._copy_blocks(inputs.block_copies)
         first = 0
-        last_states: list[bytes] = []
+        chunks: list[list[bytes]] = []
         for row, query_len in enumerate(inputs.query_lens.tolist()):
             table = inputs.block_tables[row].tolist()
             rows = slice(first, first + query_len)
-            states = self._compute(table, inputs.input_ids[rows], inputs.positions[rows])
-            last_states += states
+            chunks.append(self._compute(table, inputs.input_ids[rows], inputs.positions[rows]))
             first += query_len
-        draws = range(inputs.sampling.num_rows)
-        return StepOutput([self._draw(last_states, inputs, draw) for draw in draws])
+        token_ids, logprobs = self._sample(list(chain.from_iterable(chunks)), inputs.sampling)
+        return StepOutput(
+            token_ids, logprobs, self._prompt_logprobs(chunks, inputs), _pooled(chunks, inputs)
+        )
 
     async def read_kv(
         self, block_table: list[int], first_token: int, num_tokens: int, out: memoryview
@@ -87,6 +96,11 @@ class TimingRunner:
     async def close(self) -> None:
         pass
 
+    def _copy_blocks(self, block_copies: tuple[tuple[int, int], ...]) -> None:
+        blocks = self._kv.reshape(self.num_blocks, -1)
+        for source, destination in block_copies:
+            blocks[destination] = blocks[source]
+
     def _compute(
         self, table: list[int], token_ids: np.ndarray, positions: np.ndarray
     ) -> list[bytes]:
@@ -99,18 +113,58 @@ class TimingRunner:
             states.append(state)
         return states
 
-    def _draw(self, states: list[bytes], inputs: StepInputs, draw: int) -> int:
-        sampling = inputs.sampling
-        noise = b""
-        if sampling.temperature[draw] > 0:
-            words = (sampling.seed[draw], sampling.choice_index[draw])
-            noise = b"".join(int(word).to_bytes(8, "little") for word in words)
-        state = states[int(sampling.logits_indices[draw])]
-        number = int.from_bytes(blake2b(state + noise, digest_size=8).digest(), "little")
-        banned = {token_id for row, token_id in sampling.banned if row == draw}
-        span = self.vocab_size - FIRST_TOKEN_ID
-        following = (FIRST_TOKEN_ID + (number + offset) % span for offset in range(span))
-        return next(token_id for token_id in following if token_id not in banned)
+    def _sample(
+        self, states: list[bytes], sampling: SamplingInputs
+    ) -> tuple[list[int], list[TokenLogprobs | None]]:
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
+        for row, index in enumerate(sampling.logits_indices.tolist()):
+            processed = states[index] + _noise(sampling, row) + _adjustments(sampling, row)
+            token_ids.append(self._draw(processed, sampling, row))
+            told = None
+            if row in sampling.raw_logprobs:
+                told = self._told(states[index], token_ids[-1], sampling.raw_logprobs[row])
+            elif row in sampling.processed_logprobs:
+                told = self._told(processed, token_ids[-1], sampling.processed_logprobs[row])
+            logprobs.append(told)
+        is_asked = sampling.raw_logprobs or sampling.processed_logprobs
+        return token_ids, logprobs if is_asked else []
+
+    def _draw(self, state: bytes, sampling: SamplingInputs, row: int) -> int:
+        """The first token that is not banned; where all are, the first."""
+        banned = {token_id for each, token_id in sampling.banned if each == row}
+        following = (self._token_id(state, rank) for rank in range(self._num_tokens))
+        allowed = (token_id for token_id in following if token_id not in banned)
+        return next(allowed, self._token_id(state, 0))
+
+    def _prompt_logprobs(
+        self, chunks: list[list[bytes]], inputs: StepInputs
+    ) -> dict[int, list[TokenLogprobs]]:
+        return {
+            index: [
+                self._told(state, token_id, asked.num_likeliest)
+                for state, token_id in zip(chunks[index], asked.token_ids.tolist(), strict=False)
+            ]
+            for index, asked in inputs.prompt_logprobs.items()
+        }
+
+    def _told(self, state: bytes, token_id: int, num_likeliest: int) -> TokenLogprobs:
+        ranks = range(min(num_likeliest, self._num_tokens))
+        rank = (token_id - self._token_id(state, 0)) % self._num_tokens
+        return TokenLogprobs(
+            _logprob(rank),
+            tuple(self._token_id(state, each) for each in ranks),
+            tuple(_logprob(each) for each in ranks),
+        )
+
+    def _token_id(self, state: bytes, rank: int) -> int:
+        """The likeliest after `state` has rank 0."""
+        number = int.from_bytes(blake2b(state, digest_size=8).digest(), "little")
+        return FIRST_TOKEN_ID + (number + rank) % self._num_tokens
+
+    @property
+    def _num_tokens(self) -> int:
+        return self.vocab_size - FIRST_TOKEN_ID
 
     def _slot(self, table: list[int], position: int) -> int:
         size = self.kv_format.block_size
@@ -118,3 +172,35 @@ class TimingRunner:
 
     def _slots(self, table: list[int], first_token: int, num_tokens: int) -> list[int]:
         return [self._slot(table, first_token + offset) for offset in range(num_tokens)]
+
+
+def _logprob(rank: int) -> float:
+    return -(rank + 1) * math.log(2)
+
+
+def _noise(sampling: SamplingInputs, row: int) -> bytes:
+    if sampling.temperature[row] == 0:
+        return b""
+    words = (sampling.seed[row], sampling.choice_index[row])
+    return b"".join(int(word).to_bytes(8, "little") for word in words)
+
+
+def _adjustments(sampling: SamplingInputs, row: int) -> bytes:
+    """The row's bias and penalties, if it has any: other values give other tokens."""
+    words = b""
+    for each in (sampling.bias, sampling.penalties):
+        if each is not None:
+            own = each.rows == row
+            columns = [getattr(each, name)[own] for name in each.__slots__ if name != "rows"]
+            words += b"".join(column.tobytes() for column in columns)
+    return words
+
+
+def _pooled(chunks: list[list[bytes]], inputs: StepInputs) -> dict[int, NDArray[np.float32]]:
+    """A state's bytes as a vector; sums of them are exact."""
+    found = {}
+    for index, how in inputs.pooling.items():
+        states = np.frombuffer(b"".join(chunks[index]), dtype=np.uint8)
+        vectors = states.reshape(-1, STATE_BYTES).astype(np.float32)
+        found[index] = vectors.sum(0) if how == "mean" else vectors[-1]
+    return found

@@ -94,11 +94,19 @@ class Worker:
         if kv_format != own:
             raise InvalidRequest(f"kv_format {kv_format} meets {own}")
 
-    def check_tokens(self, sequence: Sequence) -> None:
-        """Raises InvalidRequest for a token id that would fail the step of all who share it."""
+    def check_tokens(self, sequence: Sequence, *others: Sequence) -> None:
+        """Raises InvalidRequest for a token id that would fail the step of all who share it.
+
+        `others` are choices of the same request: prompt and parameters are looked at once.
+        """
         vocab_size = self.served.card.vocab_size
-        largest = max(chain(sequence.token_ids, sequence.stop_token_ids), default=0)
-        if largest >= vocab_size or min(sequence.stop_token_ids, default=0) < 0:
+        named = list(sequence.stop_token_ids)
+        if sequence.sampling is not None:
+            named += chain.from_iterable(sequence.sampling.bad_words)
+            named += (token_id for token_id, _ in sequence.sampling.logit_bias)
+        outputs = (other.token_ids[other.num_prompt_tokens :] for other in others)
+        largest = max(chain(sequence.token_ids, *outputs, named), default=0)
+        if largest >= vocab_size or min(named, default=0) < 0:
             raise InvalidRequest(
                 f"a token id is outside of this model's vocabulary of {vocab_size}"
             )

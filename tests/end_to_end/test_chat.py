@@ -143,3 +143,42 @@ def test_a_wrong_key_is_refused(cluster):
     response = httpx.get(f"{cluster.url}/v1/models", headers={"Authorization": "Bearer nope"})
     assert response.status_code == 401
     assert response.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_choices_share_the_prompt_and_differ_and_the_first_is_what_it_is_alone(cluster):
+    body = {
+        "model": cluster.model,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "temperature": 2,  # the demo model is sure of itself
+        "seed": 11,
+        "max_tokens": 24,
+        "frequency_penalty": 0.5,
+        "logprobs": True,
+        "top_logprobs": 2,
+    }
+    alone = cluster.client.post("/v1/chat/completions", json=body).json()
+    three = cluster.client.post("/v1/chat/completions", json=body | {"n": 3}).json()
+    assert three["choices"][0] == alone["choices"][0]
+    assert len({choice["message"]["content"] for choice in three["choices"]}) == 3
+    assert three["hearth"]["prefill_worker"] == "prefill-1"
+
+
+def test_an_echoed_prompt_has_one_telling_of_its_logprobs_for_all_choices(cluster):
+    body = {
+        "model": cluster.model,
+        "prompt": QUESTION,
+        "temperature": 1,
+        "seed": 11,
+        "max_tokens": 8,
+        "echo": True,
+        "logprobs": 1,
+    }
+    alone = cluster.client.post("/v1/completions", json=body).json()
+    two = cluster.client.post("/v1/completions", json=body | {"n": 2}).json()
+    first, second = two["choices"]
+    assert first == alone["choices"][0]
+    num_prompt_tokens = alone["usage"]["prompt_tokens"]
+    assert first["logprobs"]["token_logprobs"][0] is None
+    assert None not in first["logprobs"]["token_logprobs"][1:]
+    prompts = [each["logprobs"]["token_logprobs"][:num_prompt_tokens] for each in (first, second)]
+    assert prompts[0] == prompts[1]

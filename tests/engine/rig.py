@@ -1,7 +1,7 @@
 """An engine core over a timing runner, driven step by step without an event loop.
 
-Every step proves what must hold whatever happens: the pool adds up, the budget is kept, and no
-block is written that anybody else can see.
+Every step proves what must hold whatever happens: the pool adds up, the budget is kept, no block is
+written that anybody else can see, and none that is copied can become another's before it is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shared.engine.engine import Engine, Progress
 from shared.engine.inputs import build_inputs
 from shared.engine.sequence import Sequence, SequenceState
 from shared.engine.timing_engine import TimingRunner
-from shared.messages import SamplingParams
+from shared.messages import Pooling, SamplingParams, TokenLogprobs
 
 T = TypeVar("T")
 
@@ -66,6 +66,7 @@ def new_sequence(
     tenant_id: str = "tenant-a",
     stop: Iterable[int] = (),
     choice_index: int = 0,
+    pooling: Pooling | None = None,
 ) -> Sequence:
     prompt_ids = list(prompt_ids)
     return Sequence(
@@ -77,6 +78,7 @@ def new_sequence(
         sampling=sampling,
         stop_token_ids=frozenset(stop),
         choice_index=choice_index,
+        pooling=pooling,
     )
 
 
@@ -107,7 +109,10 @@ class Rig:
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
         self.sequences: list[Sequence] = []
+        self.rows: list[ScheduledSequence] = []  # of the step under way
         self.tokens: dict[bytes, list[int]] = defaultdict(list)
+        self.logprobs: dict[bytes, list[TokenLogprobs]] = defaultdict(list)
+        self.prompt_logprobs: dict[bytes, tuple[TokenLogprobs, ...]] = {}
         self.endings: dict[bytes, Progress] = {}
         self.num_computed_tokens = 0
 
@@ -122,15 +127,32 @@ class Rig:
             self.sequences.append(sequence)
         return is_reserved
 
+    def fork(self, parent: Sequence, children: list[Sequence]) -> list[Sequence]:
+        for child in children:
+            self.engine.accept(child)
+        self.engine.fork(parent, children)
+        self.sequences += children
+        self.check()
+        return children
+
     def begin(self) -> list[ScheduledSequence]:
         rows, found = self.engine.schedule()
+        self.rows = rows
         self._record(found)
         self.check()
         check_rows(rows, self.max_batch_tokens)
+        check_writes(rows, self.sequences)
         return rows
+
+    def fail(self, rows: list[ScheduledSequence]) -> list[Progress]:
+        self.rows = []
+        progress = self.engine.fail(rows)
+        self.check()
+        return progress
 
     def end(self, rows: list[ScheduledSequence]) -> None:
         if rows:
+            self.rows = []
             drawn = finish(self.runner.run(build_inputs(rows, BLOCK_SIZE)))
             self.num_computed_tokens += sum(row.num_scheduled_tokens for row in rows)
             self._record(self.engine.apply(rows, drawn))
@@ -179,14 +201,17 @@ class Rig:
     def check(self) -> None:
         engine, pool = self.engine, self.engine.pool
         pool.check()
-        holders: Counter[int] = Counter()
-        for sequence in self.sequences:
-            assert len(set(sequence.block_table)) == len(sequence.block_table)
-            holders.update(sequence.block_table)
-        assert pool.num_blocks - len(holders) == pool.num_free_blocks
+        holders = holders_of(self.sequences)
+        referenced = Counter(row.block_copy[0] for row in self.rows if row.block_copy) + holders
+        assert pool.num_blocks - len(referenced) == pool.num_free_blocks
+        assert all(pool.ref_count(block_id) == count for block_id, count in referenced.items())
         for sequence in self.sequences:
             own = sequence.block_table[sequence.num_committed_blocks :]
-            assert all(holders[block_id] == 1 for block_id in own), "a block shared for writing"
+            shared = [block_id for block_id in own if holders[block_id] > 1]
+            if shared:  # choices that have not written yet; the block is the last and not full
+                assert not sequence.is_in_step, "a block shared for writing"
+                assert shared == own
+                assert sequence.num_computed_tokens % BLOCK_SIZE
             assert sequence.num_computed_tokens >= sequence.num_committed_blocks * BLOCK_SIZE
         assert len(engine.batcher.running) <= self.max_sequences
         self.sequences = [s for s in self.sequences if s.state is not SequenceState.FINISHED]
@@ -199,6 +224,10 @@ class Rig:
             sequence_id = each.sequence.sequence_id
             assert sequence_id not in self.endings, "progress after the ending"
             self.tokens[sequence_id] += each.token_ids
+            self.logprobs[sequence_id] += each.logprobs
+            if each.prompt_logprobs:
+                assert sequence_id not in self.prompt_logprobs, "told twice"
+                self.prompt_logprobs[sequence_id] = each.prompt_logprobs
             if each.finish_reason is not None:
                 self.endings[sequence_id] = each
 
@@ -211,6 +240,31 @@ def check_rows(rows: list[ScheduledSequence], max_batch_tokens: int) -> None:
         assert sequence.num_computed_tokens // BLOCK_SIZE >= sequence.num_committed_blocks
         end = sequence.num_computed_tokens + row.num_scheduled_tokens
         assert end <= len(sequence.block_table) * BLOCK_SIZE
+
+
+def holders_of(sequences: list[Sequence]) -> Counter[int]:
+    holders: Counter[int] = Counter()
+    for sequence in sequences:
+        assert len(set(sequence.block_table)) == len(sequence.block_table)
+        holders.update(sequence.block_table)
+    return holders
+
+
+def check_writes(rows: list[ScheduledSequence], sequences: list[Sequence]) -> None:
+    """Whoever writes a block is alone in holding it; a copy gives a row what it goes on from."""
+    if not rows:
+        return
+    holders = holders_of(sequences)
+    inputs = build_inputs(rows, BLOCK_SIZE)
+    assert all(holders[block_id] == 1 for block_id in inputs.slot_mapping // BLOCK_SIZE)
+    sources = {source for source, _ in inputs.block_copies}
+    destinations = [destination for _, destination in inputs.block_copies]
+    assert len({*sources, *destinations}) == len(sources) + len(destinations)
+    for row in rows:
+        if row.block_copy is not None:
+            place, offset = divmod(row.sequence.num_computed_tokens, BLOCK_SIZE)
+            assert offset
+            assert row.block_copy[1] == row.sequence.block_table[place]
 
 
 @cache

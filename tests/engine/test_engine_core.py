@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from shared.block_hash import extend_chain
@@ -106,6 +108,55 @@ def refused_a_top_k_beyond_int64() -> Sequence:
 
 def refused_a_choice_index_beyond_int64() -> Sequence:
     return new_sequence(PROMPT, greedy(), choice_index=2**63)
+
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": -1.0},
+        {"repetition_penalty": 1e-60},
+        {"repetition_penalty": NAN},
+        {"repetition_penalty": INFINITY},
+        {"frequency_penalty": NAN},
+        {"presence_penalty": -INFINITY},
+        {"logit_bias": ((5, 1.0), (6, NAN))},
+        {"logit_bias": ((5, 1e300),)},
+        {"bad_words": ((5,), ())},
+        {"bad_words": ((5,), (6,) * 33)},
+        {"bad_words": ((5,),) * 257},
+        {"logit_bias": tuple((n, 1.0) for n in range(1025))},
+        {"num_logprobs": -1},
+        {"num_logprobs": 21},
+        {"num_prompt_logprobs": 21},
+    ],
+    ids=lambda options: str(options)[:40],
+)
+def test_refuses_options_that_no_logits_can_bear(options: dict[str, Any]) -> None:
+    rig = Rig(num_blocks=64)
+    params = SamplingParams(seed=0, max_tokens=1, **options)
+    for take in (rig.engine.add, rig.engine.reserve):
+        with pytest.raises(InvalidRequest):
+            take(new_sequence(PROMPT, params))
+    assert rig.engine.is_idle
+
+
+def test_takes_the_outermost_options() -> None:
+    params = SamplingParams(
+        seed=0,
+        max_tokens=1,
+        repetition_penalty=1e-3,
+        frequency_penalty=-2.0,
+        presence_penalty=2.0,
+        logit_bias=((0, -100.0), *((n, 100.0) for n in range(1, 1024))),
+        bad_words=((5,) * 32,) * 256,
+        num_logprobs=20,
+        num_prompt_logprobs=0,
+    )
+    assert len(Rig().complete(new_sequence(PROMPT, params))) == 1
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The engine under random operations, any of them also while a step computes.
 
-Whatever happens to a sequence or to the others - chunks, cache hits, preemption, a push, a failed
-step, aborts - its tokens are those of its solo run, and nothing is left at the end.
+Whatever happens to a sequence or to the others - chunks, cache hits, preemption, a push, a fork, a
+failed step, aborts - its tokens are those of its solo run, and nothing is left at the end.
 """
 
 from __future__ import annotations
@@ -84,18 +84,54 @@ class EngineMachine(RuleBasedStateMachine):
             return
         self.expected[sequence] = whole[len(received) :]
 
-    @rule(ids=PROMPTS, tenant_id=TENANTS)
-    def prefill(self, ids: list[int], tenant_id: str) -> None:
-        self.rig.add(new_sequence(ids, None, tenant_id=tenant_id))
+    @rule(ids=PROMPTS, tenant_id=TENANTS, is_reserved=st.booleans())
+    def prefill(self, ids: list[int], tenant_id: str, is_reserved: bool) -> None:
+        take = self.rig.reserve if is_reserved else self.rig.add
+        take(new_sequence(ids, None, tenant_id=tenant_id))
 
     @states(SequenceState.RESERVED)
     @rule(data=st.data())
     def arrive(self, data: st.DataObject) -> None:
         sequence = self.draw(data, SequenceState.RESERVED)
         first = sequence.num_computed_tokens
-        end = data.draw(st.integers(first, sequence.num_tokens - 1))
+        end = data.draw(st.integers(first, sequence.num_prefill_tokens))
         payload = pushed_kv(sequence.token_ids, first, end - first)
         self.rig.arrive(sequence, payload, end)
+
+    @states(SequenceState.HELD)
+    @rule(
+        data=st.data(),
+        sampling=SAMPLINGS,
+        stop=STOPS,
+        shares_received=st.lists(st.sampled_from([0.0, 0.0, 0.3, 0.6]), max_size=5),
+    )
+    def fork(
+        self,
+        data: st.DataObject,
+        sampling: SamplingParams,
+        stop: tuple[int, ...],
+        shares_received: list[float],
+    ) -> None:
+        """The choices of a prompt that is held but for its last token."""
+        parent = self.draw(data, SequenceState.HELD)
+        if parent.num_uncomputed_tokens:  # its step failed
+            return
+        ids = [*parent.token_ids, 500]
+        children = []
+        for index, share in enumerate(shares_received):
+            whole = solo(tuple(ids), sampling, stop, choice_index=index, vocab_size=VOCAB_SIZE)
+            received = whole[: int(len(whole) * share)]
+            child = new_sequence(
+                ids,
+                sampling,
+                output_ids=received,
+                stop=stop,
+                tenant_id=parent.tenant_id,
+                choice_index=index,
+            )
+            self.expected[child] = whole[len(received) :]
+            children.append(child)
+        self.rig.fork(parent, children)
 
     @states(SequenceState.HELD)
     @rule(data=st.data())
@@ -140,7 +176,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def fail(self) -> None:
         self.given_up.update(row.sequence for row in self.rows)
-        self.rig.engine.fail(self.rows)
+        self.rig.fail(self.rows)
         self.rows = []
 
     def draw(self, data: st.DataObject, *wanted: SequenceState) -> Sequence:

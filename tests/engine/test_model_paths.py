@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from shared.engine.checkpoint_config import read_config
-from shared.engine.engine import Engine
-from shared.engine.inputs import build_inputs
-from shared.engine.model_runner import ModelRunner
-from shared.engine.sequence import Sequence
 from shared.messages import SamplingParams
 from tests.engine.families import FAMILIES, Family
+from tests.engine.model_worker import Worker
 from tests.engine.rig import new_sequence
 
 PROMPT = [(7 * n + n * n) % 190 + 3 for n in range(75)]
@@ -53,44 +48,6 @@ def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, folder in folders.items():
         MODELS[name].write(folder)
     return folders
-
-
-class Worker:
-    """An engine over a model, stepped by hand."""
-
-    def __init__(self, model_dir: Path, dtype: str, *, num_blocks: int = 64, budget: int = 64):
-        config = read_config(model_dir)
-        token_bytes = 2 * config.num_kv_heads * config.head_dim * (2 if dtype == "bfloat16" else 4)
-        block_bytes = config.num_layers * 16 * token_bytes
-        self.runner = ModelRunner.load(
-            model_dir, dtype=dtype, kv_cache_bytes=num_blocks * block_bytes, num_threads=1
-        )
-        assert self.runner.num_blocks == num_blocks
-        self.engine = Engine(
-            num_blocks=num_blocks,
-            block_size=16,
-            max_context_tokens=self.runner.max_context_tokens,
-            max_batch_tokens=budget,
-            max_sequences=16,
-        )
-        self.tokens: dict[bytes, list[int]] = defaultdict(list)
-        self.num_computed_tokens = 0
-
-    async def run(self, *sequences: Sequence) -> list[int]:
-        """Computes all to their ends; returns the first one's new tokens."""
-        for sequence in sequences:
-            self.engine.add(sequence)
-        await self.run_on()
-        return self.tokens[sequences[0].sequence_id]
-
-    async def run_on(self) -> None:
-        while self.engine.batcher.waiting or self.engine.batcher.running:
-            rows, _ = self.engine.schedule()
-            drawn = await self.runner.run(build_inputs(rows, 16))
-            self.num_computed_tokens += sum(row.num_scheduled_tokens for row in rows)
-            for each in self.engine.apply(rows, drawn):
-                self.tokens[each.sequence.sequence_id] += each.token_ids
-            self.engine.pool.check()
 
 
 @pytest.fixture(params=CASES, ids="-".join)
@@ -184,5 +141,45 @@ def test_disaggregated(workers, sampling, budget):
         await decode.run_on()
         assert decode.tokens[target.sequence_id] == expected
         assert decode.num_computed_tokens == 24  # the last prompt token and 23 drawn ones
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("received", [(0, 0, 0), (0, 5, 23)])
+def test_choices(workers, sampling, received):
+    """Three that share a prompt of four blocks and a partial one equal their three solo runs."""
+
+    async def alone(choice_index: int) -> list[int]:
+        return await workers().run(new_sequence(PROMPT, sampling, choice_index=choice_index))
+
+    async def main() -> None:
+        expected = [await alone(choice_index) for choice_index in range(3)]
+        worker = workers()
+        shared = new_sequence(PROMPT[:-1], None)
+        await worker.run(shared)
+        children = [
+            new_sequence(PROMPT, sampling, output_ids=whole[:count], choice_index=index)
+            for index, (whole, count) in enumerate(zip(expected, received, strict=True))
+        ]
+        for child in children:
+            worker.engine.accept(child)
+        worker.engine.fork(shared, children)
+        await worker.run_on()
+        assert [child.token_ids[len(PROMPT) :] for child in children] == expected
+        assert worker.num_computed_tokens == len(PROMPT) - 1 + 3 * 24
+
+    asyncio.run(main())
+
+
+def test_choices_take_the_prompt_once_and_a_partial_block_each(workers, sampling):
+    async def main() -> None:
+        worker, ids = workers(), [*PROMPT, *PROMPT[:25]]
+        shared = new_sequence(ids[:-1], None)
+        await worker.run(shared)
+        children = [new_sequence(ids, sampling, choice_index=index) for index in range(4)]
+        worker.engine.fork(shared, children)
+        worker.engine.schedule()
+        pool = worker.engine.pool
+        assert pool.num_blocks - pool.num_free_blocks == 6 + 4  # of 100 tokens and 16 a block
 
     asyncio.run(main())

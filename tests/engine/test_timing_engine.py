@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
+import msgspec
 import numpy as np
 import pytest
 
 from shared.engine.inputs import build_inputs
 from shared.engine.timing_engine import FIRST_TOKEN_ID, StepCost, TimingRunner
-from shared.messages import SamplingParams
+from shared.messages import LogprobsMode, SamplingParams
 from tests.engine.rig import (
     BLOCK_SIZE,
     Rig,
@@ -61,6 +64,42 @@ def test_a_ban_leaves_other_draws_as_they_were() -> None:
     banning = SamplingParams(seed=0, max_tokens=20, temperature=0.0, min_tokens=20)
     absent = next(each for each in range(16, 1000) if each not in solo(ids, params))
     assert solo(ids, banning, (absent,)) == solo(ids, params)
+
+
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+def test_logprobs_are_of_the_distribution_that_the_state_gives(mode: LogprobsMode) -> None:
+    cold = SamplingParams(seed=0, max_tokens=9, temperature=0.0, num_logprobs=3)
+    rig = Rig()
+    sequence = rig.add(new_sequence(prompt(9), msgspec.structs.replace(cold, logprobs_mode=mode)))
+    rig.run()
+    for token_id, told in zip(
+        rig.output(sequence), rig.logprobs[sequence.sequence_id], strict=True
+    ):
+        assert told.top_token_ids[0] == token_id
+        assert told.logprob == told.top_logprobs[0]
+        assert [math.exp(each) for each in told.top_logprobs] == pytest.approx(
+            [1 / 2, 1 / 4, 1 / 8]
+        )
+
+
+def test_raw_logprobs_know_no_noise_and_processed_ones_do() -> None:
+    for mode, is_likeliest in (("raw", False), ("processed", True)):
+        warm = SamplingParams(
+            seed=3, max_tokens=9, num_logprobs=1, logprobs_mode=mode, presence_penalty=1.0
+        )
+        rig = Rig()
+        sequence = rig.add(new_sequence(prompt(9), warm))
+        rig.run()
+        told = rig.logprobs[sequence.sequence_id]
+        tops = [each.top_token_ids[0] for each in told]
+        assert (tops == rig.output(sequence)) is is_likeliest
+
+
+def test_where_all_is_banned_a_step_does_not_fail() -> None:
+    params = SamplingParams(
+        seed=0, max_tokens=3, temperature=0.0, bad_words=tuple((n,) for n in range(20))
+    )
+    assert len(Rig(vocab_size=20).complete(new_sequence(prompt(5), params))) == 3
 
 
 @pytest.mark.parametrize("position", [0, 3, 4, 10, 11])

@@ -20,6 +20,7 @@ from kernels.reference import prefill_attention as plain_prefill_attention
 from kernels.reference import rms_norm as plain_rms_norm
 from kernels.reference import rotate_and_store as plain_rotate_and_store
 from kernels.reference import silu_and_mul as plain_silu_and_mul
+from kernels.reference.copy_blocks import copy_blocks
 from kernels.reference.gather_blocks import gather_blocks
 from kernels.reference.rotary import rotary
 from kernels.reference.scatter_blocks import scatter_blocks
@@ -150,6 +151,16 @@ def test_gather_and_scatter_blocks(first: int, count: int) -> None:
     assert int((other != cache).sum()) == new.numel()
     gather_blocks(other, table, first, count, wire)
     assert torch.equal(wire, new)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_copy_blocks_reads_all_before_it_writes(dtype: torch.dtype) -> None:
+    before = _random(3, 2, 7, 3, 4, 6, dtype=dtype)
+    cache = before.clone()
+    cache[:, :, 1] = torch.nan
+    copy_blocks(cache, torch.tensor([4, 4, 2, 0]), torch.tensor([1, 6, 0, 2]))
+    for block, origin in ((0, 2), (1, 4), (2, 0), (3, 3), (4, 4), (5, 5), (6, 4)):
+        assert torch.equal(cache[:, :, block], before[:, :, origin])
 
 
 @pytest.mark.parametrize("gate", [Compiled.silu_and_mul, Compiled.gelu_and_mul])

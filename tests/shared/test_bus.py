@@ -355,13 +355,15 @@ async def test_a_request_that_meets_a_leaving_server_is_answered_or_finds_nobody
     """It must not be lost between the server's forgetting and the process's."""
     gateway, decode = await connect("gateway-1"), await connect("decode-1")
     subject = subjects.resend("decode-1")
-    for _ in range(20):
+    for num_turns in range(40):
         leave = await decode.serve(subject, ListBlocks, lambda _: Done())
         await decode.flush()
         requests = [
             asyncio.ensure_future(gateway.request(subject, ListBlocks(), Done, timeout_s=2))
             for _ in range(5)
         ]
+        for _ in range(num_turns):
+            await asyncio.sleep(0)  # the requests are a little further on their way each time
         await leave()
         requests += [
             asyncio.ensure_future(gateway.request(subject, ListBlocks(), Done, timeout_s=2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from services.decode.service import DecodeService
@@ -26,6 +27,10 @@ from shared.messages import (
     SamplingParams,
     StartDecode,
     TokenBatch,
+    TokenLogprobs,
+)
+from shared.messages import (
+    Served as ServedBy,
 )
 from shared.packing import pack_hashes, pack_token_ids
 from shared.subjects import control, resend, start_decode, tokens
@@ -119,10 +124,13 @@ class SimulatedWorker:
 
 @dataclass
 class Received:
-    """What the peer was sent for one placement."""
+    """What the peer was sent for one choice of a placement."""
 
     token_ids: dict[int, int] = field(default_factory=dict)
+    served: ServedBy | None = None
     finish: Finish | None = None
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -136,7 +144,7 @@ class Peer:
     def __init__(self, network: SimulatedNetwork, gateway_id: str = "gateway-1") -> None:
         self.bus = network.bus(gateway_id)
         self.heart = Heart(self.bus, VirtualClock(), SeededRandomness(7), roles=("gateway",))
-        self.received: dict[bytes, Received] = {}
+        self.received: dict[tuple[bytes, int], Received] = {}
         self._num_placements = 0
 
     async def start(self) -> None:
@@ -150,8 +158,11 @@ class Peer:
 
     def take(self, batch: TokenBatch) -> None:
         for entry in batch.entries:
-            received = self.received.setdefault(entry.placement_id, Received())
+            received = self.of(entry.placement_id, entry.choice_index)
             received.token_ids |= dict(enumerate(entry.token_ids, entry.first_position))
+            received.logprobs |= dict(enumerate(entry.logprobs, entry.first_position))
+            received.prompt_logprobs = entry.prompt_logprobs or received.prompt_logprobs
+            received.served = entry.served or received.served
             received.finish = entry.finish or received.finish
             received.changed.set()
 
@@ -160,37 +171,46 @@ class Peer:
     ) -> bytes:
         self._num_placements += 1
         placement_id = self._num_placements.to_bytes(16, "big")
-        self.received[placement_id] = Received()
         command = StartDecode(
             placement_id=placement_id, request=request, prefill_candidates=candidates
         )
         await self.bus.request(start_decode(worker_id), command, DecodeStarted, timeout_s=0.1)
         return placement_id
 
-    async def finished(self, placement_id: bytes) -> Received:
-        return await self._until(placement_id, lambda received: received.finish is not None)
+    def of(self, placement_id: bytes, choice_index: int = 0) -> Received:
+        return self.received.setdefault((placement_id, choice_index), Received())
 
-    async def has_tokens(self, placement_id: bytes, count: int) -> Received:
-        return await self._until(placement_id, lambda received: len(received.token_ids) >= count)
+    async def finished(self, placement_id: bytes, choice_index: int = 0) -> Received:
+        received = self.of(placement_id, choice_index)
+        return await self._until(received, lambda: received.finish is not None)
 
-    async def resend(self, worker_id: str, placement_id: bytes, from_position: int) -> None:
+    async def has_tokens(self, placement_id: bytes, count: int, choice_index: int = 0) -> Received:
+        received = self.of(placement_id, choice_index)
+        return await self._until(received, lambda: len(received.token_ids) >= count)
+
+    async def resend(
+        self, worker_id: str, placement_id: bytes, from_position: int, choice_index: int = 0
+    ) -> None:
         command = ResendTokens(
-            placement_id=placement_id, choice_index=0, from_position=from_position
+            placement_id=placement_id, choice_index=choice_index, from_position=from_position
         )
         self.take(await self.bus.request(resend(worker_id), command, TokenBatch, timeout_s=0.2))
 
-    async def abort(self, worker_id: str, placement_id: bytes) -> None:
-        message = AbortRequest(placement_id=placement_id, reason="client_gone")
+    async def abort(
+        self, worker_id: str, placement_id: bytes, choice_index: int | None = None
+    ) -> None:
+        message = AbortRequest(
+            placement_id=placement_id, reason="client_gone", choice_index=choice_index
+        )
         await self.bus.publish(control("decode", worker_id), message)
 
     async def acknowledge(self, worker_id: str, placement_id: bytes) -> None:
         message = AckFinished(placement_ids=(placement_id,))
         await self.bus.publish(control("decode", worker_id), message)
 
-    async def _until(self, placement_id: bytes, holds) -> Received:
-        received = self.received[placement_id]
+    async def _until(self, received: Received, holds: Callable[[], bool]) -> Received:
         async with asyncio.timeout(120):
-            while not holds(received):
+            while not holds():
                 received.changed.clear()
                 await received.changed.wait()
         return received
@@ -201,6 +221,7 @@ def request_of(
     *,
     max_tokens: int = 20,
     output: list[int] = [],  # noqa: B006
+    outputs: dict[int, list[int]] | None = None,
     seed: int = 5,
     temperature: float = 0.0,
     tenant_id: str = "tenant-a",
@@ -208,6 +229,7 @@ def request_of(
     gateway_id: str = "gateway-1",
     **sampling: object,
 ) -> Request:
+    """Of one choice that received `output`, or of those in `outputs` by choice_index."""
     root = root_hash(tenant_id, REVISION)
     return Request(
         request_id="r",
@@ -221,6 +243,9 @@ def request_of(
         sampling=SamplingParams(
             seed=seed, max_tokens=max_tokens, temperature=temperature, **sampling
         ),
-        choices=(Choice(choice_index=0, output_token_ids=pack_token_ids(output)),),
+        choices=tuple(
+            Choice(choice_index=index, output_token_ids=pack_token_ids(received))
+            for index, received in ({0: output} if outputs is None else outputs).items()
+        ),
         deadline_s=deadline_s,
     )

@@ -267,9 +267,9 @@ def test_lost_tokens_are_sent_again_until_the_ending_is_acknowledged():
             it.network.is_dropped = lambda subject, *_: subject.endswith(".tokens")
             placement_id = await it.peer.place("decode-1", request_of(PROMPT[:20]))
             await asyncio.sleep(5)
-            assert it.peer.received[placement_id].output == []
+            assert it.peer.of(placement_id).output == []
             await it.peer.resend("decode-1", placement_id, 0)
-            received = it.peer.received[placement_id]
+            received = it.peer.of(placement_id)
             assert len(received.output) == 20 and received.finish.reason == "length"
             await it.peer.acknowledge("decode-1", placement_id)
             await asyncio.sleep(0.1)
@@ -317,7 +317,7 @@ def test_nobody_is_dropped_while_the_bus_is_silent_for_all():
             it.network.is_down = False
             await asyncio.sleep(8)
             await it.peer.resend("decode-1", placement_id, 0)
-            assert it.peer.received[placement_id].output == expected
+            assert it.peer.of(placement_id).output == expected
 
     run(main())
 

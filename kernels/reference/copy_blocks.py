@@ -1,0 +1,14 @@
+"""Copies whole blocks of the paged cache, in all layers."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def copy_blocks(kv_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
+    """sources, destinations [N]: block ids; no two destinations may be the same.
+
+    kv_cache [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim] is written in place,
+    once all sources are read.
+    """
+    kv_cache.index_copy_(2, destinations, kv_cache.index_select(2, sources))

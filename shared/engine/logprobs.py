@@ -1,0 +1,31 @@
+"""Log-probabilities to tell: of the token that stands at a position, and of the likeliest there."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kernels.reference.likeliest import likeliest
+from shared.messages import TokenLogprobs
+
+
+def token_logprobs(
+    logits: Tensor, token_ids: Tensor, num_likeliest: list[int]
+) -> list[TokenLogprobs]:
+    """logits [R, vocab_size] FP32, token_ids and num_likeliest [R] -> [R].
+
+    A row in which nothing may be drawn is -inf throughout, not NaN.
+    """
+    logprobs = logits.log_softmax(-1)
+    logprobs.masked_fill_(logprobs.isnan(), float("-inf"))
+    top = likeliest(logprobs, max(num_likeliest))
+    columns = zip(
+        logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1).tolist(),
+        top.tolist(),
+        logprobs.gather(1, top).tolist(),
+        num_likeliest,
+        strict=True,
+    )
+    return [
+        TokenLogprobs(own, tuple(top_ids[:k]), tuple(values[:k]))
+        for own, top_ids, values, k in columns
+    ]

@@ -1,0 +1,183 @@
+"""Several choices with penalties and logprobs: each tells what it tells alone, to the bit."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import cache
+
+import msgspec
+import pytest
+
+from shared.engine.timing_engine import StepCost
+from shared.errors import InvalidRequest
+from shared.messages import TokenLogprobs
+from tests.services.decode.test_handoff import PROMPT, cluster
+from tests.simulation.clock import run
+from tests.simulation.workers import request_of
+
+EITHER = pytest.mark.parametrize("candidates", [(), ("prefill-1",)], ids=["local", "handoff"])
+MODES = pytest.mark.parametrize("mode", ["raw", "processed"])
+THREE = {0: [], 1: [], 2: []}
+OPTIONS = {
+    "temperature": 1.0,
+    "repetition_penalty": 1.2,
+    "frequency_penalty": 0.5,
+    "presence_penalty": -0.25,
+    "logit_bias": ((40, 1.5),),
+    "bad_words": ((50,), (60, 61)),
+    "num_logprobs": 2,
+}
+
+Told = tuple[list[int], dict[int, TokenLogprobs]]
+
+
+@cache
+def solo(choice_index: int, mode: str, max_tokens: int = 20) -> Told:
+    """From a placement of its own, on a fresh worker."""
+
+    async def main() -> Told:
+        async with cluster() as it:
+            request = several({choice_index: []}, mode, max_tokens=max_tokens)
+            received = await it.peer.finished(
+                await it.peer.place("decode-1", request), choice_index
+            )
+            assert len(received.output) == len(received.logprobs) == max_tokens
+            return received.output, received.logprobs
+
+    return run(main())
+
+
+def several(outputs=THREE, mode="raw", **options):
+    return request_of(PROMPT, outputs=outputs, **{**OPTIONS, "logprobs_mode": mode, **options})
+
+
+def rest_of(told: Told, num_received: int) -> Told:
+    output, logprobs = told
+    return output[num_received:], {n: each for n, each in logprobs.items() if n >= num_received}
+
+
+async def told_by(it, placement_id, choice_indices=(0, 1, 2)) -> dict[int, Told]:
+    received = {index: await it.peer.finished(placement_id, index) for index in choice_indices}
+    return {index: (each.output, each.logprobs) for index, each in received.items()}
+
+
+@EITHER
+@MODES
+@pytest.mark.parametrize("num_received", [(0, 0, 0), (3, 0, 19)], ids=["whole", "resumed"])
+def test_choices_tell_what_each_tells_alone(num_received, mode, candidates):
+    alone = [solo(index, mode) for index in range(3)]
+    assert len({tuple(output) for output, _ in alone}) == 3
+
+    async def main():
+        async with cluster() as it:
+            received = {n: alone[n][0][:count] for n, count in enumerate(num_received)}
+            placement_id = await it.peer.place("decode-1", several(received, mode), candidates)
+            told = await told_by(it, placement_id)
+            assert told == {n: rest_of(alone[n], count) for n, count in enumerate(num_received)}
+            for n, count in enumerate(num_received):
+                again = it.peer.of(placement_id, n)
+                again.logprobs.clear()
+                await it.peer.resend("decode-1", placement_id, count, n)
+                assert again.logprobs == told[n][1]
+            await it.settled()
+
+    run(main())
+
+
+@EITHER
+@MODES
+def test_preempted_choices_tell_what_each_tells_alone(mode, candidates):
+    """Fifteen blocks for the prompt and five for each: nine are there for fifteen."""
+    alone = {n: solo(n, mode, 60) for n in range(3)}
+
+    async def main():
+        async with cluster(num_blocks=24) as it:
+            request = several(mode=mode, max_tokens=60)
+            placement_id = await it.peer.place("decode-1", request, candidates)
+            assert await told_by(it, placement_id) == alone
+            assert num_preemptions(it, placement_id) > 0
+            await it.settled()
+
+    run(main())
+
+
+def num_preemptions(it, placement_id) -> int:
+    received = [it.peer.of(placement_id, index) for index in range(3)]
+    return sum(each.finish.served.num_preemptions for each in received)
+
+
+def test_a_prefill_killed_in_the_middle_changes_nothing_told():
+    alone = {n: solo(n, "raw") for n in range(3)}
+
+    async def main():
+        async with cluster(cost=StepCost(base_s=0.5)) as it:
+            candidates = ("prefill-1", "prefill-2")
+            placement_id = await it.peer.place("decode-1", several(), candidates)
+            await asyncio.sleep(0.8)  # the first chunk is pushed, the second computes
+            await it.prefills[0].kill()
+            it.workers.remove(it.prefills[0])
+            assert await told_by(it, placement_id) == alone
+            assert it.peer.of(placement_id).served.prefill_worker_id == "prefill-2"
+            await it.settled()
+
+    run(main())
+
+
+@EITHER
+@pytest.mark.parametrize("indices", [(0, 1, 2), (7, 2, 1)])
+@pytest.mark.parametrize("num_blocks", [256, 24])
+def test_the_first_choice_tells_of_the_prompt_whole_and_once(num_blocks, indices, candidates):
+    expected = {n: solo(n, "raw", 60) for n in indices}
+
+    async def main():
+        async with cluster() as it:
+            request = several({9: []}, num_prompt_logprobs=1)
+            alone = await it.peer.finished(await it.peer.place("decode-1", request), 9)
+            assert len(alone.prompt_logprobs) == len(PROMPT) - 1
+        async with cluster(num_blocks=num_blocks) as it:
+            earlier = await it.peer.place("decode-1", several(max_tokens=1))
+            await told_by(it, earlier)  # the prompt is in the cache
+            request = several({n: [] for n in indices}, max_tokens=60, num_prompt_logprobs=1)
+            placement_id = await it.peer.place("decode-1", request, candidates)
+            assert await told_by(it, placement_id, indices) == expected
+            received = [it.peer.of(placement_id, index) for index in indices]
+            assert [each.prompt_logprobs for each in received] == [
+                alone.prompt_logprobs,
+                *[()] * (len(indices) - 1),
+            ]
+            counts = [each.finish.served.num_preemptions for each in received]
+            assert (sum(counts) > 0) is (num_blocks == 24)
+            assert received[0].served.num_cached_tokens == 0
+            await it.settled()
+
+    run(main())
+
+
+def test_choices_beside_one_that_tells_of_the_prompt_find_it_in_the_cache():
+    async def main():
+        async with cluster() as it:
+            compute, counts = it.decode.runner.run, []
+
+            async def counted(inputs):
+                counts.append(len(inputs.input_ids))
+                return await compute(inputs)
+
+            it.decode.runner.run = counted
+            request = several({n: [] for n in range(8)}, num_prompt_logprobs=0)
+            placement_id = await it.peer.place("decode-1", request, ("prefill-1",))
+            await told_by(it, placement_id, range(8))
+            assert sum(counts) - 8 * 19 < 3 * len(PROMPT)
+
+    run(main())
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_an_embedding_has_one_choice(pooling):
+    async def main():
+        async with cluster() as it:
+            request = msgspec.structs.replace(several(), pooling=pooling)
+            with pytest.raises(InvalidRequest, match="3 choices of one embedding"):
+                await it.peer.place("decode-1", request)
+            await it.settled()
+
+    run(main())

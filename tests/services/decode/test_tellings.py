@@ -1,0 +1,122 @@
+"""What comes back besides tokens: logprobs, prompt logprobs, embeddings; and what is refused."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from shared.engine.timing_engine import STATE_BYTES
+from shared.errors import InvalidRequest
+from shared.messages import Request
+from tests.services.decode.test_handoff import PROMPT, cluster
+from tests.simulation.clock import run
+from tests.simulation.workers import request_of
+
+ALL = {
+    "temperature": 1.0,
+    "repetition_penalty": 1.2,
+    "frequency_penalty": 0.5,
+    "logit_bias": ((40, 1.5),),
+    "bad_words": ((50,), (60, 61)),
+    "num_logprobs": 2,
+}
+
+
+def embedding_request(pooling: str, **options) -> Request:
+    return msgspec.structs.replace(request_of(PROMPT, **options), pooling=pooling)
+
+
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+def test_logprobs_are_the_same_local_pushed_resumed_and_sent_again(mode):
+    options = {**ALL, "logprobs_mode": mode}
+
+    async def main():
+        async with cluster() as it:
+            pushed = await it.run(request_of(PROMPT, **options))
+            assert pushed.finish.served.prefill_worker_id == "prefill-1"
+            local = await it.run(request_of(PROMPT, **options), ())
+            assert len(local.output) == len(local.logprobs) == 20
+            assert all(len(each.top_token_ids) == 2 for each in local.logprobs.values())
+            assert (pushed.output, pushed.logprobs) == (local.output, local.logprobs)
+            output = local.output[:7]
+            resumed = await it.run(request_of(PROMPT, output=output, **options), ("prefill-2",))
+            assert resumed.output == local.output[7:]
+            assert resumed.logprobs == {n: local.logprobs[n] for n in range(7, 20)}
+            placement_id = await it.peer.place("decode-1", request_of(PROMPT, **options))
+            received = await it.peer.finished(placement_id)
+            received.logprobs.clear()
+            await it.peer.resend("decode-1", placement_id, 12)
+            assert received.logprobs == {n: local.logprobs[n] for n in range(12, 20)}
+
+    run(main())
+
+
+def test_prompt_logprobs_come_whole_from_a_local_prefill():
+    async def main():
+        async with cluster() as it:
+            plain = await it.run(request_of(PROMPT))
+            told = await it.run(request_of(PROMPT, num_prompt_logprobs=1))
+            assert told.output == plain.output
+            assert len(told.prompt_logprobs) == len(PROMPT) - 1
+            served = told.finish.served
+            assert (served.prefill_worker_id, served.num_cached_tokens) == (None, 0)
+            resumed = await it.run(
+                request_of(PROMPT, num_prompt_logprobs=1, output=plain.output[:5])
+            )
+            assert resumed.prompt_logprobs == told.prompt_logprobs
+            await it.settled()
+
+    run(main())
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_an_embedding_is_computed_here_and_comes_with_the_ending(pooling):
+    async def main():
+        async with cluster() as it:
+            vectors = []
+            for _ in range(2):  # the second finds a cache
+                received = await it.run(embedding_request(pooling))
+                assert (received.output, received.finish.reason) == ([], "stop")
+                assert received.finish.served.prefill_worker_id is None
+                vectors.append(np.frombuffer(received.finish.embedding, dtype="<f4"))
+            assert vectors[0].shape == (STATE_BYTES,)
+            assert vectors[0].any() and vectors[0].tolist() == vectors[1].tolist()
+            await it.settled()
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"logit_bias": ((32_000, 1.0),)},
+        {"logit_bias": ((-1, 1.0),)},
+        {"bad_words": ((5, 32_000),)},
+        {"bad_words": ((-5,),)},
+        {"num_prompt_logprobs": 21},
+        {"repetition_penalty": 0.0},
+    ],
+    ids=str,
+)
+def test_what_would_fail_a_shared_step_is_refused(options):
+    async def main():
+        async with cluster() as it:
+            placement_id = await it.peer.place("decode-1", request_of(PROMPT))
+            with pytest.raises(InvalidRequest):
+                await it.peer.place("decode-1", request_of(PROMPT, **options))
+            assert (await it.peer.finished(placement_id)).finish.reason == "length"
+            await it.settled()
+
+    run(main())
+
+
+def test_prompt_logprobs_that_no_message_can_carry_are_refused():
+    async def main():
+        async with cluster(num_blocks=1024) as it:
+            long = list(range(100, 8000)) + list(range(100, 2000))
+            with pytest.raises(InvalidRequest, match="prompt") as refused:
+                await it.peer.place("decode-1", request_of(long, num_prompt_logprobs=20))
+            assert refused.value.param == "prompt_logprobs"
+
+    run(main())
