@@ -30,7 +30,7 @@ from shared.engine.model_config import ModelConfig
 from shared.engine.models.decoder import Decoder
 from shared.engine.packed_weights import map_weights, weights_cache_dir
 from shared.engine.readout import pooled, prompt_logprobs
-from shared.engine.runner import StepInputs, StepOutput
+from shared.engine.runner import SamplingInputs, StepInputs, StepOutput
 from shared.engine.sampler import draw_tokens
 from shared.engine.step_budget import StepBudget
 from shared.engine.text_part import TextTensors
@@ -55,6 +55,27 @@ def resolve_dtype(dtype: str, device: torch.device) -> str:
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is none of auto, {', '.join(DTYPES)}", param="dtype")
     return dtype
+
+
+# A prefill of two tokens and a decode of one that leave the cache as it is.
+_WARM_UP = StepInputs(
+    input_ids=np.zeros(3, dtype=np.int64),
+    positions=np.array([0, 1, 0], dtype=np.int64),
+    slot_mapping=np.full(3, -1, dtype=np.int64),
+    query_lens=np.array([2, 1], dtype=np.int64),
+    context_lens=np.array([2, 1], dtype=np.int64),
+    block_tables=np.zeros((2, 2), dtype=np.int64),
+    sampling=SamplingInputs(
+        logits_indices=np.array([1, 2], dtype=np.int64),
+        temperature=np.zeros(2, dtype=np.float32),
+        top_k=np.zeros(2, dtype=np.int64),
+        top_p=np.ones(2, dtype=np.float32),
+        min_p=np.zeros(2, dtype=np.float32),
+        seed=np.zeros(2, dtype=np.uint64),
+        choice_index=np.zeros(2, dtype=np.int64),
+        output_position=np.zeros(2, dtype=np.int64),
+    ),
+)
 
 
 class ModelRunner:
@@ -117,7 +138,7 @@ class ModelRunner:
             revision = _fill(model, tensors, config, target)
         model.to(target).eval()
         _pack(model)
-        return cls(
+        runner = cls(
             model,
             allocate_kv_cache(kv_format, num_blocks, target),
             kv_format,
@@ -126,6 +147,8 @@ class ModelRunner:
             num_threads=num_threads,
             clock=MonotonicClock() if clock is None else clock,
         )
+        runner.step_logits(_WARM_UP)  # whoever is ready has its kernels compiled
+        return runner
 
     def step_budget_s(self, inputs: StepInputs) -> float:
         return self._budget.seconds(inputs)

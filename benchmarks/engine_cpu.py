@@ -1,0 +1,197 @@
+"""The engine alone, beside `transformers` with a static batch: output tokens per second.
+
+Both get the same random 125 M checkpoint, prompts, number of threads and number of output tokens,
+greedy, in one process, turn by turn; the figure of a case is the median of its rounds. With mixed
+lengths transformers has to run a batch until its longest answer is done; only the tokens that were
+asked for count, for both. Prefill is the time to the first token of one long prompt.
+
+    python -m benchmarks.engine_cpu [--threads 2] [--dtype bfloat16] [--rounds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable
+from pathlib import Path
+
+import msgspec
+import torch
+import uvloop
+from transformers import AutoModelForCausalLM
+
+from benchmarks.checkpoints import LLAMA_125M, write_random_llama
+from benchmarks.report import Row, at_least, write_result
+from shared.block_hash import root_hash
+from shared.clock import MonotonicClock
+from shared.engine.engine import Engine, Progress
+from shared.engine.loop import EngineLoop
+from shared.engine.model_runner import ModelRunner
+from shared.engine.sequence import Sequence
+from shared.messages import SamplingParams
+
+NUM_PROMPT_TOKENS = 100
+NUM_OUTPUT_TOKENS = 64
+MIXED = (8, 128)
+NUM_LONG_TOKENS = 4096
+CONTEXT = 8192
+# least ratio to transformers, by case
+BARS = {"batch 1": 1.0, "batch 16": 1.0, "batch 64": 1.0, "mixed 64": 1.5, "prefill 4096": 1.0}
+
+
+class Case(msgspec.Struct, frozen=True):
+    name: str
+    prompts: list[list[int]]
+    num_output_tokens: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        """What the case's rate counts: prompt tokens of a prefill, else output tokens."""
+        is_prefill = self.num_output_tokens == [1]
+        return len(self.prompts[0]) if is_prefill else sum(self.num_output_tokens)
+
+
+def make_cases(vocab_size: int, seed: int) -> list[Case]:
+    """Other prompts with each seed, so that no prefix cache helps."""
+    randomness = random.Random(seed)
+
+    def prompts(count: int, length: int) -> list[list[int]]:
+        return [[randomness.randrange(3, vocab_size) for _ in range(length)] for _ in range(count)]
+
+    cases = [
+        Case(f"batch {size}", prompts(size, NUM_PROMPT_TOKENS), [NUM_OUTPUT_TOKENS] * size)
+        for size in (1, 16, 64)
+    ]
+    mixed = [randomness.randint(*MIXED) for _ in range(64)]
+    cases.append(Case("mixed 64", prompts(64, NUM_PROMPT_TOKENS), mixed))
+    cases.append(Case(f"prefill {NUM_LONG_TOKENS}", prompts(1, NUM_LONG_TOKENS), [1]))
+    return cases
+
+
+class Peer:
+    """`transformers` generate over one static batch."""
+
+    def __init__(self, model_dir: Path, dtype: str) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
+
+    @torch.inference_mode()
+    def run(self, case: Case) -> None:
+        longest = max(case.num_output_tokens)
+        self._model.generate(
+            torch.tensor(case.prompts),
+            attention_mask=torch.ones(len(case.prompts), len(case.prompts[0]), dtype=torch.long),
+            max_new_tokens=longest,
+            min_new_tokens=longest,
+            do_sample=False,
+            pad_token_id=0,
+        )
+
+
+class Hearth:
+    """The engine loop over the model's runner, without bus and services."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.engine = Engine(
+            num_blocks=runner.num_blocks,
+            block_size=runner.kv_format.block_size,
+            max_context_tokens=CONTEXT,
+            max_batch_tokens=512,
+            max_sequences=256,
+        )
+        self.loop = EngineLoop(self.engine, runner, MonotonicClock())
+        self.loop.listen(self._on_progress)
+        self._num_left = 0
+        self._done = asyncio.Event()
+
+    async def run(self, case: Case) -> None:
+        self._num_left = len(case.prompts)
+        self._done.clear()
+        for sequence in sequences_of(case):
+            self.engine.add(sequence)
+        self.loop.wake()
+        await self._done.wait()
+
+    def _on_progress(self, progress: list[Progress]) -> None:
+        self._num_left -= sum(each.finish_reason is not None for each in progress)
+        if self._num_left == 0:
+            self._done.set()
+
+
+def sequences_of(case: Case) -> list[Sequence]:
+    return [
+        Sequence(
+            sequence_id=index.to_bytes(16, "big"),
+            tenant_id="benchmark",
+            cache_root=root_hash("benchmark", "weights"),
+            token_ids=prompt,
+            num_prompt_tokens=len(prompt),
+            sampling=SamplingParams(seed=0, max_tokens=num_tokens, temperature=0.0),
+        )
+        for index, (prompt, num_tokens) in enumerate(
+            zip(case.prompts, case.num_output_tokens, strict=True)
+        )
+    ]
+
+
+async def compare(model_dir: Path, options: argparse.Namespace) -> list[Row]:
+    """A row a case: both rates (tokens/s), and the median of the rounds' ratios."""
+    peer = Peer(model_dir, options.dtype)
+    runner = ModelRunner.load(model_dir, dtype=options.dtype, num_threads=options.threads)
+    hearth = Hearth(runner)
+    hearth.loop.start()
+    rates: dict[str, list[tuple[float, float]]] = {}
+    for round_index in range(options.rounds + 1):  # the first warms up
+        for case in make_cases(runner.vocab_size, round_index):
+            ours_s = await seconds(hearth.run(case))
+            theirs_s = await seconds(asyncio.to_thread(peer.run, case))
+            if round_index:
+                rate = (case.num_tokens / ours_s, case.num_tokens / theirs_s)
+                rates.setdefault(case.name, []).append(rate)
+                print(f"{case.name:14} {rate[0]:8.1f} {rate[1]:8.1f}", file=sys.stderr)
+    await hearth.loop.stop()
+    return [row_of(name, pairs) for name, pairs in rates.items()]
+
+
+async def seconds(work: Awaitable[None]) -> float:
+    started = time.perf_counter()
+    await work
+    return time.perf_counter() - started
+
+
+def row_of(name: str, pairs: list[tuple[float, float]]) -> Row:
+    ratios = sorted(ours / theirs for ours, theirs in pairs)
+    return {
+        "case": name,
+        "hearth_tokens_per_s": round(statistics.median(ours for ours, _ in pairs), 1),
+        "transformers_tokens_per_s": round(statistics.median(theirs for _, theirs in pairs), 1),
+        "ratio": round(statistics.median(ratios), 3),
+        "ratio_min": round(ratios[0], 3),
+        "ratio_max": round(ratios[-1], 3),
+    }
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args(argv)
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as folder:
+        write_random_llama(Path(folder), LLAMA_125M, dtype=options.dtype)
+        rows = uvloop.run(compare(Path(folder), options))
+    bars = [
+        at_least(f"{row['case']} / transformers", row["ratio"], BARS[row["case"]], "")
+        for row in rows
+    ]
+    write_result("engine_cpu", rows, bars, ["-m", "benchmarks.engine_cpu", *argv])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
