@@ -94,6 +94,19 @@ def _decode_attention(
                 out[seq, head, g, d] = narrow(sums[g, d] / totals[g], out.dtype)
 
 
+@njit(nogil=True, inline="always")
+def add_products(factors: Any, rows: Any, first: int, sums: Any) -> None:
+    """sums += factors[i] · rows[i] for i in first .. first + 3, one after the other.
+
+    Four at once, so that sums are read and written once for them.
+    """
+    a, b, c, d = factors[first], factors[first + 1], factors[first + 2], factors[first + 3]
+    row_a, row_b, row_c, row_d = rows[first], rows[first + 1], rows[first + 2], rows[first + 3]
+    for i in range(sums.shape[0]):
+        x = fma(b, row_b[i], fma(a, row_a[i], sums[i]))
+        sums[i] = fma(d, row_d[i], fma(c, row_c[i], x))
+
+
 @njit(nogil=True, cache=True)
 def _scores(
     rows: Any, key: Any, block_table: Any, head: int, first: int, end: int, scores: Any
@@ -108,11 +121,12 @@ def _scores(
             block, offset = block_table[token // block_size], token % block_size
             for d in range(head_dim):
                 tile[d, j] = widen(key[block, head, offset, d])
-        for d in range(head_dim):
-            for g in range(group):
-                x = rows[g, d]
+        for g in range(group):
+            for d in range(0, head_dim - head_dim % 4, 4):
+                add_products(rows[g], tile, d, scores[g, index])
+            for d in range(head_dim - head_dim % 4, head_dim):
                 for j in range(TILE):
-                    scores[g, index, j] = fma(x, tile[d, j], scores[g, index, j])
+                    scores[g, index, j] = fma(rows[g, d], tile[d, j], scores[g, index, j])
 
 
 @njit(nogil=True, cache=True)
@@ -131,17 +145,22 @@ def _weighted_values(
     """sums [G, D] += weights · values, a chain for each SEGMENT of absolute positions."""
     group, head_dim = sums.shape
     block_size = value.shape[2]
-    row = np.empty(head_dim, _f32)
+    tile = np.empty((TILE, head_dim), _f32)
     chain = np.zeros((group, head_dim), _f32)
-    for token in range(first, end):
-        block, offset = block_table[token // block_size], token % block_size
-        for d in range(head_dim):
-            row[d] = widen(value[block, head, offset, d])
-        for g in range(group):
-            weight = weights[g, (token - first) // TILE, (token - first) % TILE]
+    for index in range(weights.shape[1]):
+        token = first + index * TILE
+        num_tokens = min(TILE, end - token)
+        for j in range(num_tokens):
+            block, offset = block_table[(token + j) // block_size], (token + j) % block_size
             for d in range(head_dim):
-                chain[g, d] = fma(weight, row[d], chain[g, d])
-        if (token + 1) % SEGMENT == 0 or token + 1 == end:
+                tile[j, d] = widen(value[block, head, offset, d])
+        for g in range(group):
+            for j in range(0, num_tokens - num_tokens % 4, 4):
+                add_products(weights[g, index], tile, j, chain[g])
+            for j in range(num_tokens - num_tokens % 4, num_tokens):
+                for d in range(head_dim):
+                    chain[g, d] = fma(weights[g, index, j], tile[j, d], chain[g, d])
+        if (token + TILE) % SEGMENT == 0 or token + TILE >= end:
             for g in range(group):
                 for d in range(head_dim):
                     sums[g, d] += chain[g, d]
