@@ -1,6 +1,6 @@
 """Random checkpoints of stated size, so that speed can be measured without anybody's weights.
 
-    python -m benchmarks.checkpoints DIR [--dtype bfloat16]     125 M parameters, ready to be served
+python -m benchmarks.checkpoints DIR [--dtype bfloat16]     125 M parameters, ready to be served
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ NUM_OUTPUT_TOKENS = 64
 MIXED = (8, 128)
 NUM_LONG_TOKENS = 4096
 CONTEXT = 8192
+MAX_BATCH_TOKENS = 2048
 # least ratio to transformers, by case
 BARS = {"batch 1": 1.0, "batch 16": 1.0, "batch 64": 1.0, "mixed 64": 1.5, "prefill 4096": 1.0}
 
@@ -101,7 +102,7 @@ class Hearth:
             num_blocks=runner.num_blocks,
             block_size=runner.kv_format.block_size,
             max_context_tokens=CONTEXT,
-            max_batch_tokens=512,
+            max_batch_tokens=MAX_BATCH_TOKENS,
             max_sequences=256,
         )
         self.loop = EngineLoop(self.engine, runner, MonotonicClock())

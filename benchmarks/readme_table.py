@@ -26,6 +26,19 @@ SERVE_COLUMNS = {
 # result file: title, {column: key in its rows}
 TABLES: dict[str, tuple[str, dict[str, str]]] = {
     "serve": ("A whole cluster over HTTP, demo model, client included", SERVE_COLUMNS),
+    "serve_125m": (
+        "The same with a random 125 M Llama in BF16 (`python -m benchmarks.checkpoints`)",
+        SERVE_COLUMNS,
+    ),
+    "engine_cpu": (
+        "The engine alone beside transformers' generate, 125 M, BF16, tokens/s",
+        {
+            "case": "case",
+            "Hearth": "hearth_tokens_per_s",
+            "transformers": "transformers_tokens_per_s",
+            "ratio": "ratio",
+        },
+    ),
     "serve_poisson": ("The same under Poisson arrivals", SERVE_COLUMNS),
     "kv_transfer": (
         "KV push between two processes, checksums on, GB/s",

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kernels.cpu.decode_attention import SEGMENT
 from kernels.cpu.lanes import LANES, LOG2_E, array, join_lanes, widen
+from kernels.cpu.linear import linear, pack_weight
 from kernels.cpu.softmax import largest_score, weigh_scores
-from kernels.reference.linear import linear, pack_weight
 
 MAX_ROWS = 768  # scores of a segment and so many rows stay in a core's cache: 1.5 MiB
 

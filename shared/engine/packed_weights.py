@@ -21,7 +21,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from kernels.reference.linear import is_packed, pack_weight
+from kernels.cpu.linear import is_packed, pack_weight
 from shared.engine.layers.embedding import OutputHead
 from shared.engine.layers.linear import Linear
 from shared.engine.onednn_memory import can_share_packed, packed_bytes, packed_view

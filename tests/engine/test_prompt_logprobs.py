@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from kernels.reference.linear import linear
+from kernels.cpu.linear import linear
 from shared.engine.readout import prompt_logprobs
 from shared.engine.runner import PromptSuccessors
 from shared.messages import SamplingParams

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kernels.reference.linear import linear, pack_weight
+from kernels.cpu.linear import linear, pack_weight
 
 
 class Linear(nn.Module):
