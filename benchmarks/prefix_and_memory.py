@@ -1,7 +1,7 @@
 """What a cached prefix saves, and what a cluster holds in memory.
 
-One prompt of nearly 8,000 tokens is asked, then others that share its first 95 %: the median of their
-TTFTs beside that of prompts that share nothing. Memory is the sum of the proportional set sizes
+One prompt of nearly 8,000 tokens is asked, then others that share its first 95 %: the median of
+their TTFTs beside that of prompts that share nothing. Memory is the sum of the proportional set sizes
 (PSS: a page shared by n processes counts 1/n in each) of the cluster's processes afterwards, beside
 the weights once, the KV pools and 1.2 GB for everything else.
 
