@@ -1,9 +1,9 @@
 """What a cached prefix saves, and what a cluster holds in memory.
 
 One prompt of nearly 8,000 tokens is asked, then others that share its first 95 %: the median of
-their TTFTs beside that of prompts that share nothing. Memory is the sum of the proportional set sizes
-(PSS: a page shared by n processes counts 1/n in each) of the cluster's processes afterwards, beside
-the weights once, the KV pools and 1.2 GB for everything else.
+their TTFTs beside that of prompts that share nothing. Memory is the sum of the proportional set
+sizes (PSS: a page shared by n processes counts 1/n in each) of the cluster's processes afterwards,
+beside the weights once, the KV pools and 1.2 GB for everything else.
 
     python -m benchmarks.prefix_and_memory [--model DIR] [--words 3400] [--rounds 3]
 """
