@@ -6,10 +6,14 @@ every product rearranges the whole weight first. Measured on an EPYC with AVX-51
 
 A row's bits are the same for every number of rows from two on, with any number of threads, and for
 a single row as long as K <= SPLIT_K (measured, K up to 11,008): beyond it, one row gets another
-kernel, so it is computed with a row of zeros beside it. Plain weights need more care.
+kernel, so it is computed with a row of zeros beside it. Plain weights need more care. Where BF16 is
+multiplied by AMX, oneDNN cuts K by the number of rows, in one way for two to AMX_ROWS of them
+(measured on a Xeon with AMX, same K), so that many are taken at a time.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -18,6 +22,7 @@ SPLIT_K = 1024
 # Plain weights: below PLAIN_ROWS rows are padded to a multiple, from there on any count will do.
 PLAIN_ROWS = 16
 PLAIN_MULTIPLE = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 16}
+AMX_ROWS = 32
 PACKABLE = (torch.float32, torch.bfloat16)
 
 
@@ -45,6 +50,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     The bias is added after the product is rounded: a fused one changes the kernel that runs.
     """
+    if x.shape[0] > AMX_ROWS and _is_for_amx(weight):
+        y = torch.cat([_product(rows, weight) for rows in x.split(AMX_ROWS)])
+    else:
+        y = _product(x, weight)
+    return y if bias is None else y.add_(bias)
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
     num_rows = x.shape[0]
     num_padded = _padded_rows(num_rows, weight)
     if num_padded != num_rows:
@@ -53,13 +66,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
     else:
         y = torch.nn.functional.linear(x, weight)
-    y = y[:num_rows]
-    return y if bias is None else y.add_(bias)
+    return y[:num_rows]
+
+
+def _is_for_amx(weight: Tensor) -> bool:
+    return weight.dtype == torch.bfloat16 and _has_amx()
+
+
+@cache
+def _has_amx() -> bool:
+    return torch.cpu._is_amx_tile_supported()
 
 
 def _padded_rows(num_rows: int, weight: Tensor) -> int:
     if is_packed(weight):
-        return 2 if num_rows == 1 and weight.shape[1] > SPLIT_K else num_rows
+        is_apart = num_rows == 1 and (weight.shape[1] > SPLIT_K or _is_for_amx(weight))
+        return 2 if is_apart else num_rows
     if num_rows >= PLAIN_ROWS:
         return num_rows
     multiple = PLAIN_MULTIPLE[weight.dtype]
