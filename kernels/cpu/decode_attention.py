@@ -15,6 +15,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
+from kernels.cpu.compiled import compiled
 from kernels.cpu.lanes import LANES, LOG2_E, array, fma, join_lanes, narrow, widen
 from kernels.cpu.softmax import largest_score, weigh_scores
 
@@ -59,7 +60,7 @@ def decode_attention(
     return out.view(num_seqs, num_heads, head_dim)
 
 
-@njit(nogil=True, parallel=True, cache=True)
+@compiled(parallel=True)
 def _decode_attention(
     query: Any,  # [S, H, G, D]
     key: Any,  # [num_blocks, H, block_size, D]
@@ -107,7 +108,7 @@ def add_products(factors: Any, rows: Any, first: int, sums: Any) -> None:
         sums[i] = fma(d, row_d[i], fma(c, row_c[i], x))
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _scores(
     rows: Any, key: Any, block_table: Any, head: int, first: int, end: int, scores: Any
 ) -> None:
@@ -129,7 +130,7 @@ def _scores(
                     scores[g, index, j] = fma(rows[g, d], tile[d, j], scores[g, index, j])
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _softmax(scores: Any, start: int, end: int, softcap: Any) -> Any:
     """Turns scores [start, end) into weights and all others into 0; returns the weights' sum."""
     top = largest_score(scores, start, end, softcap)
@@ -138,7 +139,7 @@ def _softmax(scores: Any, start: int, end: int, softcap: Any) -> Any:
     return join_lanes(sums)
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _weighted_values(
     weights: Any, value: Any, block_table: Any, head: int, first: int, end: int, sums: Any
 ) -> None:

@@ -6,9 +6,10 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 from torch import Tensor
 
+from kernels.cpu.compiled import compiled
 from kernels.cpu.lanes import LOG2_E, array, exp2, narrow, widen
 
 _f32 = np.float32
@@ -33,7 +34,7 @@ def gelu_and_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
-@njit(nogil=True, parallel=True, cache=True)
+@compiled(parallel=True)
 def _silu_and_mul(gate_up: Any, out: Any) -> None:
     for row in prange(out.shape[0]):
         gate, up = gate_up[row, : out.shape[1]], gate_up[row, out.shape[1] :]
@@ -43,7 +44,7 @@ def _silu_and_mul(gate_up: Any, out: Any) -> None:
             out[row, index] = narrow(x / (_f32(1.0) + decay) * widen(up[index]), out.dtype)
 
 
-@njit(nogil=True, parallel=True, cache=True)
+@compiled(parallel=True)
 def _gelu_and_mul(gate_up: Any, out: Any) -> None:
     for row in prange(out.shape[0]):
         gate, up = gate_up[row, : out.shape[1]], gate_up[row, out.shape[1] :]

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 from torch import Tensor
+
+from kernels.cpu.compiled import compiled
 
 # What a dtype that numba does not know goes by; FP32 goes as it is.
 BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
@@ -103,14 +105,14 @@ def _narrow(x: Any, dtype: Any) -> Any:
     return lambda x, dtype: _round_to_bf16(x)
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _round_to_bf16(x: Any) -> Any:
     bits = bits_of_float(x)
     rounded = (bits + _i32(0x7FFF) + ((bits >> 16) & 1)) >> 16
     return np.uint16((rounded if x == x else bits >> 16 | 0x40) & 0xFFFF)
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def exp2(x: Any) -> Any:
     """2**x for x in [-inf, 128], within a unit or two in the last place; 0 below 2**-126."""
     x = x if x > _f32(-127.0) else _f32(-127.0)
@@ -125,7 +127,7 @@ def exp2(x: Any) -> Any:
     return y * float_of_bits(_i32((_i32(whole) + _i32(127)) << _i32(23)))
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def tanh(x: Any) -> Any:
     """1 - 2 / (1 + e**2x), from the positive side so that nothing overflows."""
     size = min(abs(x), _f32(20.0))
@@ -133,7 +135,7 @@ def tanh(x: Any) -> Any:
     return y if x >= _f32(0.0) else -y
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def join_lanes(sums: Any) -> Any:
     total = sums[0]
     for lane in range(1, LANES):

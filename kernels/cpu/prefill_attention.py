@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import prange
 from torch import Tensor
 
+from kernels.cpu.compiled import compiled
 from kernels.cpu.decode_attention import SEGMENT
 from kernels.cpu.lanes import LANES, LOG2_E, array, join_lanes, widen
 from kernels.cpu.linear import linear, pack_weight
@@ -102,7 +103,7 @@ def _gather(kv_cache: Tensor, block_table: Tensor, start: int, end: int) -> _Con
     return _Context(start, keys, values)
 
 
-@njit(nogil=True, parallel=True, cache=True)
+@compiled(parallel=True)
 def _gather_segment(
     key: Any, value: Any, block_table: Any, first: int, end: int, keys: Any, values: Any
 ) -> None:
@@ -147,7 +148,7 @@ def _attend(rows: Tensor, context: _Context, head: int, span: _Span) -> Tensor:
     return attended
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _visible(row: int, first: int, group: int, window: int, num_columns: int) -> Any:
     """[start, end) of the columns that a row sees; `first` is row 0's position as a column."""
     end = first + row // group + 1
@@ -155,21 +156,21 @@ def _visible(row: int, first: int, group: int, window: int, num_columns: int) ->
     return min(max(start, 0), num_columns), min(max(end, 0), num_columns)
 
 
-@njit(nogil=True, parallel=True, cache=True)
+@compiled(parallel=True)
 def _find_tops(scores: Any, first: int, group: int, window: int, softcap: Any, tops: Any) -> None:
     for row in prange(scores.shape[0]):
         start, end = _visible(row, first, group, window, scores.shape[1])
         tops[row] = max(tops[row], largest_score(scores[row], start, end, softcap))
 
 
-@njit(nogil=True, parallel=True, cache=True)
+@compiled(parallel=True)
 def _weigh(scores: Any, first: int, group: int, window: int, tops: Any, sums: Any) -> None:
     for row in prange(scores.shape[0]):
         start, end = _visible(row, first, group, window, scores.shape[1])
         weigh_scores(scores[row], start, end, tops[row], sums[row])
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _divide(attended: Any, sums: Any) -> None:
     for row in range(attended.shape[0]):
         total = join_lanes(sums[row])

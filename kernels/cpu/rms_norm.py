@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
+from kernels.cpu.compiled import compiled
 from kernels.cpu.lanes import LANES, array, fma, join_lanes, narrow, widen
 
 _f32 = np.float32
@@ -26,7 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, has_unit_offset: bool = F
     return out.view(x.shape)
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _rms_norm(x: Any, weight: Any, eps: Any, has_unit_offset: bool, out: Any) -> None:
     num_rows, hidden = x.shape
     whole = hidden // LANES * LANES

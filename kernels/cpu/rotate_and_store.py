@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from numba import njit
 from torch import Tensor
 
+from kernels.cpu.compiled import compiled
 from kernels.cpu.lanes import array, narrow, widen
 
 
@@ -37,7 +37,7 @@ def rotate_and_store(
     return query
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _rotate_and_store(
     heads: Any, cos: Any, sin: Any, slots: Any, query: Any, key: Any, value: Any
 ) -> None:
@@ -56,7 +56,7 @@ def _rotate_and_store(
             value[block, head, offset, :] = heads[token, num_heads + num_kv_heads + head]
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def _rotate(x: Any, cos: Any, sin: Any, out: Any) -> None:
     half = cos.shape[0]
     first, second = x[:half], x[half : 2 * half]

@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from kernels.cpu.compiled import compiled
 from kernels.cpu.lanes import LANES, LOG2_E, exp2, tanh
 
 _f32 = np.float32
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def largest_score(scores: Any, start: int, end: int, softcap: Any) -> Any:
     """The largest of scores [start, end), which are capped on the way; -inf if there is none.
 
@@ -42,7 +42,7 @@ def largest_score(scores: Any, start: int, end: int, softcap: Any) -> Any:
     return top
 
 
-@njit(nogil=True, cache=True)
+@compiled()
 def weigh_scores(scores: Any, start: int, end: int, top: Any, sums: Any) -> None:
     """Turns scores into weights 2**(score - top), those outside of [start, end) into 0, and adds
     them to the chains `sums` [LANES].

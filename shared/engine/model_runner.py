@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.cpu.compiled import compiling_alone
 from kernels.reference.copy_blocks import copy_blocks
 from kernels.reference.gather_blocks import gather_blocks
 from kernels.reference.scatter_blocks import scatter_blocks
@@ -147,7 +148,8 @@ class ModelRunner:
             num_threads=num_threads,
             clock=MonotonicClock() if clock is None else clock,
         )
-        runner.step_logits(_WARM_UP)  # whoever is ready has its kernels compiled
+        with compiling_alone():
+            runner.step_logits(_WARM_UP)  # whoever is ready has its kernels compiled
         return runner
 
     def step_budget_s(self, inputs: StepInputs) -> float:
