@@ -7,16 +7,18 @@ every product rearranges the whole weight first. Measured on an EPYC with AVX-51
 A row's bits are the same for every number of rows from two on, with any number of threads, and for
 a single row as long as K <= SPLIT_K (measured, K up to 11,008): beyond it, one row gets another
 kernel, so it is computed with a row of zeros beside it. Plain weights need more care. Where BF16 is
-multiplied by AMX, oneDNN cuts K by the number of rows, in one way for two to AMX_ROWS of them
-(measured on a Xeon with AMX, same K), so that many are taken at a time.
+multiplied by AMX, weights of whole tiles go to `amx_linear`. For others oneDNN cuts K by the number
+of rows, in one way for two to AMX_ROWS of them (measured on a Xeon, same K), so that many are taken
+at a time.
 """
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
+
+from kernels.cpu.amx import has_amx
+from kernels.cpu.amx_linear import amx_linear, can_pack_for_amx, is_packed_for_amx, pack_for_amx
 
 SPLIT_K = 1024
 # Plain weights: below PLAIN_ROWS rows are padded to a multiple, from there on any count will do.
@@ -27,13 +29,15 @@ PACKABLE = (torch.float32, torch.bfloat16)
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """weight [N, K] -> the same in oneDNN's layout, or as it is where that cannot be.
+    """weight [N, K] -> the same in AMX's or oneDNN's layout, or as it is where that cannot be.
 
     A packed weight takes the same number of bytes and is good for `linear` only; one that is packed
     already stays as it is.
     """
     if is_packed(weight):
         return weight
+    if can_pack_for_amx(weight):
+        return pack_for_amx(weight)
     is_packable = weight.device.type == "cpu" and weight.dtype in PACKABLE
     if not is_packable or not torch.backends.mkldnn.is_available():
         return weight
@@ -42,7 +46,7 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 
 def is_packed(weight: Tensor) -> bool:
-    return weight.is_mkldnn
+    return weight.is_mkldnn or is_packed_for_amx(weight)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -50,7 +54,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     The bias is added after the product is rounded: a fused one changes the kernel that runs.
     """
-    if x.shape[0] > AMX_ROWS and _is_for_amx(weight):
+    if is_packed_for_amx(weight):
+        y = amx_linear(x, weight)
+    elif x.shape[0] > AMX_ROWS and _is_on_amx(weight):
         y = torch.cat([_product(rows, weight) for rows in x.split(AMX_ROWS)])
     else:
         y = _product(x, weight)
@@ -62,25 +68,20 @@ def _product(x: Tensor, weight: Tensor) -> Tensor:
     num_padded = _padded_rows(num_rows, weight)
     if num_padded != num_rows:
         x = torch.nn.functional.pad(x, (0, 0, 0, num_padded - num_rows))
-    if is_packed(weight):
+    if weight.is_mkldnn:
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
     else:
         y = torch.nn.functional.linear(x, weight)
     return y[:num_rows]
 
 
-def _is_for_amx(weight: Tensor) -> bool:
-    return weight.dtype == torch.bfloat16 and _has_amx()
-
-
-@cache
-def _has_amx() -> bool:
-    return torch.cpu._is_amx_tile_supported()
+def _is_on_amx(weight: Tensor) -> bool:
+    return weight.dtype == torch.bfloat16 and has_amx()
 
 
 def _padded_rows(num_rows: int, weight: Tensor) -> int:
-    if is_packed(weight):
-        is_apart = num_rows == 1 and (weight.shape[1] > SPLIT_K or _is_for_amx(weight))
+    if weight.is_mkldnn:
+        is_apart = num_rows == 1 and (weight.shape[1] > SPLIT_K or _is_on_amx(weight))
         return 2 if is_apart else num_rows
     if num_rows >= PLAIN_ROWS:
         return num_rows

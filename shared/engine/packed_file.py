@@ -29,7 +29,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from shared.engine.onednn_memory import PackedForm
+from shared.engine.packed_memory import PackedForm
 
 log = structlog.get_logger(__name__)
 

@@ -1,9 +1,9 @@
 """One copy of a model's weights in a host's memory, however many processes serve it.
 
 The weights lie in a packed file (packed_file.py) as the model computes with them: fused, in the
-compute dtype, the linear ones in oneDNN's layout. Processes map it read-only and the model's
-parameters are views of the mapping, so that the kernel's page cache holds the one copy. The file's
-header keeps the revision: a second start neither converts nor hashes.
+compute dtype, the linear ones as `kernels.cpu.linear` packs them. Processes map it read-only and
+the model's parameters are views of the mapping, so that the kernel's page cache holds the one copy.
+The file's header keeps the revision: a second start neither converts nor hashes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from kernels.cpu.amx import has_amx
 from kernels.cpu.linear import is_packed, pack_weight
 from shared.engine.layers.embedding import OutputHead
 from shared.engine.layers.linear import Linear
-from shared.engine.onednn_memory import can_share_packed, packed_bytes, packed_view
 from shared.engine.packed_file import (
     MAGIC,
     PackedFile,
@@ -34,6 +34,7 @@ from shared.engine.packed_file import (
     open_packed,
     packed_path,
 )
+from shared.engine.packed_memory import can_share_packed, packed_bytes, packed_view
 from shared.engine.weights import CheckpointTensors, copy_tensor, matched_names
 
 log = structlog.get_logger(__name__)
@@ -152,7 +153,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _key(regions: list[Region], sources: tuple[Source, ...], config: bytes) -> str:
-    """Digests what the file's content follows from; oneDNN's layouts follow from the machine."""
+    """Digests what the file's content follows from; the packed layouts from the machine."""
     layout = [
         [
             region.name,
@@ -164,7 +165,8 @@ def _key(regions: list[Region], sources: tuple[Source, ...], config: bytes) -> s
         ]
         for region in regions
     ]
-    machine = [str(torch.__version__), torch.backends.cpu.get_cpu_capability(), can_share_packed()]
+    capability = torch.backends.cpu.get_cpu_capability()
+    machine = [str(torch.__version__), capability, has_amx(), can_share_packed()]
     described = msgspec.json.encode([MAGIC.decode(), machine, layout, sources])
     return xxhash.xxh3_128(described + config).hexdigest()
 

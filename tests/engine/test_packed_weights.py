@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from structlog.testing import capture_logs
 
 from shared.engine.model_runner import ModelRunner
-from shared.engine.onednn_memory import can_share_packed
+from shared.engine.packed_memory import can_share_packed
 from shared.engine.packed_weights import map_weights, weights_cache_dir
 from shared.engine.weights import open_checkpoint
 from tests.engine.checkpoints import write_llama

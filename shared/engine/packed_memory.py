@@ -1,8 +1,9 @@
-"""Weights that oneDNN has packed, as bytes, and back: tensors over memory that somebody else owns.
+"""Packed weights as bytes, and back: tensors over memory that somebody else owns.
 
-torch keeps a packed weight as an opaque tensor, and gives it a form to be stored in only for models
-compiled ahead of time (AOTInductor's C interface, torch/csrc/inductor/aoti_torch/c/shim.h), which
-are packed weights in a file, too. Where this torch has not got that, weights are packed privately.
+One that is packed for AMX is a tensor as any. oneDNN's are opaque to torch, which gives them a form
+to be stored in only for models compiled ahead of time (AOTInductor's C interface,
+torch/csrc/inductor/aoti_torch/c/shim.h), which are packed weights in a file, too. Where this torch
+has not got that, weights are packed privately.
 """
 
 from __future__ import annotations
@@ -20,22 +21,24 @@ _I64, _I32, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
 
 
 class PackedForm(msgspec.Struct, frozen=True, kw_only=True):
-    """All of a packed weight but its bytes; `description` is oneDNN's own of its layout."""
+    """All of a packed weight but its bytes; `description` is oneDNN's of its layout, if it has one.
 
-    shape: tuple[int, int]
+    `shape` is that of the weight to oneDNN, [N, K], and that of the bytes otherwise.
+    """
+
+    shape: tuple[int, ...]
     dtype: str
     description: bytes
 
 
 def packed_bytes(weight: Tensor) -> tuple[PackedForm, Tensor]:
     """The form and the bytes of a packed weight, [n] uint8, which keep it alive."""
-    ops = torch.ops.mkldnn
-    rows, columns = weight.shape
-    form = PackedForm(
-        shape=(rows, columns),
-        dtype=_DTYPES[weight.dtype],
-        description=bytes(ops._get_mkldnn_serialized_md(weight).numpy()),
-    )
+    ops, shape, dtype = torch.ops.mkldnn, tuple(weight.shape), _DTYPES[weight.dtype]
+    if not weight.is_mkldnn:
+        form = PackedForm(shape=shape, dtype=dtype, description=b"")
+        return form, weight.view(-1).view(torch.uint8)
+    description = bytes(ops._get_mkldnn_serialized_md(weight).numpy())
+    form = PackedForm(shape=shape, dtype=dtype, description=description)
     memory = (ctypes.c_uint8 * ops._nbytes(weight)).from_address(ops.data_ptr(weight))
     data = torch.frombuffer(memory, dtype=torch.uint8)
     data.owner = weight  # type: ignore[attr-defined]
@@ -44,6 +47,8 @@ def packed_bytes(weight: Tensor) -> tuple[PackedForm, Tensor]:
 
 def packed_view(form: PackedForm, memory: Tensor) -> Tensor:
     """A packed weight over `memory` [n] uint8, which it keeps alive; nothing is copied."""
+    if not form.description:
+        return memory.view(getattr(torch, form.dtype)).view(form.shape)
     rows, columns = form.shape
     library, handle = _library(), _POINTER()
     status = library.aoti_torch_create_tensor_from_blob_v2(

@@ -1,0 +1,133 @@
+"""AMX's tile instructions, for compiled loops: eight tiles of up to 16 rows of 64 bytes each.
+
+A tile is named by a literal number; addresses and strides are integers in bytes. `tile_multiply`
+adds to FP32 [16, 16] the product of BF16 [16, 32] and BF16 [32, 16], whose rows lie in pairs:
+[16, 16, 2]. (Intel 64 Architectures Software Developer's Manual, volume 1, chapter 18.)
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+TILE_ROWS = 16
+TILE_BYTES = 64  # of a row
+
+_I8, _I16, _I32, _I64 = (ir.IntType(size) for size in (8, 16, 32, 64))
+_POINTER = _I8.as_pointer()
+_NUM_ROUNDED = 32
+
+
+@cache
+def has_amx() -> bool:
+    """Whether this process may use BF16 tiles, for which the kernel has to be asked."""
+    return torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
+
+
+def tile_config(first_rows: int, second_rows: int) -> NDArray[np.uint8]:
+    """For `tile_configure`, [64]: products of two blocks of rows by two of columns.
+
+    Tiles 0, 1 (sums) and 4 (factors) have `first_rows`, tiles 2, 3 and 5 `second_rows`; 6 and 7,
+    the columns' factors, are full.
+    """
+    config = np.zeros(64, np.uint8)
+    config[0] = 1  # the palette
+    config[16:32].view(np.uint16)[:] = TILE_BYTES
+    config[48:56] = [first_rows] * 2 + [second_rows] * 2 + [first_rows, second_rows] + [16] * 2
+    return config
+
+
+def _call(builder: Any, name: str, *operands: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [operand.type for operand in operands])
+    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+    builder.call(function, operands)
+
+
+def _tile(literal: Any) -> Any:
+    return ir.Constant(_I8, literal.literal_value)
+
+
+@intrinsic
+def tile_configure(_: Any, config: Any) -> Any:
+    """Each thread configures its own tiles."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _call(builder, "llvm.x86.ldtilecfg", builder.inttoptr(args[0], _POINTER))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
+def tile_release(_: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _call(builder, "llvm.x86.tilerelease")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
+
+@intrinsic(prefer_literal=True)
+def tile_zero(_: Any, tile: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _call(builder, "llvm.x86.tilezero", _tile(tile))
+        return context.get_dummy_value()
+
+    return types.void(tile), generate
+
+
+def _moving(name: str) -> Any:
+    def move(_: Any, tile: Any, address: Any, stride: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            _call(builder, name, _tile(tile), builder.inttoptr(args[1], _POINTER), args[2])
+            return context.get_dummy_value()
+
+        return types.void(tile, types.int64, types.int64), generate
+
+    return intrinsic(prefer_literal=True)(move)
+
+
+tile_load = _moving("llvm.x86.tileloadd64")
+tile_store = _moving("llvm.x86.tilestored64")
+
+
+@intrinsic(prefer_literal=True)
+def tile_multiply(_: Any, sums: Any, rows: Any, columns: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _call(builder, "llvm.x86.tdpbf16ps", _tile(sums), _tile(rows), _tile(columns))
+        return context.get_dummy_value()
+
+    return types.void(sums, rows, columns), generate
+
+
+@intrinsic
+def round_to_bf16(_: Any, source: Any, target: Any) -> Any:
+    """32 FP32 numbers at `source` to BF16 at `target`, to the nearest even."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        floats, words, halves = (
+            ir.VectorType(each, _NUM_ROUNDED) for each in (ir.FloatType(), _I32, _I16)
+        )
+
+        def constant(value: int) -> Any:
+            return ir.Constant(words, [value] * _NUM_ROUNDED)
+
+        x = builder.load(builder.inttoptr(args[0], floats.as_pointer()), align=4)
+        bits = builder.bitcast(x, words)
+        upper = builder.lshr(bits, constant(16))
+        carry = builder.add(builder.and_(upper, constant(1)), constant(0x7FFF))
+        rounded = builder.lshr(builder.add(bits, carry), constant(16))
+        is_nan = builder.fcmp_unordered("uno", x, x)
+        rounded = builder.select(is_nan, builder.or_(upper, constant(0x40)), rounded)
+        place = builder.inttoptr(args[1], halves.as_pointer())
+        builder.store(builder.trunc(rounded, halves), place, align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate

@@ -1,0 +1,124 @@
+"""y = x · weightᵀ in BF16 on AMX's tiles.
+
+A block of 32 x 32 outputs is summed in four tiles over all of K, in one order: a row's bits depend
+neither on the other rows nor on the number of threads. (oneDNN cuts K by the number of rows.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from numba import prange
+from torch import Tensor
+
+from kernels.cpu.amx import (
+    TILE_ROWS,
+    has_amx,
+    round_to_bf16,
+    tile_config,
+    tile_configure,
+    tile_load,
+    tile_multiply,
+    tile_release,
+    tile_store,
+    tile_zero,
+)
+from kernels.cpu.compiled import compiled
+from kernels.cpu.lanes import array
+
+BLOCK = 32  # of rows, of columns, and of K
+CHUNK_ROWS = 256  # so many rows of x stay in a core's cache while the weight goes by
+
+# Configurations by the number of rows of a block, less one.
+_CONFIGS = np.stack(
+    [tile_config(min(rows, TILE_ROWS), max(rows - TILE_ROWS, 1)) for rows in range(1, BLOCK + 1)]
+)
+
+
+def can_pack_for_amx(weight: Tensor) -> bool:
+    """Of a weight [N, K] in a host's memory, if its CPU has AMX."""
+    is_whole = weight.is_cpu and all(size % BLOCK == 0 for size in weight.shape)
+    return is_whole and weight.dtype == torch.bfloat16 and has_amx()
+
+
+def is_packed_for_amx(weight: Tensor) -> bool:
+    return weight.dim() == 5
+
+
+def pack_for_amx(weight: Tensor) -> Tensor:
+    """weight [N, K] -> [N / 32, K / 32, 16, 32, 2]: pairs of K next to each other."""
+    num_rows, num_columns = weight.shape
+    blocks = weight.view(num_rows // BLOCK, BLOCK, num_columns // BLOCK, BLOCK // 2, 2)
+    return blocks.permute(0, 2, 3, 1, 4).contiguous()
+
+
+def amx_linear(x: Tensor, packed: Tensor) -> Tensor:
+    """x [T, K] -> [T, N], rounded once."""
+    y = x.new_empty(x.shape[0], packed.shape[0] * BLOCK)
+    num_tasks = min(numba.get_num_threads(), packed.shape[0])
+    _linear(array(x.contiguous()), array(packed), _CONFIGS, num_tasks, array(y))
+    return y
+
+
+@compiled(parallel=True)
+def _linear(x: Any, weight: Any, configs: Any, num_tasks: int, y: Any) -> None:
+    num_rows, num_blocks = x.shape[0], weight.shape[0]
+    for task in prange(num_tasks):
+        first, end = num_blocks * task // num_tasks, num_blocks * (task + 1) // num_tasks
+        sums = np.empty((BLOCK, BLOCK), np.float32)
+        for low in range(0, num_rows, CHUNK_ROWS):
+            high = min(low + CHUNK_ROWS, num_rows)
+            whole = high - (high - low) % BLOCK
+            if low < whole:
+                tile_configure(configs[BLOCK - 1].ctypes.data)
+                _multiply_rows(x, weight, low, whole, first, end, sums, y)
+            if whole < high:
+                tile_configure(configs[high - whole - 1].ctypes.data)
+                _multiply_rows(x, weight, whole, high, first, end, sums, y)
+        tile_release()
+
+
+@compiled()
+def _multiply_rows(
+    x: Any, weight: Any, low: int, high: int, first: int, end: int, sums: Any, y: Any
+) -> None:
+    """Rows [low, high) by the weight's blocks [first, end)."""
+    num_columns = y.shape[1]
+    sums_at, y_at, row_bytes = sums.ctypes.data, y.ctypes.data, x.shape[1] * 2
+    for block in range(first, end):
+        for row in range(low, high, BLOCK):
+            num_rows = min(BLOCK, high - row)
+            x_at = x.ctypes.data + row * row_bytes
+            _multiply_block(x_at, row_bytes, weight[block], num_rows > TILE_ROWS, sums_at)
+            for r in range(num_rows):
+                at = y_at + ((row + r) * num_columns + block * BLOCK) * 2
+                round_to_bf16(sums_at + r * BLOCK * 4, at)
+
+
+@compiled()
+def _multiply_block(x_at: int, row_bytes: int, weight: Any, is_tall: Any, sums_at: int) -> None:
+    """Up to 16 rows, or up to 32 if `is_tall`, by 32 columns: weight [K / 32, 16, 32, 2]."""
+    weight_at = weight.ctypes.data
+    tile_zero(0)
+    tile_zero(1)
+    if is_tall:
+        tile_zero(2)
+        tile_zero(3)
+    for index in range(weight.shape[0]):
+        tile_load(4, x_at + index * 64, row_bytes)
+        tile_load(6, weight_at + index * 2048, 128)
+        tile_load(7, weight_at + index * 2048 + 64, 128)
+        tile_multiply(0, 4, 6)
+        tile_multiply(1, 4, 7)
+        if is_tall:
+            tile_load(5, x_at + index * 64 + TILE_ROWS * row_bytes, row_bytes)
+            tile_multiply(2, 5, 6)
+            tile_multiply(3, 5, 7)
+    tile_store(0, sums_at, 128)
+    tile_store(1, sums_at + 64, 128)
+    if is_tall:
+        tile_store(2, sums_at + 2048, 128)
+        tile_store(3, sums_at + 2112, 128)

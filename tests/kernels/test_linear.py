@@ -1,0 +1,86 @@
+"""Products are right, and a row's bits do not depend on how many rows there are, on any CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.cpu.amx import has_amx
+from kernels.cpu.linear import is_packed, linear, pack_weight
+
+# (K, N): whole tiles of AMX and others, a K that oneDNN splits, fewer columns than a block
+SHAPES = [(48, 80), (64, 32), (60, 191), (96, 256), (768, 160), (1100, 64), (2048, 96)]
+NUM_ROWS = 320
+
+
+@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
+def num_threads(request: pytest.FixtureRequest) -> object:
+    import numba
+
+    before, numba_before = torch.get_num_threads(), numba.get_num_threads()
+    torch.set_num_threads(request.param)
+    numba.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+    numba.set_num_threads(numba_before)
+
+
+def _operands(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(sum(shape))
+    num_columns, num_outputs = shape
+    x = torch.randn(NUM_ROWS, num_columns, generator=generator).to(dtype)
+    return x, torch.randn(num_outputs, num_columns, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_are_rounded_once(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x, weight = _operands(shape, dtype)
+    bias = torch.randn(shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
+    exact = x.double() @ weight.double().T
+    tolerance = 4e-6 if dtype == torch.float32 else 2**-8
+    bound = exact.abs() * tolerance + 1e-5 * shape[0] ** 0.5
+    for prepared in (weight, pack_weight(weight)):
+        y = linear(x, prepared)
+        assert y.dtype == dtype
+        assert ((y.double() - exact).abs() <= bound).all()
+        assert torch.equal(linear(x, prepared, bias), y + bias)
+
+
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bits_do_not_depend_on_the_number_of_rows(shape: tuple[int, int]) -> None:
+    x, weight = _operands(shape, torch.bfloat16)
+    packed = pack_weight(weight)
+    whole = linear(x, packed)
+    for num_rows in (1, 2, 5, 16, 17, 31, 33, 64, 129):
+        parts = [linear(part, packed) for part in x.split(num_rows)]
+        assert torch.equal(torch.cat(parts), whole), f"{num_rows} rows"
+
+
+def test_rows_between_others_are_taken() -> None:
+    x, weight = _operands((64, 32), torch.bfloat16)
+    wide = torch.cat([x, x.neg()], dim=1)
+    packed = pack_weight(weight)
+    assert torch.equal(linear(wide[:, :64], packed), linear(x, packed))
+
+
+def test_what_is_not_a_number_stays_in_its_row() -> None:
+    x, weight = _operands((64, 32), torch.bfloat16)
+    packed = pack_weight(weight)
+    expected = linear(x, packed)
+    x[7, 3], x[8, 3] = float("nan"), float("inf")
+    y = linear(x, packed)
+    assert y[7].isnan().all()
+    assert y[8].isinf().all()
+    others = [row for row in range(NUM_ROWS) if row not in (7, 8)]
+    assert torch.equal(y[others], expected[others])
+
+
+@pytest.mark.skipif(not has_amx(), reason="this CPU has no AMX")
+def test_whole_tiles_are_packed_for_amx() -> None:
+    packed = pack_weight(_operands((64, 96), torch.bfloat16)[1])
+    assert is_packed(packed)
+    assert packed.shape == (3, 2, 16, 32, 2)
+    assert pack_weight(packed) is packed
