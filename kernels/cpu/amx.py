@@ -22,7 +22,7 @@ TILE_BYTES = 64  # of a row
 
 _I8, _I16, _I32, _I64 = (ir.IntType(size) for size in (8, 16, 32, 64))
 _POINTER = _I8.as_pointer()
-_NUM_ROUNDED = 32
+_NUM_HALVES = 32
 
 
 @cache
@@ -113,11 +113,11 @@ def round_to_bf16(_: Any, source: Any, target: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         floats, words, halves = (
-            ir.VectorType(each, _NUM_ROUNDED) for each in (ir.FloatType(), _I32, _I16)
+            ir.VectorType(each, _NUM_HALVES) for each in (ir.FloatType(), _I32, _I16)
         )
 
         def constant(value: int) -> Any:
-            return ir.Constant(words, [value] * _NUM_ROUNDED)
+            return ir.Constant(words, [value] * _NUM_HALVES)
 
         x = builder.load(builder.inttoptr(args[0], floats.as_pointer()), align=4)
         bits = builder.bitcast(x, words)
@@ -131,3 +131,51 @@ def round_to_bf16(_: Any, source: Any, target: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def transpose_pairs(_: Any, source: Any, source_bytes: Any, target: Any, target_bytes: Any) -> Any:
+    """16 x 16 pairs of BF16, with the rows' distances in bytes: four rounds of exchanges."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source, source_bytes, target, target_bytes = args
+        kind = ir.VectorType(_I32, TILE_ROWS)
+        lanes = range(TILE_ROWS)
+
+        def row(address: Any, stride: Any, index: int) -> Any:
+            offset = builder.mul(stride, ir.Constant(_I64, index))
+            return builder.inttoptr(builder.add(address, offset), kind.as_pointer())
+
+        rows = [builder.load(row(source, source_bytes, index), align=4) for index in lanes]
+        for distance in (8, 4, 2, 1):
+            lower = [i if not i & distance else TILE_ROWS + i - distance for i in lanes]
+            upper = [i + distance if not i & distance else TILE_ROWS + i for i in lanes]
+            for index in lanes:
+                if not index & distance:
+                    pair = rows[index], rows[index + distance]
+                    rows[index], rows[index + distance] = (
+                        builder.shuffle_vector(*pair, ir.Constant(kind, order))
+                        for order in (lower, upper)
+                    )
+        for index in lanes:
+            builder.store(rows[index], row(target, target_bytes, index), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def pair_rows(_: Any, first: Any, second: Any, target: Any) -> Any:
+    """Two rows of 32 BF16 -> [32, 2]."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.VectorType(_I16, _NUM_HALVES)
+        rows = [builder.load(builder.inttoptr(at, kind.as_pointer()), align=2) for at in args[:2]]
+        order = [lane for each in range(_NUM_HALVES) for lane in (each, _NUM_HALVES + each)]
+        mask = ir.Constant(ir.VectorType(_I32, 2 * _NUM_HALVES), order)
+        paired = builder.shuffle_vector(*rows, mask)
+        place = ir.VectorType(_I16, 2 * _NUM_HALVES).as_pointer()
+        builder.store(paired, builder.inttoptr(args[2], place), align=2)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate

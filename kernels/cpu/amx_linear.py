@@ -33,7 +33,7 @@ BLOCK = 32  # of rows, of columns, and of K
 CHUNK_ROWS = 256  # so many rows of x stay in a core's cache while the weight goes by
 
 # Configurations by the number of rows of a block, less one.
-_CONFIGS = np.stack(
+CONFIGS = np.stack(
     [tile_config(min(rows, TILE_ROWS), max(rows - TILE_ROWS, 1)) for rows in range(1, BLOCK + 1)]
 )
 
@@ -59,7 +59,7 @@ def amx_linear(x: Tensor, packed: Tensor) -> Tensor:
     """x [T, K] -> [T, N], rounded once."""
     y = x.new_empty(x.shape[0], packed.shape[0] * BLOCK)
     num_tasks = min(numba.get_num_threads(), packed.shape[0])
-    _linear(array(x.contiguous()), array(packed), _CONFIGS, num_tasks, array(y))
+    _linear(array(x.contiguous()), array(packed), CONFIGS, num_tasks, array(y))
     return y
 
 
@@ -92,33 +92,38 @@ def _multiply_rows(
         for row in range(low, high, BLOCK):
             num_rows = min(BLOCK, high - row)
             x_at = x.ctypes.data + row * row_bytes
-            _multiply_block(x_at, row_bytes, weight[block], num_rows > TILE_ROWS, sums_at)
+            multiply_block(x_at, row_bytes, weight[block], num_rows, sums_at, BLOCK * 4)
             for r in range(num_rows):
                 at = y_at + ((row + r) * num_columns + block * BLOCK) * 2
                 round_to_bf16(sums_at + r * BLOCK * 4, at)
 
 
 @compiled()
-def _multiply_block(x_at: int, row_bytes: int, weight: Any, is_tall: Any, sums_at: int) -> None:
-    """Up to 16 rows, or up to 32 if `is_tall`, by 32 columns: weight [K / 32, 16, 32, 2]."""
-    weight_at = weight.ctypes.data
+def multiply_block(
+    rows_at: int, row_bytes: int, columns: Any, num_rows: int, sums_at: int, sum_bytes: int
+) -> None:
+    """Up to 32 rows of BF16 at `rows_at` by `columns` [K / 32, 16, 32, 2], as FP32 to `sums_at`.
+
+    The tiles are configured for `num_rows`; rows lie `row_bytes` and `sum_bytes` apart.
+    """
+    columns_at, is_tall = columns.ctypes.data, num_rows > TILE_ROWS
     tile_zero(0)
     tile_zero(1)
     if is_tall:
         tile_zero(2)
         tile_zero(3)
-    for index in range(weight.shape[0]):
-        tile_load(4, x_at + index * 64, row_bytes)
-        tile_load(6, weight_at + index * 2048, 128)
-        tile_load(7, weight_at + index * 2048 + 64, 128)
+    for index in range(columns.shape[0]):
+        tile_load(4, rows_at + index * 64, row_bytes)
+        tile_load(6, columns_at + index * 2048, 128)
+        tile_load(7, columns_at + index * 2048 + 64, 128)
         tile_multiply(0, 4, 6)
         tile_multiply(1, 4, 7)
         if is_tall:
-            tile_load(5, x_at + index * 64 + TILE_ROWS * row_bytes, row_bytes)
+            tile_load(5, rows_at + index * 64 + TILE_ROWS * row_bytes, row_bytes)
             tile_multiply(2, 5, 6)
             tile_multiply(3, 5, 7)
-    tile_store(0, sums_at, 128)
-    tile_store(1, sums_at + 64, 128)
+    tile_store(0, sums_at, sum_bytes)
+    tile_store(1, sums_at + 64, sum_bytes)
     if is_tall:
-        tile_store(2, sums_at + 2048, 128)
-        tile_store(3, sums_at + 2112, 128)
+        tile_store(2, sums_at + TILE_ROWS * sum_bytes, sum_bytes)
+        tile_store(3, sums_at + TILE_ROWS * sum_bytes + 64, sum_bytes)

@@ -15,6 +15,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
+from kernels.cpu.amx_attention import amx_attention, can_attend_on_amx
 from kernels.cpu.compiled import compiled
 from kernels.cpu.lanes import LANES, LOG2_E, array, fma, join_lanes, narrow, widen
 from kernels.cpu.softmax import largest_score, weigh_scores
@@ -42,6 +43,17 @@ def decode_attention(
     c · tanh(x / c).
     """
     num_seqs, num_heads, head_dim = query.shape
+    if can_attend_on_amx(kv_cache):
+        return amx_attention(
+            query,
+            kv_cache,
+            block_tables,
+            torch.ones_like(context_lens),
+            context_lens,
+            scale,
+            window=window,
+            softcap=softcap,
+        )
     num_kv_heads = kv_cache.shape[2]
     grouped = query.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
     out = torch.empty_like(grouped, memory_format=torch.contiguous_format)

@@ -13,6 +13,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
+from kernels.cpu.amx_attention import amx_attention, can_attend_on_amx
 from kernels.cpu.compiled import compiled
 from kernels.cpu.decode_attention import SEGMENT
 from kernels.cpu.lanes import LANES, LOG2_E, array, join_lanes, widen
@@ -50,6 +51,17 @@ def prefill_attention(
     cu_seqlens_q [S + 1]; context_lens [S], the new tokens included. `window` and `softcap` as in
     `decode_attention`.
     """
+    if can_attend_on_amx(kv_cache):
+        return amx_attention(
+            query,
+            kv_cache,
+            block_tables,
+            cu_seqlens_q.diff(),
+            context_lens,
+            scale,
+            window=window,
+            softcap=softcap,
+        )
     num_heads, num_kv_heads, head_dim = query.shape[1], kv_cache.shape[2], query.shape[2]
     group = num_heads // num_kv_heads
     out = torch.empty_like(query, memory_format=torch.contiguous_format)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numba
 import pytest
 import torch
 from torch import Tensor
@@ -75,7 +76,7 @@ def decode(
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (1, None), (37, 2.5), (None, 2.5)])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "block_size"),
-    [(1, 1, 10, 4), (7, 1, 64, 16), (6, 2, 80, 64), (8, 1, 16, 32)],
+    [(1, 1, 10, 4), (7, 1, 64, 16), (6, 2, 80, 64), (8, 1, 96, 32)],
 )
 def test_both_equal_the_formula_and_each_other(
     num_heads: int,
@@ -99,13 +100,13 @@ def test_both_equal_the_formula_and_each_other(
 
 
 @pytest.mark.parametrize("window", [None, 300, SEGMENT])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 16), (torch.bfloat16, 32)])
 def test_bits_do_not_depend_on_chunks_across_segments(
-    dtype: torch.dtype, window: int | None
+    dtype: torch.dtype, head_dim: int, window: int | None
 ) -> None:
     num_tokens = 2 * SEGMENT + 100
-    paged = Paged(num_tokens, heads=2, head_dim=16, block_size=16, dtype=dtype)
-    query = torch.randn(num_tokens, 4, 16).to(dtype)
+    paged = Paged(num_tokens, heads=2, head_dim=head_dim, block_size=16, dtype=dtype)
+    query = torch.randn(num_tokens, 4, head_dim).to(dtype)
     whole = prefill(paged, query, num_tokens, window, None)
     singly = decode(paged, query, torch.arange(1, num_tokens + 1), window, None)
     assert torch.equal(singly, whole)
@@ -118,9 +119,10 @@ def test_bits_do_not_depend_on_chunks_across_segments(
         assert torch.equal(torch.cat(pieces), whole)
 
 
-def test_sequences_of_one_batch_do_not_touch_each_other() -> None:
-    paged = Paged(90, heads=2, head_dim=32, block_size=16, dtype=torch.float32)
-    query = torch.randn(57, 4, 32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sequences_of_one_batch_do_not_touch_each_other(dtype: torch.dtype) -> None:
+    paged = Paged(90, heads=2, head_dim=32, block_size=16, dtype=dtype)
+    query = torch.randn(57, 4, 32).to(dtype)
     tables, lens = paged.table.expand(3, -1), torch.tensor([90, 33, 24])
     together = prefill_attention(
         query, paged.cache, tables, torch.tensor([0, 30, 33, 57]), lens, 32**-0.5
@@ -132,17 +134,20 @@ def test_sequences_of_one_batch_do_not_touch_each_other() -> None:
     assert torch.equal(together, torch.cat(alone))
 
 
-def test_bits_do_not_depend_on_the_number_of_threads() -> None:
-    paged = Paged(700, heads=2, head_dim=64, block_size=16, dtype=torch.float32)
-    query = torch.randn(300, 4, 64)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None:
+    paged = Paged(700, heads=2, head_dim=64, block_size=16, dtype=dtype)
+    query = torch.randn(300, 4, 64).to(dtype)
     before = torch.get_num_threads()
     outputs = []
     try:
         for num_threads in (1, 2):
             torch.set_num_threads(num_threads)
+            numba.set_num_threads(num_threads)
             outputs.append(prefill(paged, query, 700, None, None))
     finally:
         torch.set_num_threads(before)
+        numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
     assert torch.equal(*outputs)
 
 
