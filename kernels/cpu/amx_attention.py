@@ -153,32 +153,37 @@ def _attend_run(
     max_rows, max_columns = min(num_rows, BLOCK), min(_whole_lanes(end - start), SEGMENT)
     keys = np.empty((max_columns // BLOCK, head_dim // BLOCK, TILE_ROWS, BLOCK, 2), np.uint16)
     values = np.empty((head_dim // BLOCK, max_columns // BLOCK, TILE_ROWS, BLOCK, 2), np.uint16)
-    scores = np.empty((max_rows, max_columns), _f32)
-    weights = np.empty((max_rows, max_columns), np.uint16)
+    scores = np.empty(max_rows * max_columns, _f32)
+    weights = np.empty(max_rows * max_columns, np.uint16)
     products = np.empty((max_rows, head_dim), _f32)
     for segment in range(start, end, SEGMENT):
         _pack(key, value, block_table, head, segment, min(end - segment, SEGMENT), keys, values)
-        for first in range(0, num_rows, BLOCK):
-            block = slice(first, min(first + BLOCK, num_rows))
-            last_column = position + (block.stop - 1) // group - segment
-            if last_column < 0:
-                continue
-            num_columns = min(_whole_lanes(last_column + 1), SEGMENT)
-            tile_configure(configs[block.stop - first - 1].ctypes.data)
-            _scores(rows[block], keys, num_columns, scores)
-            for row in range(first, block.stop):
-                column = position + row // group - segment
-                row_scores = scores[row - first, :num_columns]
-                rescale = _weigh(
-                    row_scores, column, scale, window, softcap, tops[row : row + 1], sums[row]
-                )
-                for d in range(head_dim):
-                    attended[row, d] *= rescale
-                for j in range(0, num_columns, BLOCK):
-                    round_to_bf16(
-                        row_scores.ctypes.data + j * 4, weights[row - first].ctypes.data + j * 2
+        reach = position - segment  # of the first token, as a column
+        for low in range(0, num_rows, BLOCK):
+            high = min(low + BLOCK, num_rows)
+            last_column = reach + (high - 1) // group
+            if last_column >= 0:
+                shape = (high - low, min(_whole_lanes(last_column + 1), SEGMENT) // LANES, LANES)
+                size = shape[0] * shape[1] * LANES
+                block_scores = scores[:size].reshape(shape)
+                block_weights = weights[:size].reshape((shape[0], shape[1] * LANES))
+                tile_configure(configs[high - low - 1].ctypes.data)
+                _score(rows[low:high], keys, block_scores)
+                for row in range(low, high):
+                    _weigh_row(
+                        block_scores,
+                        row - low,
+                        reach + row // group,
+                        scale,
+                        window,
+                        softcap,
+                        row,
+                        tops,
+                        sums,
+                        attended,
                     )
-            _add_values(weights, values, num_columns, products, attended[block])
+                _round(scores, weights, size)
+                _add_values(block_weights, values, products, attended[low:high])
     for row in range(num_rows):
         total = join_lanes(sums[row])
         for d in range(head_dim):
@@ -191,51 +196,67 @@ def _whole_lanes(num_columns: int) -> Any:
 
 
 @compiled()
-def _scores(rows: Any, keys: Any, num_columns: int, scores: Any) -> None:
-    """scores[:R, :num_columns] = rows [R, D] · keysᵀ."""
+def _score(rows: Any, keys: Any, scores: Any) -> None:
+    """scores [R, pieces, LANES] = rows [R, D] · keysᵀ."""
     num_rows, head_dim = rows.shape
+    num_columns = scores.shape[1] * LANES
     for block in range(num_columns // BLOCK):
         at = scores.ctypes.data + block * BLOCK * 4
-        multiply_block(
-            rows.ctypes.data, head_dim * 2, keys[block], num_rows, at, scores.shape[1] * 4
-        )
+        multiply_block(rows.ctypes.data, head_dim * 2, keys[block], num_rows, at, num_columns * 4)
 
 
 @compiled()
-def _add_values(weights: Any, values: Any, num_columns: int, products: Any, attended: Any) -> None:
-    """attended [R, D] += weights[:R, :num_columns] · values."""
+def _weigh_row(
+    scores: Any,
+    row: int,
+    column: int,
+    scale: Any,
+    window: int,
+    softcap: Any,
+    index: int,
+    tops: Any,
+    sums: Any,
+    attended: Any,
+) -> None:
+    """Turns scores[row], of a token that stands at `column`, into weights.
+
+    Row `index` of the run gets its new largest score and the sums of its weights; what it had
+    summed so far is rescaled.
+    """
+    end = min(column + 1, scores.shape[1] * LANES)
+    start = min(max(0, column + 1 - window), end) if window else 0
+    for piece in range(scores.shape[1]):
+        for lane in range(LANES):
+            scores[row, piece, lane] *= scale
+    highest = largest_score(scores, row, start, end, softcap)
+    if highest > tops[index]:
+        rescale = exp2(tops[index] - highest)
+        tops[index] = highest
+        for lane in range(LANES):
+            sums[index, lane] *= rescale
+        for d in range(attended.shape[1]):
+            attended[index, d] *= rescale
+    weigh_scores(scores, row, start, end, tops[index], sums, index)
+
+
+@compiled()
+def _round(scores: Any, weights: Any, size: int) -> None:
+    for j in range(0, size, BLOCK):
+        round_to_bf16(scores.ctypes.data + j * 4, weights.ctypes.data + j * 2)
+
+
+@compiled()
+def _add_values(weights: Any, values: Any, products: Any, attended: Any) -> None:
+    """attended [R, D] += weights [R, columns] · values."""
     num_rows, head_dim = attended.shape
+    num_columns = weights.shape[1]
     for block in range(head_dim // BLOCK):
         columns = values[block, : num_columns // BLOCK]
         at = products.ctypes.data + block * BLOCK * 4
-        multiply_block(
-            weights.ctypes.data, weights.shape[1] * 2, columns, num_rows, at, head_dim * 4
-        )
+        multiply_block(weights.ctypes.data, num_columns * 2, columns, num_rows, at, head_dim * 4)
     for row in range(num_rows):
         for d in range(head_dim):
             attended[row, d] += products[row, d]
-
-
-@compiled()
-def _weigh(
-    scores: Any, column: int, scale: Any, window: int, softcap: Any, top: Any, sums: Any
-) -> Any:
-    """Scores of a row that stands at `column` become weights; what came before is to be rescaled.
-
-    Updates the row's largest score `top` [1] and the lanes' sums of its weights.
-    """
-    end = min(column + 1, len(scores))
-    start = max(0, column + 1 - window) if window else 0
-    start = min(start, end)
-    for j in range(len(scores)):
-        scores[j] *= scale
-    highest = max(top[0], largest_score(scores, start, end, softcap))
-    rescale = exp2(top[0] - highest) if highest > top[0] else _f32(1.0)
-    top[0] = highest
-    for lane in range(LANES):
-        sums[lane] *= rescale
-    weigh_scores(scores, start, end, highest, sums)
-    return rescale
 
 
 @compiled()

@@ -20,7 +20,7 @@ from kernels.cpu.compiled import compiled
 from kernels.cpu.lanes import LANES, LOG2_E, array, fma, join_lanes, narrow, widen
 from kernels.cpu.softmax import largest_score, weigh_scores
 
-TILE = 64  # keys whose scores are computed together
+TILE = LANES  # keys whose scores are computed together
 SEGMENT = 512  # keys whose values are summed in one chain; a multiple of TILE
 
 _f32 = np.float32
@@ -97,14 +97,16 @@ def _decode_attention(
                 rows[g, d] = widen(query[seq, head, g, d]) * scale
         weights = np.zeros((group, num_tiles, TILE), _f32)
         _scores(rows, key, block_tables[seq], head, first, end, weights)
-        totals = np.empty(group, _f32)
+        lanes = np.zeros((group, LANES), _f32)
         for g in range(group):
-            totals[g] = _softmax(weights[g].reshape(-1), start - first, end - first, softcap)
+            top = largest_score(weights, g, start - first, end - first, softcap)
+            weigh_scores(weights, g, start - first, end - first, top, lanes, g)
         sums = np.zeros((group, head_dim), _f32)
         _weighted_values(weights, value, block_tables[seq], head, first, end, sums)
         for g in range(group):
+            total = join_lanes(lanes[g])
             for d in range(head_dim):
-                out[seq, head, g, d] = narrow(sums[g, d] / totals[g], out.dtype)
+                out[seq, head, g, d] = narrow(sums[g, d] / total, out.dtype)
 
 
 @njit(nogil=True, inline="always")
@@ -140,15 +142,6 @@ def _scores(
             for d in range(head_dim - head_dim % 4, head_dim):
                 for j in range(TILE):
                     scores[g, index, j] = fma(rows[g, d], tile[d, j], scores[g, index, j])
-
-
-@compiled()
-def _softmax(scores: Any, start: int, end: int, softcap: Any) -> Any:
-    """Turns scores [start, end) into weights and all others into 0; returns the weights' sum."""
-    top = largest_score(scores, start, end, softcap)
-    sums = np.zeros(LANES, _f32)
-    weigh_scores(scores, start, end, top, sums)
-    return join_lanes(sums)
 
 
 @compiled()

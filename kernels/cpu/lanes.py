@@ -77,6 +77,22 @@ def _half_of_float(_: Any, x: Any) -> Any:
     return types.int16(types.float32), generate
 
 
+@intrinsic
+def largest_lane(_: Any, address: Any) -> Any:
+    """The largest of LANES FP32 numbers that lie at `address`; those that are none are ignored."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.VectorType(ir.FloatType(), LANES)
+        vector = builder.load(builder.inttoptr(args[0], kind.as_pointer()), align=4)
+        name = f"llvm.vector.reduce.fmax.v{LANES}f32"
+        reduce = builder.module.globals.get(name) or ir.Function(
+            builder.module, ir.FunctionType(ir.FloatType(), [kind]), name
+        )
+        return builder.call(reduce, [vector], fastmath=("nnan",))
+
+    return types.float32(types.int64), generate
+
+
 def widen(x: Any) -> Any:
     """An element of an `array` as FP32."""
     raise NotImplementedError("compiled code only")

@@ -149,15 +149,20 @@ def _attend(rows: Tensor, context: _Context, head: int, span: _Span) -> Tensor:
     for index in range(num_segments):
         scores.append(linear(rows, context.keys[index][head]))
         first = span.first - context.start - index * SEGMENT
-        _find_tops(scores[-1].numpy(), first, group, span.window, span.softcap, tops.numpy())
+        _find_tops(_pieces(scores[-1]), first, group, span.window, span.softcap, tops.numpy())
     sums = torch.zeros((num_rows, LANES))
     attended = torch.zeros_like(rows)
     for index, weights in enumerate(scores):
         first = span.first - context.start - index * SEGMENT
-        _weigh(weights.numpy(), first, group, span.window, tops.numpy(), sums.numpy())
+        _weigh(_pieces(weights), first, group, span.window, tops.numpy(), sums.numpy())
         attended += linear(weights, context.values[index][head])
     _divide(attended.numpy(), sums.numpy())
     return attended
+
+
+def _pieces(scores: Tensor) -> Any:
+    """scores [R, columns] as [R, pieces, LANES]."""
+    return scores.view(scores.shape[0], -1, LANES).numpy()
 
 
 @compiled()
@@ -171,15 +176,15 @@ def _visible(row: int, first: int, group: int, window: int, num_columns: int) ->
 @compiled(parallel=True)
 def _find_tops(scores: Any, first: int, group: int, window: int, softcap: Any, tops: Any) -> None:
     for row in prange(scores.shape[0]):
-        start, end = _visible(row, first, group, window, scores.shape[1])
-        tops[row] = max(tops[row], largest_score(scores[row], start, end, softcap))
+        start, end = _visible(row, first, group, window, scores.shape[1] * LANES)
+        tops[row] = max(tops[row], largest_score(scores, row, start, end, softcap))
 
 
 @compiled(parallel=True)
 def _weigh(scores: Any, first: int, group: int, window: int, tops: Any, sums: Any) -> None:
     for row in prange(scores.shape[0]):
-        start, end = _visible(row, first, group, window, scores.shape[1])
-        weigh_scores(scores[row], start, end, tops[row], sums[row])
+        start, end = _visible(row, first, group, window, scores.shape[1] * LANES)
+        weigh_scores(scores, row, start, end, tops[row], sums, row)
 
 
 @compiled()
