@@ -223,7 +223,7 @@ def _weigh_row(
     Row `index` of the run gets its new largest score and the sums of its weights; what it had
     summed so far is rescaled.
     """
-    end = min(column + 1, scores.shape[1] * LANES)
+    end = min(max(column + 1, 0), scores.shape[1] * LANES)
     start = min(max(0, column + 1 - window), end) if window else 0
     for piece in range(scores.shape[1]):
         for lane in range(LANES):

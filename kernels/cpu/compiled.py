@@ -19,10 +19,13 @@ from numba.core.caching import FunctionCache
 
 
 def compiled(*, parallel: bool = False) -> Callable[[Any], Any]:
-    """A decorator: the function as machine code, which is kept in the cache directory."""
+    """A decorator: the function as machine code, which is kept in the cache directory.
+
+    Divisions by zero give infinities: a check of each would keep loops from being vectorised.
+    """
 
     def decorate(function: Any) -> Any:
-        dispatcher = njit(nogil=True, parallel=parallel)(function)
+        dispatcher = njit(nogil=True, parallel=parallel, error_model="numpy")(function)
         dispatcher._cache = _SharedCache(function)  # what cache=True does, with a cache of ours
         return dispatcher
 
