@@ -11,6 +11,7 @@ import torch
 from shared.engine.model_runner import ModelRunner
 from tests.engine.checkpoints import write_llama, write_model
 from tests.engine.steps import Blocks, Line, advance, prefill
+from tests.threads import computing_threads
 
 SHAPES: dict[str, dict[str, Any]] = {
     "group 2, head_dim 20": {"head_dim": 20, "hidden_size": 80},
@@ -56,10 +57,8 @@ def _load(folder: Path, shape: str, dtype: str) -> ModelRunner:
 
 @pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
 def num_threads(request: pytest.FixtureRequest) -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+    with computing_threads(request.param):
+        yield request.param
 
 
 def _prompt(seed: int, num_tokens: int) -> list[int]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-import numba
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.cpu.decode_attention import SEGMENT, decode_attention
 from kernels.cpu.prefill_attention import prefill_attention
+from tests.threads import computing_threads
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 DTYPES = list(TOLERANCE)
@@ -138,16 +138,10 @@ def test_sequences_of_one_batch_do_not_touch_each_other(dtype: torch.dtype) -> N
 def test_bits_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None:
     paged = Paged(700, heads=2, head_dim=64, block_size=16, dtype=dtype)
     query = torch.randn(300, 4, 64).to(dtype)
-    before = torch.get_num_threads()
     outputs = []
-    try:
-        for num_threads in (1, 2):
-            torch.set_num_threads(num_threads)
-            numba.set_num_threads(num_threads)
+    for num_threads in (1, 2):
+        with computing_threads(num_threads):
             outputs.append(prefill(paged, query, 700, None, None))
-    finally:
-        torch.set_num_threads(before)
-        numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
     assert torch.equal(*outputs)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.cpu.amx import has_amx
 from kernels.cpu.linear import is_packed, linear, pack_weight
+from tests.threads import computing_threads
 
 # (K, N): whole tiles of AMX and others, a K that oneDNN splits, fewer columns than a block
 SHAPES = [(48, 80), (64, 32), (60, 191), (96, 256), (768, 160), (1100, 64), (2048, 96)]
@@ -15,15 +18,9 @@ NUM_ROWS = 320
 
 
 @pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
-def num_threads(request: pytest.FixtureRequest) -> object:
-    import numba
-
-    before, numba_before = torch.get_num_threads(), numba.get_num_threads()
-    torch.set_num_threads(request.param)
-    numba.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
-    numba.set_num_threads(numba_before)
+def num_threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    with computing_threads(request.param):
+        yield
 
 
 def _operands(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,7 @@ from kernels.reference.gather_blocks import gather_blocks
 from kernels.reference.rotary import rotary
 from kernels.reference.scatter_blocks import scatter_blocks
 from kernels.reference.store_kv import store_kv
+from tests.threads import computing_threads
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
@@ -171,12 +172,8 @@ def test_bits_do_not_depend_on_the_number_of_threads_nor_of_rows(
 ) -> None:
     x = _random(1111, 2 * width)
     expected = torch.cat([gate(row) for row in x.split(1)])
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
+    with computing_threads(num_threads):
         assert torch.equal(gate(x), expected)
-    finally:
-        torch.set_num_threads(before)
 
 
 def _paged(num_seqs: int, num_blocks: int, heads: int, dim: int) -> tuple[Tensor, Tensor]:

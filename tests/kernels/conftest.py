@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.threads import computing_threads
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread_computes() -> Iterator[None]:
+    """Unless a test says otherwise: test runs share a machine's cores."""
+    with computing_threads(1):
+        yield

@@ -1,0 +1,19 @@
+"""How many threads compute: torch's and those of the compiled loops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numba
+import torch
+
+
+@contextmanager
+def computing_threads(num_threads: int) -> Iterator[None]:
+    before = torch.get_num_threads(), numba.get_num_threads()
+    torch.set_num_threads(num_threads)
+    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
+    yield
+    torch.set_num_threads(before[0])
+    numba.set_num_threads(before[1])
