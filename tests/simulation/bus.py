@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from shared.bus import Unsubscribe, error_of, reply_to
+from shared.bus import Unsubscribe, error_of, hand_over, reply_to
 from shared.errors import DependencyUnavailable, NoResponders, PayloadTooLarge, RequestTimeout
 from shared.messages import Failure, Message
 
@@ -169,7 +169,9 @@ class SimulatedBus:
         self, subject: str, message_type: Any, handler: Callable[[Any], None], *, queue: str = ""
     ) -> Unsubscribe:
         decode = msgspec.msgpack.Decoder(message_type).decode
-        return self._listen(subject, queue, lambda data, reply: handler(decode(data)))
+        return self._listen(
+            subject, queue, lambda data, reply: hand_over(subject, handler, decode, data)
+        )
 
     async def serve(
         self, subject: str, message_type: Any, handler: Callable[[Any], Any], *, queue: str = ""
