@@ -34,8 +34,9 @@ UNREADABLE_BYTES = (
     b"",
     b"\xc1",
     b"\x82\xa4type\xacCancelQueued\xaarequest_id\xa1\xff",
-    b"\x82\xa4type\xacCancelQueued\xa1x" + b"\x91" * 100_000,
+    b"\x83\xa4type\xacCancelQueued\xaarequest_id\xa1r\xa1x" + b"\x91" * 100_000,
 )
+AS_FAILURE = (b"\xacCancelQueued\xaarequest_id", b"\xa7Failure\xa4code")
 
 
 @pytest.fixture
@@ -105,7 +106,7 @@ async def test_a_request_that_cannot_be_read_is_refused_as_such(data: bytes) -> 
     assert (reply.code, reply.message[:19]) == ("invalid_request", "not a valid message")
 
 
-@pytest.mark.parametrize("data", UNREADABLE_BYTES)
+@pytest.mark.parametrize("data", [each.replace(*AS_FAILURE) for each in UNREADABLE_BYTES])
 async def test_a_reply_that_cannot_be_read_is_a_peers_failure(
     connect: Connect, data: bytes
 ) -> None:
