@@ -190,6 +190,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_token_ids: tuple[TokenId, ...] = ()
     top_logprobs: tuple[float, ...] = ()
 
+    def __post_init__(self) -> None:
+        if len(self.top_token_ids) != len(self.top_logprobs):
+            raise ValueError("top_token_ids and top_logprobs are not of one length")
+
 
 class TokenEntry(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of one choice. `first_position` counts output tokens over all tries of the request.

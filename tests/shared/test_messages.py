@@ -24,6 +24,7 @@ from shared.messages import (
     Served,
     TokenBatch,
     TokenEntry,
+    TokenLogprobs,
     WorkerLoad,
 )
 
@@ -116,6 +117,11 @@ def test_a_token_id_fits_where_it_is_packed(token_id: int) -> None:
     )
     with pytest.raises(msgspec.ValidationError):
         decoded(batch)
+
+
+def test_the_likeliest_tokens_come_with_their_logprobs() -> None:
+    with pytest.raises(msgspec.ValidationError, match="not of one length"):
+        msgspec.msgpack.decode(msgspec.msgpack.encode([-1.0, [1, 2], [-1.0]]), type=TokenLogprobs)
 
 
 @pytest.mark.parametrize("message", [HEARTBEAT, CARD, LEASE, PLACED])

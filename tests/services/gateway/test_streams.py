@@ -500,6 +500,34 @@ def test_unknown_choice_is_ignored() -> None:
     assert rig.client.tokens == []
 
 
+def test_a_placement_of_another_request_is_not_taken() -> None:
+    rig, other = running(), Recorder()
+    rig.streams.open(request("r2"), other, rig.now)
+    rig.streams.on_queued("r2", 1, QUEUED, rig.now)
+    rig.streams.on_placed(Placed(request_id="r2", placement_id=P1, worker_id="w1"), rig.now)
+    assert rig.streams.num_resubmissions == 1
+    rig.tokens(0, 5, 6, finish=STOP)
+    assert (rig.client.tokens, other.tokens) == ([5, 6], [])
+    rig.streams.close("r2", "client_gone", HearthError("gone"), rig.now)
+    assert rig.client.error is None and other.error is not None
+
+
+@pytest.mark.parametrize("first_position", [0, 95, 2**53])
+def test_a_worker_that_draws_more_than_was_asked_for_is_given_up(first_position: int) -> None:
+    rig = running(max_tokens=100)
+    rig.tokens(first_position, *range(101))
+    assert rig.client.tokens == []
+    assert "more tokens" in str(rig.client.error)
+    assert rig.published() == [abort("w1", P1, "failed")]
+
+
+def test_logprobs_that_nobody_asked_for_are_no_answer() -> None:
+    rig = running()
+    entry = TokenEntry(P1, 0, 0, (1, 2), logprobs=(TokenLogprobs(-1.0),))
+    rig.streams.on_token_batch(TokenBatch(worker_id="w1", entries=(entry,)), rig.now)
+    assert "logprobs" in str(rig.client.error)
+
+
 def test_illegal_moves_raise() -> None:
     for state, allowed in TRANSITIONS.items():
         for target in State:
