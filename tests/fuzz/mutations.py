@@ -32,7 +32,9 @@ numbers = st.sampled_from(NUMBERS) | st.integers(-(2**63), 2**64 - 1) | st.float
 texts = st.sampled_from(TEXTS) | st.text(max_size=20)
 chunks = st.sampled_from(BYTES) | st.binary(max_size=64)
 values = st.none() | st.booleans() | numbers | texts | chunks | st.sampled_from(LISTS)
-json_values = st.none() | st.booleans() | numbers | texts | st.sampled_from(LISTS)
+# What only JSON can write: numbers without bound, halves of characters.
+json_extremes = st.sampled_from((10**400, -(10**25), "\ud800", "a\udfffb"))
+json_values = st.none() | st.booleans() | numbers | texts | json_extremes | st.sampled_from(LISTS)
 
 Path = tuple[Any, ...]
 
