@@ -13,6 +13,7 @@ from services.gateway.choice_tokens import MAX_AHEAD_ENTRIES, ChoiceTokens
 from services.gateway.placements import (
     EARLY_LIMIT_S,
     MAX_EARLY_ENTRIES,
+    MAX_EARLY_VALUES,
     MAX_RETIRED,
     EarlyEntries,
     RetiredPlacements,
@@ -538,6 +539,18 @@ def test_illegal_moves_raise() -> None:
             else:
                 with pytest.raises(IllegalTransition):
                     stream.become(target)
+
+
+def test_early_entries_are_bounded_by_what_they_hold() -> None:
+    early, half = EarlyEntries(), (0,) * (MAX_EARLY_VALUES // 2)
+    scored = TokenLogprobs(-1.0, half[:1000], tuple(map(float, half[:1000])))
+    early.add("w", TokenEntry(P1, 0, 0, half), 0.0)
+    early.add("w", TokenEntry(P2, 0, 0, (), prompt_logprobs=(scored,) * 900), 0.0)
+    early.add("w", TokenEntry(P3, 0, 0, half), 0.0)
+    assert early.take(P1) == []
+    assert len(early.take(P2)) == len(early.take(P3)) == 1
+    early.add("w", TokenEntry(P1, 0, 0, (*half, *half, 1)), 0.0)
+    assert len(early) == 0
 
 
 def test_bounds() -> None:
