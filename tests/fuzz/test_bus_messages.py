@@ -6,6 +6,7 @@ nothing is left behind, and the next request is answered as ever.
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from dataclasses import dataclass, field
 from functools import cache
@@ -74,11 +75,12 @@ def good() -> Good:
             it.network.spoil_reply = lambda data: found.replies.append(data) or data  # type: ignore[func-returns-value]
             delivery = await it.open("first", **RUNNING)
             assert await it.ended(delivery) is None
-            found.text = await text_of(it, "second")
             await it.settled()
             for subject, sent in it.network.sent.items():
                 found.messages += [(subject, data) for data in sent[-SEEDS_PER_SUBJECT:]]
             found.messages += _rare(it)
+            # after it, for nobody can know the random ids of what is yet to come
+            found.text = await text_of(it, "second")
 
     run(main())
     found.replies = sorted(set(found.replies), key=found.replies.index)[:20]
@@ -154,7 +156,7 @@ def bad_replies() -> st.SearchStrategy[dict[int, bytes]]:
     return st.dictionaries(st.integers(0, 8), spoilt, max_size=3)
 
 
-@fuzz(60)
+@fuzz(40)
 @given(
     messages=st.deferred(lambda: st.lists(hostile(), min_size=1, max_size=12)),
     replies=st.deferred(bad_replies),
@@ -164,8 +166,6 @@ def test_services_bear_any_message(
     messages: list[tuple[str, bytes]], replies: dict[int, bytes], pause_s: float
 ) -> None:
     async def main() -> None:
-        import asyncio
-
         async with fleet(*files()) as it:
             num_replies = iter(range(1 << 30))
             it.network.spoil_reply = lambda data: replies.get(next(num_replies), data)

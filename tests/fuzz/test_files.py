@@ -104,7 +104,7 @@ def scratch() -> Path:
 # ── a checkpoint's configuration and tokenizer ───────────────────────────────────────────────────
 
 
-@fuzz(600)
+@fuzz(400)
 @given(in_json(configs()), st.none() | in_json([{"eos_token_id": [2, 3]}, {"eos_token_id": 2}]))
 def test_config(config: bytes, generation: bytes | None) -> None:
     folder = scratch() / "config"
@@ -210,7 +210,7 @@ INDEX = {
 }
 
 
-@fuzz(500)
+@fuzz(300)
 @given(st.none() | spoilt_shard(), st.none() | in_json([INDEX]))
 def test_weights(shard: bytes | None, index: bytes | None) -> None:
     folder = scratch() / "weights"
