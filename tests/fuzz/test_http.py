@@ -37,7 +37,7 @@ API_KEY = "key-of-tenant-1"
 ANSWER = "hello world, how are you? 😀 東京"
 MAX_BODY_BYTES = 256 * 1024
 ANSWER_S = 20.0
-PATIENCE_S = 0.1
+PATIENT_S, IMPATIENT_S = 10.0, 0.1  # the latter where requests are not whole
 STATUSES = (200, 204, 400, 401, 404, 405, 413, 429, 503, 504)
 
 COMMON: dict[str, Any] = {
@@ -105,7 +105,9 @@ BAD_HEADERS = (
 class Door:
     """A gateway with peers that answer at once, for all examples of a run."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float) -> None:
+        """`patience_s`: how long a request's head and its body may take each."""
+        self.patience_s = patience_s
         self.broken: list[dict[str, Any]] = []
         self.runner = asyncio.Runner()
         self.runner.get_loop().set_exception_handler(lambda _, each: self.broken.append(each))
@@ -140,15 +142,15 @@ class Door:
             clock=MonotonicClock(),
             randomness=SystemRandomness(),
         )
-        own = self.gateway._web_server  # a request that is never whole is not waited for long
+        own = self.gateway._web_server
         app = own._server.config.app
         await own.stop()
         self.gateway._web_server = WebServer(
             app,  # type: ignore[arg-type]
             "127.0.0.1",
             0,
-            head_timeout_s=PATIENCE_S,
-            body_timeout_s=PATIENCE_S,
+            head_timeout_s=self.patience_s,
+            body_timeout_s=self.patience_s,
         )
         decode = PeerDecode(network.bus("decode-1"), files.tokenizer.encode([ANSWER]))
         scheduler = PeerScheduler(network.bus("scheduler-1"), [decode])
@@ -157,8 +159,8 @@ class Door:
             await each.start()
         while not self.gateway.readiness().ready:
             await asyncio.sleep(0.01)
-        self.good = await self.ask(request_of("POST", "/v1/completions", GOOD_HEADERS, GOOD_BODY))
-        assert self.good.startswith(b"HTTP/1.1 200") and b"hello world" in self.good
+        good = await self.ask_again(request_of("POST", "/v1/completions", GOOD_HEADERS, GOOD_BODY))
+        assert good.startswith(b"HTTP/1.1 200") and b"hello world" in good
 
     async def ask(self, data: bytes) -> bytes:
         """All that comes back until the gateway closes."""
@@ -175,13 +177,20 @@ class Door:
             writer.transport.abort()
         return answer
 
+    async def ask_again(self, data: bytes) -> bytes:
+        """On a machine that stands still for a moment, impatience meets good requests, too."""
+        async with asyncio.timeout(ANSWER_S):
+            while not (answer := await self.ask(data)):
+                pass
+        return answer
+
     async def play(self, data: bytes) -> bytes:
         with structlog.testing.capture_logs() as logs:
             answer = await self.ask(data)
             async with asyncio.timeout(ANSWER_S):
                 while len(self.gateway._streams):
                     await asyncio.sleep(0.001)
-        health = await self.ask(request_of("GET", "/health", (), b""))
+        health = await self.ask_again(request_of("GET", "/health", (), b""))
         assert health.startswith(b"HTTP/1.1 200"), health
         errors = [each for each in logs if each["log_level"] in ("error", "critical")]
         assert not errors, errors
@@ -200,8 +209,8 @@ GOOD_BODY = json.dumps({"prompt": "x", "max_tokens": 9}).encode()
 
 
 @cache
-def door() -> Door:
-    return Door()
+def door(patience_s: float) -> Door:
+    return Door(patience_s)
 
 
 def check(answer: bytes) -> None:
@@ -257,7 +266,8 @@ def hardly(draw: st.DrawFn) -> bytes:
 @fuzz(500)
 @given(asked())
 def test_bodies(data: bytes) -> None:
-    answer = door().runner.run(door().play(data))
+    patient = door(PATIENT_S)
+    answer = patient.runner.run(patient.play(data))
     assert answer
     check(answer)
 
@@ -265,7 +275,8 @@ def test_bodies(data: bytes) -> None:
 @fuzz(250)
 @given(told())
 def test_methods_paths_headers_and_sizes(data: bytes) -> None:
-    answer = door().runner.run(door().play(data))
+    impatient = door(IMPATIENT_S)
+    answer = impatient.runner.run(impatient.play(data))
     if answer:
         check(answer)
 
@@ -273,6 +284,7 @@ def test_methods_paths_headers_and_sizes(data: bytes) -> None:
 @fuzz(120)
 @given(hardly())
 def test_what_is_hardly_http(data: bytes) -> None:
-    answer = door().runner.run(door().play(data))
+    impatient = door(IMPATIENT_S)
+    answer = impatient.runner.run(impatient.play(data))
     if answer:
         check(answer)
