@@ -231,8 +231,11 @@ def check(answer: bytes) -> None:
 
 def json_bodies(tree: dict[str, Any]) -> st.SearchStrategy[bytes]:
     good = json.dumps(tree).encode()
-    return spoiled([tree], has_bytes=False).map(lambda each: json.dumps(each).encode()) | torn(
-        [good]
+    endless = [json.dumps({key: 0})[:-2].encode() + b"[" * 9000 for key in (*tree, "tools")]
+    return (
+        st.sampled_from(endless)
+        | spoiled([tree], has_bytes=False).map(lambda each: json.dumps(each).encode())
+        | torn([good])
     )
 
 
