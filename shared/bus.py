@@ -22,6 +22,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
+from shared.decoding import UNREADABLE
 from shared.errors import (
     ERROR_BY_CODE,
     DependencyUnavailable,
@@ -109,15 +110,29 @@ async def reply_to(
 ) -> Message:
     """Runs a handler on an encoded request; every exception becomes a Failure."""
     try:
-        reply = handler(decode(data))
-        return await reply if inspect.isawaitable(reply) else reply
-    except msgspec.MsgspecError as error:
+        request = decode(data)
+    except UNREADABLE as error:
         return failure_of(InvalidRequest(f"not a valid message: {error}"))
+    try:
+        reply = handler(request)
+        return await reply if inspect.isawaitable(reply) else reply
     except HearthError as error:
         return failure_of(error)
     except Exception as error:  # the service's edge: log and answer
         log.exception("handler_failed")
         return failure_of(error)
+
+
+def hand_over(
+    subject: str, handler: Callable[[Any], None], decode: Callable[[bytes], Any], data: bytes
+) -> None:
+    """Runs a subscriber on an encoded message; what is no message is logged and dropped."""
+    try:
+        message = decode(data)
+    except UNREADABLE as error:
+        log.warning("bad_message", subject=subject, error=str(error))
+        return
+    handler(message)
 
 
 class _ConnectionEvents:
@@ -216,7 +231,7 @@ class NatsBus:
             raise DependencyUnavailable(f"cannot request on NATS: {error!r}") from error
         try:
             decoded = self._reply_decoder(reply_type).decode(reply.data)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise DependencyUnavailable(f"a reply on {subject} makes no sense: {error}") from None
         if isinstance(decoded, Failure):
             raise error_of(decoded)
@@ -229,9 +244,7 @@ class NatsBus:
 
         async def on_message(message: Msg) -> None:
             try:
-                handler(decode(message.data))
-            except msgspec.MsgspecError as error:
-                log.warning("bad_message", subject=message.subject, error=str(error))
+                hand_over(message.subject, handler, decode, message.data)
             except Exception:  # the service's edge: one bad message must not end the subscription
                 log.exception("subscriber_failed", subject=message.subject)
 

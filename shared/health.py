@@ -23,6 +23,7 @@ SILENCE_LIMIT_S = 1.0  # four missed heartbeats
 MAX_LOOP_LAG_S = 0.2
 TICK_S = 0.1
 FORGET_AFTER_S = 60.0
+MAX_PEERS = 8192  # what is beyond waits until others are forgotten
 
 
 class Loss(Enum):
@@ -60,6 +61,8 @@ class Fleet:
             return None
         if heartbeat.state == "stopped":
             return Loss.STOPPED if self._peers.pop(heartbeat.process_id, None) else None
+        if known is None and len(self._peers) >= MAX_PEERS:
+            return None
         self._peers[heartbeat.process_id] = self._updated(known, heartbeat, now)
         if known is not None and known.heartbeat.epoch != heartbeat.epoch:
             return Loss.RESTARTED

@@ -2,7 +2,8 @@
 
 Commands are imperative (`StartDecode`), events past tense (`BlocksStored`), data nouns
 (`TokenBatch`). Token ids and hashes travel packed (`shared.packing`). Durations are seconds and
-relative to the moment of sending; no message carries a point in time.
+relative to the moment of sending; no message carries a point in time. What a field may hold is part
+of its type: a message with anything else is refused where it is decoded, before a handler sees it.
 
 The life of a request, by message:
 
@@ -19,9 +20,12 @@ The life of a request, by message:
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
+
+from shared.packing import BLOCK_HASH_BYTES
 
 Role = Literal["gateway", "scheduler", "prefill", "decode", "kv_index"]
 IndexState = Literal["exact", "degraded"]
@@ -33,6 +37,23 @@ LogprobsMode = Literal["raw", "processed"]
 Pooling = Literal["last", "mean"]
 AbortReason = Literal["client_gone", "stop", "superseded", "fenced", "deadline", "failed"]
 
+PLACEMENT_ID_BYTES = 16
+MAX_DURATION_S = 31 * 86_400.0
+MAX_CONTEXT_TOKENS = 2**31 - 1
+
+PlacementId = Annotated[bytes, Meta(min_length=PLACEMENT_ID_BYTES, max_length=PLACEMENT_ID_BYTES)]
+Digest = Annotated[bytes, Meta(min_length=BLOCK_HASH_BYTES, max_length=BLOCK_HASH_BYTES)]
+InstanceId = Annotated[bytes, Meta(min_length=1, max_length=64)]
+# One token of a subject.
+ProcessId = Annotated[str, Meta(max_length=256, pattern=r"\A[^\s.*>\x00-\x1f\x7f]+\Z")]
+Name = Annotated[str, Meta(max_length=256)]
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+Epoch = Annotated[int, Meta(ge=0)]  # drawn at a process's start
+ChoiceIndex = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+NumTokens = Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)]
+Duration = Annotated[float, Meta(ge=0, le=MAX_DURATION_S)]  # seconds; NaN is none
+
 
 class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Base of every wire message; the tag is the class name."""
@@ -41,10 +62,10 @@ class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class Failure(Message, frozen=True, kw_only=True):
     """An exception on the wire: `shared.errors` by code."""
 
-    code: str
+    code: Name
     message: str
     param: str | None = None
-    retry_after_s: float | None = None
+    retry_after_s: Duration | None = None
 
 
 # ── request ──────────────────────────────────────────────────────────────────────────────────────
@@ -54,7 +75,7 @@ class SamplingParams(Message, frozen=True, kw_only=True):
     """How tokens are drawn. Zero means zero: `temperature=0` is greedy, `top_k=0` is off."""
 
     seed: int  # u64, fixed by the gateway so that every try draws the same noise
-    max_tokens: int
+    max_tokens: Annotated[int, Meta(le=MAX_CONTEXT_TOKENS)]
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -75,57 +96,57 @@ class SamplingParams(Message, frozen=True, kw_only=True):
 class Choice(Message, frozen=True, kw_only=True):
     """One unfinished choice; `output_token_ids` are what the gateway received so far."""
 
-    choice_index: int
+    choice_index: ChoiceIndex
     output_token_ids: bytes = b""
 
 
 class Request(Message, frozen=True, kw_only=True):
     """All that a worker needs to run a request from wherever it stands."""
 
-    request_id: str
-    tenant_id: str
-    gateway_id: str
-    model: str
-    revision: str
-    cache_root: bytes  # where this tenant's block hashes chain from
+    request_id: Name
+    tenant_id: Name
+    gateway_id: ProcessId
+    model: Name
+    revision: Name
+    cache_root: Digest  # where this tenant's block hashes chain from
     prompt_token_ids: bytes
     block_hashes: bytes  # of the prompt's full blocks
     sampling: SamplingParams
     choices: tuple[Choice, ...]
-    deadline_s: float
+    deadline_s: Duration
     priority: int = 0
     pooling: Pooling | None = None  # an embedding is asked for, and no token is drawn
 
 
 class SubmitRequest(Message, frozen=True, kw_only=True):
     request: Request
-    attempt: int = 0
-    excluded_workers: tuple[str, ...] = ()
-    affinity_key: str = ""
+    attempt: Count = 0
+    excluded_workers: Annotated[tuple[ProcessId, ...], Meta(max_length=1024)] = ()
+    affinity_key: Name = ""
 
 
 class Queued(Message, frozen=True, kw_only=True):
-    scheduler_id: str
-    num_ahead: int
+    scheduler_id: ProcessId
+    num_ahead: Count
 
 
 class QueueKeepalive(Message, frozen=True, kw_only=True):
-    scheduler_id: str
-    request_ids: tuple[str, ...]
+    scheduler_id: ProcessId
+    request_ids: tuple[Name, ...]
 
 
 class CancelQueued(Message, frozen=True, kw_only=True):
-    request_id: str
+    request_id: Name
 
 
 class Placed(Message, frozen=True, kw_only=True):
-    request_id: str
-    placement_id: bytes
-    worker_id: str
+    request_id: Name
+    placement_id: PlacementId
+    worker_id: ProcessId
 
 
 class PlacementFailed(Message, frozen=True, kw_only=True):
-    request_id: str
+    request_id: Name
     failure: Failure
 
 
@@ -135,23 +156,23 @@ class PlacementFailed(Message, frozen=True, kw_only=True):
 class StartDecode(Message, frozen=True, kw_only=True):
     """`prefill_candidates` are worker ids, best first; none means local prefill."""
 
-    placement_id: bytes
+    placement_id: PlacementId
     request: Request
-    prefill_candidates: tuple[str, ...] = ()
+    prefill_candidates: Annotated[tuple[ProcessId, ...], Meta(max_length=16)] = ()
 
 
 class DecodeStarted(Message, frozen=True, kw_only=True):
-    placement_id: bytes
-    num_cached_tokens: int
+    placement_id: PlacementId
+    num_cached_tokens: Count
 
 
 class Served(Message, frozen=True, kw_only=True):
     """Who did the work and what it took, for usage and for people."""
 
-    num_cached_tokens: int  # prompt tokens whose KV nobody had to compute
-    prefill_worker_id: str | None  # None: the decode worker computed the prompt itself
-    num_pushed_tokens: int = 0  # KV that came over the data plane
-    num_preemptions: int = 0
+    num_cached_tokens: Count  # prompt tokens whose KV nobody had to compute
+    prefill_worker_id: ProcessId | None  # None: the decode worker computed the prompt itself
+    num_pushed_tokens: Count = 0  # KV that came over the data plane
+    num_preemptions: Count = 0
 
 
 class Finish(Message, frozen=True, kw_only=True):
@@ -166,8 +187,12 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Natural logarithms of probabilities at one position; the likeliest come by falling order."""
 
     logprob: float  # of the token that stands there
-    top_token_ids: tuple[int, ...] = ()
+    top_token_ids: tuple[TokenId, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.top_token_ids) != len(self.top_logprobs):
+            raise ValueError("top_token_ids and top_logprobs are not of one length")
 
 
 class TokenEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -177,10 +202,10 @@ class TokenEntry(msgspec.Struct, frozen=True, array_like=True):
     before its `finish`.
     """
 
-    placement_id: bytes
-    choice_index: int
-    first_position: int
-    token_ids: tuple[int, ...]
+    placement_id: PlacementId
+    choice_index: ChoiceIndex
+    first_position: Count
+    token_ids: tuple[TokenId, ...]
     finish: Finish | None = None
     served: Served | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `token_ids`, if asked for
@@ -190,28 +215,28 @@ class TokenEntry(msgspec.Struct, frozen=True, array_like=True):
 class TokenBatch(Message, frozen=True, kw_only=True):
     """What one engine step made for one gateway."""
 
-    worker_id: str
+    worker_id: ProcessId
     entries: tuple[TokenEntry, ...]
 
 
 class ResendTokens(Message, frozen=True, kw_only=True):
     """Answered by a TokenBatch, or by `unknown_placement` if the worker no longer holds it."""
 
-    placement_id: bytes
-    choice_index: int
-    from_position: int
+    placement_id: PlacementId
+    choice_index: ChoiceIndex
+    from_position: Count
 
 
 class AckFinished(Message, frozen=True, kw_only=True):
-    placement_ids: tuple[bytes, ...]
+    placement_ids: tuple[PlacementId, ...]
 
 
 class AbortRequest(Message, frozen=True, kw_only=True):
     """`choice_index`: only this choice is unwanted (it met a stop string), the others go on."""
 
-    placement_id: bytes
+    placement_id: PlacementId
     reason: AbortReason
-    choice_index: int | None = None
+    choice_index: ChoiceIndex | None = None
 
 
 class Done(Message, frozen=True, kw_only=True):
@@ -224,43 +249,43 @@ class Done(Message, frozen=True, kw_only=True):
 class DataPlaneAddress(Message, frozen=True, kw_only=True):
     """Where a decode worker takes KV. A peer that can open `unix_path` shares its host."""
 
-    host: str
-    port: int
-    unix_path: str
-    instance_id: bytes  # drawn at start; the handshake refuses a port that changed hands
+    host: Name
+    port: Annotated[int, Meta(ge=0, le=65535)]
+    unix_path: Annotated[str, Meta(max_length=4096)]
+    instance_id: InstanceId  # drawn at start; the handshake refuses a port that changed hands
 
 
 class RunPrefill(Message, frozen=True, kw_only=True):
     """Compute the KV of `token_ids` (all but the last) and push [first_token, len) to decode."""
 
-    placement_id: bytes
-    tenant_id: str
-    decode_worker_id: str
-    model: str
-    revision: str
-    kv_format: str
-    cache_root: bytes
+    placement_id: PlacementId
+    tenant_id: Name
+    decode_worker_id: ProcessId
+    model: Name
+    revision: Name
+    kv_format: Name
+    cache_root: Digest
     token_ids: bytes
     block_hashes: bytes
-    first_token: int  # decode already holds the KV before it; a whole number of blocks
+    first_token: Count  # decode already holds the KV before it; a whole number of blocks
     target: DataPlaneAddress
-    lease_s: float
-    deadline_s: float
+    lease_s: Duration
+    deadline_s: Duration
 
 
 class PrefillAccepted(Message, frozen=True, kw_only=True):
-    placement_id: bytes
+    placement_id: PlacementId
 
 
 class RenewLease(Message, frozen=True, kw_only=True):
-    decode_worker_id: str
-    placement_ids: tuple[bytes, ...]
-    lease_s: float
+    decode_worker_id: ProcessId
+    placement_ids: tuple[PlacementId, ...]
+    lease_s: Duration
 
 
 class PrefillFailed(Message, frozen=True, kw_only=True):
-    placement_id: bytes
-    prefill_worker_id: str
+    placement_id: PlacementId
+    prefill_worker_id: ProcessId
     failure: Failure
 
 
@@ -270,9 +295,9 @@ class PrefillFailed(Message, frozen=True, kw_only=True):
 class BlocksStored(Message, frozen=True, kw_only=True):
     """A run of full blocks, each the child of the one before, is now in a worker's cache."""
 
-    tenant_id: str
-    parent_hash: bytes
-    first_block_index: int
+    tenant_id: Name
+    parent_hash: Digest
+    first_block_index: Count
     block_hashes: bytes
 
 
@@ -287,44 +312,44 @@ class BlocksCleared(Message, frozen=True, kw_only=True):
 class KvEvents(Message, frozen=True, kw_only=True):
     """One worker's cache changes; `sequence_number` grows by one, a restart changes `epoch`."""
 
-    worker_id: str
-    epoch: int
-    sequence_number: int
-    model: str
-    revision: str
-    kv_format: str
+    worker_id: ProcessId
+    epoch: Epoch
+    sequence_number: Count
+    model: Name
+    revision: Name
+    kv_format: Name
     events: tuple[BlocksStored | BlocksRemoved | BlocksCleared, ...]
 
 
 class ListBlocks(Message, frozen=True, kw_only=True):
     """Resync: asks a worker for all that it holds, page by page."""
 
-    cursor: int = 0
+    cursor: Count = 0
 
 
 class BlockPage(Message, frozen=True, kw_only=True):
     """`sequence_number` is that of the last event included in this page's state."""
 
-    worker_id: str
-    epoch: int
-    sequence_number: int
-    model: str
-    revision: str
-    kv_format: str
+    worker_id: ProcessId
+    epoch: Epoch
+    sequence_number: Count
+    model: Name
+    revision: Name
+    kv_format: Name
     stored: tuple[BlocksStored, ...]
-    next_cursor: int | None = None
+    next_cursor: Count | None = None
 
 
 class MatchPrefix(Message, frozen=True, kw_only=True):
-    tenant_id: str
-    model: str
-    revision: str
+    tenant_id: Name
+    model: Name
+    revision: Name
     block_hashes: bytes
 
 
 class PrefixMatch(Message, frozen=True, kw_only=True):
-    worker_id: str
-    num_blocks: int
+    worker_id: ProcessId
+    num_blocks: Count
 
 
 class PrefixMatches(Message, frozen=True, kw_only=True):
@@ -338,43 +363,43 @@ class PrefixMatches(Message, frozen=True, kw_only=True):
 class ModelCard(Message, frozen=True, kw_only=True):
     """What a worker serves. `revision` is the digest of its weights."""
 
-    name: str
-    revision: str
-    kv_format: str
-    block_size: int
-    max_context_tokens: int
-    vocab_size: int
+    name: Name
+    revision: Name
+    kv_format: Name
+    block_size: Annotated[int, Meta(ge=1, le=2**20)]
+    max_context_tokens: NumTokens
+    vocab_size: NumTokens
 
 
 class WorkerLoad(Message, frozen=True, kw_only=True):
     """Where the engine stands. A token in flight is one whose KV a running request still needs."""
 
-    step: int  # ticks when idle, too
-    step_budget_s: float  # how long the step under way may take before it is suspect
-    num_running: int = 0
-    num_waiting: int = 0
-    num_free_blocks: int = 0  # cached blocks that nobody references count as free
-    num_total_blocks: int = 0
-    num_reserved_blocks: int = 0
-    prefill_tokens_in_flight: int = 0
-    decode_tokens_in_flight: int = 0
+    step: Count  # ticks when idle, too
+    step_budget_s: Duration  # how long the step under way may take before it is suspect
+    num_running: Count = 0
+    num_waiting: Count = 0
+    num_free_blocks: Count = 0  # cached blocks that nobody references count as free
+    num_total_blocks: Count = 0
+    num_reserved_blocks: Count = 0
+    prefill_tokens_in_flight: Count = 0
+    decode_tokens_in_flight: Count = 0
     # since the process started: differences between heartbeats give speeds
-    num_generated_tokens: int = 0
-    num_computed_prompt_tokens: int = 0
-    num_prompt_tokens: int = 0  # of admitted sequences, with output that an earlier try drew
-    num_cached_prompt_tokens: int = 0  # of those, found in this worker's cache
+    num_generated_tokens: Count = 0
+    num_computed_prompt_tokens: Count = 0
+    num_prompt_tokens: Count = 0  # of admitted sequences, with output that an earlier try drew
+    num_cached_prompt_tokens: Count = 0  # of those, found in this worker's cache
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
     """Sent every `interval_s` from the loop that does the work: progress, not a ping."""
 
-    process_id: str
-    epoch: int  # drawn at start
-    sequence_number: int
-    roles: tuple[Role, ...]
+    process_id: ProcessId
+    epoch: Epoch  # drawn at start
+    sequence_number: Count
+    roles: Annotated[tuple[Role, ...], Meta(min_length=1, max_length=8)]
     state: ProcessState
-    interval_s: float
-    region: str = ""
+    interval_s: Duration
+    region: Name = ""
     load: WorkerLoad | None = None
     model: ModelCard | None = None
     data_plane: DataPlaneAddress | None = None

@@ -18,8 +18,8 @@ import msgspec
 
 from shared.engine.sequence import Sequence, SequenceState
 from shared.errors import InvalidRequest
-from shared.messages import Choice, Request, SamplingParams, Served
-from shared.packing import unpack_hashes, unpack_token_ids
+from shared.messages import Choice, ModelCard, Request, SamplingParams, Served
+from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, unpack_hashes, unpack_token_ids
 
 from .handoff import Delivery, Handoff
 
@@ -63,7 +63,7 @@ class Placement:
 
 
 def sequences_of(
-    placement_id: bytes, request: Request, *, block_size: int, eos_token_ids: frozenset[int]
+    placement_id: bytes, request: Request, *, card: ModelCard, eos_token_ids: frozenset[int]
 ) -> tuple[Sequence, dict[int, Sequence]]:
     """The prompt to begin with, and the choices by index. The first choice stands for the prompt
     where nothing is to be shared: it is alone or tells of the prompt, or the prompt is one token.
@@ -71,10 +71,11 @@ def sequences_of(
     Raises InvalidRequest for a request that cannot be run.
     """
     _check_choices(request)
+    _check_told(request.sampling, len(request.prompt_token_ids) // TOKEN_ID_BYTES)
+    _check_sizes(request, card)
     prompt = unpack_token_ids(request.prompt_token_ids)
     if not prompt:
         raise InvalidRequest("the prompt has no tokens", param="messages")
-    _check_told(request.sampling, len(prompt))
     first = _choice_of(placement_id, request, request.choices[0], prompt, eos_token_ids)
     choices = {first.choice_index: first}
     plain = _without_prompt_logprobs(request)
@@ -83,7 +84,7 @@ def sequences_of(
         choices[choice.choice_index] = other
     if len(choices) == 1 or len(prompt) == 1 or first.needs_every_token:
         return first, choices
-    return _shared_prompt(placement_id, request, prompt[:-1], block_size), choices
+    return _shared_prompt(placement_id, request, prompt[:-1], card.block_size), choices
 
 
 def placement_id_of(sequence: Sequence) -> bytes:
@@ -97,10 +98,23 @@ def _check_choices(request: Request) -> None:
         raise InvalidRequest(f"{len(choices)} choices, not 1 to {MAX_CHOICES}", param="n")
     if len(indices) < len(choices):
         raise InvalidRequest("two choices have one choice_index", param="n")
-    if min(indices) < 0 or max(indices) >= 2**63:
-        raise InvalidRequest("a choice_index is not in [0, 2**63)", param="n")
     if request.pooling is not None and len(choices) > 1:
         raise InvalidRequest(f"{len(choices)} choices of one embedding", param="n")
+
+
+def _check_sizes(request: Request, card: ModelCard) -> None:
+    """Before anything is unpacked: every choice holds the prompt."""
+    num_prompt = len(request.prompt_token_ids) // TOKEN_ID_BYTES
+    longest = max(len(choice.output_token_ids) // TOKEN_ID_BYTES for choice in request.choices)
+    if num_prompt + longest > card.max_context_tokens:
+        raise InvalidRequest(
+            f"{num_prompt} + {longest} tokens do not fit the context of {card.max_context_tokens}"
+        )
+    num_hashes = len(request.block_hashes) // BLOCK_HASH_BYTES
+    if num_hashes > num_prompt // card.block_size:
+        raise InvalidRequest(
+            f"{num_hashes} block hashes for {num_prompt // card.block_size} full blocks"
+        )
 
 
 def _check_told(sampling: SamplingParams, num_prompt_tokens: int) -> None:

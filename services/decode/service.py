@@ -89,7 +89,7 @@ class DecodeService:
         prompt, choices = sequences_of(
             placement_id,
             request,
-            block_size=self._worker.served.card.block_size,
+            card=self._worker.served.card,
             eos_token_ids=self._worker.served.eos_token_ids,
         )
         self._worker.check_tokens(*choices.values())

@@ -41,7 +41,7 @@ class EmbeddingAnswer:
         )
 
     def _vector(self, delivery: Delivery) -> list[float] | str:
-        if delivery.embedding is None:
+        if not delivery.embedding or len(delivery.embedding) % 4:
             raise HearthError("the worker sent no embedding")
         vector = _little_endian(array("f", delivery.embedding))
         if self.is_normalized:

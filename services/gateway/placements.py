@@ -14,6 +14,7 @@ from shared.messages import TokenEntry
 
 EARLY_LIMIT_S = 1.0
 MAX_EARLY_ENTRIES = 4096
+MAX_EARLY_VALUES = 2_000_000  # token ids and logprobs, in all of them
 MAX_RETIRED = 16384
 ANSWER_EVERY_S = 1.0
 
@@ -29,6 +30,7 @@ class EarlyEntries:
     def __init__(self) -> None:
         self._by_placement: OrderedDict[bytes, Early] = OrderedDict()
         self._num_entries = 0
+        self._num_values = 0
 
     def __len__(self) -> int:
         return self._num_entries
@@ -40,15 +42,16 @@ class EarlyEntries:
             early = self._by_placement[entry.placement_id] = Early(worker_id, now)
         early.entries.append(entry)
         self._num_entries += 1
-        while self._num_entries > MAX_EARLY_ENTRIES:
-            _, dropped = self._by_placement.popitem(last=False)
-            self._num_entries -= len(dropped.entries)
+        self._num_values += _num_values(entry)
+        while self._num_entries > MAX_EARLY_ENTRIES or self._num_values > MAX_EARLY_VALUES:
+            self.take(next(iter(self._by_placement)))
 
     def take(self, placement_id: bytes) -> list[TokenEntry]:
         early = self._by_placement.pop(placement_id, None)
         if early is None:
             return []
         self._num_entries -= len(early.entries)
+        self._num_values -= sum(_num_values(entry) for entry in early.entries)
         return early.entries
 
     def expire(self, now: float) -> list[tuple[bytes, str]]:
@@ -61,6 +64,11 @@ class EarlyEntries:
             self.take(placement_id)
             expired.append((placement_id, early.worker_id))
         return expired
+
+
+def _num_values(entry: TokenEntry) -> int:
+    told = (*entry.logprobs, *entry.prompt_logprobs)
+    return len(entry.token_ids) + sum(1 + len(each.top_token_ids) for each in told)
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from litestar.connection import ASGIConnection
 from litestar.exceptions import HTTPException
 from litestar.handlers import BaseRouteHandler
 from litestar.openapi import OpenAPIConfig, ResponseSpec
+from litestar.openapi.plugins import JsonRenderPlugin
 from litestar.openapi.spec import Components, SecurityScheme
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -182,7 +183,14 @@ def build_app(
 def _document(version: str) -> OpenAPIConfig:
     bearer = SecurityScheme(type="http", scheme="bearer", description="an API key")
     components = Components(security_schemes={BEARER: bearer})
-    return OpenAPIConfig(title="Hearth", version=version, path="/docs", components=components)
+    # The pages that Litestar has for people load scripts from elsewhere; the document is enough.
+    return OpenAPIConfig(
+        title="Hearth",
+        version=version,
+        path="/docs",
+        render_plugins=[JsonRenderPlugin(path="/")],
+        components=components,
+    )
 
 
 def _responses(body: type[Any], *refusals: int) -> dict[int, ResponseSpec]:

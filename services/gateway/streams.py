@@ -135,7 +135,8 @@ class Streams:
             if stream is not None:
                 self._resubmit(stream, now)
             return
-        if placed.placement_id in self._retired:  # too late: aborted as nobody's a while ago
+        # too late: aborted as nobody's a while ago; or another request's, which it stays
+        if placed.placement_id in self._retired or placed.placement_id in self._by_placement:
             self._resubmit(stream, now)
             return
         self._run(stream, placed, now)
@@ -313,9 +314,9 @@ class Streams:
         if choice.is_finished:
             self._stop_again(placement, choice, entry, now)
             return
-        if stream.has_logprobs and len(entry.logprobs) != len(entry.token_ids):
-            error = HearthError("the worker sent tokens without their logprobs")
-            self._end(stream, error, "failed", now)
+        fault = _fault_of(entry, stream)
+        if fault is not None:
+            self._end(stream, HearthError(fault), "failed", now)
             return
         self._tell(stream, choice, entry)
         if choice.finish is not None:
@@ -425,3 +426,12 @@ class Streams:
     def _abort(self, worker_id: str, placement_id: bytes, reason: AbortReason, now: float) -> None:
         self._retired.add(placement_id, is_finished=False, now=now)
         self._actions.abort(worker_id, placement_id, reason)
+
+
+def _fault_of(entry: TokenEntry, stream: Stream) -> str | None:
+    """What no worker sends; to keep it would take memory without bound."""
+    if len(entry.logprobs) != (len(entry.token_ids) if stream.has_logprobs else 0):
+        return "the worker sent tokens without their logprobs"
+    if entry.first_position + len(entry.token_ids) > stream.request.sampling.max_tokens:
+        return "the worker sent more tokens than it was asked for"
+    return None

@@ -11,10 +11,12 @@ import asyncio
 import contextlib
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import Annotated
 
 import msgspec
 
 from shared.clock import Clock
+from shared.decoding import UNREADABLE
 from shared.errors import AuthenticationFailed, DependencyUnavailable
 from shared.store import BREAKER_S, Store, StoreUnavailable
 
@@ -23,7 +25,7 @@ SECOND_TRY_S = BREAKER_S + 0.05
 
 
 class TenantRecord(msgspec.Struct, frozen=True):
-    tenant_id: str
+    tenant_id: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 
 
 def api_key_record(api_key: str) -> str:
@@ -95,7 +97,7 @@ class Tenants:
     def _remember(self, key: str, data: bytes) -> TenantRecord:
         try:
             record = msgspec.json.decode(data, type=TenantRecord)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise DependencyUnavailable("the record of this API key is unreadable") from error
         self._known[key] = _Known(record, self._clock.now())
         return record

@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import uvicorn
 from litestar.types import ASGIApp
@@ -20,14 +22,39 @@ from shared.errors import ConfigError
 LISTEN_BACKLOG = 2048
 GRACE_S = 5
 MAX_HEAD_BYTES = 64 * 1024
+# A client that takes longer to send a request holds a connection, and memory, for nothing.
+HEAD_TIMEOUT_S = 10.0  # from the first byte, or the connection's start, to the last header
+BODY_TIMEOUT_S = 60.0  # then to the last byte
 
 
 class _Http(HttpToolsProtocol):
-    """uvicorn's, with a bound on a request's head and trailers, which it gathers without one."""
+    """uvicorn's, with bounds on what it waits for and gathers without any: the size of a request's
+    head and trailers, and the time that head and body take.
 
-    _num_gathered_bytes = 0  # since the parser last let go of something
+    idle ──first byte──▶ head ──last header──▶ body ──last byte──▶ idle
+    A connection begins in `head`. Idle ones are uvicorn's to close.
+    """
+
+    def __init__(self, *args: Any, head_timeout_s: float, body_timeout_s: float, **named: Any):
+        super().__init__(*args, **named)
+        self._head_timeout_s = head_timeout_s
+        self._body_timeout_s = body_timeout_s
+        self._num_gathered_bytes = 0  # since the parser last let go of something
+        self._is_idle = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait(self._head_timeout_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_idle:
+            self._is_idle = False
+            self._wait(self._head_timeout_s)
         self._num_gathered_bytes += len(data)
         super().data_received(data)
         if self._num_gathered_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
@@ -35,6 +62,7 @@ class _Http(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._num_gathered_bytes = 0
+        self._wait(self._body_timeout_s)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -43,7 +71,24 @@ class _Http(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._num_gathered_bytes = 0
+        self._stop_waiting()
+        self._is_idle = True
         super().on_message_complete()
+
+    def _wait(self, timeout_s: float) -> None:
+        self._stop_waiting()
+        self._timer = self.loop.call_later(timeout_s, self._too_slow, timeout_s)
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _too_slow(self, timeout_s: float) -> None:
+        if self.flow.read_paused:  # it is this side that does not read
+            self._wait(timeout_s)
+        else:
+            self.transport.close()
 
 
 class _Server(uvicorn.Server):
@@ -65,7 +110,15 @@ class _Server(uvicorn.Server):
 class WebServer:
     """Sockets have TCP_NODELAY, as asyncio sets it: an event leaves at once."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        *,
+        head_timeout_s: float = HEAD_TIMEOUT_S,
+        body_timeout_s: float = BODY_TIMEOUT_S,
+    ) -> None:
         """Port 0 takes a free one. Raises ConfigError if the address cannot be bound."""
         try:
             self._socket = _bound_socket(host, port)
@@ -73,7 +126,10 @@ class WebServer:
             raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
         config = uvicorn.Config(
             app,  # type: ignore[arg-type]  # Litestar's ASGI types are stricter than uvicorn's
-            http=_Http,
+            http=partial(  # type: ignore[arg-type]  # called like the class
+                _Http, head_timeout_s=head_timeout_s, body_timeout_s=body_timeout_s
+            ),
+            ws="none",
             lifespan="on",
             access_log=False,
             log_config=None,

@@ -19,7 +19,7 @@ from shared.background import Background
 from shared.bus import Bus, NatsBus, Unsubscribe
 from shared.clock import Clock, MonotonicClock
 from shared.config import KvIndexConfig, check
-from shared.errors import HearthError
+from shared.errors import HearthError, InvalidRequest
 from shared.health import Loss
 from shared.heartbeat import Heart
 from shared.messages import (
@@ -40,6 +40,7 @@ from shared.store import RedisStore, Store
 log = structlog.get_logger(__name__)
 
 LIST_TIMEOUT_S = 1.0
+MAX_PAGES = 1000  # of one worker: 20 million blocks
 RESYNC_BACKOFF_S = 0.25
 FLUSH_S = 0.2
 SWEEP_S = 0.05
@@ -110,11 +111,14 @@ class KvIndexService:
         return reply
 
     def _take_events(self, message: KvEvents) -> None:
-        outcome = self.index.apply(message)
-        if outcome is Outcome.NEEDS_RESYNC:
-            self._start_resync(message.worker_id)
-        elif outcome is not Outcome.IGNORED:
-            self._note(message)
+        try:
+            outcome = self.index.apply(message)
+            if outcome is Outcome.NEEDS_RESYNC:
+                self._start_resync(message.worker_id)
+            elif outcome is not Outcome.IGNORED:
+                self._note(message)
+        except InvalidRequest as error:  # its next event shows a gap
+            log.warning("bad_kv_events", worker=message.worker_id, error=error.message)
 
     def _heard(self, heartbeat: Heartbeat) -> None:
         worker_id, card = heartbeat.process_id, heartbeat.model
@@ -152,9 +156,9 @@ class KvIndexService:
         subject = subjects.list_blocks(heartbeat.roles[0], worker_id)
         self.index.begin_resync(worker_id)
         self._registry.cleared(worker_id)
-        cursor: int | None = 0
+        cursor = 0
         try:
-            while cursor is not None:
+            for _ in range(MAX_PAGES):
                 question = ListBlocks(cursor=cursor)
                 page = await self._bus.request(
                     subject, question, BlockPage, timeout_s=LIST_TIMEOUT_S
@@ -162,8 +166,12 @@ class KvIndexService:
                 if page.worker_id != worker_id or not self.index.add_page(page):
                     return self._resync_failed(worker_id, "the pages do not fit together")
                 self._note_runs(page)
+                if page.next_cursor is None:
+                    return self.index.finish_resync(worker_id) is Outcome.APPLIED
+                if page.next_cursor <= cursor:
+                    break
                 cursor = page.next_cursor
-            return self.index.finish_resync(worker_id) is Outcome.APPLIED
+            return self._resync_failed(worker_id, "the pages have no end")
         except HearthError as error:
             return self._resync_failed(worker_id, str(error))
 

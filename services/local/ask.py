@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import msgspec
 
 from shared.clock import Clock
+from shared.decoding import UNREADABLE
 from shared.errors import DependencyUnavailable, HearthError
 
+T = TypeVar("T")
 _TIMEOUT = httpx.Timeout(600.0, connect=5.0)
 
 
@@ -29,7 +31,32 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_cached_tokens(self) -> int:
-        return (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        details = self.usage.get("prompt_tokens_details")
+        cached = details.get("cached_tokens") if isinstance(details, dict) else None
+        return cached if isinstance(cached, int) else 0
+
+
+class _Text(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Text | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: dict[str, Any] | None = None
+    hearth: dict[str, Any] | None = None
+    error: Any = None
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model] | None = None
 
 
 def door(url: str, api_key: str) -> httpx.AsyncClient:
@@ -48,11 +75,11 @@ async def first_model(client: httpx.AsyncClient) -> str:
         response = await client.get("/v1/models")
     except httpx.HTTPError as error:
         raise DependencyUnavailable(f"cannot reach {client.base_url}: {error}") from None
-    body = _checked(response, response.content)
-    models = body.get("data") or []
+    _check(response, response.content)
+    models = _decoded(response.content, _Models).data
     if not models:
         raise DependencyUnavailable(f"no model is served at {client.base_url}")
-    return str(models[0]["id"])
+    return models[0].id
 
 
 async def ask(
@@ -75,14 +102,14 @@ async def ask(
     usage: dict[str, Any] = {}
     hearth: dict[str, Any] = {}
     async for event in _events(client, body):
-        for choice in event.get("choices") or ():
-            text = (choice.get("delta") or {}).get("content")
+        for choice in event.choices or ():
+            text = None if choice.delta is None else choice.delta.content
             if text:
                 arrivals.append(clock.now())
                 texts.append(text)
                 on_text(text)
-        usage = event.get("usage") or usage
-        hearth = event.get("hearth") or hearth
+        usage = event.usage or usage
+        hearth = event.hearth or hearth
     return Reply(
         text="".join(texts),
         ttft_s=(arrivals[0] if arrivals else clock.now()) - started,
@@ -92,13 +119,13 @@ async def ask(
     )
 
 
-async def _events(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+async def _events(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterator[_Event]:
     """The stream's JSON events until `[DONE]`."""
     is_done = False
     try:
         async with client.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.status_code != 200:
-                _checked(response, await response.aread())
+                _check(response, await response.aread())
             async for line in response.aiter_lines():
                 if not line.startswith("data:"):
                     continue
@@ -106,9 +133,9 @@ async def _events(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncItera
                 if data == "[DONE]":
                     is_done = True
                     continue
-                event = msgspec.json.decode(data)
-                if "error" in event:
-                    raise HearthError(_message_of(event))
+                event = _decoded(data, _Event)
+                if event.error is not None:
+                    raise HearthError(_message_of({"error": event.error}))
                 yield event
     except httpx.HTTPError as error:
         raise DependencyUnavailable(f"the connection broke: {error!r}") from None
@@ -116,16 +143,22 @@ async def _events(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncItera
         raise DependencyUnavailable("the stream ended before its end")
 
 
-def _checked(response: httpx.Response, content: bytes) -> dict[str, Any]:
+def _check(response: httpx.Response, content: bytes) -> None:
+    """Raises HearthError with the server's own words, where it has any."""
+    if response.status_code == 200:
+        return
     try:
         body = msgspec.json.decode(content)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         body = {}
-    if response.status_code != 200:
-        raise HearthError(f"{response.status_code}: {_message_of(body)}")
-    if not isinstance(body, dict):
-        raise HearthError(f"{response.url} does not answer like a Hearth gateway")
-    return body
+    raise HearthError(f"{response.status_code}: {_message_of(body)}")
+
+
+def _decoded(data: bytes | str, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except UNREADABLE as error:
+        raise HearthError(f"the server does not answer like a Hearth gateway: {error}") from None
 
 
 def _message_of(body: Any) -> str:

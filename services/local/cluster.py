@@ -26,6 +26,7 @@ from services.local.servers import LOOPBACK, choose_http_port, find_server, free
 from services.local.state import ClusterState, StateDir
 from services.local.supervisor import POLL_S, Report, Supervisor
 from shared.clock import Clock
+from shared.decoding import UNREADABLE
 from shared.errors import DependencyUnavailable
 
 START_TIMEOUT_S = 600.0  # a large checkpoint takes minutes to load
@@ -214,7 +215,7 @@ async def _readiness(client: httpx.AsyncClient) -> tuple[bool, dict[str, set[str
         response = await client.get("/ready")
         body = msgspec.json.decode(response.content)
         workers = body.get("workers") or {}
-    except (httpx.HTTPError, msgspec.DecodeError, AttributeError):
+    except (httpx.HTTPError, AttributeError, *UNREADABLE):
         response, workers = None, {}
     is_ready = response is not None and response.status_code == 200
     return is_ready, {role: set(workers.get(role) or ()) for role in ("prefill", "decode")}

@@ -65,6 +65,8 @@ class FleetView:
         if heartbeat.state == "stopped":
             self._lose(heartbeat.process_id, Loss.STOPPED, now)
             return
+        if self._fleet.heartbeat_of(heartbeat.process_id) is None:  # one too many
+            return
         if known is None or loss is Loss.RESTARTED:
             known = self._known[heartbeat.process_id] = _Known(heartbeat)
         known.heartbeat = heartbeat

@@ -70,6 +70,17 @@ def _grant(credential: Credential, directory: Path, state: ClusterState) -> None
 def _reload(directory: Path) -> None:
     """nats-server reads its configuration again; connections stay."""
     try:
-        os.kill(int((directory / "nats.pid").read_text()), signal.SIGHUP)
+        os.kill(signalled_process(directory / "nats.pid"), signal.SIGHUP)
+    except OSError as error:
+        raise ConfigError(f"cannot reload nats-server: {error}") from None
+
+
+def signalled_process(path: Path) -> int:
+    """The process id in a file. Raises ConfigError unless it names one process and no group."""
+    try:
+        process_id = int(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot reload nats-server: {error}") from None
+    if not 1 < process_id < 2**22:  # 0 and below are groups or all; Linux gives no larger one
+        raise ConfigError(f"cannot reload nats-server: {process_id} is no process of ours")
+    return process_id

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from shared.decoding import UNREADABLE
 from shared.errors import DependencyUnavailable
 
 _TEXT = re.compile(rb'"(?:content|text)":\s*"(?!")')
@@ -202,5 +203,5 @@ def http_request(url: str, api_key: str, path: str, body: dict[str, Any]) -> byt
 def _usage(event: bytes) -> dict[str, Any]:
     try:
         return msgspec.json.decode(event.partition(b"data:")[2]).get("usage") or {}
-    except (msgspec.DecodeError, AttributeError):
+    except (AttributeError, *UNREADABLE):
         return {}

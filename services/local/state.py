@@ -22,6 +22,7 @@ from typing import IO
 import msgspec
 
 from services.local.credentials import Credential
+from shared.decoding import UNREADABLE
 from shared.errors import ConfigError
 
 _LOCK = "lock"
@@ -118,7 +119,7 @@ def _read(directory: Path) -> ClusterState:
         return msgspec.json.decode((directory / _CLUSTER).read_bytes(), type=ClusterState)
     except OSError:
         raise ConfigError("the cluster has just stopped") from None
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         raise ConfigError("the running cluster is of another version of Hearth") from None
 
 

@@ -80,9 +80,11 @@ class Push:
             ended, self._sends = await asyncio.wait(
                 self._sends, return_when=asyncio.FIRST_COMPLETED
             )
-            for send in ended:
-                if not self._is_cancelled:
-                    send.result()
+            # all are asked, or the loop would tell of those that nobody asked
+            failures = [send.exception() for send in ended if not send.cancelled()]
+            for failure in failures:
+                if failure is not None and not self._is_cancelled:
+                    raise failure
 
     def _next_header(self) -> FrameHeader:
         kv_format = self._runner.kv_format

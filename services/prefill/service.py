@@ -17,7 +17,7 @@ from shared.bus import failure_of
 from shared.engine.engine import Progress
 from shared.engine.sequence import Sequence
 from shared.engine.worker import Worker
-from shared.errors import HearthError, UnknownPlacement, WorkerBusy
+from shared.errors import HearthError, InvalidRequest, UnknownPlacement, WorkerBusy
 from shared.kv_wire.link import KvDialer
 from shared.messages import (
     AbortRequest,
@@ -174,8 +174,13 @@ class PrefillService:
 
 
 def _sequence_of(request: RunPrefill, block_size: int) -> Sequence:
+    """Raises InvalidRequest."""
     token_ids = unpack_token_ids(request.token_ids)
     num_full = len(token_ids) // block_size
+    if request.first_token > len(token_ids):
+        raise InvalidRequest(
+            f"first_token {request.first_token} of {len(token_ids)} tokens", param="first_token"
+        )
     return Sequence(
         sequence_id=request.placement_id,
         tenant_id=request.tenant_id,

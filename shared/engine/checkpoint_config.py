@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from shared.decoding import UNREADABLE
 from shared.engine.model_config import ModelConfig
 from shared.engine.models import family
 from shared.errors import CheckpointError
@@ -37,8 +38,13 @@ def read_config(model_dir: Path) -> ModelConfig:
         config = family(architecture)(given)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error.message}") from None
+    except ArithmeticError as error:
+        raise CheckpointError(f"{path}: numbers that cannot be computed with: {error}") from None
     eos_token_ids = _eos_token_ids(model_dir, head.eos_token_id)
     if eos_token_ids is not None:
+        for token_id in eos_token_ids:
+            if not 0 <= token_id < config.vocab_size:
+                raise CheckpointError(f"{path}: eos_token_id {token_id} is not in the vocabulary")
         config = msgspec.structs.replace(config, eos_token_ids=eos_token_ids)
     return msgspec.structs.replace(config, architecture=architecture)
 
@@ -48,7 +54,7 @@ def _read(path: Path, kind: type[_T]) -> _T:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise CheckpointError(f"{path}: {error}") from None
 
 

@@ -15,7 +15,10 @@ from shared.engine.model_config import LayerConfig, ModelConfig
 from shared.engine.rope_config import RopeFields, rope_config, rope_fields, served_context
 from shared.errors import CheckpointError
 
-Positive = Annotated[int, msgspec.Meta(gt=0)]
+# Far beyond any model; what is beyond them ends in a clear line and not in all of the memory.
+Positive = Annotated[int, msgspec.Meta(gt=0, lt=2**31)]
+Width = Annotated[int, msgspec.Meta(gt=0, le=2**20)]
+NumLayers = Annotated[int, msgspec.Meta(gt=0, le=4096)]
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
 FULL, SLIDING = "full_attention", "sliding_attention"
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
@@ -23,13 +26,13 @@ DEFAULT_THETA = 10_000.0
 
 
 class ConfigFields(msgspec.Struct, frozen=True, kw_only=True):
-    vocab_size: Positive
-    hidden_size: Positive
-    intermediate_size: Positive
-    num_hidden_layers: Positive
-    num_attention_heads: Positive
-    num_key_value_heads: Positive | None = None
-    head_dim: Positive | None = None
+    vocab_size: Annotated[int, msgspec.Meta(gt=0, le=2**24)]
+    hidden_size: Width
+    intermediate_size: Width
+    num_hidden_layers: NumLayers
+    num_attention_heads: Width
+    num_key_value_heads: Width | None = None
+    head_dim: Width | None = None
     max_position_embeddings: Positive = 2048
     original_max_position_embeddings: Positive | None = None
     rms_norm_eps: float = 1e-6
@@ -168,7 +171,15 @@ def _written_ropes(fields: ConfigFields) -> list[dict[str, Any]]:
         return [written]
     for unknown in written.keys() - {FULL, SLIDING}:
         raise CheckpointError(f"rope_parameters: layer type {unknown!r} is not supported")
-    return [written.get(layer_type) or {} for layer_type in (FULL, SLIDING)]
+    return [rope_of(written, layer_type) for layer_type in (FULL, SLIDING)]
+
+
+def rope_of(written: Mapping[str, Any], layer_type: str) -> dict[str, Any]:
+    """What is written for these layers alone. Raises CheckpointError if that is no rope."""
+    rope = written.get(layer_type) or {}
+    if not isinstance(rope, dict):
+        raise CheckpointError(f"rope_parameters: {layer_type} is not an object")
+    return rope
 
 
 def _rope_fields(fields: ConfigFields, head_dim: int, written: Mapping[str, Any]) -> RopeFields:

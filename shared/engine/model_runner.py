@@ -36,7 +36,7 @@ from shared.engine.sampler import draw_tokens
 from shared.engine.step_budget import StepBudget
 from shared.engine.text_part import TextTensors
 from shared.engine.weights import CheckpointTensors, load_weights, open_checkpoint, weights_digest
-from shared.errors import ConfigError
+from shared.errors import CheckpointError, ConfigError
 from shared.kv_format import KvFormat
 
 # malloc.h: M_TRIM_THRESHOLD, and M_MMAP_THRESHOLD at the most that glibc takes
@@ -130,11 +130,15 @@ class ModelRunner:
         target = _device(device)
         kv_format = _kv_format(config, resolve_dtype(dtype, target), block_size)
         num_blocks = num_blocks_for(kv_format, kv_cache_bytes)
-        model = Decoder(
-            config,
-            dtype=getattr(torch, kv_format.dtype),
-            num_positions=min(config.max_position_embeddings, num_blocks * block_size),
-        )
+        try:
+            model = Decoder(
+                config,
+                dtype=getattr(torch, kv_format.dtype),
+                num_positions=min(config.max_position_embeddings, num_blocks * block_size),
+            )
+        except (RuntimeError, MemoryError) as error:  # torch's, for more memory than there is
+            reason = str(error).partition("\n")[0]
+            raise CheckpointError(f"{model_dir}: too large for this machine: {reason}") from None
         with open_checkpoint(model_dir) as tensors:
             revision = _fill(model, tensors, config, target)
         model.to(target).eval()

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Annotated
 
 import msgspec
 import structlog
@@ -29,6 +29,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from shared.decoding import UNREADABLE
 from shared.engine.packed_memory import PackedForm
 
 log = structlog.get_logger(__name__)
@@ -37,6 +38,9 @@ MAGIC = b"hearthW1"  # another form of the file has another digit
 ALIGNMENT = 64
 _TRAILER = struct.Struct("<16sQ8s")
 _SUFFIX, _PARTIAL = ".packed", ".partial"
+
+
+NumBytes = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,15 +64,15 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     def is_current(self) -> bool:
         try:
             return Source.of(Path(self.path)) == self
-        except OSError:
+        except (OSError, ValueError):
             return False
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):
     """Where some bytes of the payload lie; `form` if they are a packed weight."""
 
-    offset: int
-    num_bytes: int
+    offset: NumBytes
+    num_bytes: NumBytes
     form: PackedForm | None = None
 
 
@@ -132,8 +136,13 @@ def _read_header(file: IO[bytes]) -> Header | None:
     encoded = file.read(num_bytes)
     if xxhash.xxh3_128_digest(encoded) != digest:
         return None
-    header = msgspec.json.decode(encoded, type=Header)
-    return header if header.num_payload_bytes == start else None
+    try:
+        header = msgspec.json.decode(encoded, type=Header)
+    except UNREADABLE:
+        return None
+    ends = (span.offset + span.num_bytes for span in header.spans.values())
+    is_whole = header.num_payload_bytes == start and all(end <= start for end in ends)
+    return header if is_whole else None
 
 
 def _mapped(file: IO[bytes]) -> Tensor:
@@ -148,7 +157,7 @@ def _mapped(file: IO[bytes]) -> Tensor:
 def _seal(path: Path, sealed_ns: int) -> None:
     try:
         os.utime(path, ns=(sealed_ns, sealed_ns))
-    except OSError as error:  # it stays usable, at the price of a digest a start
+    except (OSError, OverflowError) as error:  # it stays usable, at the price of a digest a start
         log.info("packed_weights_not_sealed", path=str(path), reason=str(error))
 
 

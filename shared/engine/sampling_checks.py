@@ -14,6 +14,7 @@ MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 32
 MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKEN_IDS = 1024
 LEAST, LARGEST = (float(limit) for limit in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
 
 
@@ -23,10 +24,23 @@ def check_sampling(params: SamplingParams) -> None:
         raise InvalidRequest(f"seed {params.seed} is not an unsigned 64-bit integer", param="seed")
     if params.top_k >= 2**63:
         raise InvalidRequest(f"top_k {params.top_k} is not a signed 64-bit integer", param="top_k")
+    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(
+            f"{len(params.stop_token_ids)} stop_token_ids, more than {MAX_STOP_TOKEN_IDS}",
+            param="stop_token_ids",
+        )
+    _check_range("temperature", params.temperature, LARGEST)
+    _check_range("top_p", params.top_p, 1.0)
+    _check_range("min_p", params.min_p, 1.0)
     _check_bad_words(params.bad_words)
     _check_penalties(params)
     _check_num_logprobs("num_logprobs", params.num_logprobs)
     _check_num_logprobs("num_prompt_logprobs", params.num_prompt_logprobs)
+
+
+def _check_range(name: str, value: float, largest: float) -> None:
+    if not 0 <= value <= largest:  # so that NaN is refused, too
+        raise InvalidRequest(f"{name} {value} is not within 0 to {largest:g}", param=name)
 
 
 def _check_bad_words(bad_words: tuple[tuple[int, ...], ...]) -> None:

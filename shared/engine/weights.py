@@ -16,6 +16,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from shared.decoding import UNREADABLE
 from shared.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
@@ -81,7 +82,7 @@ def _read_index(model_dir: Path) -> dict[str, str] | None:
         return None
     try:
         return msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise CheckpointError(f"{path}: {_line(error)}") from None
 
 
@@ -89,7 +90,8 @@ def _files(model_dir: Path, index: dict[str, str] | None) -> list[Path]:
     if index is None:
         return [model_dir / SINGLE_FILE]
     for file_name in index.values():
-        if Path(file_name).name != file_name:
+        is_name = Path(file_name).name == file_name and "\0" not in file_name
+        if not is_name or not file_name.endswith(".safetensors"):
             raise CheckpointError(f"{model_dir / INDEX_FILE}: {file_name!r} is not a file name")
     return [model_dir / file_name for file_name in sorted(set(index.values()))]
 

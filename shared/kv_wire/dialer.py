@@ -66,7 +66,7 @@ class Dialer:
             raise LinkLost(
                 f"{target.host}:{target.port} did not answer within {self._connect_timeout_s} s"
             ) from error
-        except OSError as error:
+        except (OSError, ValueError, OverflowError) as error:  # or an address that cannot be one
             raise LinkLost(f"{target.host}:{target.port}: {error}") from error
         if link.is_lost:
             raise LinkLost(f"{target.host}:{target.port} closed the connection at once")
@@ -82,7 +82,7 @@ class Dialer:
                     return await _connect(
                         socket.AF_UNIX, target.unix_path, target.instance_id, on_end
                     )
-            except (OSError, LinkLost, TimeoutError):
+            except (OSError, ValueError, LinkLost, TimeoutError):
                 pass  # another host, or no memory to share: TCP can tell
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)

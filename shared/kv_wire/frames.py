@@ -17,6 +17,7 @@ import struct
 
 import msgspec
 
+from shared.decoding import UNREADABLE
 from shared.errors import LinkLost
 from shared.kv_wire.link import FrameHeader
 
@@ -101,7 +102,7 @@ def decode_prefix(prefix: bytes | bytearray | memoryview) -> int:
 def decode_record(body: bytes | bytearray | memoryview) -> Record:
     try:
         return _decoder.decode(body)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise ProtocolError(f"an unreadable record: {error}") from error
 
 

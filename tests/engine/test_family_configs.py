@@ -21,6 +21,7 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+ENDLESS_YARN = {"type": "yarn", "factor": 1e308, "original_max_position_embeddings": 4096}
 SHORT, LONG = [1.0 + pair for pair in range(9)], [2.0 + 3 * pair for pair in range(9)]
 # As transformers 4 and the families' authors write them: much is left to the family's defaults.
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -248,3 +249,26 @@ def test_what_is_not_supported_is_refused_in_one_line(tmp_path: Path, kind: str)
         _read(tmp_path, {**_written(family), **changes})
     assert caught.value.message.startswith(f"{tmp_path}/config.json: ")
     assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"vocab_size": 2**40}, "vocab_size"),
+        ({"hidden_size": 2**40}, "hidden_size"),
+        ({"rope_scaling": ENDLESS_YARN}, "numbers that cannot be computed with"),
+        ({"rope_parameters": {"full_attention": 5}}, "full_attention is not an object"),
+        ({"eos_token_id": [2, 199]}, "eos_token_id 199"),
+        ({"eos_token_id": -1}, "eos_token_id -1"),
+    ],
+)
+def test_values_that_no_model_has_are_refused_in_one_line(
+    tmp_path: Path, changed: dict[str, Any], reason: str
+) -> None:
+    """The first would take all memory for its layers before anything is compared."""
+    config = {"architectures": ["LlamaForCausalLM"], **SIZES, **changed}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=reason) as refused:
+        read_config(tmp_path)
+    assert "\n" not in refused.value.message

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.health import FORGET_AFTER_S, SILENCE_LIMIT_S, TICK_S, Fleet, Loss
+from shared.health import FORGET_AFTER_S, MAX_PEERS, SILENCE_LIMIT_S, TICK_S, Fleet, Loss
 from shared.messages import Heartbeat, ProcessState, WorkerLoad
 
 OWN = "own"
@@ -176,3 +176,14 @@ def test_without_its_own_echo_it_judges_nobody() -> None:
     watch.play(1.0, ("a",))
     watch.play(5.0, ())
     assert watch.lost == []
+
+
+def test_strangers_are_bounded_and_those_known_stay() -> None:
+    fleet = Fleet(OWN)
+    for number in range(MAX_PEERS + 10):
+        fleet.observe(beat(f"stranger-{number}", 1), 0.0)
+    assert fleet.heartbeat_of(f"stranger-{MAX_PEERS}") is None
+    fleet.observe(beat("stranger-0", 2), 1.0)
+    newest = fleet.heartbeat_of("stranger-0")
+    assert newest is not None and newest.sequence_number == 2
+    assert sum(1 for _ in fleet.live("decode")) == MAX_PEERS

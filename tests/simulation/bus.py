@@ -2,7 +2,8 @@
 
 A message takes `latency_s`; messages to one subscription arrive in the order of their sending. A
 frozen process neither sends nor receives until it is thawed (what others see of SIGSTOP); a
-partition loses what crosses it; `is_dropped` loses single messages.
+partition loses what crosses it; `is_dropped` loses single messages,
+`spoil_reply` changes replies.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from shared.bus import Unsubscribe, error_of, reply_to
+from shared.bus import Unsubscribe, error_of, hand_over, reply_to
+from shared.decoding import UNREADABLE
 from shared.errors import DependencyUnavailable, NoResponders, PayloadTooLarge, RequestTimeout
 from shared.messages import Failure, Message
 
@@ -50,6 +52,7 @@ class SimulatedNetwork:
         self.latency_s = latency_s
         self.max_payload_bytes = max_payload_bytes
         self.is_dropped: Callable[[str, str, str], bool] = lambda subject, sender, receiver: False
+        self.spoil_reply: Callable[[bytes], bytes] = lambda data: data
         self.is_down = False
         self.log: list[tuple[float, str, str]] = []  # (sent at, sender, subject)
         self._random = Random(seed)
@@ -160,7 +163,10 @@ class SimulatedBus:
             raise RequestTimeout(f"no reply on {subject} within {timeout_s:g} s") from None
         if answer is None:
             raise NoResponders(f"nobody serves {subject}")
-        decoded = msgspec.msgpack.decode(answer, type=reply_type | Failure)
+        try:
+            decoded = msgspec.msgpack.decode(answer, type=reply_type | Failure)
+        except UNREADABLE as error:
+            raise DependencyUnavailable(f"a reply on {subject} makes no sense: {error}") from None
         if isinstance(decoded, Failure):
             raise error_of(decoded)
         return decoded
@@ -169,7 +175,9 @@ class SimulatedBus:
         self, subject: str, message_type: Any, handler: Callable[[Any], None], *, queue: str = ""
     ) -> Unsubscribe:
         decode = msgspec.msgpack.Decoder(message_type).decode
-        return self._listen(subject, queue, lambda data, reply: handler(decode(data)))
+        return self._listen(
+            subject, queue, lambda data, reply: hand_over(subject, handler, decode, data)
+        )
 
     async def serve(
         self, subject: str, message_type: Any, handler: Callable[[Any], Any], *, queue: str = ""
@@ -208,7 +216,7 @@ class SimulatedBus:
 
     def _return(self, settle: Callable[[bytes | None], None]) -> Reply:
         """The way back: one latency, and the requester must be awake to notice."""
-        return lambda data: self._later(settle, data)
+        return lambda data: self._later(settle, self._network.spoil_reply(data))
 
     def _later(self, settle: Callable[[bytes | None], None], data: bytes | None) -> None:
         if self._network.is_down:

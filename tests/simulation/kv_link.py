@@ -99,11 +99,11 @@ class SimulatedLink:
             checksum = checksum_of(memoryview(payload))
             checked = msgspec.structs.replace(header, checksum=checksum)
             taken = asyncio.ensure_future(self._receiver.take(self, checked, payload))
+            # A delivery runs to its end at the receiver; after a loss its result reaches nobody.
+            taken.add_done_callback(lambda done: done.cancelled() or done.exception())
             waits: set[asyncio.Future[Any]] = {taken, self._lost}
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if not taken.done():
-                # The delivery runs to its end at the receiver; its result reaches nobody.
-                taken.add_done_callback(lambda done: done.cancelled() or done.exception())
                 self._raise_if_lost()
             taken.result()
 

@@ -12,7 +12,7 @@ from shared.messages import AbortRequest, Done, ListBlocks
 from tests.simulation.bus import SimulatedNetwork, matches
 from tests.simulation.clock import VirtualClock, run
 
-ABORT = AbortRequest(placement_id=b"p", reason="stop")
+ABORT = AbortRequest(placement_id=b"p" * 16, reason="stop")
 
 
 def test_time_jumps_and_timers_keep_their_order() -> None:
@@ -93,11 +93,11 @@ def test_a_frozen_process_gets_and_sends_all_when_it_wakes() -> None:
         await two.subscribe("s", AbortRequest, lambda message: heard.append(message.placement_id))
         network.freeze("two")
         for number in range(5):
-            await one.publish("s", AbortRequest(placement_id=bytes([number]), reason="stop"))
+            await one.publish("s", AbortRequest(placement_id=bytes([number]) * 16, reason="stop"))
         await asyncio.sleep(1)
         assert heard == []
         network.thaw("two")
-        assert heard == [bytes([number]) for number in range(5)]
+        assert heard == [bytes([number]) * 16 for number in range(5)]
         network.freeze("one")
         await one.publish("s", ABORT)
         await asyncio.sleep(1)

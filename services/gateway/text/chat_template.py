@@ -53,7 +53,7 @@ class ChatTemplate:
         self._variables = dict(variables)
         try:
             self._template = _environment(today).from_string(source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, RecursionError) as error:
             raise ConfigError(f"the chat template does not compile: {error}") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.tokenizer import PromptTokenizer
+from shared.decoding import UNREADABLE
 from shared.errors import ConfigError
+from shared.messages import NumTokens, TokenId
 
 T = TypeVar("T")
+Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True):
@@ -22,13 +26,13 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     """
 
     do_sample: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    max_new_tokens: int | None = None
-    eos_token_id: int | list[int] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=1e9)] | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=1e9)] | None = None
+    max_new_tokens: NumTokens | None = None
+    eos_token_id: TokenId | Annotated[list[TokenId], Meta(max_length=256)] | None = None
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -44,12 +48,16 @@ class ModelLimits(msgspec.Struct, frozen=True):
     hidden_size: int | None = None
 
 
+class _AddedToken(msgspec.Struct, frozen=True):
+    content: str | None = None
+
+
 class _TokenizerConfig(msgspec.Struct, frozen=True):
     chat_template: str | list[dict[str, str]] | None = None
-    bos_token: str | dict[str, Any] | None = None
-    eos_token: str | dict[str, Any] | None = None
-    pad_token: str | dict[str, Any] | None = None
-    unk_token: str | dict[str, Any] | None = None
+    bos_token: str | _AddedToken | None = None
+    eos_token: str | _AddedToken | None = None
+    pad_token: str | _AddedToken | None = None
+    unk_token: str | _AddedToken | None = None
 
 
 class ModelFiles:
@@ -68,7 +76,7 @@ class ModelFiles:
         variables = {}
         for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
             token = getattr(config, name)
-            text = token.get("content") if isinstance(token, dict) else token
+            text = token.content if isinstance(token, _AddedToken) else token
             if text is not None:
                 variables[name] = text
         return ChatTemplate(
@@ -80,7 +88,10 @@ def _template_source(model_dir: Path, config: _TokenizerConfig) -> str | None:
     """The file of its own wins, as in transformers."""
     path = model_dir / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read {path}: {error}") from error
     if isinstance(config.chat_template, list):
         named = {each.get("name"): each.get("template") for each in config.chat_template}
         return named.get("default")
@@ -92,5 +103,5 @@ def _read(path: Path, kind: type[T]) -> T:
         return kind()
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error

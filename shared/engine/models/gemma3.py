@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shared.engine.config_fields import FULL, SLIDING, ConfigFields, config_fields
+from shared.engine.config_fields import FULL, SLIDING, ConfigFields, config_fields, rope_of
 from shared.engine.model_config import ModelConfig
 from shared.engine.models.gemma2 import gemma_decoder
 from shared.errors import CheckpointError
@@ -61,8 +61,8 @@ def _ropes(fields: ConfigFields) -> dict[str, Any]:
     return {
         FULL: {
             "rope_theta": theta,
-            **(written.get(FULL) or {}),
+            **rope_of(written, FULL),
             **(fields.rope_scaling or {}),
         },
-        SLIDING: {"rope_theta": local_theta, **(written.get(SLIDING) or {})},
+        SLIDING: {"rope_theta": local_theta, **rope_of(written, SLIDING)},
     }

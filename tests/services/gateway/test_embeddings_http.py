@@ -100,9 +100,12 @@ async def test_a_lost_worker_is_replaced(cluster: Cluster) -> None:
     assert body["hearth"]["decode_worker"] == "decode-2"
 
 
-async def test_a_worker_without_an_embedding_fails_the_request(cluster: Cluster) -> None:
+@pytest.mark.parametrize("embedding", [None, b"", b"\0" * 15])
+async def test_a_worker_without_an_embedding_fails_the_request(
+    cluster: Cluster, embedding: bytes | None
+) -> None:
     served = Served(num_cached_tokens=0, prefill_worker_id=None)
-    cluster.decodes[0].embedding = None
+    cluster.decodes[0].embedding = embedding
     cluster.decodes[0].finish = Finish(reason="length", served=served)
     response = await cluster.http.post(ROUTE, json={"input": "x"})
     check_envelope(response, 500, "internal_error", None)

@@ -114,6 +114,12 @@ async def test_an_endless_head_or_trailer_is_cut_off(cluster: Cluster, start: by
     assert (await cluster.http.get("/health")).status_code == 200
 
 
+async def test_the_document_loads_nothing_from_elsewhere(cluster: Cluster) -> None:
+    page = await cluster.http.get("/docs")
+    assert "json" in page.headers["content-type"]
+    assert page.json() == (await cluster.http.get("/openapi.json")).json()
+
+
 async def test_a_long_head_is_served(cluster: Cluster) -> None:
     response = await cluster.http.get("/health", headers={"x": "a" * 60_000})
     assert response.status_code == 200

@@ -13,6 +13,7 @@ from services.gateway.choice_tokens import MAX_AHEAD_ENTRIES, ChoiceTokens
 from services.gateway.placements import (
     EARLY_LIMIT_S,
     MAX_EARLY_ENTRIES,
+    MAX_EARLY_VALUES,
     MAX_RETIRED,
     EarlyEntries,
     RetiredPlacements,
@@ -500,6 +501,34 @@ def test_unknown_choice_is_ignored() -> None:
     assert rig.client.tokens == []
 
 
+def test_a_placement_of_another_request_is_not_taken() -> None:
+    rig, other = running(), Recorder()
+    rig.streams.open(request("r2"), other, rig.now)
+    rig.streams.on_queued("r2", 1, QUEUED, rig.now)
+    rig.streams.on_placed(Placed(request_id="r2", placement_id=P1, worker_id="w1"), rig.now)
+    assert rig.streams.num_resubmissions == 1
+    rig.tokens(0, 5, 6, finish=STOP)
+    assert (rig.client.tokens, other.tokens) == ([5, 6], [])
+    rig.streams.close("r2", "client_gone", HearthError("gone"), rig.now)
+    assert rig.client.error is None and other.error is not None
+
+
+@pytest.mark.parametrize("first_position", [0, 95, 2**53])
+def test_a_worker_that_draws_more_than_was_asked_for_is_given_up(first_position: int) -> None:
+    rig = running(max_tokens=100)
+    rig.tokens(first_position, *range(101))
+    assert rig.client.tokens == []
+    assert "more tokens" in str(rig.client.error)
+    assert rig.published() == [abort("w1", P1, "failed")]
+
+
+def test_logprobs_that_nobody_asked_for_are_no_answer() -> None:
+    rig = running()
+    entry = TokenEntry(P1, 0, 0, (1, 2), logprobs=(TokenLogprobs(-1.0),))
+    rig.streams.on_token_batch(TokenBatch(worker_id="w1", entries=(entry,)), rig.now)
+    assert "logprobs" in str(rig.client.error)
+
+
 def test_illegal_moves_raise() -> None:
     for state, allowed in TRANSITIONS.items():
         for target in State:
@@ -510,6 +539,18 @@ def test_illegal_moves_raise() -> None:
             else:
                 with pytest.raises(IllegalTransition):
                     stream.become(target)
+
+
+def test_early_entries_are_bounded_by_what_they_hold() -> None:
+    early, half = EarlyEntries(), (0,) * (MAX_EARLY_VALUES // 2)
+    scored = TokenLogprobs(-1.0, half[:1000], tuple(map(float, half[:1000])))
+    early.add("w", TokenEntry(P1, 0, 0, half), 0.0)
+    early.add("w", TokenEntry(P2, 0, 0, (), prompt_logprobs=(scored,) * 900), 0.0)
+    early.add("w", TokenEntry(P3, 0, 0, half), 0.0)
+    assert early.take(P1) == []
+    assert len(early.take(P2)) == len(early.take(P3)) == 1
+    early.add("w", TokenEntry(P1, 0, 0, (*half, *half, 1)), 0.0)
+    assert len(early) == 0
 
 
 def test_bounds() -> None:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
+import msgspec
 import pytest
 
 from services.kv_index.service import build_kv_index
@@ -110,6 +111,40 @@ def test_an_event_that_makes_no_sense_during_a_resync_begins_it_anew() -> None:
         await worker.join()
         await eventually(lambda: worker.num_listed == 6)
         assert await rig.exact(*range(1, 11)) == {"prefill-0": 10}
+
+    scenario(test)
+
+
+def test_an_event_that_makes_no_sense_is_mended_by_a_resync() -> None:
+    async def test(rig: Rig) -> None:
+        worker = await rig.worker("prefill-0")
+        await asyncio.sleep(0.1)
+        await worker.store(1, 2)
+        await worker.tell(BlocksRemoved(block_hashes=block(2) + b"torn"))
+        await worker.store(3)
+        await asyncio.sleep(0.5)
+        assert await rig.exact(1, 2, 3) == {"prefill-0": 3}
+
+    scenario(test)
+
+
+def test_a_worker_whose_pages_have_no_end_is_given_up_until_it_has_one() -> None:
+    async def test(rig: Rig) -> None:
+        worker = CacheWorker(rig.network.bus("prefill-0"), rig.clock)
+        worker.held = dict.fromkeys(range(1, 4))
+        list_page = worker.page
+
+        def page(question: ListBlocks) -> BlockPage:
+            page = list_page(question)
+            if worker.num_listed > 20:
+                return page
+            return msgspec.structs.replace(page, next_cursor=question.cursor)
+
+        worker.page = page  # type: ignore[method-assign]
+        await worker.join()
+        await asyncio.sleep(2)
+        assert worker.num_listed < 10
+        assert await rig.exact(1, 2, 3) == {"prefill-0": 3}
 
     scenario(test)
 

@@ -112,3 +112,23 @@ async def test_a_door_takes_the_url_with_or_without_v1() -> None:
         async with door(url, "key") as made:
             assert str(made.base_url) in ("http://a:1", "http://a:1/")
             assert made.headers["authorization"] == "Bearer key"
+
+
+STRANGE = (b"[]", b"5", b'{"choices": 5}', b'{"choices": [{"delta": 7}]}', b'"\xff"', b"[" * 5000)
+
+
+@pytest.mark.parametrize("body", [*STRANGE, b'{"data": [{"name": "x"}]}'])
+async def test_another_servers_models_are_one_clear_error(body: bytes) -> None:
+    client = door("http://x", "key")
+    client._transport = httpx.MockTransport(lambda request: httpx.Response(200, content=body))
+    with pytest.raises(HearthError):
+        await first_model(client)
+
+
+@pytest.mark.parametrize("body", STRANGE)
+async def test_another_servers_events_are_one_clear_error(body: bytes) -> None:
+    content = b"data: " + body + b"\n\n"
+    client = door("http://x", "key")
+    client._transport = httpx.MockTransport(lambda request: httpx.Response(200, content=content))
+    with pytest.raises(HearthError):
+        await ask(client, "m", QUESTION, StepClock(), lambda text: None)

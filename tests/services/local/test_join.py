@@ -11,7 +11,7 @@ import pytest
 
 from services.local.children import ProcessSpec
 from services.local.credentials import Credential, nats_config
-from services.local.join import add_credential
+from services.local.join import add_credential, signalled_process
 from services.local.probe import hears_heartbeat
 from services.local.servers import find_server, free_port
 from services.local.state import ClusterState, StateDir, clusters_dir
@@ -145,3 +145,10 @@ async def test_an_observer_hears_heartbeats_and_may_say_nothing(environ: dict[st
         assert "permissions violation for publish" in refusal
     await observer.close()
     await member.close()
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1", "", "x", "9" * 30])
+def test_a_file_that_names_no_process_of_ours_signals_nobody(tmp_path: Path, text: str) -> None:
+    (tmp_path / "nats.pid").write_text(text)
+    with pytest.raises(ConfigError, match="cannot reload"):
+        signalled_process(tmp_path / "nats.pid")

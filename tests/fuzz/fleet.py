@@ -1,0 +1,164 @@
+"""All five services on the simulated network, and whether anything is left when all has ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import structlog.testing
+
+from services.gateway.delivery import Delivery
+from services.gateway.generation import Generation
+from services.gateway.prompt import TextPrompt
+from services.gateway.sampling import Sampling
+from services.gateway.service import GatewayService
+from services.gateway.text.model_files import ModelFiles
+from services.kv_index.service import KvIndexService
+from services.scheduler.service import SchedulerService
+from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig
+from shared.errors import HearthError
+from tests.simulation.bus import SimulatedBus, SimulatedNetwork
+from tests.simulation.clock import VirtualClock
+from tests.simulation.kv_link import SimulatedDialer
+from tests.simulation.randomness import SeededRandomness
+from tests.simulation.store import MemoryStore
+from tests.simulation.workers import MODEL, SimulatedWorker
+
+NATS, REDIS = "nats://here", "redis://here"
+PROMPT = "the quick brown fox jumps over the lazy dog " * 6
+WORKERS = ("prefill-1", "decode-1", "worker-1")
+PROCESSES = (*WORKERS, "gateway-1", "scheduler-1", "kv_index-1")
+
+
+class ConnectedBus(SimulatedBus):
+    is_connected = True
+
+
+class RecordingNetwork(SimulatedNetwork):
+    """Keeps what was sent: the good messages that a test spoils."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: dict[str, list[bytes]] = {}
+
+    def send(self, sender: str, subject: str, data: bytes, reply: Any) -> int:
+        self.sent.setdefault(subject, []).append(data)
+        return super().send(sender, subject, data, reply)
+
+
+class Fleet:
+    def __init__(self, model_dir: Path, files: ModelFiles) -> None:
+        self.network = RecordingNetwork()
+        clock, data_plane = VirtualClock(), SimulatedDialer()
+        self.gateway = GatewayService(
+            GatewayConfig(
+                nats_url=NATS,
+                process_id="gateway-1",
+                redis_url=REDIS,
+                model_dir=model_dir,
+                model_name=MODEL,
+                http_port=0,
+                request_timeout_s=60.0,
+            ),
+            ConnectedBus(self.network, "gateway-1"),
+            MemoryStore(),
+            files,
+            clock=clock,
+            randomness=SeededRandomness(1),
+        )
+        self.scheduler = SchedulerService(
+            SchedulerConfig(nats_url=NATS, process_id="scheduler-1"),
+            self.network.bus("scheduler-1"),
+            clock,
+            SeededRandomness(2),
+        )
+        self.index = KvIndexService(
+            KvIndexConfig(nats_url=NATS, process_id="kv_index-1", redis_url=REDIS),
+            self.network.bus("kv_index-1"),
+            MemoryStore(),
+            clock,
+            SeededRandomness(3),
+            wall_clock=clock.now,
+        )
+        self.workers = [
+            SimulatedWorker(self.network, data_plane, "prefill-1", ("prefill",)),
+            SimulatedWorker(self.network, data_plane, "decode-1", ("decode",)),
+            SimulatedWorker(self.network, data_plane, "worker-1", ("prefill", "decode")),
+        ]
+        self._services = [self.index, self.scheduler, *self.workers, self.gateway]
+
+    async def start(self) -> None:
+        for each in self._services:
+            await each.start()
+        await asyncio.sleep(2)  # virtual: heartbeats are heard, watchers trust themselves
+
+    async def stop(self) -> None:
+        for each in reversed(self._services):
+            await each.stop()
+
+    async def open(self, request_id: str, *, max_tokens: int, num_choices: int = 1) -> Delivery:
+        generation = Generation(
+            model=MODEL,
+            prompt=TextPrompt(PROMPT, "prompt"),
+            sampling=Sampling(max_tokens=max_tokens, seed=7, ignore_eos=True, num_logprobs=1),
+            num_choices=num_choices,
+        )
+        return await self.gateway.open("tenant-1", request_id, generation)
+
+    async def ended(self, delivery: Delivery) -> HearthError | None:
+        async with asyncio.timeout(120):  # virtual
+            while delivery.end is None:
+                await asyncio.sleep(0.05)
+        return delivery.end.error
+
+    def left(self) -> dict[str, Any]:
+        """What is held for some request."""
+        found: dict[str, Any] = {
+            "streams": len(self.gateway._streams),
+            "early entries": len(self.gateway._streams._early),
+            "queued": len(self.scheduler._admission),
+            "placing": len(self.scheduler._placing),
+            "parked": len(self.scheduler._parked),
+        }
+        for worker in self.workers:
+            found[f"{worker.worker_id} blocks"] = not worker.is_empty
+            if worker.prefill is not None:
+                found[f"{worker.worker_id} prefills"] = len(worker.prefill._prefills)
+            if worker.decode is not None:
+                decode, expected = worker.decode, worker.receiver._placements
+                found[f"{worker.worker_id} placements"] = len(decode._placements)
+                found[f"{worker.worker_id} endings"] = len(decode._ended)
+                found[f"{worker.worker_id} outputs"] = len(decode._emitter)
+                found[f"{worker.worker_id} handoffs"] = len(decode._handoffs._under_way)
+                found[f"{worker.worker_id} staging"] = len(expected._expected)
+                found[f"{worker.worker_id} copies"] = len(expected._num_copying)
+        return {name: count for name, count in found.items() if count}
+
+    async def settled(self) -> None:
+        """Leases, deadlines and acknowledgements have taken what nobody wants any more."""
+        try:
+            async with asyncio.timeout(150):  # virtual
+                while self.left():
+                    await asyncio.sleep(0.5)
+        except TimeoutError:
+            raise AssertionError(f"left behind: {self.left()}") from None
+
+
+@asynccontextmanager
+async def fleet(model_dir: Path, files: ModelFiles) -> AsyncIterator[Fleet]:
+    """Fails if any handler or task raised what nobody expects."""
+    broken: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: broken.append(context))
+    made = Fleet(model_dir, files)
+    with structlog.testing.capture_logs() as logs:
+        await made.start()
+        try:
+            yield made
+        finally:
+            await made.stop()
+    assert not broken, broken
+    errors = [each for each in logs if each["log_level"] in ("error", "critical")]
+    assert not errors, errors

@@ -1,0 +1,104 @@
+"""Runs the fuzz tests for as long as it is told: `python -m tests.fuzz.run --seconds 600 http`.
+
+Every test gets a process of its own and an equal share of the time. atheris mutates the bytes that
+hypothesis makes its examples from, towards code that no example has reached; without it hypothesis
+draws at random. Either way a failure ends the test's process, which shows the example.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, seed, settings
+
+PACKAGE = "tests.fuzz"
+ROUND = 200  # examples between two looks at the clock
+MAX_BYTES = 8192  # of one example's choices
+MAX_RSS_MB = 4096
+NUM_SEEDS = 100
+
+
+def tests_of(module: Any) -> Iterator[str]:
+    """Their names; each draws its examples with hypothesis."""
+    for name, value in vars(module).items():
+        if name.startswith("test_") and getattr(value, "is_hypothesis_test", False):
+            yield name
+
+
+def run_all(names: list[str], seconds: int) -> int:
+    """Returns how many tests failed."""
+    paths = sorted(Path(__file__).parent.glob("test_*.py"))
+    stems = [path.stem for path in paths if not names or path.stem[5:] in names]
+    tests = [
+        (stem, test)
+        for stem in stems
+        for test in tests_of(importlib.import_module(f"{PACKAGE}.{stem}"))
+    ]
+    num_failed = 0
+    for stem, test in tests:
+        share = str(max(1, seconds // len(tests)))
+        print(f"{stem}.{test}: {share} s", flush=True)
+        command = [sys.executable, "-m", f"{PACKAGE}.run", "--one", stem, test, "--seconds", share]
+        num_failed += subprocess.run(command, check=False).returncode != 0
+    print(f"{len(tests)} tests, {num_failed} failed", flush=True)
+    return num_failed
+
+
+def run_one(stem: str, name: str, seconds: int) -> None:
+    try:
+        import atheris
+    except ImportError:
+        print("without atheris", flush=True)
+        run_with_hypothesis(getattr(importlib.import_module(f"{PACKAGE}.{stem}"), name), seconds)
+        return
+    with atheris.instrument_imports(include=["services", "shared"]):
+        module = importlib.import_module(f"{PACKAGE}.{stem}")
+    found = tempfile.mkdtemp(prefix="hearth-fuzz-")
+    options = [f"-max_total_time={seconds}", f"-max_len={MAX_BYTES}", f"-rss_limit_mb={MAX_RSS_MB}"]
+    options += [f"-artifact_prefix={found}/", "-print_final_stats=1", "-len_control=0"]
+    corpus = tempfile.mkdtemp(prefix="hearth-corpus-")  # too few bytes end before an example does
+    for number in range(NUM_SEEDS):
+        (Path(corpus) / str(number)).write_bytes(os.urandom(MAX_BYTES // 4))
+    atheris.Setup([sys.argv[0], *options, corpus], getattr(module, name).hypothesis.fuzz_one_input)
+    atheris.Fuzz()
+
+
+def run_with_hypothesis(test: Any, seconds: int) -> None:
+    test._hypothesis_internal_use_settings = settings(
+        max_examples=ROUND,
+        deadline=None,
+        database=None,
+        print_blob=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    end = time.monotonic() + seconds
+    num_rounds = 0
+    while time.monotonic() < end:
+        seed(time.time_ns())(test)()
+        num_rounds += 1
+    print(f"{num_rounds * ROUND} examples", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="of tests/fuzz/test_<name>.py; default: all")
+    parser.add_argument("--seconds", type=int, default=600, help="in all")
+    parser.add_argument("--one", nargs=2, metavar=("FILE", "TEST"), help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        run_one(*given.one, given.seconds)
+    else:
+        sys.exit(min(1, run_all(given.names, given.seconds)))
+
+
+if __name__ == "__main__":
+    main()

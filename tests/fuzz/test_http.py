@@ -1,0 +1,293 @@
+"""Hostile clients of the gateway: bodies of every route, and bytes that are hardly HTTP.
+
+Every answer is one that the API documents, nothing of a request is left, no task broke, and the
+next client is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import structlog.testing
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.gateway.service import GatewayService
+from services.gateway.tenants import store_api_key
+from services.gateway.text.model_files import ModelFiles
+from services.gateway.web_server import WebServer
+from shared.clock import MonotonicClock
+from shared.config import GatewayConfig
+from shared.randomness import SystemRandomness
+from tests.fuzz.fleet import ConnectedBus
+from tests.fuzz.mutations import anything, spoiled, torn
+from tests.fuzz.profile import fuzz
+from tests.services.gateway.model_dir import write_model_dir
+from tests.services.gateway.peer import PeerDecode, PeerScheduler
+from tests.simulation.bus import SimulatedNetwork
+from tests.simulation.store import MemoryStore
+
+API_KEY = "key-of-tenant-1"
+ANSWER = "hello world, how are you? 😀 東京"
+MAX_BODY_BYTES = 256 * 1024
+ANSWER_S = 20.0
+PATIENT_S, IMPATIENT_S = 10.0, 0.1  # the latter where requests are not whole
+STATUSES = (200, 204, 400, 401, 404, 405, 413, 429, 503, 504)
+
+COMMON: dict[str, Any] = {
+    "model": "tiny",
+    "stream": False,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "seed": 7,
+    "max_tokens": 9,
+    "min_tokens": 1,
+    "n": 2,
+    "stop": ["you"],
+    "stop_token_ids": [5],
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.5,
+    "repetition_penalty": 1.1,
+    "logit_bias": {"7": 1.5},
+    "bad_words": ["the"],
+    "cache_salt": "salt",
+    "response_format": {"type": "text"},
+}
+CHAT = {
+    **COMMON,
+    "messages": [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "hello"}], "name": "a"},
+    ],
+    "logprobs": True,
+    "top_logprobs": 2,
+}
+STREAM = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
+TEXT = {**COMMON, "prompt": ["hello", "world"], "echo": True, "logprobs": 1, "best_of": 2}
+TOKENS = {"prompt": [[5, 6, 7], [8]], "max_tokens": 4, "echo": True}
+EMBEDDING = {"input": ["hello", "you"], "encoding_format": "base64", "pooling": "mean"}
+BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("/v1/chat/completions", CHAT),
+    ("/v1/chat/completions", STREAM),
+    ("/v1/completions", TEXT),
+    ("/v1/completions", TOKENS),
+    ("/v1/embeddings", EMBEDDING),
+)
+PATHS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/models", "/v1/models/tiny"),
+    *("/health", "/ready", "/metrics", "/openapi.json", "/docs", "/", "/v1/models/%ff%00", "*"),
+    *("/v1/models/../../etc", "//", "/%2e%2e/", "/v1/models/" + "a" * 3000, "http://x/health"),
+)
+METHODS = ("POST", "GET", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH", "TRACE", "CONNECT", "PRI")
+TYPES = (
+    *("application/json", "application/json; charset=utf-16", "text/plain", "", ";", "a/b/c"),
+    *("application/x-www-form-urlencoded", "multipart/form-data", "application/x-msgpack"),
+    *("multipart/form-data; boundary=x", "multipart/form-data; boundary=", "application/msgpack"),
+)
+GOOD_HEADERS = (f"authorization: Bearer {API_KEY}", "content-type: application/json")
+BAD_HEADERS = (
+    *("authorization: Basic eDp5", "authorization: Bearer \xff", "authorization:", "host:"),
+    *("content-length: 5", "content-length: -1", "content-length: 99999999999999999999"),
+    *("transfer-encoding: chunked", "transfer-encoding: gzip", "expect: 100-continue"),
+    *("connection: upgrade", "upgrade: websocket", "upgrade: h2c", "cookie: \x80=\xff; ;="),
+    *("content-encoding: gzip", "accept: " + "*/*," * 500, "x" * 300 + ": y", "range: bytes=9-1"),
+)
+
+
+class Door:
+    """A gateway with peers that answer at once, for all examples of a run."""
+
+    def __init__(self, patience_s: float) -> None:
+        """`patience_s`: how long a request's head and its body may take each."""
+        self.patience_s = patience_s
+        self.broken: list[dict[str, Any]] = []
+        self.runner = asyncio.Runner()
+        self.runner.get_loop().set_exception_handler(lambda _, each: self.broken.append(each))
+        self.runner.run(self._start())
+        atexit.register(self._close)
+
+    def _close(self) -> None:
+        self.runner.run(self._stop())
+        self.runner.close()
+
+    async def _stop(self) -> None:
+        for each in (self.gateway, *self.peers):
+            await each.stop()
+
+    async def _start(self) -> None:
+        directory = write_model_dir(Path(tempfile.mkdtemp()) / "tiny")
+        files, store, network = ModelFiles(directory), MemoryStore(), SimulatedNetwork()
+        await store_api_key(store, API_KEY, "tenant-1")
+        config = GatewayConfig(
+            nats_url="nats://here",
+            process_id="gateway-1",
+            redis_url="redis://here",
+            model_dir=directory,
+            http_port=0,
+            max_body_bytes=MAX_BODY_BYTES,
+        )
+        self.gateway = GatewayService(
+            config,
+            ConnectedBus(network, "gateway-1"),
+            store,
+            files,
+            clock=MonotonicClock(),
+            randomness=SystemRandomness(),
+        )
+        own = self.gateway._web_server
+        app = own._server.config.app
+        await own.stop()
+        self.gateway._web_server = WebServer(
+            app,  # type: ignore[arg-type]
+            "127.0.0.1",
+            0,
+            head_timeout_s=self.patience_s,
+            body_timeout_s=self.patience_s,
+        )
+        decode = PeerDecode(network.bus("decode-1"), files.tokenizer.encode([ANSWER]))
+        scheduler = PeerScheduler(network.bus("scheduler-1"), [decode])
+        self.peers = (scheduler, decode)
+        for each in (self.gateway, *self.peers):
+            await each.start()
+        while not self.gateway.readiness().ready:
+            await asyncio.sleep(0.01)
+        good = await self.ask_again(request_of("POST", "/v1/completions", GOOD_HEADERS, GOOD_BODY))
+        assert good.startswith(b"HTTP/1.1 200") and b"hello world" in good
+
+    async def ask(self, data: bytes) -> bytes:
+        """All that comes back until the gateway closes."""
+        host, port = self.gateway._web_server.address
+        reader, writer = await asyncio.open_connection(host, port)
+        answer = b""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                writer.write(data)
+                answer = await reader.read()
+        except ConnectionError:
+            pass  # bytes that nobody reads turn the end into a reset
+        finally:
+            writer.transport.abort()
+        return answer
+
+    async def ask_again(self, data: bytes) -> bytes:
+        """On a machine that stands still for a moment, impatience meets good requests, too."""
+        async with asyncio.timeout(ANSWER_S):
+            while not (answer := await self.ask(data)):
+                pass
+        return answer
+
+    async def play(self, data: bytes) -> bytes:
+        with structlog.testing.capture_logs() as logs:
+            answer = await self.ask(data)
+            async with asyncio.timeout(ANSWER_S):
+                while len(self.gateway._streams):
+                    await asyncio.sleep(0.001)
+        health = await self.ask_again(request_of("GET", "/health", (), b""))
+        assert health.startswith(b"HTTP/1.1 200"), health
+        errors = [each for each in logs if each["log_level"] in ("error", "critical")]
+        assert not errors, errors
+        assert not self.broken, self.broken
+        return answer
+
+
+def request_of(method: str, path: str, headers: tuple[str, ...], body: bytes) -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", "host: x", "connection: close", *headers]
+    if body and not any(each.startswith(("content-length", "transfer")) for each in headers):
+        lines.append(f"content-length: {len(body)}")
+    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
+
+
+GOOD_BODY = json.dumps({"prompt": "x", "max_tokens": 9}).encode()
+
+
+@cache
+def door(patience_s: float) -> Door:
+    return Door(patience_s)
+
+
+def check(answer: bytes) -> None:
+    """One of the documented answers, told in the documented form."""
+    answer = answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
+    if not answer:  # asked to go on, the client has not
+        return
+    head, _, body = answer.partition(b"\r\n\r\n")
+    status = int(head.split(b" ", 2)[1])
+    assert status in STATUSES, answer
+    if status < 300 or b"text/plain" in head:  # what is no HTTP is answered below the API
+        return
+    if b"\r\ntransfer-encoding: chunked" in head.lower() or not body:
+        return
+    error = json.loads(body)["error"]
+    assert error["message"] and error["code"], error
+
+
+def json_bodies(tree: dict[str, Any]) -> st.SearchStrategy[bytes]:
+    good = json.dumps(tree).encode()
+    endless = [json.dumps({key: 0})[:-2].encode() + b"[" * 9000 for key in (*tree, "tools")]
+    return (
+        st.sampled_from(endless)
+        | spoiled([tree], has_bytes=False).map(lambda each: json.dumps(each).encode())
+        | torn([good])
+    )
+
+
+@st.composite
+def asked(draw: st.DrawFn) -> bytes:
+    path, tree = draw(st.sampled_from(BODIES))
+    return request_of("POST", path, GOOD_HEADERS, draw(json_bodies(tree)))
+
+
+@st.composite
+def told(draw: st.DrawFn) -> bytes:
+    """The right or a wrong way to say it, of a good body or another."""
+    _, tree = draw(st.sampled_from(BODIES))
+    body = draw(st.sampled_from((json.dumps(tree).encode(), b"", b"[" * 200_000)) | anything)
+    size = draw(st.sampled_from((None, None, MAX_BODY_BYTES, MAX_BODY_BYTES + 1)))
+    if size is not None:
+        body = b" " * (size - len(body)) + body
+    headers = [GOOD_HEADERS[0], f"content-type: {draw(st.sampled_from(TYPES))}"]
+    headers += draw(st.lists(st.sampled_from(BAD_HEADERS), max_size=3))
+    method, path = draw(st.sampled_from(METHODS)), draw(st.sampled_from(PATHS))
+    return request_of(method, path, tuple(headers), body)
+
+
+@st.composite
+def hardly(draw: st.DrawFn) -> bytes:
+    path, tree = draw(st.sampled_from(BODIES))
+    good = request_of("POST", path, GOOD_HEADERS, json.dumps(tree).encode())
+    return draw(torn([good]) | anything)
+
+
+@fuzz(500)
+@given(asked())
+def test_bodies(data: bytes) -> None:
+    patient = door(PATIENT_S)
+    answer = patient.runner.run(patient.play(data))
+    assert answer
+    check(answer)
+
+
+@fuzz(250)
+@given(told())
+def test_methods_paths_headers_and_sizes(data: bytes) -> None:
+    impatient = door(IMPATIENT_S)
+    answer = impatient.runner.run(impatient.play(data))
+    if answer:
+        check(answer)
+
+
+@fuzz(120)
+@given(hardly())
+def test_what_is_hardly_http(data: bytes) -> None:
+    impatient = door(IMPATIENT_S)
+    answer = impatient.runner.run(impatient.play(data))
+    if answer:
+        check(answer)

@@ -1,0 +1,206 @@
+"""Hostile senders on the KV data plane, over TCP and over a unix socket with its memfd.
+
+What is wrong is never delivered, is counted, and leaves nothing; a good frame after it arrives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+import random
+import socket
+from typing import Any
+
+import msgspec
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared.kv_wire.dialer import Dialer
+from shared.kv_wire.frames import (
+    MAGIC,
+    MAX_FRAME_BYTES,
+    PREFIX,
+    VERSION,
+    Ack,
+    Frame,
+    Goodbye,
+    Hello,
+    Record,
+    Refusal,
+    Welcome,
+    encode_record,
+)
+from shared.kv_wire.link import FrameHeader
+from shared.kv_wire.receiver import KvServer
+from tests.fuzz.mutations import anything, spoiled, torn
+from tests.fuzz.profile import fuzz
+from tests.shared.kv_wire.support import (
+    INSTANCE,
+    RecordingSink,
+    descriptors,
+    eventually,
+    fill_with,
+    header,
+)
+
+PLACEMENT_ID, OTHER_ID = b"placement-a", b"placement-b"
+PAYLOADS = tuple(random.Random(seed).randbytes(size) for seed, size in enumerate((1, 1000, 5000)))
+SLOT_BYTES = MAX_FRAME_BYTES
+
+
+def sealed(payload: bytes, **changed: Any) -> FrameHeader:
+    made = header(len(payload), placement_id=PLACEMENT_ID)
+    return msgspec.structs.replace(made, checksum=xxhash.xxh3_64_intdigest(payload), **changed)
+
+
+def frames(slot_index: int | None) -> list[tuple[Record, bytes]]:
+    """Good ones; `slot_index` is None where the payload follows."""
+    return [
+        (Frame(number, sealed(payload, sequence_number=number), slot_index), payload)
+        for number, payload in enumerate(PAYLOADS)
+    ]
+
+
+def recorded(tree: Any) -> bytes:
+    """A record with this body, however long or wrong it is."""
+    body = msgspec.msgpack.encode(tree)
+    return PREFIX.pack(MAGIC, VERSION, len(body)) + body
+
+
+OTHERS: tuple[Record, ...] = (
+    *(Ack(0), Refusal(0, "no"), Goodbye("bye"), Hello(INSTANCE)),
+    Welcome(INSTANCE, 4, SLOT_BYTES),
+)
+
+
+@st.composite
+def hostile_bytes(draw: st.DrawFn, slot_index: int | None) -> bytes:
+    """Some records in a row, each good or spoiled, with their payloads or others."""
+    sent = b""
+    for _ in range(draw(st.integers(1, 5))):
+        good, payload = draw(st.sampled_from([*frames(slot_index), *((o, b"") for o in OTHERS)]))
+        encoded = encode_record(good)
+        tree = msgspec.msgpack.decode(encoded[PREFIX.size :])
+        sent += draw(
+            st.just(encoded)
+            | spoiled([tree]).map(recorded)
+            | spoiled([tree]).map(recorded)
+            | torn([encoded])
+            | anything
+        )
+        if slot_index is None:
+            sent += draw(st.just(payload) | torn([payload]) | st.sampled_from(PAYLOADS))
+    return sent
+
+
+def is_genuine(frame: FrameHeader, payload: bytes) -> bool:
+    return frame.checksum == xxhash.xxh3_64_intdigest(payload)
+
+
+class Hostile:
+    """A bare connection that has said its hello."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.memory: mmap.mmap | None = None
+
+    @classmethod
+    async def dial(cls, server: KvServer, *, is_unix: bool) -> Hostile:
+        loop = asyncio.get_running_loop()
+        address = server.address
+        family = socket.AF_UNIX if is_unix else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        where: Any = address.unix_path if is_unix else (address.host, address.port)
+        await loop.sock_connect(sock, where)
+        await loop.sock_sendall(sock, encode_record(Hello(INSTANCE)))
+        made = cls(sock)
+        if is_unix:
+            await asyncio.sleep(0)
+            sock.setblocking(True)
+            _, fds, _, _ = await asyncio.to_thread(socket.recv_fds, sock, 4096, 1)
+            sock.setblocking(False)
+            made.memory = mmap.mmap(fds[0], 4 * SLOT_BYTES)
+            socket.close(fds[0])
+        else:
+            await loop.sock_recv(sock, 4096)
+        return made
+
+    async def send(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):  # it has been shown the door
+            await asyncio.get_running_loop().sock_sendall(self.sock, data)
+
+    async def leave(self) -> None:
+        """Reads until the other side has ended, having said that no more comes."""
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_WR)
+            while await loop.sock_recv(self.sock, 65_536):
+                pass
+        self.sock.close()
+        if self.memory is not None:
+            self.memory.close()
+
+
+async def play(data: bytes, cuts: list[int], *, is_unix: bool) -> None:
+    broken: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: broken.append(context))
+    server = await KvServer.start(instance_id=INSTANCE)
+    sinks = {each: RecordingSink() for each in (PLACEMENT_ID, OTHER_ID)}
+    for placement_id, sink in sinks.items():
+        server.expect(placement_id, sink)
+    before = len(descriptors())
+    hostile = await Hostile.dial(server, is_unix=is_unix)
+    if hostile.memory is not None:
+        hostile.memory[: len(PAYLOADS[2])] = PAYLOADS[2]
+    for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
+        await hostile.send(data[start:end])
+        await asyncio.sleep(0)
+    await hostile.leave()
+    await eventually(lambda: server.num_connections == 0)
+    num_served = sum(len(sink.frames) for sink in sinks.values())
+    assert server.counts.num_frames == num_served
+    for sink in sinks.values():
+        assert all(is_genuine(*each) for each in sink.frames)
+    await _serves_on(server, is_unix=is_unix)
+    for placement_id in sinks:
+        server.forget(placement_id)
+        await server.quiet(placement_id)
+    assert not server._placements._expected
+    assert not server._placements._num_copying
+    await eventually(lambda: len(descriptors()) <= before)
+    await server.close()
+    assert not broken, broken
+
+
+async def _serves_on(server: KvServer, *, is_unix: bool) -> None:
+    sink, dialer = RecordingSink(), Dialer(connect_timeout_s=5.0)
+    server.expect(b"placement-c", sink)
+    changed: dict[str, Any] = {"port": 1} if is_unix else {"unix_path": ""}
+    link = await dialer.link(msgspec.structs.replace(server.address, **changed))
+    await link.send(header(3, placement_id=b"placement-c"), fill_with(b"abc"))
+    assert [payload for _, payload in sink.frames] == [b"abc"]
+    await dialer.close()
+    server.forget(b"placement-c")
+    await eventually(lambda: server.num_connections == 0)
+
+
+@st.composite
+def cut_bytes(draw: st.DrawFn, slot_index: int | None) -> tuple[bytes, list[int]]:
+    data = draw(hostile_bytes(slot_index))
+    cuts = draw(st.lists(st.integers(0, len(data)), max_size=4))
+    return data, sorted(cuts)
+
+
+@fuzz(150)
+@given(cut_bytes(None))
+def test_a_receiver_bears_any_bytes_over_tcp(sent: tuple[bytes, list[int]]) -> None:
+    asyncio.run(play(*sent, is_unix=False))
+
+
+@fuzz(150)
+@given(cut_bytes(0))
+def test_a_receiver_bears_any_bytes_over_a_unix_socket(sent: tuple[bytes, list[int]]) -> None:
+    asyncio.run(play(*sent, is_unix=True))

@@ -1,0 +1,109 @@
+"""Commands that no scheduler and no decode worker of ours would send."""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+from typing import Any
+
+import msgspec
+import pytest
+
+from shared.errors import InvalidRequest, LinkLost
+from shared.kv_wire.dialer import Dialer
+from shared.messages import Choice, DataPlaneAddress, PrefillAccepted, RunPrefill
+from shared.subjects import run_prefill
+from tests.services.decode.test_handoff import PROMPT, cluster
+from tests.simulation.clock import run
+from tests.simulation.workers import request_of
+
+
+@pytest.mark.parametrize(
+    ("sampling", "param"),
+    [
+        ({"stop_token_ids": tuple(range(1025))}, "stop_token_ids"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": 1e300}, "temperature"),
+        ({"top_p": math.nan}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"min_p": -0.5}, "min_p"),
+        ({"min_p": math.inf}, "min_p"),
+    ],
+)
+def test_sampling_that_no_step_can_take_is_refused(sampling: dict[str, Any], param: str) -> None:
+    async def main() -> None:
+        async with cluster() as it:
+            with pytest.raises(InvalidRequest) as refused:
+                await it.peer.place("decode-1", request_of(PROMPT, **sampling))
+            assert refused.value.param == param
+            await it.settled()
+
+    run(main())
+
+
+def test_many_choices_of_a_giant_prompt_are_refused_before_they_are_unpacked() -> None:
+    """A message of 4 MB would unpack to more than 1 GB, as each choice holds the prompt."""
+    giant = msgspec.structs.replace(
+        request_of(PROMPT),
+        prompt_token_ids=bytes(4_000_000),
+        block_hashes=b"",
+        choices=tuple(Choice(choice_index=index) for index in range(128)),
+    )
+    hashed = msgspec.structs.replace(request_of(PROMPT), block_hashes=bytes(4_000_000))
+
+    async def main() -> None:
+        async with cluster() as it:
+            tracemalloc.start()
+            for request, reason in ((giant, "do not fit"), (hashed, "block hashes")):
+                with pytest.raises(InvalidRequest, match=reason):
+                    await it.peer.place("decode-1", request)
+            assert tracemalloc.get_traced_memory()[1] < 40_000_000
+            tracemalloc.stop()
+            await it.settled()
+
+    run(main())
+
+
+def test_a_push_from_behind_the_end_is_refused() -> None:
+    async def main() -> None:
+        async with cluster() as it:
+            command = RunPrefill(
+                placement_id=b"p" * 16,
+                tenant_id="t",
+                decode_worker_id="decode-1",
+                model="timing",
+                revision="r1",
+                kv_format=it.decode.runner.kv_format.key,
+                cache_root=b"r" * 16,
+                token_ids=bytes(4 * 40),
+                block_hashes=b"",
+                first_token=41,
+                target=it.decode.receiver.address,
+                lease_s=3,
+                deadline_s=60,
+            )
+            subject = run_prefill("prefill-1")
+            with pytest.raises(InvalidRequest, match="first_token 41 of 40"):
+                await it.peer.bus.request(subject, command, PrefillAccepted, timeout_s=1)
+            await it.settled()
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("host", "unix_path"),
+    [
+        ("nul\0byte", ""),
+        ("." * 70, ""),
+        ("x" * 250, ""),
+        ("127.0.0.1", "nul\0byte"),
+        ("127.0.0.1", "/" + "p" * 300),
+    ],
+)
+async def test_an_address_that_cannot_be_one_is_a_lost_link(host: str, unix_path: str) -> None:
+    dialer = Dialer(connect_timeout_s=1.0)
+    target = DataPlaneAddress(host=host, port=1, unix_path=unix_path, instance_id=b"i")
+    with pytest.raises(LinkLost):
+        await dialer.link(target)
+    await dialer.close()

@@ -1,0 +1,78 @@
+"""Clients that take their time: a connection is held for as long as a request may take to come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from services.gateway.web_server import WebServer
+
+HEAD_S, BODY_S = 0.2, 0.4
+POST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\n"
+OK = b"HTTP/1.1 200 OK"
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """Answers at once, or with the whole body where one is announced."""
+    if scope["type"] == "lifespan":
+        while (await receive())["type"] == "lifespan.startup":
+            await send({"type": "lifespan.startup.complete"})
+        await send({"type": "lifespan.shutdown.complete"})
+        return
+    message = {"type": "http.request", "more_body": scope["method"] == "POST"}
+    while message["type"] == "http.request" and message["more_body"]:
+        message = await receive()
+    if scope["path"] == "/slow":
+        await asyncio.sleep(2 * (HEAD_S + BODY_S))
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@asynccontextmanager
+async def connected() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    server = WebServer(echo, "127.0.0.1", 0, head_timeout_s=HEAD_S, body_timeout_s=BODY_S)
+    await server.start()
+    reader, writer = await asyncio.open_connection(*server.address)
+    yield reader, writer
+    writer.close()
+    await server.stop()
+
+
+async def test_a_request_that_never_begins_ends_the_connection() -> None:
+    async with asyncio.timeout(3), connected() as (reader, _):
+        assert await reader.read() == b""
+
+
+async def test_a_head_that_never_ends_ends_the_connection() -> None:
+    async with asyncio.timeout(3), connected() as (reader, writer):
+        end = asyncio.ensure_future(reader.read())
+        for byte in b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 100:
+            writer.write(bytes([byte]))
+            await asyncio.wait([end], timeout=0.01)
+            if end.done():
+                break
+        assert end.done() and end.result() == b""
+
+
+async def test_a_body_that_never_ends_ends_the_connection() -> None:
+    async with asyncio.timeout(3), connected() as (reader, writer):
+        writer.write(POST + b"abc")
+        assert await reader.read() == b""
+
+
+async def test_a_request_behind_another_has_no_more_time() -> None:
+    async with asyncio.timeout(3), connected() as (reader, writer):
+        writer.write(POST + b"abcd")
+        assert OK in await reader.readuntil(b"0\r\n\r\n")
+        writer.write(b"\r\n")
+        assert await reader.read() == b""
+
+
+async def test_an_answer_may_take_longer_than_its_request() -> None:
+    async with asyncio.timeout(5), connected() as (reader, writer):
+        writer.write(POST.replace(b"/ ", b"/slow ", 1) + b"ab")
+        await asyncio.sleep(HEAD_S)
+        writer.write(b"cd")
+        assert OK in await reader.readuntil(b"0\r\n\r\n")

@@ -1,0 +1,129 @@
+"""Fields that a handler relies on are checked where a message is decoded."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+
+from shared.messages import (
+    MAX_DURATION_S,
+    AbortRequest,
+    BlockPage,
+    DataPlaneAddress,
+    Failure,
+    Heartbeat,
+    ListBlocks,
+    Message,
+    ModelCard,
+    Placed,
+    RenewLease,
+    ResendTokens,
+    Served,
+    TokenBatch,
+    TokenEntry,
+    TokenLogprobs,
+    WorkerLoad,
+)
+
+PLACEMENT_ID = b"p" * 16
+SERVED = Served(num_cached_tokens=0, prefill_worker_id=None)
+HEARTBEAT = Heartbeat(
+    process_id="decode-1",
+    epoch=2**60,
+    sequence_number=1,
+    roles=("decode",),
+    state="ready",
+    interval_s=0.25,
+)
+CARD = ModelCard(
+    name="m", revision="r", kv_format="k", block_size=16, max_context_tokens=64, vocab_size=99
+)
+LEASE = RenewLease(decode_worker_id="decode-1", placement_ids=(PLACEMENT_ID,), lease_s=3)
+PLACED = Placed(request_id="r", placement_id=PLACEMENT_ID, worker_id="decode-1")
+
+
+def decoded(message: Message) -> Any:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
+
+
+@pytest.mark.parametrize("lease_s", [math.nan, math.inf, -1.0, MAX_DURATION_S + 1])
+def test_a_duration_is_finite_and_not_negative(lease_s: float) -> None:
+    """Nothing ever expires at NaN, and nothing behind it in a heap of deadlines."""
+    with pytest.raises(msgspec.ValidationError, match="lease_s"):
+        decoded(msgspec.structs.replace(LEASE, lease_s=lease_s))
+    with pytest.raises(msgspec.ValidationError, match="retry_after_s"):
+        decoded(Failure(code="overloaded", message="", retry_after_s=lease_s))
+
+
+@pytest.mark.parametrize(
+    "process_id", ["", "a.b", "*", ">", "two words", "line\n", "\r\nPUB x 0\r\n", "x" * 257]
+)
+def test_a_process_id_is_one_token_of_a_subject(process_id: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match="worker_id"):
+        decoded(msgspec.structs.replace(PLACED, worker_id=process_id))
+
+
+@pytest.mark.parametrize("placement_id", [b"", b"p" * 15, b"p" * 17, bytes(1 << 20)])
+def test_a_placement_id_has_128_bits(placement_id: bytes) -> None:
+    """What remembers them is bounded in their number only."""
+    with pytest.raises(msgspec.ValidationError, match="placement_id"):
+        decoded(AbortRequest(placement_id=placement_id, reason="fenced"))
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (msgspec.structs.replace(HEARTBEAT, roles=()), "roles"),
+        (msgspec.structs.replace(HEARTBEAT, sequence_number=-1), "sequence_number"),
+        (msgspec.structs.replace(CARD, block_size=0), "block_size"),
+        (msgspec.structs.replace(CARD, vocab_size=-5), "vocab_size"),
+        (WorkerLoad(step=1, step_budget_s=math.nan), "step_budget_s"),
+        (WorkerLoad(step=1, step_budget_s=1, num_free_blocks=-1), "num_free_blocks"),
+        (msgspec.structs.replace(SERVED, num_cached_tokens=-1), "num_cached_tokens"),
+        (ListBlocks(cursor=-1), "cursor"),
+        (
+            ResendTokens(placement_id=PLACEMENT_ID, choice_index=0, from_position=-1),
+            "from_position",
+        ),
+        (DataPlaneAddress(host="h", port=65536, unix_path="", instance_id=b"i"), "port"),
+        (DataPlaneAddress(host="h", port=1, unix_path="", instance_id=b""), "instance_id"),
+        (
+            BlockPage(
+                worker_id="decode-1",
+                epoch=1,
+                sequence_number=1,
+                model="m",
+                revision="r",
+                kv_format="k",
+                stored=(),
+                next_cursor=-4,
+            ),
+            "next_cursor",
+        ),
+    ],
+)
+def test_what_a_handler_could_not_bear_is_no_message(message: Message, field: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=field):
+        decoded(message)
+
+
+@pytest.mark.parametrize("token_id", [-1, 2**32])
+def test_a_token_id_fits_where_it_is_packed(token_id: int) -> None:
+    batch = TokenBatch(
+        worker_id="decode-1", entries=(TokenEntry(PLACEMENT_ID, 0, 0, (1, token_id)),)
+    )
+    with pytest.raises(msgspec.ValidationError):
+        decoded(batch)
+
+
+def test_the_likeliest_tokens_come_with_their_logprobs() -> None:
+    with pytest.raises(msgspec.ValidationError, match="not of one length"):
+        msgspec.msgpack.decode(msgspec.msgpack.encode([-1.0, [1, 2], [-1.0]]), type=TokenLogprobs)
+
+
+@pytest.mark.parametrize("message", [HEARTBEAT, CARD, LEASE, PLACED])
+def test_what_is_meant_passes(message: Message) -> None:
+    assert decoded(message) == message
