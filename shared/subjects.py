@@ -40,6 +40,11 @@ def kv_events(role: Role, process_id: str) -> str:
     return command(role, process_id, "kv_events")
 
 
+def alive(role: Role, process_id: str) -> str:
+    """Carries ReportAlive."""
+    return command(role, process_id, "alive")
+
+
 # scheduler
 SUBMIT = f"{PREFIX}.scheduler.{ANY}.submit"
 SCHEDULER_GROUP = "scheduler"
@@ -134,7 +139,7 @@ def permissions(role: CredentialRole, process_id: str) -> Permissions:
         own = f"{inbox_prefix(process_id)}.>"
         return Permissions(publish=(own,), subscribe=(own, HEARTBEATS))
     roles: tuple[Role, ...] = ("prefill", "decode") if role == "worker" else (role,)
-    publish: list[str] = []
+    publish = [f"{PREFIX}.*.*.alive"]
     subscribe: list[str] = [f"{inbox_prefix(process_id)}.>", HEARTBEATS]
     for each in roles:
         publish += [heartbeat(each, process_id), kv_events(each, process_id), *_PUBLISH[each]]

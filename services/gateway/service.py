@@ -212,7 +212,7 @@ class GatewayService:
 
     def _on_lost(self, process_id: str, loss: Loss) -> None:
         now = self._clock.now()
-        is_excluded = loss in (Loss.SILENT, Loss.STUCK)
+        is_excluded = loss in (Loss.SILENT, Loss.STUCK, Loss.GONE)
         self._streams.on_worker_lost(process_id, now, is_excluded=is_excluded)
         self._streams.on_scheduler_lost(process_id, now)
         self._perform()

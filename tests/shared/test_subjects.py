@@ -63,6 +63,7 @@ def test_each_role_has_what_it_needs(
 ) -> None:
     assert all(may(role, process_id, "publish", each) for each in needs_to_publish)
     assert all(may(role, process_id, "subscribe", each) for each in needs_to_hear)
+    assert may(role, process_id, "publish", subjects.alive("decode", "other"))
     assert not may(role, process_id, "subscribe", "_INBOX.other.x")
     assert not may(role, process_id, "publish", f"hearth.v1.{role}.other.heartbeat")
 
