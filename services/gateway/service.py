@@ -218,10 +218,13 @@ class GatewayService:
         self._perform()
 
     async def _tick(self) -> None:
-        fleet = self._heart.fleet
+        fleet, was_connected = self._heart.fleet, True
         while True:
             await self._clock.sleep(TICK_S)
-            now = self._clock.now()
+            now, is_connected = self._clock.now(), self._bus.is_connected
+            if is_connected and not was_connected:
+                self._streams.on_bus_back(now)
+            was_connected = is_connected
             for worker_id in self._streams.quiet_workers(now):
                 # the placement may have come just after the loss was announced
                 if fleet.heartbeat_of(worker_id) is not None and not fleet.is_live(worker_id):

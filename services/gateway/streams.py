@@ -167,6 +167,12 @@ class Streams:
             if stream.state is State.QUEUED and stream.scheduler_id == scheduler_id:
                 self._resubmit(stream, now)
 
+    def on_bus_back(self, now: float) -> None:
+        """What was under way when the bus broke is lost: who stays silent is soon asked again."""
+        for stream in self._by_placement.values():
+            for choice in stream.choices.values():
+                choice.heard_at = min(choice.heard_at, now - QUIET_LIMIT_S + RESEND_RETRY_S)
+
     # ── workers ──────────────────────────────────────────────────────────────────────────────────
 
     def on_token_batch(self, batch: TokenBatch, now: float) -> None:

@@ -265,6 +265,22 @@ def test_a_silent_bus_blames_nobody() -> None:
     assert rig.actions() == []
 
 
+def test_once_the_bus_is_back_a_silent_choice_is_asked_for_soon() -> None:
+    """Its ending may have been lost with the connection, and then nothing would show a gap."""
+    rig = running()
+    rig.tokens(0, 5)
+    rig.streams.on_bus_back(rig.now)
+    rig.tick(core.RESEND_RETRY_S / 2)
+    rig.tokens(1, 6)
+    rig.tick(core.RESEND_RETRY_S)
+    assert rig.actions() == []  # it went on by itself
+    rig.streams.on_bus_back(rig.now)
+    rig.tick(core.RESEND_RETRY_S)
+    (resend,) = rig.actions()
+    assert isinstance(resend, Resend)
+    assert resend.message.from_position == 2
+
+
 def test_unknown_placement_is_submitted_again_without_exclusion() -> None:
     rig = running()
     rig.tick(core.QUIET_LIMIT_S)
