@@ -50,6 +50,11 @@ SUBMIT = f"{PREFIX}.scheduler.{ANY}.submit"
 SCHEDULER_GROUP = "scheduler"
 
 
+def submit_to(scheduler_id: str) -> str:
+    """For who met one that hangs: until the server drops it, the group may lead there again."""
+    return command("scheduler", scheduler_id, "submit")
+
+
 def cancel(scheduler_id: str) -> str:
     return command("scheduler", scheduler_id, "cancel")
 
@@ -104,7 +109,7 @@ class Permissions(msgspec.Struct, frozen=True):
 
 _PUBLISH: dict[str, tuple[str, ...]] = {
     "gateway": (
-        SUBMIT,
+        f"{PREFIX}.scheduler.*.submit",
         f"{PREFIX}.scheduler.*.cancel",
         f"{PREFIX}.decode.*.control",
         f"{PREFIX}.decode.*.resend",

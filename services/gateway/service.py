@@ -15,7 +15,7 @@ from typing import Protocol
 
 import structlog
 
-from services.gateway.actions import Publish, Resend, Submit
+from services.gateway.actions import Publish, Resend, Submit, submit_subject
 from services.gateway.catalog import Catalog, Readiness
 from services.gateway.delivery import ClientGone, Delivery
 from services.gateway.generation import Generation
@@ -43,7 +43,7 @@ from shared.messages import (
 from shared.outbox import Outbox
 from shared.randomness import Randomness, SystemRandomness
 from shared.store import RedisStore, Store
-from shared.subjects import SUBMIT, placement, resend, tokens
+from shared.subjects import placement, resend, tokens
 
 log = structlog.get_logger(__name__)
 
@@ -253,8 +253,10 @@ class GatewayService:
     async def _submit(self, action: Submit) -> None:
         message = action.message
         request_id, attempt = message.request.request_id, message.attempt
+        live = sorted(each.process_id for each in self._heart.fleet.live("scheduler"))
+        subject = submit_subject(message, live)
         try:
-            reply = await self._bus.request(SUBMIT, message, Queued, timeout_s=SUBMIT_TIMEOUT_S)
+            reply = await self._bus.request(subject, message, Queued, timeout_s=SUBMIT_TIMEOUT_S)
         except HearthError as error:
             self._streams.on_refused(request_id, attempt, error, self._clock.now())
         else:

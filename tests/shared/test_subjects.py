@@ -23,14 +23,14 @@ def may(role: CredentialRole, process_id: str, verb: str, subject: str) -> bool:
         (
             "gateway",
             "g",
-            [subjects.SUBMIT, subjects.cancel("s"), subjects.resend("d")],
+            [subjects.SUBMIT, subjects.submit_to("s"), subjects.cancel("s"), subjects.resend("d")],
             [subjects.tokens("g"), subjects.placement("g"), "_INBOX.g.x.y"],
         ),
         (
             "scheduler",
             "s",
             [subjects.MATCH, subjects.start_decode("d"), subjects.placement("g")],
-            [subjects.SUBMIT, subjects.cancel("s"), subjects.heartbeat("decode", "d")],
+            [subjects.SUBMIT, subjects.submit_to("s"), subjects.heartbeat("decode", "d")],
         ),
         (
             "decode",
