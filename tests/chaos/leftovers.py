@@ -28,8 +28,10 @@ PER_REQUEST = frozenset(
 MAX_MEMFDS = 2
 # Of listening, polling and one connection to each peer, which open when they are first needed.
 MORE_DESCRIPTORS = 6
-# What an idle process starts and ends all the time, and the inbox of its first own request.
+# What an idle process starts and ends all the time (a census makes others late, who are asked), and
+# the inbox of its first own request.
 MORE_TASKS = {
+    "task Heart._ask": 10,
     "task Event.wait": 1,
     "task MonotonicClock.sleep": 1,
     "task Subscription._wait_for_msgs": 1,

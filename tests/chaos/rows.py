@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Literal
 
 import msgspec
@@ -50,11 +51,23 @@ LATE_AFTER_S = 0.2
 ROW_TIMEOUT_S = 60.0
 MAX_TRIES = 8
 POLL_S = 0.005
+NEVER_BEGUN = ("is not alive", "nobody serves")  # why a try ends that nobody has to give up
+
+
+@dataclass(frozen=True)
+class Moment:
+    monotonic: float
+    wall: float
+
+    @classmethod
+    def now(cls) -> Moment:
+        return cls(time.monotonic(), time.time())
 
 
 class Row(msgspec.Struct, kw_only=True):
     """Seconds. `excess_s`: the longest pause less what computing it again takes undisturbed: the
-    same stream's time to its first token, among all others, where only the spares are there.
+    same stream's time to its first token, among all others, where only the spares are there. Who
+    waits in a queue does so by chance: there, the longest such time of all.
     """
 
     fault: str
@@ -179,8 +192,15 @@ class Chaos:
             await converse(exchange, url, self.cluster.api_key, asked.path)
             if exchange.status in (429, 503) and exchange.has_retry_after:
                 await asyncio.sleep(0.5)
-            elif not exchange.is_broken:
+            elif exchange.is_broken:
+                await asyncio.sleep(0.1)
+            else:
                 return
+
+    def is_same(self, index: int, exchange: Exchange) -> bool:
+        """Whether it told what the undisturbed run of request `index` told."""
+        true = self.undisturbed
+        return exchange.told == true.told[index] and exchange.usage == true.usage[index]
 
     async def wait_until_whole(self, timeout_s: float = 20.0) -> float:
         """Seconds until every worker is without work and its pool whole. Raises TimeoutError."""
@@ -201,7 +221,7 @@ async def run_row(chaos: Chaos, fault: Fault, victim: str, phase: Phase) -> Row:
     monitor.forget()
     asked, tasks = chaos.ask_all()
     await _until(_in_phase(phase, monitor, asked, victim))
-    struck_at = time.monotonic()
+    struck = Moment.now()
     cluster.kill(victim) if fault == "kill" else cluster.freeze(victim)
     repair = asyncio.create_task(_repair(cluster, fault, victim))
     late, late_tasks = await _ask_late(chaos, victim)
@@ -216,7 +236,7 @@ async def run_row(chaos: Chaos, fault: Fault, victim: str, phase: Phase) -> Row:
         whole_after_s: float | None = await chaos.wait_until_whole()
     except TimeoutError:
         whole_after_s = None
-    return _judge(chaos, fault, victim, phase, asked, late, struck_at, outage_s, whole_after_s)
+    return _judge(chaos, fault, victim, phase, asked, late, struck, outage_s, whole_after_s)
 
 
 async def _ask_late(chaos: Chaos, victim: str) -> tuple[list[Asked], list[asyncio.Task[None]]]:
@@ -287,7 +307,7 @@ def _judge(
     phase: Phase,
     asked: list[Asked],
     late: list[Asked],
-    struck_at: float,
+    struck: Moment,
     outage_s: float | None,
     whole_after_s: float | None,
 ) -> Row:
@@ -295,7 +315,7 @@ def _judge(
     is_dead_gateway = fault == "kill" and victim.startswith("gateway")
     tries = [each for _, a in everyone for each in a.tries]
     strangers = [e for e in tries if e.is_broken and not (is_dead_gateway and e.gateway == victim)]
-    pauses = _pauses(chaos, asked, struck_at, victim)
+    pauses = _pauses(chaos, asked, struck.monotonic, victim, phase)
     return Row(
         fault=fault,
         process=victim,
@@ -304,11 +324,11 @@ def _judge(
         lost=len(
             {id(e) for e in strangers} | {id(a.last) for _, a in everyone if not a.last.is_whole}
         ),
-        altered=sum(a.last.is_whole and not _is_same(chaos, i, a.last) for i, a in everyone),
+        altered=sum(a.last.is_whole and not chaos.is_same(i, a.last) for i, a in everyone),
         resubmitted=sum(a.last.served.get("num_resubmissions", 0) > 0 for _, a in everyone),
         broken=sum(e.is_broken for e in tries) - len(strangers),
         refused=sum(e.status in (429, 503) and e.has_retry_after for e in tries),
-        detect_s=_detected(chaos.monitor, victim, struck_at),
+        detect_s=_detected(chaos, victim, struck),
         longest_pause_s=round(max((p for p, _ in pauses), default=0.0), 3),
         excess_s=round(max((e for _, e in pauses), default=0.0), 3),
         outage_s=None if outage_s is None else round(outage_s, 3),
@@ -316,17 +336,14 @@ def _judge(
     )
 
 
-def _is_same(chaos: Chaos, index: int, exchange: Exchange) -> bool:
-    true = chaos.undisturbed
-    return exchange.told == true.told[index] and exchange.usage == true.usage[index]
-
-
 def _pauses(
-    chaos: Chaos, asked: list[Asked], struck_at: float, victim: str
+    chaos: Chaos, asked: list[Asked], struck_at: float, victim: str, phase: Phase
 ) -> list[tuple[float, float]]:
     """(pause, pause less the time to compute it again) of each stream that was not broken."""
     true, found = chaos.undisturbed, []
     recompute_s = true.ttft_without_s.get(victim, true.ttft_s)
+    if phase == "queued":
+        recompute_s = [max(recompute_s)] * len(recompute_s)
     for each, again_s in zip(asked, recompute_s, strict=True):
         if len(each.tries) == 1 and each.last.is_whole:
             pause_s = each.last.pause_since(struck_at)
@@ -334,13 +351,28 @@ def _pauses(
     return found
 
 
-def _detected(monitor: Monitor, victim: str, struck_at: float) -> float | None:
+def _detected(chaos: Chaos, victim: str, struck: Moment) -> float | None:
     """Until the last of the victim's requests was taken from it, which is told in that moment."""
-    placed = {each.message.placement_id for each in monitor.of(Placed)}
-    times = [each.at for each in monitor.of(CancelQueued, victim)]
-    for each in monitor.of(AbortRequest, victim):
-        is_try = victim.startswith("prefill") or each.message.placement_id in placed
-        if each.message.reason == "superseded" and is_try:
-            times.append(each.at)
-    after = [at - struck_at for at in times if at > struck_at]
-    return round(max(after), 3) if after else None
+    monitor = chaos.monitor
+    if victim.startswith("prefill"):
+        after = [at - struck.wall for at in _given_up(chaos.cluster, victim)]
+    else:
+        placed = {each.message.placement_id for each in monitor.of(Placed)}
+        times = [each.at for each in monitor.of(CancelQueued, victim)]
+        for each in monitor.of(AbortRequest, victim):
+            if each.message.reason == "superseded" and each.message.placement_id in placed:
+                times.append(each.at)
+        after = [at - struck.monotonic for at in times]
+    return round(max(after), 3) if any(each > 0 for each in after) else None
+
+
+def _given_up(cluster: ChaosCluster, prefill: str) -> list[float]:
+    """When decode workers gave up a try that was under way there, as their logs tell."""
+    found = []
+    for name in cluster.named("decode"):
+        for line in cluster.log_of(name).splitlines():
+            if f'"prefill": "{prefill}"' in line and "prefill_try_failed" in line:
+                told = msgspec.json.decode(line)
+                if not any(words in told["reason"] for words in NEVER_BEGUN):
+                    found.append(datetime.fromisoformat(told["timestamp"]).timestamp())
+    return found
