@@ -30,7 +30,6 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cha
         services=ONE_OF_EACH,
         worker_options={"kv-cache-bytes": str(NUM_BLOCKS * 256)},
         scheduler_options={"max-queued-requests": "8"},
-        gateway_options={"max-requests": "40"},
     )
     try:
         await small.start()
