@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,8 @@ import msgspec
 
 from benchmarks.report import Bar, at_most, write_result
 from tests.chaos.cluster import ChaosCluster
-from tests.chaos.load import leave_early
+from tests.chaos.load import Steady, leave_early
+from tests.chaos.logs import suspicions
 from tests.chaos.monitor import Monitor
 from tests.chaos.restarts import restart_each
 from tests.chaos.rows import PHASES, VICTIMS, Chaos, Fault, Phase, Row, run_row
@@ -55,6 +57,8 @@ class Outcome:
 
 def main() -> int:
     options = _options()
+    if options.soak_minutes:
+        return asyncio.run(_soak(options))
     outcome = asyncio.run(_matrix(options))
     for name, held in outcome.leftovers.items():
         print(f"{name} still holds {held}")
@@ -77,6 +81,8 @@ def _bars(outcome: Outcome) -> list[Bar]:
         bars.append(at_most(name, max(excess_s), MAX_EXCESS_S[fault], "s"))
     bars.append(at_most("lost", sum(row.lost for row in rows), 0, "requests"))
     bars.append(at_most("altered", sum(row.altered for row in rows), 0, "answers"))
+    suspected = sum(row.suspected for row in rows)
+    bars.append(at_most("suspicions of who had nothing done to it", suspected, 0, "suspicions"))
     leaking = sum(row.whole_after_s is None for row in rows)
     bars.append(at_most("pools that are not whole afterwards", leaking, 0, "rows"))
     name = f"still held after all rows and {NUM_LEAVING} cancels"
@@ -94,6 +100,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--fault", action="append", choices=FAULTS)
     parser.add_argument("--phase", action="append", choices=PHASES)
     parser.add_argument("--demo-model", action="store_true", help="instead of the timing engine")
+    about = "no faults: a steady load, and whether anybody suspects anybody"
+    parser.add_argument("--soak-minutes", type=float, metavar="N", help=about)
     parser.add_argument("--keep-logs", action="store_true")
     options = parser.parse_args()
     options.is_whole = not (options.victim or options.fault or options.phase)
@@ -132,6 +140,17 @@ async def _restart_all(running: Chaos, outcome: Outcome) -> None:
     outcome.longest_drain_s = max(each.drain_s for each in restarts)
     outcome.failed_in_restart = len(load.failed)
     print(f"{len(load.asked)} requests meanwhile, {load.num_refused} tries refused", flush=True)
+
+
+async def _soak(options: argparse.Namespace) -> int:
+    async with chaos(options, WORKERS) as running:
+        started = time.time()
+        async with Steady(running) as load:
+            await asyncio.sleep(60 * options.soak_minutes)
+        suspected = suspicions(running.cluster, None, started)
+        print(f"{len(load.asked)} requests, {len(load.failed)} failed, {load.num_refused} refused")
+        print(f"{len(suspected)} suspicions", *suspected, sep="\n")
+        return int(bool(load.failed or suspected))
 
 
 @contextlib.asynccontextmanager

@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Literal
 
 import msgspec
@@ -19,6 +18,7 @@ from shared.messages import AbortRequest, CancelQueued, KvEvents, Placed
 from tests.chaos.clients import ChoiceTold, Exchange, converse
 from tests.chaos.cluster import SERVERS, ChaosCluster
 from tests.chaos.leftovers import left_behind
+from tests.chaos.logs import given_up, suspicions
 from tests.chaos.monitor import Monitor, is_empty
 from tests.chaos.workload import Body, requests, with_stops
 
@@ -51,7 +51,6 @@ LATE_AFTER_S = 0.2
 ROW_TIMEOUT_S = 60.0
 MAX_TRIES = 8
 POLL_S = 0.005
-NEVER_BEGUN = ("is not alive", "nobody serves")  # why a try ends that nobody has to give up
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,7 @@ class Row(msgspec.Struct, kw_only=True):
     resubmitted: int
     broken: int  # connections of a dead gateway: their clients ask again, elsewhere
     refused: int  # 429 or 503 with Retry-After: their clients ask again
+    suspected: int  # times that a process was suspected to which nothing had been done
     detect_s: float | None
     longest_pause_s: float
     excess_s: float
@@ -328,6 +328,7 @@ def _judge(
         resubmitted=sum(a.last.served.get("num_resubmissions", 0) > 0 for _, a in everyone),
         broken=sum(e.is_broken for e in tries) - len(strangers),
         refused=sum(e.status in (429, 503) and e.has_retry_after for e in tries),
+        suspected=len(suspicions(chaos.cluster, victim, struck.wall)),
         detect_s=_detected(chaos, victim, struck),
         longest_pause_s=round(max((p for p, _ in pauses), default=0.0), 3),
         excess_s=round(max((e for _, e in pauses), default=0.0), 3),
@@ -355,7 +356,7 @@ def _detected(chaos: Chaos, victim: str, struck: Moment) -> float | None:
     """Until the last of the victim's requests was taken from it, which is told in that moment."""
     monitor = chaos.monitor
     if victim.startswith("prefill"):
-        after = [at - struck.wall for at in _given_up(chaos.cluster, victim)]
+        after = [at - struck.wall for at in given_up(chaos.cluster, victim, struck.wall)]
     else:
         placed = {each.message.placement_id for each in monitor.of(Placed)}
         times = [each.at for each in monitor.of(CancelQueued, victim)]
@@ -364,15 +365,3 @@ def _detected(chaos: Chaos, victim: str, struck: Moment) -> float | None:
                 times.append(each.at)
         after = [at - struck.monotonic for at in times]
     return round(max(after), 3) if any(each > 0 for each in after) else None
-
-
-def _given_up(cluster: ChaosCluster, prefill: str) -> list[float]:
-    """When decode workers gave up a try that was under way there, as their logs tell."""
-    found = []
-    for name in cluster.named("decode"):
-        for line in cluster.log_of(name).splitlines():
-            if f'"prefill": "{prefill}"' in line and "prefill_try_failed" in line:
-                told = msgspec.json.decode(line)
-                if not any(words in told["reason"] for words in NEVER_BEGUN):
-                    found.append(datetime.fromisoformat(told["timestamp"]).timestamp())
-    return found
