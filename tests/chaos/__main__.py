@@ -20,12 +20,14 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.report import Bar, at_most, write_result
+from tests.chaos.chaos import Chaos
 from tests.chaos.cluster import ChaosCluster
 from tests.chaos.load import Steady, leave_early
 from tests.chaos.logs import suspicions
 from tests.chaos.monitor import Monitor
+from tests.chaos.phases import PHASES, Phase
 from tests.chaos.restarts import restart_each
-from tests.chaos.rows import PHASES, VICTIMS, Chaos, Fault, Phase, Row, run_row
+from tests.chaos.rows import VICTIMS, Fault, Row, run_row
 
 TIMING_STEP_S = 0.015
 WORKERS = {"kv-cache-bytes": str(2048 * 256), "max-batch-tokens": "256"}

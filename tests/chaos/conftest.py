@@ -6,7 +6,7 @@ import pytest
 import pytest_asyncio
 
 from tests.chaos.__main__ import running_chaos
-from tests.chaos.rows import Chaos
+from tests.chaos.chaos import Chaos
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

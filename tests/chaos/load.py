@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from services.local.load_client import http_request
-from tests.chaos.rows import Asked, Chaos
+from tests.chaos.chaos import Asked, Chaos
 
 LONGEST_STAY_S = 1.0
 NUM_CLIENTS = 16

@@ -9,6 +9,7 @@ instead of a model's in a minute; everything else of it is the real thing.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import os
 import signal
@@ -19,10 +20,12 @@ from pathlib import Path
 
 import msgspec
 
+PR_SET_PDEATHSIG = 1
 STEP_VARIABLE = "HEARTH_CHAOS_STEP_S"
 
 
 def main() -> None:
+    _die_with_parent()
     folder = Path(sys.argv.pop(1))
     _watch(folder)
     step_s, command = os.environ.get(STEP_VARIABLE), sys.argv[1]
@@ -34,6 +37,11 @@ def main() -> None:
         from services.__main__ import main as run
 
         run()
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _watch(folder: Path) -> None:

@@ -6,8 +6,8 @@ import time
 
 import msgspec
 
+from tests.chaos.chaos import Chaos
 from tests.chaos.load import Steady
-from tests.chaos.rows import Chaos
 
 MAX_DRAIN_S = 30.0
 

@@ -8,31 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
 
-from shared.messages import AbortRequest, CancelQueued, KvEvents, Placed
-from tests.chaos.clients import ChoiceTold, Exchange, converse
+from shared.messages import AbortRequest, CancelQueued, Placed
+from tests.chaos.chaos import Asked, Chaos
+from tests.chaos.clients import Exchange
 from tests.chaos.cluster import SERVERS, ChaosCluster
-from tests.chaos.leftovers import left_behind
 from tests.chaos.logs import given_up, suspicions
-from tests.chaos.monitor import Monitor, is_empty
-from tests.chaos.workload import Body, requests, with_stops
+from tests.chaos.phases import Phase, reach
 
 Fault = Literal["kill", "freeze"]
-Phase = Literal["queued", "placed", "prefilling", "transferring", "decoding", "finishing"]
 
-PHASES: tuple[Phase, ...] = (
-    "queued",
-    "placed",
-    "prefilling",
-    "transferring",
-    "decoding",
-    "finishing",
-)
 VICTIMS = (
     "decode-1",
     "prefill-1",
@@ -43,24 +32,13 @@ VICTIMS = (
     "redis-server",
 )
 
-FROZEN_S = 4.0
+FROZEN_S = 2.0  # beyond every detection, and back while most streams still run elsewhere
+FROZEN_SERVER_S = 4.0  # so long that connections are given up
 FROZEN_GATEWAY_S = 6.0  # longer than its workers' lease: they have dropped what it owned
 SERVER_OUTAGE_S = 0.5  # a supervisor starts a server again after that
 NUM_LATE = 4  # requests that come while the fault lasts
 LATE_AFTER_S = 0.2
 ROW_TIMEOUT_S = 60.0
-MAX_TRIES = 8
-POLL_S = 0.005
-
-
-@dataclass(frozen=True)
-class Moment:
-    monotonic: float
-    wall: float
-
-    @classmethod
-    def now(cls) -> Moment:
-        return cls(time.monotonic(), time.time())
 
 
 class Row(msgspec.Struct, kw_only=True):
@@ -98,133 +76,49 @@ class Row(msgspec.Struct, kw_only=True):
 
 
 @dataclass
-class Asked:
-    """One client's request with all its tries; the last one counts."""
+class Strike:
+    """A fault, whom it met and when, and whose requests were open then or came while it lasted."""
 
-    path: str
-    body: Body
-    tries: list[Exchange] = field(default_factory=list)
+    fault: Fault
+    victim: str
+    phase: Phase
+    asked: list[Asked]
+    late: list[Asked] = field(default_factory=list)
+    at: float = field(default_factory=time.monotonic)
+    wall: float = field(default_factory=time.time)  # the same moment, as logs tell it
 
     @property
-    def last(self) -> Exchange:
-        return self.tries[-1]
+    def everyone(self) -> list[tuple[int, Asked]]:
+        return [*enumerate(self.asked), *enumerate(self.late)]
 
+    @property
+    def tries(self) -> list[Exchange]:
+        return [each for _, asked in self.everyone for each in asked.tries]
 
-@dataclass
-class Undisturbed:
-    told: list[dict[int, ChoiceTold]]
-    usage: list[tuple[int, int]]
-    longest_gap_s: float
-    ttft_s: list[float]
-    ttft_without_s: dict[str, list[float]]  # where one worker is not there
-
-
-class Chaos:
-    """A cluster, what it is asked, and what it answers when nothing is wrong."""
-
-    def __init__(self, cluster: ChaosCluster, monitor: Monitor) -> None:
-        self.cluster = cluster
-        self.monitor = monitor
-        self.requests = requests()
-        self.undisturbed: Undisturbed
-        self.idle: dict[str, dict[str, int]]  # what each process holds after undisturbed runs
-        self._num_runs = 0
-
-    async def learn(self) -> None:
-        """Runs undisturbed: once to see what stop strings would cut, once for the truth."""
-        first = await self.run()
-        with_stops(self.requests, [each.last.told for each in first])
-        asked = await self.run()
-        exchanges = [each.last for each in asked]
-        assert all(each.is_whole for each in exchanges), [*map(str, exchanges)]
-        self.undisturbed = Undisturbed(
-            told=[each.told for each in exchanges],
-            usage=[each.usage for each in exchanges],
-            longest_gap_s=max(each.pause_since(each.arrivals[0]) for each in exchanges),
-            ttft_s=[each.ttft_s for each in exchanges],
-            ttft_without_s={},
-        )
-        await self.wait_until_whole()
-        self.idle = {name: await self.cluster.census(name) for name in self.cluster.services}
-
-    async def leftovers(self) -> dict[str, dict[str, int]]:
-        """What each process holds beyond what it needs when nothing runs; empty if all is well."""
-        found = {}
-        for name in self.cluster.services:
-            held = left_behind(self.idle[name], await self.cluster.census(name))
-            if held:
-                found[name] = held
-        return found
-
-    async def learn_without(self, worker: str) -> None:
-        """What the spares alone take, undisturbed."""
-        self.cluster.terminate(worker)
-        await self.cluster.ended(worker, 20)
-        asked = await self.run()
-        self.undisturbed.ttft_without_s[worker] = [each.last.ttft_s for each in asked]
-        await self.cluster.restart(worker)
-        await self.cluster.wait_until_ready()
-
-    async def run(self) -> list[Asked]:
-        asked, tasks = self.ask_all()
-        await asyncio.gather(*tasks)
-        return asked
-
-    def ask_all(self) -> tuple[list[Asked], list[asyncio.Task[None]]]:
-        """Through both gateways by turns; each run has a salt, so that no cache knows it."""
-        self._num_runs += 1
-        salt = f"run {self._num_runs}"
-        asked = [Asked(path, {**body, "cache_salt": salt}) for path, body in self.requests]
-        gateways = [*self.cluster.urls]
-        tasks = [
-            asyncio.create_task(self.ask(each, gateways[index % len(gateways) :] + gateways))
-            for index, each in enumerate(asked)
+    @property
+    def broken(self) -> list[Exchange]:
+        """Cut off by the death of their gateway, as they must be."""
+        is_dead_gateway = self.fault == "kill" and self.victim.startswith("gateway")
+        return [
+            e for e in self.tries if e.is_broken and is_dead_gateway and e.gateway == self.victim
         ]
-        return asked, tasks
 
-    async def ask(self, asked: Asked, gateways: list[str]) -> None:
-        """As a client does: asks again, at the next door, where that is invited."""
-        for number in range(MAX_TRIES):
-            gateway = gateways[number % len(gateways)]
-            exchange = Exchange(asked.body, gateway)
-            asked.tries.append(exchange)
-            url = self.cluster.urls[gateway]
-            await converse(exchange, url, self.cluster.api_key, asked.path)
-            if exchange.status in (429, 503) and exchange.has_retry_after:
-                await asyncio.sleep(0.5)
-            elif exchange.is_broken:
-                await asyncio.sleep(0.1)
-            else:
-                return
-
-    def is_same(self, index: int, exchange: Exchange) -> bool:
-        """Whether it told what the undisturbed run of request `index` told."""
-        true = self.undisturbed
-        return exchange.told == true.told[index] and exchange.usage == true.usage[index]
-
-    async def wait_until_whole(self, timeout_s: float = 20.0) -> float:
-        """Seconds until every worker is without work and its pool whole. Raises TimeoutError."""
-        started = time.monotonic()
-        self.monitor.newest.clear()
-        names = {*self.cluster.named("prefill"), *self.cluster.named("decode")}
-
-        def holds() -> bool:
-            newest = self.monitor.newest
-            return names <= newest.keys() and all(is_empty(newest[name]) for name in names)
-
-        await self.monitor.wait(holds, timeout_s=timeout_s)
-        return time.monotonic() - started
+    @property
+    def lost(self) -> int:
+        """Cut off without such a reason, or without a whole answer in the end."""
+        cut = {id(each) for each in self.tries if each.is_broken} - {id(e) for e in self.broken}
+        return len(cut | {id(a.last) for _, a in self.everyone if not a.last.is_whole})
 
 
 async def run_row(chaos: Chaos, fault: Fault, victim: str, phase: Phase) -> Row:
-    cluster, monitor = chaos.cluster, chaos.monitor
-    monitor.forget()
+    cluster = chaos.cluster
+    chaos.monitor.forget()
     asked, tasks = chaos.ask_all()
-    await _until(_in_phase(phase, monitor, asked, victim))
-    struck = Moment.now()
+    await reach(phase, chaos.monitor, asked, victim)
+    strike = Strike(fault, victim, phase, asked)
     cluster.kill(victim) if fault == "kill" else cluster.freeze(victim)
     repair = asyncio.create_task(_repair(cluster, fault, victim))
-    late, late_tasks = await _ask_late(chaos, victim)
+    strike.late, late_tasks = await _ask_late(chaos, victim)
     _, unfinished = await asyncio.wait([*tasks, *late_tasks], timeout=ROW_TIMEOUT_S)
     for task in unfinished:
         task.cancel()
@@ -236,7 +130,7 @@ async def run_row(chaos: Chaos, fault: Fault, victim: str, phase: Phase) -> Row:
         whole_after_s: float | None = await chaos.wait_until_whole()
     except TimeoutError:
         whole_after_s = None
-    return _judge(chaos, fault, victim, phase, asked, late, struck, outage_s, whole_after_s)
+    return _row(chaos, strike, outage_s, whole_after_s)
 
 
 async def _ask_late(chaos: Chaos, victim: str) -> tuple[list[Asked], list[asyncio.Task[None]]]:
@@ -251,7 +145,7 @@ async def _repair(cluster: ChaosCluster, fault: Fault, victim: str) -> float | N
     """Seconds that nobody could have been served by the victim, where it has no spare."""
     started = time.monotonic()
     if fault == "freeze":
-        await asyncio.sleep(FROZEN_GATEWAY_S if victim.startswith("gateway") else FROZEN_S)
+        await asyncio.sleep(_frozen_s(victim))
         cluster.thaw(victim)
     elif victim in SERVERS:
         await asyncio.sleep(SERVER_OUTAGE_S)
@@ -260,108 +154,59 @@ async def _repair(cluster: ChaosCluster, fault: Fault, victim: str) -> float | N
     return time.monotonic() - started if is_lasting else None
 
 
-async def _until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not holds():
-            await asyncio.sleep(POLL_S)
+def _frozen_s(victim: str) -> float:
+    if victim in SERVERS:
+        return FROZEN_SERVER_S
+    return FROZEN_GATEWAY_S if victim.startswith("gateway") else FROZEN_S
 
 
-def _in_phase(
-    phase: Phase, monitor: Monitor, asked: list[Asked], victim: str
-) -> Callable[[], bool]:
-    """Tells from outside when most streams are in `phase`, or the victim's part of them."""
-
-    def placed() -> list[float]:
-        return [each.at for each in monitor.of(Placed)]
-
-    def stored() -> bool:
-        names = {each.subject for each in monitor.of(KvEvents)}
-        return victim in names if victim.startswith("prefill") else bool(names)
-
-    def is_queued() -> bool:
-        times = placed()
-        is_waiting = 4 <= len(times) <= len(asked) - 4
-        return is_waiting and time.monotonic() - times[-1] > 0.04
-
-    def is_placed() -> bool:
-        ids = {each.message.worker_id for each in monitor.of(Placed)}
-        return victim in ids if victim.startswith("decode") else bool(ids)
-
-    def is_decoding() -> bool:
-        return sum(bool(a.tries) and len(a.last.arrivals) >= 15 for a in asked) >= 24
-
-    return {
-        "queued": is_queued,
-        "placed": is_placed,
-        "prefilling": lambda: len(placed()) >= 4 and time.monotonic() - placed()[3] > 0.03,
-        "transferring": stored,
-        "decoding": is_decoding,
-        "finishing": lambda: sum(bool(a.tries) and a.last.is_done for a in asked) >= 3,
-    }[phase]
-
-
-def _judge(
-    chaos: Chaos,
-    fault: Fault,
-    victim: str,
-    phase: Phase,
-    asked: list[Asked],
-    late: list[Asked],
-    struck: Moment,
-    outage_s: float | None,
-    whole_after_s: float | None,
-) -> Row:
-    everyone = [*enumerate(asked), *enumerate(late)]
-    is_dead_gateway = fault == "kill" and victim.startswith("gateway")
-    tries = [each for _, a in everyone for each in a.tries]
-    strangers = [e for e in tries if e.is_broken and not (is_dead_gateway and e.gateway == victim)]
-    pauses = _pauses(chaos, asked, struck.monotonic, victim, phase)
+def _row(chaos: Chaos, strike: Strike, outage_s: float | None, whole_after_s: float | None) -> Row:
+    everyone, pauses = strike.everyone, _pauses(chaos, strike)
     return Row(
-        fault=fault,
-        process=victim,
-        phase=phase,
+        fault=strike.fault,
+        process=strike.victim,
+        phase=strike.phase,
         streams=len(everyone),
-        lost=len(
-            {id(e) for e in strangers} | {id(a.last) for _, a in everyone if not a.last.is_whole}
-        ),
+        lost=strike.lost,
         altered=sum(a.last.is_whole and not chaos.is_same(i, a.last) for i, a in everyone),
         resubmitted=sum(a.last.served.get("num_resubmissions", 0) > 0 for _, a in everyone),
-        broken=sum(e.is_broken for e in tries) - len(strangers),
-        refused=sum(e.status in (429, 503) and e.has_retry_after for e in tries),
-        suspected=len(suspicions(chaos.cluster, victim, struck.wall)),
-        detect_s=_detected(chaos, victim, struck),
+        broken=len(strike.broken),
+        refused=sum(e.status in (429, 503) and e.has_retry_after for e in strike.tries),
+        suspected=len(suspicions(chaos.cluster, strike.victim, strike.wall)),
+        detect_s=_rounded(_detected(chaos, strike)),
         longest_pause_s=round(max((p for p, _ in pauses), default=0.0), 3),
         excess_s=round(max((e for _, e in pauses), default=0.0), 3),
-        outage_s=None if outage_s is None else round(outage_s, 3),
-        whole_after_s=None if whole_after_s is None else round(whole_after_s, 3),
+        outage_s=_rounded(outage_s),
+        whole_after_s=_rounded(whole_after_s),
     )
 
 
-def _pauses(
-    chaos: Chaos, asked: list[Asked], struck_at: float, victim: str, phase: Phase
-) -> list[tuple[float, float]]:
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 3)
+
+
+def _pauses(chaos: Chaos, strike: Strike) -> list[tuple[float, float]]:
     """(pause, pause less the time to compute it again) of each stream that was not broken."""
     true, found = chaos.undisturbed, []
-    recompute_s = true.ttft_without_s.get(victim, true.ttft_s)
-    if phase == "queued":
+    recompute_s = true.ttft_without_s.get(strike.victim, true.ttft_s)
+    if strike.phase == "queued":
         recompute_s = [max(recompute_s)] * len(recompute_s)
-    for each, again_s in zip(asked, recompute_s, strict=True):
+    for each, again_s in zip(strike.asked, recompute_s, strict=True):
         if len(each.tries) == 1 and each.last.is_whole:
-            pause_s = each.last.pause_since(struck_at)
+            pause_s = each.last.pause_since(strike.at)
             found.append((pause_s, pause_s - again_s))
     return found
 
 
-def _detected(chaos: Chaos, victim: str, struck: Moment) -> float | None:
+def _detected(chaos: Chaos, strike: Strike) -> float | None:
     """Until the last of the victim's requests was taken from it, which is told in that moment."""
-    monitor = chaos.monitor
+    monitor, victim = chaos.monitor, strike.victim
     if victim.startswith("prefill"):
-        after = [at - struck.wall for at in given_up(chaos.cluster, victim, struck.wall)]
-    else:
-        placed = {each.message.placement_id for each in monitor.of(Placed)}
-        times = [each.at for each in monitor.of(CancelQueued, victim)]
-        for each in monitor.of(AbortRequest, victim):
-            if each.message.reason == "superseded" and each.message.placement_id in placed:
-                times.append(each.at)
-        after = [at - struck.monotonic for at in times]
-    return round(max(after), 3) if any(each > 0 for each in after) else None
+        after = [at - strike.wall for at in given_up(chaos.cluster, victim, strike.wall)]
+        return max(after, default=None)
+    placed = {each.message.placement_id for each in monitor.of(Placed)}
+    times = [each.at for each in monitor.of(CancelQueued, victim)]
+    for each in monitor.of(AbortRequest, victim):
+        if each.message.reason == "superseded" and each.message.placement_id in placed:
+            times.append(each.at)
+    return max((at - strike.at for at in times if at > strike.at), default=None)

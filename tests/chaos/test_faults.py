@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from tests.chaos.chaos import Chaos
 from tests.chaos.clients import Exchange, converse
 from tests.chaos.load import leave_early
+from tests.chaos.phases import Phase
 from tests.chaos.restarts import restart_each
-from tests.chaos.rows import Chaos, Fault, Phase, run_row
+from tests.chaos.rows import Fault, run_row
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
