@@ -38,13 +38,14 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cha
         small.stop()
 
 
-async def ask(cluster: ChaosCluster, number: int) -> Exchange:
+async def ask(cluster: ChaosCluster, number: int, api_key: str = "") -> Exchange:
     path, body = requests()[number % 32]
     exchange = Exchange({**body, "cache_salt": str(number), "stream": number % 3 > 0}, "gateway-1")
     if not exchange.body["stream"]:
         del exchange.body["stream_options"]
     async with asyncio.timeout(PATIENCE_S):
-        return await converse(exchange, cluster.urls["gateway-1"], cluster.api_key, path)
+        url = cluster.urls["gateway-1"]
+        return await converse(exchange, url, api_key or cluster.api_key, path)
 
 
 async def test_overload_is_429_with_a_time_to_come_again(cluster: ChaosCluster) -> None:
@@ -64,6 +65,20 @@ async def test_lost_capacity_is_503_until_it_is_back(cluster: ChaosCluster) -> N
         await cluster.restart(name)
         await cluster.wait_until_ready()
         assert (await ask(cluster, 1)).status == 200
+
+
+async def test_without_redis_known_tenants_are_served_and_strangers_wait(
+    cluster: ChaosCluster,
+) -> None:
+    assert (await ask(cluster, 1)).status == 200
+    cluster.kill("redis-server")
+    answers = await asyncio.gather(*(ask(cluster, number) for number in range(6)))
+    assert {each.status for each in answers} == {200}, [*map(str, answers)]
+    stranger = await ask(cluster, 1, "hearth-nobody-knows")
+    assert (stranger.status, stranger.has_retry_after) == (503, True)
+    await cluster.restart("redis-server")
+    assert (await ask(cluster, 1, "hearth-nobody-knows")).status == 401
+    assert (await ask(cluster, 1)).status == 200
 
 
 async def test_without_prefill_workers_and_index_decode_does_it_all(cluster: ChaosCluster) -> None:
