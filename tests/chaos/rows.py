@@ -7,6 +7,7 @@ the last logprob, and afterwards no worker holds anything.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Literal
@@ -86,6 +87,11 @@ class Strike:
     late: list[Asked] = field(default_factory=list)
     at: float = field(default_factory=time.monotonic)
     wall: float = field(default_factory=time.time)  # the same moment, as logs tell it
+
+    @property
+    def repaired_at(self) -> float:
+        """When a frozen victim thaws, and fences what it still names; a dead one says nothing."""
+        return self.at + _frozen_s(self.victim) if self.fault == "freeze" else math.inf
 
     @property
     def everyone(self) -> list[tuple[int, Asked]]:
@@ -209,4 +215,6 @@ def _detected(chaos: Chaos, strike: Strike) -> float | None:
     for each in monitor.of(AbortRequest, victim):
         if each.message.reason == "superseded" and each.message.placement_id in placed:
             times.append(each.at)
-    return max((at - strike.at for at in times if at > strike.at), default=None)
+    return max(
+        (at - strike.at for at in times if strike.at < at < strike.repaired_at), default=None
+    )
