@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Protocol
 
 from shared.bus import NatsBus
 from shared.clock import MonotonicClock
 from shared.config import WorkerConfig, check
 from shared.engine.engine import Engine
 from shared.engine.loop import EngineLoop
-from shared.engine.model_runner import ModelRunner
+from shared.engine.runner import Runner
 from shared.engine.worker import Served, Worker
 from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.receiver import KvServer
@@ -19,6 +21,13 @@ from shared.randomness import SystemRandomness
 
 from .decode.service import DecodeService
 from .prefill.service import PrefillService
+
+
+class ModelledRunner(Runner, Protocol):
+    """A runner with a model behind it, in whose name the worker serves."""
+
+    revision: str
+    eos_token_ids: tuple[int, ...]
 
 
 class WorkerProcess:
@@ -48,10 +57,28 @@ class WorkerProcess:
         await self._bus.close()
 
 
-async def build_worker(config: WorkerConfig, roles: tuple[Role, ...]) -> Service:
+def load_model(config: WorkerConfig) -> ModelledRunner:
+    """Raises CheckpointError."""
+    from shared.engine.model_runner import ModelRunner  # torch, which other runners do not need
+
+    return ModelRunner.load(
+        config.model_dir,
+        dtype=config.dtype,
+        block_size=config.block_size,
+        kv_cache_bytes=config.kv_cache_bytes,
+        device=config.device,
+        num_threads=config.num_threads or None,
+    )
+
+
+async def build_worker(
+    config: WorkerConfig,
+    roles: tuple[Role, ...],
+    load: Callable[[WorkerConfig], ModelledRunner] = load_model,
+) -> Service:
     """Loads the model, then joins. Raises ConfigError, CheckpointError, DependencyUnavailable."""
     check(config)
-    runner = await asyncio.to_thread(_load, config)
+    runner = await asyncio.to_thread(load, config)
     bus = await NatsBus.connect(config.nats_url, process_id=config.process_id)
     clock, randomness = MonotonicClock(), SystemRandomness()
     engine = Engine(
@@ -87,18 +114,7 @@ async def build_worker(config: WorkerConfig, roles: tuple[Role, ...]) -> Service
     return WorkerProcess(worker, handlers, bus)
 
 
-def _load(config: WorkerConfig) -> ModelRunner:
-    return ModelRunner.load(
-        config.model_dir,
-        dtype=config.dtype,
-        block_size=config.block_size,
-        kv_cache_bytes=config.kv_cache_bytes,
-        device=config.device,
-        num_threads=config.num_threads or None,
-    )
-
-
-def _served(config: WorkerConfig, runner: ModelRunner, engine: Engine) -> Served:
+def _served(config: WorkerConfig, runner: ModelledRunner, engine: Engine) -> Served:
     card = ModelCard(
         name=config.served_name,
         revision=runner.revision,

@@ -1,12 +1,16 @@
 """Health is progress: who is alive, judged from heartbeats, without I/O.
 
 A peer is suspect when its heartbeats stop, or when they go on but its engine makes no step beyond
-the budget it announced (it answers, but it is wedged). A watcher judges only while it can trust
-itself: its own heartbeat comes back from the server and its own loop does not lag. When everybody
-falls silent at once, it is the bus or the watcher, and nobody is suspected.
+the budget it announced (it answers, but it is wedged). One that is late is asked: if the server
+says that nobody has its name, its connection has ended, and its silence need not be waited for.
 
-    peer:    unknown ──heartbeat──▶ live ──silent or no step──▶ suspect ──heartbeat, step──▶ live
-                                     └────── stopped ──────────▶ gone
+A watcher judges only while it can trust itself: its own heartbeat comes back from the server and
+its own loop does not lag. When everybody falls silent at once, it is the bus or the watcher, and
+nobody is suspected.
+
+    peer:    unknown ──heartbeat──▶ live ──silent, gone or no step──▶ suspect ──heartbeat, step─┐
+                                     │ ▲────────────────────────────────────────────────────────┘
+                                     └─stopped──▶ forgotten
     restart: a new epoch is a new peer; the old one is lost.
 """
 
@@ -19,6 +23,8 @@ from enum import Enum
 from shared.messages import Heartbeat, Role
 
 HEARTBEAT_INTERVAL_S = 0.25
+LATE_S = 0.3  # since the last heartbeat: time to ask
+MAX_ECHO_GAP_S = 0.4  # beyond it the bus was away, and others may still be on their way back
 SILENCE_LIMIT_S = 1.0  # four missed heartbeats
 MAX_LOOP_LAG_S = 0.2
 TICK_S = 0.1
@@ -28,6 +34,7 @@ MAX_PEERS = 8192  # what is beyond waits until others are forgotten
 
 class Loss(Enum):
     SILENT = "silent"
+    GONE = "gone"
     STUCK = "stuck"
     RESTARTED = "restarted"
     STOPPED = "stopped"
@@ -50,11 +57,12 @@ class Fleet:
         self._last_echo_at: float | None = None
         self._last_tick_at: float | None = None
         self._distrust_until = 0.0
+        self._no_question_until = 0.0
 
     def observe(self, heartbeat: Heartbeat, now: float) -> Loss | None:
         """Takes in a heartbeat; tells if it means that the process as known before is lost."""
         if heartbeat.process_id == self._own_process_id:
-            self._last_echo_at = now
+            self._hear_echo(now)
             return None
         known = self._peers.get(heartbeat.process_id)
         if known is not None and _is_stale(heartbeat, known.heartbeat):
@@ -85,6 +93,26 @@ class Fleet:
                 del self._peers[process_id]
         return lost
 
+    def late(self, now: float) -> list[Heartbeat]:
+        """The last heartbeats of the peers to ask whether they are still there."""
+        is_fresh = self._last_echo_at is not None and now - self._last_echo_at <= MAX_ECHO_GAP_S
+        if not is_fresh or now < self._no_question_until or not self.can_judge(now):
+            return []
+        return [
+            peer.heartbeat
+            for peer in self._peers.values()
+            if not peer.is_suspect and now - peer.heard_at > LATE_S
+        ]
+
+    def gone(self, last: Heartbeat, now: float) -> Loss | None:
+        """Nobody answered to the name of `last`'s sender, which may have spoken meanwhile."""
+        peer = self._peers.get(last.process_id)
+        is_old = peer is None or peer.heartbeat is not last
+        if peer is None or is_old or peer.is_suspect or not self.can_judge(now):
+            return None
+        peer.is_suspect = True
+        return Loss.GONE
+
     def can_judge(self, now: float) -> bool:
         if self._last_echo_at is None or now - self._last_echo_at > SILENCE_LIMIT_S / 2:
             self._distrust_until = max(self._distrust_until, now + SILENCE_LIMIT_S)
@@ -111,6 +139,11 @@ class Fleet:
     def heartbeat_of(self, process_id: str) -> Heartbeat | None:
         peer = self._peers.get(process_id)
         return None if peer is None else peer.heartbeat
+
+    def _hear_echo(self, now: float) -> None:
+        if self._last_echo_at is None or now - self._last_echo_at > MAX_ECHO_GAP_S:
+            self._no_question_until = now + SILENCE_LIMIT_S
+        self._last_echo_at = now
 
     @staticmethod
     def _updated(known: Peer | None, heartbeat: Heartbeat, now: float) -> Peer:

@@ -9,13 +9,24 @@ import structlog
 from shared.background import Background
 from shared.bus import Bus
 from shared.clock import Clock
-from shared.errors import DependencyUnavailable
+from shared.errors import DependencyUnavailable, HearthError, NoResponders
 from shared.health import HEARTBEAT_INTERVAL_S, TICK_S, Fleet, Loss
-from shared.messages import DataPlaneAddress, Heartbeat, ModelCard, ProcessState, Role, WorkerLoad
+from shared.messages import (
+    DataPlaneAddress,
+    Done,
+    Heartbeat,
+    ModelCard,
+    ProcessState,
+    ReportAlive,
+    Role,
+    WorkerLoad,
+)
 from shared.randomness import Randomness
-from shared.subjects import HEARTBEATS, heartbeat
+from shared.subjects import HEARTBEATS, alive, heartbeat
 
 log = structlog.get_logger(__name__)
+
+ALIVE_TIMEOUT_S = 0.2
 
 LostHandler = Callable[[str, Loss], None]
 
@@ -48,6 +59,7 @@ class Heart:
         self._sequence_number = 0
         self._lost_handlers: list[LostHandler] = []
         self._heard_handlers: list[Callable[[Heartbeat], None]] = []
+        self._asking: set[str] = set()
         self._background = Background()
 
     def on_lost(self, handler: LostHandler) -> None:
@@ -57,6 +69,8 @@ class Heart:
         self._heard_handlers.append(handler)
 
     async def start(self) -> None:
+        own = alive(self._roles[0], self._bus.process_id)
+        await self._bus.serve(own, ReportAlive, lambda _: Done())
         await self._bus.subscribe(HEARTBEATS, Heartbeat, self._hear)
         self._background.start(self._beat())
         self._background.start(self._watch())
@@ -92,6 +106,24 @@ class Heart:
             await self._clock.sleep(TICK_S)
             for process_id, loss in self.fleet.tick(self._clock.now()):
                 self._lost(process_id, loss)
+            for last in self.fleet.late(self._clock.now()):
+                if last.process_id not in self._asking:
+                    self._background.start(self._ask(last))
+
+    async def _ask(self, last: Heartbeat) -> None:
+        """A process that hangs says nothing, and its silence is judged by its length."""
+        subject = alive(last.roles[0], last.process_id)
+        self._asking.add(last.process_id)
+        try:
+            await self._bus.request(subject, ReportAlive(), Done, timeout_s=ALIVE_TIMEOUT_S)
+        except NoResponders:
+            loss = self.fleet.gone(last, self._clock.now())
+            if loss is not None:
+                self._lost(last.process_id, loss)
+        except HearthError as error:
+            log.debug("late_peer_is_silent", peer=last.process_id, reason=error.code)
+        finally:
+            self._asking.discard(last.process_id)
 
     async def _send(self) -> None:
         self._sequence_number += 1

@@ -360,6 +360,10 @@ class PrefixMatches(Message, frozen=True, kw_only=True):
 # ── health ───────────────────────────────────────────────────────────────────────────────────────
 
 
+class ReportAlive(Message, frozen=True, kw_only=True):
+    """Asked of who is late; answered by Done. If nobody answers to its name, it is gone."""
+
+
 class ModelCard(Message, frozen=True, kw_only=True):
     """What a worker serves. `revision` is the digest of its weights."""
 

@@ -40,9 +40,19 @@ def kv_events(role: Role, process_id: str) -> str:
     return command(role, process_id, "kv_events")
 
 
+def alive(role: Role, process_id: str) -> str:
+    """Carries ReportAlive."""
+    return command(role, process_id, "alive")
+
+
 # scheduler
 SUBMIT = f"{PREFIX}.scheduler.{ANY}.submit"
 SCHEDULER_GROUP = "scheduler"
+
+
+def submit_to(scheduler_id: str) -> str:
+    """For who met one that hangs: until the server drops it, the group may lead there again."""
+    return command("scheduler", scheduler_id, "submit")
 
 
 def cancel(scheduler_id: str) -> str:
@@ -99,7 +109,7 @@ class Permissions(msgspec.Struct, frozen=True):
 
 _PUBLISH: dict[str, tuple[str, ...]] = {
     "gateway": (
-        SUBMIT,
+        f"{PREFIX}.scheduler.*.submit",
         f"{PREFIX}.scheduler.*.cancel",
         f"{PREFIX}.decode.*.control",
         f"{PREFIX}.decode.*.resend",
@@ -134,7 +144,7 @@ def permissions(role: CredentialRole, process_id: str) -> Permissions:
         own = f"{inbox_prefix(process_id)}.>"
         return Permissions(publish=(own,), subscribe=(own, HEARTBEATS))
     roles: tuple[Role, ...] = ("prefill", "decode") if role == "worker" else (role,)
-    publish: list[str] = []
+    publish = [f"{PREFIX}.*.*.alive"]
     subscribe: list[str] = [f"{inbox_prefix(process_id)}.>", HEARTBEATS]
     for each in roles:
         publish += [heartbeat(each, process_id), kv_events(each, process_id), *_PUBLISH[each]]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from zlib import crc32
 
 from shared.messages import (
     AbortReason,
@@ -13,7 +15,7 @@ from shared.messages import (
     ResendTokens,
     SubmitRequest,
 )
-from shared.subjects import cancel, control
+from shared.subjects import SUBMIT, cancel, control, submit_to
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,16 @@ class Resend:
 
 
 Action = Publish | Submit | Resend
+
+
+def submit_subject(message: SubmitRequest, scheduler_ids: Sequence[str]) -> str:
+    """Any scheduler takes a first try, further ones go to the live ones by turns: whom chance
+    leads to a scheduler that hangs is not led there twice.
+    """
+    if message.attempt == 1 or not scheduler_ids:
+        return SUBMIT
+    turn = crc32(message.request.request_id.encode()) + message.attempt
+    return submit_to(scheduler_ids[turn % len(scheduler_ids)])
 
 
 class Actions:

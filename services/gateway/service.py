@@ -15,7 +15,7 @@ from typing import Protocol
 
 import structlog
 
-from services.gateway.actions import Publish, Resend, Submit
+from services.gateway.actions import Publish, Resend, Submit, submit_subject
 from services.gateway.catalog import Catalog, Readiness
 from services.gateway.delivery import ClientGone, Delivery
 from services.gateway.generation import Generation
@@ -43,7 +43,7 @@ from shared.messages import (
 from shared.outbox import Outbox
 from shared.randomness import Randomness, SystemRandomness
 from shared.store import RedisStore, Store
-from shared.subjects import SUBMIT, placement, resend, tokens
+from shared.subjects import placement, resend, tokens
 
 log = structlog.get_logger(__name__)
 
@@ -212,16 +212,19 @@ class GatewayService:
 
     def _on_lost(self, process_id: str, loss: Loss) -> None:
         now = self._clock.now()
-        is_excluded = loss in (Loss.SILENT, Loss.STUCK)
+        is_excluded = loss in (Loss.SILENT, Loss.STUCK, Loss.GONE)
         self._streams.on_worker_lost(process_id, now, is_excluded=is_excluded)
         self._streams.on_scheduler_lost(process_id, now)
         self._perform()
 
     async def _tick(self) -> None:
-        fleet = self._heart.fleet
+        fleet, was_connected = self._heart.fleet, True
         while True:
             await self._clock.sleep(TICK_S)
-            now = self._clock.now()
+            now, is_connected = self._clock.now(), self._bus.is_connected
+            if is_connected and not was_connected:
+                self._streams.on_bus_back(now)
+            was_connected = is_connected
             for worker_id in self._streams.quiet_workers(now):
                 # the placement may have come just after the loss was announced
                 if fleet.heartbeat_of(worker_id) is not None and not fleet.is_live(worker_id):
@@ -250,8 +253,10 @@ class GatewayService:
     async def _submit(self, action: Submit) -> None:
         message = action.message
         request_id, attempt = message.request.request_id, message.attempt
+        live = sorted(each.process_id for each in self._heart.fleet.live("scheduler"))
+        subject = submit_subject(message, live)
         try:
-            reply = await self._bus.request(SUBMIT, message, Queued, timeout_s=SUBMIT_TIMEOUT_S)
+            reply = await self._bus.request(subject, message, Queued, timeout_s=SUBMIT_TIMEOUT_S)
         except HearthError as error:
             self._streams.on_refused(request_id, attempt, error, self._clock.now())
         else:

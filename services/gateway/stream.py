@@ -102,6 +102,7 @@ class Stream:
         self.excluded_workers: set[str] = set()
         self.submit_at: float | None = None  # when the next try is due
         self.give_up_at = now
+        self.num_tries = 0  # since `give_up_at` was set
         self.scheduler_id: str | None = None
         self.keepalive_at = now
         self.placement: Placement | None = None

@@ -47,6 +47,7 @@ from shared.messages import (
 SUBMIT_WINDOW_S = 2.0  # how long a new request looks for a scheduler
 RECOVERY_WINDOW_S = 10.0  # an accepted one looks longer: its client has an answer in hand
 SUBMIT_BACKOFF_S = 0.1
+MIN_TRIES = 3  # a gateway that was frozen finds its window gone by and nothing tried
 KEEPALIVE_LIMIT_S = 1.5
 SILENCE_S = 1.0  # with a lost worker, this much silence is enough
 QUIET_LIMIT_S = 2.0
@@ -90,7 +91,7 @@ class Streams:
 
     def open(self, request: Request, receiver: Receiver, now: float) -> None:
         stream = Stream(request, receiver, now)
-        stream.give_up_at = now + SUBMIT_WINDOW_S
+        self._open_window(stream, now)
         self._by_request[request.request_id] = stream
         self._submit(stream, now)
 
@@ -117,7 +118,8 @@ class Streams:
         is_hopeful = isinstance(error, _TRANSIENT) or (is_patient and isinstance(error, _PATIENT))
         if isinstance(error, NoCapacity):
             stream.excluded_workers.clear()  # better a worker that was lost than none
-        if is_hopeful and now + SUBMIT_BACKOFF_S < stream.give_up_at:
+        is_early = now + SUBMIT_BACKOFF_S < stream.give_up_at or stream.num_tries < MIN_TRIES
+        if is_hopeful and is_early:
             stream.submit_at = now + SUBMIT_BACKOFF_S
             return
         if isinstance(error, _TRANSIENT):
@@ -147,8 +149,7 @@ class Streams:
             return
         if stream.state is State.QUEUED:
             stream.become(State.SUBMITTING)
-            window = RECOVERY_WINDOW_S if stream.is_recovering else SUBMIT_WINDOW_S
-            stream.give_up_at = now + window
+            self._open_window(stream, now)
         self.on_refused(failed.request_id, stream.attempt, error_of(failed.failure), now)
 
     def on_keepalive(self, keepalive: QueueKeepalive, now: float) -> None:
@@ -167,6 +168,20 @@ class Streams:
         for stream in list(self._by_request.values()):
             if stream.state is State.QUEUED and stream.scheduler_id == scheduler_id:
                 self._resubmit(stream, now)
+
+    def on_bus_back(self, now: float) -> None:
+        """What was under way when the bus broke is lost: who stays silent is soon asked again.
+
+        A queued request may have been placed without our being told. It is submitted anew and not
+        cancelled, as that could arrive second: who still holds it replaces it or, if it went to
+        another, is told so after the next keepalive.
+        """
+        for stream in list(self._by_request.values()):
+            if stream.state is State.QUEUED:
+                stream.scheduler_id = None
+                self._resubmit(stream, now)
+            for choice in stream.choices.values():
+                choice.heard_at = min(choice.heard_at, now - QUIET_LIMIT_S + RESEND_RETRY_S)
 
     # ── workers ──────────────────────────────────────────────────────────────────────────────────
 
@@ -249,6 +264,7 @@ class Streams:
 
     def _submit(self, stream: Stream, now: float) -> None:
         stream.attempt += 1
+        stream.num_tries += 1
         stream.submit_at = None
         message = SubmitRequest(
             request=stream.remaining_request(now),
@@ -256,6 +272,10 @@ class Streams:
             excluded_workers=tuple(sorted(stream.excluded_workers)),
         )
         self._actions.submit(message)
+
+    def _open_window(self, stream: Stream, now: float) -> None:
+        stream.give_up_at = now + (RECOVERY_WINDOW_S if stream.is_recovering else SUBMIT_WINDOW_S)
+        stream.num_tries = 0
 
     def _queue(self, stream: Stream, scheduler_id: str, now: float) -> None:
         stream.become(State.QUEUED)
@@ -295,7 +315,7 @@ class Streams:
         self.num_resubmissions += 1
         if stream.state is not State.SUBMITTING:
             stream.become(State.SUBMITTING)
-        stream.give_up_at = now + RECOVERY_WINDOW_S
+        self._open_window(stream, now)
         self._submit(stream, now)
 
     def _restart(self, stream: Stream, choice: ChoiceTokens) -> None:

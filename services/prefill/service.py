@@ -166,11 +166,13 @@ class PrefillService:
     async def _sweep(self) -> None:
         while True:
             await self._worker.clock.sleep(SWEEP_S)
-            now = self._worker.clock.now()
-            for prefill in self._prefills.values():
-                if now > min(prefill.lease_until, prefill.deadline_at):
-                    log.warning("lease_expired", decode=prefill.request.decode_worker_id)
-                    prefill.push.cancel()
+            self._expire(self._worker.clock.now())
+
+    def _expire(self, now: float) -> None:
+        for prefill in self._prefills.values():
+            if now > min(prefill.lease_until, prefill.deadline_at):
+                log.warning("lease_expired", decode=prefill.request.decode_worker_id)
+                prefill.push.cancel()
 
 
 def _sequence_of(request: RunPrefill, block_size: int) -> Sequence:

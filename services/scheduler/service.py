@@ -84,7 +84,7 @@ class SchedulerService:
         self._background = Background()
         self._placing: set[asyncio.Task[None]] = set()
         self._telling: set[asyncio.Task[None]] = set()
-        self._leave_group: Unsubscribe | None = None
+        self._leave: list[Unsubscribe] = []  # ends what brings new requests
         self._is_draining = False
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────
@@ -95,9 +95,10 @@ class SchedulerService:
         await self.heart.start()
         own_cancel = subjects.cancel(self._bus.process_id)
         await self._bus.subscribe(own_cancel, CancelQueued, self._cancel)
-        self._leave_group = await self._bus.serve(
-            subjects.SUBMIT, SubmitRequest, self._submit, queue=subjects.SCHEDULER_GROUP
-        )
+        own_submit = subjects.submit_to(self._bus.process_id)
+        for subject, group in ((subjects.SUBMIT, subjects.SCHEDULER_GROUP), (own_submit, "")):
+            leave = await self._bus.serve(subject, SubmitRequest, self._submit, queue=group)
+            self._leave.append(leave)
         for loop in (self._dispatch(), self._tick(), self._keep_alive()):
             self._background.start(loop)
         await self.heart.become("ready")
@@ -105,8 +106,8 @@ class SchedulerService:
     async def drain(self) -> None:
         """Places what is queued; what finds no place in DRAIN_S goes back to its gateway."""
         self._is_draining = True
-        if self._leave_group is not None:
-            await self._leave_group()
+        for leave in self._leave:
+            await leave()
         await self.heart.become("draining")
         give_up_at = self._clock.now() + DRAIN_S
         while len(self._admission) and self._clock.now() < give_up_at:

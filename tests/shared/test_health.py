@@ -187,3 +187,30 @@ def test_strangers_are_bounded_and_those_known_stay() -> None:
     newest = fleet.heartbeat_of("stranger-0")
     assert newest is not None and newest.sequence_number == 2
     assert sum(1 for _ in fleet.live("decode")) == MAX_PEERS
+
+
+def test_who_is_late_is_asked_and_gone_if_nobody_has_its_name(watch: Watch) -> None:
+    watch.play(0.35, (OWN, "b"))
+    (last,) = watch.fleet.late(watch.now)
+    assert last.process_id == "a"
+    assert watch.fleet.gone(last, watch.now) is Loss.GONE
+    assert live(watch) == ["b"]
+    assert watch.fleet.gone(last, watch.now) is None
+    assert watch.fleet.late(watch.now) == []
+    watch.play(2.0, (OWN, "b"))
+    assert watch.losses() == []  # told once
+
+
+def test_who_spoke_after_the_question_is_not_gone(watch: Watch) -> None:
+    watch.play(0.35, (OWN, "b"))
+    (last,) = watch.fleet.late(watch.now)
+    watch.play(0.1, (OWN, "a", "b"))
+    assert watch.fleet.gone(last, watch.now) is None
+    assert live(watch) == ["a", "b"]
+
+
+def test_after_a_gap_of_its_own_echo_a_watcher_asks_nobody(watch: Watch) -> None:
+    """The bus was away for a moment: others may still be on their way back."""
+    watch.play(0.45, ())
+    watch.play(0.9, (OWN,))
+    assert watch.fleet.late(watch.now) == []

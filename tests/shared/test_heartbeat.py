@@ -16,8 +16,9 @@ class Process:
         self.is_wedged = False
         self.lost: list[tuple[str, Loss]] = []
         self.heard: list[Heartbeat] = []
+        self.bus = network.bus(process_id)
         self.heart = Heart(
-            network.bus(process_id),
+            self.bus,
             VirtualClock(),
             SeededRandomness(seed),
             roles=("decode",),
@@ -84,5 +85,21 @@ def test_a_dead_bus_makes_nobody_suspect() -> None:
         network.is_down = False
         await asyncio.sleep(5.0)
         assert [process.lost for process in processes] == [[], [], []]
+
+    run(scenario())
+
+
+def test_the_dead_are_missed_sooner_than_the_silent() -> None:
+    """Their connection has ended, and the server says so to who asks."""
+
+    async def scenario() -> None:
+        network, (first, second, third) = await three()
+        await second.bus.close()
+        network.freeze("decode-2")
+        await asyncio.sleep(0.5)
+        assert first.lost == [("decode-1", Loss.GONE)]
+        await asyncio.sleep(1.0)
+        assert first.lost[1:] == [("decode-2", Loss.SILENT)]
+        assert third.lost == []
 
     run(scenario())

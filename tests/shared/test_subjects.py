@@ -23,14 +23,14 @@ def may(role: CredentialRole, process_id: str, verb: str, subject: str) -> bool:
         (
             "gateway",
             "g",
-            [subjects.SUBMIT, subjects.cancel("s"), subjects.resend("d")],
+            [subjects.SUBMIT, subjects.submit_to("s"), subjects.cancel("s"), subjects.resend("d")],
             [subjects.tokens("g"), subjects.placement("g"), "_INBOX.g.x.y"],
         ),
         (
             "scheduler",
             "s",
             [subjects.MATCH, subjects.start_decode("d"), subjects.placement("g")],
-            [subjects.SUBMIT, subjects.cancel("s"), subjects.heartbeat("decode", "d")],
+            [subjects.SUBMIT, subjects.submit_to("s"), subjects.heartbeat("decode", "d")],
         ),
         (
             "decode",
@@ -63,6 +63,7 @@ def test_each_role_has_what_it_needs(
 ) -> None:
     assert all(may(role, process_id, "publish", each) for each in needs_to_publish)
     assert all(may(role, process_id, "subscribe", each) for each in needs_to_hear)
+    assert may(role, process_id, "publish", subjects.alive("decode", "other"))
     assert not may(role, process_id, "subscribe", "_INBOX.other.x")
     assert not may(role, process_id, "publish", f"hearth.v1.{role}.other.heartbeat")
 

@@ -258,6 +258,8 @@ class PeerScheduler:
         await self.bus.serve(
             subjects.SUBMIT, SubmitRequest, self._submit, queue=subjects.SCHEDULER_GROUP
         )
+        own = subjects.submit_to(self.bus.process_id)
+        await self.bus.serve(own, SubmitRequest, self._submit)
         await self.bus.subscribe(
             subjects.cancel(self.bus.process_id),
             CancelQueued,

@@ -266,6 +266,22 @@ def test_a_silent_bus_blames_nobody() -> None:
     assert rig.actions() == []
 
 
+def test_once_the_bus_is_back_a_silent_choice_is_asked_for_soon() -> None:
+    """Its ending may have been lost with the connection, and then nothing would show a gap."""
+    rig = running()
+    rig.tokens(0, 5)
+    rig.streams.on_bus_back(rig.now)
+    rig.tick(core.RESEND_RETRY_S / 2)
+    rig.tokens(1, 6)
+    rig.tick(core.RESEND_RETRY_S)
+    assert rig.actions() == []  # it went on by itself
+    rig.streams.on_bus_back(rig.now)
+    rig.tick(core.RESEND_RETRY_S)
+    (resend,) = rig.actions()
+    assert isinstance(resend, Resend)
+    assert resend.message.from_position == 2
+
+
 def test_unknown_placement_is_submitted_again_without_exclusion() -> None:
     rig = running()
     rig.tick(core.QUIET_LIMIT_S)
@@ -400,6 +416,35 @@ def test_an_accepted_request_waits_for_capacity() -> None:
     rig.streams.on_placement_failed(failed, rig.now)
     rig.tick(core.SUBMIT_BACKOFF_S)
     assert rig.submit().attempt == 4
+
+
+def test_a_gateway_that_was_frozen_still_tries() -> None:
+    """The first try timed out while it slept, and with it the window for all tries."""
+    rig = Rig()
+    rig.actions()
+    rig.now += 6.0
+    for attempt in (1, 2):
+        rig.refuse(RequestTimeout("no reply"), attempt)
+        rig.tick(core.SUBMIT_BACKOFF_S)
+        assert rig.submit().attempt == attempt + 1
+    rig.refuse(RequestTimeout("no reply"), attempt=3)
+    assert isinstance(rig.client.error, NoCapacity)
+
+
+def test_once_the_bus_is_back_the_queued_are_submitted_anew_and_not_cancelled() -> None:
+    """Their `Placed` may have been lost; a cancellation could arrive behind the submission."""
+    rig = Rig()
+    rig.queue()
+    rig.actions()
+    rig.streams.on_bus_back(rig.now)
+    (action,) = rig.actions()
+    assert isinstance(action, Submit)
+    assert action.message.attempt == 2
+    rig.place()  # was only under way
+    rig.queue(attempt=2)
+    keepalive = QueueKeepalive(scheduler_id="s1", request_ids=("r1",))
+    rig.streams.on_keepalive(keepalive, rig.now)
+    assert rig.published() == [(cancel("s1"), CancelQueued(request_id="r1"))]
 
 
 def test_placement_failure_of_a_new_request_is_final() -> None:

@@ -143,9 +143,9 @@ class Rig:
         await eventually(lambda: any(each.process_id == worker_id for each in live.live(role)))
         return worker
 
-    async def submit(self, message: SubmitRequest) -> Queued:
+    async def submit(self, message: SubmitRequest, subject: str = subjects.SUBMIT) -> Queued:
         bus = self.buses[message.request.gateway_id]
-        return await bus.request(subjects.SUBMIT, message, Queued, timeout_s=0.25)
+        return await bus.request(subject, message, Queued, timeout_s=0.25)
 
     def endings(self, gateway_id: str = "gateway-0") -> list[Placed | PlacementFailed]:
         told = self.told[gateway_id]

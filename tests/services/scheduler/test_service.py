@@ -423,11 +423,12 @@ def test_a_drain_places_what_it_can_and_hands_back_the_rest() -> None:
         worker = await rig.worker("decode-0", num_free_blocks=NO_ROOM)
         await rig.worker("decode-1", model="full", num_free_blocks=NO_ROOM)
         await rig.submit(submit_of("r0"))
-        await rig.submit(submit_of("r1", model="full"))
+        await rig.submit(submit_of("r1", model="full"), subjects.submit_to("scheduler-0"))
         draining = asyncio.create_task(rig.service.drain())
         await asyncio.sleep(0.5)
-        with pytest.raises(NoResponders):
-            await rig.submit(submit_of("r2"))
+        for subject in (subjects.SUBMIT, subjects.submit_to("scheduler-0")):
+            with pytest.raises(NoResponders):
+                await rig.submit(submit_of("r2"), subject)
         worker.num_free_blocks = 100
         await draining
         await rig.ending(num=2)

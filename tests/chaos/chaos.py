@@ -1,0 +1,145 @@
+"""A cluster under watch, what it is asked, and what it answers when nothing is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from tests.chaos.clients import ChoiceTold, Exchange, converse
+from tests.chaos.cluster import ChaosCluster
+from tests.chaos.leftovers import left_behind
+from tests.chaos.monitor import Monitor, is_empty
+from tests.chaos.workload import Body, requests, with_stops
+
+MAX_TRIES = 8
+LONGEST_KEPT_S = 35.0
+BROKEN_PAUSE_S, REFUSED_PAUSE_S = 0.1, 0.5  # before a client asks again
+
+
+@dataclass
+class Asked:
+    """One client's request with all its tries; the last one counts."""
+
+    path: str
+    body: Body
+    tries: list[Exchange] = field(default_factory=list)
+
+    @property
+    def last(self) -> Exchange:
+        return self.tries[-1]
+
+
+@dataclass
+class Undisturbed:
+    told: list[dict[int, ChoiceTold]]
+    usage: list[tuple[int, int]]
+    longest_gap_s: float
+    ttft_s: list[float]
+    ttft_without_s: dict[str, list[float]]  # where one worker is not there
+
+
+class Chaos:
+    """Ask `learn` first."""
+
+    def __init__(self, cluster: ChaosCluster, monitor: Monitor) -> None:
+        self.cluster = cluster
+        self.monitor = monitor
+        self.requests = requests()
+        self.undisturbed: Undisturbed
+        self.idle: dict[str, dict[str, int]]  # what each process holds after undisturbed runs
+        self._num_runs = 0
+
+    async def learn(self) -> None:
+        """Runs undisturbed: once to see what stop strings would cut, once for the truth."""
+        first = await self.run()
+        with_stops(self.requests, [each.last.told for each in first])
+        asked = await self.run()
+        exchanges = [each.last for each in asked]
+        assert all(each.is_whole for each in exchanges), [*map(str, exchanges)]
+        self.undisturbed = Undisturbed(
+            told=[each.told for each in exchanges],
+            usage=[each.usage for each in exchanges],
+            longest_gap_s=max(each.pause_since(each.arrivals[0]) for each in exchanges),
+            ttft_s=[each.ttft_s for each in exchanges],
+            ttft_without_s={},
+        )
+        await self.wait_until_whole()
+        self.idle = {name: await self.cluster.census(name) for name in self.cluster.services}
+
+    async def leftovers(self) -> dict[str, dict[str, int]]:
+        """What each process holds beyond what it needs when nothing runs; empty if all is well.
+
+        An ending whose acknowledgement was lost is kept for a while, and waited for here.
+        """
+        give_up_at = time.monotonic() + LONGEST_KEPT_S
+        while (found := await self._held()) and time.monotonic() < give_up_at:
+            await asyncio.sleep(1.0)
+        return found
+
+    async def _held(self) -> dict[str, dict[str, int]]:
+        found = {}
+        for name in self.cluster.services:
+            held = left_behind(self.idle[name], await self.cluster.census(name))
+            if held:
+                found[name] = held
+        return found
+
+    async def learn_without(self, worker: str) -> None:
+        """What the spares alone take, undisturbed."""
+        self.cluster.terminate(worker)
+        await self.cluster.ended(worker, 20)
+        asked = await self.run()
+        self.undisturbed.ttft_without_s[worker] = [each.last.ttft_s for each in asked]
+        await self.cluster.restart(worker)
+        await self.cluster.wait_until_ready()
+
+    async def run(self) -> list[Asked]:
+        asked, tasks = self.ask_all()
+        await asyncio.gather(*tasks)
+        return asked
+
+    def ask_all(self) -> tuple[list[Asked], list[asyncio.Task[None]]]:
+        """Through both gateways by turns; each run has a salt, so that no cache knows it."""
+        self._num_runs += 1
+        salt = f"run {self._num_runs}"
+        asked = [Asked(path, {**body, "cache_salt": salt}) for path, body in self.requests]
+        gateways = [*self.cluster.urls]
+        tasks = [
+            asyncio.create_task(self.ask(each, gateways[index % len(gateways) :] + gateways))
+            for index, each in enumerate(asked)
+        ]
+        return asked, tasks
+
+    async def ask(self, asked: Asked, gateways: list[str]) -> None:
+        """As a client does: asks again, at the next door, where that is invited."""
+        for number in range(MAX_TRIES):
+            gateway = gateways[number % len(gateways)]
+            exchange = Exchange(asked.body, gateway)
+            asked.tries.append(exchange)
+            url = self.cluster.urls[gateway]
+            await converse(exchange, url, self.cluster.api_key, asked.path)
+            if exchange.status in (429, 503) and exchange.has_retry_after:
+                await asyncio.sleep(REFUSED_PAUSE_S)
+            elif exchange.is_broken:
+                await asyncio.sleep(BROKEN_PAUSE_S)
+            else:
+                return
+
+    def is_same(self, index: int, exchange: Exchange) -> bool:
+        """Whether it told what the undisturbed run of request `index` told."""
+        true = self.undisturbed
+        return exchange.told == true.told[index] and exchange.usage == true.usage[index]
+
+    async def wait_until_whole(self, timeout_s: float = 20.0) -> float:
+        """Seconds until every worker is without work and its pool whole. Raises TimeoutError."""
+        started = time.monotonic()
+        self.monitor.newest.clear()
+        names = {*self.cluster.named("prefill"), *self.cluster.named("decode")}
+
+        def holds() -> bool:
+            newest = self.monitor.newest
+            return names <= newest.keys() and all(is_empty(newest[name]) for name in names)
+
+        await self.monitor.wait(holds, timeout_s=timeout_s)
+        return time.monotonic() - started

@@ -1,0 +1,164 @@
+"""HTTP clients that note when each event came, and what an answer said in the end.
+
+Over plain asyncio streams: the clients share two cores with the cluster that they watch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from services.local.load_client import BodyReader, http_request
+
+READ_BYTES = 65536
+DONE = b"data: [DONE]"
+
+
+@dataclass
+class ChoiceTold:
+    """All that a client was told of one choice. Two runs of a request must agree in it."""
+
+    text: str = ""
+    finish_reasons: list[str] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+
+
+@dataclass
+class Exchange:
+    """One streamed request. Times are readings of this machine's monotonic clock."""
+
+    body: dict[str, Any]
+    gateway: str
+    started: float = 0.0
+    arrivals: list[float] = field(default_factory=list)  # of each event
+    ended: float = 0.0
+    status: int = 0
+    headers: bytes = b""
+    events: list[bytes] = field(default_factory=list)
+    is_done: bool = False
+    trouble: str = ""  # how the connection ended, if not by itself
+    first_event: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.status == 200 and self.is_done and not self.errors
+
+    @property
+    def is_broken(self) -> bool:
+        """The connection ended before the answer did: all that a dead gateway can tell."""
+        return not self.is_done and self.status in (0, 200) and not self.errors
+
+    @property
+    def has_retry_after(self) -> bool:
+        return b"retry-after:" in self.headers.lower()
+
+    @property
+    def errors(self) -> list[bytes]:
+        return [event for event in self.events if b'"error"' in event]
+
+    @property
+    def told(self) -> dict[int, ChoiceTold]:
+        found: dict[int, ChoiceTold] = {}
+        for event in self._messages():
+            for choice in event.get("choices") or ():
+                _add(found.setdefault(choice["index"], ChoiceTold()), choice)
+        return found
+
+    @property
+    def usage(self) -> tuple[int, int]:
+        """Prompt and completion tokens; how many were cached depends on who served."""
+        for event in reversed(self._messages()):
+            if event.get("usage"):
+                return event["usage"]["prompt_tokens"], event["usage"]["completion_tokens"]
+        return 0, 0
+
+    @property
+    def served(self) -> dict[str, Any]:
+        return next((e["hearth"] for e in reversed(self._messages()) if e.get("hearth")), {})
+
+    @property
+    def ttft_s(self) -> float:
+        return self.arrivals[0] - self.started
+
+    def pause_since(self, moment: float) -> float:
+        """The longest silence that ended after `moment`, seconds; before that nothing broke."""
+        times = [self.started, *self.arrivals]
+        pairs = itertools.pairwise(times)
+        return max((b - max(a, moment) for a, b in pairs if b > moment), default=0.0)
+
+    def __str__(self) -> str:
+        tail = b" ".join(self.events[-1:])[:300]
+        return f"{self.gateway} {self.status} {self.trouble or 'ended'} {tail!r}"
+
+    def _messages(self) -> list[dict[str, Any]]:
+        return [
+            msgspec.json.decode(event.partition(b"data:")[2])
+            for event in self.events
+            if event.startswith(b"data: {")
+        ]
+
+
+def _add(told: ChoiceTold, choice: dict[str, Any]) -> None:
+    delta = choice.get("delta") or {}
+    told.text += choice.get("text") or delta.get("content") or ""
+    if choice.get("finish_reason"):
+        told.finish_reasons.append(choice["finish_reason"])
+    logprobs = choice.get("logprobs") or {}
+    if "content" in logprobs:
+        told.logprobs += logprobs["content"] or ()
+    elif "tokens" in logprobs:
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        told.logprobs += zip(*(logprobs[name] for name in names), strict=True)
+
+
+async def converse(exchange: Exchange, url: str, api_key: str, path: str) -> Exchange:
+    """Runs it to its end, however it ends; what went wrong is noted in it."""
+    parts = urlsplit(url)
+    exchange.started = time.monotonic()
+    writer = None
+    try:
+        reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+        writer.write(http_request(url, api_key, path, exchange.body))
+        await _read(exchange, reader)
+    except OSError as error:
+        exchange.trouble = repr(error)
+    finally:
+        exchange.ended = time.monotonic()
+        exchange.first_event.set()
+        if writer is not None:
+            writer.close()
+    return exchange
+
+
+async def _read(exchange: Exchange, reader: asyncio.StreamReader) -> None:
+    body, head, rest = BodyReader(), b"", b""
+    while not body.is_complete:
+        data = await reader.read(READ_BYTES)
+        if not data:
+            exchange.trouble = "the connection ended"
+            return
+        if not exchange.headers:
+            head += data
+            exchange.headers = head.partition(b"\r\n\r\n")[0] if b"\r\n\r\n" in head else b""
+        *events, rest = (rest + body.feed(data)).split(b"\n\n")
+        exchange.status = body.status
+        _take(exchange, events)
+    if rest:
+        _take(exchange, [rest])
+
+
+def _take(exchange: Exchange, events: list[bytes]) -> None:
+    now = time.monotonic()
+    for event in events:
+        if event == DONE:
+            exchange.is_done = True
+        else:
+            exchange.events.append(event)
+            exchange.arrivals.append(now)
+            exchange.first_event.set()

@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from tests.chaos.__main__ import running_chaos
+from tests.chaos.chaos import Chaos
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def chaos(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Chaos]:
+    """Two of everything on the timing engine, and what it answers undisturbed."""
+    async with running_chaos(tmp_path_factory.mktemp("chaos")) as running:
+        yield running

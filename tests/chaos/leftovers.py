@@ -1,0 +1,52 @@
+"""What a process may not hold when no request is open."""
+
+from __future__ import annotations
+
+# Objects that live for one request, one try or one connection, by where they are.
+PER_REQUEST = frozenset(
+    {
+        "services.gateway.answer.Answer",
+        "services.gateway.choice_tokens.ChoiceTokens",
+        "services.gateway.delivery.Delivery",
+        "services.gateway.gathering.Gathering",
+        "services.gateway.placements.Early",
+        "services.gateway.stream.Placement",
+        "services.gateway.stream.Stream",
+        "services.scheduler.admission.Ticket",
+        "services.decode.emitter.Output",
+        "services.decode.handoff.Handoff",
+        "services.decode.placement.Placement",
+        "services.decode.receiver.Receipt",
+        "services.prefill.sender.Push",
+        "services.prefill.service.Prefill",
+        "shared.engine.batcher.ScheduledSequence",
+        "shared.engine.sequence.Sequence",
+        "shared.engine.token_counts.TokenCounts",
+    }
+)
+# A link from each prefill worker to each decode worker stays open, with its staging memory.
+MAX_MEMFDS = 2
+# Of listening, polling and one connection to each peer, which open when they are first needed.
+MORE_DESCRIPTORS = 6
+# What an idle process starts and ends all the time (a census makes others late, who are asked), and
+# the inbox of its first own request.
+MORE_TASKS = {
+    "task Heart._ask": 10,
+    "task Event.wait": 1,
+    "task MonotonicClock.sleep": 1,
+    "task Subscription._wait_for_msgs": 1,
+}
+
+
+def left_behind(idle: dict[str, int], now: dict[str, int]) -> dict[str, int]:
+    """What `now` counts beyond `idle`, the census of the same process before any trouble."""
+    found = {name: count for name, count in now.items() if name in PER_REQUEST}
+    for name, count in now.items():
+        allowed = idle.get(name, 0) + MORE_TASKS.get(name, 0)
+        if name.startswith("task ") and count > allowed:
+            found[name] = count
+    if now["memfds"] > MAX_MEMFDS:
+        found["memfds"] = now["memfds"]
+    if now["descriptors"] > idle["descriptors"] + MORE_DESCRIPTORS:
+        found["descriptors"] = now["descriptors"]
+    return found

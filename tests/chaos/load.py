@@ -1,0 +1,95 @@
+"""Clients that never rest: they ask one thing after the other, or leave in the middle of it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from services.local.load_client import http_request
+from tests.chaos.chaos import Asked, Chaos
+
+LONGEST_STAY_S = 1.0
+NUM_CLIENTS = 16
+ENDLESS = 4000  # tokens: what is not dropped would take a minute
+
+
+@dataclass
+class Steady:
+    """`async with` keeps `num_clients` asking until the end of the block; then all have ended."""
+
+    chaos: Chaos
+    num_clients: int = NUM_CLIENTS
+    asked: list[tuple[int, Asked]] = field(default_factory=list)
+    _is_over: bool = False
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    async def __aenter__(self) -> Steady:
+        self._tasks = [asyncio.create_task(self._client(n)) for n in range(self.num_clients)]
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._is_over = True
+        await asyncio.gather(*self._tasks)
+
+    @property
+    def failed(self) -> list[Asked]:
+        """Broken in the middle, never answered, or answered otherwise than undisturbed."""
+        found = []
+        for index, asked in self.asked:
+            is_cut = any(each.is_broken and each.status == 200 for each in asked.tries)
+            is_same = asked.last.is_whole and self.chaos.is_same(index, asked.last)
+            if is_cut or not is_same:
+                found.append(asked)
+        return found
+
+    @property
+    def num_resubmitted(self) -> int:
+        return sum(asked.last.served.get("num_resubmissions", 0) > 0 for _, asked in self.asked)
+
+    @property
+    def num_refused(self) -> int:
+        return sum(each.status != 200 for _, asked in self.asked for each in asked.tries)
+
+    async def _client(self, number: int) -> None:
+        draw = random.Random(number)
+        gateways = [*self.chaos.cluster.urls]
+        while not self._is_over:
+            index = draw.randrange(len(self.chaos.requests))
+            path, body = self.chaos.requests[index]
+            asked = Asked(path, {**body, "cache_salt": f"{number} {draw.random()}"})
+            self.asked.append((index, asked))
+            draw.shuffle(gateways)
+            await self.chaos.ask(asked, gateways)
+
+
+async def leave_early(chaos: Chaos, count: int, *, at_once: int = 48) -> None:
+    """`count` clients that ask and are gone after a while of random length, in whatever phase."""
+    limit, draw = asyncio.Semaphore(at_once), random.Random(count)
+
+    async def one(number: int) -> None:
+        async with limit:
+            await _leave_after(chaos, number, draw.random() ** 2 * LONGEST_STAY_S, draw.random())
+
+    await asyncio.gather(*(one(number) for number in range(count)))
+
+
+async def _leave_after(chaos: Chaos, number: int, stay_s: float, chance: float) -> None:
+    url = [*chaos.cluster.urls.values()][number % len(chaos.cluster.urls)]
+    path, body = chaos.requests[number % len(chaos.requests)]
+    parts = urlsplit(url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    endless = {**body, "max_tokens": ENDLESS, "stop": None}
+    if chance < 0.7:
+        endless["cache_salt"] = f"leaves {number}"
+    writer.write(http_request(url, chaos.cluster.api_key, path, endless))
+    try:
+        async with asyncio.timeout(stay_s):
+            while await reader.read(65536):
+                pass
+    except TimeoutError:
+        pass
+    if chance < 0.5:
+        writer.transport.abort()  # without a word, as when a machine is gone
+    writer.close()

@@ -1,0 +1,45 @@
+"""SIGTERM: a process leaves with what it has in hand done, and nobody notices."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from tests.chaos.chaos import Chaos
+from tests.chaos.load import Steady
+
+MAX_DRAIN_S = 30.0
+
+
+class Restart(msgspec.Struct, kw_only=True):
+    """One process, sent away under load and started again. Seconds."""
+
+    process: str
+    exit_status: int
+    drain_s: float
+    back_s: float  # from its start until every gateway knew it again
+
+
+async def restart_each(chaos: Chaos, names: list[str]) -> tuple[list[Restart], Steady]:
+    """In turn, while clients go on asking; what they saw is in the load."""
+    restarts = []
+    async with Steady(chaos) as load:
+        for name in names:
+            restarts.append(await _restart(chaos, name))
+    return restarts, load
+
+
+async def _restart(chaos: Chaos, name: str) -> Restart:
+    started = time.monotonic()
+    chaos.cluster.terminate(name)
+    status = await chaos.cluster.ended(name, MAX_DRAIN_S)
+    ended = time.monotonic()
+    await chaos.cluster.restart(name)
+    await chaos.cluster.wait_until_ready()
+    return Restart(
+        process=name,
+        exit_status=status,
+        drain_s=round(ended - started, 3),
+        back_s=round(time.monotonic() - ended, 3),
+    )

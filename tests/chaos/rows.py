@@ -1,0 +1,220 @@
+"""One row of the matrix: a fault that meets one process while 32 streams are in one phase.
+
+What a row has to show: every request ends whole, each answer is the one of the undisturbed run, to
+the last logprob, and afterwards no worker holds anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from shared.messages import AbortRequest, CancelQueued, Placed
+from tests.chaos.chaos import Asked, Chaos
+from tests.chaos.clients import Exchange
+from tests.chaos.cluster import SERVERS, ChaosCluster
+from tests.chaos.logs import given_up, suspicions
+from tests.chaos.phases import Phase, reach
+
+Fault = Literal["kill", "freeze"]
+
+VICTIMS = (
+    "decode-1",
+    "prefill-1",
+    "scheduler-1",
+    "kv_index-1",
+    "gateway-1",
+    "nats-server",
+    "redis-server",
+)
+
+FROZEN_S = 2.0  # beyond every detection, and back while most streams still run elsewhere
+FROZEN_SERVER_S = 4.0  # so long that connections are given up
+FROZEN_GATEWAY_S = 6.0  # longer than its workers' lease: they have dropped what it owned
+SERVER_OUTAGE_S = 0.5  # a supervisor starts a server again after that
+NUM_LATE = 4  # requests that come while the fault lasts
+LATE_AFTER_S = 0.2
+ROW_TIMEOUT_S = 60.0
+
+
+class Row(msgspec.Struct, kw_only=True):
+    """Seconds. `excess_s`: the longest pause less what computing it again takes undisturbed: the
+    same stream's time to its first token, among all others, where only the spares are there. Who
+    waits in a queue does so by chance: there, the longest such time of all.
+    """
+
+    fault: str
+    process: str
+    phase: str
+    streams: int
+    lost: int
+    altered: int
+    resubmitted: int
+    broken: int  # connections of a dead gateway: their clients ask again, elsewhere
+    refused: int  # 429 or 503 with Retry-After: their clients ask again
+    suspected: int  # times that a process was suspected to which nothing had been done
+    detect_s: float | None
+    longest_pause_s: float
+    excess_s: float
+    outage_s: float | None  # of a server or a frozen gateway, which nothing can shorten
+    whole_after_s: float | None  # until every pool was whole, from the last answer; None: never
+
+    @property
+    def is_bad(self) -> bool:
+        return bool(self.lost or self.altered or self.whole_after_s is None)
+
+    def __str__(self) -> str:
+        words = [f"{self.fault:6} {self.process:12} {self.phase:12}"]
+        for name, value in msgspec.to_builtins(self).items():
+            if isinstance(value, int | float):
+                words.append(f"{name} {value:g}")
+        return "  ".join(words)
+
+
+@dataclass
+class Strike:
+    """A fault, whom it met and when, and whose requests were open then or came while it lasted."""
+
+    fault: Fault
+    victim: str
+    phase: Phase
+    asked: list[Asked]
+    late: list[Asked] = field(default_factory=list)
+    at: float = field(default_factory=time.monotonic)
+    wall: float = field(default_factory=time.time)  # the same moment, as logs tell it
+
+    @property
+    def repaired_at(self) -> float:
+        """When a frozen victim thaws, and fences what it still names; a dead one says nothing."""
+        return self.at + _frozen_s(self.victim) if self.fault == "freeze" else math.inf
+
+    @property
+    def everyone(self) -> list[tuple[int, Asked]]:
+        return [*enumerate(self.asked), *enumerate(self.late)]
+
+    @property
+    def tries(self) -> list[Exchange]:
+        return [each for _, asked in self.everyone for each in asked.tries]
+
+    @property
+    def broken(self) -> list[Exchange]:
+        """Cut off by the death of their gateway, as they must be."""
+        is_dead_gateway = self.fault == "kill" and self.victim.startswith("gateway")
+        return [
+            e for e in self.tries if e.is_broken and is_dead_gateway and e.gateway == self.victim
+        ]
+
+    @property
+    def lost(self) -> int:
+        """Cut off without such a reason, or without a whole answer in the end."""
+        cut = {id(each) for each in self.tries if each.is_broken} - {id(e) for e in self.broken}
+        return len(cut | {id(a.last) for _, a in self.everyone if not a.last.is_whole})
+
+
+async def run_row(chaos: Chaos, fault: Fault, victim: str, phase: Phase) -> Row:
+    cluster = chaos.cluster
+    chaos.monitor.forget()
+    asked, tasks = chaos.ask_all()
+    await reach(phase, chaos.monitor, asked, victim)
+    strike = Strike(fault, victim, phase, asked)
+    cluster.kill(victim) if fault == "kill" else cluster.freeze(victim)
+    repair = asyncio.create_task(_repair(cluster, fault, victim))
+    strike.late, late_tasks = await _ask_late(chaos, victim)
+    _, unfinished = await asyncio.wait([*tasks, *late_tasks], timeout=ROW_TIMEOUT_S)
+    for task in unfinished:
+        task.cancel()
+    outage_s = await repair
+    if fault == "kill" and victim not in SERVERS:
+        await cluster.restart(victim)
+    await cluster.wait_until_ready()
+    try:
+        whole_after_s: float | None = await chaos.wait_until_whole()
+    except TimeoutError:
+        whole_after_s = None
+    return _row(chaos, strike, outage_s, whole_after_s)
+
+
+async def _ask_late(chaos: Chaos, victim: str) -> tuple[list[Asked], list[asyncio.Task[None]]]:
+    await asyncio.sleep(LATE_AFTER_S)
+    gateways = [each for each in chaos.cluster.urls if each != victim]
+    salt = {"cache_salt": f"late {time.monotonic()}"}
+    late = [Asked(path, body | salt) for path, body in chaos.requests[:NUM_LATE]]
+    return late, [asyncio.create_task(chaos.ask(each, gateways)) for each in late]
+
+
+async def _repair(cluster: ChaosCluster, fault: Fault, victim: str) -> float | None:
+    """Seconds that nobody could have been served by the victim, where it has no spare."""
+    started = time.monotonic()
+    if fault == "freeze":
+        await asyncio.sleep(_frozen_s(victim))
+        cluster.thaw(victim)
+    elif victim in SERVERS:
+        await asyncio.sleep(SERVER_OUTAGE_S)
+        await cluster.restart(victim)
+    is_lasting = victim == "nats-server" or (fault == "freeze" and victim.startswith("gateway"))
+    return time.monotonic() - started if is_lasting else None
+
+
+def _frozen_s(victim: str) -> float:
+    if victim in SERVERS:
+        return FROZEN_SERVER_S
+    return FROZEN_GATEWAY_S if victim.startswith("gateway") else FROZEN_S
+
+
+def _row(chaos: Chaos, strike: Strike, outage_s: float | None, whole_after_s: float | None) -> Row:
+    everyone, pauses = strike.everyone, _pauses(chaos, strike)
+    return Row(
+        fault=strike.fault,
+        process=strike.victim,
+        phase=strike.phase,
+        streams=len(everyone),
+        lost=strike.lost,
+        altered=sum(a.last.is_whole and not chaos.is_same(i, a.last) for i, a in everyone),
+        resubmitted=sum(a.last.served.get("num_resubmissions", 0) > 0 for _, a in everyone),
+        broken=len(strike.broken),
+        refused=sum(e.status in (429, 503) and e.has_retry_after for e in strike.tries),
+        suspected=len(suspicions(chaos.cluster, strike.victim, strike.wall)),
+        detect_s=_rounded(_detected(chaos, strike)),
+        longest_pause_s=round(max((p for p, _ in pauses), default=0.0), 3),
+        excess_s=round(max((e for _, e in pauses), default=0.0), 3),
+        outage_s=_rounded(outage_s),
+        whole_after_s=_rounded(whole_after_s),
+    )
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 3)
+
+
+def _pauses(chaos: Chaos, strike: Strike) -> list[tuple[float, float]]:
+    """(pause, pause less the time to compute it again) of each stream that was not broken."""
+    true, found = chaos.undisturbed, []
+    recompute_s = true.ttft_without_s.get(strike.victim, true.ttft_s)
+    if strike.phase == "queued":
+        recompute_s = [max(recompute_s)] * len(recompute_s)
+    for each, again_s in zip(strike.asked, recompute_s, strict=True):
+        if len(each.tries) == 1 and each.last.is_whole:
+            pause_s = each.last.pause_since(strike.at)
+            found.append((pause_s, pause_s - again_s))
+    return found
+
+
+def _detected(chaos: Chaos, strike: Strike) -> float | None:
+    """Until the last of the victim's requests was taken from it, which is told in that moment."""
+    monitor, victim = chaos.monitor, strike.victim
+    if victim.startswith("prefill"):
+        after = [at - strike.wall for at in given_up(chaos.cluster, victim, strike.wall)]
+        return max(after, default=None)
+    placed = {each.message.placement_id for each in monitor.of(Placed)}
+    times = [each.at for each in monitor.of(CancelQueued, victim)]
+    for each in monitor.of(AbortRequest, victim):
+        if each.message.reason == "superseded" and each.message.placement_id in placed:
+            times.append(each.at)
+    return max(
+        (at - strike.at for at in times if strike.at < at < strike.repaired_at), default=None
+    )

@@ -1,0 +1,118 @@
+"""A short cut through the matrix, on one cluster: what has to be true however fast the machine is.
+
+Times are held to their bars by `scripts/chaos`, which has the machine to itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from tests.chaos.chaos import Chaos
+from tests.chaos.clients import Exchange, converse
+from tests.chaos.load import leave_early
+from tests.chaos.phases import Phase
+from tests.chaos.restarts import restart_each
+from tests.chaos.rows import Fault, run_row
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+LEASE_S = 3.0 + 1.0  # of a gateway's placements, after its silence was noticed
+SLACK_S = 3.0
+LONG = {"max_tokens": 4000, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.mark.parametrize(
+    ("fault", "victim", "phase"),
+    [
+        ("kill", "decode-1", "decoding"),
+        ("freeze", "decode-1", "decoding"),
+        ("kill", "prefill-1", "transferring"),
+        ("freeze", "scheduler-1", "placed"),
+        ("kill", "nats-server", "finishing"),
+        ("freeze", "redis-server", "placed"),
+    ],
+)
+async def test_every_answer_is_the_undisturbed_one(
+    chaos: Chaos, fault: Fault, victim: str, phase: Phase
+) -> None:
+    row = await run_row(chaos, fault, victim, phase)
+    assert (row.lost, row.altered) == (0, 0), row
+    assert row.whole_after_s is not None, row
+    if victim.startswith("decode"):
+        assert row.resubmitted > 0, row
+        assert row.detect_s is not None
+
+
+async def test_clients_that_leave_take_everything_with_them(chaos: Chaos) -> None:
+    await leave_early(chaos, 300)
+    await chaos.wait_until_whole()
+    assert await chaos.leftovers() == {}
+
+
+async def test_what_a_dead_gateway_owned_is_dropped(chaos: Chaos) -> None:
+    """Its clients see a broken connection; its workers must not compute for nobody."""
+    cluster = chaos.cluster
+    exchanges = [_long(chaos, "gateway-1", f"orphan {number}") for number in range(4)]
+    tasks = [asyncio.create_task(each) for each, _ in exchanges]
+    await asyncio.gather(*(exchange.first_event.wait() for _, exchange in exchanges))
+    cluster.kill("gateway-1")
+    killed_at = time.monotonic()
+    await asyncio.gather(*tasks)
+    assert all(exchange.is_broken for _, exchange in exchanges)
+    await chaos.wait_until_whole(timeout_s=LEASE_S + SLACK_S)
+    assert time.monotonic() - killed_at > 1.0  # they had more to compute than that
+    await cluster.restart("gateway-1")
+    await cluster.wait_until_ready()
+
+
+async def test_a_second_signal_forces_and_the_stream_goes_on_elsewhere(chaos: Chaos) -> None:
+    cluster = chaos.cluster
+    asking, exchange = _long(chaos, "gateway-1", "forced", max_tokens=300)
+    task = asyncio.create_task(asking)
+    await exchange.first_event.wait()
+    victim = await chaos.monitor.wait(_running_decode(chaos))
+    cluster.terminate(victim)
+    await chaos.monitor.wait(lambda: chaos.monitor.newest[victim].state == "draining")
+    cluster.terminate(victim)
+    assert await cluster.ended(victim, 5.0) == 1
+    await task
+    assert exchange.is_whole, exchange
+    assert exchange.served["num_resubmissions"] == 1
+    await cluster.restart(victim)
+    await cluster.wait_until_ready()
+
+
+async def test_a_rolling_restart_fails_no_request(chaos: Chaos) -> None:
+    names = [name for name in chaos.cluster.services if name.endswith("-1")]
+    restarts, load = await restart_each(chaos, names)
+    assert [each.exit_status for each in restarts] == [0] * len(names), restarts
+    assert len(load.asked) > len(names)
+    assert load.failed == []
+    assert load.num_resubmitted == 0  # who leaves does what it has in hand
+    await chaos.wait_until_whole()
+
+
+def _long(
+    chaos: Chaos, gateway: str, salt: str, **options: object
+) -> tuple[Coroutine[Any, Any, Exchange], Exchange]:
+    """A stream that lasts, and the record that it fills."""
+    body = {**chaos.requests[0][1], **LONG, "cache_salt": salt, **options}
+    exchange = Exchange(body, gateway)
+    url, path = chaos.cluster.urls[gateway], chaos.requests[0][0]
+    return converse(exchange, url, chaos.cluster.api_key, path), exchange
+
+
+def _running_decode(chaos: Chaos) -> Callable[[], str | None]:
+    """The decode worker that has something to do, once one of them says so."""
+
+    def found() -> str | None:
+        newest = chaos.monitor.newest
+        busy = (n for n in chaos.cluster.named("decode") if newest[n].load.num_running)
+        return next(busy, None)
+
+    return found

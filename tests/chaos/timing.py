@@ -1,0 +1,46 @@
+"""A worker on the timing engine, with the demo model's name and vocabulary."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import typer
+
+from services.local.service_options import service_command
+from services.worker import build_worker
+from shared.clock import MonotonicClock
+from shared.config import WorkerConfig
+from shared.engine.timing_engine import STATE_BYTES, StepCost, TimingRunner
+from shared.process import run_service
+
+VOCAB_SIZE = 2048  # of the demo model's tokenizer, which the gateways have
+SECONDS_PER_TOKEN = 60e-6
+
+
+class ModelledTimingRunner(TimingRunner):
+    revision = "timing"
+    eos_token_ids = (4,)
+
+
+def run_timing_worker(role: Literal["prefill", "decode"], step_s: float) -> None:
+    """Takes the options of `hearth ROLE` from the command line."""
+
+    def load(config: WorkerConfig) -> ModelledTimingRunner:
+        return ModelledTimingRunner(
+            MonotonicClock(),
+            num_blocks=config.kv_cache_bytes // (config.block_size * STATE_BYTES),
+            block_size=config.block_size,
+            vocab_size=VOCAB_SIZE,
+            cost=StepCost(base_s=step_s, per_token_s=SECONDS_PER_TOKEN),
+        )
+
+    def run(config: WorkerConfig) -> int:
+        return run_service(
+            config.process_id,
+            lambda: build_worker(config, (role,), load),
+            drain_timeout_s=config.drain_timeout_s,
+        )
+
+    app = typer.Typer(add_completion=False)
+    app.command()(service_command(WorkerConfig, role, run))
+    app()
