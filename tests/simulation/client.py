@@ -35,6 +35,7 @@ class Client:
         self.gateway_id = ""
         self.choices = [Told() for _ in range(plan.num_choices)]
         self.prompt_logprobs: list[tuple[TokenLogprobs, ...]] = []
+        self.asked_at = 0.0
         self.opened_at: float | None = None  # accepted
         self.refused: HearthError | None = None  # at the door
         self.end: End | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from math import inf
 from random import Random
 
 import msgspec
@@ -12,9 +13,11 @@ from shared.kv_wire.link import FrameHeader
 from shared.messages import Role
 from tests.simulation.bus import SimulatedNetwork
 from tests.simulation.client import Client
+from tests.simulation.excuses import Trouble
 from tests.simulation.gateway import SimulatedGateway
 from tests.simulation.kv_link import HARMLESS, DataPlane, FrameFate
 from tests.simulation.members import AnyHost, Member, SimulatedIndex, SimulatedScheduler
+from tests.simulation.monitor import Monitor, tasks_left
 from tests.simulation.plan import TENANTS, Fault, Plan
 from tests.simulation.store import MemoryStore
 from tests.simulation.workers import SimulatedWorker
@@ -37,7 +40,8 @@ class Fleet:
         self.store = MemoryStore()
         self.members: dict[str, Member] = {}
         self.clients = [Client(request) for request in plan.requests]
-        self.num_given_up = 0
+        self.monitor = Monitor()
+        self.troubles: list[Trouble] = []
         self._random = Random(plan.seed + 1)
         self._num_lives = 0
         self._noise = 0.0
@@ -64,6 +68,11 @@ class Fleet:
         return [host for host in self.hosts() if isinstance(host, SimulatedWorker)]
 
     def _host(self, role: str, process_id: str) -> AnyHost:
+        host = self._new_host(role, process_id)
+        self.monitor.watch(host)
+        return host
+
+    def _new_host(self, role: str, process_id: str) -> AnyHost:
         self._num_lives += 1
         seed = self.plan.seed * _SEED_STEP + self._num_lives
         fleet = self.plan.fleet
@@ -106,14 +115,13 @@ class Fleet:
                 gateway = self._random.choice(gateways)
                 gateway.process.start(gateway.serve(client))
 
-    def is_quiet(self) -> bool:
-        """Nothing is left of any request, on any process that lives."""
-        return not any(client.is_open for client in self.clients) and not self.leaks()
-
     def leaks(self) -> list[str]:
-        return [
-            f"{host.process.process_id}: {each}" for host in self.hosts() for each in host.leaks()
-        ]
+        """What is left of requests, on any process that lives."""
+        found = []
+        for host in self.hosts():
+            found += [f"{host.process.process_id}: {each}" for each in host.leaks()]
+            found += tasks_left(host)
+        return found
 
     # ── faults ───────────────────────────────────────────────────────────────────────────────────
 
@@ -125,6 +133,14 @@ class Fleet:
 
     async def _befall(self, fault: Fault) -> None:
         await self._until(fault.at_s)
+        loop = asyncio.get_running_loop()
+        trouble = Trouble(fault, loop.time())
+        self.troubles.append(trouble)
+        await self._inflict(fault)
+        is_over = fault.kind not in ("kill", "drain") or fault.comes_back
+        trouble.ended = loop.time() if is_over else inf
+
+    async def _inflict(self, fault: Fault) -> None:
         match fault.kind:
             case "kill" | "drain":
                 await self._end(fault)
@@ -230,7 +246,6 @@ class Fleet:
 
     def _given_up(self, placement_id: bytes) -> None:
         """What a gateway gave up draws other tokens from now on: they must not reach anybody."""
-        self.num_given_up += 1
         for worker in self.workers():
             placement = worker.decode._placements.get(placement_id) if worker.decode else None
             for sequence in placement.choices.values() if placement else ():

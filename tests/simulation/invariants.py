@@ -2,14 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tests.simulation.client import Client
+from tests.simulation.excuses import unexplained
 from tests.simulation.expected import Expected, expected_of, expected_prompt_logprobs
 from tests.simulation.fleet import Fleet
 
+# Faults that no process may take for the loss of another.
+UNSUSPICIOUS = {"nats_restart", "nats_hang", "redis_away", "link_drop", "link_noise", "slow"}
+# Faults after which no request may have been submitted a second time.
+UNDISTURBING = {"redis_away", "link_drop", "link_noise", "slow"}
+# Faults that can lose an acknowledgement, so that an ending is kept until its time is over.
+FORGETFUL = {"noise", "nats_restart", "nats_hang", "cut_off", "freeze"}
+SOON_S = 6.0
+SETTLE_S = 40.0
 
-def wrongs_of(fleet: Fleet) -> list[str]:
-    found = [f"left over: {each}" for each in fleet.leaks()]
+
+def settling_s(fleet: Fleet) -> float:
+    """How long after the last request's end and the last fault something may still be held."""
+    is_forgetful = any(fault.kind in FORGETFUL for fault in fleet.plan.faults)
+    return SETTLE_S if is_forgetful else SOON_S
+
+
+def held_too_long(fleet: Fleet) -> list[str]:
+    """SOON_S after the end: tokens that wait for their acknowledgement hold no blocks."""
+    return [each for each in fleet.leaks() if " ended: " not in each and " emitter: " not in each]
+
+
+def wrongs_of(fleet: Fleet, events: Mapping[str, int]) -> list[str]:
+    found = [f"left over: {each}" for each in fleet.leaks()] + list(fleet.monitor.wrongs)
+    kinds = {fault.kind for fault in fleet.plan.faults}
+    if events["peer_lost"] and kinds <= UNSUSPICIOUS:
+        found.append(f"{events['peer_lost']} times a peer was taken for lost")
     for client in fleet.clients:
+        reason = unexplained(client, fleet.plan, fleet.troubles)
+        if reason is not None:
+            found.append(f"{client.plan.request_id}: {reason}")
+        if client.end is not None and client.end.num_resubmissions and kinds <= UNDISTURBING:
+            found.append(f"{client.plan.request_id}: was submitted again for no reason")
         found += [f"{client.plan.request_id}: {each}" for each in wrongs_of_client(client)]
     return found
 

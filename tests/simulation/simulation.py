@@ -15,12 +15,12 @@ import structlog
 from tests.simulation.clock import VirtualLoop
 from tests.simulation.drawing import plan_of
 from tests.simulation.fleet import Fleet
-from tests.simulation.invariants import wrongs_of
+from tests.simulation.invariants import SOON_S, held_too_long, settling_s, wrongs_of
 from tests.simulation.plan import Plan
 from tests.simulation.process import owned_task
 
-SETTLE_S = 40.0  # an ending that nobody acknowledges is kept for 30 s
 LIMIT_S = 400.0
+LOOK_S = 0.05
 
 
 @dataclass
@@ -78,7 +78,7 @@ def run_plan(plan: Plan) -> Outcome:
         broken: list[str] = []
         loop.set_exception_handler(lambda _, context: broken.append(repr(context)))
         try:
-            outcome = loop.run_until_complete(_run(plan))
+            outcome = loop.run_until_complete(_run(plan, taken))
         finally:
             asyncio.set_event_loop(None)
             loop.close()
@@ -88,7 +88,7 @@ def run_plan(plan: Plan) -> Outcome:
     return outcome
 
 
-async def _run(plan: Plan) -> Outcome:
+async def _run(plan: Plan, taken: Journal) -> Outcome:
     loop, fleet = asyncio.get_running_loop(), Fleet(plan)
     digest = blake2b(digest_size=8)
 
@@ -97,25 +97,40 @@ async def _run(plan: Plan) -> Outcome:
 
     fleet.network.taps.append(note)
     outcome = Outcome(plan.seed, [], "")
-    try:
-        async with asyncio.timeout(LIMIT_S):
-            await fleet.start()
-            await asyncio.gather(fleet.serve(), fleet.suffer())
-            while any(client.is_open for client in fleet.clients):
-                await asyncio.sleep(0.05)
-    except TimeoutError:
-        outcome.wrongs.append(f"requests are open after {LIMIT_S:g} s")
-    ended_at = loop.time()
-    while not fleet.is_quiet() and loop.time() < ended_at + SETTLE_S:
-        await asyncio.sleep(0.05)
-    outcome.settled_s = loop.time() - ended_at
-    outcome.wrongs += wrongs_of(fleet)
+    await _live(fleet, outcome)
+    await _settle(fleet, outcome)
+    outcome.wrongs += wrongs_of(fleet, taken.events)
     for client in fleet.clients:
         outcome.endings[ending_of(client)] += 1
         digest.update(repr((client.ended_at, client.choices)).encode())
     outcome.digest, outcome.virtual_s = digest.hexdigest(), loop.time()
     await stop(fleet)
     return outcome
+
+
+async def _live(fleet: Fleet, outcome: Outcome) -> None:
+    """Until every request has ended and every fault has passed."""
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            await fleet.start()
+            busy = asyncio.gather(fleet.serve(), fleet.suffer())
+            while not busy.done() or any(client.is_open for client in fleet.clients):
+                fleet.monitor.look(fleet.hosts())
+                await asyncio.sleep(LOOK_S)
+            busy.result()
+    except TimeoutError:
+        outcome.wrongs.append(f"requests are open after {LIMIT_S:g} s")
+
+
+async def _settle(fleet: Fleet, outcome: Outcome) -> None:
+    loop = asyncio.get_running_loop()
+    ended_at, is_late = loop.time(), False
+    while fleet.leaks() and loop.time() < ended_at + settling_s(fleet):
+        await asyncio.sleep(LOOK_S)
+        if not is_late and loop.time() > ended_at + SOON_S:
+            is_late = True
+            outcome.wrongs += [f"held too long: {each}" for each in held_too_long(fleet)]
+    outcome.settled_s = loop.time() - ended_at
 
 
 async def stop(fleet: Fleet) -> None:
