@@ -37,7 +37,7 @@ def _fleet(random: Random) -> FleetPlan:
         num_gateways=random.choice((1, 1, 1, 2)),
         num_schedulers=random.choice((1, 2, 2)),
         num_indices=random.choice((0, 1, 1)),
-        num_prefill=random.choice((0, 1, 1, 2)),
+        num_prefill=random.choice((0, 1, 1, 2, 2)),
         num_decode=random.choice((1, 2, 2)) if not num_both else random.choice((0, 1, 2)),
         num_both=num_both,
         num_blocks=random.choice((16, 32, 64)),
@@ -48,7 +48,7 @@ def _fleet(random: Random) -> FleetPlan:
             per_token_s=random.choice((20e-6, 500e-6, 5e-3, 20e-3)),
         ),
         copy_s=random.choice((0.0, 0.0005, 0.02)),
-        max_queued_requests=random.choice((3, 100, 100, 100)),
+        max_queued_requests=random.choice((2, 100, 100, 100)),
     )
 
 
@@ -56,12 +56,13 @@ def _requests(random: Random, fleet: FleetPlan) -> tuple[RequestPlan, ...]:
     longest = min(fleet.num_blocks * BLOCK_SIZE // 2, int(2.0 / fleet.cost.per_token_s))
     stems = [_tokens(random, random.randint(BLOCK_SIZE, longest // 2)) for _ in range(2)]
     plans = []
-    for index in range(random.randint(2, 7)):
+    is_burst = random.random() < 0.15
+    for index in range(random.randint(6, 12) if is_burst else random.randint(2, 7)):
         stem = random.choice([(), *stems])
         own = _tokens(random, random.choice((1, 3, random.randint(1, longest - len(stem)))))
         plan = RequestPlan(
             request_id=f"r{index}",
-            at_s=round(random.uniform(0.0, 3.0), 3),
+            at_s=1.0 if is_burst else round(random.uniform(0.0, 3.0), 3),
             tenant_id=random.choice(TENANTS[:2]),
             prompt=(*stem, *own),
             num_choices=random.choice((1, 1, 1, 2, 3)),
@@ -109,8 +110,8 @@ _THEMES: tuple[tuple[FaultKind, ...], ...] = (
     ("kill",),
     ("freeze",),
     ("kill", "freeze"),
-    ("noise",),
-    ("noise", "kill", "freeze"),
+    ("noise", "deaf"),
+    ("noise", "deaf", "kill", "freeze"),
     ("link_drop", "link_noise"),
     ("link_drop", "link_noise", "kill", "freeze"),
     ("nats_restart", "nats_hang"),
@@ -121,7 +122,7 @@ _THEMES: tuple[tuple[FaultKind, ...], ...] = (
     ("cut_off", "redis_away"),
     (
         "kill", "freeze", "slow", "wedge", "drain", "cut_off",
-        "nats_restart", "nats_hang", "redis_away", "noise", "link_drop", "link_noise",
+        "nats_restart", "nats_hang", "redis_away", "noise", "deaf", "link_drop", "link_noise",
     ),
 )  # fmt: skip
 
@@ -163,12 +164,20 @@ def _fault(random: Random, fleet: FleetPlan, kind: FaultKind) -> Fault:
             )
         case "nats_restart" | "nats_hang" | "redis_away":
             return Fault(at_s=at_s, kind=kind, duration_s=random.uniform(0.1, 4.0))
+        case "deaf":
+            return Fault(
+                at_s=at_s,
+                kind=kind,
+                target=random.choice(anybody),
+                other=random.choice(anybody),
+                duration_s=random.uniform(0.5, LAST_FAULT_S),
+            )
         case "noise" | "link_noise":
             return Fault(
                 at_s=at_s,
                 kind=kind,
                 duration_s=random.uniform(1.0, LAST_FAULT_S),
-                amount=random.choice((0.02, 0.1, 0.25)),
+                amount=random.choice((0.02, 0.1, 0.4)),
             )
         case "link_drop":
             return Fault(at_s=at_s, kind=kind, target=random.choice(workers))

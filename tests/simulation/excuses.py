@@ -29,7 +29,7 @@ WORK_S = 90.0  # more than all requests of a plan take together
 LATE_S = 0.3
 LOOK_S = 0.3  # how much sooner than its window a gateway stops looking
 NATS_FAULTS = ("nats_restart", "nats_hang")
-PROCESS_FAULTS = ("kill", "drain", "freeze", "cut_off", "slow", "wedge")
+PROCESS_FAULTS = ("kill", "drain", "freeze", "cut_off", "deaf", "slow", "wedge")
 
 
 @dataclass
@@ -37,6 +37,10 @@ class Trouble:
     fault: Fault
     began: float
     ended: float = inf
+
+    def touches(self, process_id: str) -> bool:
+        fault = self.fault
+        return process_id in (fault.target, fault.other) and fault.kind in PROCESS_FAULTS
 
 
 def unexplained(client: Client, plan: Plan, troubles: list[Trouble]) -> str | None:
@@ -65,7 +69,7 @@ def lacks(plan: Plan, gateway_id: str, troubles: list[Trouble]) -> list[tuple[fl
         _span(each)
         for each in troubles
         if each.fault.kind in NATS_FAULTS
-        or (each.fault.target == gateway_id and each.fault.kind in PROCESS_FAULTS)
+        or each.touches(gateway_id)
     ]
     for process_ids in (ids["scheduler"], ids["decode"] + ids["worker"]):
         found += _all_in_trouble(process_ids, troubles)
@@ -133,7 +137,7 @@ def _all_in_trouble(process_ids: list[str], troubles: list[Trouble]) -> list[tup
         [
             _span(each)
             for each in troubles
-            if each.fault.target == process_id and each.fault.kind in PROCESS_FAULTS
+            if each.touches(process_id)
         ]
         for process_id in process_ids
     ]

@@ -44,8 +44,9 @@ class Fleet:
         self.troubles: list[Trouble] = []
         self._random = Random(plan.seed + 1)
         self._num_lives = 0
-        self._noise = 0.0
-        self._link_noise = 0.0
+        self._noises: list[Fault] = []
+        self._deaf: list[Fault] = []
+        self._link_noises: list[Fault] = []
 
     # ── who is there ─────────────────────────────────────────────────────────────────────────────
 
@@ -149,15 +150,23 @@ class Fleet:
             case "link_drop":
                 self.members[fault.target].host.drop_links()
             case "noise":
-                self._noise, self.network.fate = fault.amount, self._message_fate
-                await asyncio.sleep(fault.duration_s)
-                self._noise = 0.0
+                await self._disturb(self._noises, fault)
+            case "deaf":
+                await self._disturb(self._deaf, fault)
             case "link_noise":
-                self._link_noise = fault.amount
+                self._link_noises.append(fault)
                 await asyncio.sleep(fault.duration_s)
-                self._link_noise = 0.0
+                self._link_noises.remove(fault)
             case "nats_restart" | "nats_hang" | "redis_away":
                 await self._take_away(fault)
+
+    async def _disturb(self, active: list[Fault], fault: Fault) -> None:
+        active.append(fault)
+        self.network.fate = self._message_fate
+        await asyncio.sleep(fault.duration_s)
+        active.remove(fault)
+        if not self._noises and not self._deaf:
+            self.network.fate = None
 
     async def _end(self, fault: Fault) -> None:
         member = self.members[fault.target]
@@ -224,15 +233,16 @@ class Fleet:
                 network.resume()
 
     def _message_fate(self, subject: str, sender: str, receiver: str) -> tuple[float, ...]:
-        draw = self._random.random()
-        if draw >= self._noise:
+        if any(each.target == receiver and each.other == sender for each in self._deaf):
+            return ()
+        if self._random.random() >= max((each.amount for each in self._noises), default=0.0):
             return (0.0,)
         kind = self._random.randrange(3)
         delay_s = self._random.choice((0.001, 0.02, 0.3)) * self._random.random()
         return ((), (delay_s,), (0.0, delay_s))[kind]
 
     def _frame_fate(self, sender: str, receiver: str, header: FrameHeader) -> FrameFate:
-        if self._random.random() >= self._link_noise:
+        if self._random.random() >= max((each.amount for each in self._link_noises), default=0.0):
             return HARMLESS
         match self._random.randrange(4):
             case 0:

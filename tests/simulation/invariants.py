@@ -14,7 +14,7 @@ UNSUSPICIOUS = {"nats_restart", "nats_hang", "redis_away", "link_drop", "link_no
 # Faults after which no request may have been submitted a second time.
 UNDISTURBING = {"redis_away", "link_drop", "link_noise", "slow"}
 # Faults that can lose an acknowledgement, so that an ending is kept until its time is over.
-FORGETFUL = {"noise", "nats_restart", "nats_hang", "cut_off", "freeze"}
+FORGETFUL = {"noise", "deaf", "nats_restart", "nats_hang", "cut_off", "freeze"}
 SOON_S = 6.0
 SETTLE_S = 40.0
 

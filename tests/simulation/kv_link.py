@@ -107,11 +107,11 @@ class _End(asyncio.Transport):
         self.close()
 
     def break_off(self) -> None:
-        """The connection is gone, for both ends and at once."""
-        self._is_closing = True
+        """The connection is gone for both ends, and what is under way with it."""
         for end in (self, self.peer):
             if end is not None:
-                end.process.arrive(end.lose)
+                end._is_closing = True
+                end._lose_soon()
 
     def lose(self) -> None:
         self._is_closing = True

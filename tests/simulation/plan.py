@@ -11,7 +11,7 @@ from shared.messages import SamplingParams
 FaultKind = Literal[
     "kill", "freeze", "slow", "wedge", "drain", "cut_off",
     "nats_restart", "nats_hang", "redis_away",
-    "noise", "link_drop", "link_noise",
+    "noise", "deaf", "link_drop", "link_noise",
 ]  # fmt: skip
 
 BLOCK_SIZE = 16
@@ -65,6 +65,7 @@ class Fault:
     at_s: float
     kind: FaultKind
     target: str = ""  # a process, or nothing
+    other: str = ""  # whom a deaf one does not hear
     duration_s: float = 0.0
     comes_back: bool = True
     amount: float = 0.0  # of noise: a probability; of slowness: a factor
