@@ -144,12 +144,12 @@ class SimulatedNetwork:
                 GIVEN_UP_AFTER_S, self._disconnect_while_frozen, connection
             )
 
-    def thaw(self, process_id: str) -> None:
+    def thaw(self, process_id: str, *, backlog_after_s: float | None = None) -> None:
         process, connection = self._process(process_id), self._connections.get(process_id)
         if connection is not None and connection.give_up is not None:
             connection.give_up.cancel()
             connection.give_up = None
-        process.thaw()
+        process.thaw(backlog_after_s=backlog_after_s)
         if connection is not None and not connection.is_up:
             self.reconnect_later(process_id)
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Coroutine
 from contextvars import Context
 from typing import Any, TypeVar
 
+from tests.simulation.process import owned_task
+
 T = TypeVar("T")
 
 
@@ -21,6 +23,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def __init__(self) -> None:
         super().__init__()
+        self.set_task_factory(owned_task)  # type: ignore[arg-type]
         self._now = 0.0
         self._timers: list[tuple[float, int, TimerHandle]] = []
         self._num_timers = 0

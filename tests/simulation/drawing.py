@@ -113,6 +113,7 @@ _THEMES: tuple[tuple[FaultKind, ...], ...] = (
     ("noise", "deaf"),
     ("noise", "deaf", "kill", "freeze"),
     ("link_drop", "link_noise"),
+    ("link_noise", "freeze"),
     ("link_drop", "link_noise", "kill", "freeze"),
     ("nats_restart", "nats_hang"),
     ("nats_restart", "nats_hang", "kill", "freeze", "cut_off"),
@@ -131,7 +132,7 @@ def _faults(random: Random, fleet: FleetPlan) -> tuple[Fault, ...]:
     theme = random.choice(_THEMES)
     if not theme:
         return ()
-    count = random.choice((1, 1, 2, 3, 5))
+    count = random.choice((1, 1, 2, 3, 6))
     faults = [_fault(random, fleet, random.choice(theme)) for _ in range(count)]
     return tuple(sorted(faults, key=lambda each: (each.at_s, each.kind, each.target)))
 

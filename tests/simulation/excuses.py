@@ -68,8 +68,7 @@ def lacks(plan: Plan, gateway_id: str, troubles: list[Trouble]) -> list[tuple[fl
     found = [
         _span(each)
         for each in troubles
-        if each.fault.kind in NATS_FAULTS
-        or each.touches(gateway_id)
+        if each.fault.kind in NATS_FAULTS or each.touches(gateway_id)
     ]
     for process_ids in (ids["scheduler"], ids["decode"] + ids["worker"]):
         found += _all_in_trouble(process_ids, troubles)
@@ -134,12 +133,7 @@ def _covers(trouble: Trouble, at: float) -> bool:
 def _all_in_trouble(process_ids: list[str], troubles: list[Trouble]) -> list[tuple[float, float]]:
     """When none of these was sound."""
     of_each = [
-        [
-            _span(each)
-            for each in troubles
-            if each.touches(process_id)
-        ]
-        for process_id in process_ids
+        [_span(each) for each in troubles if each.touches(process_id)] for process_id in process_ids
     ]
     common = [(0.0, inf)]
     for spans in of_each:

@@ -6,6 +6,7 @@ Independent of engine, batcher and block pool: no batch, no blocks, no chunks, n
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -30,7 +31,7 @@ class Expected:
 
 
 def expected_of(plan: RequestPlan) -> list[Expected]:
-    states = _states(plan.prompt)
+    states = states_of(plan.prompt)
     return [_choice(plan, index, states[-1]) for index in range(plan.num_choices)]
 
 
@@ -38,7 +39,7 @@ def expected_prompt_logprobs(plan: RequestPlan) -> tuple[TokenLogprobs, ...]:
     count = plan.sampling.num_prompt_logprobs
     if count is None:
         return ()
-    states = _states(plan.prompt)
+    states = states_of(plan.prompt)
     return tuple(
         _told(state, token_id, count)
         for state, token_id in zip(states, plan.prompt[1:], strict=False)
@@ -107,7 +108,8 @@ def _inputs_of(plan: RequestPlan, output: list[int]) -> SamplingInputs:
     return build_inputs([ScheduledSequence(sequence, 1)], BLOCK_SIZE).sampling
 
 
-def _states(token_ids: tuple[int, ...]) -> list[bytes]:
+def states_of(token_ids: Iterable[int]) -> list[bytes]:
+    """The KV of each token."""
     states, state = [], b""
     for position, token_id in enumerate(token_ids):
         state = _next_state(state, token_id, position)

@@ -199,7 +199,9 @@ class Fleet:
                 network.freeze(fault.target)
                 await asyncio.sleep(fault.duration_s)
                 if not process.is_dead:
-                    network.thaw(fault.target)
+                    network.thaw(
+                        fault.target, backlog_after_s=self._random.choice((None, 0.0001, 0.02))
+                    )
             case "cut_off":
                 network.cut_off(fault.target)
                 await asyncio.sleep(fault.duration_s)

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from services.decode.service import MAX_FENCED, MAX_WAITING
 from services.gateway.placements import MAX_EARLY_ENTRIES
 from services.prefill.service import MAX_QUEUED_PREFILLS
 from services.scheduler.service import MAX_PLACING
 from shared.engine.sequence import Sequence
+from shared.messages import TokenEntry
+from tests.simulation.expected import states_of
 from tests.simulation.gateway import SimulatedGateway
 from tests.simulation.members import AnyHost, SimulatedScheduler
+from tests.simulation.plan import BLOCK_SIZE
 from tests.simulation.workers import SimulatedWorker
 
 if TYPE_CHECKING:
+    from services.gateway.stream import Stream
     from services.scheduler.admission import Ticket
     from services.scheduler.placement import Target
 
@@ -49,9 +55,11 @@ class Monitor:
         self.wrongs[wrong] = None
 
     def watch(self, host: AnyHost) -> None:
-        """Looks at each hit of the prefix cache, and at each choice of a worker."""
+        """Looks at all KV that was not computed there, at whose tokens are taken, at placements."""
         if isinstance(host, SimulatedWorker):
-            self._watch_hits(host)
+            self._watch_kv(host)
+        elif isinstance(host, SimulatedGateway):
+            self._watch_fence(host)
         elif isinstance(host, SimulatedScheduler):
             self._watch_exclusions(host)
 
@@ -61,19 +69,47 @@ class Monitor:
                 if size > limit:
                     self.note(f"{host.process.process_id}: {size} {name}, at most {limit}")
 
-    def _watch_hits(self, worker: SimulatedWorker) -> None:
-        batcher, pool = worker.engine.batcher, worker.engine.pool
-        allocate = batcher.allocate_prompt
+    def _watch_kv(self, worker: SimulatedWorker) -> None:
+        engine = worker.engine
+        batcher, pool = engine.batcher, engine.pool
+        allocate, activate = batcher.allocate_prompt, engine.activate
 
-        def watched(sequence: Sequence, *, spare: int) -> bool:
+        def watched_allocate(sequence: Sequence, *, spare: int) -> bool:
             is_allocated = allocate(sequence, spare=spare)
             for block_id in sequence.block_table[: sequence.num_committed_blocks]:
                 block = pool._known[block_id]
                 if block is None or block.tenant_id != sequence.tenant_id:
                     self.note(f"{worker.worker_id}: a prefix of another tenant was hit")
+            self._check_kv(worker, sequence, "the prefix cache")
             return is_allocated
 
-        batcher.allocate_prompt = watched  # type: ignore[method-assign]
+        def watched_activate(sequence: Sequence, num_computed_tokens: int) -> None:
+            activate(sequence, num_computed_tokens)
+            self._check_kv(worker, sequence, "a prefill worker")
+
+        batcher.allocate_prompt = watched_allocate  # type: ignore[method-assign]
+        engine.activate = watched_activate  # type: ignore[method-assign]
+
+    def _watch_fence(self, gateway: SimulatedGateway) -> None:
+        streams = gateway.streams
+        accept = streams._accept
+
+        def watched(stream: Stream, entry: TokenEntry, now: float) -> None:
+            placement = stream.placement
+            if placement is None or placement.placement_id != entry.placement_id:
+                self.note(f"{gateway.process.process_id}: took what another placement sent")
+            accept(stream, entry, now)
+
+        streams._accept = watched  # type: ignore[method-assign]
+
+    def _check_kv(self, worker: SimulatedWorker, sequence: Sequence, source: str) -> None:
+        """The next token shows only the last KV, so what came from elsewhere is looked at whole."""
+        count = sequence.num_computed_tokens
+        table = np.array(sequence.block_table, dtype=np.int64)
+        slots = (table[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).ravel()[:count]
+        expected = b"".join(states_of(sequence.token_ids[:count]))
+        if worker.runner._kv[slots].tobytes() != expected:
+            self.note(f"{worker.worker_id}: wrong KV from {source}")
 
     def _watch_exclusions(self, scheduler: SimulatedScheduler) -> None:
         start = scheduler.service._start

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import TimerHandle
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
 from typing import Any
+
+BACKLOG_STEP_S = 30e-6
 
 _current: ContextVar[SimulatedProcess | None] = ContextVar("process", default=None)
 
@@ -31,7 +33,7 @@ class SimulatedProcess:
         self.context.run(_current.set, self)
         self._unwedged = asyncio.Event()
         self._overdue: list[Callable[[], object]] = []
-        self._arrived: list[Callable[[], object]] = []
+        self._arrived: deque[Callable[[], object]] = deque()
         self._tasks: list[asyncio.Task[Any]] = []
         self._prune_at = 64
 
@@ -41,7 +43,7 @@ class SimulatedProcess:
         """Now, or once it is awake; never if it is dead."""
         if self.is_dead:
             return
-        if self.is_frozen:
+        if self.is_frozen or self._arrived:
             self._arrived.append(act)
         else:
             self.context.copy().run(act)  # one may be entered already, further up
@@ -64,13 +66,26 @@ class SimulatedProcess:
     def freeze(self) -> None:
         self.is_frozen = True
 
-    def thaw(self) -> None:
-        """Timers first, as event loops do, then what its sockets hold, in the order of arrival."""
+    def thaw(self, *, backlog_after_s: float | None = None) -> None:
+        """What is overdue runs at once. What its sockets hold comes in the order of arrival: before
+        it, or that much later and one after the other, as a loop reads it.
+        """
         self.is_frozen = False
-        waiting = self._overdue + self._arrived
-        self._overdue, self._arrived = [], []
-        for act in waiting:
-            self.arrive(act)
+        overdue, self._overdue = self._overdue, []
+        if backlog_after_s is None:
+            arrived, self._arrived = self._arrived, deque()
+            for act in arrived:
+                self.arrive(act)
+        for act in overdue:
+            self.context.copy().run(self._due, act)
+        if self._arrived and backlog_after_s is not None:
+            asyncio.get_running_loop().call_later(backlog_after_s, self._take_backlog)
+
+    def _take_backlog(self) -> None:
+        if self.is_frozen or self.is_dead or not self._arrived:
+            return
+        self.context.copy().run(self._arrived.popleft())
+        asyncio.get_running_loop().call_later(BACKLOG_STEP_S, self._take_backlog)
 
     def wedge(self) -> None:
         self.is_wedged = True

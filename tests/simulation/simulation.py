@@ -17,7 +17,6 @@ from tests.simulation.drawing import plan_of
 from tests.simulation.fleet import Fleet
 from tests.simulation.invariants import SOON_S, held_too_long, settling_s, wrongs_of
 from tests.simulation.plan import Plan
-from tests.simulation.process import owned_task
 
 LIMIT_S = 400.0
 LOOK_S = 0.05
@@ -73,7 +72,6 @@ def simulate(seed: int) -> Outcome:
 
 def run_plan(plan: Plan) -> Outcome:
     loop = VirtualLoop()
-    loop.set_task_factory(owned_task)  # type: ignore[arg-type]
     with journal() as taken:
         broken: list[str] = []
         loop.set_exception_handler(lambda _, context: broken.append(repr(context)))

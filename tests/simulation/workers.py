@@ -142,6 +142,9 @@ class SimulatedWorker:
         return self.engine.is_idle and pool.num_free_blocks == pool.num_blocks
 
     async def start(self) -> None:
+        await self.process.start(self._start())
+
+    async def _start(self) -> None:
         await self.worker.start()
         for handler in self.handlers:
             await handler.start()
@@ -162,7 +165,7 @@ class SimulatedWorker:
         self.process.die()
         self.drop_links()
         await self.bus.close()
-        await self.worker.loop.stop()
+        await self.process.gone()
 
     def drop_links(self) -> None:
         self.receiver.drop_links()
