@@ -79,7 +79,7 @@ def _sampling(random: Random) -> SamplingParams:
     is_plain = random.random() < 0.6
     return SamplingParams(
         seed=random.getrandbits(64),
-        max_tokens=random.choice((1, 4, 12, 30)),
+        max_tokens=random.choice((1, 4, 12, 30, 60)),
         temperature=random.choice((0.0, 0.0, 1.0)),
         frequency_penalty=0.0 if is_plain else random.choice((0.0, 0.5)),
         repetition_penalty=1.0 if is_plain else random.choice((1.0, 1.3)),
