@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.gateway.stream import End
-from shared.block_hash import extend_chain, root_hash
+from shared import block_hash
 from shared.errors import HearthError
 from shared.messages import Choice, Finish, Request, Served, TokenLogprobs
 from shared.packing import pack_hashes, pack_token_ids
@@ -83,7 +83,7 @@ class Client:
 
     def request(self, tenant_id: str, gateway_id: str) -> Request:
         plan = self.plan
-        root = root_hash(tenant_id, REVISION)
+        root = block_hash.root_hash(tenant_id, REVISION)
         return Request(
             request_id=plan.request_id,
             tenant_id=tenant_id,
@@ -92,7 +92,7 @@ class Client:
             revision=REVISION,
             cache_root=root,
             prompt_token_ids=pack_token_ids(plan.prompt),
-            block_hashes=pack_hashes(extend_chain(root, plan.prompt, BLOCK_SIZE)),
+            block_hashes=pack_hashes(block_hash.extend_chain(root, plan.prompt, BLOCK_SIZE)),
             sampling=plan.sampling,
             choices=tuple(Choice(choice_index=index) for index in range(plan.num_choices)),
             deadline_s=plan.deadline_s,

@@ -16,11 +16,11 @@ from services.gateway.streams import Streams
 from services.prefill.service import PrefillService
 from services.scheduler.admission import Admission
 from services.scheduler.fleet import WorkerFleet
+from shared import block_hash
 from shared.engine.batcher import Batcher
 from shared.engine.engine import Engine
 from shared.health import Fleet
 from shared.kv_wire.placements import Placements
-from tests.simulation import client
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Bug:
     owner: Any
     attribute: str
     make: Callable[[Any], Any]  # from the right code the wrong one
-    first_seed: int = 0
+    found_by: int = 0  # the first seed, from 0, that shows it
 
     @contextmanager
     def planted(self) -> Iterator[None]:
@@ -141,19 +141,19 @@ def _queue_without_bound(right: Any) -> Any:
 
 
 BUGS = (
-    Bug("the gateway's fence is gone", Streams, "on_token_batch", _late_tokens_accepted),
-    Bug("decode renews no prefill lease", Handoffs, "renew_leases", _nothing),
-    Bug("blocks are freed while a step writes them", Engine, "abort", _blocks_freed_in_step),
-    Bug("a late KV frame is accepted", Handoff, "_try", _one_id_for_all_tries),
-    Bug("acknowledged before the end", Streams, "_accept", _acknowledged_at_once),
-    Bug("nothing is sent again", Streams, "_ask_again", _nothing),
-    Bug("a gap in the tokens is overlooked", ChoiceTokens, "accept", _gaps_overlooked),
-    Bug("the gateway aborts nothing", Actions, "abort", _nothing),
-    Bug("an excluded worker is chosen", WorkerFleet, "_serving", _exclusion_ignored),
-    Bug("the checksum is not compared", Placements, "_hand_over", _checksum_not_compared),
-    Bug("tenants share one hash root", client, "root_hash", _root_without_tenant),
-    Bug("a silent bus is taken for dead peers", Fleet, "can_judge", _bus_always_trusted),
-    Bug("a prefill keeps its blocks", PrefillService, "_deliver", _push_never_released),
-    Bug("a shared block is written", Batcher, "_writes_shared", _shared_block_written),
-    Bug("the queue has no bound", Admission, "_check_room", _queue_without_bound),
+    Bug("the gateway's fence is gone", Streams, "on_token_batch", _late_tokens_accepted, 248),
+    Bug("decode renews no prefill lease", Handoffs, "renew_leases", _nothing, 164),
+    Bug("blocks are freed while a step writes them", Engine, "abort", _blocks_freed_in_step, 6),
+    Bug("a late KV frame is accepted", Handoff, "_try", _one_id_for_all_tries, 17),
+    Bug("acknowledged before the end", Streams, "_accept", _acknowledged_at_once, 0),
+    Bug("nothing is sent again", Streams, "_ask_again", _nothing, 38),
+    Bug("a gap in the tokens is overlooked", ChoiceTokens, "accept", _gaps_overlooked, 13),
+    Bug("the gateway aborts nothing", Actions, "abort", _nothing, 2),
+    Bug("an excluded worker is chosen", WorkerFleet, "_serving", _exclusion_ignored, 12),
+    Bug("the checksum is not compared", Placements, "_hand_over", _checksum_not_compared, 60),
+    Bug("tenants share one hash root", block_hash, "root_hash", _root_without_tenant, 1),
+    Bug("a silent bus is taken for dead peers", Fleet, "can_judge", _bus_always_trusted, 6),
+    Bug("a prefill keeps its blocks", PrefillService, "_deliver", _push_never_released, 0),
+    Bug("a shared block is written", Batcher, "_writes_shared", _shared_block_written, 1),
+    Bug("the queue has no bound", Admission, "_check_room", _queue_without_bound, 2),
 )
