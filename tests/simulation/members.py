@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 from services.kv_index.service import KvIndexService
 from services.scheduler.service import SchedulerService
@@ -90,22 +92,29 @@ class Member:
         self.host = host
         self.process_id = host.process.process_id
         self.is_up = False
-        self.idle_tasks: Counter[str] = Counter()
         self._network = network
 
     async def start(self) -> None:
-        await self.host.process.start(self.host.start())
         self.is_up = True
+        await self._do(self.host.start())
 
     async def terminate(self) -> None:
-        """SIGTERM: drains, then stops."""
+        """SIGTERM: drains, then stops; unless it is killed meanwhile."""
         host = self.host
-        await host.process.start(host.drain())
+        await self._do(host.drain())
+        if not host.process.is_dead:
+            await self._do(host.stop())
         if not host.process.is_dead:
             self.is_up = False
-            await host.process.start(host.stop())
             self._vanish()
             await host.process.gone()
+
+    async def _do(self, act: Coroutine[Any, Any, None]) -> None:
+        """Returns also if the process is killed before it has done it."""
+        task = self.host.process.start(act)
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.result()
 
     async def kill(self) -> None:
         """SIGKILL."""

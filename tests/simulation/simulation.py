@@ -15,7 +15,7 @@ import structlog
 from tests.simulation.clock import VirtualLoop
 from tests.simulation.drawing import plan_of
 from tests.simulation.fleet import Fleet
-from tests.simulation.invariants import SOON_S, held_too_long, settling_s, wrongs_of
+from tests.simulation.invariants import SETTLE_S, SOON_S, held_too_long, wrongs_of
 from tests.simulation.plan import Plan
 
 LIMIT_S = 400.0
@@ -123,7 +123,7 @@ async def _live(fleet: Fleet, outcome: Outcome) -> None:
 async def _settle(fleet: Fleet, outcome: Outcome) -> None:
     loop = asyncio.get_running_loop()
     ended_at, is_late = loop.time(), False
-    while fleet.leaks() and loop.time() < ended_at + settling_s(fleet):
+    while fleet.leaks() and loop.time() < ended_at + SETTLE_S:
         await asyncio.sleep(LOOK_S)
         if not is_late and loop.time() > ended_at + SOON_S:
             is_late = True
