@@ -9,6 +9,7 @@ are sound: no fault touches them, and none did in the last REJOIN_S. It may fail
     overloaded           if the schedulers' queues are short ones
     no_capacity          if it lacked what it needs for as long as it looked for it, or if it lost
                          its place more often than it may be submitted again, each time by a fault
+                         (a scheduler that hangs may swallow all tries until NATS gives it up)
     at the gateway's door: dependency_unavailable if Redis was away, no_capacity if it drained
 
 and by nothing else. A request whose gateway dies has nobody left who could tell its end.
@@ -20,7 +21,9 @@ from dataclasses import dataclass
 from math import inf
 
 from services.gateway.streams import MAX_RESUBMISSIONS, RECOVERY_WINDOW_S, SUBMIT_WINDOW_S
+from services.scheduler.service import NO_WORKER_GRACE_S
 from shared.errors import DeadlineExceeded, HearthError, NoCapacity, Overloaded
+from tests.simulation.bus import GIVEN_UP_AFTER_S
 from tests.simulation.client import Client
 from tests.simulation.plan import PATIENT_S, Fault, Plan
 
@@ -75,6 +78,15 @@ def lacks(plan: Plan, gateway_id: str, troubles: list[Trouble]) -> list[tuple[fl
     return found
 
 
+def _swallowing(plan: Plan, troubles: list[Trouble]) -> list[tuple[float, float]]:
+    """When a scheduler that hangs still gets its share of the tries."""
+    return [
+        (each.began, min(each.ended, each.began + GIVEN_UP_AFTER_S) + REJOIN_S)
+        for each in troubles
+        if each.fault.kind == "freeze" and each.fault.target in plan.fleet.process_ids["scheduler"]
+    ]
+
+
 def _at_the_door(error: HearthError, client: Client, troubles: list[Trouble]) -> str | None:
     at = client.asked_at
     kinds = {each.fault.kind for each in troubles if _covers(each, at)}
@@ -107,9 +119,10 @@ def _no_capacity(
 ) -> str | None:
     assert client.opened_at is not None and client.end is not None
     spans = lacks(plan, client.gateway_id, troubles)
+    if "no scheduler" in error.message:
+        spans += _swallowing(plan, troubles)
     lacked_s = _covered(spans, client.opened_at, client.ended_at)
-    is_recovering = client.end.num_resubmissions > 0
-    if lacked_s >= (RECOVERY_WINDOW_S if is_recovering else SUBMIT_WINDOW_S) - LOOK_S:
+    if lacked_s >= _patience_s(client.end.num_resubmissions, error) - LOOK_S:
         return None
     touching = [
         each
@@ -119,6 +132,12 @@ def _no_capacity(
     if client.end.num_resubmissions >= MAX_RESUBMISSIONS and len(touching) >= MAX_RESUBMISSIONS:
         return None
     return f"lacked what it needs for no more than {lacked_s:g} s: {error}"
+
+
+def _patience_s(num_resubmissions: int, error: NoCapacity) -> float:
+    if num_resubmissions:
+        return RECOVERY_WINDOW_S
+    return NO_WORKER_GRACE_S if "no worker serves" in error.message else SUBMIT_WINDOW_S
 
 
 def _span(trouble: Trouble) -> tuple[float, float]:

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from tests.simulation.drawing import plan_of
-from tests.simulation.plan import Fault
+from tests.simulation.plan import PATIENT_S, Fault
 from tests.simulation.planted import BUGS, Bug
 from tests.simulation.simulation import run_plan, simulate
 
 ROOT = Path(__file__).parents[2]
 MAX_SEEDS = 800  # in which a planted bug must show
 # Each showed a bug that is fixed now.
-ONCE_FAILED = (533,)
+ONCE_FAILED = (533, 1858)
 DIGESTS = """
 from tests.simulation.simulation import simulate
 print(*(simulate(seed).digest for seed in (3, 14, 15, 92, 65)))
@@ -50,6 +50,17 @@ def test_a_failing_seed_tells_how_to_replay_it() -> None:
     assert outcome.replay == "scripts/simulate --first 8 --seeds 1"
     assert run_plan(alone).endings["finished"] == 0  # and each failure is explained
     assert run_plan(alone).wrongs == []
+
+
+def test_a_scheduler_that_hangs_costs_a_new_request_time_and_no_more() -> None:
+    """NATS gives it its share of the tries for three seconds."""
+    for seed in range(40):
+        plan = plan_of(seed)
+        hangs = Fault(at_s=0.0, kind="freeze", target="scheduler-0", duration_s=6.0)
+        fleet = replace(plan.fleet, num_schedulers=2, num_decode=2, max_queued_requests=100)
+        request = replace(plan.requests[0], at_s=0.1, deadline_s=PATIENT_S, leaves_after_s=None)
+        outcome = run_plan(replace(plan, fleet=fleet, requests=(request,), faults=(hangs,)))
+        assert (outcome.wrongs, outcome.endings) == ([], {"finished": 1}), seed
 
 
 @pytest.mark.parametrize("seed", ONCE_FAILED)
