@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from math import inf
 
 from tests.simulation.drawing import plan_of
 from tests.simulation.simulation import Outcome, run_plan
@@ -65,7 +66,10 @@ def sweep(first: int, count: int, num_jobs: int) -> Iterator[Tally]:
         yield from map(run_seeds, chunks)
         return
     with ProcessPoolExecutor(num_jobs) as pool:
-        yield from pool.map(run_seeds, chunks)
+        try:
+            yield from pool.map(run_seeds, chunks)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def main(argv: list[str]) -> int:
@@ -73,6 +77,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seeds", type=int, default=1000, help="how many schedules")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--minutes", type=float, default=inf, help="stop after so long")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/simulation")
     given = parser.parse_args(argv)
     began, total = time.monotonic(), Tally()
@@ -82,6 +87,8 @@ def main(argv: list[str]) -> int:
             print(report_of(outcome), flush=True)
         if total.num_schedules % (40 * CHUNK) == 0:
             print(f"{total.num_schedules} schedules, {len(total.failed)} failed", flush=True)
+        if time.monotonic() - began > 60 * given.minutes:
+            break
     took_s = time.monotonic() - began
     if given.save:
         _save(total, took_s, argv)
