@@ -53,6 +53,9 @@ class Bus(Protocol):
     @property
     def max_payload_bytes(self) -> int: ...
 
+    @property
+    def is_connected(self) -> bool: ...
+
     async def publish(self, subject: str, message: Message) -> None:
         """Raises PayloadTooLarge before anything is sent, DependencyUnavailable without a link."""
         ...

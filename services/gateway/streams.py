@@ -44,7 +44,9 @@ from shared.messages import (
     TokenEntry,
 )
 
-SUBMIT_WINDOW_S = 2.0  # how long a new request looks for a scheduler
+# How long a new request looks for a scheduler: NATS takes 3 s to see that a member of their queue
+# group hangs, which swallows its share of the tries until then.
+SUBMIT_WINDOW_S = 4.0
 RECOVERY_WINDOW_S = 10.0  # an accepted one looks longer: its client has an answer in hand
 SUBMIT_BACKOFF_S = 0.1
 MIN_TRIES = 3  # a gateway that was frozen finds its window gone by and nothing tried

@@ -80,11 +80,10 @@ class Push:
             ended, self._sends = await asyncio.wait(
                 self._sends, return_when=asyncio.FIRST_COMPLETED
             )
-            # all are asked, or the loop would tell of those that nobody asked
-            failures = [send.exception() for send in ended if not send.cancelled()]
-            for failure in failures:
-                if failure is not None and not self._is_cancelled:
-                    raise failure
+            errors = [send.exception() for send in ended if not send.cancelled()]
+            for error in errors:
+                if error is not None and not self._is_cancelled:
+                    raise error
 
     def _next_header(self) -> FrameHeader:
         kv_format = self._runner.kv_format

@@ -20,7 +20,7 @@ from services.kv_index.service import KvIndexService
 from services.scheduler.service import SchedulerService
 from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig
 from shared.errors import HearthError
-from tests.simulation.bus import SimulatedBus, SimulatedNetwork
+from tests.simulation.bus import SimulatedNetwork
 from tests.simulation.clock import VirtualClock
 from tests.simulation.kv_link import SimulatedDialer
 from tests.simulation.randomness import SeededRandomness
@@ -33,25 +33,13 @@ WORKERS = ("prefill-1", "decode-1", "worker-1")
 PROCESSES = (*WORKERS, "gateway-1", "scheduler-1", "kv_index-1")
 
 
-class ConnectedBus(SimulatedBus):
-    is_connected = True
-
-
-class RecordingNetwork(SimulatedNetwork):
-    """Keeps what was sent: the good messages that a test spoils."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sent: dict[str, list[bytes]] = {}
-
-    def send(self, sender: str, subject: str, data: bytes, reply: Any) -> int:
-        self.sent.setdefault(subject, []).append(data)
-        return super().send(sender, subject, data, reply)
-
-
 class Fleet:
     def __init__(self, model_dir: Path, files: ModelFiles) -> None:
-        self.network = RecordingNetwork()
+        self.network = SimulatedNetwork()
+        self.sent: dict[str, list[bytes]] = {}  # by subject: the good messages that a test spoils
+        self.network.taps.append(
+            lambda sender, subject, data: self.sent.setdefault(subject, []).append(data)
+        )
         clock, data_plane = VirtualClock(), SimulatedDialer()
         self.gateway = GatewayService(
             GatewayConfig(
@@ -63,7 +51,7 @@ class Fleet:
                 http_port=0,
                 request_timeout_s=60.0,
             ),
-            ConnectedBus(self.network, "gateway-1"),
+            self.network.bus("gateway-1"),
             MemoryStore(),
             files,
             clock=clock,
@@ -117,8 +105,8 @@ class Fleet:
     def left(self) -> dict[str, Any]:
         """What is held for some request."""
         found: dict[str, Any] = {
-            "streams": len(self.gateway._streams),
-            "early entries": len(self.gateway._streams._early),
+            "streams": len(self.gateway._recovery),
+            "early entries": len(self.gateway._recovery._streams._early),
             "queued": len(self.scheduler._admission),
             "placing": len(self.scheduler._placing),
             "parked": len(self.scheduler._parked),

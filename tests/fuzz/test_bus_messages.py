@@ -76,7 +76,7 @@ def good() -> Good:
             delivery = await it.open("first", **RUNNING)
             assert await it.ended(delivery) is None
             await it.settled()
-            for subject, sent in it.network.sent.items():
+            for subject, sent in it.sent.items():
                 found.messages += [(subject, data) for data in sent[-SEEDS_PER_SUBJECT:]]
             found.messages += _rare(it)
             # after it, for nobody can know the random ids of what is yet to come
@@ -91,7 +91,7 @@ def _rare(it: Fleet) -> list[tuple[str, bytes]]:
     """What only a disturbed run sends, with the names of this one's."""
     ((worker_id, placement_id),) = {
         (batch.worker_id, entry.placement_id)
-        for data in it.network.sent["hearth.v1.gateway.gateway-1.tokens"][:1]
+        for data in it.sent["hearth.v1.gateway.gateway-1.tokens"][:1]
         for batch in (msgspec.msgpack.decode(data, type=TokenBatch),)
         for entry in batch.entries[:1]
     }
@@ -122,7 +122,7 @@ def _rare(it: Fleet) -> list[tuple[str, bytes]]:
     for index in (None, 0, 1):
         abort = AbortRequest(placement_id=placement_id, reason="stop", choice_index=index)
         told.append((control("decode", worker_id), abort))
-    starts = it.network.sent[start_decode(worker_id)][:1]
+    starts = it.sent[start_decode(worker_id)][:1]
     elsewhere = [(start_decode(each), data) for data in starts for each in ("decode-1", "worker-1")]
     return elsewhere + [(subject, encode(message)) for subject, message in told]
 
@@ -169,10 +169,11 @@ def test_services_bear_any_message(
         async with fleet(*files()) as it:
             num_replies = iter(range(1 << 30))
             it.network.spoil_reply = lambda data: replies.get(next(num_replies), data)
+            stranger = it.network.bus("stranger")
             running = await it.open("first", **RUNNING)
             for subject, data in messages:
                 if not is_impostor(data):
-                    it.network.send("stranger", subject, data, lambda reply: None)
+                    stranger.publish_bytes(subject, data)
                 await asyncio.sleep(pause_s)
             await it.ended(running)
             it.network.spoil_reply = lambda data: data

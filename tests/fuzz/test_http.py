@@ -25,7 +25,6 @@ from services.gateway.web_server import WebServer
 from shared.clock import MonotonicClock
 from shared.config import GatewayConfig
 from shared.randomness import SystemRandomness
-from tests.fuzz.fleet import ConnectedBus
 from tests.fuzz.mutations import anything, spoiled, torn
 from tests.fuzz.profile import fuzz
 from tests.services.gateway.model_dir import write_model_dir
@@ -136,7 +135,7 @@ class Door:
         )
         self.gateway = GatewayService(
             config,
-            ConnectedBus(network, "gateway-1"),
+            network.bus("gateway-1"),
             store,
             files,
             clock=MonotonicClock(),
@@ -188,7 +187,7 @@ class Door:
         with structlog.testing.capture_logs() as logs:
             answer = await self.ask(data)
             async with asyncio.timeout(ANSWER_S):
-                while len(self.gateway._streams):
+                while len(self.gateway._recovery):
                     await asyncio.sleep(0.001)
         health = await self.ask_again(request_of("GET", "/health", (), b""))
         assert health.startswith(b"HTTP/1.1 200"), health

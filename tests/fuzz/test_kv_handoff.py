@@ -1,7 +1,7 @@
 """A data plane that spoils frames on their way from prefill to decode.
 
-Whatever becomes of them, the tokens are those of an undisturbed run: what is wrong is counted,
-refused and computed again.
+Whatever becomes of them, the tokens are those of an undisturbed run: what is wrong is refused and
+computed again.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.errors import FrameRefused
-from shared.kv_wire.frames import fault_of
 from shared.kv_wire.link import FrameHeader
 from shared.messages import Request
 from tests.fuzz.mutations import spoiled
 from tests.fuzz.profile import fuzz
-from tests.services.decode.test_handoff import PROMPT, Cluster, cluster
+from tests.services.decode.test_handoff import PROMPT, cluster
 from tests.simulation.clock import run
-from tests.simulation.kv_link import SimulatedLink
+from tests.simulation.kv_link import HARMLESS, FrameFate
 from tests.simulation.workers import request_of
 
 CANDIDATES = ("prefill-1", "prefill-2")
@@ -58,58 +56,43 @@ def _request() -> Request:
 
 
 class Spoiler:
-    """Stands between a link and the receiver; one fault a frame, in their order."""
+    """What befalls the frames of a data plane, in their order."""
 
-    def __init__(self, it: Cluster, faults: list[str], lies: list[dict[str, Any]]) -> None:
-        self._receiver = it.decode.receiver
+    def __init__(self, faults: list[str], lies: list[dict[str, Any]]) -> None:
         self._faults = iter(faults)
         self._lies = iter(lies)
-        self._take = self._receiver.take
-        self.seen: list[tuple[SimulatedLink, FrameHeader, bytes]] = []
-        self.num_spoilt = 0
-        self._receiver.take = self.take  # type: ignore[method-assign]
+        self._first: FrameHeader | None = None
 
-    async def take(self, link: SimulatedLink, header: FrameHeader, payload: bytearray) -> None:
+    def fate(self, sender_id: str, receiver_id: str, header: FrameHeader) -> FrameFate:
         fault = next(self._faults, "none")
-        self.seen.append((link, header, bytes(payload)))
-        self.num_spoilt += fault in ("flip", "cut", "foreign")
+        self._first = self._first or header
         match fault:
             case "flip":
-                payload[len(payload) // 2] ^= 4
+                return FrameFate(is_corrupt=True)
             case "cut":
-                del payload[-1:]
+                return FrameFate(is_truncated=True)
             case "header":
-                header = self._lie(header)
+                return FrameFate(told=self._lie(header))
             case "twice":
-                await self._take(link, header, bytearray(payload))
-            case "late":  # what came first of all, once more
-                await self._again(*self.seen[0])
+                return FrameFate(num_copies=2)
+            case "late":  # what came first of all, in place of this one
+                return FrameFate(told=self._first)
             case "foreign":
-                header = msgspec.structs.replace(header, placement_id=bytes(16))
+                return FrameFate(told=msgspec.structs.replace(header, placement_id=bytes(16)))
             case "hold":
-                await asyncio.sleep(0.03)
-        await self._take(link, header, payload)
+                return FrameFate(stall_s=0.03)
+        return HARMLESS
 
     def _lie(self, header: FrameHeader) -> FrameHeader:
         told = next(self._lies, {})
         changed = {name: told[name] for name in LIES if name in told}
         changed = {name: value for name, value in changed.items() if value != FIELDS[name]}
         try:
-            lie = msgspec.convert(
+            return msgspec.convert(
                 msgspec.structs.asdict(header) | changed, FrameHeader, strict=True
             )
         except msgspec.ValidationError:
-            raise FrameRefused("no header") from None
-        if (fault := fault_of(lie)) is not None:
-            raise FrameRefused(fault)
-        self.num_spoilt += lie != header and lie.sequence_number == header.sequence_number
-        return lie
-
-    async def _again(self, link: SimulatedLink, header: FrameHeader, payload: bytes) -> None:
-        try:
-            await self._take(link, header, bytearray(payload))
-        except FrameRefused:
-            return
+            return header
 
 
 faults = st.lists(st.sampled_from(FAULTS), min_size=1, max_size=12)
@@ -125,19 +108,12 @@ def test_spoilt_frames_never_change_a_token(faults: list[str], lies: list[dict[s
         broken: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, each: broken.append(each))
         async with cluster() as it:
-            spoiler = Spoiler(it, faults, lies)
+            spoiler, receiver = Spoiler(faults, lies), it.decode.receiver
+            receiver._plane.fate = spoiler.fate
             received = await it.run(_request(), CANDIDATES)
             assert received.output == expected
             await it.settled()
-            counts = it.decode.receiver.counts
-            num_told = counts.num_corrupt + counts.num_refused + counts.num_unknown
-            assert num_told >= min(spoiler.num_spoilt, 1)
-            placements = it.decode.receiver._placements
-            assert not placements._expected
-            assert not placements._num_copying
-            for each in spoiler.seen:  # all of them once more: nobody waits for them now
-                await spoiler._again(*each)
-            assert counts.num_unknown >= len(spoiler.seen)
+            assert not receiver.num_expected
             assert it.decode.is_empty
             assert (await it.run(_request(), CANDIDATES)).output == expected
         assert not broken, broken

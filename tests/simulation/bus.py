@@ -1,29 +1,46 @@
 """NATS in memory: real msgpack, subjects with wildcards, queue groups, replies, and faults.
 
-A message takes `latency_s`; messages to one subscription arrive in the order of their sending. A
-frozen process neither sends nor receives until it is thawed (what others see of SIGSTOP); a
-partition loses what crosses it; `is_dropped` loses single messages,
-`spoil_reply` changes replies.
+What NATS guarantees is kept: messages of one sender reach one subscription in the order of their
+sending. All else may differ from run to run: the order across senders, across the subscriptions of
+one receiver, and of replies. `fate` says what becomes of each delivery: core NATS is at most once,
+so any message can be lost, and a client that reconnects sends again what it is not sure of, so any
+message can come a second time, later.
+
+A process without its connection (cut off, the server away, or frozen for so long that the server
+has given it up) keeps what it publishes and sends it when it is connected again, as nats-py does;
+what is published for it meanwhile is lost.
 """
 
 from __future__ import annotations
 
 import asyncio
+from asyncio import TimerHandle
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
+from functools import cache, partial
 from random import Random
 from typing import Any, TypeVar
 
 import msgspec
+import structlog
 
 from shared.bus import Unsubscribe, error_of, hand_over, reply_to
 from shared.decoding import UNREADABLE
 from shared.errors import DependencyUnavailable, NoResponders, PayloadTooLarge, RequestTimeout
 from shared.messages import Failure, Message
+from tests.simulation.process import SimulatedProcess
+
+log = structlog.get_logger(__name__)
 
 M = TypeVar("M", bound=Message)
-Reply = Callable[[bytes], None]
+Reply = Callable[["_Connection", bytes], None]  # by whom, what
+Decode = Callable[[bytes], Any]
+
+INBOX = "_INBOX"
+GIVEN_UP_AFTER_S = 3.0  # two missed pings, one a second
+_encode = msgspec.msgpack.Encoder().encode
 
 
 def matches(pattern: str, subject: str) -> bool:
@@ -36,13 +53,58 @@ def matches(pattern: str, subject: str) -> bool:
     )
 
 
+class Parcel:
+    """An encoded message under way; all who take it as the same type share one decoded copy."""
+
+    __slots__ = ("_decoded", "_decoder", "data", "reply")
+
+    def __init__(self, data: bytes, reply: Reply) -> None:
+        self.data = data
+        self.reply = reply
+        self._decoder: object = None
+        self._decoded: Any = None
+
+    def decoded(self, message_type: Any, decode: Decode) -> Any:
+        if self._decoder is not message_type:
+            self._decoded, self._decoder = decode(self.data), message_type
+        return self._decoded
+
+
+@dataclass(eq=False)
+class _Connection:
+    """Of one bus to the server."""
+
+    process: SimulatedProcess
+    is_up: bool = True
+    unsent: deque[Callable[[], object]] = field(default_factory=deque)
+    subscriptions: list[_Subscription] = field(default_factory=list)
+    give_up: TimerHandle | None = None
+
+
 @dataclass(eq=False)
 class _Subscription:
-    process_id: str
+    connection: _Connection
     pattern: str
     queue: str
-    deliver: Callable[[bytes, Reply], None]
-    arriving: deque[tuple[bytes, Reply]] = field(default_factory=deque)
+    deliver: Callable[[Parcel], None]
+    is_open: bool = True
+    last_arrival: dict[str, float] = field(default_factory=dict)  # by sender
+
+    @property
+    def process(self) -> SimulatedProcess:
+        return self.connection.process
+
+    def take(self, parcel: Parcel) -> None:
+        if self.is_open and self.connection.is_up:
+            self.process.arrive(partial(self._deliver, parcel))
+
+    def _deliver(self, parcel: Parcel) -> None:
+        if self.is_open:
+            self.deliver(parcel)
+
+
+# (subject, sender, receiver) -> delays of the copies that arrive; none: it is lost
+Fate = Callable[[str, str, str], tuple[float, ...]]
 
 
 class SimulatedNetwork:
@@ -53,118 +115,302 @@ class SimulatedNetwork:
         self.max_payload_bytes = max_payload_bytes
         self.is_dropped: Callable[[str, str, str], bool] = lambda subject, sender, receiver: False
         self.spoil_reply: Callable[[bytes], bytes] = lambda data: data
-        self.is_down = False
+        self.fate: Fate | None = None
+        self.jitter_s = 0.0  # a message takes up to this much longer
+        self.is_down = False  # every message is lost, nobody is disconnected
+        self.is_away = False  # the server is dead: see `stop_server`
+        self.is_hanging = False
         self.log: list[tuple[float, str, str]] = []  # (sent at, sender, subject)
+        self.taps: list[Callable[[str, str, bytes], None]] = []  # (sender, subject, data)
         self._random = Random(seed)
         self._subscriptions: list[_Subscription] = []
-        self._frozen: dict[str, list[Callable[[], object]]] = {}
+        self._interest: dict[str, tuple[list[_Subscription], list[list[_Subscription]]]] = {}
+        self._connections: dict[str, _Connection] = {}
+        self._processes: dict[str, SimulatedProcess] = {}
+        self._held: list[Callable[[], object]] = []  # by a server that hangs
 
-    def bus(self, process_id: str) -> SimulatedBus:
-        return SimulatedBus(self, process_id)
+    def bus(self, process_id: str, process: SimulatedProcess | None = None) -> SimulatedBus:
+        owner = self._process(process_id) if process is None else process
+        self._processes[process_id] = owner
+        connection = self._connections[process_id] = _Connection(owner)
+        return SimulatedBus(self, process_id, connection)
+
+    # ── faults ───────────────────────────────────────────────────────────────────────────────────
 
     def freeze(self, process_id: str) -> None:
-        self._frozen.setdefault(process_id, [])
+        self._process(process_id).freeze()
+        connection = self._connections.get(process_id)
+        if connection is not None:
+            loop = asyncio.get_running_loop()
+            connection.give_up = loop.call_later(
+                GIVEN_UP_AFTER_S, self._disconnect_while_frozen, connection
+            )
 
-    def thaw(self, process_id: str) -> None:
-        for act in self._frozen.pop(process_id, []):
-            act()
+    def thaw(self, process_id: str, *, backlog_after_s: float | None = None) -> None:
+        process, connection = self._process(process_id), self._connections.get(process_id)
+        if connection is not None and connection.give_up is not None:
+            connection.give_up.cancel()
+            connection.give_up = None
+        process.thaw(backlog_after_s=backlog_after_s)
+        if connection is not None and not connection.is_up:
+            self.reconnect_later(process_id)
 
     def disconnect(self, process_id: str) -> None:
         """What the server does when the process dies."""
-        gone = [each for each in self._subscriptions if each.process_id == process_id]
-        for subscription in gone:
-            self.remove(subscription)
+        for each in [s for s in self._subscriptions if s.process.process_id == process_id]:
+            self.remove(each)
+
+    def cut_off(self, process_id: str) -> None:
+        """The process loses its connection, and what is under way to it."""
+        self._lose(self._connections[process_id])
+
+    def reconnect_later(self, process_id: str) -> None:
+        connection = self._connections[process_id]
+        loop = asyncio.get_running_loop()
+        delay_s = self._random.uniform(0.1, 0.3)
+        loop.call_later(delay_s, self._reconnect, connection)
+
+    def stop_server(self) -> None:
+        self.is_away = True
+        self._held.clear()
+        for connection in self._connections.values():
+            self._lose(connection)
+
+    def start_server(self) -> None:
+        self.is_away = False
+        for process_id in self._connections:
+            self.reconnect_later(process_id)
+
+    def hang(self) -> None:
+        self.is_hanging = True
+
+    def resume(self) -> None:
+        """What the server holds goes to those who have not given it up meanwhile."""
+        self.is_hanging = False
+        held, self._held = self._held, []
+        for act in held:
+            act()
+        for process_id, connection in self._connections.items():
+            if not connection.is_up:
+                self.reconnect_later(process_id)
+
+    def _lose(self, connection: _Connection) -> None:
+        connection.is_up = False
+        self._interest.clear()
+
+    def _disconnect_while_frozen(self, connection: _Connection) -> None:
+        connection.give_up = None
+        self._lose(connection)
+
+    def _reconnect(self, connection: _Connection) -> None:
+        process = connection.process
+        if connection.is_up or process.is_dead or self.is_away or self.is_hanging:
+            return
+        if process.is_frozen:  # its next try comes when it is awake
+            process.arrive(lambda: self.reconnect_later(process.process_id))
+            return
+        connection.is_up = True
+        self._interest.clear()
+        while connection.unsent:
+            connection.unsent.popleft()()
+
+    # ── the way of a message ─────────────────────────────────────────────────────────────────────
 
     def add(self, subscription: _Subscription) -> None:
         self._subscriptions.append(subscription)
+        self._interest.clear()
 
     def remove(self, subscription: _Subscription) -> None:
-        if subscription in self._subscriptions:
+        if subscription.is_open:
+            subscription.is_open = False
             self._subscriptions.remove(subscription)
+            self._interest.clear()
 
-    def when_awake(self, process_id: str, act: Callable[[], object]) -> None:
-        waiting = self._frozen.get(process_id)
-        if waiting is None:
-            act()
+    def post(self, connection: _Connection, subject: str, parcel: Parcel) -> None:
+        """A publication."""
+        self._when_connected(connection, lambda: self._route(connection, subject, parcel))
+
+    def ask(
+        self,
+        connection: _Connection,
+        subject: str,
+        parcel: Parcel,
+        on_nobody: Callable[[], object],
+    ) -> None:
+        def send() -> None:
+            if self._route(connection, subject, parcel) == 0:
+                self._after_a_while(connection.process.process_id, connection.process, on_nobody)
+
+        self._when_connected(connection, send)
+
+    def answer(
+        self, responder: _Connection, requester: _Connection, settle: Callable[[], object]
+    ) -> None:
+        """The way back: the requester must be connected, and awake to notice."""
+
+        def send() -> None:
+            if not self.is_down:
+                self._after_a_while(responder.process.process_id, requester.process, settle)
+
+        self._when_connected(responder, send)
+
+    def _when_connected(self, connection: _Connection, send: Callable[[], object]) -> None:
+        if connection.process.is_dead:
+            return
+        if connection.process.is_frozen:  # only a test that acts for a frozen process gets here
+            connection.process.arrive(partial(self._when_connected, connection, send))
+        elif not connection.is_up:
+            connection.unsent.append(send)
+        elif self.is_hanging:
+            self._held.append(send)
         else:
-            waiting.append(act)
+            send()
 
-    def send(self, sender: str, subject: str, data: bytes, reply: Reply) -> int:
+    def _route(self, connection: _Connection, subject: str, parcel: Parcel) -> int:
         """Returns how many subscriptions take it (all plain ones, one of each queue group)."""
-        loop = asyncio.get_running_loop()
+        loop, sender = asyncio.get_running_loop(), connection.process.process_id
         self.log.append((loop.time(), sender, subject))
+        for tap in self.taps:
+            tap(sender, subject, parcel.data)
         if self.is_down:
             return 1  # nobody can tell that there is nobody
-        receivers = self._receivers(subject)
-        for subscription in receivers:
-            if not self.is_dropped(subject, sender, subscription.process_id):
-                subscription.arriving.append((data, reply))
-                loop.call_later(self.latency_s, self._arrive, subscription)
+        plain, groups = self._interested(subject)
+        receivers = plain + [self._random.choice(members) for members in groups]
+        usual = loop.time() + self._latency()
+        together: list[_Subscription] = []
+        for each in receivers:
+            if self.is_dropped(subject, sender, each.process.process_id):
+                continue
+            if self.fate is not None:
+                self._deliver_as_fated(each, subject, sender, parcel)
+            elif each.last_arrival.get(sender, 0.0) > usual:
+                self._deliver_at(each.last_arrival[sender], each, parcel)
+            else:
+                each.last_arrival[sender] = usual
+                together.append(each)
+        if together:
+            loop.call_at(usual, _take_all, together, parcel)
         return len(receivers)
 
-    def _receivers(self, subject: str) -> list[_Subscription]:
-        interested = [each for each in self._subscriptions if matches(each.pattern, subject)]
-        groups: dict[str, list[_Subscription]] = {}
-        for each in interested:
-            if each.queue:
-                groups.setdefault(each.queue, []).append(each)
-        chosen = [self._random.choice(members) for members in groups.values()]
-        return [each for each in interested if not each.queue] + chosen
+    def _deliver_as_fated(
+        self, subscription: _Subscription, subject: str, sender: str, parcel: Parcel
+    ) -> None:
+        assert self.fate is not None
+        now = asyncio.get_running_loop().time()
+        delays = self.fate(subject, sender, subscription.process.process_id)
+        for number, delay_s in enumerate(delays):
+            when = now + self._latency() + delay_s
+            if number == 0:
+                when = max(when, subscription.last_arrival.get(sender, 0.0))
+                subscription.last_arrival[sender] = when
+            self._deliver_at(when, subscription, parcel)
 
-    def _arrive(self, subscription: _Subscription) -> None:
-        data, reply = subscription.arriving.popleft()
+    def _deliver_at(self, when: float, subscription: _Subscription, parcel: Parcel) -> None:
+        asyncio.get_running_loop().call_at(when, subscription.take, parcel)
 
-        def deliver() -> None:
-            if subscription in self._subscriptions:
-                subscription.deliver(data, reply)
+    def _after_a_while(
+        self, sender: str, receiver: SimulatedProcess, act: Callable[[], object]
+    ) -> None:
+        delays: tuple[float, ...] = (0.0,)
+        if self.fate is not None:
+            delays = self.fate(INBOX, sender, receiver.process_id)
+        loop, connection = asyncio.get_running_loop(), self._connections[receiver.process_id]
 
-        self.when_awake(subscription.process_id, deliver)
+        def take() -> None:
+            if connection.is_up and connection.process is receiver:
+                receiver.arrive(act)
+
+        for delay_s in delays:
+            loop.call_later(self._latency() + delay_s, take)
+
+    def _latency(self) -> float:
+        if self.jitter_s:
+            return self.latency_s + self.jitter_s * self._random.random()
+        return self.latency_s
+
+    def _interested(self, subject: str) -> tuple[list[_Subscription], list[list[_Subscription]]]:
+        found = self._interest.get(subject)
+        if found is None:
+            plain: list[_Subscription] = []
+            groups: dict[str, list[_Subscription]] = {}
+            for each in self._subscriptions:
+                if each.connection.is_up and matches(each.pattern, subject):
+                    (groups.setdefault(each.queue, []) if each.queue else plain).append(each)
+            found = self._interest[subject] = (plain, list(groups.values()))
+        return found
+
+    def _process(self, process_id: str) -> SimulatedProcess:
+        if process_id not in self._processes:
+            self._processes[process_id] = SimulatedProcess(process_id)
+        return self._processes[process_id]
 
 
-def _no_reply(data: bytes) -> None:
+def _take_all(subscriptions: list[_Subscription], parcel: Parcel) -> None:
+    for subscription in subscriptions:
+        subscription.take(parcel)
+
+
+def _no_reply(responder: _Connection, data: bytes) -> None:
     pass
 
 
+class _NoReply(Enum):
+    LATE = "late"
+    NOBODY = "nobody"
+
+
 class SimulatedBus:
-    def __init__(self, network: SimulatedNetwork, process_id: str) -> None:
+    def __init__(self, network: SimulatedNetwork, process_id: str, connection: _Connection) -> None:
         self.process_id = process_id
         self.max_payload_bytes = network.max_payload_bytes
+        self.num_requests_under_way = 0
         self._network = network
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._connection = connection
+        self._process = connection.process
+        self._tasks: dict[asyncio.Task[None], None] = {}
         self._is_closed = False
 
+    @property
+    def is_connected(self) -> bool:
+        return self._connection.is_up
+
+    def publish_bytes(self, subject: str, data: bytes) -> None:
+        """Whatever it is."""
+        self._network.post(self._connection, subject, Parcel(data, _no_reply))
+
     async def publish(self, subject: str, message: Message) -> None:
-        data = self._payload(message)
-        network = self._network
-        network.when_awake(
-            self.process_id,
-            lambda: network.send(self.process_id, subject, data, _no_reply),
-        )
+        self._network.post(self._connection, subject, Parcel(self._payload(message), _no_reply))
 
     async def request(
         self, subject: str, message: Message, reply_type: type[M], *, timeout_s: float
     ) -> M:
         data = self._payload(message)
-        replied: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
+        replied: asyncio.Future[bytes | _NoReply] = asyncio.get_running_loop().create_future()
 
-        def settle(reply: bytes | None) -> None:
+        def settle(reply: bytes | _NoReply) -> None:
             if not replied.done():
                 replied.set_result(reply)
 
-        def send() -> None:
-            if self._network.send(self.process_id, subject, data, self._return(settle)) == 0:
-                self._later(settle, None)
+        def reply(responder: _Connection, answer: bytes) -> None:
+            self._network.answer(
+                responder, self._connection, partial(settle, self._network.spoil_reply(answer))
+            )
 
-        self._network.when_awake(self.process_id, send)
+        timer = self._process.call_later(timeout_s, partial(settle, _NoReply.LATE))
+        nobody = partial(settle, _NoReply.NOBODY)
+        self._network.ask(self._connection, subject, Parcel(data, reply), nobody)
+        self.num_requests_under_way += 1
         try:
-            async with asyncio.timeout(timeout_s):
-                answer = await replied
-        except TimeoutError:
-            raise RequestTimeout(f"no reply on {subject} within {timeout_s:g} s") from None
-        if answer is None:
+            answer = await replied
+        finally:
+            self.num_requests_under_way -= 1
+            timer.cancel()
+        if answer is _NoReply.LATE:
+            raise RequestTimeout(f"no reply on {subject} within {timeout_s:g} s")
+        if answer is _NoReply.NOBODY:
             raise NoResponders(f"nobody serves {subject}")
         try:
-            decoded = msgspec.msgpack.decode(answer, type=reply_type | Failure)
+            decoded = _decoder_of(reply_type | Failure).decode(answer)
         except UNREADABLE as error:
             raise DependencyUnavailable(f"a reply on {subject} makes no sense: {error}") from None
         if isinstance(decoded, Failure):
@@ -174,25 +420,32 @@ class SimulatedBus:
     async def subscribe(
         self, subject: str, message_type: Any, handler: Callable[[Any], None], *, queue: str = ""
     ) -> Unsubscribe:
-        decode = msgspec.msgpack.Decoder(message_type).decode
-        return self._listen(
-            subject, queue, lambda data, reply: hand_over(subject, handler, decode, data)
-        )
+        decode = _decoder_of(message_type).decode
+
+        def take(parcel: Parcel) -> None:
+            try:
+                hand_over(
+                    subject, handler, lambda _: parcel.decoded(message_type, decode), parcel.data
+                )
+            except Exception:  # as the real bus: one bad message does not end the subscription
+                log.exception("subscriber_failed", subject=subject)
+
+        return self._listen(subject, queue, take)
 
     async def serve(
         self, subject: str, message_type: Any, handler: Callable[[Any], Any], *, queue: str = ""
     ) -> Unsubscribe:
-        decode = msgspec.msgpack.Decoder(message_type).decode
+        decode = _decoder_of(message_type).decode
 
-        async def answer(data: bytes, reply: Reply) -> None:
-            encoded = msgspec.msgpack.encode(await reply_to(handler, decode, data))
+        async def answer(parcel: Parcel) -> None:
+            encoded = _encode(await reply_to(handler, decode, parcel.data))
             if not self._is_closed:
-                self._network.when_awake(self.process_id, lambda: reply(encoded))
+                parcel.reply(self._connection, encoded)
 
-        def take(data: bytes, reply: Reply) -> None:
-            task = asyncio.create_task(answer(data, reply))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        def take(parcel: Parcel) -> None:
+            task = asyncio.get_running_loop().create_task(answer(parcel))
+            self._tasks[task] = None
+            task.add_done_callback(self._tasks.pop)
 
         return self._listen(subject, queue, take)
 
@@ -203,10 +456,8 @@ class SimulatedBus:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _listen(
-        self, pattern: str, queue: str, deliver: Callable[[bytes, Reply], None]
-    ) -> Unsubscribe:
-        subscription = _Subscription(self.process_id, pattern, queue, deliver)
+    def _listen(self, pattern: str, queue: str, deliver: Callable[[Parcel], None]) -> Unsubscribe:
+        subscription = _Subscription(self._connection, pattern, queue, deliver)
         self._network.add(subscription)
 
         async def unsubscribe() -> None:
@@ -214,26 +465,18 @@ class SimulatedBus:
 
         return unsubscribe
 
-    def _return(self, settle: Callable[[bytes | None], None]) -> Reply:
-        """The way back: one latency, and the requester must be awake to notice."""
-        return lambda data: self._later(settle, self._network.spoil_reply(data))
-
-    def _later(self, settle: Callable[[bytes | None], None], data: bytes | None) -> None:
-        if self._network.is_down:
-            return
-        loop = asyncio.get_running_loop()
-        loop.call_later(
-            self._network.latency_s,
-            lambda: self._network.when_awake(self.process_id, lambda: settle(data)),
-        )
-
     def _payload(self, message: Message) -> bytes:
         if self._is_closed:
             raise DependencyUnavailable("the bus is closed")
-        data = msgspec.msgpack.encode(message)
+        data = _encode(message)
         if len(data) > self.max_payload_bytes:
             limit = self.max_payload_bytes
             raise PayloadTooLarge(
                 f"the message has {len(data)} bytes; this bus takes at most {limit}"
             )
         return data
+
+
+@cache
+def _decoder_of(message_type: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(message_type)

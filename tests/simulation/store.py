@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shared.store import Command, StoreUnavailable
+from tests.simulation.process import ProcessClock, SimulatedProcess
+
+LATENCY_S = 0.0003
 
 
 def _encoded(value: str | bytes | int | float) -> bytes:
@@ -114,3 +117,30 @@ class MemoryStore:
         ordered = self._by_score(key)
         stop = len(ordered) + last + 1 if last < 0 else last + 1
         self._sorted_remove(key, *ordered[first : max(stop, 0)])
+
+
+class ProcessStore:
+    """One process's connection to the Redis of all."""
+
+    def __init__(self, shared: MemoryStore, process: SimulatedProcess) -> None:
+        self._shared = shared
+        self._clock = ProcessClock(process)
+
+    async def get(self, key: str) -> bytes | None:
+        await self._clock.sleep(LATENCY_S)
+        return await self._shared.get(key)
+
+    async def hash_get(self, key: str) -> Mapping[bytes, bytes]:
+        await self._clock.sleep(LATENCY_S)
+        return await self._shared.hash_get(key)
+
+    async def sorted_set_head(self, key: str, count: int) -> Sequence[bytes]:
+        await self._clock.sleep(LATENCY_S)
+        return await self._shared.sorted_set_head(key, count)
+
+    async def write(self, commands: Sequence[Command]) -> None:
+        await self._clock.sleep(LATENCY_S)
+        await self._shared.write(commands)
+
+    async def close(self) -> None:
+        pass

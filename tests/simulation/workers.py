@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from services.decode.service import DecodeService
 from services.prefill.service import PrefillService
 from shared.block_hash import extend_chain, root_hash
+from shared.clock import Clock
 from shared.engine.engine import Engine
 from shared.engine.loop import EngineLoop
 from shared.engine.timing_engine import StepCost, TimingRunner
@@ -34,12 +36,37 @@ from shared.messages import (
 )
 from shared.packing import pack_hashes, pack_token_ids
 from shared.subjects import control, resend, start_decode, tokens
+from tests.simulation import leaks
 from tests.simulation.bus import SimulatedNetwork
 from tests.simulation.clock import VirtualClock
-from tests.simulation.kv_link import SimulatedDialer, SimulatedReceiver
+from tests.simulation.kv_link import DataPlane, SimulatedDialer, SimulatedReceiver
+from tests.simulation.process import ProcessClock, SimulatedProcess
 from tests.simulation.randomness import SeededRandomness
 
 MODEL, REVISION, BLOCK_SIZE = "timing", "r1", 16
+
+
+class CopyingRunner(TimingRunner):
+    """Copies take time, so that what is freed meanwhile shows."""
+
+    def __init__(self, clock: Clock, *, copy_s: float, **options: Any) -> None:
+        super().__init__(clock, **options)
+        self._copy_s = copy_s
+
+    async def read_kv(
+        self, block_table: list[int], first_token: int, num_tokens: int, out: memoryview
+    ) -> None:
+        if self._copy_s:
+            await self._clock.sleep(self._copy_s)
+        await super().read_kv(block_table, first_token, num_tokens, out)
+
+    async def write_kv(
+        self, block_table: list[int], first_token: int, num_tokens: int, payload: memoryview
+    ) -> None:
+        table = list(block_table)  # where the copy goes is fixed when it begins
+        if self._copy_s:
+            await self._clock.sleep(self._copy_s)
+        await super().write_kv(table, first_token, num_tokens, payload)
 
 
 class SimulatedWorker:
@@ -48,26 +75,39 @@ class SimulatedWorker:
     def __init__(
         self,
         network: SimulatedNetwork,
-        data_plane: SimulatedDialer,
+        data_plane: DataPlane,
         worker_id: str,
         roles: tuple[Role, ...],
         *,
         num_blocks: int = 256,
         max_batch_tokens: int = 64,
+        max_sequences: int = 32,
         cost: StepCost | None = None,
+        copy_s: float = 0.0,
+        seed: int | None = None,
     ) -> None:
-        clock, randomness = VirtualClock(), SeededRandomness(sum(worker_id.encode()))
+        """`copy_s`: how long it takes to read or write the KV of a frame."""
+        self.process = SimulatedProcess(worker_id)
+        clock = ProcessClock(self.process)
+        randomness = SeededRandomness(sum(worker_id.encode()) if seed is None else seed)
         self.worker_id = worker_id
-        self.bus = network.bus(worker_id)
-        self.runner = TimingRunner(clock, num_blocks=num_blocks, block_size=BLOCK_SIZE, cost=cost)
+        self.bus = network.bus(worker_id, self.process)
+        self.runner = CopyingRunner(
+            ProcessClock(self.process, is_engine=True),
+            copy_s=copy_s,
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            cost=cost,
+        )
         self.engine = Engine(
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
             max_context_tokens=self.runner.max_context_tokens,
             max_batch_tokens=max_batch_tokens,
-            max_sequences=32,
+            max_sequences=max_sequences,
         )
-        self.receiver = SimulatedReceiver(data_plane, worker_id.encode().ljust(16, b"."))
+        self.receiver = SimulatedReceiver(data_plane, randomness.bytes(16), self.process)
+        self.dialer = SimulatedDialer(data_plane, self.process)
         card = ModelCard(
             name=MODEL,
             revision=REVISION,
@@ -85,12 +125,15 @@ class SimulatedWorker:
             roles=roles,
             data_plane=self.receiver.address,
         )
-        self.prefill = PrefillService(self.worker, data_plane) if "prefill" in roles else None
+        self.prefill = PrefillService(self.worker, self.dialer) if "prefill" in roles else None
         self.decode = DecodeService(self.worker, self.receiver) if "decode" in roles else None
 
     @property
     def handlers(self) -> list[PrefillService | DecodeService]:
         return [each for each in (self.prefill, self.decode) if each is not None]
+
+    def leaks(self) -> list[str]:
+        return leaks.of_worker(self)
 
     @property
     def is_empty(self) -> bool:
@@ -99,6 +142,9 @@ class SimulatedWorker:
         return self.engine.is_idle and pool.num_free_blocks == pool.num_blocks
 
     async def start(self) -> None:
+        await self.process.start(self._start())
+
+    async def _start(self) -> None:
         await self.worker.start()
         for handler in self.handlers:
             await handler.start()
@@ -106,8 +152,7 @@ class SimulatedWorker:
 
     async def drain(self) -> None:
         await self.worker.heart.become("draining")
-        for handler in self.handlers:
-            await handler.drain()
+        await asyncio.gather(*(handler.drain() for handler in self.handlers))
 
     async def stop(self) -> None:
         for handler in self.handlers:
@@ -117,9 +162,14 @@ class SimulatedWorker:
 
     async def kill(self) -> None:
         """SIGKILL: nothing is said, the links end, the subscriptions vanish."""
-        self.receiver.drop_links()
+        self.process.die()
+        self.drop_links()
         await self.bus.close()
-        await self.worker.loop.stop()
+        await self.process.gone()
+
+    def drop_links(self) -> None:
+        self.receiver.drop_links()
+        self.dialer.drop_links()
 
 
 @dataclass

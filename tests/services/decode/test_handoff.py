@@ -14,7 +14,7 @@ from shared.messages import PrefillAccepted, PrefillFailed, RunPrefill
 from shared.subjects import run_prefill
 from tests.simulation.bus import SimulatedNetwork
 from tests.simulation.clock import run
-from tests.simulation.kv_link import SimulatedDialer
+from tests.simulation.kv_link import DataPlane
 from tests.simulation.workers import Peer, SimulatedWorker, request_of
 
 PROMPT = list(range(100, 350))  # 250 tokens: several chunks of 64, not a whole number of blocks
@@ -23,7 +23,7 @@ PROMPT = list(range(100, 350))  # 250 tokens: several chunks of 64, not a whole 
 class Cluster:
     def __init__(self, **options) -> None:
         self.network = SimulatedNetwork()
-        data_plane = SimulatedDialer()
+        data_plane = DataPlane()
         self.peer = Peer(self.network)
         self.prefills = [
             SimulatedWorker(self.network, data_plane, f"prefill-{i}", ("prefill",), **options)

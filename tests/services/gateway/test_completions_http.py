@@ -104,7 +104,7 @@ async def test_one_refused_prompt_ends_all(cluster: Cluster) -> None:
     check_envelope(
         await cluster.http.post(ROUTE, json=body), 413, "context_length_exceeded", "prompt"
     )
-    assert len(cluster.gateway._streams) == 0
+    assert len(cluster.gateway._recovery) == 0
 
 
 async def test_one_prompt_that_fails_later_ends_all(cluster: Cluster) -> None:
@@ -115,12 +115,10 @@ async def test_one_prompt_that_fails_later_ends_all(cluster: Cluster) -> None:
     )
     await cluster.scheduler.submits.get()
     request = (await cluster.scheduler.submits.get()).request
-    gateway = cluster.gateway
-    await until(lambda: len(gateway._streams._by_placement) == 2)
+    recovery = cluster.gateway._recovery
+    await until(lambda: len(recovery._streams._by_placement) == 2)
     async with asyncio.timeout(5):
-        error = Overloaded("too much")
-        gateway._streams.close(request.request_id, "failed", error, gateway._clock.now())
-        gateway._perform()
+        recovery.close(request.request_id, "failed", Overloaded("too much"))
         check_envelope(await running, 429, "overloaded", None)
         reasons = {(await decode.aborts.get()).reason for _ in range(2)}
     assert reasons == {"failed", "client_gone"}

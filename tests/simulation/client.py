@@ -1,0 +1,108 @@
+"""A client as its gateway sees it: keeps what it is told, and notes what it must never be told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from services.gateway.stream import End
+from shared import block_hash
+from shared.errors import HearthError
+from shared.messages import Choice, Finish, Request, Served, TokenLogprobs
+from shared.packing import pack_hashes, pack_token_ids
+from tests.simulation.plan import BLOCK_SIZE, RequestPlan
+
+MODEL, REVISION = "timing", "r1"
+
+
+@dataclass
+class Told:
+    """Of one choice."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    is_stopped: bool = False
+    finish: Finish | None = None
+    served: list[Served] = field(default_factory=list)
+
+
+class Client:
+    """A `stream.Receiver`."""
+
+    def __init__(self, plan: RequestPlan) -> None:
+        self.plan = plan
+        self.gateway_id = ""
+        self.choices = [Told() for _ in range(plan.num_choices)]
+        self.prompt_logprobs: list[tuple[TokenLogprobs, ...]] = []
+        self.asked_at = 0.0
+        self.opened_at: float | None = None  # accepted
+        self.refused: HearthError | None = None  # at the door
+        self.end: End | None = None
+        self.ended_at = 0.0
+        self.left = False
+        self.lost_gateway = False  # which died with it
+        self.wrongs: list[str] = []
+
+    @property
+    def is_open(self) -> bool:
+        return self.opened_at is not None and self.end is None and not self.lost_gateway
+
+    def on_tokens(
+        self, choice_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> bool:
+        told = self.choices[choice_index]
+        if told.is_stopped or told.finish is not None or self.end is not None:
+            self.wrongs.append(f"choice {choice_index}: tokens after its end")
+        wanted = self._wanted(token_ids)
+        told.token_ids += token_ids[:wanted]
+        told.logprobs += logprobs[:wanted]
+        told.is_stopped = wanted > 0 and self._stops(token_ids[wanted - 1])
+        return not told.is_stopped
+
+    def on_served(self, choice_index: int, served: Served) -> None:
+        self.choices[choice_index].served.append(served)
+
+    def on_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
+        self.prompt_logprobs.append(tuple(logprobs))
+
+    def on_finish(self, choice_index: int, finish: Finish) -> None:
+        told = self.choices[choice_index]
+        if told.finish is not None or self.end is not None:
+            self.wrongs.append(f"choice {choice_index}: a second ending")
+        told.finish = finish
+
+    def on_end(self, end: End) -> None:
+        if self.end is not None:
+            self.wrongs.append("a second end of the request")
+        self.end = end
+        self.ended_at = asyncio.get_running_loop().time()
+        unfinished = [each for each in self.choices if not each.is_stopped and each.finish is None]
+        if end.error is None and unfinished:
+            self.wrongs.append("ended well, but a choice has no ending")
+
+    def request(self, tenant_id: str, gateway_id: str) -> Request:
+        plan = self.plan
+        root = block_hash.root_hash(tenant_id, REVISION)
+        return Request(
+            request_id=plan.request_id,
+            tenant_id=tenant_id,
+            gateway_id=gateway_id,
+            model=MODEL,
+            revision=REVISION,
+            cache_root=root,
+            prompt_token_ids=pack_token_ids(plan.prompt),
+            block_hashes=pack_hashes(block_hash.extend_chain(root, plan.prompt, BLOCK_SIZE)),
+            sampling=plan.sampling,
+            choices=tuple(Choice(choice_index=index) for index in range(plan.num_choices)),
+            deadline_s=plan.deadline_s,
+        )
+
+    def _wanted(self, token_ids: Sequence[int]) -> int:
+        for index, token_id in enumerate(token_ids):
+            if self._stops(token_id):
+                return index + 1
+        return len(token_ids)
+
+    def _stops(self, token_id: int) -> bool:
+        return self.plan.stop_modulus > 0 and token_id % self.plan.stop_modulus == 0

@@ -1,0 +1,171 @@
+"""When a request may end without its answer: each failure is explained by what the fleet lacked.
+
+A request has what it needs at a moment if its gateway, NATS, some scheduler and some decode worker
+are sound: no fault touches them, and none did in the last REJOIN_S. It may fail
+
+    client_gone          if its client left
+    deadline_exceeded    no sooner than its deadline; a patient one only if it had what it needs for
+                         less than WORK_S
+    overloaded           if the schedulers' queues are short ones
+    no_capacity          if it lacked what it needs for as long as it looked for it, or if it lost
+                         its place more often than it may be submitted again, each time by a fault
+                         (a scheduler that hangs may swallow all tries until NATS gives it up)
+    at the gateway's door: dependency_unavailable if Redis was away, no_capacity if it drained
+
+and by nothing else. A request whose gateway dies has nobody left who could tell its end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from services.gateway.streams import MAX_RESUBMISSIONS, RECOVERY_WINDOW_S, SUBMIT_WINDOW_S
+from services.scheduler.service import NO_WORKER_GRACE_S
+from shared.errors import DeadlineExceeded, HearthError, NoCapacity, Overloaded
+from tests.simulation.bus import GIVEN_UP_AFTER_S
+from tests.simulation.client import Client
+from tests.simulation.plan import PATIENT_S, Fault, Plan
+
+REJOIN_S = 0.4  # to be connected and heard again
+WORK_S = 90.0  # more than all requests of a plan take together
+LATE_S = 0.3
+LOOK_S = 0.3  # how much sooner than its window a gateway stops looking
+NATS_FAULTS = ("nats_restart", "nats_hang")
+PROCESS_FAULTS = ("kill", "drain", "freeze", "cut_off", "deaf", "slow", "wedge")
+
+
+@dataclass
+class Trouble:
+    fault: Fault
+    began: float
+    ended: float = inf
+
+    def touches(self, process_id: str) -> bool:
+        fault = self.fault
+        return process_id in (fault.target, fault.other) and fault.kind in PROCESS_FAULTS
+
+
+def unexplained(client: Client, plan: Plan, troubles: list[Trouble]) -> str | None:
+    """What is wrong about this request's failure; None if it did not fail, or had to."""
+    error = client.refused if client.end is None else client.end.error
+    if error is None:
+        return None
+    if client.refused is not None:
+        return _at_the_door(error, client, troubles)
+    if error.code == "client_gone":
+        return None if client.left else "its client had not left"
+    if isinstance(error, DeadlineExceeded):
+        return _too_late(client, plan, troubles)
+    if isinstance(error, Overloaded):
+        is_short = plan.fleet.max_queued_requests < len(plan.requests)
+        return None if is_short else f"no queue was full: {error}"
+    if isinstance(error, NoCapacity):
+        return _no_capacity(client, plan, troubles, error)
+    return f"nothing explains {error.code}: {error}"
+
+
+def lacks(plan: Plan, gateway_id: str, troubles: list[Trouble]) -> list[tuple[float, float]]:
+    """When a request of this gateway lacked something it needs, REJOIN_S included."""
+    ids = plan.fleet.process_ids
+    found = [
+        _span(each)
+        for each in troubles
+        if each.fault.kind in NATS_FAULTS or each.touches(gateway_id)
+    ]
+    for process_ids in (ids["scheduler"], ids["decode"] + ids["worker"]):
+        found += _all_in_trouble(process_ids, troubles)
+    return found
+
+
+def _swallowing(plan: Plan, troubles: list[Trouble]) -> list[tuple[float, float]]:
+    """When a scheduler that hangs still gets its share of the tries."""
+    return [
+        (each.began, min(each.ended, each.began + GIVEN_UP_AFTER_S) + REJOIN_S)
+        for each in troubles
+        if each.fault.kind == "freeze" and each.fault.target in plan.fleet.process_ids["scheduler"]
+    ]
+
+
+def _at_the_door(error: HearthError, client: Client, troubles: list[Trouble]) -> str | None:
+    at = client.asked_at
+    kinds = {each.fault.kind for each in troubles if _covers(each, at)}
+    if error.code == "no_capacity" and "drain" in kinds:
+        return None
+    if error.code == "dependency_unavailable" and "redis_away" in kinds:
+        return None
+    return f"refused without a reason: {error}"
+
+
+def _too_late(client: Client, plan: Plan, troubles: list[Trouble]) -> str | None:
+    assert client.opened_at is not None
+    deadline_s = client.plan.deadline_s
+    took_s = client.ended_at - client.opened_at
+    if took_s < deadline_s - 1e-6:
+        return f"its deadline of {deadline_s:g} s had not come after {took_s:g} s"
+    spans = lacks(plan, client.gateway_id, troubles)
+    if deadline_s < PATIENT_S:
+        own = [each for each in troubles if each.fault.target == client.gateway_id]
+        is_late = took_s > deadline_s + LATE_S and not own
+        return f"told {took_s - deadline_s:g} s after its deadline" if is_late else None
+    lacked_s = _covered(spans, client.opened_at, client.ended_at)
+    if took_s - lacked_s > WORK_S:
+        return f"had what it needs for {took_s - lacked_s:g} s and did not finish"
+    return None
+
+
+def _no_capacity(
+    client: Client, plan: Plan, troubles: list[Trouble], error: NoCapacity
+) -> str | None:
+    assert client.opened_at is not None and client.end is not None
+    spans = lacks(plan, client.gateway_id, troubles)
+    if "no scheduler" in error.message:
+        spans += _swallowing(plan, troubles)
+    lacked_s = _covered(spans, client.opened_at, client.ended_at)
+    if lacked_s >= _patience_s(client.end.num_resubmissions, error) - LOOK_S:
+        return None
+    touching = [
+        each
+        for each in troubles
+        if each.began <= client.ended_at and client.opened_at <= each.ended + REJOIN_S
+    ]
+    if client.end.num_resubmissions >= MAX_RESUBMISSIONS and len(touching) >= MAX_RESUBMISSIONS:
+        return None
+    return f"lacked what it needs for no more than {lacked_s:g} s: {error}"
+
+
+def _patience_s(num_resubmissions: int, error: NoCapacity) -> float:
+    if num_resubmissions:
+        return RECOVERY_WINDOW_S
+    return NO_WORKER_GRACE_S if "no worker serves" in error.message else SUBMIT_WINDOW_S
+
+
+def _span(trouble: Trouble) -> tuple[float, float]:
+    return trouble.began, trouble.ended + REJOIN_S
+
+
+def _covers(trouble: Trouble, at: float) -> bool:
+    began, ended = _span(trouble)
+    return began <= at <= ended
+
+
+def _all_in_trouble(process_ids: list[str], troubles: list[Trouble]) -> list[tuple[float, float]]:
+    """When none of these was sound."""
+    of_each = [
+        [_span(each) for each in troubles if each.touches(process_id)] for process_id in process_ids
+    ]
+    common = [(0.0, inf)]
+    for spans in of_each:
+        common = [
+            (max(a, c), min(b, d)) for a, b in common for c, d in spans if max(a, c) < min(b, d)
+        ]
+    return common
+
+
+def _covered(spans: list[tuple[float, float]], first: float, last: float) -> float:
+    covered, reached = 0.0, first
+    for began, ended in sorted(spans):
+        start, stop = max(began, reached), min(ended, last)
+        if start < stop:
+            covered, reached = covered + stop - start, stop
+    return covered

@@ -1,0 +1,102 @@
+"""A gateway process without its web server: tenants, heart and the real recovery core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from services.gateway.placements import RetiredPlacements
+from services.gateway.recovery import Recovery
+from services.gateway.tenants import Tenants
+from shared.errors import HearthError, NoCapacity
+from shared.heartbeat import Heart
+from tests.simulation.bus import SimulatedNetwork
+from tests.simulation.client import Client
+from tests.simulation.leaks import not_empty
+from tests.simulation.process import ProcessClock, SimulatedProcess
+from tests.simulation.randomness import SeededRandomness
+from tests.simulation.store import MemoryStore, ProcessStore
+
+
+class ClientGone(HearthError):
+    code = "client_gone"
+
+
+class WatchedPlacements(RetiredPlacements):
+    """Tells of each placement that the gateway gives up."""
+
+    def __init__(self, on_given_up: Callable[[bytes], None]) -> None:
+        super().__init__()
+        self._on_given_up = on_given_up
+
+    def add(self, placement_id: bytes, *, is_finished: bool, now: float) -> None:
+        super().add(placement_id, is_finished=is_finished, now=now)
+        if not is_finished:
+            self._on_given_up(placement_id)
+
+
+class SimulatedGateway:
+    def __init__(
+        self,
+        network: SimulatedNetwork,
+        store: MemoryStore,
+        gateway_id: str,
+        *,
+        seed: int,
+        on_given_up: Callable[[bytes], None],
+    ) -> None:
+        self.process = SimulatedProcess(gateway_id)
+        clock, randomness = ProcessClock(self.process), SeededRandomness(seed)
+        self.bus = network.bus(gateway_id, self.process)
+        self.heart = Heart(self.bus, clock, randomness, roles=("gateway",))
+        self.recovery = Recovery(self.bus, clock, self.heart)
+        self.streams = self.recovery._streams
+        self.streams._retired = WatchedPlacements(on_given_up)
+        self.clients: list[Client] = []
+        self._tenants = Tenants(ProcessStore(store, self.process), clock)
+        self._clock = clock
+
+    async def start(self) -> None:
+        await self.recovery.start()
+        await self._tenants.warm_up()
+        await self.heart.start()
+        await self.heart.become("ready")
+
+    async def serve(self, client: Client) -> None:
+        """From the client's request to its answer's end, or to its leaving."""
+        self.clients.append(client)
+        plan, client.asked_at = client.plan, self._clock.now()
+        try:
+            record = await self._tenants.tenant_of(f"Bearer {plan.tenant_id}")
+            if self.heart.state != "ready":
+                raise NoCapacity("the gateway is draining", retry_after_s=1.0)
+        except HearthError as error:
+            client.refused = error
+            return
+        client.gateway_id = self.process.process_id
+        client.opened_at = self._clock.now()
+        self.recovery.open(client.request(record.tenant_id, client.gateway_id), client)
+        if plan.leaves_after_s is not None:
+            await self._clock.sleep(plan.leaves_after_s)
+            client.left = client.end is None
+            self.recovery.close(plan.request_id, "client_gone", ClientGone("gone"))
+
+    async def drain(self) -> None:
+        await self.heart.become("draining")
+        await self.recovery.idle()
+
+    async def stop(self) -> None:
+        self.recovery.close_all(NoCapacity("the gateway stops", retry_after_s=1.0))
+        await self.recovery.stop()
+        await self.heart.stop()
+        await self.bus.close()
+
+    def drop_links(self) -> None:
+        """It has none."""
+
+    def leaks(self) -> list[str]:
+        streams = self.streams
+        return not_empty(
+            open_requests=streams._by_request,
+            placements=streams._by_placement,
+            early_entries=streams._early,
+        )

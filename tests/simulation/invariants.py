@@ -1,0 +1,96 @@
+"""What must hold after every schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tests.simulation.client import Client
+from tests.simulation.excuses import unexplained
+from tests.simulation.expected import Expected, expected_of, expected_prompt_logprobs
+from tests.simulation.fleet import Fleet
+
+# Faults that no process may take for the loss of another.
+UNSUSPICIOUS = {"nats_restart", "nats_hang", "redis_away", "link_drop", "link_noise", "slow"}
+# Faults after which no request may have been submitted a second time.
+UNDISTURBING = {"redis_away", "link_drop", "link_noise", "slow"}
+# Faults that can lose an acknowledgement, so that an ending is kept until its time is over.
+FORGETFUL = {"noise", "deaf", "nats_restart", "nats_hang", "cut_off", "freeze"}
+SOON_S = 6.0
+SETTLE_S = 40.0
+
+
+def held_too_long(fleet: Fleet) -> list[str]:
+    """What is left SOON_S after the last request's end and the last fault, and should not be.
+
+    A lost acknowledgement may keep tokens until their time is over, but no blocks; what was aborted
+    keeps only blocks that a long step still writes.
+    """
+    is_forgetful = any(fault.kind in FORGETFUL for fault in fleet.plan.faults)
+    kept = ("ended", "emitter") if is_forgetful else ()
+    busy = [
+        f"{worker.worker_id}: {name}: "
+        for worker in fleet.workers()
+        if any(each.is_in_step and each.is_aborted for each in worker.engine.batcher.running)
+        for name in ("running", "blocks")
+    ]
+    allowed = [f"{worker.worker_id}: {name}: " for worker in fleet.workers() for name in kept]
+    return [each for each in fleet.leaks() if not each.startswith((*busy, *allowed))]
+
+
+def wrongs_of(fleet: Fleet, events: Mapping[str, int]) -> list[str]:
+    found = [f"left over: {each}" for each in fleet.leaks()] + list(fleet.monitor.wrongs)
+    kinds = {fault.kind for fault in fleet.plan.faults}
+    if events["peer_lost"] and kinds <= UNSUSPICIOUS:
+        found.append(f"{events['peer_lost']} times a peer was taken for lost")
+    for client in fleet.clients:
+        reason = unexplained(client, fleet.plan, fleet.troubles)
+        if reason is not None:
+            found.append(f"{client.plan.request_id}: {reason}")
+        if client.end is not None and client.end.num_resubmissions and kinds <= UNDISTURBING:
+            found.append(f"{client.plan.request_id}: was submitted again for no reason")
+        found += [f"{client.plan.request_id}: {each}" for each in wrongs_of_client(client)]
+    return found
+
+
+def wrongs_of_client(client: Client) -> list[str]:
+    found = list(client.wrongs)
+    if client.opened_at is None:
+        return found
+    if client.is_open:
+        found.append("has no ending")
+    is_whole = client.end is not None and client.end.error is None
+    for index, expected in enumerate(expected_of(client.plan)):
+        told = client.choices[index]
+        found += _wrongs_of_tokens(index, told.token_ids, expected.token_ids, is_whole=is_whole)
+        if told.logprobs != expected.logprobs[: len(told.logprobs)]:
+            found.append(f"choice {index}: other logprobs")
+        if client.plan.sampling.num_logprobs is not None and len(told.logprobs) < len(
+            told.token_ids
+        ):
+            found.append(f"choice {index}: tokens without logprobs")
+        found += _wrongs_of_ending(index, client, expected)
+    wanted = expected_prompt_logprobs(client.plan)
+    if any(each != wanted for each in client.prompt_logprobs):
+        found.append("other logprobs of the prompt")
+    if is_whole and len(wanted) > 0 and not client.prompt_logprobs:
+        found.append("no logprobs of the prompt")
+    return found
+
+
+def _wrongs_of_tokens(
+    index: int, told: list[int], expected: list[int], *, is_whole: bool
+) -> list[str]:
+    if told != expected[: len(told)]:
+        return [f"choice {index}: tokens {told} are not those of {expected}"]
+    if is_whole and len(told) < len(expected):
+        return [f"choice {index}: {len(told)} of {len(expected)} tokens"]
+    return []
+
+
+def _wrongs_of_ending(index: int, client: Client, expected: Expected) -> list[str]:
+    told = client.choices[index]
+    if told.is_stopped:  # the worker may have ended it by itself with the same token
+        return []
+    if told.finish is not None and told.finish.reason != expected.finish_reason:
+        return [f"choice {index}: ended by {told.finish.reason}, not {expected.finish_reason}"]
+    return []

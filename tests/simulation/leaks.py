@@ -1,0 +1,56 @@
+"""What a process that has nothing to do still holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import TYPE_CHECKING
+
+from services.scheduler.service import SchedulerService
+
+if TYPE_CHECKING:
+    from tests.simulation.workers import SimulatedWorker
+
+
+def not_empty(**collections: Sized) -> list[str]:
+    return [f"{name}: {len(held)}" for name, held in collections.items() if len(held)]
+
+
+def of_worker(worker: SimulatedWorker) -> list[str]:
+    engine, pool = worker.engine, worker.engine.pool
+    pool.check()
+    found = not_empty(
+        waiting=engine.batcher.waiting,
+        running=engine.batcher.running,
+        reserved=engine._reserved,
+        held=engine._held,
+    )
+    if pool.num_free_blocks != pool.num_blocks:
+        found.append(f"blocks: {pool.num_blocks - pool.num_free_blocks} of {pool.num_blocks}")
+    if worker.receiver.num_expected:
+        found.append(f"expected pushes: {worker.receiver.num_expected}")
+    if worker.prefill is not None:
+        found += not_empty(prefills=worker.prefill._prefills)
+    decode = worker.decode
+    if decode is not None:
+        found += not_empty(
+            placements=decode._placements,
+            ended=decode._ended,
+            emitter=decode._emitter,
+            unsent_entries=decode._emitter._dirty,
+            handoffs=decode._handoffs._under_way,
+        )
+    return found
+
+
+def of_scheduler(service: SchedulerService) -> list[str]:
+    admission = service._admission
+    return not_empty(
+        queued=admission._held,
+        lanes=admission._lanes,
+        by_gateway=admission._of_gateway,
+        usage=admission._usage_of_tenant,
+        parked=service._parked,
+        placing=service._placing,
+        telling=service._telling,
+        assignments=service._workers._assignments,
+    ) + ([f"queued tokens: {admission.num_tokens}"] if admission.num_tokens else [])

@@ -1,0 +1,86 @@
+"""What one seed decides before the clock starts: the fleet, the requests, the faults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shared.engine.timing_engine import StepCost
+from shared.messages import SamplingParams
+
+FaultKind = Literal[
+    "kill", "freeze", "slow", "wedge", "drain", "cut_off",
+    "nats_restart", "nats_hang", "redis_away",
+    "noise", "deaf", "link_drop", "link_noise",
+]  # fmt: skip
+
+BLOCK_SIZE = 16
+TENANTS = ("tenant-a", "tenant-b", "tenant-c")
+PATIENT_S = 120.0  # a deadline that only a fleet without capacity misses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetPlan:
+    num_gateways: int
+    num_schedulers: int
+    num_indices: int
+    num_prefill: int
+    num_decode: int
+    num_both: int
+    num_blocks: int
+    max_batch_tokens: int
+    max_sequences: int
+    cost: StepCost
+    copy_s: float
+    max_queued_requests: int
+
+    @property
+    def process_ids(self) -> dict[str, list[str]]:
+        counts = {
+            "gateway": self.num_gateways,
+            "scheduler": self.num_schedulers,
+            "kv_index": self.num_indices,
+            "prefill": self.num_prefill,
+            "decode": self.num_decode,
+            "worker": self.num_both,
+        }
+        return {role: [f"{role}-{i}" for i in range(count)] for role, count in counts.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestPlan:
+    request_id: str
+    at_s: float
+    tenant_id: str
+    prompt: tuple[int, ...]
+    num_choices: int
+    sampling: SamplingParams
+    deadline_s: float
+    stop_modulus: int  # a token that it divides is a stop string; 0: none
+    leaves_after_s: float | None  # the client goes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    at_s: float
+    kind: FaultKind
+    target: str = ""  # a process, or nothing
+    other: str = ""  # whom a deaf one does not hear
+    duration_s: float = 0.0
+    comes_back: bool = True
+    amount: float = 0.0  # of noise: a probability; of slowness: a factor
+
+    @property
+    def ends_at_s(self) -> float:
+        return self.at_s + self.duration_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    seed: int
+    fleet: FleetPlan
+    requests: tuple[RequestPlan, ...]
+    faults: tuple[Fault, ...]
+
+    def has(self, *kinds: FaultKind) -> bool:
+        return any(fault.kind in kinds for fault in self.faults)

@@ -1,0 +1,159 @@
+"""Bugs planted into the real code, to see that the simulation finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+from services.decode.handoff import Handoff
+from services.decode.handoffs import Handoffs
+from services.gateway.actions import Actions
+from services.gateway.choice_tokens import ChoiceTokens
+from services.gateway.streams import Streams
+from services.prefill.service import PrefillService
+from services.scheduler.admission import Admission
+from services.scheduler.fleet import WorkerFleet
+from shared import block_hash
+from shared.engine.batcher import Batcher
+from shared.engine.engine import Engine
+from shared.health import Fleet
+from shared.kv_wire.placements import Placements
+
+
+@dataclass(frozen=True)
+class Bug:
+    name: str
+    owner: Any
+    attribute: str
+    make: Callable[[Any], Any]  # from the right code the wrong one
+    found_by: int = 0  # the first seed, from 0, that shows it
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        right = getattr(self.owner, self.attribute)
+        with patch.object(self.owner, self.attribute, self.make(right)):
+            yield
+
+
+def _nothing(right: Any) -> Any:
+    return lambda *args, **kwargs: None
+
+
+def _late_tokens_accepted(right: Any) -> Any:
+    """Of what was given up, as long as the request is open."""
+    owners: dict[tuple[Streams, bytes], Any] = {}
+
+    def on_token_batch(self: Streams, batch: Any, now: float) -> None:
+        for entry in batch.entries:
+            stream = self._by_placement.get(entry.placement_id)
+            if stream is not None:
+                owners[self, entry.placement_id] = stream
+            else:
+                stream = owners.get((self, entry.placement_id))
+                if stream is not None and stream.placement is not None:
+                    self._accept(stream, entry, now)
+        right(self, batch, now)
+
+    return on_token_batch
+
+
+def _blocks_freed_in_step(right: Any) -> Any:
+    def abort(self: Engine, sequence: Any) -> None:
+        sequence.is_in_step = False
+        right(self, sequence)
+
+    return abort
+
+
+def _one_id_for_all_tries(right: Any) -> Any:
+    """A late frame of an earlier try is taken for one of the present."""
+
+    async def attempt(self: Handoff, worker_id: str, num_held_tokens: int) -> Any:
+        class Repeating:
+            def bytes(self, num_bytes: int) -> bytes:
+                return first
+
+        first = self.__dict__.setdefault("_first_id", self._randomness.bytes(16))
+        self._randomness = Repeating()  # type: ignore[assignment]
+        return await right(self, worker_id, num_held_tokens)
+
+    return attempt
+
+
+def _acknowledged_at_once(right: Any) -> Any:
+    def accept(self: Streams, stream: Any, entry: Any, now: float) -> None:
+        if stream.placement is not None:
+            self._actions.acknowledge(stream.placement.worker_id, entry.placement_id)
+        right(self, stream, entry, now)
+
+    return accept
+
+
+def _gaps_overlooked(right: Any) -> Any:
+    def accept(self: ChoiceTokens, entry: Any) -> Any:
+        if entry.first_position > len(self.token_ids):
+            self.token_ids += [0] * (entry.first_position - len(self.token_ids))
+        return right(self, entry)
+
+    return accept
+
+
+def _checksum_not_compared(right: Any) -> Any:
+    async def hand_over(self: Placements, sink: Any, header: Any, payload: Any, sum: int) -> Any:
+        return await right(self, sink, header, payload, header.checksum)
+
+    return hand_over
+
+
+def _root_without_tenant(right: Any) -> Any:
+    return lambda tenant_id, digest, **kwargs: right("", digest, **kwargs)
+
+
+def _bus_always_trusted(right: Any) -> Any:
+    return lambda self, now: True
+
+
+def _exclusion_ignored(right: Any) -> Any:
+    return lambda self, role, lane, excluded: right(self, role, lane, ())
+
+
+def _push_never_released(right: Any) -> Any:
+    async def deliver(self: PrefillService, request: Any, sequence: Any, push: Any) -> None:
+        release = self._worker.loop.engine.release
+        self._worker.loop.engine.release = lambda sequence: None  # type: ignore[method-assign]
+        try:
+            await right(self, request, sequence, push)
+        finally:
+            self._worker.loop.engine.release = release  # type: ignore[method-assign]
+
+    return deliver
+
+
+def _shared_block_written(right: Any) -> Any:
+    return lambda self, sequence: False
+
+
+def _queue_without_bound(right: Any) -> Any:
+    return lambda self, tenant_id, num_tokens: None
+
+
+BUGS = (
+    Bug("the gateway's fence is gone", Streams, "on_token_batch", _late_tokens_accepted, 248),
+    Bug("decode renews no prefill lease", Handoffs, "renew_leases", _nothing, 164),
+    Bug("blocks are freed while a step writes them", Engine, "abort", _blocks_freed_in_step, 6),
+    Bug("a late KV frame is accepted", Handoff, "_try", _one_id_for_all_tries, 17),
+    Bug("acknowledged before the end", Streams, "_accept", _acknowledged_at_once, 0),
+    Bug("nothing is sent again", Streams, "_ask_again", _nothing, 38),
+    Bug("a gap in the tokens is overlooked", ChoiceTokens, "accept", _gaps_overlooked, 13),
+    Bug("the gateway aborts nothing", Actions, "abort", _nothing, 2),
+    Bug("an excluded worker is chosen", WorkerFleet, "_serving", _exclusion_ignored, 12),
+    Bug("the checksum is not compared", Placements, "_hand_over", _checksum_not_compared, 60),
+    Bug("tenants share one hash root", block_hash, "root_hash", _root_without_tenant, 1),
+    Bug("a silent bus is taken for dead peers", Fleet, "can_judge", _bus_always_trusted, 6),
+    Bug("a prefill keeps its blocks", PrefillService, "_deliver", _push_never_released, 0),
+    Bug("a shared block is written", Batcher, "_writes_shared", _shared_block_written, 1),
+    Bug("the queue has no bound", Admission, "_check_room", _queue_without_bound, 2),
+)

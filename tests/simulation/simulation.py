@@ -1,0 +1,147 @@
+"""Runs what a seed decides from start to silence, and says what was wrong with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import structlog
+
+from tests.simulation.clock import VirtualLoop
+from tests.simulation.drawing import plan_of
+from tests.simulation.fleet import Fleet
+from tests.simulation.invariants import SETTLE_S, SOON_S, held_too_long, wrongs_of
+from tests.simulation.plan import Plan
+
+LIMIT_S = 400.0
+LOOK_S = 0.05
+
+
+@dataclass
+class Outcome:
+    seed: int
+    wrongs: list[str]
+    digest: str
+    virtual_s: float = 0.0
+    settled_s: float = 0.0
+    endings: Counter[str] = field(default_factory=Counter)
+    events: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def replay(self) -> str:
+        return f"scripts/simulate --first {self.seed} --seeds 1"
+
+
+@dataclass
+class Journal:
+    """What the services log from `warning` up, by event; errors in full."""
+
+    events: Counter[str] = field(default_factory=Counter)
+    errors: list[str] = field(default_factory=list)
+
+    def take(self, logger: Any, method: str, event: MutableMapping[str, Any]) -> Any:
+        name = str(event["event"])
+        self.events[name] += 1
+        if method in ("error", "exception", "critical"):
+            self.errors.append(f"{name}: {event}")
+        raise structlog.DropEvent
+
+
+@contextmanager
+def journal() -> Iterator[Journal]:
+    before, taken = structlog.get_config(), Journal()
+    structlog.configure(
+        processors=[structlog.processors.format_exc_info, taken.take],
+        wrapper_class=structlog.make_filtering_bound_logger(30),
+        cache_logger_on_first_use=False,
+    )
+    try:
+        yield taken
+    finally:
+        structlog.configure(**before)
+
+
+def simulate(seed: int) -> Outcome:
+    return run_plan(plan_of(seed))
+
+
+def run_plan(plan: Plan) -> Outcome:
+    loop = VirtualLoop()
+    with journal() as taken:
+        broken: list[str] = []
+        loop.set_exception_handler(lambda _, context: broken.append(repr(context)))
+        try:
+            outcome = loop.run_until_complete(_run(plan, taken))
+        finally:
+            asyncio.set_event_loop(None)
+            loop.close()
+    outcome.wrongs += [f"unhandled: {each}" for each in broken]
+    outcome.wrongs += [f"logged: {each}" for each in taken.errors]
+    outcome.events = taken.events
+    return outcome
+
+
+async def _run(plan: Plan, taken: Journal) -> Outcome:
+    loop, fleet = asyncio.get_running_loop(), Fleet(plan)
+    digest = blake2b(digest_size=8)
+
+    def note(sender: str, subject: str, data: bytes) -> None:
+        digest.update(f"{loop.time()!r} {sender} {subject} ".encode() + data)
+
+    fleet.network.taps.append(note)
+    outcome = Outcome(plan.seed, [], "")
+    await _live(fleet, outcome)
+    await _settle(fleet, outcome)
+    outcome.wrongs += wrongs_of(fleet, taken.events)
+    for client in fleet.clients:
+        outcome.endings[ending_of(client)] += 1
+        digest.update(repr((client.ended_at, client.choices)).encode())
+    outcome.digest, outcome.virtual_s = digest.hexdigest(), loop.time()
+    await stop(fleet)
+    return outcome
+
+
+async def _live(fleet: Fleet, outcome: Outcome) -> None:
+    """Until every request has ended and every fault has passed."""
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            await fleet.start()
+            busy = asyncio.gather(fleet.serve(), fleet.suffer())
+            while not busy.done() or any(client.is_open for client in fleet.clients):
+                fleet.monitor.look(fleet.hosts())
+                await asyncio.sleep(LOOK_S)
+            busy.result()
+    except TimeoutError:
+        outcome.wrongs.append(f"requests are open after {LIMIT_S:g} s")
+
+
+async def _settle(fleet: Fleet, outcome: Outcome) -> None:
+    loop = asyncio.get_running_loop()
+    ended_at, is_late = loop.time(), False
+    while fleet.leaks() and loop.time() < ended_at + SETTLE_S:
+        await asyncio.sleep(LOOK_S)
+        if not is_late and loop.time() > ended_at + SOON_S:
+            is_late = True
+            outcome.wrongs += [f"held too long: {each}" for each in held_too_long(fleet)]
+    outcome.settled_s = loop.time() - ended_at
+
+
+async def stop(fleet: Fleet) -> None:
+    for member in fleet.members.values():
+        if member.is_up:
+            await member.kill()
+
+
+def ending_of(client: Any) -> str:
+    if client.lost_gateway:
+        return "gateway died"
+    if client.refused is not None:
+        return f"refused: {client.refused.code}"
+    if client.end is None:
+        return "never asked" if client.opened_at is None else "open"
+    return "finished" if client.end.error is None else client.end.error.code
