@@ -56,6 +56,11 @@ class Bus(Protocol):
     @property
     def is_connected(self) -> bool: ...
 
+    @property
+    def num_reconnects(self) -> int:
+        """Grows whenever the connection was lost, before it stands again."""
+        ...
+
     async def publish(self, subject: str, message: Message) -> None:
         """Raises PayloadTooLarge before anything is sent, DependencyUnavailable without a link."""
         ...
@@ -214,6 +219,10 @@ class NatsBus:
     @property
     def is_connected(self) -> bool:
         return self._client.is_connected
+
+    @property
+    def num_reconnects(self) -> int:
+        return self._client.stats["reconnects"]
 
     async def publish(self, subject: str, message: Message) -> None:
         try:

@@ -104,6 +104,10 @@ class Fleet:
             if not peer.is_suspect and now - peer.heard_at > LATE_S
         ]
 
+    def bus_was_away(self, now: float) -> None:
+        """If only for a moment: others may still be on their way back."""
+        self._no_question_until = now + SILENCE_LIMIT_S
+
     def gone(self, last: Heartbeat, now: float) -> Loss | None:
         """Nobody answered to the name of `last`'s sender, which may have spoken meanwhile."""
         peer = self._peers.get(last.process_id)
@@ -142,7 +146,7 @@ class Fleet:
 
     def _hear_echo(self, now: float) -> None:
         if self._last_echo_at is None or now - self._last_echo_at > MAX_ECHO_GAP_S:
-            self._no_question_until = now + SILENCE_LIMIT_S
+            self.bus_was_away(now)
         self._last_echo_at = now
 
     @staticmethod

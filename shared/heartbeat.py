@@ -102,8 +102,12 @@ class Heart:
             await self._clock.sleep(HEARTBEAT_INTERVAL_S)
 
     async def _watch(self) -> None:
+        num_reconnects = self._bus.num_reconnects
         while True:
             await self._clock.sleep(TICK_S)
+            if self._bus.num_reconnects != num_reconnects:
+                num_reconnects = self._bus.num_reconnects
+                self.fleet.bus_was_away(self._clock.now())
             for process_id, loss in self.fleet.tick(self._clock.now()):
                 self._lost(process_id, loss)
             for last in self.fleet.late(self._clock.now()):
@@ -114,10 +118,12 @@ class Heart:
         """A process that hangs says nothing, and its silence is judged by its length."""
         subject = alive(last.roles[0], last.process_id)
         self._asking.add(last.process_id)
+        num_reconnects = self._bus.num_reconnects
         try:
             await self._bus.request(subject, ReportAlive(), Done, timeout_s=ALIVE_TIMEOUT_S)
         except NoResponders:
-            loss = self.fleet.gone(last, self._clock.now())
+            is_steady = self._bus.num_reconnects == num_reconnects
+            loss = self.fleet.gone(last, self._clock.now()) if is_steady else None
             if loss is not None:
                 self._lost(last.process_id, loss)
         except HearthError as error:

@@ -76,6 +76,7 @@ class _Connection:
 
     process: SimulatedProcess
     is_up: bool = True
+    num_reconnects: int = 0
     unsent: deque[Callable[[], object]] = field(default_factory=deque)
     subscriptions: list[_Subscription] = field(default_factory=list)
     give_up: TimerHandle | None = None
@@ -210,6 +211,7 @@ class SimulatedNetwork:
             process.arrive(lambda: self.reconnect_later(process.process_id))
             return
         connection.is_up = True
+        connection.num_reconnects += 1
         self._interest.clear()
         while connection.unsent:
             connection.unsent.popleft()()
@@ -373,6 +375,10 @@ class SimulatedBus:
     @property
     def is_connected(self) -> bool:
         return self._connection.is_up
+
+    @property
+    def num_reconnects(self) -> int:
+        return self._connection.num_reconnects
 
     def publish_bytes(self, subject: str, data: bytes) -> None:
         """Whatever it is."""
