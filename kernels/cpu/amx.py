@@ -17,6 +17,8 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from kernels.cpu.compiled import compiled
+
 TILE_ROWS = 16
 TILE_BYTES = 64  # of a row
 
@@ -44,10 +46,28 @@ def tile_config(first_rows: int, second_rows: int) -> NDArray[np.uint8]:
     return config
 
 
+@compiled()
+def aligned(num_bytes: int) -> Any:
+    """Fresh memory, [num_bytes], that begins with a cache line: a tile's row is a whole one."""
+    memory = np.empty(num_bytes + TILE_BYTES, np.uint8)
+    first = -memory.ctypes.data % TILE_BYTES
+    return memory[first : first + num_bytes]
+
+
 def _call(builder: Any, name: str, *operands: Any) -> None:
     kind = ir.FunctionType(ir.VoidType(), [operand.type for operand in operands])
     function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
     builder.call(function, operands)
+
+
+def bf16_of_floats(builder: Any, lower: Any, upper: Any) -> Any:
+    """Two vectors of 16 FP32 -> one of 32 BF16, to the nearest even; subnormals become 0."""
+    halves = ir.VectorType(_I16, _NUM_HALVES)
+    name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+    function = builder.module.globals.get(name) or ir.Function(
+        builder.module, ir.FunctionType(halves, [upper.type, lower.type]), name
+    )
+    return builder.call(function, [upper, lower])
 
 
 def _tile(literal: Any) -> Any:
@@ -108,26 +128,31 @@ def tile_multiply(_: Any, sums: Any, rows: Any, columns: Any) -> Any:
 
 
 @intrinsic
-def round_to_bf16(_: Any, source: Any, target: Any) -> Any:
-    """32 FP32 numbers at `source` to BF16 at `target`, to the nearest even."""
+def expect_store(_: Any, address: Any) -> Any:
+    """Fetches the cache line at `address`, which will be overwritten."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        floats, words, halves = (
-            ir.VectorType(each, _NUM_HALVES) for each in (ir.FloatType(), _I32, _I16)
+        hints = _I32(1), _I32(3), _I32(1)  # for writing, into the first cache, of data
+        _call(builder, "llvm.prefetch.p0", builder.inttoptr(args[0], _POINTER), *hints)
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
+def round_to_bf16(_: Any, source: Any, target: Any) -> Any:
+    """32 FP32 numbers at `source` to BF16 at `target`, as `bf16_of_floats`."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        floats, halves = ir.VectorType(ir.FloatType(), 16), ir.VectorType(_I16, _NUM_HALVES)
+        lower, upper = (
+            builder.load(
+                builder.inttoptr(builder.add(args[0], _I64(offset)), floats.as_pointer()), align=4
+            )
+            for offset in (0, 64)
         )
-
-        def constant(value: int) -> Any:
-            return ir.Constant(words, [value] * _NUM_HALVES)
-
-        x = builder.load(builder.inttoptr(args[0], floats.as_pointer()), align=4)
-        bits = builder.bitcast(x, words)
-        upper = builder.lshr(bits, constant(16))
-        carry = builder.add(builder.and_(upper, constant(1)), constant(0x7FFF))
-        rounded = builder.lshr(builder.add(bits, carry), constant(16))
-        is_nan = builder.fcmp_unordered("uno", x, x)
-        rounded = builder.select(is_nan, builder.or_(upper, constant(0x40)), rounded)
-        place = builder.inttoptr(args[1], halves.as_pointer())
-        builder.store(builder.trunc(rounded, halves), place, align=2)
+        rounded = bf16_of_floats(builder, lower, upper)
+        builder.store(rounded, builder.inttoptr(args[1], halves.as_pointer()), align=2)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate

@@ -8,8 +8,9 @@ No row's bits depend on another's.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import numba
 import numpy as np
 import torch
 from numba import prange
@@ -17,20 +18,29 @@ from torch import Tensor
 
 from kernels.cpu.amx import (
     TILE_ROWS,
+    aligned,
     has_amx,
     pair_rows,
-    round_to_bf16,
     tile_configure,
     tile_release,
     transpose_pairs,
 )
-from kernels.cpu.amx_linear import BLOCK, CONFIGS, multiply_block
+from kernels.cpu.amx_linear import BLOCK, CONFIGS, STEP_BYTES, multiply_block
 from kernels.cpu.compiled import compiled
-from kernels.cpu.lanes import LANES, LOG2_E, array, exp2, join_lanes, narrow
-from kernels.cpu.softmax import largest_score, weigh_scores
+from kernels.cpu.lanes import LOG2_E, array, exp2, narrow, tanh
+from kernels.cpu.rows import (
+    ROW_LANES,
+    exp2_row,
+    largest,
+    load_row,
+    mask_row,
+    store_as_bf16,
+    total,
+)
 
-SEGMENT = 512  # tokens; keys and values of one KV head stay in a core's cache
-MAX_RUN_ROWS = 512
+SEGMENT = ROW_LANES  # tokens
+MAX_RUN_ROWS = 1024
+LOWEST = np.float32(-1e30)  # of scores; unlike -inf it may be subtracted from itself
 
 _f32 = np.float32
 
@@ -66,14 +76,17 @@ def amx_attention(
     key, value = kv_cache.unbind(0)
     _attend(
         array(grouped),
-        array(key),
-        array(value),
+        Cache(array(key), array(value)),
         block_tables.numpy(),
         _runs(query_lens, context_lens, max(MAX_RUN_ROWS // grouped.shape[2], 1)),
-        _f32(scale if softcap is not None else scale * LOG2_E),
-        0 if window is None else window,
-        _f32(0.0 if softcap is None else softcap),
+        Mask(
+            0 if window is None else window,
+            _f32(0.0 if softcap is None else softcap),
+            _f32(scale),
+            _f32(scale * LOG2_E if softcap is None else LOG2_E),
+        ),
         CONFIGS,
+        numba.get_num_threads(),
         array(out),
     )
     return out.view(num_tokens, num_heads, head_dim)
@@ -93,210 +106,263 @@ def _runs(query_lens: Tensor, context_lens: Tensor, max_tokens: int) -> Any:
     return np.array(runs)
 
 
+class Cache(NamedTuple):
+    key: Any  # [num_blocks, H, block_size, D]
+    value: Any
+
+
+class Mask(NamedTuple):
+    """What becomes of a score. `window` and `softcap` 0: none."""
+
+    window: int
+    softcap: Any
+    scale: Any  # ahead of the soft cap
+    factor: Any  # behind it, into the exponent of 2
+
+
+class Scratch(NamedTuple):
+    """One thread's memory, for a run of R rows."""
+
+    rows: Any  # [R, D], the queries
+    keys: Any  # [SEGMENT / 32, D / 32, 16, 32, 2], a segment as the columns of q·Kᵀ
+    values: Any  # [D / 32, SEGMENT / 32, 16, 32, 2], as those of weights·V
+    tail: Any  # [2, 16, D], keys and values that end within a tile
+    scores: Any  # [32, SEGMENT] of a block of rows; its weights in BF16 take each row's first half
+    tops: Any  # [R]: the largest score so far,
+    sums: Any  # [R]: the sum of the weights,
+    attended: Any  # [R, D]: and of the weighted values
+
+
+@compiled()
+def _scratch(num_rows: int, head_dim: int) -> Any:
+    num_blocks, depth = SEGMENT // BLOCK, head_dim // BLOCK
+    return Scratch(
+        aligned(num_rows * head_dim * 2).view(np.uint16).reshape((num_rows, head_dim)),
+        aligned(SEGMENT * head_dim * 2)
+        .view(np.uint16)
+        .reshape((num_blocks, depth, TILE_ROWS, BLOCK, 2)),
+        aligned(SEGMENT * head_dim * 2)
+        .view(np.uint16)
+        .reshape((depth, num_blocks, TILE_ROWS, BLOCK, 2)),
+        np.empty((2, TILE_ROWS, head_dim), np.uint16),
+        aligned(BLOCK * SEGMENT * 4).view(np.float32).reshape((BLOCK, SEGMENT)),
+        np.empty(num_rows, np.float32),
+        np.empty(num_rows, np.float32),
+        aligned(num_rows * head_dim * 4).view(np.float32).reshape((num_rows, head_dim)),
+    )
+
+
 @compiled(parallel=True)
 def _attend(
     query: Any,  # [T, H, G, D]
-    key: Any,  # [num_blocks, H, block_size, D]
-    value: Any,
+    cache: Any,
     block_tables: Any,
     runs: Any,
-    scale: Any,
-    window: Any,  # 0: none
-    softcap: Any,  # 0: none
+    mask: Any,
     configs: Any,
+    num_tasks: int,
     out: Any,  # [T, H, G, D]
 ) -> None:
-    num_kv_heads = query.shape[1]
-    for item in prange(len(runs) * num_kv_heads):
-        run, head = item // num_kv_heads, item % num_kv_heads
-        seq, low, high, position = runs[run]
-        _attend_run(
-            query[low:high, head],
-            key,
-            value,
-            block_tables[seq],
-            head,
-            position,
-            scale,
-            window,
-            softcap,
-            configs,
-            out[low:high, head],
-        )
+    _, num_kv_heads, group, head_dim = query.shape
+    max_rows = (runs[:, 2] - runs[:, 1]).max() * group
+    num_items = len(runs) * num_kv_heads
+    for task in prange(num_tasks):
+        scratch = _scratch(max_rows, head_dim)
+        # Each task takes every so many items: neighbours attend to equally long contexts.
+        for item in range(task, num_items, num_tasks):
+            run, head = item // num_kv_heads, item % num_kv_heads
+            seq, low, high, position = runs[run]
+            rows = query[low:high, head]
+            _attend_run(rows, cache, block_tables[seq], head, position, mask, configs, scratch)
+            _divide(scratch, out[low:high, head])
         tile_release()
 
 
 @compiled()
 def _attend_run(
     query: Any,  # [R, G, D]
-    key: Any,
-    value: Any,
+    cache: Any,
     block_table: Any,
     head: int,
     position: int,  # of the first token
-    scale: Any,
-    window: int,
-    softcap: Any,
+    mask: Any,
     configs: Any,
-    out: Any,
+    scratch: Any,
 ) -> None:
-    num_tokens, group, head_dim = query.shape
+    num_tokens, group = query.shape[:2]
     num_rows = num_tokens * group
-    rows = np.empty((num_rows, head_dim), np.uint16)
-    for row in range(num_rows):
-        rows[row] = query[row // group, row % group]
-    tops = np.full(num_rows, -np.inf, _f32)
-    sums = np.zeros((num_rows, LANES), _f32)
-    attended = np.zeros((num_rows, head_dim), _f32)
+    _begin(query, scratch)
     end = position + num_tokens
-    start = (max(0, position + 1 - window) if window else 0) // SEGMENT * SEGMENT
-    max_rows, max_columns = min(num_rows, BLOCK), min(_whole_lanes(end - start), SEGMENT)
-    keys = np.empty((max_columns // BLOCK, head_dim // BLOCK, TILE_ROWS, BLOCK, 2), np.uint16)
-    values = np.empty((head_dim // BLOCK, max_columns // BLOCK, TILE_ROWS, BLOCK, 2), np.uint16)
-    scores = np.empty(max_rows * max_columns, _f32)
-    weights = np.empty(max_rows * max_columns, np.uint16)
-    products = np.empty((max_rows, head_dim), _f32)
+    start = (max(0, position + 1 - mask.window) if mask.window else 0) // SEGMENT * SEGMENT
+    num_configured = 0  # rows of the tiles; to configure them costs as much as a few products
     for segment in range(start, end, SEGMENT):
-        _pack(key, value, block_table, head, segment, min(end - segment, SEGMENT), keys, values)
+        _pack(cache, block_table, head, segment, min(end - segment, SEGMENT), scratch)
         reach = position - segment  # of the first token, as a column
         for low in range(0, num_rows, BLOCK):
             high = min(low + BLOCK, num_rows)
             last_column = reach + (high - 1) // group
             if last_column >= 0:
-                shape = (high - low, min(_whole_lanes(last_column + 1), SEGMENT) // LANES, LANES)
-                size = shape[0] * shape[1] * LANES
-                block_scores = scores[:size].reshape(shape)
-                block_weights = weights[:size].reshape((shape[0], shape[1] * LANES))
-                tile_configure(configs[high - low - 1].ctypes.data)
-                _score(rows[low:high], keys, block_scores)
-                for row in range(low, high):
-                    _weigh_row(
-                        block_scores,
-                        row - low,
-                        reach + row // group,
-                        scale,
-                        window,
-                        softcap,
-                        row,
-                        tops,
-                        sums,
-                        attended,
-                    )
-                _round(scores, weights, size)
-                _add_values(block_weights, values, products, attended[low:high])
-    for row in range(num_rows):
-        total = join_lanes(sums[row])
+                num_columns = min(_whole_blocks(last_column + 1), SEGMENT)
+                if high - low != num_configured:
+                    num_configured = high - low
+                    tile_configure(configs[num_configured - 1].ctypes.data)
+                _score(scratch, low, high, num_columns)
+                _raise_tops(scratch, low, high, reach, group, mask)
+                _weigh(scratch, low, high, reach, group, mask)
+                _add_values(scratch, low, high, num_columns)
+
+
+@compiled()
+def _begin(query: Any, scratch: Any) -> None:
+    num_tokens, group, head_dim = query.shape
+    rows, _, _, _, _, tops, sums, attended = scratch
+    for row in range(num_tokens * group):
+        tops[row], sums[row] = LOWEST, 0.0
         for d in range(head_dim):
-            out[row // group, row % group, d] = narrow(attended[row, d] / total, out.dtype)
+            rows[row, d] = query[row // group, row % group, d]
+            attended[row, d] = 0.0
 
 
 @compiled()
-def _whole_lanes(num_columns: int) -> Any:
-    return (num_columns + LANES - 1) // LANES * LANES
+def _whole_blocks(num_columns: int) -> Any:
+    return (num_columns + BLOCK - 1) // BLOCK * BLOCK
 
 
 @compiled()
-def _score(rows: Any, keys: Any, scores: Any) -> None:
-    """scores [R, pieces, LANES] = rows [R, D] · keysᵀ."""
-    num_rows, head_dim = rows.shape
-    num_columns = scores.shape[1] * LANES
+def _score(scratch: Any, low: int, high: int, num_columns: int) -> None:
+    """scores [R, columns] = rows [low, high) · keysᵀ."""
+    row_bytes, depth = scratch.rows.shape[1] * 2, scratch.keys.shape[1]
+    rows_at = scratch.rows.ctypes.data + low * row_bytes
     for block in range(num_columns // BLOCK):
-        at = scores.ctypes.data + block * BLOCK * 4
-        multiply_block(rows.ctypes.data, head_dim * 2, keys[block], num_rows, at, num_columns * 4)
+        keys_at = scratch.keys.ctypes.data + block * depth * STEP_BYTES
+        at = scratch.scores.ctypes.data + block * BLOCK * 4
+        multiply_block(rows_at, row_bytes, keys_at, depth, high - low, at, SEGMENT * 4, True)
 
 
 @compiled()
-def _weigh_row(
-    scores: Any,
-    row: int,
-    column: int,
-    scale: Any,
-    window: int,
-    softcap: Any,
-    index: int,
-    tops: Any,
-    sums: Any,
-    attended: Any,
-) -> None:
-    """Turns scores[row], of a token that stands at `column`, into weights.
+def _raise_tops(scratch: Any, low: int, high: int, reach: int, group: int, mask: Any) -> None:
+    """Finds the largest scores of rows [low, high); token 0 stands at column `reach`.
 
-    Row `index` of the run gets its new largest score and the sums of its weights; what it had
-    summed so far is rescaled.
+    What a row has summed so far is scaled to its new one.
     """
-    end = min(max(column + 1, 0), scores.shape[1] * LANES)
-    start = min(max(0, column + 1 - window), end) if window else 0
-    for piece in range(scores.shape[1]):
-        for lane in range(LANES):
-            scores[row, piece, lane] *= scale
-    highest = largest_score(scores, row, start, end, softcap)
-    if highest > tops[index]:
-        rescale = exp2(tops[index] - highest)
-        tops[index] = highest
-        for lane in range(LANES):
-            sums[index, lane] *= rescale
-        for d in range(attended.shape[1]):
-            attended[index, d] *= rescale
-    weigh_scores(scores, row, start, end, tops[index], sums, index)
+    _, _, _, _, scores, tops, sums, attended = scratch
+    if mask.softcap > 0.0:
+        _cap(scores, high - low, mask)
+    for row in range(low, high):
+        seen = load_row(scores.ctypes.data + (row - low) * SEGMENT * 4)
+        start, end = _visible(reach + row // group, mask)
+        if start > 0 or end < SEGMENT:
+            seen = mask_row(seen, start, end)
+        top = max(tops[row], largest(seen) * mask.factor)
+        rescale = exp2(tops[row] - top)
+        tops[row] = top
+        if rescale != 1.0:
+            sums[row] *= rescale
+            for d in range(attended.shape[1]):
+                attended[row, d] *= rescale
 
 
 @compiled()
-def _round(scores: Any, weights: Any, size: int) -> None:
-    for j in range(0, size, BLOCK):
-        round_to_bf16(scores.ctypes.data + j * 4, weights.ctypes.data + j * 2)
+def _weigh(scratch: Any, low: int, high: int, reach: int, group: int, mask: Any) -> None:
+    """Turns the scores of rows [low, high) into weights; a second loop, for no row to wait for its
+    largest score."""
+    _, _, _, _, scores, tops, sums, _ = scratch
+    for row in range(low, high):
+        seen = load_row(scores.ctypes.data + (row - low) * SEGMENT * 4)
+        start, end = _visible(reach + row // group, mask)
+        if start > 0 or end < SEGMENT:
+            seen = mask_row(seen, start, end)
+        seen = exp2_row(seen, mask.factor, tops[row])
+        store_as_bf16(seen, scores.ctypes.data + (row - low) * SEGMENT * 4)
+        sums[row] += total(seen)
 
 
 @compiled()
-def _add_values(weights: Any, values: Any, products: Any, attended: Any) -> None:
-    """attended [R, D] += weights [R, columns] · values."""
-    num_rows, head_dim = attended.shape
-    num_columns = weights.shape[1]
-    for block in range(head_dim // BLOCK):
-        columns = values[block, : num_columns // BLOCK]
-        at = products.ctypes.data + block * BLOCK * 4
-        multiply_block(weights.ctypes.data, num_columns * 2, columns, num_rows, at, head_dim * 4)
+def _visible(column: int, mask: Any) -> Any:
+    """[start, end) of the columns that a token at `column` sees."""
+    end = min(max(column + 1, 0), SEGMENT)
+    start = max(0, column + 1 - mask.window) if mask.window else 0
+    return min(start, end), end
+
+
+@compiled()
+def _cap(scores: Any, num_rows: int, mask: Any) -> None:
     for row in range(num_rows):
+        for column in range(SEGMENT):
+            x = scores[row, column] * mask.scale / mask.softcap
+            scores[row, column] = mask.softcap * tanh(x)
+
+
+@compiled()
+def _add_values(scratch: Any, low: int, high: int, num_columns: int) -> None:
+    """attended [R, D] += weights [R, columns] · values."""
+    weights_at, sum_bytes = scratch.scores.ctypes.data, scratch.attended.shape[1] * 4
+    num_steps, most_steps = num_columns // BLOCK, scratch.values.shape[1]
+    for block in range(scratch.values.shape[0]):
+        values_at = scratch.values.ctypes.data + block * most_steps * STEP_BYTES
+        at = scratch.attended.ctypes.data + low * sum_bytes + block * BLOCK * 4
+        multiply_block(
+            weights_at, SEGMENT * 4, values_at, num_steps, high - low, at, sum_bytes, False
+        )
+
+
+@compiled()
+def _divide(scratch: Any, out: Any) -> None:
+    num_tokens, group, head_dim = out.shape
+    _, _, _, _, _, _, sums, attended = scratch
+    for row in range(num_tokens * group):
+        factor = _f32(1.0) / sums[row]
         for d in range(head_dim):
-            attended[row, d] += products[row, d]
+            out[row // group, row % group, d] = narrow(attended[row, d] * factor, out.dtype)
 
 
 @compiled()
 def _pack(
-    key: Any,
-    value: Any,
-    block_table: Any,
-    head: int,
-    segment: int,
-    num_tokens: int,
-    keys: Any,
-    values: Any,
+    cache: Any, block_table: Any, head: int, segment: int, num_tokens: int, scratch: Any
 ) -> None:
     """Tokens [segment, segment + num_tokens) of one KV head, as the columns of the two products.
 
-    Zeros follow up to a multiple of LANES. A block's last owner can have left NaN behind the
+    Zeros follow up to a multiple of BLOCK. A block's last owner can have left NaN behind the
     context's end, and 0 · NaN is NaN.
     """
-    block_size, head_dim = key.shape[2:]
-    row_bytes = head_dim * 2
-    tail = np.zeros((2, TILE_ROWS, head_dim), np.uint16)
-    for first in range(0, _whole_lanes(num_tokens), TILE_ROWS):
+    key, value = cache
+    _, keys, values, tail, _, _, _, _ = scratch
+    _, num_heads, block_size, head_dim = key.shape
+    row_bytes, depth, num_places = head_dim * 2, keys.shape[1], values.shape[1]
+    for first in range(0, _whole_blocks(num_tokens), TILE_ROWS):
         num_left = num_tokens - first
-        key_at, value_at = tail[0].ctypes.data, tail[1].ctypes.data
-        if num_left > 0:
-            token = segment + first
-            block_id, offset = block_table[token // block_size], token % block_size
-            if num_left >= TILE_ROWS:
-                key_at = key[block_id, head, offset].ctypes.data
-                value_at = value[block_id, head, offset].ctypes.data
-            else:
-                tail[0, :num_left] = key[block_id, head, offset : offset + num_left]
-                tail[1, :num_left] = value[block_id, head, offset : offset + num_left]
-        elif num_left > -TILE_ROWS:
-            tail[:] = 0
-        place, half = first // BLOCK, first % BLOCK
-        for block in range(head_dim // BLOCK):
-            at = keys[place, block].ctypes.data + half * 4
-            transpose_pairs(key_at + block * BLOCK * 2, row_bytes, at, BLOCK * 4)
-            for pair in range(TILE_ROWS // 2):
-                row_at = value_at + 2 * pair * row_bytes + block * BLOCK * 2
-                target = values[block, place, half // 2 + pair].ctypes.data
-                pair_rows(row_at, row_at + row_bytes, target)
+        token = segment + first
+        if num_left >= TILE_ROWS:
+            place = (block_table[token // block_size] * num_heads + head) * block_size
+            offset = (place + token % block_size) * row_bytes
+            key_at, value_at = key.ctypes.data + offset, value.ctypes.data + offset
+        else:
+            _fill_tail(cache, block_table, head, token, num_left, tail)
+            key_at, value_at = tail.ctypes.data, tail.ctypes.data + TILE_ROWS * row_bytes
+        block, half = first // BLOCK, first % BLOCK
+        for step in range(depth):
+            at = keys.ctypes.data + (block * depth + step) * STEP_BYTES + half * 4
+            transpose_pairs(key_at + step * BLOCK * 2, row_bytes, at, BLOCK * 4)
+            at = values.ctypes.data + (step * num_places + block) * STEP_BYTES + half * BLOCK * 2
+            row_at = value_at + step * BLOCK * 2
+            for _ in range(TILE_ROWS // 2):
+                pair_rows(row_at, row_at + row_bytes, at)
+                row_at += 2 * row_bytes
+                at += 2 * BLOCK * 2
+
+
+@compiled()
+def _fill_tail(
+    cache: Any, block_table: Any, head: int, token: int, num_left: int, tail: Any
+) -> None:
+    key, value = cache
+    for row in range(TILE_ROWS):
+        if row < num_left:
+            block_id = block_table[(token + row) // key.shape[2]]
+            offset = (token + row) % key.shape[2]
+            for d in range(tail.shape[2]):
+                tail[0, row, d] = key[block_id, head, offset, d]
+                tail[1, row, d] = value[block_id, head, offset, d]
+        else:
+            for d in range(tail.shape[2]):
+                tail[0, row, d] = tail[1, row, d] = np.uint16(0)

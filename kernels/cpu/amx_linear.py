@@ -16,6 +16,8 @@ from torch import Tensor
 
 from kernels.cpu.amx import (
     TILE_ROWS,
+    aligned,
+    expect_store,
     has_amx,
     round_to_bf16,
     tile_config,
@@ -30,7 +32,9 @@ from kernels.cpu.compiled import compiled
 from kernels.cpu.lanes import array
 
 BLOCK = 32  # of rows, of columns, and of K
-CHUNK_ROWS = 256  # so many rows of x stay in a core's cache while the weight goes by
+CHUNK_ROWS = 256  # so many rows of x stay in a core's second cache while the weight goes by
+STEP_BYTES = 2048  # of 32 columns, for 32 of K
+PIECE_STEPS = 8
 
 # Configurations by the number of rows of a block, less one.
 CONFIGS = np.stack(
@@ -68,7 +72,7 @@ def _linear(x: Any, weight: Any, configs: Any, num_tasks: int, y: Any) -> None:
     num_rows, num_blocks = x.shape[0], weight.shape[0]
     for task in prange(num_tasks):
         first, end = num_blocks * task // num_tasks, num_blocks * (task + 1) // num_tasks
-        sums = np.empty((BLOCK, BLOCK), np.float32)
+        sums = aligned(CHUNK_ROWS * BLOCK * 4)
         for low in range(0, num_rows, CHUNK_ROWS):
             high = min(low + CHUNK_ROWS, num_rows)
             whole = high - (high - low) % BLOCK
@@ -85,45 +89,82 @@ def _linear(x: Any, weight: Any, configs: Any, num_tasks: int, y: Any) -> None:
 def _multiply_rows(
     x: Any, weight: Any, low: int, high: int, first: int, end: int, sums: Any, y: Any
 ) -> None:
-    """Rows [low, high) by the weight's blocks [first, end)."""
-    num_columns = y.shape[1]
-    sums_at, y_at, row_bytes = sums.ctypes.data, y.ctypes.data, x.shape[1] * 2
+    """Rows [low, high) by the weight's blocks [first, end).
+
+    Where there are more rows than one block has, K is cut so that a piece of the weight stays in
+    the first cache while they go by.
+    """
+    num_steps, row_bytes, y_bytes = weight.shape[1], x.shape[1] * 2, y.shape[1] * 2
+    num_pieces = (num_steps + PIECE_STEPS - 1) // PIECE_STEPS if high - low > BLOCK else 1
     for block in range(first, end):
-        for row in range(low, high, BLOCK):
-            num_rows = min(BLOCK, high - row)
-            x_at = x.ctypes.data + row * row_bytes
-            multiply_block(x_at, row_bytes, weight[block], num_rows, sums_at, BLOCK * 4)
-            for r in range(num_rows):
-                at = y_at + ((row + r) * num_columns + block * BLOCK) * 2
-                round_to_bf16(sums_at + r * BLOCK * 4, at)
+        for piece in range(num_pieces):
+            step = num_steps * piece // num_pieces
+            piece_steps = num_steps * (piece + 1) // num_pieces - step
+            columns_at = weight.ctypes.data + (block * num_steps + step) * STEP_BYTES
+            for row in range(low, high, BLOCK):
+                num_rows = min(BLOCK, high - row)
+                x_at = x.ctypes.data + row * row_bytes + step * BLOCK * 2
+                y_at = y.ctypes.data + row * y_bytes + block * BLOCK * 2
+                sums_at = sums.ctypes.data + (row - low) * BLOCK * 4
+                if piece == num_pieces - 1:
+                    for r in range(num_rows):
+                        expect_store(y_at + r * y_bytes)
+                multiply_block(
+                    x_at,
+                    row_bytes,
+                    columns_at,
+                    piece_steps,
+                    num_rows,
+                    sums_at,
+                    BLOCK * 4,
+                    piece == 0,
+                )
+                if piece == num_pieces - 1:
+                    for r in range(num_rows):
+                        round_to_bf16(sums_at + r * BLOCK * 4, y_at + r * y_bytes)
 
 
 @compiled()
 def multiply_block(
-    rows_at: int, row_bytes: int, columns: Any, num_rows: int, sums_at: int, sum_bytes: int
+    rows_at: int,
+    row_bytes: int,
+    columns_at: int,
+    num_steps: int,
+    num_rows: int,
+    sums_at: int,
+    sum_bytes: int,
+    is_first: bool,
 ) -> None:
-    """Up to 32 rows of BF16 at `rows_at` by `columns` [K / 32, 16, 32, 2], as FP32 to `sums_at`.
+    """Up to 32 rows of BF16 by columns [num_steps, 16, 32, 2], as FP32 to `sums_at`.
 
-    The tiles are configured for `num_rows`; rows lie `row_bytes` and `sum_bytes` apart.
+    The tiles are configured for `num_rows`; rows lie `row_bytes` and `sum_bytes` apart. Unless it
+    is the first product, it is added to what the sums hold.
     """
-    columns_at, is_tall = columns.ctypes.data, num_rows > TILE_ROWS
-    tile_zero(0)
-    tile_zero(1)
-    if is_tall:
-        tile_zero(2)
-        tile_zero(3)
-    for index in range(columns.shape[0]):
-        tile_load(4, rows_at + index * 64, row_bytes)
-        tile_load(6, columns_at + index * 2048, 128)
-        tile_load(7, columns_at + index * 2048 + 64, 128)
+    is_tall, lower_at = num_rows > TILE_ROWS, sums_at + TILE_ROWS * sum_bytes
+    if is_first:
+        tile_zero(0)
+        tile_zero(1)
+        if is_tall:
+            tile_zero(2)
+            tile_zero(3)
+    else:
+        tile_load(0, sums_at, sum_bytes)
+        tile_load(1, sums_at + 64, sum_bytes)
+        if is_tall:
+            tile_load(2, lower_at, sum_bytes)
+            tile_load(3, lower_at + 64, sum_bytes)
+    for step in range(num_steps):
+        tile_load(4, rows_at + step * 64, row_bytes)
+        tile_load(6, columns_at + step * STEP_BYTES, 128)
+        tile_load(7, columns_at + step * STEP_BYTES + 64, 128)
         tile_multiply(0, 4, 6)
         tile_multiply(1, 4, 7)
         if is_tall:
-            tile_load(5, rows_at + index * 64 + TILE_ROWS * row_bytes, row_bytes)
+            tile_load(5, rows_at + step * 64 + TILE_ROWS * row_bytes, row_bytes)
             tile_multiply(2, 5, 6)
             tile_multiply(3, 5, 7)
     tile_store(0, sums_at, sum_bytes)
     tile_store(1, sums_at + 64, sum_bytes)
     if is_tall:
-        tile_store(2, sums_at + TILE_ROWS * sum_bytes, sum_bytes)
-        tile_store(3, sums_at + TILE_ROWS * sum_bytes + 64, sum_bytes)
+        tile_store(2, lower_at, sum_bytes)
+        tile_store(3, lower_at + 64, sum_bytes)

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.ops import argmax
 from kernels.reference.penalize import penalize
 from kernels.reference.sample import sample, scale
 from shared.engine.logprobs import token_logprobs
@@ -73,7 +74,7 @@ def _adjust(logits: Tensor, inputs: SamplingInputs) -> None:
 
 def _draw(logits: Tensor, inputs: SamplingInputs) -> list[int]:
     if not inputs.temperature.any():
-        return logits.argmax(-1).tolist()
+        return argmax(logits).tolist()
     columns = _on(
         logits.device,
         inputs.temperature,
