@@ -159,37 +159,6 @@ def round_to_bf16(_: Any, source: Any, target: Any) -> Any:
 
 
 @intrinsic
-def transpose_pairs(_: Any, source: Any, source_bytes: Any, target: Any, target_bytes: Any) -> Any:
-    """16 x 16 pairs of BF16, with the rows' distances in bytes: four rounds of exchanges."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        source, source_bytes, target, target_bytes = args
-        kind = ir.VectorType(_I32, TILE_ROWS)
-        lanes = range(TILE_ROWS)
-
-        def row(address: Any, stride: Any, index: int) -> Any:
-            offset = builder.mul(stride, ir.Constant(_I64, index))
-            return builder.inttoptr(builder.add(address, offset), kind.as_pointer())
-
-        rows = [builder.load(row(source, source_bytes, index), align=4) for index in lanes]
-        for distance in (8, 4, 2, 1):
-            lower = [i if not i & distance else TILE_ROWS + i - distance for i in lanes]
-            upper = [i + distance if not i & distance else TILE_ROWS + i for i in lanes]
-            for index in lanes:
-                if not index & distance:
-                    pair = rows[index], rows[index + distance]
-                    rows[index], rows[index + distance] = (
-                        builder.shuffle_vector(*pair, ir.Constant(kind, order))
-                        for order in (lower, upper)
-                    )
-        for index in lanes:
-            builder.store(rows[index], row(target, target_bytes, index), align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64, types.int64), generate
-
-
-@intrinsic
 def pair_rows(_: Any, first: Any, second: Any, target: Any) -> Any:
     """Two rows of 32 BF16 -> [32, 2]."""
 

@@ -23,11 +23,10 @@ from kernels.cpu.amx import (
     pair_rows,
     tile_configure,
     tile_release,
-    transpose_pairs,
 )
 from kernels.cpu.amx_linear import BLOCK, CONFIGS, STEP_BYTES, multiply_block
 from kernels.cpu.compiled import compiled
-from kernels.cpu.lanes import LOG2_E, array, exp2, narrow, tanh
+from kernels.cpu.lanes import LOG2_E, array, exp2, narrow, tanh, transpose_words
 from kernels.cpu.rows import (
     ROW_LANES,
     exp2_row,
@@ -342,7 +341,7 @@ def _pack(
         block, half = first // BLOCK, first % BLOCK
         for step in range(depth):
             at = keys.ctypes.data + (block * depth + step) * STEP_BYTES + half * 4
-            transpose_pairs(key_at + step * BLOCK * 2, row_bytes, at, BLOCK * 4)
+            transpose_words(key_at + step * BLOCK * 2, row_bytes, at, BLOCK * 4)
             at = values.ctypes.data + (step * num_places + block) * STEP_BYTES + half * BLOCK * 2
             row_at = value_at + step * BLOCK * 2
             for _ in range(TILE_ROWS // 2):

@@ -12,12 +12,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import prange
 from torch import Tensor
 
 from kernels.cpu.amx_attention import amx_attention, can_attend_on_amx
 from kernels.cpu.compiled import compiled
-from kernels.cpu.lanes import LANES, LOG2_E, array, fma, join_lanes, narrow, widen
+from kernels.cpu.lanes import (
+    LANES,
+    LOG2_E,
+    SIDE,
+    add_chain,
+    array,
+    fma,
+    join_lanes,
+    narrow,
+    transpose_words,
+    widen,
+)
 from kernels.cpu.softmax import largest_score, weigh_scores
 
 TILE = LANES  # keys whose scores are computed together
@@ -109,39 +120,59 @@ def _decode_attention(
                 out[seq, head, g, d] = narrow(sums[g, d] / total, out.dtype)
 
 
-@njit(nogil=True, inline="always")
-def add_products(factors: Any, rows: Any, first: int, sums: Any) -> None:
-    """sums += factors[i] · rows[i] for i in first .. first + 3, one after the other.
-
-    Four at once, so that sums are read and written once for them.
-    """
-    a, b, c, d = factors[first], factors[first + 1], factors[first + 2], factors[first + 3]
-    row_a, row_b, row_c, row_d = rows[first], rows[first + 1], rows[first + 2], rows[first + 3]
-    for i in range(sums.shape[0]):
-        x = fma(b, row_b[i], fma(a, row_a[i], sums[i]))
-        sums[i] = fma(d, row_d[i], fma(c, row_c[i], x))
-
-
 @compiled()
 def _scores(
     rows: Any, key: Any, block_table: Any, head: int, first: int, end: int, scores: Any
 ) -> None:
     """scores [G, tiles, TILE] of the keys from `first` on; those from `end` on hold no number."""
     group, head_dim = rows.shape
-    block_size = key.shape[2]
-    tile = np.zeros((head_dim, TILE), _f32)  # transposed: a lane a key
+    keys = np.zeros((TILE, head_dim), _f32)
+    tile = np.empty((head_dim, TILE), _f32)  # transposed: a lane a key
     for index in range(scores.shape[1]):
-        for j in range(min(TILE, end - first - index * TILE)):
-            token = first + index * TILE + j
-            block, offset = block_table[token // block_size], token % block_size
-            for d in range(head_dim):
-                tile[d, j] = widen(key[block, head, offset, d])
+        token = first + index * TILE
+        _gather(key, block_table, head, token, min(TILE, end - token), keys)
+        _transpose(keys, tile)
         for g in range(group):
-            for d in range(0, head_dim - head_dim % 4, 4):
-                add_products(rows[g], tile, d, scores[g, index])
-            for d in range(head_dim - head_dim % 4, head_dim):
-                for j in range(TILE):
-                    scores[g, index, j] = fma(rows[g, d], tile[d, j], scores[g, index, j])
+            at = scores.ctypes.data + (g * scores.shape[1] + index) * TILE * 4
+            row_at = rows.ctypes.data + g * head_dim * 4
+            add_chain(at, row_at, tile.ctypes.data, TILE * 4, head_dim, 64)
+
+
+@compiled()
+def _gather(
+    plane: Any, block_table: Any, head: int, token: int, num_tokens: int, rows: Any
+) -> None:
+    """rows [num_tokens, D] = a head's keys or values from `token` on; a block's are one piece."""
+    _, num_heads, block_size, head_dim = plane.shape
+    source, target = plane.reshape(plane.size), rows.reshape(rows.size)
+    num_done = 0
+    while num_done < num_tokens:
+        block_id = block_table[(token + num_done) // block_size]
+        offset = (token + num_done) % block_size
+        count = min(block_size - offset, num_tokens - num_done)
+        start = ((block_id * num_heads + head) * block_size + offset) * head_dim
+        _widen_all(source[start : start + count * head_dim], target[num_done * head_dim :])
+        num_done += count
+
+
+@compiled()
+def _widen_all(source: Any, target: Any) -> None:
+    for i in range(len(source)):
+        target[i] = widen(source[i])
+
+
+@compiled()
+def _transpose(keys: Any, tile: Any) -> None:
+    """tile [D, TILE] = keysᵀ."""
+    head_dim = keys.shape[1]
+    whole = head_dim - head_dim % SIDE
+    for low in range(0, TILE, SIDE):
+        keys_at, tile_at = keys.ctypes.data + low * head_dim * 4, tile.ctypes.data + low * 4
+        for d in range(0, whole, SIDE):
+            transpose_words(keys_at + d * 4, head_dim * 4, tile_at + d * TILE * 4, TILE * 4)
+    for d in range(whole, head_dim):
+        for j in range(TILE):
+            tile[d, j] = keys[j, d]
 
 
 @compiled()
@@ -150,24 +181,35 @@ def _weighted_values(
 ) -> None:
     """sums [G, D] += weights · values, a chain for each SEGMENT of absolute positions."""
     group, head_dim = sums.shape
-    block_size = value.shape[2]
     tile = np.empty((TILE, head_dim), _f32)
     chain = np.zeros((group, head_dim), _f32)
     for index in range(weights.shape[1]):
         token = first + index * TILE
         num_tokens = min(TILE, end - token)
-        for j in range(num_tokens):
-            block, offset = block_table[(token + j) // block_size], (token + j) % block_size
-            for d in range(head_dim):
-                tile[j, d] = widen(value[block, head, offset, d])
+        _gather(value, block_table, head, token, num_tokens, tile)
         for g in range(group):
-            for j in range(0, num_tokens - num_tokens % 4, 4):
-                add_products(weights[g, index], tile, j, chain[g])
-            for j in range(num_tokens - num_tokens % 4, num_tokens):
-                for d in range(head_dim):
-                    chain[g, d] = fma(weights[g, index, j], tile[j, d], chain[g, d])
+            _add_values(weights[g, index], tile, num_tokens, chain[g])
         if (token + TILE) % SEGMENT == 0 or token + TILE >= end:
             for g in range(group):
                 for d in range(head_dim):
                     sums[g, d] += chain[g, d]
                     chain[g, d] = _f32(0.0)
+
+
+@compiled()
+def _add_values(weights: Any, tile: Any, num_tokens: int, chain: Any) -> None:
+    """chain [D] += weights [num_tokens] · tile, in as few chains as D allows."""
+    head_dim = tile.shape[1]
+    weights_at, row_bytes = weights.ctypes.data, head_dim * 4
+    d = 0
+    while d + 64 <= head_dim:
+        at, tile_at = chain.ctypes.data + d * 4, tile.ctypes.data + d * 4
+        add_chain(at, weights_at, tile_at, row_bytes, num_tokens, 64)
+        d += 64
+    while d + 16 <= head_dim:
+        at, tile_at = chain.ctypes.data + d * 4, tile.ctypes.data + d * 4
+        add_chain(at, weights_at, tile_at, row_bytes, num_tokens, 16)
+        d += 16
+    for rest in range(d, head_dim):
+        for j in range(num_tokens):
+            chain[rest] = fma(weights[j], tile[j, rest], chain[rest])

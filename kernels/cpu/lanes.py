@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 from torch import Tensor
@@ -21,6 +22,9 @@ LOG2_E = math.log2(math.e)
 # Sums run in so many interleaved chains. Loops over fewer are unrolled before the compiler looks
 # for vectors in them, and end up scalar.
 LANES = 64
+
+_WORD, _ADDRESS = ir.IntType(32), ir.IntType(64)
+SIDE = 16  # of the squares that are transposed
 
 _f32 = np.float32
 _i32 = np.int32
@@ -91,6 +95,72 @@ def largest_lane(_: Any, address: Any) -> Any:
         return builder.call(reduce, [vector], fastmath=("nnan",))
 
     return types.float32(types.int64), generate
+
+
+@intrinsic(prefer_literal=True)
+def add_chain(
+    _: Any, sums: Any, factors: Any, rows: Any, row_bytes: Any, num_rows: Any, num_lanes: Any
+) -> Any:
+    """sums [num_lanes] += factors[i] · rows[i], fused, for one i after the other; FP32.
+
+    The first three are addresses, rows lie `row_bytes` apart, `num_lanes` is a literal. The sums
+    stay in registers on the way.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        sums_at, factors_at, rows_at, row_bytes, num_rows, _ = args
+        lanes = signature.args[5].literal_value
+        kind = ir.VectorType(ir.FloatType(), lanes)
+        name = f"llvm.fma.v{lanes}f32"
+        fused = builder.module.globals.get(name) or ir.Function(
+            builder.module, ir.FunctionType(kind, [kind] * 3), name
+        )
+        sums_place = builder.inttoptr(sums_at, kind.as_pointer())
+        held = cgutils.alloca_once_value(builder, builder.load(sums_place, align=4))
+        with cgutils.for_range(builder, num_rows) as loop:
+            place = builder.add(rows_at, builder.mul(loop.index, row_bytes))
+            row = builder.load(builder.inttoptr(place, kind.as_pointer()), align=4)
+            place = builder.add(factors_at, builder.mul(loop.index, _ADDRESS(4)))
+            factor = builder.load(builder.inttoptr(place, ir.FloatType().as_pointer()))
+            one = builder.insert_element(ir.Constant(kind, ir.Undefined), factor, _WORD(0))
+            order = ir.Constant(ir.VectorType(_WORD, lanes), [0] * lanes)
+            factor = builder.shuffle_vector(one, one, order)
+            builder.store(builder.call(fused, [factor, row, builder.load(held)]), held)
+        builder.store(builder.load(held), sums_place, align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5, num_lanes), generate
+
+
+@intrinsic
+def transpose_words(_: Any, source: Any, source_bytes: Any, target: Any, target_bytes: Any) -> Any:
+    """16 x 16 words of 32 bits, with the rows' distances in bytes: four rounds of exchanges."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source, source_bytes, target, target_bytes = args
+        kind = ir.VectorType(_WORD, SIDE)
+        lanes = range(SIDE)
+
+        def row(address: Any, stride: Any, index: int) -> Any:
+            offset = builder.mul(stride, ir.Constant(_ADDRESS, index))
+            return builder.inttoptr(builder.add(address, offset), kind.as_pointer())
+
+        rows = [builder.load(row(source, source_bytes, index), align=4) for index in lanes]
+        for distance in (8, 4, 2, 1):
+            lower = [i if not i & distance else SIDE + i - distance for i in lanes]
+            upper = [i + distance if not i & distance else SIDE + i for i in lanes]
+            for index in lanes:
+                if not index & distance:
+                    pair = rows[index], rows[index + distance]
+                    rows[index], rows[index + distance] = (
+                        builder.shuffle_vector(*pair, ir.Constant(kind, order))
+                        for order in (lower, upper)
+                    )
+        for index in lanes:
+            builder.store(rows[index], row(target, target_bytes, index), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.int64), generate
 
 
 def widen(x: Any) -> Any:
