@@ -22,6 +22,8 @@ LOG2_E = math.log2(math.e)
 # Sums run in so many interleaved chains. Loops over fewer are unrolled before the compiler looks
 # for vectors in them, and end up scalar.
 LANES = 64
+# Of cheap operations on so few rows the threads' waking would cost more than it saved.
+FEW_ROWS = 64
 
 _WORD, _ADDRESS = ir.IntType(32), ir.IntType(64)
 SIDE = 16  # of the squares that are transposed

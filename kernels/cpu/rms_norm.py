@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numba
 import numpy as np
 import torch
+from numba import prange
 from torch import Tensor
 
 from kernels.cpu.compiled import compiled
-from kernels.cpu.lanes import LANES, array, fma, join_lanes, narrow, widen
+from kernels.cpu.lanes import FEW_ROWS, LANES, array, fma, join_lanes, narrow, widen
 
 _f32 = np.float32
 
@@ -22,15 +24,30 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, has_unit_offset: bool = F
     """
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     out = torch.empty_like(rows)
-    _rms_norm(array(rows), array(weight), _f32(eps), has_unit_offset, array(out))
+    arguments = array(rows), array(weight), _f32(eps), has_unit_offset, array(out)
+    if len(rows) <= FEW_ROWS:
+        _rms_norm(*arguments, 0, len(rows))
+    else:
+        _rms_norm_in_parallel(*arguments, numba.get_num_threads())
     return out.view(x.shape)
 
 
+@compiled(parallel=True)
+def _rms_norm_in_parallel(
+    x: Any, weight: Any, eps: Any, has_unit_offset: bool, out: Any, num_tasks: int
+) -> None:
+    for task in prange(num_tasks):
+        first, end = len(x) * task // num_tasks, len(x) * (task + 1) // num_tasks
+        _rms_norm(x, weight, eps, has_unit_offset, out, first, end)
+
+
 @compiled()
-def _rms_norm(x: Any, weight: Any, eps: Any, has_unit_offset: bool, out: Any) -> None:
-    num_rows, hidden = x.shape
+def _rms_norm(
+    x: Any, weight: Any, eps: Any, has_unit_offset: bool, out: Any, first: int, end: int
+) -> None:
+    hidden = x.shape[1]
     whole = hidden // LANES * LANES
-    for row in range(num_rows):
+    for row in range(first, end):
         sums = np.zeros(LANES, _f32)
         pieces = x[row, :whole].reshape((-1, LANES))
         for piece in range(pieces.shape[0]):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numba
+import numpy as np
 import torch
+from numba import prange
 from torch import Tensor
 
 from kernels.cpu.compiled import compiled
-from kernels.cpu.lanes import array, narrow, widen
+from kernels.cpu.lanes import FEW_ROWS, array, narrow, widen
 
 
 def rotate_and_store(
@@ -25,7 +28,7 @@ def rotate_and_store(
     num_kv_heads = kv_cache.shape[2]
     query = torch.empty((num_tokens, num_all - 2 * num_kv_heads, head_dim), dtype=heads.dtype)
     key, value = kv_cache.unbind(0)
-    _rotate_and_store(
+    arguments = (
         array(heads.contiguous()),
         cos.contiguous().numpy(),
         sin.contiguous().numpy(),
@@ -34,16 +37,44 @@ def rotate_and_store(
         array(key),
         array(value),
     )
+    if num_tokens <= FEW_ROWS:
+        _rotate_and_store(*arguments, 0, num_tokens)
+    else:
+        _rotate_and_store_in_parallel(*arguments, numba.get_num_threads())
     return query
+
+
+@compiled(parallel=True)
+def _rotate_and_store_in_parallel(
+    heads: Any,
+    cos: Any,
+    sin: Any,
+    slots: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    num_tasks: int,
+) -> None:
+    for task in prange(num_tasks):
+        first, end = len(heads) * task // num_tasks, len(heads) * (task + 1) // num_tasks
+        _rotate_and_store(heads, cos, sin, slots, query, key, value, first, end)
 
 
 @compiled()
 def _rotate_and_store(
-    heads: Any, cos: Any, sin: Any, slots: Any, query: Any, key: Any, value: Any
+    heads: Any,
+    cos: Any,
+    sin: Any,
+    slots: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    first: int,
+    end: int,
 ) -> None:
     num_kv_heads, block_size = key.shape[1], key.shape[2]
     num_heads = query.shape[1]
-    for token in range(heads.shape[0]):
+    for token in range(first, end):
         for head in range(num_heads):
             _rotate(heads[token, head], cos[token], sin[token], query[token, head])
         if slots[token] < 0:
@@ -53,16 +84,22 @@ def _rotate_and_store(
             _rotate(
                 heads[token, num_heads + head], cos[token], sin[token], key[block, head, offset]
             )
-            value[block, head, offset, :] = heads[token, num_heads + num_kv_heads + head]
+            _copy(heads[token, num_heads + num_kv_heads + head], value[block, head, offset])
 
 
 @compiled()
 def _rotate(x: Any, cos: Any, sin: Any, out: Any) -> None:
-    half = cos.shape[0]
-    first, second = x[:half], x[half : 2 * half]
-    out_first, out_second = out[:half], out[half : 2 * half]
-    for index in range(half):
-        a, b = widen(first[index]), widen(second[index])
-        out_first[index] = narrow(a * cos[index] - b * sin[index], out.dtype)
-        out_second[index] = narrow(b * cos[index] + a * sin[index], out.dtype)
-    out[2 * half :] = x[2 * half :]
+    half = np.uintp(len(cos))  # unsigned: an index that could be negative keeps a loop scalar
+    for index in range(len(cos)):
+        upper = np.uintp(index) + half
+        a, b = widen(x[index]), widen(x[upper])
+        out[index] = narrow(a * cos[index] - b * sin[index], out.dtype)
+        out[upper] = narrow(b * cos[index] + a * sin[index], out.dtype)
+    for index in range(2 * len(cos), len(x)):
+        out[index] = x[index]
+
+
+@compiled()
+def _copy(x: Any, out: Any) -> None:
+    for index in range(len(x)):
+        out[index] = x[index]

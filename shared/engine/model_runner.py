@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.compiled import compiling_alone
+from kernels.cpu.lanes import FEW_ROWS
 from kernels.reference.copy_blocks import copy_blocks
 from kernels.reference.gather_blocks import gather_blocks
 from kernels.reference.scatter_blocks import scatter_blocks
@@ -58,25 +59,29 @@ def resolve_dtype(dtype: str, device: torch.device) -> str:
     return dtype
 
 
-# A prefill of two tokens and a decode of one that leave the cache as it is.
-_WARM_UP = StepInputs(
-    input_ids=np.zeros(3, dtype=np.int64),
-    positions=np.array([0, 1, 0], dtype=np.int64),
-    slot_mapping=np.full(3, -1, dtype=np.int64),
-    query_lens=np.array([2, 1], dtype=np.int64),
-    context_lens=np.array([2, 1], dtype=np.int64),
-    block_tables=np.zeros((2, 2), dtype=np.int64),
-    sampling=SamplingInputs(
-        logits_indices=np.array([1, 2], dtype=np.int64),
-        temperature=np.zeros(2, dtype=np.float32),
-        top_k=np.zeros(2, dtype=np.int64),
-        top_p=np.ones(2, dtype=np.float32),
-        min_p=np.zeros(2, dtype=np.float32),
-        seed=np.zeros(2, dtype=np.uint64),
-        choice_index=np.zeros(2, dtype=np.int64),
-        output_position=np.zeros(2, dtype=np.int64),
-    ),
-)
+def _warm_up(block_size: int) -> StepInputs:
+    """A prefill and a decode that leave the cache as it is, with as many rows as any kernel asks
+    for to run on all threads.
+    """
+    num_rows = FEW_ROWS + 1
+    return StepInputs(
+        input_ids=np.zeros(num_rows + 1, dtype=np.int64),
+        positions=np.zeros(num_rows + 1, dtype=np.int64),
+        slot_mapping=np.full(num_rows + 1, -1, dtype=np.int64),
+        query_lens=np.array([num_rows, 1], dtype=np.int64),
+        context_lens=np.array([num_rows, 1], dtype=np.int64),
+        block_tables=np.zeros((2, -(-num_rows // block_size)), dtype=np.int64),
+        sampling=SamplingInputs(
+            logits_indices=np.array([num_rows - 1, num_rows], dtype=np.int64),
+            temperature=np.zeros(2, dtype=np.float32),
+            top_k=np.zeros(2, dtype=np.int64),
+            top_p=np.ones(2, dtype=np.float32),
+            min_p=np.zeros(2, dtype=np.float32),
+            seed=np.zeros(2, dtype=np.uint64),
+            choice_index=np.zeros(2, dtype=np.int64),
+            output_position=np.zeros(2, dtype=np.int64),
+        ),
+    )
 
 
 class ModelRunner:
@@ -153,7 +158,7 @@ class ModelRunner:
             clock=MonotonicClock() if clock is None else clock,
         )
         with compiling_alone():
-            runner.step_logits(_WARM_UP)  # whoever is ready has its kernels compiled
+            runner.step_logits(_warm_up(block_size))  # whoever is ready has its kernels compiled
         return runner
 
     def step_budget_s(self, inputs: StepInputs) -> float:
