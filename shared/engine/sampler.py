@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.reference.penalize import penalize
-from kernels.reference.sample import sample, scale
+from kernels.reference.sample import argmax, sample, scale
 from shared.engine.logprobs import token_logprobs
 from shared.engine.runner import SamplingInputs
 from shared.messages import TokenLogprobs
@@ -73,7 +73,7 @@ def _adjust(logits: Tensor, inputs: SamplingInputs) -> None:
 
 def _draw(logits: Tensor, inputs: SamplingInputs) -> list[int]:
     if not inputs.temperature.any():
-        return logits.argmax(-1).tolist()
+        return argmax(logits).tolist()
     columns = _on(
         logits.device,
         inputs.temperature,
