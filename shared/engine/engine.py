@@ -148,16 +148,22 @@ class Engine:
     def fork(self, parent: Sequence, children: list[Sequence]) -> None:
         """Ends a HELD prefill; the children, accepted before, go on from its KV, each on its own.
 
-        Their tokens begin with the parent's. Raises ValueError if the parent is not HELD, or is
-        because its step failed, or if a child is to compute every token itself.
+        Their tokens begin with the parent's. A child that asks for its prompt's logprobs has them
+        from the parent. Raises ValueError if the parent is not HELD, or is because its step failed,
+        or if a child is to compute a token that the parent has.
         """
         if parent.state is not SequenceState.HELD or parent.num_uncomputed_tokens:
             raise ValueError(
                 f"a {parent.state.value} sequence that lacks the KV of "
                 f"{parent.num_uncomputed_tokens} tokens cannot be forked"
             )
-        if any(child.num_prefill_tokens < parent.num_tokens for child in children):
+        if any(child.num_tokens <= parent.num_tokens for child in children):
+            raise ValueError("a child computes at least its last token itself")
+        if any(child.needs_every_token for child in children) and parent.prompt_logprobs is None:
             raise ValueError("a sequence that computes every token itself is nobody's child")
+        for child in children:
+            if child.prompt_logprobs is not None:
+                child.prompt_logprobs = parent.prompt_logprobs
         self.batcher.fork(parent, children)
         self._finish(parent)
 
@@ -257,7 +263,7 @@ class Engine:
         assert sequence.pooled is not None
         num_pooled = sequence.num_tokens if sequence.pooling == "mean" else 1
         self._finish(sequence)
-        embedding = sequence.pooled / np.float32(num_pooled)
+        embedding = (sequence.pooled / num_pooled).astype(np.float32)
         return Progress(sequence, finish_reason="stop", embedding=embedding)
 
     def _leave_step(self, row: ScheduledSequence) -> None:
@@ -315,10 +321,7 @@ def _collect(sequence: Sequence, index: int, output: StepOutput) -> None:
     if sequence.prompt_logprobs is not None:
         told = output.prompt_logprobs.get(index, [])
         sequence.prompt_logprobs[sequence.num_computed_tokens :] = told
-    if index in output.pooled:
-        vector, before = output.pooled[index], sequence.pooled
-        is_more = sequence.pooling == "mean" and sequence.num_computed_tokens > 0
-        sequence.pooled = before + vector if is_more and before is not None else vector
+    sequence.pooled = output.pooled.get(index)
 
 
 def check_drawable(sequence: Sequence) -> None:

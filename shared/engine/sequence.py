@@ -63,6 +63,10 @@ class Sequence:
     pooling: Pooling | None = None
     choice_index: int = 0
     stop_token_ids: frozenset[int] = frozenset()
+    # how many likeliest tokens to tell at each prompt position; None: nothing. `sampling` has it,
+    # too; a prefill may tell for its children, and also of the token that comes next in theirs
+    num_prompt_logprobs: int | None = None
+    next_token_id: int | None = None
 
     state: SequenceState = SequenceState.WAITING
     block_table: list[int] = field(default_factory=list)
@@ -75,10 +79,12 @@ class Sequence:
     counts: TokenCounts = field(default_factory=TokenCounts, init=False)  # of whom penalties ask
     # of the second to the last computed prompt token; None: not asked for, or told
     prompt_logprobs: list[TokenLogprobs] | None = field(default=None, init=False)
-    pooled: NDArray[np.float32] | None = field(default=None, init=False)  # so far
+    pooled: NDArray[np.float64] | None = field(default=None, init=False)  # so far
 
     def __post_init__(self) -> None:
-        if self.sampling is not None and self.sampling.num_prompt_logprobs is not None:
+        if self.sampling is not None:
+            self.num_prompt_logprobs = self.sampling.num_prompt_logprobs
+        if self.num_prompt_logprobs is not None:
             self.prompt_logprobs = []
         # both grow, and the choices of one request may be made from the same lists
         self.token_ids = list(self.token_ids)
