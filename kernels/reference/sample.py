@@ -100,7 +100,11 @@ def _truncate(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> No
     floor = torch.full_like(scaled[:, 0], float("-inf"))
     limited = torch.nonzero((top_k > 0) | (top_p < 1)).squeeze(1)
     if len(limited):
-        floor[limited] = _floors(scaled[limited], top_k[limited], top_p[limited], NUM_NEAR)
+        counts = top_k[limited]
+        # one more than a row may keep, so that its limit is seen
+        num_near = int(counts.max()) + 1 if bool((counts > 0).all()) else NUM_NEAR
+        num_near = min(num_near, NUM_NEAR)
+        floor[limited] = _floors(scaled[limited], counts, top_p[limited], num_near)
     # p >= min_p * max(p), in logits; min_p = 0 gives -inf
     floor = torch.maximum(floor, scaled.amax(-1) + min_p.log())
     scaled.masked_fill_(scaled < floor.unsqueeze(1), float("-inf"))
