@@ -40,6 +40,7 @@ from shared.engine.runner import StepInputs, StepOutput
 
 BATCH = 64
 MAX_OVERHEAD = 0.15  # share of the step
+CRUMB = 0.005
 
 Times = dict[str, float]  # part of a step -> seconds
 
@@ -150,7 +151,7 @@ def medians(steps: list[Times]) -> Times:
 
 
 def rows_of(plain: Times, calls: Times) -> list[Row]:
-    """A row a part; `overhead` is what is neither torch's nor a compiled kernel's."""
+    """A row a part; `is_overhead` is what is neither torch's nor a compiled kernel's."""
     engine = plain | {"run": plain["run"] - sum(calls.values())}
     total = sum(plain.values())
     return [
@@ -160,9 +161,18 @@ def rows_of(plain: Times, calls: Times) -> list[Row]:
             "share": round(seconds / total, 4),
             "is_overhead": times is engine,
         }
-        for times in (calls, engine)
+        for times in (without_crumbs(calls, total), engine)
         for part, seconds in sorted(times.items(), key=lambda each: -each[1])
     ]
+
+
+def without_crumbs(calls: Times, total: float) -> Times:
+    """Parts by their file's name; the small ones together."""
+    kept: Times = defaultdict(float)
+    for part, seconds in calls.items():
+        is_crumb = seconds < CRUMB * total
+        kept["other calls" if is_crumb else part.rpartition(".")[2]] += seconds
+    return kept
 
 
 def main(argv: list[str]) -> None:
