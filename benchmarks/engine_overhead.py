@@ -3,9 +3,9 @@
 The engine over the random 125 M checkpoint, batch 64, greedy, one thread. Every other step times
 each call from Python into torch or a compiled kernel, filed under the file that makes it; the steps
 between run as they always do. What these take beyond the calls is overhead: scheduling, building
-inputs, applying what was drawn, and in `run` the Python of layers and kernels and the way to the
-step's thread and back. All figures are medians of the process's CPU time, so that what else the
-machine does matters little.
+inputs, applying what was drawn, and in `run` the Python of layers and kernels, numpy's argmax, and
+the way to the step's thread and back. All figures are medians of the process's CPU time, so that
+what else the machine does matters little.
 
     python -m benchmarks.engine_overhead [--steps 100]
 """

@@ -152,6 +152,14 @@ def test_one_bad_prompt_of_a_list_refuses_all(cluster):
     assert refused.value.param == "prompt[9]"
 
 
+def test_who_leaves_a_list_leaves_all_of_it(cluster):
+    endless = {"max_tokens": 4000, "extra_body": {"ignore_eos": True}}
+    stream = complete(cluster, [QUESTION] * 3, n=2, stream=True, **endless)
+    assert next(stream).choices
+    stream.close()
+    # `leaves_nothing_behind` waits for the blocks
+
+
 def test_an_echo_alone_tells_the_prompts_logprobs(cluster):
     (alone,) = complete(cluster, max_tokens=0, echo=True, logprobs=2).choices
     assert (alone.text, alone.finish_reason) == (QUESTION, "length")
