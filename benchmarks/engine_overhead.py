@@ -151,7 +151,7 @@ def medians(steps: list[Times]) -> Times:
 
 
 def rows_of(plain: Times, calls: Times) -> list[Row]:
-    """A row a part; `is_overhead` is what is neither torch's nor a compiled kernel's."""
+    """A row a part; what is neither torch nor a compiled kernel is the engine."""
     engine = plain | {"run": plain["run"] - sum(calls.values())}
     total = sum(plain.values())
     return [
@@ -159,7 +159,7 @@ def rows_of(plain: Times, calls: Times) -> list[Row]:
             "part": part,
             "cpu_ms": round(seconds * 1e3, 3),
             "share": round(seconds / total, 4),
-            "is_overhead": times is engine,
+            "where": "engine" if times is engine else "kernels",
         }
         for times in (without_crumbs(calls, total), engine)
         for part, seconds in sorted(times.items(), key=lambda each: -each[1])
@@ -183,7 +183,7 @@ def main(argv: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_random_llama(Path(folder), LLAMA_125M, dtype="bfloat16")
         rows = rows_of(*uvloop.run(profile(Path(folder), options.steps)))
-    overhead = sum(row["share"] for row in rows if row["is_overhead"])
+    overhead = sum(row["share"] for row in rows if row["where"] == "engine")
     bars = [at_most("overhead / step", overhead, MAX_OVERHEAD, "")]
     write_result("engine_overhead", rows, bars, ["-m", "benchmarks.engine_overhead", *argv])
 
