@@ -46,8 +46,11 @@ class Engine:
         max_batch_tokens: int,
         max_sequences: int,
         max_reserved_share: float = 0.5,
+        reach: int | None = None,
     ) -> None:
-        """A context longer than the whole pool could never be computed, so the pool bounds it."""
+        """A context longer than the whole pool could never be computed, so the pool bounds it.
+        `reach` is the runner's.
+        """
         self.pool = BlockPool(num_blocks, block_size)
         self.batcher = Batcher(
             self.pool, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences
@@ -55,6 +58,7 @@ class Engine:
         self.max_context_tokens = min(max_context_tokens, num_blocks * block_size)
         self.num_generated_tokens = 0  # since the start
         self.num_computed_prompt_tokens = 0
+        self._reach = reach
         self._max_reserved_blocks = int(num_blocks * max_reserved_share)
         self._reserved: set[Sequence] = set()
         self._held: set[Sequence] = set()
@@ -203,6 +207,7 @@ class Engine:
             _collect(sequence, index, output)
             sequence.num_computed_tokens += row.num_scheduled_tokens
             self._commit_full_blocks(sequence)
+            self._drop_unseen_blocks(sequence)
             progress.append(self._advance(sequence, token_id, logprobs))
         return progress
 
@@ -287,8 +292,7 @@ class Engine:
         self.batcher.remove(sequence)
         self._reserved.discard(sequence)
         self._held.discard(sequence)
-        self.pool.release(sequence.block_table)
-        sequence.block_table = []
+        self.batcher.give_back(sequence)
         sequence.become(SequenceState.FINISHED)
 
     def _commit_full_blocks(self, sequence: Sequence) -> None:
@@ -305,6 +309,16 @@ class Engine:
             first_block_index=first,
         )
         sequence.num_committed_blocks = full
+
+    def _drop_unseen_blocks(self, sequence: Sequence) -> None:
+        """They stay in the cache while there is room. A prefill's have yet to be pushed."""
+        if self._reach is None or sequence.is_prefill_only:
+            return
+        num_unseen = max(0, sequence.num_computed_tokens + 1 - self._reach) // self.pool.block_size
+        first = sequence.num_dropped_blocks
+        if num_unseen > first:
+            self.pool.release(sequence.block_table[first:num_unseen])
+            sequence.num_dropped_blocks = num_unseen
 
     def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
         known = len(sequence.block_hashes)

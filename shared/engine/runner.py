@@ -110,6 +110,7 @@ class Runner(Protocol):
     num_blocks: int
     max_context_tokens: int
     vocab_size: int
+    reach: int | None  # a step reads the KV of so many last tokens, its first among them; None: all
 
     def step_budget_s(self, inputs: StepInputs) -> float:
         """An upper bound for `run`, announced before it: beyond it the worker is suspect."""

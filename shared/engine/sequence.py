@@ -72,6 +72,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_committed_blocks: int = 0  # leading blocks that the prefix cache knows
+    num_dropped_blocks: int = 0  # leading blocks given back already: no later token sees them
     num_cached_tokens: int = 0  # found at the first admission
     num_preemptions: int = 0
     is_in_step: bool = False
@@ -89,6 +90,11 @@ class Sequence:
         # both grow, and the choices of one request may be made from the same lists
         self.token_ids = list(self.token_ids)
         self.block_hashes = list(self.block_hashes)
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """`block_table` keeps the places, and stale ids, of those that were dropped."""
+        return self.block_table[self.num_dropped_blocks :]
 
     @property
     def num_tokens(self) -> int:
