@@ -57,7 +57,7 @@ class TimingRunner:
         self.num_blocks = num_blocks
         self.max_context_tokens = max_context_tokens
         self.vocab_size = vocab_size
-        self.reach = None
+        self.reach: int | None = None
         self._clock = clock
         self._cost = StepCost() if cost is None else cost
         self._kv = np.zeros((num_blocks * block_size, STATE_BYTES), dtype=np.uint8)
