@@ -39,6 +39,10 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
             "ratio": "ratio",
         },
     ),
+    "engine_overhead": (
+        "Where the CPU time of its decode step goes, batch 64, one thread",
+        {"part": "part", "CPU ms": "cpu_ms", "share": "share", "where": "where"},
+    ),
     "serve_poisson": ("The same under Poisson arrivals", SERVE_COLUMNS),
     "kv_transfer": (
         "KV push between two processes, checksums on, GB/s",

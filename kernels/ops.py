@@ -10,13 +10,11 @@ from typing import Concatenate, ParamSpec
 
 from torch import Tensor
 
-from kernels.cpu import argmax as cpu_argmax
 from kernels.cpu import decode_attention as cpu_decode_attention
 from kernels.cpu import gated as cpu_gated
 from kernels.cpu import prefill_attention as cpu_prefill_attention
 from kernels.cpu import rms_norm as cpu_rms_norm
 from kernels.cpu import rotate_and_store as cpu_rotate_and_store
-from kernels.reference.argmax import argmax as reference_argmax
 from kernels.reference.decode_attention import decode_attention as reference_decode_attention
 from kernels.reference.gelu_and_mul import gelu_and_mul as reference_gelu_and_mul
 from kernels.reference.prefill_attention import prefill_attention as reference_prefill_attention
@@ -37,7 +35,6 @@ def _by_device(on_cpu: Op[P], elsewhere: Op[P]) -> Op[P]:
     return op
 
 
-argmax = _by_device(cpu_argmax.argmax, reference_argmax)
 decode_attention = _by_device(cpu_decode_attention.decode_attention, reference_decode_attention)
 gelu_and_mul = _by_device(cpu_gated.gelu_and_mul, reference_gelu_and_mul)
 prefill_attention = _by_device(cpu_prefill_attention.prefill_attention, reference_prefill_attention)

@@ -88,6 +88,7 @@ async def build_worker(
         max_batch_tokens=config.max_batch_tokens,
         max_sequences=config.max_sequences,
         max_reserved_share=config.max_reserved_share,
+        reach=runner.reach,
     )
     receiver = None
     if "decode" in roles:

@@ -13,24 +13,49 @@ from torch import Tensor
 
 _MASK = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B1
+NUM_NEAR = 512  # logits that are put in order where a limit is among them
+PIECE = 1 << 17  # elements that are mixed at a time: 512 KiB, which stay in a core's cache
 
 
-def _mix(h: Tensor) -> Tensor:
-    """murmur3's fmix32 on int64 tensors that hold u32 values."""
-    h = (h ^ (h >> 16)) * 0x85EBCA6B & _MASK
-    h = (h ^ (h >> 13)) * 0xC2B2AE35 & _MASK
-    return h ^ (h >> 16)
+def argmax(x: Tensor) -> Tensor:
+    """x [R, n] FP32 -> [R] int64; of equal ones the first.
+
+    On the CPU by numpy, which compares a vector at a time: 32,000 columns take it a fourteenth.
+    """
+    return torch.from_numpy(x.numpy().argmax(-1)) if x.is_cpu else x.argmax(-1)
+
+
+def _signed(word: int) -> int:
+    """The int32 of the same bits."""
+    return (word & _MASK ^ 0x80000000) - 0x80000000
+
+
+def _mix_(h: Tensor) -> Tensor:
+    """murmur3's fmix32, in place on int32, whose products wrap and whose shifts repeat the sign."""
+    h ^= h >> 16 & 0xFFFF
+    h *= _signed(0x85EBCA6B)
+    h ^= h >> 13 & 0x7FFFF
+    h *= _signed(0xC2B2AE35)
+    h ^= h >> 16 & 0xFFFF
+    return h
 
 
 def uniform(seed: Tensor, choice_index: Tensor, output_position: Tensor, vocab_size: int) -> Tensor:
     """[R] int64 each (`seed` as the bit pattern of a u64) -> [R, vocab_size] FP32 in (0, 1)."""
-    row = torch.zeros_like(seed)
+    row = torch.zeros_like(seed, dtype=torch.int32)
     for word in (seed, seed >> 32, choice_index, output_position):
-        row = _mix(((row ^ (word & _MASK)) * 5 + 0xE6546B64) & _MASK)
-    tokens = torch.arange(vocab_size, device=seed.device) * _GOLDEN & _MASK
-    bits = _mix(_mix(row.unsqueeze(1) ^ tokens) ^ _mix(row + _GOLDEN & _MASK).unsqueeze(1))
-    # 23 bits and a half: the largest is 1 - 2**-24, which FP32 holds.
-    return (bits >> 9).float().mul_(2.0**-23).add_(2.0**-24)
+        row = _mix_((row ^ word.int()) * 5 + _signed(0xE6546B64))
+    salt = _mix_(row + _signed(_GOLDEN))
+    tokens = torch.arange(vocab_size, dtype=torch.int32, device=seed.device) * _signed(_GOLDEN)
+    drawn = torch.empty((len(seed), vocab_size), dtype=torch.float32, device=seed.device)
+    num_rows = max(1, PIECE // vocab_size)
+    for first in range(0, len(seed), num_rows):
+        piece = slice(first, first + num_rows)
+        bits = _mix_(row[piece].unsqueeze(1) ^ tokens)
+        bits = _mix_(bits.bitwise_xor_(salt[piece].unsqueeze(1)))
+        # 23 bits and a half: the largest is 1 - 2**-24, which FP32 holds.
+        drawn[piece] = bits >> 9 & 0x7FFFFF
+    return drawn.mul_(2.0**-23).add_(2.0**-24)
 
 
 def sample(
@@ -48,13 +73,13 @@ def sample(
     temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off. Of equal logits greedy takes the
     lowest id; a truncation keeps all that equal the last one kept.
     """
-    tokens = logits.argmax(-1)
+    tokens = argmax(logits)
     drawn = torch.nonzero(temperature > 0).squeeze(1)
     if not len(drawn):
         return tokens
     scaled = scale(logits[drawn], temperature[drawn], top_k[drawn], top_p[drawn], min_p[drawn])
     noise = uniform(seed[drawn], choice_index[drawn], output_position[drawn], logits.shape[1])
-    tokens[drawn] = scaled.sub_(noise.log_().neg_().log_()).argmax(-1)
+    tokens[drawn] = argmax(scaled.sub_(noise.log_().neg_().log_()))
     return tokens
 
 
@@ -71,27 +96,41 @@ def scale(
 
 
 def _truncate(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
-    """Sets what may not be drawn to -inf. Only rows with top-k or top-p are sorted."""
+    """Sets what may not be drawn to -inf. Only rows with top-k or top-p are ordered."""
     floor = torch.full_like(scaled[:, 0], float("-inf"))
     limited = torch.nonzero((top_k > 0) | (top_p < 1)).squeeze(1)
     if len(limited):
-        floor[limited] = _floors(scaled[limited], top_k[limited], top_p[limited])
+        counts = top_k[limited]
+        # one more than a row may keep, so that its limit is seen
+        num_near = int(counts.max()) + 1 if bool((counts > 0).all()) else NUM_NEAR
+        num_near = min(num_near, NUM_NEAR)
+        floor[limited] = _floors(scaled[limited], counts, top_p[limited], num_near)
     # p >= min_p * max(p), in logits; min_p = 0 gives -inf
     floor = torch.maximum(floor, scaled.amax(-1) + min_p.log())
     scaled.masked_fill_(scaled < floor.unsqueeze(1), float("-inf"))
 
 
-def _floors(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The smallest scaled logit that top-k, then top-p, keep. [R]"""
+def _floors(scaled: Tensor, top_k: Tensor, top_p: Tensor, num_near: int) -> Tensor:
+    """The smallest scaled logit that top-k, then top-p, keep; found among the `num_near` largest,
+    and among all only for rows whose limit lies further down. [R]
+    """
     vocab_size = scaled.shape[1]
-    ordered = scaled.sort(dim=-1, descending=True).values
-    rank = torch.arange(vocab_size, device=scaled.device)
-    num_kept = torch.where(top_k > 0, top_k.clamp(max=vocab_size), vocab_size)
-    kth = ordered.gather(1, (num_kept - 1).unsqueeze(1))
-    outside = (rank >= num_kept.unsqueeze(1)) & (ordered < kth)
-    weights = (ordered - ordered[:, :1]).exp_().masked_fill_(outside, 0.0)
-    cumulative = weights.cumsum(-1)
-    before = cumulative - weights
-    is_kept = (before < top_p.unsqueeze(1) * cumulative[:, -1:]) & ~outside
+    near = scaled.topk(min(num_near, vocab_size), dim=-1).values
+    num_ordered = near.shape[1]
+    top_k = torch.where(top_k > 0, top_k.clamp(max=vocab_size), vocab_size).unsqueeze(1)
+    kth = near.gather(1, top_k.clamp(max=num_ordered) - 1)
+    kth.masked_fill_(top_k == vocab_size, float("-inf"))
+    # row by row from the first token on, so that the sum depends on nothing else
+    total = scaled.exp().masked_fill_(scaled < kth, 0.0).cumsum(-1)[:, -1:]
+    weights = near.exp().masked_fill_(near < kth, 0.0)
+    before = weights.cumsum(-1) - weights
+    is_kept = (before < top_p.unsqueeze(1) * total) & (near >= kth)
     last = is_kept.sum(-1, keepdim=True).clamp(min=1) - 1
-    return torch.where(top_p < 1, ordered.gather(1, last).squeeze(1), kth.squeeze(1))
+    is_nucleus = (top_p < 1).unsqueeze(1)
+    floors = torch.where(is_nucleus, near.gather(1, last), kth).squeeze(1)
+    if num_ordered < vocab_size:
+        is_beyond = is_nucleus & is_kept[:, -1:] | (top_k > num_ordered) & (top_k < vocab_size)
+        rest = torch.nonzero(is_beyond.squeeze(1)).squeeze(1)
+        if len(rest):
+            floors[rest] = _floors(scaled[rest], top_k[rest].squeeze(1), top_p[rest], vocab_size)
+    return floors

@@ -5,9 +5,8 @@ computing the prompt ──▲
 every state ──abort, lease lost, deadline──▶ gone
 
 The KV of a prompt that several choices share is computed, or received, once: of all but its last
-token, which each choice computes for itself, as it draws with noise of its own. Where a prompt's
-logprobs are asked for, the first choice computes all of it and tells them, and the others find in
-the cache what they can.
+token, which each choice computes for itself, as it draws with noise of its own. A prompt's logprobs
+are told by the first choice; for several they are computed with what they share.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def sequences_of(
     placement_id: bytes, request: Request, *, card: ModelCard, eos_token_ids: frozenset[int]
 ) -> tuple[Sequence, dict[int, Sequence]]:
     """The prompt to begin with, and the choices by index. The first choice stands for the prompt
-    where nothing is to be shared: it is alone or tells of the prompt, or the prompt is one token.
+    where nothing is to be shared: it is alone, or the prompt is one token.
 
     Raises InvalidRequest for a request that cannot be run.
     """
@@ -82,9 +81,9 @@ def sequences_of(
     for choice in request.choices[1:]:
         other = _choice_of(placement_id, plain, choice, prompt, eos_token_ids)
         choices[choice.choice_index] = other
-    if len(choices) == 1 or len(prompt) == 1 or first.needs_every_token:
+    if len(choices) == 1 or len(prompt) == 1:
         return first, choices
-    return _shared_prompt(placement_id, request, prompt[:-1], card.block_size), choices
+    return _shared_prompt(placement_id, request, prompt, card.block_size), choices
 
 
 def placement_id_of(sequence: Sequence) -> bytes:
@@ -157,8 +156,9 @@ def _choice_of(
 
 
 def _shared_prompt(
-    placement_id: bytes, request: Request, token_ids: list[int], block_size: int
+    placement_id: bytes, request: Request, prompt: list[int], block_size: int
 ) -> Sequence:
+    *token_ids, last_token_id = prompt
     return Sequence(
         sequence_id=placement_id + _PROMPT_ID,
         tenant_id=request.tenant_id,
@@ -166,4 +166,6 @@ def _shared_prompt(
         token_ids=token_ids,
         num_prompt_tokens=len(token_ids),
         block_hashes=unpack_hashes(request.block_hashes)[: len(token_ids) // block_size],
+        num_prompt_logprobs=request.sampling.num_prompt_logprobs,
+        next_token_id=last_token_id,
     )

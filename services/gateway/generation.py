@@ -47,13 +47,16 @@ def max_output_tokens(
     generation: Generation, num_prompt_tokens: int, card: ModelCard, default: int
 ) -> int:
     """Raises PromptTooLong, or InvalidRequest if prompt and answer together do not fit."""
-    context = card.max_context_tokens
+    context, param = card.max_context_tokens, generation.prompt.param
     room = context - num_prompt_tokens
+    if not generation.shows_output:  # what is drawn and thrown away needs no room
+        room += 1
     if room < 1:
+        more = " and at least one more" if generation.shows_output else ""
         raise PromptTooLong(
-            f"the prompt has {num_prompt_tokens} tokens; this model's context of {context} "
-            "must hold it and at least one more",
-            param=generation.prompt.param,
+            f"{param}: a prompt of {num_prompt_tokens} tokens; this model's context of {context} "
+            f"must hold it{more}",
+            param=param,
         )
     given = generation.sampling
     if given.max_tokens is None:

@@ -18,7 +18,10 @@ Prompts = str | list[str | TokenId | list[TokenId]]
 def prompts_of(
     param: str, given: Prompts, *, add_special_tokens: bool = True
 ) -> list[TextPrompt | TokenPrompt]:
-    """Raises InvalidRequest if `given` mixes kinds, holds nothing or too much."""
+    """Each knows its place, `prompt[3]`, so that whoever refuses it can name it.
+
+    Raises InvalidRequest if `given` mixes kinds, holds nothing or too much.
+    """
     if isinstance(given, str):
         return [TextPrompt(given, param, add_special_tokens)]
     kinds = {type(each) for each in given}
@@ -29,6 +32,9 @@ def prompts_of(
         return [TokenPrompt(cast(list[int], given), param)]
     if len(given) > MAX_PROMPTS:
         raise InvalidRequest(f"{param}: at most {MAX_PROMPTS} at once", param=param)
+    places = [f"{param}[{index}]" for index in range(len(given))]
     if kinds == {str}:
-        return [TextPrompt(text, param, add_special_tokens) for text in cast(list[str], given)]
-    return [TokenPrompt(token_ids, param) for token_ids in cast(list[list[int]], given)]
+        texts = zip(cast(list[str], given), places, strict=True)
+        return [TextPrompt(text, place, add_special_tokens) for text, place in texts]
+    tokens = zip(cast(list[list[int]], given), places, strict=True)
+    return [TokenPrompt(token_ids, place) for token_ids, place in tokens]

@@ -23,6 +23,7 @@ from services.gateway.generation import Generation
 from services.gateway.openai_chat import ChatCompletionRequest
 from services.gateway.openai_completions import CompletionRequest
 from services.gateway.openai_embeddings import EmbeddingRequest
+from services.gateway.preparation import Prepared
 from services.gateway.text.model_files import ModelFiles
 
 
@@ -44,7 +45,11 @@ class Generator(Protocol):
     catalog: Catalog
     files: ModelFiles
 
-    async def open(self, tenant_id: str, request_id: str, generation: Generation) -> Delivery:
+    async def prepare(self, tenant_id: str, request_id: str, generation: Generation) -> Prepared:
+        """Raises the HearthError with which the request is refused."""
+        ...
+
+    def open(self, prepared: Prepared) -> Delivery:
         """Raises the HearthError with which the request is refused."""
         ...
 
@@ -115,13 +120,20 @@ class OpenAIRoutes:
     async def _open(
         self, request: Request[Any, Any, Any], generations: Sequence[Generation]
     ) -> Gathering:
-        """All are admitted or none is; running streams get their turn between two of them."""
+        """All are admitted or none is: no worker hears of a list in which one prompt is bad.
+
+        Running streams get their turn between two of them.
+        """
         tenant_id, request_id = request.state.tenant.tenant_id, request.state.request_id
+        prepared: list[Prepared] = []
+        for index, generation in enumerate(generations):
+            own_id = f"{request_id}-{index}" if index else request_id
+            prepared.append(await self._gateway.prepare(tenant_id, own_id, generation))
+            await asyncio.sleep(0)
         deliveries: list[Delivery] = []
         try:
-            for index, generation in enumerate(generations):
-                own_id = f"{request_id}-{index}" if index else request_id
-                deliveries.append(await self._gateway.open(tenant_id, own_id, generation))
+            for each in prepared:
+                deliveries.append(self._gateway.open(each))
                 await asyncio.sleep(0)
         except BaseException:
             self._leave(deliveries)

@@ -46,7 +46,7 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +79,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
 def sampling_of(

@@ -114,7 +114,7 @@ class GatewayService:
             is_connected=self._bus.is_connected, is_draining=self._is_draining
         )
 
-    async def open(self, tenant_id: str, request_id: str, generation: Generation) -> Delivery:
+    async def prepare(self, tenant_id: str, request_id: str, generation: Generation) -> Prepared:
         self._check_admission()
         prepare = partial(
             self._preparation.prepare,
@@ -125,9 +125,11 @@ class GatewayService:
             max_payload_bytes=self._bus.max_payload_bytes,
         )
         if generation.prompt.num_chars > MAX_INLINE_CHARS:
-            prepared = await self._prepare_on_thread(prepare)
-        else:
-            prepared = prepare()
+            return await self._prepare_on_thread(prepare)
+        return prepare()
+
+    def open(self, prepared: Prepared) -> Delivery:
+        self._check_admission()
         assemblers = [self._preparation.assembler(prepared) for _ in prepared.request.choices]
         delivery = Delivery(prepared, assemblers, self.metrics, self._clock)
         self._recovery.open(prepared.request, delivery)
@@ -140,11 +142,9 @@ class GatewayService:
     async def _prepare_on_thread(self, prepare: Callable[[], Prepared]) -> Prepared:
         self._num_preparing += 1
         try:
-            prepared = await asyncio.to_thread(prepare)
+            return await asyncio.to_thread(prepare)
         finally:
             self._num_preparing -= 1
-        self._check_admission()
-        return prepared
 
     def _check_admission(self) -> None:
         if self._is_draining:

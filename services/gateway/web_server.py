@@ -21,6 +21,9 @@ from shared.errors import ConfigError
 
 LISTEN_BACKLOG = 2048
 GRACE_S = 5
+# Longer than clients keep an idle connection (httpx, and with it OpenAI's SDK, 5 s): who closes it
+# is then the client, and no request meets a connection that is being closed.
+KEEP_ALIVE_S = 75
 MAX_HEAD_BYTES = 64 * 1024
 # A client that takes longer to send a request holds a connection, and memory, for nothing.
 HEAD_TIMEOUT_S = 10.0  # from the first byte, or the connection's start, to the last header
@@ -135,6 +138,7 @@ class WebServer:
             log_config=None,
             server_header=False,
             backlog=LISTEN_BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=GRACE_S,
         )
         self._server = _Server(config)

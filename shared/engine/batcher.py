@@ -168,11 +168,20 @@ class Batcher:
         sequence.block_table[block_index] = destination
         self._block_copies[sequence] = (source, destination)
 
+    def give_back(self, sequence: Sequence) -> None:
+        """All its blocks. What is still cached of those it dropped counts as used just now, so that
+        its blocks go tail first.
+        """
+        dropped = self.pool.match(sequence.block_hashes[: sequence.num_dropped_blocks])
+        self.pool.hold(dropped)
+        self.pool.release(dropped + sequence.held_blocks)
+        sequence.block_table = []
+        sequence.num_dropped_blocks = 0
+
     def preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         sequence.become(SequenceState.WAITING)
-        self.pool.release(sequence.block_table)
-        sequence.block_table = []
+        self.give_back(sequence)
         sequence.num_computed_tokens = 0
         sequence.num_committed_blocks = 0
         sequence.num_preemptions += 1

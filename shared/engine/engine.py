@@ -46,8 +46,11 @@ class Engine:
         max_batch_tokens: int,
         max_sequences: int,
         max_reserved_share: float = 0.5,
+        reach: int | None = None,
     ) -> None:
-        """A context longer than the whole pool could never be computed, so the pool bounds it."""
+        """A context longer than the whole pool could never be computed, so the pool bounds it.
+        `reach` is the runner's.
+        """
         self.pool = BlockPool(num_blocks, block_size)
         self.batcher = Batcher(
             self.pool, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences
@@ -55,6 +58,7 @@ class Engine:
         self.max_context_tokens = min(max_context_tokens, num_blocks * block_size)
         self.num_generated_tokens = 0  # since the start
         self.num_computed_prompt_tokens = 0
+        self._reach = reach
         self._max_reserved_blocks = int(num_blocks * max_reserved_share)
         self._reserved: set[Sequence] = set()
         self._held: set[Sequence] = set()
@@ -148,16 +152,22 @@ class Engine:
     def fork(self, parent: Sequence, children: list[Sequence]) -> None:
         """Ends a HELD prefill; the children, accepted before, go on from its KV, each on its own.
 
-        Their tokens begin with the parent's. Raises ValueError if the parent is not HELD, or is
-        because its step failed, or if a child is to compute every token itself.
+        Their tokens begin with the parent's. A child that asks for its prompt's logprobs has them
+        from the parent. Raises ValueError if the parent is not HELD, or is because its step failed,
+        or if a child is to compute a token that the parent has.
         """
         if parent.state is not SequenceState.HELD or parent.num_uncomputed_tokens:
             raise ValueError(
                 f"a {parent.state.value} sequence that lacks the KV of "
                 f"{parent.num_uncomputed_tokens} tokens cannot be forked"
             )
-        if any(child.num_prefill_tokens < parent.num_tokens for child in children):
+        if any(child.num_tokens <= parent.num_tokens for child in children):
+            raise ValueError("a child computes at least its last token itself")
+        if any(child.needs_every_token for child in children) and parent.prompt_logprobs is None:
             raise ValueError("a sequence that computes every token itself is nobody's child")
+        for child in children:
+            if child.prompt_logprobs is not None:
+                child.prompt_logprobs = parent.prompt_logprobs
         self.batcher.fork(parent, children)
         self._finish(parent)
 
@@ -197,6 +207,7 @@ class Engine:
             _collect(sequence, index, output)
             sequence.num_computed_tokens += row.num_scheduled_tokens
             self._commit_full_blocks(sequence)
+            self._drop_unseen_blocks(sequence)
             progress.append(self._advance(sequence, token_id, logprobs))
         return progress
 
@@ -257,7 +268,7 @@ class Engine:
         assert sequence.pooled is not None
         num_pooled = sequence.num_tokens if sequence.pooling == "mean" else 1
         self._finish(sequence)
-        embedding = sequence.pooled / np.float32(num_pooled)
+        embedding = (sequence.pooled / num_pooled).astype(np.float32)
         return Progress(sequence, finish_reason="stop", embedding=embedding)
 
     def _leave_step(self, row: ScheduledSequence) -> None:
@@ -281,8 +292,7 @@ class Engine:
         self.batcher.remove(sequence)
         self._reserved.discard(sequence)
         self._held.discard(sequence)
-        self.pool.release(sequence.block_table)
-        sequence.block_table = []
+        self.batcher.give_back(sequence)
         sequence.become(SequenceState.FINISHED)
 
     def _commit_full_blocks(self, sequence: Sequence) -> None:
@@ -300,6 +310,16 @@ class Engine:
         )
         sequence.num_committed_blocks = full
 
+    def _drop_unseen_blocks(self, sequence: Sequence) -> None:
+        """They stay in the cache while there is room. A prefill's have yet to be pushed."""
+        if self._reach is None or sequence.is_prefill_only:
+            return
+        num_unseen = max(0, sequence.num_computed_tokens + 1 - self._reach) // self.pool.block_size
+        first = sequence.num_dropped_blocks
+        if num_unseen > first:
+            self.pool.release(sequence.block_table[first:num_unseen])
+            sequence.num_dropped_blocks = num_unseen
+
     def _extend_hashes(self, sequence: Sequence, num_blocks: int) -> None:
         known = len(sequence.block_hashes)
         if known >= num_blocks:
@@ -315,10 +335,7 @@ def _collect(sequence: Sequence, index: int, output: StepOutput) -> None:
     if sequence.prompt_logprobs is not None:
         told = output.prompt_logprobs.get(index, [])
         sequence.prompt_logprobs[sequence.num_computed_tokens :] = told
-    if index in output.pooled:
-        vector, before = output.pooled[index], sequence.pooled
-        is_more = sequence.pooling == "mean" and sequence.num_computed_tokens > 0
-        sequence.pooled = before + vector if is_more and before is not None else vector
+    sequence.pooled = output.pooled.get(index)
 
 
 def check_drawable(sequence: Sequence) -> None:

@@ -8,12 +8,13 @@ from shared.engine.batcher import ScheduledSequence
 from shared.engine.runner import (
     LogitBias,
     Penalties,
+    PoolingInputs,
     PromptSuccessors,
     SamplingInputs,
     StepInputs,
 )
 from shared.engine.sequence import Sequence
-from shared.messages import LogprobsMode, Pooling, SamplingParams
+from shared.messages import LogprobsMode, SamplingParams
 
 Drawing = tuple[Sequence, SamplingParams]
 
@@ -150,21 +151,26 @@ def _prompt_logprobs(rows: list[ScheduledSequence]) -> dict[int, PromptSuccessor
     """Of chunks whose tokens have prompt tokens behind them."""
     found: dict[int, PromptSuccessors] = {}
     for index, row in enumerate(rows):
-        sequence, params = row.sequence, row.sequence.sampling
-        if sequence.prompt_logprobs is None or params is None:
+        sequence = row.sequence
+        if sequence.prompt_logprobs is None or sequence.num_prompt_logprobs is None:
             continue
         first = sequence.num_computed_tokens + 1
-        end = min(first + row.num_scheduled_tokens, sequence.num_prompt_tokens)
-        if first < end and params.num_prompt_logprobs is not None:
-            successors = np.array(sequence.token_ids[first:end], dtype=np.int64)
-            found[index] = PromptSuccessors(successors, params.num_prompt_logprobs)
+        end = first + row.num_scheduled_tokens
+        successors = sequence.token_ids[first : min(end, sequence.num_prompt_tokens)]
+        if sequence.next_token_id is not None and end > sequence.num_prompt_tokens:
+            successors.append(sequence.next_token_id)
+        if successors:
+            token_ids = np.array(successors, dtype=np.int64)
+            found[index] = PromptSuccessors(token_ids, sequence.num_prompt_logprobs)
     return found
 
 
-def _pooling(rows: list[ScheduledSequence]) -> dict[int, Pooling]:
+def _pooling(rows: list[ScheduledSequence]) -> dict[int, PoolingInputs]:
     """A mean is of every chunk; the last token comes with the last chunk."""
-    return {
-        index: row.sequence.pooling
-        for index, row in enumerate(rows)
-        if row.sequence.pooling is not None and (row.sequence.pooling == "mean" or row.completes)
-    }
+    found: dict[int, PoolingInputs] = {}
+    for index, row in enumerate(rows):
+        sequence = row.sequence
+        if sequence.pooling == "mean" or (sequence.pooling is not None and row.completes):
+            before = sequence.pooled if sequence.num_computed_tokens else None
+            found[index] = PoolingInputs(sequence.pooling, before)
+    return found

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.compiled import compiling_alone
+from kernels.cpu.decode_attention import SEGMENT
 from kernels.cpu.lanes import FEW_ROWS
 from kernels.reference.copy_blocks import copy_blocks
 from kernels.reference.gather_blocks import gather_blocks
@@ -106,6 +107,7 @@ class ModelRunner:
         self.max_context_tokens = model.cos.shape[0]
         self.vocab_size = config.vocab_size
         self.eos_token_ids = config.eos_token_ids
+        self.reach = _reach(config)
         self._model = model
         self._kv_cache = kv_cache
         self._device = kv_cache.device
@@ -303,6 +305,12 @@ def _fill(
             return mapped
     load_weights(read, destinations)
     return revision()
+
+
+def _reach(config: ModelConfig) -> int | None:
+    """As far as the widest window, if all layers have one, and the segment that it begins in."""
+    windows = [layer.window for layer in config.layers if layer.window is not None]
+    return max(windows) + SEGMENT - 1 if len(windows) == config.num_layers else None
 
 
 def _device(name: str) -> torch.device:

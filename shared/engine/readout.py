@@ -47,12 +47,19 @@ def _successor_logprobs(
     return told
 
 
-def pooled(hidden: Tensor, inputs: StepInputs, norm: Layer) -> dict[int, NDArray[np.float32]]:
+def pooled(hidden: Tensor, inputs: StepInputs, norm: Layer) -> dict[int, NDArray[np.float64]]:
     """hidden [T, hidden_size] before the final norm -> by sequence, as in `StepOutput`."""
     chunks = hidden.split(inputs.query_lens.tolist()) if inputs.pooling else ()
     found = {}
-    for index, how in inputs.pooling.items():
-        normed = norm(chunks[index]).float()
-        vector = normed.sum(0) if how == "mean" else normed[-1]
-        found[index] = vector.cpu().numpy()
+    for index, asked in inputs.pooling.items():
+        normed = norm(chunks[index]).double().cpu().numpy()
+        found[index] = _sum(normed, asked.before) if asked.how == "mean" else normed[-1]
     return found
+
+
+def _sum(vectors: NDArray[np.float64], before: NDArray[np.float64] | None) -> NDArray[np.float64]:
+    """One vector after the other, so that it is the same however they come in chunks."""
+    total = np.zeros_like(vectors[0]) if before is None else before.copy()
+    for vector in vectors:
+        total += vector
+    return total

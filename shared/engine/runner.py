@@ -70,6 +70,12 @@ class PromptSuccessors:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolingInputs:
+    how: Pooling
+    before: NDArray[np.float64] | None  # what `StepOutput.pooled` gave for the chunk before
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """One engine step over S sequences with T new tokens in all, flat in batch order."""
 
@@ -84,7 +90,7 @@ class StepInputs:
     block_copies: tuple[tuple[int, int], ...] = ()
     # sequence -> whose logprobs to tell
     prompt_logprobs: Mapping[int, PromptSuccessors] = field(default_factory=dict)
-    pooling: Mapping[int, Pooling] = field(default_factory=dict)  # sequence -> how
+    pooling: Mapping[int, PoolingInputs] = field(default_factory=dict)  # by sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +101,8 @@ class StepOutput:
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # [R], or none at all
     # sequence -> of its every successor, of the model's own distribution
     prompt_logprobs: Mapping[int, list[TokenLogprobs]] = field(default_factory=dict)
-    # sequence -> [hidden_size] FP32 after the final norm: the sum over its chunk, or its last token
-    pooled: Mapping[int, NDArray[np.float32]] = field(default_factory=dict)
+    # sequence -> [hidden_size] after the final norm: the sum over its tokens so far, or its last
+    pooled: Mapping[int, NDArray[np.float64]] = field(default_factory=dict)
 
 
 class Runner(Protocol):
@@ -104,6 +110,7 @@ class Runner(Protocol):
     num_blocks: int
     max_context_tokens: int
     vocab_size: int
+    reach: int | None  # a step reads the KV of so many last tokens, its first among them; None: all
 
     def step_budget_s(self, inputs: StepInputs) -> float:
         """An upper bound for `run`, announced before it: beyond it the worker is suspect."""

@@ -22,9 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.ops import argmax
 from kernels.reference.penalize import penalize
-from kernels.reference.sample import sample, scale
+from kernels.reference.sample import argmax, sample, scale
 from shared.engine.logprobs import token_logprobs
 from shared.engine.runner import SamplingInputs
 from shared.messages import TokenLogprobs

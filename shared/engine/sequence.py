@@ -63,11 +63,16 @@ class Sequence:
     pooling: Pooling | None = None
     choice_index: int = 0
     stop_token_ids: frozenset[int] = frozenset()
+    # how many likeliest tokens to tell at each prompt position; None: nothing. `sampling` has it,
+    # too; a prefill may tell for its children, and also of the token that comes next in theirs
+    num_prompt_logprobs: int | None = None
+    next_token_id: int | None = None
 
     state: SequenceState = SequenceState.WAITING
     block_table: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_committed_blocks: int = 0  # leading blocks that the prefix cache knows
+    num_dropped_blocks: int = 0  # leading blocks given back already: no later token sees them
     num_cached_tokens: int = 0  # found at the first admission
     num_preemptions: int = 0
     is_in_step: bool = False
@@ -75,14 +80,21 @@ class Sequence:
     counts: TokenCounts = field(default_factory=TokenCounts, init=False)  # of whom penalties ask
     # of the second to the last computed prompt token; None: not asked for, or told
     prompt_logprobs: list[TokenLogprobs] | None = field(default=None, init=False)
-    pooled: NDArray[np.float32] | None = field(default=None, init=False)  # so far
+    pooled: NDArray[np.float64] | None = field(default=None, init=False)  # so far
 
     def __post_init__(self) -> None:
-        if self.sampling is not None and self.sampling.num_prompt_logprobs is not None:
+        if self.sampling is not None:
+            self.num_prompt_logprobs = self.sampling.num_prompt_logprobs
+        if self.num_prompt_logprobs is not None:
             self.prompt_logprobs = []
         # both grow, and the choices of one request may be made from the same lists
         self.token_ids = list(self.token_ids)
         self.block_hashes = list(self.block_hashes)
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """`block_table` keeps the places, and stale ids, of those that were dropped."""
+        return self.block_table[self.num_dropped_blocks :]
 
     @property
     def num_tokens(self) -> int:

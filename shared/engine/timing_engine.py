@@ -57,6 +57,7 @@ class TimingRunner:
         self.num_blocks = num_blocks
         self.max_context_tokens = max_context_tokens
         self.vocab_size = vocab_size
+        self.reach: int | None = None
         self._clock = clock
         self._cost = StepCost() if cost is None else cost
         self._kv = np.zeros((num_blocks * block_size, STATE_BYTES), dtype=np.uint8)
@@ -196,11 +197,12 @@ def _adjustments(sampling: SamplingInputs, row: int) -> bytes:
     return words
 
 
-def _pooled(chunks: list[list[bytes]], inputs: StepInputs) -> dict[int, NDArray[np.float32]]:
+def _pooled(chunks: list[list[bytes]], inputs: StepInputs) -> dict[int, NDArray[np.float64]]:
     """A state's bytes as a vector; sums of them are exact."""
     found = {}
-    for index, how in inputs.pooling.items():
+    for index, asked in inputs.pooling.items():
         states = np.frombuffer(b"".join(chunks[index]), dtype=np.uint8)
-        vectors = states.reshape(-1, STATE_BYTES).astype(np.float32)
-        found[index] = vectors.sum(0) if how == "mean" else vectors[-1]
+        vectors = states.reshape(-1, STATE_BYTES).astype(np.float64)
+        before = 0 if asked.before is None else asked.before
+        found[index] = vectors.sum(0) + before if asked.how == "mean" else vectors[-1]
     return found

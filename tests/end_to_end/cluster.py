@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import openai
 
 from services.local.servers import free_port
 from services.local.state import ClusterState, running_cluster
@@ -95,6 +96,11 @@ class Cluster:
             for line in response.iter_lines():
                 if line.startswith("data: ") and line != "data: [DONE]":
                     yield json.loads(line.removeprefix("data: "))
+
+    @property
+    def sdk(self) -> openai.OpenAI:
+        key = self.state.api_key
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120)
 
     @property
     def model(self) -> str:

@@ -7,8 +7,8 @@ import pytest
 from tests.end_to_end.cluster import Cluster, run_cluster
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One prefill, one decode, the demo model."""
+    """One prefill, one decode, the demo model; one for all tests that leave it as it was."""
     with run_cluster(tmp_path_factory.mktemp("cluster")) as running:
         yield running

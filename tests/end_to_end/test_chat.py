@@ -87,7 +87,7 @@ def test_an_8k_prompt_is_answered_with_a_sentence(cluster):
 
 
 def test_the_openai_sdk_is_a_client(cluster):
-    client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key=cluster.state.api_key)
+    client = cluster.sdk
     model = client.models.list().data[0].id
     messages = [{"role": "user", "content": QUESTION}]
     whole = client.chat.completions.create(model=model, messages=messages, temperature=0)

@@ -8,7 +8,18 @@ from tests.end_to_end.cluster import run_cluster
 from tests.end_to_end.test_chat import text_of
 
 QUESTION = "What is the KV cache?"
-OPTIONS = {"max_tokens": 800, "ignore_eos": True}
+# what a resumed answer has to replay besides its text
+OPTIONS = {
+    "max_tokens": 800,
+    "ignore_eos": True,
+    "temperature": 1,
+    "seed": 7,
+    "frequency_penalty": 0.2,
+    "presence_penalty": 0.1,
+    "repetition_penalty": 1.05,
+    "logit_bias": {"40": -3},
+    "bad_words": ["cache"],
+}
 
 
 @pytest.fixture(scope="module")

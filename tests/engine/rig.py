@@ -91,6 +91,7 @@ class Rig:
         max_sequences: int = 8,
         max_context_tokens: int = 4096,
         vocab_size: int = VOCAB_SIZE,
+        reach: int | None = None,
     ) -> None:
         self.runner = TimingRunner(
             InstantClock(),
@@ -105,6 +106,7 @@ class Rig:
             max_context_tokens=max_context_tokens,
             max_batch_tokens=max_batch_tokens,
             max_sequences=max_sequences,
+            reach=reach,
         )
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
@@ -245,8 +247,8 @@ def check_rows(rows: list[ScheduledSequence], max_batch_tokens: int) -> None:
 def holders_of(sequences: list[Sequence]) -> Counter[int]:
     holders: Counter[int] = Counter()
     for sequence in sequences:
-        assert len(set(sequence.block_table)) == len(sequence.block_table)
-        holders.update(sequence.block_table)
+        assert len(set(sequence.held_blocks)) == len(sequence.held_blocks)
+        holders.update(sequence.held_blocks)
     return holders
 
 

@@ -56,6 +56,21 @@ def test_it_is_that_of_transformers_in_any_chunks(
     assert worker.tokens[sequence.sequence_id] == []
 
 
+@EITHER
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_chunks_change_no_bit(
+    model: LlamaForCausalLM, model_dir: Path, pooling: Pooling, dtype: str
+) -> None:
+    vectors = []
+    for budget in (1, 7, 64, 512):
+        worker = Worker(model_dir, dtype, budget=budget)
+        sequence = new_sequence(PROMPT, None, pooling=pooling)
+        asyncio.run(worker.run(sequence))
+        asyncio.run(worker.runner.close())
+        vectors.append(embedding_of(worker.endings[sequence.sequence_id]).tolist())
+    assert vectors[0] == vectors[1] == vectors[2] == vectors[3]
+
+
 def embedded(rig: Rig, sequence: Sequence) -> list[float]:
     """Runs all; the sequence is added if it is new."""
     if sequence not in rig.sequences:

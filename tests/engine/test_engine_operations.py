@@ -45,13 +45,18 @@ def states(*wanted: SequenceState):  # type: ignore[no-untyped-def]
 
 
 class EngineMachine(RuleBasedStateMachine):
-    @initialize(budget=st.sampled_from([1, 5, 64]), num_sequences=st.sampled_from([1, 2, 5]))
-    def start(self, budget: int, num_sequences: int) -> None:
+    @initialize(
+        budget=st.sampled_from([1, 5, 64]),
+        num_sequences=st.sampled_from([1, 2, 5]),
+        reach=st.sampled_from([None, 2, 9]),
+    )
+    def start(self, budget: int, num_sequences: int, reach: int | None) -> None:
         self.rig = Rig(
             num_blocks=NUM_BLOCKS,
             max_batch_tokens=budget,
             max_sequences=num_sequences,
             vocab_size=VOCAB_SIZE,
+            reach=reach,
         )
         self.rows: list[ScheduledSequence] = []
         self.expected: dict[Sequence, list[int]] = {}

@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM
 from kernels.cpu.linear import linear
 from shared.engine.readout import prompt_logprobs
 from shared.engine.runner import PromptSuccessors
+from shared.engine.sequence import Sequence
 from shared.messages import SamplingParams
 from tests.engine.checkpoints import write_llama
 from tests.engine.model_worker import Worker
@@ -123,3 +124,29 @@ def test_a_prompt_of_one_token_has_none() -> None:
     rig = Rig()
     assert len(rig.complete(new_sequence([5], ASKING))) == 4
     assert rig.prompt_logprobs == {}
+
+
+@pytest.mark.parametrize("budget", [7, 512])
+def test_a_prefill_tells_for_its_children(budget: int) -> None:
+    """Of all their prompt, whose last token it does not have."""
+    ids, rig, whole = prompt(45), Rig(max_batch_tokens=budget), Rig()
+    expected = whole.add(new_sequence(ids, ASKING))
+    whole.run()
+    parent = Sequence(
+        sequence_id=b"shared",
+        tenant_id="tenant-a",
+        cache_root=expected.cache_root,
+        token_ids=ids[:-1],
+        num_prompt_tokens=44,
+        num_prompt_logprobs=3,
+        next_token_id=ids[-1],
+    )
+    rig.add(parent)
+    rig.run()
+    before = rig.num_computed_tokens
+    asking, plain = rig.fork(parent, [new_sequence(ids, ASKING), new_sequence(ids, PLAIN)])
+    rig.run()
+    told = whole.prompt_logprobs[expected.sequence_id]
+    assert rig.prompt_logprobs == {asking.sequence_id: told}
+    assert rig.output(asking) == rig.output(plain) == whole.output(expected)
+    assert (before, rig.num_computed_tokens - before) == (44, 2 * 4)

@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu import argmax as cpu_argmax
 from kernels.cpu import decode_attention as cpu_decode_attention
 from kernels.cpu import gated as cpu_gated
 from kernels.cpu import prefill_attention as cpu_prefill_attention
 from kernels.cpu import rms_norm as cpu_rms_norm
 from kernels.cpu import rotate_and_store as cpu_rotate_and_store
-from kernels.reference import argmax as plain_argmax
 from kernels.reference import decode_attention as plain_decode_attention
 from kernels.reference import gelu_and_mul as plain_gelu_and_mul
 from kernels.reference import prefill_attention as plain_prefill_attention
@@ -35,7 +33,6 @@ Op = Callable[..., Tensor]
 
 
 class Plain:
-    argmax: Op = staticmethod(plain_argmax.argmax)
     rms_norm: Op = staticmethod(plain_rms_norm.rms_norm)
     silu_and_mul: Op = staticmethod(plain_silu_and_mul.silu_and_mul)
     gelu_and_mul: Op = staticmethod(plain_gelu_and_mul.gelu_and_mul)
@@ -45,7 +42,6 @@ class Plain:
 
 
 class Compiled:
-    argmax: Op = staticmethod(cpu_argmax.argmax)
     rms_norm: Op = staticmethod(cpu_rms_norm.rms_norm)
     silu_and_mul: Op = staticmethod(cpu_gated.silu_and_mul)
     gelu_and_mul: Op = staticmethod(cpu_gated.gelu_and_mul)
@@ -286,14 +282,3 @@ def test_attention_does_not_see_what_others_left_in_the_blocks(
     assert torch.equal(
         ops.decode_attention(query[[1, 3]], cache, tables, context_lens, 0.3), decoded
     )
-
-
-@both
-def test_of_equal_elements_the_first_is_the_largest(ops: Ops) -> None:
-    x = _random(5, 1000)
-    x[1, [70, 3, 999]] = 9.0
-    x[2] = -torch.inf
-    x[3] = 0.0
-    largest = ops.argmax(x)
-    assert largest.dtype == torch.int64
-    assert largest.tolist() == [x[0].tolist().index(max(x[0])), 3, 0, 0, int(x[4].max(0).indices)]

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.reference.sample import sample, uniform
+from kernels.reference.sample import _floors, sample, uniform
+
+MASK = 0xFFFFFFFF
 
 
 def _draw(logits: Tensor, **overrides: Any) -> Tensor:
@@ -163,3 +167,54 @@ def test_a_banned_token_is_never_drawn() -> None:
     logits = PROBABILITIES.log().clone()
     logits[1] = float("-inf")
     assert 1 not in _draw(logits.expand(2000, -1), top_p=0.99).tolist()
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1, 3.0])
+def test_a_limit_is_the_same_whether_few_logits_were_put_in_order_or_all(spread: float) -> None:
+    """With ties throughout, and limits on either side of what was put in order."""
+    logits = torch.randn(60, 40, generator=torch.Generator().manual_seed(3)).mul_(spread)
+    scaled = logits.mul_(4).round_().div_(4).sub_(logits.amax(-1, keepdim=True))
+    top_k = torch.tensor([0, 1, 7, 8, 9, 39, 40, 41]).repeat(8)[:60]
+    top_p = torch.tensor([1.0, 0.0, 0.3, 0.9, 0.999]).repeat(12)
+    few, every = (_floors(scaled, top_k, top_p, count) for count in (8, 40))
+    assert torch.equal(few, every)
+    for row in range(60):
+        assert few[row] == _floor_of(scaled[row].tolist(), int(top_k[row]), float(top_p[row]))
+
+
+def _floor_of(scaled: list[float], top_k: int, top_p: float) -> float:
+    ordered = sorted(scaled, reverse=True)
+    if 0 < top_k < len(ordered):
+        ordered = [x for x in ordered if x >= ordered[top_k - 1]]
+    elif top_p == 1:
+        return float("-inf")
+    if top_p == 1:
+        return ordered[-1]
+    weights = [math.exp(x) for x in ordered]
+    kept = [x for i, x in enumerate(ordered) if sum(weights[:i]) < top_p * sum(weights)]
+    return kept[-1] if kept else ordered[0]
+
+
+def test_the_noise_is_that_of_its_formula() -> None:
+    seeds = [0, 1, 2**31, 2**32 - 1, 2**63 + 12345, 2**64 - 1]
+    columns = [
+        torch.tensor(np.array(column, dtype=np.uint64).view(np.int64))
+        for column in (seeds, [0, 1, 2, 2**31, 2**32, 2**63 - 1], [5, 0, 2**20, 3, 2**31 - 1, 7])
+    ]
+    drawn = uniform(*columns, vocab_size=50)
+    for row, key in enumerate(zip(*(each.tolist() for each in columns), strict=True)):
+        assert drawn[row].tolist() == [_uniform_of(*key, token) for token in range(50)]
+
+
+def _uniform_of(seed: int, choice_index: int, output_position: int, token: int) -> float:
+    row = 0
+    for word in (seed, seed >> 32, choice_index, output_position):
+        row = _mix_of((row ^ word & MASK) * 5 + 0xE6546B64 & MASK)
+    bits = _mix_of(_mix_of(row ^ token * 0x9E3779B1 & MASK) ^ _mix_of(row + 0x9E3779B1 & MASK))
+    return (bits >> 9) * 2.0**-23 + 2.0**-24
+
+
+def _mix_of(h: int) -> int:
+    h = (h ^ h >> 16) * 0x85EBCA6B & MASK
+    h = (h ^ h >> 13) * 0xC2B2AE35 & MASK
+    return h ^ h >> 16

@@ -153,9 +153,10 @@ def test_the_first_choice_tells_of_the_prompt_whole_and_once(num_blocks, indices
     run(main())
 
 
-def test_choices_beside_one_that_tells_of_the_prompt_find_it_in_the_cache():
+@pytest.mark.parametrize("max_batch_tokens", [64, 4096])
+def test_a_prompt_that_is_told_of_is_computed_once(max_batch_tokens):
     async def main():
-        async with cluster() as it:
+        async with cluster(max_batch_tokens=max_batch_tokens) as it:
             compute, counts = it.decode.runner.run, []
 
             async def counted(inputs):
@@ -166,7 +167,7 @@ def test_choices_beside_one_that_tells_of_the_prompt_find_it_in_the_cache():
             request = several({n: [] for n in range(8)}, num_prompt_logprobs=0)
             placement_id = await it.peer.place("decode-1", request, ("prefill-1",))
             await told_by(it, placement_id, range(8))
-            assert sum(counts) - 8 * 19 < 3 * len(PROMPT)
+            assert sum(counts) == len(PROMPT) - 1 + 8 * 20
 
     run(main())
 

@@ -122,8 +122,9 @@ async def test_stream(cluster: Cluster) -> None:
     assert len({event["id"] for event in events[:-1]}) == 1
 
 
-async def test_stream_without_usage(cluster: Cluster) -> None:
-    events = await events_of(cluster)
+@pytest.mark.parametrize("options", [None, {}, {"include_usage": None}, {"include_usage": False}])
+async def test_stream_without_usage(cluster: Cluster, options: Any) -> None:
+    events = await events_of(cluster, stream_options=options)
     assert not any("usage" in event for event in events[:-1])
 
 

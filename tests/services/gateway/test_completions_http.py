@@ -98,13 +98,23 @@ async def test_special_tokens_of_a_text_prompt_count(cluster: Cluster) -> None:
     assert (await prompts_sent(cluster))[0][0] == 1
 
 
-async def test_one_refused_prompt_ends_all(cluster: Cluster) -> None:
-    cluster.decodes[0].hold_at = 0
-    body = {"prompt": ["fine", "x y " * 400], "max_tokens": 5}
-    check_envelope(
-        await cluster.http.post(ROUTE, json=body), 413, "context_length_exceeded", "prompt"
-    )
+@pytest.mark.parametrize(
+    ("prompt", "status", "code"),
+    [
+        (["fine", "x y " * 400, "fine"], 413, "context_length_exceeded"),
+        (["fine", "", "fine"], 400, "invalid_request"),
+        ([[5], [], [5]], 400, "invalid_request"),
+        ([[5], [400], [5]], 400, "invalid_request"),
+    ],
+)
+async def test_one_refused_prompt_is_named_and_nobody_hears_of_the_others(
+    cluster: Cluster, prompt: list[Any], status: int, code: str
+) -> None:
+    response = await cluster.http.post(ROUTE, json={"prompt": prompt, "max_tokens": 5})
+    check_envelope(response, status, code, "prompt[1]")
+    assert "prompt[1]" in response.json()["error"]["message"]
     assert len(cluster.gateway._recovery) == 0
+    assert cluster.scheduler.submits.empty()
 
 
 async def test_one_prompt_that_fails_later_ends_all(cluster: Cluster) -> None:
@@ -288,7 +298,7 @@ async def test_a_lost_worker_shows_nowhere(cluster: Cluster, is_stream: bool) ->
         ({"prompt": None}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"prompt": ""}, "prompt"),
-        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [[]]}, "prompt[0]"),
         ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": [400]}, "prompt"),
         ({"prompt": [-1]}, "prompt[0]"),

@@ -6,16 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tokenizers.processors import ByteLevel, TemplateProcessing
 
-from services.gateway.generation import Generation
+from services.gateway.generation import Generation, max_output_tokens
 from services.gateway.preparation import Preparation
 from services.gateway.prompt import Echo, TextPrompt, TokenPrompt, echo_of, tokenize
 from services.gateway.sampling import Sampling, sampling_params
 from services.gateway.text.model_files import ModelFiles
 from shared.config import GatewayConfig
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, PromptTooLong
 from shared.messages import SamplingParams
 from shared.randomness import SystemRandomness
 from tests.services.gateway.model_dir import write_model_dir
@@ -139,3 +140,23 @@ def test_a_tokenizer_that_adds_a_first_token(tmp_path: Path) -> None:
     assert tokenize(plain, files, CARD) == echo.token_ids[1:]
     with pytest.raises(InvalidRequest, match="must hold a token"):
         tokenize(TextPrompt("", "prompt", add_special_tokens=False), files, CARD)
+
+
+@pytest.mark.parametrize(
+    ("options", "longest"),
+    [
+        ({}, 511),
+        ({"has_echo": True}, 511),
+        ({"has_echo": True, "shows_output": False}, 512),  # its own logprobs are all that is told
+        ({"pooling": "last", "shows_output": False}, 512),
+    ],
+)
+def test_a_prompt_fills_the_context_where_nothing_is_shown_behind_it(
+    options: dict[str, Any], longest: int
+) -> None:
+    prompt, sampling = TextPrompt("a", "prompt"), Sampling(max_tokens=1)
+    generation = Generation(model="tiny", prompt=prompt, sampling=sampling, **options)
+    card = msgspec.structs.replace(CARD, max_context_tokens=512)
+    assert max_output_tokens(generation, longest, card, default=9) == 1
+    with pytest.raises(PromptTooLong, match="prompt: a prompt of"):
+        max_output_tokens(generation, longest + 1, card, default=9)

@@ -136,7 +136,19 @@ async def test_missing_field(cluster: Cluster) -> None:
     check_envelope(response, 400, "invalid_request", "messages")
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 30_000])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff\xfe",
+        b"[" * 30_000,
+        b'{"temperature": NaN}',
+        rb'{"messages": [{"role": "user", "content": "half a pair: \ud83d"}]}',
+        rb'{"messages": [{"role": "user", "content": "the other half: \ude00"}]}',
+    ],
+)
 async def test_malformed_json(cluster: Cluster, data: bytes) -> None:
     response = await cluster.http.post(CHAT, content=data)
     check_envelope(response, 400, "invalid_request", None)

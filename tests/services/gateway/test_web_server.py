@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx
+
 from services.gateway.web_server import WebServer
 
 HEAD_S, BODY_S = 0.2, 0.4
@@ -76,3 +78,12 @@ async def test_an_answer_may_take_longer_than_its_request() -> None:
         await asyncio.sleep(HEAD_S)
         writer.write(b"cd")
         assert OK in await reader.readuntil(b"0\r\n\r\n")
+
+
+async def test_it_is_clients_who_close_idle_connections() -> None:
+    """A server that closes first may meet a request that is on its way."""
+    server = WebServer(echo, "127.0.0.1", 0)
+    clients_s = httpx.Limits().keepalive_expiry
+    assert clients_s is not None
+    assert server._server.config.timeout_keep_alive > 2 * clients_s
+    await server.stop()

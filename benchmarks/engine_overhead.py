@@ -1,0 +1,192 @@
+"""Where a decode step's CPU time goes: into torch and compiled kernels, or the engine around them.
+
+The engine over the random 125 M checkpoint, batch 64, greedy, one thread. Every other step times
+each call from Python into torch or a compiled kernel, filed under the file that makes it; the steps
+between run as they always do. What these take beyond the calls is overhead: scheduling, building
+inputs, applying what was drawn, and in `run` the Python of layers and kernels, numpy's argmax, and
+the way to the step's thread and back. All figures are medians of the process's CPU time, so that
+what else the machine does matters little.
+
+    python -m benchmarks.engine_overhead [--steps 100]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import msgspec
+import torch
+import uvloop
+from numba.core.registry import CPUDispatcher
+from torch.overrides import TorchFunctionMode
+
+from benchmarks.checkpoints import LLAMA_125M, write_random_llama
+from benchmarks.engine_cpu import CONTEXT, MAX_BATCH_TOKENS, make_cases, sequences_of
+from benchmarks.report import Row, at_most, write_result
+from shared.engine.engine import Engine
+from shared.engine.inputs import build_inputs
+from shared.engine.model_runner import ModelRunner
+from shared.engine.runner import StepInputs, StepOutput
+
+BATCH = 64
+MAX_OVERHEAD = 0.15  # share of the step
+CRUMB = 0.005
+
+Times = dict[str, float]  # part of a step -> seconds
+
+
+class Calls(TorchFunctionMode):
+    """While entered, times the thread's calls into torch, and all into compiled kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: Times = defaultdict(float)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._timed(func, args, kwargs or {})
+
+    def __enter__(self) -> Calls:
+        native = CPUDispatcher.__call__
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._timed(native, args, kwargs)
+
+        self._patch = mock.patch.object(CPUDispatcher, "__call__", call)
+        self._patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._patch.stop()
+
+    def _timed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        part = part_of(sys._getframe(2))
+        started = time.process_time()
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.times[part] += time.process_time() - started
+
+
+def part_of(frame: FrameType | None) -> str:
+    """The kernel that the engine called, or the engine's file that called torch itself."""
+    kernel = None
+    while frame is not None:
+        name = frame.f_globals["__name__"]
+        if name.startswith("shared.engine."):
+            return kernel or name
+        if name.startswith("kernels.") and name != "kernels.ops":
+            kernel = name
+        frame = frame.f_back
+    return kernel or "elsewhere"
+
+
+class ProfiledRunner(ModelRunner):
+    calls: Calls | None = None  # of the next step
+
+    def _run(self, inputs: StepInputs) -> StepOutput:
+        if self.calls is None:
+            return super()._run(inputs)
+        with self.calls:
+            return super()._run(inputs)
+
+
+async def step(engine: Engine, runner: ProfiledRunner) -> Times:
+    """What the engine's loop does once, by part."""
+    laps = [time.process_time()]
+    rows, _ = engine.schedule()
+    laps.append(time.process_time())
+    inputs = build_inputs(rows, engine.pool.block_size)
+    runner.step_budget_s(inputs)
+    laps.append(time.process_time())
+    output = await runner.run(inputs)
+    laps.append(time.process_time())
+    engine.apply(rows, output)
+    laps.append(time.process_time())
+    parts = ("schedule", "build inputs", "run", "apply")
+    return dict(zip(parts, (b - a for a, b in itertools.pairwise(laps)), strict=True))
+
+
+async def profile(model_dir: Path, num_steps: int) -> tuple[Times, Times]:
+    """Medians: of the parts of a plain step, and of the calls of a timed one."""
+    runner = ProfiledRunner.load(model_dir, dtype="bfloat16", num_threads=1)
+    engine = Engine(
+        num_blocks=runner.num_blocks,
+        block_size=runner.kv_format.block_size,
+        max_context_tokens=CONTEXT,
+        max_batch_tokens=MAX_BATCH_TOKENS,
+        max_sequences=BATCH,
+    )
+    case = next(c for c in make_cases(runner.vocab_size, 0) if c.name == f"batch {BATCH}")
+    for sequence in sequences_of(
+        msgspec.structs.replace(case, num_output_tokens=[CONTEXT] * BATCH)
+    ):
+        engine.add(sequence)
+    while engine.num_uncomputed_tokens or len(engine.batcher.running) < BATCH:
+        await step(engine, runner)
+    plain: list[Times] = []
+    timed: list[Times] = []
+    for _ in range(num_steps // 2):
+        runner.calls = None
+        plain.append(await step(engine, runner))
+        runner.calls = Calls()
+        await step(engine, runner)
+        timed.append(runner.calls.times)
+    await runner.close()
+    return medians(plain), medians(timed)
+
+
+def medians(steps: list[Times]) -> Times:
+    return {part: statistics.median(each[part] for each in steps) for part in steps[-1]}
+
+
+def rows_of(plain: Times, calls: Times) -> list[Row]:
+    """A row a part; what is neither torch nor a compiled kernel is the engine."""
+    engine = plain | {"run": plain["run"] - sum(calls.values())}
+    total = sum(plain.values())
+    return [
+        {
+            "part": part,
+            "cpu_ms": round(seconds * 1e3, 3),
+            "share": round(seconds / total, 4),
+            "where": "engine" if times is engine else "kernels",
+        }
+        for times in (without_crumbs(calls, total), engine)
+        for part, seconds in sorted(times.items(), key=lambda each: -each[1])
+    ]
+
+
+def without_crumbs(calls: Times, total: float) -> Times:
+    """Parts by their file's name; the small ones together."""
+    kept: Times = defaultdict(float)
+    for part, seconds in calls.items():
+        is_crumb = seconds < CRUMB * total
+        kept["other calls" if is_crumb else part.rpartition(".")[2]] += seconds
+    return kept
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=100)
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        write_random_llama(Path(folder), LLAMA_125M, dtype="bfloat16")
+        rows = rows_of(*uvloop.run(profile(Path(folder), options.steps)))
+    overhead = sum(row["share"] for row in rows if row["where"] == "engine")
+    bars = [at_most("overhead / step", overhead, MAX_OVERHEAD, "")]
+    write_result("engine_overhead", rows, bars, ["-m", "benchmarks.engine_overhead", *argv])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

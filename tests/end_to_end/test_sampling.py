@@ -1,0 +1,169 @@
+"""Sampling options of real workers over HTTP, through OpenAI's SDK where it has the field."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from tokenizers import Tokenizer
+
+from services.local.service_options import DEMO_MODEL_DIR
+from shared.engine.checkpoint_config import read_config
+from tests.end_to_end.cluster import Cluster
+
+QUESTION = "What is the KV cache?"
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind(cluster: Cluster) -> Iterator[None]:
+    yield
+    cluster.wait_until_empty()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(DEMO_MODEL_DIR / "tokenizer.json"))
+
+
+def chat(cluster: Cluster, **options: Any) -> str:
+    answer = cluster.sdk.chat.completions.create(
+        model=cluster.model,
+        messages=[{"role": "user", "content": QUESTION}],
+        **{"temperature": 0, "max_tokens": 40, **options},
+    )
+    return answer.choices[0].message.content or ""
+
+
+def complete(cluster: Cluster, prompt: Any = QUESTION, **options: Any) -> Any:
+    return cluster.sdk.completions.create(model=cluster.model, prompt=prompt, **options)
+
+
+# ── best_of ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_best_of_shows_the_likeliest_of_what_n_draws(cluster):
+    options = {"temperature": 1.5, "seed": 5, "max_tokens": 12}
+    drawn = complete(cluster, n=4, logprobs=0, **options).choices
+    ranked = sorted(drawn, key=lambda each: -mean(each.logprobs.token_logprobs))
+    best = complete(cluster, n=2, best_of=4, **options)
+    assert [each.text for each in best.choices] == [each.text for each in ranked[:2]]
+    assert [each.index for each in best.choices] == [0, 1]
+    assert best.usage.completion_tokens == sum(len(each.logprobs.tokens) for each in drawn)
+    assert ranked[0].text != drawn[0].text, "the first drawn must not be the best"
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def test_best_of_goes_by_prompt_in_a_list(cluster):
+    options = {"temperature": 1.5, "seed": 5, "max_tokens": 12, "best_of": 3}
+    prompts = [QUESTION, "What is decode?"]
+    together = complete(cluster, prompts, **options)
+    alone = [complete(cluster, prompt, **options).choices[0].text for prompt in prompts]
+    assert [each.text for each in together.choices] == alone
+
+
+# ── bias and bans ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_bias_of_a_hundred_forces_a_token_and_of_minus_a_hundred_bans_it(cluster, tokenizer):
+    plain = chat(cluster)
+    first = tokenizer.encode(plain, add_special_tokens=False).ids[0]
+    banned = chat(cluster, logit_bias={str(first): -100})
+    assert tokenizer.encode(banned, add_special_tokens=False).ids[0] != first
+    assert (
+        chat(cluster, logit_bias={str(first): 100}, max_tokens=5) == tokenizer.decode([first]) * 5
+    )
+    assert chat(cluster, logit_bias={str(first): 0}) == plain
+
+
+def test_a_bias_beyond_the_vocabulary_is_refused(cluster):
+    size = read_config(DEMO_MODEL_DIR).vocab_size
+    with pytest.raises(openai.BadRequestError) as refused:
+        chat(cluster, logit_bias={str(size): 1})
+    assert refused.value.param == "logit_bias"
+
+
+def test_bad_words_are_not_said(cluster):
+    plain = chat(cluster)
+    words = plain.split()[1:4]
+    without = chat(cluster, extra_body={"bad_words": words})
+    assert without and without != plain
+    assert not set(words) & set(without.split())
+    assert chat(cluster, extra_body={"bad_words": []}) == plain
+
+
+# ── penalties ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "penalty",
+    [
+        {"frequency_penalty": 2},
+        {"presence_penalty": 2},
+        {"extra_body": {"repetition_penalty": 1.5}},
+    ],
+    ids=["frequency", "presence", "repetition"],
+)
+def test_a_penalty_makes_an_endless_answer_more_varied(cluster, tokenizer, penalty):
+    def num_distinct(**options: Any) -> int:
+        extra = {"ignore_eos": True, **options.pop("extra_body", {})}
+        text = chat(cluster, max_tokens=120, extra_body=extra, **options)
+        return len(set(tokenizer.encode(text, add_special_tokens=False).ids))
+
+    assert num_distinct(**penalty) > num_distinct()
+
+
+def test_penalties_of_zero_are_none_and_streams_have_them_too(cluster):
+    none = {"frequency_penalty": 0, "presence_penalty": 0, "extra_body": {"repetition_penalty": 1}}
+    assert chat(cluster, **none) == chat(cluster)
+    endless = {"max_tokens": 80, "seed": 3, "extra_body": {"ignore_eos": True}}
+    options = {"frequency_penalty": 1.5, "temperature": 1, **endless}
+    whole = chat(cluster, **options)
+    assert whole != chat(cluster, temperature=1, **endless)
+    chunks = cluster.sdk.chat.completions.create(
+        model=cluster.model,
+        messages=[{"role": "user", "content": QUESTION}],
+        stream=True,
+        **options,
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
+
+
+# ── lists ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_each_prompt_of_a_list_has_its_choices_its_echo_and_its_logprobs(cluster):
+    prompts = [QUESTION, "What is decode?"]
+    options = {"n": 2, "temperature": 1, "seed": 3, "max_tokens": 6, "echo": True, "logprobs": 1}
+    together = complete(cluster, prompts, **options).choices
+    assert [each.index for each in together] == [0, 1, 2, 3]
+    alone = [each for prompt in prompts for each in complete(cluster, prompt, **options).choices]
+    assert [each.text for each in together] == [each.text for each in alone]
+    assert [each.logprobs for each in together] == [each.logprobs for each in alone]
+
+
+def test_one_bad_prompt_of_a_list_refuses_all(cluster):
+    with pytest.raises(openai.BadRequestError) as refused:
+        complete(cluster, [QUESTION] * 9 + [""], max_tokens=4000)
+    assert refused.value.param == "prompt[9]"
+
+
+def test_who_leaves_a_list_leaves_all_of_it(cluster):
+    endless = {"max_tokens": 4000, "extra_body": {"ignore_eos": True}}
+    stream = complete(cluster, [QUESTION] * 3, n=2, stream=True, **endless)
+    assert next(stream).choices
+    stream.close()
+    # `leaves_nothing_behind` waits for the blocks
+
+
+def test_an_echo_alone_tells_the_prompts_logprobs(cluster):
+    (alone,) = complete(cluster, max_tokens=0, echo=True, logprobs=2).choices
+    assert (alone.text, alone.finish_reason) == (QUESTION, "length")
+    (more,) = complete(cluster, max_tokens=3, echo=True, logprobs=2, temperature=0).choices
+    num_prompt_tokens = len(alone.logprobs.tokens)
+    assert more.logprobs.token_logprobs[:num_prompt_tokens] == alone.logprobs.token_logprobs
+    assert "".join(alone.logprobs.tokens) == QUESTION
