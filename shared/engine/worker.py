@@ -5,6 +5,7 @@ Owns the heart, the engine loop and the outbox, and tells the index what its cac
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from itertools import chain
 
@@ -28,7 +29,7 @@ from shared.outbox import Outbox
 from shared.randomness import Randomness
 from shared.subjects import kv_events, list_blocks
 
-KV_EVENTS_INTERVAL_S = 0.05
+KV_EVENTS_INTERVAL_S = 0.05  # between two messages
 BLOCKS_PER_PAGE = 20_000
 
 
@@ -71,6 +72,8 @@ class Worker:
             data_plane=data_plane,
         )
         self._event_number = 0
+        self._has_kv_events = asyncio.Event()
+        loop.engine.pool.on_event = self._has_kv_events.set
         self._snapshot: tuple[int, list[CachedBlock]] = (0, [])  # what a resync is paging through
         self._background = Background()
 
@@ -128,10 +131,12 @@ class Worker:
 
     async def _tell_kv_events(self) -> None:
         while True:
-            await self.clock.sleep(KV_EVENTS_INTERVAL_S)
+            await self._has_kv_events.wait()
             self._post_kv_events()
+            await self.clock.sleep(KV_EVENTS_INTERVAL_S)
 
     def _post_kv_events(self) -> None:
+        self._has_kv_events.clear()
         events = self.loop.engine.pool.take_events()
         if not events:
             return
