@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from random import Random
 from typing import Any, TypeVar
 
@@ -43,6 +43,7 @@ GIVEN_UP_AFTER_S = 3.0  # two missed pings, one a second
 _encode = msgspec.msgpack.Encoder().encode
 
 
+@lru_cache(maxsize=10_000)  # the same few ask at each change of a subscription
 def matches(pattern: str, subject: str) -> bool:
     """`*` stands for one token, a final `>` for one or more."""
     wanted, given = pattern.split("."), subject.split(".")
@@ -97,7 +98,7 @@ class _Subscription:
 
     def take(self, parcel: Parcel) -> None:
         if self.is_open and self.connection.is_up:
-            self.process.arrive(partial(self._deliver, parcel))
+            self.connection.process.arrive(self._deliver, parcel)
 
     def _deliver(self, parcel: Parcel) -> None:
         if self.is_open:

@@ -9,7 +9,7 @@ import msgspec
 
 from shared.engine.timing_engine import FIRST_TOKEN_ID, StepCost
 from shared.messages import SamplingParams
-from tests.simulation.expected import expected_of
+from tests.simulation.expected import expected_choice, states_of
 from tests.simulation.plan import (
     BLOCK_SIZE,
     PATIENT_S,
@@ -94,7 +94,8 @@ def _with_stop_token(random: Random, plan: RequestPlan) -> RequestPlan:
     """Sometimes one that it will draw."""
     if random.random() < 0.8:
         return plan
-    stop_token_id = random.choice(expected_of(plan)[0].token_ids)
+    told = expected_choice(plan, 0, states_of(plan.prompt)[-1])
+    stop_token_id = random.choice(told.token_ids)
     sampling = msgspec.structs.replace(plan.sampling, stop_token_ids=(stop_token_id,))
     return replace(plan, sampling=sampling)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import sys
 import time
@@ -38,9 +39,13 @@ class Tally:
 
 
 def run_seeds(seeds: Iterable[int]) -> Tally:
-    """One after the other, without the cyclic garbage collector's pauses in between."""
+    """One after the other, without the cyclic garbage collector's pauses in between.
+
+    What was there before is not garbage, so the collection after them does not look at it.
+    """
     tally, began = Tally(), time.process_time()
     gc.disable()
+    gc.freeze()
     try:
         for seed in seeds:
             plan = plan_of(seed)
@@ -52,8 +57,9 @@ def run_seeds(seeds: Iterable[int]) -> Tally:
             if outcome.wrongs:
                 tally.failed.append(outcome)
     finally:
-        gc.enable()
         gc.collect()
+        gc.unfreeze()
+        gc.enable()
     tally.cpu_s = time.process_time() - began
     return tally
 
@@ -79,6 +85,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--minutes", type=float, default=inf, help="stop after so long")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/simulation")
+    parser.add_argument("--add", action="store_true", help="to the pieces that are saved there")
     given = parser.parse_args(argv)
     began, total = time.monotonic(), Tally()
     for tally in sweep(given.first, given.seeds, given.jobs):
@@ -91,7 +98,7 @@ def main(argv: list[str]) -> int:
             break
     took_s = time.monotonic() - began
     if given.save:
-        _save(total, took_s, argv)
+        _save(total, given.first, took_s, argv, is_added=given.add)
     else:
         print(f"{total.num_schedules} schedules in {took_s:.1f} s, {len(total.failed)} failed")
         print(f"requests: {dict(total.endings)}")
@@ -104,22 +111,36 @@ def report_of(outcome: Outcome) -> str:
     return f"seed {outcome.seed} fails; replay it by\n    {outcome.replay}{lines}"
 
 
-def _save(total: Tally, took_s: float, argv: list[str]) -> None:
-    from benchmarks.report import at_most, write_result
+def _save(total: Tally, first: int, took_s: float, argv: list[str], *, is_added: bool) -> None:
+    """With `is_added` the pieces that were saved before stay, and all are summed up."""
+    from benchmarks.report import RESULTS, at_most, commit, write_result
 
-    row = {
-        "schedules": total.num_schedules,
-        "failed": len(total.failed),
-        "virtual_hours": round(total.virtual_s / 3600, 2),
-        "wall_s": round(took_s, 1),
-        "cpu_ms_per_schedule": round(1000 * total.cpu_s / max(1, total.num_schedules), 1),
-    }
+    path = RESULTS / "simulation.json"
+    saved = json.loads(path.read_bytes())["rows"] if is_added and path.exists() else []
+    pieces = [row for row in saved if "commit" in row]
+    pieces.append(
+        {
+            "seeds": f"{first}-{first + total.num_schedules - 1}",
+            "schedules": total.num_schedules,
+            "failed": len(total.failed),
+            "virtual_hours": round(total.virtual_s / 3600, 2),
+            "cpu_s": round(total.cpu_s, 1),
+            "wall_s": round(took_s, 1),
+            "commit": commit(),
+        }
+    )
+    summed = ("schedules", "failed", "virtual_hours", "cpu_s", "wall_s")
+    whole = {"seeds": "all"} | {name: round(sum(p[name] for p in pieces), 2) for name in summed}
+    for row in saved:
+        total.endings[row.get("requests", "")] += row.get("count", 0)
+        total.faults[row.get("faults", "")] += row.get("count", 0)
     rows = [
-        row,
-        *({"requests": name, "count": n} for name, n in total.endings.most_common()),
-        *({"faults": name, "count": n} for name, n in total.faults.most_common()),
+        *pieces,
+        whole,
+        *({"requests": name, "count": n} for name, n in total.endings.most_common() if name),
+        *({"faults": name, "count": n} for name, n in total.faults.most_common() if name),
     ]
-    bars = [at_most("schedules that failed", len(total.failed), 0, "schedules")]
+    bars = [at_most("schedules that failed", whole["failed"], 0, "schedules")]
     write_result("simulation", rows, bars, ["-m", "tests.simulation.sweep", *argv])
 
 
