@@ -1,7 +1,7 @@
 """The index process: hears every worker's cache events, answers who holds a prefix.
 
 Nothing is kept over a restart: each live worker is asked for all that it holds when it is first
-heard, and again after a gap in its events.
+heard, and again after a gap in its events or when the last ones it sent did not come.
 """
 
 from __future__ import annotations
@@ -121,13 +121,16 @@ class KvIndexService:
             log.warning("bad_kv_events", worker=message.worker_id, error=error.message)
 
     def _heard(self, heartbeat: Heartbeat) -> None:
-        worker_id, card = heartbeat.process_id, heartbeat.model
-        if card is None or not self.heart.fleet.is_live(worker_id):
+        worker_id, card, load = heartbeat.process_id, heartbeat.model, heartbeat.load
+        if card is None or load is None or not self.heart.fleet.is_live(worker_id):
             return
         known = self.index.state_of(worker_id) is not None
         if self.index.add_worker(worker_id, card.name, card.revision, card.kv_format):
             if known:
                 self._registry.cleared(worker_id)
+            self._start_resync(worker_id)
+        outcome = self.index.announce(worker_id, heartbeat.epoch, load.num_kv_events)
+        if outcome is Outcome.NEEDS_RESYNC:
             self._start_resync(worker_id)
 
     def _peer_lost(self, process_id: str, loss: Loss) -> None:

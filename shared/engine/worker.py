@@ -9,6 +9,8 @@ import asyncio
 from dataclasses import dataclass
 from itertools import chain
 
+import msgspec
+
 from shared.background import Background
 from shared.bus import Bus
 from shared.clock import Clock
@@ -24,6 +26,7 @@ from shared.messages import (
     ListBlocks,
     ModelCard,
     Role,
+    WorkerLoad,
 )
 from shared.outbox import Outbox
 from shared.randomness import Randomness
@@ -67,7 +70,7 @@ class Worker:
             randomness,
             roles=roles,
             region=region,
-            load=loop.load,
+            load=self._load,
             model=served.card,
             data_plane=data_plane,
         )
@@ -128,6 +131,9 @@ class Worker:
         await self.loop.stop()
         await self.outbox.stop()
         await self.heart.stop()
+
+    def _load(self) -> WorkerLoad:
+        return msgspec.structs.replace(self.loop.load(), num_kv_events=self._event_number)
 
     async def _tell_kv_events(self) -> None:
         while True:

@@ -16,6 +16,7 @@ from tests.simulation.client import Client
 from tests.simulation.excuses import Trouble
 from tests.simulation.gateway import SimulatedGateway
 from tests.simulation.kv_link import HARMLESS, DataPlane, FrameFate
+from tests.simulation.leaks import of_index
 from tests.simulation.members import AnyHost, Member, SimulatedIndex, SimulatedScheduler
 from tests.simulation.monitor import Monitor, tasks_left
 from tests.simulation.plan import TENANTS, Fault, Plan
@@ -117,11 +118,14 @@ class Fleet:
                 gateway.process.start(gateway.serve(client))
 
     def leaks(self) -> list[str]:
-        """What is left of requests, on any process that lives."""
-        found = []
+        """What is left of requests, on any process that lives, and what an index has missed."""
+        found, workers = [], self.workers()
         for host in self.hosts():
-            found += [f"{host.process.process_id}: {each}" for each in host.leaks()]
+            process_id = host.process.process_id
+            found += [f"{process_id}: {each}" for each in host.leaks()]
             found += tasks_left(host)
+            if isinstance(host, SimulatedIndex):
+                found += [f"{process_id}: {each}" for each in of_index(host.service.index, workers)]
         return found
 
     # ── faults ───────────────────────────────────────────────────────────────────────────────────

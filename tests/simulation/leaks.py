@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sized
 from typing import TYPE_CHECKING
 
+from services.kv_index.index import State
 from services.scheduler.service import SchedulerService
 
 if TYPE_CHECKING:
+    from services.kv_index.index import PrefixIndex
     from tests.simulation.workers import SimulatedWorker
 
 
@@ -54,3 +56,22 @@ def of_scheduler(service: SchedulerService) -> list[str]:
         telling=service._telling,
         assignments=service._workers._assignments,
     ) + ([f"queued tokens: {admission.num_tokens}"] if admission.num_tokens else [])
+
+
+def of_index(index: PrefixIndex, workers: list[SimulatedWorker]) -> list[str]:
+    """Where it does not know exactly what the workers' pools hold."""
+    found = []
+    for worker in workers:
+        state = index.state_of(worker.worker_id)
+        if state is not State.EXACT:
+            found.append(f"{worker.worker_id}'s cache is {state}")
+            continue
+        bit = 1 << index._workers[worker.worker_id].slot
+        known = {block_hash for block_hash, mask in index._holders.items() if mask & bit}
+        held = worker.engine.pool._block_ids.keys()
+        if known != held:
+            found.append(
+                f"{worker.worker_id}: {len(held - known)} of {len(held)} cached blocks unknown, "
+                f"{len(known - held)} known ones not there"
+            )
+    return found
