@@ -1,18 +1,28 @@
-"""Bugs planted into the real code, to see that the simulation finds them."""
+"""Bugs planted into the real code, to see that the simulation finds them.
+
+`python -m tests.simulation.planted` prints the first seed that shows each: what a seed means
+changes with what is drawn.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 from unittest.mock import patch
 
 from services.decode.handoff import Handoff
 from services.decode.handoffs import Handoffs
+from services.gateway import streams
 from services.gateway.actions import Actions
 from services.gateway.choice_tokens import ChoiceTokens
 from services.gateway.streams import Streams
+from services.kv_index.index import PrefixIndex
+from services.prefill.sender import Push
 from services.prefill.service import PrefillService
 from services.scheduler.admission import Admission
 from services.scheduler.fleet import WorkerFleet
@@ -136,6 +146,26 @@ def _shared_block_written(right: Any) -> Any:
     return lambda self, sequence: False
 
 
+def _second_error_left_over(right: Any) -> Any:
+    """Where two frames of a push fail in one turn of the loop, only one's error is taken."""
+
+    async def settle(self: Push, max_under_way: int) -> None:
+        while len(self._sends) > max_under_way and not self._is_cancelled:
+            ended, self._sends = await asyncio.wait(
+                self._sends, return_when=asyncio.FIRST_COMPLETED
+            )
+            for send in ended:
+                if not self._is_cancelled:
+                    send.result()
+
+    return settle
+
+
+def _impatient(right: Any) -> Any:
+    """NATS gives a scheduler that hangs its share of the tries for longer than that."""
+    return 2.0
+
+
 def _queue_without_bound(right: Any) -> Any:
     return lambda self, tenant_id, num_tokens: None
 
@@ -155,5 +185,23 @@ BUGS = (
     Bug("a silent bus is taken for dead peers", Fleet, "can_judge", _bus_always_trusted, 6),
     Bug("a prefill keeps its blocks", PrefillService, "_deliver", _push_never_released, 0),
     Bug("a shared block is written", Batcher, "_writes_shared", _shared_block_written, 1),
+    Bug("a second frame's error is left over", Push, "_settle", _second_error_left_over, 533),
+    Bug("a request looks too short for a scheduler", streams, "SUBMIT_WINDOW_S", _impatient, 1858),
+    Bug("who was away with the bus is asked", Fleet, "bus_was_away", _nothing, 1033),
+    Bug("nobody misses a last KV event", PrefixIndex, "announce", _nothing, 507),
     Bug("the queue has no bound", Admission, "_check_room", _queue_without_bound, 2),
 )
+
+
+def main(names: list[str]) -> None:
+    from tests.simulation.simulation import simulate
+
+    for bug in BUGS:
+        if not names or any(name in bug.name for name in names):
+            with bug.planted():
+                found_by = next(seed for seed in count() if simulate(seed).wrongs)
+            print(f"{found_by:6} {bug.name}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -164,8 +164,9 @@ class ProcessClock:
         )
         try:
             await woken
-        finally:
+        except asyncio.CancelledError:
             timer.cancel()
+            raise
 
 
 def _wake(sleeper: asyncio.Future[None]) -> None:
