@@ -10,7 +10,8 @@ are sound: no fault touches them, and none did in the last REJOIN_S. It may fail
     no_capacity          if it lacked what it needs for as long as it looked for it, or if it lost
                          its place more often than it may be submitted again, each time by a fault
                          (a scheduler that hangs may swallow all tries until NATS gives it up)
-    at the gateway's door: dependency_unavailable if Redis was away, no_capacity if it drained
+    at the gateway's door: dependency_unavailable if Redis was away or hung, no_capacity if the
+                         gateway drained
 
 and by nothing else. A request whose gateway dies has nobody left who could tell its end.
 """
@@ -92,7 +93,7 @@ def _at_the_door(error: HearthError, client: Client, troubles: list[Trouble]) ->
     kinds = {each.fault.kind for each in troubles if _covers(each, at)}
     if error.code == "no_capacity" and "drain" in kinds:
         return None
-    if error.code == "dependency_unavailable" and "redis_away" in kinds:
+    if error.code == "dependency_unavailable" and kinds & {"redis_away", "redis_hang"}:
         return None
     return f"refused without a reason: {error}"
 

@@ -27,9 +27,12 @@ class Expected:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None  # None: the client's stop string ends it
+    embedding: bytes | None = None
 
 
 def expected_of(plan: RequestPlan) -> list[Expected]:
+    if plan.pooling is not None:
+        return [Expected(finish_reason="stop", embedding=_embedding(plan))]
     state = states_of(plan.prompt)[-1]
     return [expected_choice(plan, index, state) for index in range(plan.num_choices)]
 
@@ -83,6 +86,13 @@ def _noise(params: SamplingParams, choice_index: int) -> bytes:
     if params.temperature == 0:
         return b""
     return params.seed.to_bytes(8, "little") + choice_index.to_bytes(8, "little")
+
+
+def _embedding(plan: RequestPlan) -> bytes:
+    """The bytes of the last state, or their mean over all, as numbers."""
+    states = np.array([list(state) for state in states_of(plan.prompt)], dtype=np.float32)
+    pooled = states[-1] if plan.pooling == "last" else states.sum(0) / np.float32(len(states))
+    return pooled.astype("<f4").tobytes()
 
 
 def _bias(params: SamplingParams) -> bytes:

@@ -6,10 +6,13 @@ from collections.abc import Sized
 from typing import TYPE_CHECKING
 
 from services.kv_index.index import State
+from services.kv_index.registry import _key
 from services.scheduler.service import SchedulerService
 
 if TYPE_CHECKING:
     from services.kv_index.index import PrefixIndex
+    from services.kv_index.registry import PrefixRegistry
+    from tests.simulation.store import MemoryStore
     from tests.simulation.workers import SimulatedWorker
 
 
@@ -56,6 +59,16 @@ def of_scheduler(service: SchedulerService) -> list[str]:
         telling=service._telling,
         assignments=service._workers._assignments,
     ) + ([f"queued tokens: {admission.num_tokens}"] if admission.num_tokens else [])
+
+
+def of_registry(registry: PrefixRegistry, store: MemoryStore) -> list[str]:
+    """What has not come to Redis."""
+    found = not_empty(unwritten=registry._pending)
+    for record in registry._records.values():
+        written = store.data.get(_key(record.tenant_id, record.block_hash), {})
+        if written.get(b"holders") != ",".join(sorted(record.holders)).encode():
+            found.append(f"Redis knows other holders of {record.block_hash.hex()}")
+    return found
 
 
 def of_index(index: PrefixIndex, workers: list[SimulatedWorker]) -> list[str]:
