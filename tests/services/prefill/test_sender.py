@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 
 from services.prefill.sender import Push
@@ -26,7 +25,7 @@ class BreakingLink:
     async def send(self, header: FrameHeader, fill: object) -> None:
         await self.is_broken.wait()
         self.num_failed += 1
-        raise LinkLost("the link broke")
+        raise LinkLost(f"frame {header.sequence_number}")
 
 
 def _push_over(link: BreakingLink) -> Push:
@@ -45,7 +44,8 @@ def _push_over(link: BreakingLink) -> Push:
     return Push(b"p", sequence, first_token=0, runner=runner, dial=dial)  # type: ignore[arg-type]
 
 
-async def _two_frames_fail(link: BreakingLink) -> None:
+async def _two_frames_fail(link: BreakingLink) -> str:
+    """Returns what the push raised."""
     push = _push_over(link)
 
     async def compute() -> None:
@@ -55,20 +55,23 @@ async def _two_frames_fail(link: BreakingLink) -> None:
         link.is_broken.set()
         push.computed(3 * BLOCK_SIZE)
 
-    computing = asyncio.ensure_future(compute())
-    with contextlib.suppress(LinkLost):
+    computing, raised = asyncio.ensure_future(compute()), ""
+    try:
         await push.run()
+    except LinkLost as error:
+        raised = error.message
     await computing
+    return raised
 
 
-def test_what_every_frame_of_a_broken_link_raised_is_taken() -> None:
+def test_what_every_frame_of_a_broken_link_raised_is_taken_and_the_first_told() -> None:
     """asyncio reports an exception that nobody took when its task goes."""
 
     async def scenario() -> list[object]:
         unhandled: list[object] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, each: unhandled.append(each))
         link = BreakingLink()
-        await _two_frames_fail(link)
+        assert await _two_frames_fail(link) == "frame 0"
         gc.collect()
         assert link.num_failed == 2
         return unhandled
