@@ -15,7 +15,7 @@ from asyncio import TimerHandle
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 BACKLOG_STEP_S = 30e-6
@@ -38,6 +38,11 @@ class SimulatedProcess:
         self._tasks: list[asyncio.Task[Any]] = []
         self._prune_at = 64
 
+    @cached_property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """All its life; asking asyncio each time costs a system call."""
+        return asyncio.get_running_loop()
+
     # ── what reaches it ──────────────────────────────────────────────────────────────────────────
 
     def arrive(self, act: Callable[..., object], *args: object) -> None:
@@ -51,8 +56,7 @@ class SimulatedProcess:
 
     def call_later(self, delay_s: float, act: Callable[[], object]) -> TimerHandle:
         """A timer of its own."""
-        loop = asyncio.get_running_loop()
-        return loop.call_later(delay_s, self._due, act, context=self.context)
+        return self.loop.call_later(delay_s, self._due, act, context=self.context)
 
     def _due(self, act: Callable[..., object], *args: object) -> None:
         if self.is_dead:
@@ -151,13 +155,13 @@ class ProcessClock:
         self._is_engine = is_engine
 
     def now(self) -> float:
-        return asyncio.get_running_loop().time()
+        return self._process.loop.time()
 
     async def sleep(self, delay_s: float) -> None:
         if self._is_engine:
             delay_s *= self._process.slowness
             await self._process.unwedged()
-        loop = asyncio.get_running_loop()
+        loop = self._process.loop
         woken: asyncio.Future[None] = asyncio.Future(loop=loop)
         timer = loop.call_later(
             delay_s, self._process._due, _wake, woken, context=self._process.context
