@@ -111,6 +111,10 @@ class PrefixIndex:
         worker = self._workers.get(worker_id)
         return None if worker is None else worker.state
 
+    def holds(self, worker_id: str, block_hash: bytes) -> bool:
+        worker = self._workers.get(worker_id)
+        return worker is not None and bool(self._holders.get(block_hash, 0) >> worker.slot & 1)
+
     def worker_ids(self) -> tuple[str, ...]:
         return tuple(self._workers)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 
@@ -158,7 +159,6 @@ class KvIndexService:
             return True  # gone; hearing it again starts another
         subject = subjects.list_blocks(heartbeat.roles[0], worker_id)
         self.index.begin_resync(worker_id)
-        self._registry.cleared(worker_id)
         cursor = 0
         try:
             for _ in range(MAX_PAGES):
@@ -170,13 +170,19 @@ class KvIndexService:
                     return self._resync_failed(worker_id, "the pages do not fit together")
                 self._note_runs(page)
                 if page.next_cursor is None:
-                    return self.index.finish_resync(worker_id) is Outcome.APPLIED
+                    return self._finish_resync(worker_id)
                 if page.next_cursor <= cursor:
                     break
                 cursor = page.next_cursor
             return self._resync_failed(worker_id, "the pages have no end")
         except HearthError as error:
             return self._resync_failed(worker_id, str(error))
+
+    def _finish_resync(self, worker_id: str) -> bool:
+        if self.index.finish_resync(worker_id) is not Outcome.APPLIED:
+            return False
+        self._registry.checked(worker_id, partial(self.index.holds, worker_id))
+        return True
 
     def _resync_failed(self, worker_id: str, reason: str) -> bool:
         log.info("resync_failed", worker=worker_id, reason=reason)

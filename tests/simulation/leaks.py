@@ -11,7 +11,7 @@ from services.scheduler.service import SchedulerService
 
 if TYPE_CHECKING:
     from services.kv_index.index import PrefixIndex
-    from services.kv_index.registry import PrefixRegistry
+    from services.kv_index.service import KvIndexService
     from tests.simulation.store import MemoryStore
     from tests.simulation.workers import SimulatedWorker
 
@@ -61,9 +61,16 @@ def of_scheduler(service: SchedulerService) -> list[str]:
     ) + ([f"queued tokens: {admission.num_tokens}"] if admission.num_tokens else [])
 
 
-def of_registry(registry: PrefixRegistry, store: MemoryStore) -> list[str]:
-    """What has not come to Redis."""
+def of_registry(service: KvIndexService, store: MemoryStore) -> list[str]:
+    """What has not come to Redis, and what should not have."""
+    registry = service._registry
     found = not_empty(unwritten=registry._pending)
+    found += [
+        f"{worker_id} does not hold {block_hash.hex()}"
+        for worker_id, held in registry._held_by.items()
+        for block_hash in held
+        if not service.index.holds(worker_id, block_hash)
+    ]
     for record in registry._records.values():
         written = store.data.get(_key(record.tenant_id, record.block_hash), {})
         if written.get(b"holders") != ",".join(sorted(record.holders)).encode():

@@ -80,9 +80,8 @@ class SimulatedIndex:
         """It has none."""
 
     def leaks(self) -> list[str]:
-        return leaks.not_empty(resyncs=self.service._resyncs) + leaks.of_registry(
-            self.service._registry, self._redis
-        )
+        resyncs = leaks.not_empty(resyncs=self.service._resyncs)
+        return resyncs + leaks.of_registry(self.service, self._redis)
 
 
 AnyHost = SimulatedGateway | SimulatedScheduler | SimulatedIndex | SimulatedWorker

@@ -183,6 +183,7 @@ BUGS = (
     Bug("nobody misses a last KV event", PrefixIndex, "announce", _nothing, 4),
     Bug("an embedding begins anew at each chunk", engine, "_collect", _last_chunk_pooled, 4),
     Bug("what Redis missed is not written again", PrefixRegistry, "_restore", _nothing, 44),
+    Bug("Redis keeps what a resync did not find", PrefixRegistry, "checked", _nothing, 18),
     Bug("the queue has no bound", Admission, "_check_room", _queue_without_bound, 2),
 )
 

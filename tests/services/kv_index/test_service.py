@@ -95,6 +95,28 @@ def test_a_lost_last_event_is_found_by_the_heartbeats() -> None:
     scenario(test)
 
 
+def test_a_resync_leaves_in_redis_what_the_worker_still_holds() -> None:
+    """A prefix that is no longer the tip of a run in its pages, too."""
+
+    async def test(rig: Rig) -> None:
+        worker = await rig.worker("prefill-0")
+        await asyncio.sleep(0.1)
+        await worker.store(1, 2)
+        await worker.store(3, 4)
+        await worker.store(9)
+        rig.network.is_dropped = lambda subject, sender, receiver: subject.endswith("kv_events")
+        await worker.remove(9)
+        rig.network.is_dropped = lambda subject, sender, receiver: False
+        await asyncio.sleep(5 * HEARTBEAT_INTERVAL_S)
+        holders = {
+            number: rig.store.data[f"hearth:t:prefix:{block(number).hex()}"][b"holders"]
+            for number in (2, 4, 9)
+        }
+        assert holders == {2: b"prefill-0", 4: b"prefill-0", 9: b""}
+
+    scenario(test)
+
+
 def test_events_during_a_resync_are_replayed() -> None:
     async def test(rig: Rig) -> None:
         worker = CacheWorker(rig.network.bus("prefill-0"), rig.clock)
