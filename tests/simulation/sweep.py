@@ -4,38 +4,19 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
 from math import inf
 
 from tests.simulation.drawing import plan_of
+from tests.simulation.saved import save
 from tests.simulation.simulation import Outcome, run_plan
+from tests.simulation.tally import Tally
 
 CHUNK = 25  # schedules that a process runs between two reports
-
-
-@dataclass
-class Tally:
-    num_schedules: int = 0
-    virtual_s: float = 0.0
-    cpu_s: float = 0.0
-    endings: Counter[str] = field(default_factory=Counter)
-    faults: Counter[str] = field(default_factory=Counter)
-    failed: list[Outcome] = field(default_factory=list)
-
-    def add(self, other: Tally) -> None:
-        self.num_schedules += other.num_schedules
-        self.virtual_s += other.virtual_s
-        self.cpu_s += other.cpu_s
-        self.endings += other.endings
-        self.faults += other.faults
-        self.failed += other.failed
 
 
 def run_seeds(seeds: Iterable[int]) -> Tally:
@@ -46,13 +27,7 @@ def run_seeds(seeds: Iterable[int]) -> Tally:
     try:
         for seed in seeds:
             plan = plan_of(seed)
-            outcome = run_plan(plan)
-            tally.num_schedules += 1
-            tally.virtual_s += outcome.virtual_s
-            tally.endings += outcome.endings
-            tally.faults.update(fault.kind for fault in plan.faults)
-            if outcome.wrongs:
-                tally.failed.append(outcome)
+            tally.note(plan, run_plan(plan))
     finally:
         gc.unfreeze()
         gc.enable()
@@ -94,7 +69,7 @@ def main(argv: list[str]) -> int:
             break
     took_s = time.monotonic() - began
     if given.save:
-        _save(total, given.first, took_s, argv, is_added=given.add)
+        save(total, given.first, took_s, argv, is_added=given.add)
     else:
         print(f"{total.num_schedules} schedules in {took_s:.1f} s, {len(total.failed)} failed")
         print(f"requests: {dict(total.endings)}")
@@ -105,39 +80,6 @@ def main(argv: list[str]) -> int:
 def report_of(outcome: Outcome) -> str:
     lines = "".join(f"\n    {wrong[:1000]}" for wrong in outcome.wrongs)
     return f"seed {outcome.seed} fails; replay it by\n    {outcome.replay}{lines}"
-
-
-def _save(total: Tally, first: int, took_s: float, argv: list[str], *, is_added: bool) -> None:
-    """With `is_added` the pieces that were saved before stay, and all are summed up."""
-    from benchmarks.report import RESULTS, at_most, commit, write_result
-
-    path = RESULTS / "simulation.json"
-    saved = json.loads(path.read_bytes())["rows"] if is_added and path.exists() else []
-    pieces = [row for row in saved if "commit" in row]
-    pieces.append(
-        {
-            "seeds": f"{first}-{first + total.num_schedules - 1}",
-            "schedules": total.num_schedules,
-            "failed": len(total.failed),
-            "virtual_hours": round(total.virtual_s / 3600, 2),
-            "cpu_s": round(total.cpu_s, 1),
-            "wall_s": round(took_s, 1),
-            "commit": commit(),
-        }
-    )
-    summed = ("schedules", "failed", "virtual_hours", "cpu_s", "wall_s")
-    whole = {"seeds": "all"} | {name: round(sum(p[name] for p in pieces), 2) for name in summed}
-    for row in saved:
-        total.endings[row.get("requests", "")] += row.get("count", 0)
-        total.faults[row.get("faults", "")] += row.get("count", 0)
-    rows = [
-        *pieces,
-        whole,
-        *({"requests": name, "count": n} for name, n in total.endings.most_common() if name),
-        *({"faults": name, "count": n} for name, n in total.faults.most_common() if name),
-    ]
-    bars = [at_most("schedules that failed", whole["failed"], 0, "schedules")]
-    write_result("simulation", rows, bars, ["-m", "tests.simulation.sweep", *argv])
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,9 @@ import pytest
 from tests.simulation.drawing import plan_of
 from tests.simulation.plan import PATIENT_S, Fault
 from tests.simulation.planted import BUGS, Bug
+from tests.simulation.saved import Row, piece_of, rows_of
 from tests.simulation.simulation import run_plan, simulate
+from tests.simulation.tally import Tally
 
 ROOT = Path(__file__).parents[2]
 MAX_SEEDS = 800  # in which a planted bug must show
@@ -68,3 +71,18 @@ def test_a_planted_bug_is_found(bug: Bug) -> None:
     with bug.planted():
         seeds = [bug.found_by, *range(MAX_SEEDS)]
         assert any(simulate(seed).wrongs for seed in seeds), f"{MAX_SEEDS} seeds show nothing"
+
+
+def test_the_saved_pieces_of_a_sweep_add_up() -> None:
+    rows: list[Row] = []
+    for first, commit in ((0, "old"), (10, "old"), (20, "new"), (40, "new")):
+        tally = Tally(num_schedules=10, cpu_s=0.5, endings=Counter(finished=3))
+        if first == 10:
+            tally.failed.append(simulate(3))
+        rows = rows_of(rows, piece_of(tally, first, 1.0, commit), tally)
+    ranges = [(row["first"], row["last"], row["commit"]) for row in rows if "commit" in row]
+    assert ranges == [(0, 19, "old"), (20, 29, "new"), (40, 49, "new")]
+    assert [row["failed"] for row in rows if "commit" in row] == [1, 0, 0]
+    assert {"requests": "finished", "count": 12} in rows
+    whole = next(row for row in rows if "schedules" in row and "commit" not in row)
+    assert (whole["schedules"], whole["failed"], whole["cpu_s"]) == (40, 1, 2.0)
