@@ -39,6 +39,7 @@ from shared.subjects import inbox_prefix
 log = structlog.get_logger(__name__)
 
 M = TypeVar("M", bound=Message)
+D = TypeVar("D")  # what a message arrives as
 Unsubscribe = Callable[[], Awaitable[None]]
 
 MAX_SERVED_AT_ONCE = 1024
@@ -132,7 +133,7 @@ async def reply_to(
 
 
 def hand_over(
-    subject: str, handler: Callable[[Any], None], decode: Callable[[bytes], Any], data: bytes
+    subject: str, handler: Callable[[Any], None], decode: Callable[[D], Any], data: D
 ) -> None:
     """Runs a subscriber on an encoded message; what is no message is logged and dropped."""
     try:

@@ -392,6 +392,7 @@ class WorkerLoad(Message, frozen=True, kw_only=True):
     num_computed_prompt_tokens: Count = 0
     num_prompt_tokens: Count = 0  # of admitted sequences, with output that an earlier try drew
     num_cached_prompt_tokens: Count = 0  # of those, found in this worker's cache
+    num_kv_events: Count = 0  # the number of its last KvEvents, so that a lost last one shows
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):

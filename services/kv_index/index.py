@@ -4,7 +4,8 @@ A cache of what workers say: wrong or empty it costs time, never correctness.
 
     worker:  unknown ──first heard──▶ stale ──begin_resync──▶ resyncing ──finish──▶ exact
                                         ▲                        │  (events are kept and replayed)
-                                        ├── gap or new epoch ────┼───────────────────────┤
+                                        ├── gap, new epoch, or ──┼───────────────────────┤
+                                        │   announced, not heard │
                                         └── pages of two epochs ─┘
 
 One dictionary maps a block's 16-byte hash to a bit mask of the holders' slots; a slot is one
@@ -66,6 +67,7 @@ class _Worker:
     state: State = State.STALE
     epoch: int | None = None
     sequence_number: int = 0
+    announced: tuple[int, int] = (0, 0)  # by its last heartbeat: epoch, number of its last events
     resync: _Resync | None = None
 
 
@@ -109,6 +111,10 @@ class PrefixIndex:
         worker = self._workers.get(worker_id)
         return None if worker is None else worker.state
 
+    def holds(self, worker_id: str, block_hash: bytes) -> bool:
+        worker = self._workers.get(worker_id)
+        return worker is not None and bool(self._holders.get(block_hash, 0) >> worker.slot & 1)
+
     def worker_ids(self) -> tuple[str, ...]:
         return tuple(self._workers)
 
@@ -131,6 +137,20 @@ class PrefixIndex:
             return Outcome.NEEDS_RESYNC
         self._take_in(worker, events)
         return Outcome.APPLIED
+
+    def announce(self, worker_id: str, epoch: int, num_events: int) -> Outcome:
+        """What a heartbeat says was sent. A gap shows only with the events behind it, and the last
+        ones have none; what the heartbeat before told of should be here by now.
+        """
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return Outcome.IGNORED
+        due, worker.announced = worker.announced, (epoch, num_events)
+        is_missing = due[0] == worker.epoch and worker.sequence_number < due[1]
+        if worker.state is not State.EXACT or not is_missing:
+            return Outcome.APPLIED
+        worker.state = State.STALE
+        return Outcome.NEEDS_RESYNC
 
     def begin_resync(self, worker_id: str) -> None:
         """Pages fill a slot of their own; until `finish_resync` matches see the old one."""

@@ -91,6 +91,13 @@ class PrefixRegistry:
         for block_hash in self._held_by.pop(worker_id, set()):
             self._let_go(worker_id, block_hash)
 
+    def checked(self, worker_id: str, is_held: Callable[[bytes], bool]) -> None:
+        """All that the worker holds is known again; what it was believed to hold may be gone."""
+        held = self._held_by.get(worker_id, set())
+        for block_hash in sorted(each for each in held if not is_held(each)):
+            held.discard(block_hash)
+            self._let_go(worker_id, block_hash)
+
     def matched(self, tenant_id: str, block_hashes: Sequence[bytes], num_blocks: int) -> None:
         """Counts a hit on the deepest known tip among the first `num_blocks`."""
         for block_hash in reversed(block_hashes[:num_blocks]):

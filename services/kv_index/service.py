@@ -1,7 +1,7 @@
 """The index process: hears every worker's cache events, answers who holds a prefix.
 
 Nothing is kept over a restart: each live worker is asked for all that it holds when it is first
-heard, and again after a gap in its events.
+heard, and again after a gap in its events or when the last ones it sent did not come.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 
@@ -121,13 +122,16 @@ class KvIndexService:
             log.warning("bad_kv_events", worker=message.worker_id, error=error.message)
 
     def _heard(self, heartbeat: Heartbeat) -> None:
-        worker_id, card = heartbeat.process_id, heartbeat.model
-        if card is None or not self.heart.fleet.is_live(worker_id):
+        worker_id, card, load = heartbeat.process_id, heartbeat.model, heartbeat.load
+        if card is None or load is None or not self.heart.fleet.is_live(worker_id):
             return
         known = self.index.state_of(worker_id) is not None
         if self.index.add_worker(worker_id, card.name, card.revision, card.kv_format):
             if known:
                 self._registry.cleared(worker_id)
+            self._start_resync(worker_id)
+        outcome = self.index.announce(worker_id, heartbeat.epoch, load.num_kv_events)
+        if outcome is Outcome.NEEDS_RESYNC:
             self._start_resync(worker_id)
 
     def _peer_lost(self, process_id: str, loss: Loss) -> None:
@@ -155,7 +159,6 @@ class KvIndexService:
             return True  # gone; hearing it again starts another
         subject = subjects.list_blocks(heartbeat.roles[0], worker_id)
         self.index.begin_resync(worker_id)
-        self._registry.cleared(worker_id)
         cursor = 0
         try:
             for _ in range(MAX_PAGES):
@@ -167,13 +170,19 @@ class KvIndexService:
                     return self._resync_failed(worker_id, "the pages do not fit together")
                 self._note_runs(page)
                 if page.next_cursor is None:
-                    return self.index.finish_resync(worker_id) is Outcome.APPLIED
+                    return self._finish_resync(worker_id)
                 if page.next_cursor <= cursor:
                     break
                 cursor = page.next_cursor
             return self._resync_failed(worker_id, "the pages have no end")
         except HearthError as error:
             return self._resync_failed(worker_id, str(error))
+
+    def _finish_resync(self, worker_id: str) -> bool:
+        if self.index.finish_resync(worker_id) is not Outcome.APPLIED:
+            return False
+        self._registry.checked(worker_id, partial(self.index.holds, worker_id))
+        return True
 
     def _resync_failed(self, worker_id: str, reason: str) -> bool:
         log.info("resync_failed", worker=worker_id, reason=reason)

@@ -35,7 +35,7 @@ class Push:
         self._num_frames = 0
         self._changed = asyncio.Event()
         self._is_cancelled = False
-        self._sends: set[asyncio.Task[None]] = set()
+        self._sends: list[asyncio.Task[None]] = []  # under way, in the order of the frames
 
     def computed(self, num_computed_tokens: int) -> None:
         """KV of the first `num_computed_tokens` is in the cache."""
@@ -70,16 +70,18 @@ class Push:
         if self._is_cancelled:
             return
         header = self._next_header()
-        self._sends.add(asyncio.create_task(link.send(header, self._fill(header))))
+        self._sends.append(asyncio.create_task(link.send(header, self._fill(header))))
         self._num_sent_tokens += header.num_tokens
         self._num_frames += 1
 
     async def _settle(self, max_under_way: int) -> None:
-        """Waits until no more frames than that are unacknowledged. Raises what a send raised."""
+        """Waits until no more frames than that are unacknowledged. Raises what the first one raised
+        that failed.
+        """
         while len(self._sends) > max_under_way and not self._is_cancelled:
-            ended, self._sends = await asyncio.wait(
-                self._sends, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait(self._sends, return_when=asyncio.FIRST_COMPLETED)
+            ended = [send for send in self._sends if send.done()]
+            self._sends = [send for send in self._sends if not send.done()]
             errors = [send.exception() for send in ended if not send.cancelled()]
             for error in errors:
                 if error is not None and not self._is_cancelled:

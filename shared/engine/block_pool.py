@@ -14,7 +14,7 @@ left of a prefix is still a prefix.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from shared.messages import BlocksCleared, BlocksRemoved, BlocksStored
@@ -43,6 +43,7 @@ class BlockPool:
         self._known: list[CachedBlock | None] = [None] * num_blocks
         self._block_ids: dict[bytes, int] = {}
         self._events: list[KvEvent] = []
+        self.on_event: Callable[[], None] = lambda: None  # there is something to take
 
     @property
     def num_free_blocks(self) -> int:
@@ -120,7 +121,9 @@ class BlockPool:
                 self._block_ids[block_hash] = block_id
                 new.append(block)
             parent_hash = block_hash
-        self._events += runs_of(new)
+        if new:
+            self._events += runs_of(new)
+            self.on_event()
 
     def take_events(self) -> list[KvEvent]:
         events, self._events = self._events, []
@@ -158,6 +161,7 @@ class BlockPool:
             self._events[-1] = BlocksRemoved(block_hashes=last.block_hashes + block_hash)
         else:
             self._events.append(BlocksRemoved(block_hashes=block_hash))
+            self.on_event()
 
 
 def runs_of(blocks: Iterable[CachedBlock]) -> list[BlocksStored]:

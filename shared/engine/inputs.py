@@ -43,7 +43,7 @@ def build_inputs(rows: list[ScheduledSequence], block_size: int) -> StepInputs:
         query_lens=query_lens,
         context_lens=computed + query_lens,
         block_tables=block_tables,
-        sampling=_sampling_inputs(rows, np.cumsum(query_lens) - 1),
+        sampling=_sampling_inputs(rows, query_lens.cumsum() - 1),
         block_copies=tuple(row.block_copy for row in rows if row.block_copy is not None),
         prompt_logprobs=_prompt_logprobs(rows),
         pooling=_pooling(rows),

@@ -49,6 +49,7 @@ class EngineLoop:
 
     def start(self) -> None:
         self._task = self._background.start(self._run())
+        self._background.start(self._tick())
 
     async def stop(self) -> None:
         """Lets the step under way end, then closes the runner."""
@@ -56,6 +57,7 @@ class EngineLoop:
         self.wake()
         if self._task is not None:
             await asyncio.wait((self._task,))
+        await self._background.stop()
         await self.runner.close()
 
     def load(self) -> WorkerLoad:
@@ -100,13 +102,12 @@ class EngineLoop:
     async def _idle(self) -> None:
         self._step_budget_s = IDLE_TICK_S
         self._work.clear()
-        sleeper = asyncio.ensure_future(self._clock.sleep(IDLE_TICK_S))
-        waker = asyncio.ensure_future(self._work.wait())
-        try:
-            await asyncio.wait((sleeper, waker), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            sleeper.cancel()
-            waker.cancel()
+        await self._work.wait()
+
+    async def _tick(self) -> None:
+        while True:
+            await self._clock.sleep(IDLE_TICK_S)
+            self.wake()
 
     def _tell(self, progress: list[Progress]) -> None:
         for listener in self._listeners:

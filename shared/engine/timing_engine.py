@@ -61,6 +61,7 @@ class TimingRunner:
         self._clock = clock
         self._cost = StepCost() if cost is None else cost
         self._kv = np.zeros((num_blocks * block_size, STATE_BYTES), dtype=np.uint8)
+        self._states = self._kv.data.cast("B")  # the same, flat
 
     def step_budget_s(self, inputs: StepInputs) -> float:
         return 10 * self._cost.of(inputs)
@@ -107,10 +108,10 @@ class TimingRunner:
     ) -> list[bytes]:
         states = []
         for token_id, position in zip(token_ids.tolist(), positions.tolist(), strict=True):
-            before = self._kv[self._slot(table, position - 1)].tobytes() if position else b""
+            before = bytes(self._states[self._bytes_of(table, position - 1)]) if position else b""
             word = token_id.to_bytes(8, "little") + position.to_bytes(8, "little")
             state = blake2b(word, key=before, digest_size=STATE_BYTES).digest()
-            self._kv[self._slot(table, position)] = np.frombuffer(state, dtype=np.uint8)
+            self._states[self._bytes_of(table, position)] = state
             states.append(state)
         return states
 
@@ -170,6 +171,10 @@ class TimingRunner:
     def _slot(self, table: list[int], position: int) -> int:
         size = self.kv_format.block_size
         return table[position // size] * size + position % size
+
+    def _bytes_of(self, table: list[int], position: int) -> slice:
+        first = self._slot(table, position) * STATE_BYTES
+        return slice(first, first + STATE_BYTES)
 
     def _slots(self, table: list[int], first_token: int, num_tokens: int) -> list[int]:
         return [self._slot(table, first_token + offset) for offset in range(num_tokens)]

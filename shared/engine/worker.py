@@ -5,8 +5,11 @@ Owns the heart, the engine loop and the outbox, and tells the index what its cac
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from itertools import chain
+
+import msgspec
 
 from shared.background import Background
 from shared.bus import Bus
@@ -23,12 +26,13 @@ from shared.messages import (
     ListBlocks,
     ModelCard,
     Role,
+    WorkerLoad,
 )
 from shared.outbox import Outbox
 from shared.randomness import Randomness
 from shared.subjects import kv_events, list_blocks
 
-KV_EVENTS_INTERVAL_S = 0.05
+KV_EVENTS_INTERVAL_S = 0.05  # between two messages
 BLOCKS_PER_PAGE = 20_000
 
 
@@ -66,11 +70,13 @@ class Worker:
             randomness,
             roles=roles,
             region=region,
-            load=loop.load,
+            load=self._load,
             model=served.card,
             data_plane=data_plane,
         )
         self._event_number = 0
+        self._has_kv_events = asyncio.Event()
+        loop.engine.pool.on_event = self._has_kv_events.set
         self._snapshot: tuple[int, list[CachedBlock]] = (0, [])  # what a resync is paging through
         self._background = Background()
 
@@ -126,12 +132,17 @@ class Worker:
         await self.outbox.stop()
         await self.heart.stop()
 
+    def _load(self) -> WorkerLoad:
+        return msgspec.structs.replace(self.loop.load(), num_kv_events=self._event_number)
+
     async def _tell_kv_events(self) -> None:
         while True:
-            await self.clock.sleep(KV_EVENTS_INTERVAL_S)
+            await self._has_kv_events.wait()
             self._post_kv_events()
+            await self.clock.sleep(KV_EVENTS_INTERVAL_S)
 
     def _post_kv_events(self) -> None:
+        self._has_kv_events.clear()
         events = self.loop.engine.pool.take_events()
         if not events:
             return

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from random import Random
 from typing import Any, TypeVar
 
@@ -43,6 +43,7 @@ GIVEN_UP_AFTER_S = 3.0  # two missed pings, one a second
 _encode = msgspec.msgpack.Encoder().encode
 
 
+@lru_cache(maxsize=10_000)  # the same few ask at each change of a subscription
 def matches(pattern: str, subject: str) -> bool:
     """`*` stands for one token, a final `>` for one or more."""
     wanted, given = pattern.split("."), subject.split(".")
@@ -97,7 +98,7 @@ class _Subscription:
 
     def take(self, parcel: Parcel) -> None:
         if self.is_open and self.connection.is_up:
-            self.process.arrive(partial(self._deliver, parcel))
+            self.connection.process.arrive(self._deliver, parcel)
 
     def _deliver(self, parcel: Parcel) -> None:
         if self.is_open:
@@ -114,7 +115,7 @@ class SimulatedNetwork:
     ) -> None:
         self.latency_s = latency_s
         self.max_payload_bytes = max_payload_bytes
-        self.is_dropped: Callable[[str, str, str], bool] = lambda subject, sender, receiver: False
+        self.is_dropped: Callable[[str, str, str], bool] | None = None
         self.spoil_reply: Callable[[bytes], bytes] = lambda data: data
         self.fate: Fate | None = None
         self.jitter_s = 0.0  # a message takes up to this much longer
@@ -135,6 +136,11 @@ class SimulatedNetwork:
         self._processes[process_id] = owner
         connection = self._connections[process_id] = _Connection(owner)
         return SimulatedBus(self, process_id, connection)
+
+    @cached_property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """All its life; asking asyncio each time costs a system call."""
+        return asyncio.get_running_loop()
 
     # ── faults ───────────────────────────────────────────────────────────────────────────────────
 
@@ -270,7 +276,7 @@ class SimulatedNetwork:
 
     def _route(self, connection: _Connection, subject: str, parcel: Parcel) -> int:
         """Returns how many subscriptions take it (all plain ones, one of each queue group)."""
-        loop, sender = asyncio.get_running_loop(), connection.process.process_id
+        loop, sender = self.loop, connection.process.process_id
         self.log.append((loop.time(), sender, subject))
         for tap in self.taps:
             tap(sender, subject, parcel.data)
@@ -281,7 +287,7 @@ class SimulatedNetwork:
         usual = loop.time() + self._latency()
         together: list[_Subscription] = []
         for each in receivers:
-            if self.is_dropped(subject, sender, each.process.process_id):
+            if self.is_dropped and self.is_dropped(subject, sender, each.process.process_id):
                 continue
             if self.fate is not None:
                 self._deliver_as_fated(each, subject, sender, parcel)
@@ -298,7 +304,7 @@ class SimulatedNetwork:
         self, subscription: _Subscription, subject: str, sender: str, parcel: Parcel
     ) -> None:
         assert self.fate is not None
-        now = asyncio.get_running_loop().time()
+        now = self.loop.time()
         delays = self.fate(subject, sender, subscription.process.process_id)
         for number, delay_s in enumerate(delays):
             when = now + self._latency() + delay_s
@@ -308,7 +314,7 @@ class SimulatedNetwork:
             self._deliver_at(when, subscription, parcel)
 
     def _deliver_at(self, when: float, subscription: _Subscription, parcel: Parcel) -> None:
-        asyncio.get_running_loop().call_at(when, subscription.take, parcel)
+        self.loop.call_at(when, subscription.take, parcel)
 
     def _after_a_while(
         self, sender: str, receiver: SimulatedProcess, act: Callable[[], object]
@@ -316,7 +322,7 @@ class SimulatedNetwork:
         delays: tuple[float, ...] = (0.0,)
         if self.fate is not None:
             delays = self.fate(INBOX, sender, receiver.process_id)
-        loop, connection = asyncio.get_running_loop(), self._connections[receiver.process_id]
+        loop, connection = self.loop, self._connections[receiver.process_id]
 
         def take() -> None:
             if connection.is_up and connection.process is receiver:
@@ -428,11 +434,12 @@ class SimulatedBus:
     ) -> Unsubscribe:
         decode = _decoder_of(message_type).decode
 
+        def decoded(parcel: Parcel) -> Any:
+            return parcel.decoded(message_type, decode)
+
         def take(parcel: Parcel) -> None:
             try:
-                hand_over(
-                    subject, handler, lambda _: parcel.decoded(message_type, decode), parcel.data
-                )
+                hand_over(subject, handler, decoded, parcel)
             except Exception:  # as the real bus: one bad message does not end the subscription
                 log.exception("subscriber_failed", subject=subject)
 

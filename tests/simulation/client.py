@@ -96,6 +96,7 @@ class Client:
             sampling=plan.sampling,
             choices=tuple(Choice(choice_index=index) for index in range(plan.num_choices)),
             deadline_s=plan.deadline_s,
+            pooling=plan.pooling,
         )
 
     def _wanted(self, token_ids: Sequence[int]) -> int:

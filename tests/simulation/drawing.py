@@ -9,7 +9,7 @@ import msgspec
 
 from shared.engine.timing_engine import FIRST_TOKEN_ID, StepCost
 from shared.messages import SamplingParams
-from tests.simulation.expected import expected_of
+from tests.simulation.expected import expected_choice, states_of
 from tests.simulation.plan import (
     BLOCK_SIZE,
     PATIENT_S,
@@ -67,12 +67,23 @@ def _requests(random: Random, fleet: FleetPlan) -> tuple[RequestPlan, ...]:
             prompt=(*stem, *own),
             num_choices=random.choice((1, 1, 1, 2, 3)),
             sampling=_sampling(random),
+            pooling=None,
             deadline_s=random.choice((PATIENT_S, PATIENT_S, PATIENT_S, 0.3, 2.0)),
             stop_modulus=random.choice((0, 0, 0, 5)),
             leaves_after_s=random.choice((None, None, None, random.uniform(0.0, 2.0))),
         )
-        plans.append(_with_stop_token(random, plan))
+        plans.append(_embedding(random, plan) or _with_stop_token(random, plan))
     return tuple(plans)
+
+
+def _embedding(random: Random, plan: RequestPlan) -> RequestPlan | None:
+    """Sometimes its prompt's, instead of an answer."""
+    if random.random() < 0.85:
+        return None
+    pooling = random.choice(("last", "mean"))
+    return replace(
+        plan, pooling=pooling, num_choices=1, sampling=SamplingParams(seed=0, max_tokens=1)
+    )
 
 
 def _sampling(random: Random) -> SamplingParams:
@@ -94,7 +105,8 @@ def _with_stop_token(random: Random, plan: RequestPlan) -> RequestPlan:
     """Sometimes one that it will draw."""
     if random.random() < 0.8:
         return plan
-    stop_token_id = random.choice(expected_of(plan)[0].token_ids)
+    told = expected_choice(plan, 0, states_of(plan.prompt)[-1])
+    stop_token_id = random.choice(told.token_ids)
     sampling = msgspec.structs.replace(plan.sampling, stop_token_ids=(stop_token_id,))
     return replace(plan, sampling=sampling)
 
@@ -120,10 +132,11 @@ _THEMES: tuple[tuple[FaultKind, ...], ...] = (
     ("wedge", "slow"),
     ("drain",),
     ("drain", "kill", "noise"),
-    ("cut_off", "redis_away"),
+    ("cut_off", "redis_away", "redis_hang"),
     (
         "kill", "freeze", "slow", "wedge", "drain", "cut_off",
-        "nats_restart", "nats_hang", "redis_away", "noise", "deaf", "link_drop", "link_noise",
+        "nats_restart", "nats_hang", "redis_away", "redis_hang", "noise", "deaf", "link_drop",
+        "link_noise",
     ),
 )  # fmt: skip
 
@@ -163,7 +176,7 @@ def _fault(random: Random, fleet: FleetPlan, kind: FaultKind) -> Fault:
                 duration_s=random.uniform(0.5, LAST_FAULT_S),
                 amount=random.choice((3.0, 10.0)),
             )
-        case "nats_restart" | "nats_hang" | "redis_away":
+        case "nats_restart" | "nats_hang" | "redis_away" | "redis_hang":
             return Fault(at_s=at_s, kind=kind, duration_s=random.uniform(0.1, 4.0))
         case "deaf":
             return Fault(

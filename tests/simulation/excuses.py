@@ -10,7 +10,8 @@ are sound: no fault touches them, and none did in the last REJOIN_S. It may fail
     no_capacity          if it lacked what it needs for as long as it looked for it, or if it lost
                          its place more often than it may be submitted again, each time by a fault
                          (a scheduler that hangs may swallow all tries until NATS gives it up)
-    at the gateway's door: dependency_unavailable if Redis was away, no_capacity if it drained
+    at the gateway's door: dependency_unavailable if Redis was away or hung, no_capacity if the
+                         gateway drained
 
 and by nothing else. A request whose gateway dies has nobody left who could tell its end.
 """
@@ -23,6 +24,7 @@ from math import inf
 from services.gateway.streams import MAX_RESUBMISSIONS, RECOVERY_WINDOW_S, SUBMIT_WINDOW_S
 from services.scheduler.service import NO_WORKER_GRACE_S
 from shared.errors import DeadlineExceeded, HearthError, NoCapacity, Overloaded
+from shared.store import BREAKER_S, STORE_TIMEOUT_S
 from tests.simulation.bus import GIVEN_UP_AFTER_S
 from tests.simulation.client import Client
 from tests.simulation.plan import PATIENT_S, Fault, Plan
@@ -88,13 +90,20 @@ def _swallowing(plan: Plan, troubles: list[Trouble]) -> list[tuple[float, float]
 
 
 def _at_the_door(error: HearthError, client: Client, troubles: list[Trouble]) -> str | None:
-    at = client.asked_at
-    kinds = {each.fault.kind for each in troubles if _covers(each, at)}
-    if error.code == "no_capacity" and "drain" in kinds:
-        return None
-    if error.code == "dependency_unavailable" and "redis_away" in kinds:
-        return None
-    return f"refused without a reason: {error}"
+    """Redis is asked twice, and by whoever closed the breaker before the second time."""
+    asked_at, refused_at = client.asked_at, client.ended_at
+    if error.code == "no_capacity":
+        kinds, began, ended = {"drain"}, asked_at, asked_at - REJOIN_S
+    elif error.code == "dependency_unavailable":
+        kinds, began = {"redis_away", "redis_hang"}, refused_at
+        ended = refused_at - BREAKER_S - 2 * STORE_TIMEOUT_S
+    else:
+        return f"refused without a reason: {error}"
+    has_reason = any(
+        each.fault.kind in kinds and each.began <= began and each.ended >= ended
+        for each in troubles
+    )
+    return None if has_reason else f"refused without a reason: {error}"
 
 
 def _too_late(client: Client, plan: Plan, troubles: list[Trouble]) -> str | None:
@@ -142,11 +151,6 @@ def _patience_s(num_resubmissions: int, error: NoCapacity) -> float:
 
 def _span(trouble: Trouble) -> tuple[float, float]:
     return trouble.began, trouble.ended + REJOIN_S
-
-
-def _covers(trouble: Trouble, at: float) -> bool:
-    began, ended = _span(trouble)
-    return began <= at <= ended
 
 
 def _all_in_trouble(process_ids: list[str], troubles: list[Trouble]) -> list[tuple[float, float]]:

@@ -6,17 +6,16 @@ Independent of engine, batcher and block pool: no batch, no blocks, no chunks, n
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from shared.engine.batcher import ScheduledSequence
-from shared.engine.inputs import build_inputs
-from shared.engine.runner import SamplingInputs
-from shared.engine.sequence import Sequence
-from shared.engine.timing_engine import FIRST_TOKEN_ID, STATE_BYTES, _adjustments
+import numpy as np
+
+from shared.engine.timing_engine import FIRST_TOKEN_ID, STATE_BYTES
 from shared.messages import SamplingParams, TokenLogprobs
-from tests.simulation.plan import BLOCK_SIZE, RequestPlan
+from tests.simulation.plan import RequestPlan
 
 VOCAB_SIZE = 32_000
 NUM_TOKENS = VOCAB_SIZE - FIRST_TOKEN_ID
@@ -28,11 +27,14 @@ class Expected:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None  # None: the client's stop string ends it
+    embedding: bytes | None = None
 
 
 def expected_of(plan: RequestPlan) -> list[Expected]:
-    states = states_of(plan.prompt)
-    return [_choice(plan, index, states[-1]) for index in range(plan.num_choices)]
+    if plan.pooling is not None:
+        return [Expected(finish_reason="stop", embedding=_embedding(plan))]
+    state = states_of(plan.prompt)[-1]
+    return [expected_choice(plan, index, state) for index in range(plan.num_choices)]
 
 
 def expected_prompt_logprobs(plan: RequestPlan) -> tuple[TokenLogprobs, ...]:
@@ -46,15 +48,19 @@ def expected_prompt_logprobs(plan: RequestPlan) -> tuple[TokenLogprobs, ...]:
     )
 
 
-def _choice(plan: RequestPlan, choice_index: int, state: bytes) -> Expected:
+def expected_choice(plan: RequestPlan, choice_index: int, state: bytes) -> Expected:
+    """`state`: the KV of the prompt's last token."""
     params, found = plan.sampling, Expected()
+    noise, counts = _noise(params, choice_index), dict.fromkeys(plan.prompt, 0)
     while True:
-        token_id = _draw(plan, choice_index, state, found.token_ids)
+        processed = state + noise + _bias(params) + _penalties(params, counts)
+        token_id = _draw(params, processed, len(found.token_ids))
         is_stop = token_id in params.stop_token_ids or token_id in EOS
         if is_stop and len(found.token_ids) >= params.min_tokens:
             found.finish_reason = "stop"
             return found
         found.token_ids.append(token_id)
+        counts[token_id] = counts.get(token_id, 0) + 1
         if params.num_logprobs is not None:
             found.logprobs.append(_told(state, token_id, params.num_logprobs))
         if plan.stop_modulus and token_id % plan.stop_modulus == 0:
@@ -66,10 +72,8 @@ def _choice(plan: RequestPlan, choice_index: int, state: bytes) -> Expected:
         state = _next_state(state, token_id, position)
 
 
-def _draw(plan: RequestPlan, choice_index: int, state: bytes, output: list[int]) -> int:
-    params = plan.sampling
-    processed = state + _noise(params, choice_index) + _changes(plan, output)
-    banned = {*params.stop_token_ids, *EOS} if len(output) < params.min_tokens else ()
+def _draw(params: SamplingParams, processed: bytes, num_drawn: int) -> int:
+    banned = {*params.stop_token_ids, *EOS} if num_drawn < params.min_tokens else ()
     first = _token_id(processed, 0)
     for rank in range(NUM_TOKENS):
         token_id = FIRST_TOKEN_ID + (first - FIRST_TOKEN_ID + rank) % NUM_TOKENS
@@ -84,28 +88,28 @@ def _noise(params: SamplingParams, choice_index: int) -> bytes:
     return params.seed.to_bytes(8, "little") + choice_index.to_bytes(8, "little")
 
 
-def _changes(plan: RequestPlan, output: list[int]) -> bytes:
-    """What bias and penalties add, in the words of the step's inputs."""
-    params = plan.sampling
-    plain = params.frequency_penalty == 0 and params.repetition_penalty == 1
-    if plain and params.presence_penalty == 0 and not params.logit_bias:
+def _embedding(plan: RequestPlan) -> bytes:
+    """The bytes of the last state, or their mean over all, as numbers."""
+    states = np.array([list(state) for state in states_of(plan.prompt)], dtype=np.float32)
+    pooled = states[-1] if plan.pooling == "last" else states.sum(0) / np.float32(len(states))
+    return pooled.astype("<f4").tobytes()
+
+
+def _bias(params: SamplingParams) -> bytes:
+    token_ids = array("q", (token_id for token_id, _ in params.logit_bias))
+    return token_ids.tobytes() + array("f", (value for _, value in params.logit_bias)).tobytes()
+
+
+def _penalties(params: SamplingParams, counts: dict[int, int]) -> bytes:
+    """`counts`: of each distinct token in the output, in the order of their first appearance."""
+    frequency, presence = params.frequency_penalty, params.presence_penalty
+    if frequency == 0 and presence == 0 and params.repetition_penalty == 1:
         return b""
-    return _adjustments(_inputs_of(plan, output), 0)
-
-
-def _inputs_of(plan: RequestPlan, output: list[int]) -> SamplingInputs:
-    token_ids = [*plan.prompt, *output]
-    sequence = Sequence(
-        sequence_id=b"",
-        tenant_id="",
-        cache_root=b"",
-        token_ids=token_ids,
-        num_prompt_tokens=len(plan.prompt),
-        sampling=plan.sampling,
-    )
-    sequence.num_computed_tokens = len(token_ids) - 1
-    sequence.block_table = [0] * (len(token_ids) // BLOCK_SIZE + 1)
-    return build_inputs([ScheduledSequence(sequence, 1)], BLOCK_SIZE).sampling
+    repetition = array("f", (params.repetition_penalty,)) * len(counts)
+    of_output = np.array(list(counts.values()))
+    subtracted = frequency * of_output + presence * (of_output > 0)
+    token_ids = array("q", counts)
+    return token_ids.tobytes() + repetition.tobytes() + subtracted.astype(np.float32).tobytes()
 
 
 def states_of(token_ids: Iterable[int]) -> list[bytes]:

@@ -16,6 +16,7 @@ from tests.simulation.client import Client
 from tests.simulation.excuses import Trouble
 from tests.simulation.gateway import SimulatedGateway
 from tests.simulation.kv_link import HARMLESS, DataPlane, FrameFate
+from tests.simulation.leaks import of_index
 from tests.simulation.members import AnyHost, Member, SimulatedIndex, SimulatedScheduler
 from tests.simulation.monitor import Monitor, tasks_left
 from tests.simulation.plan import TENANTS, Fault, Plan
@@ -117,11 +118,14 @@ class Fleet:
                 gateway.process.start(gateway.serve(client))
 
     def leaks(self) -> list[str]:
-        """What is left of requests, on any process that lives."""
-        found = []
+        """What is left of requests, on any process that lives, and what an index has missed."""
+        found, workers = [], self.workers()
         for host in self.hosts():
-            found += [f"{host.process.process_id}: {each}" for each in host.leaks()]
+            process_id = host.process.process_id
+            found += [f"{process_id}: {each}" for each in host.leaks()]
             found += tasks_left(host)
+            if isinstance(host, SimulatedIndex):
+                found += [f"{process_id}: {each}" for each in of_index(host.service.index, workers)]
         return found
 
     # ── faults ───────────────────────────────────────────────────────────────────────────────────
@@ -157,8 +161,10 @@ class Fleet:
                 self._link_noises.append(fault)
                 await asyncio.sleep(fault.duration_s)
                 self._link_noises.remove(fault)
-            case "nats_restart" | "nats_hang" | "redis_away":
-                await self._take_away(fault)
+            case "nats_restart" | "nats_hang":
+                await self._take_nats_away(fault)
+            case "redis_away" | "redis_hang":
+                await self._take_redis_away(fault)
 
     async def _disturb(self, active: list[Fault], fault: Fault) -> None:
         active.append(fault)
@@ -215,24 +221,26 @@ class Fleet:
                 await asyncio.sleep(fault.duration_s)
                 process.unwedge()
 
-    async def _take_away(self, fault: Fault) -> None:
+    async def _take_nats_away(self, fault: Fault) -> None:
         network = self.network
-        if fault.kind == "redis_away":
-            self.store.is_away = True
-        elif network.is_away or network.is_hanging:
+        if network.is_away or network.is_hanging:
             return
-        elif fault.kind == "nats_restart":
-            network.stop_server()
-        else:
-            network.hang()
+        is_hang = fault.kind == "nats_hang"
+        (network.hang if is_hang else network.stop_server)()
         await asyncio.sleep(fault.duration_s)
-        match fault.kind:
-            case "redis_away":
-                self.store.is_away = False
-            case "nats_restart":
-                network.start_server()
-            case _:
-                network.resume()
+        (network.resume if is_hang else network.start_server)()
+
+    async def _take_redis_away(self, fault: Fault) -> None:
+        store = self.store
+        if store.is_away or store.is_hanging:
+            return
+        if fault.kind == "redis_hang":
+            store.hang()
+        else:
+            store.is_away = True
+        await asyncio.sleep(fault.duration_s)
+        store.is_away = False
+        store.resume()
 
     def _message_fate(self, subject: str, sender: str, receiver: str) -> tuple[float, ...]:
         if any(each.target == receiver and each.other == sender for each in self._deaf):

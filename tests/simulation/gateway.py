@@ -70,7 +70,7 @@ class SimulatedGateway:
             if self.heart.state != "ready":
                 raise NoCapacity("the gateway is draining", retry_after_s=1.0)
         except HearthError as error:
-            client.refused = error
+            client.refused, client.ended_at = error, self._clock.now()
             return
         client.gateway_id = self.process.process_id
         client.opened_at = self._clock.now()

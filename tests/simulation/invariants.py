@@ -9,10 +9,10 @@ from tests.simulation.excuses import unexplained
 from tests.simulation.expected import Expected, expected_of, expected_prompt_logprobs
 from tests.simulation.fleet import Fleet
 
-# Faults that no process may take for the loss of another.
-UNSUSPICIOUS = {"nats_restart", "nats_hang", "redis_away", "link_drop", "link_noise", "slow"}
 # Faults after which no request may have been submitted a second time.
-UNDISTURBING = {"redis_away", "link_drop", "link_noise", "slow"}
+UNDISTURBING = {"redis_away", "redis_hang", "link_drop", "link_noise", "slow"}
+# Faults that no process may take for the loss of another.
+UNSUSPICIOUS = {"nats_restart", "nats_hang", *UNDISTURBING}
 # Faults that can lose an acknowledgement, so that an ending is kept until its time is over.
 FORGETFUL = {"noise", "deaf", "nats_restart", "nats_hang", "cut_off", "freeze"}
 SOON_S = 6.0
@@ -69,6 +69,9 @@ def wrongs_of_client(client: Client) -> list[str]:
         ):
             found.append(f"choice {index}: tokens without logprobs")
         found += _wrongs_of_ending(index, client, expected)
+        is_told = told.finish is not None and told.finish.failure is None
+        if is_told and told.finish.embedding != expected.embedding:
+            found.append(f"choice {index}: another embedding")
     wanted = expected_prompt_logprobs(client.plan)
     if any(each != wanted for each in client.prompt_logprobs):
         found.append("other logprobs of the prompt")

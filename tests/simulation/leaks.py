@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Sized
 from typing import TYPE_CHECKING
 
+from services.kv_index.index import State
+from services.kv_index.registry import _key
 from services.scheduler.service import SchedulerService
 
 if TYPE_CHECKING:
+    from services.kv_index.index import PrefixIndex
+    from services.kv_index.service import KvIndexService
+    from tests.simulation.store import MemoryStore
     from tests.simulation.workers import SimulatedWorker
 
 
@@ -54,3 +59,39 @@ def of_scheduler(service: SchedulerService) -> list[str]:
         telling=service._telling,
         assignments=service._workers._assignments,
     ) + ([f"queued tokens: {admission.num_tokens}"] if admission.num_tokens else [])
+
+
+def of_registry(service: KvIndexService, store: MemoryStore) -> list[str]:
+    """What has not come to Redis, and what should not have."""
+    registry = service._registry
+    found = not_empty(unwritten=registry._pending)
+    found += [
+        f"{worker_id} does not hold {block_hash.hex()}"
+        for worker_id, held in registry._held_by.items()
+        for block_hash in held
+        if not service.index.holds(worker_id, block_hash)
+    ]
+    for record in registry._records.values():
+        written = store.data.get(_key(record.tenant_id, record.block_hash), {})
+        if written.get(b"holders") != ",".join(sorted(record.holders)).encode():
+            found.append(f"Redis knows other holders of {record.block_hash.hex()}")
+    return found
+
+
+def of_index(index: PrefixIndex, workers: list[SimulatedWorker]) -> list[str]:
+    """Where it does not know exactly what the workers' pools hold."""
+    found = []
+    for worker in workers:
+        state = index.state_of(worker.worker_id)
+        if state is not State.EXACT:
+            found.append(f"{worker.worker_id}'s cache is {state}")
+            continue
+        bit = 1 << index._workers[worker.worker_id].slot
+        known = {block_hash for block_hash, mask in index._holders.items() if mask & bit}
+        held = worker.engine.pool._block_ids.keys()
+        if known != held:
+            found.append(
+                f"{worker.worker_id}: {len(held - known)} of {len(held)} cached blocks unknown, "
+                f"{len(known - held)} known ones not there"
+            )
+    return found

@@ -53,6 +53,7 @@ class SimulatedIndex:
     ) -> None:
         self.process = SimulatedProcess(process_id)
         self.bus = network.bus(process_id, self.process)
+        self._redis = store
         config = KvIndexConfig(
             nats_url="nats://here", process_id=process_id, redis_url="redis://here"
         )
@@ -79,7 +80,8 @@ class SimulatedIndex:
         """It has none."""
 
     def leaks(self) -> list[str]:
-        return leaks.not_empty(resyncs=self.service._resyncs)
+        resyncs = leaks.not_empty(resyncs=self.service._resyncs)
+        return resyncs + leaks.of_registry(self.service, self._redis)
 
 
 AnyHost = SimulatedGateway | SimulatedScheduler | SimulatedIndex | SimulatedWorker

@@ -28,7 +28,7 @@ IDLE_TASKS = frozenset(
     {
         "DecodeService._sweep",
         "EngineLoop._run",
-        "Event.wait",
+        "EngineLoop._tick",
         "Heart._beat",
         "Heart._watch",
         "KvIndexService._sweep",

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shared.engine.timing_engine import StepCost
-from shared.messages import SamplingParams
+from shared.messages import Pooling, SamplingParams
 
 FaultKind = Literal[
     "kill", "freeze", "slow", "wedge", "drain", "cut_off",
-    "nats_restart", "nats_hang", "redis_away",
+    "nats_restart", "nats_hang", "redis_away", "redis_hang",
     "noise", "deaf", "link_drop", "link_noise",
 ]  # fmt: skip
 
@@ -56,6 +56,7 @@ class RequestPlan:
     num_choices: int
     sampling: SamplingParams
     deadline_s: float
+    pooling: Pooling | None  # an embedding is asked for
     stop_modulus: int  # a token that it divides is a stop string; 0: none
     leaves_after_s: float | None  # the client goes
 

@@ -1,22 +1,32 @@
-"""Bugs planted into the real code, to see that the simulation finds them."""
+"""Bugs planted into the real code, to see that the simulation finds them.
+
+`python -m tests.simulation.planted` prints the first seed that shows each: what a seed means
+changes with what is drawn.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 from unittest.mock import patch
 
 from services.decode.handoff import Handoff
 from services.decode.handoffs import Handoffs
+from services.gateway import streams
 from services.gateway.actions import Actions
 from services.gateway.choice_tokens import ChoiceTokens
 from services.gateway.streams import Streams
+from services.kv_index.index import PrefixIndex
+from services.kv_index.registry import PrefixRegistry
 from services.prefill.service import PrefillService
 from services.scheduler.admission import Admission
 from services.scheduler.fleet import WorkerFleet
 from shared import block_hash
+from shared.engine import engine
 from shared.engine.batcher import Batcher
 from shared.engine.engine import Engine
 from shared.health import Fleet
@@ -136,24 +146,57 @@ def _shared_block_written(right: Any) -> Any:
     return lambda self, sequence: False
 
 
+def _impatient(right: Any) -> Any:
+    """NATS gives a scheduler that hangs its share of the tries for longer than that."""
+    return 2.0
+
+
+def _last_chunk_pooled(right: Any) -> Any:
+    def collect(sequence: Any, index: int, output: Any) -> None:
+        sequence.pooled = None
+        right(sequence, index, output)
+
+    return collect
+
+
 def _queue_without_bound(right: Any) -> Any:
     return lambda self, tenant_id, num_tokens: None
 
 
 BUGS = (
-    Bug("the gateway's fence is gone", Streams, "on_token_batch", _late_tokens_accepted, 248),
-    Bug("decode renews no prefill lease", Handoffs, "renew_leases", _nothing, 164),
-    Bug("blocks are freed while a step writes them", Engine, "abort", _blocks_freed_in_step, 6),
-    Bug("a late KV frame is accepted", Handoff, "_try", _one_id_for_all_tries, 17),
+    Bug("the gateway's fence is gone", Streams, "on_token_batch", _late_tokens_accepted, 484),
+    Bug("decode renews no prefill lease", Handoffs, "renew_leases", _nothing, 78),
+    Bug("blocks are freed while a step writes them", Engine, "abort", _blocks_freed_in_step, 3),
+    Bug("a late KV frame is accepted", Handoff, "_try", _one_id_for_all_tries, 25),
     Bug("acknowledged before the end", Streams, "_accept", _acknowledged_at_once, 0),
-    Bug("nothing is sent again", Streams, "_ask_again", _nothing, 38),
-    Bug("a gap in the tokens is overlooked", ChoiceTokens, "accept", _gaps_overlooked, 13),
-    Bug("the gateway aborts nothing", Actions, "abort", _nothing, 2),
-    Bug("an excluded worker is chosen", WorkerFleet, "_serving", _exclusion_ignored, 12),
-    Bug("the checksum is not compared", Placements, "_hand_over", _checksum_not_compared, 60),
+    Bug("nothing is sent again", Streams, "_ask_again", _nothing, 4),
+    Bug("a gap in the tokens is overlooked", ChoiceTokens, "accept", _gaps_overlooked, 22),
+    Bug("the gateway aborts nothing", Actions, "abort", _nothing, 0),
+    Bug("an excluded worker is chosen", WorkerFleet, "_serving", _exclusion_ignored, 58),
+    Bug("the checksum is not compared", Placements, "_hand_over", _checksum_not_compared, 55),
     Bug("tenants share one hash root", block_hash, "root_hash", _root_without_tenant, 1),
-    Bug("a silent bus is taken for dead peers", Fleet, "can_judge", _bus_always_trusted, 6),
+    Bug("a silent bus is taken for dead peers", Fleet, "can_judge", _bus_always_trusted, 4),
     Bug("a prefill keeps its blocks", PrefillService, "_deliver", _push_never_released, 0),
     Bug("a shared block is written", Batcher, "_writes_shared", _shared_block_written, 1),
+    Bug("a request looks too short for a scheduler", streams, "SUBMIT_WINDOW_S", _impatient, 21),
+    Bug("who was away with the bus is asked", Fleet, "bus_was_away", _nothing, 147),
+    Bug("nobody misses a last KV event", PrefixIndex, "announce", _nothing, 4),
+    Bug("an embedding begins anew at each chunk", engine, "_collect", _last_chunk_pooled, 4),
+    Bug("what Redis missed is not written again", PrefixRegistry, "_restore", _nothing, 44),
+    Bug("Redis keeps what a resync did not find", PrefixRegistry, "checked", _nothing, 18),
     Bug("the queue has no bound", Admission, "_check_room", _queue_without_bound, 2),
 )
+
+
+def main(names: list[str]) -> None:
+    from tests.simulation.simulation import simulate
+
+    for bug in BUGS:
+        if not names or any(name in bug.name for name in names):
+            with bug.planted():
+                found_by = next(seed for seed in count() if simulate(seed).wrongs)
+            print(f"{found_by:6} {bug.name}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -15,6 +15,7 @@ from asyncio import TimerHandle
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
+from functools import cached_property, partial
 from typing import Any
 
 BACKLOG_STEP_S = 30e-6
@@ -37,29 +38,33 @@ class SimulatedProcess:
         self._tasks: list[asyncio.Task[Any]] = []
         self._prune_at = 64
 
+    @cached_property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """All its life; asking asyncio each time costs a system call."""
+        return asyncio.get_running_loop()
+
     # ── what reaches it ──────────────────────────────────────────────────────────────────────────
 
-    def arrive(self, act: Callable[[], object]) -> None:
+    def arrive(self, act: Callable[..., object], *args: object) -> None:
         """Now, or once it is awake; never if it is dead."""
         if self.is_dead:
             return
         if self.is_frozen or self._arrived:
-            self._arrived.append(act)
+            self._arrived.append(partial(act, *args))
         else:
-            self.context.copy().run(act)  # one may be entered already, further up
+            self.context.copy().run(act, *args)  # one may be entered already, further up
 
     def call_later(self, delay_s: float, act: Callable[[], object]) -> TimerHandle:
         """A timer of its own."""
-        loop = asyncio.get_running_loop()
-        return loop.call_later(delay_s, self._due, act, context=self.context)
+        return self.loop.call_later(delay_s, self._due, act, context=self.context)
 
-    def _due(self, act: Callable[[], object]) -> None:
+    def _due(self, act: Callable[..., object], *args: object) -> None:
         if self.is_dead:
             return
         if self.is_frozen:
-            self._overdue.append(act)
+            self._overdue.append(partial(act, *args))
         else:
-            act()
+            act(*args)
 
     # ── faults ───────────────────────────────────────────────────────────────────────────────────
 
@@ -150,20 +155,24 @@ class ProcessClock:
         self._is_engine = is_engine
 
     def now(self) -> float:
-        return asyncio.get_running_loop().time()
+        return self._process.loop.time()
 
     async def sleep(self, delay_s: float) -> None:
         if self._is_engine:
             delay_s *= self._process.slowness
             await self._process.unwedged()
-        woken = asyncio.get_running_loop().create_future()
-
-        def wake() -> None:
-            if not woken.done():
-                woken.set_result(None)
-
-        timer = self._process.call_later(delay_s, wake)
+        loop = self._process.loop
+        woken: asyncio.Future[None] = asyncio.Future(loop=loop)
+        timer = loop.call_later(
+            delay_s, self._process._due, _wake, woken, context=self._process.context
+        )
         try:
             await woken
-        finally:
+        except asyncio.CancelledError:
             timer.cancel()
+            raise
+
+
+def _wake(sleeper: asyncio.Future[None]) -> None:
+    if not sleeper.done():
+        sleeper.set_result(None)

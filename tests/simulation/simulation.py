@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections import Counter
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
@@ -77,6 +78,7 @@ def run_plan(plan: Plan) -> Outcome:
         loop.set_exception_handler(lambda _, context: broken.append(repr(context)))
         try:
             outcome = loop.run_until_complete(_run(plan, taken))
+            gc.collect()  # a task that goes tells of an exception that nobody took
         finally:
             asyncio.set_event_loop(None)
             loop.close()

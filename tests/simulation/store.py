@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextvars import Context
+from functools import partial
+from typing import Any, TypeVar
 
-from shared.store import Command, StoreUnavailable
+from shared.store import BREAKER_S, STORE_TIMEOUT_S, Command, StoreUnavailable
 from tests.simulation.process import ProcessClock, SimulatedProcess
+
+T = TypeVar("T")
 
 LATENCY_S = 0.0003
 
@@ -16,13 +21,17 @@ def _encoded(value: str | bytes | int | float) -> bytes:
 
 
 class MemoryStore:
-    """`is_away = True` makes every call fail, as a dead Redis does. Expiry is noted, not run."""
+    """`is_away = True` makes every call fail, as a dead Redis does. One that hangs does what was
+    written to it when it goes on, though nobody waits for it any more. Expiry is noted, not run.
+    """
 
     def __init__(self) -> None:
         self.data: dict[str, Any] = {}
         self.time_to_live_s: dict[str, int] = {}
         self.num_writes = 0
         self.is_away = False
+        self._resumed = asyncio.Event()
+        self._resumed.set()
         self._commands: dict[str, Callable[..., None]] = {
             "SET": self._set,
             "DEL": self._delete,
@@ -35,6 +44,20 @@ class MemoryStore:
             "ZREM": self._sorted_remove,
             "ZREMRANGEBYRANK": self._sorted_remove_range,
         }
+
+    @property
+    def is_hanging(self) -> bool:
+        return not self._resumed.is_set()
+
+    def hang(self) -> None:
+        self._resumed.clear()
+
+    def resume(self) -> None:
+        self._resumed.set()
+
+    async def once_resumed(self, question: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        await self._resumed.wait()
+        return await question()
 
     async def get(self, key: str) -> bytes | None:
         self._check()
@@ -120,27 +143,57 @@ class MemoryStore:
 
 
 class ProcessStore:
-    """One process's connection to the Redis of all."""
+    """One process's connection to the Redis of all, with the real one's timeout and breaker."""
 
     def __init__(self, shared: MemoryStore, process: SimulatedProcess) -> None:
         self._shared = shared
+        self._process = process
         self._clock = ProcessClock(process)
+        self._closed_until = 0.0
 
     async def get(self, key: str) -> bytes | None:
-        await self._clock.sleep(LATENCY_S)
-        return await self._shared.get(key)
+        return await self._ask(lambda: self._shared.get(key))
 
     async def hash_get(self, key: str) -> Mapping[bytes, bytes]:
-        await self._clock.sleep(LATENCY_S)
-        return await self._shared.hash_get(key)
+        return await self._ask(lambda: self._shared.hash_get(key))
 
     async def sorted_set_head(self, key: str, count: int) -> Sequence[bytes]:
-        await self._clock.sleep(LATENCY_S)
-        return await self._shared.sorted_set_head(key, count)
+        return await self._ask(lambda: self._shared.sorted_set_head(key, count))
 
     async def write(self, commands: Sequence[Command]) -> None:
-        await self._clock.sleep(LATENCY_S)
-        await self._shared.write(commands)
+        await self._ask(lambda: self._shared.write(commands))
 
     async def close(self) -> None:
         pass
+
+    async def _ask(self, question: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        if self._clock.now() < self._closed_until:
+            raise StoreUnavailable("Redis is away")
+        try:
+            await self._clock.sleep(LATENCY_S)
+            if self._shared.is_hanging:
+                return await self._in_time(question)
+            return await question()
+        except StoreUnavailable:
+            self._closed_until = self._clock.now() + BREAKER_S
+            raise
+
+    async def _in_time(self, question: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """What is asked is in the socket of a Redis that hangs, whatever becomes of the asker."""
+        loop = asyncio.get_running_loop()
+        served = loop.create_task(self._shared.once_resumed(question), context=Context())
+        over: asyncio.Future[None] = loop.create_future()
+        served.add_done_callback(lambda _: self._process.arrive(_settle, over))
+        timer = self._process.call_later(STORE_TIMEOUT_S, partial(_settle, over))
+        try:
+            await over
+        finally:
+            timer.cancel()
+        if not served.done():
+            raise StoreUnavailable("Redis does not answer")
+        return served.result()
+
+
+def _settle(over: asyncio.Future[None]) -> None:
+    if not over.done():
+        over.set_result(None)

@@ -7,53 +7,30 @@ import gc
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
 from math import inf
 
 from tests.simulation.drawing import plan_of
+from tests.simulation.saved import save
 from tests.simulation.simulation import Outcome, run_plan
+from tests.simulation.tally import Tally
 
-CHUNK = 25  # schedules between two collections of garbage, and between two reports
-
-
-@dataclass
-class Tally:
-    num_schedules: int = 0
-    virtual_s: float = 0.0
-    cpu_s: float = 0.0
-    endings: Counter[str] = field(default_factory=Counter)
-    faults: Counter[str] = field(default_factory=Counter)
-    failed: list[Outcome] = field(default_factory=list)
-
-    def add(self, other: Tally) -> None:
-        self.num_schedules += other.num_schedules
-        self.virtual_s += other.virtual_s
-        self.cpu_s += other.cpu_s
-        self.endings += other.endings
-        self.faults += other.faults
-        self.failed += other.failed
+CHUNK = 25  # schedules that a process runs between two reports
 
 
 def run_seeds(seeds: Iterable[int]) -> Tally:
-    """One after the other, without the cyclic garbage collector's pauses in between."""
+    """One after the other; what is no garbage from before is not looked at after each."""
     tally, began = Tally(), time.process_time()
     gc.disable()
+    gc.freeze()
     try:
         for seed in seeds:
             plan = plan_of(seed)
-            outcome = run_plan(plan)
-            tally.num_schedules += 1
-            tally.virtual_s += outcome.virtual_s
-            tally.endings += outcome.endings
-            tally.faults.update(fault.kind for fault in plan.faults)
-            if outcome.wrongs:
-                tally.failed.append(outcome)
+            tally.note(plan, run_plan(plan))
     finally:
+        gc.unfreeze()
         gc.enable()
-        gc.collect()
     tally.cpu_s = time.process_time() - began
     return tally
 
@@ -79,6 +56,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--minutes", type=float, default=inf, help="stop after so long")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/simulation")
+    parser.add_argument("--add", action="store_true", help="to the pieces that are saved there")
     given = parser.parse_args(argv)
     began, total = time.monotonic(), Tally()
     for tally in sweep(given.first, given.seeds, given.jobs):
@@ -91,7 +69,7 @@ def main(argv: list[str]) -> int:
             break
     took_s = time.monotonic() - began
     if given.save:
-        _save(total, took_s, argv)
+        save(total, given.first, took_s, argv, is_added=given.add)
     else:
         print(f"{total.num_schedules} schedules in {took_s:.1f} s, {len(total.failed)} failed")
         print(f"requests: {dict(total.endings)}")
@@ -102,25 +80,6 @@ def main(argv: list[str]) -> int:
 def report_of(outcome: Outcome) -> str:
     lines = "".join(f"\n    {wrong[:1000]}" for wrong in outcome.wrongs)
     return f"seed {outcome.seed} fails; replay it by\n    {outcome.replay}{lines}"
-
-
-def _save(total: Tally, took_s: float, argv: list[str]) -> None:
-    from benchmarks.report import at_most, write_result
-
-    row = {
-        "schedules": total.num_schedules,
-        "failed": len(total.failed),
-        "virtual_hours": round(total.virtual_s / 3600, 2),
-        "wall_s": round(took_s, 1),
-        "cpu_ms_per_schedule": round(1000 * total.cpu_s / max(1, total.num_schedules), 1),
-    }
-    rows = [
-        row,
-        *({"requests": name, "count": n} for name, n in total.endings.most_common()),
-        *({"faults": name, "count": n} for name, n in total.faults.most_common()),
-    ]
-    bars = [at_most("schedules that failed", len(total.failed), 0, "schedules")]
-    write_result("simulation", rows, bars, ["-m", "tests.simulation.sweep", *argv])
 
 
 if __name__ == "__main__":

@@ -9,8 +9,11 @@ import pytest
 
 from shared.errors import NoResponders, Overloaded, PayloadTooLarge, RequestTimeout
 from shared.messages import AbortRequest, Done, ListBlocks
+from shared.store import BREAKER_S, STORE_TIMEOUT_S, StoreUnavailable
 from tests.simulation.bus import SimulatedNetwork, matches
 from tests.simulation.clock import VirtualClock, run
+from tests.simulation.process import SimulatedProcess
+from tests.simulation.store import MemoryStore, ProcessStore
 
 ABORT = AbortRequest(placement_id=b"p" * 16, reason="stop")
 
@@ -105,6 +108,30 @@ def test_a_frozen_process_gets_and_sends_all_when_it_wakes() -> None:
         network.thaw("one")
         await asyncio.sleep(1)
         assert len(heard) == 6
+
+    run(scenario())
+
+
+def test_redis_hangs_as_a_stopped_one_does() -> None:
+    """Callers wait no longer than they wait for the real one; what was sent is done later."""
+
+    async def scenario() -> None:
+        shared, clock = MemoryStore(), VirtualClock()
+        store = ProcessStore(shared, SimulatedProcess("asker"))
+        shared.hang()
+        began = clock.now()
+        with pytest.raises(StoreUnavailable, match="does not answer"):
+            await store.write([("SET", "sent", 1)])
+        assert clock.now() - began == pytest.approx(STORE_TIMEOUT_S, abs=0.001)
+        with pytest.raises(StoreUnavailable, match="is away"):
+            await store.write([("SET", "unsent", 1)])
+        await clock.sleep(BREAKER_S)
+        late = asyncio.ensure_future(store.get("sent"))
+        await clock.sleep(STORE_TIMEOUT_S / 2)
+        assert shared.data == {}
+        shared.resume()
+        assert await late == b"1"
+        assert shared.data.keys() == {"sent"}
 
     run(scenario())
 

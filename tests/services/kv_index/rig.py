@@ -69,6 +69,7 @@ class CacheWorker:
         )
         randomness = SeededRandomness(epoch)
         self.heart = Heart(bus, clock, randomness, roles=(role,), load=self._load, model=card)
+        self.heart.epoch = epoch
 
     async def join(self) -> None:
         subject = subjects.list_blocks(self.role, self.bus.process_id)
@@ -117,7 +118,7 @@ class CacheWorker:
 
     def _load(self) -> WorkerLoad:
         self._step += 1
-        return WorkerLoad(step=self._step, step_budget_s=1.0)
+        return WorkerLoad(step=self._step, step_budget_s=1.0, num_kv_events=self.sequence_number)
 
 
 def _run(numbers: list[int]) -> BlocksStored:

@@ -156,6 +156,19 @@ def test_old_events_are_ignored() -> None:
     assert found(index, 1) == {"w0": 1}
 
 
+def test_events_that_a_heartbeat_told_of_must_be_here_by_the_next() -> None:
+    index = synced("w0")
+    assert index.announce("w0", 1, 2) is Outcome.APPLIED  # they may still be under way
+    index.apply(events("w0", 1, stored(1)))
+    assert index.announce("w0", 2, 2) is Outcome.NEEDS_RESYNC
+    assert state(index) == "degraded"
+    assert index.announce("w0", 2, 2) is Outcome.APPLIED  # once is enough
+    index = synced("w0")
+    assert index.announce("w0", 7, 5) is Outcome.APPLIED
+    assert index.announce("w0", 1, 0) is Outcome.APPLIED  # that was another life's
+    assert index.announce("stranger", 1, 5) is Outcome.IGNORED
+
+
 def test_an_abandoned_resync_keeps_what_was_known() -> None:
     index = synced("w0")
     index.apply(events("w0", 1, stored(1)))

@@ -12,7 +12,7 @@ from shared.bus import NatsBus
 from shared.clock import MonotonicClock
 from shared.config import KvIndexConfig
 from shared.errors import HearthError, NoResponders
-from shared.health import SILENCE_LIMIT_S
+from shared.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S
 from shared.messages import BlockPage, BlocksRemoved, ListBlocks
 from shared.store import RedisStore
 from tests.servers import NatsServer, RedisServer
@@ -74,6 +74,45 @@ def test_a_lost_event_is_found_and_mended() -> None:
         assert lengths == {"prefill-0": 2}
         rig.network.is_dropped = lambda subject, sender, receiver: False
         assert await rig.exact(1, 2, 3, within_s=2.0) == {"prefill-0": 1}
+
+    scenario(test)
+
+
+def test_a_lost_last_event_is_found_by_the_heartbeats() -> None:
+    async def test(rig: Rig) -> None:
+        worker = await rig.worker("prefill-0")
+        await asyncio.sleep(0.1)
+        await worker.store(1, 2)
+        rig.network.is_dropped = lambda subject, sender, receiver: subject.endswith("kv_events")
+        await worker.remove(2)
+        rig.network.is_dropped = lambda subject, sender, receiver: False
+        await asyncio.sleep(3 * HEARTBEAT_INTERVAL_S)
+        assert await rig.match(1, 2) == ("exact", {"prefill-0": 1})
+        num_listed = worker.num_listed
+        await asyncio.sleep(4 * HEARTBEAT_INTERVAL_S)
+        assert worker.num_listed == num_listed
+
+    scenario(test)
+
+
+def test_a_resync_leaves_in_redis_what_the_worker_still_holds() -> None:
+    """A prefix that is no longer the tip of a run in its pages, too."""
+
+    async def test(rig: Rig) -> None:
+        worker = await rig.worker("prefill-0")
+        await asyncio.sleep(0.1)
+        await worker.store(1, 2)
+        await worker.store(3, 4)
+        await worker.store(9)
+        rig.network.is_dropped = lambda subject, sender, receiver: subject.endswith("kv_events")
+        await worker.remove(9)
+        rig.network.is_dropped = lambda subject, sender, receiver: False
+        await asyncio.sleep(5 * HEARTBEAT_INTERVAL_S)
+        holders = {
+            number: rig.store.data[f"hearth:t:prefix:{block(number).hex()}"][b"holders"]
+            for number in (2, 4, 9)
+        }
+        assert holders == {2: b"prefill-0", 4: b"prefill-0", 9: b""}
 
     scenario(test)
 
