@@ -15,7 +15,7 @@ from shared.kv_wire.link import FrameHeader, FrameSink
 
 log = structlog.get_logger(__name__)
 
-# Makes a private copy of a frame's payload and returns it with the checksum of the copy.
+# Makes a private copy of a frame's payload and returns it with the frame's checksum, of the copy.
 TakeCopy = Callable[[], Awaitable[tuple[memoryview, int]]]
 
 
