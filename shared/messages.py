@@ -392,6 +392,12 @@ class WorkerLoad(Message, frozen=True, kw_only=True):
     num_computed_prompt_tokens: Count = 0
     num_prompt_tokens: Count = 0  # of admitted sequences, with output that an earlier try drew
     num_cached_prompt_tokens: Count = 0  # of those, found in this worker's cache
+    # KV frames since the process started: taken, and refused, by what was wrong
+    num_kv_frames: Count = 0
+    num_corrupt_kv_frames: Count = 0
+    num_unknown_kv_frames: Count = 0  # late, or another's
+    num_refused_kv_frames: Count = 0  # doubled, out of order, of another format
+    num_bad_kv_peers: Count = 0  # connections that broke the protocol, or ended within a frame
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import chain
 
+import msgspec
+
 from shared.background import Background
 from shared.bus import Bus
 from shared.clock import Clock
@@ -16,6 +18,7 @@ from shared.engine.loop import EngineLoop
 from shared.engine.sequence import Sequence
 from shared.errors import InvalidRequest, UnknownModel
 from shared.heartbeat import Heart
+from shared.kv_wire.placements import ReceiverCounts
 from shared.messages import (
     BlockPage,
     DataPlaneAddress,
@@ -23,6 +26,7 @@ from shared.messages import (
     ListBlocks,
     ModelCard,
     Role,
+    WorkerLoad,
 )
 from shared.outbox import Outbox
 from shared.randomness import Randomness
@@ -52,6 +56,7 @@ class Worker:
         roles: tuple[Role, ...],
         region: str = "",
         data_plane: DataPlaneAddress | None = None,
+        frame_counts: ReceiverCounts | None = None,
     ) -> None:
         self.bus = bus
         self.clock = clock
@@ -66,10 +71,11 @@ class Worker:
             randomness,
             roles=roles,
             region=region,
-            load=loop.load,
+            load=self._load,
             model=served.card,
             data_plane=data_plane,
         )
+        self._frame_counts = ReceiverCounts() if frame_counts is None else frame_counts
         self._event_number = 0
         self._snapshot: tuple[int, list[CachedBlock]] = (0, [])  # what a resync is paging through
         self._background = Background()
@@ -125,6 +131,17 @@ class Worker:
         await self.loop.stop()
         await self.outbox.stop()
         await self.heart.stop()
+
+    def _load(self) -> WorkerLoad:
+        counts = self._frame_counts
+        return msgspec.structs.replace(
+            self.loop.load(),
+            num_kv_frames=counts.num_frames,
+            num_corrupt_kv_frames=counts.num_corrupt,
+            num_unknown_kv_frames=counts.num_unknown,
+            num_refused_kv_frames=counts.num_refused,
+            num_bad_kv_peers=counts.num_bad_peers,
+        )
 
     async def _tell_kv_events(self) -> None:
         while True:

@@ -26,7 +26,7 @@ class ReceiverCounts:
     num_unknown: int = 0  # of a placement that is not expected
     num_corrupt: int = 0
     num_refused: int = 0  # by the sink
-    num_bad_peers: int = 0  # connections that broke the protocol or failed the handshake
+    num_bad_peers: int = 0  # that broke the protocol, failed the handshake or left within a frame
 
 
 @dataclass

@@ -147,6 +147,7 @@ async def test_a_frame_cut_short_is_not_delivered_and_its_sink_is_told(server: K
     async with asyncio.timeout(DEADLINE_S):
         await sink.lost.wait()
     assert (sink.frames, sink.corrupted, sink.num_lost) == ([], [], 1)
+    assert server.counts.num_bad_peers == 1
 
 
 async def test_a_wrong_sum_on_the_wire_is_refused(server: KvServer) -> None:
