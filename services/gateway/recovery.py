@@ -50,7 +50,7 @@ class Recovery:
         self._heart = heart
         self._on_resubmitted = on_resubmitted
         self._num_told_resubmissions = 0
-        self._streams = Streams()
+        self._streams = Streams(bus.process_id)
         self._outbox = Outbox(bus)
         self._background = Background()
         self._is_idle = asyncio.Event()

@@ -63,12 +63,12 @@ _PATIENT = (NoCapacity, Overloaded)
 
 
 class Streams:
-    def __init__(self) -> None:
+    def __init__(self, gateway_id: str) -> None:
         self._by_request: dict[str, Stream] = {}
         self._by_placement: dict[bytes, Stream] = {}
         self._early = EarlyEntries()
         self._retired = RetiredPlacements()
-        self._actions = Actions()
+        self._actions = Actions(gateway_id)
         self.num_resubmissions = 0
 
     def __len__(self) -> int:
@@ -108,7 +108,7 @@ class Streams:
     def on_queued(self, request_id: str, attempt: int, reply: Queued, now: float) -> None:
         stream = self._by_request.get(request_id)
         if stream is None:
-            self._actions.cancel(reply.scheduler_id, request_id)
+            self._actions.cancel(reply.scheduler_id, request_id, attempt)
         elif stream.state is State.SUBMITTING and stream.attempt == attempt:
             self._queue(stream, reply.scheduler_id, now)
 
@@ -147,7 +147,7 @@ class Streams:
 
     def on_placement_failed(self, failed: PlacementFailed, now: float) -> None:
         stream = self._by_request.get(failed.request_id)
-        if stream is None or stream.placement is not None:
+        if stream is None or not _is_present(failed, stream):
             return
         if stream.state is State.QUEUED:
             stream.become(State.SUBMITTING)
@@ -157,14 +157,15 @@ class Streams:
     def on_keepalive(self, keepalive: QueueKeepalive, now: float) -> None:
         for request_id in keepalive.request_ids:
             stream = self._by_request.get(request_id)
+            attempt = None if stream is None else stream.attempt
             if stream is None or stream.state is State.RUNNING:
-                self._actions.cancel(keepalive.scheduler_id, request_id)
+                self._actions.cancel(keepalive.scheduler_id, request_id, attempt)
             elif stream.state is State.SUBMITTING:  # its ack came too late or got lost
                 self._queue(stream, keepalive.scheduler_id, now)
             elif stream.scheduler_id == keepalive.scheduler_id:
                 stream.keepalive_at = now
             else:
-                self._actions.cancel(keepalive.scheduler_id, request_id)
+                self._actions.cancel(keepalive.scheduler_id, request_id, attempt)
 
     def on_scheduler_lost(self, scheduler_id: str, now: float) -> None:
         for stream in list(self._by_request.values()):
@@ -174,13 +175,10 @@ class Streams:
     def on_bus_back(self, now: float) -> None:
         """What was under way when the bus broke is lost: who stays silent is soon asked again.
 
-        A queued request may have been placed without our being told. It is submitted anew and not
-        cancelled, as that could arrive second: who still holds it replaces it or, if it went to
-        another, is told so after the next keepalive.
+        A queued request may have been placed without our being told: it is submitted anew.
         """
         for stream in list(self._by_request.values()):
             if stream.state is State.QUEUED:
-                stream.scheduler_id = None
                 self._resubmit(stream, now)
             for choice in stream.choices.values():
                 choice.heard_at = min(choice.heard_at, now - QUIET_LIMIT_S + RESEND_RETRY_S)
@@ -191,7 +189,8 @@ class Streams:
         for entry in batch.entries:
             stream = self._by_placement.get(entry.placement_id)
             if stream is not None:
-                self._accept(stream, entry, now)
+                if stream.last_worker_id == batch.worker_id:
+                    self._accept(stream, entry, now)
             elif entry.placement_id in self._retired:
                 self._answer_retired(batch.worker_id, entry.placement_id, now)
             else:
@@ -294,7 +293,7 @@ class Streams:
         self._by_placement[placed.placement_id] = stream
         for choice in stream.choices.values():
             choice.heard_at = now
-        for entry in self._early.take(placed.placement_id):
+        for entry in self._early.take(placed.placement_id, placed.worker_id):
             if stream.placement is not None:
                 self._accept(stream, entry, now)
 
@@ -411,7 +410,7 @@ class Streams:
     def _leave(self, stream: Stream, reason: AbortReason, now: float) -> None:
         """Tells queue or worker that this stream is no longer theirs."""
         if stream.state is State.QUEUED and stream.scheduler_id is not None:
-            self._actions.cancel(stream.scheduler_id, stream.request_id)
+            self._actions.cancel(stream.scheduler_id, stream.request_id, stream.attempt)
         stream.scheduler_id = None
         is_told = stream.has_every_ending
         placement, stream.placement = stream.placement, None
@@ -448,6 +447,15 @@ class Streams:
     def _abort(self, worker_id: str, placement_id: bytes, reason: AbortReason, now: float) -> None:
         self._retired.add(placement_id, is_finished=False, now=now)
         self._actions.abort(worker_id, placement_id, reason)
+
+
+def _is_present(failed: PlacementFailed, stream: Stream) -> bool:
+    """Of the try that the stream waits for; what is queued may be an earlier one (its ack was late,
+    a keepalive told of it).
+    """
+    if stream.state is State.QUEUED:
+        return failed.scheduler_id == stream.scheduler_id
+    return stream.state is State.SUBMITTING and failed.attempt == stream.attempt
 
 
 def _fault_of(entry: TokenEntry, stream: Stream) -> str | None:

@@ -413,12 +413,14 @@ def test_a_failed_prefill_is_told():
     async def main():
         async with cluster() as it:
             told = []
-            await it.peer.bus.subscribe("hearth.v1.decode.x.control", PrefillFailed, told.append)
+            await it.peer.bus.subscribe(
+                "hearth.v1.decode.gateway-1.control", PrefillFailed, told.append
+            )
             target = it.decode.receiver.address
             command = RunPrefill(
                 placement_id=b"p" * 16,
                 tenant_id="t",
-                decode_worker_id="x",
+                decode_worker_id="gateway-1",
                 model="timing",
                 revision="r1",
                 kv_format=it.decode.runner.kv_format.key,
