@@ -111,8 +111,8 @@ def sender_of(wire_subject: str) -> str:
 
 def owner_of(subject: str) -> str | None:
     """The one process that a command reaches; None for a group."""
-    process_id = subject.split(".")[3]
-    return None if process_id == ANY else process_id
+    parts = subject.split(".")
+    return parts[3] if len(parts) == 5 and parts[3] != ANY else None
 
 
 def inbox_prefix(process_id: str) -> str:

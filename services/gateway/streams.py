@@ -25,6 +25,7 @@ from shared.errors import (
     DependencyUnavailable,
     HearthError,
     NoCapacity,
+    NoResponders,
     Overloaded,
     UnknownPlacement,
     WorkerBusy,
@@ -47,6 +48,7 @@ from shared.messages import (
 # How long a new request looks for a scheduler: NATS takes 3 s to see that a member of their queue
 # group hangs, which swallows its share of the tries until then.
 SUBMIT_WINDOW_S = 4.0
+NO_SCHEDULER_WINDOW_S = 0.5  # unless the server says that there is none
 RECOVERY_WINDOW_S = 10.0  # an accepted one looks longer: its client has an answer in hand
 SUBMIT_BACKOFF_S = 0.1
 MIN_TRIES = 3  # a gateway that was frozen finds its window gone by and nothing tried
@@ -112,7 +114,15 @@ class Streams:
         elif stream.state is State.SUBMITTING and stream.attempt == attempt:
             self._queue(stream, reply.scheduler_id, now)
 
-    def on_refused(self, request_id: str, attempt: int, error: HearthError, now: float) -> None:
+    def on_refused(
+        self,
+        request_id: str,
+        attempt: int,
+        error: HearthError,
+        now: float,
+        *,
+        is_bus_trusted: bool = True,
+    ) -> None:
         stream = self._by_request.get(request_id)
         if stream is None or stream.state is not State.SUBMITTING or stream.attempt != attempt:
             return
@@ -120,6 +130,9 @@ class Streams:
         is_hopeful = isinstance(error, _TRANSIENT) or (is_patient and isinstance(error, _PATIENT))
         if isinstance(error, NoCapacity):
             stream.excluded_workers.clear()  # better a worker that was lost than none
+        if isinstance(error, NoResponders) and is_bus_trusted and not stream.was_accepted:
+            nobody_until = stream.window_opened_at + NO_SCHEDULER_WINDOW_S
+            stream.give_up_at = min(stream.give_up_at, nobody_until)
         is_early = now + SUBMIT_BACKOFF_S < stream.give_up_at or stream.num_tries < MIN_TRIES
         if is_hopeful and is_early:
             stream.submit_at = now + SUBMIT_BACKOFF_S
@@ -275,17 +288,20 @@ class Streams:
         self._actions.submit(message)
 
     def _open_window(self, stream: Stream, now: float) -> None:
+        stream.window_opened_at = now
         stream.give_up_at = now + (RECOVERY_WINDOW_S if stream.is_recovering else SUBMIT_WINDOW_S)
         stream.num_tries = 0
 
     def _queue(self, stream: Stream, scheduler_id: str, now: float) -> None:
         stream.become(State.QUEUED)
+        stream.was_accepted = True
         stream.scheduler_id = scheduler_id
         stream.keepalive_at = now
         stream.submit_at = None
 
     def _run(self, stream: Stream, placed: Placed, now: float) -> None:
         stream.become(State.RUNNING)
+        stream.was_accepted = True
         stream.scheduler_id = None
         stream.submit_at = None
         stream.placement = Placement(placed.placement_id, placed.worker_id, heard_at=now)

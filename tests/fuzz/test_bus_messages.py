@@ -112,12 +112,20 @@ def _rare(it: Fleet) -> list[tuple[str, bytes]]:
             resend(worker_id),
             ResendTokens(placement_id=placement_id, choice_index=0, from_position=1),
         ),
-        (cancel("scheduler-1"), CancelQueued(request_id="first")),
+        (
+            cancel("scheduler-1"),
+            CancelQueued(request_id="first", gateway_id="gateway-1", attempt=1),
+        ),
         (
             placement("gateway-1"),
             QueueKeepalive(scheduler_id="scheduler-1", request_ids=("first", "other")),
         ),
-        (placement("gateway-1"), PlacementFailed(request_id="first", failure=failure)),
+        (
+            placement("gateway-1"),
+            PlacementFailed(
+                request_id="first", scheduler_id="scheduler-1", attempt=1, failure=failure
+            ),
+        ),
     ]
     for index in (None, 0, 1):
         abort = AbortRequest(placement_id=placement_id, reason="stop", choice_index=index)
