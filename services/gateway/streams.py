@@ -130,10 +130,10 @@ class Streams:
         is_hopeful = isinstance(error, _TRANSIENT) or (is_patient and isinstance(error, _PATIENT))
         if isinstance(error, NoCapacity):
             stream.excluded_workers.clear()  # better a worker that was lost than none
+        give_up_at = stream.give_up_at
         if isinstance(error, NoResponders) and is_bus_trusted and not stream.was_accepted:
-            nobody_until = stream.window_opened_at + NO_SCHEDULER_WINDOW_S
-            stream.give_up_at = min(stream.give_up_at, nobody_until)
-        is_early = now + SUBMIT_BACKOFF_S < stream.give_up_at or stream.num_tries < MIN_TRIES
+            give_up_at = min(give_up_at, stream.window_opened_at + NO_SCHEDULER_WINDOW_S)
+        is_early = now + SUBMIT_BACKOFF_S < give_up_at or stream.num_tries < MIN_TRIES
         if is_hopeful and is_early:
             stream.submit_at = now + SUBMIT_BACKOFF_S
             return

@@ -400,6 +400,18 @@ def test_where_there_is_no_scheduler_at_all_a_new_request_does_not_wait_long() -
     assert 0.3 < rig.now - 10.0 <= core.NO_SCHEDULER_WINDOW_S + 0.2
 
 
+def test_one_that_is_there_again_but_late_is_waited_for() -> None:
+    rig = Rig()
+    rig.refuse(NoResponders("none"), rig.submit().attempt)
+    rig.tick(core.NO_SCHEDULER_WINDOW_S + 0.1)
+    rig.refuse(RequestTimeout("late"), rig.submit().attempt)
+    rig.tick(core.SUBMIT_BACKOFF_S)
+    rig.refuse(RequestTimeout("late"), rig.submit().attempt)
+    rig.tick(core.SUBMIT_BACKOFF_S)
+    rig.refuse(RequestTimeout("late"), rig.submit().attempt)
+    assert rig.client.ends == []
+
+
 def test_what_was_let_in_waits_for_schedulers_that_restart() -> None:
     rig = running()
     rig.streams.on_worker_lost("w1", rig.now, is_excluded=True)
