@@ -70,6 +70,7 @@ class GatewayService:
             bus, clock, self._heart, on_resubmitted=self.metrics.count_resubmissions
         )
         self.metrics.watch_open_streams(lambda: len(self._recovery))
+        self.metrics.watch_fleet(self._heart.fleet.everyone)
         app = build_app(
             self,
             wall_clock=wall_clock,
