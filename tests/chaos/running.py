@@ -13,7 +13,10 @@ from tests.chaos.monitor import Monitor
 from tests.chaos.relay import Relay, Transport
 
 TIMING_STEP_S = 0.015
-WORKERS = {"kv-cache-bytes": str(2048 * 256), "max-batch-tokens": "256"}
+NUM_BLOCKS = 2048
+BLOCK_BYTES = 256  # of the timing engine
+MODEL_BLOCK_BYTES = 49152  # of the demo model
+WORKERS = {"kv-cache-bytes": str(NUM_BLOCKS * BLOCK_BYTES), "max-batch-tokens": "256"}
 SHORT_CHUNKS = {"max-batch-tokens": "96"}  # so that a prompt takes several frames
 
 
@@ -48,8 +51,8 @@ async def _started(
 ) -> AsyncIterator[tuple[ChaosCluster, Monitor]]:
     cluster, monitor = ChaosCluster(folder, step_s=TIMING_STEP_S, worker_options=workers), Monitor()
     if is_model:
-        apart = {name: value for name, value in workers.items() if name in WORKERS_APART}
-        cluster = ChaosCluster(folder, step_s=None, worker_options=apart)
+        options = {**workers, "kv-cache-bytes": str(NUM_BLOCKS * MODEL_BLOCK_BYTES)}
+        cluster = ChaosCluster(folder, step_s=None, worker_options=options)
     try:
         await cluster.start()
         await monitor.start(cluster)
