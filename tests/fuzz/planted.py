@@ -117,14 +117,6 @@ def _placement_again(right: Any) -> Any:
     return start_decode
 
 
-def _any_attempt(right: Any) -> Any:
-    def on_queued(self: Streams, request_id: str, attempt: int, reply: Any, now: float) -> None:
-        stream = self._by_request.get(request_id)
-        self._queue(stream, reply.scheduler_id, now)  # type: ignore[arg-type]
-
-    return on_queued
-
-
 BUGS = (
     Bug("a worker may send more than it was asked for", streams, "_fault_of", _nothing),
     Bug("a kept request is unknown", Streams, "on_keepalive", _keepalive_of_unknown),
@@ -139,7 +131,6 @@ BUGS = (
     Bug("half a block hash", KvIndexService, "_take_events", _bad_hashes_raise),
     Bug("early tokens wait for ever", EarlyEntries, "expire", _never_expired),
     Bug("an unknown request is cancelled", Admission, "cancel", _cancel_of_unknown),
-    Bug("any answer to a submission counts", Streams, "on_queued", _any_attempt),
 )
 
 

@@ -55,13 +55,12 @@ def test_services_bear_what_others_say(plan: Plan, data: st.DataObject) -> None:
     async def main() -> None:
         async with fleet(*files()) as it:
             meddler = Meddler(it.network, plan, data.draw, SPARED)
-            first = await it.open("first", **RUNNING)
+            meddled = [await it.open(name, **RUNNING) for name in ("first", "second")]
             spared = await it.open(SPARED, max_tokens=40, tenant_id=SPARED)
-            await it.ended(first)
-            assert first.num_output_tokens <= RUNNING["max_tokens"] * RUNNING["num_choices"]
+            for each in meddled:
+                await it.ended(each)
+                assert each.num_output_tokens <= RUNNING["max_tokens"] * RUNNING["num_choices"]
             check(spared, await it.ended(spared))
-            second = await it.open("second", **RUNNING)
-            await it.ended(second)
             meddler.stop()
             await it.settled()
             again = await it.open("again", max_tokens=40, tenant_id=SPARED)
