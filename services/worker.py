@@ -106,6 +106,7 @@ async def build_worker(
         roles=roles,
         region=config.region,
         data_plane=None if receiver is None else receiver.address,
+        frame_counts=None if receiver is None else receiver.counts,
     )
     handlers: list[PrefillService | DecodeService] = []
     if "prefill" in roles:

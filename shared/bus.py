@@ -27,14 +27,16 @@ from shared.errors import (
     ERROR_BY_CODE,
     DependencyUnavailable,
     HearthError,
+    Impostor,
     InvalidRequest,
     NoResponders,
     Overloaded,
     PayloadTooLarge,
     RequestTimeout,
 )
+from shared.identity import Identities
 from shared.messages import Failure, Message
-from shared.subjects import inbox_prefix
+from shared.subjects import from_anyone, inbox_prefix, sender_of, sent_by
 
 log = structlog.get_logger(__name__)
 
@@ -60,6 +62,11 @@ class Bus(Protocol):
     @property
     def num_reconnects(self) -> int:
         """Grows whenever the connection was lost, before it stands again."""
+        ...
+
+    @property
+    def num_impostors(self) -> int:
+        """Messages refused so far, as another sent them than they say."""
         ...
 
     async def publish(self, subject: str, message: Message) -> None:
@@ -122,6 +129,9 @@ async def reply_to(
         request = decode(data)
     except UNREADABLE as error:
         return failure_of(InvalidRequest(f"not a valid message: {error}"))
+    except Impostor as error:
+        log.warning("impostor", error=error.message)
+        return failure_of(error)
     try:
         reply = handler(request)
         return await reply if inspect.isawaitable(reply) else reply
@@ -135,11 +145,16 @@ async def reply_to(
 def hand_over(
     subject: str, handler: Callable[[Any], None], decode: Callable[[D], Any], data: D
 ) -> None:
-    """Runs a subscriber on an encoded message; what is no message is logged and dropped."""
+    """Runs a subscriber on an encoded message; what is no message, or not its sender's, is logged
+    and dropped.
+    """
     try:
         message = decode(data)
     except UNREADABLE as error:
         log.warning("bad_message", subject=subject, error=str(error))
+        return
+    except Impostor as error:
+        log.warning("impostor", subject=subject, error=error.message)
         return
     handler(message)
 
@@ -172,11 +187,15 @@ class _ConnectionEvents:
 
 
 class NatsBus:
-    """One NATS connection. The user name in the URL, if any, is the process id."""
+    """One NATS connection. The user name in the URL, if any, is the process id.
+
+    It adds the sender to every subject, and hears each subject from any sender.
+    """
 
     def __init__(self, client: Client, process_id: str) -> None:
         self.process_id = process_id
         self._client = client
+        self._identities = Identities()
         self._tasks: set[asyncio.Task[None]] = set()
         self._reply_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 
@@ -225,9 +244,13 @@ class NatsBus:
     def num_reconnects(self) -> int:
         return self._client.stats["reconnects"]
 
+    @property
+    def num_impostors(self) -> int:
+        return self._identities.num_impostors
+
     async def publish(self, subject: str, message: Message) -> None:
         try:
-            await self._client.publish(subject, self._payload(message))
+            await self._client.publish(sent_by(subject, self.process_id), self._payload(message))
         except (nats.errors.Error, OSError) as error:
             raise DependencyUnavailable(f"cannot publish on NATS: {error!r}") from error
 
@@ -235,7 +258,9 @@ class NatsBus:
         self, subject: str, message: Message, reply_type: type[M], *, timeout_s: float
     ) -> M:
         try:
-            reply = await self._client.request(subject, self._payload(message), timeout=timeout_s)
+            reply = await self._client.request(
+                sent_by(subject, self.process_id), self._payload(message), timeout=timeout_s
+            )
         except nats.errors.NoRespondersError:
             raise NoResponders(f"nobody serves {subject}") from None
         except nats.errors.TimeoutError:
@@ -244,7 +269,8 @@ class NatsBus:
             raise DependencyUnavailable(f"cannot request on NATS: {error!r}") from error
         try:
             decoded = self._reply_decoder(reply_type).decode(reply.data)
-        except UNREADABLE as error:
+            self._identities.check_reply(subject, decoded)
+        except (*UNREADABLE, Impostor) as error:
             raise DependencyUnavailable(f"a reply on {subject} makes no sense: {error}") from None
         if isinstance(decoded, Failure):
             raise error_of(decoded)
@@ -256,12 +282,14 @@ class NatsBus:
         decode = msgspec.msgpack.Decoder(message_type).decode
 
         async def on_message(message: Msg) -> None:
+            checked = self._identities.checked(decode, sender_of(message.subject))
             try:
-                hand_over(message.subject, handler, decode, message.data)
+                hand_over(message.subject, handler, checked, message.data)
             except Exception:  # the service's edge: one bad message must not end the subscription
                 log.exception("subscriber_failed", subject=message.subject)
 
-        subscription = await self._client.subscribe(subject, queue=queue, cb=on_message)
+        pattern = from_anyone(subject)
+        subscription = await self._client.subscribe(pattern, queue=queue, cb=on_message)
         return subscription.unsubscribe
 
     async def serve(
@@ -270,7 +298,8 @@ class NatsBus:
         decode = msgspec.msgpack.Decoder(message_type).decode
 
         async def answer(message: Msg) -> None:
-            reply = await reply_to(handler, decode, message.data)
+            checked = self._identities.checked(decode, sender_of(message.subject))
+            reply = await reply_to(handler, checked, message.data)
             try:
                 await message.respond(self._payload(reply))
             except (nats.errors.Error, HearthError) as error:
@@ -285,7 +314,8 @@ class NatsBus:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-        subscription = await self._client.subscribe(subject, queue=queue, cb=on_message)
+        pattern = from_anyone(subject)
+        subscription = await self._client.subscribe(pattern, queue=queue, cb=on_message)
         return partial(self._stop_serving, subscription)
 
     async def _stop_serving(self, subscription: Subscription) -> None:

@@ -130,6 +130,10 @@ class Fleet:
             if takes_work and role in peer.heartbeat.roles:
                 yield peer.heartbeat
 
+    def everyone(self) -> Iterator[Heartbeat]:
+        """The last heartbeat of each that is not forgotten."""
+        return (peer.heartbeat for peer in self._peers.values())
+
     def is_live(self, process_id: str) -> bool:
         """Known and not suspect; it may be draining."""
         peer = self._peers.get(process_id)

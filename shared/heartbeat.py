@@ -144,6 +144,7 @@ class Heart:
             load=None if self._load is None else self._load(),
             model=self._model,
             data_plane=self._data_plane,
+            num_impostors=self._bus.num_impostors,
         )
         try:
             await self._bus.publish(heartbeat(self._roles[0], self._bus.process_id), message)

@@ -58,6 +58,11 @@ Duration = Annotated[float, Meta(ge=0, le=MAX_DURATION_S)]  # seconds; NaN is no
 class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Base of every wire message; the tag is the class name."""
 
+    @property
+    def sender_id(self) -> str | None:
+        """The process that it says it is from. The bus lets no other send it; None: any may."""
+        return None
+
 
 class Failure(Message, frozen=True, kw_only=True):
     """An exception on the wire: `shared.errors` by code."""
@@ -124,19 +129,39 @@ class SubmitRequest(Message, frozen=True, kw_only=True):
     excluded_workers: Annotated[tuple[ProcessId, ...], Meta(max_length=1024)] = ()
     affinity_key: Name = ""
 
+    @property
+    def sender_id(self) -> str:
+        return self.request.gateway_id
+
 
 class Queued(Message, frozen=True, kw_only=True):
     scheduler_id: ProcessId
     num_ahead: Count
+
+    @property
+    def sender_id(self) -> str:
+        return self.scheduler_id
 
 
 class QueueKeepalive(Message, frozen=True, kw_only=True):
     scheduler_id: ProcessId
     request_ids: tuple[Name, ...]
 
+    @property
+    def sender_id(self) -> str:
+        return self.scheduler_id
+
 
 class CancelQueued(Message, frozen=True, kw_only=True):
+    """Of its gateway's tries up to `attempt`: it may come after a later one. None: of all."""
+
     request_id: Name
+    gateway_id: ProcessId
+    attempt: Count | None = None
+
+    @property
+    def sender_id(self) -> str:
+        return self.gateway_id
 
 
 class Placed(Message, frozen=True, kw_only=True):
@@ -147,7 +172,13 @@ class Placed(Message, frozen=True, kw_only=True):
 
 class PlacementFailed(Message, frozen=True, kw_only=True):
     request_id: Name
+    scheduler_id: ProcessId
+    attempt: Count
     failure: Failure
+
+    @property
+    def sender_id(self) -> str:
+        return self.scheduler_id
 
 
 # ── decode ───────────────────────────────────────────────────────────────────────────────────────
@@ -218,6 +249,10 @@ class TokenBatch(Message, frozen=True, kw_only=True):
     worker_id: ProcessId
     entries: tuple[TokenEntry, ...]
 
+    @property
+    def sender_id(self) -> str:
+        return self.worker_id
+
 
 class ResendTokens(Message, frozen=True, kw_only=True):
     """Answered by a TokenBatch, or by `unknown_placement` if the worker no longer holds it."""
@@ -272,6 +307,10 @@ class RunPrefill(Message, frozen=True, kw_only=True):
     lease_s: Duration
     deadline_s: Duration
 
+    @property
+    def sender_id(self) -> str:
+        return self.decode_worker_id
+
 
 class PrefillAccepted(Message, frozen=True, kw_only=True):
     placement_id: PlacementId
@@ -282,11 +321,19 @@ class RenewLease(Message, frozen=True, kw_only=True):
     placement_ids: tuple[PlacementId, ...]
     lease_s: Duration
 
+    @property
+    def sender_id(self) -> str:
+        return self.decode_worker_id
+
 
 class PrefillFailed(Message, frozen=True, kw_only=True):
     placement_id: PlacementId
     prefill_worker_id: ProcessId
     failure: Failure
+
+    @property
+    def sender_id(self) -> str:
+        return self.prefill_worker_id
 
 
 # ── prefix index ─────────────────────────────────────────────────────────────────────────────────
@@ -320,6 +367,10 @@ class KvEvents(Message, frozen=True, kw_only=True):
     kv_format: Name
     events: tuple[BlocksStored | BlocksRemoved | BlocksCleared, ...]
 
+    @property
+    def sender_id(self) -> str:
+        return self.worker_id
+
 
 class ListBlocks(Message, frozen=True, kw_only=True):
     """Resync: asks a worker for all that it holds, page by page."""
@@ -338,6 +389,10 @@ class BlockPage(Message, frozen=True, kw_only=True):
     kv_format: Name
     stored: tuple[BlocksStored, ...]
     next_cursor: Count | None = None
+
+    @property
+    def sender_id(self) -> str:
+        return self.worker_id
 
 
 class MatchPrefix(Message, frozen=True, kw_only=True):
@@ -393,6 +448,12 @@ class WorkerLoad(Message, frozen=True, kw_only=True):
     num_prompt_tokens: Count = 0  # of admitted sequences, with output that an earlier try drew
     num_cached_prompt_tokens: Count = 0  # of those, found in this worker's cache
     num_kv_events: Count = 0  # the number of its last KvEvents, so that a lost last one shows
+    # KV frames since the process started: taken, and refused, by what was wrong
+    num_kv_frames: Count = 0
+    num_corrupt_kv_frames: Count = 0
+    num_unknown_kv_frames: Count = 0  # late, or another's
+    num_refused_kv_frames: Count = 0  # doubled, out of order, of another format
+    num_bad_kv_peers: Count = 0  # connections that broke the protocol, or ended within a frame
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
@@ -408,3 +469,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     load: WorkerLoad | None = None
     model: ModelCard | None = None
     data_plane: DataPlaneAddress | None = None
+    num_impostors: Count = 0  # messages refused since its start: another's than they said
+
+    @property
+    def sender_id(self) -> str:
+        return self.process_id

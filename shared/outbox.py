@@ -13,20 +13,26 @@ from shared.messages import Message
 
 log = structlog.get_logger(__name__)
 
+MAX_QUEUED = 4096  # while the bus stands still; behind it nats-py keeps 64 MiB
+
 
 class Outbox:
-    """A message that cannot be sent is logged and dropped: every receiver can ask again."""
+    """A message that cannot be sent is dropped and counted: every receiver can ask again."""
 
     def __init__(self, bus: Bus) -> None:
+        self.num_dropped = 0
         self._bus = bus
-        self._queue: asyncio.Queue[tuple[str, Message]] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[str, Message]] = asyncio.Queue(MAX_QUEUED)
         self._background = Background()
 
     def start(self) -> None:
         self._background.start(self._run())
 
     def post(self, subject: str, message: Message) -> None:
-        self._queue.put_nowait((subject, message))
+        if self._queue.full():
+            self._drop(subject, "the queue is full")
+        else:
+            self._queue.put_nowait((subject, message))
 
     async def stop(self) -> None:
         """Sends what is queued, for at most a second, then ends."""
@@ -43,6 +49,10 @@ class Outbox:
             try:
                 await self._bus.publish(subject, message)
             except HearthError as error:
-                log.warning("not_sent", subject=subject, error=error.message)
+                self._drop(subject, error.message)
             finally:
                 self._queue.task_done()
+
+    def _drop(self, subject: str, reason: str) -> None:
+        self.num_dropped += 1
+        log.warning("not_sent", subject=subject, error=reason, num_dropped=self.num_dropped)

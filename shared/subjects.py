@@ -3,6 +3,7 @@
     hearth.v1.{role}.{process_id}.{verb}      one process
     hearth.v1.{role}.any.{verb}               any process of a role, by its queue group
 
+On the wire every subject ends in the sender's process id, which its permissions fix.
 `permissions()` is the one source of the NATS permission file: each process has a credential of its
 own and reads only its own commands, its own inbox and the public events.
 """
@@ -96,6 +97,24 @@ def list_blocks(role: Role, worker_id: str) -> str:
     return command(role, worker_id, "list_blocks")
 
 
+def sent_by(subject: str, process_id: str) -> str:
+    return f"{subject}.{process_id}"
+
+
+def from_anyone(subject: str) -> str:
+    return f"{subject}.*"
+
+
+def sender_of(wire_subject: str) -> str:
+    return wire_subject.rpartition(".")[2]
+
+
+def owner_of(subject: str) -> str | None:
+    """The one process that a command reaches; None for a group."""
+    parts = subject.split(".")
+    return parts[3] if len(parts) == 5 and parts[3] != ANY else None
+
+
 def inbox_prefix(process_id: str) -> str:
     return f"_INBOX.{process_id}"
 
@@ -142,14 +161,17 @@ def permissions(role: CredentialRole, process_id: str) -> Permissions:
     """What the process needs and no more."""
     if role == "observer":
         own = f"{inbox_prefix(process_id)}.>"
-        return Permissions(publish=(own,), subscribe=(own, HEARTBEATS))
+        return Permissions(publish=(own,), subscribe=(own, from_anyone(HEARTBEATS)))
     roles: tuple[Role, ...] = ("prefill", "decode") if role == "worker" else (role,)
     publish = [f"{PREFIX}.*.*.alive"]
-    subscribe: list[str] = [f"{inbox_prefix(process_id)}.>", HEARTBEATS]
+    shared: list[str] = [HEARTBEATS]
     for each in roles:
         publish += [heartbeat(each, process_id), kv_events(each, process_id), *_PUBLISH[each]]
-        subscribe += [f"{PREFIX}.{each}.{process_id}.*", *_SHARED_SUBSCRIBE[each]]
-    return Permissions(publish=tuple(publish), subscribe=tuple(subscribe))
+        shared += [f"{PREFIX}.{each}.{process_id}.*", *_SHARED_SUBSCRIBE[each]]
+    return Permissions(
+        publish=tuple(sent_by(subject, process_id) for subject in publish),
+        subscribe=(f"{inbox_prefix(process_id)}.>", *map(from_anyone, shared)),
+    )
 
 
 def nats_server_config(

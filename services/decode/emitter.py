@@ -81,6 +81,11 @@ class Emitter:
         output.prompt_logprobs = output.prompt_logprobs or prompt_logprobs
         self._dirty[placement_id, choice_index] = output
 
+    def tell_again(self, placement_id: bytes) -> None:
+        """The next `take` has the endings of all its choices, without their tokens."""
+        for choice_index, output in self._outputs.get(placement_id, {}).items():
+            self._dirty[placement_id, choice_index] = output
+
     def take(self) -> dict[str, list[TokenEntry]]:
         """What is new since the last call, by gateway: one message for each."""
         batches: dict[str, list[TokenEntry]] = {}

@@ -8,6 +8,7 @@ What ended stays with the emitter until the gateway has acknowledged it.
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 
 from shared.background import Background
 from shared.engine.engine import Progress
@@ -36,9 +37,19 @@ from .placement import Placement, placement_id_of, sequences_of
 
 SWEEP_S = 0.25
 ORPHAN_S = 3.0  # how long a placement outlives the last sign of its gateway
+RETELL_S = 2.0  # between two tellings of an ending that nobody acknowledges
 UNACKNOWLEDGED_S = 30.0
 MAX_WAITING = 64
 MAX_FENCED = 10_000
+
+
+@dataclass(slots=True)
+class Ended:
+    """A placement whose gateway has not acknowledged its ending. Times by the worker's clock."""
+
+    gateway_id: str
+    at: float
+    told_at: float
 
 
 class DecodeService:
@@ -47,7 +58,7 @@ class DecodeService:
         self._engine = worker.loop.engine
         self._emitter = Emitter()
         self._placements: dict[bytes, Placement] = {}
-        self._ended: dict[bytes, tuple[str, float]] = {}  # gateway, when it ended
+        self._ended: dict[bytes, Ended] = {}
         self._fenced: OrderedDict[bytes, None] = OrderedDict()  # aborted, maybe before they came
         self._orphaned_since: dict[str, float] = {}
         self._handoffs = Handoffs(worker, receiver, self._on_handoff_ended)
@@ -188,6 +199,9 @@ class DecodeService:
                 self._on_prompt(placement, each)
             elif each.token_ids or each.finish_reason:
                 self._emit(placement, each)
+        self._post_entries()
+
+    def _post_entries(self) -> None:
         worker = self._worker
         for gateway_id, entries in self._emitter.take().items():
             for part in apart(entries):
@@ -236,7 +250,7 @@ class DecodeService:
             return
         del self._placements[placement.placement_id]
         now = self._worker.clock.now()
-        self._ended[placement.placement_id] = (_owner(placement), now)
+        self._ended[placement.placement_id] = Ended(_owner(placement), now, told_at=now)
 
     # ── endings ──────────────────────────────────────────────────────────────────────────────────
 
@@ -247,7 +261,7 @@ class DecodeService:
 
     def _drop_gateway(self, gateway_id: str) -> None:
         owned = [p.placement_id for p in self._placements.values() if _owner(p) == gateway_id]
-        owned += [each for each, (owner, _) in self._ended.items() if owner == gateway_id]
+        owned += [p for p, ended in self._ended.items() if ended.gateway_id == gateway_id]
         for placement_id in owned:
             self._abort(placement_id)
 
@@ -294,12 +308,21 @@ class DecodeService:
             for placement_id in self._overdue(now):
                 self._fence(placement_id)
                 self._abort(placement_id)
+            self._tell_endings_again(now)
+
+    def _tell_endings_again(self, now: float) -> None:
+        """The acknowledgement was lost, or what it would have acknowledged."""
+        for placement_id, ended in self._ended.items():
+            if now - ended.told_at >= RETELL_S:
+                ended.told_at = now
+                self._emitter.tell_again(placement_id)
+        self._post_entries()
 
     def _overdue(self, now: float) -> list[bytes]:
         """Placements past their deadline, without a gateway, or ended and never acknowledged."""
         fleet = self._worker.heart.fleet
         gateways = {_owner(placement) for placement in self._placements.values()}
-        gateways |= {gateway_id for gateway_id, _ in self._ended.values()}
+        gateways |= {ended.gateway_id for ended in self._ended.values()}
         if fleet.can_judge(now):
             for gateway_id in gateways:
                 if fleet.is_live(gateway_id):
@@ -314,8 +337,8 @@ class DecodeService:
         ]
         overdue += [
             placement_id
-            for placement_id, (gateway_id, ended_at) in self._ended.items()
-            if now - ended_at > UNACKNOWLEDGED_S or gateway_id in orphaned
+            for placement_id, ended in self._ended.items()
+            if now - ended.at > UNACKNOWLEDGED_S or ended.gateway_id in orphaned
         ]
         self._orphaned_since = {g: s for g, s in self._orphaned_since.items() if g in gateways}
         return overdue

@@ -57,7 +57,8 @@ def submit_subject(message: SubmitRequest, scheduler_ids: Sequence[str]) -> str:
 class Actions:
     """What is to be done, in order, until it is taken."""
 
-    def __init__(self) -> None:
+    def __init__(self, gateway_id: str) -> None:
+        self._gateway_id = gateway_id
         self._due: list[Action] = []
 
     def take(self) -> list[Action]:
@@ -84,5 +85,6 @@ class Actions:
         message = AckFinished(placement_ids=(placement_id,))
         self._due.append(Publish(control("decode", worker_id), message))
 
-    def cancel(self, scheduler_id: str, request_id: str) -> None:
-        self._due.append(Publish(cancel(scheduler_id), CancelQueued(request_id=request_id)))
+    def cancel(self, scheduler_id: str, request_id: str, attempt: int | None) -> None:
+        message = CancelQueued(request_id=request_id, gateway_id=self._gateway_id, attempt=attempt)
+        self._due.append(Publish(cancel(scheduler_id), message))

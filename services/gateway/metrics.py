@@ -2,12 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
+
+from shared.messages import Heartbeat, WorkerLoad
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 _ITL_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+
+
+class _FleetCounts(Collector):
+    def __init__(self, heartbeats: Callable[[], Iterable[Heartbeat]]) -> None:
+        self._heartbeats = heartbeats
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        frames = CounterMetricFamily(
+            "hearth_worker_kv_frames",
+            "KV frames that a worker took, or refused for what was wrong with them.",
+            labels=["worker", "outcome"],
+        )
+        impostors = CounterMetricFamily(
+            "hearth_impostor_messages",
+            "Messages that a process refused, as another had sent them than they said.",
+            labels=["process"],
+        )
+        for each in self._heartbeats():
+            impostors.add_metric([each.process_id], each.num_impostors)
+            if each.load is not None and "decode" in each.roles:
+                for outcome, count in _frames(each.load).items():
+                    frames.add_metric([each.process_id, outcome], count)
+        yield from (frames, impostors)
+
+
+def _frames(load: WorkerLoad) -> dict[str, int]:
+    return {
+        "taken": load.num_kv_frames,
+        "corrupt": load.num_corrupt_kv_frames,
+        "unknown": load.num_unknown_kv_frames,
+        "refused": load.num_refused_kv_frames,
+        "broken_off": load.num_bad_kv_peers,
+    }
 
 
 class GatewayMetrics:
@@ -36,6 +73,10 @@ class GatewayMetrics:
     def watch_open_streams(self, count: Callable[[], int]) -> None:
         gauge = Gauge("hearth_gateway_open_streams", "Requests open now.", registry=self.registry)
         gauge.set_function(count)
+
+    def watch_fleet(self, heartbeats: Callable[[], Iterable[Heartbeat]]) -> None:
+        """What other processes count, who have no door of their own."""
+        self.registry.register(_FleetCounts(heartbeats))
 
     def count_request(self, outcome: str) -> None:
         self._requests.labels(outcome).inc()

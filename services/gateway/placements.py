@@ -21,14 +21,13 @@ ANSWER_EVERY_S = 1.0
 
 @dataclass(slots=True)
 class Early:
-    worker_id: str
     since: float
     entries: list[TokenEntry] = field(default_factory=list)
 
 
 class EarlyEntries:
     def __init__(self) -> None:
-        self._by_placement: OrderedDict[bytes, Early] = OrderedDict()
+        self._by_placement: OrderedDict[tuple[bytes, str], Early] = OrderedDict()
         self._num_entries = 0
         self._num_values = 0
 
@@ -37,17 +36,18 @@ class EarlyEntries:
 
     def add(self, worker_id: str, entry: TokenEntry, now: float) -> None:
         """When full, the oldest placement's entries go: if it is ours, they are sent again."""
-        early = self._by_placement.get(entry.placement_id)
+        key = entry.placement_id, worker_id
+        early = self._by_placement.get(key)
         if early is None:
-            early = self._by_placement[entry.placement_id] = Early(worker_id, now)
+            early = self._by_placement[key] = Early(now)
         early.entries.append(entry)
         self._num_entries += 1
         self._num_values += _num_values(entry)
         while self._num_entries > MAX_EARLY_ENTRIES or self._num_values > MAX_EARLY_VALUES:
-            self.take(next(iter(self._by_placement)))
+            self.take(*next(iter(self._by_placement)))
 
-    def take(self, placement_id: bytes) -> list[TokenEntry]:
-        early = self._by_placement.pop(placement_id, None)
+    def take(self, placement_id: bytes, worker_id: str) -> list[TokenEntry]:
+        early = self._by_placement.pop((placement_id, worker_id), None)
         if early is None:
             return []
         self._num_entries -= len(early.entries)
@@ -58,11 +58,11 @@ class EarlyEntries:
         """(placement_id, worker_id) of those that nobody named in time."""
         expired = []
         while self._by_placement:
-            placement_id, early = next(iter(self._by_placement.items()))
+            (placement_id, worker_id), early = next(iter(self._by_placement.items()))
             if now - early.since < EARLY_LIMIT_S:
                 break
-            self.take(placement_id)
-            expired.append((placement_id, early.worker_id))
+            self.take(placement_id, worker_id)
+            expired.append((placement_id, worker_id))
         return expired
 
 

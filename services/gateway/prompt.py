@@ -24,6 +24,7 @@ class Echo(msgspec.Struct, frozen=True):
 
 class ChatPrompt(msgspec.Struct, frozen=True):
     messages: tuple[Mapping[str, Any], ...]
+    pieces: tuple[str, ...] = ()  # what the model's template has made of them
 
     param = "messages"
 
@@ -58,12 +59,10 @@ Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 
 def tokenize(prompt: Prompt, files: ModelFiles, card: ModelCard) -> list[int]:
-    """Raises InvalidRequest for a prompt that the template refuses or that holds no token."""
+    """Raises InvalidRequest for a prompt that holds no token."""
     match prompt:
-        case ChatPrompt(messages):
-            if files.chat_template is None:
-                raise InvalidRequest("this model has no chat template", param=prompt.param)
-            return files.tokenizer.encode(files.chat_template.render(messages))
+        case ChatPrompt():
+            return files.tokenizer.encode(prompt.pieces)
         case TokenPrompt(token_ids):
             _check_tokens(prompt, card)
             return token_ids

@@ -15,7 +15,7 @@ from services.gateway.streams import Streams
 from shared.background import Background
 from shared.bus import Bus
 from shared.clock import Clock
-from shared.errors import HearthError
+from shared.errors import HearthError, NoResponders
 from shared.health import TICK_S, Loss
 from shared.heartbeat import Heart
 from shared.messages import (
@@ -25,10 +25,11 @@ from shared.messages import (
     Queued,
     QueueKeepalive,
     Request,
+    SubmitRequest,
     TokenBatch,
 )
 from shared.outbox import Outbox
-from shared.subjects import placement, resend, tokens
+from shared.subjects import SUBMIT, placement, resend, tokens
 
 SUBMIT_TIMEOUT_S = 0.25
 RESEND_TIMEOUT_S = 0.5
@@ -50,7 +51,7 @@ class Recovery:
         self._heart = heart
         self._on_resubmitted = on_resubmitted
         self._num_told_resubmissions = 0
-        self._streams = Streams()
+        self._streams = Streams(bus.process_id)
         self._outbox = Outbox(bus)
         self._background = Background()
         self._is_idle = asyncio.Event()
@@ -155,12 +156,23 @@ class Recovery:
         live = sorted(each.process_id for each in self._heart.fleet.live("scheduler"))
         subject = submit_subject(message, live)
         try:
-            reply = await self._bus.request(subject, message, Queued, timeout_s=SUBMIT_TIMEOUT_S)
+            reply = await self._ask_scheduler(subject, message)
         except HearthError as error:
-            self._streams.on_refused(request_id, attempt, error, self._clock.now())
+            now = self._clock.now()
+            is_trusted = self._heart.fleet.can_judge(now)
+            self._streams.on_refused(request_id, attempt, error, now, is_bus_trusted=is_trusted)
         else:
             self._streams.on_queued(request_id, attempt, reply, self._clock.now())
         self._perform()
+
+    async def _ask_scheduler(self, subject: str, message: SubmitRequest) -> Queued:
+        """Raises NoResponders only if there is none at all."""
+        try:
+            return await self._bus.request(subject, message, Queued, timeout_s=SUBMIT_TIMEOUT_S)
+        except NoResponders:
+            if subject == SUBMIT:
+                raise
+        return await self._bus.request(SUBMIT, message, Queued, timeout_s=SUBMIT_TIMEOUT_S)
 
     async def _resend(self, action: Resend) -> None:
         subject = resend(action.worker_id)

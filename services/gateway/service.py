@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
+import msgspec
 import structlog
 
 from services.gateway.catalog import Catalog, Readiness
@@ -15,10 +16,12 @@ from services.gateway.delivery import ClientGone, Delivery
 from services.gateway.generation import Generation
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.preparation import Preparation, Prepared
+from services.gateway.prompt import ChatPrompt
 from services.gateway.recovery import Recovery
 from services.gateway.routes import build_app
 from services.gateway.tenants import Tenants
 from services.gateway.text.model_files import ModelFiles
+from services.gateway.text.renderer import Renderer
 from services.gateway.web_server import WebServer
 from shared.bus import Bus, NatsBus
 from shared.clock import Clock, MonotonicClock
@@ -46,6 +49,7 @@ class GatewayService:
         *,
         clock: Clock,
         randomness: Randomness,
+        renderer: Renderer | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._config = config
@@ -57,6 +61,7 @@ class GatewayService:
         self._heart = Heart(bus, clock, randomness, roles=("gateway",), region=config.region)
         self._is_draining = False
         self._preparation = Preparation(config, files, randomness)
+        self._renderer = Renderer(files.chat_template) if renderer is None else renderer
         self._num_preparing = 0
         self.tenants = Tenants(store, clock)
         self.catalog = Catalog(self._heart.fleet, config.served_name)
@@ -65,6 +70,7 @@ class GatewayService:
             bus, clock, self._heart, on_resubmitted=self.metrics.count_resubmissions
         )
         self.metrics.watch_open_streams(lambda: len(self._recovery))
+        self.metrics.watch_fleet(self._heart.fleet.everyone)
         app = build_app(
             self,
             wall_clock=wall_clock,
@@ -101,6 +107,7 @@ class GatewayService:
         await self._web_server.stop()
         await self._recovery.stop()
         await self._heart.stop()
+        await self._renderer.close()
         await self._bus.close()
         await self._store.close()
 
@@ -116,6 +123,7 @@ class GatewayService:
 
     async def prepare(self, tenant_id: str, request_id: str, generation: Generation) -> Prepared:
         self._check_admission()
+        generation = await self._rendered(generation)
         prepare = partial(
             self._preparation.prepare,
             generation,
@@ -134,6 +142,19 @@ class GatewayService:
         delivery = Delivery(prepared, assemblers, self.metrics, self._clock)
         self._recovery.open(prepared.request, delivery)
         return delivery
+
+    async def _rendered(self, generation: Generation) -> Generation:
+        prompt = generation.prompt
+        if not isinstance(prompt, ChatPrompt):
+            return generation
+        self._num_preparing += 1
+        try:
+            pieces = await self._renderer.render(prompt.messages)
+        finally:
+            self._num_preparing -= 1
+        self._check_admission()
+        rendered = msgspec.structs.replace(prompt, pieces=tuple(pieces))
+        return msgspec.structs.replace(generation, prompt=rendered)
 
     def leave(self, request_id: str) -> None:
         error = ClientGone("the client closed the connection")
@@ -157,6 +178,8 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
     """Raises ConfigError for a bad configuration or model directory, and as NatsBus.connect."""
     check(config)
     files = ModelFiles(config.model_dir)
+    renderer = Renderer(files.chat_template)
+    await renderer.start()
     clock = MonotonicClock()
     bus = await NatsBus.connect(config.nats_url, process_id=config.process_id)
     store = RedisStore(config.redis_url, clock)
@@ -167,6 +190,7 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
         files,
         clock=clock,
         randomness=SystemRandomness(),
+        renderer=renderer,
     )
 
 

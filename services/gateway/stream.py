@@ -101,7 +101,9 @@ class Stream:
         self.num_resubmissions = 0
         self.excluded_workers: set[str] = set()
         self.submit_at: float | None = None  # when the next try is due
+        self.window_opened_at = now
         self.give_up_at = now
+        self.was_accepted = False  # by some scheduler: the request has been let in
         self.num_tries = 0  # since `give_up_at` was set
         self.scheduler_id: str | None = None
         self.keepalive_at = now

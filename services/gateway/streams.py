@@ -25,6 +25,7 @@ from shared.errors import (
     DependencyUnavailable,
     HearthError,
     NoCapacity,
+    NoResponders,
     Overloaded,
     UnknownPlacement,
     WorkerBusy,
@@ -47,6 +48,7 @@ from shared.messages import (
 # How long a new request looks for a scheduler: NATS takes 3 s to see that a member of their queue
 # group hangs, which swallows its share of the tries until then.
 SUBMIT_WINDOW_S = 4.0
+NO_SCHEDULER_WINDOW_S = 0.5  # unless the server says that there is none
 RECOVERY_WINDOW_S = 10.0  # an accepted one looks longer: its client has an answer in hand
 SUBMIT_BACKOFF_S = 0.1
 MIN_TRIES = 3  # a gateway that was frozen finds its window gone by and nothing tried
@@ -63,12 +65,12 @@ _PATIENT = (NoCapacity, Overloaded)
 
 
 class Streams:
-    def __init__(self) -> None:
+    def __init__(self, gateway_id: str) -> None:
         self._by_request: dict[str, Stream] = {}
         self._by_placement: dict[bytes, Stream] = {}
         self._early = EarlyEntries()
         self._retired = RetiredPlacements()
-        self._actions = Actions()
+        self._actions = Actions(gateway_id)
         self.num_resubmissions = 0
 
     def __len__(self) -> int:
@@ -108,11 +110,19 @@ class Streams:
     def on_queued(self, request_id: str, attempt: int, reply: Queued, now: float) -> None:
         stream = self._by_request.get(request_id)
         if stream is None:
-            self._actions.cancel(reply.scheduler_id, request_id)
+            self._actions.cancel(reply.scheduler_id, request_id, attempt)
         elif stream.state is State.SUBMITTING and stream.attempt == attempt:
             self._queue(stream, reply.scheduler_id, now)
 
-    def on_refused(self, request_id: str, attempt: int, error: HearthError, now: float) -> None:
+    def on_refused(
+        self,
+        request_id: str,
+        attempt: int,
+        error: HearthError,
+        now: float,
+        *,
+        is_bus_trusted: bool = True,
+    ) -> None:
         stream = self._by_request.get(request_id)
         if stream is None or stream.state is not State.SUBMITTING or stream.attempt != attempt:
             return
@@ -120,7 +130,10 @@ class Streams:
         is_hopeful = isinstance(error, _TRANSIENT) or (is_patient and isinstance(error, _PATIENT))
         if isinstance(error, NoCapacity):
             stream.excluded_workers.clear()  # better a worker that was lost than none
-        is_early = now + SUBMIT_BACKOFF_S < stream.give_up_at or stream.num_tries < MIN_TRIES
+        give_up_at = stream.give_up_at
+        if isinstance(error, NoResponders) and is_bus_trusted and not stream.was_accepted:
+            give_up_at = min(give_up_at, stream.window_opened_at + NO_SCHEDULER_WINDOW_S)
+        is_early = now + SUBMIT_BACKOFF_S < give_up_at or stream.num_tries < MIN_TRIES
         if is_hopeful and is_early:
             stream.submit_at = now + SUBMIT_BACKOFF_S
             return
@@ -147,7 +160,7 @@ class Streams:
 
     def on_placement_failed(self, failed: PlacementFailed, now: float) -> None:
         stream = self._by_request.get(failed.request_id)
-        if stream is None or stream.placement is not None:
+        if stream is None or not _is_present(failed, stream):
             return
         if stream.state is State.QUEUED:
             stream.become(State.SUBMITTING)
@@ -157,14 +170,15 @@ class Streams:
     def on_keepalive(self, keepalive: QueueKeepalive, now: float) -> None:
         for request_id in keepalive.request_ids:
             stream = self._by_request.get(request_id)
+            attempt = None if stream is None else stream.attempt
             if stream is None or stream.state is State.RUNNING:
-                self._actions.cancel(keepalive.scheduler_id, request_id)
+                self._actions.cancel(keepalive.scheduler_id, request_id, attempt)
             elif stream.state is State.SUBMITTING:  # its ack came too late or got lost
                 self._queue(stream, keepalive.scheduler_id, now)
             elif stream.scheduler_id == keepalive.scheduler_id:
                 stream.keepalive_at = now
             else:
-                self._actions.cancel(keepalive.scheduler_id, request_id)
+                self._actions.cancel(keepalive.scheduler_id, request_id, attempt)
 
     def on_scheduler_lost(self, scheduler_id: str, now: float) -> None:
         for stream in list(self._by_request.values()):
@@ -174,13 +188,10 @@ class Streams:
     def on_bus_back(self, now: float) -> None:
         """What was under way when the bus broke is lost: who stays silent is soon asked again.
 
-        A queued request may have been placed without our being told. It is submitted anew and not
-        cancelled, as that could arrive second: who still holds it replaces it or, if it went to
-        another, is told so after the next keepalive.
+        A queued request may have been placed without our being told: it is submitted anew.
         """
         for stream in list(self._by_request.values()):
             if stream.state is State.QUEUED:
-                stream.scheduler_id = None
                 self._resubmit(stream, now)
             for choice in stream.choices.values():
                 choice.heard_at = min(choice.heard_at, now - QUIET_LIMIT_S + RESEND_RETRY_S)
@@ -191,7 +202,8 @@ class Streams:
         for entry in batch.entries:
             stream = self._by_placement.get(entry.placement_id)
             if stream is not None:
-                self._accept(stream, entry, now)
+                if stream.last_worker_id == batch.worker_id:
+                    self._accept(stream, entry, now)
             elif entry.placement_id in self._retired:
                 self._answer_retired(batch.worker_id, entry.placement_id, now)
             else:
@@ -276,17 +288,20 @@ class Streams:
         self._actions.submit(message)
 
     def _open_window(self, stream: Stream, now: float) -> None:
+        stream.window_opened_at = now
         stream.give_up_at = now + (RECOVERY_WINDOW_S if stream.is_recovering else SUBMIT_WINDOW_S)
         stream.num_tries = 0
 
     def _queue(self, stream: Stream, scheduler_id: str, now: float) -> None:
         stream.become(State.QUEUED)
+        stream.was_accepted = True
         stream.scheduler_id = scheduler_id
         stream.keepalive_at = now
         stream.submit_at = None
 
     def _run(self, stream: Stream, placed: Placed, now: float) -> None:
         stream.become(State.RUNNING)
+        stream.was_accepted = True
         stream.scheduler_id = None
         stream.submit_at = None
         stream.placement = Placement(placed.placement_id, placed.worker_id, heard_at=now)
@@ -294,7 +309,7 @@ class Streams:
         self._by_placement[placed.placement_id] = stream
         for choice in stream.choices.values():
             choice.heard_at = now
-        for entry in self._early.take(placed.placement_id):
+        for entry in self._early.take(placed.placement_id, placed.worker_id):
             if stream.placement is not None:
                 self._accept(stream, entry, now)
 
@@ -411,7 +426,7 @@ class Streams:
     def _leave(self, stream: Stream, reason: AbortReason, now: float) -> None:
         """Tells queue or worker that this stream is no longer theirs."""
         if stream.state is State.QUEUED and stream.scheduler_id is not None:
-            self._actions.cancel(stream.scheduler_id, stream.request_id)
+            self._actions.cancel(stream.scheduler_id, stream.request_id, stream.attempt)
         stream.scheduler_id = None
         is_told = stream.has_every_ending
         placement, stream.placement = stream.placement, None
@@ -448,6 +463,15 @@ class Streams:
     def _abort(self, worker_id: str, placement_id: bytes, reason: AbortReason, now: float) -> None:
         self._retired.add(placement_id, is_finished=False, now=now)
         self._actions.abort(worker_id, placement_id, reason)
+
+
+def _is_present(failed: PlacementFailed, stream: Stream) -> bool:
+    """Of the try that the stream waits for; what is queued may be an earlier one (its ack was late,
+    a keepalive told of it).
+    """
+    if stream.state is State.QUEUED:
+        return failed.scheduler_id == stream.scheduler_id
+    return stream.state is State.SUBMITTING and failed.attempt == stream.attempt
 
 
 def _fault_of(entry: TokenEntry, stream: Stream) -> str | None:

@@ -31,9 +31,9 @@ from shared.messages import (
     PrefixMatch,
     PrefixMatches,
 )
-from shared.packing import unpack_hashes
+from shared.packing import BLOCK_HASH_BYTES, unpack_hashes
 
-MAX_KEPT_EVENTS = 10_000  # of one worker during its resync; what is beyond leaves a gap
+MAX_KEPT_BLOCKS = 1_000_000  # in one worker's events during its resync; beyond it is a gap
 MAX_INTERNED_MASKS = 65_536
 
 
@@ -56,6 +56,12 @@ class _Resync:
     epoch: int | None = None
     sequence_number: int | None = None  # of the oldest page: later events are replayed
     kept: list[KvEvents] = field(default_factory=list)
+    num_kept_blocks: int = 0
+
+    def keep(self, events: KvEvents) -> None:
+        self.num_kept_blocks += _num_blocks(events)
+        if self.num_kept_blocks <= MAX_KEPT_BLOCKS:
+            self.kept.append(events)
 
 
 @dataclass(slots=True)
@@ -125,8 +131,7 @@ class PrefixIndex:
         if worker is None:
             return Outcome.IGNORED
         if worker.resync is not None:
-            if len(worker.resync.kept) < MAX_KEPT_EVENTS:
-                worker.resync.kept.append(events)
+            worker.resync.keep(events)
             return Outcome.KEPT
         if worker.state is State.STALE:
             return Outcome.NEEDS_RESYNC
@@ -311,3 +316,11 @@ class PrefixIndex:
             heapq.heappush(self._free_slots, bit.bit_length() - 1)
             mask ^= bit
         self._masks.clear()  # most of them named dead slots
+
+
+def _num_blocks(events: KvEvents) -> int:
+    """That it names; an event takes memory without any, too."""
+    return sum(
+        1 if isinstance(each, BlocksCleared) else 1 + len(each.block_hashes) // BLOCK_HASH_BYTES
+        for each in events.events
+    )

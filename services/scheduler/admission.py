@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from services.scheduler.fair_queue import FairQueue
 from shared.errors import DeadlineExceeded, InvalidRequest, Overloaded
-from shared.messages import Request, SubmitRequest
+from shared.messages import CancelQueued, Request, SubmitRequest
 from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES
 
 Lane = tuple[str, str]  # model, revision
@@ -122,6 +122,9 @@ class Admission:
         """
         request = submit.request
         _validate(request)
+        held = self._held.get(request.request_id)
+        if held is not None and held.request.gateway_id != request.gateway_id:
+            raise InvalidRequest("another gateway has a request of this id")
         self.remove(request.request_id)
         num_tokens = request_tokens(request)
         self._check_room(request.tenant_id, num_tokens)
@@ -164,6 +167,14 @@ class Admission:
         if ticket is not None:
             self._forget(ticket)
         return ticket
+
+    def cancel(self, message: CancelQueued) -> None:
+        """Nothing, if it is another gateway's, or held for a later try."""
+        ticket = self._held.get(message.request_id)
+        if ticket is None or ticket.request.gateway_id != message.gateway_id:
+            return
+        if message.attempt is None or ticket.submit.attempt <= message.attempt:
+            self._forget(ticket)
 
     def remove_expired(self, now: float) -> list[Ticket]:
         expired = []

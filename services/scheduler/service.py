@@ -132,7 +132,7 @@ class SchedulerService:
         return Queued(scheduler_id=self._bus.process_id, num_ahead=num_ahead)
 
     def _cancel(self, message: CancelQueued) -> None:
-        self._admission.remove(message.request_id)
+        self._admission.cancel(message)
 
     def _heard(self, heartbeat: Heartbeat) -> None:
         self._workers.heard(heartbeat, self._clock.now())
@@ -331,7 +331,12 @@ class SchedulerService:
 
     def _tell_failed(self, ticket: Ticket, error: Exception) -> None:
         request = ticket.request
-        failed = PlacementFailed(request_id=request.request_id, failure=failure_of(error))
+        failed = PlacementFailed(
+            request_id=request.request_id,
+            scheduler_id=self._bus.process_id,
+            attempt=ticket.submit.attempt,
+            failure=failure_of(error),
+        )
         subject = subjects.placement(request.gateway_id)
         task = self._background.start(self._tell(subject, failed))
         self._telling.add(task)

@@ -19,6 +19,7 @@ from shared.engine.loop import EngineLoop
 from shared.engine.sequence import Sequence
 from shared.errors import InvalidRequest, UnknownModel
 from shared.heartbeat import Heart
+from shared.kv_wire.placements import ReceiverCounts
 from shared.messages import (
     BlockPage,
     DataPlaneAddress,
@@ -56,6 +57,7 @@ class Worker:
         roles: tuple[Role, ...],
         region: str = "",
         data_plane: DataPlaneAddress | None = None,
+        frame_counts: ReceiverCounts | None = None,
     ) -> None:
         self.bus = bus
         self.clock = clock
@@ -74,6 +76,7 @@ class Worker:
             model=served.card,
             data_plane=data_plane,
         )
+        self._frame_counts = ReceiverCounts() if frame_counts is None else frame_counts
         self._event_number = 0
         self._has_kv_events = asyncio.Event()
         loop.engine.pool.on_event = self._has_kv_events.set
@@ -133,7 +136,16 @@ class Worker:
         await self.heart.stop()
 
     def _load(self) -> WorkerLoad:
-        return msgspec.structs.replace(self.loop.load(), num_kv_events=self._event_number)
+        counts = self._frame_counts
+        return msgspec.structs.replace(
+            self.loop.load(),
+            num_kv_events=self._event_number,
+            num_kv_frames=counts.num_frames,
+            num_corrupt_kv_frames=counts.num_corrupt,
+            num_unknown_kv_frames=counts.num_unknown,
+            num_refused_kv_frames=counts.num_refused,
+            num_bad_kv_peers=counts.num_bad_peers,
+        )
 
     async def _tell_kv_events(self) -> None:
         while True:

@@ -16,13 +16,14 @@ from __future__ import annotations
 import struct
 
 import msgspec
+import xxhash
 
 from shared.decoding import UNREADABLE
 from shared.errors import LinkLost
 from shared.kv_wire.link import FrameHeader
 
 MAGIC = b"HKVW"
-VERSION = 1
+VERSION = 2
 PREFIX = struct.Struct("!4sHxxI")
 MAX_RECORD_BYTES = 64 * 1024
 MAX_FRAME_BYTES = 8 * 1024 * 1024
@@ -104,6 +105,15 @@ def decode_record(body: bytes | bytearray | memoryview) -> Record:
         return _decoder.decode(body)
     except UNREADABLE as error:
         raise ProtocolError(f"an unreadable record: {error}") from error
+
+
+def sealed_sum(header: FrameHeader, payload_sum: int) -> int:
+    """A frame's checksum: over its payload's xxh3-64 and all else that its header says, so that KV
+    is not written where another frame's belongs.
+    """
+    return xxhash.xxh3_64_intdigest(
+        _encoder.encode(msgspec.structs.replace(header, checksum=payload_sum))
+    )
 
 
 def fault_of(header: FrameHeader) -> str | None:

@@ -29,7 +29,7 @@ class FrameHeader(msgspec.Struct, frozen=True, kw_only=True):
     """What a frame holds: KV of tokens × layers × KV heads; never physical block ids.
 
     `first_token` is a position in the sequence. The payload is laid out [num_layers, 2, num_tokens,
-    num_heads, head_dim] in the dtype of `kv_format`; `checksum` is the xxh3-64 of its bytes.
+    num_heads, head_dim] in the dtype of `kv_format`; `checksum` covers its bytes and this header.
     `sequence_number` counts the frames of one placement from 0.
     """
 

@@ -15,7 +15,7 @@ from shared.kv_wire.link import FrameHeader, FrameSink
 
 log = structlog.get_logger(__name__)
 
-# Makes a private copy of a frame's payload and returns it with the checksum of the copy.
+# Makes a private copy of a frame's payload and returns it with the frame's checksum, of the copy.
 TakeCopy = Callable[[], Awaitable[tuple[memoryview, int]]]
 
 
@@ -26,7 +26,7 @@ class ReceiverCounts:
     num_unknown: int = 0  # of a placement that is not expected
     num_corrupt: int = 0
     num_refused: int = 0  # by the sink
-    num_bad_peers: int = 0  # connections that broke the protocol or failed the handshake
+    num_bad_peers: int = 0  # that broke the protocol, failed the handshake or left within a frame
 
 
 @dataclass

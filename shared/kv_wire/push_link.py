@@ -14,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from shared.errors import FrameRefused, LinkLost
-from shared.kv_wire.frames import Ack, ProtocolError, Record, Refusal, fault_of
+from shared.kv_wire.frames import Ack, ProtocolError, Record, Refusal, fault_of, sealed_sum
 from shared.kv_wire.link import Fill, FrameHeader
 from shared.kv_wire.pieces import checksum_of, to_the_end
 from shared.kv_wire.stream import RecordStream
@@ -104,7 +104,8 @@ class StagedLink:
             view = self._staging.view(slot_index, header.payload_bytes)
             await to_the_end(fill(view))
             self._raise_if_lost()
-            sealed = msgspec.structs.replace(header, checksum=checksum_of(view))
+            checksum = sealed_sum(header, checksum_of(view))
+            sealed = msgspec.structs.replace(header, checksum=checksum)
             frame_id, self._num_frames = self._num_frames, self._num_frames + 1
             self._staging.transmit(self.stream, frame_id, sealed, slot_index)
         except BaseException:

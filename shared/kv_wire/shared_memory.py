@@ -16,7 +16,7 @@ import os
 
 from shared.errors import LinkLost
 from shared.kv_wire.deliveries import Arrival, Deliveries
-from shared.kv_wire.frames import MAX_FRAME_BYTES, Frame, ProtocolError, Record
+from shared.kv_wire.frames import MAX_FRAME_BYTES, Frame, ProtocolError, Record, sealed_sum
 from shared.kv_wire.link import FrameHeader
 from shared.kv_wire.pieces import copy_and_sum, grown
 from shared.kv_wire.placements import Placements
@@ -107,7 +107,7 @@ class SharedMemoryReception:
         self.deliveries.add(
             Arrival(
                 record,
-                lambda: self._take_copy(slot_index, record.header.payload_bytes),
+                lambda: self._take_copy(slot_index, record.header),
                 lambda: self._held_slots.discard(slot_index),
             )
         )
@@ -118,7 +118,9 @@ class SharedMemoryReception:
     def ended(self, error: LinkLost) -> None:
         self.deliveries.end(error)
 
-    async def _take_copy(self, slot_index: int, num_bytes: int) -> tuple[memoryview, int]:
+    async def _take_copy(self, slot_index: int, header: FrameHeader) -> tuple[memoryview, int]:
+        num_bytes = header.payload_bytes
         self._private = grown(self._private, num_bytes)
         copy = self._private[:num_bytes]
-        return copy, await copy_and_sum(copy, self._mapping.view(slot_index, num_bytes))
+        payload_sum = await copy_and_sum(copy, self._mapping.view(slot_index, num_bytes))
+        return copy, sealed_sum(header, payload_sum)

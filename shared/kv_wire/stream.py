@@ -88,7 +88,9 @@ class RecordStream(asyncio.BufferedProtocol):
                 self.end(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.end(LinkLost("the peer closed the connection" if exc is None else f"link lost: {exc}"))
+        reason = "the peer closed the connection" if exc is None else f"link lost: {exc}"
+        is_within = self._phase is not _Phase.PREFIX or self._num_filled > 0
+        self.end(ProtocolError(f"{reason} within a record") if is_within else LinkLost(reason))
         if not self._closed.done():
             self._closed.set_result(None)
 

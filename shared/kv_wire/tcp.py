@@ -12,7 +12,7 @@ import socket
 
 from shared.errors import LinkLost
 from shared.kv_wire.deliveries import Arrival, Deliveries
-from shared.kv_wire.frames import Frame, ProtocolError, Record
+from shared.kv_wire.frames import Frame, ProtocolError, Record, sealed_sum
 from shared.kv_wire.link import FrameHeader
 from shared.kv_wire.pieces import grown
 from shared.kv_wire.placements import Placements
@@ -83,7 +83,8 @@ class TcpReception:
         (frame, buffer), self._arriving = self._arriving, None
 
         async def take_copy() -> tuple[memoryview, int]:
-            return buffer[: frame.header.payload_bytes], checksum
+            header = frame.header
+            return buffer[: header.payload_bytes], sealed_sum(header, checksum)
 
         self.deliveries.add(Arrival(frame, take_copy, lambda: self._free.append(buffer)))
 

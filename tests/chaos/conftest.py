@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests.chaos.__main__ import running_chaos
 from tests.chaos.chaos import Chaos
+from tests.chaos.running import running_chaos
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -24,8 +24,10 @@ PER_REQUEST = frozenset(
         "shared.engine.token_counts.TokenCounts",
     }
 )
-# A link from each prefill worker to each decode worker stays open, with its staging memory.
-MAX_MEMFDS = 2
+# A link from each prefill worker to each decode worker stays open once it was needed, with its
+# staging memory and a task.
+MAX_LINKS = 2
+LINK_TASK = "task Deliveries._run"
 # Of listening, polling and one connection to each peer, which open when they are first needed.
 MORE_DESCRIPTORS = 6
 # What an idle process starts and ends all the time (a census makes others late, who are asked), and
@@ -43,9 +45,11 @@ def left_behind(idle: dict[str, int], now: dict[str, int]) -> dict[str, int]:
     found = {name: count for name, count in now.items() if name in PER_REQUEST}
     for name, count in now.items():
         allowed = idle.get(name, 0) + MORE_TASKS.get(name, 0)
+        if name == LINK_TASK:
+            allowed = MAX_LINKS
         if name.startswith("task ") and count > allowed:
             found[name] = count
-    if now["memfds"] > MAX_MEMFDS:
+    if now["memfds"] > MAX_LINKS:
         found["memfds"] = now["memfds"]
     if now["descriptors"] > idle["descriptors"] + MORE_DESCRIPTORS:
         found["descriptors"] = now["descriptors"]

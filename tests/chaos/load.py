@@ -17,11 +17,19 @@ ENDLESS = 4000  # tokens: what is not dropped would take a minute
 
 @dataclass
 class Steady:
-    """`async with` keeps `num_clients` asking until the end of the block; then all have ended."""
+    """`async with` keeps `num_clients` asking until the end of the block; then all have ended.
+
+    Only what failed is kept, so that it may last: broken in the middle, never answered, or
+    answered otherwise than undisturbed.
+    """
 
     chaos: Chaos
     num_clients: int = NUM_CLIENTS
-    asked: list[tuple[int, Asked]] = field(default_factory=list)
+    num_asked: int = 0
+    num_resubmitted: int = 0
+    num_refused: int = 0  # tries
+    num_tokens: int = 0
+    failed: list[Asked] = field(default_factory=list)
     _is_over: bool = False
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -33,25 +41,6 @@ class Steady:
         self._is_over = True
         await asyncio.gather(*self._tasks)
 
-    @property
-    def failed(self) -> list[Asked]:
-        """Broken in the middle, never answered, or answered otherwise than undisturbed."""
-        found = []
-        for index, asked in self.asked:
-            is_cut = any(each.is_broken and each.status == 200 for each in asked.tries)
-            is_same = asked.last.is_whole and self.chaos.is_same(index, asked.last)
-            if is_cut or not is_same:
-                found.append(asked)
-        return found
-
-    @property
-    def num_resubmitted(self) -> int:
-        return sum(asked.last.served.get("num_resubmissions", 0) > 0 for _, asked in self.asked)
-
-    @property
-    def num_refused(self) -> int:
-        return sum(each.status != 200 for _, asked in self.asked for each in asked.tries)
-
     async def _client(self, number: int) -> None:
         draw = random.Random(number)
         gateways = [*self.chaos.cluster.urls]
@@ -59,9 +48,19 @@ class Steady:
             index = draw.randrange(len(self.chaos.requests))
             path, body = self.chaos.requests[index]
             asked = Asked(path, {**body, "cache_salt": f"{number} {draw.random()}"})
-            self.asked.append((index, asked))
             draw.shuffle(gateways)
             await self.chaos.ask(asked, gateways)
+            self._count(index, asked)
+
+    def _count(self, index: int, asked: Asked) -> None:
+        is_cut = any(each.is_broken and each.status == 200 for each in asked.tries)
+        is_same = asked.last.is_whole and self.chaos.is_same(index, asked.last)
+        if is_cut or not is_same:
+            self.failed.append(asked)
+        self.num_asked += 1
+        self.num_tokens += sum(asked.last.usage)
+        self.num_resubmitted += asked.last.served.get("num_resubmissions", 0) > 0
+        self.num_refused += sum(each.status != 200 for each in asked.tries)
 
 
 async def leave_early(chaos: Chaos, count: int, *, at_once: int = 48) -> None:

@@ -36,10 +36,6 @@ PROCESSES = (*WORKERS, "gateway-1", "scheduler-1", "kv_index-1")
 class Fleet:
     def __init__(self, model_dir: Path, files: ModelFiles) -> None:
         self.network = SimulatedNetwork()
-        self.sent: dict[str, list[bytes]] = {}  # by subject: the good messages that a test spoils
-        self.network.taps.append(
-            lambda sender, subject, data: self.sent.setdefault(subject, []).append(data)
-        )
         clock, data_plane = VirtualClock(), SimulatedDialer()
         self.gateway = GatewayService(
             GatewayConfig(
@@ -87,14 +83,21 @@ class Fleet:
         for each in reversed(self._services):
             await each.stop()
 
-    async def open(self, request_id: str, *, max_tokens: int, num_choices: int = 1) -> Delivery:
+    async def open(
+        self,
+        request_id: str,
+        *,
+        max_tokens: int,
+        num_choices: int = 1,
+        tenant_id: str = "tenant-1",
+    ) -> Delivery:
         generation = Generation(
             model=MODEL,
             prompt=TextPrompt(PROMPT, "prompt"),
             sampling=Sampling(max_tokens=max_tokens, seed=7, ignore_eos=True, num_logprobs=1),
             num_choices=num_choices,
         )
-        return await self.gateway.open("tenant-1", request_id, generation)
+        return await self.gateway.open(tenant_id, request_id, generation)
 
     async def ended(self, delivery: Delivery) -> HearthError | None:
         async with asyncio.timeout(120):  # virtual

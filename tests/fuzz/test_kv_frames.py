@@ -31,6 +31,7 @@ from shared.kv_wire.frames import (
     Refusal,
     Welcome,
     encode_record,
+    sealed_sum,
 )
 from shared.kv_wire.link import FrameHeader
 from shared.kv_wire.receiver import KvServer
@@ -50,9 +51,14 @@ PAYLOADS = tuple(random.Random(seed).randbytes(size) for seed, size in enumerate
 SLOT_BYTES = MAX_FRAME_BYTES
 
 
+def checksum_of(made: FrameHeader, payload: bytes) -> int:
+    return sealed_sum(made, xxhash.xxh3_64_intdigest(payload))
+
+
 def sealed(payload: bytes, **changed: Any) -> FrameHeader:
     made = header(len(payload), placement_id=PLACEMENT_ID)
-    return msgspec.structs.replace(made, checksum=xxhash.xxh3_64_intdigest(payload), **changed)
+    made = msgspec.structs.replace(made, **changed)
+    return msgspec.structs.replace(made, checksum=checksum_of(made, payload))
 
 
 def frames(slot_index: int | None) -> list[tuple[Record, bytes]]:
@@ -96,7 +102,7 @@ def hostile_bytes(draw: st.DrawFn, slot_index: int | None) -> bytes:
 
 
 def is_genuine(frame: FrameHeader, payload: bytes) -> bool:
-    return frame.checksum == xxhash.xxh3_64_intdigest(payload)
+    return frame.checksum == checksum_of(frame, payload)
 
 
 class Hostile:

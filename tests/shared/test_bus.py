@@ -93,7 +93,7 @@ async def test_a_bad_message_does_not_end_a_subscription(connect: Connect) -> No
     await gateway.publish(subject, ListBlocks())
     await gateway.publish(subject, AbortRequest(placement_id=bytes(16), reason="fenced"))
     for data in UNREADABLE_BYTES:
-        await gateway._client.publish(subject, data)
+        await gateway._client.publish(subjects.sent_by(subject, "gateway-1"), data)
     await gateway.publish(subject, ABORT)
     assert await inbox.next() == ABORT
 
@@ -116,7 +116,7 @@ async def test_a_reply_that_cannot_be_read_is_a_peers_failure(
     async def answer(message: Msg) -> None:
         await message.respond(data)
 
-    await worker._client.subscribe(subject, cb=answer)
+    await worker._client.subscribe(subjects.from_anyone(subject), cb=answer)
     await worker.flush()
     with pytest.raises(DependencyUnavailable, match="makes no sense"):
         await index.request(subject, ListBlocks(), Done, timeout_s=2)
@@ -212,8 +212,9 @@ async def test_a_queue_group_answers_once(connect: Connect) -> None:
 
         await scheduler.serve(subjects.SUBMIT, CancelQueued, note, queue=subjects.SCHEDULER_GROUP)
         await scheduler.flush()
+    cancel = CancelQueued(request_id="r", gateway_id="gateway-1")
     for _ in range(40):
-        await gateway.request(subjects.SUBMIT, CancelQueued(request_id="r"), Done, timeout_s=2)
+        await gateway.request(subjects.SUBMIT, cancel, Done, timeout_s=2)
     assert len(taken) == 40
     assert set(taken) == {"scheduler-1", "scheduler-2"}
 
@@ -263,6 +264,10 @@ async def plain_client(
     await client.close()
 
 
+def heard(subject: str) -> str:
+    return subject if subject.startswith("_INBOX") else subjects.from_anyone(subject)
+
+
 @pytest.mark.parametrize(
     ("process_id", "own", "foreign"),
     [
@@ -275,7 +280,7 @@ async def plain_client(
         ("prefill-1", subjects.run_prefill("prefill-1"), subjects.run_prefill("prefill-2")),
         ("prefill-1", subjects.HEARTBEATS, subjects.SUBMIT),
         ("scheduler-1", subjects.SUBMIT, subjects.cancel("scheduler-2")),
-        ("kv_index-1", subjects.KV_EVENTS, "hearth.v1.>"),
+        ("kv_index-1", subjects.KV_EVENTS, "hearth.v1.*.*"),
         ("worker-1", subjects.start_decode("worker-1"), subjects.start_decode("worker-2")),
         ("worker-1", subjects.run_prefill("worker-1"), subjects.run_prefill("worker-2")),
     ],
@@ -284,11 +289,11 @@ async def test_a_process_listens_to_its_own_subjects_only(
     nats_server: NatsServer, process_id: str, own: str, foreign: str
 ) -> None:
     async with plain_client(nats_server, process_id) as (client, errors):
-        await client.subscribe(own)
-        await client.subscribe(foreign)
+        await client.subscribe(heard(own))
+        await client.subscribe(heard(foreign))
         refusal = await asyncio.wait_for(errors.get(), timeout=5)
         assert "permissions violation for subscription" in refusal
-        assert f'"{foreign}"'.lower() in refusal  # and not `own`, which came first
+        assert f'"{heard(foreign)}"'.lower() in refusal  # and not `own`, which came first
 
 
 @pytest.mark.parametrize(
@@ -317,11 +322,11 @@ async def test_a_process_cannot_pose_as_another(
     nats_server: NatsServer, process_id: str, own: str, foreign: str
 ) -> None:
     async with plain_client(nats_server, process_id) as (client, errors):
-        await client.publish(own, b"")
-        await client.publish(foreign, b"")
+        await client.publish(subjects.sent_by(own, process_id), b"")
+        await client.publish(subjects.sent_by(foreign, process_id), b"")
         refusal = await asyncio.wait_for(errors.get(), timeout=5)
         assert "permissions violation for publish" in refusal
-        assert f'"{foreign}"'.lower() in refusal  # and not `own`, which came first
+        assert f'"{foreign}.{process_id}"'.lower() in refusal  # and not `own`, which came first
 
 
 # ── connection ───────────────────────────────────────────────────────────────────────────────────

@@ -13,6 +13,10 @@ USERS: list[tuple[CredentialRole, str, str]] = [
 
 
 def may(role: CredentialRole, process_id: str, verb: str, subject: str) -> bool:
+    """Publish in its own name, or hear what somebody publishes."""
+    if not subject.startswith("_INBOX"):
+        signer = process_id if verb == "publish" else "somebody"
+        subject = subjects.sent_by(subject, signer)
     patterns = getattr(permissions(role, process_id), verb)
     return any(matches(pattern, subject) for pattern in patterns)
 
@@ -66,6 +70,12 @@ def test_each_role_has_what_it_needs(
     assert may(role, process_id, "publish", subjects.alive("decode", "other"))
     assert not may(role, process_id, "subscribe", "_INBOX.other.x")
     assert not may(role, process_id, "publish", f"hearth.v1.{role}.other.heartbeat")
+
+
+def test_nobody_may_sign_as_another() -> None:
+    for role in ("gateway", "scheduler", "prefill", "decode", "kv_index", "worker"):
+        for pattern in permissions(role, "own").publish:
+            assert pattern.endswith(".own"), pattern
 
 
 def test_an_observer_hears_heartbeats_and_reaches_nobody() -> None:

@@ -28,7 +28,14 @@ import structlog
 
 from shared.bus import Unsubscribe, error_of, hand_over, reply_to
 from shared.decoding import UNREADABLE
-from shared.errors import DependencyUnavailable, NoResponders, PayloadTooLarge, RequestTimeout
+from shared.errors import (
+    DependencyUnavailable,
+    Impostor,
+    NoResponders,
+    PayloadTooLarge,
+    RequestTimeout,
+)
+from shared.identity import Identities
 from shared.messages import Failure, Message
 from tests.simulation.process import SimulatedProcess
 
@@ -57,10 +64,11 @@ def matches(pattern: str, subject: str) -> bool:
 class Parcel:
     """An encoded message under way; all who take it as the same type share one decoded copy."""
 
-    __slots__ = ("_decoded", "_decoder", "data", "reply")
+    __slots__ = ("_decoded", "_decoder", "data", "reply", "sender_id")
 
-    def __init__(self, data: bytes, reply: Reply) -> None:
+    def __init__(self, data: bytes, reply: Reply, sender_id: str) -> None:
         self.data = data
+        self.sender_id = sender_id
         self.reply = reply
         self._decoder: object = None
         self._decoded: Any = None
@@ -375,6 +383,7 @@ class SimulatedBus:
         self._network = network
         self._connection = connection
         self._process = connection.process
+        self._identities = Identities()
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._is_closed = False
 
@@ -386,12 +395,16 @@ class SimulatedBus:
     def num_reconnects(self) -> int:
         return self._connection.num_reconnects
 
+    @property
+    def num_impostors(self) -> int:
+        return self._identities.num_impostors
+
     def publish_bytes(self, subject: str, data: bytes) -> None:
         """Whatever it is."""
-        self._network.post(self._connection, subject, Parcel(data, _no_reply))
+        self._network.post(self._connection, subject, Parcel(data, _no_reply, self.process_id))
 
     async def publish(self, subject: str, message: Message) -> None:
-        self._network.post(self._connection, subject, Parcel(self._payload(message), _no_reply))
+        self.publish_bytes(subject, self._payload(message))
 
     async def request(
         self, subject: str, message: Message, reply_type: type[M], *, timeout_s: float
@@ -410,7 +423,7 @@ class SimulatedBus:
 
         timer = self._process.call_later(timeout_s, partial(settle, _NoReply.LATE))
         nobody = partial(settle, _NoReply.NOBODY)
-        self._network.ask(self._connection, subject, Parcel(data, reply), nobody)
+        self._network.ask(self._connection, subject, Parcel(data, reply, self.process_id), nobody)
         self.num_requests_under_way += 1
         try:
             answer = await replied
@@ -423,7 +436,8 @@ class SimulatedBus:
             raise NoResponders(f"nobody serves {subject}")
         try:
             decoded = _decoder_of(reply_type | Failure).decode(answer)
-        except UNREADABLE as error:
+            self._identities.check_reply(subject, decoded)
+        except (*UNREADABLE, Impostor) as error:
             raise DependencyUnavailable(f"a reply on {subject} makes no sense: {error}") from None
         if isinstance(decoded, Failure):
             raise error_of(decoded)
@@ -438,8 +452,9 @@ class SimulatedBus:
             return parcel.decoded(message_type, decode)
 
         def take(parcel: Parcel) -> None:
+            checked = self._identities.checked(decoded, parcel.sender_id)
             try:
-                hand_over(subject, handler, decoded, parcel)
+                hand_over(subject, handler, checked, parcel)
             except Exception:  # as the real bus: one bad message does not end the subscription
                 log.exception("subscriber_failed", subject=subject)
 
@@ -451,7 +466,8 @@ class SimulatedBus:
         decode = _decoder_of(message_type).decode
 
         async def answer(parcel: Parcel) -> None:
-            encoded = _encode(await reply_to(handler, decode, parcel.data))
+            checked = self._identities.checked(decode, parcel.sender_id)
+            encoded = _encode(await reply_to(handler, checked, parcel.data))
             if not self._is_closed:
                 parcel.reply(self._connection, encoded)
 

@@ -21,7 +21,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from services.gateway.streams import MAX_RESUBMISSIONS, RECOVERY_WINDOW_S, SUBMIT_WINDOW_S
+from services.gateway.streams import (
+    MAX_RESUBMISSIONS,
+    NO_SCHEDULER_WINDOW_S,
+    RECOVERY_WINDOW_S,
+    SUBMIT_WINDOW_S,
+)
 from services.scheduler.service import NO_WORKER_GRACE_S
 from shared.errors import DeadlineExceeded, HearthError, NoCapacity, Overloaded
 from shared.store import BREAKER_S, STORE_TIMEOUT_S
@@ -146,6 +151,8 @@ def _no_capacity(
 def _patience_s(num_resubmissions: int, error: NoCapacity) -> float:
     if num_resubmissions:
         return RECOVERY_WINDOW_S
+    if "nobody serves" in error.message:
+        return NO_SCHEDULER_WINDOW_S
     return NO_WORKER_GRACE_S if "no worker serves" in error.message else SUBMIT_WINDOW_S
 
 

@@ -16,7 +16,7 @@ import msgspec
 from shared.errors import LinkLost
 from shared.kv_wire import tcp
 from shared.kv_wire.dialer import Dialer
-from shared.kv_wire.frames import Frame
+from shared.kv_wire.frames import Frame, sealed_sum
 from shared.kv_wire.link import FrameHeader, FrameSink
 from shared.kv_wire.pieces import checksum_of
 from shared.kv_wire.placements import Placements, ReceiverCounts
@@ -148,7 +148,8 @@ class _FaultyStaging(TcpStaging):
         if fate.is_corrupt or fate.is_forged:
             payload[0] ^= 1
         if fate.is_forged:
-            header = msgspec.structs.replace(header, checksum=checksum_of(memoryview(payload)))
+            checksum = sealed_sum(header, checksum_of(memoryview(payload)))
+            header = msgspec.structs.replace(header, checksum=checksum)
         header = fate.told or header
         if fate.stall_s:
             self._end.stall(fate.stall_s)

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.sandbox
+import msgspec
 
 from shared.errors import ConfigError, InvalidRequest
 
@@ -34,6 +35,19 @@ class LiteralText(str):
     __slots__ = ()
 
 
+class TemplateSource(msgspec.Struct, frozen=True):
+    """What another process needs to render the same."""
+
+    source: str
+    special_tokens: tuple[str, ...]
+    variables: dict[str, str]
+
+    def compiled(self) -> ChatTemplate:
+        return ChatTemplate(
+            self.source, special_tokens=self.special_tokens, variables=self.variables
+        )
+
+
 class ChatTemplate:
     """Raises ConfigError if the template does not compile."""
 
@@ -45,6 +59,7 @@ class ChatTemplate:
         variables: Mapping[str, str],
         today: Today = datetime.datetime.now,
     ) -> None:
+        self.source = TemplateSource(source, tuple(special_tokens), dict(variables))
         # longest first, so that no token hides behind its own prefix
         literals = sorted({*special_tokens, _OPEN, _CLOSE}, key=len, reverse=True)
         self._literals = literals

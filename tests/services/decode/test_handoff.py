@@ -279,6 +279,24 @@ def test_lost_tokens_are_sent_again_until_the_ending_is_acknowledged():
     run(main())
 
 
+def test_an_ending_is_told_again_until_it_is_acknowledged():
+    async def main():
+        async with cluster() as it:
+            placement_id = await it.peer.place("decode-1", request_of(PROMPT), ())
+            received = await it.peer.finished(placement_id)
+            for _ in range(2):
+                told_at, received.finish = asyncio.get_running_loop().time(), None
+                await it.peer.finished(placement_id)
+                assert asyncio.get_running_loop().time() - told_at < 2.5
+            assert len(received.token_ids) == 20  # and nothing twice
+            await it.peer.acknowledge("decode-1", placement_id)
+            received.finish = None
+            await asyncio.sleep(5)
+            assert received.finish is None
+
+    run(main())
+
+
 def test_placements_of_a_lost_gateway_are_dropped():
     async def main():
         async with cluster(cost=StepCost(base_s=0.5)) as it:
@@ -413,12 +431,14 @@ def test_a_failed_prefill_is_told():
     async def main():
         async with cluster() as it:
             told = []
-            await it.peer.bus.subscribe("hearth.v1.decode.x.control", PrefillFailed, told.append)
+            await it.peer.bus.subscribe(
+                "hearth.v1.decode.gateway-1.control", PrefillFailed, told.append
+            )
             target = it.decode.receiver.address
             command = RunPrefill(
                 placement_id=b"p" * 16,
                 tenant_id="t",
-                decode_worker_id="x",
+                decode_worker_id="gateway-1",
                 model="timing",
                 revision="r1",
                 kv_format=it.decode.runner.kv_format.key,

@@ -71,7 +71,7 @@ def test_a_push_from_behind_the_end_is_refused() -> None:
             command = RunPrefill(
                 placement_id=b"p" * 16,
                 tenant_id="t",
-                decode_worker_id="decode-1",
+                decode_worker_id="gateway-1",
                 model="timing",
                 revision="r1",
                 kv_format=it.decode.runner.kv_format.key,

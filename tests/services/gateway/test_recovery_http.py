@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from tests.services.gateway.conftest import ANSWER, Cluster, running_cluster, un
 from tests.services.gateway.test_chat_http import BODY, CHAT, events_of, text_of
 
 WAIT_S = 8
+SLACK_S = 1.5  # of a machine that does other things, too; it took 4 s
 
 
 async def emitted(cluster: Cluster, worker: int, position: int) -> None:
@@ -75,6 +77,15 @@ async def test_worker_that_says_goodbye_is_replaced_at_once(cluster: Cluster) ->
     await first.heart.stop()
     async with asyncio.timeout(WAIT_S):
         assert text_of(await running) == ANSWER
+
+
+async def test_without_any_scheduler_the_answer_is_503_within_a_second(cluster: Cluster) -> None:
+    await cluster.scheduler.stop()
+    started = time.monotonic()
+    response = await cluster.http.post(CHAT, json=BODY)
+    assert response.status_code == 503
+    assert float(response.headers["retry-after"]) > 0
+    assert time.monotonic() - started < 1.0 + SLACK_S
 
 
 async def test_lost_token_message_is_sent_again(cluster: Cluster) -> None:

@@ -48,7 +48,7 @@ class Choices(Rig):
         super().__init__()
         sampling = SamplingParams(seed=1, max_tokens=100, num_logprobs=num_logprobs)
         choices = tuple(Choice(choice_index=index) for index in range(num_choices))
-        self.streams = Streams()
+        self.streams = Streams("g")
         self.client = ChoiceRecorder()
         opened = msgspec.structs.replace(request(), sampling=sampling, choices=choices)
         self.streams.open(opened, self.client, self.now)
@@ -56,8 +56,8 @@ class Choices(Rig):
         self.place()
         self.actions()
 
-    def entry(self, entry: TokenEntry) -> None:
-        self.streams.on_token_batch(TokenBatch(worker_id="w1", entries=(entry,)), self.now)
+    def entry(self, entry: TokenEntry, worker_id: str = "w1") -> None:
+        self.streams.on_token_batch(TokenBatch(worker_id=worker_id, entries=(entry,)), self.now)
 
     def told(self, index: int, first: int, *token_ids: int, finish: Finish | None = None) -> None:
         self.entry(TokenEntry(P1, index, first, token_ids, finish))
@@ -130,7 +130,7 @@ def test_only_unfinished_choices_are_submitted_again() -> None:
     assert [unpack_token_ids(each.output_token_ids) for each in choices] == [[8, 9], []]
     rig.place(P2, "w2")
     for index, first in ((2, 2), (3, 0)):
-        rig.entry(TokenEntry(P2, index, first, (4,), STOP))
+        rig.entry(TokenEntry(P2, index, first, (4,), STOP), "w2")
     assert rig.client.by_choice == {0: [5, 6], 1: [7], 2: [8, 9, 4], 3: [4]}
     assert [message for _, message in rig.published()] == [AckFinished(placement_ids=(P2,))]
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -295,3 +296,18 @@ def resync(
     model.seen[worker_id] = set(model.true[worker_id])
     if is_lost:  # not noticed before the next event: even blocks are as of the first page
         model.seen[worker_id] = halves[0] | odd
+
+
+def test_what_a_resync_keeps_is_bounded_by_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by its messages, each of which may name half a million."""
+    monkeypatch.setattr("services.kv_index.index.MAX_KEPT_BLOCKS", 50)
+    index = PrefixIndex()
+    index.add_worker("w0", "m", "r1", FORMAT)
+    index.begin_resync("w0")
+    for number in range(1, 9):
+        index.apply(events("w0", number, stored(*range(100 * number, 100 * number + 9))))
+    resync = index._workers["w0"].resync
+    assert resync is not None
+    assert len(resync.kept) == 5
+    index.apply(events("w0", 9, removed(1)))  # small, but beyond what was dropped
+    assert len(resync.kept) == 5

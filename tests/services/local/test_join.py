@@ -21,7 +21,7 @@ from shared.clock import MonotonicClock
 from shared.errors import ConfigError
 from shared.heartbeat import Heart
 from shared.randomness import SystemRandomness
-from shared.subjects import HEARTBEATS, SUBMIT, heartbeat
+from shared.subjects import HEARTBEATS, SUBMIT, from_anyone, heartbeat, sent_by
 
 OWNER = Credential("decode", "decode-1")
 
@@ -135,10 +135,11 @@ async def test_an_observer_hears_heartbeats_and_may_say_nothing(environ: dict[st
     await bus.close()
     observer = await nats.connect(added.nats_url, error_cb=on_error)
     member = await NatsBus.connect(environ["url"], process_id="decode-1")
-    heard = await observer.subscribe(HEARTBEATS)
+    heard = await observer.subscribe(from_anyone(HEARTBEATS))
     await observer.flush()
     await Heart(member, MonotonicClock(), SystemRandomness(), roles=("decode",)).become("ready")
-    assert (await heard.next_msg(timeout=5.0)).subject == heartbeat("decode", "decode-1")
+    subject = (await heard.next_msg(timeout=5.0)).subject
+    assert subject == sent_by(heartbeat("decode", "decode-1"), "decode-1")
     for subject in (SUBMIT, heartbeat("decode", "decode-1")):
         await observer.publish(subject, b"x")
         refusal = await asyncio.wait_for(refusals.get(), timeout=5.0)

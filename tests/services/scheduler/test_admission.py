@@ -5,7 +5,7 @@ import pytest
 
 from services.scheduler.admission import Admission
 from shared.errors import DeadlineExceeded, InvalidRequest, Overloaded
-from shared.messages import Choice, SubmitRequest
+from shared.messages import CancelQueued, Choice, SubmitRequest
 from tests.services.scheduler.literals import submit_of
 
 
@@ -165,3 +165,32 @@ def test_bad_requests_are_refused(change: dict, error: type[Exception]) -> None:
     with pytest.raises(error):
         held.enqueue(bad, 0.0)
     assert len(held) == 0
+
+
+def cancel_of(attempt: int | None, gateway_id: str = "gateway-0") -> CancelQueued:
+    return CancelQueued(request_id="r0", gateway_id=gateway_id, attempt=attempt)
+
+
+@pytest.mark.parametrize(
+    ("cancel", "is_held"),
+    [
+        (cancel_of(2), True),  # came late: the third try is held
+        (cancel_of(3), False),
+        (cancel_of(4), False),
+        (cancel_of(None), False),
+        (cancel_of(None, "gateway-1"), True),
+    ],
+)
+def test_a_cancel_is_of_its_gateways_tries_so_far(cancel: CancelQueued, is_held: bool) -> None:
+    held = admission()
+    held.enqueue(msgspec.structs.replace(submit_of("r0"), attempt=3), 0.0)
+    held.cancel(cancel)
+    assert len(held) == is_held
+
+
+def test_no_gateway_replaces_the_request_of_another() -> None:
+    held = admission()
+    held.enqueue(submit_of("r0"), 0.0)
+    with pytest.raises(InvalidRequest, match="another gateway"):
+        held.enqueue(submit_of("r0", gateway_id="gateway-1"), 0.0)
+    assert held.request_ids_by_gateway() == {"gateway-0": ("r0",)}

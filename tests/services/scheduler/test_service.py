@@ -351,7 +351,7 @@ def test_cancel_in_each_phase(phase: str) -> None:
             await rig.index()
             rig.network.freeze("kv_index-0")
         await rig.submit(submit_of("r0"))
-        cancel = CancelQueued(request_id="r0")
+        cancel = CancelQueued(request_id="r0", gateway_id="gateway-0", attempt=0)
         await asyncio.sleep(
             {"queued": 1.0, "parked": 1.0, "matching": 0.005, "starting": 0.03}[phase]
         )

@@ -30,6 +30,7 @@ from shared.kv_wire.frames import (
     decode_prefix,
     decode_record,
     encode_record,
+    sealed_sum,
 )
 from shared.kv_wire.link import FrameHeader
 from shared.kv_wire.pieces import checksum_of
@@ -61,8 +62,9 @@ async def raw(request: pytest.FixtureRequest, server: KvServer) -> AsyncIterator
 
 
 def zeros(num_bytes: int) -> FrameHeader:
-    checksum = checksum_of(memoryview(bytes(num_bytes)))
-    return msgspec.structs.replace(header(num_bytes), checksum=checksum)
+    made = header(num_bytes)
+    checksum = sealed_sum(made, checksum_of(memoryview(bytes(num_bytes))))
+    return msgspec.structs.replace(made, checksum=checksum)
 
 
 async def read_record(reader: asyncio.StreamReader) -> Record:
@@ -145,6 +147,7 @@ async def test_a_frame_cut_short_is_not_delivered_and_its_sink_is_told(server: K
     async with asyncio.timeout(DEADLINE_S):
         await sink.lost.wait()
     assert (sink.frames, sink.corrupted, sink.num_lost) == ([], [], 1)
+    assert server.counts.num_bad_peers == 1
 
 
 async def test_a_wrong_sum_on_the_wire_is_refused(server: KvServer) -> None:

@@ -11,6 +11,7 @@ import sys
 import threading
 from operator import le
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -64,6 +65,34 @@ async def test_a_damaged_payload_is_found_counted_and_not_delivered(
     assert server.counts.num_corrupt == 1
     await link.send(header(num_bytes), fill_with(data))
     assert [found for _, found in sink.frames] == [data]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"placement_id": b"placement-b"},
+        {"first_token": 16},
+        {"sequence_number": 4},
+        {"num_cached_tokens": 1},
+    ],
+)
+async def test_a_header_that_is_not_the_payloads_is_found_as_damage(
+    server: KvServer, dialer: Dialer, address: DataPlaneAddress, changed: dict[str, Any]
+) -> None:
+    sinks = {each: RecordingSink() for each in (b"placement-a", b"placement-b")}
+    for placement_id, sink in sinks.items():
+        server.expect(placement_id, sink)
+    link = await dialer.link(address)
+    transmit = link._staging.transmit
+
+    def mislabelled(to: stream.RecordStream, frame_id: int, made: Any, slot_index: int) -> None:
+        transmit(to, frame_id, msgspec.structs.replace(made, **changed), slot_index)
+
+    link._staging.transmit = mislabelled  # type: ignore[method-assign, assignment]
+    with pytest.raises(FrameRefused, match="checksum"):
+        await link.send(header(100), fill_with(payload_of(100)))
+    assert not any(sink.frames for sink in sinks.values())
+    assert server.counts.num_corrupt == 1
 
 
 async def test_a_slow_sink_bounds_the_frames_under_way(

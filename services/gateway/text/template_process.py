@@ -1,0 +1,81 @@
+"""Renders chat templates, in a process that can be stopped: python -m … [frames on stdin, stdout].
+
+A template is a program that came with a checkpoint: over some messages it may loop for as good as
+ever or take all memory. This process has a bound for memory, and an alarm that ends it with a
+template that takes too much of the processor, even if nobody is left who waits for it.
+
+    TemplateSource ──▶          once
+    messages ────────▶          ◀── Rendered or Refused
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import struct
+import sys
+from typing import Any
+
+import msgspec
+
+from services.gateway.text.chat_template import ChatTemplate, LiteralText, TemplateSource
+from shared.errors import HearthError
+
+LIMIT_S = 2.0  # of the processor: neither a busy machine nor a frozen one counts
+MAX_MEMORY_BYTES = 1 << 30
+MAX_PROMPT_CHARS = 64 * 1024 * 1024
+SIZE = struct.Struct("!I")
+
+
+class Rendered(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Each piece of the prompt, and whether it is literal text."""
+
+    pieces: list[tuple[bool, str]]
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    reason: str
+
+
+Reply = Rendered | Refused
+encode = msgspec.msgpack.Encoder().encode
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway ends it, when it has drained
+    source = _read()
+    if source is None:
+        return
+    template = msgspec.msgpack.decode(source, type=TemplateSource).compiled()
+    while (messages := _read()) is not None:
+        signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
+        reply = _rendered(template, msgspec.msgpack.decode(messages))
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        _write(encode(reply))
+
+
+def _rendered(template: ChatTemplate, messages: list[dict[str, Any]]) -> Reply:
+    try:
+        pieces = template.render(messages)
+    except HearthError as error:
+        return Refused(error.message)
+    except (MemoryError, RecursionError) as error:
+        return Refused(f"the chat template fails on these messages: {type(error).__name__}")
+    if sum(map(len, pieces)) > MAX_PROMPT_CHARS:
+        return Refused(f"the chat template makes more than {MAX_PROMPT_CHARS} characters of them")
+    return Rendered([(isinstance(piece, LiteralText), str(piece)) for piece in pieces])
+
+
+def _read() -> bytes | None:
+    head = sys.stdin.buffer.read(SIZE.size)
+    return sys.stdin.buffer.read(SIZE.unpack(head)[0]) if len(head) == SIZE.size else None
+
+
+def _write(data: bytes) -> None:
+    sys.stdout.buffer.write(SIZE.pack(len(data)) + data)
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Spoilt KV frames under load: found, counted, computed again; never served."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+
+import msgspec
+
+from tests.chaos.chaos import Chaos
+from tests.chaos.cluster import ChaosCluster
+from tests.chaos.logs import events
+from tests.chaos.monitor import Monitor
+from tests.chaos.relay import HOST, Relay, Transport
+from tests.chaos.spoiling import SPOILINGS, Spoiling
+
+SHARE = 0.4  # of the frames: enough others arrive to show that the rest goes on
+WORKERS_APART = {"data-plane-advertised-host": HOST}
+FOUND = (
+    "num_corrupt_kv_frames",
+    "num_unknown_kv_frames",
+    "num_refused_kv_frames",
+    "num_bad_kv_peers",
+)
+
+
+class FrameRow(msgspec.Struct, kw_only=True):
+    """What one way of spoiling did to a run of 32 streams. `found` is what decode workers counted,
+    `tries_failed` the deliveries that they gave up for it.
+    """
+
+    fault: str
+    process: str
+    streams: int
+    frames: int
+    spoilt: int
+    corrupt: int
+    unknown: int
+    refused: int
+    bad_peers: int
+    tries_failed: int
+    lost: int
+    altered: int
+    whole_after_s: float | None
+
+    @property
+    def found(self) -> int:
+        return self.corrupt + self.unknown + self.refused + self.bad_peers
+
+    @property
+    def missed(self) -> int:
+        """What a connection that ended took with it is found with it."""
+        return 0 if self.bad_peers else max(0, self.spoilt - self.found)
+
+    @property
+    def is_bad(self) -> bool:
+        is_wrong = bool(self.lost or self.altered or self.whole_after_s is None)
+        return is_wrong or bool(self.missed) or not self.found
+
+    def __str__(self) -> str:
+        told = msgspec.to_builtins(self).items()
+        return "  ".join(f"{v:12}" if isinstance(v, str) else f"{name} {v}" for name, v in told)
+
+
+@contextlib.asynccontextmanager
+async def relays(
+    cluster: ChaosCluster, monitor: Monitor, transport: Transport
+) -> AsyncIterator[list[Relay]]:
+    """One before each decode worker, which no prefill worker may have met before."""
+    made, names = [], cluster.named("decode")
+    await monitor.wait(lambda: monitor.newest.keys() >= set(names))
+    for seed, name in enumerate(names):
+        address = monitor.newest[name].data_plane
+        assert address is not None, "a decode worker tells its address"
+        made.append(Relay(address, transport, seed=seed))
+    try:
+        yield made
+    finally:
+        for relay in made:
+            relay.close()
+
+
+async def run_frames(
+    chaos: Chaos, made: list[Relay], transport: Transport, *spoilings: Spoiling
+) -> FrameRow:
+    """All ways by chance, if none is named."""
+    for relay in made:
+        relay.spoiler.start(spoilings or SPOILINGS, SHARE)
+    before, failed_before = await _counted(chaos), _num_failed_tries(chaos)
+    asked = await chaos.run()
+    for relay in made:
+        relay.spoiler.stop()
+    try:
+        whole_after_s: float | None = round(await chaos.wait_until_whole(), 3)
+    except TimeoutError:
+        whole_after_s = None
+    after = await _counted(chaos)
+    corrupt, unknown, refused, bad_peers = (a - b for a, b in zip(after, before, strict=True))
+    return FrameRow(
+        fault="+".join(spoilings) or "any",
+        process=f"frames, {transport}",
+        streams=len(asked),
+        frames=sum(relay.spoiler.num_frames for relay in made),
+        spoilt=sum(relay.spoiler.done.total() for relay in made),
+        corrupt=corrupt,
+        unknown=unknown,
+        refused=refused,
+        bad_peers=bad_peers,
+        tries_failed=_num_failed_tries(chaos) - failed_before,
+        lost=sum(not each.last.is_whole for each in asked),
+        altered=sum(not chaos.is_same(index, each.last) for index, each in enumerate(asked)),
+        whole_after_s=whole_after_s,
+    )
+
+
+async def _counted(chaos: Chaos) -> list[int]:
+    """What the decode workers have found so far, told by heartbeats that are new."""
+    monitor, names = chaos.monitor, chaos.cluster.named("decode")
+    monitor.newest.clear()
+    await monitor.wait(lambda: monitor.newest.keys() >= set(names))
+    loads = [monitor.newest[name].load for name in names]
+    return [sum(getattr(load, each) for load in loads) for each in FOUND]
+
+
+def _num_failed_tries(chaos: Chaos) -> int:
+    names = chaos.cluster.named("decode")
+    return sum(len([*events(chaos.cluster, name, "prefill_try_failed", 0.0)]) for name in names)

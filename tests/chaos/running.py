@@ -1,0 +1,62 @@
+"""Clusters under watch that have learned what their answers are undisturbed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from tests.chaos.chaos import Chaos
+from tests.chaos.cluster import ChaosCluster
+from tests.chaos.frames import WORKERS_APART, relays
+from tests.chaos.monitor import Monitor
+from tests.chaos.relay import Relay, Transport
+
+TIMING_STEP_S = 0.015
+NUM_BLOCKS = 2048
+BLOCK_BYTES = 256  # of the timing engine
+MODEL_BLOCK_BYTES = 49152  # of the demo model
+WORKERS = {"kv-cache-bytes": str(NUM_BLOCKS * BLOCK_BYTES), "max-batch-tokens": "256"}
+SHORT_CHUNKS = {"max-batch-tokens": "96"}  # so that a prompt takes several frames
+
+
+@contextlib.asynccontextmanager
+async def running_chaos(
+    folder: Path, workers: dict[str, str] = WORKERS, *, is_model: bool = False
+) -> AsyncIterator[Chaos]:
+    async with _started(folder, workers, is_model=is_model) as (cluster, monitor):
+        running = Chaos(cluster, monitor)
+        await running.learn()
+        yield running
+
+
+@contextlib.asynccontextmanager
+async def running_frames(
+    folder: Path, transport: Transport, *, is_model: bool = False
+) -> AsyncIterator[tuple[Chaos, list[Relay]]]:
+    """With a relay before each decode worker, that does nothing yet."""
+    workers = {**WORKERS, **SHORT_CHUNKS, **(WORKERS_APART if transport == "tcp" else {})}
+    async with (
+        _started(folder, workers, is_model=is_model) as (cluster, monitor),
+        relays(cluster, monitor, transport) as made,
+    ):
+        running = Chaos(cluster, monitor)
+        await running.learn()
+        yield running, made
+
+
+@contextlib.asynccontextmanager
+async def _started(
+    folder: Path, workers: dict[str, str], *, is_model: bool
+) -> AsyncIterator[tuple[ChaosCluster, Monitor]]:
+    cluster, monitor = ChaosCluster(folder, step_s=TIMING_STEP_S, worker_options=workers), Monitor()
+    if is_model:
+        options = {**workers, "kv-cache-bytes": str(NUM_BLOCKS * MODEL_BLOCK_BYTES)}
+        cluster = ChaosCluster(folder, step_s=None, worker_options=options)
+    try:
+        await cluster.start()
+        await monitor.start(cluster)
+        yield cluster, monitor
+        await monitor.stop()
+    finally:
+        cluster.stop()

@@ -1,0 +1,145 @@
+"""What can befall a KV frame on its way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+from typing import Literal, get_args
+
+import msgspec
+
+from shared.kv_wire.frames import Frame
+
+Spoiling = Literal["flip", "label", "shorten", "cut", "noise", "twice", "swap", "late", "foreign"]
+Passed = list[tuple[Frame, bytes]]
+
+SPOILINGS: tuple[Spoiling, ...] = get_args(Spoiling)
+FIRST_FORGED_ID = 1 << 40  # of a frame that no sender waits for
+FORGED_SLOT = 0  # which senders use last
+
+
+class Broken(Exception):
+    """The connection ends within this frame, or with what is none."""
+
+    def __init__(self, is_noise: bool) -> None:
+        self.is_noise = is_noise
+
+
+class Spoiler:
+    """One for all connections to a receiver. `done` counts what it did, of `num_frames`."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = Random(seed)
+        self._spoilings: tuple[Spoiling, ...] = ()
+        self._share = 0.0
+        self.num_frames = 0
+        self.done: Counter[Spoiling] = Counter()
+
+    def start(self, spoilings: tuple[Spoiling, ...], share: float) -> None:
+        """Counts from zero."""
+        self._spoilings, self._share = spoilings, share
+        self.num_frames = 0
+        self.done.clear()
+
+    def stop(self) -> None:
+        self._spoilings = ()
+
+    def fate(self) -> Spoiling | None:
+        self.num_frames += 1
+        is_spared = not self._spoilings or self._draw.random() >= self._share
+        return None if is_spared else self._draw.choice(self._spoilings)
+
+
+class Passing:
+    """The frames of one connection."""
+
+    def __init__(self, spoiler: Spoiler) -> None:
+        self._spoiler = spoiler
+        self._held: Passed = []  # until a later frame of the same placement has passed
+        self._past: Passed = []  # the first frame of each placement
+        self._num_forged = 0
+
+    @property
+    def is_holding(self) -> bool:
+        return bool(self._held)
+
+    def pass_on(self, frame: Frame, payload: bytes) -> Passed:
+        """What the receiver gets in the place of this frame. Raises Broken."""
+        self._note(frame, payload)
+        fate = self._spoiler.fate()
+        if self._held and self._held[0][0].header.placement_id == frame.header.placement_id:
+            self._spoiler.done["swap"] += 1
+            return [(frame, payload), *self.release()]
+        if fate == "swap":
+            if not self._held:
+                self._held = [(frame, payload)]
+                return []
+        elif fate is not None:
+            passed = self._spoilt(fate, frame, payload)
+            if passed is not None:
+                self._spoiler.done[fate] += 1
+                return passed
+        return [(frame, payload)]
+
+    def release(self) -> Passed:
+        """What waits for a later frame."""
+        held, self._held = self._held, []
+        return held
+
+    def _note(self, frame: Frame, payload: bytes) -> None:
+        placement_id = frame.header.placement_id
+        if all(past.header.placement_id != placement_id for past, _ in self._past):
+            self._past.append((frame, payload))
+
+    def _spoilt(self, fate: Spoiling, frame: Frame, payload: bytes) -> Passed | None:
+        """None where this frame gives no occasion."""
+        header = frame.header
+        match fate:
+            case "flip":
+                return [(frame, payload[:-1] + bytes([payload[-1] ^ 0x10]))]
+            case "label":
+                cached = header.num_cached_tokens + 16
+                return [(_relabelled(frame, num_cached_tokens=cached), payload)]
+            case "shorten":
+                return _shortened(frame, payload)
+            case "cut" | "noise":
+                self._spoiler.done[fate] += 1
+                raise Broken(fate == "noise")
+            case "twice":
+                return [(frame, payload), (self._forged(frame), payload)]
+            case "late":  # the first of all, in whose placement nobody is interested any more
+                past, past_payload = self._past[0]
+                return [(self._forged(past), past_payload), (frame, payload)]
+            case "foreign":
+                return self._foreign(frame, payload)
+        return None
+
+    def _foreign(self, frame: Frame, payload: bytes) -> Passed | None:
+        """In the name of the placement that began last but its own."""
+        for past, _ in reversed(self._past):
+            other = past.header.placement_id
+            if other != frame.header.placement_id:
+                return [(_relabelled(frame, placement_id=other), payload)]
+        return None
+
+    def _forged(self, frame: Frame) -> Frame:
+        """Under an id that no sender waits for."""
+        self._num_forged += 1
+        slot_index = None if frame.slot_index is None else FORGED_SLOT
+        return Frame(FIRST_FORGED_ID + self._num_forged, frame.header, slot_index)
+
+
+def _relabelled(frame: Frame, **changed: object) -> Frame:
+    header = msgspec.structs.replace(frame.header, **changed)
+    return msgspec.structs.replace(frame, header=header)
+
+
+def _shortened(frame: Frame, payload: bytes) -> Passed | None:
+    """Half of it, told as if that were all."""
+    header = frame.header
+    if header.num_tokens < 2:
+        return None
+    num_tokens = header.num_tokens // 2
+    num_bytes = header.payload_bytes // header.num_tokens * num_tokens
+    told = _relabelled(frame, num_tokens=num_tokens, payload_bytes=num_bytes)
+    return [(told, payload[:num_bytes])]

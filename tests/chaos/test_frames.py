@@ -1,0 +1,23 @@
+"""Frames that are spoilt on their way between real workers, in all ways at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.chaos.frames import run_frames
+from tests.chaos.relay import TRANSPORTS, Transport
+from tests.chaos.running import running_frames
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_spoilt_frames_are_found_counted_and_never_served(
+    tmp_path_factory: pytest.TempPathFactory, transport: Transport
+) -> None:
+    folder = tmp_path_factory.mktemp("frames")
+    async with running_frames(folder, transport) as (running, made):
+        row = await run_frames(running, made, transport)
+    assert (row.lost, row.altered) == (0, 0), row
+    assert row.spoilt > 10, row
+    assert row.found > 10 and not row.missed, row
+    assert row.tries_failed > 0, row
+    assert row.whole_after_s is not None, row

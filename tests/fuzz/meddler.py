@@ -1,0 +1,199 @@
+"""Meddles with what real services say to each other, in the midst of it.
+
+A message that was mutated long ago meets nobody who waits for it. So each example names messages of
+the running fleet, by their kind and number: in that moment one is spoilt, lost, doubled, comes late
+or at another's door, or is followed by a command that its sender may give about what it has just
+named. All is sent by who may send it; what is said of the `spared` request is left alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from hypothesis import strategies as st
+
+from shared.messages import (
+    AbortRequest,
+    AckFinished,
+    CancelQueued,
+    Failure,
+    Message,
+    Placed,
+    PlacementFailed,
+    PrefillFailed,
+    QueueKeepalive,
+    RenewLease,
+    RunPrefill,
+    StartDecode,
+    SubmitRequest,
+)
+from shared.subjects import cancel, control, placement
+from tests.fuzz.mutations import anything, spoiled, torn
+from tests.simulation.bus import Parcel, SimulatedNetwork
+
+encode = msgspec.msgpack.Encoder().encode
+HOWS = ("spoil", "spoil", "after", "after", "twice", "twice", "tear", "lose", "late", "elsewhere")
+# By their last word. The first few of each are those of a request's beginning.
+KINDS = {
+    "submit": 1, "start": 1, "run": 1, "placement": 2, "tokens": 30, "control": 3, "cancel": 1,
+    "resend": 2, "match": 1, "list_blocks": 3, "kv_events": 6, "heartbeat": 12, "reply": 8,
+}  # fmt: skip
+FAILURE = Failure(code="worker_busy", message="no", retry_after_s=1.0)
+
+# Those that most depends on, more often.
+places = st.sampled_from((*KINDS, *("tokens", "placement") * 3)).flatmap(
+    lambda kind: st.tuples(st.just(kind), st.integers(0, KINDS[kind]))
+)
+plans = st.dictionaries(places, st.sampled_from(HOWS), min_size=4, max_size=20)
+Plan = dict[tuple[str, int], str]
+
+
+class Meddler:
+    def __init__(
+        self, network: SimulatedNetwork, plan: Plan, draw: Callable[[Any], Any], spared: str
+    ) -> None:
+        self._plan, self._draw = plan, draw
+        self._network = network
+        self._spared = {spared.encode()}  # and the ids of its placements
+        self._seen: Counter[str] = Counter()
+        self._past: dict[str, list[bytes]] = {}
+        self._post, self._ask = network.post, network.ask
+        network.post, network.ask = self.post, self.ask  # type: ignore[method-assign]
+        network.spoil_reply = self.reply
+
+    def stop(self) -> None:
+        self._plan = {}
+
+    def post(self, connection: Any, subject: str, parcel: Parcel) -> None:
+        self._take(connection, subject, parcel, lambda each: self._post(connection, subject, each))
+
+    def ask(self, connection: Any, subject: str, parcel: Parcel, on_nobody: Any) -> None:
+        def send(each: Parcel) -> None:
+            self._ask(connection, subject, each, on_nobody)
+
+        self._take(connection, subject, parcel, send)
+
+    def reply(self, data: bytes) -> bytes:
+        how = self._how("reply", data)
+        return data if how is None else self._spoilt(data)
+
+    def _take(
+        self, connection: Any, subject: str, parcel: Parcel, send: Callable[[Parcel], None]
+    ) -> None:
+        data, kind = parcel.data, subject.rpartition(".")[2]
+        self._note(kind, data)
+        how = self._how(kind, data)
+        if how in (None, "after", "twice", "late", "elsewhere"):
+            send(parcel)
+        if how is not None:
+            for at, told in self._instead(how, subject, parcel):
+                told = Parcel(told, parcel.reply, parcel.sender_id)
+                if at == subject:
+                    send(told)
+                else:
+                    self._post(connection, at, told)
+        self._past.setdefault(subject, []).append(data)
+
+    def _how(self, kind: str, data: bytes) -> str | None:
+        if any(name in data for name in self._spared):
+            return None
+        number, self._seen[kind] = self._seen[kind], self._seen[kind] + 1
+        return self._plan.get((kind, number))
+
+    def _note(self, kind: str, data: bytes) -> None:
+        """The placements of the spared request."""
+        if kind in ("start", "run", "placement") and any(name in data for name in self._spared):
+            told = msgspec.msgpack.decode(data)
+            if "placement_id" in told:
+                self._spared.add(told["placement_id"])
+
+    def _instead(self, how: str, subject: str, parcel: Parcel) -> list[tuple[str, bytes]]:
+        data = parcel.data
+        match how:
+            case "spoil":
+                return [(subject, self._spoilt(data))]
+            case "tear":
+                return [(subject, self._draw(torn([data]) | anything))]
+            case "twice":
+                return [(subject, data)]
+            case "late":
+                past = self._past.get(subject, [data])
+                return [(subject, self._draw(st.sampled_from(past)))]
+            case "elsewhere":
+                other = self._draw(st.sampled_from(("prefill-1", "decode-1", "worker-1")))
+                parts = subject.split(".")
+                return [(".".join((*parts[:3], other, *parts[4:])), self._spoilt(data))]
+            case "after":
+                some = st.lists(st.sampled_from(_commands(subject, parcel)), min_size=1, max_size=4)
+                return [
+                    (at, self._draw(st.just(encode(told)) | _spoiling(told)))
+                    for at, told in self._draw(some)
+                ]
+        return []
+
+    def _spoilt(self, data: bytes) -> bytes:
+        return self._draw(spoiled([msgspec.msgpack.decode(data)]).map(encode))
+
+
+def _spoiling(message: Message) -> st.SearchStrategy[bytes]:
+    return spoiled([msgspec.msgpack.decode(encode(message))]).map(encode)
+
+
+def _commands(subject: str, parcel: Parcel) -> list[tuple[str, Message]]:
+    """What this sender may say next, of what it has just named."""
+    _, _, _, owner, kind = subject.split(".")
+    sender = parcel.sender_id
+    if kind == "submit":
+        submit = msgspec.msgpack.decode(parcel.data, type=SubmitRequest)
+        request_id = submit.request.request_id
+        cancels = [
+            CancelQueued(request_id=request_id, gateway_id=sender, attempt=attempt)
+            for attempt in (None, 0, 1, 2)
+        ]
+        return [(cancel("scheduler-1"), each) for each in cancels]
+    if kind == "placement":
+        placed = msgspec.msgpack.decode(parcel.data)
+        return _of_scheduler(owner, sender, placed.get("request_id", "first"), placed)
+    if kind == "start":
+        start = msgspec.msgpack.decode(parcel.data, type=StartDecode)
+        return [*_of_owner(owner, start.placement_id), (subject, start)]
+    if kind == "run":
+        run = msgspec.msgpack.decode(parcel.data, type=RunPrefill)
+        renewed = RenewLease(
+            decode_worker_id=sender, placement_ids=(run.placement_id,) * 2, lease_s=0.0
+        )
+        abort = AbortRequest(placement_id=run.placement_id, reason="superseded")
+        return [(control("prefill", owner), renewed), (control("prefill", owner), abort)]
+    if kind == "control" and sender.startswith("prefill"):
+        told = msgspec.msgpack.decode(parcel.data).get("placement_id", bytes(16))
+        failed = PrefillFailed(placement_id=told, prefill_worker_id=sender, failure=FAILURE)
+        return [(subject, failed)]
+    return [(subject, msgspec.msgpack.decode(parcel.data))]  # type: ignore[list-item]
+
+
+def _of_scheduler(
+    gateway: str, sender: str, request_id: str, placed: dict[str, Any]
+) -> list[tuple[str, Message]]:
+    failed = PlacementFailed(request_id=request_id, scheduler_id=sender, attempt=1, failure=FAILURE)
+    kept = QueueKeepalive(scheduler_id=sender, request_ids=(request_id, request_id, "other"))
+    told: list[tuple[str, Message]] = [(placement(gateway), failed), (placement(gateway), kept)]
+    if "worker_id" in placed:
+        again = Placed(request_id=request_id, placement_id=bytes(16), worker_id="worker-1")
+        moved = Placed(
+            request_id=request_id, placement_id=placed["placement_id"], worker_id="prefill-1"
+        )
+        told += [(placement(gateway), again), (placement(gateway), moved)]
+        told += _of_owner(placed["worker_id"], placed["placement_id"])
+    return told
+
+
+def _of_owner(worker: str, placement_id: bytes) -> list[tuple[str, Message]]:
+    at = control("decode", worker)
+    aborts = [
+        AbortRequest(placement_id=placement_id, reason="stop", choice_index=index)
+        for index in (None, 0, 1, 7)
+    ]
+    return [(at, AckFinished(placement_ids=(placement_id,) * 2)), *((at, each) for each in aborts)]

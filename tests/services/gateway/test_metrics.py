@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import msgspec
+
+from services.gateway.metrics import GatewayMetrics
+from shared.messages import Heartbeat, WorkerLoad
+
+
+def test_what_other_processes_count_is_told_by_process() -> None:
+    gateway = Heartbeat(
+        process_id="gateway-1",
+        epoch=1,
+        sequence_number=1,
+        roles=("gateway",),
+        state="ready",
+        interval_s=0.25,
+        num_impostors=3,
+    )
+    load = WorkerLoad(step=1, step_budget_s=1.0, num_kv_frames=70, num_corrupt_kv_frames=2)
+    decode = msgspec.structs.replace(
+        gateway, process_id="decode-1", roles=("decode",), load=load, num_impostors=0
+    )
+    metrics = GatewayMetrics()
+    metrics.watch_fleet(lambda: [gateway, decode])
+    text = metrics.render().decode()
+    for line in (
+        'hearth_worker_kv_frames_total{outcome="taken",worker="decode-1"} 70.0',
+        'hearth_worker_kv_frames_total{outcome="corrupt",worker="decode-1"} 2.0',
+        'hearth_impostor_messages_total{process="gateway-1"} 3.0',
+        'hearth_impostor_messages_total{process="decode-1"} 0.0',
+    ):
+        assert line in text

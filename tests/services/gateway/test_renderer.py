@@ -1,0 +1,99 @@
+"""Templates that never end or eat all memory, in a process that can be stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+import pytest_asyncio
+
+from services.gateway.text.chat_template import ChatTemplate, LiteralText
+from services.gateway.text.renderer import Renderer
+from shared.errors import InvalidRequest
+
+MESSAGES = [{"role": "user", "content": "hello <s>"}]
+GOOD = "{{ bos_token }}{% for each in messages %}{{ each.content }}{% endfor %}"
+ENDLESS = (
+    "{% if messages|length > 1 %}{% for a in range(99999) %}{% for b in range(99999) %}"
+    "{% endfor %}{% endfor %}{% endif %}" + GOOD
+)
+GREEDY = "{% set box = namespace(text='x' * 1000) %}" + (
+    "{% if messages|length > 1 %}{% for a in range(40) %}"
+    "{% set box.text = box.text ~ box.text %}{% endfor %}{% endif %}" + GOOD
+)
+Make = Callable[[str], Awaitable[Renderer]]
+
+
+@pytest_asyncio.fixture
+async def make() -> AsyncIterator[Make]:
+    made: list[Renderer] = []
+
+    async def renderer(source: str) -> Renderer:
+        template = ChatTemplate(source, special_tokens=["<s>"], variables={"bos_token": "<s>"})
+        made.append(Renderer(template))
+        return made[-1]
+
+    yield renderer
+    for each in made:
+        await each.close()
+
+
+async def test_it_renders_as_the_template_does(make: Make) -> None:
+    renderer = await make(GOOD)
+    pieces = await renderer.render(MESSAGES)
+    assert pieces == ["<s>hello ", "<s>"]
+    assert [isinstance(piece, LiteralText) for piece in pieces] == [False, True]
+
+
+@pytest.mark.parametrize("source", [ENDLESS, GREEDY])
+async def test_what_does_not_end_is_refused_and_holds_up_nobody(make: Make, source: str) -> None:
+    renderer = await make(source)
+    assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
+    num_turns = 0
+
+    async def count() -> None:
+        nonlocal num_turns
+        while True:
+            await asyncio.sleep(0.01)
+            num_turns += 1
+
+    counting = asyncio.create_task(count())
+    with pytest.raises(InvalidRequest, match=r"does not end|MemoryError") as refused:
+        await renderer.render(MESSAGES * 2)
+    assert refused.value.param == "messages"
+    assert num_turns > 0  # of the event loop, meanwhile
+    counting.cancel()
+    assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
+
+
+async def test_a_template_that_refuses_says_why(make: Make) -> None:
+    renderer = await make("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(InvalidRequest, match="roles must alternate"):
+        await renderer.render(MESSAGES)
+
+
+async def test_who_leaves_in_the_middle_spoils_nobodys_answer(make: Make) -> None:
+    renderer = await make(ENDLESS)
+    await renderer.render(MESSAGES)
+    leaving = asyncio.create_task(renderer.render(MESSAGES * 2))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
+
+
+async def test_it_is_started_anew_after_a_kill_and_leaves_nothing(make: Make) -> None:
+    renderer = await make(GOOD)
+    await renderer.start()
+    process = renderer._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGKILL)
+    await process.wait()
+    assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
+    process = renderer._process
+    await renderer.close()
+    assert process is not None and process.returncode is not None

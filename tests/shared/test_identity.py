@@ -1,0 +1,264 @@
+"""Nobody speaks in another's name: what the server knows against what a message says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import msgspec
+import pytest
+
+from shared import subjects
+from shared.bus import NatsBus
+from shared.clock import MonotonicClock
+from shared.errors import DependencyUnavailable, Impostor
+from shared.health import Loss
+from shared.heartbeat import Heart
+from shared.messages import (
+    BlockPage,
+    CancelQueued,
+    DataPlaneAddress,
+    Done,
+    Failure,
+    Heartbeat,
+    KvEvents,
+    ListBlocks,
+    Message,
+    PlacementFailed,
+    PrefillFailed,
+    QueueKeepalive,
+    RenewLease,
+    ResendTokens,
+    RunPrefill,
+    SubmitRequest,
+    TokenBatch,
+)
+from shared.randomness import SystemRandomness
+from tests.servers import NatsServer
+from tests.services.scheduler.literals import submit_of
+
+Connect = Callable[[str], Awaitable[NatsBus]]
+ID = b"p" * 16
+CACHE = {"model": "m", "revision": "r", "kv_format": "f", "epoch": 1, "sequence_number": 1}
+FAILURE = Failure(code="worker_busy", message="no")
+
+
+def heartbeat(process_id: str, **changed: Any) -> Heartbeat:
+    beat = Heartbeat(
+        process_id=process_id,
+        epoch=1,
+        sequence_number=1,
+        roles=("decode",),
+        state="ready",
+        interval_s=0.25,
+    )
+    return msgspec.structs.replace(beat, **changed)
+
+
+def run_prefill(decode_worker_id: str) -> RunPrefill:
+    return RunPrefill(
+        placement_id=ID,
+        tenant_id="t",
+        decode_worker_id=decode_worker_id,
+        model="m",
+        revision="r",
+        kv_format="f",
+        cache_root=bytes(16),
+        token_ids=b"",
+        block_hashes=b"",
+        first_token=0,
+        target=DataPlaneAddress(host="h", port=1, unix_path="", instance_id=b"i"),
+        lease_s=1.0,
+        deadline_s=1.0,
+    )
+
+
+# What is heard by whom under which subject, who sends it, and what it says for a process id.
+TOLD: list[tuple[str, str, str, str, Callable[[str], Message]]] = [
+    (
+        "gateway-1",
+        subjects.HEARTBEATS,
+        "decode-1",
+        subjects.heartbeat("decode", "decode-1"),
+        heartbeat,
+    ),
+    (
+        "gateway-1",
+        subjects.HEARTBEATS,
+        "decode-1",
+        subjects.heartbeat("decode", "decode-1"),
+        lambda name: heartbeat(name, state="stopped"),
+    ),
+    (
+        "kv_index-1",
+        subjects.KV_EVENTS,
+        "prefill-1",
+        subjects.kv_events("prefill", "prefill-1"),
+        lambda name: KvEvents(worker_id=name, events=(), **CACHE),
+    ),
+    (
+        "gateway-1",
+        subjects.tokens("gateway-1"),
+        "decode-1",
+        subjects.tokens("gateway-1"),
+        lambda name: TokenBatch(worker_id=name, entries=()),
+    ),
+    (
+        "gateway-1",
+        subjects.placement("gateway-1"),
+        "scheduler-1",
+        subjects.placement("gateway-1"),
+        lambda name: QueueKeepalive(scheduler_id=name, request_ids=()),
+    ),
+    (
+        "gateway-1",
+        subjects.placement("gateway-1"),
+        "scheduler-1",
+        subjects.placement("gateway-1"),
+        lambda name: PlacementFailed(request_id="r", scheduler_id=name, attempt=1, failure=FAILURE),
+    ),
+    (
+        "scheduler-1",
+        subjects.cancel("scheduler-1"),
+        "gateway-1",
+        subjects.cancel("scheduler-1"),
+        lambda name: CancelQueued(request_id="r", gateway_id=name),
+    ),
+    (
+        "prefill-1",
+        subjects.control("prefill", "prefill-1"),
+        "decode-1",
+        subjects.control("prefill", "prefill-1"),
+        lambda name: RenewLease(decode_worker_id=name, placement_ids=(), lease_s=1.0),
+    ),
+    (
+        "decode-1",
+        subjects.control("decode", "decode-1"),
+        "prefill-1",
+        subjects.control("decode", "decode-1"),
+        lambda name: PrefillFailed(placement_id=ID, prefill_worker_id=name, failure=FAILURE),
+    ),
+]
+ASKED: list[tuple[str, str, str, Callable[[str], Message]]] = [
+    ("scheduler-1", subjects.SUBMIT, "gateway-1", lambda name: submit_of("r", gateway_id=name)),
+    ("prefill-1", subjects.run_prefill("prefill-1"), "decode-1", run_prefill),
+]
+
+
+@pytest.fixture
+async def connect(nats_server: NatsServer) -> AsyncIterator[Connect]:
+    async with AsyncExitStack() as stack:
+
+        async def connected(process_id: str) -> NatsBus:
+            bus = await NatsBus.connect(nats_server.url(process_id), process_id=process_id)
+            stack.push_async_callback(bus.close)
+            return bus
+
+        yield connected
+
+
+@pytest.mark.parametrize(("hearer", "heard_as", "sender", "subject", "make"), TOLD)
+async def test_what_is_told_in_anothers_name_is_refused_and_counted(
+    connect: Connect,
+    hearer: str,
+    heard_as: str,
+    sender: str,
+    subject: str,
+    make: Callable[[str], Message],
+) -> None:
+    receiving, sending = await connect(hearer), await connect(sender)
+    heard: asyncio.Queue[Message] = asyncio.Queue()
+    await receiving.subscribe(heard_as, type(make(sender)), heard.put_nowait)
+    await receiving.flush()
+    await sending.publish(subject, make("another"))
+    await sending.publish(subject, make(sender))
+    assert await asyncio.wait_for(heard.get(), 5) == make(sender)
+    assert (heard.qsize(), receiving.num_impostors) == (0, 1)
+
+
+@pytest.mark.parametrize(("server", "subject", "client", "make"), ASKED)
+async def test_what_is_asked_in_anothers_name_is_refused_and_counted(
+    connect: Connect, server: str, subject: str, client: str, make: Callable[[str], Message]
+) -> None:
+    serving, asking = await connect(server), await connect(client)
+    served: list[Message] = []
+
+    def serve(message: Message) -> Done:
+        served.append(message)
+        return Done()
+
+    await serving.serve(subject, type(make(client)), serve)
+    await serving.flush()
+    with pytest.raises(Impostor, match="in the name of another"):
+        await asking.request(subject, make("another"), Done, timeout_s=5)
+    await asking.request(subject, make(client), Done, timeout_s=5)
+    assert served == [make(client)]
+    assert serving.num_impostors == 1
+
+
+async def test_an_answer_in_anothers_name_makes_no_sense(connect: Connect) -> None:
+    index, worker = await connect("kv_index-1"), await connect("prefill-1")
+    subject = subjects.list_blocks("prefill", "prefill-1")
+    page = BlockPage(worker_id="prefill-2", stored=(), **CACHE)
+    await worker.serve(subject, ListBlocks, lambda _: page)
+    await worker.flush()
+    with pytest.raises(DependencyUnavailable, match="in the name of prefill-2"):
+        await index.request(subject, ListBlocks(), BlockPage, timeout_s=5)
+    assert index.num_impostors == 1
+
+
+async def test_the_goodbye_of_another_loses_nobody(connect: Connect) -> None:
+    """A process with a credential says that another has stopped."""
+    watching, hostile, good = (
+        await connect("gateway-1"),
+        await connect("decode-2"),
+        await connect("decode-1"),
+    )
+    lost: list[tuple[str, Loss]] = []
+    watcher = Heart(watching, MonotonicClock(), SystemRandomness(), roles=("gateway",))
+    watcher.on_lost(lambda process_id, loss: lost.append((process_id, loss)))
+    await watcher.start()
+    heart = Heart(good, MonotonicClock(), SystemRandomness(), roles=("decode",))
+    await heart.become("ready")
+    subject = subjects.heartbeat("decode", "decode-2")
+    await hostile.publish(subject, heartbeat("decode-1", epoch=heart.epoch, state="stopped"))
+    async with asyncio.timeout(5):
+        while not watching.num_impostors or not watcher.fleet.is_live("decode-1"):
+            await asyncio.sleep(0)
+    assert lost == []
+    await watcher.stop()
+
+
+async def test_the_server_lets_nobody_sign_as_another(connect: Connect) -> None:
+    """Nor does a sender get around the check by another name at the end of its subject."""
+    receiving, hostile, good = (
+        await connect("gateway-1"),
+        await connect("decode-2"),
+        await connect("decode-1"),
+    )
+    heard: asyncio.Queue[TokenBatch] = asyncio.Queue()
+    subject = subjects.tokens("gateway-1")
+    await receiving.subscribe(subject, TokenBatch, heard.put_nowait)
+    await receiving.flush()
+    batch = TokenBatch(worker_id="decode-1", entries=())
+    signed = subjects.sent_by(subject, "decode-1")
+    await hostile._client.publish(signed, msgspec.msgpack.encode(batch))
+    await hostile.flush()
+    await good.publish(subject, batch)
+    await asyncio.wait_for(heard.get(), 5)
+    await receiving.flush()
+    assert heard.empty()
+
+
+def test_every_message_that_names_its_sender_is_tied_to_it() -> None:
+    """A new message with the id of a process says in `sender_id` whether it is the sender's."""
+    named = {"worker_id", "scheduler_id", "process_id", "decode_worker_id", "prefill_worker_id"}
+    others = {"Placed", "PrefixMatch", "Served"}  # of whom it tells is not who tells it
+    for kind in Message.__subclasses__():
+        has_name = bool(named & set(kind.__struct_fields__)) and kind.__name__ not in others
+        is_tied = kind.sender_id is not Message.sender_id
+        of_gateway = kind in (CancelQueued, SubmitRequest)
+        assert is_tied is (has_name or of_gateway), kind.__name__
+    assert ResendTokens.sender_id is Message.sender_id
