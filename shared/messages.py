@@ -136,7 +136,10 @@ class QueueKeepalive(Message, frozen=True, kw_only=True):
 
 
 class CancelQueued(Message, frozen=True, kw_only=True):
+    """`attempt`: the last that is given up, which a later one may overtake; None: every one."""
+
     request_id: Name
+    attempt: Count | None = None
 
 
 class Placed(Message, frozen=True, kw_only=True):

@@ -84,5 +84,6 @@ class Actions:
         message = AckFinished(placement_ids=(placement_id,))
         self._due.append(Publish(control("decode", worker_id), message))
 
-    def cancel(self, scheduler_id: str, request_id: str) -> None:
-        self._due.append(Publish(cancel(scheduler_id), CancelQueued(request_id=request_id)))
+    def cancel(self, scheduler_id: str, request_id: str, attempt: int | None = None) -> None:
+        message = CancelQueued(request_id=request_id, attempt=attempt)
+        self._due.append(Publish(cancel(scheduler_id), message))

@@ -157,14 +157,16 @@ class Streams:
     def on_keepalive(self, keepalive: QueueKeepalive, now: float) -> None:
         for request_id in keepalive.request_ids:
             stream = self._by_request.get(request_id)
-            if stream is None or stream.state is State.RUNNING:
+            if stream is None:
                 self._actions.cancel(keepalive.scheduler_id, request_id)
+            elif stream.state is State.RUNNING:
+                self._actions.cancel(keepalive.scheduler_id, request_id, stream.attempt)
             elif stream.state is State.SUBMITTING:  # its ack came too late or got lost
                 self._queue(stream, keepalive.scheduler_id, now)
             elif stream.scheduler_id == keepalive.scheduler_id:
                 stream.keepalive_at = now
             else:
-                self._actions.cancel(keepalive.scheduler_id, request_id)
+                self._actions.cancel(keepalive.scheduler_id, request_id, stream.attempt)
 
     def on_scheduler_lost(self, scheduler_id: str, now: float) -> None:
         for stream in list(self._by_request.values()):
@@ -411,7 +413,7 @@ class Streams:
     def _leave(self, stream: Stream, reason: AbortReason, now: float) -> None:
         """Tells queue or worker that this stream is no longer theirs."""
         if stream.state is State.QUEUED and stream.scheduler_id is not None:
-            self._actions.cancel(stream.scheduler_id, stream.request_id)
+            self._actions.cancel(stream.scheduler_id, stream.request_id, stream.attempt)
         stream.scheduler_id = None
         is_told = stream.has_every_ending
         placement, stream.placement = stream.placement, None

@@ -159,6 +159,9 @@ class Admission:
         self._rate.count(ticket.num_tokens, now)
         self._forget(ticket)
 
+    def ticket_of(self, request_id: str) -> Ticket | None:
+        return self._held.get(request_id)
+
     def remove(self, request_id: str) -> Ticket | None:
         ticket = self._held.get(request_id)
         if ticket is not None:

@@ -132,7 +132,10 @@ class SchedulerService:
         return Queued(scheduler_id=self._bus.process_id, num_ahead=num_ahead)
 
     def _cancel(self, message: CancelQueued) -> None:
-        self._admission.remove(message.request_id)
+        """One that a new try to this scheduler has overtaken does not concern that try."""
+        ticket, attempt = self._admission.ticket_of(message.request_id), message.attempt
+        if ticket is not None and (attempt is None or ticket.submit.attempt <= attempt):
+            self._admission.remove(message.request_id)
 
     def _heard(self, heartbeat: Heartbeat) -> None:
         self._workers.heard(heartbeat, self._clock.now())

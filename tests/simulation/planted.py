@@ -159,6 +159,12 @@ def _last_chunk_pooled(right: Any) -> Any:
     return collect
 
 
+def _every_try_cancelled(right: Any) -> Any:
+    return lambda self, scheduler_id, request_id, attempt=None: right(
+        self, scheduler_id, request_id
+    )
+
+
 def _queue_without_bound(right: Any) -> Any:
     return lambda self, tenant_id, num_tokens: None
 
@@ -184,6 +190,7 @@ BUGS = (
     Bug("an embedding begins anew at each chunk", engine, "_collect", _last_chunk_pooled, 4),
     Bug("what Redis missed is not written again", PrefixRegistry, "_restore", _nothing, 44),
     Bug("Redis keeps what a resync did not find", PrefixRegistry, "checked", _nothing, 18),
+    Bug("a cancel meets the try after it", Actions, "cancel", _every_try_cancelled, 22_780),
     Bug("the queue has no bound", Admission, "_check_room", _queue_without_bound, 2),
 )
 

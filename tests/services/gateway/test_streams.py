@@ -444,7 +444,7 @@ def test_once_the_bus_is_back_the_queued_are_submitted_anew_and_not_cancelled() 
     rig.queue(attempt=2)
     keepalive = QueueKeepalive(scheduler_id="s1", request_ids=("r1",))
     rig.streams.on_keepalive(keepalive, rig.now)
-    assert rig.published() == [(cancel("s1"), CancelQueued(request_id="r1"))]
+    assert rig.published() == [(cancel("s1"), CancelQueued(request_id="r1", attempt=2))]
 
 
 def test_placement_failure_of_a_new_request_is_final() -> None:
@@ -476,10 +476,11 @@ def test_keepalives() -> None:
     assert rig.actions() == []
     other = QueueKeepalive(scheduler_id="s2", request_ids=("r1",))
     rig.streams.on_keepalive(other, rig.now)
-    assert rig.published() == [(cancel("s2"), CancelQueued(request_id="r1"))]
+    assert rig.published() == [(cancel("s2"), CancelQueued(request_id="r1", attempt=1))]
     rig.tick(core.KEEPALIVE_LIMIT_S)
     cancelled, again = rig.actions()
-    assert (cancelled.subject, cancelled.message) == (cancel("s1"), CancelQueued(request_id="r1"))
+    assert cancelled.subject == cancel("s1")
+    assert cancelled.message == CancelQueued(request_id="r1", attempt=1)
     assert again.message.attempt == 2
 
 

@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import pytest
 
 from shared import subjects
@@ -337,6 +338,22 @@ def test_excluded_workers_are_not_used() -> None:
         failed = await rig.ending(num=10)
         assert isinstance(failed, PlacementFailed)
         assert failed.failure.code == "no_capacity"
+
+    scenario(test)
+
+
+def test_a_cancel_that_the_next_try_has_overtaken_is_not_for_that_try() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.worker("decode-0", num_free_blocks=NO_ROOM)
+        await rig.submit(msgspec.structs.replace(submit_of("r0"), attempt=2))
+        late = CancelQueued(request_id="r0", attempt=1)
+        await rig.buses["gateway-0"].publish(subjects.cancel("scheduler-0"), late)
+        await asyncio.sleep(0.1)
+        assert len(rig.service._admission) == 1
+        due = CancelQueued(request_id="r0", attempt=2)
+        await rig.buses["gateway-0"].publish(subjects.cancel("scheduler-0"), due)
+        await asyncio.sleep(0.1)
+        assert len(rig.service._admission) == 0
 
     scenario(test)
 
