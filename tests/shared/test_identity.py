@@ -220,7 +220,9 @@ async def test_the_goodbye_of_another_loses_nobody(connect: Connect) -> None:
     watcher = Heart(watching, MonotonicClock(), SystemRandomness(), roles=("gateway",))
     watcher.on_lost(lambda process_id, loss: lost.append((process_id, loss)))
     await watcher.start()
+    await watching.flush()
     heart = Heart(good, MonotonicClock(), SystemRandomness(), roles=("decode",))
+    await heart.start()
     await heart.become("ready")
     subject = subjects.heartbeat("decode", "decode-2")
     await hostile.publish(subject, heartbeat("decode-1", epoch=heart.epoch, state="stopped"))
@@ -229,6 +231,7 @@ async def test_the_goodbye_of_another_loses_nobody(connect: Connect) -> None:
             await asyncio.sleep(0)
     assert lost == []
     await watcher.stop()
+    await heart.stop()
 
 
 async def test_the_server_lets_nobody_sign_as_another(connect: Connect) -> None:
