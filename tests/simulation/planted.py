@@ -26,9 +26,10 @@ from services.prefill.service import PrefillService
 from services.scheduler.admission import Admission
 from services.scheduler.fleet import WorkerFleet
 from shared import block_hash
-from shared.engine import engine
+from shared.engine import inputs
 from shared.engine.batcher import Batcher
 from shared.engine.engine import Engine
+from shared.engine.runner import PoolingInputs
 from shared.health import Fleet
 from shared.kv_wire.placements import Placements
 
@@ -151,12 +152,11 @@ def _impatient(right: Any) -> Any:
     return 2.0
 
 
-def _last_chunk_pooled(right: Any) -> Any:
-    def collect(sequence: Any, index: int, output: Any) -> None:
-        sequence.pooled = None
-        right(sequence, index, output)
+def _pooled_anew(right: Any) -> Any:
+    def pooling(rows: Any) -> Any:
+        return {row: PoolingInputs(asked.how, None) for row, asked in right(rows).items()}
 
-    return collect
+    return pooling
 
 
 def _queue_without_bound(right: Any) -> Any:
@@ -181,7 +181,7 @@ BUGS = (
     Bug("a request looks too short for a scheduler", streams, "SUBMIT_WINDOW_S", _impatient, 21),
     Bug("who was away with the bus is asked", Fleet, "bus_was_away", _nothing, 147),
     Bug("nobody misses a last KV event", PrefixIndex, "announce", _nothing, 4),
-    Bug("an embedding begins anew at each chunk", engine, "_collect", _last_chunk_pooled, 4),
+    Bug("an embedding begins anew at each chunk", inputs, "_pooling", _pooled_anew, 4),
     Bug("what Redis missed is not written again", PrefixRegistry, "_restore", _nothing, 44),
     Bug("Redis keeps what a resync did not find", PrefixRegistry, "checked", _nothing, 18),
     Bug("the queue has no bound", Admission, "_check_room", _queue_without_bound, 2),
