@@ -97,7 +97,7 @@ class Fleet:
             sampling=Sampling(max_tokens=max_tokens, seed=7, ignore_eos=True, num_logprobs=1),
             num_choices=num_choices,
         )
-        return await self.gateway.open(tenant_id, request_id, generation)
+        return self.gateway.open(await self.gateway.prepare(tenant_id, request_id, generation))
 
     async def ended(self, delivery: Delivery) -> HearthError | None:
         async with asyncio.timeout(120):  # virtual

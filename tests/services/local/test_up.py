@@ -71,7 +71,8 @@ def running(tmp_path_factory: pytest.TempPathFactory, chat_model: Path) -> Itera
 
 def test_it_starts_one_process_a_service_and_the_gateway_knows_them(running: Up) -> None:
     lines = list(processes_of(running.state_home).values())
-    assert len(lines) == 8  # five services, nats-server, redis-server, and up itself
+    # five services, the gateway's chat template, nats-server, redis-server, and up itself
+    assert len(lines) == 9
     workers = ready(running.state.url)["workers"]
     assert workers == {"prefill": ["prefill-1"], "decode": ["decode-1"]}
 
