@@ -6,7 +6,7 @@ says that nobody has its name, its connection has ended, and its silence need no
 
 A watcher judges only while it can trust itself: its own heartbeat comes back from the server and
 its own loop does not lag. When everybody falls silent at once, it is the bus or the watcher, and
-nobody is suspected.
+nobody is suspected; nor for SILENCE_LIMIT_S after, for others need longer to be back than it does.
 
     peer:    unknown ──heartbeat──▶ live ──silent, gone or no step──▶ suspect ──heartbeat, step─┐
                                      │ ▲────────────────────────────────────────────────────────┘
@@ -19,12 +19,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from math import inf
 
 from shared.messages import Heartbeat, Role
 
 HEARTBEAT_INTERVAL_S = 0.25
 LATE_S = 0.3  # since the last heartbeat: time to ask
-MAX_ECHO_GAP_S = 0.4  # beyond it the bus was away, and others may still be on their way back
+MAX_ECHO_GAP_S = 0.5  # beyond it the bus was away
 SILENCE_LIMIT_S = 1.0  # four missed heartbeats
 MAX_LOOP_LAG_S = 0.2
 TICK_S = 0.1
@@ -54,10 +55,9 @@ class Fleet:
     def __init__(self, own_process_id: str) -> None:
         self._own_process_id = own_process_id
         self._peers: dict[str, Peer] = {}
-        self._last_echo_at: float | None = None
-        self._last_tick_at: float | None = None
-        self._distrust_until = 0.0
-        self._no_question_until = 0.0
+        self._last_echo_at = -inf
+        self._last_tick_at = inf
+        self._sound_since = inf  # the bus and this process's loop, without a break
 
     def observe(self, heartbeat: Heartbeat, now: float) -> Loss | None:
         """Takes in a heartbeat; tells if it means that the process as known before is lost."""
@@ -78,8 +78,8 @@ class Fleet:
 
     def tick(self, now: float) -> list[tuple[str, Loss]]:
         """Call every TICK_S. Returns the peers that became suspect since the last call."""
-        if self._last_tick_at is not None and now - self._last_tick_at > TICK_S + MAX_LOOP_LAG_S:
-            self._distrust_until = now + SILENCE_LIMIT_S
+        if now - self._last_tick_at > TICK_S + MAX_LOOP_LAG_S:
+            self._sound_since = now
         self._last_tick_at = now
         if not self.can_judge(now):
             return []
@@ -95,8 +95,7 @@ class Fleet:
 
     def late(self, now: float) -> list[Heartbeat]:
         """The last heartbeats of the peers to ask whether they are still there."""
-        is_fresh = self._last_echo_at is not None and now - self._last_echo_at <= MAX_ECHO_GAP_S
-        if not is_fresh or now < self._no_question_until or not self.can_judge(now):
+        if not self.can_judge(now):
             return []
         return [
             peer.heartbeat
@@ -106,7 +105,7 @@ class Fleet:
 
     def bus_was_away(self, now: float) -> None:
         """If only for a moment: others may still be on their way back."""
-        self._no_question_until = now + SILENCE_LIMIT_S
+        self._sound_since = now
 
     def gone(self, last: Heartbeat, now: float) -> Loss | None:
         """Nobody answered to the name of `last`'s sender, which may have spoken meanwhile."""
@@ -118,10 +117,9 @@ class Fleet:
         return Loss.GONE
 
     def can_judge(self, now: float) -> bool:
-        if self._last_echo_at is None or now - self._last_echo_at > SILENCE_LIMIT_S / 2:
-            self._distrust_until = max(self._distrust_until, now + SILENCE_LIMIT_S)
-            return False
-        return now >= self._distrust_until
+        """Whether the silence of others means something: this side has heard well for a while."""
+        is_bus_there = now - self._last_echo_at <= MAX_ECHO_GAP_S
+        return is_bus_there and now - self._sound_since >= SILENCE_LIMIT_S
 
     def live(self, role: Role) -> Iterator[Heartbeat]:
         """Processes of a role that take new work."""
@@ -149,7 +147,7 @@ class Fleet:
         return None if peer is None else peer.heartbeat
 
     def _hear_echo(self, now: float) -> None:
-        if self._last_echo_at is None or now - self._last_echo_at > MAX_ECHO_GAP_S:
+        if now - self._last_echo_at > MAX_ECHO_GAP_S:
             self.bus_was_away(now)
         self._last_echo_at = now
 

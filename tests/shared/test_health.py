@@ -133,6 +133,20 @@ def test_after_the_silence_of_all_peers_get_a_full_period(watch: Watch) -> None:
     assert watch.losses() == [("a", Loss.SILENT)]
 
 
+def test_a_bus_that_is_back_only_for_moments_makes_nobody_silent(watch: Watch) -> None:
+    """Between its outages this process is connected again sooner than others."""
+    watch.play(1.0, ())
+    for _ in range(5):
+        watch.hear(beat(OWN, watch.number))
+        watch.play(0.4, ())
+        watch.now += 0.15
+    watch.hear(beat(OWN, watch.number))
+    watch.play(0.5, ())
+    assert watch.lost == []
+    watch.play(2.0, (OWN, "b"))
+    assert watch.losses() == [("a", Loss.SILENT)]
+
+
 def test_a_watcher_that_stalled_judges_nobody_for_a_period(watch: Watch) -> None:
     watch.now += 5.0  # this process itself was frozen
     watch.play(0.9, (OWN,))
@@ -211,6 +225,6 @@ def test_who_spoke_after_the_question_is_not_gone(watch: Watch) -> None:
 
 def test_after_a_gap_of_its_own_echo_a_watcher_asks_nobody(watch: Watch) -> None:
     """The bus was away for a moment: others may still be on their way back."""
-    watch.play(0.45, ())
+    watch.play(0.55, ())
     watch.play(0.9, (OWN,))
     assert watch.fleet.late(watch.now) == []

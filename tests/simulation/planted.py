@@ -179,7 +179,7 @@ BUGS = (
     Bug("a prefill keeps its blocks", PrefillService, "_deliver", _push_never_released, 0),
     Bug("a shared block is written", Batcher, "_writes_shared", _shared_block_written, 1),
     Bug("a request looks too short for a scheduler", streams, "SUBMIT_WINDOW_S", _impatient, 21),
-    Bug("who was away with the bus is asked", Fleet, "bus_was_away", _nothing, 147),
+    Bug("who was away with the bus is asked", Fleet, "bus_was_away", _nothing, 60),
     Bug("nobody misses a last KV event", PrefixIndex, "announce", _nothing, 4),
     Bug("an embedding begins anew at each chunk", inputs, "_pooling", _pooled_anew, 4),
     Bug("what Redis missed is not written again", PrefixRegistry, "_restore", _nothing, 44),
