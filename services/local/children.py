@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from shared.child_process import send_signal
 from shared.errors import ConfigError
 
 _PR_SET_PDEATHSIG = 1
@@ -68,7 +69,7 @@ async def stop_children(children: Iterable[Child], *, grace_s: float) -> None:
     if not living:
         return
     for child in living:
-        _signal(child, signal.SIGTERM)
+        send_signal(child.process, signal.SIGTERM)
     waits = [asyncio.create_task(child.process.wait()) for child in living]
     _, late = await asyncio.wait(waits, timeout=grace_s)
     if late:
@@ -78,7 +79,7 @@ async def stop_children(children: Iterable[Child], *, grace_s: float) -> None:
 
 def kill_children(children: Iterable[Child]) -> None:
     for child in children:
-        _signal(child, signal.SIGKILL)
+        send_signal(child.process, signal.SIGKILL)
 
 
 def ending(returncode: int) -> str:
@@ -96,14 +97,6 @@ def last_line(path: Path, *, max_bytes: int = 16_384) -> str:
         file.seek(max(0, path.stat().st_size - max_bytes))
         lines = file.read().decode(errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
-
-def _signal(child: Child, number: signal.Signals) -> None:
-    if child.process.returncode is None:
-        try:
-            child.process.send_signal(number)
-        except ProcessLookupError:
-            return  # it ended in this moment
 
 
 def _die_with_parent(parent_pid: int) -> Callable[[], None]:

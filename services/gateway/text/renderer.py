@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +15,7 @@ import msgspec
 import services
 from services.gateway.text.chat_template import ChatTemplate, LiteralText
 from services.gateway.text.template_process import LIMIT_S, SIZE, Refused, Reply
+from shared.child_process import send_signal
 from shared.errors import InvalidRequest, NoCapacity, Overloaded
 
 MAX_WAIT_S = 5.0  # for the turns of others
@@ -59,8 +60,7 @@ class Renderer:
     async def close(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            send_signal(process, signal.SIGKILL)
             await process.wait()
 
     async def _asked(self, template: ChatTemplate, data: bytes) -> Reply:
