@@ -102,8 +102,17 @@ class Fleet:
     async def ended(self, delivery: Delivery) -> HearthError | None:
         async with asyncio.timeout(120):  # virtual
             while delivery.end is None:
+                assert self.is_each_placement_of_one
                 await asyncio.sleep(0.05)
         return delivery.end.error
+
+    @property
+    def is_each_placement_of_one(self) -> bool:
+        streams = self.gateway._recovery._streams
+        return all(
+            each.placement is None or streams._by_placement[each.placement.placement_id] is each
+            for each in streams._by_request.values()
+        )
 
     def left(self) -> dict[str, Any]:
         """What is held for some request."""

@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from shared.messages import (
     AbortRequest,
     AckFinished,
+    BlocksRemoved,
     CancelQueued,
     Failure,
+    KvEvents,
     Message,
     Placed,
     PlacementFailed,
@@ -30,6 +32,7 @@ from shared.messages import (
     StartDecode,
     SubmitRequest,
 )
+from shared.packing import BLOCK_HASH_BYTES
 from shared.subjects import cancel, control, placement
 from tests.fuzz.mutations import anything, spoiled, torn
 from tests.simulation.bus import Parcel, SimulatedNetwork
@@ -171,7 +174,16 @@ def _commands(subject: str, parcel: Parcel) -> list[tuple[str, Message]]:
         told = msgspec.msgpack.decode(parcel.data).get("placement_id", bytes(16))
         failed = PrefillFailed(placement_id=told, prefill_worker_id=sender, failure=FAILURE)
         return [(subject, failed)]
+    if kind == "kv_events":
+        return [(subject, _halved(msgspec.msgpack.decode(parcel.data, type=KvEvents)))]
     return [(subject, msgspec.msgpack.decode(parcel.data))]  # type: ignore[list-item]
+
+
+def _halved(events: KvEvents) -> KvEvents:
+    """What would come next, with half a block hash at its end."""
+    half = BlocksRemoved(block_hashes=bytes(BLOCK_HASH_BYTES // 2))
+    number = events.sequence_number + 1
+    return msgspec.structs.replace(events, sequence_number=number, events=(*events.events, half))
 
 
 def _of_scheduler(
@@ -181,12 +193,17 @@ def _of_scheduler(
     kept = QueueKeepalive(scheduler_id=sender, request_ids=(request_id, request_id, "other"))
     told: list[tuple[str, Message]] = [(placement(gateway), failed), (placement(gateway), kept)]
     if "worker_id" in placed:
-        again = Placed(request_id=request_id, placement_id=bytes(16), worker_id="worker-1")
-        moved = Placed(
-            request_id=request_id, placement_id=placed["placement_id"], worker_id="prefill-1"
-        )
-        told += [(placement(gateway), again), (placement(gateway), moved)]
-        told += _of_owner(placed["worker_id"], placed["placement_id"])
+        placement_id, worker_id = placed["placement_id"], placed["worker_id"]
+        other = "first" if request_id == "second" else "second"
+        told += [
+            (placement(gateway), Placed(request_id=of, placement_id=where, worker_id=by))
+            for of, where, by in (
+                (request_id, bytes(16), "worker-1"),
+                (request_id, placement_id, "prefill-1"),
+                (other, placement_id, worker_id),
+            )
+        ]
+        told += _of_owner(worker_id, placement_id)
     return told
 
 
