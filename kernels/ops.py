@@ -1,12 +1,16 @@
 """The engine's operations, each by the kernel for its tensors' device: the one place that chooses.
 
-Shapes and formulas are described in `kernels.reference`.
+CUDA       Triton: `kernels.<op>`
+CPU        what is compiled for it: `kernels.cpu.<op>`; under Triton's interpreter, Triton
+otherwise  PyTorch: `kernels.reference.<op>`, where shapes and formulas are described
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Concatenate, ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -15,6 +19,7 @@ from kernels.cpu import gated as cpu_gated
 from kernels.cpu import prefill_attention as cpu_prefill_attention
 from kernels.cpu import rms_norm as cpu_rms_norm
 from kernels.cpu import rotate_and_store as cpu_rotate_and_store
+from kernels.device import IS_INTERPRETED, has_triton_device
 from kernels.reference.decode_attention import decode_attention as reference_decode_attention
 from kernels.reference.gelu_and_mul import gelu_and_mul as reference_gelu_and_mul
 from kernels.reference.prefill_attention import prefill_attention as reference_prefill_attention
@@ -23,21 +28,33 @@ from kernels.reference.rotate_and_store import rotate_and_store as reference_rot
 from kernels.reference.silu_and_mul import silu_and_mul as reference_silu_and_mul
 
 P = ParamSpec("P")
-Op = Callable[Concatenate[Tensor, P], Tensor]
+R = TypeVar("R")
+Op = Callable[Concatenate[Tensor, P], R]
+HAS_TRITON = has_triton_device()
 
 
-def _by_device(on_cpu: Op[P], elsewhere: Op[P]) -> Op[P]:
+def _chosen(reference: Op[P, R], on_cpu: Op[P, R] | None = None) -> Op[P, R]:
     """An operation runs where its first tensor is."""
+    elsewhere = _on_triton(reference) if HAS_TRITON else reference
+    here = elsewhere if IS_INTERPRETED else on_cpu or reference
 
-    def op(first: Tensor, *args: P.args, **kwargs: P.kwargs) -> Tensor:
-        return (on_cpu if first.is_cpu else elsewhere)(first, *args, **kwargs)
+    def op(first: Tensor, *args: P.args, **kwargs: P.kwargs) -> R:
+        return (here if first.is_cpu else elsewhere)(first, *args, **kwargs)
 
     return op
 
 
-decode_attention = _by_device(cpu_decode_attention.decode_attention, reference_decode_attention)
-gelu_and_mul = _by_device(cpu_gated.gelu_and_mul, reference_gelu_and_mul)
-prefill_attention = _by_device(cpu_prefill_attention.prefill_attention, reference_prefill_attention)
-rms_norm = _by_device(cpu_rms_norm.rms_norm, reference_rms_norm)
-rotate_and_store = _by_device(cpu_rotate_and_store.rotate_and_store, reference_rotate_and_store)
-silu_and_mul = _by_device(cpu_gated.silu_and_mul, reference_silu_and_mul)
+def _on_triton(reference: Op[P, R]) -> Op[P, R]:
+    name = reference.__name__
+    if find_spec(f"kernels.{name}") is None:
+        return reference
+    found: Op[P, R] = getattr(import_module(f"kernels.{name}"), name)
+    return found
+
+
+decode_attention = _chosen(reference_decode_attention, cpu_decode_attention.decode_attention)
+gelu_and_mul = _chosen(reference_gelu_and_mul, cpu_gated.gelu_and_mul)
+prefill_attention = _chosen(reference_prefill_attention, cpu_prefill_attention.prefill_attention)
+rms_norm = _chosen(reference_rms_norm, cpu_rms_norm.rms_norm)
+rotate_and_store = _chosen(reference_rotate_and_store, cpu_rotate_and_store.rotate_and_store)
+silu_and_mul = _chosen(reference_silu_and_mul, cpu_gated.silu_and_mul)

@@ -1,0 +1,68 @@
+"""All that is measured on a GPU: `python -m benchmarks.gpu kernels [op ...]`.
+
+Runs `benchmarks/kernels/bench_<op>.py`, each of which has `rows()`, what was measured, and
+`bars(rows)`, what was promised. An op that fails is reported and the others go on. Written to
+`benchmarks/results/kernels-<device>.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from importlib import import_module
+from pathlib import Path
+
+from benchmarks.report import Bar, Row, write_result
+
+KERNELS = Path(__file__).parent / "kernels"
+
+
+def op_names() -> list[str]:
+    return sorted(path.stem.removeprefix("bench_") for path in KERNELS.glob("bench_*.py"))
+
+
+def run(op_name: str) -> tuple[list[Row], list[Bar]]:
+    bench = import_module(f"benchmarks.kernels.bench_{op_name}")
+    rows: list[Row] = bench.rows()
+    return [{"op": op_name, **row} for row in rows], bench.bars(rows)
+
+
+def kernels(chosen: list[str]) -> int:
+    import torch
+
+    if not torch.cuda.is_available():
+        print("benchmarks.gpu: torch finds no CUDA device", file=sys.stderr)
+        return 2
+    rows: list[Row] = []
+    bars: list[Bar] = []
+    failed = []
+    for op_name in chosen:
+        try:
+            more_rows, more_bars = run(op_name)
+        except Exception:
+            traceback.print_exc()
+            failed.append(op_name)
+            continue
+        rows += more_rows
+        bars += more_bars
+    device = torch.cuda.get_device_name().replace(" ", "-").lower()
+    write_result(f"kernels-{device}", rows, bars, ["-m", "benchmarks.gpu", *sys.argv[1:]])
+    if failed:
+        print(f"benchmarks.gpu: failed: {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measures what runs on a GPU.")
+    parser.add_argument("what", choices=["kernels"])
+    parser.add_argument("ops", nargs="*", help="all, unless named")
+    given = parser.parse_args()
+    unknown = set(given.ops) - set(op_names())
+    if unknown:
+        parser.error(f"no such op: {', '.join(sorted(unknown))}; there are {', '.join(op_names())}")
+    return kernels(given.ops or op_names())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""Times kernels on the GPU, and names the limits they are held against.
+
+Times are medians of many launches, each with a cold L2 cache (`triton.testing.do_bench` clears it).
+Inputs are random: a GPU runs faster on zeros. The bandwidth of a copy counts what it reads and what
+it writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from triton.testing import do_bench
+
+COPY_BYTES = 2 << 30
+
+
+def seconds(launch: Callable[[], object]) -> float:
+    median: Any = do_bench(launch, warmup=50, rep=200, return_mode="median")
+    return float(median) / 1e3
+
+
+@cache
+def copy_bandwidth() -> float:
+    """Bytes/s of a device-to-device copy, the ceiling of everything that only moves bytes."""
+    source = torch.randint(0, 256, (COPY_BYTES,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / seconds(lambda: target.copy_(source))
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.float32).to(dtype)
+
+
+def by_bandwidth(case: str, launch: Callable[[], object], num_bytes: int) -> dict[str, Any]:
+    """A row: `num_bytes` is the least that must be read and written."""
+    took_s = seconds(launch)
+    rate = num_bytes / took_s
+    return {
+        "case": case,
+        "us": round(took_s * 1e6, 1),
+        "gb_s": round(rate / 1e9, 1),
+        "of_copy": round(rate / copy_bandwidth(), 3),
+    }

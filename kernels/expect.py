@@ -1,0 +1,44 @@
+"""What a kernel's wrapper may be given. A kernel that reads past its tensors answers with garbage,
+so each wrapper checks all that its address arithmetic relies on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class BadTensor(ValueError):
+    """Says which tensor of which op is wrong, how, and what it should be."""
+
+
+def expect(
+    name: str,
+    tensor: Tensor,
+    shape: Sequence[int | None],
+    *,
+    dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
+    device: torch.device | None = None,
+    is_contiguous: bool = False,
+) -> None:
+    """`shape`: None stands for any size. The last dimension must be dense, all if `is_contiguous`.
+
+    Raises BadTensor.
+    """
+    is_fitting = len(shape) == tensor.ndim and all(
+        want is None or want == size for want, size in zip(shape, tensor.shape, strict=True)
+    )
+    if not is_fitting:
+        wanted = ", ".join("any" if want is None else str(want) for want in shape)
+        raise BadTensor(f"{name} has shape {list(tensor.shape)}, not [{wanted}]")
+    allowed = (dtype,) if isinstance(dtype, torch.dtype) else dtype
+    if allowed is not None and tensor.dtype not in allowed:
+        raise BadTensor(f"{name} is {tensor.dtype}, not {' or '.join(map(str, allowed))}")
+    if device is not None and tensor.device != device:
+        raise BadTensor(f"{name} is on {tensor.device}, not on {device}")
+    if tensor.numel() and tensor.ndim and tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
+        raise BadTensor(f"{name} is not dense in its last dimension: strides {tensor.stride()}")
+    if is_contiguous and not tensor.is_contiguous():
+        raise BadTensor(f"{name} is not contiguous: strides {tensor.stride()}")

@@ -1,0 +1,113 @@
+"""Compiles what a wrapper launches for a GPU that is not there, up to its machine code.
+
+Wrappers are called with tensors on the CPU; their launches are compiled instead of run, so nothing
+is computed. What the compiler says of registers and memory is read from the machine code.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+WARP_SIZE = 32
+MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # by compute capability, of one program
+OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion")
+TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.uint8: "u8",
+    torch.bool: "i1",
+}
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    name: str
+    num_registers: int
+    num_spilled_bytes: int  # to local memory: the stack of a thread
+    shared_bytes: int
+
+
+@contextmanager
+def compiling(capability: int) -> Iterator[list[MachineCode]]:
+    """Launches inside are compiled for compute capability 8.0 (80) or 9.0 (90)."""
+    found: list[MachineCode] = []
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        found.append(_compiled(self, args, kwargs, capability))
+
+    with patch.object(JITFunction, "run", run):
+        yield found
+
+
+def _compiled(kernel: Any, args: tuple[Any, ...], kwargs: Any, capability: int) -> MachineCode:
+    options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+    names = [parameter.name for parameter in kernel.params]
+    values = dict(zip(names, args, strict=False)) | kwargs
+    assert set(values) == set(names), set(values) ^ set(names)
+    constants = {each.name for each in kernel.params if each.is_constexpr}
+    constants |= {name for name, value in values.items() if value is None or value is True}
+    constants |= {name for name, value in values.items() if type(value) is int and value == 1}
+    source = ASTSource(
+        kernel,
+        signature={n: "constexpr" if n in constants else _type(values[n]) for n in names},
+        constexprs={name: values[name] for name in names if name in constants},
+        attrs={
+            (index,): [["tt.divisibility", 16]]
+            for index, name in enumerate(names)
+            if name not in constants and _is_aligned(values[name])
+        },
+    )
+    target = GPUTarget("cuda", capability, WARP_SIZE)
+    done = triton.compile(source, target=target, options=options)
+    assert done.metadata.shared <= MAX_SHARED_BYTES[capability], kernel.__name__
+    return MachineCode(kernel.__name__, *_resources(done.asm["cubin"]), done.metadata.shared)
+
+
+def _type(value: Any) -> str:
+    match value:
+        case torch.Tensor():
+            return f"*{TYPES[value.dtype]}"
+        case bool():
+            return "i1"
+        case int():
+            return "i32" if -(2**31) <= value < 2**31 else "i64"
+        case float():
+            return "fp32"
+    raise TypeError(f"no kernel takes a {type(value)}")
+
+
+def _is_aligned(value: Any) -> bool:
+    """As the launcher sees it, which tells the compiler."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr() % 16 == 0
+    return type(value) is int and value % 16 == 0
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of stack of one thread."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", text)[-1]
+    return int(registers), int(stack)

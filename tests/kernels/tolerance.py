@@ -1,0 +1,20 @@
+"""How far a kernel may be from its reference in FP32: the one table."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TOLERANCE = {
+    torch.float32: 2e-5,
+    torch.float16: 2e-3,
+    torch.bfloat16: 1.6e-2,
+}
+
+
+def assert_near(actual: Tensor, expected: Tensor) -> None:
+    """`expected` in any dtype. NaN is never near."""
+    tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(
+        actual.double().cpu(), expected.double().cpu(), rtol=tolerance, atol=tolerance
+    )

@@ -1,0 +1,34 @@
+"""Random inputs, the same in every run, and outputs in which an unwritten element shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+
+def random(*shape: int, like: torch.device, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(like, dtype)
+
+
+@contextmanager
+def poisoned_outputs() -> Iterator[None]:
+    """What a wrapper allocates is full of NaN, or of -1: what a kernel leaves out is seen."""
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def poison(tensor: Tensor) -> Tensor:
+        return tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
+
+    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
+        return poison(empty(*args, **kwargs))
+
+    def poisoned_like(*args: Any, **kwargs: Any) -> Tensor:
+        return poison(empty_like(*args, **kwargs))
+
+    with patch.object(torch, "empty", poisoned), patch.object(torch, "empty_like", poisoned_like):
+        yield
