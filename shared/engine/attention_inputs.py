@@ -60,8 +60,8 @@ def _prefill_rows(
     return PrefillRows(
         rows=rows,
         block_tables=torch.from_numpy(inputs.block_tables[index]).to(device),
-        cu_seqlens_q=torch.from_numpy(np.concatenate(([0], np.cumsum(lens)))),
-        context_lens=torch.from_numpy(inputs.context_lens[index]),
+        cu_seqlens_q=torch.from_numpy(np.concatenate(([0], np.cumsum(lens)))).to(device),
+        context_lens=torch.from_numpy(inputs.context_lens[index]).to(device),
     )
 
 

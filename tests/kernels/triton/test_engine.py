@@ -1,0 +1,84 @@
+"""A whole engine on Triton's kernels gives the tokens that transformers does."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kernels import ops
+from kernels.reference.sample import sample
+from shared.engine.model_runner import ModelRunner
+from tests.engine.checkpoints import write_model
+from tests.engine.steps import Blocks, advance, generate, prefill, step_of
+
+NUM_NEW = 12
+FAMILIES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "Qwen3ForCausalLM": {},  # norms of heads
+    "Gemma2ForCausalLM": {"sliding_window": 9, "attn_logit_softcapping": 3.0},
+}
+
+
+def prompt_of(num_tokens: int) -> list[int]:
+    return torch.randint(3, 199, (num_tokens,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+@pytest.fixture(params=FAMILIES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, list[int]]:
+    """With the tokens that transformers continues a prompt of 21 with."""
+    model = write_model(
+        tmp_path, request.param, hidden_size=64, head_dim=16, **FAMILIES[request.param]
+    )
+    token_ids = prompt_of(21)
+    for _ in range(NUM_NEW):
+        with torch.inference_mode():
+            token_ids.append(int(model(torch.tensor([token_ids])).logits[0, -1].argmax()))
+    return tmp_path, token_ids[-NUM_NEW:]
+
+
+def test_greedy_tokens(checkpoint: tuple[Path, list[int]], device: torch.device) -> None:
+    assert ops.HAS_TRITON
+    folder, expected = checkpoint
+    runner = ModelRunner.load(
+        folder, dtype="float32", kv_cache_bytes=1 << 20, device=str(device), num_threads=1
+    )
+    blocks, prompt = Blocks(runner.num_blocks), prompt_of(21)
+    assert generate(runner, blocks.line(prompt, room=NUM_NEW), NUM_NEW) == expected
+    # in chunks, and beside another
+    line, other = blocks.line(prompt, room=NUM_NEW), blocks.line(prompt_of(5), room=NUM_NEW)
+    prefill(runner, line, 8)
+    prefill(runner, other, 2)
+    other.token_ids.append(7)
+    line.token_ids.append(expected[0])
+    logits = advance(runner, [(other, 1), (line, 1)])
+    assert int(logits[1].argmax()) == expected[1]
+
+
+def test_drawn_tokens(tmp_path: Path, device: torch.device) -> None:
+    write_model(tmp_path, "LlamaForCausalLM", hidden_size=64, head_dim=16)
+    runner = ModelRunner.load(
+        tmp_path, dtype="float32", kv_cache_bytes=1 << 20, device=str(device), num_threads=1
+    )
+    inputs = step_of([(Blocks(runner.num_blocks).line(prompt_of(9)), 9)])
+    sampling = replace(
+        inputs.sampling,
+        temperature=np.full(9, 0.9, dtype=np.float32),
+        top_k=np.full(9, 20, dtype=np.int64),
+        top_p=np.full(9, 0.8, dtype=np.float32),
+        seed=np.arange(9, dtype=np.uint64),
+    )
+    drawn = asyncio.run(runner.run(replace(inputs, sampling=sampling))).token_ids
+    columns = (
+        torch.from_numpy(column).to(device)
+        for column in (
+            *(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p),
+            *(sampling.seed.view(np.int64), sampling.choice_index, sampling.output_position),
+        )
+    )
+    assert drawn == sample(runner.step_logits(inputs), *columns).tolist()
