@@ -3,6 +3,7 @@
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$ROOT/.venv"
+OLDEST="$VENV/oldest" # packages that replace newer ones where PYTHONPATH names it
 CPU_INDEX="https://download.pytorch.org/whl/cpu"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
@@ -69,4 +70,13 @@ install_project() {
   echo "Installing Hearth and what it needs"
   "$VENV/bin/pip" install "${constraints[@]}" -e "${ROOT}[$extra]"
   echo "$digest" >"$stamp"
+}
+
+# Triton 3.6 interprets loops over tensors only with a numpy before 2.4.
+install_oldest_triton() {
+  local packages=("triton==3.6.0" "numpy==2.3.*")
+  [[ -f "$OLDEST/.installed" && "$(<"$OLDEST/.installed")" == "${packages[*]}" ]] && return
+  mkdir -p "$OLDEST"
+  "$VENV/bin/pip" install --quiet --no-deps --upgrade --target "$OLDEST" "${packages[@]}"
+  echo "${packages[*]}" >"$OLDEST/.installed"
 }

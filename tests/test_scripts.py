@@ -159,6 +159,19 @@ def test_ci_runs_tests_lint_format_and_types(machine: Machine) -> None:
     ]
 
 
+def test_a_whole_run_interprets_the_kernels_with_the_newest_and_the_oldest_triton(
+    machine: Machine,
+) -> None:
+    machine.add_venv()
+    record = f'echo "pytest ${{TRITON_INTERPRET:-0}} ${{PYTHONPATH:-}}" >> {machine.calls_path}'
+    machine.add("pytest", record, machine.root / ".venv" / "bin")
+    assert machine.run("scripts/test").returncode == 0
+    oldest = machine.root / ".venv" / "oldest"
+    runs = [call for call in machine.calls if call.startswith("pytest")]
+    assert runs == ["pytest 0 ", "pytest 1 ", f"pytest 1 {oldest}"]
+    assert any(f"--target {oldest} triton==3.6.0" in call for call in machine.calls)
+
+
 @pytest.mark.parametrize("call", ["pytest -n", "ruff check", "ruff format", "mypy "])
 def test_any_of_them_fails_the_run(machine: Machine, call: str) -> None:
     machine.add_venv()
