@@ -21,9 +21,8 @@ from kernels.cpu.lanes import (
     LANES,
     LOG2_E,
     SIDE,
-    add_chain,
+    add_chains,
     array,
-    fma,
     join_lanes,
     narrow,
     transpose_words,
@@ -132,10 +131,9 @@ def _scores(
         token = first + index * TILE
         _gather(key, block_table, head, token, min(TILE, end - token), keys)
         _transpose(keys, tile)
-        for g in range(group):
-            at = scores.ctypes.data + (g * scores.shape[1] + index) * TILE * 4
-            row_at = rows.ctypes.data + g * head_dim * 4
-            add_chain(at, row_at, tile.ctypes.data, TILE * 4, head_dim, 64)
+        sums = scores.ctypes.data + index * TILE * 4, scores.shape[1] * TILE * 4
+        factors = rows.ctypes.data, head_dim * 4
+        _add_64(sums, factors, (tile.ctypes.data, TILE * 4), head_dim, group)
 
 
 @compiled()
@@ -187,8 +185,8 @@ def _weighted_values(
         token = first + index * TILE
         num_tokens = min(TILE, end - token)
         _gather(value, block_table, head, token, num_tokens, tile)
-        for g in range(group):
-            _add_values(weights[g, index], tile, num_tokens, chain[g])
+        factors = weights.ctypes.data + index * TILE * 4, weights.shape[1] * TILE * 4
+        _add_values(factors, tile, num_tokens, chain)
         if (token + TILE) % SEGMENT == 0 or token + TILE >= end:
             for g in range(group):
                 for d in range(head_dim):
@@ -197,19 +195,55 @@ def _weighted_values(
 
 
 @compiled()
-def _add_values(weights: Any, tile: Any, num_tokens: int, chain: Any) -> None:
-    """chain [D] += weights [num_tokens] · tile, in as few chains as D allows."""
-    head_dim = tile.shape[1]
-    weights_at, row_bytes = weights.ctypes.data, head_dim * 4
+def _add_values(factors: Any, tile: Any, num_tokens: int, chain: Any) -> None:
+    """chain [G, D] += factors [G, num_tokens] · tile, in as few chains as D allows."""
+    group, head_dim = chain.shape
+    row_bytes = head_dim * 4
     d = 0
-    while d + 64 <= head_dim:
-        at, tile_at = chain.ctypes.data + d * 4, tile.ctypes.data + d * 4
-        add_chain(at, weights_at, tile_at, row_bytes, num_tokens, 64)
-        d += 64
-    while d + 16 <= head_dim:
-        at, tile_at = chain.ctypes.data + d * 4, tile.ctypes.data + d * 4
-        add_chain(at, weights_at, tile_at, row_bytes, num_tokens, 16)
-        d += 16
-    for rest in range(d, head_dim):
-        for j in range(num_tokens):
-            chain[rest] = fma(weights[j], tile[j, rest], chain[rest])
+    while d < head_dim:
+        sums, rows = (chain.ctypes.data + d * 4, row_bytes), (tile.ctypes.data + d * 4, row_bytes)
+        if d + 64 <= head_dim:
+            _add_64(sums, factors, rows, num_tokens, group)
+            d += 64
+        elif d + 32 <= head_dim:
+            _add_32(sums, factors, rows, num_tokens, group)
+            d += 32
+        elif d + 16 <= head_dim:
+            _add_16(sums, factors, rows, num_tokens, group)
+            d += 16
+        else:
+            _add_1(sums, factors, rows, num_tokens, group)
+            d += 1
+
+
+def _adds(num_lanes: int) -> Any:
+    """`add_chains` for each of a group; arrays are (address, distance of rows)."""
+
+    @compiled()
+    def add(sums: Any, factors: Any, rows: Any, num_rows: int, group: int) -> None:
+        at, sums_bytes = sums
+        factor, factors_bytes = factors
+        row, row_bytes = rows
+        g = 0
+        while g < group:
+            count = 4 if g + 4 <= group else 2 if g + 2 <= group else 1
+            if count == 4:
+                add_chains(
+                    at, sums_bytes, factor, factors_bytes, row, row_bytes, num_rows, num_lanes, 4
+                )
+            elif count == 2:
+                add_chains(
+                    at, sums_bytes, factor, factors_bytes, row, row_bytes, num_rows, num_lanes, 2
+                )
+            else:
+                add_chains(
+                    at, sums_bytes, factor, factors_bytes, row, row_bytes, num_rows, num_lanes, 1
+                )
+            g += count
+            at += count * sums_bytes
+            factor += count * factors_bytes
+
+    return add
+
+
+_add_64, _add_32, _add_16, _add_1 = _adds(64), _adds(32), _adds(16), _adds(1)

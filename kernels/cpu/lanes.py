@@ -100,38 +100,57 @@ def largest_lane(_: Any, address: Any) -> Any:
 
 
 @intrinsic(prefer_literal=True)
-def add_chain(
-    _: Any, sums: Any, factors: Any, rows: Any, row_bytes: Any, num_rows: Any, num_lanes: Any
+def add_chains(
+    _: Any,
+    sums: Any,
+    sums_bytes: Any,
+    factors: Any,
+    factors_bytes: Any,
+    rows: Any,
+    row_bytes: Any,
+    num_rows: Any,
+    num_lanes: Any,
+    num_sums: Any,
 ) -> Any:
-    """sums [num_lanes] += factors[i] · rows[i], fused, for one i after the other; FP32.
+    """sums[s, num_lanes] += factors[s, i] · rows[i], fused, for one i after the other; FP32.
 
-    The first three are addresses, rows lie `row_bytes` apart, `num_lanes` is a literal. The sums
-    stay in registers on the way.
+    Arrays are addresses and the distance of their rows in bytes; `num_lanes` and `num_sums` are
+    literals. The sums stay in registers on the way. Several take no longer than one, as long as
+    they keep a core's multipliers busy while each chain waits for its last product.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        sums_at, factors_at, rows_at, row_bytes, num_rows, _ = args
-        lanes = signature.args[5].literal_value
+        sums_at, sums_bytes, factors_at, factors_bytes, rows_at, row_bytes, num_rows, _, _ = args
+        lanes, count = (signature.args[index].literal_value for index in (7, 8))
         kind = ir.VectorType(ir.FloatType(), lanes)
+        every_lane = ir.Constant(ir.VectorType(_WORD, lanes), [0] * lanes)
         name = f"llvm.fma.v{lanes}f32"
         fused = builder.module.globals.get(name) or ir.Function(
             builder.module, ir.FunctionType(kind, [kind] * 3), name
         )
-        sums_place = builder.inttoptr(sums_at, kind.as_pointer())
-        held = cgutils.alloca_once_value(builder, builder.load(sums_place, align=4))
+
+        def at(address: Any, stride: Any, index: Any, pointed: Any) -> Any:
+            place = builder.add(address, builder.mul(index, stride))
+            return builder.inttoptr(place, pointed.as_pointer())
+
+        places = [at(sums_at, sums_bytes, _ADDRESS(index), kind) for index in range(count)]
+        held = [
+            cgutils.alloca_once_value(builder, builder.load(place, align=4)) for place in places
+        ]
         with cgutils.for_range(builder, num_rows) as loop:
-            place = builder.add(rows_at, builder.mul(loop.index, row_bytes))
-            row = builder.load(builder.inttoptr(place, kind.as_pointer()), align=4)
-            place = builder.add(factors_at, builder.mul(loop.index, _ADDRESS(4)))
-            factor = builder.load(builder.inttoptr(place, ir.FloatType().as_pointer()))
-            one = builder.insert_element(ir.Constant(kind, ir.Undefined), factor, _WORD(0))
-            order = ir.Constant(ir.VectorType(_WORD, lanes), [0] * lanes)
-            factor = builder.shuffle_vector(one, one, order)
-            builder.store(builder.call(fused, [factor, row, builder.load(held)]), held)
-        builder.store(builder.load(held), sums_place, align=4)
+            row = builder.load(at(rows_at, row_bytes, loop.index, kind), align=4)
+            column = builder.add(factors_at, builder.mul(loop.index, _ADDRESS(4)))
+            for index, each in enumerate(held):
+                place = at(column, factors_bytes, _ADDRESS(index), ir.FloatType())
+                factor = builder.load(place)
+                one = builder.insert_element(ir.Constant(kind, ir.Undefined), factor, _WORD(0))
+                factor = builder.shuffle_vector(one, one, every_lane)
+                builder.store(builder.call(fused, [factor, row, builder.load(each)]), each)
+        for place, each in zip(places, held, strict=True):
+            builder.store(builder.load(each), place, align=4)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 5, num_lanes), generate
+    return types.void(*[types.int64] * 7, num_lanes, num_sums), generate
 
 
 @intrinsic
