@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,20 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
         },
     ),
 }
+# What fault of which process: its worst row in any phase of a request.
+CHAOS = (
+    "32 and more streams, a fault in each phase of a request: the worst of them (`scripts/chaos`)",
+    {
+        "fault": "fault",
+        "process": "process",
+        "faults": "num_faults",
+        "streams": "streams",
+        "lost": "lost",
+        "altered": "altered",
+        "noticed after s": "detect_s",
+        "pause beyond outage and recomputation s": "pause_s",
+    },
+)
 BEGIN = "<!-- table: benchmarks/readme_table.py -->\n"
 END = "<!-- end of table -->"
 
@@ -65,19 +80,46 @@ def result(name: str) -> dict[str, Any]:
 
 def table() -> str:
     """Markdown; one block of rows a result file, each with its command and commit."""
-    parts = []
-    for name, (title, columns) in TABLES.items():
-        found = result(name)
-        lines = [
-            f"**{title}** — {machine_of(found)}, commit `{found['commit']}`, `{found['command']}`",
-            "",
-            "| " + " | ".join(columns) + " |",
-            "| " + " | ".join("---" for _ in columns) + " |",
-        ]
-        for row in found["rows"]:
-            lines.append("| " + " | ".join(_shown(row[key]) for key in columns.values()) + " |")
-        parts.append("\n".join(lines) + "\n")
+    parts = [block(result(name), *of) for name, of in TABLES.items()]
+    chaos = result("chaos")
+    parts.append(block(chaos | {"rows": worst_of(chaos["rows"])}, *CHAOS))
     return "\n".join(parts)
+
+
+def block(found: dict[str, Any], title: str, columns: dict[str, str]) -> str:
+    lines = [
+        f"**{title}** — {machine_of(found)}, commit `{found['commit']}`, `{found['command']}`",
+        "",
+        "| " + " | ".join(columns) + " |",
+        "| " + " | ".join("---" for _ in columns) + " |",
+    ]
+    for row in found["rows"]:
+        lines.append("| " + " | ".join(_shown(row[key]) for key in columns.values()) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def worst_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for all phases of a kill or freeze; sums of what is counted, the longest times."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["fault"] in ("kill", "freeze") and "phase" in row:
+            found.setdefault((row["fault"], row["process"]), []).append(row)
+    return [
+        {
+            "fault": fault,
+            "process": process,
+            "num_faults": len(group),
+            **{name: sum(row[name] for row in group) for name in ("streams", "lost", "altered")},
+            "detect_s": _largest(row["detect_s"] for row in group),
+            "pause_s": _largest(row["excess_s"] - (row["outage_s"] or 0.0) for row in group),
+        }
+        for (fault, process), group in found.items()
+    ]
+
+
+def _largest(values: Iterable[float | None]) -> float | str:
+    """Where no request had to move, nobody had to notice."""
+    return max((value for value in values if value is not None), default="–")
 
 
 def machine_of(found: dict[str, Any]) -> str:
