@@ -119,7 +119,7 @@ def worst_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _largest(values: Iterable[float | None]) -> float | str:
     """Where no request had to move, nobody had to notice."""
-    return max((value for value in values if value is not None), default="–")
+    return max((value for value in values if value is not None), default="none")
 
 
 def machine_of(found: dict[str, Any]) -> str:
