@@ -42,7 +42,7 @@ def test_a_stream_survives_the_death_of_its_decode_worker(cluster):
     chunks += list(stream)
     assert text_of(chunks) == text_of(expected)
     assert chunks[-1]["hearth"]["decode_worker"] != victim
-    assert chunks[-1]["hearth"]["num_resubmissions"] == 1
+    assert chunks[-1]["hearth"]["num_resubmissions"] >= 1
     cluster.wait_until_ready("decode-1", "decode-2")
 
 

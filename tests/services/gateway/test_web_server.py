@@ -11,7 +11,7 @@ import httpx
 
 from services.gateway.web_server import WebServer
 
-HEAD_S, BODY_S = 0.2, 0.4
+HEAD_S, BODY_S = 0.2, 0.8  # a busy machine may hold a client up for the difference
 POST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\n"
 OK = b"HTTP/1.1 200 OK"
 
@@ -32,6 +32,14 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+async def rest_of(reader: asyncio.StreamReader) -> bytes:
+    """A server that closes with bytes unread resets the connection."""
+    try:
+        return await reader.read()
+    except ConnectionResetError:
+        return b""
+
+
 @asynccontextmanager
 async def connected() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     server = WebServer(echo, "127.0.0.1", 0, head_timeout_s=HEAD_S, body_timeout_s=BODY_S)
@@ -43,13 +51,13 @@ async def connected() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.Strea
 
 
 async def test_a_request_that_never_begins_ends_the_connection() -> None:
-    async with asyncio.timeout(3), connected() as (reader, _):
-        assert await reader.read() == b""
+    async with asyncio.timeout(20), connected() as (reader, _):
+        assert await rest_of(reader) == b""
 
 
 async def test_a_head_that_never_ends_ends_the_connection() -> None:
-    async with asyncio.timeout(3), connected() as (reader, writer):
-        end = asyncio.ensure_future(reader.read())
+    async with asyncio.timeout(20), connected() as (reader, writer):
+        end = asyncio.ensure_future(rest_of(reader))
         for byte in b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 100:
             writer.write(bytes([byte]))
             await asyncio.wait([end], timeout=0.01)
@@ -59,21 +67,21 @@ async def test_a_head_that_never_ends_ends_the_connection() -> None:
 
 
 async def test_a_body_that_never_ends_ends_the_connection() -> None:
-    async with asyncio.timeout(3), connected() as (reader, writer):
+    async with asyncio.timeout(20), connected() as (reader, writer):
         writer.write(POST + b"abc")
-        assert await reader.read() == b""
+        assert await rest_of(reader) == b""
 
 
 async def test_a_request_behind_another_has_no_more_time() -> None:
-    async with asyncio.timeout(3), connected() as (reader, writer):
+    async with asyncio.timeout(20), connected() as (reader, writer):
         writer.write(POST + b"abcd")
         assert OK in await reader.readuntil(b"0\r\n\r\n")
         writer.write(b"\r\n")
-        assert await reader.read() == b""
+        assert await rest_of(reader) == b""
 
 
 async def test_an_answer_may_take_longer_than_its_request() -> None:
-    async with asyncio.timeout(5), connected() as (reader, writer):
+    async with asyncio.timeout(20), connected() as (reader, writer):
         writer.write(POST.replace(b"/ ", b"/slow ", 1) + b"ab")
         await asyncio.sleep(HEAD_S)
         writer.write(b"cd")

@@ -138,11 +138,11 @@ async def test_an_observer_hears_heartbeats_and_may_say_nothing(environ: dict[st
     heard = await observer.subscribe(from_anyone(HEARTBEATS))
     await observer.flush()
     await Heart(member, MonotonicClock(), SystemRandomness(), roles=("decode",)).become("ready")
-    subject = (await heard.next_msg(timeout=5.0)).subject
+    subject = (await heard.next_msg(timeout=20.0)).subject
     assert subject == sent_by(heartbeat("decode", "decode-1"), "decode-1")
     for subject in (SUBMIT, heartbeat("decode", "decode-1")):
         await observer.publish(subject, b"x")
-        refusal = await asyncio.wait_for(refusals.get(), timeout=5.0)
+        refusal = await asyncio.wait_for(refusals.get(), timeout=20.0)
         assert "permissions violation for publish" in refusal
     await observer.close()
     await member.close()
