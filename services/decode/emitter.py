@@ -82,7 +82,7 @@ class Emitter:
         self._dirty[placement_id, choice_index] = output
 
     def tell_again(self, placement_id: bytes) -> None:
-        """The next `take` has the endings of all its choices, without their tokens."""
+        """The next `take` names all its choices, with their endings, without tokens told before."""
         for choice_index, output in self._outputs.get(placement_id, {}).items():
             self._dirty[placement_id, choice_index] = output
 

@@ -36,6 +36,7 @@ class Placement:
     prompt: Sequence  # a lone choice is its own prompt
     choices: dict[int, Sequence]  # by choice_index, those that have not ended
     deadline_at: float
+    told_at: float  # when its gateway last heard of it
     handoff: Handoff | None = None
     delivery: Delivery | None = None
 

@@ -37,7 +37,7 @@ from .placement import Placement, placement_id_of, sequences_of
 
 SWEEP_S = 0.25
 ORPHAN_S = 3.0  # how long a placement outlives the last sign of its gateway
-RETELL_S = 2.0  # between two tellings of an ending that nobody acknowledges
+RETELL_S = 2.0  # between two tellings of a placement that has nothing new, or of its ending
 UNACKNOWLEDGED_S = 30.0
 MAX_WAITING = 64
 MAX_FENCED = 10_000
@@ -106,12 +106,14 @@ class DecodeService:
         self._worker.check_tokens(*choices.values())
         for sequence in choices.values():
             self._engine.accept(sequence)
+        now = self._worker.clock.now()
         placement = Placement(
             placement_id=placement_id,
             request=request,
             prompt=prompt,
             choices=choices,
-            deadline_at=self._worker.clock.now() + request.deadline_s,
+            deadline_at=now + request.deadline_s,
+            told_at=now,
         )
         self._admit(placement, command.prefill_candidates)
         self._placements[placement_id] = placement
@@ -219,6 +221,7 @@ class DecodeService:
     def _emit(self, placement: Placement, progress: Progress) -> None:
         sequence, finish = progress.sequence, None
         served = placement.served(sequence)
+        placement.told_at = self._worker.clock.now()
         if progress.finish_reason is not None:
             failed = progress.finish_reason == "failed"
             finish = Finish(
@@ -308,14 +311,17 @@ class DecodeService:
             for placement_id in self._overdue(now):
                 self._fence(placement_id)
                 self._abort(placement_id)
-            self._tell_endings_again(now)
+            self._tell_again(now)
 
-    def _tell_endings_again(self, now: float) -> None:
-        """The acknowledgement was lost, or what it would have acknowledged."""
-        for placement_id, ended in self._ended.items():
-            if now - ended.told_at >= RETELL_S:
-                ended.told_at = now
-                self._emitter.tell_again(placement_id)
+    def _tell_again(self, now: float) -> None:
+        """What the gateway answers by an acknowledgement, or by aborting what it has given up: the
+        first one may have been lost, and it may not know of a placement that has no tokens yet.
+        """
+        for held in (self._placements, self._ended):
+            for placement_id, each in held.items():
+                if now - each.told_at >= RETELL_S:
+                    each.told_at = now
+                    self._emitter.tell_again(placement_id)
         self._post_entries()
 
     def _overdue(self, now: float) -> list[bytes]:

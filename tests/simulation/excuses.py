@@ -97,8 +97,8 @@ def _swallowing(plan: Plan, troubles: list[Trouble]) -> list[tuple[float, float]
 def _at_the_door(error: HearthError, client: Client, troubles: list[Trouble]) -> str | None:
     """Redis is asked twice, and by whoever closed the breaker before the second time."""
     asked_at, refused_at = client.asked_at, client.ended_at
-    if error.code == "no_capacity":
-        kinds, began, ended = {"drain"}, asked_at, asked_at - REJOIN_S
+    if error.code == "no_capacity":  # it may have waited for Redis before
+        kinds, began, ended = {"drain"}, refused_at, asked_at - REJOIN_S
     elif error.code == "dependency_unavailable":
         kinds, began = {"redis_away", "redis_hang"}, refused_at
         ended = refused_at - BREAKER_S - 2 * STORE_TIMEOUT_S

@@ -69,6 +69,9 @@ class Fleet:
     def workers(self) -> list[SimulatedWorker]:
         return [host for host in self.hosts() if isinstance(host, SimulatedWorker)]
 
+    def indices(self) -> list[SimulatedIndex]:
+        return [host for host in self.hosts() if isinstance(host, SimulatedIndex)]
+
     def _host(self, role: str, process_id: str) -> AnyHost:
         host = self._new_host(role, process_id)
         self.monitor.watch(host)
@@ -124,8 +127,9 @@ class Fleet:
             process_id = host.process.process_id
             found += [f"{process_id}: {each}" for each in host.leaks()]
             found += tasks_left(host)
-            if isinstance(host, SimulatedIndex):
-                found += [f"{process_id}: {each}" for each in of_index(host.service.index, workers)]
+        for index in self.indices():
+            process_id = index.process.process_id
+            found += [f"{process_id}: {each}" for each in of_index(index.service.index, workers)]
         return found
 
     # ── faults ───────────────────────────────────────────────────────────────────────────────────

@@ -23,7 +23,8 @@ def held_too_long(fleet: Fleet) -> list[str]:
     """What is left SOON_S after the last request's end and the last fault, and should not be.
 
     A lost acknowledgement may keep tokens until their time is over, but no blocks; what was aborted
-    keeps only blocks that a long step still writes.
+    keeps only blocks that a long step still writes. Who is taken for lost because its step takes
+    longer than announced is unknown to an index until that has ended.
     """
     is_forgetful = any(fault.kind in FORGETFUL for fault in fleet.plan.faults)
     kept = ("ended", "emitter") if is_forgetful else ()
@@ -34,6 +35,13 @@ def held_too_long(fleet: Fleet) -> list[str]:
         for name in ("running", "blocks")
     ]
     allowed = [f"{worker.worker_id}: {name}: " for worker in fleet.workers() for name in kept]
+    allowed += [
+        f"{index.process.process_id}: {worker.worker_id}'s cache is None"
+        for index in fleet.indices()
+        for worker in fleet.workers()
+        if index.service.heart.fleet.is_lost(worker.worker_id)
+        and any(each.is_in_step for each in worker.engine.batcher.running)
+    ]
     return [each for each in fleet.leaks() if not each.startswith((*busy, *allowed))]
 
 

@@ -297,6 +297,24 @@ def test_an_ending_is_told_again_until_it_is_acknowledged():
     run(main())
 
 
+def test_a_placement_without_tokens_yet_is_told_of_as_well():
+    """Its gateway may have given it up: the abort is lost, and nothing else would remind it."""
+
+    async def main():
+        async with cluster(cost=StepCost(base_s=10.0)) as it:
+            told = []
+            it.network.taps.append(lambda _, subject, __: told.append(subject))
+            placement_id = await it.peer.place("decode-1", request_of(PROMPT), ("prefill-1",))
+            await asyncio.sleep(5)
+            assert sum(subject.endswith(".tokens") for subject in told) == 2
+            received = it.peer.of(placement_id)
+            assert (received.output, received.finish) == ([], None)
+            await it.peer.abort("decode-1", placement_id)
+            await it.settled()
+
+    run(main())
+
+
 def test_placements_of_a_lost_gateway_are_dropped():
     async def main():
         async with cluster(cost=StepCost(base_s=0.5)) as it:
