@@ -35,6 +35,7 @@ class Client:
         self.gateway_id = ""
         self.choices = [Told() for _ in range(plan.num_choices)]
         self.prompt_logprobs: list[tuple[TokenLogprobs, ...]] = []
+        self.was_asked = False
         self.asked_at = 0.0
         self.opened_at: float | None = None  # accepted
         self.refused: HearthError | None = None  # at the door
@@ -46,7 +47,9 @@ class Client:
 
     @property
     def is_open(self) -> bool:
-        return self.opened_at is not None and self.end is None and not self.lost_gateway
+        """Also while it waits at the door, for Redis."""
+        has_answer = self.end is not None or self.refused is not None
+        return self.was_asked and not has_answer and not self.lost_gateway
 
     def on_tokens(
         self, choice_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]

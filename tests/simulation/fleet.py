@@ -182,12 +182,15 @@ class Fleet:
         member = self.members[fault.target]
         if not member.is_up or (fault.kind == "drain" and member.host.process.is_frozen):
             return
+        clients = member.host.clients if isinstance(member.host, SimulatedGateway) else []
         if fault.kind == "kill":
-            for client in member.host.clients if isinstance(member.host, SimulatedGateway) else ():
+            for client in clients:
                 client.lost_gateway |= client.end is None
             await member.kill()
         else:
             await member.terminate()
+            for client in clients:  # who stood at the door
+                client.lost_gateway |= client.is_open
         if fault.comes_back:
             await asyncio.sleep(fault.duration_s)
             await self._restart(member)

@@ -64,7 +64,7 @@ class SimulatedGateway:
     async def serve(self, client: Client) -> None:
         """From the client's request to its answer's end, or to its leaving."""
         self.clients.append(client)
-        plan, client.asked_at = client.plan, self._clock.now()
+        plan, client.was_asked, client.asked_at = client.plan, True, self._clock.now()
         try:
             record = await self._tenants.tenant_of(f"Bearer {plan.tenant_id}")
             if self.heart.state != "ready":
