@@ -11,4 +11,4 @@ def copy_blocks(kv_cache: Tensor, sources: Tensor, destinations: Tensor) -> None
     kv_cache [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim] is written in place,
     once all sources are read.
     """
-    kv_cache.index_copy_(2, destinations, kv_cache.index_select(2, sources))
+    kv_cache.index_copy_(2, destinations.long(), kv_cache.index_select(2, sources))
