@@ -30,6 +30,8 @@ def scatter_blocks(
     blocks = planes + block_table[positions // block_size].unsqueeze(1)  # [planes, tokens, 1]
     heads = blocks * num_kv_heads + torch.arange(num_kv_heads, device=device)
     rows = (heads * block_size + (positions % block_size).unsqueeze(1)).view(-1)
+    if kv_cache.element_size() == 1:  # torch copies no FP8 by index
+        kv_cache, payload = kv_cache.view(torch.uint8), payload.view(torch.uint8)
     kv_cache.view(-1, head_dim).index_copy_(0, rows, payload.reshape(-1, head_dim))
     if checksum is not None:
         checksum.copy_(payload_checksum(payload))
