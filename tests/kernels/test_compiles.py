@@ -70,12 +70,42 @@ def _launch_rotate_and_store(dtype: torch.dtype = BF16) -> None:
     rotate_and_store(heads, angles, angles, cache, slots, **norms, kv_scales=scales)
 
 
+def _launch_gather_blocks(dtype: torch.dtype = BF16) -> None:
+    from kernels.gather_blocks import gather_blocks
+
+    _move(gather_blocks, dtype)
+
+
+def _launch_scatter_blocks(dtype: torch.dtype = BF16) -> None:
+    from kernels.scatter_blocks import scatter_blocks
+
+    _move(scatter_blocks, dtype)
+
+
+def _move(op: Callable[..., None], dtype: torch.dtype) -> None:
+    cache, payload = _empty(2, 2, 9, 8, 16, 128, dtype=dtype), _empty(2, 2, 70, 8, 128, dtype=dtype)
+    table = _empty(9, dtype=torch.int64)
+    op(cache, table, 5, 70, payload)
+    op(cache, table, 5, 70, payload, checksum=_empty(1, dtype=torch.int64))
+
+
+def _launch_copy_blocks() -> None:
+    from kernels.copy_blocks import copy_blocks
+
+    cache, ids = _empty(2, 2, 9, 8, 16, 128), _empty(512, dtype=torch.int64)
+    for num_copies in (1, 16, 512):
+        copy_blocks(cache, ids[:num_copies], ids[:num_copies])
+
+
 LAUNCHES: dict[str, Callable[[], None]] = {
     "add_rms_norm": _launch_add_rms_norm,
+    "copy_blocks": _launch_copy_blocks,
+    "gather_blocks": _launch_gather_blocks,
     "gelu_and_mul": _launch_gelu_and_mul,
     "rms_norm": _launch_rms_norm,
     "rotary": _launch_rotary,
     "rotate_and_store": _launch_rotate_and_store,
+    "scatter_blocks": _launch_scatter_blocks,
     "silu_and_mul": _launch_silu_and_mul,
     "store_kv": _launch_store_kv,
 }
