@@ -9,6 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+INDICES = (torch.int64, torch.int32)
+
 
 class BadTensor(ValueError):
     """Says which tensor of which op is wrong, how, and what it should be."""

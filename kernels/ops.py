@@ -14,18 +14,25 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from torch import Tensor
 
+from kernels.cpu import add_rms_norm as cpu_add_rms_norm
 from kernels.cpu import decode_attention as cpu_decode_attention
 from kernels.cpu import gated as cpu_gated
 from kernels.cpu import prefill_attention as cpu_prefill_attention
 from kernels.cpu import rms_norm as cpu_rms_norm
 from kernels.cpu import rotate_and_store as cpu_rotate_and_store
 from kernels.device import IS_INTERPRETED, has_triton_device
+from kernels.reference.add_rms_norm import add_rms_norm as reference_add_rms_norm
+from kernels.reference.copy_blocks import copy_blocks as reference_copy_blocks
 from kernels.reference.decode_attention import decode_attention as reference_decode_attention
+from kernels.reference.gather_blocks import gather_blocks as reference_gather_blocks
 from kernels.reference.gelu_and_mul import gelu_and_mul as reference_gelu_and_mul
 from kernels.reference.prefill_attention import prefill_attention as reference_prefill_attention
 from kernels.reference.rms_norm import rms_norm as reference_rms_norm
+from kernels.reference.rotary import rotary as reference_rotary
 from kernels.reference.rotate_and_store import rotate_and_store as reference_rotate_and_store
+from kernels.reference.scatter_blocks import scatter_blocks as reference_scatter_blocks
 from kernels.reference.silu_and_mul import silu_and_mul as reference_silu_and_mul
+from kernels.reference.store_kv import store_kv as reference_store_kv
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,9 +59,15 @@ def _on_triton(reference: Op[P, R]) -> Op[P, R]:
     return found
 
 
+add_rms_norm = _chosen(reference_add_rms_norm, cpu_add_rms_norm.add_rms_norm)
+copy_blocks = _chosen(reference_copy_blocks)
 decode_attention = _chosen(reference_decode_attention, cpu_decode_attention.decode_attention)
+gather_blocks = _chosen(reference_gather_blocks)
 gelu_and_mul = _chosen(reference_gelu_and_mul, cpu_gated.gelu_and_mul)
 prefill_attention = _chosen(reference_prefill_attention, cpu_prefill_attention.prefill_attention)
 rms_norm = _chosen(reference_rms_norm, cpu_rms_norm.rms_norm)
+rotary = _chosen(reference_rotary)
 rotate_and_store = _chosen(reference_rotate_and_store, cpu_rotate_and_store.rotate_and_store)
+scatter_blocks = _chosen(reference_scatter_blocks)
 silu_and_mul = _chosen(reference_silu_and_mul, cpu_gated.silu_and_mul)
+store_kv = _chosen(reference_store_kv)

@@ -10,29 +10,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.expect import expect
+from kernels.expect import FLOATS, expect
 
 BLOCK_ELEMENTS = 4096  # of one program: short rows share one
 ELEMENTS_PER_WARP = 1024
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, has_unit_offset: bool = False) -> Tensor:
     """As kernels.reference.rms_norm. Raises BadTensor."""
-    return _norm(x, None, weight, eps, has_unit_offset=has_unit_offset)[0]
+    return norm(x, None, weight, eps, has_unit_offset=has_unit_offset)[0]
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, has_unit_offset: bool = False
-) -> tuple[Tensor, Tensor]:
-    """As kernels.reference.add_rms_norm. Raises BadTensor."""
-    expect("residual", residual, x.shape, dtype=x.dtype, device=x.device)
-    return _norm(x, residual, weight, eps, has_unit_offset=has_unit_offset)
-
-
-def _norm(
+def norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, has_unit_offset: bool
 ) -> tuple[Tensor, Tensor]:
+    """The normalised sum (or x, if residual is None) and the sum. Raises BadTensor."""
     hidden = x.shape[-1]
     expect("x", x, x.shape, dtype=FLOATS)
     expect("weight", weight, (hidden,), dtype=x.dtype, device=x.device)

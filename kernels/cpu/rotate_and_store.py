@@ -1,4 +1,7 @@
-"""Rotary position embedding of queries and keys, and the cache write of keys and values, in one."""
+"""Rotary position embedding of queries and keys, and the cache write of keys and values, in one.
+
+Norms of queries and keys come before, by the compiled norm. FP8 caches are the reference's.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,22 @@ from torch import Tensor
 
 from kernels.cpu.compiled import compiled
 from kernels.cpu.lanes import FEW_ROWS, array, narrow, widen
+from kernels.cpu.rms_norm import rms_norm
+from kernels.reference.rotate_and_store import rotate_and_store as reference_rotate_and_store
 
 
 def rotate_and_store(
-    heads: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    heads: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    eps: float = 0.0,
+    has_unit_offset: bool = False,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """heads [T, num_heads + 2 * num_kv_heads, D] of queries, keys, values -> rotated queries.
 
@@ -23,16 +38,26 @@ def rotate_and_store(
     in the middle, (a·cos - b·sin, b·cos + a·sin) in FP32, rounded once; the rest stays as it is.
     kv_cache [2, num_blocks, num_kv_heads, block_size, D] is written at slot_mapping [T],
     block_id * block_size + offset; -1 skips a token. No two tokens may name one slot.
+    query_norm, key_norm [D]: both, where each query and key is normalised before, or none.
     """
-    num_tokens, num_all, head_dim = heads.shape
     num_kv_heads = kv_cache.shape[2]
+    if query_norm is not None and key_norm is not None:
+        query, key, value = heads.tensor_split((-2 * num_kv_heads, -num_kv_heads), dim=1)
+        query = rms_norm(query, query_norm, eps, has_unit_offset=has_unit_offset)
+        key = rms_norm(key, key_norm, eps, has_unit_offset=has_unit_offset)
+        heads = torch.cat((query, key, value), dim=1)
+    if kv_scales is not None:
+        return reference_rotate_and_store(
+            heads, cos, sin, kv_cache, slot_mapping, kv_scales=kv_scales
+        )
+    num_tokens, num_all, head_dim = heads.shape
     query = torch.empty((num_tokens, num_all - 2 * num_kv_heads, head_dim), dtype=heads.dtype)
     key, value = kv_cache.unbind(0)
     arguments = (
         array(heads.contiguous()),
         cos.contiguous().numpy(),
         sin.contiguous().numpy(),
-        slot_mapping.numpy(),
+        slot_mapping.long().numpy(),
         array(query),
         array(key),
         array(value),

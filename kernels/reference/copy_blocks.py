@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -11,4 +12,6 @@ def copy_blocks(kv_cache: Tensor, sources: Tensor, destinations: Tensor) -> None
     kv_cache [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim] is written in place,
     once all sources are read.
     """
-    kv_cache.index_copy_(2, destinations, kv_cache.index_select(2, sources))
+    if kv_cache.element_size() == 1:
+        kv_cache = kv_cache.view(torch.uint8)  # torch copies no FP8 by index
+    kv_cache.index_copy_(2, destinations.long(), kv_cache.index_select(2, sources))

@@ -1,17 +1,34 @@
-"""Writes the new tokens' keys and values into their slots of one layer's paged cache."""
+"""Writes the new tokens' keys and values into their slots of one layer's paged cache.
+
+An FP8 cache holds x · (1 / scale), with one scale for the keys and one for the values of a head.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+FP8_LARGEST = 448.0  # of e4m3, which has no infinity
 
-def store_kv(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+
+def store_kv(
+    key: Tensor,
+    value: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    kv_scales: Tensor | None = None,
+) -> None:
     """key, value [T, num_kv_heads, head_dim]; slot_mapping [T], block_id * block_size + offset.
 
     kv_cache [2, num_blocks, num_kv_heads, block_size, head_dim] is written in place.
     A slot of -1 skips its token. No two tokens may name one slot.
+    kv_scales [2, num_kv_heads] FP32 goes with a cache in FP8 e4m3: what is too large saturates.
     """
+    slot_mapping = slot_mapping.long()
+    if kv_scales is not None:
+        key, value = (_scaled(x, each) for x, each in zip((key, value), kv_scales, strict=True))
+        kv_cache = kv_cache.view(torch.uint8)  # torch copies no FP8 by index
     if bool((slot_mapping < 0).any()):
         kept = torch.nonzero(slot_mapping >= 0).squeeze(1)
         key, value, slot_mapping = key[kept], value[kept], slot_mapping[kept]
@@ -22,3 +39,10 @@ def store_kv(key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor)
     rows = (first.unsqueeze(1) + heads).view(-1)  # [T * num_kv_heads]
     for plane, new in zip(kv_cache.unbind(0), (key, value), strict=True):
         plane.view(-1, head_dim).index_copy_(0, rows, new.reshape(-1, head_dim))
+
+
+def _scaled(x: Tensor, scales: Tensor) -> Tensor:
+    """x [T, num_kv_heads, head_dim], scales [num_kv_heads] -> as x, the bytes of FP8."""
+    inverse = scales.reciprocal().unsqueeze(1)
+    wide = (x.float() * inverse).clamp_(-FP8_LARGEST, FP8_LARGEST)
+    return wide.to(torch.float8_e4m3fn).view(torch.uint8)

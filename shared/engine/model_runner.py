@@ -20,9 +20,7 @@ from torch import Tensor
 from kernels.cpu.compiled import compiling_alone
 from kernels.cpu.decode_attention import SEGMENT
 from kernels.cpu.lanes import FEW_ROWS
-from kernels.reference.copy_blocks import copy_blocks
-from kernels.reference.gather_blocks import gather_blocks
-from kernels.reference.scatter_blocks import scatter_blocks
+from kernels.ops import copy_blocks, gather_blocks, scatter_blocks
 from shared.clock import Clock, MonotonicClock
 from shared.engine.attention_inputs import build_attention_inputs
 from shared.engine.checkpoint_config import read_config
@@ -204,8 +202,8 @@ class ModelRunner:
     def _hidden(self, inputs: StepInputs) -> Tensor:
         """Of all tokens, before the final norm. [T, hidden_size]"""
         if inputs.block_copies:
-            sources, destinations = torch.tensor(inputs.block_copies, device=self._device).T
-            copy_blocks(self._kv_cache, sources, destinations)
+            copies = torch.tensor(inputs.block_copies).T.contiguous()  # [2, N]
+            copy_blocks(self._kv_cache, *copies.to(self._device))
         return self._model(
             torch.from_numpy(inputs.input_ids).to(self._device),
             torch.from_numpy(inputs.positions).to(self._device),

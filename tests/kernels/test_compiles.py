@@ -15,19 +15,103 @@ pytest.importorskip("triton")
 if IS_INTERPRETED:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-BF16 = torch.bfloat16
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def _launch_rms_norm() -> None:
-    from kernels.rms_norm import add_rms_norm, rms_norm
+    from kernels.rms_norm import rms_norm
 
-    x, weight = _empty(64, 4096), _empty(4096)
-    rms_norm(x, weight, 1e-5)
-    add_rms_norm(x, x, weight, 1e-5, has_unit_offset=True)
+    rms_norm(_empty(64, 4096), _empty(4096), 1e-5)
+
+
+def _launch_add_rms_norm() -> None:
+    from kernels.add_rms_norm import add_rms_norm
+
+    x = _empty(64, 4096)
+    add_rms_norm(x, x, _empty(4096), 1e-5, has_unit_offset=True)
+
+
+def _launch_silu_and_mul() -> None:
+    from kernels.silu_and_mul import silu_and_mul
+
+    silu_and_mul(_empty(64, 2 * 14336))
+
+
+def _launch_gelu_and_mul() -> None:
+    from kernels.gelu_and_mul import gelu_and_mul
+
+    gelu_and_mul(_empty(64, 2 * 9216))
+
+
+def _launch_rotary() -> None:
+    from kernels.rotary import rotary
+
+    rotary(_empty(64, 32, 128), _empty(64, 64, dtype=FP32), _empty(64, 64, dtype=FP32))
+
+
+def _launch_store_kv(dtype: torch.dtype = BF16) -> None:
+    from kernels.store_kv import store_kv
+
+    heads = _empty(64, 2, 8, 128)
+    cache = _empty(2, 100, 8, 16, 128, dtype=dtype)
+    scales = None if dtype == BF16 else _empty(2, 8, dtype=FP32)
+    store_kv(heads[:, 0], heads[:, 1], cache, _empty(64, dtype=torch.int64), kv_scales=scales)
+
+
+def _launch_rotate_and_store(dtype: torch.dtype = BF16) -> None:
+    """Llama 3's heads, and Qwen3's with their norms."""
+    from kernels.rotate_and_store import rotate_and_store
+
+    heads, angles = _empty(64, 32 + 8 + 8, 128), _empty(64, 64, dtype=FP32)
+    cache, slots = _empty(2, 100, 8, 16, 128, dtype=dtype), _empty(64, dtype=torch.int64)
+    scales = None if dtype == BF16 else _empty(2, 8, dtype=FP32)
+    rotate_and_store(heads, angles, angles, cache, slots, kv_scales=scales)
+    norms = {"query_norm": _empty(128), "key_norm": _empty(128), "eps": 1e-6}
+    rotate_and_store(heads, angles, angles, cache, slots, **norms, kv_scales=scales)
+
+
+def _launch_gather_blocks(dtype: torch.dtype = BF16) -> None:
+    from kernels.gather_blocks import gather_blocks
+
+    _move(gather_blocks, dtype)
+
+
+def _launch_scatter_blocks(dtype: torch.dtype = BF16) -> None:
+    from kernels.scatter_blocks import scatter_blocks
+
+    _move(scatter_blocks, dtype)
+
+
+def _move(op: Callable[..., None], dtype: torch.dtype) -> None:
+    cache, payload = _empty(2, 2, 9, 8, 16, 128, dtype=dtype), _empty(2, 2, 70, 8, 128, dtype=dtype)
+    table = _empty(9, dtype=torch.int64)
+    op(cache, table, 5, 70, payload)
+    op(cache, table, 5, 70, payload, checksum=_empty(1, dtype=torch.int64))
+
+
+def _launch_copy_blocks() -> None:
+    from kernels.copy_blocks import copy_blocks
+
+    cache, ids = _empty(2, 2, 9, 8, 16, 128), _empty(512, dtype=torch.int64)
+    for num_copies in (1, 16, 512):
+        copy_blocks(cache, ids[:num_copies], ids[:num_copies])
 
 
 LAUNCHES: dict[str, Callable[[], None]] = {
+    "add_rms_norm": _launch_add_rms_norm,
+    "copy_blocks": _launch_copy_blocks,
+    "gather_blocks": _launch_gather_blocks,
+    "gelu_and_mul": _launch_gelu_and_mul,
     "rms_norm": _launch_rms_norm,
+    "rotary": _launch_rotary,
+    "rotate_and_store": _launch_rotate_and_store,
+    "scatter_blocks": _launch_scatter_blocks,
+    "silu_and_mul": _launch_silu_and_mul,
+    "store_kv": _launch_store_kv,
+}
+FP8_LAUNCHES: dict[str, Callable[[torch.dtype], None]] = {
+    "rotate_and_store": _launch_rotate_and_store,
+    "store_kv": _launch_store_kv,
 }
 
 
@@ -36,6 +120,15 @@ LAUNCHES: dict[str, Callable[[], None]] = {
 def test_compiles_without_spilling(op: str, capability: int) -> None:
     with compiling(capability) as found:
         LAUNCHES[op]()
+    assert found
+    assert [each for each in found if each.num_spilled_bytes] == []
+
+
+@pytest.mark.parametrize("op", FP8_LAUNCHES)
+def test_compiles_for_fp8_caches(op: str) -> None:
+    """Which compute capability 8.0 has no instructions for."""
+    with compiling(90) as found:
+        FP8_LAUNCHES[op](torch.float8_e4m3fn)
     assert found
     assert [each for each in found if each.num_spilled_bytes] == []
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.cpu import add_rms_norm as cpu_add_rms_norm
 from kernels.cpu import decode_attention as cpu_decode_attention
 from kernels.cpu import gated as cpu_gated
 from kernels.cpu import prefill_attention as cpu_prefill_attention
 from kernels.cpu import rms_norm as cpu_rms_norm
 from kernels.cpu import rotate_and_store as cpu_rotate_and_store
+from kernels.reference import add_rms_norm as plain_add_rms_norm
 from kernels.reference import decode_attention as plain_decode_attention
 from kernels.reference import gelu_and_mul as plain_gelu_and_mul
 from kernels.reference import prefill_attention as plain_prefill_attention
@@ -22,6 +24,7 @@ from kernels.reference import rotate_and_store as plain_rotate_and_store
 from kernels.reference import silu_and_mul as plain_silu_and_mul
 from kernels.reference.copy_blocks import copy_blocks
 from kernels.reference.gather_blocks import gather_blocks
+from kernels.reference.payload_checksum import payload_checksum
 from kernels.reference.rotary import rotary
 from kernels.reference.scatter_blocks import scatter_blocks
 from kernels.reference.store_kv import store_kv
@@ -33,6 +36,7 @@ Op = Callable[..., Tensor]
 
 
 class Plain:
+    add_rms_norm: Op = staticmethod(plain_add_rms_norm.add_rms_norm)
     rms_norm: Op = staticmethod(plain_rms_norm.rms_norm)
     silu_and_mul: Op = staticmethod(plain_silu_and_mul.silu_and_mul)
     gelu_and_mul: Op = staticmethod(plain_gelu_and_mul.gelu_and_mul)
@@ -42,6 +46,7 @@ class Plain:
 
 
 class Compiled:
+    add_rms_norm: Op = staticmethod(cpu_add_rms_norm.add_rms_norm)
     rms_norm: Op = staticmethod(cpu_rms_norm.rms_norm)
     silu_and_mul: Op = staticmethod(cpu_gated.silu_and_mul)
     gelu_and_mul: Op = staticmethod(cpu_gated.gelu_and_mul)
@@ -73,6 +78,20 @@ def test_rms_norm(ops: Ops, num_rows: int, dtype: torch.dtype) -> None:
     _near(ops.rms_norm(x, weight, 1e-5), expected)
     shifted = ops.rms_norm(x, weight, 1e-5, has_unit_offset=True)
     _near(shifted, expected / weight.double() * (1 + weight.double()))
+
+
+@both
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("has_unit_offset", [False, True])
+def test_add_rms_norm(ops: Ops, has_unit_offset: bool, dtype: torch.dtype) -> None:
+    """The bits of a sum and a norm, one after the other; what goes in stays."""
+    x, residual = _random(63, 50, dtype=dtype), _random(63, 50, seed=1, dtype=dtype)
+    weight, before = _random(50, seed=2, dtype=dtype), (x.clone(), residual.clone())
+    out, total = ops.add_rms_norm(x, residual, weight, 1e-5, has_unit_offset=has_unit_offset)
+    assert torch.equal(total, before[0] + before[1])
+    assert torch.equal(out, ops.rms_norm(total, weight, 1e-5, has_unit_offset=has_unit_offset))
+    assert torch.equal(x, before[0])
+    assert torch.equal(residual, before[1])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -137,18 +156,88 @@ def test_rotate_and_store(ops: Ops, rotary_dim: int, dtype: torch.dtype) -> None
     _near(cache.nan_to_num(), expected.nan_to_num())
 
 
+@both
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("has_unit_offset", [False, True])
+def test_rotate_and_store_with_norms(ops: Ops, has_unit_offset: bool, dtype: torch.dtype) -> None:
+    """The bits of the norms, then of the rest."""
+    heads, angles = _random(70, 7, 16, dtype=dtype), _random(70, 5, seed=1)
+    query_norm, key_norm = _random(16, seed=2, dtype=dtype), _random(16, seed=3, dtype=dtype)
+    cache = torch.zeros((2, 9, 2, 8, 16), dtype=dtype)
+    expected, slots = cache.clone(), torch.arange(70)
+    query = ops.rotate_and_store(
+        *(heads, angles.cos(), angles.sin(), cache, slots.int()),
+        query_norm=query_norm,
+        key_norm=key_norm,
+        eps=1e-6,
+        has_unit_offset=has_unit_offset,
+    )
+    normed = heads.clone()
+    for part, weight in ((slice(0, 3), query_norm), (slice(3, 5), key_norm)):
+        normed[:, part] = ops.rms_norm(
+            heads[:, part], weight, 1e-6, has_unit_offset=has_unit_offset
+        )
+    assert torch.equal(
+        query, ops.rotate_and_store(normed, angles.cos(), angles.sin(), expected, slots)
+    )
+    assert torch.equal(cache, expected)
+
+
+@both
+def test_rotate_and_store_to_an_fp8_cache(ops: Ops) -> None:
+    heads, angles = _random(5, 7, 16) * 9, _random(5, 8, seed=1)
+    scales = torch.tensor([[0.5, 1.0], [2.0, 0.01]])
+    plain = torch.zeros(2, 4, 2, 8, 16)
+    cache, slots = plain.to(torch.float8_e4m3fn), torch.tensor([31, -1, 0, 17, 9])
+    expected = ops.rotate_and_store(heads, angles.cos(), angles.sin(), plain, slots)
+    query = ops.rotate_and_store(heads, angles.cos(), angles.sin(), cache, slots, kv_scales=scales)
+    assert torch.equal(query, expected)
+    stored = cache.float() * scales.view(2, 1, 2, 1, 1)
+    bound = 448 * scales.view(2, 1, 2, 1, 1)
+    wanted = torch.minimum(torch.maximum(plain, -bound), bound)
+    torch.testing.assert_close(stored, wanted, rtol=2**-4, atol=2**-9)
+    assert bool((wanted[1, :, 1].abs() == bound[1, 0, 1]).any())  # some are saturated
+
+
+def test_payload_checksum_is_its_formula() -> None:
+    mask = (1 << 64) - 1
+    payload = _random(3, 5, 4, dtype=torch.float16)
+    total, data = 0, payload.numpy().tobytes()
+    for index in range(0, len(data), 8):
+        h = int.from_bytes(data[index : index + 8], "little")
+        h = (h + (index // 8 + 1) * 0x9E3779B97F4A7C15) & mask
+        h = (h ^ h >> 33) * 0xFF51AFD7ED558CCD & mask
+        h = (h ^ h >> 33) * 0xC4CEB9FE1A85EC53 & mask
+        total = total + (h ^ h >> 33) & mask
+    assert payload_checksum(payload).item() & mask == total
+
+
+def test_payload_checksum_sees_what_goes_wrong() -> None:
+    payload = torch.arange(64)
+    changed = [payload.clone() for _ in range(5)]
+    changed[0][[3, 9]] = payload[[9, 3]]  # exchanged
+    changed[1][7] ^= -1 << 63  # a sign, and two of them
+    changed[2][[7, 8]] ^= -1 << 63
+    changed[3][0] = 1
+    changed[4] = payload.roll(1)
+    assert len({int(payload_checksum(each)) for each in (payload, *changed)}) == 6
+
+
 @pytest.mark.parametrize(("first", "count"), [(0, 1), (3, 4), (0, 20), (7, 9), (19, 1)])
 def test_gather_and_scatter_blocks(first: int, count: int) -> None:
     cache = _random(2, 2, 9, 3, 4, 6)
     table = torch.tensor([7, 2, 0, 5, 8])
     wire = torch.full((2, 2, count, 3, 6), torch.nan)
-    gather_blocks(cache, table, first, count, wire)
+    gathered, scattered = torch.zeros(2, 1, dtype=torch.int64)
+    gather_blocks(cache, table.int(), first, count, wire, checksum=gathered)
+    assert torch.equal(gathered, payload_checksum(wire))
     for index in range(count):
         block, offset = table[(first + index) // 4], (first + index) % 4
         assert torch.equal(wire[:, :, index], cache[:, :, block, :, offset])
     other = cache.clone()
     new = _random(2, 2, count, 3, 6, seed=3)
-    scatter_blocks(other, table, first, count, new)
+    scatter_blocks(other, table.int(), first, count, new, checksum=scattered)
+    assert torch.equal(scattered, payload_checksum(new))
     assert int((other != cache).sum()) == new.numel()
     gather_blocks(other, table, first, count, wire)
     assert torch.equal(wire, new)

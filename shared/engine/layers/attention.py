@@ -17,12 +17,12 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, *, window: int | None, dtype: torch.dtype) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
-        self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
         self.scale = config.attention_scale
         self.window = window
         self.softcap = config.attention_softcap
+        self.norm_eps = config.rms_norm_eps
+        self.has_unit_offset_norms = config.has_unit_offset_norms
         num_qkv_heads = config.num_heads + 2 * config.num_kv_heads
         self.qkv_proj = Linear(
             config.hidden_size,
@@ -47,16 +47,14 @@ class Attention(nn.Module):
     ) -> Tensor:
         """x [T, hidden]; kv_cache of this layer [2, num_blocks, num_kv_heads, block_size, D]."""
         heads = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
-        query = rotate_and_store(self._normed(heads), cos, sin, kv_cache, inputs.slot_mapping)
+        query = rotate_and_store(
+            *(heads, cos, sin, kv_cache, inputs.slot_mapping),
+            query_norm=None if self.q_norm is None else self.q_norm.weight,
+            key_norm=None if self.k_norm is None else self.k_norm.weight,
+            eps=self.norm_eps,
+            has_unit_offset=self.has_unit_offset_norms,
+        )
         return self.o_proj(self._attend(query, kv_cache, inputs).flatten(1))
-
-    def _normed(self, heads: Tensor) -> Tensor:
-        """heads [T, num_heads + 2 * num_kv_heads, D] of queries, keys and values."""
-        if self.q_norm is None or self.k_norm is None:
-            return heads
-        sizes = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        query, key, value = heads.split(sizes, dim=1)
-        return torch.cat((self.q_norm(query), self.k_norm(key), value), dim=1)
 
     def _attend(self, query: Tensor, kv_cache: Tensor, inputs: AttentionInputs) -> Tensor:
         out: Tensor | None = None

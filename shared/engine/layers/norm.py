@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kernels.ops import rms_norm
+from kernels.ops import add_rms_norm, rms_norm
 from shared.engine.model_config import ModelConfig
 
 
@@ -16,3 +16,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps, has_unit_offset=self.has_unit_offset)
+
+    def of_sum(self, x: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The norm of x + update, and the sum itself; of x alone if there is no update."""
+        if update is None:
+            return self(x), x
+        return add_rms_norm(x, update, self.weight, self.eps, has_unit_offset=self.has_unit_offset)

@@ -16,7 +16,10 @@ from shared.engine.model_config import LayerConfig, ModelConfig
 
 
 class DecoderLayer(nn.Module):
-    """A norm before attention and one before the MLP. Submodules bear the checkpoints' names."""
+    """A norm before attention and one before the MLP. Submodules bear the checkpoints' names.
+
+    Sums are taken by the norm behind them, in one pass: what a layer's MLP adds, by the next layer.
+    """
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
@@ -26,11 +29,22 @@ class DecoderLayer(nn.Module):
         self.mlp = GatedMlp(config, dtype=dtype)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, inputs: AttentionInputs
-    ) -> Tensor:
-        """x [T, hidden] is overwritten; cos, sin [T, rotary_dim / 2]."""
-        x.add_(self.self_attn(self.input_layernorm(x), cos, sin, kv_cache, inputs))
-        return x.add_(self.mlp(self.post_attention_layernorm(x)))
+        self,
+        x: Tensor,
+        update: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        kv_cache: Tensor,
+        inputs: AttentionInputs,
+    ) -> tuple[Tensor, Tensor]:
+        """x [T, hidden] and what is to be added to it -> both behind this layer.
+
+        cos, sin [T, rotary_dim / 2].
+        """
+        normed, x = self.input_layernorm.of_sum(x, update)
+        attended = self.self_attn(normed, cos, sin, kv_cache, inputs)
+        normed, x = self.post_attention_layernorm.of_sum(x, attended)
+        return x, self.mlp(normed)
 
 
 class SandwichLayer(DecoderLayer):
@@ -42,12 +56,20 @@ class SandwichLayer(DecoderLayer):
         self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config, dtype=dtype)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, inputs: AttentionInputs
-    ) -> Tensor:
-        attended = self.self_attn(self.input_layernorm(x), cos, sin, kv_cache, inputs)
-        x.add_(self.post_attention_layernorm(attended))
-        computed = self.mlp(self.pre_feedforward_layernorm(x))
-        return x.add_(self.post_feedforward_layernorm(computed))
+        self,
+        x: Tensor,
+        update: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        kv_cache: Tensor,
+        inputs: AttentionInputs,
+    ) -> tuple[Tensor, Tensor]:
+        normed, x = self.input_layernorm.of_sum(x, update)
+        attended = self.self_attn(normed, cos, sin, kv_cache, inputs)
+        normed, x = self.pre_feedforward_layernorm.of_sum(
+            x, self.post_attention_layernorm(attended)
+        )
+        return x, self.post_feedforward_layernorm(self.mlp(normed))
 
 
 class Decoder(nn.Module):
@@ -78,12 +100,13 @@ class Decoder(nn.Module):
         """input_ids, positions [T]; kv_cache of all layers -> hidden states [T, hidden]."""
         cos = self.cos.index_select(0, positions).unbind(1)
         sin = self.sin.index_select(0, positions).unbind(1)
-        x = self.embed_tokens(input_ids)
+        x, update = self.embed_tokens(input_ids), None
         for layer, each, layer_cache in zip(
             self.layers, self.config.layers, kv_cache.unbind(0), strict=True
         ):
-            x = layer(x, cos[each.rope_index], sin[each.rope_index], layer_cache, inputs)
-        return x
+            angles = cos[each.rope_index], sin[each.rope_index]
+            x, update = layer(x, update, *angles, layer_cache, inputs)
+        return x if update is None else x + update
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> [R, vocab_size] FP32."""

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from kernels.expect import BadTensor
-from kernels.reference.add_rms_norm import add_rms_norm as reference_add_rms_norm
 from kernels.reference.rms_norm import rms_norm as reference_rms_norm
-from kernels.rms_norm import add_rms_norm, rms_norm
+from kernels.rms_norm import rms_norm
 from tests.kernels.tolerance import assert_near
 from tests.kernels.triton.inputs import poisoned_outputs, random
 
@@ -25,17 +24,6 @@ def test_rms_norm(
         out = rms_norm(x, weight, 1e-5, has_unit_offset=has_unit_offset)
     expected = reference_rms_norm(x.float(), weight.float(), 1e-5, has_unit_offset=has_unit_offset)
     assert out.dtype == dtype
-    assert_near(out, expected)
-
-
-@pytest.mark.parametrize("hidden", WIDTHS)
-def test_add_rms_norm(hidden: int, dtype: torch.dtype, device: torch.device) -> None:
-    x, residual = (random(7, hidden, like=device, dtype=dtype, seed=seed) for seed in (0, 1))
-    weight = random(hidden, like=device, dtype=dtype, seed=2)
-    with poisoned_outputs():
-        out, total = add_rms_norm(x, residual, weight, 1e-5)
-    assert torch.equal(total, x + residual)
-    expected, _ = reference_add_rms_norm(x.float(), residual.float(), weight.float(), 1e-5)
     assert_near(out, expected)
 
 
@@ -69,5 +57,3 @@ def test_what_does_not_fit_is_named(device: torch.device) -> None:
         rms_norm(x, torch.ones(8, device=device, dtype=torch.float16), 1e-5)
     with pytest.raises(BadTensor, match=r"x is not dense in its last dimension"):
         rms_norm(torch.ones(8, 2, device=device).t(), torch.ones(8, device=device), 1e-5)
-    with pytest.raises(BadTensor, match=r"residual has shape \[1, 8\], not \[2, 8\]"):
-        add_rms_norm(x, x[:1], torch.ones(8, device=device), 1e-5)

@@ -1,0 +1,19 @@
+"""scatter_blocks in BF16 and FP8: bytes over the time of a plain copy. What is moved is read and
+written; the checksum comes on the way.
+"""
+
+from __future__ import annotations
+
+from benchmarks.kernels.wire import CASES, Run
+from benchmarks.report import Bar, Row, at_least
+from kernels.scatter_blocks import scatter_blocks
+
+
+def rows() -> list[Row]:
+    return [Run.of(case).row(scatter_blocks) for case in CASES]
+
+
+def bars(rows: list[Row]) -> list[Bar]:
+    return [
+        at_least(f"scatter_blocks: {row['case']}", row["of_copy"], 0.85, "of copy") for row in rows
+    ]

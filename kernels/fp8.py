@@ -1,0 +1,33 @@
+"""FP32 to FP8 e4m3, rounded alike on every device."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.device import IS_INTERPRETED
+from kernels.reference.store_kv import FP8_LARGEST
+
+_IS_INTERPRETED = tl.constexpr(IS_INTERPRETED)
+_LARGEST = tl.constexpr(FP8_LARGEST)
+
+
+@triton.jit
+def to_fp8(x):
+    """To the nearest even; what is too large saturates, and NaN stays."""
+    x = tl.clamp(x, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    if _IS_INTERPRETED:  # which misrounds what is no FP8 number already
+        x = _on_the_grid(x)
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def _on_the_grid(x):
+    """A float of exponent e has steps of 2**(e - 23): added to one with the steps of FP8, of
+    2**(e - 3) and at least 2**-9, and taken off again, |x| is rounded to these.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = tl.maximum((bits >> 23) & 0xFF, 127 - 6)
+    coarse = ((exponent + 20) << 23).to(tl.float32, bitcast=True)
+    rounded = ((tl.abs(x) + coarse) - coarse).to(tl.int32, bitcast=True)
+    return (rounded | (bits & -0x80000000)).to(tl.float32, bitcast=True)
