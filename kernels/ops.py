@@ -12,16 +12,19 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Concatenate, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 
 from kernels.cpu import decode_attention as cpu_decode_attention
 from kernels.cpu import gated as cpu_gated
+from kernels.cpu import linear as cpu_linear
 from kernels.cpu import prefill_attention as cpu_prefill_attention
 from kernels.cpu import rms_norm as cpu_rms_norm
 from kernels.cpu import rotate_and_store as cpu_rotate_and_store
 from kernels.device import IS_INTERPRETED, has_triton_device
 from kernels.reference.decode_attention import decode_attention as reference_decode_attention
 from kernels.reference.gelu_and_mul import gelu_and_mul as reference_gelu_and_mul
+from kernels.reference.linear import linear as reference_linear
 from kernels.reference.prefill_attention import prefill_attention as reference_prefill_attention
 from kernels.reference.rms_norm import rms_norm as reference_rms_norm
 from kernels.reference.rotate_and_store import rotate_and_store as reference_rotate_and_store
@@ -58,3 +61,18 @@ prefill_attention = _chosen(reference_prefill_attention, cpu_prefill_attention.p
 rms_norm = _chosen(reference_rms_norm, cpu_rms_norm.rms_norm)
 rotate_and_store = _chosen(reference_rotate_and_store, cpu_rotate_and_store.rotate_and_store)
 silu_and_mul = _chosen(reference_silu_and_mul, cpu_gated.silu_and_mul)
+_linear = _chosen(reference_linear, cpu_linear.linear)
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, is_batch_invariant: bool = False
+) -> Tensor:
+    """On CUDA the library multiplies, unless a row's bits may not depend on the others."""
+    if x.is_cuda and not is_batch_invariant:
+        return torch.nn.functional.linear(x, weight, bias)
+    return _linear(x, weight, bias, is_batch_invariant=is_batch_invariant)
+
+
+def pack_weight(weight: Tensor) -> Tensor:
+    """weight [N, K] in the form that `linear` multiplies with."""
+    return weight if IS_INTERPRETED else cpu_linear.pack_weight(weight)

@@ -26,7 +26,19 @@ def _launch_rms_norm() -> None:
     add_rms_norm(x, x, weight, 1e-5, has_unit_offset=True)
 
 
+def _launch_linear() -> None:
+    from kernels.linear import linear
+
+    for num_columns, width in ((4096, 4096), (28672, 4096)):
+        weight = _empty(num_columns, width)
+        for num_rows in (1, 64, 512):
+            for is_batch_invariant in (False, True):
+                linear(_empty(num_rows, width), weight, is_batch_invariant=is_batch_invariant)
+    linear(_empty(8, 100), _empty(63, 100), _empty(63))
+
+
 LAUNCHES: dict[str, Callable[[], None]] = {
+    "linear": _launch_linear,
     "rms_norm": _launch_rms_norm,
 }
 
