@@ -24,10 +24,13 @@ from kernels.cpu import rotate_and_store as cpu_rotate_and_store
 from kernels.device import IS_INTERPRETED, has_triton_device
 from kernels.reference.decode_attention import decode_attention as reference_decode_attention
 from kernels.reference.gelu_and_mul import gelu_and_mul as reference_gelu_and_mul
+from kernels.reference.likeliest import likeliest as reference_likeliest
 from kernels.reference.linear import linear as reference_linear
+from kernels.reference.penalize import penalize as reference_penalize
 from kernels.reference.prefill_attention import prefill_attention as reference_prefill_attention
 from kernels.reference.rms_norm import rms_norm as reference_rms_norm
 from kernels.reference.rotate_and_store import rotate_and_store as reference_rotate_and_store
+from kernels.reference.sample import sample as reference_sample
 from kernels.reference.silu_and_mul import silu_and_mul as reference_silu_and_mul
 
 P = ParamSpec("P")
@@ -57,9 +60,12 @@ def _on_triton(reference: Op[P, R]) -> Op[P, R]:
 
 decode_attention = _chosen(reference_decode_attention, cpu_decode_attention.decode_attention)
 gelu_and_mul = _chosen(reference_gelu_and_mul, cpu_gated.gelu_and_mul)
+likeliest = _chosen(reference_likeliest)
+penalize = _chosen(reference_penalize)
 prefill_attention = _chosen(reference_prefill_attention, cpu_prefill_attention.prefill_attention)
 rms_norm = _chosen(reference_rms_norm, cpu_rms_norm.rms_norm)
 rotate_and_store = _chosen(reference_rotate_and_store, cpu_rotate_and_store.rotate_and_store)
+sample = _chosen(reference_sample)
 silu_and_mul = _chosen(reference_silu_and_mul, cpu_gated.silu_and_mul)
 _linear = _chosen(reference_linear, cpu_linear.linear)
 

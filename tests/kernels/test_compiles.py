@@ -37,8 +37,33 @@ def _launch_linear() -> None:
     linear(_empty(8, 100), _empty(63, 100), _empty(63))
 
 
+def _launch_likeliest() -> None:
+    from kernels.likeliest import likeliest
+
+    likeliest(_empty(64, 128_256, dtype=torch.float32), 20)
+
+
+def _launch_penalize() -> None:
+    from kernels.penalize import penalize
+
+    floats, integers = _empty(5000, dtype=torch.float32), _empty(5000, dtype=torch.int64)
+    penalize(_empty(64, 128_256, dtype=torch.float32), integers, integers, floats, floats)
+
+
+def _launch_sample() -> None:
+    from kernels.sample import sample
+
+    floats, integers = _empty(64, dtype=torch.float32), _empty(64, dtype=torch.int64)
+    logits = _empty(64, 128_256, dtype=torch.float32)
+    for mask in (None, _empty(64, 4008, dtype=torch.int32)):
+        sample(logits, floats, integers, floats, floats, integers, integers, integers, mask)
+
+
 LAUNCHES: dict[str, Callable[[], None]] = {
+    "likeliest": _launch_likeliest,
     "linear": _launch_linear,
+    "penalize": _launch_penalize,
+    "sample": _launch_sample,
     "rms_norm": _launch_rms_norm,
 }
 
