@@ -12,11 +12,13 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Concatenate, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 
 from kernels.cpu import add_rms_norm as cpu_add_rms_norm
 from kernels.cpu import decode_attention as cpu_decode_attention
 from kernels.cpu import gated as cpu_gated
+from kernels.cpu import linear as cpu_linear
 from kernels.cpu import prefill_attention as cpu_prefill_attention
 from kernels.cpu import rms_norm as cpu_rms_norm
 from kernels.cpu import rotate_and_store as cpu_rotate_and_store
@@ -26,10 +28,14 @@ from kernels.reference.copy_blocks import copy_blocks as reference_copy_blocks
 from kernels.reference.decode_attention import decode_attention as reference_decode_attention
 from kernels.reference.gather_blocks import gather_blocks as reference_gather_blocks
 from kernels.reference.gelu_and_mul import gelu_and_mul as reference_gelu_and_mul
+from kernels.reference.likeliest import likeliest as reference_likeliest
+from kernels.reference.linear import linear as reference_linear
+from kernels.reference.penalize import penalize as reference_penalize
 from kernels.reference.prefill_attention import prefill_attention as reference_prefill_attention
 from kernels.reference.rms_norm import rms_norm as reference_rms_norm
 from kernels.reference.rotary import rotary as reference_rotary
 from kernels.reference.rotate_and_store import rotate_and_store as reference_rotate_and_store
+from kernels.reference.sample import sample as reference_sample
 from kernels.reference.scatter_blocks import scatter_blocks as reference_scatter_blocks
 from kernels.reference.silu_and_mul import silu_and_mul as reference_silu_and_mul
 from kernels.reference.store_kv import store_kv as reference_store_kv
@@ -64,10 +70,28 @@ copy_blocks = _chosen(reference_copy_blocks)
 decode_attention = _chosen(reference_decode_attention, cpu_decode_attention.decode_attention)
 gather_blocks = _chosen(reference_gather_blocks)
 gelu_and_mul = _chosen(reference_gelu_and_mul, cpu_gated.gelu_and_mul)
+likeliest = _chosen(reference_likeliest)
+penalize = _chosen(reference_penalize)
 prefill_attention = _chosen(reference_prefill_attention, cpu_prefill_attention.prefill_attention)
 rms_norm = _chosen(reference_rms_norm, cpu_rms_norm.rms_norm)
 rotary = _chosen(reference_rotary)
 rotate_and_store = _chosen(reference_rotate_and_store, cpu_rotate_and_store.rotate_and_store)
+sample = _chosen(reference_sample)
 scatter_blocks = _chosen(reference_scatter_blocks)
 silu_and_mul = _chosen(reference_silu_and_mul, cpu_gated.silu_and_mul)
 store_kv = _chosen(reference_store_kv)
+_linear = _chosen(reference_linear, cpu_linear.linear)
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, is_batch_invariant: bool = False
+) -> Tensor:
+    """On CUDA the library multiplies, unless a row's bits may not depend on the others."""
+    if x.is_cuda and not is_batch_invariant:
+        return torch.nn.functional.linear(x, weight, bias)
+    return _linear(x, weight, bias, is_batch_invariant=is_batch_invariant)
+
+
+def pack_weight(weight: Tensor) -> Tensor:
+    """weight [N, K] in the form that `linear` multiplies with."""
+    return weight if IS_INTERPRETED else cpu_linear.pack_weight(weight)

@@ -219,7 +219,6 @@ def _add_values(factors: Any, tile: Any, num_tokens: int, chain: Any) -> None:
 def _adds(num_lanes: int) -> Any:
     """`add_chains` for each of a group; arrays are (address, distance of rows)."""
 
-    @compiled()
     def add(sums: Any, factors: Any, rows: Any, num_rows: int, group: int) -> None:
         at, sums_bytes = sums
         factor, factors_bytes = factors
@@ -243,7 +242,10 @@ def _adds(num_lanes: int) -> Any:
             at += count * sums_bytes
             factor += count * factors_bytes
 
-    return add
+    # Machine code goes by this name: of two alike, kept by different processes, one would be taken
+    # for the other.
+    add.__qualname__ = f"_add_{num_lanes}"
+    return compiled()(add)
 
 
 _add_64, _add_32, _add_16, _add_1 = _adds(64), _adds(32), _adds(16), _adds(1)

@@ -49,10 +49,13 @@ def is_packed(weight: Tensor) -> bool:
     return weight.is_mkldnn or is_packed_for_amx(weight)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, is_batch_invariant: bool = False
+) -> Tensor:
     """x [T, K], weight [N, K] plain or packed, bias [N] -> [T, N] in the dtype of x.
 
     The bias is added after the product is rounded: a fused one changes the kernel that runs.
+    Rows do not depend on their number, whether `is_batch_invariant` asks for it or not.
     """
     if is_packed_for_amx(weight):
         y = amx_linear(x, weight)

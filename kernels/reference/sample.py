@@ -67,12 +67,17 @@ def sample(
     seed: Tensor,
     choice_index: Tensor,
     output_position: Tensor,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """logits [R, vocab_size] FP32; the others [R] -> [R] int64 token ids.
 
+    mask [R, ceil(vocab_size / 32)] int32: bit t % 32 of word t // 32 is set if token t is allowed;
+    what is not counts as -inf. None allows all.
     temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off. Of equal logits greedy takes the
     lowest id; a truncation keeps all that equal the last one kept.
     """
+    if mask is not None:
+        logits = logits.masked_fill(~_allowed(mask, logits.shape[1]), float("-inf"))
     tokens = argmax(logits)
     drawn = torch.nonzero(temperature > 0).squeeze(1)
     if not len(drawn):
@@ -81,6 +86,12 @@ def sample(
     noise = uniform(seed[drawn], choice_index[drawn], output_position[drawn], logits.shape[1])
     tokens[drawn] = argmax(scaled.sub_(noise.log_().neg_().log_()))
     return tokens
+
+
+def _allowed(mask: Tensor, vocab_size: int) -> Tensor:
+    """[R, ceil(vocab_size / 32)] int32 -> [R, vocab_size] bool."""
+    bits = mask.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=mask.device) & 1
+    return bits.flatten(1)[:, :vocab_size] != 0
 
 
 def scale(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.reference.likeliest import likeliest
+from kernels.ops import likeliest
 from shared.messages import TokenLogprobs
 
 

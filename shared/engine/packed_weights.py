@@ -22,7 +22,9 @@ import xxhash
 from torch import Tensor, nn
 
 from kernels.cpu.amx import has_amx
-from kernels.cpu.linear import is_packed, pack_weight
+from kernels.cpu.linear import is_packed
+from kernels.device import IS_INTERPRETED
+from kernels.ops import pack_weight
 from shared.engine.layers.embedding import OutputHead
 from shared.engine.layers.linear import Linear
 from shared.engine.packed_file import (
@@ -166,7 +168,7 @@ def _key(regions: list[Region], sources: tuple[Source, ...], config: bytes) -> s
         for region in regions
     ]
     capability = torch.backends.cpu.get_cpu_capability()
-    machine = [str(torch.__version__), capability, has_amx(), can_share_packed()]
+    machine = [str(torch.__version__), capability, has_amx(), can_share_packed(), IS_INTERPRETED]
     described = msgspec.json.encode([MAGIC.decode(), machine, layout, sources])
     return xxhash.xxh3_128(described + config).hexdigest()
 

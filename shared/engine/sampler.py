@@ -22,8 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.reference.penalize import penalize
-from kernels.reference.sample import argmax, sample, scale
+from kernels.ops import penalize, sample
+from kernels.reference.sample import argmax, scale
 from shared.engine.logprobs import token_logprobs
 from shared.engine.runner import SamplingInputs
 from shared.messages import TokenLogprobs

@@ -97,11 +97,48 @@ def _launch_copy_blocks() -> None:
         copy_blocks(cache, ids[:num_copies], ids[:num_copies])
 
 
+def _launch_linear() -> None:
+    from kernels.linear import linear
+
+    for num_columns, width in ((4096, 4096), (28672, 4096)):
+        weight = _empty(num_columns, width)
+        for num_rows in (1, 64, 512):
+            for is_batch_invariant in (False, True):
+                linear(_empty(num_rows, width), weight, is_batch_invariant=is_batch_invariant)
+    linear(_empty(8, 100), _empty(63, 100), _empty(63))
+
+
+def _launch_likeliest() -> None:
+    from kernels.likeliest import likeliest
+
+    likeliest(_empty(64, 128_256, dtype=torch.float32), 20)
+
+
+def _launch_penalize() -> None:
+    from kernels.penalize import penalize
+
+    floats, integers = _empty(5000, dtype=torch.float32), _empty(5000, dtype=torch.int64)
+    penalize(_empty(64, 128_256, dtype=torch.float32), integers, integers, floats, floats)
+
+
+def _launch_sample() -> None:
+    from kernels.sample import sample
+
+    floats, integers = _empty(64, dtype=torch.float32), _empty(64, dtype=torch.int64)
+    logits = _empty(64, 128_256, dtype=torch.float32)
+    for mask in (None, _empty(64, 4008, dtype=torch.int32)):
+        sample(logits, floats, integers, floats, floats, integers, integers, integers, mask)
+
+
 LAUNCHES: dict[str, Callable[[], None]] = {
     "add_rms_norm": _launch_add_rms_norm,
     "copy_blocks": _launch_copy_blocks,
     "gather_blocks": _launch_gather_blocks,
     "gelu_and_mul": _launch_gelu_and_mul,
+    "likeliest": _launch_likeliest,
+    "linear": _launch_linear,
+    "penalize": _launch_penalize,
+    "sample": _launch_sample,
     "rms_norm": _launch_rms_norm,
     "rotary": _launch_rotary,
     "rotate_and_store": _launch_rotate_and_store,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kernels.cpu.linear import linear, pack_weight
+from kernels.ops import linear, pack_weight
 
 
 class Embedding(nn.Module):

@@ -1,0 +1,19 @@
+"""y = x · weightᵀ + bias, the bias added after the product is rounded."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, is_batch_invariant: bool = False
+) -> Tensor:
+    """x [M, K], weight [N, K], bias [N] -> [M, N] in the dtype of x.
+
+    `is_batch_invariant`: a row's bits do not depend on how many rows there are; here, each is
+    computed alone.
+    """
+    rows = x.split(1) if is_batch_invariant and len(x) else (x,)
+    y = torch.cat([torch.nn.functional.linear(row, weight) for row in rows])
+    return y if bias is None else y.add_(bias)
