@@ -29,6 +29,7 @@ from kernels.cpu.lanes import (
     widen,
 )
 from kernels.cpu.softmax import largest_score, weigh_scores
+from kernels.reference.decode_attention import decode_attention as reference_decode_attention
 
 TILE = LANES  # keys whose scores are computed together
 SEGMENT = 512  # keys whose values are summed in one chain; a multiple of TILE
@@ -45,6 +46,8 @@ def decode_attention(
     *,
     window: int | None = None,
     softcap: float | None = None,
+    kv_scales: Tensor | None = None,
+    is_batch_invariant: bool = False,
 ) -> Tensor:
     """query [S, num_heads, D] -> [S, num_heads, D] in its dtype; FP32 inside.
 
@@ -52,6 +55,17 @@ def decode_attention(
     A token sees the last `window` tokens, itself among them; `softcap` c turns a score x into
     c · tanh(x / c).
     """
+    if kv_scales is not None or kv_cache.dtype == torch.float8_e4m3fn:
+        return reference_decode_attention(
+            query,
+            kv_cache,
+            block_tables,
+            context_lens,
+            scale,
+            window=window,
+            softcap=softcap,
+            kv_scales=kv_scales,
+        )
     num_seqs, num_heads, head_dim = query.shape
     if can_attend_on_amx(kv_cache):
         return amx_attention(

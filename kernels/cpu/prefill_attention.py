@@ -19,6 +19,7 @@ from kernels.cpu.decode_attention import SEGMENT
 from kernels.cpu.lanes import LANES, LOG2_E, array, join_lanes, widen
 from kernels.cpu.linear import linear, pack_weight
 from kernels.cpu.softmax import largest_score, weigh_scores
+from kernels.reference.prefill_attention import prefill_attention as reference_prefill_attention
 
 MAX_ROWS = 768  # scores of a segment and so many rows stay in a core's cache: 1.5 MiB
 
@@ -44,6 +45,8 @@ def prefill_attention(
     *,
     window: int | None = None,
     softcap: float | None = None,
+    kv_scales: Tensor | None = None,
+    is_batch_invariant: bool = False,
 ) -> Tensor:
     """query [T, num_heads, D], flat over S sequences -> [T, num_heads, D] in its dtype.
 
@@ -51,6 +54,18 @@ def prefill_attention(
     cu_seqlens_q [S + 1]; context_lens [S], the new tokens included. `window` and `softcap` as in
     `decode_attention`.
     """
+    if kv_scales is not None or kv_cache.dtype == torch.float8_e4m3fn:
+        return reference_prefill_attention(
+            query,
+            kv_cache,
+            block_tables,
+            cu_seqlens_q,
+            context_lens,
+            scale,
+            window=window,
+            softcap=softcap,
+            kv_scales=kv_scales,
+        )
     if can_attend_on_amx(kv_cache):
         return amx_attention(
             query,

@@ -17,6 +17,8 @@ def decode_attention(
     *,
     window: int | None = None,
     softcap: float | None = None,
+    kv_scales: Tensor | None = None,
+    is_batch_invariant: bool = False,
 ) -> Tensor:
     """query [S, num_heads, D] -> [S, num_heads, D] in its dtype; FP32 inside.
 
@@ -32,4 +34,6 @@ def decode_attention(
         scale,
         window=window,
         softcap=softcap,
+        kv_scales=kv_scales,
+        is_batch_invariant=is_batch_invariant,
     )

@@ -16,19 +16,23 @@ def prefill_attention(
     *,
     window: int | None = None,
     softcap: float | None = None,
+    kv_scales: Tensor | None = None,
+    is_batch_invariant: bool = False,
 ) -> Tensor:
     """query [T, num_heads, D], sequences one after another -> as query; FP32 inside.
 
     kv_cache [2, num_blocks, num_kv_heads, block_size, D]; block_tables [S, max_blocks];
     cu_seqlens_q [S + 1]; context_lens [S] includes the new tokens, whose KV is stored already.
     A token sees the tokens up to itself, or the last `window` of them; `softcap` turns a score s
-    into cap · tanh(s / cap). A token's bits depend on nothing but itself and what it sees.
+    into cap · tanh(s / cap). `kv_scales` [2, num_kv_heads] in FP32: what a head's stored keys and
+    values are multiplied by, of FP8 e4m3 or any other cache. `is_batch_invariant`: a token's bits
+    depend on nothing but itself and what it sees; here they always do.
     """
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     starts = cu_seqlens_q.tolist()
     for index, context_len in enumerate(context_lens.tolist()):
         rows = slice(starts[index], starts[index + 1])
-        key, value = _context(kv_cache, block_tables[index], context_len)
+        key, value = _context(kv_cache, kv_scales, block_tables[index], context_len)
         scores = torch.einsum("qhd,khd->hqk", query[rows].float() * scale, _spread(key, query))
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
@@ -39,12 +43,18 @@ def prefill_attention(
     return out
 
 
-def _context(kv_cache: Tensor, block_table: Tensor, context_len: int) -> tuple[Tensor, Tensor]:
+def _context(
+    kv_cache: Tensor, kv_scales: Tensor | None, block_table: Tensor, context_len: int
+) -> tuple[Tensor, Tensor]:
     """FP32 keys and values of one sequence, [context_len, num_kv_heads, D] each."""
     block_size = kv_cache.shape[3]
     tokens = torch.arange(context_len, device=kv_cache.device)
     blocks = block_table[tokens // block_size]
-    key, value = kv_cache[:, blocks, :, tokens % block_size].float().unbind(1)
+    stored = kv_cache.view(torch.uint8) if kv_cache.dtype.itemsize == 1 else kv_cache
+    kv = stored[:, blocks, :, tokens % block_size].view(kv_cache.dtype).float()
+    if kv_scales is not None:
+        kv *= kv_scales.unsqueeze(-1)
+    key, value = kv.unbind(1)
     return key, value
 
 

@@ -22,6 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from kernels import device as devices
+
 WARP_SIZE = 32
 MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # by compute capability, of one program
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion")
@@ -54,7 +56,10 @@ def compiling(capability: int) -> Iterator[list[MachineCode]]:
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         found.append(_compiled(self, args, kwargs, capability))
 
-    with patch.object(JITFunction, "run", run):
+    with (
+        patch.object(JITFunction, "run", run),
+        patch.object(devices, "compute_capability", lambda device: capability),
+    ):
         yield found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -130,15 +131,54 @@ def _launch_sample() -> None:
         sample(logits, floats, integers, floats, floats, integers, integers, integers, mask)
 
 
+WAYS_TO_ATTEND: tuple[tuple[int, dict[str, Any]], ...] = (
+    (64, {}),
+    (64, {"is_batch_invariant": True}),
+    (32, {"window": 4096, "softcap": 50.0}),
+)
+
+
+def _launch_prefill_attention(dtype: torch.dtype = BF16) -> None:
+    from kernels.prefill_attention import prefill_attention
+
+    for num_heads, options in WAYS_TO_ATTEND if dtype == BF16 else WAYS_TO_ATTEND[:1]:
+        query, cache, tables, lens, scales = _attention(300, num_heads, 3, dtype)
+        starts = _empty(4, dtype=torch.int32)
+        prefill_attention(query, cache, tables, starts, lens, 0.1, kv_scales=scales, **options)
+
+
+def _launch_decode_attention(dtype: torch.dtype = BF16) -> None:
+    from kernels.decode_attention import decode_attention
+
+    for num_heads, options in WAYS_TO_ATTEND if dtype == BF16 else WAYS_TO_ATTEND[:1]:
+        query, cache, tables, lens, scales = _attention(64, num_heads, 64, dtype)
+        decode_attention(query, cache, tables, lens, 0.1, kv_scales=scales, **options)
+
+
+def _attention(
+    num_tokens: int, num_heads: int, num_seqs: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """query, kv_cache, block_tables, context_lens, kv_scales"""
+    return (
+        _empty(num_tokens, num_heads, 128),
+        _empty(2, 100, 8, 16, 128, dtype=dtype),
+        _empty(num_seqs, 512, dtype=torch.int32),
+        _empty(num_seqs, dtype=torch.int32),
+        None if dtype == BF16 else _empty(2, 8, dtype=FP32),
+    )
+
+
 LAUNCHES: dict[str, Callable[[], None]] = {
     "add_rms_norm": _launch_add_rms_norm,
     "copy_blocks": _launch_copy_blocks,
+    "decode_attention": _launch_decode_attention,
     "gather_blocks": _launch_gather_blocks,
     "gelu_and_mul": _launch_gelu_and_mul,
     "likeliest": _launch_likeliest,
     "linear": _launch_linear,
     "penalize": _launch_penalize,
     "sample": _launch_sample,
+    "prefill_attention": _launch_prefill_attention,
     "rms_norm": _launch_rms_norm,
     "rotary": _launch_rotary,
     "rotate_and_store": _launch_rotate_and_store,
@@ -147,6 +187,8 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "store_kv": _launch_store_kv,
 }
 FP8_LAUNCHES: dict[str, Callable[[torch.dtype], None]] = {
+    "decode_attention": _launch_decode_attention,
+    "prefill_attention": _launch_prefill_attention,
     "rotate_and_store": _launch_rotate_and_store,
     "store_kv": _launch_store_kv,
 }

@@ -350,6 +350,26 @@ def _attention_holds(ops: Ops, num_heads: int, num_kv_heads: int, dim: int, **op
 
 
 @both
+def test_attention_of_an_fp8_cache(ops: Ops) -> None:
+    """What is stored, times its head's scale; those of keys and of values are two."""
+    cache, tables = _paged(2, 4, 3, 16)
+    stored = cache.to(torch.float8_e4m3fn)
+    scales = torch.tensor([[0.5, 1.0, 2.0], [3.0, 0.25, 1.5]])
+    wide = stored.float() * scales[:, None, :, None, None]
+    query, lens, starts = _random(5, 6, 16, seed=4), [40, 64], [0, 4, 5]
+    rest = (tables, torch.tensor(starts), torch.tensor(lens), 0.25)
+    out = ops.prefill_attention(query, stored, *rest, kv_scales=scales)
+    for index in range(2):
+        rows = slice(starts[index], starts[index + 1])
+        _near(out[rows], _naive(query[rows], wide, tables[index], lens[index]))
+    last = query[[3, 4]]
+    single = ops.decode_attention(
+        last, stored, tables, torch.tensor(lens), 0.25, kv_scales=scales, is_batch_invariant=True
+    )
+    _near(single, out[[3, 4]].double())
+
+
+@both
 @pytest.mark.parametrize("left_behind", [torch.nan, torch.inf])
 def test_attention_does_not_see_what_others_left_in_the_blocks(
     ops: Ops, left_behind: float

@@ -38,3 +38,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cpu" if IS_INTERPRETED else "cuda")
+
+
+@pytest.fixture
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts of several segments, though the interpreter is slow."""
+    if IS_INTERPRETED:
+        monkeypatch.setattr("kernels.prefill_attention.SEGMENT", 128)
+        monkeypatch.setattr("kernels.decode_attention.SEGMENT", 128)

@@ -17,11 +17,12 @@ from shared.engine.model_runner import ModelRunner
 from tests.engine.checkpoints import write_model
 from tests.engine.steps import Blocks, advance, generate, prefill, step_of
 
-NUM_NEW = 12
+NUM_PROMPT, NUM_NEW = 13, 5
+SMALL = {"hidden_size": 32, "head_dim": 16}
 FAMILIES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
     "Qwen3ForCausalLM": {},  # norms of heads
-    "Gemma2ForCausalLM": {"sliding_window": 9, "attn_logit_softcapping": 3.0},
+    "Gemma2ForCausalLM": {"sliding_window": 7, "attn_logit_softcapping": 3.0},
 }
 
 
@@ -31,11 +32,16 @@ def prompt_of(num_tokens: int) -> list[int]:
 
 @pytest.fixture(params=FAMILIES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, list[int]]:
-    """With the tokens that transformers continues a prompt of 21 with."""
+    """With the tokens that transformers continues a prompt with."""
     model = write_model(
-        tmp_path, request.param, hidden_size=64, head_dim=16, **FAMILIES[request.param]
+        tmp_path,
+        request.param,
+        hidden_size=32,
+        head_dim=16,
+        vocab_size=203,
+        **FAMILIES[request.param],
     )
-    token_ids = prompt_of(21)
+    token_ids = prompt_of(NUM_PROMPT)
     for _ in range(NUM_NEW):
         with torch.inference_mode():
             token_ids.append(int(model(torch.tensor([token_ids])).logits[0, -1].argmax()))
@@ -48,7 +54,7 @@ def test_greedy_tokens(checkpoint: tuple[Path, list[int]], device: torch.device)
     runner = ModelRunner.load(
         folder, dtype="float32", kv_cache_bytes=1 << 20, device=str(device), num_threads=1
     )
-    blocks, prompt = Blocks(runner.num_blocks), prompt_of(21)
+    blocks, prompt = Blocks(runner.num_blocks), prompt_of(NUM_PROMPT)
     assert generate(runner, blocks.line(prompt, room=NUM_NEW), NUM_NEW) == expected
     # in chunks, and beside another
     line, other = blocks.line(prompt, room=NUM_NEW), blocks.line(prompt_of(5), room=NUM_NEW)
@@ -61,7 +67,7 @@ def test_greedy_tokens(checkpoint: tuple[Path, list[int]], device: torch.device)
 
 
 def test_drawn_tokens(tmp_path: Path, device: torch.device) -> None:
-    write_model(tmp_path, "LlamaForCausalLM", hidden_size=64, head_dim=16)
+    write_model(tmp_path, "LlamaForCausalLM", **SMALL)
     runner = ModelRunner.load(
         tmp_path, dtype="float32", kv_cache_bytes=1 << 20, device=str(device), num_threads=1
     )
