@@ -60,7 +60,8 @@ def linear(
     out = torch.empty((num_rows, num_columns), dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
-    tiling = _tiling(num_rows, num_columns, x.dtype, is_batch_invariant=is_batch_invariant)
+    shape = (num_rows, num_columns, width)
+    tiling = _tiling(shape, x.dtype, is_batch_invariant=is_batch_invariant)
     is_split = tiling.is_split
     num_steps = triton.cdiv(width, tiling.block_k)
     sums = (
@@ -96,13 +97,12 @@ def linear(
     return out
 
 
-def _tiling(
-    num_rows: int, num_columns: int, dtype: torch.dtype, *, is_batch_invariant: bool
-) -> Tiling:
+def _tiling(shape: tuple[int, int, int], dtype: torch.dtype, *, is_batch_invariant: bool) -> Tiling:
     """Few rows get narrow tiles, enough for all multiprocessors to stream weights with no second
     kernel. With more rows a tile reads more of x, from the L2 cache, and is wider to make up for
     it.
     """
+    num_rows, num_columns, width = shape
     if dtype == torch.float32:  # no tensor cores: what a thread multiplies must fit its registers
         block_m, block_n, block_k = 16, 32, 64
     else:
@@ -114,7 +114,8 @@ def _tiling(
         # a step of 16 rows is short: more of K, so that fewer of its barriers are waited for
         block_k = 256 if block_m <= 16 else 128
     num_tiles = triton.cdiv(num_rows, block_m) * triton.cdiv(num_columns, block_n)
-    is_split = num_tiles < NUM_MULTIPROCESSORS * 3 // 4
+    is_idle = num_tiles < NUM_MULTIPROCESSORS * 3 // 4
+    is_split = is_idle and width > 2 * block_k  # less is done sooner by one program
     num_programs = num_tiles * (NUM_SEGMENTS if is_split else 1)
     stage_bytes = (block_m + block_n) * block_k * dtype.itemsize
     is_paired = num_programs > NUM_MULTIPROCESSORS and 3 * stage_bytes <= HALF_SHARED_BYTES

@@ -32,6 +32,7 @@ PIECE = 4096
 GROUP = 64
 CAPACITY = 128  # of a piece's list: beyond it the row is drawn from all tokens
 BLOCK = 4096  # of the program that draws
+DRAW_REGISTERS = 128  # what 16 warps have; unless told, the assembler spills to use fewer
 SLACK = 1.0 + 2.0**-13  # of the sums behind a bound, beside their rounding errors
 
 _INFINITY = tl.constexpr(float("inf"))
@@ -124,7 +125,7 @@ def sample(
         BLOCK_PIECES=triton.next_power_of_2(num_pieces),
         BLOCK=min(BLOCK, triton.next_power_of_2(vocab_size)),
         num_warps=16,
-        maxnreg=128,
+        maxnreg=DRAW_REGISTERS,
     )
     return tokens
 

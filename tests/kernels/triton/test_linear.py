@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import ops
 from kernels.device import IS_INTERPRETED
 from kernels.expect import BadTensor
 from kernels.linear import linear
@@ -112,6 +113,14 @@ def test_what_is_not_a_number_stays_in_its_row(dtype: torch.dtype, device: torch
     assert y[7].isnan().all()
     others = [row for row in range(20) if row != 7]
     assert torch.equal(y[others], expected[others])
+
+
+def test_the_engine_multiplies_here(device: torch.device) -> None:
+    """Interpreted, weights stay plain; on CUDA, only the batch-invariant product is this one."""
+    x, weight, bias = _operands(5, (64, 96), device, torch.float32)
+    y = ops.linear(x, ops.pack_weight(weight), bias, is_batch_invariant=True)
+    assert torch.equal(y, linear(x, weight, bias, is_batch_invariant=True))
+    assert_near(ops.linear(x, ops.pack_weight(weight), bias), y)
 
 
 def test_nothing_to_multiply(device: torch.device) -> None:
