@@ -7,9 +7,10 @@ service process ends the process: better lost and noticed than wedged with green
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 
 BROKE = "a background task broke"
+CANCEL_AGAIN_S = 1.0  # more than any needs to end once it has noticed
 
 
 class Background:
@@ -23,11 +24,16 @@ class Background:
         return task
 
     async def stop(self) -> None:
-        """Cancels all and returns when they have ended."""
-        tasks = tuple(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """Cancels all and returns when they have ended.
+
+        Python 3.11's `wait_for` swallows a cancellation that meets its result, so those that go on
+        are cancelled again.
+        """
+        left: Collection[asyncio.Task[None]] = tuple(self._tasks)
+        while left:
+            for task in left:
+                task.cancel()
+            _, left = await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)
