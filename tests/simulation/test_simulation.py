@@ -64,7 +64,7 @@ def test_a_scheduler_that_hangs_costs_a_new_request_time_and_no_more() -> None:
         assert (outcome.wrongs, outcome.endings) == ([], {"finished": 1}), seed
 
 
-@pytest.mark.parametrize("seed", [22780, 33687, 44227, 75419, 134256, 154519, 171387])
+@pytest.mark.parametrize("seed", [22780, 33687, 44227, 75419, 134256, 154519, 171387, 192826])
 def test_seeds_that_failed_once(seed: int) -> None:
     assert simulate(seed).wrongs == []
 
