@@ -40,6 +40,7 @@ AbortReason = Literal["client_gone", "stop", "superseded", "fenced", "deadline",
 PLACEMENT_ID_BYTES = 16
 MAX_DURATION_S = 31 * 86_400.0
 MAX_CONTEXT_TOKENS = 2**31 - 1
+MAX_WEIGHT = 1000.0
 
 PlacementId = Annotated[bytes, Meta(min_length=PLACEMENT_ID_BYTES, max_length=PLACEMENT_ID_BYTES)]
 Digest = Annotated[bytes, Meta(min_length=BLOCK_HASH_BYTES, max_length=BLOCK_HASH_BYTES)]
@@ -120,6 +121,10 @@ class Request(Message, frozen=True, kw_only=True):
     choices: tuple[Choice, ...]
     deadline_s: Duration
     priority: int = 0
+    weight: Annotated[float, Meta(gt=0, le=MAX_WEIGHT)] = 1.0  # its tenant's share of the queue
+    allowed_regions: Annotated[tuple[Name, ...], Meta(max_length=256)] = ()  # none: all
+    kv_quota_tokens: Count = 0  # of one worker's cache, for all of its tenant's; 0: no bound
+    is_zero_retention: bool = False  # nothing of it may be kept beyond its end, cached KV aside
     pooling: Pooling | None = None  # an embedding is asked for, and no token is drawn
 
 
