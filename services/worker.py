@@ -68,6 +68,7 @@ def load_model(config: WorkerConfig) -> ModelledRunner:
         kv_cache_bytes=config.kv_cache_bytes,
         device=config.device,
         num_threads=config.num_threads or None,
+        is_batch_invariant=config.is_batch_invariant,
     )
 
 

@@ -90,6 +90,7 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
     dtype: str = "auto"
     device: str = "cpu"
     num_threads: int = 0  # 0: share the cores of this host
+    is_batch_invariant: bool = True  # False: faster on CUDA, but resumed answers may differ
     block_size: int = 16
     kv_cache_bytes: int = 256 * 1024 * 1024
     max_batch_tokens: int = 512

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from services.local.service_options import (
     DEMO_MODEL_DIR,
     DEMO_MODEL_NAME,
     HELP,
     model_name_for,
+    service_command,
 )
 from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig, WorkerConfig
 
@@ -116,6 +119,30 @@ def test_every_refusal_is_one_line_and_status_2(arguments: list[str], words: str
     assert words in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
     assert result.stderr.startswith("hearth: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "expected"),
+    [
+        ([], {}, True),
+        (["--no-batch-invariant"], {}, False),
+        ([], {"HEARTH_BATCH_INVARIANT": "false"}, False),
+        (["--batch-invariant"], {"HEARTH_BATCH_INVARIANT": "false"}, True),
+    ],
+)
+def test_a_switch_can_be_turned_off(
+    arguments: list[str], variables: dict[str, str], expected: bool
+) -> None:
+    seen: list[bool] = []
+
+    def run(config: WorkerConfig) -> int:
+        seen.append(config.is_batch_invariant)
+        raise typer.Exit
+
+    app = typer.Typer()
+    app.command()(service_command(WorkerConfig, "decode", run))
+    result = CliRunner().invoke(app, ["--nats-url", "nats://d-1:w@h:1", *arguments], env=variables)
+    assert (result.exit_code, seen) == (0, [expected])
 
 
 def test_options_come_from_the_environment_too() -> None:

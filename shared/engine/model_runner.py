@@ -25,6 +25,7 @@ from shared.clock import Clock, MonotonicClock
 from shared.engine.attention_inputs import build_attention_inputs
 from shared.engine.checkpoint_config import read_config
 from shared.engine.kv_cache import allocate_kv_cache, num_blocks_for
+from shared.engine.layers.attention import Attention
 from shared.engine.layers.embedding import OutputHead
 from shared.engine.layers.linear import Linear
 from shared.engine.model_config import ModelConfig
@@ -126,10 +127,15 @@ class ModelRunner:
         kv_cache_bytes: int = DEFAULT_KV_CACHE_BYTES,
         device: str = "cpu",
         num_threads: int | None = None,
+        is_batch_invariant: bool = True,
         model_name: str | None = None,
         clock: Clock | None = None,
     ) -> ModelRunner:
-        """Raises CheckpointError for a bad checkpoint, ConfigError for a bad option."""
+        """Raises CheckpointError for a bad checkpoint, ConfigError for a bad option.
+
+        `is_batch_invariant`: a token's bits depend neither on its batch nor on chunking, so that a
+        resumed answer goes on as it would have. On the CPU they never do, and it costs nothing.
+        """
         model_dir = Path(model_dir)
         config = read_config(model_dir)
         target = _device(device)
@@ -148,6 +154,7 @@ class ModelRunner:
             revision = _fill(model, tensors, config, target)
         model.to(target).eval()
         _pack(model)
+        _set_batch_invariance(model, is_batch_invariant)
         runner = cls(
             model,
             allocate_kv_cache(kv_format, num_blocks, target),
@@ -284,6 +291,12 @@ def _pack(model: Decoder) -> None:
     for module in model.modules():
         if isinstance(module, Linear | OutputHead):
             module.pack()
+
+
+def _set_batch_invariance(model: Decoder, is_batch_invariant: bool) -> None:
+    for module in model.modules():
+        if isinstance(module, Linear | OutputHead | Attention):
+            module.is_batch_invariant = is_batch_invariant
 
 
 def _fill(

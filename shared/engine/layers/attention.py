@@ -15,6 +15,8 @@ from shared.engine.model_config import ModelConfig
 class Attention(nn.Module):
     """`window`: how many of the last tokens are seen; None sees all. Heads may have norms."""
 
+    is_batch_invariant = True  # see kernels.reference.prefill_attention
+
     def __init__(self, config: ModelConfig, *, window: int | None, dtype: torch.dtype) -> None:
         super().__init__()
         self.head_dim = config.head_dim
@@ -69,6 +71,7 @@ class Attention(nn.Module):
                 self.scale,
                 window=self.window,
                 softcap=self.softcap,
+                is_batch_invariant=self.is_batch_invariant,
             )
             out = _place(out, attended, rows, query)
         if inputs.decode is not None:
@@ -81,6 +84,7 @@ class Attention(nn.Module):
                 self.scale,
                 window=self.window,
                 softcap=self.softcap,
+                is_batch_invariant=self.is_batch_invariant,
             )
             out = _place(out, attended, rows, query)
         assert out is not None  # a step has at least one token

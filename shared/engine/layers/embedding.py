@@ -37,6 +37,7 @@ class OutputHead(nn.Module):
     """
 
     weight: Tensor
+    is_batch_invariant = True  # see kernels.ops.linear
 
     def __init__(
         self, embedding: Embedding, *, is_tied: bool, softcap: float | None = None
@@ -55,7 +56,7 @@ class OutputHead(nn.Module):
         self.weight = packed
 
     def forward(self, hidden: Tensor) -> Tensor:
-        logits = linear(hidden, self.weight).float()
+        logits = linear(hidden, self.weight, is_batch_invariant=self.is_batch_invariant).float()
         if self.softcap is None:
             return logits
         return logits.div_(self.softcap).tanh_().mul_(self.softcap)

@@ -13,6 +13,7 @@ class Linear(nn.Module):
     """
 
     weight: Tensor
+    is_batch_invariant = True  # see kernels.ops.linear
 
     def __init__(
         self, in_features: int, out_features: int, *, has_bias: bool = False, dtype: torch.dtype
@@ -33,4 +34,4 @@ class Linear(nn.Module):
         self.weight = packed
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, is_batch_invariant=self.is_batch_invariant)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kernels import ops
+from kernels.device import IS_INTERPRETED
 from kernels.reference.sample import sample
 from shared.engine.model_runner import ModelRunner
 from tests.engine.checkpoints import write_model
@@ -64,6 +65,28 @@ def test_greedy_tokens(checkpoint: tuple[Path, list[int]], device: torch.device)
     line.token_ids.append(expected[0])
     logits = advance(runner, [(other, 1), (line, 1)])
     assert int(logits[1].argmax()) == expected[1]
+
+
+@pytest.mark.parametrize("family", ["LlamaForCausalLM", "Gemma2ForCausalLM"])
+def test_logits_are_bit_equal_for_every_batch_and_chunking(
+    tmp_path: Path, family: str, device: torch.device, small_segments: None
+) -> None:
+    """At a context of two segments; the default of the engine, on every device."""
+    write_model(tmp_path, family, **SMALL, vocab_size=203, **FAMILIES[family])
+    dtype = "float32" if IS_INTERPRETED else "bfloat16"
+    num_tokens = 131 if IS_INTERPRETED else 1100
+    runner = ModelRunner.load(
+        tmp_path, dtype=dtype, kv_cache_bytes=1 << 22, device=str(device), num_threads=1
+    )
+    blocks, prompt = Blocks(runner.num_blocks), prompt_of(num_tokens)
+    whole = prefill(runner, blocks.line(prompt), num_tokens)
+    chunked = prefill(runner, blocks.line(prompt), 64)
+    assert torch.equal(chunked, whole)
+    line, others = blocks.line(prompt), [blocks.line(prompt_of(n)) for n in (9, 3)]
+    advance(runner, [(line, num_tokens - 2)])
+    for position in (num_tokens - 2, num_tokens - 1):  # as prefill saw them, one token at a time
+        logits = advance(runner, [(others[0], 1), (line, 1), (others[1], 1)])
+        assert torch.equal(logits[1], whole[position])
 
 
 def test_drawn_tokens(tmp_path: Path, device: torch.device) -> None:
