@@ -26,7 +26,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.distance import INFINITY, LARGEST, distance, load_logits, min_p_bound, noisy
+from kernels.draw import draw_kernel
 from kernels.expect import BadTensor, expect
+from kernels.noise import noise_key
 
 PIECE = 4096
 GROUP = 64
@@ -34,9 +37,6 @@ CAPACITY = 128  # of a piece's list: beyond it the row is drawn from all tokens
 BLOCK = 4096  # of the program that draws
 DRAW_REGISTERS = 128  # what 16 warps have; unless told, the assembler spills to use fewer
 SLACK = 1.0 + 2.0**-13  # of the sums behind a bound, beside their rounding errors
-
-_INFINITY = tl.constexpr(float("inf"))
-_LARGEST = tl.constexpr(0x7F7FFFFF)  # the bits of the largest finite number
 
 
 def sample(
@@ -114,7 +114,7 @@ def sample(
         CAPACITY=CAPACITY,
         num_warps=8,
     )
-    _draw_kernel[(num_rows,)](
+    draw_kernel[(num_rows,)](
         *source,
         *options,
         *rows,
@@ -142,56 +142,6 @@ def _checked(logits: Tensor, mask: Tensor | None) -> tuple[int, int]:
 
 
 @triton.jit
-def _load_logits(logits_ptr, mask_ptr, vocab_size, token, HAS_MASK: tl.constexpr):
-    """Of a row. -inf for tokens beyond the last, and for those that the mask does not allow."""
-    is_inside = token < vocab_size
-    x = tl.load(logits_ptr + token, mask=is_inside, other=-_INFINITY)
-    if HAS_MASK:
-        word = tl.load(mask_ptr + token // 32, mask=is_inside, other=0)
-        x = tl.where((word >> (token % 32)) & 1 != 0, x, -_INFINITY)
-    return x
-
-
-@triton.jit
-def _distance(x, top, temperature):
-    """q: 0 for the largest logit, which may be infinite; infinite for -inf."""
-    q = tl.div_rn(top - x, temperature)
-    return tl.where(x == -_INFINITY, _INFINITY, tl.where(x == top, 0.0, q))
-
-
-@triton.jit
-def _mix(h):
-    """murmur3's fmix32 of uint32."""
-    h = (h ^ (h >> 16)) * 0x85EBCA6B
-    h = (h ^ (h >> 13)) * 0xC2B2AE35
-    return h ^ (h >> 16)
-
-
-@triton.jit
-def _noise_key(seed_ptr, choice_index_ptr, output_position_ptr, row):
-    """What is the same for all tokens of a row."""
-    seed = tl.load(seed_ptr + row)
-    key = _mix((seed.to(tl.uint32) * 5) + 0xE6546B64)
-    key = _mix((key ^ (seed >> 32).to(tl.uint32)) * 5 + 0xE6546B64)
-    key = _mix((key ^ tl.load(choice_index_ptr + row).to(tl.uint32)) * 5 + 0xE6546B64)
-    return _mix((key ^ tl.load(output_position_ptr + row).to(tl.uint32)) * 5 + 0xE6546B64)
-
-
-@triton.jit
-def _uniform(token, key):
-    """FP32 in (0, 1), as the reference's bit for bit; `token` int32."""
-    bits = _mix(key ^ (token.to(tl.uint32) * 0x9E3779B1))
-    bits = _mix(bits ^ _mix(key + 0x9E3779B1))
-    return (bits >> 9).to(tl.int32).to(tl.float32) * (2.0**-23) + (2.0**-24)
-
-
-@triton.jit
-def _noisy(q, token, key):
-    """The logit with its Gumbel noise."""
-    return -q - tl.log(-tl.log(_uniform(token, key)))
-
-
-@triton.jit
 def _piece_kernel(
     logits_ptr,
     mask_ptr,
@@ -216,7 +166,7 @@ def _piece_kernel(
         mask_ptr += row * stride_mask_row
     group = piece * GROUPS + tl.arange(0, GROUPS)
     token = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # [GROUPS, GROUP]
-    x = _load_logits(logits_ptr, mask_ptr, vocab_size, token, HAS_MASK)
+    x = load_logits(logits_ptr, mask_ptr, vocab_size, token, HAS_MASK)
     group_top = tl.max(x, axis=1)  # [GROUPS]
     top = tl.max(group_top, axis=0)
     first = tl.min(tl.min(tl.where(x == top, token, vocab_size), axis=1), axis=0)
@@ -225,10 +175,10 @@ def _piece_kernel(
     tl.store(piece_token_ptr + place, first)
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0:
-        weight = tl.exp(-_distance(x, top, temperature))
+        weight = tl.exp(-distance(x, top, temperature))
         tl.store(piece_weight_ptr + place, tl.sum(tl.sum(weight, axis=1), axis=0))
         if (tl.load(top_k_ptr + row) > 0) | (tl.load(top_p_ptr + row) < 1):
-            is_possible = (x > -_INFINITY).to(tl.int32)
+            is_possible = (x > -INFINITY).to(tl.int32)
             tl.store(piece_count_ptr + place, tl.sum(tl.sum(is_possible, axis=1), axis=0))
             tl.store(group_top_ptr + row * tl.num_programs(0) * GROUPS + group, group_top)
 
@@ -265,7 +215,7 @@ def _bound_kernel(
     piece = tl.arange(0, BLOCK_PIECES)
     is_piece = piece < num_pieces
     place = row * num_pieces + piece  # [BLOCK_PIECES]
-    piece_top = tl.load(piece_top_ptr + place, mask=is_piece, other=-_INFINITY)
+    piece_top = tl.load(piece_top_ptr + place, mask=is_piece, other=-INFINITY)
     piece_token = tl.load(piece_token_ptr + place, mask=is_piece, other=vocab_size)
     top = tl.max(piece_top, axis=0)
     first = tl.min(tl.where(piece_top == top, piece_token, vocab_size), axis=0)
@@ -273,11 +223,11 @@ def _bound_kernel(
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0:
         weights = tl.load(piece_weight_ptr + place, mask=is_piece, other=0.0)
-        weights *= tl.exp(-_distance(piece_top, top, temperature))
+        weights *= tl.exp(-distance(piece_top, top, temperature))
         weight = tl.sum(weights, axis=0)
         tl.store(top_ptr + row, top)
         tl.store(weight_ptr + row, weight)
-        key = _noise_key(seed_ptr, choice_index_ptr, output_position_ptr, row)
+        key = noise_key(seed_ptr, choice_index_ptr, output_position_ptr, row)
         tl.store(key_ptr + row, key.to(tl.int32, bitcast=True))
         top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
         has_top_k = (top_k > 0) & (top_k < vocab_size)
@@ -285,15 +235,15 @@ def _bound_kernel(
         if has_top_k | (top_p < 1):
             group = tl.arange(0, BLOCK_GROUPS)
             group_top = tl.load(
-                group_top_ptr + row * num_groups + group, mask=group < num_groups, other=-_INFINITY
+                group_top_ptr + row * num_groups + group, mask=group < num_groups, other=-INFINITY
             )
-            q = _distance(group_top, top, temperature)  # [BLOCK_GROUPS]
+            q = distance(group_top, top, temperature)  # [BLOCK_GROUPS]
             # a group counts for the one token that is known of it
-            worth = tl.where(has_top_k, tl.where(q < _INFINITY, 1.0, 0.0), tl.exp(-q))
+            worth = tl.where(has_top_k, tl.where(q < INFINITY, 1.0, 0.0), tl.exp(-q))
             least = tl.where(has_top_k, top_k.to(tl.float32), top_p * weight * SLACK)
             count = tl.load(piece_count_ptr + place, mask=is_piece, other=0)
             if tl.sum(worth, axis=0) >= least:
-                low, high = tl.full((), 0, tl.int32), tl.full((), _LARGEST, tl.int32)
+                low, high = tl.full((), 0, tl.int32), tl.full((), LARGEST, tl.int32)
                 while low < high:
                     middle = low + (high - low) // 2
                     is_near = q <= middle.to(tl.float32, bitcast=True)
@@ -302,18 +252,12 @@ def _bound_kernel(
                     high = tl.where(is_enough, middle, high)
                 bound = low.to(tl.float32, bitcast=True)
             elif tl.sum(count, axis=0) <= MOST_LISTED:
-                bound = tl.full((), _LARGEST, tl.int32).to(tl.float32, bitcast=True)
+                bound = tl.full((), LARGEST, tl.int32).to(tl.float32, bitcast=True)
             # min-p, unless top-p is a part of more that top-k keeps
-            min_p_bound = _min_p_bound(min_p_ptr, row)
-            if (min_p_bound < _INFINITY) & ((top_p >= 1) | (has_top_k == 0)):
-                bound = tl.where(bound < 0, min_p_bound, tl.minimum(bound, min_p_bound))
+            of_min_p = min_p_bound(min_p_ptr, row)
+            if (of_min_p < INFINITY) & ((top_p >= 1) | (has_top_k == 0)):
+                bound = tl.where(bound < 0, of_min_p, tl.minimum(bound, of_min_p))
         tl.store(bound_ptr + row, bound)
-
-
-@triton.jit
-def _min_p_bound(min_p_ptr, row):
-    """p >= min_p · max(p), in q."""
-    return tl.maximum(-tl.log(tl.load(min_p_ptr + row)), 0.0)
 
 
 @triton.jit
@@ -345,14 +289,14 @@ def _gather_kernel(
         if HAS_MASK:
             mask_ptr += row * stride_mask_row
         token = piece * PIECE + tl.arange(0, PIECE)
-        x = _load_logits(logits_ptr, mask_ptr, vocab_size, token, HAS_MASK)
-        q = _distance(x, tl.load(top_ptr + row), temperature)  # [PIECE]
+        x = load_logits(logits_ptr, mask_ptr, vocab_size, token, HAS_MASK)
+        q = distance(x, tl.load(top_ptr + row), temperature)  # [PIECE]
         place = row * tl.num_programs(0) + piece
         bound = tl.load(bound_ptr + row)
         if bound < 0:
             key = tl.load(key_ptr + row).to(tl.uint32, bitcast=True)
-            is_near = q <= _min_p_bound(min_p_ptr, row)
-            score = tl.where(is_near, _noisy(q, token, key), -_INFINITY)
+            is_near = q <= min_p_bound(min_p_ptr, row)
+            score = tl.where(is_near, noisy(q, token, key), -INFINITY)
             best = tl.max(score, axis=0)
             tl.store(piece_top_ptr + place, best)
             first = tl.min(tl.where(score == best, token, vocab_size), axis=0)
@@ -366,151 +310,3 @@ def _gather_kernel(
                 is_listed = is_near & (index < CAPACITY)
                 tl.store(list_q_ptr + place * CAPACITY + index, q, mask=is_listed)
                 tl.store(list_token_ptr + place * CAPACITY + index, token, mask=is_listed)
-
-
-@triton.jit
-def _load_q(index, source, listed, HAS_MASK: tl.constexpr, CAPACITY: tl.constexpr):
-    """Of a row's list, in which each piece has CAPACITY places and fills some, or of its tokens."""
-    logits_ptr, mask_ptr, vocab_size, top, temperature = source
-    is_listed, length, count_ptr, list_q_ptr, _ = listed
-    if is_listed:
-        count = tl.load(count_ptr + index // CAPACITY, mask=index < length, other=0)
-        q = tl.load(list_q_ptr + index, mask=index % CAPACITY < count, other=_INFINITY)
-    else:
-        x = _load_logits(logits_ptr, mask_ptr, vocab_size, index, HAS_MASK)
-        q = _distance(x, top, temperature)
-    return q
-
-
-@triton.jit
-def _nearer(
-    limit, source, listed, HAS_MASK: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr
-):
-    """How many tokens have q < limit, and their weight."""
-    count, weight = tl.full((), 0, tl.int32), tl.full((), 0.0, tl.float32)
-    for start in range(0, listed[1], BLOCK):
-        q = _load_q(start + tl.arange(0, BLOCK), source, listed, HAS_MASK, CAPACITY)  # [BLOCK]
-        count += tl.sum((q < limit).to(tl.int32), axis=0)
-        weight += tl.sum(tl.where(q < limit, tl.exp(-q), 0.0), axis=0)
-    return count, weight
-
-
-@triton.jit
-def _best(
-    most,
-    limit,
-    key,
-    token,
-    source,
-    listed,
-    HAS_MASK: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The token with the largest noisy logit of q <= most and q < limit, and its q.
-
-    `token`, the greedy one, where there is none.
-    """
-    best, q_of_best = tl.full((), -_INFINITY, tl.float32), tl.full((), 0.0, tl.float32)
-    for start in range(0, listed[1], BLOCK):
-        index = start + tl.arange(0, BLOCK)  # [BLOCK]
-        q = _load_q(index, source, listed, HAS_MASK, CAPACITY)
-        tokens = index
-        if listed[0]:
-            tokens = tl.load(listed[4] + index, mask=q < _INFINITY, other=0)
-        is_possible = (q <= most) & (q < limit)
-        score = tl.where(is_possible, _noisy(q, tokens, key), -_INFINITY)
-        top = tl.max(score, axis=0)
-        if top > best:  # tokens rise: of equals the first was met before
-            is_top = score == top
-            token = tl.min(tl.where(is_top, tokens, 0x7FFFFFFF), axis=0)
-            q_of_best = tl.min(tl.where(is_top & (tokens == token), q, _INFINITY), axis=0)
-            best = top
-    return token, q_of_best
-
-
-@triton.jit
-def _draw_kernel(
-    logits_ptr,
-    mask_ptr,
-    stride_logits_row,
-    stride_mask_row,
-    vocab_size,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    top_ptr,
-    weight_ptr,
-    bound_ptr,
-    key_ptr,
-    piece_top_ptr,
-    piece_token_ptr,
-    piece_count_ptr,
-    list_q_ptr,
-    list_token_ptr,
-    tokens_ptr,
-    num_pieces,
-    HAS_MASK: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    BLOCK_PIECES: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperature_ptr + row)
-    if temperature > 0:
-        logits_ptr += row * stride_logits_row
-        if HAS_MASK:
-            mask_ptr += row * stride_mask_row
-        place = row * num_pieces + tl.arange(0, BLOCK_PIECES)  # [BLOCK_PIECES]
-        is_piece = tl.arange(0, BLOCK_PIECES) < num_pieces
-        top, bound = tl.load(top_ptr + row), tl.load(bound_ptr + row)
-        weight, top_p = tl.load(weight_ptr + row), tl.load(top_p_ptr + row)
-        top_k = tl.load(top_k_ptr + row)
-        top_k = tl.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size).to(tl.int32)
-        most = _min_p_bound(min_p_ptr, row)
-        key = tl.load(key_ptr + row).to(tl.uint32, bitcast=True)
-        token = tl.load(tokens_ptr + row).to(tl.int32)
-
-        source = (logits_ptr, mask_ptr, vocab_size, top, temperature)
-        counts = tl.load(piece_count_ptr + place, mask=is_piece, other=0)
-        is_listed = (bound >= 0) & (tl.max(counts, axis=0) <= CAPACITY)
-        length = tl.where(is_listed, num_pieces * CAPACITY, vocab_size)
-        listed = (
-            is_listed,
-            length,
-            piece_count_ptr + row * num_pieces,
-            list_q_ptr + row * num_pieces * CAPACITY,
-            list_token_ptr + row * num_pieces * CAPACITY,
-        )
-
-        if (top_k < vocab_size) & (top_p < 1):  # top-p is a part of what top-k keeps
-            low, high = tl.full((), 0, tl.int32), tl.full((), _LARGEST, tl.int32)
-            while low < high:
-                middle = low + (high - low) // 2
-                beyond = (middle + 1).to(tl.float32, bitcast=True)
-                count, _ = _nearer(beyond, source, listed, HAS_MASK, CAPACITY, BLOCK)
-                low = tl.where(count >= top_k, low, middle + 1)
-                high = tl.where(count >= top_k, middle, high)
-            beyond = (low + 1).to(tl.float32, bitcast=True)
-            _, weight = _nearer(beyond, source, listed, HAS_MASK, CAPACITY, BLOCK)
-            most = tl.minimum(most, low.to(tl.float32, bitcast=True))
-
-        if bound >= 0:
-            token, q = _best(most, _INFINITY, key, token, source, listed, HAS_MASK, CAPACITY, BLOCK)
-        else:
-            score = tl.load(piece_top_ptr + place, mask=is_piece, other=-_INFINITY)
-            drawn = tl.load(piece_token_ptr + place, mask=is_piece, other=vocab_size)
-            is_best = score == tl.max(score, axis=0)
-            token = tl.min(tl.where(is_best, drawn, vocab_size - 1), axis=0)
-            x = _load_logits(logits_ptr, mask_ptr, vocab_size, token, HAS_MASK)
-            q = _distance(x, top, temperature)
-        is_open = ((top_k < vocab_size) | (top_p < 1)) & (q > 0)
-        while is_open:
-            count, nearer = _nearer(q, source, listed, HAS_MASK, CAPACITY, BLOCK)
-            is_beyond = (top_p < 1) & (nearer >= top_p * weight)
-            is_open = (count >= top_k) | is_beyond | (q > most)
-            if is_open:
-                token, q = _best(most, q, key, token, source, listed, HAS_MASK, CAPACITY, BLOCK)
-                is_open = q > 0
-        tl.store(tokens_ptr + row, token.to(tl.int64))

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from kernels.device import IS_INTERPRETED
 from kernels.expect import BadTensor
-from kernels.reference.sample import _allowed, uniform
+from kernels.noise import noise_key, uniform
+from kernels.reference.sample import _allowed
 from kernels.reference.sample import sample as reference_sample
-from kernels.sample import _noise_key, _uniform, sample
+from kernels.reference.sample import uniform as reference_uniform
+from kernels.sample import sample
 from tests.kernels.triton.inputs import poisoned_outputs, random
 
 VOCAB_SIZES = [1, 100, 1000] if IS_INTERPRETED else [1, 63, 100, 32_000, 128_256]
@@ -184,8 +186,8 @@ def test_infinite_logits(device: torch.device) -> None:
 @triton.jit
 def _uniform_kernel(seed_ptr, choice_ptr, position_ptr, out_ptr, num: tl.constexpr):
     row, token = tl.program_id(0), tl.arange(0, num)
-    key = _noise_key(seed_ptr, choice_ptr, position_ptr, row)
-    tl.store(out_ptr + row * num + token, _uniform(token, key))
+    key = noise_key(seed_ptr, choice_ptr, position_ptr, row)
+    tl.store(out_ptr + row * num + token, uniform(token, key))
 
 
 def test_the_uniform_numbers_are_the_references_bit_for_bit(device: torch.device) -> None:
@@ -194,7 +196,7 @@ def test_the_uniform_numbers_are_the_references_bit_for_bit(device: torch.device
     positions = torch.tensor([5, 0, 2**20, 3, 2**31 - 1, 7], device=device)
     drawn = torch.full((6, 256), torch.nan, device=device)
     _uniform_kernel[(6,)](seeds, choices, positions, drawn, num=256)
-    assert torch.equal(drawn, uniform(seeds, choices, positions, 256))
+    assert torch.equal(drawn, reference_uniform(seeds, choices, positions, 256))
 
 
 def test_draws_follow_the_renormalised_softmax(device: torch.device) -> None:
