@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
-import numba
 import numpy as np
 import torch
 from torch import Tensor
@@ -35,6 +34,7 @@ from shared.engine.readout import pooled, prompt_logprobs
 from shared.engine.runner import SamplingInputs, StepInputs, StepOutput
 from shared.engine.sampler import draw_tokens
 from shared.engine.step_budget import StepBudget
+from shared.engine.step_threads import StepThreads
 from shared.engine.text_part import TextTensors
 from shared.engine.weights import CheckpointTensors, load_weights, open_checkpoint, weights_digest
 from shared.errors import CheckpointError, ConfigError
@@ -111,10 +111,11 @@ class ModelRunner:
         self._kv_cache = kv_cache
         self._device = kv_cache.device
         self._budget = StepBudget()
-        self._clock = clock
-        self._step_thread = ThreadPoolExecutor(
-            1, "engine-step", initializer=_prepare_step_thread, initargs=(num_threads,)
+        self._threads = StepThreads(
+            num_threads or torch.get_num_threads(), _num_weights(model), kv_cache.dtype
         )
+        self._clock = clock
+        self._step_thread = ThreadPoolExecutor(1, "engine-step", initializer=_keep_freed_memory)
         self._copy_thread = ThreadPoolExecutor(1, "engine-copy")
 
     @classmethod
@@ -220,6 +221,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _run(self, inputs: StepInputs) -> StepOutput:
+        self._threads.set_for(len(inputs.input_ids))
         started = self._clock.now()
         hidden, sampling = self._hidden(inputs), inputs.sampling
         token_ids, logprobs = (
@@ -293,6 +295,12 @@ def _pack(model: Decoder) -> None:
             module.pack()
 
 
+def _num_weights(model: Decoder) -> int:
+    """Of the products that every token takes part in."""
+    products = (each for each in model.modules() if isinstance(each, Linear | OutputHead))
+    return sum(each.weight.numel() for each in products)
+
+
 def _set_batch_invariance(model: Decoder, is_batch_invariant: bool) -> None:
     for module in model.modules():
         if isinstance(module, Linear | OutputHead | Attention):
@@ -337,14 +345,6 @@ def _kv_format(config: ModelConfig, dtype: str, block_size: int) -> KvFormat:
     if block_size < 1:
         raise ConfigError(f"block_size {block_size} must be positive", param="block_size")
     return KvFormat(dtype, block_size, config.num_layers, config.num_kv_heads, config.head_dim)
-
-
-def _prepare_step_thread(num_threads: int | None) -> None:
-    """OpenMP counts threads per calling thread: this must run on the one that computes."""
-    _keep_freed_memory()
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
-        numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
 
 
 def _keep_freed_memory() -> None:

@@ -1,0 +1,38 @@
+"""How many threads a step is worth: waking a second one for each product costs more than it saves
+where the products are small, the more so when other processes want its core.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numba
+import torch
+
+# Of one core, about: what a step would take alone is compared, so a factor of two does not matter.
+MULTIPLICATIONS_PER_S = {torch.float32: 30e9, torch.float16: 30e9, torch.bfloat16: 300e9}
+READ_BYTES_PER_S = 10e9
+WORTHWHILE_S = 4e-3
+
+
+@dataclass
+class StepThreads:
+    """`num_weights`: of all products with weights. `set_for` is to be called on the step thread,
+    whose number OpenMP and numba keep apart from those of others.
+    """
+
+    num_threads: int
+    num_weights: int
+    dtype: torch.dtype
+    _num_set: int = 0
+
+    def set_for(self, num_tokens: int) -> None:
+        num_threads = self.num_threads if self.seconds_alone(num_tokens) > WORTHWHILE_S else 1
+        if num_threads != self._num_set:
+            torch.set_num_threads(num_threads)
+            numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
+            self._num_set = num_threads
+
+    def seconds_alone(self, num_tokens: int) -> float:
+        multiplying_s = num_tokens * self.num_weights / MULTIPLICATIONS_PER_S[self.dtype]
+        return max(multiplying_s, self.num_weights * self.dtype.itemsize / READ_BYTES_PER_S)
