@@ -36,6 +36,7 @@ from kernels.cpu.rows import (
     store_as_bf16,
     total,
 )
+from kernels.cpu.runs import runs_of
 
 SEGMENT = ROW_LANES  # tokens
 MAX_RUN_ROWS = 1024
@@ -77,7 +78,7 @@ def amx_attention(
         array(grouped),
         Cache(array(key), array(value)),
         block_tables.numpy(),
-        _runs(query_lens, context_lens, max(MAX_RUN_ROWS // grouped.shape[2], 1)),
+        runs_of(query_lens, context_lens, max(MAX_RUN_ROWS // grouped.shape[2], 1)),
         Mask(
             0 if window is None else window,
             _f32(0.0 if softcap is None else softcap),
@@ -89,20 +90,6 @@ def amx_attention(
         array(out),
     )
     return out.view(num_tokens, num_heads, head_dim)
-
-
-def _runs(query_lens: Tensor, context_lens: Tensor, max_tokens: int) -> Any:
-    """[n, 4]: sequence, first row and row after the last one in the flat batch, first position."""
-    lens, ends = query_lens.numpy(), np.cumsum(query_lens.numpy())
-    if (lens == 1).all():
-        order = np.arange(len(lens))
-        return np.stack((order, order, order + 1, context_lens.numpy() - 1), axis=1)
-    runs = []
-    for seq, (num_rows, end) in enumerate(zip(lens.tolist(), ends.tolist(), strict=True)):
-        shift = int(context_lens[seq]) - end
-        for low in range(end - num_rows, end, max_tokens):
-            runs.append((seq, low, min(low + max_tokens, end), low + shift))
-    return np.array(runs)
 
 
 class Cache(NamedTuple):

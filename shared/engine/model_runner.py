@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.compiled import compiling_alone
-from kernels.cpu.decode_attention import SEGMENT
 from kernels.cpu.lanes import FEW_ROWS
+from kernels.cpu.vector_attention import SEGMENT
 from kernels.ops import copy_blocks, gather_blocks, scatter_blocks
 from shared.clock import Clock, MonotonicClock
 from shared.engine.attention_inputs import build_attention_inputs

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.decode_attention import SEGMENT, decode_attention
+from kernels.cpu.decode_attention import decode_attention
 from kernels.cpu.prefill_attention import prefill_attention
+from kernels.cpu.vector_attention import SEGMENT
 from tests.threads import computing_threads
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
