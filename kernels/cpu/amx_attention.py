@@ -17,8 +17,10 @@ from numba import prange
 from torch import Tensor
 
 from kernels.cpu.amx import (
+    TILE_BYTES,
     TILE_ROWS,
     aligned,
+    expect_load,
     has_amx,
     pair_rows,
     tile_configure,
@@ -311,17 +313,15 @@ def _pack(
     Zeros follow up to a multiple of BLOCK. A block's last owner can have left NaN behind the
     context's end, and 0 · NaN is NaN.
     """
-    key, value = cache
     _, keys, values, tail, _, _, _, _ = scratch
-    _, num_heads, block_size, head_dim = key.shape
-    row_bytes, depth, num_places = head_dim * 2, keys.shape[1], values.shape[1]
+    row_bytes, depth, num_places = cache.key.shape[3] * 2, keys.shape[1], values.shape[1]
     for first in range(0, _whole_blocks(num_tokens), TILE_ROWS):
         num_left = num_tokens - first
         token = segment + first
         if num_left >= TILE_ROWS:
-            place = (block_table[token // block_size] * num_heads + head) * block_size
-            offset = (place + token % block_size) * row_bytes
-            key_at, value_at = key.ctypes.data + offset, value.ctypes.data + offset
+            key_at, value_at = _tile_at(cache, block_table, head, token)
+            if num_left > TILE_ROWS:
+                _expect(_tile_at(cache, block_table, head, token + TILE_ROWS), row_bytes)
         else:
             _fill_tail(cache, block_table, head, token, num_left, tail)
             key_at, value_at = tail.ctypes.data, tail.ctypes.data + TILE_ROWS * row_bytes
@@ -335,6 +335,24 @@ def _pack(
                 pair_rows(row_at, row_at + row_bytes, at)
                 row_at += 2 * row_bytes
                 at += 2 * BLOCK * 2
+
+
+@compiled()
+def _tile_at(cache: Any, block_table: Any, head: int, token: int) -> Any:
+    """The addresses of TILE_ROWS keys and values."""
+    _, num_heads, block_size, head_dim = cache.key.shape
+    place = (block_table[token // block_size] * num_heads + head) * block_size
+    offset = (place + token % block_size) * head_dim * 2
+    return cache.key.ctypes.data + offset, cache.value.ctypes.data + offset
+
+
+@compiled()
+def _expect(tile: Any, row_bytes: int) -> None:
+    """Fetches keys and values while others are packed: no prefetcher knows the block table."""
+    key_at, value_at = tile
+    for offset in range(0, TILE_ROWS * row_bytes, TILE_BYTES):
+        expect_load(key_at + offset)
+        expect_load(value_at + offset)
 
 
 @compiled()
