@@ -140,18 +140,6 @@ def expect_store(_: Any, address: Any) -> Any:
 
 
 @intrinsic
-def expect_load(_: Any, address: Any) -> Any:
-    """Fetches the cache line at `address`, which will be read."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        hints = _I32(0), _I32(3), _I32(1)  # for reading, into the first cache, of data
-        _call(builder, "llvm.prefetch.p0", builder.inttoptr(args[0], _POINTER), *hints)
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
-
-
-@intrinsic
 def round_to_bf16(_: Any, source: Any, target: Any) -> Any:
     """32 FP32 numbers at `source` to BF16 at `target`, as `bf16_of_floats`."""
 

@@ -20,7 +20,6 @@ from kernels.cpu.amx import (
     TILE_BYTES,
     TILE_ROWS,
     aligned,
-    expect_load,
     has_amx,
     pair_rows,
     tile_configure,
@@ -28,7 +27,7 @@ from kernels.cpu.amx import (
 )
 from kernels.cpu.amx_linear import BLOCK, CONFIGS, STEP_BYTES, multiply_block
 from kernels.cpu.compiled import compiled
-from kernels.cpu.lanes import LOG2_E, array, exp2, narrow, tanh, transpose_words
+from kernels.cpu.lanes import LOG2_E, array, exp2, expect_load, narrow, tanh, transpose_words
 from kernels.cpu.rows import (
     ROW_LANES,
     exp2_row,

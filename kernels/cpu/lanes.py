@@ -99,6 +99,22 @@ def largest_lane(_: Any, address: Any) -> Any:
     return types.float32(types.int64), generate
 
 
+@intrinsic
+def expect_load(_: Any, address: Any) -> Any:
+    """Fetches the cache line at `address`, which will be read."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+        hints = _WORD(0), _WORD(3), _WORD(1)  # for reading, into the first cache, of data
+        name = "llvm.prefetch.p0"
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, *(each.type for each in hints)])
+        fetch = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        builder.call(fetch, [pointer, *hints])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
 @intrinsic(prefer_literal=True)
 def add_chains(
     _: Any,

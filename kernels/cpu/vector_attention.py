@@ -23,6 +23,7 @@ from kernels.cpu.lanes import (
     SIDE,
     add_chains,
     array,
+    expect_load,
     join_lanes,
     narrow,
     transpose_words,
@@ -32,6 +33,7 @@ from kernels.cpu.runs import runs_of
 from kernels.cpu.softmax import largest_score, weigh_scores
 
 TILE = LANES  # keys whose scores are computed together
+LINE_BYTES = 64
 SEGMENT = 512  # keys whose values are summed in one chain; a multiple of TILE
 MAX_RUN_ROWS = 64  # beyond it a key's way into the lanes is a small part of what is done with it
 
@@ -106,7 +108,6 @@ def _attend_run(
     softcap: Any,
     out: Any,  # [R, G, D]
 ) -> None:
-    key, value, block_table = cache
     num_tokens, group, head_dim = query.shape
     num_rows, end = num_tokens * group, position + num_tokens
     first = (max(0, position + 1 - window) if window else 0) // TILE * TILE
@@ -116,7 +117,7 @@ def _attend_run(
         for d in range(head_dim):
             rows[row, d] = widen(query[row // group, row % group, d]) * scale
     weights = np.zeros((num_rows, num_tiles, TILE), _f32)
-    _scores(rows, key, block_table, head, first, end, weights)
+    _scores(rows, cache, head, first, end, weights)
     lanes = np.zeros((num_rows, LANES), _f32)
     for row in range(num_rows):
         own_end = position + row // group + 1 - first
@@ -124,7 +125,7 @@ def _attend_run(
         top = largest_score(weights, row, own_start, own_end, softcap)
         weigh_scores(weights, row, own_start, own_end, top, lanes, row)
     sums = np.zeros((num_rows, head_dim), _f32)
-    _weighted_values(weights, value, block_table, head, first, end, sums)
+    _weighted_values(weights, cache, head, first, end, sums)
     for row in range(num_rows):
         total = join_lanes(lanes[row])
         for d in range(head_dim):
@@ -132,20 +133,35 @@ def _attend_run(
 
 
 @compiled()
-def _scores(
-    rows: Any, key: Any, block_table: Any, head: int, first: int, end: int, scores: Any
-) -> None:
+def _scores(rows: Any, cache: Any, head: int, first: int, end: int, scores: Any) -> None:
     """scores [R, tiles, TILE] of the keys from `first` on; those from `end` on hold no number."""
-    group, head_dim = rows.shape
+    key, value, block_table = cache
+    num_rows, head_dim = rows.shape
     keys = np.zeros((TILE, head_dim), _f32)
     tile = np.empty((head_dim, TILE), _f32)  # transposed: a lane a key
     for index in range(scores.shape[1]):
         token = first + index * TILE
+        _expect(key, block_table, head, token + TILE, min(token + 2 * TILE, end))
+        _expect(value, block_table, head, token, min(token + TILE, end))
         _gather(key, block_table, head, token, min(TILE, end - token), keys)
         _transpose(keys, tile)
         sums = scores.ctypes.data + index * TILE * 4, scores.shape[1] * TILE * 4
         factors = rows.ctypes.data, head_dim * 4
-        _add_64(sums, factors, (tile.ctypes.data, TILE * 4), head_dim, group)
+        _add_64(sums, factors, (tile.ctypes.data, TILE * 4), head_dim, num_rows)
+
+
+@compiled()
+def _expect(plane: Any, block_table: Any, head: int, token: int, end: int) -> None:
+    """Fetches a head's keys or values [token, end): no prefetcher knows the block table."""
+    _, num_heads, block_size, head_dim = plane.shape
+    row_bytes = head_dim * plane.itemsize
+    while token < end:
+        offset = token % block_size
+        count = min(block_size - offset, end - token)
+        place = (block_table[token // block_size] * num_heads + head) * block_size + offset
+        for line in range(0, count * row_bytes, LINE_BYTES):
+            expect_load(plane.ctypes.data + place * row_bytes + line)
+        token += count
 
 
 @compiled()
@@ -186,10 +202,9 @@ def _transpose(keys: Any, tile: Any) -> None:
 
 
 @compiled()
-def _weighted_values(
-    weights: Any, value: Any, block_table: Any, head: int, first: int, end: int, sums: Any
-) -> None:
+def _weighted_values(weights: Any, cache: Any, head: int, first: int, end: int, sums: Any) -> None:
     """sums [R, D] += weights · values, a chain for each SEGMENT of absolute positions."""
+    _, value, block_table = cache
     group, head_dim = sums.shape
     tile = np.empty((TILE, head_dim), _f32)
     chain = np.zeros((group, head_dim), _f32)
