@@ -37,6 +37,8 @@ LINE_BYTES = 64
 SEGMENT = 512  # keys whose values are summed in one chain; a multiple of TILE
 MAX_RUN_ROWS = 64  # beyond it a key's way into the lanes is a small part of what is done with it
 
+FEW_ROWS = 16  # memory is what they wait for; with more, it comes in time anyway
+
 _f32 = np.float32
 
 
@@ -141,8 +143,9 @@ def _scores(rows: Any, cache: Any, head: int, first: int, end: int, scores: Any)
     tile = np.empty((head_dim, TILE), _f32)  # transposed: a lane a key
     for index in range(scores.shape[1]):
         token = first + index * TILE
-        _expect(key, block_table, head, token + TILE, min(token + 2 * TILE, end))
-        _expect(value, block_table, head, token, min(token + TILE, end))
+        if num_rows <= FEW_ROWS:
+            _expect(key, block_table, head, token + TILE, min(token + 2 * TILE, end))
+            _expect(value, block_table, head, token, min(token + TILE, end))
         _gather(key, block_table, head, token, min(TILE, end - token), keys)
         _transpose(keys, tile)
         sums = scores.ctypes.data + index * TILE * 4, scores.shape[1] * TILE * 4
