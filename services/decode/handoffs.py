@@ -112,6 +112,7 @@ class Handoffs:
             token_ids=pack_token_ids(prompt.token_ids[: prompt.num_prefill_tokens]),
             block_hashes=pack_hashes(prompt.block_hashes),
             first_token=first_token,
+            kv_quota_tokens=request.kv_quota_tokens,
             target=self._receiver.address,
             lease_s=PREFILL_LEASE_S,
             deadline_s=max(0.0, placement.deadline_at - worker.clock.now()),

@@ -307,6 +307,7 @@ class Engine:
             tenant_id=sequence.tenant_id,
             parent_hash=sequence.block_hashes[first - 1] if first else sequence.cache_root,
             first_block_index=first,
+            kv_quota_tokens=sequence.kv_quota_tokens,
         )
         sequence.num_committed_blocks = full
 
