@@ -96,6 +96,7 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
     max_batch_tokens: int = 512
     max_sequences: int = 256
     max_reserved_share: float = 0.5
+    zero_freed_blocks: bool = False
     data_plane_host: str = "127.0.0.1"  # where decode listens for KV
     data_plane_advertised_host: str = ""  # what prefill workers dial; default: the same
 

@@ -85,6 +85,7 @@ class Handoffs:
     async def _run(self, placement: Placement, handoff: Handoff) -> None:
         num_held = placement.prompt.num_computed_tokens
         try:
+            await self._worker.loop.zero_freed_blocks()  # before frames are written there
             placement.delivery = await handoff.run()
             num_held = placement.delivery.num_held_tokens
         except Exception:  # the service's edge: local prefill is always possible

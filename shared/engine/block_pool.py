@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
+from shared.engine.cached_block import CachedBlock, runs_of
 from shared.engine.tenant_share import TenantShare
 from shared.messages import BlocksCleared, BlocksRemoved, BlocksStored
 from shared.packing import pack_hashes
@@ -28,26 +28,19 @@ from shared.packing import pack_hashes
 KvEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
 
-@dataclass(frozen=True, slots=True)
-class CachedBlock:
-    """What is known of a hashed block."""
-
-    tenant_id: str
-    parent_hash: bytes
-    block_index: int
-    block_hash: bytes
-
-
 class BlockPool:
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, notes_freed: bool = False) -> None:
+        """`notes_freed`: whoever owns the cache clears what it held, see `take_freed`."""
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.notes_freed = notes_freed
         self._ref_counts = [0] * num_blocks
         self._empty = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._known: list[CachedBlock | None] = [None] * num_blocks
         self._block_ids: dict[bytes, int] = {}
         self._shares: dict[str, TenantShare] = {}
+        self._freed: set[int] = set()
         self._events: list[KvEvent] = []
         self._removed: list[bytes] = []  # forgotten after the last of them
         self.on_event: Callable[[], None] = lambda: None  # there is something to take
@@ -107,6 +100,7 @@ class BlockPool:
                 continue
             if self._known[block_id] is None:
                 self._empty.append(block_id)
+                self.note_freed((block_id,))
             else:
                 share = self._share_of(block_id)
                 self._evictable[block_id] = share.evictable[block_id] = None
@@ -160,6 +154,18 @@ class BlockPool:
         events, self._events = self._events, []
         return events
 
+    def note_freed(self, block_ids: Iterable[int]) -> None:
+        """Their content is to be cleared; of no effect without `notes_freed`."""
+        if self.notes_freed:
+            self._freed.update(block_ids)
+
+    def take_freed(self) -> list[int]:
+        """Blocks that nobody could find or held any more at some time since the last call. An
+        allocation may have given them to others since: those write nothing before they are cleared.
+        """
+        freed, self._freed = sorted(self._freed), set()
+        return freed
+
     def cached_blocks(self) -> list[CachedBlock]:
         """All findable blocks, parents before children where both are there."""
         known = [block for block in self._known if block is not None]
@@ -211,6 +217,7 @@ class BlockPool:
         del self._evictable[block_id]
         del self._block_ids[block.block_hash]
         self._known[block_id] = None
+        self.note_freed((block_id,))
         share = self._shares[block.tenant_id]
         del share.evictable[block_id]
         share.num_blocks -= 1
@@ -224,22 +231,3 @@ class BlockPool:
         if self._removed:
             self._events.append(BlocksRemoved(block_hashes=pack_hashes(self._removed)))
             self._removed = []
-
-
-def runs_of(blocks: Iterable[CachedBlock]) -> list[BlocksStored]:
-    """Groups blocks in which each is the child of the one before into one event a run."""
-    runs: list[list[CachedBlock]] = []
-    for block in blocks:
-        if runs and runs[-1][-1].block_hash == block.parent_hash:
-            runs[-1].append(block)
-        else:
-            runs.append([block])
-    return [
-        BlocksStored(
-            tenant_id=run[0].tenant_id,
-            parent_hash=run[0].parent_hash,
-            first_block_index=run[0].block_index,
-            block_hashes=pack_hashes([block.block_hash for block in run]),
-        )
-        for run in runs
-    ]
