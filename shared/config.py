@@ -50,6 +50,7 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     max_body_bytes: int = 16 * 1024 * 1024
     max_requests: int = 4096  # open at once; beyond it 429
     default_max_tokens: int = 1024
+    metrics_token: str = ""  # of whoever may read /metrics; empty: everybody who reaches the port
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()

@@ -170,9 +170,9 @@ def test_an_engine_draws_the_same_tokens_whatever_the_quota(quota: int) -> None:
 
 def test_a_request_that_finds_all_in_the_cache_tells_its_quota_as_well() -> None:
     rig = Rig(num_blocks=32)
-    rig.complete(new_sequence(prompt(20), greedy(1)))
-    assert rig.engine.pool.num_blocks_of("tenant-a") == 5
-    again = new_sequence(prompt(20), greedy(1))
+    rig.complete(new_sequence(prompt(18), greedy(1)))
+    assert rig.engine.pool.num_blocks_of("tenant-a") == 4
+    again = new_sequence(prompt(18), greedy(1))  # which fills no block of its own
     again.kv_quota_tokens = 2 * BLOCK_SIZE
     rig.complete(again)
     assert again.num_cached_tokens == 16
