@@ -90,6 +90,7 @@ async def build_worker(
         max_sequences=config.max_sequences,
         max_reserved_share=config.max_reserved_share,
         reach=runner.reach,
+        zeroes_freed_blocks=config.zero_freed_blocks,
     )
     receiver = None
     if "decode" in roles:

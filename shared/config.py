@@ -50,6 +50,7 @@ class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
     max_body_bytes: int = 16 * 1024 * 1024
     max_requests: int = 4096  # open at once; beyond it 429
     default_max_tokens: int = 1024
+    metrics_token: str = ""  # of whoever may read /metrics; empty: everybody who reaches the port
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -96,6 +97,7 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
     max_batch_tokens: int = 512
     max_sequences: int = 256
     max_reserved_share: float = 0.5
+    zero_freed_blocks: bool = False
     data_plane_host: str = "127.0.0.1"  # where decode listens for KV
     data_plane_advertised_host: str = ""  # what prefill workers dial; default: the same
 

@@ -308,6 +308,7 @@ class RunPrefill(Message, frozen=True, kw_only=True):
     token_ids: bytes
     block_hashes: bytes
     first_token: Count  # decode already holds the KV before it; a whole number of blocks
+    kv_quota_tokens: Count = 0  # as the request's
     target: DataPlaneAddress
     lease_s: Duration
     deadline_s: Duration

@@ -85,6 +85,7 @@ class Handoffs:
     async def _run(self, placement: Placement, handoff: Handoff) -> None:
         num_held = placement.prompt.num_computed_tokens
         try:
+            await self._worker.loop.zero_freed_blocks()  # before frames are written there
             placement.delivery = await handoff.run()
             num_held = placement.delivery.num_held_tokens
         except Exception:  # the service's edge: local prefill is always possible
@@ -112,6 +113,7 @@ class Handoffs:
             token_ids=pack_token_ids(prompt.token_ids[: prompt.num_prefill_tokens]),
             block_hashes=pack_hashes(prompt.block_hashes),
             first_token=first_token,
+            kv_quota_tokens=request.kv_quota_tokens,
             target=self._receiver.address,
             lease_s=PREFILL_LEASE_S,
             deadline_s=max(0.0, placement.deadline_at - worker.clock.now()),

@@ -152,6 +152,7 @@ def _choice_of(
         sampling=sampling if request.pooling is None else None,
         pooling=request.pooling,
         choice_index=choice.choice_index,
+        kv_quota_tokens=request.kv_quota_tokens,
         stop_token_ids=stop_token_ids if sampling.ignore_eos else stop_token_ids | eos_token_ids,
     )
 
@@ -167,6 +168,7 @@ def _shared_prompt(
         token_ids=token_ids,
         num_prompt_tokens=len(token_ids),
         block_hashes=unpack_hashes(request.block_hashes)[: len(token_ids) // block_size],
+        kv_quota_tokens=request.kv_quota_tokens,
         num_prompt_logprobs=request.sampling.num_prompt_logprobs,
         next_token_id=last_token_id,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -30,8 +31,8 @@ from services.gateway.openai_routes import (
     Generator,
     OpenAIRoutes,
 )
-from services.gateway.tenants import Tenants
-from shared.errors import HearthError
+from services.gateway.tenants import Tenants, bearer_of
+from shared.errors import AuthenticationFailed, HearthError
 from shared.messages import ModelCard
 
 log = structlog.get_logger(__name__)
@@ -74,8 +75,11 @@ class Health(msgspec.Struct, frozen=True):
 class Routes:
     """The handlers, bound to one gateway. `wall_clock`: seconds since 1970, for `created`."""
 
-    def __init__(self, gateway: Gateway, wall_clock: Callable[[], float]) -> None:
+    def __init__(
+        self, gateway: Gateway, wall_clock: Callable[[], float], metrics_token: str
+    ) -> None:
         self._gateway = gateway
+        self._metrics_token = metrics_token.encode()
         self._wall_clock = wall_clock
         self._started_at = int(wall_clock())
 
@@ -84,6 +88,12 @@ class Routes:
         connection.state.request_id = self._gateway.new_request_id()
         header = connection.headers.get("authorization")
         connection.state.tenant = await self._gateway.tenants.tenant_of(header)
+
+    async def authorize_metrics(self, connection: Connection, _: BaseRouteHandler) -> None:
+        """They add up what all tenants do: the difference of two looks is what others just did."""
+        given = bearer_of(connection.headers.get("authorization")) if self._metrics_token else ""
+        if not hmac.compare_digest(given.encode(), self._metrics_token):
+            raise AuthenticationFailed("the token for metrics is not valid")
 
     async def models(self, request: Request[Any, Any, Any]) -> Response[ModelList]:
         entries = [self._entry(card) for card in self._gateway.catalog.live_cards()]
@@ -137,9 +147,14 @@ class Routes:
 
 
 def build_app(
-    gateway: Gateway, *, wall_clock: Callable[[], float], max_body_bytes: int, version: str
+    gateway: Gateway,
+    *,
+    wall_clock: Callable[[], float],
+    max_body_bytes: int,
+    version: str,
+    metrics_token: str = "",
 ) -> Litestar:
-    routes = Routes(gateway, wall_clock)
+    routes = Routes(gateway, wall_clock, metrics_token)
     asking = OpenAIRoutes(gateway, wall_clock)
     known: dict[str, Any] = {"guards": [routes.authenticate], "security": [{BEARER: []}]}
     ask = partial(post, return_dto=None, status_code=200, **known)
@@ -166,7 +181,9 @@ def build_app(
             model(routes.model),
             look("/health")(routes.health),
             look("/ready", responses=_responses(Readiness))(routes.ready),
-            look("/metrics", include_in_schema=False)(routes.metrics),
+            look("/metrics", include_in_schema=False, guards=[routes.authorize_metrics])(
+                routes.metrics
+            ),
             look("/openapi.json", include_in_schema=False)(routes.openapi),
         ],
         exception_handlers={

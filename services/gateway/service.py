@@ -76,6 +76,7 @@ class GatewayService:
             wall_clock=wall_clock,
             max_body_bytes=config.max_body_bytes,
             version=_installed_version(),
+            metrics_token=config.metrics_token,
         )
         self._web_server = WebServer(app, config.http_host, config.http_port)
 

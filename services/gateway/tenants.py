@@ -61,7 +61,7 @@ class Tenants:
 
     async def tenant_of(self, authorization: str | None) -> TenantRecord:
         """Raises AuthenticationFailed, or DependencyUnavailable for a new key without Redis."""
-        key = api_key_record(_bearer(authorization))
+        key = api_key_record(bearer_of(authorization))
         known = self._known.get(key)
         if known is not None and self._clock.now() - known.checked_at < REFRESH_S:
             return known.record
@@ -103,7 +103,8 @@ class Tenants:
         return record
 
 
-def _bearer(authorization: str | None) -> str:
+def bearer_of(authorization: str | None) -> str:
+    """Raises AuthenticationFailed for a header that carries none."""
     if authorization is None:
         raise AuthenticationFailed("send the API key as `Authorization: Bearer <key>`")
     scheme, _, api_key = authorization.partition(" ")

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from urllib.parse import quote
 
 import structlog
 
@@ -217,8 +218,13 @@ class PrefixRegistry:
 
 
 def _key(tenant_id: str, block_hash: bytes) -> str:
-    return f"hearth:{tenant_id}:prefix:{block_hash.hex()}"
+    return f"hearth:{_key_part(tenant_id)}:prefix:{block_hash.hex()}"
 
 
 def _set_key(tenant_id: str) -> str:
-    return f"hearth:{tenant_id}:prefixes"
+    return f"hearth:{_key_part(tenant_id)}:prefixes"
+
+
+def _key_part(tenant_id: str) -> str:
+    """Whatever a tenant is called, its keys are not another's, nor a pattern that finds them."""
+    return quote(tenant_id, safe="@")

@@ -35,6 +35,7 @@ HELP = {
     "max_body_bytes": "Largest request body.",
     "max_requests": "Requests open at once; one more is answered 429.",
     "default_max_tokens": "Tokens to generate where a request does not say.",
+    "metrics_token": "Bearer token without which /metrics is refused; empty: open.",
     "max_queued_requests": "Requests waiting for a worker; one more is answered 429.",
     "max_queued_tokens": "Prompt tokens waiting for a worker.",
     "local_prefill_tokens": "An uncached rest this short is computed by the decode worker itself.",
@@ -50,6 +51,7 @@ HELP = {
     "max_batch_tokens": "Tokens computed in one step.",
     "max_sequences": "Sequences running at once.",
     "max_reserved_share": "Share of the KV cache that waiting handoffs may hold.",
+    "zero_freed_blocks": "Zero the KV of blocks that nobody can find or holds any more.",
     "data_plane_host": "Address that this worker's KV data plane listens on.",
     "data_plane_advertised_host": "Address at which others reach it; else the one it listens on.",
 }

@@ -190,4 +190,5 @@ def _sequence_of(request: RunPrefill, block_size: int) -> Sequence:
         token_ids=token_ids,
         num_prompt_tokens=len(token_ids),
         block_hashes=unpack_hashes(request.block_hashes)[:num_full],
+        kv_quota_tokens=request.kv_quota_tokens,
     )

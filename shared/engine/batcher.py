@@ -221,6 +221,7 @@ class Batcher:
         if num_new + self.pool.num_evictable_in(cached) + spare > self.pool.num_free_blocks:
             return False
         self.pool.hold(cached)
+        self.pool.limit(sequence.tenant_id, sequence.kv_quota_tokens)
         sequence.block_table = cached + self.pool.allocate(num_new)
         sequence.num_computed_tokens = len(cached) * self.pool.block_size
         sequence.num_committed_blocks = len(cached)

@@ -9,40 +9,40 @@ Every block is in exactly one of three sets:
 A block gets its hash once it is full and computed. Allocation takes empty blocks first, then evicts
 the least recently used cached one. A sequence's blocks become evictable tail first, so that what is
 left of a prefix is still a prefix.
+
+A tenant may have a quota of findable blocks. One that is over it loses its own least recently used
+cached blocks at once, whatever else is empty; what sequences hold stays theirs and goes, if the
+tenant is still over, when they give it back.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
+from shared.engine.cached_block import CachedBlock, runs_of
+from shared.engine.tenant_share import TenantShare
 from shared.messages import BlocksCleared, BlocksRemoved, BlocksStored
 from shared.packing import pack_hashes
 
 KvEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
 
-@dataclass(frozen=True, slots=True)
-class CachedBlock:
-    """What is known of a hashed block."""
-
-    tenant_id: str
-    parent_hash: bytes
-    block_index: int
-    block_hash: bytes
-
-
 class BlockPool:
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, notes_freed: bool = False) -> None:
+        """`notes_freed`: whoever owns the cache clears what it held, see `take_freed`."""
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.notes_freed = notes_freed
         self._ref_counts = [0] * num_blocks
         self._empty = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._known: list[CachedBlock | None] = [None] * num_blocks
         self._block_ids: dict[bytes, int] = {}
+        self._shares: dict[str, TenantShare] = {}
+        self._freed: set[int] = set()
         self._events: list[KvEvent] = []
+        self._removed: list[bytes] = []  # forgotten after the last of them
         self.on_event: Callable[[], None] = lambda: None  # there is something to take
 
     @property
@@ -78,6 +78,7 @@ class BlockPool:
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
                 del self._evictable[block_id]
+                del self._share_of(block_id).evictable[block_id]
             self._ref_counts[block_id] += 1
 
     def allocate(self, count: int) -> list[int]:
@@ -99,8 +100,11 @@ class BlockPool:
                 continue
             if self._known[block_id] is None:
                 self._empty.append(block_id)
+                self.note_freed((block_id,))
             else:
-                self._evictable[block_id] = None
+                share = self._share_of(block_id)
+                self._evictable[block_id] = share.evictable[block_id] = None
+                self._trim(share)
 
     def commit(
         self,
@@ -110,8 +114,11 @@ class BlockPool:
         tenant_id: str,
         parent_hash: bytes,
         first_block_index: int,
+        kv_quota_tokens: int = 0,
     ) -> None:
-        """Makes full, computed blocks findable. A hash that is known already keeps its block."""
+        """Makes full, computed blocks findable. A hash that is known already keeps its block.
+        `kv_quota_tokens` as in `limit`.
+        """
         new: list[CachedBlock] = []
         pairs = zip(block_ids, block_hashes, strict=True)
         for block_index, (block_id, block_hash) in enumerate(pairs, first_block_index):
@@ -122,12 +129,42 @@ class BlockPool:
                 new.append(block)
             parent_hash = block_hash
         if new:
+            self._shares.setdefault(tenant_id, TenantShare()).num_blocks += len(new)
+            self._end_removal()
             self._events += runs_of(new)
             self.on_event()
+        self.limit(tenant_id, kv_quota_tokens)
+
+    def limit(self, tenant_id: str, kv_quota_tokens: int) -> None:
+        """Bounds the tenant's findable blocks to what that many tokens fill, until it is told
+        another bound or has none left; 0: no bound.
+        """
+        share = self._shares.get(tenant_id)
+        if share is not None:
+            share.max_blocks = kv_quota_tokens // self.block_size if kv_quota_tokens else None
+            self._trim(share)
+
+    def num_blocks_of(self, tenant_id: str) -> int:
+        """Findable ones, held or not."""
+        share = self._shares.get(tenant_id)
+        return 0 if share is None else share.num_blocks
 
     def take_events(self) -> list[KvEvent]:
+        self._end_removal()
         events, self._events = self._events, []
         return events
+
+    def note_freed(self, block_ids: Iterable[int]) -> None:
+        """Their content is to be cleared; of no effect without `notes_freed`."""
+        if self.notes_freed:
+            self._freed.update(block_ids)
+
+    def take_freed(self) -> list[int]:
+        """Blocks that nobody could find or held any more at some time since the last call. An
+        allocation may have given them to others since: those write nothing before they are cleared.
+        """
+        freed, self._freed = sorted(self._freed), set()
+        return freed
 
     def cached_blocks(self) -> list[CachedBlock]:
         """All findable blocks, parents before children where both are there."""
@@ -143,41 +180,54 @@ class BlockPool:
         assert len(empty) + len(evictable) + len(referenced) == self.num_blocks
         assert all(self._known[block_id] is not None for block_id in evictable)
         assert all(self._known[block_id] is None for block_id in empty)
+        self._check_shares()
+
+    def _check_shares(self) -> None:
+        num_blocks = Counter(block.tenant_id for block in self._known if block is not None)
+        assert num_blocks == {each: share.num_blocks for each, share in self._shares.items()}
+        for tenant_id, share in self._shares.items():
+            own = [each for each in self._evictable if self._tenant_of(each) == tenant_id]
+            assert own == list(share.evictable), "two orders of eviction"
+            assert not share.has_to_give, "a tenant over its quota has cached blocks"
+
+    def _tenant_of(self, block_id: int) -> str:
+        block = self._known[block_id]
+        assert block is not None
+        return block.tenant_id
+
+    def _share_of(self, block_id: int) -> TenantShare:
+        return self._shares[self._tenant_of(block_id)]
 
     def _take(self) -> int:
         if self._empty:
             return self._empty.pop()
-        block_id, _ = self._evictable.popitem(last=False)
-        block = self._known[block_id]
-        assert block is not None
-        del self._block_ids[block.block_hash]
-        self._known[block_id] = None
-        self._forgot(block.block_hash)
+        block_id = next(iter(self._evictable))
+        self._evict(block_id)
         return block_id
 
-    def _forgot(self, block_hash: bytes) -> None:
-        last = self._events[-1] if self._events else None
-        if isinstance(last, BlocksRemoved):
-            self._events[-1] = BlocksRemoved(block_hashes=last.block_hashes + block_hash)
-        else:
-            self._events.append(BlocksRemoved(block_hashes=block_hash))
+    def _trim(self, share: TenantShare) -> None:
+        while share.has_to_give:
+            block_id = next(iter(share.evictable))
+            self._evict(block_id)
+            self._empty.append(block_id)
+
+    def _evict(self, block_id: int) -> None:
+        block = self._known[block_id]
+        assert block is not None
+        del self._evictable[block_id]
+        del self._block_ids[block.block_hash]
+        self._known[block_id] = None
+        self.note_freed((block_id,))
+        share = self._shares[block.tenant_id]
+        del share.evictable[block_id]
+        share.num_blocks -= 1
+        if share.num_blocks == 0:
+            del self._shares[block.tenant_id]
+        self._removed.append(block.block_hash)
+        if len(self._removed) == 1:
             self.on_event()
 
-
-def runs_of(blocks: Iterable[CachedBlock]) -> list[BlocksStored]:
-    """Groups blocks in which each is the child of the one before into one event a run."""
-    runs: list[list[CachedBlock]] = []
-    for block in blocks:
-        if runs and runs[-1][-1].block_hash == block.parent_hash:
-            runs[-1].append(block)
-        else:
-            runs.append([block])
-    return [
-        BlocksStored(
-            tenant_id=run[0].tenant_id,
-            parent_hash=run[0].parent_hash,
-            first_block_index=run[0].block_index,
-            block_hashes=pack_hashes([block.block_hash for block in run]),
-        )
-        for run in runs
-    ]
+    def _end_removal(self) -> None:
+        if self._removed:
+            self._events.append(BlocksRemoved(block_hashes=pack_hashes(self._removed)))
+            self._removed = []

@@ -47,11 +47,13 @@ class Engine:
         max_sequences: int,
         max_reserved_share: float = 0.5,
         reach: int | None = None,
+        zeroes_freed_blocks: bool = False,
     ) -> None:
         """A context longer than the whole pool could never be computed, so the pool bounds it.
-        `reach` is the runner's.
+        `reach` is the runner's. With `zeroes_freed_blocks` the owner has the runner zero what the
+        pool frees before anything is written there: see `EngineLoop.zero_freed_blocks`.
         """
-        self.pool = BlockPool(num_blocks, block_size)
+        self.pool = BlockPool(num_blocks, block_size, notes_freed=zeroes_freed_blocks)
         self.batcher = Batcher(
             self.pool, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences
         )
@@ -307,6 +309,7 @@ class Engine:
             tenant_id=sequence.tenant_id,
             parent_hash=sequence.block_hashes[first - 1] if first else sequence.cache_root,
             first_block_index=first,
+            kv_quota_tokens=sequence.kv_quota_tokens,
         )
         sequence.num_committed_blocks = full
 

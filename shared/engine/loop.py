@@ -22,6 +22,7 @@ from shared.messages import WorkerLoad
 log = structlog.get_logger(__name__)
 
 IDLE_TICK_S = 0.1
+ZEROED_BYTES = 64 << 20  # at once: a few milliseconds, after which the step counter moves
 
 Listener = Callable[[list[Progress]], None]
 
@@ -38,6 +39,7 @@ class EngineLoop:
         self._background = Background()
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
+        self._zeroing = asyncio.Lock()
 
     def listen(self, listener: Listener) -> None:
         """`listener` gets every step's progress, on the event loop's thread; it must not block."""
@@ -59,6 +61,25 @@ class EngineLoop:
             await asyncio.wait((self._task,))
         await self._background.stop()
         await self.runner.close()
+
+    async def zero_freed_blocks(self) -> None:
+        """Returns when all blocks that were freed before hold zeros; at once where the engine does
+        not ask for it. Whoever writes KV into newly allocated blocks calls this first.
+        """
+        pool, kv_format = self.engine.pool, self.runner.kv_format
+        if not pool.notes_freed:
+            return
+        num_at_once = max(1, ZEROED_BYTES // (kv_format.bytes_per_token * kv_format.block_size))
+        async with self._zeroing:  # also waits for those that another caller has taken
+            freed = pool.take_freed()
+            while freed:
+                try:
+                    await self.runner.zero_blocks(freed[:num_at_once])
+                except BaseException:
+                    pool.note_freed(freed)
+                    raise
+                self._step += 1
+                del freed[:num_at_once]
 
     def load(self) -> WorkerLoad:
         engine = self.engine
@@ -86,6 +107,7 @@ class EngineLoop:
             if rows:
                 self._tell(await self._compute(rows))
             elif not progress:
+                await self._zero_when_idle()
                 await self._idle()
             self._step += 1
 
@@ -93,11 +115,18 @@ class EngineLoop:
         try:
             inputs = build_inputs(rows, self.engine.pool.block_size)
             self._step_budget_s = self.runner.step_budget_s(inputs)
+            await self.zero_freed_blocks()
             output = await self.runner.run(inputs)
         except Exception:  # the engine's edge: these sequences fail, the worker lives on
             log.exception("step_failed", num_sequences=len(rows))
             return self.engine.fail(rows)
         return self.engine.apply(rows, output)
+
+    async def _zero_when_idle(self) -> None:
+        try:
+            await self.zero_freed_blocks()
+        except Exception:  # the engine's edge: tried again with the next tick
+            log.exception("zeroing_failed")
 
     async def _idle(self) -> None:
         self._step_budget_s = IDLE_TICK_S

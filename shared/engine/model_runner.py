@@ -192,6 +192,10 @@ class ModelRunner:
             self._copy_thread, self._write_kv, block_table, first_token, num_tokens, payload
         )
 
+    async def zero_blocks(self, block_ids: list[int]) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._step_thread, self._zero_blocks, block_ids)
+
     async def close(self) -> None:
         """Waits for the step and the copies under way."""
         loop = asyncio.get_running_loop()
@@ -267,6 +271,10 @@ class ModelRunner:
         np.copyto(wire.view(-1).view(torch.uint8).numpy(), np.frombuffer(payload, dtype=np.uint8))
         table = torch.tensor(block_table, device=self._device)
         scatter_blocks(self._kv_cache, table, first_token, num_tokens, wire.to(self._device))
+
+    @torch.inference_mode()
+    def _zero_blocks(self, block_ids: list[int]) -> None:
+        self._kv_cache.index_fill_(2, torch.tensor(block_ids, device=self._device), 0)
 
     def _wire_shape(self, num_tokens: int) -> tuple[int, ...]:
         kv_format = self.kv_format

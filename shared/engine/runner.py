@@ -132,4 +132,10 @@ class Runner(Protocol):
         """The reverse of `read_kv`. The blocks must not be part of a running step."""
         ...
 
+    async def zero_blocks(self, block_ids: list[int]) -> None:
+        """Zeroes the KV of whole blocks on the engine's own thread, between two steps. No step and
+        no copy under way may touch them.
+        """
+        ...
+
     async def close(self) -> None: ...

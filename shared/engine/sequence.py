@@ -62,6 +62,7 @@ class Sequence:
     sampling: SamplingParams | None = None
     pooling: Pooling | None = None
     choice_index: int = 0
+    kv_quota_tokens: int = 0  # of the cache, for all of its tenant's; 0: no bound
     stop_token_ids: frozenset[int] = frozenset()
     # how many likeliest tokens to tell at each prompt position; None: nothing. `sampling` has it,
     # too; a prefill may tell for its children, and also of the token that comes next in theirs

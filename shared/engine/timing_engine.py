@@ -95,6 +95,9 @@ class TimingRunner:
         states = halves.transpose(1, 0, 2).reshape(num_tokens, STATE_BYTES)
         self._kv[self._slots(block_table, first_token, num_tokens)] = states
 
+    async def zero_blocks(self, block_ids: list[int]) -> None:
+        self._kv.reshape(self.num_blocks, -1)[block_ids] = 0
+
     async def close(self) -> None:
         pass
 

@@ -14,7 +14,7 @@ import msgspec
 from shared.background import Background
 from shared.bus import Bus
 from shared.clock import Clock
-from shared.engine.block_pool import CachedBlock, runs_of
+from shared.engine.cached_block import CachedBlock, runs_of
 from shared.engine.loop import EngineLoop
 from shared.engine.sequence import Sequence
 from shared.errors import InvalidRequest, UnknownModel

@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from shared.engine.block_pool import BlockPool, CachedBlock, runs_of
+from shared.engine.block_pool import BlockPool
+from shared.engine.cached_block import CachedBlock, runs_of
 from shared.messages import BlocksRemoved, BlocksStored
 from shared.packing import unpack_hashes
 

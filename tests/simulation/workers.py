@@ -68,6 +68,11 @@ class CopyingRunner(TimingRunner):
             await self._clock.sleep(self._copy_s)
         await super().write_kv(table, first_token, num_tokens, payload)
 
+    async def zero_blocks(self, block_ids: list[int]) -> None:
+        if self._copy_s:
+            await self._clock.sleep(self._copy_s)
+        await super().zero_blocks(block_ids)
+
 
 class SimulatedWorker:
     """A whole worker process: real handlers, real engine core, timing runner."""
@@ -85,14 +90,16 @@ class SimulatedWorker:
         cost: StepCost | None = None,
         copy_s: float = 0.0,
         seed: int | None = None,
+        zeroes_freed_blocks: bool = False,
+        runner_type: type[CopyingRunner] = CopyingRunner,
     ) -> None:
-        """`copy_s`: how long it takes to read or write the KV of a frame."""
+        """`copy_s`: how long it takes to read or write the KV of a frame, or to zero blocks."""
         self.process = SimulatedProcess(worker_id)
         clock = ProcessClock(self.process)
         randomness = SeededRandomness(sum(worker_id.encode()) if seed is None else seed)
         self.worker_id = worker_id
         self.bus = network.bus(worker_id, self.process)
-        self.runner = CopyingRunner(
+        self.runner = runner_type(
             ProcessClock(self.process, is_engine=True),
             copy_s=copy_s,
             num_blocks=num_blocks,
@@ -105,6 +112,7 @@ class SimulatedWorker:
             max_context_tokens=self.runner.max_context_tokens,
             max_batch_tokens=max_batch_tokens,
             max_sequences=max_sequences,
+            zeroes_freed_blocks=zeroes_freed_blocks,
         )
         self.receiver = SimulatedReceiver(data_plane, randomness.bytes(16), self.process)
         self.dialer = SimulatedDialer(data_plane, self.process)
@@ -275,12 +283,14 @@ def request_of(
     seed: int = 5,
     temperature: float = 0.0,
     tenant_id: str = "tenant-a",
+    cache_salt: str = "",
+    kv_quota_tokens: int = 0,
     deadline_s: float = 600.0,
     gateway_id: str = "gateway-1",
     **sampling: object,
 ) -> Request:
     """Of one choice that received `output`, or of those in `outputs` by choice_index."""
-    root = root_hash(tenant_id, REVISION)
+    root = root_hash(tenant_id, REVISION, cache_salt=cache_salt)
     return Request(
         request_id="r",
         tenant_id=tenant_id,
@@ -298,4 +308,5 @@ def request_of(
             for index, received in ({0: output} if outputs is None else outputs).items()
         ),
         deadline_s=deadline_s,
+        kv_quota_tokens=kv_quota_tokens,
     )

@@ -28,6 +28,9 @@ class PromptTokenizer:
         for each in (self.tokenizer, self._literal):
             each.no_padding()
             each.no_truncation()
+            # Words that were met before are found faster, whoever sent them: one tenant could time
+            # what others write. Without the cache it takes as long as with all words in it.
+            each.model._resize_cache(0)
         self._literal.encode_special_tokens = True
         self.token_bytes = TokenBytes(self.tokenizer, is_byte_level=has_byte_level)
 

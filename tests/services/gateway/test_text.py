@@ -2,18 +2,22 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+from services.gateway.text import tokenizer
 from services.gateway.text.assembler import TextAssembler
 from services.gateway.text.chat_template import ChatTemplate, LiteralText
 from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.stop_strings import StopStrings
 from services.gateway.text.token_bytes import TokenBytes
+from services.local.service_options import DEMO_MODEL_DIR
 from shared.errors import ConfigError, InvalidRequest
 from shared.messages import TokenLogprobs
 from tests.services.gateway.model_dir import write_model_dir
@@ -287,3 +291,35 @@ def test_broken_files_stop_the_start(tmp_path: Path) -> None:
     (model_dir / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="tokenizer"):
         ModelFiles(model_dir)
+
+
+class WatchedTokenizer:
+    """tokenizers' own, its model watched: what is cached there cannot be asked for."""
+
+    sizes: ClassVar[list[int]] = []
+
+    def __init__(self, text: str) -> None:
+        self._real = Tokenizer.from_str(text)
+
+    @classmethod
+    def from_str(cls, text: str) -> WatchedTokenizer:
+        return cls(text)
+
+    @property
+    def model(self) -> SimpleNamespace:
+        return SimpleNamespace(_resize_cache=self.resize_cache)
+
+    def resize_cache(self, size: int) -> None:
+        self._real.model._resize_cache(size)
+        self.sizes.append(size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+def test_the_tokenizer_remembers_no_word_of_any_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A word that was met before would be tokenized faster, whoever asks."""
+    monkeypatch.setattr(tokenizer, "Tokenizer", WatchedTokenizer)
+    made = tokenizer.PromptTokenizer(DEMO_MODEL_DIR / "tokenizer.json")
+    assert WatchedTokenizer.sizes == [0, 0]
+    assert made.encode(["a word", LiteralText("<s>")])

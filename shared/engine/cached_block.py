@@ -1,0 +1,38 @@
+"""A block that can be found again, and how runs of them are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shared.messages import BlocksStored
+from shared.packing import pack_hashes
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBlock:
+    """What is known of a hashed block."""
+
+    tenant_id: str
+    parent_hash: bytes
+    block_index: int
+    block_hash: bytes
+
+
+def runs_of(blocks: Iterable[CachedBlock]) -> list[BlocksStored]:
+    """Groups blocks in which each is the child of the one before into one event a run."""
+    runs: list[list[CachedBlock]] = []
+    for block in blocks:
+        if runs and runs[-1][-1].block_hash == block.parent_hash:
+            runs[-1].append(block)
+        else:
+            runs.append([block])
+    return [
+        BlocksStored(
+            tenant_id=run[0].tenant_id,
+            parent_hash=run[0].parent_hash,
+            first_block_index=run[0].block_index,
+            block_hashes=pack_hashes([block.block_hash for block in run]),
+        )
+        for run in runs
+    ]

@@ -1,0 +1,23 @@
+"""One tenant's part of the cache: how many findable blocks, how many it may have, which go first.
+
+A pool knows a share only while its tenant has findable blocks, so there are never more shares than
+blocks, however many tenants come once.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class TenantShare:
+    num_blocks: int = 0  # findable, also those that running sequences and pins hold
+    max_blocks: int | None = None  # None: no quota
+    evictable: OrderedDict[int, None] = field(default_factory=OrderedDict)  # oldest first
+
+    @property
+    def has_to_give(self) -> bool:
+        """Whether it is over its quota and has blocks that nobody holds."""
+        is_over = self.max_blocks is not None and self.num_blocks > self.max_blocks
+        return is_over and bool(self.evictable)

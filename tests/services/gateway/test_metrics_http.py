@@ -1,0 +1,36 @@
+"""Who may read what all tenants do, added up."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from services.gateway.text.model_files import ModelFiles
+from shared.config import GatewayConfig
+from tests.servers import NatsServer
+from tests.services.gateway.conftest import API_KEY, running_cluster
+
+
+async def test_metrics_are_told_to_the_token_only(
+    nats_server: NatsServer, gateway_config: GatewayConfig, model_files: ModelFiles
+) -> None:
+    config = msgspec.structs.replace(gateway_config, metrics_token="of-the-scraper")
+    async with running_cluster(nats_server, config, model_files) as cluster:
+        right = {"authorization": "Bearer of-the-scraper"}
+        response = await cluster.http.get("/metrics", headers=right)
+        assert response.status_code == 200
+        assert "hearth_gateway_tokens" in response.text
+        for given in (f"Bearer {API_KEY}", "Bearer of-the", "", "Basic x"):
+            response = await cluster.http.get("/metrics", headers={"authorization": given})
+            assert response.status_code == 401, given
+            assert response.json()["error"]["code"] == "invalid_api_key"
+            assert "hearth_gateway" not in response.text
+
+
+@pytest.mark.parametrize("given", ["", "Bearer anything"])
+async def test_without_a_token_they_are_open(
+    nats_server: NatsServer, gateway_config: GatewayConfig, model_files: ModelFiles, given: str
+) -> None:
+    async with running_cluster(nats_server, gateway_config, model_files) as cluster:
+        response = await cluster.http.get("/metrics", headers={"authorization": given})
+        assert response.status_code == 200

@@ -1,0 +1,232 @@
+"""No sequence of operations gives a tenant, or a salt, anything of another's in any tier."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.decode.receiver import Receipt
+from services.gateway import generation
+from services.kv_index import registry
+from services.kv_index.service import KvIndexService
+from shared.engine.block_pool import BlockPool
+from shared.messages import MatchPrefix
+from tests.simulation.clock import run
+from tests.simulation.isolation import Isolation, drop_events, isolation
+from tests.simulation.workers import BLOCK_SIZE
+
+# Names that could run into each other, in a hash or in a key of Redis.
+TENANTS = ("a", "a:prefix", "*")
+SALTS = ("", "a")
+STEM = list(range(100, 100 + 6 * BLOCK_SIZE))
+PROMPTS = (STEM, STEM[: 3 * BLOCK_SIZE + 5], [*STEM[: 2 * BLOCK_SIZE], *range(500, 560)])
+DECODERS = ("decode-1", "worker-1")
+CANDIDATES = ((), ("prefill-1",), ("worker-1", "prefill-1"), ("nobody",))
+
+Operation = tuple[Any, ...]
+
+TENANT, SALT, PROMPT = st.sampled_from(TENANTS), st.sampled_from(SALTS), st.sampled_from(PROMPTS)
+ASK = st.tuples(
+    st.just("ask"),
+    TENANT,
+    SALT,
+    PROMPT,
+    st.sampled_from(DECODERS),
+    st.sampled_from(CANDIDATES),
+    st.fixed_dictionaries(
+        {
+            "max_tokens": st.sampled_from([1, 20]),
+            "num_choices": st.sampled_from([1, 1, 2]),
+            "kv_quota_tokens": st.sampled_from([0, 0, 3 * BLOCK_SIZE]),
+        }
+    ),
+)
+OPERATIONS = st.lists(
+    st.one_of(
+        ASK,
+        ASK,
+        st.tuples(st.just("match"), TENANT, SALT, PROMPT),
+        st.tuples(st.just("stranger"), PROMPT, st.sampled_from(DECODERS)),
+        st.tuples(st.just("abort"), st.integers(0, 9)),
+        st.tuples(st.just("wait"), st.sampled_from([0.0, 0.004, 0.05, 1.0])),
+        st.tuples(st.just("lose events"), st.booleans()),
+        st.tuples(st.just("finish"), st.integers(0, 9)),
+    ),
+    min_size=4,
+    max_size=25,
+)
+
+
+async def play(it: Isolation, operations: list[Operation]) -> None:
+    num_strangers = 0
+    for operation in operations:
+        match operation:
+            case ("ask", tenant_id, salt, tokens, worker_id, candidates, options):
+                others = tuple(each for each in candidates if each != worker_id)
+                request, number = it.request(tenant_id, salt, tokens, **options)
+                await it.place(worker_id, request, number, others)
+            case ("match", tenant_id, salt, tokens):
+                await it.match(tenant_id, salt, tokens)
+            case ("stranger", tokens, worker_id):
+                num_strangers += 1
+                await visit(it, f"stranger-{num_strangers}", tokens, worker_id)
+            case ("abort", index) if it.open:
+                await it.abort(index % len(it.open))
+            case ("wait", delay_s):
+                await asyncio.sleep(delay_s)
+            case ("lose events", is_lost):
+                it.network.is_dropped = drop_events if is_lost else None
+            case ("finish", index) if it.open:
+                _, placement_id, request, _ = it.open[index % len(it.open)]
+                await it.finish(placement_id, request)
+    await it.settle()
+    for tenant_id in TENANTS:
+        for salt in SALTS:
+            for tokens in PROMPTS:
+                await it.match(tenant_id, salt, tokens)
+
+
+async def visit(it: Isolation, tenant_id: str, tokens: list[int], worker_id: str) -> None:
+    """Somebody who was never here finds nothing, whoever asked the same before."""
+    if await it.match(tenant_id, "", tokens):
+        it.origins.note("index: a stranger has a match")
+    request, number = it.request(tenant_id, "", tokens, max_tokens=1)
+    placement_id = await it.place(worker_id, request, number, ("prefill-1",))
+    if placement_id is not None:
+        (received,) = await it.finish(placement_id, request)
+        assert received.finish is not None
+        if received.finish.served.num_cached_tokens:
+            it.origins.note("usage: a stranger has cached tokens")
+
+
+def found(operations: list[Operation]) -> tuple[list[str], int]:
+    """What was seen where it has no business, and how much was looked at."""
+
+    async def main() -> tuple[list[str], int]:
+        async with isolation() as it:
+            await play(it, operations)
+            return it.origins.found, it.origins.num_checked
+
+    return run(main())
+
+
+@settings(max_examples=200, deadline=None)
+@given(OPERATIONS)
+def test_nothing_of_one_tenant_reaches_another(operations: list[Operation]) -> None:
+    assert found(operations)[0] == []
+
+
+def ask(tenant_id: str, salt: str, tokens: list[int], worker_id: str, *candidates: str) -> Any:
+    options = {"max_tokens": 1, "num_choices": 1, "kv_quota_tokens": 0}
+    return ("ask", tenant_id, salt, tokens, worker_id, candidates, options)
+
+
+# Every tier is used, by several tenants and salts with one prompt: hits of one's own, pushes,
+# evictions, strangers, a resync.
+TOUR: list[Operation] = [
+    ask("a", "", STEM, "decode-1", "prefill-1"),
+    ("wait", 1.0),
+    ask("*", "", STEM, "decode-1", "prefill-1"),
+    ask("a", "a", STEM, "worker-1"),
+    ask("*", "", STEM, "worker-1"),
+    ("wait", 1.0),
+    ask("a", "", STEM, "worker-1", "prefill-1"),
+    ("wait", 1.0),
+    ("match", "a", "", STEM),
+    ("match", "*", "", STEM),
+    ("lose events", True),
+    ask("a:prefix", "", STEM, "worker-1"),
+    ("wait", 1.0),
+    ("lose events", False),
+    ("stranger", STEM, "decode-1"),
+    ("stranger", STEM, "worker-1"),
+    ask("a", "", PROMPTS[2], "decode-1"),
+    ask("a", "", STEM, "decode-1"),
+    ("wait", 1.0),
+]
+
+
+def test_a_tour_of_all_tiers_finds_nothing_and_looks_at_much() -> None:
+    violations, num_checked = found(TOUR)
+    assert violations == []
+    assert num_checked > 1000
+
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def _roots_without_tenant(patch: pytest.MonkeyPatch) -> None:
+    right = generation.root_hash
+    patch.setattr(generation, "root_hash", lambda tenant, digest, **more: right("", digest, **more))
+
+
+def _roots_without_salt(patch: pytest.MonkeyPatch) -> None:
+    right = generation.root_hash
+    patch.setattr(generation, "root_hash", lambda tenant, digest, **more: right(tenant, digest))
+
+
+def _any_block_matches(patch: pytest.MonkeyPatch) -> None:
+    """As a pool does that looks for tokens, whosever they are: here for the place in the prompt."""
+
+    def match(self: BlockPool, block_hashes: Any) -> list[int]:
+        at = {block.block_index: block.block_hash for block in self.cached_blocks()}
+        wanted = (at.get(index) for index, _ in enumerate(block_hashes))
+        return [self._block_ids[each] for each in iter(lambda: next(wanted, None), None)]
+
+    patch.setattr(BlockPool, "match", match)
+
+
+def _frames_go_to_another(patch: pytest.MonkeyPatch) -> None:
+    """A sink that keeps the first payload it saw, as a staging slot does that is used too early."""
+    right, first = Receipt.frame, {}
+
+    async def frame(self: Receipt, header: Any, payload: memoryview) -> None:
+        kept = first.setdefault(len(payload), bytes(payload))
+        await right(self, header, memoryview(kept))
+
+    patch.setattr(Receipt, "frame", frame)
+
+
+def _index_answers_all_with_the_first(patch: pytest.MonkeyPatch) -> None:
+    right, first = KvIndexService._match, []
+
+    def match(self: KvIndexService, message: MatchPrefix) -> Any:
+        first.append(message)
+        return right(self, first[0])
+
+    patch.setattr(KvIndexService, "_match", match)
+
+
+def _keys_without_tenant(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(registry, "_set_key", lambda tenant_id: "hearth:a:prefixes")
+
+
+def _keys_with_tenants_as_they_are(patch: pytest.MonkeyPatch) -> None:
+    right = registry._key
+    patch.setattr(registry, "_key", lambda tenant, block: right("a", block).replace("a", tenant, 2))
+
+
+@pytest.mark.parametrize(
+    ("plant", "seen"),
+    [
+        (_roots_without_tenant, "reads"),
+        (_roots_without_tenant, "index"),
+        (_roots_without_tenant, "events"),
+        (_roots_without_tenant, "usage"),
+        (_roots_without_salt, "two salts"),
+        (_any_block_matches, "reads"),
+        (_frames_go_to_another, "is sent"),
+        (_index_answers_all_with_the_first, "index"),
+        (_keys_without_tenant, "registry"),
+        (_keys_with_tenants_as_they_are, "registry"),
+    ],
+)
+def test_a_leak_is_seen(plant: Plant, seen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    violations, _ = found(TOUR)
+    assert any(seen in each for each in violations), violations
