@@ -126,5 +126,6 @@ def _served(config: WorkerConfig, runner: ModelledRunner, engine: Engine) -> Ser
         block_size=config.block_size,
         max_context_tokens=engine.max_context_tokens,
         vocab_size=runner.vocab_size,
+        kv_bytes_per_token=runner.kv_format.bytes_per_token,
     )
     return Served(card=card, eos_token_ids=frozenset(runner.eos_token_ids))

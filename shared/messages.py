@@ -406,6 +406,7 @@ class MatchPrefix(Message, frozen=True, kw_only=True):
     model: Name
     revision: Name
     block_hashes: bytes
+    is_counted: bool = True  # as a use of what is found, in the records of prefixes
 
 
 class PrefixMatch(Message, frozen=True, kw_only=True):
@@ -416,6 +417,19 @@ class PrefixMatch(Message, frozen=True, kw_only=True):
 class PrefixMatches(Message, frozen=True, kw_only=True):
     state: IndexState
     matches: tuple[PrefixMatch, ...]
+
+
+class IndexLoad(Message, frozen=True, kw_only=True):
+    """Where an index stands. Exact: it says of each worker what that worker's events say."""
+
+    state: IndexState
+    num_blocks: Count = 0
+    num_workers: Count = 0
+    num_inexact_workers: Count = 0
+    num_resyncs: Count = 0  # since its start
+    num_matches: Count = 0
+    num_pending_records: Count = 0  # changes of prefix records that Redis has not yet taken
+    num_pinned_prefixes: Count = 0
 
 
 # ── health ───────────────────────────────────────────────────────────────────────────────────────
@@ -434,6 +448,7 @@ class ModelCard(Message, frozen=True, kw_only=True):
     block_size: Annotated[int, Meta(ge=1, le=2**20)]
     max_context_tokens: NumTokens
     vocab_size: NumTokens
+    kv_bytes_per_token: Count = 0
 
 
 class WorkerLoad(Message, frozen=True, kw_only=True):
@@ -475,6 +490,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     load: WorkerLoad | None = None
     model: ModelCard | None = None
     data_plane: DataPlaneAddress | None = None
+    index: IndexLoad | None = None
     num_impostors: Count = 0  # messages refused since its start: another's than they said
 
     @property
