@@ -109,6 +109,7 @@ async def build_worker(
         region=config.region,
         data_plane=None if receiver is None else receiver.address,
         frame_counts=None if receiver is None else receiver.counts,
+        max_pinned_share=config.max_pinned_share,
     )
     handlers: list[PrefillService | DecodeService] = []
     if "prefill" in roles:

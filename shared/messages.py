@@ -117,6 +117,7 @@ class Request(Message, frozen=True, kw_only=True):
     cache_root: Digest  # where this tenant's block hashes chain from
     prompt_token_ids: bytes
     block_hashes: bytes  # of the prompt's full blocks
+    num_public_blocks: Count = 0  # how many of these are a public prefix, and all tenants'
     sampling: SamplingParams
     choices: tuple[Choice, ...]
     deadline_s: Duration
@@ -307,6 +308,7 @@ class RunPrefill(Message, frozen=True, kw_only=True):
     cache_root: Digest
     token_ids: bytes
     block_hashes: bytes
+    num_public_blocks: Count = 0
     first_token: Count  # decode already holds the KV before it; a whole number of blocks
     kv_quota_tokens: Count = 0  # as the request's
     target: DataPlaneAddress
@@ -399,6 +401,38 @@ class BlockPage(Message, frozen=True, kw_only=True):
     @property
     def sender_id(self) -> str:
         return self.worker_id
+
+
+class PinPrefix(Message, frozen=True, kw_only=True):
+    """Keeps the blocks of a prefix, whole ones only, in a worker's cache as long as others can go,
+    and computes those that are not there. Answered by PrefixPinned, or WorkerBusy if pins have
+    their share of the cache already.
+    """
+
+    tenant_id: Name
+    model: Name
+    revision: Name
+    cache_root: Digest
+    token_ids: bytes
+    block_hashes: bytes  # of all of the tokens
+    num_public_blocks: Count = 0
+    lease_s: Duration  # from when the worker hears it; KeepPins renews it
+
+
+class PrefixPinned(Message, frozen=True, kw_only=True):
+    num_cached_blocks: Count
+    is_computing: bool  # the rest; a worker that others wait for does that later
+
+
+class KeepPins(Message, frozen=True, kw_only=True):
+    """All that is to be pinned at a worker, each by its last block: others are let go."""
+
+    tip_hashes: bytes
+    lease_s: Duration
+
+
+class PinsKept(Message, frozen=True, kw_only=True):
+    missing_tip_hashes: bytes
 
 
 class MatchPrefix(Message, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ from collections.abc import Sized
 from typing import TYPE_CHECKING
 
 from services.kv_index.index import State
-from services.kv_index.registry import _key
+from services.kv_index.registry import HOLDER, _key
 from services.scheduler.service import SchedulerService
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ def of_registry(service: KvIndexService, store: MemoryStore) -> list[str]:
     ]
     for record in registry._records.values():
         written = store.data.get(_key(record.tenant_id, record.block_hash), {})
-        if written.get(b"holders") != ",".join(sorted(record.holders)).encode():
+        holders = {name.decode() for name in written if name.startswith(b"holder:")}
+        if holders != {HOLDER + worker_id for worker_id in record.holders}:
             found.append(f"Redis knows other holders of {record.block_hash.hex()}")
     return found
 
