@@ -17,6 +17,7 @@ from functools import partial
 import structlog
 
 from services.kv_index.index import Outcome, PrefixIndex
+from services.kv_index.keeper import ROUND_S, PinKeeper
 from services.kv_index.registry import PrefixRegistry
 from shared import subjects
 from shared.background import Background
@@ -80,6 +81,9 @@ class KvIndexService:
             max_per_tenant=config.max_prefixes_per_tenant,
             ttl_s=config.prefix_ttl_s,
         )
+        self._keeper = PinKeeper(
+            bus, store, self.heart.fleet, self.index, self._registry, wall_clock=wall_clock
+        )
         self._bus = bus
         self._store = store
         self._clock = clock
@@ -99,6 +103,7 @@ class KvIndexService:
         )
         self._background.start(self._sweep())
         self._background.start(self._write_behind())
+        self._background.start(self._keep_pins())
         await self.heart.become("ready")
 
     async def drain(self) -> None:
@@ -124,6 +129,7 @@ class KvIndexService:
             num_resyncs=self._num_resyncs,
             num_matches=self._num_matches,
             num_pending_records=self._registry.num_pending,
+            num_pinned_prefixes=len(self._keeper.pins),
         )
 
     # ── what comes in ────────────────────────────────────────────────────────────────────────────
@@ -262,6 +268,11 @@ class KvIndexService:
             while self._registry.num_pending and await self._registry.flush():
                 pass
             await self._registry.trim()
+
+    async def _keep_pins(self) -> None:
+        while True:
+            await self._clock.sleep(ROUND_S)
+            await self._keeper.round()
 
 
 async def build_kv_index(config: KvIndexConfig) -> KvIndexService:
