@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import msgspec
 from msgspec import Meta
@@ -121,6 +122,16 @@ async def tenants(store: Store) -> list[str]:
     return [each.decode(errors="replace") for each in found]
 
 
+def key_part(tenant_id: str) -> str:
+    """Whatever a tenant is called, its keys are not another's, nor a pattern that finds them."""
+    return quote(tenant_id, safe="@")
+
+
+def record_key(tenant_id: str, tip_hash: bytes) -> str:
+    """Where the index counts the uses of a prefix, pinned or not, by its last block."""
+    return f"hearth:{key_part(tenant_id)}:prefix:{tip_hash.hex()}"
+
+
 def _decoded(data: bytes, kind: Any) -> Any:
     try:
         return msgspec.msgpack.decode(data, type=kind)
@@ -129,8 +140,8 @@ def _decoded(data: bytes, kind: Any) -> Any:
 
 
 def _entries_key(tenant_id: str) -> str:
-    return f"hearth:{tenant_id}:pinned_prefixes"
+    return f"hearth:{key_part(tenant_id)}:pinned_prefixes"
 
 
 def _body_key(tenant_id: str, name: str) -> str:
-    return f"hearth:{tenant_id}:pinned_prefix:{name}"
+    return f"hearth:{key_part(tenant_id)}:pinned_prefix:{name}"

@@ -18,12 +18,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from urllib.parse import quote
 
 import structlog
 
 from shared.block_hash import PUBLIC_TENANT_ID
 from shared.packing import BLOCK_HASH_BYTES, unpack_hashes
+from shared.pinned_prefix import key_part, record_key
 from shared.store import Command, Store, StoreUnavailable
 
 log = structlog.get_logger(__name__)
@@ -215,7 +215,7 @@ class PrefixRegistry:
         return commands
 
     def _record_commands(self, delta: _Delta) -> Iterable[Command]:
-        record, key = delta.record, _key(delta.record.tenant_id, delta.record.block_hash)
+        record, key = delta.record, record_key(delta.record.tenant_id, delta.record.block_hash)
         let_go = [HOLDER + each for each, is_held in delta.holders.items() if not is_held]
         if let_go:
             yield ("HDEL", key, *let_go)
@@ -269,7 +269,7 @@ class PrefixRegistry:
             block_hash = _hash_of(name)
             if block_hash is None:
                 continue
-            fields = await self._store.hash_get(_key(tenant_id, block_hash))
+            fields = await self._store.hash_get(record_key(tenant_id, block_hash))
             record = _record_of(tenant_id, block_hash, fields)
             if record is not None:
                 self._take_back(record, is_live)
@@ -376,14 +376,5 @@ def _hash_of(name: bytes) -> bytes | None:
     return block_hash if len(block_hash) == BLOCK_HASH_BYTES else None
 
 
-def _key(tenant_id: str, block_hash: bytes) -> str:
-    return f"hearth:{_key_part(tenant_id)}:prefix:{block_hash.hex()}"
-
-
 def _set_key(tenant_id: str) -> str:
-    return f"hearth:{_key_part(tenant_id)}:prefixes"
-
-
-def _key_part(tenant_id: str) -> str:
-    """Whatever a tenant is called, its keys are not another's, nor a pattern that finds them."""
-    return quote(tenant_id, safe="@")
+    return f"hearth:{key_part(tenant_id)}:prefixes"

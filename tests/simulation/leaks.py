@@ -6,8 +6,9 @@ from collections.abc import Sized
 from typing import TYPE_CHECKING
 
 from services.kv_index.index import State
-from services.kv_index.registry import HOLDER, _key
+from services.kv_index.registry import HOLDER
 from services.scheduler.service import SchedulerService
+from shared.pinned_prefix import record_key
 
 if TYPE_CHECKING:
     from services.kv_index.index import PrefixIndex
@@ -72,7 +73,7 @@ def of_registry(service: KvIndexService, store: MemoryStore) -> list[str]:
         if not service.index.holds(worker_id, block_hash)
     ]
     for record in registry._records.values():
-        written = store.data.get(_key(record.tenant_id, record.block_hash), {})
+        written = store.data.get(record_key(record.tenant_id, record.block_hash), {})
         holders = {name.decode() for name in written if name.startswith(b"holder:")}
         if holders != {HOLDER + worker_id for worker_id in record.holders}:
             found.append(f"Redis knows other holders of {record.block_hash.hex()}")
