@@ -412,10 +412,10 @@ class PinPrefix(Message, frozen=True, kw_only=True):
     tenant_id: Name
     model: Name
     revision: Name
-    cache_root: Digest
+    cache_root: Digest  # that of a public prefix, if it is one
     token_ids: bytes
     block_hashes: bytes  # of all of the tokens
-    num_public_blocks: Count = 0
+    num_public_blocks: Count = 0  # all or none
     lease_s: Duration  # from when the worker hears it; KeepPins renews it
 
 

@@ -49,6 +49,7 @@ LIST_TIMEOUT_S = 1.0
 MAX_PAGES = 1000  # of one worker: 20 million blocks
 RESYNC_BACKOFF_S = 0.25
 FLUSH_S = 0.2
+STORE_TIMEOUT_S = 1.0  # nothing that anybody waits for waits for Redis here
 SWEEP_S = 0.05
 SWEEP_BLOCKS = 5_000  # about two milliseconds of this loop
 
@@ -280,7 +281,7 @@ async def build_kv_index(config: KvIndexConfig) -> KvIndexService:
     check(config)
     bus = await NatsBus.connect(config.nats_url, process_id=config.process_id)
     clock = MonotonicClock()
-    store = RedisStore(config.redis_url, clock)
+    store = RedisStore(config.redis_url, clock, timeout_s=STORE_TIMEOUT_S)
     return KvIndexService(
         config,
         bus,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shared.block_hash import extend_chain
 from shared.clock import Clock
 from shared.engine.engine import Engine, Progress
 from shared.engine.sequence import Sequence
@@ -103,12 +104,16 @@ class PinnedPrefixes:
 
 
 def sequence_of(command: PinPrefix, block_size: int) -> Sequence:
-    """Raises InvalidRequest unless it is whole blocks, each with its hash."""
+    """Raises InvalidRequest unless it is whole blocks, each with its hash: nobody waits for it and
+    would notice that KV is found under another's name.
+    """
     token_ids, hashes = unpack_token_ids(command.token_ids), unpack_hashes(command.block_hashes)
     if not hashes or len(token_ids) != len(hashes) * block_size:
         raise InvalidRequest(f"{len(token_ids)} tokens to pin are not {len(hashes)} whole blocks")
-    if command.num_public_blocks > len(hashes):
+    if command.num_public_blocks not in (0, len(hashes)):
         raise InvalidRequest(f"{command.num_public_blocks} public blocks of {len(hashes)}")
+    if extend_chain(command.cache_root, token_ids, block_size) != hashes:
+        raise InvalidRequest("the hashes are not those of the tokens to pin")
     return Sequence(
         sequence_id=_ID_PREFIX + hashes[-1],
         tenant_id=command.tenant_id,

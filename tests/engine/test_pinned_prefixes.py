@@ -155,9 +155,12 @@ def test_stopping_leaves_nothing_behind() -> None:
         {"token_ids": pack_token_ids(prompt(5))},
         {"token_ids": b"", "block_hashes": b""},
         {"num_public_blocks": 3},
+        {"num_public_blocks": 1},
+        {"cache_root": root_hash("tenant-b", "weights")},
+        {"token_ids": pack_token_ids(prompt(2 * BLOCK_SIZE, start=101))},
     ],
 )
-def test_what_is_not_whole_blocks_is_refused(change: dict[str, object]) -> None:
+def test_what_is_not_whole_blocks_with_their_hashes_is_refused(change: dict[str, object]) -> None:
     bad = msgspec.structs.replace(command(2), **change)
     with pytest.raises(InvalidRequest):
         sequence_of(bad, BLOCK_SIZE)
