@@ -36,7 +36,7 @@ WORKER_COLUMNS = (
     *("free blocks", "tokens/s", "prompt/s", "hits", "state"),
 )
 
-SERVICE_COLUMNS = ("process", "role", "region", "state", "knows")
+SERVICE_COLUMNS = ("process", "role", "region", "knows", "state")
 
 
 def find_nats(nats_url: str | None) -> str:
@@ -129,7 +129,7 @@ def tables(rows: list[ProcessView], *, is_connected: bool = True) -> Group:
         if row.is_worker:
             workers.add_row(*_worker_cells(row), style="dim" if row.is_lost else "")
         else:
-            services.add_row(row.process_id, row.role, row.region or "-", _state(row), _index(row))
+            services.add_row(row.process_id, row.role, row.region or "-", _index(row), _state(row))
     parts: list[RenderableType] = (
         [workers, Text(), services] if rows else [Text("no process is heard")]
     )

@@ -16,6 +16,12 @@ class ZeroRetentionRefused(HearthError):
     openai_type = "permission_error"
 
 
+class NoRegionForPrefix(HearthError):
+    code = "no_region_allowed"
+    http_status = 403
+    openai_type = "permission_error"
+
+
 class PrefixTooShort(InvalidRequest):
     code = "prefix_too_short"
 

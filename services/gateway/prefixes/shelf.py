@@ -19,6 +19,7 @@ from services.gateway.prefixes.bodies import (
 )
 from services.gateway.prefixes.reading import PrefixReader
 from services.gateway.prefixes.refusals import (
+    NoRegionForPrefix,
     TooManyPrefixes,
     UnknownPrefix,
     ZeroRetentionRefused,
@@ -72,9 +73,13 @@ class Shelf:
     # ── a tenant's ───────────────────────────────────────────────────────────────────────────────
 
     async def put(self, tenant: Tenant, name: str, body: PrefixRequest) -> Prefix:
-        """Raises InvalidRequest and its kin, ZeroRetentionRefused, StoreUnavailable."""
+        """Raises InvalidRequest and its kin, ZeroRetentionRefused, NoRegionForPrefix,
+        StoreUnavailable.
+        """
         if tenant.is_zero_retention:
             raise ZeroRetentionRefused("a pinned prefix stores its text, which this tenant forbids")
+        if tenant.allowed_regions is not None and not tenant.allowed_regions:
+            raise NoRegionForPrefix("this tenant's data may be in no region: nothing can hold it")
         if not re.match(NAME_PATTERN, name):
             raise InvalidRequest(
                 "a prefix's name has 1 to 64 letters, digits, dots, dashes and underscores, and "

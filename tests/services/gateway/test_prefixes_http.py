@@ -159,14 +159,21 @@ async def test_it_tells_who_holds_it_and_what_it_saved(
     await store.write([("DEL", record)])
 
 
-async def test_a_tenant_without_retention_stores_no_text(
-    cluster: Cluster, store: RedisStore
+@pytest.mark.parametrize(
+    ("tenant", "code"),
+    [
+        (TenantRecord("tenant-2", is_zero_retention=True), "zero_retention"),
+        (TenantRecord("tenant-2", allowed_regions=()), "no_region_allowed"),
+    ],
+)
+async def test_who_may_not_leave_text_anywhere_stores_none(
+    cluster: Cluster, store: RedisStore, tenant: TenantRecord, code: str
 ) -> None:
-    record = msgspec.json.encode(TenantRecord("tenant-2", is_zero_retention=True))
-    await store.write([("SET", api_key_record("key-of-nobody"), record)])
-    headers = {"authorization": "Bearer key-of-nobody"}
+    record = msgspec.json.encode(tenant)
+    await store.write([("SET", api_key_record(f"key-of-{code}"), record)])
+    headers = {"authorization": f"Bearer key-of-{code}"}
     response = await cluster.http.put(f"{PREFIXES}/house", json={"system": SYSTEM}, headers=headers)
-    check_envelope(response, 403, "zero_retention", None)
+    check_envelope(response, 403, code, None)
     assert await pinned_prefix.entries(store, "tenant-2") == {}
 
 
@@ -228,6 +235,15 @@ async def test_a_tenant_has_so_many_and_no_more(
         response = await cluster.http.put(f"{PREFIXES}/{name}", json={"system": SYSTEM})
         assert response.status_code == status
     assert list(await pinned_prefix.entries(store, "tenant-1")) == ["a", "b"]
+
+
+async def test_it_is_bound_to_its_tenants_regions(cluster: Cluster, store: RedisStore) -> None:
+    record = msgspec.json.encode(TenantRecord("tenant-2", allowed_regions=("eu",)))
+    await store.write([("SET", api_key_record("key-of-europe"), record)])
+    headers = {"authorization": "Bearer key-of-europe"}
+    await cluster.http.put(f"{PREFIXES}/house", json={"system": SYSTEM}, headers=headers)
+    saved = await pinned_prefix.load(store, "tenant-2", "house")
+    assert saved is not None and saved.allowed_regions == ("eu",)
 
 
 # ── public ones ──────────────────────────────────────────────────────────────────────────────────
