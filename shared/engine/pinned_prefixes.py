@@ -95,6 +95,8 @@ class PinnedPrefixes:
         is_full = len(self._computing) >= MAX_COMPUTING
         if is_full or self._engine.batcher.waiting:
             return False
+        # a pin knows nothing of quotas, and must not lift its tenant's
+        sequence.kv_quota_tokens = self._engine.pool.quota_tokens_of(sequence.tenant_id)
         self._engine.add(sequence)
         self._computing[sequence.sequence_id] = sequence
         return True

@@ -170,3 +170,28 @@ def test_what_the_engine_can_never_hold_is_refused() -> None:
     pinned = Pinned()
     with pytest.raises(InvalidRequest, match="do not fit"):
         pinned.pin(command(17))
+
+
+def test_a_pin_does_not_lift_its_tenants_quota() -> None:
+    pinned = Pinned()
+    bounded = new_sequence(prompt(9, start=700), greedy(1))
+    bounded.kv_quota_tokens = 3 * BLOCK_SIZE
+    pinned.rig.complete(bounded)
+    pinned.pin(command(2))
+    pinned.run()
+    pool = pinned.rig.engine.pool
+    assert pool.quota_tokens_of("tenant-a") == 3 * BLOCK_SIZE
+    assert pool.num_blocks_of("tenant-a") == 3
+    assert pinned.pin(command(2)).num_cached_blocks == 2  # what is not pinned went
+
+
+def test_a_tenant_over_its_quota_loses_pinned_blocks_last() -> None:
+    pinned = Pinned()
+    pinned.pin(command(2))
+    pinned.run()
+    for start in (700, 800):  # a block each; the second is one too many
+        other = new_sequence(prompt(5, start=start), greedy(1))
+        other.kv_quota_tokens = 3 * BLOCK_SIZE
+        pinned.rig.complete(other)
+    assert pinned.rig.engine.pool.num_blocks_of("tenant-a") == 3
+    assert pinned.pin(command(2)).num_cached_blocks == 2
