@@ -17,6 +17,7 @@ import typer
 from services.local import commands
 from services.local.api_keys import StoreApiKey
 from services.local.plan import thread_environ
+from services.local.prefix_commands import prefix_app
 from services.local.service_options import service_command
 from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig, WorkerConfig
 from shared.errors import ConfigError, HearthError
@@ -156,6 +157,7 @@ def _add_services() -> None:
 
 
 app.registered_commands += commands.app.registered_commands
+app.add_typer(prefix_app, name="prefix", rich_help_panel=commands.OPERATE)
 _add_services()
 
 

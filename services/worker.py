@@ -109,6 +109,7 @@ async def build_worker(
         region=config.region,
         data_plane=None if receiver is None else receiver.address,
         frame_counts=None if receiver is None else receiver.counts,
+        max_pinned_share=config.max_pinned_share,
     )
     handlers: list[PrefillService | DecodeService] = []
     if "prefill" in roles:
@@ -126,5 +127,6 @@ def _served(config: WorkerConfig, runner: ModelledRunner, engine: Engine) -> Ser
         block_size=config.block_size,
         max_context_tokens=engine.max_context_tokens,
         vocab_size=runner.vocab_size,
+        kv_bytes_per_token=runner.kv_format.bytes_per_token,
     )
     return Served(card=card, eos_token_ids=frozenset(runner.eos_token_ids))

@@ -3,6 +3,12 @@
     root            = H("hearth-kv-v1", tenant_id, cache_salt, weights_digest, adapter)
     block_hash[i]   = H(block_hash[i-1] or root, token ids of block i)
 
+An operator may publish a prefix for all tenants. Its blocks chain from a root of its own kind, and
+the first block after them mixes the tenant's root in: nothing else is shared.
+
+    public root     = H("hearth-kv-public-v1", name, weights_digest, adapter)
+    after it        = H("hearth-kv-after-v1", tenant's root, last public block_hash)
+
 Two blocks share a hash only if tenant, salt, weights, adapter and *every token up to their end*
 are equal, so a cross-tenant hit is impossible by construction in every tier that is keyed by it.
 A digest of 128 bits needs no comparison of the tokens behind it (birthday bound 2^64 blocks).
@@ -15,13 +21,31 @@ from hashlib import blake2b
 
 from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, pack_token_ids
 
+PUBLIC_TENANT_ID = ""  # whose the blocks of public prefixes are; no tenant has this name
+
 
 def root_hash(
     tenant_id: str, weights_digest: str, *, cache_salt: str = "", adapter: str = ""
 ) -> bytes:
     """Where a tenant's chains start; length-prefixed fields cannot imitate each other."""
-    digest = blake2b(b"hearth-kv-v1", digest_size=BLOCK_HASH_BYTES)
-    for field in (tenant_id, cache_salt, weights_digest, adapter):
+    return _digest(b"hearth-kv-v1", tenant_id, cache_salt, weights_digest, adapter)
+
+
+def public_root(name: str, weights_digest: str, *, adapter: str = "") -> bytes:
+    """Where the chain of a public prefix starts; no tenant's name and salt can make it."""
+    return _digest(b"hearth-kv-public-v1", name, weights_digest, adapter)
+
+
+def root_after_public(tenant_root: bytes, last_public_hash: bytes) -> bytes:
+    """What the first block behind a public prefix chains from."""
+    return blake2b(
+        b"hearth-kv-after-v1" + tenant_root + last_public_hash, digest_size=BLOCK_HASH_BYTES
+    ).digest()
+
+
+def _digest(domain: bytes, *fields: str) -> bytes:
+    digest = blake2b(domain, digest_size=BLOCK_HASH_BYTES)
+    for field in fields:
         encoded = field.encode()
         digest.update(len(encoded).to_bytes(8, "little"))
         digest.update(encoded)

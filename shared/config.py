@@ -98,6 +98,7 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
     max_sequences: int = 256
     max_reserved_share: float = 0.5
     zero_freed_blocks: bool = False
+    max_pinned_share: float = 0.25  # of the cache, for prefixes that are pinned
     data_plane_host: str = "127.0.0.1"  # where decode listens for KV
     data_plane_advertised_host: str = ""  # what prefill workers dial; default: the same
 
@@ -112,6 +113,8 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
             yield f"num_threads {self.num_threads} is negative"
         if not 0 < self.max_reserved_share <= 1:
             yield f"max_reserved_share {self.max_reserved_share} is not in (0, 1]"
+        if not 0 <= self.max_pinned_share <= 1:
+            yield f"max_pinned_share {self.max_pinned_share} is not in [0, 1]"
 
 
 def check(config: ProcessConfig) -> None:

@@ -15,6 +15,7 @@ from shared.messages import (
     DataPlaneAddress,
     Done,
     Heartbeat,
+    IndexLoad,
     ModelCard,
     ProcessState,
     ReportAlive,
@@ -32,7 +33,7 @@ LostHandler = Callable[[str, Loss], None]
 
 
 class Heart:
-    """`load` is asked at each beat, so that a heartbeat shows where the engine stands."""
+    """`load` and `index` are asked at each beat: a heartbeat shows where engine and index stand."""
 
     def __init__(
         self,
@@ -45,6 +46,7 @@ class Heart:
         load: Callable[[], WorkerLoad] | None = None,
         model: ModelCard | None = None,
         data_plane: DataPlaneAddress | None = None,
+        index: Callable[[], IndexLoad] | None = None,
     ) -> None:
         self.fleet = Fleet(bus.process_id)
         self.state: ProcessState = "starting"
@@ -56,6 +58,7 @@ class Heart:
         self._load = load
         self._model = model
         self._data_plane = data_plane
+        self._index = index
         self._sequence_number = 0
         self._lost_handlers: list[LostHandler] = []
         self._heard_handlers: list[Callable[[Heartbeat], None]] = []
@@ -144,6 +147,7 @@ class Heart:
             load=None if self._load is None else self._load(),
             model=self._model,
             data_plane=self._data_plane,
+            index=None if self._index is None else self._index(),
             num_impostors=self._bus.num_impostors,
         )
         try:

@@ -117,6 +117,7 @@ class Request(Message, frozen=True, kw_only=True):
     cache_root: Digest  # where this tenant's block hashes chain from
     prompt_token_ids: bytes
     block_hashes: bytes  # of the prompt's full blocks
+    num_public_blocks: Count = 0  # how many of these are a public prefix, and all tenants'
     sampling: SamplingParams
     choices: tuple[Choice, ...]
     deadline_s: Duration
@@ -307,6 +308,7 @@ class RunPrefill(Message, frozen=True, kw_only=True):
     cache_root: Digest
     token_ids: bytes
     block_hashes: bytes
+    num_public_blocks: Count = 0
     first_token: Count  # decode already holds the KV before it; a whole number of blocks
     kv_quota_tokens: Count = 0  # as the request's
     target: DataPlaneAddress
@@ -401,11 +403,44 @@ class BlockPage(Message, frozen=True, kw_only=True):
         return self.worker_id
 
 
+class PinPrefix(Message, frozen=True, kw_only=True):
+    """Keeps the blocks of a prefix, whole ones only, in a worker's cache as long as others can go,
+    and computes those that are not there. Answered by PrefixPinned, or WorkerBusy if pins have
+    their share of the cache already.
+    """
+
+    tenant_id: Name
+    model: Name
+    revision: Name
+    cache_root: Digest  # that of a public prefix, if it is one
+    token_ids: bytes
+    block_hashes: bytes  # of all of the tokens
+    num_public_blocks: Count = 0  # all or none
+    lease_s: Duration  # from when the worker hears it; KeepPins renews it
+
+
+class PrefixPinned(Message, frozen=True, kw_only=True):
+    num_cached_blocks: Count
+    is_computing: bool  # the rest; a worker that others wait for does that later
+
+
+class KeepPins(Message, frozen=True, kw_only=True):
+    """All that is to be pinned at a worker, each by its last block: others are let go."""
+
+    tip_hashes: bytes
+    lease_s: Duration
+
+
+class PinsKept(Message, frozen=True, kw_only=True):
+    missing_tip_hashes: bytes
+
+
 class MatchPrefix(Message, frozen=True, kw_only=True):
     tenant_id: Name
     model: Name
     revision: Name
     block_hashes: bytes
+    is_counted: bool = True  # as a use of what is found, in the records of prefixes
 
 
 class PrefixMatch(Message, frozen=True, kw_only=True):
@@ -416,6 +451,19 @@ class PrefixMatch(Message, frozen=True, kw_only=True):
 class PrefixMatches(Message, frozen=True, kw_only=True):
     state: IndexState
     matches: tuple[PrefixMatch, ...]
+
+
+class IndexLoad(Message, frozen=True, kw_only=True):
+    """Where an index stands. Exact: it says of each worker what that worker's events say."""
+
+    state: IndexState
+    num_blocks: Count = 0
+    num_workers: Count = 0
+    num_inexact_workers: Count = 0
+    num_resyncs: Count = 0  # since its start
+    num_matches: Count = 0
+    num_pending_records: Count = 0  # changes of prefix records that Redis has not yet taken
+    num_pinned_prefixes: Count = 0
 
 
 # ── health ───────────────────────────────────────────────────────────────────────────────────────
@@ -434,6 +482,7 @@ class ModelCard(Message, frozen=True, kw_only=True):
     block_size: Annotated[int, Meta(ge=1, le=2**20)]
     max_context_tokens: NumTokens
     vocab_size: NumTokens
+    kv_bytes_per_token: Count = 0
 
 
 class WorkerLoad(Message, frozen=True, kw_only=True):
@@ -475,6 +524,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     load: WorkerLoad | None = None
     model: ModelCard | None = None
     data_plane: DataPlaneAddress | None = None
+    index: IndexLoad | None = None
     num_impostors: Count = 0  # messages refused since its start: another's than they said
 
     @property

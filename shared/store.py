@@ -38,6 +38,8 @@ class Store(Protocol):
         """The `count` members of the lowest score."""
         ...
 
+    async def sorted_set_size(self, key: str) -> int: ...
+
     async def write(self, commands: Sequence[Command]) -> None:
         """Sends all in one round trip."""
         ...
@@ -66,6 +68,9 @@ class RedisStore:
 
     async def sorted_set_head(self, key: str, count: int) -> Sequence[bytes]:
         return cast("Sequence[bytes]", await self._guard(self._redis.zrange(key, 0, count - 1)))
+
+    async def sorted_set_size(self, key: str) -> int:
+        return cast("int", await self._guard(self._redis.zcard(key)))
 
     async def write(self, commands: Sequence[Command]) -> None:
         pipeline = self._redis.pipeline(transaction=False)

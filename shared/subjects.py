@@ -97,6 +97,11 @@ def list_blocks(role: Role, worker_id: str) -> str:
     return command(role, worker_id, "list_blocks")
 
 
+def pins(role: Role, worker_id: str) -> str:
+    """Carries PinPrefix and KeepPins."""
+    return command(role, worker_id, "pins")
+
+
 def sent_by(subject: str, process_id: str) -> str:
     return f"{subject}.{process_id}"
 
@@ -128,6 +133,7 @@ class Permissions(msgspec.Struct, frozen=True):
 
 _PUBLISH: dict[str, tuple[str, ...]] = {
     "gateway": (
+        MATCH,
         f"{PREFIX}.scheduler.*.submit",
         f"{PREFIX}.scheduler.*.cancel",
         f"{PREFIX}.decode.*.control",
@@ -145,7 +151,7 @@ _PUBLISH: dict[str, tuple[str, ...]] = {
         f"{PREFIX}.gateway.*.tokens",
     ),
     "prefill": (f"{PREFIX}.decode.*.control",),
-    "kv_index": (f"{PREFIX}.*.*.list_blocks",),
+    "kv_index": (f"{PREFIX}.*.*.list_blocks", f"{PREFIX}.*.*.pins"),
 }
 
 _SHARED_SUBSCRIBE: dict[str, tuple[str, ...]] = {

@@ -21,6 +21,7 @@ from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig, WorkerC
 
 COMMANDS = [
     *("up", "chat", "status", "bench", "credential", "api-key", "nats-config", "health"),
+    "prefix",
     *("gateway", "scheduler", "kv-index", "prefill", "decode", "worker"),
 ]
 

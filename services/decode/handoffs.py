@@ -112,6 +112,7 @@ class Handoffs:
             cache_root=request.cache_root,
             token_ids=pack_token_ids(prompt.token_ids[: prompt.num_prefill_tokens]),
             block_hashes=pack_hashes(prompt.block_hashes),
+            num_public_blocks=prompt.num_public_blocks,
             first_token=first_token,
             kv_quota_tokens=request.kv_quota_tokens,
             target=self._receiver.address,

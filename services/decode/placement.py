@@ -149,6 +149,7 @@ def _choice_of(
         token_ids=prompt + unpack_token_ids(choice.output_token_ids),
         num_prompt_tokens=len(prompt),
         block_hashes=unpack_hashes(request.block_hashes),
+        num_public_blocks=request.num_public_blocks,
         sampling=sampling if request.pooling is None else None,
         pooling=request.pooling,
         choice_index=choice.choice_index,
@@ -161,13 +162,15 @@ def _shared_prompt(
     placement_id: bytes, request: Request, prompt: list[int], block_size: int
 ) -> Sequence:
     *token_ids, last_token_id = prompt
+    num_blocks = len(token_ids) // block_size
     return Sequence(
         sequence_id=placement_id + _PROMPT_ID,
         tenant_id=request.tenant_id,
         cache_root=request.cache_root,
         token_ids=token_ids,
         num_prompt_tokens=len(token_ids),
-        block_hashes=unpack_hashes(request.block_hashes)[: len(token_ids) // block_size],
+        block_hashes=unpack_hashes(request.block_hashes)[:num_blocks],
+        num_public_blocks=min(request.num_public_blocks, num_blocks),
         kv_quota_tokens=request.kv_quota_tokens,
         num_prompt_logprobs=request.sampling.num_prompt_logprobs,
         next_token_id=last_token_id,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 import msgspec
 
+from services.gateway.prefixes.public import PublicPrefixes
 from services.gateway.prompt import ChatPrompt, Prompt
 from services.gateway.sampling import Sampling
 from shared.block_hash import extend_chain, root_hash
@@ -24,6 +27,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling
     num_choices: int = 1
     cache_salt: str = ""
+    affinity_key: str = ""  # of a session whose requests had best go where its last one went
     pooling: Pooling | None = None
     has_echo: bool = False
     shows_output: bool = True  # False: what the worker draws is not told
@@ -91,15 +95,26 @@ def check_payload(request: Request, param: str, limit: int) -> None:
         )
 
 
+def scoped_affinity_key(tenant_id: str, affinity_key: str) -> str:
+    """No tenant can name another's session; "" stays so."""
+    if not affinity_key:
+        return ""
+    return blake2b(f"{tenant_id}\0{affinity_key}".encode(), digest_size=16).hexdigest()
+
+
 def build_request(
     generation: Generation,
     prompt_token_ids: list[int],
     sampling: SamplingParams,
     card: ModelCard,
     origin: Origin,
+    public: PublicPrefixes | None = None,
 ) -> Request:
     root = root_hash(origin.tenant_id, card.revision, cache_salt=generation.cache_salt)
-    hashes = extend_chain(root, prompt_token_ids, card.block_size)
+    if public is None or generation.cache_salt:  # who salts shares with nobody
+        hashes, num_public = extend_chain(root, prompt_token_ids, card.block_size), 0
+    else:
+        hashes, num_public = public.chain(root, prompt_token_ids, card)
     return Request(
         request_id=origin.request_id,
         tenant_id=origin.tenant_id,
@@ -109,6 +124,7 @@ def build_request(
         cache_root=root,
         prompt_token_ids=pack_token_ids(prompt_token_ids),
         block_hashes=pack_hashes(hashes),
+        num_public_blocks=num_public,
         sampling=sampling,
         choices=tuple(Choice(choice_index=index) for index in range(generation.num_choices)),
         deadline_s=origin.timeout_s,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from shared.messages import Heartbeat, WorkerLoad
@@ -18,23 +18,44 @@ class _FleetCounts(Collector):
     def __init__(self, heartbeats: Callable[[], Iterable[Heartbeat]]) -> None:
         self._heartbeats = heartbeats
 
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        frames = CounterMetricFamily(
-            "hearth_worker_kv_frames",
-            "KV frames that a worker took, or refused for what was wrong with them.",
-            labels=["worker", "outcome"],
-        )
-        impostors = CounterMetricFamily(
-            "hearth_impostor_messages",
-            "Messages that a process refused, as another had sent them than they said.",
-            labels=["process"],
-        )
-        for each in self._heartbeats():
-            impostors.add_metric([each.process_id], each.num_impostors)
-            if each.load is not None and "decode" in each.roles:
-                for outcome, count in _frames(each.load).items():
-                    frames.add_metric([each.process_id, outcome], count)
-        yield from (frames, impostors)
+    def collect(self) -> Iterator[Metric]:
+        heartbeats = tuple(self._heartbeats())
+        yield from _counts(heartbeats)
+        yield from _indices(heartbeats)
+
+
+def _counts(heartbeats: Iterable[Heartbeat]) -> Iterator[Metric]:
+    frames = CounterMetricFamily(
+        "hearth_worker_kv_frames",
+        "KV frames that a worker took, or refused for what was wrong with them.",
+        labels=["worker", "outcome"],
+    )
+    impostors = CounterMetricFamily(
+        "hearth_impostor_messages",
+        "Messages that a process refused, as another had sent them than they said.",
+        labels=["process"],
+    )
+    for each in heartbeats:
+        impostors.add_metric([each.process_id], each.num_impostors)
+        if each.load is not None and "decode" in each.roles:
+            for outcome, count in _frames(each.load).items():
+                frames.add_metric([each.process_id, outcome], count)
+    yield from (frames, impostors)
+
+
+def _indices(heartbeats: Iterable[Heartbeat]) -> Iterator[Metric]:
+    """Exact: what an index says of every worker is what that worker's events say."""
+    exact = GaugeMetricFamily("hearth_kv_index_exact", "1: exact; 0: degraded.", labels=["process"])
+    blocks = GaugeMetricFamily("hearth_kv_index_blocks", "Blocks known.", labels=["process"])
+    resyncs = CounterMetricFamily(
+        "hearth_kv_index_resyncs", "Times a worker was asked for all it holds.", labels=["process"]
+    )
+    for each in heartbeats:
+        if each.index is not None:
+            exact.add_metric([each.process_id], each.index.state == "exact")
+            blocks.add_metric([each.process_id], each.index.num_blocks)
+            resyncs.add_metric([each.process_id], each.index.num_resyncs)
+    yield from (exact, blocks, resyncs)
 
 
 def _frames(load: WorkerLoad) -> dict[str, int]:

@@ -70,11 +70,17 @@ def generation_of(body: ChatCompletionRequest, default_model: str) -> Generation
         raise InvalidRequest("best_of is for text completions", param="best_of")
     return Generation(
         model=default_model if body.model is None else body.model,
-        prompt=ChatPrompt(tuple(_message(index, each) for index, each in enumerate(body.messages))),
+        prompt=ChatPrompt(messages_of(body.messages)),
         sampling=sampling_of(body, max_tokens=_max_tokens(body), num_logprobs=_num_logprobs(body)),
         num_choices=body.num_choices,
         cache_salt="" if body.cache_salt is None else body.cache_salt,
+        affinity_key=body.prompt_cache_key or "",
     )
+
+
+def messages_of(messages: Sequence[ChatMessage]) -> tuple[dict[str, Any], ...]:
+    """As chat templates take them. Raises InvalidRequest."""
+    return tuple(_message(index, each) for index, each in enumerate(messages))
 
 
 def _message(index: int, message: ChatMessage) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, Protocol
 
+import msgspec
 from litestar import Request
 from litestar.params import Body
 
@@ -25,6 +26,8 @@ from services.gateway.openai_completions import CompletionRequest
 from services.gateway.openai_embeddings import EmbeddingRequest
 from services.gateway.preparation import Prepared
 from services.gateway.text.model_files import ModelFiles
+
+AFFINITY_HEADER = "x-session-affinity"  # before the body's prompt_cache_key
 
 
 class ChatBody(StrictBody):
@@ -125,6 +128,9 @@ class OpenAIRoutes:
         Running streams get their turn between two of them.
         """
         tenant_id, request_id = request.state.tenant.tenant_id, request.state.request_id
+        session = request.headers.get(AFFINITY_HEADER)
+        if session:
+            generations = [msgspec.structs.replace(g, affinity_key=session) for g in generations]
         prepared: list[Prepared] = []
         for index, generation in enumerate(generations):
             own_id = f"{request_id}-{index}" if index else request_id

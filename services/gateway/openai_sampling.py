@@ -72,6 +72,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     logprobs_mode: LogprobsMode | None = None
     user: str | None = None
     cache_salt: str | None = None
+    prompt_cache_key: Annotated[str, Meta(max_length=MAX_STRING_CHARS)] | None = None
 
     @property
     def num_choices(self) -> int:

@@ -11,6 +11,7 @@ from services.gateway.generation import (
     check_payload,
     max_output_tokens,
 )
+from services.gateway.prefixes.public import PublicPrefixes
 from services.gateway.prompt import Echo, echo_of, tokenize
 from services.gateway.sampling import sampling_params
 from services.gateway.text.assembler import TextAssembler
@@ -34,7 +35,14 @@ class Prepared:
 class Preparation:
     """Pure but for the seed; may run on a thread, as tokenizing lets others run meanwhile."""
 
-    def __init__(self, config: GatewayConfig, files: ModelFiles, randomness: Randomness) -> None:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        files: ModelFiles,
+        randomness: Randomness,
+        public: PublicPrefixes | None = None,
+    ) -> None:
+        self._public = public
         self._config = config
         self._files = files
         self._randomness = randomness
@@ -59,7 +67,7 @@ class Preparation:
         )
         seed = int.from_bytes(self._randomness.bytes(8), "little")
         sampling = sampling_params(generation.sampling, max_tokens, card, self._files, seed)
-        request = build_request(generation, prompt, sampling, card, origin)
+        request = build_request(generation, prompt, sampling, card, origin, self._public)
         check_payload(request, generation.prompt.param, max_payload_bytes)
         echo = echo_of(generation.prompt, self._files) if generation.has_echo else None
         return Prepared(generation, request, prompt, echo)

@@ -79,8 +79,9 @@ class Recovery:
             self._is_idle.clear()
             await self._is_idle.wait()
 
-    def open(self, request: Request, receiver: Receiver) -> None:
-        self._streams.open(request, receiver, self._clock.now())
+    def open(self, request: Request, receiver: Receiver, *, affinity_key: str = "") -> None:
+        now = self._clock.now()
+        self._streams.open(request, receiver, now, affinity_key=affinity_key)
         self._perform()
 
     def close(self, request_id: str, reason: AbortReason, error: HearthError) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import msgspec
 import structlog
-from litestar import HttpMethod, Litestar, Request, Response, post, route
+from litestar import HttpMethod, Litestar, Request, Response, delete, get, post, put, route
 from litestar.connection import ASGIConnection
 from litestar.exceptions import HTTPException
 from litestar.handlers import BaseRouteHandler
@@ -31,6 +31,15 @@ from services.gateway.openai_routes import (
     Generator,
     OpenAIRoutes,
 )
+from services.gateway.prefixes.bodies import (
+    DeletedPrefix,
+    DryRunBody,
+    DryRunReport,
+    Prefix,
+    PrefixBody,
+    PrefixList,
+)
+from services.gateway.prefixes.routes import PrefixGateway, PrefixRoutes
 from services.gateway.tenants import Tenants, bearer_of
 from shared.errors import AuthenticationFailed, HearthError
 from shared.messages import ModelCard
@@ -40,10 +49,10 @@ log = structlog.get_logger(__name__)
 Connection = ASGIConnection[Any, Any, Any, Any]
 METRICS_TYPE = CONTENT_TYPE_LATEST.removesuffix("; charset=utf-8")  # Litestar adds it
 BEARER = "api_key"
-REFUSALS = (400, 401, 404, 413, 429, 503, 504)
+REFUSALS = (400, 401, 403, 404, 413, 429, 503, 504)
 
 
-class Gateway(Generator, Protocol):
+class Gateway(Generator, PrefixGateway, Protocol):
     """What all routes need of the service behind them."""
 
     tenants: Tenants
@@ -172,8 +181,24 @@ def build_app(
     model = look(
         "/v1/models/{model_id:path}", responses=_responses(ModelEntry, 401, 404, 503), **known
     )
+    prefixes = PrefixRoutes(gateway)
+    pinned = {"path": "/v1/prefixes/{name:str}", "return_dto": None, **known}
+    put_prefix = put(dto=PrefixBody, responses=_responses(Prefix, *REFUSALS), **pinned)
+    get_prefix = get(responses=_responses(Prefix, 401, 404, 503), **pinned)
+    delete_prefix = delete(
+        responses=_responses(DeletedPrefix, 401, 404, 503), status_code=200, **pinned
+    )
+    list_prefixes = get("/v1/prefixes", responses=_responses(PrefixList, 401, 503), **known)
+    try_prefix = ask(
+        path="/v1/prefixes/dry_run", dto=DryRunBody, responses=_responses(DryRunReport, *REFUSALS)
+    )
     return Litestar(
         [
+            put_prefix(prefixes.put),
+            get_prefix(prefixes.get),
+            delete_prefix(prefixes.delete),
+            list_prefixes(prefixes.list),
+            try_prefix(prefixes.dry_run),
             chat(asking.chat_completions),
             texts(asking.completions),
             embeddings(asking.embeddings),

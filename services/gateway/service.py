@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
@@ -13,8 +13,12 @@ import structlog
 
 from services.gateway.catalog import Catalog, Readiness
 from services.gateway.delivery import ClientGone, Delivery
-from services.gateway.generation import Generation
+from services.gateway.generation import Generation, scoped_affinity_key
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.prefixes.public import PublicPrefixes
+from services.gateway.prefixes.reading import Messages, PrefixReader
+from services.gateway.prefixes.shelf import Shelf
+from services.gateway.prefixes.watcher import PublicWatcher
 from services.gateway.preparation import Preparation, Prepared
 from services.gateway.prompt import ChatPrompt
 from services.gateway.recovery import Recovery
@@ -23,6 +27,7 @@ from services.gateway.tenants import Tenants
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.renderer import Renderer
 from services.gateway.web_server import WebServer
+from shared.background import Background
 from shared.bus import Bus, NatsBus
 from shared.clock import Clock, MonotonicClock
 from shared.config import GatewayConfig, check
@@ -35,6 +40,7 @@ log = structlog.get_logger(__name__)
 
 # A longer prompt is tokenized on a thread, so that running streams do not wait for it.
 MAX_INLINE_CHARS = 8192
+SHELF_TIMEOUT_S = 2.0
 
 
 class GatewayService:
@@ -50,21 +56,43 @@ class GatewayService:
         clock: Clock,
         randomness: Randomness,
         renderer: Renderer | None = None,
+        shelf_store: Store | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
+        """`shelf_store`: a connection for what no request waits for; default: `store`."""
         self._config = config
         self._bus = bus
         self._store = store
+        self._shelf_store = store if shelf_store is None else shelf_store
         self.files = files
         self._clock = clock
         self._randomness = randomness
         self._heart = Heart(bus, clock, randomness, roles=("gateway",), region=config.region)
         self._is_draining = False
-        self._preparation = Preparation(config, files, randomness)
+        public = PublicPrefixes()
+        self._preparation = Preparation(config, files, randomness, public)
         self._renderer = Renderer(files.chat_template) if renderer is None else renderer
         self._num_preparing = 0
         self.tenants = Tenants(store, clock)
         self.catalog = Catalog(self._heart.fleet, config.served_name)
+        reader = PrefixReader(self._render, files.tokenizer, lambda: bus.max_payload_bytes)
+        self.shelf = Shelf(
+            bus,
+            self._shelf_store,
+            fleet=self._heart.fleet,
+            catalog=self.catalog,
+            reader=reader,
+            wall_clock=wall_clock,
+        )
+        self._public_watcher = PublicWatcher(
+            public,
+            self._shelf_store,
+            clock,
+            catalog=self.catalog,
+            reader=reader,
+            wall_clock=wall_clock,
+        )
+        self._background = Background()
         self.metrics = GatewayMetrics()
         self._recovery = Recovery(
             bus, clock, self._heart, on_resubmitted=self.metrics.count_resubmissions
@@ -92,6 +120,7 @@ class GatewayService:
         self._heart.on_heard(self.catalog.observe)
         await self.tenants.warm_up()
         await self._heart.start()
+        self._background.start(self._public_watcher.run())
         await self._web_server.start()
         await self._heart.become("ready")
         log.info("listening", http_address=self.http_address)
@@ -106,11 +135,13 @@ class GatewayService:
         self._is_draining = True
         self._recovery.close_all(NoCapacity("the gateway stops", retry_after_s=1.0))
         await self._web_server.stop()
+        await self._background.stop()
         await self._recovery.stop()
         await self._heart.stop()
         await self._renderer.close()
         await self._bus.close()
         await self._store.close()
+        await self._shelf_store.close()
 
     # ── routes.Gateway ───────────────────────────────────────────────────────────────────────────
 
@@ -141,21 +172,27 @@ class GatewayService:
         self._check_admission()
         assemblers = [self._preparation.assembler(prepared) for _ in prepared.request.choices]
         delivery = Delivery(prepared, assemblers, self.metrics, self._clock)
-        self._recovery.open(prepared.request, delivery)
+        affinity_key = scoped_affinity_key(
+            prepared.request.tenant_id, prepared.generation.affinity_key
+        )
+        self._recovery.open(prepared.request, delivery, affinity_key=affinity_key)
         return delivery
 
     async def _rendered(self, generation: Generation) -> Generation:
         prompt = generation.prompt
         if not isinstance(prompt, ChatPrompt):
             return generation
-        self._num_preparing += 1
-        try:
-            pieces = await self._renderer.render(prompt.messages)
-        finally:
-            self._num_preparing -= 1
+        pieces = await self._render(prompt.messages, ())
         self._check_admission()
         rendered = msgspec.structs.replace(prompt, pieces=tuple(pieces))
         return msgspec.structs.replace(generation, prompt=rendered)
+
+    async def _render(self, messages: Messages, tools: Messages) -> Sequence[str]:
+        self._num_preparing += 1
+        try:
+            return await self._renderer.render(messages, tools)
+        finally:
+            self._num_preparing -= 1
 
     def leave(self, request_id: str) -> None:
         error = ClientGone("the client closed the connection")
@@ -184,6 +221,8 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
     clock = MonotonicClock()
     bus = await NatsBus.connect(config.nats_url, process_id=config.process_id)
     store = RedisStore(config.redis_url, clock)
+    # texts may be long, and a slow answer to them must not close the breaker that keys depend on
+    shelf_store = RedisStore(config.redis_url, clock, timeout_s=SHELF_TIMEOUT_S)
     return GatewayService(
         config,
         bus,
@@ -192,6 +231,7 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
         clock=clock,
         randomness=SystemRandomness(),
         renderer=renderer,
+        shelf_store=shelf_store,
     )
 
 

@@ -88,8 +88,11 @@ class Placement:
 class Stream:
     """Times are readings of the gateway's monotonic clock."""
 
-    def __init__(self, request: Request, receiver: Receiver, now: float) -> None:
+    def __init__(
+        self, request: Request, receiver: Receiver, now: float, *, affinity_key: str = ""
+    ) -> None:
         self.request = request
+        self.affinity_key = affinity_key
         self.receiver = receiver
         self.deadline_at = now + request.deadline_s
         self.choices = {

@@ -93,8 +93,10 @@ class Streams:
 
     # ── the gateway's own wishes ─────────────────────────────────────────────────────────────────
 
-    def open(self, request: Request, receiver: Receiver, now: float) -> None:
-        stream = Stream(request, receiver, now)
+    def open(
+        self, request: Request, receiver: Receiver, now: float, *, affinity_key: str = ""
+    ) -> None:
+        stream = Stream(request, receiver, now, affinity_key=affinity_key)
         self._open_window(stream, now)
         self._by_request[request.request_id] = stream
         self._submit(stream, now)
@@ -284,6 +286,7 @@ class Streams:
             request=stream.remaining_request(now),
             attempt=stream.attempt,
             excluded_workers=tuple(sorted(stream.excluded_workers)),
+            affinity_key=stream.affinity_key,
         )
         self._actions.submit(message)
 

@@ -26,6 +26,8 @@ SECOND_TRY_S = BREAKER_S + 0.05
 
 class TenantRecord(msgspec.Struct, frozen=True):
     tenant_id: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    is_zero_retention: bool = False
+    allowed_regions: tuple[str, ...] | None = None  # None: all
 
 
 def api_key_record(api_key: str) -> str:

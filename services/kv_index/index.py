@@ -35,6 +35,7 @@ from shared.packing import BLOCK_HASH_BYTES, unpack_hashes
 
 MAX_KEPT_BLOCKS = 1_000_000  # in one worker's events during its resync; beyond it is a gap
 MAX_INTERNED_MASKS = 65_536
+MAX_KNOWN_MODELS = 256  # that anybody asks for
 
 
 class Outcome(Enum):
@@ -88,10 +89,19 @@ class PrefixIndex:
         self._dead_mask = 0  # slots to be swept
         self._sweeping_mask = 0
         self._sweep_keys: Iterator[bytes] = iter(())
+        self._serving_of: dict[tuple[str, str], tuple[int, IndexState]] = {}  # until a change
 
     @property
     def num_blocks(self) -> int:
         return len(self._holders)
+
+    @property
+    def num_workers(self) -> int:
+        return len(self._workers)
+
+    @property
+    def num_inexact_workers(self) -> int:
+        return sum(worker.state is not State.EXACT for worker in self._workers.values())
 
     # ── workers ──────────────────────────────────────────────────────────────────────────────────
 
@@ -104,10 +114,12 @@ class PrefixIndex:
             self.remove_worker(worker_id)
         slot = self._take_slot(worker_id)
         self._workers[worker_id] = _Worker(model, revision, kv_format, slot)
+        self._serving_of.clear()
         return True
 
     def remove_worker(self, worker_id: str) -> None:
         worker = self._workers.pop(worker_id, None)
+        self._serving_of.clear()
         if worker is not None:
             self._retire(worker.slot)
             if worker.resync is not None:
@@ -138,7 +150,7 @@ class PrefixIndex:
         if events.epoch == worker.epoch and events.sequence_number <= worker.sequence_number:
             return Outcome.IGNORED
         if not self._follows(worker, events):
-            worker.state = State.STALE
+            self._become(worker, State.STALE)
             return Outcome.NEEDS_RESYNC
         self._take_in(worker, events)
         return Outcome.APPLIED
@@ -154,7 +166,7 @@ class PrefixIndex:
         is_missing = due[0] == worker.epoch and worker.sequence_number < due[1]
         if worker.state is not State.EXACT or not is_missing:
             return Outcome.APPLIED
-        worker.state = State.STALE
+        self._become(worker, State.STALE)
         return Outcome.NEEDS_RESYNC
 
     def begin_resync(self, worker_id: str) -> None:
@@ -163,7 +175,7 @@ class PrefixIndex:
         if worker.resync is not None:
             self._retire(worker.resync.slot)
         worker.resync = _Resync(self._take_slot(worker_id))
-        worker.state = State.RESYNCING
+        self._become(worker, State.RESYNCING)
 
     def add_page(self, page: BlockPage) -> bool:
         """False if the page cannot belong to this resync, which must begin anew."""
@@ -190,12 +202,12 @@ class PrefixIndex:
         worker = self._workers[worker_id]
         resync = worker.resync
         if resync is None or resync.epoch is None or resync.sequence_number is None:
-            worker.state = State.STALE
+            self._become(worker, State.STALE)
             return Outcome.NEEDS_RESYNC
         self._retire(worker.slot)
         worker.slot, worker.resync = resync.slot, None
         worker.epoch, worker.sequence_number = resync.epoch, resync.sequence_number
-        worker.state = State.EXACT
+        self._become(worker, State.EXACT)
         outcomes = [self.apply(events) for events in resync.kept]
         lost = Outcome.NEEDS_RESYNC in outcomes
         return Outcome.NEEDS_RESYNC if lost else Outcome.APPLIED
@@ -205,7 +217,8 @@ class PrefixIndex:
         worker = self._workers.get(worker_id)
         if worker is not None and worker.resync is not None:
             self._retire(worker.resync.slot)
-            worker.resync, worker.state = None, State.STALE
+            worker.resync = None
+            self._become(worker, State.STALE)
 
     # ── questions ────────────────────────────────────────────────────────────────────────────────
 
@@ -244,6 +257,10 @@ class PrefixIndex:
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────
 
+    def _become(self, worker: _Worker, state: State) -> None:
+        worker.state = state
+        self._serving_of.clear()
+
     @staticmethod
     def _follows(worker: _Worker, events: KvEvents) -> bool:
         identity = (events.epoch, events.model, events.revision, events.kv_format)
@@ -260,12 +277,16 @@ class PrefixIndex:
                 case BlocksCleared():
                     self._retire(worker.slot)
                     worker.slot = self._take_slot(events.worker_id)
+                    self._serving_of.clear()
         worker.sequence_number = events.sequence_number
 
     def _store(self, slot: int, block_hashes: Sequence[bytes]) -> None:
-        bit = 1 << slot
+        bit, holders, masks = 1 << slot, self._holders, self._masks
+        if len(masks) > MAX_INTERNED_MASKS:
+            masks.clear()
         for block_hash in block_hashes:
-            self._put(block_hash, self._holders.get(block_hash, 0) | bit)
+            mask = holders.get(block_hash, 0) | bit
+            holders[block_hash] = masks.setdefault(mask, mask)
 
     def _remove(self, slot: int, block_hashes: Sequence[bytes]) -> None:
         keep = ~(1 << slot)
@@ -283,6 +304,14 @@ class PrefixIndex:
             self._holders.pop(block_hash, None)
 
     def _serving(self, model: str, revision: str) -> tuple[int, IndexState]:
+        known = self._serving_of.get((model, revision))
+        if known is None:
+            if len(self._serving_of) >= MAX_KNOWN_MODELS:
+                self._serving_of.clear()
+            known = self._serving_of[model, revision] = self._found_serving(model, revision)
+        return known
+
+    def _found_serving(self, model: str, revision: str) -> tuple[int, IndexState]:
         mask, is_exact = 0, True
         for worker in self._workers.values():
             if (worker.model, worker.revision) == (model, revision):

@@ -1,23 +1,29 @@
 """What Redis knows of a tenant's cached prefixes, written behind the index's back.
 
-    hearth:{tenant}:prefix:{hash}   model, revision, num_tokens, holders, hits, last_use
+    hearth:{tenant}:prefix:{hash}   model, revision, num_tokens, bytes, hits, saved_tokens,
+                                    last_use, pin (a name, or empty), holder:{worker} of each one
     hearth:{tenant}:prefixes        the hashes by last use; the oldest beyond the bound are deleted
 
 One record for the tip of each run of blocks that a worker stores. Changes gather here, coalesced by
 record, and `flush` sends them in one batch; nothing on the way of a match or an event waits for
 Redis. While it is away the oldest changes are dropped beyond a bound, and counted.
+
+Several replicas write the same records. Each holder is a field of its own, hits are increments, and
+`trim` asks Redis who is the oldest, so none overwrites what another knows. What a replica has not
+known since its start, it reads: `recover`, once for each tenant that it meets.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from urllib.parse import quote
 
 import structlog
 
-from shared.packing import unpack_hashes
+from shared.block_hash import PUBLIC_TENANT_ID
+from shared.packing import BLOCK_HASH_BYTES, unpack_hashes
+from shared.pinned_prefix import key_part, record_key
 from shared.store import Command, Store, StoreUnavailable
 
 log = structlog.get_logger(__name__)
@@ -25,6 +31,7 @@ log = structlog.get_logger(__name__)
 MAX_PENDING = 20_000
 MAX_PER_FLUSH = 500  # bounds one batch to a few milliseconds of Redis
 MAX_TENANTS = 1_000  # remembered here; the records of others stay in Redis until they expire
+HOLDER = "holder:"
 
 
 @dataclass(slots=True, eq=False)
@@ -34,9 +41,31 @@ class PrefixRecord:
     model: str
     revision: str
     num_tokens: int
+    num_bytes: int
     last_use: int
     holders: set[str] = field(default_factory=set)
-    new_hits: int = 0  # not yet in Redis
+    pin: str = ""
+    written_at: float = 0.0
+    # not yet in Redis: that it was used, who holds it now (True) or no longer, what is to be added
+    is_used: bool = False
+    new_holders: dict[str, bool] = field(default_factory=dict)
+    new_hits: int = 0
+    new_saved_tokens: int = 0
+
+    def hold(self, worker_id: str, *, is_held: bool) -> None:
+        (self.holders.add if is_held else self.holders.discard)(worker_id)
+        self.new_holders[worker_id] = is_held
+
+
+@dataclass(frozen=True, slots=True)
+class _Delta:
+    """What a batch adds to a record."""
+
+    record: PrefixRecord
+    is_used: bool
+    holders: Mapping[str, bool]
+    hits: int
+    saved_tokens: int
 
 
 class PrefixRegistry:
@@ -53,8 +82,10 @@ class PrefixRegistry:
         self._records: dict[bytes, PrefixRecord] = {}
         self._by_tenant: OrderedDict[str, OrderedDict[bytes, PrefixRecord]] = OrderedDict()
         self._held_by: dict[str, set[bytes]] = {}
-        # By hash: a record to write, or the tenant whose record to delete.
-        self._pending: OrderedDict[bytes, PrefixRecord | str] = OrderedDict()
+        self._pinned: dict[bytes, PrefixRecord] = {}
+        self._pending: OrderedDict[bytes, PrefixRecord] = OrderedDict()
+        self._to_recover: OrderedDict[str, None] = OrderedDict()
+        self._to_trim: dict[str, None] = {}
 
     @property
     def num_pending(self) -> int:
@@ -70,22 +101,24 @@ class PrefixRegistry:
         model: str,
         revision: str,
         num_tokens: int,
+        num_bytes: int,
         tip_hash: bytes,
     ) -> None:
         record = self._records.get(tip_hash)
         if record is None:
-            record = PrefixRecord(tenant_id, tip_hash, model, revision, num_tokens, 0)
+            record = PrefixRecord(tenant_id, tip_hash, model, revision, num_tokens, num_bytes, 0)
             self._records[tip_hash] = record
-        record.holders.add(worker_id)
+        record.hold(worker_id, is_held=True)
         self._held_by.setdefault(worker_id, set()).add(tip_hash)
         self._use(record)
 
     def removed(self, worker_id: str, block_hashes: bytes) -> None:
-        held = self._held_by.get(worker_id, set())
-        for block_hash in unpack_hashes(block_hashes):
-            if block_hash in held:
-                held.discard(block_hash)
-                self._let_go(worker_id, block_hash)
+        held = self._held_by.get(worker_id)
+        if not held:
+            return
+        for block_hash in [each for each in unpack_hashes(block_hashes) if each in held]:
+            held.discard(block_hash)
+            self._let_go(worker_id, block_hash)
 
     def cleared(self, worker_id: str) -> None:
         """The worker is lost, or its cache was emptied."""
@@ -100,131 +133,248 @@ class PrefixRegistry:
             self._let_go(worker_id, block_hash)
 
     def matched(self, tenant_id: str, block_hashes: Sequence[bytes], num_blocks: int) -> None:
-        """Counts a hit on the deepest known tip among the first `num_blocks`."""
-        for block_hash in reversed(block_hashes[:num_blocks]):
-            record = self._records.get(block_hash)
-            if record is not None and record.tenant_id == tenant_id:
+        """Counts a hit on the deepest known tip among the first `num_blocks`, and on every pinned
+        one, if it is the tenant's or public.
+        """
+        records, found = self._records, block_hashes[:num_blocks]
+        deepest = next((records[each] for each in reversed(found) if each in records), None)
+        if deepest is None:
+            return
+        hits = [self._pinned[each] for each in found if each in self._pinned]
+        if deepest not in hits:
+            hits.append(deepest)
+        for record in hits:
+            if record.tenant_id in (tenant_id, PUBLIC_TENANT_ID):
                 record.new_hits += 1
+                record.new_saved_tokens += record.num_tokens
                 self._use(record)
-                return
+
+    def pin(self, record: PrefixRecord) -> None:
+        """`record.pin` names it; one that is known keeps what it counts. Called again and again,
+        it keeps the record from expiring.
+        """
+        known = self._records.setdefault(record.block_hash, record)
+        is_new = known.pin != record.pin or record.block_hash not in self._pinned
+        if not is_new and self._now() - known.written_at < self._ttl_s / 2:
+            return
+        known.pin = record.pin
+        self._pinned[record.block_hash] = known
+        self._use(known)
+
+    def unpin(self, block_hash: bytes) -> None:
+        record = self._pinned.pop(block_hash, None)
+        if record is not None:
+            record.pin = ""
+            self._use(record)
 
     # ── writing behind ───────────────────────────────────────────────────────────────────────────
 
     async def flush(self) -> bool:
         """Sends one batch; False if Redis is away, in which case nothing is lost."""
-        batch = [self._pending.popitem(last=False) for _ in range(self._batch_size())]
+        count = min(len(self._pending), MAX_PER_FLUSH)
+        batch = [self._taken() for _ in range(count)]
         if not batch:
             return True
-        hits = {key: each.new_hits for key, each in batch if isinstance(each, PrefixRecord)}
-        for _, each in batch:
-            if isinstance(each, PrefixRecord):
-                each.new_hits = 0
         try:
-            await self._store.write(self._commands(batch, hits))
+            await self._store.write(self._commands(batch))
         except StoreUnavailable:
-            self._restore(batch, hits)
+            self._restore(batch)
             return False
+        self._to_trim |= dict.fromkeys(delta.record.tenant_id for delta in batch)
         return True
 
-    def _batch_size(self) -> int:
-        return min(len(self._pending), MAX_PER_FLUSH)
+    async def trim(self) -> None:
+        """Deletes the oldest records of tenants that have more than the bound, by whomever."""
+        tenants, self._to_trim = self._to_trim, {}
+        while tenants:
+            tenant_id, _ = tenants.popitem()
+            try:
+                await self._trim(tenant_id)
+            except StoreUnavailable:
+                self._to_trim |= {**tenants, tenant_id: None}
+                return
 
-    def _commands(
-        self, batch: Sequence[tuple[bytes, PrefixRecord | str]], hits: dict[bytes, int]
-    ) -> list[Command]:
+    async def _trim(self, tenant_id: str) -> None:
+        key = _set_key(tenant_id)
+        num_over = await self._store.sorted_set_size(key) - self._max_per_tenant
+        if num_over <= 0:
+            return
+        pinned = {each.block_hash.hex().encode() for each in self._pinned.values()}
+        oldest = await self._store.sorted_set_head(key, min(num_over, MAX_PER_FLUSH))
+        gone = [name.decode() for name in oldest if name not in pinned]
+        if gone:
+            records = [f"hearth:{tenant_id}:prefix:{name}" for name in gone]
+            await self._store.write([("DEL", *records), ("ZREM", key, *gone)])
+
+    def _commands(self, batch: Sequence[_Delta]) -> list[Command]:
         commands: list[Command] = []
-        tenants: dict[str, None] = {}
-        for block_hash, change in batch:
-            if isinstance(change, str):
-                commands.append(("DEL", _key(change, block_hash)))
-                commands.append(("ZREM", _set_key(change), block_hash.hex()))
-            else:
-                commands += self._record_commands(change, hits[block_hash])
-                tenants[change.tenant_id] = None
-        for tenant_id in tenants:
-            key = _set_key(tenant_id)
-            commands.append(("ZREMRANGEBYRANK", key, 0, -self._max_per_tenant - 1))
-            commands.append(("EXPIRE", key, self._ttl_s))
+        for delta in batch:
+            commands += self._record_commands(delta)
+        for tenant_id in dict.fromkeys(delta.record.tenant_id for delta in batch):
+            commands.append(("EXPIRE", _set_key(tenant_id), self._ttl_s))
         return commands
 
-    def _record_commands(self, record: PrefixRecord, num_hits: int) -> list[Command]:
-        key = _key(record.tenant_id, record.block_hash)
+    def _record_commands(self, delta: _Delta) -> Iterable[Command]:
+        record, key = delta.record, record_key(delta.record.tenant_id, delta.record.block_hash)
+        let_go = [HOLDER + each for each, is_held in delta.holders.items() if not is_held]
+        if let_go:
+            yield ("HDEL", key, *let_go)
+        if not delta.is_used:  # it may be deleted already, and is not to come back
+            return
         fields: dict[str, str | int] = {
             "model": record.model,
             "revision": record.revision,
             "num_tokens": record.num_tokens,
-            "holders": ",".join(sorted(record.holders)),
+            "bytes": record.num_bytes,
             "last_use": record.last_use,
+            "pin": record.pin,
         }
-        pairs = [item for pair in fields.items() for item in pair]
-        return [
-            ("HSET", key, *pairs),
-            ("HINCRBY", key, "hits", num_hits),
-            ("EXPIRE", key, self._ttl_s),
-            ("ZADD", _set_key(record.tenant_id), record.last_use, record.block_hash.hex()),
-        ]
+        fields |= {HOLDER + each: 1 for each, is_held in delta.holders.items() if is_held}
+        yield ("HSET", key, *(item for pair in fields.items() for item in pair))
+        yield ("HINCRBY", key, "hits", delta.hits)
+        yield ("HINCRBY", key, "saved_tokens", delta.saved_tokens)
+        yield ("EXPIRE", key, self._ttl_s)
+        member = record.block_hash.hex()
+        yield ("ZADD", _set_key(record.tenant_id), "GT", record.last_use, member)
 
-    def _restore(
-        self, batch: Sequence[tuple[bytes, PrefixRecord | str]], hits: dict[bytes, int]
-    ) -> None:
+    def _restore(self, batch: Sequence[_Delta]) -> None:
         """Puts a batch that was not sent before all younger changes."""
-        for block_hash, change in reversed(batch):
-            if isinstance(change, PrefixRecord):
-                change.new_hits += hits[block_hash]
-            if block_hash not in self._pending:
-                self._pending[block_hash] = change
-                self._pending.move_to_end(block_hash, last=False)
+        for delta in reversed(batch):
+            record = delta.record
+            record.is_used |= delta.is_used
+            record.new_hits += delta.hits
+            record.new_saved_tokens += delta.saved_tokens
+            record.new_holders = {**delta.holders, **record.new_holders}
+            if record.block_hash not in self._pending:
+                self._pending[record.block_hash] = record
+                self._pending.move_to_end(record.block_hash, last=False)
         self._bound_pending()
+
+    # ── recovery ─────────────────────────────────────────────────────────────────────────────────
+
+    async def recover(self, is_live: Callable[[str], bool]) -> None:
+        """Reads what Redis has of the tenants met since, so that hits on prefixes count which are
+        nobody's tip in this process' eyes. A holder that is not live is let go.
+        """
+        while self._to_recover:
+            tenant_id = next(iter(self._to_recover))
+            try:
+                await self._recover(tenant_id, is_live)
+            except StoreUnavailable:
+                return
+            self._to_recover.pop(tenant_id, None)
+
+    async def _recover(self, tenant_id: str, is_live: Callable[[str], bool]) -> None:
+        for name in await self._store.sorted_set_head(_set_key(tenant_id), self._max_per_tenant):
+            block_hash = _hash_of(name)
+            if block_hash is None:
+                continue
+            fields = await self._store.hash_get(record_key(tenant_id, block_hash))
+            record = _record_of(tenant_id, block_hash, fields)
+            if record is not None:
+                self._take_back(record, is_live)
+
+    def _take_back(self, told: PrefixRecord, is_live: Callable[[str], bool]) -> None:
+        record = self._records.get(told.block_hash)
+        prefixes = self._by_tenant.get(told.tenant_id)
+        if record is None:
+            if prefixes is None or len(prefixes) >= self._max_per_tenant:
+                return
+            record = self._records[told.block_hash] = told
+            prefixes[told.block_hash] = told
+            prefixes.move_to_end(told.block_hash, last=False)
+        for worker_id in sorted(told.holders - record.new_holders.keys()):
+            if is_live(worker_id):
+                record.holders.add(worker_id)
+                self._held_by.setdefault(worker_id, set()).add(record.block_hash)
+            elif worker_id not in record.holders or record is told:
+                record.hold(worker_id, is_held=False)
+                self._change(record)
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────
 
+    def _taken(self) -> _Delta:
+        """The oldest change that is pending, as it goes to Redis."""
+        _, record = self._pending.popitem(last=False)
+        delta = _Delta(
+            record, record.is_used, record.new_holders, record.new_hits, record.new_saved_tokens
+        )
+        record.is_used, record.new_holders = False, {}
+        record.new_hits = record.new_saved_tokens = 0
+        record.written_at = self._now()
+        return delta
+
     def _use(self, record: PrefixRecord) -> None:
-        record.last_use = int(self._now())
-        prefixes = self._by_tenant.setdefault(record.tenant_id, OrderedDict())
+        record.last_use, record.is_used = int(self._now()), True
+        if record.tenant_id not in self._by_tenant:
+            self._by_tenant[record.tenant_id] = OrderedDict()
+            self._to_recover[record.tenant_id] = None
+        prefixes = self._by_tenant[record.tenant_id]
         prefixes[record.block_hash] = record
         prefixes.move_to_end(record.block_hash)
         self._by_tenant.move_to_end(record.tenant_id)
-        self._change(record.block_hash, record)
+        self._change(record)
         if len(prefixes) > self._max_per_tenant:
-            _, oldest = prefixes.popitem(last=False)
-            self._forget(oldest)
-            self._change(oldest.block_hash, oldest.tenant_id)
+            self._forget(prefixes.popitem(last=False)[1])
         if len(self._by_tenant) > MAX_TENANTS:
-            _, prefixes = self._by_tenant.popitem(last=False)
+            tenant_id, prefixes = self._by_tenant.popitem(last=False)
+            self._to_recover.pop(tenant_id, None)
             for each in prefixes.values():
                 self._forget(each)
 
     def _let_go(self, worker_id: str, block_hash: bytes) -> None:
         record = self._records.get(block_hash)
         if record is not None:
-            record.holders.discard(worker_id)
-            self._change(block_hash, record)
+            record.hold(worker_id, is_held=False)
+            self._change(record)
 
     def _forget(self, record: PrefixRecord) -> None:
+        """Here; in Redis it stays until it is one of the oldest there, too, or expires."""
+        if record.block_hash in self._pinned:
+            return
         self._records.pop(record.block_hash, None)
         for worker_id in record.holders:
             self._held_by.get(worker_id, set()).discard(record.block_hash)
 
-    def _change(self, block_hash: bytes, change: PrefixRecord | str) -> None:
-        self._pending[block_hash] = change
+    def _change(self, record: PrefixRecord) -> None:
+        self._pending[record.block_hash] = record
         self._bound_pending()
 
     def _bound_pending(self) -> None:
         while len(self._pending) > MAX_PENDING:
-            self._pending.popitem(last=False)
+            self._taken()
             self.num_dropped += 1
             if self.num_dropped % 1000 == 1:
                 log.warning("prefix_changes_dropped", num_dropped=self.num_dropped)
 
 
-def _key(tenant_id: str, block_hash: bytes) -> str:
-    return f"hearth:{_key_part(tenant_id)}:prefix:{block_hash.hex()}"
+def _record_of(
+    tenant_id: str, block_hash: bytes, fields: Mapping[bytes, bytes]
+) -> PrefixRecord | None:
+    """None if it is gone, or nobody can read it."""
+    try:
+        text = {name.decode(): value.decode() for name, value in fields.items()}
+        return PrefixRecord(
+            tenant_id,
+            block_hash,
+            text["model"],
+            text["revision"],
+            int(text["num_tokens"]),
+            int(text["bytes"]),
+            int(text["last_use"]),
+            holders={name.removeprefix(HOLDER) for name in text if name.startswith(HOLDER)},
+        )
+    except (KeyError, ValueError):
+        return None
+
+
+def _hash_of(name: bytes) -> bytes | None:
+    try:
+        block_hash = bytes.fromhex(name.decode())
+    except ValueError:
+        return None
+    return block_hash if len(block_hash) == BLOCK_HASH_BYTES else None
 
 
 def _set_key(tenant_id: str) -> str:
-    return f"hearth:{_key_part(tenant_id)}:prefixes"
-
-
-def _key_part(tenant_id: str) -> str:
-    """Whatever a tenant is called, its keys are not another's, nor a pattern that finds them."""
-    return quote(tenant_id, safe="@")
+    return f"hearth:{key_part(tenant_id)}:prefixes"

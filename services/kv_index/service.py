@@ -1,7 +1,10 @@
 """The index process: hears every worker's cache events, answers who holds a prefix.
 
-Nothing is kept over a restart: each live worker is asked for all that it holds when it is first
-heard, and again after a gap in its events or when the last ones it sent did not come.
+Blocks are kept nowhere: each live worker is asked for all that it holds when it is first heard, and
+again after a gap in its events or when the last ones it sent did not come. The records of prefixes
+outlive this process in Redis; they are read again for each tenant that is met.
+
+Any number of replicas may run. All hear all events; each answers its share of the questions.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from functools import partial
 import structlog
 
 from services.kv_index.index import Outcome, PrefixIndex
+from services.kv_index.keeper import ROUND_S, PinKeeper
 from services.kv_index.registry import PrefixRegistry
 from shared import subjects
 from shared.background import Background
@@ -29,6 +33,7 @@ from shared.messages import (
     BlocksRemoved,
     BlocksStored,
     Heartbeat,
+    IndexLoad,
     KvEvents,
     ListBlocks,
     MatchPrefix,
@@ -44,6 +49,7 @@ LIST_TIMEOUT_S = 1.0
 MAX_PAGES = 1000  # of one worker: 20 million blocks
 RESYNC_BACKOFF_S = 0.25
 FLUSH_S = 0.2
+STORE_TIMEOUT_S = 1.0  # nothing that anybody waits for waits for Redis here
 SWEEP_S = 0.05
 SWEEP_BLOCKS = 5_000  # about two milliseconds of this loop
 
@@ -59,13 +65,25 @@ class KvIndexService:
         *,
         wall_clock: Callable[[], float],
     ) -> None:
-        self.heart = Heart(bus, clock, randomness, roles=("kv_index",), region=config.region)
+        self.heart = Heart(
+            bus,
+            clock,
+            randomness,
+            roles=("kv_index",),
+            region=config.region,
+            index=self._load,
+        )
         self.index = PrefixIndex()
+        self._num_resyncs = 0
+        self._num_matches = 0
         self._registry = PrefixRegistry(
             store,
             wall_clock,
             max_per_tenant=config.max_prefixes_per_tenant,
             ttl_s=config.prefix_ttl_s,
+        )
+        self._keeper = PinKeeper(
+            bus, store, self.heart.fleet, self.index, self._registry, wall_clock=wall_clock
         )
         self._bus = bus
         self._store = store
@@ -86,6 +104,7 @@ class KvIndexService:
         )
         self._background.start(self._sweep())
         self._background.start(self._write_behind())
+        self._background.start(self._keep_pins())
         await self.heart.become("ready")
 
     async def drain(self) -> None:
@@ -101,12 +120,26 @@ class KvIndexService:
         await self._bus.close()
         await self._store.close()
 
+    def _load(self) -> IndexLoad:
+        num_inexact = self.index.num_inexact_workers
+        return IndexLoad(
+            state="degraded" if num_inexact else "exact",
+            num_blocks=self.index.num_blocks,
+            num_workers=self.index.num_workers,
+            num_inexact_workers=num_inexact,
+            num_resyncs=self._num_resyncs,
+            num_matches=self._num_matches,
+            num_pending_records=self._registry.num_pending,
+            num_pinned_prefixes=len(self._keeper.pins),
+        )
+
     # ── what comes in ────────────────────────────────────────────────────────────────────────────
 
     def _match(self, message: MatchPrefix) -> PrefixMatches:
         block_hashes = unpack_hashes(message.block_hashes)
+        self._num_matches += 1
         reply = self.index.match(block_hashes, message.model, message.revision)
-        if reply.matches:
+        if reply.matches and message.is_counted:
             deepest = max(match.num_blocks for match in reply.matches)
             self._registry.matched(message.tenant_id, block_hashes, deepest)
         return reply
@@ -159,6 +192,7 @@ class KvIndexService:
             return True  # gone; hearing it again starts another
         subject = subjects.list_blocks(heartbeat.roles[0], worker_id)
         self.index.begin_resync(worker_id)
+        self._num_resyncs += 1
         cursor = 0
         try:
             for _ in range(MAX_PAGES):
@@ -210,12 +244,14 @@ class KvIndexService:
         if heartbeat is None or heartbeat.model is None or not run.block_hashes:
             return
         num_blocks = run.first_block_index + len(run.block_hashes) // BLOCK_HASH_BYTES
+        num_tokens = num_blocks * heartbeat.model.block_size
         self._registry.stored(
             source.worker_id,
             tenant_id=run.tenant_id,
             model=source.model,
             revision=source.revision,
-            num_tokens=num_blocks * heartbeat.model.block_size,
+            num_tokens=num_tokens,
+            num_bytes=num_tokens * heartbeat.model.kv_bytes_per_token,
             tip_hash=run.block_hashes[-BLOCK_HASH_BYTES:],
         )
 
@@ -229,8 +265,15 @@ class KvIndexService:
     async def _write_behind(self) -> None:
         while True:
             await self._clock.sleep(FLUSH_S)
+            await self._registry.recover(self.heart.fleet.is_live)
             while self._registry.num_pending and await self._registry.flush():
                 pass
+            await self._registry.trim()
+
+    async def _keep_pins(self) -> None:
+        while True:
+            await self._clock.sleep(ROUND_S)
+            await self._keeper.round()
 
 
 async def build_kv_index(config: KvIndexConfig) -> KvIndexService:
@@ -238,7 +281,7 @@ async def build_kv_index(config: KvIndexConfig) -> KvIndexService:
     check(config)
     bus = await NatsBus.connect(config.nats_url, process_id=config.process_id)
     clock = MonotonicClock()
-    store = RedisStore(config.redis_url, clock)
+    store = RedisStore(config.redis_url, clock, timeout_s=STORE_TIMEOUT_S)
     return KvIndexService(
         config,
         bus,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from shared.health import SILENCE_LIMIT_S, Fleet, Loss
-from shared.messages import Heartbeat, Role, WorkerLoad
+from shared.messages import Heartbeat, IndexState, Role, WorkerLoad
 
 WINDOW_S = 2.0
 SHOW_LOST_S = 10.0
@@ -36,6 +36,8 @@ class ProcessView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     generated_per_s: float | None = None
     prefilled_per_s: float | None = None
     hit_ratio: float | None = None
+    index_state: IndexState | None = None
+    num_indexed_blocks: int | None = None
 
     @property
     def is_worker(self) -> bool:
@@ -126,6 +128,12 @@ def _view(known: _Known) -> ProcessView:
         region=heartbeat.region,
         model="" if heartbeat.model is None else heartbeat.model.name,
     )
+    if heartbeat.index is not None:
+        return msgspec.structs.replace(
+            view,
+            index_state=heartbeat.index.state,
+            num_indexed_blocks=heartbeat.index.num_blocks,
+        )
     if load is None:
         return view
     return msgspec.structs.replace(

@@ -36,6 +36,8 @@ WORKER_COLUMNS = (
     *("free blocks", "tokens/s", "prompt/s", "hits", "state"),
 )
 
+SERVICE_COLUMNS = ("process", "role", "region", "knows", "state")
+
 
 def find_nats(nats_url: str | None) -> str:
     """The URL as given, else the local cluster's with its observer's credential.
@@ -121,13 +123,13 @@ def tables(rows: list[ProcessView], *, is_connected: bool = True) -> Group:
     workers = Table(*WORKER_COLUMNS, box=None, header_style="bold", pad_edge=False)
     for column in workers.columns[4:-1]:
         column.justify = "right"
-    services = Table("process", "role", "region", "state", box=None, header_style="bold")
+    services = Table(*SERVICE_COLUMNS, box=None, header_style="bold")
     services.pad_edge = False
     for row in rows:
         if row.is_worker:
             workers.add_row(*_worker_cells(row), style="dim" if row.is_lost else "")
         else:
-            services.add_row(row.process_id, row.role, row.region or "-", _state(row))
+            services.add_row(row.process_id, row.role, row.region or "-", _index(row), _state(row))
     parts: list[RenderableType] = (
         [workers, Text(), services] if rows else [Text("no process is heard")]
     )
@@ -150,6 +152,14 @@ def _worker_cells(row: ProcessView) -> list[str | Text]:
         "-" if row.hit_ratio is None else f"{row.hit_ratio:.0%}",
         _state(row),
     ]
+
+
+def _index(row: ProcessView) -> Text:
+    """What an index knows, and whether all of it is what the workers last said."""
+    if row.index_state is None or row.is_lost:
+        return Text()
+    style = "" if row.index_state == "exact" else "yellow"
+    return Text(f"{row.index_state}, {row.num_indexed_blocks} blocks", style=style)
 
 
 def _number(value: float | None) -> str:

@@ -191,4 +191,5 @@ def _sequence_of(request: RunPrefill, block_size: int) -> Sequence:
         num_prompt_tokens=len(token_ids),
         block_hashes=unpack_hashes(request.block_hashes)[:num_full],
         kv_quota_tokens=request.kv_quota_tokens,
+        num_public_blocks=min(request.num_public_blocks, num_full),
     )

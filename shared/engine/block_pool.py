@@ -7,12 +7,12 @@ Every block is in exactly one of three sets:
     referenced   held by `ref_count` > 0 sequences
 
 A block gets its hash once it is full and computed. Allocation takes empty blocks first, then evicts
-the least recently used cached one. A sequence's blocks become evictable tail first, so that what is
-left of a prefix is still a prefix.
+the least recently used cached one, pinned ones after all others. A sequence's blocks become
+evictable tail first, so that what is left of a prefix is still a prefix.
 
 A tenant may have a quota of findable blocks. One that is over it loses its own least recently used
-cached blocks at once, whatever else is empty; what sequences hold stays theirs and goes, if the
-tenant is still over, when they give it back.
+cached blocks at once, pinned ones last, whatever else is empty; what sequences hold stays theirs
+and goes, if the tenant is still over, when they give it back.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._empty = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._last_evictable: OrderedDict[int, None] = OrderedDict()  # the same, of pinned ones
+        self._pins: Counter[bytes] = Counter()  # by block hash, whether it is here or not
         self._known: list[CachedBlock | None] = [None] * num_blocks
         self._block_ids: dict[bytes, int] = {}
         self._shares: dict[str, TenantShare] = {}
@@ -48,11 +50,45 @@ class BlockPool:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that an allocation can have: empty and cached ones."""
-        return len(self._empty) + len(self._evictable)
+        return len(self._empty) + self.num_cached_blocks
 
     @property
     def num_cached_blocks(self) -> int:
-        return len(self._evictable)
+        return len(self._evictable) + len(self._last_evictable)
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        """That are pinned; they need not be here."""
+        return len(self._pins)
+
+    def num_pinned_with(self, block_hashes: Iterable[bytes]) -> int:
+        """How many would be pinned if these were, too."""
+        return len(self._pins.keys() | set(block_hashes))
+
+    def pin(self, block_hashes: Sequence[bytes]) -> None:
+        """Each pin is to be taken back by one `unpin`; a pinned block goes after all others."""
+        for block_hash in reversed(block_hashes):
+            self._pins[block_hash] += 1
+            self._move(block_hash, self._evictable, self._last_evictable)
+
+    def unpin(self, block_hashes: Sequence[bytes]) -> None:
+        """What is here counts as used just now."""
+        for block_hash in reversed(block_hashes):
+            self._pins[block_hash] -= 1
+            if self._pins[block_hash] <= 0:
+                del self._pins[block_hash]
+                self._move(block_hash, self._last_evictable, self._evictable)
+
+    def _move(
+        self, block_hash: bytes, source: OrderedDict[int, None], target: OrderedDict[int, None]
+    ) -> None:
+        block_id = self._block_ids.get(block_hash)
+        if block_id is not None and block_id in source:
+            del source[block_id]
+            target[block_id] = None
+            share = self._share_of(block_id)
+            del share.evictable[block_id]
+            share.evictable[block_id] = None
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -77,7 +113,7 @@ class BlockPool:
     def hold(self, block_ids: Iterable[int]) -> None:
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
-                del self._evictable[block_id]
+                del self._evictable_with(self._known[block_id])[block_id]
                 del self._share_of(block_id).evictable[block_id]
             self._ref_counts[block_id] += 1
 
@@ -98,13 +134,18 @@ class BlockPool:
             self._ref_counts[block_id] -= 1
             if self._ref_counts[block_id] > 0:
                 continue
-            if self._known[block_id] is None:
+            known = self._known[block_id]
+            if known is None:
                 self._empty.append(block_id)
                 self.note_freed((block_id,))
             else:
                 share = self._share_of(block_id)
-                self._evictable[block_id] = share.evictable[block_id] = None
+                self._evictable_with(known)[block_id] = share.evictable[block_id] = None
                 self._trim(share)
+
+    def _evictable_with(self, block: CachedBlock | None) -> OrderedDict[int, None]:
+        assert block is not None, "an empty block is not evicted"
+        return self._last_evictable if block.block_hash in self._pins else self._evictable
 
     def commit(
         self,
@@ -149,6 +190,12 @@ class BlockPool:
         share = self._shares.get(tenant_id)
         return 0 if share is None else share.num_blocks
 
+    def quota_tokens_of(self, tenant_id: str) -> int:
+        """As it was told last; 0: no bound."""
+        share = self._shares.get(tenant_id)
+        max_blocks = None if share is None else share.max_blocks
+        return 0 if max_blocks is None else max_blocks * self.block_size
+
     def take_events(self) -> list[KvEvent]:
         self._end_removal()
         events, self._events = self._events, []
@@ -174,7 +221,8 @@ class BlockPool:
     def check(self) -> None:
         """Raises AssertionError unless empty + cached + referenced = total, each block in one."""
         referenced = {b for b in range(self.num_blocks) if self._ref_counts[b] > 0}
-        empty, evictable = set(self._empty), set(self._evictable)
+        empty, evictable = set(self._empty), {*self._evictable, *self._last_evictable}
+        assert len(evictable) == self.num_cached_blocks, "a block is pinned and not"
         assert len(empty) == len(self._empty), "a block is empty twice"
         assert not (empty & evictable or empty & referenced or evictable & referenced)
         assert len(empty) + len(evictable) + len(referenced) == self.num_blocks
@@ -186,8 +234,10 @@ class BlockPool:
         num_blocks = Counter(block.tenant_id for block in self._known if block is not None)
         assert num_blocks == {each: share.num_blocks for each, share in self._shares.items()}
         for tenant_id, share in self._shares.items():
-            own = [each for each in self._evictable if self._tenant_of(each) == tenant_id]
-            assert own == list(share.evictable), "two orders of eviction"
+            for order in (self._evictable, self._last_evictable):
+                own = [each for each in order if self._tenant_of(each) == tenant_id]
+                same = [each for each in share.evictable if each in order]
+                assert own == same, "two orders of eviction"
             assert not share.has_to_give, "a tenant over its quota has cached blocks"
 
     def _tenant_of(self, block_id: int) -> str:
@@ -201,20 +251,23 @@ class BlockPool:
     def _take(self) -> int:
         if self._empty:
             return self._empty.pop()
-        block_id = next(iter(self._evictable))
+        block_id = next(iter(self._evictable or self._last_evictable))
         self._evict(block_id)
         return block_id
 
     def _trim(self, share: TenantShare) -> None:
         while share.has_to_give:
-            block_id = next(iter(share.evictable))
+            others = (each for each in share.evictable if each in self._evictable)
+            block_id = next(others, None)
+            if block_id is None:
+                block_id = next(iter(share.evictable))
             self._evict(block_id)
             self._empty.append(block_id)
 
     def _evict(self, block_id: int) -> None:
         block = self._known[block_id]
         assert block is not None
-        del self._evictable[block_id]
+        del self._evictable_with(block)[block_id]
         del self._block_ids[block.block_hash]
         self._known[block_id] = None
         self.note_freed((block_id,))

@@ -13,7 +13,7 @@ from itertools import repeat
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.block_hash import extend_chain
+from shared.block_hash import PUBLIC_TENANT_ID, extend_chain
 from shared.engine.batcher import Batcher, ScheduledSequence
 from shared.engine.block_pool import BlockPool
 from shared.engine.runner import StepOutput
@@ -96,6 +96,10 @@ class Engine:
         if len(sequence.block_hashes) > full:
             raise InvalidRequest(
                 f"{len(sequence.block_hashes)} block hashes for {full} full blocks"
+            )
+        if sequence.num_public_blocks > len(sequence.block_hashes):
+            raise InvalidRequest(
+                f"{len(sequence.block_hashes)} block hashes, {sequence.num_public_blocks} public"
             )
         self._extend_hashes(sequence, full)
 
@@ -303,15 +307,21 @@ class Engine:
         if full <= first:
             return
         self._extend_hashes(sequence, full)
-        self.pool.commit(
-            sequence.block_table[first:full],
-            sequence.block_hashes[first:full],
-            tenant_id=sequence.tenant_id,
-            parent_hash=sequence.block_hashes[first - 1] if first else sequence.cache_root,
-            first_block_index=first,
-            kv_quota_tokens=sequence.kv_quota_tokens,
-        )
+        public = min(full, max(first, sequence.num_public_blocks))
+        self._commit(sequence, first, public, PUBLIC_TENANT_ID)
+        self._commit(sequence, public, full, sequence.tenant_id)
         sequence.num_committed_blocks = full
+
+    def _commit(self, sequence: Sequence, first: int, last: int, tenant_id: str) -> None:
+        if first < last:
+            self.pool.commit(
+                sequence.block_table[first:last],
+                sequence.block_hashes[first:last],
+                tenant_id=tenant_id,
+                parent_hash=sequence.parent_hash_of(first),
+                first_block_index=first,
+                kv_quota_tokens=0 if tenant_id == PUBLIC_TENANT_ID else sequence.kv_quota_tokens,
+            )
 
     def _drop_unseen_blocks(self, sequence: Sequence) -> None:
         """They stay in the cache while there is room. A prefill's have yet to be pushed."""
@@ -328,9 +338,8 @@ class Engine:
         if known >= num_blocks:
             return
         size = self.pool.block_size
-        parent = sequence.block_hashes[-1] if known else sequence.cache_root
         tokens = sequence.token_ids[known * size : num_blocks * size]
-        sequence.block_hashes += extend_chain(parent, tokens, size)
+        sequence.block_hashes += extend_chain(sequence.parent_hash_of(known), tokens, size)
 
 
 def _collect(sequence: Sequence, index: int, output: StepOutput) -> None:

@@ -22,6 +22,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.block_hash import root_after_public
 from shared.engine.token_counts import TokenCounts
 from shared.messages import Pooling, SamplingParams, TokenLogprobs
 
@@ -59,6 +60,7 @@ class Sequence:
     token_ids: list[int]
     num_prompt_tokens: int
     block_hashes: list[bytes] = field(default_factory=list)
+    num_public_blocks: int = 0  # leading ones, of a public prefix; all their hashes are known
     sampling: SamplingParams | None = None
     pooling: Pooling | None = None
     choice_index: int = 0
@@ -91,6 +93,15 @@ class Sequence:
         # both grow, and the choices of one request may be made from the same lists
         self.token_ids = list(self.token_ids)
         self.block_hashes = list(self.block_hashes)
+
+    def parent_hash_of(self, block_index: int) -> bytes:
+        """What the hash of this block chains from; those of all blocks before it are known."""
+        if block_index == 0:
+            return self.cache_root
+        parent = self.block_hashes[block_index - 1]
+        if block_index == self.num_public_blocks:  # nobody shares what a tenant adds
+            return root_after_public(self.cache_root, parent)
+        return parent
 
     @property
     def held_blocks(self) -> list[int]:

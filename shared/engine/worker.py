@@ -16,23 +16,29 @@ from shared.bus import Bus
 from shared.clock import Clock
 from shared.engine.cached_block import CachedBlock, runs_of
 from shared.engine.loop import EngineLoop
+from shared.engine.pinned_prefixes import PinnedPrefixes, sequence_of
 from shared.engine.sequence import Sequence
-from shared.errors import InvalidRequest, UnknownModel
+from shared.errors import InvalidRequest, UnknownModel, WorkerBusy
 from shared.heartbeat import Heart
 from shared.kv_wire.placements import ReceiverCounts
 from shared.messages import (
     BlockPage,
     DataPlaneAddress,
+    KeepPins,
     KvEvents,
     ListBlocks,
     ModelCard,
+    PinPrefix,
+    PinsKept,
+    PrefixPinned,
     Role,
     WorkerLoad,
 )
 from shared.outbox import Outbox
 from shared.randomness import Randomness
-from shared.subjects import kv_events, list_blocks
+from shared.subjects import kv_events, list_blocks, pins
 
+EXPIRE_PINS_S = 1.0
 KV_EVENTS_INTERVAL_S = 0.05  # between two messages
 BLOCKS_PER_PAGE = 20_000
 
@@ -58,6 +64,7 @@ class Worker:
         region: str = "",
         data_plane: DataPlaneAddress | None = None,
         frame_counts: ReceiverCounts | None = None,
+        max_pinned_share: float = 0.25,
     ) -> None:
         self.bus = bus
         self.clock = clock
@@ -81,6 +88,7 @@ class Worker:
         self._has_kv_events = asyncio.Event()
         loop.engine.pool.on_event = self._has_kv_events.set
         self._snapshot: tuple[int, list[CachedBlock]] = (0, [])  # what a resync is paging through
+        self._pins = PinnedPrefixes(loop.engine, clock, max_share=max_pinned_share)
         self._background = Background()
 
     @property
@@ -127,10 +135,15 @@ class Worker:
         await self.bus.serve(
             list_blocks(self.roles[0], self.worker_id), ListBlocks, self._block_page
         )
+        self.loop.listen(self._pins.on_step)
+        subject = pins(self.roles[0], self.worker_id)
+        await self.bus.serve(subject, PinPrefix | KeepPins, self._on_pins)
         self._background.start(self._tell_kv_events())
+        self._background.start(self._expire_pins())
 
     async def stop(self) -> None:
         await self._background.stop()
+        self._pins.stop()
         await self.loop.stop()
         await self.outbox.stop()
         await self.heart.stop()
@@ -146,6 +159,23 @@ class Worker:
             num_refused_kv_frames=counts.num_refused,
             num_bad_kv_peers=counts.num_bad_peers,
         )
+
+    def _on_pins(self, command: PinPrefix | KeepPins) -> PrefixPinned | PinsKept:
+        if isinstance(command, KeepPins):
+            return self._pins.keep(command)
+        if self.is_draining:
+            raise WorkerBusy(f"{self.worker_id} is draining")
+        self.check_model(command.model, command.revision)
+        sequence = sequence_of(command, self.served.card.block_size)
+        self.check_tokens(sequence)
+        reply = self._pins.pin(command, sequence)
+        self.loop.wake()
+        return reply
+
+    async def _expire_pins(self) -> None:
+        while True:
+            await self.clock.sleep(EXPIRE_PINS_S)
+            self._pins.expire()
 
     async def _tell_kv_events(self) -> None:
         while True:

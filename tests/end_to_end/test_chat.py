@@ -115,7 +115,8 @@ def test_health_ready_metrics_and_openapi(cluster):
     assert cluster.client.get("/health").status_code == 200
     assert cluster.client.get("/ready").json()["ready"] is True
     assert "hearth" in cluster.client.get("/metrics").text
-    assert "/v1/chat/completions" in cluster.client.get("/openapi.json").json()["paths"]
+    paths = cluster.client.get("/openapi.json").json()["paths"]
+    assert {"/v1/chat/completions", "/v1/prefixes/{name}"} <= set(paths)
 
 
 def test_without_index_and_redis_answers_go_on(cluster):

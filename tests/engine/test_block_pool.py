@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from hashlib import blake2b
 
 import pytest
@@ -203,6 +204,39 @@ def test_check_finds_a_damaged_pool(damage: str) -> None:
         pool.check()
 
 
+def test_pinned_blocks_go_after_all_others() -> None:
+    pool = BlockPool(6, 4)
+    cached(pool, "abc")
+    cached(pool, "xyz")
+    pool.pin(chain("ab"))
+    pool.take_events()
+    pool.allocate(6)
+    assert removed(pool) == [digest(p) for p in ["abc", "xyz", "xy", "x", "ab", "a"]]
+
+
+def test_a_prefix_that_two_have_pinned_stays_pinned_until_both_let_go() -> None:
+    pool = BlockPool(4, 4)
+    cached(pool, "ab")
+    cached(pool, "xy")
+    pool.pin(chain("ab"))
+    pool.pin(chain("a"))
+    assert (pool.num_pinned_blocks, pool.num_pinned_with(chain("abc"))) == (2, 3)
+    pool.unpin(chain("ab"))
+    pool.take_events()
+    pool.allocate(4)
+    assert removed(pool) == [digest(p) for p in ["xy", "x", "ab", "a"]]
+
+
+def test_a_block_can_be_pinned_before_it_is_there() -> None:
+    pool = BlockPool(4, 4)
+    pool.pin(chain("ab"))
+    cached(pool, "ab")
+    cached(pool, "xy")
+    pool.take_events()
+    pool.allocate(3)
+    assert removed(pool) == [digest(p) for p in ["xy", "x", "ab"]]
+
+
 class Model:
     """The pool by the book: who holds what, what is known, in which order it would go."""
 
@@ -210,6 +244,7 @@ class Model:
         self.refs: dict[int, int] = {}
         self.path_of: dict[int, str] = {}
         self.lru: list[int] = []
+        self.pins: Counter[str] = Counter()
 
     def find(self, path: str) -> list[int]:
         by_path = {known: block_id for block_id, known in self.path_of.items()}
@@ -225,8 +260,20 @@ class Model:
         self.lru = [each for each in self.lru if each != block_id]
 
     def evict(self, count: int) -> list[str]:
-        victims, self.lru = self.lru[:count], self.lru[count:]
+        victims = sorted(self.lru, key=lambda block_id: self.path_of[block_id] in self.pins)[:count]
+        self.lru = [block_id for block_id in self.lru if block_id not in victims]
         return [self.path_of.pop(block_id) for block_id in victims]
+
+    def pin(self, path: str, step: int) -> None:
+        """What becomes pinned, or no longer is, counts as used; a chain's tail before its head."""
+        for end in range(len(path), 0, -1):
+            before = self.pins[path[:end]] > 0
+            self.pins[path[:end]] += step
+            block_ids = [each for each in self.lru if self.path_of[each] == path[:end]]
+            if before != (self.pins[path[:end]] > 0) and block_ids:
+                self.lru.remove(block_ids[0])
+                self.lru.append(block_ids[0])
+        self.pins = +self.pins
 
     def release(self, block_id: int) -> None:
         self.refs[block_id] -= 1
@@ -247,6 +294,20 @@ class PoolMachine(RuleBasedStateMachine):
         self.model = Model()
         self.holders: list[tuple[str, list[int]]] = []
         self.replayed: dict[bytes, tuple[str, bytes, int]] = {}
+        self.pinned: list[str] = []
+
+    @rule(path=st.text("ab", min_size=1, max_size=4))
+    def pin(self, path: str) -> None:
+        self.pool.pin(chain(path))
+        self.model.pin(path, 1)
+        self.pinned.append(path)
+
+    @precondition(lambda self: self.pinned)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        path = self.pinned.pop(data.draw(st.integers(0, len(self.pinned) - 1)))
+        self.pool.unpin(chain(path))
+        self.model.pin(path, -1)
 
     @rule(path=st.text("ab", min_size=1, max_size=5))
     def admit(self, path: str) -> None:
@@ -302,6 +363,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.replayed == listing(self.pool)
         assert set(self.replayed) == {digest(path) for path in self.model.path_of.values()}
         assert self.pool.num_cached_blocks == len(self.model.lru)
+        assert self.pool.num_pinned_blocks == len(self.model.pins)
         assert self.pool.num_free_blocks == self.NUM_BLOCKS - len(self.model.refs)
 
     def teardown(self) -> None:

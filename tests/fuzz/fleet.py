@@ -18,8 +18,11 @@ from services.gateway.service import GatewayService
 from services.gateway.text.model_files import ModelFiles
 from services.kv_index.service import KvIndexService
 from services.scheduler.service import SchedulerService
+from shared import pinned_prefix
 from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig
 from shared.errors import HearthError
+from shared.packing import pack_token_ids
+from shared.pinned_prefix import PinnedPrefix
 from tests.simulation.bus import SimulatedNetwork
 from tests.simulation.clock import VirtualClock
 from tests.simulation.kv_link import SimulatedDialer
@@ -30,6 +33,14 @@ from tests.simulation.workers import MODEL, SimulatedWorker
 NATS, REDIS = "nats://here", "redis://here"
 PROMPT = "the quick brown fox jumps over the lazy dog " * 6
 WORKERS = ("prefill-1", "decode-1", "worker-1")
+PINNED = PinnedPrefix(
+    name="system-prompt",
+    tenant_id="tenant-1",
+    model=MODEL,
+    messages=[],
+    token_ids=pack_token_ids(range(100, 140)),
+    created_at=0,
+)
 PROCESSES = (*WORKERS, "gateway-1", "scheduler-1", "kv_index-1")
 
 
@@ -37,6 +48,7 @@ class Fleet:
     def __init__(self, model_dir: Path, files: ModelFiles) -> None:
         self.network = SimulatedNetwork()
         clock, data_plane = VirtualClock(), SimulatedDialer()
+        self.index_store = MemoryStore()
         self.gateway = GatewayService(
             GatewayConfig(
                 nats_url=NATS,
@@ -62,7 +74,7 @@ class Fleet:
         self.index = KvIndexService(
             KvIndexConfig(nats_url=NATS, process_id="kv_index-1", redis_url=REDIS),
             self.network.bus("kv_index-1"),
-            MemoryStore(),
+            self.index_store,
             clock,
             SeededRandomness(3),
             wall_clock=clock.now,
@@ -75,6 +87,7 @@ class Fleet:
         self._services = [self.index, self.scheduler, *self.workers, self.gateway]
 
     async def start(self) -> None:
+        await pinned_prefix.save(self.index_store, PINNED, 0.0)
         for each in self._services:
             await each.start()
         await asyncio.sleep(2)  # virtual: heartbeats are heard, watchers trust themselves

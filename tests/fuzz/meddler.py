@@ -43,6 +43,7 @@ HOWS = ("spoil", "spoil", "after", "after", "twice", "twice", "tear", "lose", "l
 KINDS = {
     "submit": 1, "start": 1, "run": 1, "placement": 2, "tokens": 30, "control": 3, "cancel": 1,
     "resend": 2, "match": 1, "list_blocks": 3, "kv_events": 6, "heartbeat": 12, "reply": 8,
+    "pins": 4,
 }  # fmt: skip
 FAILURE = Failure(code="worker_busy", message="no", retry_after_s=1.0)
 

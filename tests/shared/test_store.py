@@ -43,7 +43,7 @@ COMMANDS = [
     ("ZADD", "s:set", 3, "c", 1, "a", 2, "b", 2, "bb"),
     ("ZREM", "s:set", "b"),
     ("ZADD", "s:bounded", 1, "a", 2, "b", 3, "c"),
-    ("ZREMRANGEBYRANK", "s:bounded", 0, -3),
+    ("ZADD", "s:bounded", "GT", 1, "c", 9, "z"),
     ("SET", "s:gone", 1),
     ("DEL", "s:gone"),
 ]
@@ -60,7 +60,9 @@ async def test_the_simulated_store_does_what_redis_does(store: RedisStore) -> No
     for key in ("s:set", "s:bounded", "s:none"):
         assert await memory.sorted_set_head(key, 2) == await store.sorted_set_head(key, 2)
     assert await store.get("s:count") == b"7"
-    assert await store.sorted_set_head("s:bounded", 9) == [b"b", b"c"]
+    assert await store.sorted_set_head("s:bounded", 9) == [b"a", b"b", b"c", b"z"]
+    for key in ("s:set", "s:none"):
+        assert await memory.sorted_set_size(key) == await store.sorted_set_size(key)
 
 
 async def test_a_missing_redis_is_one_error_and_then_a_breaker() -> None:

@@ -27,7 +27,10 @@ def may(role: CredentialRole, process_id: str, verb: str, subject: str) -> bool:
         (
             "gateway",
             "g",
-            [subjects.SUBMIT, subjects.submit_to("s"), subjects.cancel("s"), subjects.resend("d")],
+            [
+                *(subjects.SUBMIT, subjects.submit_to("s"), subjects.cancel("s")),
+                *(subjects.resend("d"), subjects.MATCH),
+            ],
             [subjects.tokens("g"), subjects.placement("g"), "_INBOX.g.x.y"],
         ),
         (
@@ -46,12 +49,16 @@ def may(role: CredentialRole, process_id: str, verb: str, subject: str) -> bool:
             "prefill",
             "p",
             [subjects.control("decode", "d"), subjects.kv_events("prefill", "p")],
-            [subjects.run_prefill("p"), subjects.list_blocks("prefill", "p")],
+            [
+                subjects.run_prefill("p"),
+                subjects.list_blocks("prefill", "p"),
+                subjects.pins("prefill", "p"),
+            ],
         ),
         (
             "kv_index",
             "i",
-            [subjects.list_blocks("decode", "d")],
+            [subjects.list_blocks("decode", "d"), subjects.pins("prefill", "p")],
             [subjects.MATCH, subjects.kv_events("decode", "d")],
         ),
         (

@@ -9,8 +9,11 @@ from random import Random
 import msgspec
 
 from services.gateway.tenants import store_api_key
+from shared import pinned_prefix
 from shared.kv_wire.link import FrameHeader
 from shared.messages import Role
+from shared.packing import pack_token_ids
+from shared.pinned_prefix import PinnedPrefix
 from tests.simulation.bus import SimulatedNetwork
 from tests.simulation.client import Client
 from tests.simulation.excuses import Trouble
@@ -21,9 +24,17 @@ from tests.simulation.members import AnyHost, Member, SimulatedIndex, SimulatedS
 from tests.simulation.monitor import Monitor, tasks_left
 from tests.simulation.plan import TENANTS, Fault, Plan
 from tests.simulation.store import MemoryStore
-from tests.simulation.workers import SimulatedWorker
+from tests.simulation.workers import MODEL, SimulatedWorker
 
 JOIN_S = 0.5
+PINNED = PinnedPrefix(
+    name="system-prompt",
+    tenant_id=TENANTS[0],
+    model=MODEL,
+    messages=[],
+    token_ids=pack_token_ids(range(100, 140)),
+    created_at=0,
+)
 WORKER_ROLES: dict[str, tuple[Role, ...]] = {
     "prefill": ("prefill",),
     "decode": ("decode",),
@@ -54,6 +65,8 @@ class Fleet:
     async def start(self) -> None:
         for tenant_id in TENANTS:
             await store_api_key(self.store, tenant_id, tenant_id)
+        if self.plan.seed % 2:  # workers compute it, and again when they have lost it
+            await pinned_prefix.save(self.store, PINNED, 0.0)
         for role, process_ids in self.plan.fleet.process_ids.items():
             for process_id in process_ids:
                 member = Member(self.network, self._host(role, process_id))

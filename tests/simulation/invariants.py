@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from shared.engine.sequence import Sequence
 from tests.simulation.client import Client
 from tests.simulation.excuses import unexplained
 from tests.simulation.expected import Expected, expected_of, expected_prompt_logprobs
 from tests.simulation.fleet import Fleet
+from tests.simulation.workers import SimulatedWorker
 
 # Faults after which no request may have been submitted a second time.
 UNDISTURBING = {"redis_away", "redis_hang", "link_drop", "link_noise", "slow"}
@@ -23,16 +25,16 @@ def held_too_long(fleet: Fleet) -> list[str]:
     """What is left SOON_S after the last request's end and the last fault, and should not be.
 
     A lost acknowledgement may keep tokens until their time is over, but no blocks; what was aborted
-    keeps only blocks that a long step still writes. Who is taken for lost because its step takes
-    longer than announced is unknown to an index until that has ended.
+    keeps only blocks that a long step still writes, and so does a pinned prefix. Who is taken for
+    lost because its step takes longer than announced is unknown to an index until that has ended.
     """
     is_forgetful = any(fault.kind in FORGETFUL for fault in fleet.plan.faults)
     kept = ("ended", "emitter") if is_forgetful else ()
     busy = [
         f"{worker.worker_id}: {name}: "
         for worker in fleet.workers()
-        if any(each.is_in_step and each.is_aborted for each in worker.engine.batcher.running)
-        for name in ("running", "blocks")
+        if any(_may_last(each, worker) for each in worker.engine.batcher.running)
+        for name in ("running", "blocks", "computing_pins")
     ]
     allowed = [f"{worker.worker_id}: {name}: " for worker in fleet.workers() for name in kept]
     allowed += [
@@ -43,6 +45,12 @@ def held_too_long(fleet: Fleet) -> list[str]:
         and any(each.is_in_step for each in worker.engine.batcher.running)
     ]
     return [each for each in fleet.leaks() if not each.startswith((*busy, *allowed))]
+
+
+def _may_last(sequence: Sequence, worker: SimulatedWorker) -> bool:
+    """As long as the step under way."""
+    is_unwanted = sequence.is_aborted or sequence.sequence_id in worker.worker._pins._computing
+    return sequence.is_in_step and is_unwanted
 
 
 def wrongs_of(fleet: Fleet, events: Mapping[str, int]) -> list[str]:

@@ -6,8 +6,9 @@ from collections.abc import Sized
 from typing import TYPE_CHECKING
 
 from services.kv_index.index import State
-from services.kv_index.registry import _key
+from services.kv_index.registry import HOLDER
 from services.scheduler.service import SchedulerService
+from shared.pinned_prefix import record_key
 
 if TYPE_CHECKING:
     from services.kv_index.index import PrefixIndex
@@ -28,6 +29,7 @@ def of_worker(worker: SimulatedWorker) -> list[str]:
         running=engine.batcher.running,
         reserved=engine._reserved,
         held=engine._held,
+        computing_pins=worker.worker._pins._computing,
     )
     if pool.num_free_blocks != pool.num_blocks:
         found.append(f"blocks: {pool.num_blocks - pool.num_free_blocks} of {pool.num_blocks}")
@@ -72,8 +74,9 @@ def of_registry(service: KvIndexService, store: MemoryStore) -> list[str]:
         if not service.index.holds(worker_id, block_hash)
     ]
     for record in registry._records.values():
-        written = store.data.get(_key(record.tenant_id, record.block_hash), {})
-        if written.get(b"holders") != ",".join(sorted(record.holders)).encode():
+        written = store.data.get(record_key(record.tenant_id, record.block_hash), {})
+        holders = {name.decode() for name in written if name.startswith(b"holder:")}
+        if holders != {HOLDER + worker_id for worker_id in record.holders}:
             found.append(f"Redis knows other holders of {record.block_hash.hex()}")
     return found
 

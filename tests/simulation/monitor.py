@@ -31,6 +31,7 @@ IDLE_TASKS = frozenset(
         "EngineLoop._tick",
         "Heart._beat",
         "Heart._watch",
+        "KvIndexService._keep_pins",
         "KvIndexService._sweep",
         "KvIndexService._write_behind",
         "Outbox._run",
@@ -40,6 +41,7 @@ IDLE_TASKS = frozenset(
         "SchedulerService._dispatch",
         "SchedulerService._keep_alive",
         "SchedulerService._tick",
+        "Worker._expire_pins",
         "Worker._tell_kv_events",
     }
 )

@@ -42,7 +42,6 @@ class MemoryStore:
             "HDEL": self._hash_delete,
             "ZADD": self._sorted_add,
             "ZREM": self._sorted_remove,
-            "ZREMRANGEBYRANK": self._sorted_remove_range,
         }
 
     @property
@@ -71,6 +70,10 @@ class MemoryStore:
     async def sorted_set_head(self, key: str, count: int) -> Sequence[bytes]:
         self._check()
         return self._by_score(key)[:count]
+
+    async def sorted_set_size(self, key: str) -> int:
+        self._check()
+        return len(self.data.get(key, {}))
 
     async def write(self, commands: Sequence[Command]) -> None:
         self._check()
@@ -129,17 +132,16 @@ class MemoryStore:
 
     def _sorted_add(self, key: str, *pairs: str | bytes | int | float) -> None:
         members = self.data.setdefault(key, {})
-        for score, member in zip(pairs[::2], pairs[1::2], strict=True):
-            members[_encoded(member)] = float(score)
+        is_never_lower = pairs[0] == "GT"
+        rest = pairs[is_never_lower:]
+        for score, name in zip(rest[::2], rest[1::2], strict=True):
+            member = _encoded(name)
+            lowest = members.get(member, float(score)) if is_never_lower else float(score)
+            members[member] = max(float(score), lowest)
 
     def _sorted_remove(self, key: str, *members: str | bytes) -> None:
         for member in members:
             self.data.get(key, {}).pop(_encoded(member), None)
-
-    def _sorted_remove_range(self, key: str, first: int, last: int) -> None:
-        ordered = self._by_score(key)
-        stop = len(ordered) + last + 1 if last < 0 else last + 1
-        self._sorted_remove(key, *ordered[first : max(stop, 0)])
 
 
 class ProcessStore:
@@ -159,6 +161,9 @@ class ProcessStore:
 
     async def sorted_set_head(self, key: str, count: int) -> Sequence[bytes]:
         return await self._ask(lambda: self._shared.sorted_set_head(key, count))
+
+    async def sorted_set_size(self, key: str) -> int:
+        return await self._ask(lambda: self._shared.sorted_set_size(key))
 
     async def write(self, commands: Sequence[Command]) -> None:
         await self._ask(lambda: self._shared.write(commands))

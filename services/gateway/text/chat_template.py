@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.meta
 import jinja2.sandbox
 import msgspec
 
@@ -67,20 +68,27 @@ class ChatTemplate:
         self._pattern = re.compile("|".join(re.escape(each) for each in literals))
         self._variables = dict(variables)
         try:
-            self._template = _environment(today).from_string(source)
+            environment = _environment(today)
+            self._template = environment.from_string(source)
+            names = jinja2.meta.find_undeclared_variables(environment.parse(source))
+            self.takes_tools = "tools" in names
         except (jinja2.TemplateError, RecursionError) as error:
             raise ConfigError(f"the chat template does not compile: {error}") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[str]:
         """Prompt pieces in order; a `LiteralText` is text without special tokens.
 
         Raises InvalidRequest with the template's own words if it refuses the messages.
         """
         guarded = [_map_strings(message, self._guard) for message in messages]
+        if tools and not self.takes_tools:
+            raise InvalidRequest("this model's chat template takes no tools", param="tools")
         try:
             prompt = self._template.render(
                 messages=guarded,
-                tools=None,
+                tools=[_map_strings(tool, self._guard) for tool in tools] or None,
                 documents=None,
                 add_generation_prompt=True,
                 **self._variables,

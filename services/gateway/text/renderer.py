@@ -14,7 +14,7 @@ import msgspec
 
 import services
 from services.gateway.text.chat_template import ChatTemplate, LiteralText
-from services.gateway.text.template_process import LIMIT_S, SIZE, Refused, Reply
+from services.gateway.text.template_process import LIMIT_S, SIZE, Order, Refused, Reply
 from shared.child_process import send_signal
 from shared.errors import InvalidRequest, NoCapacity, Overloaded
 
@@ -38,7 +38,9 @@ class Renderer:
             if self._template is not None:
                 await self._started(self._template)
 
-    async def render(self, messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[str]:
         """As ChatTemplate.render. Raises InvalidRequest, also for what takes too long or too much
         memory, and Overloaded if others take that long.
         """
@@ -50,7 +52,7 @@ class Renderer:
         except TimeoutError:
             raise Overloaded("too many conversations to render", retry_after_s=1.0) from None
         try:
-            reply = await self._asked(self._template, _encode(messages))
+            reply = await self._asked(self._template, _encode(Order(messages, tools)))
         finally:
             self._turn.release()
         if isinstance(reply, Refused):

@@ -5,7 +5,7 @@ ever or take all memory. This process has a bound for memory, and an alarm that 
 template that takes too much of the processor, even if nobody is left who waits for it.
 
     TemplateSource ──▶          once
-    messages ────────▶          ◀── Rendered or Refused
+    Order ───────────▶          ◀── Rendered or Refused
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import resource
 import signal
 import struct
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -25,6 +26,13 @@ LIMIT_S = 2.0  # of the processor: neither a busy machine nor a frozen one count
 MAX_MEMORY_BYTES = 1 << 30
 MAX_PROMPT_CHARS = 64 * 1024 * 1024
 SIZE = struct.Struct("!I")
+
+
+class Order(msgspec.Struct, frozen=True, array_like=True):
+    """What is to be rendered."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 class Rendered(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -48,16 +56,16 @@ def main() -> None:
     if source is None:
         return
     template = msgspec.msgpack.decode(source, type=TemplateSource).compiled()
-    while (messages := _read()) is not None:
+    while (order := _read()) is not None:
         signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
-        reply = _rendered(template, msgspec.msgpack.decode(messages))
+        reply = _rendered(template, msgspec.msgpack.decode(order, type=Order))
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         _write(encode(reply))
 
 
-def _rendered(template: ChatTemplate, messages: list[dict[str, Any]]) -> Reply:
+def _rendered(template: ChatTemplate, order: Order) -> Reply:
     try:
-        pieces = template.render(messages)
+        pieces = template.render(order.messages, order.tools)
     except HearthError as error:
         return Refused(error.message)
     except (MemoryError, RecursionError) as error:

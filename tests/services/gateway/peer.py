@@ -251,6 +251,7 @@ class PeerScheduler:
         self.submits: asyncio.Queue[SubmitRequest] = asyncio.Queue()
         self.cancels: asyncio.Queue[str] = asyncio.Queue()
         self.queued: dict[str, SubmitRequest] = {}
+        self.submitted: list[SubmitRequest] = []
         self.task: asyncio.Task[None] | None = None
         self.heart = Heart(self.bus, MonotonicClock(), SystemRandomness(), roles=("scheduler",))
 
@@ -276,6 +277,7 @@ class PeerScheduler:
         await self.bus.close()
 
     def _submit(self, message: SubmitRequest) -> Queued:
+        self.submitted.append(message)
         self.submits.put_nowait(message)
         if self.refusal is not None:
             raise self.refusal

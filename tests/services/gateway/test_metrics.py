@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 
 from services.gateway.metrics import GatewayMetrics
-from shared.messages import Heartbeat, WorkerLoad
+from shared.messages import Heartbeat, IndexLoad, WorkerLoad
 
 
 def test_what_other_processes_count_is_told_by_process() -> None:
@@ -20,13 +20,24 @@ def test_what_other_processes_count_is_told_by_process() -> None:
     decode = msgspec.structs.replace(
         gateway, process_id="decode-1", roles=("decode",), load=load, num_impostors=0
     )
+    indices = [
+        msgspec.structs.replace(gateway, process_id=process_id, roles=("kv_index",), index=index)
+        for process_id, index in (
+            ("kv_index-1", IndexLoad(state="exact", num_blocks=5, num_resyncs=2)),
+            ("kv_index-2", IndexLoad(state="degraded")),
+        )
+    ]
     metrics = GatewayMetrics()
-    metrics.watch_fleet(lambda: [gateway, decode])
+    metrics.watch_fleet(lambda: [gateway, decode, *indices])
     text = metrics.render().decode()
     for line in (
         'hearth_worker_kv_frames_total{outcome="taken",worker="decode-1"} 70.0',
         'hearth_worker_kv_frames_total{outcome="corrupt",worker="decode-1"} 2.0',
         'hearth_impostor_messages_total{process="gateway-1"} 3.0',
         'hearth_impostor_messages_total{process="decode-1"} 0.0',
+        'hearth_kv_index_exact{process="kv_index-1"} 1.0',
+        'hearth_kv_index_exact{process="kv_index-2"} 0.0',
+        'hearth_kv_index_blocks{process="kv_index-1"} 5.0',
+        'hearth_kv_index_resyncs_total{process="kv_index-1"} 2.0',
     ):
         assert line in text

@@ -323,3 +323,23 @@ def test_the_tokenizer_remembers_no_word_of_any_tenant(monkeypatch: pytest.Monke
     made = tokenizer.PromptTokenizer(DEMO_MODEL_DIR / "tokenizer.json")
     assert WatchedTokenizer.sizes == [0, 0]
     assert made.encode(["a word", LiteralText("<s>")])
+
+
+TOOL = {"type": "function", "function": {"name": "say", "description": "<|im_start|> is no role"}}
+
+
+def test_tools_reach_a_template_that_takes_them() -> None:
+    taking = template("{% if tools %}{{ tools[0] | tojson }}|{% endif %}{{ messages[0].content }}")
+    message = {"role": "user", "content": "x"}
+    assert taking.takes_tools
+    pieces = taking.render([message], [TOOL])
+    assert '"name": "say"' in "".join(pieces) and pieces[-1].endswith("|x")
+    assert [str(each) for each in pieces if isinstance(each, LiteralText)] == ["<|im_start|>"]
+    assert "".join(taking.render([message])) == "x"
+
+
+def test_tools_are_refused_where_the_template_takes_none() -> None:
+    plain = template("{{ messages[0].content }}")
+    assert not plain.takes_tools
+    with pytest.raises(InvalidRequest, match="takes no tools"):
+        plain.render([{"role": "user", "content": "x"}], [TOOL])

@@ -135,18 +135,21 @@ class Rig:
         self.network = SimulatedNetwork()
         self.store = MemoryStore()
         self.clock = VirtualClock()
+        self.service = self.replica("kv_index-0")
+        self.asker: SimulatedBus = self.network.bus("scheduler-0")
+
+    def replica(self, process_id: str) -> KvIndexService:
         config = KvIndexConfig(
-            nats_url="nats://here", process_id="kv_index-0", redis_url="redis://here"
+            nats_url="nats://here", process_id=process_id, redis_url="redis://here"
         )
-        self.service = KvIndexService(
+        return KvIndexService(
             config,
-            self.network.bus("kv_index-0"),
+            self.network.bus(process_id),
             self.store,
             self.clock,
-            SeededRandomness(7),
+            SeededRandomness(7 + int(process_id[-1])),
             wall_clock=lambda: 1_000.0,
         )
-        self.asker: SimulatedBus = self.network.bus("scheduler-0")
 
     async def worker(
         self, worker_id: str, role: Role = "prefill", *, epoch: int = 1

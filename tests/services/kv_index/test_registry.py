@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from services.kv_index import registry as registry_module
-from services.kv_index.registry import PrefixRegistry
+from services.kv_index.registry import PrefixRecord, PrefixRegistry
 from shared.clock import MonotonicClock
 from shared.store import RedisStore, Store
 from tests.servers import RedisServer
@@ -37,12 +37,18 @@ def store_run(
         model="m",
         revision="r1",
         num_tokens=16 * number,
+        num_bytes=1600 * number,
         tip_hash=block(number),
     )
 
 
 def key(number: int, tenant: str = "t") -> str:
     return f"hearth:{tenant}:prefix:{block(number).hex()}"
+
+
+def holders(store: MemoryStore, number: int) -> set[str]:
+    names = [name.decode() for name in store.data.get(key(number), {})]
+    return {each.removeprefix("holder:") for each in names if each.startswith("holder:")}
 
 
 def test_a_record_says_what_is_known() -> None:
@@ -58,8 +64,12 @@ def test_a_record_says_what_is_known() -> None:
         b"model": b"m",
         b"revision": b"r1",
         b"num_tokens": b"64",
-        b"holders": b"w0,w1",
+        b"bytes": b"6400",
+        b"pin": b"",
+        b"holder:w0": b"1",
+        b"holder:w1": b"1",
         b"hits": b"1",
+        b"saved_tokens": b"64",
         b"last_use": b"1003",
     }
     assert store.time_to_live_s[key(4)] == 60
@@ -76,8 +86,8 @@ def test_holders_follow_removal_clearing_and_loss() -> None:
     registry.removed("w0", block(1) + block(7))
     registry.cleared("w1")
     run(registry.flush())
-    assert store.data[key(1)][b"holders"] == b"w2"
-    assert store.data[key(2)][b"holders"] == b"w0,w2"
+    assert holders(store, 1) == {"w2"}
+    assert holders(store, 2) == {"w0", "w2"}
 
 
 def test_the_least_recently_used_go_beyond_the_bound() -> None:
@@ -90,6 +100,7 @@ def test_the_least_recently_used_go_beyond_the_bound() -> None:
     store_run(registry, 4)
     store_run(registry, 9, tenant="other")
     run(registry.flush())
+    run(registry.trim())
     assert sorted(store.data["hearth:t:prefixes"]) == [
         block(number).hex().encode() for number in (1, 3, 4)
     ]
@@ -144,6 +155,7 @@ async def test_on_a_real_redis(redis_server: RedisServer) -> None:
         store_run(registry, number, tenant="real")
     registry.matched("real", [block(3)], 1)
     assert await registry.flush()
+    await registry.trim()
     assert await store.hash_get(key(1, "real")) == {}
     record = await store.hash_get(key(3, "real"))
     assert (record[b"hits"], record[b"num_tokens"]) == (b"1", b"48")
@@ -162,5 +174,159 @@ async def test_an_older_process_left_more_than_the_bound(redis_server: RedisServ
     registry._now = lambda: 5_000.0
     store_run(registry, 4, tenant="old")
     await registry.flush()
+    await registry.trim()
     assert len(await store.sorted_set_head("hearth:old:prefixes", 9)) == 2
     await store.close()
+
+
+def test_two_replicas_do_not_overwrite_each_other() -> None:
+    """Each hears the events in its own time, and half of the questions."""
+    store = MemoryStore()
+    first, second = registry_on(store), registry_on(store)
+    for replica in (first, second):
+        store_run(replica, 1, "w0")
+    store_run(first, 1, "w1")
+    run(first.flush())
+    run(second.flush())  # it has not heard of w1 yet
+    assert holders(store, 1) == {"w0", "w1"}
+    store_run(second, 1, "w1")
+    for replica in (first, second):
+        replica.matched("t", [block(1)], 1)
+        replica.removed("w0", block(1))
+        run(replica.flush())
+    assert holders(store, 1) == {"w1"}
+    assert store.data[key(1)][b"hits"] == b"2"
+    assert store.data[key(1)][b"saved_tokens"] == b"32"
+
+
+def test_a_replica_does_not_delete_what_the_other_one_uses() -> None:
+    store = MemoryStore()
+    first, second = registry_on(store, max_per_tenant=2), registry_on(store, max_per_tenant=2)
+    for number in (1, 2):
+        for replica in (first, second):
+            store_run(replica, number)
+            run(replica.flush())
+    second._now = lambda: 5_000.0
+    second.matched("t", [block(1)], 1)
+    run(second.flush())
+    store_run(first, 3)  # by its own count block 1 is the oldest
+    run(first.flush())
+    run(first.trim())
+    assert key(1) in store.data
+    assert key(2) not in store.data
+
+
+def test_news_of_a_holder_does_not_bring_a_deleted_record_back() -> None:
+    store = MemoryStore()
+    registry = registry_on(store)
+    store_run(registry, 1)
+    run(registry.flush())
+    store.data.clear()
+    registry.cleared("w0")
+    run(registry.flush())
+    assert store.data == {"hearth:t:prefixes": {}} or store.data == {}
+
+
+def test_a_restarted_replica_counts_on() -> None:
+    """Block 1 is nobody's tip any more in the pages that workers send."""
+    store = MemoryStore()
+    before = registry_on(store)
+    store_run(before, 1, "w0")
+    store_run(before, 1, "w1")
+    store_run(before, 2, "w0")
+    before.matched("t", [block(1)], 1)
+    run(before.flush())
+    after = registry_on(store)
+    store_run(after, 2, "w0")
+    run(after.recover(lambda worker_id: worker_id == "w0"))  # w1 was lost meanwhile
+    after.matched("t", [block(1), block(7)], 1)
+    run(after.flush())
+    assert store.data[key(1)][b"hits"] == b"2"
+    assert holders(store, 1) == {"w0"}
+    after.removed("w0", block(1))
+    run(after.flush())
+    assert holders(store, 1) == set()
+
+
+def test_what_recovery_reads_does_not_outdo_what_was_heard_since() -> None:
+    store = MemoryStore()
+    before = registry_on(store)
+    store_run(before, 1, "w0")
+    run(before.flush())
+    after = registry_on(store)
+    store_run(after, 1, "w0")
+    after.removed("w0", block(1))
+    run(after.recover(lambda _: True))
+    run(after.flush())
+    assert holders(store, 1) == set()
+
+
+def test_recovery_passes_over_what_it_cannot_read() -> None:
+    store = MemoryStore()
+    store.data["hearth:t:prefixes"] = {b"zz": 1.0, b"aa": 2.0, block(9).hex().encode(): 3.0}
+    store.data[key(9)] = {b"model": b"m", b"num_tokens": b"many"}
+    registry = registry_on(store)
+    store_run(registry, 1)
+    run(registry.recover(lambda _: True))
+    assert list(registry._records) == [block(1)]
+
+
+def test_recovery_waits_for_redis() -> None:
+    store = MemoryStore()
+    before = registry_on(store)
+    store_run(before, 1)
+    run(before.flush())
+    after = registry_on(store)
+    store_run(after, 2)
+    store.is_away = True
+    run(after.recover(lambda _: True))
+    store.is_away = False
+    run(after.recover(lambda _: True))
+    assert sorted(after._records) == [block(1), block(2)]
+
+
+def pinned(number: int, tenant: str = "t", name: str = "n") -> PrefixRecord:
+    return PrefixRecord(tenant, block(number), "m", "r1", 16 * number, 0, 0, pin=name)
+
+
+def test_a_pinned_prefix_counts_beside_the_deepest_and_is_not_trimmed() -> None:
+    store = MemoryStore()
+    registry = registry_on(store, max_per_tenant=2)
+    registry.pin(pinned(1))
+    for number in (2, 3, 4):
+        store_run(registry, number)
+    registry.matched("t", [block(1), block(2), block(3)], 3)
+    registry.matched("other", [block(1)], 1)
+    run(registry.flush())
+    run(registry.trim())
+    record = store.data[key(1)]
+    assert (record[b"pin"], record[b"hits"], record[b"saved_tokens"]) == (b"n", b"1", b"16")
+    assert store.data[key(3)][b"hits"] == b"1"
+    registry.unpin(block(1))
+    run(registry.flush())
+    assert store.data[key(1)][b"pin"] == b""
+
+
+def test_a_public_prefix_counts_for_whoever_asks() -> None:
+    store = MemoryStore()
+    registry = registry_on(store)
+    registry.pin(pinned(1, tenant=""))
+    registry.matched("a", [block(1)], 1)
+    registry.matched("b", [block(1)], 1)
+    run(registry.flush())
+    assert store.data[key(1, "")][b"hits"] == b"2"
+
+
+def test_a_pinned_record_does_not_expire() -> None:
+    store = MemoryStore()
+    registry = registry_on(store)
+    registry.pin(pinned(1))
+    run(registry.flush())
+    num_writes = store.num_writes
+    registry.pin(pinned(1))
+    run(registry.flush())
+    assert store.num_writes == num_writes
+    registry._now = lambda: 1_040.0
+    registry.pin(pinned(1))
+    run(registry.flush())
+    assert store.num_writes == num_writes + 1

@@ -13,8 +13,16 @@ from shared.clock import MonotonicClock
 from shared.config import KvIndexConfig
 from shared.errors import HearthError, NoResponders
 from shared.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S
-from shared.messages import BlockPage, BlocksRemoved, ListBlocks
+from shared.messages import (
+    BlockPage,
+    BlocksRemoved,
+    Heartbeat,
+    ListBlocks,
+    MatchPrefix,
+    PrefixMatches,
+)
 from shared.store import RedisStore
+from shared.subjects import HEARTBEATS, MATCH
 from tests.servers import NatsServer, RedisServer
 from tests.services.kv_index.rig import CacheWorker, Rig, ask, block, eventually
 from tests.simulation.clock import run
@@ -108,11 +116,11 @@ def test_a_resync_leaves_in_redis_what_the_worker_still_holds() -> None:
         await worker.remove(9)
         rig.network.is_dropped = lambda subject, sender, receiver: False
         await asyncio.sleep(5 * HEARTBEAT_INTERVAL_S)
-        holders = {
-            number: rig.store.data[f"hearth:t:prefix:{block(number).hex()}"][b"holders"]
+        is_held = {
+            number: b"holder:prefill-0" in rig.store.data[f"hearth:t:prefix:{block(number).hex()}"]
             for number in (2, 4, 9)
         }
-        assert holders == {2: b"prefill-0", 4: b"prefill-0", 9: b""}
+        assert is_held == {2: True, 4: True, 9: False}
 
     scenario(test)
 
@@ -233,9 +241,9 @@ def test_redis_away_and_back() -> None:
         rig.store.is_away = False
         await asyncio.sleep(0.3)
         record = rig.store.data[f"hearth:t:prefix:{block(2).hex()}"]
-        assert (record[b"hits"], record[b"holders"], record[b"num_tokens"]) == (
+        assert (record[b"hits"], record[b"holder:prefill-0"], record[b"num_tokens"]) == (
             b"1",
-            b"prefill-0",
+            b"1",
             b"32",
         )
 
@@ -252,6 +260,91 @@ def test_a_drain_leaves_the_group_and_writes_what_is_left() -> None:
         assert f"hearth:t:prefix:{block(1).hex()}" in rig.store.data
         with pytest.raises(NoResponders):
             await rig.match(1)
+
+    scenario(test)
+
+
+def test_its_heartbeat_says_whether_it_is_exact() -> None:
+    async def test(rig: Rig) -> None:
+        states = []
+        await rig.asker.subscribe(HEARTBEATS, Heartbeat, lambda beat: states.append(beat.index))
+        worker = await rig.worker("prefill-0")
+        await asyncio.sleep(0.6)
+        await worker.store(1, 2, 3)
+        await asyncio.sleep(2 * HEARTBEAT_INTERVAL_S)
+        known = [each for each in states if each is not None]
+        assert (known[-1].state, known[-1].num_blocks, known[-1].num_workers) == ("exact", 3, 1)
+        rig.network.is_dropped = lambda subject, sender, receiver: subject.endswith("kv_events")
+        await worker.remove(2)
+        rig.network.is_dropped = lambda subject, sender, receiver: subject.endswith("list_blocks")
+        await worker.store(4)
+        await asyncio.sleep(2 * HEARTBEAT_INTERVAL_S)
+        known = [each for each in states if each is not None]
+        assert (known[-1].state, known[-1].num_inexact_workers) == ("degraded", 1)
+
+    scenario(test)
+
+
+def test_two_replicas_share_the_questions_and_write_one_record() -> None:
+    async def test(rig: Rig) -> None:
+        second = rig.replica("kv_index-1")
+        await second.start()
+        worker = await rig.worker("prefill-0")
+        other = await rig.worker("decode-0", "decode")
+        await asyncio.sleep(1.0)
+        await worker.store(1, 2)
+        await other.store(1, 2)
+        await asyncio.sleep(0.01)
+        answers = [await rig.exact(1, 2, 3) for _ in range(40)]
+        assert answers == [{"prefill-0": 2, "decode-0": 2}] * 40
+        await other.remove(2)
+        await asyncio.sleep(0.5)
+        record = rig.store.data[f"hearth:t:prefix:{block(2).hex()}"]
+        assert (record[b"hits"], record[b"saved_tokens"]) == (b"40", b"1280")
+        assert [name for name in record if name.startswith(b"holder:")] == [b"holder:prefill-0"]
+        shares = [each._load().num_matches for each in (rig.service, second)]
+        assert sum(shares) == 40 and min(shares) > 0
+        await second.stop()
+
+    scenario(test)
+
+
+def test_a_dry_look_counts_as_no_use() -> None:
+    async def test(rig: Rig) -> None:
+        worker = await rig.worker("prefill-0")
+        await asyncio.sleep(0.1)
+        await worker.store(1)
+        await asyncio.sleep(0.01)
+        question = MatchPrefix(
+            tenant_id="t", model="m", revision="r1", block_hashes=block(1), is_counted=False
+        )
+        reply = await rig.asker.request(MATCH, question, PrefixMatches, timeout_s=1.0)
+        assert reply.matches
+        await asyncio.sleep(0.5)
+        assert rig.store.data[f"hearth:t:prefix:{block(1).hex()}"][b"hits"] == b"0"
+
+    scenario(test)
+
+
+def test_a_restarted_index_recovers_from_redis_and_the_workers() -> None:
+    async def test(rig: Rig) -> None:
+        worker = await rig.worker("prefill-0")
+        await asyncio.sleep(0.1)
+        await worker.store(1)
+        await asyncio.sleep(0.01)
+        await rig.exact(1)
+        await worker.store(2)  # block 1 is no tip any more
+        await asyncio.sleep(0.5)
+        await rig.service.stop()
+        rig.network.disconnect("kv_index-0")
+        again = rig.replica("kv_index-0")
+        await again.start()
+        await asyncio.sleep(2.0)
+        assert await rig.exact(1, 2) == {"prefill-0": 2}
+        assert await rig.exact(1) == {"prefill-0": 1}
+        await asyncio.sleep(0.5)
+        assert rig.store.data[f"hearth:t:prefix:{block(1).hex()}"][b"hits"] == b"2"
+        rig.service = again
 
     scenario(test)
 
@@ -282,7 +375,7 @@ async def test_over_real_servers(nats_server: NatsServer, redis_server: RedisSer
         store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
         stack.push_async_callback(store.close)
         record = await store.hash_get(f"hearth:t:prefix:{block(7).hex()}")
-        assert record[b"holders"] == b"prefill-1"
+        assert record[b"holder:prefill-1"] == b"1"
 
 
 async def _answers(bus: NatsBus, expected: dict[str, int], *numbers: int) -> None:

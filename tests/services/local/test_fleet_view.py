@@ -1,10 +1,12 @@
 """The fleet as `hearth status` shows it, on an invented clock."""
 
 import pytest
+from rich.console import Console
 
 from services.local.fleet_view import SHOW_LOST_S, FleetView, ProcessView
+from services.local.status import tables
 from shared.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, TICK_S
-from shared.messages import Heartbeat, ModelCard, ProcessState, Role, WorkerLoad
+from shared.messages import Heartbeat, IndexLoad, ModelCard, ProcessState, Role, WorkerLoad
 
 CARD = ModelCard(
     name="org/model",
@@ -153,3 +155,23 @@ def test_nobody_is_lost_while_the_server_is_silent() -> None:
     play.play(2.0)
     play.play(5.0, has_worker=False, has_echo=False)
     assert [row.state for row in play.view.rows()] == ["ready", "ready"]
+
+
+def test_an_index_says_whether_it_is_exact() -> None:
+    play = Play()
+    heartbeat = Heartbeat(
+        process_id="kv_index-1",
+        epoch=1,
+        sequence_number=1,
+        roles=("kv_index",),
+        state="ready",
+        interval_s=HEARTBEAT_INTERVAL_S,
+        index=IndexLoad(state="degraded", num_blocks=812),
+    )
+    play.view.observe(heartbeat, play.now)
+    (index,) = play.view.rows()
+    assert (index.index_state, index.num_indexed_blocks) == ("degraded", 812)
+    console = Console(width=120)
+    with console.capture() as shown:
+        console.print(tables([index]))
+    assert "degraded, 812 blocks" in shown.get()

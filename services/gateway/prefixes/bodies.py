@@ -1,0 +1,132 @@
+"""What `/v1/prefixes` takes and gives."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from services.gateway.body import StrictBody, SupportedFields
+from services.gateway.openai_chat import ChatMessage, messages_of
+from shared.errors import InvalidRequest
+from shared.messages import IndexState
+
+MAX_TTL_S = 366 * 86_400
+MAX_TOOLS = 256
+
+
+class PrefixRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`system` stands before `messages`; `tools` as in chat completions. Without `ttl_s` it stays
+    until it is deleted.
+    """
+
+    model: str | None = None  # the gateway's only model
+    system: str | None = None
+    messages: list[ChatMessage] | None = None
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] | None = None
+    ttl_s: Annotated[int, Meta(ge=1, le=MAX_TTL_S)] | None = None
+    cache_salt: str | None = None
+
+
+class WorkerPrefix(msgspec.Struct, frozen=True, kw_only=True):
+    worker: str
+    cached_tokens: int
+
+
+class Prefix(msgspec.Struct, frozen=True, kw_only=True):
+    """`pinned_tokens` are those of whole blocks: what a request can hit. `state`: `warm` on every
+    worker that it may be on, `warming`, or `unknown` while the index does not answer.
+    """
+
+    object: Literal["prefix"] = "prefix"
+    name: str
+    model: str
+    is_public: bool
+    num_tokens: int
+    pinned_tokens: int
+    state: Literal["warm", "warming", "unknown"]
+    workers: list[WorkerPrefix]
+    hits: int
+    saved_tokens: int
+    bytes: int
+    last_used_at: int | None
+    created_at: int
+    expires_at: int | None
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+
+
+class PrefixEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of the list; `GET /v1/prefixes/{name}` tells the rest."""
+
+    object: Literal["prefix"] = "prefix"
+    name: str
+    model: str
+    is_public: bool
+    num_tokens: int
+    expires_at: int | None
+
+
+class PrefixList(msgspec.Struct, frozen=True, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[PrefixEntry]
+
+
+class DeletedPrefix(msgspec.Struct, frozen=True, kw_only=True):
+    object: Literal["prefix.deleted"] = "prefix.deleted"
+    name: str
+    deleted: bool = True
+
+
+class DryRunRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Each a body of chat completions, if it has `messages`, or else of completions."""
+
+    request: dict[str, Any]
+    other: dict[str, Any] | None = None
+
+
+class DryRun(msgspec.Struct, frozen=True, kw_only=True):
+    """The first `cached_tokens` tokens would hit on the worker that holds most of them."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    public_tokens: int
+    index_state: IndexState | Literal["unknown"]
+    workers: list[WorkerPrefix]
+
+
+class Divergence(msgspec.Struct, frozen=True, kw_only=True):
+    """The first token in which two prompts differ, from 0; a text is null where one has ended."""
+
+    token_index: int
+    common_blocks: int
+    text_before: str
+    request_text: str | None
+    other_text: str | None
+
+
+class DryRunReport(msgspec.Struct, frozen=True, kw_only=True):
+    """`divergence` is null for equal prompts, and where only one was given."""
+
+    object: Literal["prefix.dry_run"] = "prefix.dry_run"
+    request: DryRun
+    other: DryRun | None = None
+    divergence: Divergence | None = None
+
+
+class PrefixBody(StrictBody):
+    fields = SupportedFields(PrefixRequest, {})
+
+
+class DryRunBody(StrictBody):
+    fields = SupportedFields(DryRunRequest, {})
+
+
+def conversation_of(body: PrefixRequest) -> list[dict[str, Any]]:
+    """Raises InvalidRequest for an empty one."""
+    system = [] if body.system is None else [ChatMessage(role="system", content=body.system)]
+    messages = list(messages_of([*system, *(body.messages or [])]))
+    if not messages:
+        raise InvalidRequest("a prefix needs `system` or `messages`", param="system")
+    return messages

@@ -1,0 +1,110 @@
+"""Tells which tokens of a request would hit, and where two prompts part, without running them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import takewhile
+from typing import Any
+
+import msgspec
+
+from services.gateway import openai_chat, openai_completions
+from services.gateway.generation import Generation
+from services.gateway.prefixes.bodies import (
+    Divergence,
+    DryRun,
+    DryRunReport,
+    DryRunRequest,
+    WorkerPrefix,
+)
+from services.gateway.prefixes.shelf import Shelf
+from services.gateway.preparation import Prepared
+from services.gateway.text.tokenizer import PromptTokenizer
+from shared.errors import InvalidRequest
+from shared.messages import ModelCard
+
+CONTEXT_TOKENS = 8  # shown before the place where two prompts part
+
+Prepare = Callable[[str, Generation], Awaitable[Prepared]]  # tenant id, request
+
+
+def generation_of(body: dict[str, Any], param: str, default_model: str) -> Generation:
+    """Raises InvalidRequest, as the route that the body is for."""
+    data = msgspec.json.encode(body)
+    if "messages" in body:
+        return openai_chat.generation_of(openai_chat.CHAT_FIELDS.decode(data), default_model)
+    completion = openai_completions.COMPLETION_FIELDS.decode(data)
+    generations = openai_completions.generations_of(completion, default_model)
+    if len(generations) != 1:
+        raise InvalidRequest(f"{param}: one prompt at a time", param=param)
+    return generations[0]
+
+
+async def dry_run(
+    body: DryRunRequest,
+    tenant_id: str,
+    *,
+    prepare: Prepare,
+    shelf: Shelf,
+    tokenizer: PromptTokenizer,
+    card_of: Callable[[str], ModelCard],
+    default_model: str,
+) -> DryRunReport:
+    """Raises the HearthError with which the request itself would be refused."""
+    named = [("request", body.request)] + ([] if body.other is None else [("other", body.other)])
+    runs, prompts, sizes = [], [], []
+    for param, given in named:
+        generation = generation_of(given, param, default_model)
+        prepared = await prepare(tenant_id, generation)
+        card = card_of(generation.model)
+        runs.append(await _run(prepared, tenant_id, shelf, card))
+        prompts.append(prepared.prompt_token_ids)
+        sizes.append(card.block_size)
+    if len(runs) == 1:
+        return DryRunReport(request=runs[0])
+    divergence = _divergence(prompts[0], prompts[1], tokenizer, sizes[0])
+    return DryRunReport(request=runs[0], other=runs[1], divergence=divergence)
+
+
+async def _run(prepared: Prepared, tenant_id: str, shelf: Shelf, card: ModelCard) -> DryRun:
+    request, num_tokens = prepared.request, len(prepared.prompt_token_ids)
+    found = await shelf.held(tenant_id, card, request.block_hashes)
+    # the last token is computed in any case, so that there is something to draw from
+    workers = [
+        WorkerPrefix(
+            worker=each.worker_id,
+            cached_tokens=min(each.num_blocks * card.block_size, num_tokens - 1),
+        )
+        for each in (() if found is None else found.matches)
+    ]
+    workers.sort(key=lambda each: (-each.cached_tokens, each.worker))
+    return DryRun(
+        prompt_tokens=num_tokens,
+        cached_tokens=workers[0].cached_tokens if workers else 0,
+        public_tokens=request.num_public_blocks * card.block_size,
+        index_state="unknown" if found is None else found.state,
+        workers=workers,
+    )
+
+
+def _divergence(
+    first: Sequence[int], second: Sequence[int], tokenizer: PromptTokenizer, block_size: int
+) -> Divergence | None:
+    if first == second:
+        return None
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    index = sum(1 for _ in same)
+
+    def text(token_ids: Sequence[int]) -> str:
+        return tokenizer.decode_whole(token_ids)[0]
+
+    def token_text(token_ids: Sequence[int]) -> str | None:
+        return text(token_ids[index : index + 1]) if index < len(token_ids) else None
+
+    return Divergence(
+        token_index=index,
+        common_blocks=index // block_size,
+        text_before=text(first[max(0, index - CONTEXT_TOKENS) : index]),
+        request_text=token_text(first),
+        other_text=token_text(second),
+    )

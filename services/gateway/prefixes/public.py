@@ -1,0 +1,56 @@
+"""The public prefixes of this gateway's model, and the block hashes of prompts that begin so.
+
+Their whole blocks have hashes that all tenants have in common; the first block behind them mixes
+the tenant in (`shared/block_hash.py`). A prompt that begins otherwise, or with only a part of one,
+and one with a `cache_salt` are hashed as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shared.block_hash import extend_chain, public_root, root_after_public
+from shared.messages import ModelCard
+from shared.packing import TOKEN_ID_BYTES, pack_token_ids, unpack_token_ids
+from shared.pinned_prefix import PinnedPrefix
+
+_Key = tuple[str, int]  # revision and block size
+
+
+class PublicPrefixes:
+    """May be asked on a thread while `replace` is called: what is asked sees the old or the new."""
+
+    def __init__(self) -> None:
+        self._prefixes: tuple[PinnedPrefix, ...] = ()
+        self._chains: dict[_Key, list[tuple[bytes, list[bytes]]]] = {}
+
+    def replace(self, prefixes: Iterable[PinnedPrefix]) -> None:
+        self._prefixes = tuple(prefixes)
+        self._chains = {}
+
+    def chain(self, root: bytes, token_ids: list[int], card: ModelCard) -> tuple[list[bytes], int]:
+        """Hashes of the full blocks, and how many of them are public. `root` is the tenant's."""
+        if not self._prefixes:
+            return extend_chain(root, token_ids, card.block_size), 0
+        packed = pack_token_ids(token_ids)
+        for prefix, hashes in self._public_chains(card):
+            if packed.startswith(prefix):
+                behind = root_after_public(root, hashes[-1])
+                rest = token_ids[len(hashes) * card.block_size :]
+                return [*hashes, *extend_chain(behind, rest, card.block_size)], len(hashes)
+        return extend_chain(root, token_ids, card.block_size), 0
+
+    def _public_chains(self, card: ModelCard) -> list[tuple[bytes, list[bytes]]]:
+        """Whole blocks as packed tokens, and their hashes; the longest first, then by name."""
+        chains, key = self._chains, (card.revision, card.block_size)
+        if key not in chains:
+            found = []
+            for prefix in sorted(self._prefixes, key=lambda each: each.name):
+                num_blocks = len(prefix.token_ids) // TOKEN_ID_BYTES // card.block_size
+                if prefix.model == card.name and num_blocks:
+                    packed = prefix.token_ids[: num_blocks * card.block_size * TOKEN_ID_BYTES]
+                    root = public_root(prefix.name, card.revision)
+                    token_ids = unpack_token_ids(packed)
+                    found.append((packed, extend_chain(root, token_ids, card.block_size)))
+            chains[key] = sorted(found, key=lambda each: -len(each[0]))
+        return chains[key]

@@ -1,0 +1,32 @@
+"""Why a prefix is refused, beside what any request is refused for."""
+
+from __future__ import annotations
+
+from shared.errors import HearthError, InvalidRequest
+
+
+class UnknownPrefix(InvalidRequest):
+    code = "prefix_not_found"
+    http_status = 404
+
+
+class ZeroRetentionRefused(HearthError):
+    code = "zero_retention"
+    http_status = 403
+    openai_type = "permission_error"
+
+
+class NoRegionForPrefix(HearthError):
+    code = "no_region_allowed"
+    http_status = 403
+    openai_type = "permission_error"
+
+
+class PrefixTooShort(InvalidRequest):
+    code = "prefix_too_short"
+
+
+class TooManyPrefixes(HearthError):
+    code = "too_many_prefixes"
+    http_status = 409
+    openai_type = "invalid_request_error"

@@ -1,0 +1,85 @@
+"""`/v1/prefixes`: named prefixes that stay in the workers' caches."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Protocol
+
+from litestar import Request, Response
+from litestar.params import Body
+
+from services.gateway.catalog import Catalog
+from services.gateway.generation import Generation
+from services.gateway.prefixes.bodies import (
+    DeletedPrefix,
+    DryRunReport,
+    DryRunRequest,
+    Prefix,
+    PrefixList,
+    PrefixRequest,
+)
+from services.gateway.prefixes.dry_run import dry_run
+from services.gateway.prefixes.shelf import Shelf
+from services.gateway.preparation import Prepared
+from services.gateway.text.model_files import ModelFiles
+
+
+class PrefixGateway(Protocol):
+    """What these routes need of the service behind them."""
+
+    catalog: Catalog
+    files: ModelFiles
+    shelf: Shelf
+
+    async def prepare(self, tenant_id: str, request_id: str, generation: Generation) -> Prepared:
+        """Raises the HearthError with which the request is refused."""
+        ...
+
+
+class PrefixRoutes:
+    def __init__(self, gateway: PrefixGateway) -> None:
+        self._gateway = gateway
+
+    async def put(
+        self, request: Request[Any, Any, Any], data: Annotated[PrefixRequest, Body()]
+    ) -> Response[Prefix]:
+        """Pins it, in the place of one with the same name; it is warm soon after."""
+        name = str(request.path_params["name"])
+        prefix = await self._gateway.shelf.put(request.state.tenant, name, data)
+        return _response(request, prefix)
+
+    async def get(self, request: Request[Any, Any, Any]) -> Response[Prefix]:
+        name = str(request.path_params["name"])
+        return _response(request, await self._gateway.shelf.get(request.state.tenant, name))
+
+    async def list(self, request: Request[Any, Any, Any]) -> Response[PrefixList]:
+        """The tenant's own, then the public ones."""
+        return _response(request, await self._gateway.shelf.list(request.state.tenant))
+
+    async def delete(self, request: Request[Any, Any, Any]) -> Response[DeletedPrefix]:
+        name = str(request.path_params["name"])
+        await self._gateway.shelf.delete(request.state.tenant, name)
+        return _response(request, DeletedPrefix(name=name))
+
+    async def dry_run(
+        self, request: Request[Any, Any, Any], data: Annotated[DryRunRequest, Body()]
+    ) -> Response[DryRunReport]:
+        """Which tokens would hit now, and at which token two prompts part. Nothing is run."""
+        gateway, request_id = self._gateway, request.state.request_id
+
+        async def prepare(tenant_id: str, generation: Generation) -> Prepared:
+            return await gateway.prepare(tenant_id, request_id, generation)
+
+        report = await dry_run(
+            data,
+            request.state.tenant.tenant_id,
+            prepare=prepare,
+            shelf=gateway.shelf,
+            tokenizer=gateway.files.tokenizer,
+            card_of=gateway.catalog.card,
+            default_model=gateway.catalog.name,
+        )
+        return _response(request, report)
+
+
+def _response(request: Request[Any, Any, Any], content: Any) -> Response[Any]:
+    return Response(content, headers={"x-request-id": request.state.request_id})

@@ -1,0 +1,174 @@
+"""Keeps pinned prefixes warm: on every worker of their model, as workers come and go.
+
+Of several replicas the live one with the first name does it; if two think so for a moment, workers
+are told the same twice. Each round a worker hears what is pinned, which renews the leases there,
+and at most one prefix to compute, so that a new worker is not flooded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from services.kv_index.index import PrefixIndex
+from services.kv_index.pins import PIN_LEASE_S, Pins, WantedPin
+from services.kv_index.registry import PrefixRecord, PrefixRegistry
+from shared import pinned_prefix
+from shared.bus import Bus
+from shared.errors import HearthError
+from shared.health import Fleet
+from shared.messages import Heartbeat, KeepPins, ModelCard, PinsKept, PrefixPinned
+from shared.packing import pack_hashes, unpack_hashes
+from shared.store import Store, StoreUnavailable
+from shared.subjects import pins as pins_of
+
+log = structlog.get_logger(__name__)
+
+ROUND_S = 1.0
+PIN_TIMEOUT_S = 0.5
+MAX_AT_ONCE = 32  # workers that are asked at the same time
+MAX_PINS = 4_096  # of all tenants
+
+
+class PinKeeper:
+    """`wall_clock`: unix seconds, in which prefixes say when they are over."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        store: Store,
+        fleet: Fleet,
+        index: PrefixIndex,
+        registry: PrefixRegistry,
+        *,
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self.pins = Pins()
+        self._bus = bus
+        self._store = store
+        self._fleet = fleet
+        self._index = index
+        self._registry = registry
+        self._wall_clock = wall_clock
+        self._version: bytes | None = None
+        self._is_loaded = False
+        self._next_over: float | None = None  # when the first of them ends by itself
+        self._pinned_tips: set[bytes] = set()  # as the registry knows them
+        self._told: set[str] = set()  # workers that may have pins
+        self._round = 0
+
+    async def round(self) -> None:
+        try:
+            await self._reload()
+        except StoreUnavailable as error:  # what is known is kept warm meanwhile
+            log.debug("pins_not_read", reason=error.message)
+        if not self._is_loaded:
+            return
+        workers = self._workers()
+        self._note(workers)
+        self._round += 1
+        if self._leads():
+            self._told &= {each.process_id for each in workers}
+            for first in range(0, len(workers), MAX_AT_ONCE):
+                some = workers[first : first + MAX_AT_ONCE]
+                await asyncio.gather(*(self._keep(worker) for worker in some))
+
+    # ── what is pinned ───────────────────────────────────────────────────────────────────────────
+
+    async def _reload(self) -> None:
+        version = await self._store.get(pinned_prefix.VERSION_KEY)
+        now = self._wall_clock()
+        is_over = self._next_over is not None and now >= self._next_over
+        if self._is_loaded and version == self._version and not is_over:
+            return
+        digests: set[str] = set()
+        ends: list[int] = []
+        for tenant_id in await pinned_prefix.tenants(self._store):
+            entries = await pinned_prefix.entries(self._store, tenant_id)
+            for name, entry in entries.items():
+                if entry.is_over(now):
+                    await pinned_prefix.delete(self._store, tenant_id, name)
+                elif len(digests) < MAX_PINS and await self._has(tenant_id, name, entry):
+                    digests.add(entry.digest)
+                    ends += [] if entry.expires_at is None else [entry.expires_at]
+        self.pins.keep_only(digests)
+        self._next_over = min(ends, default=None)
+        self._version, self._is_loaded = version, True
+
+    async def _has(self, tenant_id: str, name: str, entry: pinned_prefix.Entry) -> bool:
+        if not self.pins.has(entry.digest):
+            prefix = await pinned_prefix.load(self._store, tenant_id, name)
+            if prefix is None or prefix.digest != entry.digest:  # changed since: read next time
+                return False
+            self.pins.add(prefix)
+        return True
+
+    def _note(self, workers: list[Heartbeat]) -> None:
+        """In the records of prefixes, where their hits are counted."""
+        cards = {each.model.revision: each.model for each in workers if each.model is not None}
+        wanted = self.pins.wanted(cards.values())
+        for tip_hash, pin in wanted.items():
+            self._registry.pin(_record(tip_hash, pin, cards))
+        if cards:  # without workers nobody knows what the tips are
+            for tip_hash in sorted(self._pinned_tips - wanted.keys()):
+                self._registry.unpin(tip_hash)
+            self._pinned_tips = set(wanted)
+
+    # ── workers ──────────────────────────────────────────────────────────────────────────────────
+
+    def _leads(self) -> bool:
+        live = {each.process_id for each in self._fleet.live("kv_index")}
+        return self._bus.process_id == min(live | {self._bus.process_id})
+
+    def _workers(self) -> list[Heartbeat]:
+        found = {
+            each.process_id: each
+            for role in ("prefill", "decode")
+            for each in self._fleet.live(role)
+            if each.model is not None
+        }
+        return [found[process_id] for process_id in sorted(found)]
+
+    async def _keep(self, worker: Heartbeat) -> None:
+        assert worker.model is not None
+        worker_id = worker.process_id
+        wanted = self.pins.wanted_of(worker.model, worker.region)
+        if not wanted and worker_id not in self._told:
+            return
+        subject = pins_of(worker.roles[0], worker_id)
+        command = KeepPins(tip_hashes=pack_hashes(list(wanted)), lease_s=PIN_LEASE_S)
+        try:
+            kept = await self._bus.request(subject, command, PinsKept, timeout_s=PIN_TIMEOUT_S)
+            (self._told.add if wanted else self._told.discard)(worker_id)
+            cold = self._cold(worker_id, wanted, kept)
+            if cold:
+                pin = cold[self._round % len(cold)]
+                await self._bus.request(subject, pin.command, PrefixPinned, timeout_s=PIN_TIMEOUT_S)
+        except HearthError as error:  # the next round tries again, another prefix first
+            log.debug("not_pinned", worker=worker_id, reason=error.message)
+
+    def _cold(
+        self, worker_id: str, wanted: dict[bytes, WantedPin], kept: PinsKept
+    ) -> list[WantedPin]:
+        missing = set(unpack_hashes(kept.missing_tip_hashes))
+        return [
+            pin
+            for tip_hash, pin in wanted.items()
+            if tip_hash in missing or not self._index.holds(worker_id, tip_hash)
+        ]
+
+
+def _record(tip_hash: bytes, pin: WantedPin, cards: dict[str, ModelCard]) -> PrefixRecord:
+    command = pin.command
+    return PrefixRecord(
+        command.tenant_id,
+        tip_hash,
+        command.model,
+        command.revision,
+        pin.num_tokens,
+        pin.num_tokens * cards[command.revision].kv_bytes_per_token,
+        0,
+        pin=pin.prefix.name,
+    )

@@ -1,0 +1,97 @@
+"""Which prefixes are pinned, and what a worker is told of each. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from shared.block_hash import extend_chain, public_root, root_hash
+from shared.messages import ModelCard, PinPrefix
+from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, pack_hashes, unpack_token_ids
+from shared.pinned_prefix import PinnedPrefix
+
+PIN_LEASE_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class WantedPin:
+    """A prefix as workers of one model hold it."""
+
+    prefix: PinnedPrefix
+    tip_hash: bytes
+    num_tokens: int  # of whole blocks
+    command: PinPrefix
+
+
+class Pins:
+    def __init__(self) -> None:
+        self._prefixes: dict[str, PinnedPrefix] = {}  # by digest
+        self._wanted: dict[tuple[str, str, int], WantedPin | None] = {}
+
+    def __len__(self) -> int:
+        return len(self._prefixes)
+
+    def has(self, digest: str) -> bool:
+        return digest in self._prefixes
+
+    def add(self, prefix: PinnedPrefix) -> None:
+        self._prefixes[prefix.digest] = prefix
+
+    def keep_only(self, digests: Collection[str]) -> None:
+        self._prefixes = {each: p for each, p in self._prefixes.items() if each in digests}
+        self._wanted = {key: pin for key, pin in self._wanted.items() if key[0] in digests}
+
+    def wanted(self, cards: Iterable[ModelCard]) -> dict[bytes, WantedPin]:
+        """All, by their last block, as workers with any of these cards hold them."""
+        found = {}
+        for card in cards:
+            for digest, prefix in self._prefixes.items():
+                pin = self._pin(digest, prefix, card)
+                if pin is not None:
+                    found[pin.tip_hash] = pin
+        return found
+
+    def wanted_of(self, card: ModelCard, region: str) -> dict[bytes, WantedPin]:
+        """What a worker with this card, in this region, is to have."""
+        return {
+            tip_hash: pin
+            for tip_hash, pin in self.wanted([card]).items()
+            if not pin.prefix.allowed_regions or region in pin.prefix.allowed_regions
+        }
+
+    def _pin(self, digest: str, prefix: PinnedPrefix, card: ModelCard) -> WantedPin | None:
+        if prefix.model != card.name:
+            return None
+        key = (digest, card.revision, card.block_size)
+        if key not in self._wanted:
+            self._wanted[key] = wanted_pin(prefix, card)
+        return self._wanted[key]
+
+
+def wanted_pin(prefix: PinnedPrefix, card: ModelCard) -> WantedPin | None:
+    """None while nobody has read it, and for less than a block or more than the context."""
+    num_blocks = len(prefix.token_ids) // TOKEN_ID_BYTES // card.block_size
+    num_tokens = num_blocks * card.block_size
+    if not 0 < num_tokens < card.max_context_tokens:
+        return None
+    packed = prefix.token_ids[: num_tokens * TOKEN_ID_BYTES]
+    root = _root(prefix, card)
+    hashes = extend_chain(root, unpack_token_ids(packed), card.block_size)
+    command = PinPrefix(
+        tenant_id=prefix.tenant_id,
+        model=card.name,
+        revision=card.revision,
+        cache_root=root,
+        token_ids=packed,
+        block_hashes=pack_hashes(hashes),
+        num_public_blocks=num_blocks if prefix.is_public else 0,
+        lease_s=PIN_LEASE_S,
+    )
+    assert len(hashes[-1]) == BLOCK_HASH_BYTES
+    return WantedPin(prefix, hashes[-1], num_tokens, command)
+
+
+def _root(prefix: PinnedPrefix, card: ModelCard) -> bytes:
+    if prefix.is_public:
+        return public_root(prefix.name, card.revision)
+    return root_hash(prefix.tenant_id, card.revision, cache_salt=prefix.cache_salt)

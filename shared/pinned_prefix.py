@@ -1,0 +1,147 @@
+"""Prefixes that have a name: a tenant's shared system prompts, and an operator's public ones.
+
+    hearth:{tenant}:pinned_prefixes           name → Entry, of all of a tenant's
+    hearth:{tenant}:pinned_prefix:{name}      PinnedPrefix: the text and its tokens
+    hearth:pinned_prefixes:tenants            who has any, by the time of the first
+    hearth:pinned_prefixes:version            grows with every change: who watches it need not look
+                                              at the rest
+
+Gateways write them, and give a public one its tokens; the index reads them and has them pinned on
+workers. Public ones are those of the tenant "", which is nobody's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import msgspec
+from msgspec import Meta
+
+from shared.block_hash import PUBLIC_TENANT_ID
+from shared.decoding import UNREADABLE
+from shared.store import Store
+
+VERSION_KEY = "hearth:pinned_prefixes:version"
+TENANTS_KEY = "hearth:pinned_prefixes:tenants"
+MAX_PER_TENANT = 64
+MAX_TENANTS = 1_000
+NAME_PATTERN = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
+
+PrefixName = Annotated[str, Meta(pattern=NAME_PATTERN)]
+
+
+class PinnedPrefix(msgspec.Struct, frozen=True, kw_only=True):
+    """`messages` and `tools` as the chat template takes them. Times in unix seconds."""
+
+    name: PrefixName
+    tenant_id: str
+    model: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = []
+    token_ids: bytes = b""  # packed; none: no gateway has read it yet
+    cache_salt: str = ""
+    allowed_regions: tuple[str, ...] = ()
+    created_at: int
+    expires_at: int | None = None
+
+    @property
+    def is_public(self) -> bool:
+        return self.tenant_id == PUBLIC_TENANT_ID
+
+    @property
+    def digest(self) -> str:
+        """Of all that it is."""
+        return blake2b(_encode(self), digest_size=16).hexdigest()
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    digest: str
+    model: str
+    num_tokens: int
+    expires_at: int | None
+
+    def is_over(self, now: float) -> bool:
+        return self.expires_at is not None and now >= self.expires_at
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+async def entries(store: Store, tenant_id: str) -> Mapping[str, Entry]:
+    """By name; what nobody can read is left out. Raises StoreUnavailable."""
+    found = {}
+    for name, data in (await store.hash_get(_entries_key(tenant_id))).items():
+        entry = _decoded(data, Entry)
+        if entry is not None:
+            found[name.decode(errors="replace")] = entry
+    return dict(sorted(found.items()))
+
+
+async def load(store: Store, tenant_id: str, name: str) -> PinnedPrefix | None:
+    """Raises StoreUnavailable."""
+    data = await store.get(_body_key(tenant_id, name))
+    prefix = None if data is None else _decoded(data, PinnedPrefix)
+    if prefix is None or (prefix.tenant_id, prefix.name) != (tenant_id, name):
+        return None
+    return prefix
+
+
+async def save(store: Store, prefix: PinnedPrefix, now: float) -> None:
+    """Puts it in the place of one with the same name. Raises StoreUnavailable."""
+    entry = Entry(prefix.digest, prefix.model, len(prefix.token_ids) // 4, prefix.expires_at)
+    ending: tuple[str | int, ...] = ()
+    if prefix.expires_at is not None:
+        ending = ("EX", max(1, prefix.expires_at - int(now)))
+    await store.write(
+        [
+            ("SET", _body_key(prefix.tenant_id, prefix.name), _encode(prefix), *ending),
+            ("HSET", _entries_key(prefix.tenant_id), prefix.name, _encode(entry)),
+            ("ZADD", TENANTS_KEY, "GT", prefix.created_at, prefix.tenant_id),
+            ("INCRBY", VERSION_KEY, 1),
+        ]
+    )
+
+
+async def delete(store: Store, tenant_id: str, name: str) -> None:
+    """Raises StoreUnavailable."""
+    await store.write(
+        [
+            ("DEL", _body_key(tenant_id, name)),
+            ("HDEL", _entries_key(tenant_id), name),
+            ("INCRBY", VERSION_KEY, 1),
+        ]
+    )
+
+
+async def tenants(store: Store) -> list[str]:
+    """Who may have any. Raises StoreUnavailable."""
+    found = await store.sorted_set_head(TENANTS_KEY, MAX_TENANTS)
+    return [each.decode(errors="replace") for each in found]
+
+
+def key_part(tenant_id: str) -> str:
+    """Whatever a tenant is called, its keys are not another's, nor a pattern that finds them."""
+    return quote(tenant_id, safe="@")
+
+
+def record_key(tenant_id: str, tip_hash: bytes) -> str:
+    """Where the index counts the uses of a prefix, pinned or not, by its last block."""
+    return f"hearth:{key_part(tenant_id)}:prefix:{tip_hash.hex()}"
+
+
+def _decoded(data: bytes, kind: Any) -> Any:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except UNREADABLE:
+        return None
+
+
+def _entries_key(tenant_id: str) -> str:
+    return f"hearth:{key_part(tenant_id)}:pinned_prefixes"
+
+
+def _body_key(tenant_id: str, name: str) -> str:
+    return f"hearth:{key_part(tenant_id)}:pinned_prefix:{name}"

@@ -1,0 +1,107 @@
+"""Pinned and public prefixes, and conversations that go on, on a whole cluster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from services.local.prefixes import publish_prefix, remove_prefix
+from tests.end_to_end.cluster import Cluster, run_cluster
+
+SYSTEM = "You are a careful assistant, who answers in one short sentence. " * 12
+QUESTION = "What is the KV cache?"
+BLOCK_SIZE = 16
+DEADLINE_S = 60
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("prefixes")
+    with run_cluster(folder, "--prefill", "0", "--decode", "2") as cluster:
+        cluster.wait_until_ready("decode-1", "decode-2")
+        yield cluster
+
+
+def wait_for(look: Callable[[], dict], holds: Callable[[dict], bool]) -> dict:
+    deadline = time.monotonic() + DEADLINE_S
+    while not holds(told := look()):
+        assert time.monotonic() < deadline, told
+        time.sleep(0.05)
+    return told
+
+
+def chat(cluster: Cluster, messages: list[dict], **options: object) -> dict:
+    body = {"messages": messages, "temperature": 0, "max_tokens": 40}
+    response = cluster.client.post("/v1/chat/completions", json=body | options)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def cached_tokens(answer: dict) -> int:
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_a_pinned_prefix_is_warm_before_anybody_asks(cluster: Cluster) -> None:
+    put = cluster.client.put("/v1/prefixes/careful", json={"system": SYSTEM})
+    assert put.status_code == 200, put.text
+
+    def look() -> dict:
+        return cluster.client.get("/v1/prefixes/careful").json()
+
+    told = wait_for(look, lambda told: told["state"] == "warm")
+    assert {each["worker"] for each in told["workers"]} == {"decode-1", "decode-2"}
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
+    tried = cluster.client.post(
+        "/v1/prefixes/dry_run", json={"request": {"messages": messages}}
+    ).json()
+    assert tried["request"]["cached_tokens"] == told["pinned_tokens"]
+    answer = chat(cluster, messages)
+    assert cached_tokens(answer) == told["pinned_tokens"] >= 128
+    counted = wait_for(look, lambda told: told["hits"] >= 1)
+    assert counted["saved_tokens"] == counted["hits"] * counted["pinned_tokens"]
+    assert cluster.client.delete("/v1/prefixes/careful").status_code == 200
+
+
+def test_a_public_prefix_is_warm_for_everybody(cluster: Cluster) -> None:
+    system = f"These are the rules of the house. {SYSTEM}"
+    publish_prefix(cluster.state.redis_url, "house", cluster.model, system, is_json=False)
+
+    def look() -> dict:
+        return cluster.client.get("/v1/prefixes/house").json()
+
+    told = wait_for(look, lambda told: told["state"] == "warm")
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": QUESTION}]
+    answer = chat(cluster, messages)
+    assert told["is_public"]
+    assert cached_tokens(answer) == told["pinned_tokens"] >= 128
+    salted = chat(cluster, messages, cache_salt="mine")
+    assert cached_tokens(salted) == 0
+    assert salted["choices"] == answer["choices"]
+    remove_prefix(cluster.state.redis_url, "house")
+
+
+@pytest.mark.parametrize("topic", ["decode", "prefill", "a block"])
+def test_the_second_turn_finds_the_whole_first_one(cluster: Cluster, topic: str) -> None:
+    """Prompt and answer, on whichever of the workers they are."""
+    messages = [{"role": "user", "content": f"What is {topic}? Tell me all that you know of it."}]
+    first = chat(cluster, messages, ignore_eos=False)
+    messages.append({"role": "assistant", "content": first["choices"][0]["message"]["content"]})
+    messages.append({"role": "user", "content": QUESTION})
+
+    def second() -> dict:
+        return cluster.client.post(
+            "/v1/prefixes/dry_run", json={"request": {"messages": messages}}
+        ).json()["request"]
+
+    usage = first["usage"]
+    num_computed = usage["prompt_tokens"] + usage["completion_tokens"]
+    if first["choices"][0]["finish_reason"] == "length":
+        num_computed -= 1  # nobody has read the last token
+    whole = num_computed // BLOCK_SIZE * BLOCK_SIZE
+    assert usage["completion_tokens"] >= BLOCK_SIZE  # or nothing is shown
+    wait_for(second, lambda told: told["cached_tokens"] >= whole)
+    answer = chat(cluster, messages)
+    assert cached_tokens(answer) >= whole > usage["prompt_tokens"] // BLOCK_SIZE * BLOCK_SIZE
+    assert answer["hearth"]["decode_worker"] == first["hearth"]["decode_worker"]

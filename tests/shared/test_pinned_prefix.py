@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from shared import pinned_prefix
+from shared.clock import MonotonicClock
+from shared.pinned_prefix import Entry, PinnedPrefix
+from shared.store import RedisStore, Store
+from tests.servers import RedisServer
+from tests.simulation.clock import run
+from tests.simulation.store import MemoryStore
+
+NOW = 1_000.0
+
+
+def a_prefix(name: str = "rules", tenant_id: str = "t", **fields: object) -> PinnedPrefix:
+    plain = PinnedPrefix(
+        name=name,
+        tenant_id=tenant_id,
+        model="m",
+        messages=[],
+        created_at=900,
+        token_ids=b"\1\0\0\0\2\0\0\0",
+    )
+    return msgspec.structs.replace(plain, **fields)
+
+
+async def check_life(store: Store) -> None:
+    """Saved, read, replaced, deleted; each time the version grows."""
+    before = await store.get(pinned_prefix.VERSION_KEY)
+    prefix = a_prefix("life")
+    await pinned_prefix.save(store, prefix, NOW)
+    assert await pinned_prefix.load(store, "t", "life") == prefix
+    other = a_prefix("life", expires_at=5_000, messages=[{"role": "system", "content": "Hi."}])
+    await pinned_prefix.save(store, other, NOW)
+    assert await pinned_prefix.entries(store, "t") == {"life": Entry(other.digest, "m", 2, 5_000)}
+    assert "t" in await pinned_prefix.tenants(store)
+    assert await pinned_prefix.load(store, "somebody", "life") is None
+    await pinned_prefix.delete(store, "t", "life")
+    assert await pinned_prefix.load(store, "t", "life") is None
+    assert await pinned_prefix.entries(store, "t") == {}
+    assert int(await store.get(pinned_prefix.VERSION_KEY) or 0) == int(before or 0) + 3
+
+
+def test_its_life_in_memory() -> None:
+    store = MemoryStore()
+    run(check_life(store))
+
+
+async def test_its_life_on_a_real_redis(redis_server: RedisServer) -> None:
+    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
+    await check_life(store)
+    await store.close()
+
+
+def test_its_text_goes_with_its_end() -> None:
+    store = MemoryStore()
+    run(pinned_prefix.save(store, a_prefix(expires_at=1_060), NOW))
+    assert store.time_to_live_s["hearth:t:pinned_prefix:rules"] == 60
+    entry = run(pinned_prefix.entries(store, "t"))["rules"]
+    assert [entry.is_over(at) for at in (1_059.0, 1_060.0)] == [False, True]
+
+
+def test_every_change_has_a_digest_of_its_own() -> None:
+    changes: list[dict[str, object]] = [
+        {"token_ids": b""},
+        {"messages": [{"role": "system", "content": "x"}]},
+        {"tools": [{"type": "function"}]},
+        {"allowed_regions": ("eu",)},
+        {"cache_salt": "s"},
+        {"expires_at": 5},
+    ]
+    digests = {msgspec.structs.replace(a_prefix(), **change).digest for change in changes}
+    assert len(digests | {a_prefix().digest}) == len(changes) + 1
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff\xff", b"\xc0", msgspec.msgpack.encode({"name": 3})])
+def test_what_nobody_can_read_is_left_out(data: bytes) -> None:
+    store = MemoryStore()
+    run(pinned_prefix.save(store, a_prefix("good"), NOW))
+    store.data["hearth:t:pinned_prefixes"][b"bad"] = data
+    store.data["hearth:t:pinned_prefix:bad"] = data
+    assert list(run(pinned_prefix.entries(store, "t"))) == ["good"]
+    assert run(pinned_prefix.load(store, "t", "bad")) is None
+
+
+def test_a_record_under_another_name_is_not_believed() -> None:
+    store = MemoryStore()
+    run(pinned_prefix.save(store, a_prefix("good"), NOW))
+    store.data["hearth:u:pinned_prefix:good"] = store.data["hearth:t:pinned_prefix:good"]
+    assert run(pinned_prefix.load(store, "u", "good")) is None
