@@ -74,6 +74,7 @@ def generation_of(body: ChatCompletionRequest, default_model: str) -> Generation
         sampling=sampling_of(body, max_tokens=_max_tokens(body), num_logprobs=_num_logprobs(body)),
         num_choices=body.num_choices,
         cache_salt="" if body.cache_salt is None else body.cache_salt,
+        priority=body.priority,
     )
 
 

@@ -57,6 +57,7 @@ def generations_of(body: CompletionRequest, default_model: str) -> list[Generati
             sampling=sampling,
             num_choices=num_choices,
             cache_salt="" if body.cache_salt is None else body.cache_salt,
+            priority=body.priority,
             has_echo=bool(body.echo),
             shows_output=body.max_tokens != 0,
         )

@@ -72,6 +72,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     logprobs_mode: LogprobsMode | None = None
     user: str | None = None
     cache_salt: str | None = None
+    priority: Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)] | None = None  # higher goes first
 
     @property
     def num_choices(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
@@ -19,7 +19,11 @@ from services.gateway.preparation import Preparation, Prepared
 from services.gateway.prompt import ChatPrompt
 from services.gateway.recovery import Recovery
 from services.gateway.routes import build_app
-from services.gateway.tenants import Tenants
+from services.gateway.tenancy.keys import ApiKeys
+from services.gateway.tenancy.limits import Demand, Grant, Limits
+from services.gateway.tenancy.permissions import check_model, check_regions
+from services.gateway.tenancy.permit import Permit
+from services.gateway.tenancy.usage import Usage
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.renderer import Renderer
 from services.gateway.web_server import WebServer
@@ -30,6 +34,7 @@ from shared.errors import NoCapacity, Overloaded
 from shared.heartbeat import Heart
 from shared.randomness import Randomness, SystemRandomness
 from shared.store import RedisStore, Store
+from shared.tenant import TenantRecord
 
 log = structlog.get_logger(__name__)
 
@@ -63,7 +68,10 @@ class GatewayService:
         self._preparation = Preparation(config, files, randomness)
         self._renderer = Renderer(files.chat_template) if renderer is None else renderer
         self._num_preparing = 0
-        self.tenants = Tenants(store, clock)
+        self.api_keys = ApiKeys(store, clock)
+        self._limits = Limits(store, clock)
+        writer_id = f"{config.process_id}-{randomness.bytes(8).hex()}"
+        self._usage = Usage(store, clock, writer_id=writer_id, now=wall_clock)
         self.catalog = Catalog(self._heart.fleet, config.served_name)
         self.metrics = GatewayMetrics()
         self._recovery = Recovery(
@@ -89,7 +97,9 @@ class GatewayService:
     async def start(self) -> None:
         await self._recovery.start()
         self._heart.on_heard(self.catalog.observe)
-        await self.tenants.warm_up()
+        await self.api_keys.warm_up()
+        self._limits.start()
+        self._usage.start()
         await self._heart.start()
         await self._web_server.start()
         await self._heart.become("ready")
@@ -100,12 +110,15 @@ class GatewayService:
         self._is_draining = True
         await self._heart.become("draining")
         await self._recovery.idle()
+        await self._usage.flush()
 
     async def stop(self) -> None:
         self._is_draining = True
         self._recovery.close_all(NoCapacity("the gateway stops", retry_after_s=1.0))
         await self._web_server.stop()
         await self._recovery.stop()
+        await self._limits.stop()
+        await self._usage.stop()
         await self._heart.stop()
         await self._renderer.close()
         await self._bus.close()
@@ -121,14 +134,20 @@ class GatewayService:
             is_connected=self._bus.is_connected, is_draining=self._is_draining
         )
 
-    async def prepare(self, tenant_id: str, request_id: str, generation: Generation) -> Prepared:
+    async def prepare(
+        self, tenant: TenantRecord, request_id: str, generation: Generation
+    ) -> Prepared:
         self._check_admission()
+        if generation.model == self.catalog.name:
+            check_model(tenant, generation.model)
+        check_regions(tenant)
+        self._limits.check(tenant)
         generation = await self._rendered(generation)
         prepare = partial(
             self._preparation.prepare,
             generation,
             self.catalog.card(generation.model),
-            tenant_id=tenant_id,
+            tenant=tenant,
             request_id=request_id,
             max_payload_bytes=self._bus.max_payload_bytes,
         )
@@ -136,12 +155,45 @@ class GatewayService:
             return await self._prepare_on_thread(prepare)
         return prepare()
 
-    def open(self, prepared: Prepared) -> Delivery:
+    async def admit(
+        self, tenant: TenantRecord, request_id: str, prepared: Sequence[Prepared]
+    ) -> Permit:
+        demand = Demand(
+            num_input_tokens=sum(len(each.prompt_token_ids) for each in prepared),
+            num_output_tokens=sum(each.max_output_tokens for each in prepared),
+            input_param=prepared[0].generation.prompt.param,
+        )
+        self._check_admission()
+        self._num_preparing += len(prepared)
+        try:
+            grant = await self._limits.admit(tenant, request_id, demand)
+        finally:
+            self._num_preparing -= len(prepared)
+        return Permit(grant, self._close)
+
+    def open(self, prepared: Prepared, permit: Permit) -> Delivery:
         self._check_admission()
         assemblers = [self._preparation.assembler(prepared) for _ in prepared.request.choices]
-        delivery = Delivery(prepared, assemblers, self.metrics, self._clock)
+        delivery = Delivery(prepared, assemblers, self.metrics, self._clock, on_end=permit.ended)
+        permit.opened()
         self._recovery.open(prepared.request, delivery)
         return delivery
+
+    def _close(self, grant: Grant, deliveries: Sequence[Delivery]) -> None:
+        """Every prompt of an answer has ended: what it took is known."""
+        self._limits.settle(grant, sum(each.num_output_tokens for each in deliveries))
+        delivered = [each for each in deliveries if each.has_delivered]
+        if delivered:
+            self._usage.count(
+                grant.tenant.tenant_id,
+                delivered[0].model,
+                {
+                    "requests": 1,
+                    "input_tokens": sum(each.num_prompt_tokens for each in delivered),
+                    "cached_tokens": sum(each.num_cached_tokens or 0 for each in delivered),
+                    "output_tokens": sum(each.num_output_tokens for each in delivered),
+                },
+            )
 
     async def _rendered(self, generation: Generation) -> Generation:
         prompt = generation.prompt

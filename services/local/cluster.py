@@ -198,7 +198,9 @@ class LocalCluster:
         )
 
     def _description(self) -> ClusterState:
-        description = ClusterState(url=self.url, api_key=self.api_key)
+        description = ClusterState(
+            url=self.url, api_key=self.api_key, redis_url=self._endpoints.redis_url
+        )
         if self._nats is None:
             return description
         return msgspec.structs.replace(

@@ -2,7 +2,7 @@
 
 $XDG_STATE_HOME/hearth/clusters/<random name>/     mode 0700
     lock            held by the running `hearth up`; a free lock means a dead cluster
-    cluster.json    URL, API key, NATS address, credentials
+    cluster.json    URL, API key, NATS address, credentials, Redis URL
     nats.conf redis.conf nats.pid
     logs/<process_id>.log
     tmp             leads to the processes' own temporary directory: their sockets' paths are short
@@ -35,6 +35,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     api_key: str
     nats_host: str = ""  # empty: the cluster uses an external NATS
     nats_port: int = 0
+    redis_url: str = ""
     credentials: tuple[Credential, ...] = ()
 
 

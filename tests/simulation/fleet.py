@@ -8,7 +8,7 @@ from random import Random
 
 import msgspec
 
-from services.gateway.tenants import store_api_key
+from services.gateway.tenancy.office import store_api_key
 from shared.kv_wire.link import FrameHeader
 from shared.messages import Role
 from tests.simulation.bus import SimulatedNetwork

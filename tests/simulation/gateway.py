@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from services.gateway.placements import RetiredPlacements
 from services.gateway.recovery import Recovery
-from services.gateway.tenants import Tenants
+from services.gateway.tenancy.keys import ApiKeys
 from shared.errors import HearthError, NoCapacity
 from shared.heartbeat import Heart
 from tests.simulation.bus import SimulatedNetwork
@@ -52,12 +52,12 @@ class SimulatedGateway:
         self.streams = self.recovery._streams
         self.streams._retired = WatchedPlacements(on_given_up)
         self.clients: list[Client] = []
-        self._tenants = Tenants(ProcessStore(store, self.process), clock)
+        self._api_keys = ApiKeys(ProcessStore(store, self.process), clock)
         self._clock = clock
 
     async def start(self) -> None:
         await self.recovery.start()
-        await self._tenants.warm_up()
+        await self._api_keys.warm_up()
         await self.heart.start()
         await self.heart.become("ready")
 
@@ -66,7 +66,7 @@ class SimulatedGateway:
         self.clients.append(client)
         plan, client.was_asked, client.asked_at = client.plan, True, self._clock.now()
         try:
-            record = await self._tenants.tenant_of(f"Bearer {plan.tenant_id}")
+            record = await self._api_keys.tenant_of(f"Bearer {plan.tenant_id}")
             if self.heart.state != "ready":
                 raise NoCapacity("the gateway is draining", retry_after_s=1.0)
         except HearthError as error:
