@@ -8,7 +8,7 @@ from random import Random
 
 import msgspec
 
-from services.gateway.tenancy.office import store_api_key
+from services.gateway.tenancy.office import TenantOffice, store_api_key
 from shared.kv_wire.link import FrameHeader
 from shared.messages import Role
 from tests.simulation.bus import SimulatedNetwork
@@ -30,6 +30,8 @@ WORKER_ROLES: dict[str, tuple[Role, ...]] = {
     "worker": ("prefill", "decode"),
 }
 _SEED_STEP = 1_000_003
+# No request meets these limits, all are counted against them.
+AMPLE = {"requests_per_min": 10**6, "output_tokens_per_min": 10**9, "concurrency": 10**6}
 
 
 class Fleet:
@@ -54,6 +56,7 @@ class Fleet:
     async def start(self) -> None:
         for tenant_id in TENANTS:
             await store_api_key(self.store, tenant_id, tenant_id)
+            await TenantOffice(self.store, self.store.now).change(tenant_id, AMPLE)
         for role, process_ids in self.plan.fleet.process_ids.items():
             for process_id in process_ids:
                 member = Member(self.network, self._host(role, process_id))

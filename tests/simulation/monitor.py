@@ -33,6 +33,8 @@ IDLE_TASKS = frozenset(
         "Heart._watch",
         "KvIndexService._sweep",
         "KvIndexService._write_behind",
+        "Limits._renew_leases",
+        "Limits._tell_endings",
         "Outbox._run",
         "PrefillService._sweep",
         "ProcessClock.sleep",
@@ -40,6 +42,7 @@ IDLE_TASKS = frozenset(
         "SchedulerService._dispatch",
         "SchedulerService._keep_alive",
         "SchedulerService._tick",
+        "Usage._run",
         "Worker._tell_kv_events",
     }
 )
