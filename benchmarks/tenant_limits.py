@@ -20,7 +20,8 @@ import redis
 import uvloop
 
 from benchmarks.report import Row, write_result
-from services.gateway.tenancy.limits import Demand, Limits
+from services.gateway.tenancy.demand import Demand
+from services.gateway.tenancy.limits import Limits
 from shared.clock import MonotonicClock
 from shared.store import RedisStore
 from shared.tenant import TenantRecord

@@ -19,8 +19,9 @@ from services.gateway.preparation import Preparation, Prepared
 from services.gateway.prompt import ChatPrompt
 from services.gateway.recovery import Recovery
 from services.gateway.routes import build_app
+from services.gateway.tenancy.demand import Demand, Grant
 from services.gateway.tenancy.keys import ApiKeys
-from services.gateway.tenancy.limits import Demand, Grant, Limits
+from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.permissions import check_model, check_regions
 from services.gateway.tenancy.permit import Permit
 from services.gateway.tenancy.usage import Usage

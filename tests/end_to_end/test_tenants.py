@@ -239,12 +239,13 @@ class Ear:
             self.subjects += str(message.headers or "").encode()
             self.payloads += message.data
 
-        await client.subscribe(">", cb=hear)
+        everything = await client.subscribe(">", cb=hear)
         await client.flush()
         await asyncio.to_thread(act)
         await client.flush()
+        await everything.unsubscribe()  # it would answer for JetStream
         try:
-            await client.request("$JS.API.INFO", b"", timeout=1)
+            await client.request("$JS.API.INFO", b"", timeout=5)
         except nats.errors.NoRespondersError:
             self.has_stored = False  # no JetStream: nothing outlives its delivery
         await client.close()

@@ -58,6 +58,7 @@ COMMON: dict[str, Any] = {
     "logit_bias": {"7": 1.5},
     "bad_words": ["the"],
     "cache_salt": "salt",
+    "priority": 1,
     "response_format": {"type": "text"},
 }
 CHAT = {

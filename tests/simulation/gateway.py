@@ -7,8 +7,9 @@ from functools import partial
 
 from services.gateway.placements import RetiredPlacements
 from services.gateway.recovery import Recovery
+from services.gateway.tenancy.demand import Demand, Grant
 from services.gateway.tenancy.keys import ApiKeys
-from services.gateway.tenancy.limits import Demand, Grant, Limits
+from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.usage import Usage
 from shared.errors import HearthError, NoCapacity
 from shared.heartbeat import Heart

@@ -13,7 +13,6 @@ it twice changes nothing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
@@ -22,6 +21,7 @@ from typing import NoReturn
 import msgspec
 import structlog
 
+from services.gateway.tenancy.demand import Demand, Grant, check_size, check_zeros, enforced
 from services.gateway.tenancy.meter import (
     CARRY_OUT,
     RATES,
@@ -32,12 +32,12 @@ from services.gateway.tenancy.meter import (
     Settled,
     reading_of,
 )
-from services.gateway.tenancy.refusals import EXHAUSTED, ExceedsLimit, LimitIsZero
+from services.gateway.tenancy.refusals import EXHAUSTED
 from services.gateway.tenancy.standing import headers_of
 from shared.background import Background
 from shared.clock import Clock
 from shared.store import BREAKER_S, Store, StoreRefused, StoreUnavailable
-from shared.tenant import LIMITS, TenantRecord, meter_of, open_requests_of
+from shared.tenant import TenantRecord, meter_of, open_requests_of
 
 log = structlog.get_logger(__name__)
 
@@ -46,35 +46,6 @@ RENEW_S = LEASE_S / 3
 MAX_TOLD = 256  # endings in one order; the rest follow
 
 _encode = msgspec.json.Encoder().encode
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """What a request may take at most; `param`: the fields that ask for it."""
-
-    num_input_tokens: int
-    num_output_tokens: int
-    input_param: str = "messages"
-    output_param: str = "max_tokens"
-
-    @property
-    def costs(self) -> dict[str, int]:
-        return {
-            "requests_per_min": 1,
-            "input_tokens_per_min": self.num_input_tokens,
-            "output_tokens_per_min": self.num_output_tokens,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """One request that was let in. `is_charged`: by Redis. `headers`: how the limits stand."""
-
-    tenant: TenantRecord
-    lease_id: str
-    demand: Demand
-    is_charged: bool
-    headers: Mapping[str, str]
 
 
 @dataclass(slots=True)
@@ -86,34 +57,6 @@ class _Account:
     open: dict[str, Grant] = field(default_factory=dict)
     unsettled: dict[str, tuple[Settled, float]] = field(default_factory=dict)  # till it is over
     closed: tuple[int, float] = (0, 0.0)  # a limit of requests, and until when none gets in
-
-
-def enforced(tenant: TenantRecord) -> dict[str, int]:
-    """The limits that the meter knows."""
-    named = {name: getattr(tenant, name) for name in LIMITS if name != "kv_quota_tokens"}
-    return {name: limit for name, limit in named.items() if limit is not None}
-
-
-def check_zeros(tenant: TenantRecord) -> None:
-    """Raises LimitIsZero."""
-    for name in LIMITS:
-        if getattr(tenant, name) == 0:
-            raise LimitIsZero(f"this tenant's limit {name} is 0: it may not ask for anything")
-
-
-def check_size(tenant: TenantRecord, demand: Demand) -> None:
-    """Raises ExceedsLimit for what would never be let in."""
-    params = {
-        "input_tokens_per_min": demand.input_param,
-        "output_tokens_per_min": demand.output_param,
-    }
-    for name, param in params.items():
-        limit, cost = getattr(tenant, name), demand.costs[name]
-        if limit is not None and cost > limit:
-            raise ExceedsLimit(
-                f"{param}: this request may take {cost} of {name}, and this tenant has {limit}",
-                param=param,
-            )
 
 
 class Limits:

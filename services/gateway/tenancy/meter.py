@@ -96,7 +96,7 @@ class Meter:
             excess = self._used[name] + asked.costs[name] - limits.get(name, 0)
             if name not in limits or excess <= ROUNDING:
                 continue
-            if not refused_by or excess * MINUTE_S / limits[name] > wait_s:
+            if excess * MINUTE_S / limits[name] > wait_s:
                 refused_by, wait_s = name, excess * MINUTE_S / limits[name]
         return refused_by, wait_s
 
@@ -144,7 +144,7 @@ if order.asked then
   for _, name in ipairs(rates) do
     local limit = limits[name]
     local excess = limit and used[name] + costs[name] - limit
-    if limit and excess > 1e-6 and (refused_by == '' or excess * 60 / limit > wait) then
+    if limit and excess > 1e-6 and excess * 60 / limit > wait then
       refused_by, wait = name, excess * 60 / limit
     end
   end

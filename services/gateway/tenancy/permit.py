@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from services.gateway.tenancy.limits import Grant
+from services.gateway.tenancy.demand import Grant
 
 if TYPE_CHECKING:
     from services.gateway.delivery import Delivery

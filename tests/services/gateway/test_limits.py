@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from services.gateway.tenancy.limits import LEASE_S, RENEW_S, Demand, Grant, Limits
+from services.gateway.tenancy.demand import Demand, Grant
+from services.gateway.tenancy.limits import LEASE_S, RENEW_S, Limits
 from services.gateway.tenancy.meter import Reading
 from services.gateway.tenancy.office import TenantOffice
 from services.gateway.tenancy.refusals import (
