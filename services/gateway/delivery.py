@@ -65,7 +65,6 @@ class Delivery:
     ) -> None:
         sampling = prepared.request.sampling
         self.request_id = prepared.request.request_id
-        self.model = prepared.request.model
         self.num_prompt_tokens = len(prepared.prompt_token_ids)
         self.echo = prepared.echo
         self.end: End | None = None

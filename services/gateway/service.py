@@ -23,7 +23,7 @@ from services.gateway.tenancy.demand import Demand, Grant
 from services.gateway.tenancy.keys import ApiKeys
 from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.permissions import check_model, check_regions
-from services.gateway.tenancy.permit import Permit
+from services.gateway.tenancy.permit import Permit, delivered_of
 from services.gateway.tenancy.usage import Usage
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.renderer import Renderer
@@ -183,18 +183,7 @@ class GatewayService:
     def _close(self, grant: Grant, deliveries: Sequence[Delivery]) -> None:
         """Every prompt of an answer has ended: what it took is known."""
         self._limits.settle(grant, sum(each.num_output_tokens for each in deliveries))
-        delivered = [each for each in deliveries if each.has_delivered]
-        if delivered:
-            self._usage.count(
-                grant.tenant.tenant_id,
-                delivered[0].model,
-                {
-                    "requests": 1,
-                    "input_tokens": sum(each.num_prompt_tokens for each in delivered),
-                    "cached_tokens": sum(each.num_cached_tokens or 0 for each in delivered),
-                    "output_tokens": sum(each.num_output_tokens for each in delivered),
-                },
-            )
+        self._usage.count(grant.tenant.tenant_id, self.catalog.name, delivered_of(deliveries))
 
     async def _rendered(self, generation: Generation) -> Generation:
         prompt = generation.prompt

@@ -6,9 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from services.gateway.tenancy.demand import Grant
+from shared.tenant import UsageKind
 
 if TYPE_CHECKING:
     from services.gateway.delivery import Delivery
+
+
+def delivered_of(deliveries: Sequence[Delivery]) -> dict[UsageKind, int]:
+    """What counts of an answer; nothing, where it failed before anything of it was there."""
+    delivered = [each for each in deliveries if each.has_delivered]
+    return {
+        "requests": 1 if delivered else 0,
+        "input_tokens": sum(each.num_prompt_tokens for each in delivered),
+        "cached_tokens": sum(each.num_cached_tokens or 0 for each in delivered),
+        "output_tokens": sum(each.num_output_tokens for each in delivered),
+    }
 
 
 class Permit:
