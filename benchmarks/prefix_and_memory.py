@@ -20,7 +20,7 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.report import Row, at_most, write_result
-from services.gateway.tenants import store_api_key
+from services.gateway.tenancy.office import store_api_key
 from services.local.ask import Reply, ask, door, first_model
 from services.local.cluster import LocalCluster
 from services.local.plan import UpOptions

@@ -20,7 +20,7 @@ import uvloop
 from rich.console import Console
 
 from benchmarks.report import at_most, write_result
-from services.gateway.tenants import store_api_key
+from services.gateway.tenancy.office import store_api_key
 from services.local.bench import target
 from services.local.hub import local_copy
 from services.local.load import LoadOptions, Row, measure

@@ -37,7 +37,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.auc import Auc, auc
 from benchmarks.report import Bar, Row, at_least, at_most, write_result
-from services.gateway.tenants import store_api_key
+from services.gateway.tenancy.office import store_api_key
 from services.local.api_keys import new_api_key
 from services.local.bench import target
 from services.local.load_client import Connection, Sample, http_request

@@ -14,8 +14,9 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from services.local import commands
+from services.local import commands, tenant_commands
 from services.local.api_keys import StoreApiKey
+from services.local.gateway_parts import GatewayParts, OpenOffice
 from services.local.plan import thread_environ
 from services.local.prefix_commands import prefix_app
 from services.local.service_options import service_command
@@ -53,13 +54,19 @@ def root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
     ] = False,
 ) -> None:
-    context.obj = _store_api_key
+    context.obj = GatewayParts(_store_api_key, _open_office)
 
 
 def _store_api_key() -> StoreApiKey:
-    from services.gateway.tenants import store_api_key
+    from services.gateway.tenancy.office import store_api_key
 
     return store_api_key
+
+
+def _open_office() -> OpenOffice:
+    from services.gateway.tenancy.office import TenantOffice
+
+    return TenantOffice
 
 
 def _run_gateway(config: GatewayConfig) -> int:
@@ -158,6 +165,8 @@ def _add_services() -> None:
 
 app.registered_commands += commands.app.registered_commands
 app.add_typer(prefix_app, name="prefix", rich_help_panel=commands.OPERATE)
+app.registered_commands += tenant_commands.app.registered_commands
+app.add_typer(tenant_commands.tenant_app, name="tenant", rich_help_panel=commands.OPERATE)
 _add_services()
 
 

@@ -2,16 +2,18 @@
 
 Redis is never awaited between submit and first token except for tenant limits and an API key that
 is not known yet, so each call takes at most `timeout_s`; after a failure the breaker answers at
-once for `BREAKER_S` instead of letting every request wait again.
+once for `BREAKER_S` instead of letting every request wait again. What Redis refuses does not open
+it: one bad record must not take Redis away from everybody.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import redis.asyncio
 import redis.exceptions
+from redis.commands.core import AsyncScript
 
 from shared.clock import Clock
 from shared.errors import DependencyUnavailable
@@ -25,6 +27,12 @@ Command = Sequence[str | bytes | int | float]
 
 class StoreUnavailable(DependencyUnavailable):
     code = "store_unavailable"
+
+
+class StoreRefused(StoreUnavailable):
+    """Redis answers, but not this: a record is of another type than it should be."""
+
+    code = "store_refused"
 
 
 class Store(Protocol):
@@ -44,6 +52,12 @@ class Store(Protocol):
         """Sends all in one round trip."""
         ...
 
+    async def evaluate(
+        self, script: str, keys: Sequence[str], arguments: Sequence[str | bytes | int | float]
+    ) -> Any:
+        """Runs a Lua script as one step, in one round trip; its reply's texts are bytes."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -52,6 +66,7 @@ class RedisStore:
         """Connects lazily: a missing Redis is met at the first use, not at the start."""
         self._clock = clock
         self._closed_until = 0.0
+        self._scripts: dict[str, AsyncScript] = {}
         self._redis = redis.asyncio.Redis.from_url(
             url,
             socket_timeout=timeout_s,
@@ -78,6 +93,14 @@ class RedisStore:
             pipeline.execute_command(*command)
         await self._guard(pipeline.execute())
 
+    async def evaluate(
+        self, script: str, keys: Sequence[str], arguments: Sequence[str | bytes | int | float]
+    ) -> Any:
+        known = self._scripts.get(script)
+        if known is None:  # Redis is sent its digest; the text only where it does not know it yet
+            known = self._scripts[script] = self._redis.register_script(script)
+        return await self._guard(known(keys=keys, args=arguments))
+
     async def close(self) -> None:
         await self._redis.aclose()
 
@@ -89,6 +112,8 @@ class RedisStore:
             raise StoreUnavailable("Redis is away")
         try:
             return await call
+        except redis.exceptions.ResponseError as error:
+            raise StoreRefused(f"Redis refuses: {error}") from error
         except (redis.exceptions.RedisError, OSError, TimeoutError) as error:
             self._closed_until = self._clock.now() + BREAKER_S
             raise StoreUnavailable(f"Redis does not answer: {error!r}") from error

@@ -20,7 +20,8 @@ from services.local.service_options import (
 from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig, WorkerConfig
 
 COMMANDS = [
-    *("up", "chat", "status", "bench", "credential", "api-key", "nats-config", "health"),
+    *("up", "chat", "status", "bench", "credential", "api-key", "tenant", "usage"),
+    *("nats-config", "health"),
     "prefix",
     *("gateway", "scheduler", "kv-index", "prefill", "decode", "worker"),
 ]
@@ -112,6 +113,17 @@ def test_every_field_of_a_configuration_is_an_explained_option(config: type) -> 
         (["health", "--nats-url", "nats://127.0.0.1:9"], "--process-id is needed"),
         (["api-key", "team-a", "--redis-url", "http://x"], "redis_url must start with redis://"),
         (["api-key", "team-a", "--redis-url", "redis://127.0.0.1:9"], "Redis does not answer"),
+        (["api-key", "a:b", "--redis-url", "redis://127.0.0.1:9"], "cannot name a tenant"),
+        (["tenant"], "Missing command"),
+        (["tenant", "add", "a"], "start one with `hearth up`"),
+        (["tenant", "list", "--redis-url", "redis://127.0.0.1:9"], "Redis does not answer"),
+        (["tenant", "add", "a", "--concurrency", "-1"], "--concurrency '-1' is neither a number"),
+        (["tenant", "limits", "a"], "no limit is named"),
+        (["tenant", "limits", "a", "--weight", "x"], "--weight"),
+        (["tenant", "revoke", "a"], "--key ID or --all"),
+        (["tenant", "revoke", "a", "--all", "--key", "k"], "--key ID or --all"),
+        (["tenant", "rotate", "a", "--keep-s", "-1"], "--keep-s -1 is not from 0"),
+        (["usage", "--days", "0"], "--days 0 is not from 1 to 400"),
     ],
 )
 def test_every_refusal_is_one_line_and_status_2(arguments: list[str], words: str) -> None:

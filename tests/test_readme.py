@@ -32,9 +32,11 @@ def test_every_option_of_a_command_exists():
     used = re.findall(r"^(?:HEARTH_\S+ )?hearth ([\w-]+)([^#\n]*)", README, re.MULTILINE)
     assert used
     for name, rest in used:
-        known = {option for each in group.commands[name].params for option in each.opts} | {
-            "--help"
-        }
+        command = group.commands[name]
+        if hasattr(command, "commands"):  # a group of commands: `hearth tenant add`
+            command = command.commands[rest.split()[0]]
+        options = (each.opts + each.secondary_opts for each in command.params)
+        known = {option for each in options for option in each} | {"--help"}
         assert set(re.findall(r"--[\w-]+", rest)) <= known, name
 
 

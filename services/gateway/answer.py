@@ -9,7 +9,7 @@ at once, and its request closed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -60,12 +60,12 @@ Whole = Callable[[list[ChoiceResult]], Any]
 class Answer:
     """An ASGI application for one response. `leave` is called when the client is gone.
 
-    `content`: how the answer is told, as events or as a whole.
+    `content`: how the answer is told, as events or as a whole. `headers` go with any outcome.
     """
 
     gathering: Gathering
     content: Events | Whole
-    request_id: str
+    headers: Mapping[str, str]
     leave: Callable[[], None]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -142,7 +142,7 @@ class Answer:
     async def _start(
         self, send: Send, status: int, headers: list[tuple[bytes, bytes]], length: int | None = None
     ) -> None:
-        headers = [*headers, (b"x-request-id", self.request_id.encode())]
+        headers = [*headers, *((key.encode(), text.encode()) for key, text in self.headers.items())]
         if length is not None:
             headers.append((b"content-length", str(length).encode()))
         await send({"type": "http.response.start", "status": status, "headers": headers})

@@ -60,6 +60,8 @@ class Delivery:
         assemblers: Sequence[TextAssembler],
         metrics: GatewayMetrics,
         clock: Clock,
+        *,
+        on_end: Callable[[Delivery], None] = lambda delivery: None,
     ) -> None:
         sampling = prepared.request.sampling
         self.request_id = prepared.request.request_id
@@ -75,6 +77,7 @@ class Delivery:
         self._lacks_prompt = sampling.num_prompt_logprobs is not None and self.num_prompt_tokens > 1
         self._metrics = metrics
         self._clock = clock
+        self._on_end = on_end
         self._opened_at = clock.now()
 
     @property
@@ -92,6 +95,12 @@ class Delivery:
         """None when the worker was stopped before it could tell."""
         served = self.served
         return None if served is None else min(served.num_cached_tokens, self.num_prompt_tokens)
+
+    @property
+    def has_delivered(self) -> bool:
+        """It has ended well, or something of the answer came before it failed."""
+        is_whole = self.end is not None and self.end.error is None
+        return is_whole or self.num_output_tokens > 0
 
     def take(self) -> list[Piece]:
         """What came since the last call; nothing before the prompt's logprobs, if they are due."""
@@ -160,6 +169,7 @@ class Delivery:
             cached=self.num_cached_tokens or 0,
             output=self.num_output_tokens,
         )
+        self._on_end(self)
         self.on_news()
 
     # ─────────────────────────────────────────────────────────────────────────────────────────────

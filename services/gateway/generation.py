@@ -9,10 +9,12 @@ import msgspec
 from services.gateway.prefixes.public import PublicPrefixes
 from services.gateway.prompt import ChatPrompt, Prompt
 from services.gateway.sampling import Sampling
+from services.gateway.tenancy.permissions import priority_of
 from shared.block_hash import extend_chain, root_hash
 from shared.errors import InvalidRequest, PromptTooLong
 from shared.messages import Choice, ModelCard, Pooling, Request, SamplingParams
 from shared.packing import TOKEN_ID_BYTES, pack_hashes, pack_token_ids
+from shared.tenant import TenantRecord
 
 # What a message holds besides tokens, hashes and sampling: ids, the scheduler's additions.
 ENVELOPE_BYTES = 16 * 1024
@@ -31,6 +33,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     pooling: Pooling | None = None
     has_echo: bool = False
     shows_output: bool = True  # False: what the worker draws is not told
+    priority: int | None = None  # None: its tenant's
 
     @property
     def continues_text(self) -> bool:
@@ -42,7 +45,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     """Who asks, through which gateway, and until when."""
 
     request_id: str
-    tenant_id: str
+    tenant: TenantRecord
     gateway_id: str
     timeout_s: float
 
@@ -110,14 +113,15 @@ def build_request(
     origin: Origin,
     public: PublicPrefixes | None = None,
 ) -> Request:
-    root = root_hash(origin.tenant_id, card.revision, cache_salt=generation.cache_salt)
+    tenant = origin.tenant
+    root = root_hash(tenant.tenant_id, card.revision, cache_salt=generation.cache_salt)
     if public is None or generation.cache_salt:  # who salts shares with nobody
         hashes, num_public = extend_chain(root, prompt_token_ids, card.block_size), 0
     else:
         hashes, num_public = public.chain(root, prompt_token_ids, card)
     return Request(
         request_id=origin.request_id,
-        tenant_id=origin.tenant_id,
+        tenant_id=tenant.tenant_id,
         gateway_id=origin.gateway_id,
         model=card.name,
         revision=card.revision,
@@ -128,5 +132,10 @@ def build_request(
         sampling=sampling,
         choices=tuple(Choice(choice_index=index) for index in range(generation.num_choices)),
         deadline_s=origin.timeout_s,
+        priority=priority_of(tenant, generation.priority),
+        weight=tenant.weight,
+        allowed_regions=tenant.allowed_regions or (),
+        kv_quota_tokens=tenant.kv_quota_tokens or 0,
+        is_zero_retention=tenant.is_zero_retention,
         pooling=generation.pooling,
     )

@@ -75,6 +75,7 @@ def generation_of(body: ChatCompletionRequest, default_model: str) -> Generation
         num_choices=body.num_choices,
         cache_salt="" if body.cache_salt is None else body.cache_salt,
         affinity_key=body.prompt_cache_key or "",
+        priority=body.priority,
     )
 
 

@@ -58,6 +58,7 @@ def generations_of(body: CompletionRequest, default_model: str) -> list[Generati
             num_choices=num_choices,
             cache_salt="" if body.cache_salt is None else body.cache_salt,
             affinity_key=body.prompt_cache_key or "",
+            priority=body.priority,
             has_echo=bool(body.echo),
             shows_output=body.max_tokens != 0,
         )

@@ -6,13 +6,15 @@ model trained for it, and a checkpoint does not say whether it was.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from services.gateway.body import SupportedFields
 from services.gateway.generation import Generation
 from services.gateway.openai_prompts import Prompts, prompts_of
+from services.gateway.openai_sampling import MAX_INT
 from services.gateway.openai_usage import HearthInfo
 from services.gateway.sampling import Sampling
 from shared.errors import InvalidRequest
@@ -31,6 +33,7 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     add_special_tokens: bool = True
     user: str | None = None
     cache_salt: str | None = None
+    priority: Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)] | None = None  # higher goes first
 
 
 EMBEDDING_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
@@ -55,6 +58,7 @@ def generations_of(
             prompt=prompt,
             sampling=Sampling(max_tokens=1),
             cache_salt="" if body.cache_salt is None else body.cache_salt,
+            priority=body.priority,
             pooling="last" if body.pooling is None else body.pooling,
             shows_output=False,
         )

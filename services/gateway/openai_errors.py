@@ -8,6 +8,7 @@ import msgspec
 from litestar import Response
 from litestar.exceptions import HTTPException, ValidationException
 
+from services.gateway.tenancy.refusals import RateLimited
 from shared.errors import HearthError, InvalidRequest, NoCapacity, Overloaded, PayloadTooLarge
 
 DEFAULT_RETRY_AFTER_S = 1.0
@@ -39,13 +40,14 @@ def envelope(error: HearthError) -> ErrorEnvelope:
 
 
 def error_headers(error: HearthError) -> dict[str, str]:
-    """Retry-After wherever trying again makes sense; whole seconds, rounded up."""
+    """Retry-After wherever trying again makes sense, in whole seconds, rounded up; and limits."""
+    headers = dict(error.headers) if isinstance(error, RateLimited) else {}
     retry_after_s = error.retry_after_s
     if retry_after_s is None and isinstance(error, (NoCapacity, Overloaded)):
         retry_after_s = DEFAULT_RETRY_AFTER_S
-    if retry_after_s is None:
-        return {}
-    return {"retry-after": str(max(1, math.ceil(retry_after_s)))}
+    if retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
+    return headers
 
 
 def error_response(error: HearthError, request_id: str) -> Response[ErrorEnvelope]:

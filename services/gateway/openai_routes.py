@@ -25,7 +25,9 @@ from services.gateway.openai_chat import ChatCompletionRequest
 from services.gateway.openai_completions import CompletionRequest
 from services.gateway.openai_embeddings import EmbeddingRequest
 from services.gateway.preparation import Prepared
+from services.gateway.tenancy.permit import Permit
 from services.gateway.text.model_files import ModelFiles
+from shared.tenant import TenantRecord
 
 AFFINITY_HEADER = "x-session-affinity"  # before the body's prompt_cache_key
 
@@ -48,11 +50,19 @@ class Generator(Protocol):
     catalog: Catalog
     files: ModelFiles
 
-    async def prepare(self, tenant_id: str, request_id: str, generation: Generation) -> Prepared:
+    async def prepare(
+        self, tenant: TenantRecord, request_id: str, generation: Generation
+    ) -> Prepared:
         """Raises the HearthError with which the request is refused."""
         ...
 
-    def open(self, prepared: Prepared) -> Delivery:
+    async def admit(
+        self, tenant: TenantRecord, request_id: str, prepared: Sequence[Prepared]
+    ) -> Permit:
+        """For all prompts of one answer. Raises the HearthError with which it is refused."""
+        ...
+
+    def open(self, prepared: Prepared, permit: Permit) -> Delivery:
         """Raises the HearthError with which the request is refused."""
         ...
 
@@ -127,30 +137,35 @@ class OpenAIRoutes:
 
         Running streams get their turn between two of them.
         """
-        tenant_id, request_id = request.state.tenant.tenant_id, request.state.request_id
+        tenant, request_id = request.state.tenant, request.state.request_id
         session = request.headers.get(AFFINITY_HEADER)
         if session:
             generations = [msgspec.structs.replace(g, affinity_key=session) for g in generations]
         prepared: list[Prepared] = []
         for index, generation in enumerate(generations):
             own_id = f"{request_id}-{index}" if index else request_id
-            prepared.append(await self._gateway.prepare(tenant_id, own_id, generation))
+            prepared.append(await self._gateway.prepare(tenant, own_id, generation))
             await asyncio.sleep(0)
+        permit = await self._gateway.admit(tenant, request_id, prepared)
+        request.state.limit_headers = permit.headers
         deliveries: list[Delivery] = []
         try:
             for each in prepared:
-                deliveries.append(self._gateway.open(each))
+                deliveries.append(self._gateway.open(each, permit))
                 await asyncio.sleep(0)
         except BaseException:
             self._leave(deliveries)
             raise
+        finally:
+            permit.seal()
         return Gathering(deliveries, num_choices=generations[0].num_choices)
 
     def _answer(
         self, gathering: Gathering, content: Events | Whole, request: Request[Any, Any, Any]
     ) -> Answer:
         leave = partial(self._leave, gathering.deliveries)
-        return Answer(gathering, content, request.state.request_id, leave)
+        headers = {"x-request-id": request.state.request_id, **request.state.limit_headers}
+        return Answer(gathering, content, headers, leave)
 
     def _leave(self, deliveries: Sequence[Delivery]) -> None:
         for delivery in deliveries:

@@ -73,6 +73,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
     cache_salt: str | None = None
     prompt_cache_key: Annotated[str, Meta(max_length=MAX_STRING_CHARS)] | None = None
+    priority: Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)] | None = None  # higher goes first
 
     @property
     def num_choices(self) -> int:

@@ -20,6 +20,7 @@ from services.gateway.text.model_files import ModelFiles
 from shared.config import GatewayConfig
 from shared.messages import ModelCard, Request
 from shared.randomness import Randomness
+from shared.tenant import TenantRecord
 
 CONTEXT_TOKENS = 8  # of the prompt, enough for a decoder to see that its text goes on
 
@@ -30,6 +31,13 @@ class Prepared:
     request: Request
     prompt_token_ids: list[int]
     echo: Echo | None
+
+    @property
+    def max_output_tokens(self) -> int:
+        """That its caller may see, of all choices."""
+        if not self.generation.shows_output:
+            return 0
+        return len(self.request.choices) * self.request.sampling.max_tokens
 
 
 class Preparation:
@@ -52,16 +60,17 @@ class Preparation:
         generation: Generation,
         card: ModelCard,
         *,
-        tenant_id: str,
+        tenant: TenantRecord,
         request_id: str,
         max_payload_bytes: int,
     ) -> Prepared:
         """Raises the InvalidRequest with which the request is refused."""
         prompt = tokenize(generation.prompt, self._files, card)
-        max_tokens = max_output_tokens(generation, len(prompt), card, self._default_max_tokens)
+        default = self._default_max_tokens(generation, tenant)
+        max_tokens = max_output_tokens(generation, len(prompt), card, default)
         origin = Origin(
             request_id=request_id,
-            tenant_id=tenant_id,
+            tenant=tenant,
             gateway_id=self._config.process_id,
             timeout_s=self._config.request_timeout_s,
         )
@@ -78,7 +87,10 @@ class Preparation:
         sampling = prepared.generation.sampling
         return TextAssembler(detokenizer, sampling.stop, min_tokens=sampling.min_tokens)
 
-    @property
-    def _default_max_tokens(self) -> int:
+    def _default_max_tokens(self, generation: Generation, tenant: TenantRecord) -> int:
+        """Who does not say how much it wants is not refused for wanting more than it may have."""
         of_model = self._files.defaults.max_new_tokens
-        return self._config.default_max_tokens if of_model is None else of_model
+        default = self._config.default_max_tokens if of_model is None else of_model
+        if tenant.output_tokens_per_min is None:
+            return default
+        return max(1, min(default, tenant.output_tokens_per_min // generation.num_choices))

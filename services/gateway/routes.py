@@ -40,7 +40,8 @@ from services.gateway.prefixes.bodies import (
     PrefixList,
 )
 from services.gateway.prefixes.routes import PrefixGateway, PrefixRoutes
-from services.gateway.tenants import Tenants, bearer_of
+from services.gateway.tenancy.keys import ApiKeys, bearer_of
+from services.gateway.tenancy.permissions import check_model, may_use
 from shared.errors import AuthenticationFailed, HearthError
 from shared.messages import ModelCard
 
@@ -55,7 +56,7 @@ REFUSALS = (400, 401, 403, 404, 413, 429, 503, 504)
 class Gateway(Generator, PrefixGateway, Protocol):
     """What all routes need of the service behind them."""
 
-    tenants: Tenants
+    api_keys: ApiKeys
     metrics: GatewayMetrics
 
     def new_request_id(self) -> str: ...
@@ -96,7 +97,7 @@ class Routes:
         """Before the body is read: a stranger gets nothing parsed."""
         connection.state.request_id = self._gateway.new_request_id()
         header = connection.headers.get("authorization")
-        connection.state.tenant = await self._gateway.tenants.tenant_of(header)
+        connection.state.tenant = await self._gateway.api_keys.tenant_of(header)
 
     async def authorize_metrics(self, connection: Connection, _: BaseRouteHandler) -> None:
         """They add up what all tenants do: the difference of two looks is what others just did."""
@@ -105,13 +106,19 @@ class Routes:
             raise AuthenticationFailed("the token for metrics is not valid")
 
     async def models(self, request: Request[Any, Any, Any]) -> Response[ModelList]:
-        entries = [self._entry(card) for card in self._gateway.catalog.live_cards()]
+        """Those that the tenant may use."""
+        cards = self._gateway.catalog.live_cards()
+        entries = [self._entry(card) for card in cards if may_use(request.state.tenant, card.name)]
         headers = {"x-request-id": request.state.request_id}
         return Response(ModelList(data=entries), headers=headers)
 
     async def model(self, request: Request[Any, Any, Any]) -> Response[ModelEntry]:
-        """404 for a model that this gateway does not serve; 503 before any worker serves it."""
+        """404 for a model that this gateway does not serve, 403 for one that the tenant may not
+        use; 503 before any worker serves it.
+        """
         model_id = str(request.path_params["model_id"]).removeprefix("/")
+        if model_id == self._gateway.catalog.name:
+            check_model(request.state.tenant, model_id)
         card = self._gateway.catalog.card(model_id)
         headers = {"x-request-id": request.state.request_id}
         return Response(self._entry(card), headers=headers)
@@ -177,9 +184,9 @@ def build_app(
     embeddings = ask(
         path="/v1/embeddings", dto=EmbeddingBody, responses=_responses(EmbeddingList, *REFUSALS)
     )
-    models = look("/v1/models", responses=_responses(ModelList, 401, 503), **known)
+    models = look("/v1/models", responses=_responses(ModelList, 401, 403, 503), **known)
     model = look(
-        "/v1/models/{model_id:path}", responses=_responses(ModelEntry, 401, 404, 503), **known
+        "/v1/models/{model_id:path}", responses=_responses(ModelEntry, 401, 403, 404, 503), **known
     )
     prefixes = PrefixRoutes(gateway)
     pinned = {"path": "/v1/prefixes/{name:str}", "return_dto": None, **known}

@@ -23,7 +23,12 @@ from services.gateway.preparation import Preparation, Prepared
 from services.gateway.prompt import ChatPrompt
 from services.gateway.recovery import Recovery
 from services.gateway.routes import build_app
-from services.gateway.tenants import Tenants
+from services.gateway.tenancy.demand import Demand, Grant
+from services.gateway.tenancy.keys import ApiKeys
+from services.gateway.tenancy.limits import Limits
+from services.gateway.tenancy.permissions import check_model, check_regions
+from services.gateway.tenancy.permit import Permit, delivered_of
+from services.gateway.tenancy.usage import Usage
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.renderer import Renderer
 from services.gateway.web_server import WebServer
@@ -35,6 +40,7 @@ from shared.errors import NoCapacity, Overloaded
 from shared.heartbeat import Heart
 from shared.randomness import Randomness, SystemRandomness
 from shared.store import RedisStore, Store
+from shared.tenant import TenantRecord
 
 log = structlog.get_logger(__name__)
 
@@ -73,7 +79,10 @@ class GatewayService:
         self._preparation = Preparation(config, files, randomness, public)
         self._renderer = Renderer(files.chat_template) if renderer is None else renderer
         self._num_preparing = 0
-        self.tenants = Tenants(store, clock)
+        self.api_keys = ApiKeys(store, clock)
+        self._limits = Limits(store, clock)
+        writer_id = f"{config.process_id}-{randomness.bytes(8).hex()}"
+        self._usage = Usage(store, clock, writer_id=writer_id, now=wall_clock)
         self.catalog = Catalog(self._heart.fleet, config.served_name)
         reader = PrefixReader(self._render, files.tokenizer, lambda: bus.max_payload_bytes)
         self.shelf = Shelf(
@@ -118,7 +127,9 @@ class GatewayService:
     async def start(self) -> None:
         await self._recovery.start()
         self._heart.on_heard(self.catalog.observe)
-        await self.tenants.warm_up()
+        await self.api_keys.warm_up()
+        self._limits.start()
+        self._usage.start()
         await self._heart.start()
         self._background.start(self._public_watcher.run())
         await self._web_server.start()
@@ -130,6 +141,7 @@ class GatewayService:
         self._is_draining = True
         await self._heart.become("draining")
         await self._recovery.idle()
+        await self._usage.flush()
 
     async def stop(self) -> None:
         self._is_draining = True
@@ -137,6 +149,8 @@ class GatewayService:
         await self._web_server.stop()
         await self._background.stop()
         await self._recovery.stop()
+        await self._limits.stop()
+        await self._usage.stop()
         await self._heart.stop()
         await self._renderer.close()
         await self._bus.close()
@@ -153,14 +167,20 @@ class GatewayService:
             is_connected=self._bus.is_connected, is_draining=self._is_draining
         )
 
-    async def prepare(self, tenant_id: str, request_id: str, generation: Generation) -> Prepared:
+    async def prepare(
+        self, tenant: TenantRecord, request_id: str, generation: Generation
+    ) -> Prepared:
         self._check_admission()
+        if generation.model == self.catalog.name:
+            check_model(tenant, generation.model)
+        check_regions(tenant)
+        self._limits.check(tenant)
         generation = await self._rendered(generation)
         prepare = partial(
             self._preparation.prepare,
             generation,
             self.catalog.card(generation.model),
-            tenant_id=tenant_id,
+            tenant=tenant,
             request_id=request_id,
             max_payload_bytes=self._bus.max_payload_bytes,
         )
@@ -168,15 +188,37 @@ class GatewayService:
             return await self._prepare_on_thread(prepare)
         return prepare()
 
-    def open(self, prepared: Prepared) -> Delivery:
+    async def admit(
+        self, tenant: TenantRecord, request_id: str, prepared: Sequence[Prepared]
+    ) -> Permit:
+        demand = Demand(
+            num_input_tokens=sum(len(each.prompt_token_ids) for each in prepared),
+            num_output_tokens=sum(each.max_output_tokens for each in prepared),
+            input_param=prepared[0].generation.prompt.param,
+        )
+        self._check_admission()
+        self._num_preparing += len(prepared)
+        try:
+            grant = await self._limits.admit(tenant, request_id, demand)
+        finally:
+            self._num_preparing -= len(prepared)
+        return Permit(grant, self._close)
+
+    def open(self, prepared: Prepared, permit: Permit) -> Delivery:
         self._check_admission()
         assemblers = [self._preparation.assembler(prepared) for _ in prepared.request.choices]
-        delivery = Delivery(prepared, assemblers, self.metrics, self._clock)
+        delivery = Delivery(prepared, assemblers, self.metrics, self._clock, on_end=permit.ended)
+        permit.opened()
         affinity_key = scoped_affinity_key(
             prepared.request.tenant_id, prepared.generation.affinity_key
         )
         self._recovery.open(prepared.request, delivery, affinity_key=affinity_key)
         return delivery
+
+    def _close(self, grant: Grant, deliveries: Sequence[Delivery]) -> None:
+        """Every prompt of an answer has ended: what it took is known."""
+        self._limits.settle(grant, sum(each.num_output_tokens for each in deliveries))
+        self._usage.count(grant.tenant.tenant_id, self.catalog.name, delivered_of(deliveries))
 
     async def _rendered(self, generation: Generation) -> Generation:
         prompt = generation.prompt

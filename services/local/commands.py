@@ -1,6 +1,6 @@
 """The commands that are not a service: start a cluster, talk to it, operate it.
 
-`context.obj` gives the function that stores an API key; it is the gateway's, so it is passed in.
+What they need of the gateway is passed in, as `context.obj`; tenants are in `tenant_commands.py`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def up(
         dtype=dtype,
         device=device,
     )
-    run_up(options, context.obj(), is_check=check)
+    run_up(options, context.obj.store_api_key(), is_check=check)
 
 
 def _host_and_port(text: str) -> tuple[str, int]:
@@ -186,7 +186,7 @@ def bench(
         itl_limit_s=itl_s,
         seed=seed,
     )
-    raise typer.Exit(run_bench(url, api_key, up_options, options, context.obj()))
+    raise typer.Exit(run_bench(url, api_key, up_options, options, context.obj.store_api_key()))
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -244,20 +244,6 @@ def credential(
     role_command = added.credential.role.replace("_", "-")
     command = "status" if role_command == "observer" else f"{role_command} --help"
     print(f"there: HEARTH_NATS_URL=… hearth {command}", file=sys.stderr)
-
-
-@app.command(
-    "api-key", rich_help_panel=OPERATE, epilog="Example:  hearth api-key team-a --redis-url URL"
-)
-def api_key(
-    context: typer.Context,
-    tenant: Annotated[str, typer.Argument(help="Tenant that the key belongs to.")],
-    redis_url: Annotated[str, typer.Option(envvar="HEARTH_REDIS_URL", help="Redis server.")],
-) -> None:
-    """Create an API key for a tenant: prints it once, Redis keeps its digest."""
-    from services.local.api_keys import create_api_key
-
-    print(create_api_key(context.obj(), redis_url, tenant))
 
 
 @app.command(

@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from services.gateway.tenants import store_api_key
+from services.gateway.tenancy.office import store_api_key
 from services.local.api_keys import new_api_key, save_api_key
 from services.local.plan import thread_environ
 from services.local.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME

@@ -23,6 +23,7 @@ from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig
 from shared.errors import HearthError
 from shared.packing import pack_token_ids
 from shared.pinned_prefix import PinnedPrefix
+from shared.tenant import TenantRecord
 from tests.simulation.bus import SimulatedNetwork
 from tests.simulation.clock import VirtualClock
 from tests.simulation.kv_link import SimulatedDialer
@@ -110,7 +111,12 @@ class Fleet:
             sampling=Sampling(max_tokens=max_tokens, seed=7, ignore_eos=True, num_logprobs=1),
             num_choices=num_choices,
         )
-        return self.gateway.open(await self.gateway.prepare(tenant_id, request_id, generation))
+        tenant = TenantRecord(tenant_id=tenant_id)
+        prepared = await self.gateway.prepare(tenant, request_id, generation)
+        permit = await self.gateway.admit(tenant, request_id, [prepared])
+        delivery = self.gateway.open(prepared, permit)
+        permit.seal()
+        return delivery
 
     async def ended(self, delivery: Delivery) -> HearthError | None:
         async with asyncio.timeout(120):  # virtual

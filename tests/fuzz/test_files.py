@@ -22,7 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from services.gateway.tenants import Tenants, api_key_record
+from services.gateway.tenancy.keys import ApiKeys
+from services.gateway.tenancy.refusals import UnknownTenant
 from services.gateway.text.model_files import ModelFiles
 from services.local.credentials import Credential
 from services.local.join import signalled_process
@@ -32,7 +33,14 @@ from shared.engine.models import FAMILIES
 from shared.engine.packed_file import PackedFile, Source, build_packed, open_packed, packed_path
 from shared.engine.text_part import TextTensors
 from shared.engine.weights import open_checkpoint, weights_digest
-from shared.errors import CheckpointError, ConfigError, DependencyUnavailable, HearthError
+from shared.errors import (
+    AuthenticationFailed,
+    CheckpointError,
+    ConfigError,
+    DependencyUnavailable,
+    HearthError,
+)
+from shared.tenant import TENANTS, api_key_record, digest_of
 from tests.fuzz.mutations import anything, spoiled, torn
 from tests.fuzz.profile import fuzz
 from tests.services.gateway.model_dir import write_model_dir
@@ -315,22 +323,41 @@ def test_packed_weights_with_another_header(content: bytes) -> None:
 # ── Redis and the local cluster's directory ──────────────────────────────────────────────────────
 
 
+TENANT = {
+    "tenant_id": "bad",
+    "requests_per_min": 60,
+    "concurrency": 0,
+    "allowed_models": ["m"],
+    "allowed_regions": None,
+    "priority": -1,
+    "weight": 0.5,
+    "is_zero_retention": True,
+}
+
+
 @fuzz(200)
-@given(in_json([{"tenant_id": "tenant-1"}]))
-def test_api_key_records(record: bytes) -> None:
+@given(in_json([TENANT]), st.dictionaries(st.binary(), st.binary(), max_size=3))
+def test_records_of_tenants_and_api_keys(record: bytes, more: dict[bytes, bytes]) -> None:
     store = MemoryStore()
-    store.data = {api_key_record("bad"): record, api_key_record("good"): b'{"tenant_id":"t"}'}
+    sound = b'{"tenant_id":"good"}'
+    store.data = {
+        api_key_record(digest_of("bad")): {b"tenant_id": b"bad"},
+        api_key_record(digest_of("worse")): {b"tenant_id": b"good", b"expires_at": record, **more},
+        api_key_record(digest_of("good")): {b"tenant_id": b"good"},
+        TENANTS: {b"bad": record, b"good": sound},
+    }
 
     async def ask() -> None:
-        tenants = Tenants(store, VirtualClock())
-        try:
-            found = await tenants.tenant_of("Bearer bad")
-            assert 1 <= len(found.tenant_id) <= 256
-        except DependencyUnavailable:
-            pass
-        assert (await tenants.tenant_of("Bearer good")).tenant_id == "t"
+        keys = ApiKeys(store, VirtualClock())
+        for name in ("bad", "worse"):
+            try:
+                found = await keys.tenant_of(f"Bearer {name}")
+                assert found.tenant_id in ("bad", "good")
+            except (DependencyUnavailable, AuthenticationFailed, UnknownTenant):
+                pass
+        assert (await keys.tenant_of("Bearer good")).tenant_id == "good"
         await asyncio.sleep(0)
-        assert not tenants._lookups
+        assert not keys._lookups
 
     run(ask())
 

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.service import GatewayService
-from services.gateway.tenants import store_api_key
+from services.gateway.tenancy.office import store_api_key
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.web_server import WebServer
 from shared.clock import MonotonicClock
@@ -58,6 +58,7 @@ COMMON: dict[str, Any] = {
     "logit_bias": {"7": 1.5},
     "bad_words": ["the"],
     "cache_salt": "salt",
+    "priority": 1,
     "response_format": {"type": "text"},
 }
 CHAT = {

@@ -40,6 +40,8 @@ COMMANDS = [
     ("HINCRBY", "s:hash", "a", 5),
     ("HSET", "s:hash", "gone", 1),
     ("HDEL", "s:hash", "gone"),
+    ("HSETNX", "s:hash", "b", "three"),
+    ("HSETNX", "s:hash", "c", "four"),
     ("ZADD", "s:set", 3, "c", 1, "a", 2, "b", 2, "bb"),
     ("ZREM", "s:set", "b"),
     ("ZADD", "s:bounded", 1, "a", 2, "b", 3, "c"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from services.gateway.stream import End
@@ -44,6 +44,7 @@ class Client:
         self.left = False
         self.lost_gateway = False  # which died with it
         self.wrongs: list[str] = []
+        self.on_ended: Callable[[Client], None] = lambda client: None
 
     @property
     def is_open(self) -> bool:
@@ -83,6 +84,11 @@ class Client:
         unfinished = [each for each in self.choices if not each.is_stopped and each.finish is None]
         if end.error is None and unfinished:
             self.wrongs.append("ended well, but a choice has no ending")
+        self.on_ended(self)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(len(each.token_ids) for each in self.choices)
 
     def request(self, tenant_id: str, gateway_id: str) -> Request:
         plan = self.plan

@@ -8,7 +8,7 @@ from random import Random
 
 import msgspec
 
-from services.gateway.tenants import store_api_key
+from services.gateway.tenancy.office import TenantOffice, store_api_key
 from shared import pinned_prefix
 from shared.kv_wire.link import FrameHeader
 from shared.messages import Role
@@ -41,6 +41,8 @@ WORKER_ROLES: dict[str, tuple[Role, ...]] = {
     "worker": ("prefill", "decode"),
 }
 _SEED_STEP = 1_000_003
+# No request meets these limits, all are counted against them.
+AMPLE = {"requests_per_min": 10**6, "output_tokens_per_min": 10**9, "concurrency": 10**6}
 
 
 class Fleet:
@@ -65,6 +67,7 @@ class Fleet:
     async def start(self) -> None:
         for tenant_id in TENANTS:
             await store_api_key(self.store, tenant_id, tenant_id)
+            await TenantOffice(self.store, self.store.now).change(tenant_id, AMPLE)
         if self.plan.seed % 2:  # workers compute it, and again when they have lost it
             await pinned_prefix.save(self.store, PINNED, 0.0)
         for role, process_ids in self.plan.fleet.process_ids.items():

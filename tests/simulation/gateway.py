@@ -1,12 +1,16 @@
-"""A gateway process without its web server: tenants, heart and the real recovery core."""
+"""A gateway process without its web server: keys, limits, usage, heart and recovery are real."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from services.gateway.placements import RetiredPlacements
 from services.gateway.recovery import Recovery
-from services.gateway.tenants import Tenants
+from services.gateway.tenancy.demand import Demand, Grant
+from services.gateway.tenancy.keys import ApiKeys
+from services.gateway.tenancy.limits import Limits
+from services.gateway.tenancy.usage import Usage
 from shared.errors import HearthError, NoCapacity
 from shared.heartbeat import Heart
 from tests.simulation.bus import SimulatedNetwork
@@ -52,12 +56,18 @@ class SimulatedGateway:
         self.streams = self.recovery._streams
         self.streams._retired = WatchedPlacements(on_given_up)
         self.clients: list[Client] = []
-        self._tenants = Tenants(ProcessStore(store, self.process), clock)
+        connection = ProcessStore(store, self.process)
+        self._api_keys = ApiKeys(connection, clock)
+        self._limits = Limits(connection, clock)
+        writer_id = f"{gateway_id}-{seed}"
+        self._usage = Usage(connection, clock, writer_id=writer_id, now=store.now)
         self._clock = clock
 
     async def start(self) -> None:
         await self.recovery.start()
-        await self._tenants.warm_up()
+        await self._api_keys.warm_up()
+        self._limits.start()
+        self._usage.start()
         await self.heart.start()
         await self.heart.become("ready")
 
@@ -66,14 +76,17 @@ class SimulatedGateway:
         self.clients.append(client)
         plan, client.was_asked, client.asked_at = client.plan, True, self._clock.now()
         try:
-            record = await self._tenants.tenant_of(f"Bearer {plan.tenant_id}")
+            record = await self._api_keys.tenant_of(f"Bearer {plan.tenant_id}")
+            grant = await self._limits.admit(record, plan.request_id, demand_of(client))
             if self.heart.state != "ready":
+                self._limits.settle(grant, 0)
                 raise NoCapacity("the gateway is draining", retry_after_s=1.0)
         except HearthError as error:
             client.refused, client.ended_at = error, self._clock.now()
             return
         client.gateway_id = self.process.process_id
         client.opened_at = self._clock.now()
+        client.on_ended = partial(self._close, grant)
         self.recovery.open(client.request(record.tenant_id, client.gateway_id), client)
         if plan.leaves_after_s is not None:
             await self._clock.sleep(plan.leaves_after_s)
@@ -87,8 +100,16 @@ class SimulatedGateway:
     async def stop(self) -> None:
         self.recovery.close_all(NoCapacity("the gateway stops", retry_after_s=1.0))
         await self.recovery.stop()
+        await self._limits.stop()
+        await self._usage.stop()
         await self.heart.stop()
         await self.bus.close()
+
+    def _close(self, grant: Grant, client: Client) -> None:
+        self._limits.settle(grant, client.num_output_tokens)
+        model, counts = client.plan.request_id, {"requests": 1}
+        counts["output_tokens"] = client.num_output_tokens
+        self._usage.count(grant.tenant.tenant_id, model, counts)  # type: ignore[arg-type]
 
     def drop_links(self) -> None:
         """It has none."""
@@ -99,4 +120,13 @@ class SimulatedGateway:
             open_requests=streams._by_request,
             placements=streams._by_placement,
             early_entries=streams._early,
+            permits=range(self._limits.num_open),
+            untold_endings=range(self._limits.num_unsettled),
+            unwritten_usage=range(self._usage.num_pending),
         )
+
+
+def demand_of(client: Client) -> Demand:
+    plan = client.plan
+    num_output = 0 if plan.pooling is not None else plan.num_choices * plan.sampling.max_tokens
+    return Demand(len(plan.prompt), num_output)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from services.gateway.tenancy.meter import Meter
 from shared.engine.sequence import Sequence
 from tests.simulation.client import Client
 from tests.simulation.excuses import unexplained
@@ -58,6 +59,7 @@ def wrongs_of(fleet: Fleet, events: Mapping[str, int]) -> list[str]:
     kinds = {fault.kind for fault in fleet.plan.faults}
     if events["peer_lost"] and kinds <= UNSUSPICIOUS:
         found.append(f"{events['peer_lost']} times a peer was taken for lost")
+    found += wrongs_of_accounts(fleet)
     for client in fleet.clients:
         reason = unexplained(client, fleet.plan, fleet.troubles)
         if reason is not None:
@@ -66,6 +68,43 @@ def wrongs_of(fleet: Fleet, events: Mapping[str, int]) -> list[str]:
             found.append(f"{client.plan.request_id}: was submitted again for no reason")
         found += [f"{client.plan.request_id}: {each}" for each in wrongs_of_client(client)]
     return found
+
+
+def wrongs_of_accounts(fleet: Fleet) -> list[str]:
+    """What each request has used is in Redis once, and none is under way any more.
+
+    A gateway that was killed may not have come to write it; its leases have their time.
+    """
+    found, written = [], _usage_in(fleet)
+    killed = {fault.target for fault in fleet.plan.faults if fault.kind == "kill"}
+    lost = {each.plan.request_id for each in fleet.clients if each.gateway_id in killed}
+    for client in fleet.clients:
+        told = {"requests": 1, "output_tokens": client.num_output_tokens}
+        expected = {kind: amount for kind, amount in told.items() if amount}
+        counts = written.pop(client.plan.request_id, {})
+        is_due = client.end is not None and client.plan.request_id not in lost
+        if counts != (expected if client.end is not None else {}) and (is_due or counts):
+            found.append(f"{client.plan.request_id}: used {counts}, not {expected}")
+    found += [f"{request_id}: was never answered, but used" for request_id in written]
+    for meter in fleet.store.data.values():
+        if isinstance(meter, Meter):
+            found += [
+                f"{lease_id} is still counted as under way"
+                for lease_id, until in meter._leases.items()
+                if until > fleet.store.now() and lease_id not in lost
+            ]
+    return found
+
+
+def _usage_in(fleet: Fleet) -> dict[str, dict[str, int]]:
+    """By request, which stands where the model does."""
+    written: dict[str, dict[str, int]] = {}
+    for key, counts in fleet.store.data.items():
+        if ":usage:" in key:
+            for field, amount in counts.items():
+                kind, _, request_id = field.decode().partition(":")
+                written.setdefault(request_id, {})[kind] = int(amount)
+    return written
 
 
 def wrongs_of_client(client: Client) -> list[str]:

@@ -34,6 +34,8 @@ IDLE_TASKS = frozenset(
         "KvIndexService._keep_pins",
         "KvIndexService._sweep",
         "KvIndexService._write_behind",
+        "Limits._renew_leases",
+        "Limits._tell_endings",
         "Outbox._run",
         "PrefillService._sweep",
         "ProcessClock.sleep",
@@ -41,6 +43,7 @@ IDLE_TASKS = frozenset(
         "SchedulerService._dispatch",
         "SchedulerService._keep_alive",
         "SchedulerService._tick",
+        "Usage._run",
         "Worker._expire_pins",
         "Worker._tell_kv_events",
     }

@@ -8,8 +8,9 @@ from contextvars import Context
 from functools import partial
 from typing import Any, TypeVar
 
-from shared.store import BREAKER_S, STORE_TIMEOUT_S, Command, StoreUnavailable
+from shared.store import BREAKER_S, STORE_TIMEOUT_S, Command, StoreRefused, StoreUnavailable
 from tests.simulation.process import ProcessClock, SimulatedProcess
+from tests.simulation.scripts import SCRIPTS
 
 T = TypeVar("T")
 
@@ -38,6 +39,7 @@ class MemoryStore:
             "EXPIRE": self._expire,
             "INCRBY": self._increase,
             "HSET": self._hash_set,
+            "HSETNX": self._hash_set_new,
             "HINCRBY": self._hash_increase,
             "HDEL": self._hash_delete,
             "ZADD": self._sorted_add,
@@ -84,8 +86,18 @@ class MemoryStore:
                 raise ValueError(f"the simulated store does not know {name!r}")
             handler(*arguments)
 
+    async def evaluate(
+        self, script: str, keys: Sequence[str], arguments: Sequence[str | bytes | int | float]
+    ) -> Any:
+        self._check()
+        return SCRIPTS[script](self, keys, arguments)
+
     async def close(self) -> None:
         pass
+
+    def now(self) -> float:
+        """What Redis says of the time; the loop's clock stands for it."""
+        return asyncio.get_running_loop().time()
 
     def _check(self) -> None:
         if self.is_away:
@@ -120,6 +132,9 @@ class MemoryStore:
         fields = self.data.setdefault(key, {})
         for field, value in zip(pairs[::2], pairs[1::2], strict=True):
             fields[_encoded(field)] = _encoded(value)
+
+    def _hash_set_new(self, key: str, field: str, value: str | bytes) -> None:
+        self.data.setdefault(key, {}).setdefault(_encoded(field), _encoded(value))
 
     def _hash_increase(self, key: str, field: str, amount: int) -> None:
         fields = self.data.setdefault(key, {})
@@ -168,6 +183,11 @@ class ProcessStore:
     async def write(self, commands: Sequence[Command]) -> None:
         await self._ask(lambda: self._shared.write(commands))
 
+    async def evaluate(
+        self, script: str, keys: Sequence[str], arguments: Sequence[str | bytes | int | float]
+    ) -> Any:
+        return await self._ask(lambda: self._shared.evaluate(script, keys, arguments))
+
     async def close(self) -> None:
         pass
 
@@ -179,6 +199,8 @@ class ProcessStore:
             if self._shared.is_hanging:
                 return await self._in_time(question)
             return await question()
+        except StoreRefused:
+            raise
         except StoreUnavailable:
             self._closed_until = self._clock.now() + BREAKER_S
             raise

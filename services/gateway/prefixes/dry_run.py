@@ -25,7 +25,7 @@ from shared.messages import ModelCard
 
 CONTEXT_TOKENS = 8  # shown before the place where two prompts part
 
-Prepare = Callable[[str, Generation], Awaitable[Prepared]]  # tenant id, request
+Prepare = Callable[[Generation], Awaitable[Prepared]]
 
 
 def generation_of(body: dict[str, Any], param: str, default_model: str) -> Generation:
@@ -55,7 +55,7 @@ async def dry_run(
     runs, prompts, sizes = [], [], []
     for param, given in named:
         generation = generation_of(given, param, default_model)
-        prepared = await prepare(tenant_id, generation)
+        prepared = await prepare(generation)
         card = card_of(generation.model)
         runs.append(await _run(prepared, tenant_id, shelf, card))
         prompts.append(prepared.prompt_token_ids)

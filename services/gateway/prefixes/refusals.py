@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from services.gateway.tenancy.refusals import PermissionDenied
 from shared.errors import HearthError, InvalidRequest
 
 
@@ -10,16 +11,8 @@ class UnknownPrefix(InvalidRequest):
     http_status = 404
 
 
-class ZeroRetentionRefused(HearthError):
+class ZeroRetentionRefused(PermissionDenied):
     code = "zero_retention"
-    http_status = 403
-    openai_type = "permission_error"
-
-
-class NoRegionForPrefix(HearthError):
-    code = "no_region_allowed"
-    http_status = 403
-    openai_type = "permission_error"
 
 
 class PrefixTooShort(InvalidRequest):

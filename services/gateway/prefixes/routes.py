@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Protocol
 
 from litestar import Request, Response
@@ -21,6 +22,7 @@ from services.gateway.prefixes.dry_run import dry_run
 from services.gateway.prefixes.shelf import Shelf
 from services.gateway.preparation import Prepared
 from services.gateway.text.model_files import ModelFiles
+from shared.tenant import TenantRecord
 
 
 class PrefixGateway(Protocol):
@@ -30,7 +32,9 @@ class PrefixGateway(Protocol):
     files: ModelFiles
     shelf: Shelf
 
-    async def prepare(self, tenant_id: str, request_id: str, generation: Generation) -> Prepared:
+    async def prepare(
+        self, tenant: TenantRecord, request_id: str, generation: Generation
+    ) -> Prepared:
         """Raises the HearthError with which the request is refused."""
         ...
 
@@ -64,15 +68,11 @@ class PrefixRoutes:
         self, request: Request[Any, Any, Any], data: Annotated[DryRunRequest, Body()]
     ) -> Response[DryRunReport]:
         """Which tokens would hit now, and at which token two prompts part. Nothing is run."""
-        gateway, request_id = self._gateway, request.state.request_id
-
-        async def prepare(tenant_id: str, generation: Generation) -> Prepared:
-            return await gateway.prepare(tenant_id, request_id, generation)
-
+        gateway, tenant = self._gateway, request.state.tenant
         report = await dry_run(
             data,
-            request.state.tenant.tenant_id,
-            prepare=prepare,
+            tenant.tenant_id,
+            prepare=partial(gateway.prepare, tenant, request.state.request_id),
             shelf=gateway.shelf,
             tokenizer=gateway.files.tokenizer,
             card_of=gateway.catalog.card,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import structlog
 
@@ -19,11 +18,11 @@ from services.gateway.prefixes.bodies import (
 )
 from services.gateway.prefixes.reading import PrefixReader
 from services.gateway.prefixes.refusals import (
-    NoRegionForPrefix,
     TooManyPrefixes,
     UnknownPrefix,
     ZeroRetentionRefused,
 )
+from services.gateway.tenancy.permissions import check_model, check_regions
 from shared import pinned_prefix
 from shared.block_hash import PUBLIC_TENANT_ID, extend_chain, public_root, root_hash
 from shared.bus import Bus
@@ -34,21 +33,11 @@ from shared.packing import TOKEN_ID_BYTES, pack_hashes, unpack_token_ids
 from shared.pinned_prefix import MAX_PER_TENANT, NAME_PATTERN, PinnedPrefix
 from shared.store import Store
 from shared.subjects import MATCH
+from shared.tenant import TenantRecord
 
 log = structlog.get_logger(__name__)
 
 MATCH_TIMEOUT_S = 0.25
-
-
-class Tenant(Protocol):
-    @property
-    def tenant_id(self) -> str: ...
-
-    @property
-    def is_zero_retention(self) -> bool: ...
-
-    @property
-    def allowed_regions(self) -> tuple[str, ...] | None: ...
 
 
 class Shelf:
@@ -72,14 +61,13 @@ class Shelf:
 
     # ── a tenant's ───────────────────────────────────────────────────────────────────────────────
 
-    async def put(self, tenant: Tenant, name: str, body: PrefixRequest) -> Prefix:
-        """Raises InvalidRequest and its kin, ZeroRetentionRefused, NoRegionForPrefix,
-        StoreUnavailable.
+    async def put(self, tenant: TenantRecord, name: str, body: PrefixRequest) -> Prefix:
+        """Raises InvalidRequest and its kin, ZeroRetentionRefused, NoRegionAllowed,
+        ModelNotAllowed, StoreUnavailable.
         """
         if tenant.is_zero_retention:
             raise ZeroRetentionRefused("a pinned prefix stores its text, which this tenant forbids")
-        if tenant.allowed_regions is not None and not tenant.allowed_regions:
-            raise NoRegionForPrefix("this tenant's data may be in no region: nothing can hold it")
+        check_regions(tenant)
         if not re.match(NAME_PATTERN, name):
             raise InvalidRequest(
                 "a prefix's name has 1 to 64 letters, digits, dots, dashes and underscores, and "
@@ -87,6 +75,7 @@ class Shelf:
                 param="name",
             )
         card = self._catalog.card(self._catalog.name if body.model is None else body.model)
+        check_model(tenant, card.name)
         await self._check_room(tenant.tenant_id, name)
         now = int(self._wall_clock())
         prefix = PinnedPrefix(
@@ -104,7 +93,7 @@ class Shelf:
         await pinned_prefix.save(self._store, prefix, now)
         return await self._told(prefix, card)
 
-    async def get(self, tenant: Tenant, name: str) -> Prefix:
+    async def get(self, tenant: TenantRecord, name: str) -> Prefix:
         """The tenant's own, else a public one. Raises UnknownPrefix, StoreUnavailable."""
         for tenant_id in (tenant.tenant_id, PUBLIC_TENANT_ID):
             prefix = await pinned_prefix.load(self._store, tenant_id, name)
@@ -112,13 +101,13 @@ class Shelf:
                 return await self._told(prefix, self._catalog.card(prefix.model))
         raise UnknownPrefix(f"there is no prefix {name!r}", param="name")
 
-    async def delete(self, tenant: Tenant, name: str) -> None:
+    async def delete(self, tenant: TenantRecord, name: str) -> None:
         """Raises UnknownPrefix, StoreUnavailable."""
         if name not in await pinned_prefix.entries(self._store, tenant.tenant_id):
             raise UnknownPrefix(f"there is no prefix {name!r} of this tenant", param="name")
         await pinned_prefix.delete(self._store, tenant.tenant_id, name)
 
-    async def list(self, tenant: Tenant) -> PrefixList:
+    async def list(self, tenant: TenantRecord) -> PrefixList:
         """Raises StoreUnavailable."""
         data = []
         for tenant_id in (tenant.tenant_id, PUBLIC_TENANT_ID):

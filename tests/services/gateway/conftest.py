@@ -11,7 +11,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from services.gateway.service import GatewayService, build_gateway
-from services.gateway.tenants import store_api_key
+from services.gateway.tenancy.office import store_api_key
 from services.gateway.text.model_files import ModelFiles
 from shared.bus import NatsBus
 from shared.clock import MonotonicClock

@@ -19,6 +19,7 @@ from shared.config import GatewayConfig
 from shared.errors import InvalidRequest, PromptTooLong
 from shared.messages import SamplingParams
 from shared.randomness import SystemRandomness
+from shared.tenant import TenantRecord
 from tests.services.gateway.model_dir import write_model_dir
 from tests.services.gateway.peer import CARD
 
@@ -80,7 +81,7 @@ def test_max_tokens(
             model="tiny", prompt=TextPrompt("a", "prompt"), sampling=Sampling(max_tokens=given)
         ),
         CARD,
-        tenant_id="t",
+        tenant=TenantRecord(tenant_id="t"),
         request_id="r",
         max_payload_bytes=2**20,
     )

@@ -12,7 +12,7 @@ from services.gateway.generation import scoped_affinity_key
 from services.gateway.prefixes.reading import Messages, PrefixReader
 from services.gateway.prefixes.refusals import PrefixTooShort
 from services.gateway.prefixes.watcher import LOOK_S
-from services.gateway.tenants import TenantRecord, api_key_record, store_api_key
+from services.gateway.tenancy.office import TenantOffice, store_api_key
 from services.gateway.text.model_files import ModelFiles
 from shared import pinned_prefix
 from shared.block_hash import PUBLIC_TENANT_ID, extend_chain, public_root, root_hash
@@ -24,6 +24,7 @@ from shared.packing import unpack_hashes, unpack_token_ids
 from shared.pinned_prefix import PinnedPrefix
 from shared.store import RedisStore
 from shared.subjects import KV_INDEX_GROUP, MATCH
+from shared.tenant import TENANTS
 from tests.servers import NatsServer
 from tests.services.gateway.conftest import API_KEY, Cluster, until
 from tests.services.gateway.peer import CARD
@@ -48,6 +49,14 @@ async def _forget_all(store: RedisStore) -> None:
     for tenant_id in ("tenant-1", "tenant-2", PUBLIC_TENANT_ID):
         for name in await pinned_prefix.entries(store, tenant_id):
             await pinned_prefix.delete(store, tenant_id, name)
+
+
+async def tenant_with(store: RedisStore, **limits: object) -> dict[str, str]:
+    """tenant-2; gives the headers of its requests."""
+    await store.write([("HDEL", TENANTS, "tenant-2")])
+    office, api_key = TenantOffice(store, lambda: 1_000.0), f"key-{sorted(limits)}"
+    await office.add("tenant-2", limits, api_key)
+    return {"authorization": f"Bearer {api_key}"}
 
 
 @contextlib.asynccontextmanager
@@ -160,20 +169,19 @@ async def test_it_tells_who_holds_it_and_what_it_saved(
 
 
 @pytest.mark.parametrize(
-    ("tenant", "code"),
+    ("limits", "code"),
     [
-        (TenantRecord("tenant-2", is_zero_retention=True), "zero_retention"),
-        (TenantRecord("tenant-2", allowed_regions=()), "no_region_allowed"),
+        ({"allowed_models": ("another",)}, "model_not_allowed"),
+        ({"is_zero_retention": True}, "zero_retention"),
+        ({"allowed_regions": ()}, "no_region_allowed"),
     ],
 )
 async def test_who_may_not_leave_text_anywhere_stores_none(
-    cluster: Cluster, store: RedisStore, tenant: TenantRecord, code: str
+    cluster: Cluster, store: RedisStore, limits: dict[str, object], code: str
 ) -> None:
-    record = msgspec.json.encode(tenant)
-    await store.write([("SET", api_key_record(f"key-of-{code}"), record)])
-    headers = {"authorization": f"Bearer key-of-{code}"}
+    headers = await tenant_with(store, **limits)
     response = await cluster.http.put(f"{PREFIXES}/house", json={"system": SYSTEM}, headers=headers)
-    check_envelope(response, 403, code, None)
+    check_envelope(response, 403, code, "model" if code == "model_not_allowed" else None)
     assert await pinned_prefix.entries(store, "tenant-2") == {}
 
 
@@ -238,9 +246,7 @@ async def test_a_tenant_has_so_many_and_no_more(
 
 
 async def test_it_is_bound_to_its_tenants_regions(cluster: Cluster, store: RedisStore) -> None:
-    record = msgspec.json.encode(TenantRecord("tenant-2", allowed_regions=("eu",)))
-    await store.write([("SET", api_key_record("key-of-europe"), record)])
-    headers = {"authorization": "Bearer key-of-europe"}
+    headers = await tenant_with(store, allowed_regions=("eu",))
     await cluster.http.put(f"{PREFIXES}/house", json={"system": SYSTEM}, headers=headers)
     saved = await pinned_prefix.load(store, "tenant-2", "house")
     assert saved is not None and saved.allowed_regions == ("eu",)

@@ -1,0 +1,245 @@
+"""Lets a tenant's requests in, and keeps the account of those under way.
+
+    asked ──let in──▶ open ──settle──▶ unsettled ──told to Redis, or its lease is over──▶ gone
+      └──refused
+
+Redis decides, for all gateways, in one round trip a request; while it is away this gateway's own
+meter does, which has counted along. Open requests renew their leases, so those of a gateway that
+died stop counting after `LEASE_S`. What has ended is told in the background and besides with the
+tenant's next request: whoever has an answer in hand never finds its own place still taken. Telling
+it twice changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from itertools import islice
+from math import inf
+from typing import NoReturn
+
+import msgspec
+import structlog
+
+from services.gateway.tenancy.demand import Demand, Grant, check_size, check_zeros, enforced
+from services.gateway.tenancy.meter import (
+    CARRY_OUT,
+    RATES,
+    Asked,
+    Meter,
+    Order,
+    Reading,
+    Settled,
+    reading_of,
+)
+from services.gateway.tenancy.refusals import EXHAUSTED
+from services.gateway.tenancy.standing import headers_of
+from shared.background import Background
+from shared.clock import Clock
+from shared.store import BREAKER_S, Store, StoreRefused, StoreUnavailable
+from shared.tenant import TenantRecord, meter_of, open_requests_of
+
+log = structlog.get_logger(__name__)
+
+LEASE_S = 15.0
+RENEW_S = LEASE_S / 3
+MAX_TOLD = 256  # endings in one order; the rest follow
+
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(slots=True)
+class _Account:
+    """What this gateway knows of a tenant with limits: `tenant` as it was last seen."""
+
+    tenant: TenantRecord
+    meter: Meter = field(default_factory=Meter)
+    open: dict[str, Grant] = field(default_factory=dict)
+    unsettled: dict[str, tuple[Settled, float]] = field(default_factory=dict)  # till it is over
+    closed: tuple[int, float] = (0, 0.0)  # a limit of requests, and until when none gets in
+
+
+class Limits:
+    """Between `start` and `stop` endings reach Redis soon, and leases are renewed."""
+
+    def __init__(self, store: Store, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+        self._accounts: dict[str, _Account] = {}
+        self._has_news = asyncio.Event()
+        self._telling = asyncio.Lock()  # a lease that is given up must not be renewed behind that
+        self._background = Background()
+
+    @property
+    def num_open(self) -> int:
+        """Requests under way that hold a lease."""
+        return sum(len(each.open) for each in self._accounts.values())
+
+    @property
+    def num_unsettled(self) -> int:
+        return sum(len(each.unsettled) for each in self._accounts.values())
+
+    # ── in and out ───────────────────────────────────────────────────────────────────────────────
+
+    def check(self, tenant: TenantRecord) -> None:
+        """What can be refused before a prompt is looked at. Raises LimitIsZero or RateLimited."""
+        check_zeros(tenant)
+        account = self._accounts.get(tenant.tenant_id)
+        if account is None or account.closed[0] != tenant.requests_per_min:
+            return
+        limit, until = account.closed
+        left_s = until - self._clock.now()
+        if left_s > 0:
+            used = {**dict.fromkeys(RATES, 0.0), "requests_per_min": float(limit)}
+            reading = Reading("requests_per_min", left_s, used, 0)
+            _refuse(reading, {"requests_per_min": limit})
+
+    async def admit(self, tenant: TenantRecord, lease_id: str, demand: Demand) -> Grant:
+        """Raises LimitIsZero, ExceedsLimit or RateLimited. A tenant without limits never waits."""
+        self.check(tenant)
+        check_size(tenant, demand)
+        if not enforced(tenant):
+            return Grant(tenant, lease_id, demand, False, {})
+        account = self._accounts.setdefault(tenant.tenant_id, _Account(tenant))
+        account.tenant = tenant
+        reading, is_charged = await self._ask(account, Asked(lease_id, demand.costs))
+        if reading.refused_by == "requests_per_min":
+            account.closed = (tenant.requests_per_min or 0, self._clock.now() + reading.wait_s)
+        if reading.refused_by:
+            _refuse(reading, enforced(tenant))
+        headers = headers_of(enforced(tenant), reading)
+        grant = Grant(tenant, lease_id, demand, is_charged, headers)
+        self._accounts.setdefault(tenant.tenant_id, account).open[lease_id] = grant
+        return grant
+
+    def settle(self, grant: Grant, num_output_tokens: int) -> None:
+        """The request has ended; nothing happens when it is said again."""
+        account = self._accounts.get(grant.tenant.tenant_id)
+        if account is None or account.open.pop(grant.lease_id, None) is None:
+            return
+        unused = max(0, grant.demand.num_output_tokens - num_output_tokens)
+        settled = Settled(grant.lease_id, unused)
+        account.meter.carry_out(_own_order(account, settled=(settled,)), self._clock.now())
+        # what this gateway let in by itself was not charged in Redis: nothing to give back there
+        self._leave(account, settled if grant.is_charged else Settled(grant.lease_id, 0))
+
+    async def _ask(self, account: _Account, asked: Asked) -> tuple[Reading, bool]:
+        """Of the meter in Redis and True, or of this gateway's own."""
+        own = _own_order(account, asked=asked)
+        whole = Settled(asked.lease_id, asked.costs["output_tokens_per_min"])
+        try:
+            reading = await self._order(account, asked=asked)
+        except StoreUnavailable:
+            reading = account.meter.carry_out(own, self._clock.now())
+            if reading.refused_by:
+                self._leave(account, whole)  # Redis may have let it in and not said so in time
+            return reading, False
+        except BaseException:
+            self._leave(account, whole)
+            raise
+        if not reading.refused_by:
+            account.meter.carry_out(own, self._clock.now(), is_forced=True)
+        return reading, True
+
+    def _leave(self, account: _Account, settled: Settled) -> None:
+        account.unsettled[settled.lease_id] = (settled, self._clock.now() + LEASE_S)
+        self._accounts.setdefault(account.tenant.tenant_id, account)
+        self._has_news.set()
+
+    # ── Redis ────────────────────────────────────────────────────────────────────────────────────
+
+    def start(self) -> None:
+        self._background.start(self._tell_endings())
+        self._background.start(self._renew_leases())
+
+    async def stop(self) -> None:
+        """What has ended is told once more; what is not heard heals with its lease."""
+        await self._background.stop()
+        await self.tell()
+
+    async def tell(self) -> bool:
+        """Tells Redis what has ended; False if it is away."""
+        for account in [each for each in self._accounts.values() if each.unsettled]:
+            told = list(account.unsettled)[:MAX_TOLD]
+            if not await self._keep(account):
+                return False
+            for lease_id in told:
+                account.unsettled.pop(lease_id, None)
+            if account.unsettled:
+                self._has_news.set()
+        return True
+
+    async def _tell_endings(self) -> None:
+        while True:
+            await self._has_news.wait()
+            self._has_news.clear()
+            if not await self.tell():
+                await self._clock.sleep(BREAKER_S)
+                self._has_news.set()
+            self._forget()
+
+    async def _renew_leases(self) -> None:
+        while True:
+            await self._clock.sleep(RENEW_S)
+            for account in [each for each in self._accounts.values() if each.open]:
+                if not await self._keep(account, has_renewal=True):
+                    break
+            self._forget()
+
+    async def _keep(self, account: _Account, *, has_renewal: bool = False) -> bool:
+        """False if Redis is away. A tenant's bad record is no reason to keep others waiting."""
+        async with self._telling:
+            try:
+                await self._order(account, renewed=tuple(account.open) if has_renewal else ())
+            except StoreRefused:
+                return True
+            except StoreUnavailable:
+                return False
+        return True
+
+    async def _order(
+        self, account: _Account, *, renewed: tuple[str, ...] = (), asked: Asked | None = None
+    ) -> Reading:
+        """Raises StoreUnavailable."""
+        tenant = account.tenant
+        order = Order(
+            limits=enforced(tenant),
+            lease_s=LEASE_S,
+            settled=tuple(settled for settled, _ in islice(account.unsettled.values(), MAX_TOLD)),
+            renewed=renewed,
+            asked=asked,
+        )
+        keys = [meter_of(tenant.tenant_id), open_requests_of(tenant.tenant_id)]
+        try:
+            return reading_of(await self._store.evaluate(CARRY_OUT, keys, [_encode(order)]))
+        except StoreRefused as error:
+            log.error("limits_unreadable", tenant_id=tenant.tenant_id, error=error.message)
+            raise
+
+    def _forget(self) -> None:
+        """Endings whose leases are over in Redis, and tenants of whom nothing is left."""
+        now = self._clock.now()
+        for tenant_id, account in list(self._accounts.items()):
+            for lease_id, (_, over_at) in list(account.unsettled.items()):
+                if over_at <= now:
+                    del account.unsettled[lease_id]
+            if not account.open and not account.unsettled and account.meter.is_idle(now):
+                del self._accounts[tenant_id]
+
+
+def _own_order(
+    account: _Account, *, settled: tuple[Settled, ...] = (), asked: Asked | None = None
+) -> Order:
+    """For the meter of this gateway, which knows itself which of its requests are under way."""
+    return Order(limits=enforced(account.tenant), lease_s=inf, settled=settled, asked=asked)
+
+
+def _refuse(reading: Reading, limits: dict[str, int]) -> NoReturn:
+    name, limit = reading.refused_by, limits[reading.refused_by]
+    used = reading.num_open if name == "concurrency" else round(reading.used[name])
+    raise EXHAUSTED[name](
+        f"this tenant's limit {name} of {limit} is reached ({used} used); "
+        f"try again in {max(reading.wait_s, 0.001):.3f} s",
+        retry_after_s=reading.wait_s,
+        headers=headers_of(limits, reading),
+    )

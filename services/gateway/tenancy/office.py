@@ -1,0 +1,238 @@
+"""What an operator does to tenants: the commands `hearth tenant`, `hearth usage`, `hearth api-key`.
+
+Everything here is one step in Redis, or safe in the order of its steps: a rotation that breaks off
+leaves both keys valid, and a revocation is never undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from services.gateway.tenancy.demand import enforced
+from services.gateway.tenancy.limits import LEASE_S
+from services.gateway.tenancy.meter import CARRY_OUT, Order, Reading, reading_of
+from shared.decoding import UNREADABLE
+from shared.errors import ConfigError
+from shared.store import Command, Store
+from shared.tenant import (
+    TENANTS,
+    USAGE_KINDS,
+    ApiKeyRecord,
+    TenantRecord,
+    UsageRow,
+    api_key_record,
+    check_tenant_id,
+    digest_of,
+    keys_of,
+    meter_of,
+    open_requests_of,
+    usage_of,
+)
+
+KEY_ID_CHARS = 12
+FORGET_S = 30 * 86_400  # how long a key that no longer works is remembered
+MAX_SWAPS = 16
+
+# KEYS: a hash. ARGV: a field, the value it must have (empty: none), the value it gets.
+SWAP = """
+if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[2] then return 0 end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
+return 1
+"""
+
+
+def key_id_of(api_key: str) -> str:
+    return digest_of(api_key)[:KEY_ID_CHARS]
+
+
+async def store_api_key(
+    store: Store, api_key: str, tenant_id: str, *, created_at: float = 0.0
+) -> None:
+    """One more key, of a tenant that need not exist yet. Raises StoreUnavailable."""
+    record = TenantRecord(tenant_id=tenant_id, created_at=created_at)
+    new_tenant: Command = ("HSETNX", TENANTS, tenant_id, msgspec.json.encode(record))
+    await store.write([new_tenant, *_key_commands(api_key, tenant_id, created_at)])
+
+
+def _key_commands(api_key: str, tenant_id: str, created_at: float) -> list[Command]:
+    digest, key_id = digest_of(api_key), key_id_of(api_key)
+    fields = ("tenant_id", tenant_id, "key_id", key_id, "created_at", created_at)
+    return [
+        ("HSET", api_key_record(digest), *fields),
+        ("HSET", keys_of(tenant_id), key_id, digest),
+    ]
+
+
+class TenantOffice:
+    """`now` gives unix seconds. Every method raises StoreUnavailable if Redis does not answer, and
+    ConfigError for a tenant or key that does not exist or whose record is unreadable.
+    """
+
+    def __init__(self, store: Store, now: Callable[[], float]) -> None:
+        self._store = store
+        self._now = now
+
+    # ── tenants ──────────────────────────────────────────────────────────────────────────────────
+
+    async def add(self, tenant_id: str, changes: Mapping[str, Any], api_key: str) -> TenantRecord:
+        record = TenantRecord(tenant_id=check_tenant_id(tenant_id), created_at=self._now())
+        record = _changed(record, changes)
+        if not await self._swap(tenant_id, b"", msgspec.json.encode(record)):
+            raise ConfigError(
+                f"the tenant {tenant_id!r} exists: `hearth tenant limits` changes it, "
+                "`hearth api-key` gives it one more key"
+            )
+        await self.add_key(tenant_id, api_key)
+        return record
+
+    async def all(self) -> dict[str, TenantRecord | None]:
+        """By id, in order; None for a record that is unreadable."""
+        found = await self._store.hash_get(TENANTS)
+        return {name.decode(): _record_of(data) for name, data in sorted(found.items())}
+
+    async def one(self, tenant_id: str) -> TenantRecord:
+        return (await self._read(tenant_id))[0]
+
+    async def change(self, tenant_id: str, changes: Mapping[str, Any]) -> TenantRecord:
+        """Of two operators at once neither undoes what the other did."""
+        for _ in range(MAX_SWAPS):
+            record, before = await self._read(tenant_id)
+            changed = _changed(record, changes)
+            if await self._swap(tenant_id, before, msgspec.json.encode(changed)):
+                return changed
+        raise ConfigError(f"the tenant {tenant_id!r} is being changed by others all the time")
+
+    async def reading(self, tenant: TenantRecord) -> Reading:
+        """What is used up now of the limits that the gateways enforce."""
+        order = msgspec.json.encode(Order(limits=enforced(tenant), lease_s=LEASE_S))
+        keys = [meter_of(tenant.tenant_id), open_requests_of(tenant.tenant_id)]
+        return reading_of(await self._store.evaluate(CARRY_OUT, keys, [order]))
+
+    # ── keys ─────────────────────────────────────────────────────────────────────────────────────
+
+    async def keys(self, tenant_id: str) -> list[ApiKeyRecord]:
+        """Oldest first."""
+        digests = await self._digests(tenant_id)
+        found = [await self._key(key_id, digest) for key_id, digest in digests.items()]
+        return sorted((each for each in found if each is not None), key=lambda k: k.created_at)
+
+    async def add_key(self, tenant_id: str, api_key: str) -> str:
+        """Gives the key's id."""
+        check_tenant_id(tenant_id)
+        await store_api_key(self._store, api_key, tenant_id, created_at=self._now())
+        return key_id_of(api_key)
+
+    async def rotate(
+        self, tenant_id: str, api_key: str, *, keep_s: float, key_id: str | None
+    ) -> list[str]:
+        """`api_key` is valid from now on, the others, or the one named, for `keep_s` more.
+
+        Gives the ids of those.
+        """
+        await self.one(tenant_id)
+        replaced = await self._valid(tenant_id, key_id)
+        await self._store.write(_key_commands(api_key, tenant_id, self._now()))
+        ends_at = self._now() + keep_s
+        for key, digest in replaced:
+            if key.expires_at is None or key.expires_at > ends_at:
+                await self._end(digest, "expires_at", ends_at)
+        return [key.key_id for key, _ in replaced]
+
+    async def revoke(self, tenant_id: str, key_id: str | None) -> list[str]:
+        """The key named, or all; gives their ids."""
+        await self.one(tenant_id)
+        revoked = await self._valid(tenant_id, key_id)
+        for _, digest in revoked:
+            await self._end(digest, "revoked_at", self._now())
+        return [key.key_id for key, _ in revoked]
+
+    async def _end(self, digest: str, field: str, at: float) -> None:
+        name = api_key_record(digest)
+        keep_s = int(max(0.0, at - self._now())) + FORGET_S
+        await self._store.write([("HSET", name, field, at), ("EXPIRE", name, keep_s)])
+
+    async def _valid(self, tenant_id: str, key_id: str | None) -> list[tuple[ApiKeyRecord, str]]:
+        digests = await self._digests(tenant_id)
+        if key_id is not None and key_id not in digests:
+            raise ConfigError(f"the tenant {tenant_id!r} has no key {key_id!r}")
+        wanted = digests if key_id is None else {key_id: digests[key_id]}
+        valid = []
+        for each, digest in wanted.items():
+            key = await self._key(each, digest)
+            if key is not None and self._is_valid(key):
+                valid.append((key, digest))
+        return valid
+
+    def _is_valid(self, key: ApiKeyRecord) -> bool:
+        is_expired = key.expires_at is not None and key.expires_at <= self._now()
+        return key.revoked_at is None and not is_expired
+
+    async def _digests(self, tenant_id: str) -> dict[str, str]:
+        found = await self._store.hash_get(keys_of(check_tenant_id(tenant_id)))
+        return {key_id.decode(): digest.decode() for key_id, digest in found.items()}
+
+    async def _key(self, key_id: str, digest: str) -> ApiKeyRecord | None:
+        """None for one that is long over; the list forgets it then."""
+        fields = await self._store.hash_get(api_key_record(digest))
+        try:
+            texts = {name.decode(): value.decode() for name, value in fields.items()}
+            return msgspec.convert(texts, ApiKeyRecord, strict=False) if texts else None
+        except UNREADABLE as error:
+            raise ConfigError(f"the record of the key {key_id!r} is unreadable") from error
+
+    # ── usage ────────────────────────────────────────────────────────────────────────────────────
+
+    async def usage(self, tenant_ids: Sequence[str], days: Sequence[str]) -> list[UsageRow]:
+        """A row for each tenant, day and model with any use."""
+        rows = []
+        for tenant_id in tenant_ids:
+            for day in days:
+                counts = await self._store.hash_get(usage_of(tenant_id, day))
+                rows += _usage_rows(tenant_id, day, counts)
+        return rows
+
+    # ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _read(self, tenant_id: str) -> tuple[TenantRecord, bytes]:
+        check_tenant_id(tenant_id)
+        data = (await self._store.hash_get(TENANTS)).get(tenant_id.encode())
+        if data is None:
+            raise ConfigError(f"there is no tenant {tenant_id!r}: see `hearth tenant list`")
+        record = _record_of(data)
+        if record is None:
+            raise ConfigError(f"the record of the tenant {tenant_id!r} is unreadable")
+        return record, data
+
+    async def _swap(self, tenant_id: str, before: bytes, after: bytes) -> bool:
+        return bool(await self._store.evaluate(SWAP, [TENANTS], [tenant_id, before, after]))
+
+
+def _record_of(data: bytes) -> TenantRecord | None:
+    try:
+        return msgspec.json.decode(data, type=TenantRecord)
+    except UNREADABLE:
+        return None
+
+
+def _changed(record: TenantRecord, changes: Mapping[str, Any]) -> TenantRecord:
+    """Raises ConfigError for a value that cannot be."""
+    fields = {**msgspec.structs.asdict(record), **changes}
+    try:
+        return msgspec.convert(fields, TenantRecord)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"these limits cannot be: {error}") from error
+
+
+def _usage_rows(tenant_id: str, day: str, counts: Mapping[bytes, bytes]) -> list[UsageRow]:
+    by_model: dict[str, dict[str, int]] = {}
+    for field, amount in counts.items():
+        kind, _, model = field.decode(errors="replace").partition(":")
+        if kind in USAGE_KINDS and amount.isdigit():
+            by_model.setdefault(model, {})[kind] = int(amount)
+    return [
+        UsageRow(tenant_id=tenant_id, day=day, model=model, **amounts)
+        for model, amounts in sorted(by_model.items())
+    ]

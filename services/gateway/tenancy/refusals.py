@@ -1,0 +1,80 @@
+"""What a tenant may not, or not now; each with a code of its own.
+
+PermissionDenied          403  trying again does not help
+├── UnknownTenant              its API key is known, the tenant is not
+├── LimitIsZero
+├── ModelNotAllowed
+└── NoRegionAllowed
+ExceedsLimit              400  this request alone is more than the limit allows
+RateLimited               429  retry later
+├── RequestsExhausted, InputTokensExhausted, OutputTokensExhausted
+└── ConcurrencyExhausted
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shared.errors import HearthError, InvalidRequest
+
+
+class PermissionDenied(HearthError):
+    code = "permission_denied"
+    http_status = 403
+    openai_type = "permission_error"
+
+
+class UnknownTenant(PermissionDenied):
+    code = "unknown_tenant"
+
+
+class LimitIsZero(PermissionDenied):
+    code = "limit_is_zero"
+
+
+class ModelNotAllowed(PermissionDenied):
+    code = "model_not_allowed"
+
+
+class NoRegionAllowed(PermissionDenied):
+    code = "no_region_allowed"
+
+
+class ExceedsLimit(InvalidRequest):
+    code = "exceeds_limit"
+
+
+class RateLimited(HearthError):
+    """`headers`: how the limits stand, in OpenAI's words."""
+
+    code = "rate_limit_exceeded"
+    http_status = 429
+    openai_type = "rate_limit_error"
+
+    def __init__(self, message: str, *, retry_after_s: float, headers: Mapping[str, str]) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.headers = headers
+
+
+class RequestsExhausted(RateLimited):
+    code = "requests_per_min_exceeded"
+
+
+class InputTokensExhausted(RateLimited):
+    code = "input_tokens_per_min_exceeded"
+
+
+class OutputTokensExhausted(RateLimited):
+    code = "output_tokens_per_min_exceeded"
+
+
+class ConcurrencyExhausted(RateLimited):
+    code = "concurrency_exceeded"
+
+
+EXHAUSTED: dict[str, type[RateLimited]] = {
+    "requests_per_min": RequestsExhausted,
+    "input_tokens_per_min": InputTokensExhausted,
+    "output_tokens_per_min": OutputTokensExhausted,
+    "concurrency": ConcurrencyExhausted,
+}

@@ -1,0 +1,48 @@
+"""How a tenant's limits stand, as response headers: OpenAI's names, and their kin.
+
+OpenAI has one limit of tokens, here are two: `…-tokens` tells of the one of which the smaller share
+is left, `…-input-tokens` and `…-output-tokens` of each. `reset` is how long until all is there
+again, written as OpenAI does: 6m0s, 1.5s, 20ms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from services.gateway.tenancy.meter import MINUTE_S, ROUNDING, Reading
+
+_NAMES = {
+    "requests_per_min": "requests",
+    "input_tokens_per_min": "input-tokens",
+    "output_tokens_per_min": "output-tokens",
+}
+
+
+def headers_of(limits: Mapping[str, int], reading: Reading) -> dict[str, str]:
+    """Nothing of a limit that the tenant has not."""
+    headers: dict[str, str] = {}
+    tokens = [name for name in _NAMES if name != "requests_per_min" and name in limits]
+    for name, suffix in _NAMES.items():
+        if name in limits:
+            headers |= _headers(suffix, limits[name], reading.used[name])
+    if tokens:
+        scarce = min(tokens, key=lambda name: 1 - reading.used[name] / limits[name])
+        headers |= _headers("tokens", limits[scarce], reading.used[scarce])
+    return headers
+
+
+def _headers(suffix: str, limit: int, used: float) -> dict[str, str]:
+    return {
+        f"x-ratelimit-limit-{suffix}": str(limit),
+        f"x-ratelimit-remaining-{suffix}": str(max(0, math.floor(limit - used + ROUNDING))),
+        f"x-ratelimit-reset-{suffix}": duration(used * MINUTE_S / limit),
+    }
+
+
+def duration(seconds: float) -> str:
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1e3)}ms"
+    minutes, rest = divmod(round(seconds, 3), 60)
+    text = f"{round(rest, 3):g}s"
+    return f"{int(minutes)}m{text}" if minutes else text

@@ -1,0 +1,158 @@
+"""What tenants have used: requests and tokens by tenant, model and day, written behind.
+
+A request counts once, when it ends, with what was delivered of it, however often it was submitted
+again on the way. Counts gather here and go to Redis in numbered batches. A batch stays as it is
+until Redis has confirmed it, and Redis keeps the number of the last one that it took from this
+process: one that is sent again because the answer got lost is not counted again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from datetime import UTC, datetime
+from itertools import islice
+
+import structlog
+
+from shared.background import Background
+from shared.clock import Clock
+from shared.store import Store, StoreUnavailable
+from shared.tenant import UsageKind, usage_of
+
+log = structlog.get_logger(__name__)
+
+FLUSH_S = 0.5
+MAX_PER_BATCH = 500
+MAX_PENDING = 100_000  # tenant, day, model and kind; beyond it new ones are dropped, and logged
+KEEP_S = 400 * 86_400
+KEEP_BATCH_S = 30 * 86_400
+RETRY_REFUSED_S = 30.0
+LAST_TRIES = 20
+
+# KEYS: the writer's last batch, then a record for each count. ARGV: the batch's number, how long to
+# keep records and batches, then field and amount of each count. Gives the indices of counts whose
+# records are not what they should be: those stay with the writer.
+ADD_UP = """
+local last = redis.call('HMGET', KEYS[1], 'number', 'refused')
+if (tonumber(last[1]) or 0) >= tonumber(ARGV[1]) then return last[2] end
+local refused = ''
+for i = 2, #KEYS do
+  local sum = redis.pcall('HINCRBY', KEYS[i], ARGV[2 * i], ARGV[2 * i + 1])
+  if type(sum) == 'table' then
+    refused = refused .. (i - 2) .. ' '
+  else
+    redis.call('EXPIRE', KEYS[i], ARGV[2])
+  end
+end
+redis.call('HSET', KEYS[1], 'number', ARGV[1], 'refused', refused)
+redis.call('EXPIRE', KEYS[1], ARGV[3])
+return refused
+"""
+
+# tenant, day, model, kind
+Place = tuple[str, str, str, UsageKind]
+
+
+def last_batch_of(writer_id: str) -> str:
+    return f"hearth:usage_batch:{writer_id}"
+
+
+def day_of(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).date().isoformat()
+
+
+class Usage:
+    """`writer_id` names one life of one process; `now` gives unix seconds, for the day."""
+
+    def __init__(
+        self, store: Store, clock: Clock, *, writer_id: str, now: Callable[[], float]
+    ) -> None:
+        self.num_dropped = 0
+        self._store = store
+        self._clock = clock
+        self._writer_id = writer_id
+        self._now = now
+        self._pending: Counter[Place] = Counter()
+        self._batch: list[tuple[Place, int]] = []
+        self._number = 0
+        self._refused: Counter[Place] = Counter()
+        self._retry_refused_at = 0.0
+        self._background = Background()
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending) + len(self._batch) + len(self._refused)
+
+    def count(self, tenant_id: str, model: str, counts: dict[UsageKind, int]) -> None:
+        day = day_of(self._now())
+        for kind, amount in counts.items():
+            place: Place = (tenant_id, day, model, kind)
+            if not amount:
+                continue
+            if place in self._pending or len(self._pending) < MAX_PENDING:
+                self._pending[place] += amount
+            else:
+                self._drop(place, amount)
+
+    def start(self) -> None:
+        self._background.start(self._run())
+
+    async def stop(self) -> None:
+        """Counts that Redis does not take now are in the log, and nowhere else."""
+        await self._background.stop()
+        self._retry_refused_at = 0.0
+        for _ in range(LAST_TRIES):
+            if await self.flush():
+                break
+            await self._clock.sleep(FLUSH_S / 5)
+        left = Counter(self._refused)
+        left.update(dict(self._batch))
+        left.update(self._pending)
+        for place, amount in left.items():
+            self._drop(place, amount)
+
+    async def flush(self) -> bool:
+        """Sends all that has gathered; False if Redis is away, in which case nothing is lost."""
+        if self._refused and self._clock.now() >= self._retry_refused_at:
+            self._pending.update(self._refused)  # the record may have been mended
+            self._refused.clear()
+        while self._batch or self._pending:
+            if not await self._flush_batch():
+                return False
+        return True
+
+    async def _flush_batch(self) -> bool:
+        if not self._batch:
+            self._batch = list(islice(self._pending.items(), MAX_PER_BATCH))
+            self._number += 1
+            for place, _ in self._batch:
+                del self._pending[place]
+        keys = [last_batch_of(self._writer_id)]
+        arguments: list[str | int] = [self._number, KEEP_S, KEEP_BATCH_S]
+        for (tenant_id, day, model, kind), amount in self._batch:
+            keys.append(usage_of(tenant_id, day))
+            arguments += [f"{kind}:{model}", amount]
+        try:
+            refused = await self._store.evaluate(ADD_UP, keys, arguments)
+        except StoreUnavailable:
+            return False
+        batch, self._batch = self._batch, []
+        for index in map(int, refused.split()):
+            place, amount = batch[index]
+            self._refused[place] += amount
+            self._retry_refused_at = self._clock.now() + RETRY_REFUSED_S
+            log.error("usage_unreadable", tenant_id=place[0], day=place[1])
+        return True
+
+    async def _run(self) -> None:
+        while True:
+            await self._clock.sleep(FLUSH_S)
+            await self.flush()
+
+    def _drop(self, place: Place, amount: int) -> None:
+        self.num_dropped += 1
+        tenant_id, day, model, kind = place
+        log.error(
+            "usage_not_stored", tenant_id=tenant_id, day=day, model=model, kind=kind, amount=amount
+        )

@@ -1,0 +1,92 @@
+"""What `hearth tenant add` and `limits` may say of a tenant: one option a field."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from shared.errors import ConfigError
+from shared.tenant import LIMITS, MAX_PRIORITY
+
+UNLIMITED, ALL = "unlimited", "all"
+
+HELP = {
+    "requests_per_min": f"Requests a minute: a number, or {UNLIMITED}.",
+    "input_tokens_per_min": "Prompt tokens a minute.",
+    "output_tokens_per_min": "Generated tokens a minute; max_tokens is reserved at first.",
+    "concurrency": "Requests under way at once.",
+    "kv_quota_tokens": "Tokens of one worker's cache.",
+    "allowed_models": f"Names with commas between, or {ALL}.",
+    "allowed_regions": f"Where its requests may be computed: names with commas, or {ALL}.",
+    "priority": f"The highest its requests can have, {-MAX_PRIORITY} to {MAX_PRIORITY}.",
+    "weight": "Its share of a full queue, beside others of the same priority.",
+    "zero_retention": "Nothing of its requests is kept beyond their end.",
+}
+_TYPES: dict[str, Any] = {"priority": int, "weight": float, "zero_retention": bool}
+
+
+def with_limits(command: Callable[..., None]) -> Callable[..., None]:
+    """The same command with all these options, given to it as `changes`: those that were said."""
+    hints = get_type_hints(command, include_extras=True)
+    own = [
+        each.replace(annotation=hints[each.name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for each in inspect.signature(command).parameters.values()
+        if each.name != "changes"
+    ]
+
+    def wrapped(**options: Any) -> None:
+        said = {name: options.pop(name) for name in HELP}
+        command(**options, changes=changes_of(said))
+
+    parameters = [*own, *map(_parameter, HELP)]
+    wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {each.name: each.annotation for each in parameters}
+    wrapped.__doc__ = command.__doc__
+    wrapped.__name__ = command.__name__
+    return wrapped
+
+
+def changes_of(said: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a TenantRecord. Raises ConfigError."""
+    changes: dict[str, Any] = {}
+    for name, value in said.items():
+        if value is None:
+            continue
+        if name in LIMITS:
+            changes[name] = _number(name, value)
+        elif name in ("allowed_models", "allowed_regions"):
+            changes[name] = _names(value)
+        else:
+            changes["is_zero_retention" if name == "zero_retention" else name] = value
+    return changes
+
+
+def _number(name: str, text: str) -> int | None:
+    if text == UNLIMITED:
+        return None
+    if not text.isdecimal():
+        option = f"--{name.replace('_', '-')}"
+        raise ConfigError(f"{option} {text!r} is neither a number from 0 on nor {UNLIMITED!r}")
+    return int(text)
+
+
+def _names(text: str) -> tuple[str, ...] | None:
+    if text == ALL:
+        return None
+    return tuple(dict.fromkeys(each.strip() for each in text.split(",") if each.strip()))
+
+
+def _parameter(name: str) -> inspect.Parameter:
+    flag = f"--{name.replace('_', '-')}"
+    if name == "zero_retention":
+        flag = f"{flag}/--no-zero-retention"
+    option = typer.Option(flag, help=HELP[name], show_default=False)
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[_TYPES.get(name, str) | None, option],
+    )
