@@ -18,14 +18,14 @@ holder writes in place.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+
+import msgspec
 
 from shared.engine.block_pool import BlockPool
 from shared.engine.sequence import Sequence, SequenceState
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(msgspec.Struct, frozen=True):
     sequence: Sequence
     num_scheduled_tokens: int
     # (source, destination) block to copy first; the row holds the source until the step has ended
@@ -97,21 +97,17 @@ class Batcher:
         scheduled: dict[Sequence, int] = {}
         budget = self._max_batch_tokens
         num_preempted = 0
-        for wants_one in (True, False):
-            for sequence in [
-                s for s in self.running if (s.num_uncomputed_tokens == 1) is wants_one
-            ]:
-                if budget == 0:
-                    break
-                if sequence.state is not SequenceState.RUNNING:
-                    continue  # preempted for an older one in this very step
-                victims = self._make_room(sequence)
-                num_preempted += len(victims)
-                for victim in victims:
-                    budget += scheduled.pop(victim, 0)
-                if sequence.state is SequenceState.RUNNING:
-                    scheduled[sequence] = min(sequence.num_uncomputed_tokens, budget)
-                    budget -= scheduled[sequence]
+        for sequence in self._running_by_turns():
+            if budget == 0:
+                break
+            if sequence.state is not SequenceState.RUNNING:
+                continue  # preempted for an older one in this very step
+            for victim in self._make_room(sequence):
+                num_preempted += 1
+                budget += scheduled.pop(victim, 0)
+            if sequence.state is SequenceState.RUNNING:
+                count = scheduled[sequence] = min(sequence.num_uncomputed_tokens, budget)
+                budget -= count
         found: list[Sequence] = []
         if num_preempted == 0:
             found = self._admit(scheduled, budget)
@@ -121,6 +117,14 @@ class Batcher:
         ]
         self._block_copies.clear()
         return rows, found
+
+    def _running_by_turns(self) -> list[Sequence]:
+        """Those that lack one token, then those that lack more; both oldest first."""
+        ones: list[Sequence] = []
+        others: list[Sequence] = []
+        for sequence in self.running:
+            (ones if sequence.num_uncomputed_tokens == 1 else others).append(sequence)
+        return ones + others
 
     def _share_blocks(self, parent: Sequence, child: Sequence) -> None:
         self.pool.hold(parent.block_table)
@@ -135,6 +139,8 @@ class Batcher:
         """
         victims: list[Sequence] = []
         missing = self.pool.blocks_for(sequence.num_tokens) - len(sequence.block_table)
+        if missing <= 0 and not self._writes_shared(sequence):
+            return victims
         while self.pool.num_free_blocks < missing + self._writes_shared(sequence):
             victim = next((s for s in reversed(self.running) if not s.is_prefill_only), sequence)
             self.preempt(victim)

@@ -7,9 +7,9 @@ only once no running step touches it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import repeat
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,8 +23,7 @@ from shared.errors import InvalidRequest
 from shared.messages import FinishReason, TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True):
     """What one step did for one sequence. A stop token is told, not part of `token_ids`."""
 
     sequence: Sequence

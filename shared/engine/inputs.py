@@ -51,15 +51,16 @@ def build_inputs(rows: list[ScheduledSequence], block_size: int) -> StepInputs:
 
 
 def _sampling_inputs(rows: list[ScheduledSequence], last_rows: np.ndarray) -> SamplingInputs:
-    drawing: list[Drawing] = [
-        (row.sequence, row.sequence.sampling)
-        for row in rows
-        if row.samples and row.sequence.sampling is not None
-    ]
+    drawing: list[Drawing] = []
+    drawing_rows: list[int] = []
+    for index, row in enumerate(rows):
+        if row.samples and row.sequence.sampling is not None:
+            drawing.append((row.sequence, row.sequence.sampling))
+            drawing_rows.append(index)
     sequences = [sequence for sequence, _ in drawing]
     params = [each for _, each in drawing]
     return SamplingInputs(
-        logits_indices=last_rows[[i for i, row in enumerate(rows) if row.samples]].astype(np.int64),
+        logits_indices=last_rows[np.array(drawing_rows, dtype=np.int64)],
         temperature=np.array([each.temperature for each in params], dtype=np.float32),
         top_k=np.array([each.top_k for each in params], dtype=np.int64),
         top_p=np.array([each.top_p for each in params], dtype=np.float32),
