@@ -97,7 +97,7 @@ class Batcher:
         scheduled: dict[Sequence, int] = {}
         budget = self._max_batch_tokens
         num_preempted = 0
-        for sequence in self._running_by_turns():
+        for sequence, num_lacking in self._running_by_turns():
             if budget == 0:
                 break
             if sequence.state is not SequenceState.RUNNING:
@@ -106,7 +106,7 @@ class Batcher:
                 num_preempted += 1
                 budget += scheduled.pop(victim, 0)
             if sequence.state is SequenceState.RUNNING:
-                count = scheduled[sequence] = min(sequence.num_uncomputed_tokens, budget)
+                count = scheduled[sequence] = min(num_lacking, budget)
                 budget -= count
         found: list[Sequence] = []
         if num_preempted == 0:
@@ -118,13 +118,11 @@ class Batcher:
         self._block_copies.clear()
         return rows, found
 
-    def _running_by_turns(self) -> list[Sequence]:
-        """Those that lack one token, then those that lack more; both oldest first."""
-        ones: list[Sequence] = []
-        others: list[Sequence] = []
-        for sequence in self.running:
-            (ones if sequence.num_uncomputed_tokens == 1 else others).append(sequence)
-        return ones + others
+    def _running_by_turns(self) -> list[tuple[Sequence, int]]:
+        """With the tokens that they lack: who lacks one, then who lacks more; both oldest first."""
+        lacking = [(sequence, sequence.num_uncomputed_tokens) for sequence in self.running]
+        ones = [each for each in lacking if each[1] == 1]
+        return ones if len(ones) == len(lacking) else ones + [e for e in lacking if e[1] != 1]
 
     def _share_blocks(self, parent: Sequence, child: Sequence) -> None:
         self.pool.hold(parent.block_table)
