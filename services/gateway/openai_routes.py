@@ -127,14 +127,16 @@ class OpenAIRoutes:
         tenant_id, request_id = request.state.tenant.tenant_id, request.state.request_id
         prepared: list[Prepared] = []
         for index, generation in enumerate(generations):
+            if index:
+                await asyncio.sleep(0)
             own_id = f"{request_id}-{index}" if index else request_id
             prepared.append(await self._gateway.prepare(tenant_id, own_id, generation))
-            await asyncio.sleep(0)
         deliveries: list[Delivery] = []
         try:
             for each in prepared:
+                if deliveries:
+                    await asyncio.sleep(0)
                 deliveries.append(self._gateway.open(each))
-                await asyncio.sleep(0)
         except BaseException:
             self._leave(deliveries)
             raise

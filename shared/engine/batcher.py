@@ -34,12 +34,13 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
     @property
     def completes(self) -> bool:
         """Whether this step computes the sequence's last token."""
-        return self.num_scheduled_tokens == self.sequence.num_uncomputed_tokens
+        sequence = self.sequence
+        return sequence.num_computed_tokens + self.num_scheduled_tokens == len(sequence.token_ids)
 
     @property
     def samples(self) -> bool:
         """Whether it completes the sequence so that a new token can be drawn."""
-        return self.completes and self.sequence.sampling is not None
+        return self.sequence.sampling is not None and self.completes
 
 
 class Batcher:

@@ -205,7 +205,8 @@ class Engine:
                 self._finish(sequence)
                 continue
             self._count(row, token_id)
-            _collect(sequence, index, output)
+            if sequence.sampling is None or sequence.prompt_logprobs is not None:
+                _collect(sequence, index, output)
             sequence.num_computed_tokens += row.num_scheduled_tokens
             self._commit_full_blocks(sequence)
             self._drop_unseen_blocks(sequence)
@@ -280,8 +281,9 @@ class Engine:
 
     def _count(self, row: ScheduledSequence, token_id: int | None) -> None:
         sequence = row.sequence
-        num_left = max(0, sequence.num_prompt_tokens - sequence.num_computed_tokens)
-        self.num_computed_prompt_tokens += min(num_left, row.num_scheduled_tokens)
+        num_left = sequence.num_prompt_tokens - sequence.num_computed_tokens
+        if num_left > 0:
+            self.num_computed_prompt_tokens += min(num_left, row.num_scheduled_tokens)
         self.num_generated_tokens += token_id is not None
 
     def _hold(self, sequence: Sequence) -> None:

@@ -71,6 +71,7 @@ def _sampling_inputs(rows: list[ScheduledSequence], last_rows: np.ndarray) -> Sa
         banned=[
             (draw, token_id)
             for draw, (sequence, each) in enumerate(drawing)
+            if each.bad_words or each.min_tokens
             for token_id in _banned(sequence, each)
         ],
         bias=_bias(params),
