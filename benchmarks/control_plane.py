@@ -3,6 +3,7 @@
     python -m benchmarks.control_plane                           both shapes, 16, 64, 256 clients
     python -m benchmarks.control_plane --peer /path/of/venv      and Dynamo beside it, by turns
     python -m benchmarks.control_plane --shape split --concurrency 64 --duration-s 5
+    python -m benchmarks.control_plane --shape split --hold      for AIPerf: says where to ask
 
 Real processes: gateway, its chat template, scheduler, kv_index, nats-server, redis, workers. Every
 prompt is another, rendered and tokenized; each token is a step of the engine and an event of the
@@ -20,14 +21,15 @@ TCP_QUICKACK: a server that leaves small segments to Nagle's algorithm waits for
 from __future__ import annotations
 
 import argparse
+import asyncio
 import itertools
 import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,34 +124,52 @@ def _row(tally: Tally, elapsed_s: float, num_output_tokens: int, spent: dict[str
     }
 
 
+Servers = dict[str, tuple[Target, Processes]]
+
+
+@asynccontextmanager
+async def started(shape: str, options: argparse.Namespace) -> AsyncIterator[Servers]:
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        ours = hearth(SERVICES[shape], folder, step_s=options.step_s)
+        servers = {"hearth": await stack.enter_async_context(ours)}
+        if options.peer is not None:
+            theirs = dynamo(options.peer, folder, is_split=shape == "split")
+            servers["dynamo"] = await stack.enter_async_context(theirs)
+        yield servers
+
+
 async def run(options: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     seeds = itertools.count(options.seed)
-    for name in options.shape:
-        async with AsyncExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            ours = hearth(SERVICES[name], folder, step_s=options.step_s)
-            servers = {"hearth": await stack.enter_async_context(ours)}
-            if options.peer is not None:
-                theirs = dynamo(options.peer, folder, is_split=name == "split")
-                servers["dynamo"] = await stack.enter_async_context(theirs)
-            for concurrency, has_quickack in itertools.product(
-                options.concurrency, options.quickack
+    for shape in options.shape:
+        async with started(shape, options) as servers:
+            for concurrency, has_quickack, (server, (target, processes)) in itertools.product(
+                options.concurrency, options.quickack, servers.items()
             ):
-                for server, (target, processes) in servers.items():
-                    measurement = Measurement(
-                        target, processes, SHAPES[name], options.duration_s, next(seeds)
-                    )
-                    row = {
-                        "server": server,
-                        "shape": name,
-                        "concurrency": concurrency,
-                        "quickack": has_quickack,
-                    }
-                    row |= await measurement.row(concurrency, has_quickack=has_quickack)
-                    print(msgspec.json.encode(row).decode(), file=sys.stderr)
-                    rows.append(row)
+                measurement = Measurement(
+                    target, processes, SHAPES[shape], options.duration_s, next(seeds)
+                )
+                found = await measurement.row(concurrency, has_quickack=has_quickack)
+                row = {"server": server, "shape": shape, "concurrency": concurrency}
+                row |= {"quickack": has_quickack, **found}
+                print(msgspec.json.encode(row).decode(), file=sys.stderr)
+                rows.append(row)
     return rows
+
+
+async def hold(options: argparse.Namespace) -> None:
+    """For clients of others: says where to ask, and afterwards what it took."""
+    for shape in options.shape:
+        async with started(shape, options) as servers:
+            before = {name: cpu_s(processes) for name, (_, processes) in servers.items()}
+            for name, (target, _) in servers.items():
+                print(f"{shape} {name}: {target.url} {target.model} {target.api_key}", flush=True)
+            await asyncio.to_thread(input, "Enter ends it.\n")
+            for name, (_, processes) in servers.items():
+                after = cpu_s(processes)
+                spent = {each: round(after[each] - before[name][each], 2) for each in after}
+                print(f"{shape} {name}, seconds of CPU: {spent}")
 
 
 def bars_of(rows: Sequence[Row]) -> list[Bar]:
@@ -185,9 +205,13 @@ def main(argv: Sequence[str]) -> int:
     add("--duration-s", type=float, default=10.0, help="of each row")
     add("--step-s", type=float, default=0.0, help="what a step of the engine takes")
     add("--peer", type=Path, help="virtual environment with Dynamo, measured by turns")
+    add("--hold", action="store_true", help="only start the servers, for other clients")
     add("--seed", type=int, default=1)
     add("--name", default="control_plane", help="results/NAME.json")
     options = parser.parse_args(argv)
+    if options.hold:
+        uvloop.run(hold(options))
+        return 0
     rows = uvloop.run(run(options))
     command = ["-m", "benchmarks.control_plane", *argv]
     write_result(options.name, rows, bars_of(rows), command)
