@@ -9,6 +9,15 @@ Real processes: gateway, its chat template, scheduler, kv_index, nats-server, re
 prompt is another, rendered and tokenized; each token is a step of the engine and an event of the
 answer, which the client counts. Client and servers share the machine's cores, as with the peer.
 
+The bars are against the peer of the same run and client. Without one they are against references
+of which the first two were taken with AIPerf 0.13, a far heavier client; for it there is `--hold`
+(URL, MODEL and KEY as it says, of both servers):
+
+    aiperf profile -u URL -m MODEL --api-key KEY --endpoint-type chat --streaming --ui none \\
+        --tokenizer shared/demo_model --concurrency 64 --request-count 4000 \\
+        --synthetic-input-tokens-mean 500 --synthetic-input-tokens-stddev 0 \\
+        --output-tokens-mean 32 --output-tokens-stddev 0 --extra-inputs ignore_eos:true
+
     split   500 tokens in, 32 out; prefill and decode apart, KV pushed through shared memory
     one     100 tokens in, 64 out; one worker does both
 
