@@ -1,14 +1,13 @@
 """The bus seam: publish, request, subscribe and serve typed messages; NATS behind it.
 
 This is the one place where exceptions become replies and replies exceptions again. nats-py awaits a
-callback before it takes the next message of a subscription, so a subscriber only enqueues, and a
-served request runs as a task of its own.
+callback before it takes the next message of a subscription, so a subscriber only enqueues, and what
+a request has to wait for runs as a task of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -90,7 +89,7 @@ class Bus(Protocol):
     async def serve(
         self, subject: str, message_type: Any, handler: Callable[[Any], Any], *, queue: str = ""
     ) -> Unsubscribe:
-        """`handler` (plain or async) returns the reply or raises; each request is its own task."""
+        """`handler` (plain or async) returns the reply or raises; an async one runs as a task."""
         ...
 
     async def close(self) -> None: ...
@@ -121,10 +120,12 @@ def without_password(url: str) -> str:
     return urlunsplit((parts.scheme, host + port, parts.path, "", ""))
 
 
-async def reply_to(
+def begin_reply(
     handler: Callable[[Any], Any], decode: Callable[[bytes], Any], data: bytes
-) -> Message:
-    """Runs a handler on an encoded request; every exception becomes a Failure."""
+) -> Message | Awaitable[Message]:
+    """Runs a handler on an encoded request; of an async one the rest is to be awaited. Every
+    exception becomes a Failure.
+    """
     try:
         request = decode(data)
     except UNREADABLE as error:
@@ -133,13 +134,31 @@ async def reply_to(
         log.warning("impostor", error=error.message)
         return failure_of(error)
     try:
-        reply = handler(request)
-        return await reply if inspect.isawaitable(reply) else reply
-    except HearthError as error:
-        return failure_of(error)
-    except Exception as error:  # the service's edge: log and answer
-        log.exception("handler_failed")
-        return failure_of(error)
+        reply: Message | Awaitable[Message] = handler(request)
+    except Exception as error:
+        return _failed(error)
+    return reply if isinstance(reply, Message) else _finish_reply(reply)
+
+
+async def reply_to(
+    handler: Callable[[Any], Any], decode: Callable[[bytes], Any], data: bytes
+) -> Message:
+    """`begin_reply`, to the end."""
+    reply = begin_reply(handler, decode, data)
+    return reply if isinstance(reply, Message) else await reply
+
+
+async def _finish_reply(reply: Awaitable[Message]) -> Message:
+    try:
+        return await reply
+    except Exception as error:
+        return _failed(error)
+
+
+def _failed(error: Exception) -> Failure:
+    if not isinstance(error, HearthError):  # the service's edge: log and answer
+        log.error("handler_failed", exc_info=error)
+    return failure_of(error)
 
 
 def hand_over(
@@ -297,11 +316,10 @@ class NatsBus:
     ) -> Unsubscribe:
         decode = msgspec.msgpack.Decoder(message_type).decode
 
-        async def answer(message: Msg) -> None:
-            checked = self._identities.checked(decode, sender_of(message.subject))
-            reply = await reply_to(handler, checked, message.data)
+        async def answer(message: Msg, reply: Message | Awaitable[Message]) -> None:
+            told = reply if isinstance(reply, Message) else await reply
             try:
-                await message.respond(self._payload(reply))
+                await message.respond(self._payload(told))
             except (nats.errors.Error, HearthError) as error:
                 log.warning("reply_failed", subject=subject, error=str(error))
 
@@ -310,7 +328,12 @@ class NatsBus:
                 refusal = Overloaded("too many requests at once", retry_after_s=1.0)
                 await message.respond(_encode(failure_of(refusal)))
                 return
-            task = asyncio.create_task(answer(message))
+            checked = self._identities.checked(decode, sender_of(message.subject))
+            reply = begin_reply(handler, checked, message.data)
+            if isinstance(reply, Message):
+                await answer(message, reply)
+                return
+            task = asyncio.create_task(answer(message, reply))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 

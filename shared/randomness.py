@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from typing import Protocol
 
@@ -16,7 +17,7 @@ class Randomness(Protocol):
 
 class SystemRandomness:
     def bytes(self, num_bytes: int) -> bytes:
-        return secrets.token_bytes(num_bytes)
+        return os.urandom(num_bytes)
 
     def below(self, limit: int) -> int:
         return secrets.randbelow(limit)

@@ -57,6 +57,11 @@ class Emitter:
         outputs = self._outputs.setdefault(placement_id, {})
         outputs[choice_index] = Output(placement_id, gateway_id, choice_index, first_position)
 
+    def is_silent(self, placement_id: bytes, choice_index: int) -> bool:
+        """Nothing of it was added: who serves it is to be said with what comes first."""
+        output = self._output(placement_id, choice_index)
+        return output is not None and output.served is None
+
     def add(
         self,
         placement_id: bytes,
@@ -76,8 +81,8 @@ class Emitter:
             return
         output.token_ids += token_ids
         output.finish = finish
-        output.served = output.served or served
         output.logprobs += logprobs
+        output.served = output.served or served
         output.prompt_logprobs = output.prompt_logprobs or prompt_logprobs
         self._dirty[placement_id, choice_index] = output
 
@@ -119,7 +124,8 @@ class Emitter:
             self._outputs.pop(placement_id, None)
 
     def _output(self, placement_id: bytes, choice_index: int) -> Output | None:
-        return self._outputs.get(placement_id, {}).get(choice_index)
+        outputs = self._outputs.get(placement_id)
+        return None if outputs is None else outputs.get(choice_index)
 
 
 def apart(entries: list[TokenEntry]) -> list[list[TokenEntry]]:

@@ -193,14 +193,15 @@ class DecodeService:
     # ── tokens ───────────────────────────────────────────────────────────────────────────────────
 
     def _on_step(self, progress: list[Progress]) -> None:
+        now = self._worker.clock.now()
         for each in progress:
             placement = self._placements.get(placement_id_of(each.sequence))
             if placement is None:
                 continue
             if each.sequence.is_prefill_only:
-                self._on_prompt(placement, each)
+                self._on_prompt(placement, each, now)
             elif each.token_ids or each.finish_reason:
-                self._emit(placement, each)
+                self._emit(placement, each, now)
         self._post_entries()
 
     def _post_entries(self) -> None:
@@ -210,35 +211,27 @@ class DecodeService:
                 batch = TokenBatch(worker_id=worker.worker_id, entries=tuple(part))
                 worker.outbox.post(tokens(gateway_id), batch)
 
-    def _on_prompt(self, placement: Placement, progress: Progress) -> None:
+    def _on_prompt(self, placement: Placement, progress: Progress, now: float) -> None:
         if progress.finish_reason is None:
             self._fork(placement)
             return
         self._engine.release(placement.prompt)
         for sequence in list(placement.choices.values()):
-            self._emit(placement, Progress(sequence, finish_reason=progress.finish_reason))
+            failed = Progress(sequence, finish_reason=progress.finish_reason)
+            self._emit(placement, failed, now)
 
-    def _emit(self, placement: Placement, progress: Progress) -> None:
-        sequence, finish = progress.sequence, None
-        served = placement.served(sequence)
-        placement.told_at = self._worker.clock.now()
-        if progress.finish_reason is not None:
-            failed = progress.finish_reason == "failed"
-            finish = Finish(
-                reason=progress.finish_reason,
-                served=served,
-                stop_token_id=progress.stop_token_id,
-                failure=Failure(code=HearthError.code, message="the step failed")
-                if failed
-                else None,
-                embedding=None
-                if progress.embedding is None
-                else progress.embedding.astype("<f4").tobytes(),
-            )
+    def _emit(self, placement: Placement, progress: Progress, now: float) -> None:
+        placement_id, sequence = placement.placement_id, progress.sequence
+        index = sequence.choice_index
+        is_first = self._emitter.is_silent(placement_id, index)
+        served = placement.served(sequence) if is_first else None
+        finish = _finish_of(placement, progress)
+        placement.told_at = now
+        if finish is not None:
             self._end_choice(placement, sequence)
         self._emitter.add(
-            placement.placement_id,
-            sequence.choice_index,
+            placement_id,
+            index,
             progress.token_ids,
             finish,
             served,
@@ -348,6 +341,21 @@ class DecodeService:
         ]
         self._orphaned_since = {g: s for g, s in self._orphaned_since.items() if g in gateways}
         return overdue
+
+
+def _finish_of(placement: Placement, progress: Progress) -> Finish | None:
+    reason, embedding = progress.finish_reason, progress.embedding
+    if reason is None:
+        return None
+    is_failed = reason == "failed"
+    failure = Failure(code=HearthError.code, message="the step failed") if is_failed else None
+    return Finish(
+        reason=reason,
+        served=placement.served(progress.sequence),
+        stop_token_id=progress.stop_token_id,
+        failure=failure,
+        embedding=None if embedding is None else embedding.astype("<f4").tobytes(),
+    )
 
 
 def _owner(placement: Placement) -> str:

@@ -55,14 +55,23 @@ def submit_subject(message: SubmitRequest, scheduler_ids: Sequence[str]) -> str:
 
 
 class Actions:
-    """What is to be done, in order, until it is taken."""
+    """What is to be done, in order, until it is taken; endings that came together are acknowledged
+    together, before all else.
+    """
 
     def __init__(self, gateway_id: str) -> None:
         self._gateway_id = gateway_id
         self._due: list[Action] = []
+        self._acknowledged: dict[str, list[bytes]] = {}  # placement ids by worker
 
     def take(self) -> list[Action]:
-        due, self._due = self._due, []
+        due: list[Action] = []
+        for worker_id, placement_ids in self._acknowledged.items():
+            message = AckFinished(placement_ids=tuple(placement_ids))
+            due.append(Publish(control("decode", worker_id), message))
+        due += self._due
+        self._acknowledged.clear()
+        self._due.clear()
         return due
 
     def submit(self, message: SubmitRequest) -> None:
@@ -82,8 +91,7 @@ class Actions:
         self._due.append(Publish(control("decode", worker_id), message))
 
     def acknowledge(self, worker_id: str, placement_id: bytes) -> None:
-        message = AckFinished(placement_ids=(placement_id,))
-        self._due.append(Publish(control("decode", worker_id), message))
+        self._acknowledged.setdefault(worker_id, []).append(placement_id)
 
     def cancel(self, scheduler_id: str, request_id: str, attempt: int | None) -> None:
         message = CancelQueued(request_id=request_id, gateway_id=self._gateway_id, attempt=attempt)

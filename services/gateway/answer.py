@@ -9,13 +9,14 @@ at once, and its request closed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 from litestar.types import Receive, Scope, Send
 
+from services.gateway import sse
 from services.gateway.delivery import Piece
 from services.gateway.gathering import Gathering
 from services.gateway.openai_errors import envelope, error_headers
@@ -25,7 +26,6 @@ from shared.errors import HearthError
 _encode = msgspec.json.Encoder().encode
 # An answer of more choices is put together on a thread, so that running streams do not wait for it.
 MAX_INLINE_RESULTS = 16
-_DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(slots=True)
@@ -39,15 +39,15 @@ class ChoiceResult:
 
 
 class Events(Protocol):
-    """What a streamed answer tells; each method gives Structs to encode, one an event."""
+    """What a streamed answer tells, as server-sent events."""
 
-    def opening(self) -> Sequence[Any]:
+    def opening(self) -> bytes:
         """Before the first piece."""
         ...
 
-    def events(self, piece: Piece) -> Sequence[Any]: ...
+    def events(self, piece: Piece) -> bytes: ...
 
-    def closing(self) -> Sequence[Any]:
+    def closing(self) -> bytes:
         """After the last piece."""
         ...
 
@@ -120,16 +120,16 @@ class Answer:
             return
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
         await self._start(send, 200, headers)
-        events = _events(told.opening())
+        events = told.opening()
         try:
             while pieces:
-                events += b"".join(_events(told.events(piece)) for piece in pieces)
+                events += b"".join([told.events(piece) for piece in pieces])
                 await send({"type": "http.response.body", "body": events, "more_body": True})
                 events = b""
                 pieces = await self.gathering.next()
-            ending = events + _events(told.closing()) + _DONE
+            ending = events + told.closing() + sse.DONE
         except HearthError as error:
-            ending = _events([envelope(error)])
+            ending = sse.event(envelope(error))
         await send({"type": "http.response.body", "body": ending, "more_body": False})
 
     async def _send_error(self, send: Send, error: HearthError) -> None:
@@ -146,7 +146,3 @@ class Answer:
         if length is not None:
             headers.append((b"content-length", str(length).encode()))
         await send({"type": "http.response.start", "status": status, "headers": headers})
-
-
-def _events(bodies: Sequence[Any]) -> bytes:
-    return b"".join(b"data: " + _encode(body) + b"\n\n" for body in bodies)

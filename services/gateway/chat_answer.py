@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import msgspec
+
+from services.gateway import sse
 from services.gateway.answer import ChoiceResult
 from services.gateway.delivery import Piece
 from services.gateway.gathering import Gathering
@@ -33,40 +36,40 @@ class ChatAnswer:
     created: int
     has_usage: bool
     has_logprobs: bool
+    _text_events: dict[int, sse.TextEvent] = field(default_factory=dict)  # by choice
 
-    def opening(self) -> list[ChatCompletionChunk]:
+    def opening(self) -> bytes:
         delta = Delta(role="assistant", content="")
         indexes = range(self.gathering.num_choices)
-        return [self._chunk(ChunkChoice(index=index, delta=delta)) for index in indexes]
+        return b"".join(self._event(ChunkChoice(index=index, delta=delta)) for index in indexes)
 
-    def events(self, piece: Piece) -> list[ChatCompletionChunk]:
-        events, index = [], piece.choice_index
-        if piece.text or piece.tokens:
-            choice = ChunkChoice(
-                index=index, delta=Delta(content=piece.text), logprobs=self._logprobs(piece.tokens)
-            )
-            events.append(self._chunk(choice))
+    def events(self, piece: Piece) -> bytes:
+        events, index = b"", piece.choice_index
+        if self.has_logprobs and (piece.text or piece.tokens):
+            choice = self._told(index, piece.text)
+            logprobs = self._logprobs(piece.tokens)
+            events = self._event(msgspec.structs.replace(choice, logprobs=logprobs))
+        elif piece.text:
+            events = self._text_event(index).of(piece.text)
         if piece.finish_reason is not None:
             ending = ChunkChoice(index=index, delta=Delta(), finish_reason=piece.finish_reason)
-            events.append(self._chunk(ending))
+            events += self._event(ending)
         return events
 
-    def closing(self) -> list[ChatCompletionChunk]:
+    def closing(self) -> bytes:
         if not self.has_usage:
-            return []
+            return b""
         deliveries = self.gathering.deliveries
-        usage, info = usage_of(deliveries), hearth_info_of(self.request_id, deliveries)
-        return [
-            ChatCompletionChunk(
-                id=f"chatcmpl-{self.request_id}",
-                object="chat.completion.chunk",
-                created=self.created,
-                model=self.model,
-                choices=(),
-                usage=usage,
-                hearth=info,
-            )
-        ]
+        chunk = ChatCompletionChunk(
+            id=f"chatcmpl-{self.request_id}",
+            object="chat.completion.chunk",
+            created=self.created,
+            model=self.model,
+            choices=(),
+            usage=usage_of(deliveries),
+            hearth=hearth_info_of(self.request_id, deliveries),
+        )
+        return sse.event(chunk)
 
     def body(self, results: list[ChoiceResult]) -> ChatCompletion:
         deliveries = self.gathering.deliveries
@@ -86,6 +89,19 @@ class ChatAnswer:
             usage=usage_of(deliveries),
             hearth=hearth_info_of(self.request_id, deliveries),
         )
+
+    def _text_event(self, index: int) -> sse.TextEvent:
+        known = self._text_events.get(index)
+        if known is None:
+            known = sse.TextEvent(lambda text: self._chunk(self._told(index, text)))
+            self._text_events[index] = known
+        return known
+
+    def _told(self, index: int, text: str) -> ChunkChoice:
+        return ChunkChoice(index=index, delta=Delta(content=text))
+
+    def _event(self, choice: ChunkChoice) -> bytes:
+        return sse.event(self._chunk(choice))
 
     def _chunk(self, choice: ChunkChoice) -> ChatCompletionChunk:
         return ChatCompletionChunk(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from services.gateway import sse
 from services.gateway.answer import ChoiceResult
 from services.gateway.delivery import Delivery, Piece
 from services.gateway.gathering import Gathering
@@ -37,22 +38,25 @@ class CompletionAnswer:
     has_logprobs: bool
     num_shown: int
     _echoed: set[int] = field(default_factory=set)  # choices whose prompt is told
+    _text_events: dict[int, sse.TextEvent] = field(default_factory=dict)  # by choice
 
-    def opening(self) -> list[CompletionChunk]:
-        return []
+    def opening(self) -> bytes:
+        return b""
 
-    def events(self, piece: Piece) -> list[CompletionChunk]:
-        events, index = [], piece.choice_index
-        if piece.text or piece.tokens or self._is_echo_due(index):
-            events.append(self._chunk(self._choice(index, piece.text, piece.tokens)))
+    def events(self, piece: Piece) -> bytes:
+        events, index = b"", piece.choice_index
+        if self._is_echo_due(index) or (self.has_logprobs and (piece.text or piece.tokens)):
+            events = sse.event(self._chunk(self._choice(index, piece.text, piece.tokens)))
+        elif piece.text:
+            events = self._text_event(index).of(piece.text)
         if piece.finish_reason is not None:
             ending = CompletionChoice(index=index, text="", finish_reason=piece.finish_reason)
-            events.append(self._chunk(ending))
+            events += sse.event(self._chunk(ending))
         return events
 
-    def closing(self) -> list[CompletionChunk]:
+    def closing(self) -> bytes:
         if not self.has_usage:
-            return []
+            return b""
         deliveries = self.gathering.deliveries
         chunk = CompletionChunk(
             id=f"cmpl-{self.request_id}",
@@ -63,7 +67,7 @@ class CompletionAnswer:
             usage=usage_of(deliveries),
             hearth=hearth_info_of(self.request_id, deliveries),
         )
-        return [chunk]
+        return sse.event(chunk)
 
     def body(self, results: list[ChoiceResult]) -> Completion:
         deliveries = self.gathering.deliveries
@@ -109,6 +113,15 @@ class CompletionAnswer:
 
     def _delivery(self, index: int) -> Delivery:
         return self.gathering.deliveries[index // self.gathering.num_choices]
+
+    def _text_event(self, index: int) -> sse.TextEvent:
+        known = self._text_events.get(index)
+        if known is None:
+            known = sse.TextEvent(
+                lambda text: self._chunk(CompletionChoice(index=index, text=text))
+            )
+            self._text_events[index] = known
+        return known
 
     def _chunk(self, choice: CompletionChoice) -> CompletionChunk:
         return CompletionChunk(

@@ -1,8 +1,8 @@
 """The way of one request's tokens to its client.
 
 Tokens become text as they arrive, so a stop string is seen at once however slowly the client
-reads. Text waits here until it is taken; what piles up for a slow client is bounded by
-`max_tokens` and leaves in one piece.
+reads. Text waits here until it is taken, in the pieces in which it came; what piles up for a slow
+client is bounded by `max_tokens` and leaves in one.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from services.gateway.text.scored_tokens import ScoredToken
 from shared.clock import Clock
 from shared.errors import HearthError
 from shared.messages import Finish, Served, TokenLogprobs
+
+MAX_PIECES = 64  # of a choice that wait; more are joined
 
 
 class ClientGone(HearthError):
@@ -46,6 +48,16 @@ class _ChoiceText:
         self.is_taken = False  # with its finish reason
         self.served: Served | None = None
         self.heard_at: float | None = None
+
+    def take_pieces(self) -> list[str]:
+        """At least one. Those of tokens with logprobs are joined, as the tokens are."""
+        pieces, self.pieces = self.pieces, []
+        is_one = len(pieces) > MAX_PIECES or bool(self.tokens)
+        return ["".join(pieces)] if is_one or not pieces else pieces
+
+    def take_tokens(self) -> list[ScoredToken]:
+        tokens, self.tokens = self.tokens, []
+        return tokens
 
 
 class Delivery:
@@ -110,9 +122,9 @@ class Delivery:
         for index, text in enumerate(self._texts, self.first_choice_index):
             is_ending = text.finish_reason is not None and not text.is_taken
             if text.pieces or text.tokens or is_ending:
-                joined = "".join(text.pieces)
-                taken.append(Piece(index, joined, text.finish_reason, text.tokens))
-                text.pieces, text.tokens = [], []
+                *earlier, last = text.take_pieces()
+                taken += [Piece(index, each, None) for each in earlier]
+                taken.append(Piece(index, last, text.finish_reason, text.take_tokens()))
                 text.is_taken = is_ending
         return taken
 

@@ -143,16 +143,18 @@ class OpenAIRoutes:
             generations = [msgspec.structs.replace(g, affinity_key=session) for g in generations]
         prepared: list[Prepared] = []
         for index, generation in enumerate(generations):
+            if index:
+                await asyncio.sleep(0)
             own_id = f"{request_id}-{index}" if index else request_id
             prepared.append(await self._gateway.prepare(tenant, own_id, generation))
-            await asyncio.sleep(0)
         permit = await self._gateway.admit(tenant, request_id, prepared)
         request.state.limit_headers = permit.headers
         deliveries: list[Delivery] = []
         try:
             for each in prepared:
+                if deliveries:
+                    await asyncio.sleep(0)
                 deliveries.append(self._gateway.open(each, permit))
-                await asyncio.sleep(0)
         except BaseException:
             self._leave(deliveries)
             raise

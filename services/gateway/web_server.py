@@ -137,6 +137,7 @@ class WebServer:
             access_log=False,
             log_config=None,
             server_header=False,
+            proxy_headers=False,  # nobody asks for a client's address
             backlog=LISTEN_BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=GRACE_S,

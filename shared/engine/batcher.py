@@ -18,14 +18,14 @@ holder writes in place.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+
+import msgspec
 
 from shared.engine.block_pool import BlockPool
 from shared.engine.sequence import Sequence, SequenceState
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(msgspec.Struct, frozen=True):
     sequence: Sequence
     num_scheduled_tokens: int
     # (source, destination) block to copy first; the row holds the source until the step has ended
@@ -34,12 +34,13 @@ class ScheduledSequence:
     @property
     def completes(self) -> bool:
         """Whether this step computes the sequence's last token."""
-        return self.num_scheduled_tokens == self.sequence.num_uncomputed_tokens
+        sequence = self.sequence
+        return sequence.num_computed_tokens + self.num_scheduled_tokens == len(sequence.token_ids)
 
     @property
     def samples(self) -> bool:
         """Whether it completes the sequence so that a new token can be drawn."""
-        return self.completes and self.sequence.sampling is not None
+        return self.sequence.sampling is not None and self.completes
 
 
 class Batcher:
@@ -97,21 +98,17 @@ class Batcher:
         scheduled: dict[Sequence, int] = {}
         budget = self._max_batch_tokens
         num_preempted = 0
-        for wants_one in (True, False):
-            for sequence in [
-                s for s in self.running if (s.num_uncomputed_tokens == 1) is wants_one
-            ]:
-                if budget == 0:
-                    break
-                if sequence.state is not SequenceState.RUNNING:
-                    continue  # preempted for an older one in this very step
-                victims = self._make_room(sequence)
-                num_preempted += len(victims)
-                for victim in victims:
-                    budget += scheduled.pop(victim, 0)
-                if sequence.state is SequenceState.RUNNING:
-                    scheduled[sequence] = min(sequence.num_uncomputed_tokens, budget)
-                    budget -= scheduled[sequence]
+        for sequence, num_lacking in self._running_by_turns():
+            if budget == 0:
+                break
+            if sequence.state is not SequenceState.RUNNING:
+                continue  # preempted for an older one in this very step
+            for victim in self._make_room(sequence):
+                num_preempted += 1
+                budget += scheduled.pop(victim, 0)
+            if sequence.state is SequenceState.RUNNING:
+                count = scheduled[sequence] = min(num_lacking, budget)
+                budget -= count
         found: list[Sequence] = []
         if num_preempted == 0:
             found = self._admit(scheduled, budget)
@@ -121,6 +118,12 @@ class Batcher:
         ]
         self._block_copies.clear()
         return rows, found
+
+    def _running_by_turns(self) -> list[tuple[Sequence, int]]:
+        """With the tokens that they lack: who lacks one, then who lacks more; both oldest first."""
+        lacking = [(sequence, sequence.num_uncomputed_tokens) for sequence in self.running]
+        ones = [each for each in lacking if each[1] == 1]
+        return ones if len(ones) == len(lacking) else ones + [e for e in lacking if e[1] != 1]
 
     def _share_blocks(self, parent: Sequence, child: Sequence) -> None:
         self.pool.hold(parent.block_table)
@@ -135,6 +138,8 @@ class Batcher:
         """
         victims: list[Sequence] = []
         missing = self.pool.blocks_for(sequence.num_tokens) - len(sequence.block_table)
+        if missing <= 0 and not self._writes_shared(sequence):
+            return victims
         while self.pool.num_free_blocks < missing + self._writes_shared(sequence):
             victim = next((s for s in reversed(self.running) if not s.is_prefill_only), sequence)
             self.preempt(victim)

@@ -7,9 +7,9 @@ only once no running step touches it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import repeat
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,8 +23,7 @@ from shared.errors import InvalidRequest
 from shared.messages import FinishReason, TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True):
     """What one step did for one sequence. A stop token is told, not part of `token_ids`."""
 
     sequence: Sequence
@@ -210,7 +209,8 @@ class Engine:
                 self._finish(sequence)
                 continue
             self._count(row, token_id)
-            _collect(sequence, index, output)
+            if sequence.sampling is None or sequence.prompt_logprobs is not None:
+                _collect(sequence, index, output)
             sequence.num_computed_tokens += row.num_scheduled_tokens
             self._commit_full_blocks(sequence)
             self._drop_unseen_blocks(sequence)
@@ -285,8 +285,9 @@ class Engine:
 
     def _count(self, row: ScheduledSequence, token_id: int | None) -> None:
         sequence = row.sequence
-        num_left = max(0, sequence.num_prompt_tokens - sequence.num_computed_tokens)
-        self.num_computed_prompt_tokens += min(num_left, row.num_scheduled_tokens)
+        num_left = sequence.num_prompt_tokens - sequence.num_computed_tokens
+        if num_left > 0:
+            self.num_computed_prompt_tokens += min(num_left, row.num_scheduled_tokens)
         self.num_generated_tokens += token_id is not None
 
     def _hold(self, sequence: Sequence) -> None:

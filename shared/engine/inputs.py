@@ -22,28 +22,27 @@ Drawing = tuple[Sequence, SamplingParams]
 def build_inputs(rows: list[ScheduledSequence], block_size: int) -> StepInputs:
     """Shapes as in `StepInputs`; sequences keep the order of `rows`."""
     input_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
     width = max(len(row.sequence.block_table) for row in rows)
     block_tables = np.zeros((len(rows), width), dtype=np.int64)
     for index, row in enumerate(rows):
         sequence, start = row.sequence, row.sequence.num_computed_tokens
-        end = start + row.num_scheduled_tokens
         table = sequence.block_table
         block_tables[index, : len(table)] = table
-        input_ids += sequence.token_ids[start:end]
-        positions += range(start, end)
-        slots += [table[p // block_size] * block_size + p % block_size for p in range(start, end)]
+        input_ids += sequence.token_ids[start : start + row.num_scheduled_tokens]
     query_lens = np.array([row.num_scheduled_tokens for row in rows], dtype=np.int64)
     computed = np.array([row.sequence.num_computed_tokens for row in rows], dtype=np.int64)
+    ends = query_lens.cumsum()
+    row_of_token = np.repeat(np.arange(len(rows)), query_lens)  # [T]
+    positions = np.arange(len(input_ids)) + (computed - ends + query_lens)[row_of_token]
+    blocks = block_tables[row_of_token, positions // block_size]
     return StepInputs(
         input_ids=np.array(input_ids, dtype=np.int64),
-        positions=np.array(positions, dtype=np.int64),
-        slot_mapping=np.array(slots, dtype=np.int64),
+        positions=positions,
+        slot_mapping=blocks * block_size + positions % block_size,
         query_lens=query_lens,
         context_lens=computed + query_lens,
         block_tables=block_tables,
-        sampling=_sampling_inputs(rows, query_lens.cumsum() - 1),
+        sampling=_sampling_inputs(rows, ends - 1),
         block_copies=tuple(row.block_copy for row in rows if row.block_copy is not None),
         prompt_logprobs=_prompt_logprobs(rows),
         pooling=_pooling(rows),
@@ -51,15 +50,16 @@ def build_inputs(rows: list[ScheduledSequence], block_size: int) -> StepInputs:
 
 
 def _sampling_inputs(rows: list[ScheduledSequence], last_rows: np.ndarray) -> SamplingInputs:
-    drawing: list[Drawing] = [
-        (row.sequence, row.sequence.sampling)
-        for row in rows
-        if row.samples and row.sequence.sampling is not None
-    ]
+    drawing: list[Drawing] = []
+    drawing_rows: list[int] = []
+    for index, row in enumerate(rows):
+        if row.samples and row.sequence.sampling is not None:
+            drawing.append((row.sequence, row.sequence.sampling))
+            drawing_rows.append(index)
     sequences = [sequence for sequence, _ in drawing]
     params = [each for _, each in drawing]
     return SamplingInputs(
-        logits_indices=last_rows[[i for i, row in enumerate(rows) if row.samples]].astype(np.int64),
+        logits_indices=last_rows[np.array(drawing_rows, dtype=np.int64)],
         temperature=np.array([each.temperature for each in params], dtype=np.float32),
         top_k=np.array([each.top_k for each in params], dtype=np.int64),
         top_p=np.array([each.top_p for each in params], dtype=np.float32),
@@ -70,6 +70,7 @@ def _sampling_inputs(rows: list[ScheduledSequence], last_rows: np.ndarray) -> Sa
         banned=[
             (draw, token_id)
             for draw, (sequence, each) in enumerate(drawing)
+            if each.bad_words or each.min_tokens
             for token_id in _banned(sequence, each)
         ],
         bias=_bias(params),

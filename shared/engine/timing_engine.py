@@ -179,8 +179,11 @@ class TimingRunner:
         first = self._slot(table, position) * STATE_BYTES
         return slice(first, first + STATE_BYTES)
 
-    def _slots(self, table: list[int], first_token: int, num_tokens: int) -> list[int]:
-        return [self._slot(table, first_token + offset) for offset in range(num_tokens)]
+    def _slots(self, table: list[int], first_token: int, num_tokens: int) -> NDArray[np.int64]:
+        size = self.kv_format.block_size
+        positions = np.arange(first_token, first_token + num_tokens)
+        slots: NDArray[np.int64] = np.array(table)[positions // size] * size + positions % size
+        return slots
 
 
 def _logprob(rank: int) -> float:

@@ -32,6 +32,13 @@ def test_one_batch_a_gateway_and_only_what_is_new():
     assert it.take() == {"gateway-1": [TokenEntry(P, 0, 7, (3,), STOP)]}
 
 
+def test_silent_until_something_is_said():
+    it = emitter()
+    assert it.is_silent(P, 0) and not it.is_silent(P, 1) and not it.is_silent(b"?" * 16, 0)
+    it.add(P, 0, (1,), served=SERVED)
+    assert not it.is_silent(P, 0) and it.is_silent(Q, 1)
+
+
 def test_an_ending_without_tokens_is_told():
     it = emitter()
     it.add(P, 0, (), STOP, SERVED)

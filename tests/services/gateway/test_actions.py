@@ -1,10 +1,10 @@
-"""Where a request is submitted to."""
+"""Where a request is submitted to; what is told together."""
 
 from __future__ import annotations
 
-from services.gateway.actions import submit_subject
-from shared.messages import SubmitRequest
-from shared.subjects import SUBMIT, submit_to
+from services.gateway.actions import Actions, Publish, submit_subject
+from shared.messages import AbortRequest, AckFinished, SubmitRequest
+from shared.subjects import SUBMIT, control, submit_to
 from tests.services.gateway.test_streams import request
 
 
@@ -27,3 +27,19 @@ def test_not_all_requests_turn_to_the_same_one() -> None:
 
 def test_without_a_known_scheduler_anyone_may_take_it() -> None:
     assert set(subjects_of("r1", [])) == {SUBMIT}
+
+
+def test_endings_that_came_together_are_acknowledged_in_one_message_a_worker() -> None:
+    p, q, r = (bytes([number]) * 16 for number in range(3))
+    actions = Actions("gateway-1")
+    actions.acknowledge("decode-1", p)
+    actions.acknowledge("decode-2", q)
+    actions.acknowledge("decode-1", r)
+    actions.abort("decode-1", q, "stop")
+    one, two = control("decode", "decode-1"), control("decode", "decode-2")
+    assert actions.take() == [
+        Publish(one, AckFinished(placement_ids=(p, r))),
+        Publish(two, AckFinished(placement_ids=(q,))),
+        Publish(one, AbortRequest(placement_id=q, reason="stop")),
+    ]
+    assert actions.take() == []

@@ -41,3 +41,21 @@ def test_what_other_processes_count_is_told_by_process() -> None:
         'hearth_kv_index_resyncs_total{process="kv_index-1"} 2.0',
     ):
         assert line in text
+
+
+def test_durations_fall_into_their_buckets() -> None:
+    metrics = GatewayMetrics()
+    for duration_s in (0.001, 0.0015, 0.002, 99.0):
+        metrics.observe_itl(duration_s)
+    metrics.observe_ttft(0.5)
+    lines = metrics.render().decode().splitlines()
+    for line in (
+        'hearth_gateway_itl_seconds_bucket{le="0.001"} 1.0',
+        'hearth_gateway_itl_seconds_bucket{le="0.002"} 3.0',
+        'hearth_gateway_itl_seconds_bucket{le="5.0"} 3.0',
+        'hearth_gateway_itl_seconds_bucket{le="+Inf"} 4.0',
+        "hearth_gateway_itl_seconds_count 4.0",
+        "hearth_gateway_itl_seconds_sum 99.0045",
+        "hearth_gateway_ttft_seconds_sum 0.5",
+    ):
+        assert line in lines

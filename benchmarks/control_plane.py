@@ -1,0 +1,235 @@
+"""What the control plane costs: the whole of it, with workers whose steps take no time.
+
+    python -m benchmarks.control_plane                           both shapes, 16, 64, 256 clients
+    python -m benchmarks.control_plane --peer /path/of/venv      and Dynamo beside it, by turns
+    python -m benchmarks.control_plane --shape split --concurrency 64 --duration-s 5
+    python -m benchmarks.control_plane --shape split --hold      for AIPerf: says where to ask
+
+Real processes: gateway, its chat template, scheduler, kv_index, nats-server, redis, workers. Every
+prompt is another, rendered and tokenized; each token is a step of the engine and an event of the
+answer, which the client counts. Client and servers share the machine's cores, as with the peer.
+
+The bars are against the peer of the same run and client. Without one they are against references
+of which the first two were taken with AIPerf 0.13, a far heavier client; for it there is `--hold`
+(URL, MODEL and KEY as it says, of both servers):
+
+    aiperf profile -u URL -m MODEL --api-key KEY --endpoint-type chat --streaming --ui none \\
+        --tokenizer shared/demo_model --concurrency 64 --request-count 4000 \\
+        --synthetic-input-tokens-mean 500 --synthetic-input-tokens-stddev 0 \\
+        --output-tokens-mean 32 --output-tokens-stddev 0 --extra-inputs ignore_eos:true
+
+    split   500 tokens in, 32 out; prefill and decode apart, KV pushed through shared memory
+    one     100 tokens in, 64 out; one worker does both
+
+CPU is a process's user and system time by the kernel's count, in milliseconds a request: that is
+also how many cores it takes at 1,000 requests a second. It is steadier than requests a second,
+which mean nothing on a machine with other work. The client is measured with and without
+TCP_QUICKACK: a server that leaves small segments to Nagle's algorithm waits for acknowledgements.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import psutil
+import uvloop
+from tokenizers import Tokenizer
+
+from benchmarks.report import Bar, Row, at_least, at_most, write_result
+from benchmarks.serving.client import Tally, Target, load, num_events_of
+from benchmarks.serving.dynamo import dynamo
+from benchmarks.serving.hearth import ONE_WORKER, SPLIT, Processes, hearth
+from services.local.service_options import DEMO_MODEL_DIR
+
+
+@dataclass(frozen=True)
+class Shape:
+    num_input_tokens: int
+    num_output_tokens: int
+
+
+SHAPES = {"split": Shape(500, 32), "one": Shape(100, 64)}
+SERVICES = {"split": SPLIT, "one": ONE_WORKER}
+# (shape, clients): requests/s of Dynamo 1.6.1 on 2 cores, the first two under AIPerf; bar
+REFERENCES = {("split", 16): (231, 1.2), ("split", 64): (387, 1.2), ("one", 64): (593, 1.0)}
+NUM_TEMPLATE_TOKENS = 24  # of the chat template and the number
+WARM_UP_S = 1.0
+
+
+def prompts(num_tokens: int, seed: int) -> Iterator[str]:
+    """Words that are one token each, behind a number: no two have a block in common."""
+    tokenizer = Tokenizer.from_file(str(DEMO_MODEL_DIR / "tokenizer.json"))
+    texts = (tokenizer.decode([each]) for each in range(tokenizer.get_vocab_size()))
+    words = [text for text in texts if text.startswith(" ") and text.strip().isalpha()]
+    body = "".join(random.Random(seed).choices(words, k=num_tokens - NUM_TEMPLATE_TOKENS))
+    return (f"{seed:03}.{number:06}{body}" for number in itertools.count())
+
+
+def cpu_s(processes: Processes) -> dict[str, float]:
+    """User and system time of each, and of this process as the client."""
+    everyone = {**processes, "client": psutil.Process()}
+    times = {name: process.cpu_times() for name, process in everyone.items()}
+    return {name: each.user + each.system for name, each in times.items()}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    target: Target
+    processes: Processes
+    shape: Shape
+    seconds: float
+    seed: int
+
+    async def row(self, concurrency: int, *, has_quickack: bool) -> Row:
+        source = prompts(self.shape.num_input_tokens, self.seed)
+        num_output_tokens = self.shape.num_output_tokens
+        num_events = await num_events_of(self.target, next(source), num_output_tokens)
+
+        async def run(seconds: float) -> Tally:
+            return await load(
+                self.target,
+                source,
+                concurrency=concurrency,
+                duration_s=seconds,
+                num_output_tokens=num_output_tokens,
+                num_events=num_events,
+                has_quickack=has_quickack,
+            )
+
+        await run(WARM_UP_S)
+        before, started = cpu_s(self.processes), time.perf_counter()
+        tally = await run(self.seconds)
+        elapsed_s, after = time.perf_counter() - started, cpu_s(self.processes)
+        spent = {name: after[name] - before[name] for name in after}
+        return _row(tally, elapsed_s, num_output_tokens, spent)
+
+
+def _row(tally: Tally, elapsed_s: float, num_output_tokens: int, spent: dict[str, float]) -> Row:
+    num = tally.num_requests
+    for fault in tally.faults[:3]:
+        print(fault, file=sys.stderr)
+    of_servers = sum(spent.values()) - spent["client"]
+    return {
+        "requests_per_s": round(num / elapsed_s, 1),
+        "tokens_per_s": round(num * num_output_tokens / elapsed_s),
+        "ttft_p50_ms": round(1e3 * statistics.median(tally.ttft_s), 2),
+        "ttft_p99_ms": round(1e3 * statistics.quantiles(tally.ttft_s, n=100)[98], 2),
+        "num_requests": num,
+        "num_errors": len(tally.faults),
+        "servers_cpu_ms": round(1e3 * of_servers / num, 3),
+        **{f"{name}_cpu_ms": round(1e3 * each / num, 3) for name, each in spent.items()},
+    }
+
+
+Servers = dict[str, tuple[Target, Processes]]
+
+
+@asynccontextmanager
+async def started(shape: str, options: argparse.Namespace) -> AsyncIterator[Servers]:
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        ours = hearth(SERVICES[shape], folder, step_s=options.step_s)
+        servers = {"hearth": await stack.enter_async_context(ours)}
+        if options.peer is not None:
+            theirs = dynamo(options.peer, folder, is_split=shape == "split")
+            servers["dynamo"] = await stack.enter_async_context(theirs)
+        yield servers
+
+
+async def run(options: argparse.Namespace) -> list[Row]:
+    rows: list[Row] = []
+    seeds = itertools.count(options.seed)
+    for shape in options.shape:
+        async with started(shape, options) as servers:
+            for concurrency, has_quickack, (server, (target, processes)) in itertools.product(
+                options.concurrency, options.quickack, servers.items()
+            ):
+                measurement = Measurement(
+                    target, processes, SHAPES[shape], options.duration_s, next(seeds)
+                )
+                found = await measurement.row(concurrency, has_quickack=has_quickack)
+                row = {"server": server, "shape": shape, "concurrency": concurrency}
+                row |= {"quickack": has_quickack, **found}
+                print(msgspec.json.encode(row).decode(), file=sys.stderr)
+                rows.append(row)
+    return rows
+
+
+async def hold(options: argparse.Namespace) -> None:
+    """For clients of others: says where to ask, and afterwards what it took."""
+    for shape in options.shape:
+        async with started(shape, options) as servers:
+            before = {name: cpu_s(processes) for name, (_, processes) in servers.items()}
+            for name, (target, _) in servers.items():
+                print(f"{shape} {name}: {target.url} {target.model} {target.api_key}", flush=True)
+            await asyncio.to_thread(input, "Enter ends it.\n")
+            for name, (_, processes) in servers.items():
+                after = cpu_s(processes)
+                spent = {each: round(after[each] - before[name][each], 2) for each in after}
+                print(f"{shape} {name}, seconds of CPU: {spent}")
+
+
+def bars_of(rows: Sequence[Row]) -> list[Bar]:
+    """Against the peer of the same run, else against what it did on such a machine."""
+    bars = [at_most("answers with another number of events", _num_errors(rows), 0, "answers")]
+    for (shape, concurrency), (reference, bar) in REFERENCES.items():
+        ours = _best(rows, "hearth", shape, concurrency)
+        theirs = _best(rows, "dynamo", shape, concurrency)
+        against = f"{reference:g} of a run before" if theirs is None else f"{theirs:g} beside it"
+        if ours is not None:
+            name = f"{shape}, {concurrency} clients, requests/s over Dynamo's {against}"
+            bars.append(at_least(name, ours / (theirs or reference), bar, "x"))
+    return bars
+
+
+def _num_errors(rows: Sequence[Row]) -> int:
+    return sum(row["num_errors"] for row in rows if row["server"] == "hearth")
+
+
+def _best(rows: Sequence[Row], server: str, shape: str, concurrency: int) -> float | None:
+    """Of both clients: each server gets the one that suits it."""
+    wanted = (server, shape, concurrency)
+    found = [row for row in rows if (row["server"], row["shape"], row["concurrency"]) == wanted]
+    return max((row["requests_per_s"] for row in found), default=None)
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--shape", choices=list(SHAPES), nargs="+", default=list(SHAPES))
+    add("--concurrency", type=int, nargs="+", default=[16, 64, 256])
+    add("--quickack", type=_flag, nargs="+", default=[True, False], help="of the client")
+    add("--duration-s", type=float, default=10.0, help="of each row")
+    add("--step-s", type=float, default=0.0, help="what a step of the engine takes")
+    add("--peer", type=Path, help="virtual environment with Dynamo, measured by turns")
+    add("--hold", action="store_true", help="only start the servers, for other clients")
+    add("--seed", type=int, default=1)
+    add("--name", default="control_plane", help="results/NAME.json")
+    options = parser.parse_args(argv)
+    if options.hold:
+        uvloop.run(hold(options))
+        return 0
+    rows = uvloop.run(run(options))
+    command = ["-m", "benchmarks.control_plane", *argv]
+    write_result(options.name, rows, bars_of(rows), command)
+    return 1 if _num_errors(rows) else 0
+
+
+def _flag(text: str) -> bool:
+    return {"yes": True, "no": False}[text]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

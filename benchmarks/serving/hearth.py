@@ -1,0 +1,103 @@
+"""A whole Hearth cluster of real processes whose workers' steps take no time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+from services.gateway.tenancy.office import store_api_key
+
+from benchmarks.serving.client import Target
+from services.local.api_keys import new_api_key, save_api_key
+from services.local.plan import thread_environ
+from services.local.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
+from shared.subjects import CredentialRole
+from tests.servers import NatsServer, RedisServer, free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 60.0
+Processes = dict[str, psutil.Process]
+
+_SERVICES: dict[str, CredentialRole] = {
+    "kv_index": "kv_index",
+    "scheduler": "scheduler",
+    "gateway": "gateway",
+}
+SPLIT: dict[str, CredentialRole] = {**_SERVICES, "prefill": "prefill", "decode": "decode"}
+ONE_WORKER: dict[str, CredentialRole] = {**_SERVICES, "worker": "worker"}
+
+
+@asynccontextmanager
+async def hearth(
+    services: dict[str, CredentialRole], folder: Path, *, step_s: float
+) -> AsyncIterator[tuple[Target, Processes]]:
+    nats = NatsServer(folder, tuple((role, name) for name, role in services.items()))
+    redis = RedisServer()
+    url, api_key = f"http://127.0.0.1:{free_port()}", new_api_key()
+    started: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        await save_api_key(store_api_key, redis.url, api_key, "benchmark")
+        for name, role in services.items():
+            environ = {"HEARTH_NATS_URL": nats.url(name), "HEARTH_REDIS_URL": redis.url}
+            command = [*_command(role, step_s), "--process-id", name]
+            if role == "gateway":
+                command += ["--http-port", url.rpartition(":")[2]]
+            started[name] = _start(command, environ, folder / f"{name}.log")
+        await _ready(url, set(services) - {"gateway"})
+        found = {name: psutil.Process(process.pid) for name, process in started.items()}
+        (template,) = found["gateway"].children()
+        found |= {"chat template": template}
+        found |= {"nats-server": psutil.Process(nats.pid), "redis": psutil.Process(redis.pid)}
+        yield Target(url, api_key, DEMO_MODEL_NAME), found
+    finally:
+        for process in started.values():
+            process.kill()
+            process.wait()
+        nats.stop()
+        redis.stop()
+
+
+def _start(command: list[str], environ: dict[str, str], log_path: Path) -> subprocess.Popen[bytes]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("HEARTH_")}
+    with log_path.open("wb") as log_file:
+        return subprocess.Popen(
+            [sys.executable, *command],
+            env={**clean, **thread_environ(1), **environ, "PYTHONPATH": str(ROOT)},
+            cwd=ROOT,
+            stdout=log_file,
+            stderr=log_file,
+        )
+
+
+def _command(role: CredentialRole, step_s: float) -> list[str]:
+    model = ["--model-dir", str(DEMO_MODEL_DIR), "--model-name", DEMO_MODEL_NAME]
+    if role in ("prefill", "decode", "worker"):
+        room = ["--max-batch-tokens", "8192", "--max-sequences", "1024"]
+        return ["-m", "benchmarks.serving.worker", str(step_s), role, *model, *room]
+    command = ["-m", "services", role.replace("_", "-")]
+    return command + model if role == "gateway" else command
+
+
+async def _ready(url: str, wanted: set[str]) -> None:
+    """Returns when the gateway knows every other process."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    async with httpx.AsyncClient(timeout=2, trust_env=False) as client:
+        known: set[str] = set()
+        while not wanted <= known:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not ready: {wanted - known}")
+            await asyncio.sleep(0.05)
+            try:
+                told = (await client.get(f"{url}/ready")).json()
+            except httpx.HTTPError:
+                continue
+            workers = told["workers"]
+            known = {*workers["prefill"], *workers["decode"], *told["scheduler"], *told["kv_index"]}

@@ -1,0 +1,75 @@
+"""A worker whose steps take no time: `python -m benchmarks.serving.worker STEP_S ROLE OPTIONS…`
+
+Everything of it is the real thing but for the mathematics: a token follows from its position alone,
+and is whole text by itself, so that each is one event of its answer. KV is pushed as ever, 16 bytes
+a token.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from tokenizers import Tokenizer
+
+from services.local.service_options import service_command
+from services.worker import build_worker
+from shared.clock import MonotonicClock
+from shared.config import WorkerConfig
+from shared.engine.runner import StepInputs, StepOutput
+from shared.engine.timing_engine import STATE_BYTES, StepCost, TimingRunner
+from shared.messages import Role
+from shared.process import run_service
+
+ROLES: dict[str, tuple[Role, ...]] = {
+    "prefill": ("prefill",),
+    "decode": ("decode",),
+    "worker": ("prefill", "decode"),
+}
+
+
+class IdleRunner(TimingRunner):
+    revision = "idle"
+    eos_token_ids = (4,)
+
+    def __init__(self, config: WorkerConfig, step_s: float) -> None:
+        tokenizer = Tokenizer.from_file(str(config.model_dir / "tokenizer.json"))
+        super().__init__(
+            MonotonicClock(),
+            num_blocks=config.kv_cache_bytes // (config.block_size * STATE_BYTES),
+            block_size=config.block_size,
+            vocab_size=tokenizer.get_vocab_size(),
+            cost=StepCost(base_s=step_s, per_token_s=0.0, per_context_token_s=0.0),
+        )
+        self._step_s = step_s
+        self._tokens = whole_tokens(tokenizer)
+
+    async def run(self, inputs: StepInputs) -> StepOutput:
+        await self._clock.sleep(self._step_s)
+        positions = inputs.positions[inputs.sampling.logits_indices].tolist()
+        return StepOutput([self._tokens[each % len(self._tokens)] for each in positions])
+
+
+def whole_tokens(tokenizer: Tokenizer) -> list[int]:
+    """Those that are text wherever they stand: no special ones, no part of a character."""
+    texts = ((each, tokenizer.decode([each])) for each in range(tokenizer.get_vocab_size()))
+    return [token_id for token_id, text in texts if text.strip() and text.isascii()]
+
+
+def main() -> None:
+    step_s, role = float(sys.argv.pop(1)), sys.argv.pop(1)
+
+    def run(config: WorkerConfig) -> int:
+        return run_service(
+            config.process_id,
+            lambda: build_worker(config, ROLES[role], lambda each: IdleRunner(each, step_s)),
+            drain_timeout_s=config.drain_timeout_s,
+        )
+
+    app = typer.Typer(add_completion=False)
+    app.command()(service_command(WorkerConfig, role, run))
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""What waits for a client: pieces as they came, and one when there are too many."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.gateway.delivery import MAX_PIECES, Delivery
+from services.gateway.generation import Generation
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.preparation import Preparation
+from services.gateway.prompt import TokenPrompt
+from services.gateway.sampling import Sampling
+from services.gateway.text.model_files import ModelFiles
+from shared.clock import MonotonicClock
+from shared.config import GatewayConfig
+from shared.messages import Finish, Served, TokenLogprobs
+from shared.randomness import SystemRandomness
+from tests.services.gateway.peer import CARD
+
+LENGTH = Finish(reason="length", served=Served(num_cached_tokens=0, prefill_worker_id=None))
+
+
+def delivery_of(config: GatewayConfig, files: ModelFiles, **sampling: object) -> Delivery:
+    preparation = Preparation(config, files, SystemRandomness())
+    generation = Generation(
+        model=CARD.name, prompt=TokenPrompt([5], "prompt"), sampling=Sampling(**sampling)
+    )
+    prepared = preparation.prepare(
+        generation, CARD, tenant_id="t", request_id="r", max_payload_bytes=1 << 20
+    )
+    assembler = preparation.assembler(prepared)
+    return Delivery(prepared, [assembler], GatewayMetrics(), MonotonicClock())
+
+
+@pytest.fixture
+def letters(model_files: ModelFiles) -> list[int]:
+    return model_files.tokenizer.encode(["abc" * MAX_PIECES])
+
+
+def test_each_entry_is_a_piece_however_late_it_is_taken(
+    gateway_config: GatewayConfig, model_files: ModelFiles, letters: list[int]
+) -> None:
+    delivery = delivery_of(gateway_config, model_files, max_tokens=64)
+    for token_id in letters[:3]:
+        delivery.on_tokens(0, (token_id,), ())
+    delivery.on_finish(0, LENGTH)
+    pieces = delivery.take()
+    assert len(pieces) == 3
+    assert "".join(piece.text for piece in pieces) == model_files.tokenizer.tokenizer.decode(
+        letters[:3]
+    )
+    assert [piece.finish_reason for piece in pieces] == [None, None, "length"]
+    assert delivery.take() == []
+
+
+def test_an_ending_without_text_is_a_piece(
+    gateway_config: GatewayConfig, model_files: ModelFiles
+) -> None:
+    delivery = delivery_of(gateway_config, model_files, max_tokens=8)
+    delivery.on_finish(0, LENGTH)
+    assert [(piece.text, piece.finish_reason) for piece in delivery.take()] == [("", "length")]
+
+
+def test_more_than_a_few_pieces_leave_in_one(
+    gateway_config: GatewayConfig, model_files: ModelFiles, letters: list[int]
+) -> None:
+    delivery = delivery_of(gateway_config, model_files, max_tokens=400)
+    for number in range(MAX_PIECES + 1):
+        delivery.on_tokens(0, (letters[number % 3],), ())
+    assert len(delivery.take()) == 1
+    for number in range(MAX_PIECES):
+        delivery.on_tokens(0, (letters[number % 3],), ())
+    assert len(delivery.take()) == MAX_PIECES
+
+
+def test_tokens_with_logprobs_stay_with_their_text(
+    gateway_config: GatewayConfig, model_files: ModelFiles, letters: list[int]
+) -> None:
+    delivery = delivery_of(gateway_config, model_files, max_tokens=64, num_logprobs=0)
+    for token_id in letters[:2]:
+        delivery.on_tokens(0, (token_id,), (TokenLogprobs(-0.5),))
+    (piece,) = delivery.take()
+    assert [token.token_id for token in piece.tokens] == letters[:2]
+    assert piece.text == model_files.tokenizer.tokenizer.decode(letters[:2])
