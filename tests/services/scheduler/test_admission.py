@@ -15,7 +15,7 @@ def admission(max_requests: int = 100, max_tokens: int = 100_000) -> Admission:
 
 def order(held: Admission) -> list[str]:
     names = []
-    while (ticket := held.pop()) is not None:
+    while (ticket := held.pop(0.0)) is not None:
         names.append(ticket.request.request_id)
     return names
 
@@ -54,7 +54,7 @@ def test_one_tenant_cannot_fill_the_queue() -> None:
 def test_what_is_being_placed_still_counts() -> None:
     held = admission(max_requests=1)
     held.enqueue(submit_of("r0"), 0.0)
-    ticket = held.pop()
+    ticket = held.pop(0.0)
     assert ticket is not None
     with pytest.raises(Overloaded):
         held.enqueue(submit_of("r1"), 0.0)
@@ -67,33 +67,37 @@ def test_retry_after_follows_the_rate_of_placement() -> None:
     for number in range(20):
         held.enqueue(submit_of(f"r{number}", num_prompt_tokens=90, max_tokens=10), 0.0)
     for second in range(10):
-        ticket = held.pop()
+        ticket = held.pop(float(second))
         assert ticket is not None
         held.placed(ticket, float(second))
-    # Ten left, 1000 tokens; about 55 tokens a second counted with the window's weights.
-    assert 5.0 < held.retry_after_s() < 20.0
+    with pytest.raises(Overloaded) as refused:
+        held.max_requests = 10
+        held.enqueue(submit_of("r20"), 9.0)
+    # Ten left, 1,000 tokens, and 100 tokens a second.
+    assert refused.value.retry_after_s is not None
+    assert 4.0 < refused.value.retry_after_s < 6.0
 
 
 def test_requeued_requests_keep_their_place() -> None:
     held = admission()
     for number in range(4):
         held.enqueue(submit_of(f"r{number}"), 0.0)
-    first, second = held.pop(), held.pop()
+    first, second = held.pop(0.0), held.pop(0.0)
     assert first is not None and second is not None
-    held.requeue(second)
-    held.requeue(first)
+    held.requeue(second, 0.0)
+    held.requeue(first, 0.0)
     assert order(held) == ["r0", "r1", "r2", "r3"]
 
 
 def test_removed_while_being_placed_does_not_come_back() -> None:
     held = admission()
     held.enqueue(submit_of("r0"), 0.0)
-    ticket = held.pop()
+    ticket = held.pop(0.0)
     assert ticket is not None
     assert held.remove("r0") is ticket
-    held.requeue(ticket)
+    held.requeue(ticket, 0.0)
     assert ticket.is_gone
-    assert held.pop() is None
+    assert held.pop(0.0) is None
     assert len(held) == 0
     assert held.num_tokens == 0
 
@@ -109,7 +113,7 @@ def test_a_resubmission_replaces_the_earlier_try() -> None:
 def test_expired_ones_leave_in_any_phase() -> None:
     held = admission()
     held.enqueue(submit_of("placing", deadline_s=1.0), 0.0)
-    held.pop()
+    held.pop(0.0)
     held.enqueue(submit_of("late", deadline_s=3.0), 0.0)
     held.enqueue(submit_of("soon", deadline_s=2.0), 0.0)
     assert held.remove_expired(0.9) == []
@@ -123,7 +127,7 @@ def test_a_blocked_lane_does_not_hold_up_another_model() -> None:
     held.enqueue(submit_of("a0", model="a"), 0.0)
     held.enqueue(submit_of("b0", model="b"), 0.0)
     held.enqueue(submit_of("b1", model="b"), 0.0)
-    ticket = held.pop(blocked={("a", "r1")})
+    ticket = held.pop(0.0, blocked={("a", "r1")})
     assert ticket is not None
     assert ticket.request.request_id == "b0"
     assert order(held) == ["a0", "b1"]

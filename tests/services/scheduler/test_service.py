@@ -50,7 +50,7 @@ def test_a_request_is_placed_and_forgotten() -> None:
         decode = await rig.worker("decode-0")
         await rig.worker("prefill-0", "prefill")
         await rig.index()
-        queued = await rig.submit(submit_of("r0", num_prompt_tokens=100, deadline_s=60.0))
+        queued = await rig.submit(submit_of("r0", num_prompt_tokens=2000))
         assert (queued.scheduler_id, queued.num_ahead) == ("scheduler-0", 0)
         placed = await rig.ending()
         start = decode.started[0]
