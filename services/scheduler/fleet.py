@@ -34,14 +34,15 @@ class Assignment:
         prefill = self.prefill_worker_id
         return (self.worker_id,) if prefill is None else (self.worker_id, prefill)
 
-    def count(self, worker: Worker, sign: int = 1) -> None:
+    def count(self, worker: Worker, now: float, sign: int = 1) -> None:
         """Adds to what `worker` is thought to have, or takes it away."""
         if self.worker_id == worker.worker_id:
             worker.num_free_blocks -= sign * self.num_blocks
             worker.decode_tokens += sign * self.num_tokens
             worker.num_running += sign
         if (self.prefill_worker_id or self.worker_id) == worker.worker_id:
-            worker.prefill_tokens += sign * self.num_uncached_tokens
+            work_s = self.num_uncached_tokens * worker.speed.token_s
+            worker.busy_until = max(worker.busy_until, now) + sign * work_s
 
 
 @dataclass(eq=False, slots=True)
@@ -106,7 +107,7 @@ class WorkerFleet:
             return True
         return bool(workers.decodes.total_tokens.max() > needs.num_tokens)
 
-    def assign(self, target: Target, needs: Needs) -> Assignment:
+    def assign(self, target: Target, needs: Needs, now: float) -> Assignment:
         prefill = target.prefill_candidates[0] if target.prefill_candidates else None
         assignment = Assignment(
             worker_id=target.decode_id,
@@ -117,18 +118,18 @@ class WorkerFleet:
         )
         for known in self._involved(assignment):
             known.assignments[assignment] = None
-            assignment.count(known.worker)
+            assignment.count(known.worker, now)
             self._lanes[known.lane].put(known)
         return assignment
 
     def confirm(self, assignment: Assignment, now: float) -> None:
         assignment.confirmed_at = now
 
-    def release(self, assignment: Assignment) -> None:
+    def release(self, assignment: Assignment, now: float) -> None:
         for known in self._involved(assignment):
             if assignment in known.assignments:
                 del known.assignments[assignment]
-                assignment.count(known.worker, -1)
+                assignment.count(known.worker, now, -1)
                 self._lanes[known.lane].put(known)
 
     def avoid(self, worker_id: str) -> None:
@@ -154,13 +155,13 @@ class WorkerFleet:
             self.lost(worker_id)
             known = None
         workers = self._lanes.setdefault(lane, _LaneWorkers())
-        worker = _worker_of(heartbeat, card, load, workers.speeds.observe(worker_id, load))
+        worker = _worker_of(heartbeat, card, load, workers.speeds.observe(worker_id, load), now)
         if known is None:
             known = self._known[worker_id] = _Known(lane, heartbeat.roles, worker)
         known.worker = worker
         known.assignments = _unsettled(known.assignments, now)
         for assignment in known.assignments:
-            assignment.count(worker)
+            assignment.count(worker, now)
         workers.put(known)
 
     def lost(self, worker_id: str) -> None:
@@ -176,7 +177,9 @@ class WorkerFleet:
         return [known for known in found if known is not None]
 
 
-def _worker_of(heartbeat: Heartbeat, card: ModelCard, load: WorkerLoad, speed: Speed) -> Worker:
+def _worker_of(
+    heartbeat: Heartbeat, card: ModelCard, load: WorkerLoad, speed: Speed, now: float
+) -> Worker:
     return Worker(
         worker_id=heartbeat.process_id,
         kv_format=card.kv_format,
@@ -185,7 +188,7 @@ def _worker_of(heartbeat: Heartbeat, card: ModelCard, load: WorkerLoad, speed: S
         num_total_blocks=load.num_total_blocks,
         num_running=load.num_running,
         num_waiting=load.num_waiting,
-        prefill_tokens=load.prefill_tokens_in_flight,
+        busy_until=now + load.prefill_tokens_in_flight * speed.token_s,
         decode_tokens=load.decode_tokens_in_flight,
         region=heartbeat.region,
         speed=speed,

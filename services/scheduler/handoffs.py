@@ -53,12 +53,14 @@ def handoffs_to(
     *,
     min_total_tokens: int,
     allowed_regions: Collection[str],
+    now: float,
 ) -> Handoffs:
     """Into one KV format. Computing and pushing go on at once: the slower one counts."""
     push_s = np.multiply.outer(lacks, prefills.push_token_s)
-    seconds: Floats = prefills.first_s + np.maximum(uncached * prefills.token_s, push_s)
-    if not prefills.has_time.all():
-        seconds += np.where(prefills.has_time, 0.0, CLOSED_S)
+    seconds: Floats = prefills.first_s(now) + np.maximum(uncached * prefills.token_s, push_s)
+    is_closed = prefills.closed_until > now
+    if is_closed.any():
+        seconds += is_closed * CLOSED_S
     fits = prefills.total_tokens >= min_total_tokens
     fits &= prefills.format_codes == np.uint64(format_code)
     if allowed_regions:

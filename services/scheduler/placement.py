@@ -80,11 +80,13 @@ def place(
     num_cached_blocks: Mapping[str, int],
     *,
     local_prefill: LocalPrefill,
+    now: float,
     draw: Draw,
     excluded: Collection[str] = (),
 ) -> Target | None:
     """The best worker that has room and time for the request. `excluded` are not to decode."""
-    return _Decision(needs, workers, num_cached_blocks, local_prefill, draw).target(excluded)
+    decision = _Decision(needs, workers, num_cached_blocks, local_prefill, now, draw)
+    return decision.target(excluded)
 
 
 class _Decision:
@@ -96,6 +98,7 @@ class _Decision:
         workers: Workers,
         num_cached_blocks: Mapping[str, int],
         local_prefill: LocalPrefill,
+        now: float,
         draw: Draw,
     ) -> None:
         self._needs = needs
@@ -106,6 +109,7 @@ class _Decision:
         )
         self._num_cached_blocks = num_cached_blocks
         self._local_prefill = local_prefill
+        self._now = now
         self._draw = draw
         self._todo = needs.num_tokens - 1  # the last token is decode's in any case
         self._holders, self._held_tokens = self._held(self._decodes)
@@ -116,8 +120,8 @@ class _Decision:
         decodes = self._decodes
         if not len(decodes):
             return None
-        cost = decodes.first_s + self._uncached * decodes.local_token_s
-        usable = decodes.has_time.copy()
+        cost = decodes.first_s(self._now) + self._uncached * decodes.local_token_s
+        usable = decodes.closed_until <= self._now
         is_remote = np.zeros(len(decodes), dtype=bool)
         if len(self._prefills) and self._todo > self._local_prefill.always:
             for code, rows in decodes.formats():
@@ -181,6 +185,7 @@ class _Decision:
             self._without_cached(prefills, *self._held(prefills)),
             min_total_tokens=self._needs.num_tokens + 1,
             allowed_regions=self._needs.allowed_regions,
+            now=self._now,
         )
 
     def _remote_seconds(self, handoffs: Handoffs) -> Floats:

@@ -267,6 +267,7 @@ class SchedulerService:
             self._workers.lane(ticket.lane),
             num_cached_blocks,
             local_prefill=self._local_prefill,
+            now=self._clock.now(),
             draw=self._randomness.below,
             excluded={*excluded, *tried},
         )
@@ -292,13 +293,13 @@ class SchedulerService:
         worker_id = target.decode_id
         placement_id = self._randomness.bytes(NUM_PLACEMENT_ID_BYTES)
         message = self._start_message(ticket, target, placement_id)
-        assignment = self._workers.assign(target, _needs(ticket))
+        assignment = self._workers.assign(target, _needs(ticket), self._clock.now())
         try:
             await self._bus.request(
                 subjects.start_decode(worker_id), message, DecodeStarted, timeout_s=START_TIMEOUT_S
             )
         except HearthError as error:
-            self._workers.release(assignment)
+            self._workers.release(assignment, self._clock.now())
             if isinstance(error, InvalidRequest | DeadlineExceeded):
                 raise
             log.info("worker_refused", worker=worker_id, reason=error.code)

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from shared.messages import WorkerLoad
 
 KEEP = 0.97  # of what was seen before, with each heartbeat that tells of work
@@ -23,9 +21,11 @@ MIN_BUSY_S = 0.01  # less is told by later heartbeats, too
 MIN_MEASURED_TOKENS = 256.0
 POOL_SHARE = 0.05  # how much one fit moves the mean
 # The prior weighs like so many steps, prompt tokens and drawn tokens, each seen alone.
-PRIOR_WEIGHT = np.array([4.0, 128.0, 8.0])
+PRIOR_WEIGHTS = (4.0, 128.0, 8.0)
 MIN_TOKEN_S, MAX_S = 1e-9, 60.0
 DRAWN_S = 1e-4
+
+Triple = tuple[float, float, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +55,48 @@ class RunningRatio:
         self._units = self._units * keep + units
 
 
+class LeastSquares:
+    """seconds ≈ x·a + y·b + z·c, older equations forgotten, as near to the prior as `weights` say.
+
+    Plain floats: at this size a library call costs more than the arithmetic.
+    """
+
+    def __init__(self, prior: Triple, weights: Triple) -> None:
+        self._base = tuple(each * each for each in weights)
+        self._base_products = tuple(b * p for b, p in zip(self._base, prior, strict=True))
+        self._moments = [0.0] * 6  # xx, xy, xz, yy, yz, zz
+        self._products = [0.0] * 3
+
+    def add(self, seconds: float, x: float, y: float, z: float) -> None:
+        new = (x * x, x * y, x * z, y * y, y * z, z * z)
+        self._moments = [KEEP * old + each for old, each in zip(self._moments, new, strict=True)]
+        products = (x * seconds, y * seconds, z * seconds)
+        self._products = [
+            KEEP * old + each for old, each in zip(self._products, products, strict=True)
+        ]
+
+    def solution(self) -> Triple:
+        """By elimination; the prior keeps the pivots positive."""
+        xx, xy, xz, yy, yz, zz = self._moments
+        xx, yy, zz = xx + self._base[0], yy + self._base[1], zz + self._base[2]
+        p, q, r = (
+            old + base for old, base in zip(self._products, self._base_products, strict=True)
+        )
+        up, right = xy / xx, xz / xx
+        yy, yz, q = yy - up * xy, yz - up * xz, q - up * p
+        zz, r = zz - right * xz, r - right * p
+        across = yz / yy
+        c = (r - across * q) / (zz - across * yz)
+        b = (q - yz * c) / yy
+        return (p - xy * b - xz * c) / xx, b, c
+
+
 class WorkerSpeed:
     """One worker's, from its successive loads. A counter that falls begins a new history."""
 
     def __init__(self, prior: Speed) -> None:
         self.speed = replace(prior, is_measured=False)
-        self._prior = np.array([prior.step_s, prior.token_s, DRAWN_S])
-        self._moments = np.zeros((3, 3))
-        self._products = np.zeros(3)
+        self._fit = LeastSquares((prior.step_s, prior.token_s, DRAWN_S), PRIOR_WEIGHTS)
         self._num_tokens = 0.0
         self._push = RunningRatio(prior.push_token_s, 1024.0)
         self._last: WorkerLoad | None = None
@@ -78,31 +112,22 @@ class WorkerSpeed:
         if load.busy_s - last.busy_s < MIN_BUSY_S:
             return changed
         self._last = load
-        self._count(
+        num_tokens = load.num_computed_prompt_tokens - last.num_computed_prompt_tokens
+        self._num_tokens += num_tokens
+        self._fit.add(
             load.busy_s - last.busy_s,
             load.num_busy_steps - last.num_busy_steps,
-            load.num_computed_prompt_tokens - last.num_computed_prompt_tokens,
+            num_tokens,
             load.num_generated_tokens - last.num_generated_tokens,
         )
-        self._fit()
-        return True
-
-    def _count(self, busy_s: float, num_steps: int, num_prompt: int, num_drawn: int) -> None:
-        units = np.array([num_steps, num_prompt, num_drawn], dtype=np.float64).clip(0)
-        self._moments = self._moments * KEEP + np.outer(units, units)
-        self._products = self._products * KEEP + units * busy_s
-        self._num_tokens += units[1]
-
-    def _fit(self) -> None:
-        weight = PRIOR_WEIGHT**2
-        moments = self._moments + np.diag(weight)
-        step_s, token_s, _ = np.linalg.solve(moments, self._products + weight * self._prior)
+        step_s, token_s, _ = self._fit.solution()
         self.speed = Speed(
-            step_s=float(min(max(step_s, 0.0), MAX_S)),
-            token_s=float(min(max(token_s, MIN_TOKEN_S), MAX_S)),
+            step_s=min(max(step_s, 0.0), MAX_S),
+            token_s=min(max(token_s, MIN_TOKEN_S), MAX_S),
             push_token_s=self.speed.push_token_s,
             is_measured=self._num_tokens >= MIN_MEASURED_TOKENS,
         )
+        return True
 
     def _observe_push(self, load: WorkerLoad) -> bool:
         last = self._last_pushed

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ BASE_TOKENS = 64  # a request is never free: keeps "twice the best" meaningful o
 KV_READ_SHARE = 0.05  # of computing a token: that KV of one is there to be read
 WAITING_TOKENS = 256  # what a request costs that has not been started
 STALL_SHARE = 0.1  # of the time that a prefill on decode makes each running request wait
-MAX_AHEAD_S = 0.4  # work a worker is given beyond its own; what is more waits in the fair queue
+MAX_AHEAD_S = 0.1  # of work at a worker: beyond it, requests wait in the fair queue
 FIRST_ROWS = 16
 _NO_ROWS, _NO_TOKENS = np.zeros(0, dtype=np.intp), np.zeros(0)
 
@@ -40,22 +41,16 @@ class Worker:
     num_total_blocks: int
     num_running: int = 0
     num_waiting: int = 0
-    prefill_tokens: int = 0
+    busy_until: float = 0.0  # when the prompts given to it will have been computed
     decode_tokens: int = 0
     region: str = ""
     speed: Speed = field(default_factory=Speed)
     is_avoided: bool = False  # it refused lately
 
     @property
-    def has_time(self) -> bool:
-        """False while it has enough to do; nobody knows before its speed was measured."""
-        queue_s = self.prefill_tokens * self.speed.token_s
-        return not self.speed.is_measured or queue_s <= MAX_AHEAD_S
-
-    @property
-    def first_s(self) -> float:
-        """Until a prompt given to it now begins to be computed, and the step's own time."""
-        return self.prefill_tokens * self.speed.token_s + self.speed.step_s
+    def closed_until(self) -> float:
+        """Before then it has enough to do; nobody knows until its speed was measured."""
+        return self.busy_until - MAX_AHEAD_S if self.speed.is_measured else -inf
 
     @property
     def load_s(self) -> float:
@@ -83,8 +78,7 @@ class WorkerTable:
     def __init__(self, workers: Iterable[Worker] = ()) -> None:
         self.ids: list[str] = []
         self._row_of: dict[str, int] = {}
-        self._floats = np.zeros((9, FIRST_ROWS))
-        self._has_time = np.zeros(FIRST_ROWS, dtype=bool)
+        self._floats = np.zeros((10, FIRST_ROWS))
         self._codes = np.zeros((2, FIRST_ROWS), dtype=np.uint64)
         self._names = np.zeros(FIRST_ROWS, dtype=np.uint64)
         self._formats: list[tuple[int, Bools | None]] | None = None
@@ -128,12 +122,12 @@ class WorkerTable:
             worker.num_total_blocks * block_size,
             worker.load_s,
             worker.speed.step_s,
-            worker.first_s,
+            worker.busy_until,
+            worker.closed_until,
             worker.speed.token_s,
             worker.local_token_s,
             worker.speed.push_token_s,
         )
-        self._has_time[row] = worker.has_time
 
     def remove(self, worker_id: str) -> None:
         row = self._row_of.pop(worker_id, None)
@@ -147,6 +141,13 @@ class WorkerTable:
             for columns in self._columns():
                 columns[..., row] = columns[..., last]
         self._use(last)
+
+    def first_s(self, now: float) -> Floats:
+        """Until a prompt given to each now begins to be computed, and the step's own time."""
+        waits: Floats = self.busy_until - now
+        np.maximum(waits, 0.0, out=waits)
+        waits += self.step_s
+        return waits
 
     def formats(self) -> list[tuple[int, Bools | None]]:
         """The code of each KV format with its rows; None: all of them."""
@@ -181,10 +182,10 @@ class WorkerTable:
 
     def _grow(self) -> None:
         doubled = [np.concatenate([each, np.zeros_like(each)], axis=-1) for each in self._columns()]
-        self._floats, self._has_time, self._codes, self._names = doubled
+        self._floats, self._codes, self._names = doubled
 
     def _columns(self) -> tuple[NDArray[Any], ...]:
-        return self._floats, self._has_time, self._codes, self._names
+        return self._floats, self._codes, self._names
 
     def _use(self, size: int) -> None:
         """Cuts the columns to `size` rows; which rows have a format must be found anew."""
@@ -192,8 +193,7 @@ class WorkerTable:
         floats = self._floats[:, :size]
         # What a worker that refused lately has free is -1: too little for anything.
         self.block_sizes, self.free_tokens, self.total_tokens = floats[:3]
-        self.load_s, self.step_s, self.first_s = floats[3:6]
-        self.token_s, self.local_token_s, self.push_token_s = floats[6:]
-        self.has_time = self._has_time[:size]
+        self.load_s, self.step_s, self.busy_until, self.closed_until = floats[3:7]
+        self.token_s, self.local_token_s, self.push_token_s = floats[7:]
         self.format_codes, self.region_codes = self._codes[:, :size]
         self.name_hashes = self._names[:size]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 
 from services.scheduler.placement import MAX_COST_RATIO, NEAR_DEEPEST, LocalPrefill, Needs
-from services.scheduler.worker_table import Worker
+from services.scheduler.worker_table import MAX_AHEAD_S, Worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,18 @@ class PlainScan:
     num_cached_blocks: Mapping[str, int]
     hop_s: float
     local_prefill: LocalPrefill
+    now: float
     excluded: frozenset[str] = frozenset()
 
     def uncached(self, worker: Worker) -> int:
         cached = self.num_cached_blocks.get(worker.worker_id, 0) * worker.block_size
         return self.needs.num_tokens - 1 - min(cached, self.needs.num_prompt_tokens - 1)
+
+    def first_s(self, worker: Worker) -> float:
+        return max(0.0, worker.busy_until - self.now) + worker.speed.step_s
+
+    def has_time(self, worker: Worker) -> bool:
+        return not worker.speed.is_measured or worker.busy_until - MAX_AHEAD_S <= self.now
 
     def is_allowed(self, worker: Worker) -> bool:
         regions = self.needs.allowed_regions
@@ -47,14 +54,19 @@ class PlainScan:
                 compute_s = self.uncached(prefill) * prefill.speed.token_s
                 push_s = self.uncached(decode) * prefill.speed.push_token_s
                 seconds = (
-                    decode.speed.step_s + self.hop_s + prefill.first_s + max(compute_s, push_s)
+                    decode.speed.step_s
+                    + self.hop_s
+                    + self.first_s(prefill)
+                    + max(compute_s, push_s)
                 )
-                found.append((not prefill.has_time, seconds, prefill.worker_id))
+                found.append((not self.has_time(prefill), seconds, prefill.worker_id))
         return sorted(found)
 
     def way(self, decode: Worker) -> Way:
         uncached = self.uncached(decode)
-        local = Way(decode.first_s + uncached * decode.local_token_s, decode.has_time, False)
+        local = Way(
+            self.first_s(decode) + uncached * decode.local_token_s, self.has_time(decode), False
+        )
         handoffs = self.handoffs(decode)
         if uncached <= self.local_prefill.always or not handoffs:
             return local

@@ -19,6 +19,7 @@ P1, P2 = replace(D1, worker_id="p1"), replace(D1, worker_id="p2")
 LONG = Needs(num_prompt_tokens=1600, num_tokens=1600)  # 100 blocks, and one for the next token
 MEASURED = Speed(is_measured=True)  # 5 ms a step, 0.1 ms a token
 HOP_S = 0.004
+NOW = 50.0
 LEARNED = LocalPrefill(always=4, at_most=1_000_000)
 
 
@@ -37,6 +38,7 @@ def placed(
         Workers(WorkerTable(decodes), WorkerTable(prefills), HOP_S),
         cached or {},
         local_prefill=local_prefill,
+        now=NOW,
         draw=SeededRandomness(seed).below,
         excluded=excluded,
     )
@@ -47,7 +49,7 @@ def prompt(num_tokens: int) -> Needs:
 
 
 def busy_s(worker: Worker, seconds: float) -> Worker:
-    return replace(worker, prefill_tokens=round(seconds / worker.speed.token_s))
+    return replace(worker, busy_until=NOW + seconds)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,7 @@ def busy_s(worker: Worker, seconds: float) -> Worker:
         (
             "prefill queue outweighs its prefix",
             [D1],
-            [P1, replace(P2, prefill_tokens=900)],
+            [P1, replace(P2, busy_until=NOW + 0.09)],
             {"p2": 50},
             ("d1", ("p1", "p2")),
         ),
@@ -167,7 +169,7 @@ def test_equal_workers_share_the_load() -> None:
     randomness = SeededRandomness(1)
     workers = Workers(WorkerTable([D1, D2, D3]), WorkerTable([P1, P2]), HOP_S)
     for _ in range(600):
-        target = place(LONG, workers, {}, local_prefill=LEARNED, draw=randomness.below)
+        target = place(LONG, workers, {}, local_prefill=LEARNED, now=NOW, draw=randomness.below)
         assert target is not None
         firsts[target.decode_id] += 1
         firsts[target.prefill_candidates[0]] += 1
@@ -225,10 +227,10 @@ def test_sessions_spread_and_a_lost_worker_moves_only_its_own() -> None:
 def test_no_region_outside_of_those_allowed_is_tried() -> None:
     eu = replace(LONG, allowed_regions=("eu",))
     d_eu, d_us = replace(D1, region="eu", decode_tokens=90_000), replace(D2, region="us")
-    p_eu, p_us = replace(P1, region="eu", prefill_tokens=3000), replace(P2, region="us")
+    p_eu, p_us = replace(P1, region="eu", busy_until=NOW + 0.3), replace(P2, region="us")
     target = placed(eu, [d_eu, d_us, D3], [p_eu, p_us])
     assert (target.decode_id, target.prefill_candidates) == ("d1", ())
-    target = placed(eu, [d_eu, d_us], [replace(p_eu, prefill_tokens=0), p_us])
+    target = placed(eu, [d_eu, d_us], [replace(p_eu, busy_until=0.0), p_us])
     assert (target.decode_id, target.prefill_candidates) == ("d1", ("p1",))
     assert placed(eu, [d_us, D3], [p_eu]) is None
     nameless = replace(LONG, allowed_regions=("",))
@@ -239,9 +241,9 @@ def test_who_has_enough_to_do_gets_nothing() -> None:
     decode, prefill = replace(D1, speed=MEASURED), replace(P1, speed=MEASURED)
     full = busy_s(prefill, 0.5)
     assert placed(LONG, [busy_s(decode, 1.0)], [full]) is None
-    assert placed(LONG, [decode], [busy_s(prefill, 0.3)]).prefill_candidates == ()
+    assert placed(LONG, [decode], [busy_s(prefill, 0.05)]).prefill_candidates == ()
     short_of_it = busy_s(decode, 1.0)
-    assert placed(LONG, [short_of_it], [busy_s(prefill, 0.3)]).prefill_candidates == ("p1",)
+    assert placed(LONG, [short_of_it], [busy_s(prefill, 0.05)]).prefill_candidates == ("p1",)
     # A prompt that costs less to wait with than to compute here waits.
     crowded = replace(decode, num_running=100)
     assert placed(LONG, [crowded], [full]) is None
@@ -272,7 +274,7 @@ def workers(draw: st.DrawFn) -> list[Worker]:
             num_total_blocks=draw(st.sampled_from([10, 20, 21, 500])),
             num_running=draw(st.integers(0, 20)),
             num_waiting=draw(st.integers(0, 2)),
-            prefill_tokens=draw(counts),
+            busy_until=NOW + draw(st.sampled_from([-10.0, 0.0, 0.01, 0.3])),
             decode_tokens=draw(counts),
             region=draw(st.sampled_from(["", "eu", "us"])),
             speed=draw(speeds),
@@ -303,7 +305,7 @@ def test_equals_the_plain_scan(
     local_prefill: LocalPrefill,
 ) -> None:
     needs = Needs(num_prompt_tokens, num_prompt_tokens + num_output_tokens, allowed_regions=regions)
-    scan = PlainScan(needs, decodes, prefills, cached, HOP_S, local_prefill, excluded)
+    scan = PlainScan(needs, decodes, prefills, cached, HOP_S, local_prefill, NOW, excluded)
     target = placed(
         needs, decodes, prefills, cached, local_prefill=local_prefill, excluded=excluded
     )
