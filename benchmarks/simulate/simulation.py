@@ -12,7 +12,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from random import Random
 
@@ -69,6 +69,18 @@ class FleetShape:
     num_decode: int
     costs: Costs = field(default_factory=Costs)
     max_queued_requests: int = 1024
+    spread_of_speed: float = 1.0  # sites are up to this much faster or slower
+
+    def drawn_costs(self, draw: Random) -> Costs:
+        if self.spread_of_speed == 1.0:
+            return self.costs
+        factor = self.spread_of_speed ** draw.uniform(-1.0, 1.0)
+        return replace(
+            self.costs,
+            prefill_step_s=self.costs.prefill_step_s * factor,
+            prefill_token_s=self.costs.prefill_token_s * factor,
+            decode_step_s=self.costs.decode_step_s * factor,
+        )
 
 
 @dataclass
@@ -123,9 +135,11 @@ class Simulation:
 
     def _build(self, shape: FleetShape) -> None:
         for number in range(shape.num_prefill):
-            self._join(Prefill(f"prefill-{number}", shape.costs, self._later, self._index.apply))
+            costs = shape.drawn_costs(self._random)
+            self._join(Prefill(f"prefill-{number}", costs, self._later, self._index.apply))
         for number in range(shape.num_decode):
-            site = Decode(f"decode-{number}", shape.costs, self._later, self._index.apply)
+            costs = shape.drawn_costs(self._random)
+            site = Decode(f"decode-{number}", costs, self._later, self._index.apply)
             site.on_end = self._ended
             self._join(site)
 

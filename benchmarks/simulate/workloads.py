@@ -99,7 +99,7 @@ class _Session:
 
 
 def conversations(num_requests: int, per_s: float, *, seed: int = 5) -> Iterator[TraceRequest]:
-    """Lengths and sharing about as in Mooncake's published trace of conversations: prompts of 12,000
+    """Lengths and sharing about as in the Mooncake trace of conversations: prompts of 12,000
     tokens in the mean, 350 answered, four of ten blocks seen before: sessions of few turns.
     """
     draw, blocks, at_s = Random(seed), Blocks(), 0.0

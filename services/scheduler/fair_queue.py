@@ -2,9 +2,11 @@
 
 Each class and, within it, each tenant has a virtual time that grows by num_tokens / weight when one
 of its requests is taken; the least goes next. A class weighs 4 times the class below, so a higher
-one is served sooner and no class starves; and who has waited AGEING_S goes up a class, again and
-again. Who comes back from idleness starts at the present virtual time: idling earns no credit.
-Within a tenant the earliest deadline goes first, of equal ones the first to arrive.
+one is served sooner and no class starves; and a class that waits without being served catches up,
+until after AGEING_S it is next. (The class as a whole: if old requests went up one by one, one
+tenant's backlog would overtake the others of its own class.) Who comes back from idleness starts at
+the present virtual time: idling earns no credit. Within a tenant the earliest deadline goes first,
+of equal ones the first to arrive.
 (Goyal et al., "Start-time Fair Queueing", 1996; Sheng et al., "Fairness in Serving Large Language
 Models", 2024.)
 """
@@ -17,7 +19,7 @@ from typing import Generic, Protocol, TypeVar
 
 CLASS_WEIGHT = 4.0
 MAX_PRIORITY = 4
-AGEING_S = 5.0  # in one class, before the next higher
+AGEING_S = 5.0  # that a class may wait for its next request to be taken
 MAX_FLOWS = 1024
 SLACK = 64  # outdated entries that a heap may hold beyond as many as it has valid ones
 
@@ -35,8 +37,6 @@ class Queueable(Protocol):
     def num_tokens(self) -> int: ...
     @property
     def sequence_number(self) -> int: ...
-    @property
-    def queued_at(self) -> float: ...
     @property
     def deadline_at(self) -> float: ...
 
@@ -79,6 +79,12 @@ class _Class(Generic[Q]):
     flows: dict[str, _Flow[Q]] = field(default_factory=dict)
     ranking: list[tuple[Rank, str]] = field(default_factory=list)  # a heap; some are outdated
     num_waiting: int = 0
+    waits_since: float = 0.0  # when it was served last, or when it had something to wait with
+
+    def due(self, present: float, now: float) -> float:
+        """Its virtual time, less what waiting has taken off its distance to the present one."""
+        patience = max(0.0, 1.0 - (now - self.waits_since) / AGEING_S)
+        return min(self.virtual, present + (self.virtual - present) * patience)
 
     @property
     def weight(self) -> float:
@@ -94,11 +100,12 @@ class _Class(Generic[Q]):
         self.num_waiting += 1
         self.rank(request.tenant_id, flow)
 
-    def take(self) -> Q:
+    def take(self, now: float) -> Q:
         """The first request of the first tenant, which pays for it."""
         tenant_id, flow = self._first()
         request = flow.take()
         self.num_waiting -= 1
+        self.waits_since = now
         self.present = flow.virtual
         self.charge(request, 1)
         if flow.waiting:
@@ -108,8 +115,9 @@ class _Class(Generic[Q]):
         return request
 
     def discard(self, request: Q) -> None:
-        flow = self.flows[request.tenant_id]
-        del flow.waiting[request.sequence_number]
+        flow = self.flows.get(request.tenant_id)
+        if flow is None or flow.waiting.pop(request.sequence_number, None) is None:
+            return
         self.num_waiting -= 1
         if flow.waiting:
             self.rank(request.tenant_id, flow)
@@ -147,65 +155,40 @@ def class_of(priority: int) -> int:
 class FairQueue(Generic[Q]):
     def __init__(self) -> None:
         self._classes: dict[int, _Class[Q]] = {}
-        self._level_of: dict[int, int] = {}  # of each that waits, by its number
-        self._ageing: list[tuple[float, int, Q]] = []  # a heap: who goes up when
         self._present = 0.0  # virtual time of the class that was served last
 
     def __len__(self) -> int:
-        return len(self._level_of)
+        return sum(each.num_waiting for each in self._classes.values())
 
     def push(self, request: Q, now: float) -> None:
-        self._enter(request, _level(request, now))
+        queue_class = self._class_of(request, now)
+        if not queue_class.num_waiting:
+            queue_class.virtual = max(queue_class.virtual, self._present)
+        queue_class.add(request, is_back=False)
 
     def push_back(self, request: Q, now: float) -> None:
         """Undoes `pop`: the request gets its old place and its tokens are not counted."""
-        level = _level(request, now)
-        if level in self._classes:
-            self._classes[level].charge(request, -1)
-        self._enter(request, level, is_back=True)
+        queue_class = self._class_of(request, now)
+        queue_class.charge(request, -1)
+        queue_class.add(request, is_back=True)
 
     def pop(self, now: float) -> Q | None:
-        self._promote(now)
         waiting = [each for each in self._classes.values() if each.num_waiting]
         if not waiting:
             return None
-        first = min(waiting, key=lambda each: (each.virtual, -each.level))
-        self._present = first.virtual
-        request = first.take()
-        del self._level_of[request.sequence_number]
-        return request
+        first = min(waiting, key=lambda each: (each.due(self._present, now), -each.level))
+        self._present = max(self._present, first.due(self._present, now))
+        return first.take(now)
 
     def discard(self, request: Q) -> None:
         """Takes a waiting request out wherever it stands; its tenant is not charged."""
-        level = self._level_of.pop(request.sequence_number, None)
-        if level is not None:
-            self._classes[level].discard(request)
+        queue_class = self._classes.get(class_of(request.priority))
+        if queue_class is not None:
+            queue_class.discard(request)
 
-    def _enter(self, request: Q, level: int, *, is_back: bool = False) -> None:
+    def _class_of(self, request: Q, now: float) -> _Class[Q]:
+        level = class_of(request.priority)
         queue_class = self._classes.setdefault(level, _Class(level))
-        if not queue_class.num_waiting and not is_back:
-            queue_class.virtual = max(queue_class.virtual, self._present)
-        queue_class.add(request, is_back=is_back)
-        self._level_of[request.sequence_number] = level
-        if level < MAX_PRIORITY:
-            leaves_at = request.queued_at + (level + 1 - class_of(request.priority)) * AGEING_S
-            heapq.heappush(self._ageing, (leaves_at, request.sequence_number, request))
-            self._forget_left()
-
-    def _promote(self, now: float) -> None:
-        while self._ageing and self._ageing[0][0] <= now:
-            leaves_at, sequence_number, request = heapq.heappop(self._ageing)
-            level = self._level_of.get(sequence_number)
-            if level is not None and level < _level(request, leaves_at + AGEING_S / 2):
-                self.discard(request)
-                self._enter(request, level + 1)
-
-    def _forget_left(self) -> None:
-        if len(self._ageing) > 2 * len(self._level_of) + SLACK:
-            self._ageing = [each for each in self._ageing if each[1] in self._level_of]
-            heapq.heapify(self._ageing)
-
-
-def _level(request: Queueable, now: float) -> int:
-    num_steps = int(max(0.0, now - request.queued_at) // AGEING_S)
-    return class_of(class_of(request.priority) + num_steps)
+        if not queue_class.num_waiting:
+            queue_class.waits_since = now
+        return queue_class
