@@ -4,11 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import exp
+from typing import NamedTuple
 
 from services.scheduler.fair_queue import CLASS_WEIGHT, FairQueue, class_of
 from shared.messages import Request, SubmitRequest
 
-Lane = tuple[str, str]  # model, revision
+
+class Lane(NamedTuple):
+    """Whose requests can wait for one another: what finds no room in its regions must not hold up
+    what may go elsewhere.
+    """
+
+    model: str
+    revision: str
+    regions: tuple[str, ...] = ()
+
+    @property
+    def served(self) -> Served:
+        return self.model, self.revision
+
+
+Served = tuple[str, str]  # model and revision: what a worker offers
 
 MIN_RETRY_S = 0.5
 MAX_RETRY_S = 60.0
@@ -46,7 +62,8 @@ class Ticket:
 
     @property
     def lane(self) -> Lane:
-        return self.request.model, self.request.revision
+        request = self.request
+        return Lane(request.model, request.revision, request.allowed_regions)
 
 
 @dataclass(slots=True)
@@ -92,7 +109,7 @@ class Share:
 
 
 class Backlog:
-    """The requests for one model."""
+    """The requests of one lane."""
 
     def __init__(self, now: float) -> None:
         self.queue: FairQueue[Ticket] = FairQueue()

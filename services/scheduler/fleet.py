@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from services.scheduler.backlog import Lane
+from services.scheduler.backlog import Served
 from services.scheduler.placement import Needs, Target, Workers
 from services.scheduler.speeds import ModelSpeeds, Speed
 from services.scheduler.worker_table import Worker, WorkerTable
@@ -47,7 +47,7 @@ class Assignment:
 
 @dataclass(eq=False, slots=True)
 class _Known:
-    lane: Lane
+    lane: Served
     roles: tuple[str, ...]
     worker: Worker
     assignments: dict[Assignment, None] = field(default_factory=dict)
@@ -82,9 +82,9 @@ class WorkerFleet:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._known: dict[str, _Known] = {}
-        self._lanes: dict[Lane, _LaneWorkers] = {}
+        self._lanes: dict[Served, _LaneWorkers] = {}
 
-    def lane(self, lane: Lane) -> Workers:
+    def lane(self, lane: Served) -> Workers:
         """Live workers that serve the model and take work, with their estimated load."""
         workers = self._lanes.get(lane)
         if workers is None:
@@ -92,7 +92,7 @@ class WorkerFleet:
         return Workers(workers.decodes, workers.prefills, workers.speeds.hop_s)
 
     def has_worker(
-        self, lane: Lane, excluded: Collection[str], regions: Collection[str] = ()
+        self, lane: Served, excluded: Collection[str], regions: Collection[str] = ()
     ) -> bool:
         """Whether any could decode, were there room."""
         workers = self._lanes.get(lane)
@@ -100,7 +100,7 @@ class WorkerFleet:
             return False
         return workers.decodes.has_any(regions, but=excluded)
 
-    def could_hold(self, lane: Lane, needs: Needs) -> bool:
+    def could_hold(self, lane: Served, needs: Needs) -> bool:
         """False if every live worker's whole cache is too small."""
         workers = self._lanes.get(lane)
         if workers is None or not len(workers.decodes):

@@ -140,15 +140,15 @@ class SchedulerService:
 
     def _heard(self, heartbeat: Heartbeat) -> None:
         self._workers.heard(heartbeat, self._clock.now())
-        if heartbeat.model is None or heartbeat.load is None or "decode" not in heartbeat.roles:
+        if heartbeat.model is None or heartbeat.load is None:
             return
-        lane = (heartbeat.model.name, heartbeat.model.revision)
-        needs = self._blocked.get(lane)
-        if needs is None:
-            self._wake.set()
-        elif needs.num_blocks(heartbeat.model.block_size) <= heartbeat.load.num_free_blocks:
-            self._probing.add(lane)
-            self._wake.set()
+        served = (heartbeat.model.name, heartbeat.model.revision)
+        self._wake.set()
+        for lane, needs in self._blocked.items():
+            num_blocks = needs.num_blocks(heartbeat.model.block_size)
+            has_room = num_blocks <= heartbeat.load.num_free_blocks
+            if lane.served == served and (has_room or "decode" not in heartbeat.roles):
+                self._probing.add(lane)
 
     def _peer_lost(self, process_id: str, loss: Loss) -> None:
         self._workers.lost(process_id)
@@ -187,7 +187,10 @@ class SchedulerService:
             for ticket in list(self._parked):
                 self._look_at_parked(ticket, now)
             for lane in list(self._blocked):
-                if not self._workers.has_worker(lane, ()):  # no heartbeat will unblock it
+                if self._workers.has_worker(lane.served, (), lane.regions):
+                    self._probing.add(lane)  # workers get done by the clock, too
+                    self._wake.set()
+                else:
                     self._unblock(lane)
 
     def _look_at_parked(self, ticket: Ticket, now: float) -> None:
@@ -260,11 +263,11 @@ class SchedulerService:
             ticket.unservable_since = self._clock.now()
             self._parked[ticket] = None
             return None
-        if not self._workers.could_hold(ticket.lane, needs):
+        if not self._workers.could_hold(ticket.lane.served, needs):
             raise PromptTooLong("the prompt is longer than any worker's cache", param="prompt")
         target = place(
             needs,
-            self._workers.lane(ticket.lane),
+            self._workers.lane(ticket.lane.served),
             num_cached_blocks,
             local_prefill=self._local_prefill,
             now=self._clock.now(),
@@ -280,8 +283,8 @@ class SchedulerService:
 
     def _has_worker(self, ticket: Ticket) -> bool:
         """Where it may be: no region outside of those allowed is ever tried."""
-        regions = ticket.request.allowed_regions
-        return self._workers.has_worker(ticket.lane, ticket.submit.excluded_workers, regions)
+        lane = ticket.lane
+        return self._workers.has_worker(lane.served, ticket.submit.excluded_workers, lane.regions)
 
     def _unblock(self, lane: Lane) -> None:
         self._probing.discard(lane)

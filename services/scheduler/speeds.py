@@ -21,8 +21,10 @@ MIN_BUSY_S = 0.01  # less is told by later heartbeats, too
 MIN_MEASURED_TOKENS = 256.0
 POOL_SHARE = 0.05  # how much one fit moves the mean
 # The prior weighs like so many steps, prompt tokens and drawn tokens, each seen alone.
-PRIOR_WEIGHTS = (4.0, 128.0, 8.0)
+PRIOR_WEIGHTS = (1.0, 128.0, 8.0)
+MAX_STEP_COUNT = 10_000_000  # of steps or tokens between two heartbeats
 MIN_TOKEN_S, MAX_S = 1e-9, 60.0
+MAX_ACK_S = 1.0  # nobody waits longer for a prefill worker's word
 DRAWN_S = 1e-4
 
 Triple = tuple[float, float, float]
@@ -92,7 +94,7 @@ class LeastSquares:
 
 
 class WorkerSpeed:
-    """One worker's, from its successive loads. A counter that falls begins a new history."""
+    """One worker's, from its successive loads. A counter that falls or leaps says nothing."""
 
     def __init__(self, prior: Speed) -> None:
         self.speed = replace(prior, is_measured=False)
@@ -105,7 +107,7 @@ class WorkerSpeed:
     def observe(self, load: WorkerLoad) -> bool:
         """Whether `speed` may have changed."""
         last = self._last
-        if last is None or load.busy_s < last.busy_s:
+        if last is None or not _is_plausible(last, load):
             self._last = self._last_pushed = load
             return False
         changed = self._observe_push(load)
@@ -175,7 +177,18 @@ class ModelSpeeds:
         self._handoffs[worker_id] = load.num_handoffs, load.handoff_ack_s
         num_new, seconds = load.num_handoffs - num_before, load.handoff_ack_s - seconds_before
         if num_new > 0 and seconds >= 0:
-            self._ack.add(seconds, num_new)
+            self._ack.add(min(seconds, num_new * MAX_ACK_S), num_new)
+
+
+def _is_plausible(last: WorkerLoad, load: WorkerLoad) -> bool:
+    """Whether one heartbeat may follow the other in one worker's life."""
+    differences = (
+        load.num_busy_steps - last.num_busy_steps,
+        load.num_computed_prompt_tokens - last.num_computed_prompt_tokens,
+        load.num_generated_tokens - last.num_generated_tokens,
+    )
+    has_gone_on = all(0 <= each <= MAX_STEP_COUNT for each in differences)
+    return has_gone_on and 0 <= load.busy_s - last.busy_s <= MAX_S
 
 
 def _mixed(mean: Speed, one: Speed) -> Speed:

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from services.scheduler.admission import Admission
+from services.scheduler.backlog import Lane
 from shared.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from shared.messages import CancelQueued, Choice, SubmitRequest
 from tests.services.scheduler.literals import submit_of
@@ -127,7 +128,7 @@ def test_a_blocked_lane_does_not_hold_up_another_model() -> None:
     held.enqueue(submit_of("a0", model="a"), 0.0)
     held.enqueue(submit_of("b0", model="b"), 0.0)
     held.enqueue(submit_of("b1", model="b"), 0.0)
-    ticket = held.pop(0.0, blocked={("a", "r1")})
+    ticket = held.pop(0.0, blocked={Lane("a", "r1")})
     assert ticket is not None
     assert ticket.request.request_id == "b0"
     assert order(held) == ["a0", "b1"]
@@ -198,3 +199,56 @@ def test_no_gateway_replaces_the_request_of_another() -> None:
     with pytest.raises(InvalidRequest, match="another gateway"):
         held.enqueue(submit_of("r0", gateway_id="gateway-1"), 0.0)
     assert held.request_ids_by_gateway() == {"gateway-0": ("r0",)}
+
+
+def backlog(held: Admission, *, tenant_id: str = "busy", num: int = 40) -> None:
+    """Requests of 100 tokens, of which one a second finds a worker: ten are placed."""
+    for number in range(num):
+        submit = submit_of(
+            f"{tenant_id}-{number}", tenant_id=tenant_id, num_prompt_tokens=90, max_tokens=10
+        )
+        held.enqueue(submit, 0.0)
+    for second in range(10):
+        ticket = held.pop(float(second))
+        assert ticket is not None
+        held.placed(ticket, float(second))
+
+
+def test_who_cannot_meet_its_deadline_is_refused_at_once() -> None:
+    held = admission()
+    backlog(held)  # 3,000 tokens left, about 110 a second
+    with pytest.raises(Overloaded, match="the wait is about") as refused:
+        held.enqueue(submit_of("r0", tenant_id="busy", deadline_s=20.0), 9.0)
+    assert refused.value.retry_after_s is not None
+    assert 3 < refused.value.retry_after_s < 15  # till the rest of it takes 20 seconds
+    assert len(held) == 30
+    held.enqueue(submit_of("r1", tenant_id="busy", deadline_s=60.0), 9.0)
+    held.enqueue(submit_of("r2", tenant_id="modest", deadline_s=2.0), 9.0)  # its turn is next
+    ticket = held.pop(9.0)
+    assert ticket is not None and ticket.request.request_id == "r2"
+
+
+def test_a_heavier_tenant_waits_less() -> None:
+    held = admission()
+    backlog(held, num=20)
+    backlog_of_other = submit_of("r0", tenant_id="heavy", num_prompt_tokens=990)
+    heavy = msgspec.structs.replace(backlog_of_other.request, weight=9.0)
+    held.enqueue(SubmitRequest(request=heavy), 9.0)
+    late = msgspec.structs.replace(heavy, request_id="r1", deadline_s=12.0)
+    held.enqueue(SubmitRequest(request=late), 9.0)  # 1,000 tokens at nine tenths of the rate
+    light = msgspec.structs.replace(late, request_id="r2", tenant_id="busy", weight=1.0)
+    with pytest.raises(Overloaded, match="the wait is about"):
+        held.enqueue(SubmitRequest(request=light), 9.0)
+
+
+def test_nobody_is_refused_for_a_rate_that_no_wait_has_shown() -> None:
+    """A short burst after a quiet time says nothing of what the workers can do."""
+    held = admission()
+    for second in range(100):
+        held.enqueue(submit_of(f"r{second}"), float(second))
+        ticket = held.pop(float(second))
+        assert ticket is not None
+        held.placed(ticket, second + 0.01)
+    for number in range(50):
+        held.enqueue(submit_of(f"burst-{number}", deadline_s=0.5), 100.0)
+    assert len(held) == 50

@@ -341,6 +341,26 @@ def test_excluded_workers_are_not_used() -> None:
     scenario(test)
 
 
+def test_a_request_stays_in_its_regions_or_fails() -> None:
+    async def test(rig: Rig) -> None:
+        eu = await rig.worker("decode-0", region="eu", num_free_blocks=NO_ROOM)
+        us = await rig.worker("decode-1", region="us")
+        await rig.worker("decode-2")
+        await rig.submit(submit_of("r0", allowed_regions=("eu",)))
+        await rig.submit(submit_of("r1", allowed_regions=("asia", "africa")))
+        failed = await rig.ending()
+        assert isinstance(failed, PlacementFailed)
+        assert failed.failure.code == "no_capacity"
+        assert "in the allowed regions (asia, africa)" in failed.failure.message
+        eu.num_free_blocks = 100
+        placed = await rig.ending(num=2, within_s=0.3)
+        assert isinstance(placed, Placed)
+        assert placed.worker_id == "decode-0"
+        assert us.started == rig.workers["decode-2"].started == []
+
+    scenario(test)
+
+
 @pytest.mark.parametrize("phase", ["queued", "parked", "matching", "starting"])
 def test_cancel_in_each_phase(phase: str) -> None:
     async def test(rig: Rig) -> None:
