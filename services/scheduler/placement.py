@@ -85,11 +85,11 @@ def place(
     excluded: Collection[str] = (),
 ) -> Target | None:
     """The best worker that has room and time for the request. `excluded` are not to decode."""
-    decision = _Decision(needs, workers, num_cached_blocks, local_prefill, now, draw)
+    decision = Decision(needs, workers, num_cached_blocks, local_prefill, now, draw)
     return decision.target(excluded)
 
 
-class _Decision:
+class Decision:
     """The columns that one request adds to those of the workers."""
 
     def __init__(
@@ -227,7 +227,9 @@ class _Decision:
         is_usable = cost_of_holders < np.inf
         if not is_usable.any():
             return self._named(cost)
-        deepest = self._held_tokens[is_usable].max(initial=0.0)
+        deepest = self._held_tokens[is_usable].max()
+        if deepest == 0:
+            return self._named(cost)
         is_near = is_usable & (self._held_tokens >= NEAR_DEEPEST * deepest)
         near, cost_of_near = self._holders[is_near], cost_of_holders[is_near]
         named = self._named(cost)
