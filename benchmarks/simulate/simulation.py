@@ -276,7 +276,7 @@ class Simulation:
         outcome.tpot_s.append(max(0.0, now - job.first_token_at) / num_later)
         outcome.is_normal.append(trace.tenant != FLOODER)
         outcome.num_prompt_tokens += trace.input_length
-        outcome.num_computed_tokens += job.num_computed_tokens
+        outcome.num_computed_tokens += job.num_computed_tokens + 1  # the last one is decode's
         outcome.num_local += job.prefill is None
 
 

@@ -180,11 +180,11 @@ BUGS = (
     Bug("a shared block is written", Batcher, "_writes_shared", _shared_block_written, 1),
     Bug("a request looks too short for a scheduler", streams, "SUBMIT_WINDOW_S", _impatient, 21),
     Bug("who was away with the bus is asked", Fleet, "bus_was_away", _nothing, 60),
-    Bug("nobody misses a last KV event", PrefixIndex, "announce", _nothing, 4),
+    Bug("nobody misses a last KV event", PrefixIndex, "announce", _nothing, 16),
     Bug("an embedding begins anew at each chunk", inputs, "_pooling", _pooled_anew, 4),
     Bug("what Redis missed is not written again", PrefixRegistry, "_restore", _nothing, 44),
     Bug("Redis keeps what a resync did not find", PrefixRegistry, "checked", _nothing, 18),
-    Bug("the queue has no bound", Admission, "_check_room", _queue_without_bound, 2),
+    Bug("the queue has no bound", Admission, "_check_room", _queue_without_bound, 21),
 )
 
 
