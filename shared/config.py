@@ -66,12 +66,18 @@ class SchedulerConfig(ProcessConfig, frozen=True, kw_only=True):
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4_000_000
     local_prefill_tokens: int = 4  # an uncached rest this short is computed by decode itself
+    max_local_prefill_tokens: int = 1_000_000  # a longer one only where nobody else can
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from positive_problems(self, "max_queued_requests", "max_queued_tokens")
         if self.local_prefill_tokens < 0:
             yield f"local_prefill_tokens {self.local_prefill_tokens} is negative"
+        if self.max_local_prefill_tokens < self.local_prefill_tokens:
+            yield (
+                f"max_local_prefill_tokens {self.max_local_prefill_tokens} is less than "
+                f"local_prefill_tokens, {self.local_prefill_tokens}"
+            )
 
 
 class KvIndexConfig(ProcessConfig, frozen=True, kw_only=True):

@@ -54,6 +54,7 @@ ChoiceIndex = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 NumTokens = Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)]
 Duration = Annotated[float, Meta(ge=0, le=MAX_DURATION_S)]  # seconds; NaN is none
+TotalSeconds = Annotated[float, Meta(ge=0, le=1e12)]  # summed since a process's start
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -500,6 +501,12 @@ class WorkerLoad(Message, frozen=True, kw_only=True):
     # since the process started: differences between heartbeats give speeds
     num_generated_tokens: Count = 0
     num_computed_prompt_tokens: Count = 0
+    num_busy_steps: Count = 0  # those that computed something, and what they took
+    busy_s: TotalSeconds = 0.0
+    num_handoffs: Count = 0  # prefills that a worker took over from here, and the wait for its word
+    handoff_ack_s: TotalSeconds = 0.0
+    num_pushed_tokens: Count = 0  # KV pushed from here, and how long frames were under way
+    push_s: TotalSeconds = 0.0
     num_prompt_tokens: Count = 0  # of admitted sequences, with output that an earlier try drew
     num_cached_prompt_tokens: Count = 0  # of those, found in this worker's cache
     num_kv_events: Count = 0  # the number of its last KvEvents, so that a lost last one shows

@@ -37,7 +37,9 @@ RULES = {
     "kernels": rule("kernels", {"torch", "triton", "numpy", "numba", "llvmlite"}),
     "shared": rule("shared", BASE, but_not="shared.engine"),
     "shared/engine": rule("shared kernels", BASE, TENSORS),
-    "services/scheduler": rule("services.scheduler shared", BASE, but_not="shared.engine"),
+    "services/scheduler": rule(
+        "services.scheduler shared", BASE, {"numpy"}, but_not="shared.engine"
+    ),
     "services/kv_index": rule("services.kv_index shared", BASE, but_not="shared.engine"),
     "services/gateway": rule("services.gateway shared", BASE, WEB, but_not="shared.engine"),
     "services/prefill": rule("services.prefill shared", BASE),

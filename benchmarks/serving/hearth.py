@@ -13,9 +13,9 @@ from pathlib import Path
 
 import httpx
 import psutil
-from services.gateway.tenancy.office import store_api_key
 
 from benchmarks.serving.client import Target
+from services.gateway.tenancy.office import store_api_key
 from services.local.api_keys import new_api_key, save_api_key
 from services.local.plan import thread_environ
 from services.local.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME

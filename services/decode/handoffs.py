@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import msgspec
 import structlog
 
 from shared.engine.worker import Worker
 from shared.errors import WorkerBusy
 from shared.kv_wire.link import KvReceiver
-from shared.messages import AbortRequest, PrefillAccepted, RenewLease, RunPrefill
+from shared.messages import AbortRequest, PrefillAccepted, RenewLease, RunPrefill, WorkerLoad
 from shared.packing import pack_hashes, pack_token_ids
 from shared.subjects import control, run_prefill
 
@@ -35,6 +36,13 @@ class Handoffs:
         self._receiver = receiver
         self._on_ended = on_ended
         self._under_way: dict[Handoff, asyncio.Task[None]] = {}
+        self._num_accepted = 0
+        self._ack_s = 0.0
+
+    def counted(self, load: WorkerLoad) -> WorkerLoad:
+        return msgspec.structs.replace(
+            load, num_handoffs=self._num_accepted, handoff_ack_s=self._ack_s
+        )
 
     def start(self, placement: Placement, candidates: tuple[str, ...]) -> None:
         handoff = placement.handoff = self._handoff(placement, candidates)
@@ -119,9 +127,13 @@ class Handoffs:
             lease_s=PREFILL_LEASE_S,
             deadline_s=max(0.0, placement.deadline_at - worker.clock.now()),
         )
-        return await worker.bus.request(
+        asked_at = worker.clock.now()
+        accepted = await worker.bus.request(
             run_prefill(worker_id), command, PrefillAccepted, timeout_s=PREFILL_ACK_S
         )
+        self._num_accepted += 1
+        self._ack_s += worker.clock.now() - asked_at
+        return accepted
 
     def _abandon(self, worker_id: str, placement_id: bytes) -> None:
         message = AbortRequest(placement_id=placement_id, reason="superseded")

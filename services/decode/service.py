@@ -66,6 +66,7 @@ class DecodeService:
 
     async def start(self) -> None:
         worker, bus = self._worker, self._worker.bus
+        worker.count(self._handoffs.counted)
         worker.loop.listen(self._on_step)
         worker.heart.on_lost(self._on_peer_lost)
         await bus.subscribe(

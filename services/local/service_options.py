@@ -39,6 +39,7 @@ HELP = {
     "max_queued_requests": "Requests waiting for a worker; one more is answered 429.",
     "max_queued_tokens": "Prompt tokens waiting for a worker.",
     "local_prefill_tokens": "An uncached rest this short is computed by the decode worker itself.",
+    "max_local_prefill_tokens": "A longer one is computed there only if no other worker can.",
     "max_prefixes_per_tenant": "Prefixes whose metadata is kept in Redis for each tenant.",
     "prefix_ttl_s": "Seconds after its last use that a prefix's metadata is kept.",
     "dtype": "auto (as in the checkpoint), bfloat16, float16 or float32.",

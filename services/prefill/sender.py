@@ -8,10 +8,34 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
+from shared.clock import Clock
 from shared.engine.runner import Runner
 from shared.engine.sequence import Sequence
 from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, FrameHeader, PushLink
+
+
+@dataclass(slots=True)
+class PushCounts:
+    """Of all pushes since the start: tokens that arrived, and how long frames were under way,
+    several at once counted as one.
+    """
+
+    num_tokens: int = 0
+    busy_s: float = 0.0
+    _num_under_way: int = 0
+    _busy_since: float = 0.0
+
+    def begin(self, now: float) -> None:
+        if not self._num_under_way:
+            self._busy_since = now
+        self._num_under_way += 1
+
+    def end(self, now: float) -> None:
+        self._num_under_way -= 1
+        if not self._num_under_way:
+            self.busy_s += now - self._busy_since
 
 
 class Push:
@@ -25,12 +49,16 @@ class Push:
         first_token: int,
         runner: Runner,
         dial: Callable[[], Awaitable[PushLink]],
+        clock: Clock,
+        counts: PushCounts,
     ) -> None:
         self._placement_id = placement_id
         self._sequence = sequence
         self._num_sent_tokens = first_token
         self._runner = runner
         self._dial = dial
+        self._clock = clock
+        self._counts = counts
         self._num_computed_tokens = 0
         self._num_frames = 0
         self._changed = asyncio.Event()
@@ -70,9 +98,17 @@ class Push:
         if self._is_cancelled:
             return
         header = self._next_header()
-        self._sends.append(asyncio.create_task(link.send(header, self._fill(header))))
+        self._sends.append(asyncio.create_task(self._send(link, header)))
         self._num_sent_tokens += header.num_tokens
         self._num_frames += 1
+
+    async def _send(self, link: PushLink, header: FrameHeader) -> None:
+        self._counts.begin(self._clock.now())
+        try:
+            await link.send(header, self._fill(header))
+            self._counts.num_tokens += header.num_tokens
+        finally:
+            self._counts.end(self._clock.now())
 
     async def _settle(self, max_under_way: int) -> None:
         """Waits until no more frames than that are unacknowledged. Raises what the first one raised

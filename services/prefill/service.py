@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
+import msgspec
 import structlog
 
 from shared.background import Background
@@ -25,11 +26,12 @@ from shared.messages import (
     PrefillFailed,
     RenewLease,
     RunPrefill,
+    WorkerLoad,
 )
 from shared.packing import unpack_hashes, unpack_token_ids
 from shared.subjects import control, run_prefill
 
-from .sender import Push
+from .sender import Push, PushCounts
 
 log = structlog.get_logger(__name__)
 
@@ -52,9 +54,11 @@ class PrefillService:
         self._worker = worker
         self._dialer = dialer
         self._prefills: dict[bytes, Prefill] = {}
+        self._counts = PushCounts()
         self._background = Background()
 
     async def start(self) -> None:
+        self._worker.count(self._counted)
         worker_id, bus = self._worker.worker_id, self._worker.bus
         self._worker.loop.listen(self._on_step)
         await bus.subscribe(
@@ -88,6 +92,8 @@ class PrefillService:
             first_token=request.first_token,
             runner=self._worker.loop.runner,
             dial=lambda: self._dialer.link(request.target),
+            clock=self._worker.clock,
+            counts=self._counts,
         )
         now = self._worker.clock.now()
         self._prefills[request.placement_id] = Prefill(
@@ -162,6 +168,12 @@ class PrefillService:
             failure=failure_of(error),
         )
         self._worker.outbox.post(control("decode", decode_worker_id), message)
+
+    def _counted(self, load: WorkerLoad) -> WorkerLoad:
+        counts = self._counts
+        return msgspec.structs.replace(
+            load, num_pushed_tokens=counts.num_tokens, push_s=counts.busy_s
+        )
 
     async def _sweep(self) -> None:
         while True:

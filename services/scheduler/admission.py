@@ -11,78 +11,17 @@ whose workers are full does not hold up the others.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection
 
-from services.scheduler.fair_queue import FairQueue
+from services.scheduler.backlog import Backlog, Lane, Ticket, Usage, retry_within_limits
 from shared.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from shared.messages import CancelQueued, Request, SubmitRequest
 from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES
 
-Lane = tuple[str, str]  # model, revision
-
 # A tenant may hold up to 8 times the room that is left, 8/9 of all: the others always find some.
 # (Choudhury and Hahne, "Dynamic Queue Length Thresholds", 1998.)
 TENANT_SHARE = 8
-MIN_RETRY_S = 0.5
-MAX_RETRY_S = 60.0
-RATE_WINDOW_S = 10.0
-
-
-@dataclass(eq=False, slots=True)
-class Ticket:
-    """A request from its submission to its placement or failure."""
-
-    submit: SubmitRequest
-    sequence_number: int
-    num_tokens: int
-    queued_at: float
-    deadline_at: float
-    is_gone: bool = False  # removed: whoever still works on it must stop
-    unservable_since: float | None = None  # no live worker could take it
-
-    @property
-    def request(self) -> Request:
-        return self.submit.request
-
-    @property
-    def tenant_id(self) -> str:
-        return self.request.tenant_id
-
-    @property
-    def priority(self) -> int:
-        return self.request.priority
-
-    @property
-    def lane(self) -> Lane:
-        return self.request.model, self.request.revision
-
-
-@dataclass(slots=True)
-class _Usage:
-    num_requests: int = 0
-    num_tokens: int = 0
-
-    def add(self, ticket: Ticket, sign: int = 1) -> None:
-        self.num_requests += sign
-        self.num_tokens += sign * ticket.num_tokens
-
-
-@dataclass(slots=True)
-class _Rate:
-    """Tokens a second that left the queue for a worker, forgotten over RATE_WINDOW_S."""
-
-    tokens: float = 0.0
-    counted_at: float = 0.0
-
-    def count(self, num_tokens: int, now: float) -> None:
-        kept = max(0.0, 1.0 - (now - self.counted_at) / RATE_WINDOW_S)
-        self.tokens = self.tokens * kept + num_tokens
-        self.counted_at = now
-
-    def per_s(self) -> float:
-        return self.tokens / RATE_WINDOW_S
+MAX_LANES = 16  # those of models that nobody waits for, too: they know their rate
 
 
 def request_tokens(request: Request) -> int:
@@ -91,21 +30,16 @@ def request_tokens(request: Request) -> int:
     return num_prompt_tokens + request.sampling.max_tokens * len(request.choices)
 
 
-@dataclass
 class Admission:
-    max_requests: int
-    max_tokens: int
-    weights: Mapping[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._lanes: dict[Lane, FairQueue[Ticket]] = {}
-        self._num_in_lane: Counter[Lane] = Counter()
+    def __init__(self, max_requests: int, max_tokens: int) -> None:
+        self.max_requests = max_requests
+        self.max_tokens = max_tokens
+        self._lanes: dict[Lane, Backlog] = {}
         self._held: dict[str, Ticket] = {}
         self._of_gateway: dict[str, dict[str, Ticket]] = {}
-        self._usage = _Usage()
-        self._usage_of_tenant: dict[str, _Usage] = {}
+        self._usage = Usage()
+        self._usage_of_tenant: dict[str, Usage] = {}
         self._deadlines: list[tuple[float, int, Ticket]] = []
-        self._rate = _Rate()
         self._next_sequence_number = 0
 
     def __len__(self) -> int:
@@ -127,39 +61,41 @@ class Admission:
             raise InvalidRequest("another gateway has a request of this id")
         self.remove(request.request_id)
         num_tokens = request_tokens(request)
-        self._check_room(request.tenant_id, num_tokens)
-        sequence_number = self._next_sequence_number
+        number, deadline_at = self._next_sequence_number, now + request.deadline_s
+        ticket = Ticket(submit, number, num_tokens, now, deadline_at)
+        lane = self._lanes.get(ticket.lane) or Backlog(now)
+        lane.advance(now)
+        self._check_room(ticket, lane)
+        _check_deadline(ticket, lane)
+        self._lanes.setdefault(ticket.lane, lane)
         self._next_sequence_number += 1
-        ticket = Ticket(submit, sequence_number, num_tokens, now, now + request.deadline_s)
-        self._held[request.request_id] = ticket
-        self._of_gateway.setdefault(request.gateway_id, {})[request.request_id] = ticket
-        self._usage.add(ticket)
-        self._usage_of_tenant.setdefault(request.tenant_id, _Usage()).add(ticket)
-        heapq.heappush(self._deadlines, (ticket.deadline_at, sequence_number, ticket))
-        if ticket.lane not in self._lanes:
-            self._lanes[ticket.lane] = FairQueue(self.weights)
-        self._lanes[ticket.lane].push(ticket)
-        self._num_in_lane[ticket.lane] += 1
+        self._hold(ticket, lane)
+        lane.queue.push(ticket, now)
         return ticket
 
-    def pop(self, blocked: Collection[Lane] = ()) -> Ticket | None:
+    def pop(self, now: float, blocked: Collection[Lane] = ()) -> Ticket | None:
         """The next to place; lanes take turns."""
-        for lane, queue in list(self._lanes.items()):
-            if lane in blocked:
+        for name, lane in list(self._lanes.items()):
+            if name in blocked or not len(lane.queue):
                 continue
-            ticket = queue.pop()
+            lane.advance(now)
+            ticket = lane.queue.pop(now)
             if ticket is not None:
-                self._lanes[lane] = self._lanes.pop(lane)  # to the end
+                self._lanes[name] = self._lanes.pop(name)  # to the end
                 return ticket
         return None
 
-    def requeue(self, ticket: Ticket) -> None:
+    def requeue(self, ticket: Ticket, now: float) -> None:
         """Back to its old place, unless it was removed meanwhile."""
         if not ticket.is_gone:
-            self._lanes[ticket.lane].push_back(ticket)
+            lane = self._lanes[ticket.lane]
+            lane.advance(now)
+            lane.queue.push_back(ticket, now)
 
     def placed(self, ticket: Ticket, now: float) -> None:
-        self._rate.count(ticket.num_tokens, now)
+        lane = self._lanes[ticket.lane]
+        lane.advance(now)
+        lane.rate.tokens += ticket.num_tokens
         self._forget(ticket)
 
     def remove(self, request_id: str) -> Ticket | None:
@@ -200,22 +136,24 @@ class Admission:
     def request_ids_by_gateway(self) -> dict[str, tuple[str, ...]]:
         return {gateway_id: tuple(held) for gateway_id, held in self._of_gateway.items()}
 
-    def retry_after_s(self) -> float:
-        """How long until about half of what is held has been placed, at the recent rate."""
-        rate = self._rate.per_s()
-        if rate == 0:
-            return MIN_RETRY_S if not self._held else 1.0
-        return min(MAX_RETRY_S, max(MIN_RETRY_S, self._usage.num_tokens / 2 / rate))
-
-    def _check_room(self, tenant_id: str, num_tokens: int) -> None:
+    def _check_room(self, ticket: Ticket, lane: Backlog) -> None:
         room = self.max_requests - self._usage.num_requests
         token_room = self.max_tokens - self._usage.num_tokens
-        usage = self._usage_of_tenant.get(tenant_id, _Usage())
-        if room <= 0 or (num_tokens > token_room and self._held):
-            raise Overloaded("the queue is full", retry_after_s=self.retry_after_s())
+        usage = self._usage_of_tenant.get(ticket.tenant_id, Usage())
+        if room <= 0 or (ticket.num_tokens > token_room and self._held):
+            raise Overloaded("the queue is full", retry_after_s=lane.retry_after_s())
         over_requests = usage.num_requests >= TENANT_SHARE * room
         if over_requests or usage.num_tokens >= TENANT_SHARE * max(token_room, 1):
-            raise Overloaded("this tenant's queue is full", retry_after_s=self.retry_after_s())
+            raise Overloaded("this tenant's queue is full", retry_after_s=lane.retry_after_s())
+
+    def _hold(self, ticket: Ticket, lane: Backlog) -> None:
+        request = ticket.request
+        self._held[request.request_id] = ticket
+        self._of_gateway.setdefault(request.gateway_id, {})[request.request_id] = ticket
+        self._usage.add(ticket)
+        self._usage_of_tenant.setdefault(request.tenant_id, Usage()).add(ticket)
+        heapq.heappush(self._deadlines, (ticket.deadline_at, ticket.sequence_number, ticket))
+        lane.add(ticket)
 
     def _forget(self, ticket: Ticket) -> None:
         ticket.is_gone = True
@@ -230,10 +168,20 @@ class Admission:
         usage.add(ticket, -1)
         if not usage.num_requests:
             del self._usage_of_tenant[request.tenant_id]
-        self._lanes[ticket.lane].discard(ticket)
-        self._num_in_lane[ticket.lane] -= 1
-        if not self._num_in_lane[ticket.lane]:  # what is being placed may come back
-            del self._lanes[ticket.lane], self._num_in_lane[ticket.lane]
+        lane = self._lanes[ticket.lane]
+        lane.remove(ticket)
+        if not lane.usage.num_requests and len(self._lanes) > MAX_LANES:
+            del self._lanes[ticket.lane]
+
+
+def _check_deadline(ticket: Ticket, lane: Backlog) -> None:
+    """Refuses at once what would only wait for its deadline."""
+    wait_s, deadline_s = lane.wait_s(ticket), ticket.request.deadline_s
+    if wait_s > deadline_s:
+        raise Overloaded(
+            f"the wait is about {wait_s:.0f} s, and the deadline {deadline_s:.0f} s",
+            retry_after_s=retry_within_limits(wait_s - deadline_s),
+        )
 
 
 def _validate(request: Request) -> None:

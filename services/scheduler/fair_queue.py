@@ -2,8 +2,11 @@
 
 Each class and, within it, each tenant has a virtual time that grows by num_tokens / weight when one
 of its requests is taken; the least goes next. A class weighs 4 times the class below, so a higher
-one is served sooner and no class starves. Who comes back from idleness starts at the present
-virtual time: idling earns no credit. Within a tenant the order is that of arrival.
+one is served sooner and no class starves; and a class that waits without being served catches up,
+until after AGEING_S it is next. (The class as a whole: if old requests went up one by one, one
+tenant's backlog would overtake the others of its own class.) Who comes back from idleness starts at
+the present virtual time: idling earns no credit. Within a tenant the earliest deadline goes first,
+of equal ones the first to arrive.
 (Goyal et al., "Start-time Fair Queueing", 1996; Sheng et al., "Fairness in Serving Large Language
 Models", 2024.)
 """
@@ -11,13 +14,14 @@ Models", 2024.)
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 CLASS_WEIGHT = 4.0
 MAX_PRIORITY = 4
+AGEING_S = 5.0  # that a class may wait for its next request to be taken
 MAX_FLOWS = 1024
+SLACK = 64  # outdated entries that a heap may hold beyond as many as it has valid ones
 
 
 class Queueable(Protocol):
@@ -28,47 +32,118 @@ class Queueable(Protocol):
     @property
     def priority(self) -> int: ...
     @property
+    def weight(self) -> float: ...
+    @property
     def num_tokens(self) -> int: ...
     @property
     def sequence_number(self) -> int: ...
+    @property
+    def deadline_at(self) -> float: ...
 
 
 Q = TypeVar("Q", bound=Queueable)
+Rank = tuple[float, float, int]  # of a tenant: virtual time, then its head's deadline and number
 
 
 @dataclass(slots=True)
 class _Flow(Generic[Q]):
     """One tenant's requests of one class."""
 
-    weight: float
     virtual: float
-    order: list[int] = field(default_factory=list)  # a heap; discarded ones leave it lazily
+    order: list[tuple[float, int]] = field(default_factory=list)  # a heap; some have left
     waiting: dict[int, Q] = field(default_factory=dict)
 
-    def head(self) -> int:
-        while self.order[0] not in self.waiting:
+    def add(self, request: Q) -> None:
+        heapq.heappush(self.order, (request.deadline_at, request.sequence_number))
+        self.waiting[request.sequence_number] = request
+        if len(self.order) > 2 * len(self.waiting) + SLACK:
+            self.order = [each for each in self.order if each[1] in self.waiting]
+            heapq.heapify(self.order)
+
+    def rank(self) -> Rank:
+        while self.order[0][1] not in self.waiting:
             heapq.heappop(self.order)
-        return self.order[0]
+        return self.virtual, *self.order[0]
 
     def take(self) -> Q:
-        request = self.waiting.pop(self.head())
+        _, _, sequence_number = self.rank()
         heapq.heappop(self.order)
-        return request
+        return self.waiting.pop(sequence_number)
 
 
 @dataclass(slots=True)
 class _Class(Generic[Q]):
-    priority: int
-    weight: float
-    virtual: float
+    level: int
+    virtual: float = 0.0
     present: float = 0.0  # virtual time of the tenant that was served last
     flows: dict[str, _Flow[Q]] = field(default_factory=dict)
+    ranking: list[tuple[Rank, str]] = field(default_factory=list)  # a heap; some are outdated
     num_waiting: int = 0
+    waits_since: float = 0.0  # when it was served last, or when it had something to wait with
 
-    def active_flows(self) -> Iterator[_Flow[Q]]:
-        return (flow for flow in self.flows.values() if flow.waiting)
+    def due(self, present: float, now: float) -> float:
+        """Its virtual time, less what waiting has taken off its distance to the present one."""
+        patience = max(0.0, 1.0 - (now - self.waits_since) / AGEING_S)
+        return min(self.virtual, present + (self.virtual - present) * patience)
 
-    def forget_idle_flows(self) -> None:
+    @property
+    def weight(self) -> float:
+        return CLASS_WEIGHT**self.level
+
+    def add(self, request: Q, *, is_back: bool) -> None:
+        flow = self.flows.get(request.tenant_id)
+        if flow is None:
+            flow = self.flows[request.tenant_id] = _Flow(self.present)
+        elif not flow.waiting and not is_back:
+            flow.virtual = max(flow.virtual, self.present)
+        flow.add(request)
+        self.num_waiting += 1
+        self.rank(request.tenant_id, flow)
+
+    def take(self, now: float) -> Q:
+        """The first request of the first tenant, which pays for it."""
+        tenant_id, flow = self._first()
+        request = flow.take()
+        self.num_waiting -= 1
+        self.waits_since = now
+        self.present = flow.virtual
+        self.charge(request, 1)
+        if flow.waiting:
+            self.rank(tenant_id, flow)
+        if len(self.flows) > MAX_FLOWS:
+            self._forget_idle_flows()
+        return request
+
+    def discard(self, request: Q) -> None:
+        flow = self.flows.get(request.tenant_id)
+        if flow is None or flow.waiting.pop(request.sequence_number, None) is None:
+            return
+        self.num_waiting -= 1
+        if flow.waiting:
+            self.rank(request.tenant_id, flow)
+
+    def charge(self, request: Q, sign: int) -> None:
+        self.virtual += sign * request.num_tokens / self.weight
+        flow = self.flows.get(request.tenant_id)
+        if flow is not None:
+            flow.virtual += sign * request.num_tokens / request.weight
+
+    def rank(self, tenant_id: str, flow: _Flow[Q]) -> None:
+        heapq.heappush(self.ranking, (flow.rank(), tenant_id))
+        if len(self.ranking) > 2 * len(self.flows) + SLACK:
+            active = ((name, flow) for name, flow in self.flows.items() if flow.waiting)
+            self.ranking = [(flow.rank(), name) for name, flow in active]
+            heapq.heapify(self.ranking)
+
+    def _first(self) -> tuple[str, _Flow[Q]]:
+        while True:
+            rank, tenant_id = self.ranking[0]
+            flow = self.flows.get(tenant_id)
+            if flow is not None and flow.waiting and flow.rank() == rank:
+                return tenant_id, flow
+            heapq.heappop(self.ranking)
+
+    def _forget_idle_flows(self) -> None:
         """Bounds the memory for tenants that come once; each forgives at most its last request."""
         self.flows = {name: flow for name, flow in self.flows.items() if flow.waiting}
 
@@ -78,73 +153,42 @@ def class_of(priority: int) -> int:
 
 
 class FairQueue(Generic[Q]):
-    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
-        """`weights` of tenants; 1 where none is given."""
-        self._weights = weights or {}
+    def __init__(self) -> None:
         self._classes: dict[int, _Class[Q]] = {}
         self._present = 0.0  # virtual time of the class that was served last
 
     def __len__(self) -> int:
         return sum(each.num_waiting for each in self._classes.values())
 
-    def push(self, request: Q) -> None:
-        queue_class = self._class(request.priority)
-        flow = self._flow(queue_class, request.tenant_id)
+    def push(self, request: Q, now: float) -> None:
+        queue_class = self._class_of(request, now)
         if not queue_class.num_waiting:
             queue_class.virtual = max(queue_class.virtual, self._present)
-        if not flow.waiting:
-            flow.virtual = max(flow.virtual, queue_class.present)
-        self._insert(queue_class, flow, request)
+        queue_class.add(request, is_back=False)
 
-    def push_back(self, request: Q) -> None:
+    def push_back(self, request: Q, now: float) -> None:
         """Undoes `pop`: the request gets its old place and its tokens are not counted."""
-        queue_class = self._class(request.priority)
-        is_forgotten = request.tenant_id not in queue_class.flows
-        flow = self._flow(queue_class, request.tenant_id)
-        queue_class.virtual -= request.num_tokens / queue_class.weight
-        if not is_forgotten:
-            flow.virtual -= request.num_tokens / flow.weight
-        self._insert(queue_class, flow, request)
+        queue_class = self._class_of(request, now)
+        queue_class.charge(request, -1)
+        queue_class.add(request, is_back=True)
 
-    def pop(self) -> Q | None:
+    def pop(self, now: float) -> Q | None:
         waiting = [each for each in self._classes.values() if each.num_waiting]
         if not waiting:
             return None
-        queue_class = min(waiting, key=lambda each: (each.virtual, -each.priority))
-        flow = min(queue_class.active_flows(), key=lambda each: (each.virtual, each.head()))
-        request = flow.take()
-        queue_class.num_waiting -= 1
-        self._present, queue_class.present = queue_class.virtual, flow.virtual
-        queue_class.virtual += request.num_tokens / queue_class.weight
-        flow.virtual += request.num_tokens / flow.weight
-        if len(queue_class.flows) > MAX_FLOWS:
-            queue_class.forget_idle_flows()
-        return request
+        first = min(waiting, key=lambda each: (each.due(self._present, now), -each.level))
+        self._present = max(self._present, first.due(self._present, now))
+        return first.take(now)
 
     def discard(self, request: Q) -> None:
         """Takes a waiting request out wherever it stands; its tenant is not charged."""
         queue_class = self._classes.get(class_of(request.priority))
-        flow = None if queue_class is None else queue_class.flows.get(request.tenant_id)
-        if queue_class is None or flow is None:
-            return
-        if flow.waiting.pop(request.sequence_number, None) is not None:
-            queue_class.num_waiting -= 1
+        if queue_class is not None:
+            queue_class.discard(request)
 
-    def _class(self, priority: int) -> _Class[Q]:
-        level = class_of(priority)
-        if level not in self._classes:
-            self._classes[level] = _Class(level, CLASS_WEIGHT**level, self._present)
-        return self._classes[level]
-
-    def _flow(self, queue_class: _Class[Q], tenant_id: str) -> _Flow[Q]:
-        flow = queue_class.flows.get(tenant_id)
-        if flow is None:
-            flow = _Flow(self._weights.get(tenant_id, 1.0), queue_class.present)
-            queue_class.flows[tenant_id] = flow
-        return flow
-
-    @staticmethod
-    def _insert(queue_class: _Class[Q], flow: _Flow[Q], request: Q) -> None:
-        heapq.heappush(flow.order, request.sequence_number)
-        flow.waiting[request.sequence_number] = request
-        queue_class.num_waiting += 1
+    def _class_of(self, request: Q, now: float) -> _Class[Q]:
+        level = class_of(request.priority)
+        queue_class = self._classes.setdefault(level, _Class(level))
+        if not queue_class.num_waiting:
+            queue_class.waits_since = now
+        return queue_class

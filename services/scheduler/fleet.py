@@ -6,13 +6,15 @@ worker. An assignment counts until a heartbeat arrives that must know of it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from services.scheduler.admission import Lane
-from services.scheduler.placement import Needs, Target, Worker
+from services.scheduler.backlog import Served
+from services.scheduler.placement import Needs, Target, Workers
+from services.scheduler.speeds import ModelSpeeds, Speed
+from services.scheduler.worker_table import Worker, WorkerTable
 from shared.health import Fleet
-from shared.messages import Heartbeat, Role
+from shared.messages import Heartbeat, ModelCard, WorkerLoad
 
 # An assignment this much older than a heartbeat's arrival was known to the worker that sent it.
 SETTLED_S = 0.05
@@ -27,115 +29,176 @@ class Assignment:
     num_uncached_tokens: int
     confirmed_at: float | None = None
 
+    @property
+    def involved(self) -> tuple[str, ...]:
+        prefill = self.prefill_worker_id
+        return (self.worker_id,) if prefill is None else (self.worker_id, prefill)
 
-@dataclass
+    def count(self, worker: Worker, now: float, sign: int = 1) -> None:
+        """Adds to what `worker` is thought to have, or takes it away."""
+        if self.worker_id == worker.worker_id:
+            worker.num_free_blocks -= sign * self.num_blocks
+            worker.decode_tokens += sign * self.num_tokens
+            worker.num_running += sign
+        if (self.prefill_worker_id or self.worker_id) == worker.worker_id:
+            work_s = self.num_uncached_tokens * worker.speed.token_s
+            worker.busy_until = max(worker.busy_until, now) + sign * work_s
+
+
+@dataclass(eq=False, slots=True)
+class _Known:
+    lane: Served
+    roles: tuple[str, ...]
+    worker: Worker
+    assignments: dict[Assignment, None] = field(default_factory=dict)
+
+
+class _LaneWorkers:
+    """Those that serve one model."""
+
+    def __init__(self) -> None:
+        self.decodes, self.prefills = WorkerTable(), WorkerTable()
+        self.speeds = ModelSpeeds()
+
+    def put(self, known: _Known) -> None:
+        if "decode" in known.roles:
+            self.decodes.put(known.worker)
+        if "prefill" in known.roles:
+            self.prefills.put(known.worker)
+
+    def remove(self, worker_id: str) -> None:
+        self.decodes.remove(worker_id)
+        self.prefills.remove(worker_id)
+        self.speeds.forget(worker_id)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (len(self.decodes) or len(self.prefills))
+
+
 class WorkerFleet:
     """Loads are this scheduler's estimates; other schedulers place, too."""
 
-    fleet: Fleet
-    _assignments: dict[str, list[Assignment]] = field(default_factory=dict)
-    _avoided: set[str] = field(default_factory=set)
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._known: dict[str, _Known] = {}
+        self._lanes: dict[Served, _LaneWorkers] = {}
 
-    def workers(self, role: Role, lane: Lane, excluded: Collection[str]) -> list[Worker]:
-        """Live ones that serve the lane's model and take work, with their estimated load."""
-        return [
-            self._worker(each)
-            for each in self._serving(role, lane, excluded)
-            if each.process_id not in self._avoided
-        ]
+    def lane(self, lane: Served) -> Workers:
+        """Live workers that serve the model and take work, with their estimated load."""
+        workers = self._lanes.get(lane)
+        if workers is None:
+            return Workers(WorkerTable(), WorkerTable(), 0.0)
+        return Workers(workers.decodes, workers.prefills, workers.speeds.hop_s)
 
-    def has_worker(self, lane: Lane, excluded: Collection[str]) -> bool:
-        return any(self._serving("decode", lane, excluded))
+    def has_worker(
+        self, lane: Served, excluded: Collection[str], regions: Collection[str] = ()
+    ) -> bool:
+        """Whether any could decode, were there room."""
+        workers = self._lanes.get(lane)
+        if workers is None:
+            return False
+        return workers.decodes.has_any(regions, but=excluded)
 
-    def could_hold(self, lane: Lane, needs: Needs) -> bool:
+    def could_hold(self, lane: Served, needs: Needs) -> bool:
         """False if every live worker's whole cache is too small."""
-        sizes = [
-            (each.load.num_total_blocks, each.model.block_size)
-            for each in self._serving("decode", lane, ())
-            if each.load is not None and each.model is not None
-        ]
-        return not sizes or any(needs.num_blocks(block_size) <= n for n, block_size in sizes)
+        workers = self._lanes.get(lane)
+        if workers is None or not len(workers.decodes):
+            return True
+        return bool(workers.decodes.total_tokens.max() > needs.num_tokens)
 
-    def assign(self, target: Target, needs: Needs) -> Assignment:
+    def assign(self, target: Target, needs: Needs, now: float) -> Assignment:
         prefill = target.prefill_candidates[0] if target.prefill_candidates else None
         assignment = Assignment(
-            worker_id=target.decode.worker_id,
+            worker_id=target.decode_id,
             prefill_worker_id=prefill,
             num_blocks=target.num_blocks,
             num_tokens=needs.num_tokens,
             num_uncached_tokens=target.num_uncached_tokens,
         )
-        for worker_id in _involved(assignment):
-            self._assignments.setdefault(worker_id, []).append(assignment)
+        for known in self._involved(assignment):
+            known.assignments[assignment] = None
+            assignment.count(known.worker, now)
+            self._lanes[known.lane].put(known)
         return assignment
 
     def confirm(self, assignment: Assignment, now: float) -> None:
         assignment.confirmed_at = now
 
-    def release(self, assignment: Assignment) -> None:
-        for worker_id in _involved(assignment):
-            kept = [each for each in self._of(worker_id) if each is not assignment]
-            self._keep(worker_id, kept)
+    def release(self, assignment: Assignment, now: float) -> None:
+        for known in self._involved(assignment):
+            if assignment in known.assignments:
+                del known.assignments[assignment]
+                assignment.count(known.worker, now, -1)
+                self._lanes[known.lane].put(known)
 
     def avoid(self, worker_id: str) -> None:
         """It refused or did not answer: not again before its next heartbeat."""
-        self._avoided.add(worker_id)
+        known = self._known.get(worker_id)
+        if known is not None:
+            known.worker.is_avoided = True
+            self._lanes[known.lane].put(known)
 
     def heard(self, heartbeat: Heartbeat, now: float) -> None:
+        """Call when the fleet has taken the heartbeat in."""
         worker_id = heartbeat.process_id
-        self._avoided.discard(worker_id)
-        settled = now - SETTLED_S
-        kept = [
-            each
-            for each in self._of(worker_id)
-            if each.confirmed_at is None or each.confirmed_at > settled
-        ]
-        self._keep(worker_id, kept)
+        if self._fleet.heartbeat_of(worker_id) is not heartbeat:  # old, or one peer too many
+            return
+        card, load = heartbeat.model, heartbeat.load
+        takes_work = self._fleet.is_live(worker_id) and heartbeat.state == "ready"
+        if card is None or load is None or not takes_work:
+            self.lost(worker_id)
+            return
+        lane = (card.name, card.revision)
+        known = self._known.get(worker_id)
+        if known is not None and (known.lane, known.roles) != (lane, heartbeat.roles):
+            self.lost(worker_id)
+            known = None
+        workers = self._lanes.setdefault(lane, _LaneWorkers())
+        worker = _worker_of(heartbeat, card, load, workers.speeds.observe(worker_id, load), now)
+        if known is None:
+            known = self._known[worker_id] = _Known(lane, heartbeat.roles, worker)
+        known.worker = worker
+        known.assignments = _unsettled(known.assignments, now)
+        for assignment in known.assignments:
+            assignment.count(worker, now)
+        workers.put(known)
 
     def lost(self, worker_id: str) -> None:
-        self._assignments.pop(worker_id, None)
-        self._avoided.discard(worker_id)
+        known = self._known.pop(worker_id, None)
+        if known is not None:
+            workers = self._lanes[known.lane]
+            workers.remove(worker_id)
+            if workers.is_empty:
+                del self._lanes[known.lane]
 
-    def _of(self, worker_id: str) -> list[Assignment]:
-        return self._assignments.get(worker_id, [])
-
-    def _keep(self, worker_id: str, kept: list[Assignment]) -> None:
-        if kept:
-            self._assignments[worker_id] = kept
-        else:
-            self._assignments.pop(worker_id, None)
-
-    def _serving(self, role: Role, lane: Lane, excluded: Collection[str]) -> Iterator[Heartbeat]:
-        for each in self.fleet.live(role):
-            card = each.model
-            if card is None or each.load is None or each.process_id in excluded:
-                continue
-            if (card.name, card.revision) == lane:
-                yield each
-
-    def _worker(self, heartbeat: Heartbeat) -> Worker:
-        card, load = heartbeat.model, heartbeat.load
-        assert card is not None and load is not None  # `_serving` lets no other pass
-        prefill_tokens, decode_tokens = load.prefill_tokens_in_flight, load.decode_tokens_in_flight
-        num_free_blocks = load.num_free_blocks
-        for each in self._of(heartbeat.process_id):
-            if each.worker_id == heartbeat.process_id:
-                num_free_blocks -= each.num_blocks
-                decode_tokens += each.num_tokens
-            if (each.prefill_worker_id or each.worker_id) == heartbeat.process_id:
-                prefill_tokens += each.num_uncached_tokens
-        return Worker(
-            worker_id=heartbeat.process_id,
-            kv_format=card.kv_format,
-            block_size=card.block_size,
-            num_free_blocks=num_free_blocks,
-            num_total_blocks=load.num_total_blocks,
-            num_waiting=load.num_waiting,
-            prefill_tokens=prefill_tokens,
-            decode_tokens=decode_tokens,
-        )
+    def _involved(self, assignment: Assignment) -> list[_Known]:
+        found = (self._known.get(worker_id) for worker_id in assignment.involved)
+        return [known for known in found if known is not None]
 
 
-def _involved(assignment: Assignment) -> tuple[str, ...]:
-    prefill = assignment.prefill_worker_id
-    return (assignment.worker_id,) if prefill is None else (assignment.worker_id, prefill)
+def _worker_of(
+    heartbeat: Heartbeat, card: ModelCard, load: WorkerLoad, speed: Speed, now: float
+) -> Worker:
+    return Worker(
+        worker_id=heartbeat.process_id,
+        kv_format=card.kv_format,
+        block_size=card.block_size,
+        num_free_blocks=load.num_free_blocks,
+        num_total_blocks=load.num_total_blocks,
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        busy_until=now + load.prefill_tokens_in_flight * speed.token_s,
+        decode_tokens=load.decode_tokens_in_flight,
+        region=heartbeat.region,
+        speed=speed,
+    )
+
+
+def _unsettled(assignments: dict[Assignment, None], now: float) -> dict[Assignment, None]:
+    settled = now - SETTLED_S
+    return {
+        each: None
+        for each in assignments
+        if each.confirmed_at is None or each.confirmed_at > settled
+    }

@@ -14,9 +14,10 @@ from collections.abc import Mapping
 import msgspec
 import structlog
 
-from services.scheduler.admission import Admission, Lane, Ticket
+from services.scheduler.admission import Admission
+from services.scheduler.backlog import Lane, Ticket
 from services.scheduler.fleet import WorkerFleet
-from services.scheduler.placement import Needs, Target, place
+from services.scheduler.placement import LocalPrefill, Needs, Target, place
 from shared import subjects
 from shared.background import Background
 from shared.bus import Bus, NatsBus, Unsubscribe, failure_of
@@ -77,6 +78,9 @@ class SchedulerService:
         self._randomness = randomness
         self._admission = Admission(config.max_queued_requests, config.max_queued_tokens)
         self._workers = WorkerFleet(self.heart.fleet)
+        self._local_prefill = LocalPrefill(
+            always=config.local_prefill_tokens, at_most=config.max_local_prefill_tokens
+        )
         self._blocked: dict[Lane, Needs] = {}  # by the smallest request that found no room
         self._probing: set[Lane] = set()  # may try one request; the others follow its success
         self._parked: dict[Ticket, None] = {}
@@ -136,15 +140,15 @@ class SchedulerService:
 
     def _heard(self, heartbeat: Heartbeat) -> None:
         self._workers.heard(heartbeat, self._clock.now())
-        if heartbeat.model is None or heartbeat.load is None or "decode" not in heartbeat.roles:
+        if heartbeat.model is None or heartbeat.load is None:
             return
-        lane = (heartbeat.model.name, heartbeat.model.revision)
-        needs = self._blocked.get(lane)
-        if needs is None:
-            self._wake.set()
-        elif needs.num_blocks(heartbeat.model.block_size) <= heartbeat.load.num_free_blocks:
-            self._probing.add(lane)
-            self._wake.set()
+        served = (heartbeat.model.name, heartbeat.model.revision)
+        self._wake.set()
+        for lane, needs in self._blocked.items():
+            num_blocks = needs.num_blocks(heartbeat.model.block_size)
+            has_room = num_blocks <= heartbeat.load.num_free_blocks
+            if lane.served == served and (has_room or "decode" not in heartbeat.roles):
+                self._probing.add(lane)
 
     def _peer_lost(self, process_id: str, loss: Loss) -> None:
         self._workers.lost(process_id)
@@ -159,7 +163,9 @@ class SchedulerService:
             await self._wake.wait()
             self._wake.clear()
             while len(self._placing) < MAX_PLACING:
-                ticket = self._admission.pop(self._blocked.keys() - self._probing)
+                ticket = self._admission.pop(
+                    self._clock.now(), self._blocked.keys() - self._probing
+                )
                 if ticket is None:
                     break
                 self._probing.discard(ticket.lane)
@@ -181,22 +187,24 @@ class SchedulerService:
             for ticket in list(self._parked):
                 self._look_at_parked(ticket, now)
             for lane in list(self._blocked):
-                if not self._workers.has_worker(lane, ()):  # no heartbeat will unblock it
+                if self._workers.has_worker(lane.served, (), lane.regions):
+                    self._probing.add(lane)  # workers get done by the clock, too
+                    self._wake.set()
+                else:
                     self._unblock(lane)
 
     def _look_at_parked(self, ticket: Ticket, now: float) -> None:
         assert ticket.unservable_since is not None
         if ticket.is_gone:
             del self._parked[ticket]
-        elif self._workers.has_worker(ticket.lane, ticket.submit.excluded_workers):
+        elif self._has_worker(ticket):
             del self._parked[ticket]
             ticket.unservable_since = None
-            self._admission.requeue(ticket)
+            self._admission.requeue(ticket, now)
             self._wake.set()
         elif now - ticket.unservable_since >= NO_WORKER_GRACE_S:
             del self._parked[ticket]
-            model = ticket.request.model
-            self._fail(ticket, NoCapacity(f"no worker serves {model!r} now", retry_after_s=2.0))
+            self._fail(ticket, _nobody_serves(ticket.request))
 
     async def _keep_alive(self) -> None:
         while True:
@@ -218,7 +226,7 @@ class SchedulerService:
                 target = self._best_target(ticket, num_cached_blocks, tried)
                 if target is None:
                     return
-                tried.add(target.decode.worker_id)
+                tried.add(target.decode_id)
                 await self._start(ticket, target)
         except HearthError as error:
             self._fail(ticket, error)
@@ -251,26 +259,32 @@ class SchedulerService:
         """None: the ticket is back in the queue, or parked. Raises PromptTooLong."""
         excluded = ticket.submit.excluded_workers
         needs = _needs(ticket)
-        if not self._workers.has_worker(ticket.lane, excluded):
+        if not self._has_worker(ticket):
             ticket.unservable_since = self._clock.now()
             self._parked[ticket] = None
             return None
-        if not self._workers.could_hold(ticket.lane, needs):
+        if not self._workers.could_hold(ticket.lane.served, needs):
             raise PromptTooLong("the prompt is longer than any worker's cache", param="prompt")
-        targets = place(
+        target = place(
             needs,
-            self._workers.workers("decode", ticket.lane, {*excluded, *tried}),
-            self._workers.workers("prefill", ticket.lane, excluded),
+            self._workers.lane(ticket.lane.served),
             num_cached_blocks,
-            local_prefill_tokens=self._config.local_prefill_tokens,
+            local_prefill=self._local_prefill,
+            now=self._clock.now(),
             draw=self._randomness.below,
+            excluded={*excluded, *tried},
         )
-        if targets:
-            return targets[0]
+        if target is not None:
+            return target
         blocked = self._blocked.get(ticket.lane, needs)
         self._blocked[ticket.lane] = min(blocked, needs, key=lambda each: each.num_tokens)
-        self._admission.requeue(ticket)
+        self._admission.requeue(ticket, self._clock.now())
         return None
+
+    def _has_worker(self, ticket: Ticket) -> bool:
+        """Where it may be: no region outside of those allowed is ever tried."""
+        lane = ticket.lane
+        return self._workers.has_worker(lane.served, ticket.submit.excluded_workers, lane.regions)
 
     def _unblock(self, lane: Lane) -> None:
         self._probing.discard(lane)
@@ -279,16 +293,16 @@ class SchedulerService:
 
     async def _start(self, ticket: Ticket, target: Target) -> None:
         """One try on one worker, under an id of its own. Raises what no other worker can cure."""
-        worker_id = target.decode.worker_id
+        worker_id = target.decode_id
         placement_id = self._randomness.bytes(NUM_PLACEMENT_ID_BYTES)
         message = self._start_message(ticket, target, placement_id)
-        assignment = self._workers.assign(target, _needs(ticket))
+        assignment = self._workers.assign(target, _needs(ticket), self._clock.now())
         try:
             await self._bus.request(
                 subjects.start_decode(worker_id), message, DecodeStarted, timeout_s=START_TIMEOUT_S
             )
         except HearthError as error:
-            self._workers.release(assignment)
+            self._workers.release(assignment, self._clock.now())
             if isinstance(error, InvalidRequest | DeadlineExceeded):
                 raise
             log.info("worker_refused", worker=worker_id, reason=error.code)
@@ -360,8 +374,26 @@ def _needs(ticket: Ticket) -> Needs:
         len(choice.output_token_ids) // TOKEN_ID_BYTES for choice in request.choices
     )
     return Needs(
-        num_prompt_tokens, num_prompt_tokens + num_output_tokens, ticket.submit.affinity_key
+        num_prompt_tokens,
+        num_prompt_tokens + num_output_tokens,
+        affinity_key=ticket.submit.affinity_key,
+        allowed_regions=request.allowed_regions,
     )
+
+
+def _nobody_serves(request: Request) -> NoCapacity:
+    """The log is residency's audit record: it names who was refused, and nothing of the prompt."""
+    where = ""
+    if request.allowed_regions:
+        where = f" in the allowed regions ({', '.join(request.allowed_regions)})"
+        log.warning(
+            "no_worker_in_allowed_regions",
+            request=request.request_id,
+            tenant=request.tenant_id,
+            model=request.model,
+            regions=request.allowed_regions,
+        )
+    return NoCapacity(f"no worker{where} serves {request.model!r} now", retry_after_s=2.0)
 
 
 async def build_scheduler(config: SchedulerConfig) -> SchedulerService:

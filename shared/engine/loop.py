@@ -36,6 +36,8 @@ class EngineLoop:
         self._work = asyncio.Event()
         self._step = 0
         self._step_budget_s = IDLE_TICK_S
+        self._num_busy_steps = 0
+        self._busy_s = 0.0
         self._background = Background()
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
@@ -95,6 +97,8 @@ class EngineLoop:
             decode_tokens_in_flight=engine.num_context_tokens,
             num_generated_tokens=engine.num_generated_tokens,
             num_computed_prompt_tokens=engine.num_computed_prompt_tokens,
+            num_busy_steps=self._num_busy_steps,
+            busy_s=self._busy_s,
             num_prompt_tokens=engine.batcher.num_admitted_tokens,
             num_cached_prompt_tokens=engine.batcher.num_admitted_cached_tokens,
         )
@@ -105,7 +109,10 @@ class EngineLoop:
             if progress:
                 self._tell(progress)
             if rows:
+                began_at = self._clock.now()
                 self._tell(await self._compute(rows))
+                self._num_busy_steps += 1
+                self._busy_s += self._clock.now() - began_at
             elif not progress:
                 await self._zero_when_idle()
                 await self._idle()

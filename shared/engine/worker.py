@@ -6,6 +6,7 @@ Owns the heart, the engine loop and the outbox, and tells the index what its cac
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 
@@ -83,6 +84,7 @@ class Worker:
             model=served.card,
             data_plane=data_plane,
         )
+        self._counters: list[Callable[[WorkerLoad], WorkerLoad]] = []
         self._frame_counts = ReceiverCounts() if frame_counts is None else frame_counts
         self._event_number = 0
         self._has_kv_events = asyncio.Event()
@@ -98,6 +100,10 @@ class Worker:
     @property
     def is_draining(self) -> bool:
         return self.heart.state in ("draining", "stopped")
+
+    def count(self, counter: Callable[[WorkerLoad], WorkerLoad]) -> None:
+        """`counter` adds its figures to the load that each heartbeat shows."""
+        self._counters.append(counter)
 
     def check_model(self, model: str, revision: str) -> None:
         """Raises UnknownModel if this worker serves another."""
@@ -150,7 +156,7 @@ class Worker:
 
     def _load(self) -> WorkerLoad:
         counts = self._frame_counts
-        return msgspec.structs.replace(
+        load = msgspec.structs.replace(
             self.loop.load(),
             num_kv_events=self._event_number,
             num_kv_frames=counts.num_frames,
@@ -159,6 +165,9 @@ class Worker:
             num_refused_kv_frames=counts.num_refused,
             num_bad_kv_peers=counts.num_bad_peers,
         )
+        for counter in self._counters:
+            load = counter(load)
+        return load
 
     def _on_pins(self, command: PinPrefix | KeepPins) -> PrefixPinned | PinsKept:
         if isinstance(command, KeepPins):

@@ -226,6 +226,7 @@ class ChaosCluster:
         environ = {
             **clean,
             **thread_environ(1),
+            "HEARTH_MAX_LOCAL_PREFILL_TOKENS": "4",  # or no prompt were long enough to hand off
             "PYTHONPATH": str(ROOT),
             "HEARTH_NATS_URL": self._nats_url_of(name),
             "HEARTH_REDIS_URL": self._redis_url,

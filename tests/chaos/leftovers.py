@@ -12,7 +12,7 @@ PER_REQUEST = frozenset(
         "services.gateway.placements.Early",
         "services.gateway.stream.Placement",
         "services.gateway.stream.Stream",
-        "services.scheduler.admission.Ticket",
+        "services.scheduler.backlog.Ticket",
         "services.decode.emitter.Output",
         "services.decode.handoff.Handoff",
         "services.decode.placement.Placement",

@@ -67,7 +67,7 @@ class Fleet:
             randomness=SeededRandomness(1),
         )
         self.scheduler = SchedulerService(
-            SchedulerConfig(nats_url=NATS, process_id="scheduler-1"),
+            SchedulerConfig(nats_url=NATS, process_id="scheduler-1", max_local_prefill_tokens=4),
             self.network.bus("scheduler-1"),
             clock,
             SeededRandomness(2),

@@ -53,13 +53,15 @@ def of_scheduler(service: SchedulerService) -> list[str]:
     admission = service._admission
     return not_empty(
         queued=admission._held,
-        lanes=admission._lanes,
+        lanes=[each for each in admission._lanes.values() if each.usage.num_requests],
         by_gateway=admission._of_gateway,
         usage=admission._usage_of_tenant,
         parked=service._parked,
         placing=service._placing,
         telling=service._telling,
-        assignments=service._workers._assignments,
+        assignments=[
+            each for known in service._workers._known.values() for each in known.assignments
+        ],
     ) + ([f"queued tokens: {admission.num_tokens}"] if admission.num_tokens else [])
 
 

@@ -20,7 +20,7 @@ from tests.simulation.workers import SimulatedWorker
 
 if TYPE_CHECKING:
     from services.gateway.stream import Stream
-    from services.scheduler.admission import Ticket
+    from services.scheduler.backlog import Ticket
     from services.scheduler.placement import Target
 
 # The tasks of a process that has nothing to do; one of each, but for deliveries: one a link.
@@ -120,7 +120,7 @@ class Monitor:
         start = scheduler.service._start
 
         async def watched(ticket: Ticket, target: Target) -> None:
-            if target.decode.worker_id in ticket.submit.excluded_workers:
+            if target.decode_id in ticket.submit.excluded_workers:
                 self.note("a request went to a worker that it excludes")
             await start(ticket, target)
 

@@ -24,7 +24,7 @@ from services.kv_index.index import PrefixIndex
 from services.kv_index.registry import PrefixRegistry
 from services.prefill.service import PrefillService
 from services.scheduler.admission import Admission
-from services.scheduler.fleet import WorkerFleet
+from services.scheduler.placement import Decision
 from shared import block_hash
 from shared.engine import inputs
 from shared.engine.batcher import Batcher
@@ -128,7 +128,7 @@ def _bus_always_trusted(right: Any) -> Any:
 
 
 def _exclusion_ignored(right: Any) -> Any:
-    return lambda self, role, lane, excluded: right(self, role, lane, ())
+    return lambda self, usable, excluded: right(self, usable, ())
 
 
 def _push_never_released(right: Any) -> Any:
@@ -160,7 +160,7 @@ def _pooled_anew(right: Any) -> Any:
 
 
 def _queue_without_bound(right: Any) -> Any:
-    return lambda self, tenant_id, num_tokens: None
+    return lambda self, ticket, lane: None
 
 
 BUGS = (
@@ -172,7 +172,7 @@ BUGS = (
     Bug("nothing is sent again", Streams, "_ask_again", _nothing, 4),
     Bug("a gap in the tokens is overlooked", ChoiceTokens, "accept", _gaps_overlooked, 22),
     Bug("the gateway aborts nothing", Actions, "abort", _nothing, 0),
-    Bug("an excluded worker is chosen", WorkerFleet, "_serving", _exclusion_ignored, 58),
+    Bug("an excluded worker is chosen", Decision, "_strike_out", _exclusion_ignored, 161),
     Bug("the checksum is not compared", Placements, "_hand_over", _checksum_not_compared, 55),
     Bug("tenants share one hash root", block_hash, "root_hash", _root_without_tenant, 1),
     Bug("a silent bus is taken for dead peers", Fleet, "can_judge", _bus_always_trusted, 4),
@@ -180,11 +180,11 @@ BUGS = (
     Bug("a shared block is written", Batcher, "_writes_shared", _shared_block_written, 1),
     Bug("a request looks too short for a scheduler", streams, "SUBMIT_WINDOW_S", _impatient, 21),
     Bug("who was away with the bus is asked", Fleet, "bus_was_away", _nothing, 60),
-    Bug("nobody misses a last KV event", PrefixIndex, "announce", _nothing, 4),
+    Bug("nobody misses a last KV event", PrefixIndex, "announce", _nothing, 16),
     Bug("an embedding begins anew at each chunk", inputs, "_pooling", _pooled_anew, 4),
     Bug("what Redis missed is not written again", PrefixRegistry, "_restore", _nothing, 44),
     Bug("Redis keeps what a resync did not find", PrefixRegistry, "checked", _nothing, 18),
-    Bug("the queue has no bound", Admission, "_check_room", _queue_without_bound, 2),
+    Bug("the queue has no bound", Admission, "_check_room", _queue_without_bound, 21),
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 
-from services.prefill.sender import Push
+from services.prefill.sender import Push, PushCounts
 from shared.engine.sequence import Sequence
 from shared.engine.timing_engine import TimingRunner
 from shared.errors import LinkLost
@@ -41,7 +41,15 @@ def _push_over(link: BreakingLink) -> Push:
         block_table=[0, 1, 2],
     )
     runner = TimingRunner(VirtualClock(), num_blocks=4, block_size=BLOCK_SIZE)
-    return Push(b"p", sequence, first_token=0, runner=runner, dial=dial)  # type: ignore[arg-type]
+    return Push(
+        b"p",
+        sequence,
+        first_token=0,
+        runner=runner,
+        dial=dial,  # type: ignore[arg-type]
+        clock=VirtualClock(),
+        counts=PushCounts(),
+    )
 
 
 async def _two_frames_fail(link: BreakingLink) -> str:

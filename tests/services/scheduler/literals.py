@@ -21,6 +21,7 @@ def submit_of(
     priority: int = 0,
     excluded_workers: tuple[str, ...] = (),
     affinity_key: str = "",
+    allowed_regions: tuple[str, ...] = (),
 ) -> SubmitRequest:
     token_ids = range(num_prompt_tokens)
     root = root_hash(tenant_id, "r1")
@@ -37,6 +38,7 @@ def submit_of(
         choices=(Choice(choice_index=0),),
         deadline_s=deadline_s,
         priority=priority,
+        allowed_regions=allowed_regions,
     )
     return SubmitRequest(
         request=request, excluded_workers=excluded_workers, affinity_key=affinity_key

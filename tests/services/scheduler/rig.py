@@ -51,6 +51,7 @@ class Worker:
     role: Role
     model: str = "m"
     num_free_blocks: int = 1000
+    region: str = ""
     answer: Callable[[StartDecode], DecodeStarted] = lambda start: DecodeStarted(
         placement_id=start.placement_id, num_cached_tokens=0
     )
@@ -72,7 +73,13 @@ class Worker:
         )
         clock, randomness = VirtualClock(), SeededRandomness(hash_of(worker_id))
         self.heart = Heart(
-            self.bus, clock, randomness, roles=(self.role,), load=self._load, model=card
+            self.bus,
+            clock,
+            randomness,
+            roles=(self.role,),
+            region=self.region,
+            load=self._load,
+            model=card,
         )
         await self.bus.serve(subjects.start_decode(worker_id), StartDecode, self._start)
         control = subjects.control("decode", worker_id)

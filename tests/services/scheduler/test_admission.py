@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from services.scheduler.admission import Admission
+from services.scheduler.backlog import Lane
 from shared.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from shared.messages import CancelQueued, Choice, SubmitRequest
 from tests.services.scheduler.literals import submit_of
@@ -15,7 +16,7 @@ def admission(max_requests: int = 100, max_tokens: int = 100_000) -> Admission:
 
 def order(held: Admission) -> list[str]:
     names = []
-    while (ticket := held.pop()) is not None:
+    while (ticket := held.pop(0.0)) is not None:
         names.append(ticket.request.request_id)
     return names
 
@@ -54,7 +55,7 @@ def test_one_tenant_cannot_fill_the_queue() -> None:
 def test_what_is_being_placed_still_counts() -> None:
     held = admission(max_requests=1)
     held.enqueue(submit_of("r0"), 0.0)
-    ticket = held.pop()
+    ticket = held.pop(0.0)
     assert ticket is not None
     with pytest.raises(Overloaded):
         held.enqueue(submit_of("r1"), 0.0)
@@ -67,33 +68,37 @@ def test_retry_after_follows_the_rate_of_placement() -> None:
     for number in range(20):
         held.enqueue(submit_of(f"r{number}", num_prompt_tokens=90, max_tokens=10), 0.0)
     for second in range(10):
-        ticket = held.pop()
+        ticket = held.pop(float(second))
         assert ticket is not None
         held.placed(ticket, float(second))
-    # Ten left, 1000 tokens; about 55 tokens a second counted with the window's weights.
-    assert 5.0 < held.retry_after_s() < 20.0
+    with pytest.raises(Overloaded) as refused:
+        held.max_requests = 10
+        held.enqueue(submit_of("r20"), 9.0)
+    # Ten left, 1,000 tokens, and 100 tokens a second.
+    assert refused.value.retry_after_s is not None
+    assert 4.0 < refused.value.retry_after_s < 6.0
 
 
 def test_requeued_requests_keep_their_place() -> None:
     held = admission()
     for number in range(4):
         held.enqueue(submit_of(f"r{number}"), 0.0)
-    first, second = held.pop(), held.pop()
+    first, second = held.pop(0.0), held.pop(0.0)
     assert first is not None and second is not None
-    held.requeue(second)
-    held.requeue(first)
+    held.requeue(second, 0.0)
+    held.requeue(first, 0.0)
     assert order(held) == ["r0", "r1", "r2", "r3"]
 
 
 def test_removed_while_being_placed_does_not_come_back() -> None:
     held = admission()
     held.enqueue(submit_of("r0"), 0.0)
-    ticket = held.pop()
+    ticket = held.pop(0.0)
     assert ticket is not None
     assert held.remove("r0") is ticket
-    held.requeue(ticket)
+    held.requeue(ticket, 0.0)
     assert ticket.is_gone
-    assert held.pop() is None
+    assert held.pop(0.0) is None
     assert len(held) == 0
     assert held.num_tokens == 0
 
@@ -109,7 +114,7 @@ def test_a_resubmission_replaces_the_earlier_try() -> None:
 def test_expired_ones_leave_in_any_phase() -> None:
     held = admission()
     held.enqueue(submit_of("placing", deadline_s=1.0), 0.0)
-    held.pop()
+    held.pop(0.0)
     held.enqueue(submit_of("late", deadline_s=3.0), 0.0)
     held.enqueue(submit_of("soon", deadline_s=2.0), 0.0)
     assert held.remove_expired(0.9) == []
@@ -123,7 +128,7 @@ def test_a_blocked_lane_does_not_hold_up_another_model() -> None:
     held.enqueue(submit_of("a0", model="a"), 0.0)
     held.enqueue(submit_of("b0", model="b"), 0.0)
     held.enqueue(submit_of("b1", model="b"), 0.0)
-    ticket = held.pop(blocked={("a", "r1")})
+    ticket = held.pop(0.0, blocked={Lane("a", "r1")})
     assert ticket is not None
     assert ticket.request.request_id == "b0"
     assert order(held) == ["a0", "b1"]
@@ -194,3 +199,56 @@ def test_no_gateway_replaces_the_request_of_another() -> None:
     with pytest.raises(InvalidRequest, match="another gateway"):
         held.enqueue(submit_of("r0", gateway_id="gateway-1"), 0.0)
     assert held.request_ids_by_gateway() == {"gateway-0": ("r0",)}
+
+
+def backlog(held: Admission, *, tenant_id: str = "busy", num: int = 40) -> None:
+    """Requests of 100 tokens, of which one a second finds a worker: ten are placed."""
+    for number in range(num):
+        submit = submit_of(
+            f"{tenant_id}-{number}", tenant_id=tenant_id, num_prompt_tokens=90, max_tokens=10
+        )
+        held.enqueue(submit, 0.0)
+    for second in range(10):
+        ticket = held.pop(float(second))
+        assert ticket is not None
+        held.placed(ticket, float(second))
+
+
+def test_who_cannot_meet_its_deadline_is_refused_at_once() -> None:
+    held = admission()
+    backlog(held)  # 3,000 tokens left, about 110 a second
+    with pytest.raises(Overloaded, match="the wait is about") as refused:
+        held.enqueue(submit_of("r0", tenant_id="busy", deadline_s=20.0), 9.0)
+    assert refused.value.retry_after_s is not None
+    assert 3 < refused.value.retry_after_s < 15  # till the rest of it takes 20 seconds
+    assert len(held) == 30
+    held.enqueue(submit_of("r1", tenant_id="busy", deadline_s=60.0), 9.0)
+    held.enqueue(submit_of("r2", tenant_id="modest", deadline_s=2.0), 9.0)  # its turn is next
+    ticket = held.pop(9.0)
+    assert ticket is not None and ticket.request.request_id == "r2"
+
+
+def test_a_heavier_tenant_waits_less() -> None:
+    held = admission()
+    backlog(held, num=20)
+    backlog_of_other = submit_of("r0", tenant_id="heavy", num_prompt_tokens=990)
+    heavy = msgspec.structs.replace(backlog_of_other.request, weight=9.0)
+    held.enqueue(SubmitRequest(request=heavy), 9.0)
+    late = msgspec.structs.replace(heavy, request_id="r1", deadline_s=12.0)
+    held.enqueue(SubmitRequest(request=late), 9.0)  # 1,000 tokens at nine tenths of the rate
+    light = msgspec.structs.replace(late, request_id="r2", tenant_id="busy", weight=1.0)
+    with pytest.raises(Overloaded, match="the wait is about"):
+        held.enqueue(SubmitRequest(request=light), 9.0)
+
+
+def test_nobody_is_refused_for_a_rate_that_no_wait_has_shown() -> None:
+    """A short burst after a quiet time says nothing of what the workers can do."""
+    held = admission()
+    for second in range(100):
+        held.enqueue(submit_of(f"r{second}"), float(second))
+        ticket = held.pop(float(second))
+        assert ticket is not None
+        held.placed(ticket, second + 0.01)
+    for number in range(50):
+        held.enqueue(submit_of(f"burst-{number}", deadline_s=0.5), 100.0)
+    assert len(held) == 50

@@ -4,14 +4,23 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from services.scheduler.placement import Needs, Target, Worker, place
+from services.scheduler.placement import LocalPrefill, Needs, Target, Workers, place
+from services.scheduler.speeds import Speed
+from services.scheduler.worker_table import Worker, WorkerTable
+from tests.services.scheduler.plain_placement import PlainScan, is_close
 from tests.simulation.randomness import SeededRandomness
 
 D1 = Worker("d1", "bf16/b16", 16, num_free_blocks=1000, num_total_blocks=1000)
 D2, D3 = replace(D1, worker_id="d2"), replace(D1, worker_id="d3")
 P1, P2 = replace(D1, worker_id="p1"), replace(D1, worker_id="p2")
 LONG = Needs(num_prompt_tokens=1600, num_tokens=1600)  # 100 blocks, and one for the next token
+MEASURED = Speed(is_measured=True)  # 5 ms a step, 0.1 ms a token
+HOP_S = 0.004
+NOW = 50.0
+LEARNED = LocalPrefill(always=4, at_most=1_000_000)
 
 
 def placed(
@@ -20,85 +29,91 @@ def placed(
     prefills: list[Worker],
     cached: dict[str, int] | None = None,
     *,
-    local_prefill_tokens: int = 16,
+    local_prefill: LocalPrefill = LEARNED,
+    excluded: frozenset[str] = frozenset(),
     seed: int = 0,
-) -> list[Target]:
+) -> Target | None:
     return place(
         needs,
-        decodes,
-        prefills,
+        Workers(WorkerTable(decodes), WorkerTable(prefills), HOP_S),
         cached or {},
-        local_prefill_tokens=local_prefill_tokens,
+        local_prefill=local_prefill,
+        now=NOW,
         draw=SeededRandomness(seed).below,
+        excluded=excluded,
     )
+
+
+def prompt(num_tokens: int) -> Needs:
+    return Needs(num_tokens, num_tokens)
+
+
+def busy_s(worker: Worker, seconds: float) -> Worker:
+    return replace(worker, busy_until=NOW + seconds)
 
 
 @pytest.mark.parametrize(
     ("name", "decodes", "prefills", "cached", "expected"),
     [
-        ("no worker", [], [P1], {}, []),
-        ("no prefill worker: local", [D1], [], {}, [("d1", ())]),
-        ("one of each", [D1], [P1], {}, [("d1", ("p1",))]),
-        ("decode holds all but the last block: local", [D1], [P1], {"d1": 99}, [("d1", ())]),
-        ("decode holds all but two blocks", [D1], [P1], {"d1": 98}, [("d1", ("p1",))]),
-        ("prefill's prefix is credited", [D1], [P1, P2], {"p2": 50}, [("d1", ("p2", "p1"))]),
+        ("no worker", [], [P1], {}, None),
+        ("no prefill worker: local", [D1], [], {}, ("d1", ())),
+        ("one of each", [D1], [P1], {}, ("d1", ("p1",))),
+        ("decode holds all but the last block: local", [D1], [P1], {"d1": 99}, ("d1", ())),
+        ("prefill's prefix is credited", [D1], [P1, P2], {"p2": 50}, ("d1", ("p2", "p1"))),
         (
             "prefill queue outweighs its prefix",
             [D1],
-            [P1, replace(P2, prefill_tokens=900)],
+            [P1, replace(P2, busy_until=NOW + 0.09)],
             {"p2": 50},
-            [("d1", ("p1", "p2"))],
+            ("d1", ("p1", "p2")),
         ),
-        (
-            "another kv format cannot push",
-            [D1],
-            [replace(P1, kv_format="fp32/b16")],
-            {},
-            [("d1", ())],
-        ),
-        ("a worker does not push to itself", [D1], [D1, P1], {}, [("d1", ("p1",))]),
-        ("both roles in one worker, alone: local", [D1], [D1], {}, [("d1", ())]),
+        ("another kv format cannot push", [D1], [replace(P1, kv_format="fp32")], {}, ("d1", ())),
+        ("a worker does not push to itself", [D1], [D1, P1], {"d1": 1}, ("d1", ("p1",))),
+        ("both roles in one worker, alone: local", [D1], [D1], {}, ("d1", ())),
         (
             "too few free blocks",
             [replace(D1, num_free_blocks=100), replace(D2, num_free_blocks=101)],
             [P1],
             {},
-            [("d2", ("p1",))],
+            ("d2", ("p1",)),
         ),
-        (
-            "the lighter decode first",
-            [replace(D1, decode_tokens=5000), D2],
-            [P1],
-            {},
-            [("d2", ("p1",)), ("d1", ("p1",))],
-        ),
-        (
-            "waiting requests count",
-            [replace(D1, num_waiting=2), D2],
-            [],
-            {},
-            [("d2", ()), ("d1", ())],
-        ),
+        ("decode KV load", [replace(D1, decode_tokens=5000), D2], [P1], {}, ("d2", ("p1",))),
+        ("waiting requests count", [replace(D1, num_waiting=2), D2], [], {}, ("d2", ())),
         (
             "a long prefix is worth some load",
             [replace(D1, decode_tokens=20_000), D2],
             [P1],
             {"d1": 99},
-            [("d1", ()), ("d2", ("p1",))],
+            ("d1", ()),
         ),
         (
             "but not any load",
             [replace(D1, decode_tokens=100_000), D2],
             [P1],
             {"d1": 99},
-            [("d2", ("p1",)), ("d1", ())],
+            ("d2", ("p1",)),
         ),
         (
             "a prefill worker whose whole cache is too small",
             [D1],
             [replace(P1, num_total_blocks=100)],
             {},
-            [("d1", ())],
+            ("d1", ()),
+        ),
+        ("one that refused lately", [replace(D1, is_avoided=True), D2], [], {}, ("d2", ())),
+        (
+            "the faster worker",
+            [replace(D1, speed=Speed(token_s=1e-3)), D2],
+            [],
+            {},
+            ("d2", ()),
+        ),
+        (
+            "a slow link: local",
+            [D1],
+            [replace(P1, speed=Speed(push_token_s=3e-4))],
+            {},
+            ("d1", ()),
         ),
     ],
 )
@@ -107,38 +122,57 @@ def test_placement_table(
     decodes: list[Worker],
     prefills: list[Worker],
     cached: dict[str, int],
-    expected: list[tuple[str, tuple[str, ...]]],
+    expected: tuple[str, tuple[str, ...]] | None,
 ) -> None:
-    targets = placed(LONG, decodes, prefills, cached)
-    found = [(target.decode.worker_id, target.prefill_candidates) for target in targets]
+    target = placed(LONG, decodes, prefills, cached)
+    found = None if target is None else (target.decode_id, target.prefill_candidates)
     assert found == expected
+
+
+def test_short_prompts_are_computed_where_they_are_decoded_and_long_ones_are_not() -> None:
+    """On a CPU: 5 ms a step, 10,000 tokens/s; and on decode a handful of requests under way."""
+    decode = replace(D1, num_running=6, speed=MEASURED)
+    prefill = replace(P1, speed=MEASURED)
+    is_remote = {
+        num_tokens: bool(placed(prompt(num_tokens), [decode], [prefill]).prefill_candidates)
+        for num_tokens in (20, 100, 200, 1000, 8000)
+    }
+    assert is_remote == {20: False, 100: False, 200: True, 1000: True, 8000: True}
+
+
+def test_a_rest_of_a_given_length_is_never_handed_off_or_always() -> None:
+    never, always = LocalPrefill(always=2000, at_most=2000), LocalPrefill(always=4, at_most=4)
+    assert placed(LONG, [D1], [P1], local_prefill=never).prefill_candidates == ()
+    short = prompt(20)
+    assert placed(short, [D1], [P1], local_prefill=always).prefill_candidates == ("p1",)
+    assert placed(short, [D1], [], local_prefill=always).prefill_candidates == ()
 
 
 def test_at_most_three_prefill_candidates() -> None:
     prefills = [replace(P1, worker_id=f"p{number}") for number in range(9)]
-    assert len(placed(LONG, [D1], prefills)[0].prefill_candidates) == 3
+    assert len(placed(LONG, [D1], prefills).prefill_candidates) == 3
 
 
 def test_a_wholly_cached_prompt_needs_no_prefill_worker() -> None:
-    target = placed(LONG, [D1], [P1], {"d1": 100}, local_prefill_tokens=0)[0]
+    target = placed(LONG, [D1], [P1], {"d1": 100}, local_prefill=LocalPrefill(0, 0))
     assert (target.prefill_candidates, target.num_uncached_tokens) == ((), 0)
 
 
 def test_received_outputs_need_room_too() -> None:
     resumed = Needs(num_prompt_tokens=1600, num_tokens=1632)
-    assert placed(resumed, [replace(D1, num_free_blocks=102)], []) == []
-    assert placed(resumed, [replace(D1, num_free_blocks=103)], [])[0].num_blocks == 103
+    assert placed(resumed, [replace(D1, num_free_blocks=102)], []) is None
+    assert placed(resumed, [replace(D1, num_free_blocks=103)], []).num_blocks == 103
 
 
 def test_equal_workers_share_the_load() -> None:
     firsts: Counter[str] = Counter()
     randomness = SeededRandomness(1)
+    workers = Workers(WorkerTable([D1, D2, D3]), WorkerTable([P1, P2]), HOP_S)
     for _ in range(600):
-        targets = place(
-            LONG, [D1, D2, D3], [P1, P2], {}, local_prefill_tokens=16, draw=randomness.below
-        )
-        firsts[targets[0].decode.worker_id] += 1
-        firsts[targets[0].prefill_candidates[0]] += 1
+        target = place(LONG, workers, {}, local_prefill=LEARNED, now=NOW, draw=randomness.below)
+        assert target is not None
+        firsts[target.decode_id] += 1
+        firsts[target.prefill_candidates[0]] += 1
     assert all(150 < firsts[name] < 250 for name in ("d1", "d2", "d3"))
     assert all(250 < firsts[name] < 350 for name in ("p1", "p2"))
 
@@ -148,8 +182,7 @@ def test_a_hot_prefix_does_not_go_to_one_worker() -> None:
     workers = {name: replace(D1, worker_id=name) for name in ("d1", "d2", "d3")}
     cached, count = {"d1": 99}, Counter[str]()
     for number in range(300):
-        target = placed(LONG, list(workers.values()), [P1], cached, seed=number)[0]
-        name = target.decode.worker_id
+        name = placed(LONG, list(workers.values()), [P1], cached, seed=number).decode_id
         cached[name] = 99
         count[name] += 1
         load = workers[name].decode_tokens + 1600
@@ -159,9 +192,159 @@ def test_a_hot_prefix_does_not_go_to_one_worker() -> None:
 
 def test_an_affinity_key_names_one_worker_until_it_costs_twice_the_best() -> None:
     session = replace(LONG, affinity_key="session-7")
-    first = placed(session, [D1, D2, D3], [P1])[0].decode
+    first = placed(session, [D1, D2, D3], [P1]).decode_id
     for seed in range(20):
-        assert placed(session, [D3, D2, D1], [P1], seed=seed)[0].decode == first
-    others = [each for each in (D1, D2, D3) if each != first]
-    loaded = replace(first, decode_tokens=100_000)
-    assert placed(session, [loaded, *others], [P1])[0].decode in others
+        assert placed(session, [D3, D2, D1], [P1], seed=seed).decode_id == first
+    others = [each for each in (D1, D2, D3) if each.worker_id != first]
+    loaded = replace(D1, worker_id=first, decode_tokens=20_000)
+    assert placed(session, [loaded, *others], [P1]).decode_id == first
+    loaded = replace(loaded, decode_tokens=100_000)
+    assert placed(session, [loaded, *others], [P1]).decode_id != first
+
+
+def test_of_equal_prefixes_the_affinity_keys_worker_is_kept() -> None:
+    """A system prompt is on all of them, the history not yet known."""
+    session, cached = replace(LONG, affinity_key="session-7"), {"d1": 50, "d2": 50, "d3": 50}
+    first = placed(session, [D1, D2, D3], []).decode_id
+    loads = [replace(each, decode_tokens=500 * (each.worker_id == first)) for each in (D1, D2, D3)]
+    assert placed(session, loads, [], cached).decode_id == first
+    deeper = {**cached, next(each.worker_id for each in loads if not each.decode_tokens): 99}
+    assert placed(session, loads, [], deeper).decode_id != first
+
+
+def test_sessions_spread_and_a_lost_worker_moves_only_its_own() -> None:
+    decodes = [replace(D1, worker_id=f"d{number}") for number in range(8)]
+    sessions = [replace(LONG, affinity_key=f"session-{number}") for number in range(400)]
+    before = {each.affinity_key: placed(each, decodes, []).decode_id for each in sessions}
+    assert set(Counter(before.values())) == {each.worker_id for each in decodes}
+    assert max(Counter(before.values()).values()) < 90
+    after = {each.affinity_key: placed(each, decodes[1:], []).decode_id for each in sessions}
+    assert {key for key in before if before[key] != after[key]} == {
+        key for key in before if before[key] == "d0"
+    }
+
+
+def test_no_region_outside_of_those_allowed_is_tried() -> None:
+    eu = replace(LONG, allowed_regions=("eu",))
+    d_eu, d_us = replace(D1, region="eu", decode_tokens=90_000), replace(D2, region="us")
+    p_eu, p_us = replace(P1, region="eu", busy_until=NOW + 0.3), replace(P2, region="us")
+    target = placed(eu, [d_eu, d_us, D3], [p_eu, p_us])
+    assert (target.decode_id, target.prefill_candidates) == ("d1", ())
+    target = placed(eu, [d_eu, d_us], [replace(p_eu, busy_until=0.0), p_us])
+    assert (target.decode_id, target.prefill_candidates) == ("d1", ("p1",))
+    assert placed(eu, [d_us, D3], [p_eu]) is None
+    nameless = replace(LONG, allowed_regions=("",))
+    assert placed(nameless, [D3], []) is None
+
+
+def test_who_has_enough_to_do_gets_nothing() -> None:
+    decode, prefill = replace(D1, speed=MEASURED), replace(P1, speed=MEASURED)
+    full = busy_s(prefill, 0.5)
+    assert placed(LONG, [busy_s(decode, 1.0)], [full]) is None
+    assert placed(LONG, [decode], [busy_s(prefill, 0.05)]).prefill_candidates == ()
+    short_of_it = busy_s(decode, 1.0)
+    assert placed(LONG, [short_of_it], [busy_s(prefill, 0.05)]).prefill_candidates == ("p1",)
+    # A prompt that costs less to wait with than to compute here waits.
+    crowded = replace(decode, num_running=100)
+    assert placed(LONG, [crowded], [full]) is None
+    unmeasured = replace(full, speed=Speed())
+    assert placed(LONG, [crowded], [unmeasured]).prefill_candidates == ("p1",)
+
+
+names = [f"w{number}" for number in range(7)]
+speeds = st.builds(
+    Speed,
+    step_s=st.sampled_from([0.0, 0.005, 0.05]),
+    token_s=st.sampled_from([1e-5, 1e-4, 1e-3]),
+    push_token_s=st.sampled_from([1e-7, 1e-5, 1e-3]),
+    is_measured=st.booleans(),
+)
+
+
+@st.composite
+def workers(draw: st.DrawFn) -> list[Worker]:
+    chosen = draw(st.lists(st.sampled_from(names), unique=True, max_size=6))
+    counts = st.sampled_from([0, 1, 100, 5000])
+    return [
+        Worker(
+            worker_id=name,
+            kv_format=draw(st.sampled_from(["bf16", "fp8"])),
+            block_size=draw(st.sampled_from([16, 32])),
+            num_free_blocks=draw(st.sampled_from([0, 20, 21, 500])),
+            num_total_blocks=draw(st.sampled_from([10, 20, 21, 500])),
+            num_running=draw(st.integers(0, 20)),
+            num_waiting=draw(st.integers(0, 2)),
+            busy_until=NOW + draw(st.sampled_from([-10.0, 0.0, 0.01, 0.3])),
+            decode_tokens=draw(counts),
+            region=draw(st.sampled_from(["", "eu", "us"])),
+            speed=draw(speeds),
+            is_avoided=draw(st.integers(0, 9)) == 0,
+        )
+        for name in chosen
+    ]
+
+
+@given(
+    workers(),
+    workers(),
+    st.integers(1, 700),
+    st.integers(0, 100),
+    st.dictionaries(st.sampled_from([*names, "unknown"]), st.integers(0, 50)),
+    st.sampled_from([(), ("eu",), ("eu", "us"), ("asia",)]),
+    st.frozensets(st.sampled_from(names), max_size=2),
+    st.sampled_from([LEARNED, LocalPrefill(0, 0), LocalPrefill(100, 300)]),
+)
+def test_equals_the_plain_scan(
+    decodes: list[Worker],
+    prefills: list[Worker],
+    num_prompt_tokens: int,
+    num_output_tokens: int,
+    cached: dict[str, int],
+    regions: tuple[str, ...],
+    excluded: frozenset[str],
+    local_prefill: LocalPrefill,
+) -> None:
+    needs = Needs(num_prompt_tokens, num_prompt_tokens + num_output_tokens, allowed_regions=regions)
+    scan = PlainScan(needs, decodes, prefills, cached, HOP_S, local_prefill, NOW, excluded)
+    target = placed(
+        needs, decodes, prefills, cached, local_prefill=local_prefill, excluded=excluded
+    )
+    best = scan.best()
+    assert (target is None) == (not best)
+    if target is None:
+        return
+    assert target.decode_id in best
+    decode = next(each for each in decodes if each.worker_id == target.decode_id)
+    way = scan.way(decode)
+    assert bool(target.prefill_candidates) == way.is_remote
+    assert target.num_blocks == needs.num_blocks(decode.block_size)
+    by_name = {each.worker_id: each for each in prefills}
+    if not way.is_remote:
+        assert target.num_uncached_tokens == scan.uncached(decode)
+        return
+    assert target.num_uncached_tokens == scan.uncached(by_name[target.prefill_candidates[0]])
+    ranks = {name: (closed, seconds) for closed, seconds, name in scan.handoffs(decode)}
+    found = [ranks[name] for name in target.prefill_candidates]
+    wanted = sorted(ranks.values())[:3]
+    assert [closed for closed, _ in found] == [closed for closed, _ in wanted]
+    assert all(is_close(a, b) for (_, a), (_, b) in zip(found, wanted, strict=True))
+
+
+@given(st.lists(st.tuples(st.sampled_from(names), st.booleans(), st.integers(0, 99))))
+def test_a_table_holds_what_was_put_last(steps: list[tuple[str, bool, int]]) -> None:
+    table, held = WorkerTable(), dict[str, Worker]()
+    for name, is_put, number in steps:
+        if is_put:
+            region = f"region-{number % 3}"
+            held[name] = replace(D1, worker_id=name, num_free_blocks=number, region=region)
+            table.put(held[name])
+        else:
+            held.pop(name, None)
+            table.remove(name)
+    assert sorted(table.ids) == sorted(held)
+    for name, worker in held.items():
+        row = table.row_of(name)
+        assert row is not None and table.ids[row] == name
+        assert table.free_tokens[row] == 16 * worker.num_free_blocks
+        assert table.in_regions((worker.region,))[row]
+        assert table.block_sizes[row] == 16

@@ -50,7 +50,7 @@ def test_a_request_is_placed_and_forgotten() -> None:
         decode = await rig.worker("decode-0")
         await rig.worker("prefill-0", "prefill")
         await rig.index()
-        queued = await rig.submit(submit_of("r0", num_prompt_tokens=100, deadline_s=60.0))
+        queued = await rig.submit(submit_of("r0", num_prompt_tokens=2000))
         assert (queued.scheduler_id, queued.num_ahead) == ("scheduler-0", 0)
         placed = await rig.ending()
         start = decode.started[0]
@@ -337,6 +337,26 @@ def test_excluded_workers_are_not_used() -> None:
         failed = await rig.ending(num=10)
         assert isinstance(failed, PlacementFailed)
         assert failed.failure.code == "no_capacity"
+
+    scenario(test)
+
+
+def test_a_request_stays_in_its_regions_or_fails() -> None:
+    async def test(rig: Rig) -> None:
+        eu = await rig.worker("decode-0", region="eu", num_free_blocks=NO_ROOM)
+        us = await rig.worker("decode-1", region="us")
+        await rig.worker("decode-2")
+        await rig.submit(submit_of("r0", allowed_regions=("eu",)))
+        await rig.submit(submit_of("r1", allowed_regions=("asia", "africa")))
+        failed = await rig.ending()
+        assert isinstance(failed, PlacementFailed)
+        assert failed.failure.code == "no_capacity"
+        assert "in the allowed regions (asia, africa)" in failed.failure.message
+        eu.num_free_blocks = 100
+        placed = await rig.ending(num=2, within_s=0.3)
+        assert isinstance(placed, Placed)
+        assert placed.worker_id == "decode-0"
+        assert us.started == rig.workers["decode-2"].started == []
 
     scenario(test)
 

@@ -1,0 +1,177 @@
+"""Who decides: the real placement, and what it is compared with.
+
+All see the same workers, through the scheduler's own fleet, and wait in the same queue while no
+worker has room. The simple ones always hand a prompt off, as a split fleet without a cost model
+does, and know no limit to what a worker is given.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from services.scheduler.placement import LocalPrefill, Needs, Target, Workers, place
+from services.scheduler.worker_table import WorkerTable
+
+
+class Policy(ABC):
+    """`name` is what it is called in results; `asks_index`: it wants to know who holds what."""
+
+    name: str
+    asks_index = False
+
+    @abstractmethod
+    def choose(
+        self,
+        needs: Needs,
+        workers: Workers,
+        num_cached_blocks: Mapping[str, int],
+        tried: Collection[str],
+        now: float,
+    ) -> Target | None: ...
+
+
+class Hearth(Policy):
+    name = "hearth"
+    asks_index = True
+
+    def __init__(self, draw: Callable[[int], int], *, has_index: bool = True) -> None:
+        """Without the index, only the affinity key tells where a prefix may be."""
+        self._draw = draw
+        self._local_prefill = LocalPrefill(always=4, at_most=1_000_000)
+        if not has_index:
+            self.name, self.asks_index = "hearth, no index", False
+
+    def choose(
+        self,
+        needs: Needs,
+        workers: Workers,
+        num_cached_blocks: Mapping[str, int],
+        tried: Collection[str],
+        now: float,
+    ) -> Target | None:
+        return place(
+            needs,
+            workers,
+            num_cached_blocks,
+            local_prefill=self._local_prefill,
+            now=now,
+            draw=self._draw,
+            excluded=tried,
+        )
+
+
+class RoundRobin(Policy):
+    name = "round robin"
+
+    def __init__(self) -> None:
+        self._num_decode = self._num_prefill = 0
+
+    def choose(
+        self,
+        needs: Needs,
+        workers: Workers,
+        num_cached_blocks: Mapping[str, int],
+        tried: Collection[str],
+        now: float,
+    ) -> Target | None:
+        rows = with_room(needs, workers.decodes, tried)
+        if not len(rows):
+            return None
+        self._num_decode += 1
+        self._num_prefill += 1
+        later = rows[rows >= self._num_decode % len(workers.decodes)]
+        decode = int(later[0] if len(later) else rows[0])
+        self._num_decode = decode
+        prefill = self._num_prefill % len(workers.prefills)
+        return target_of(needs, workers, decode, prefill, 0)
+
+
+class LeastLoaded(Policy):
+    """Least KV to read in decode, least work queued in prefill."""
+
+    name = "least loaded"
+
+    def choose(
+        self,
+        needs: Needs,
+        workers: Workers,
+        num_cached_blocks: Mapping[str, int],
+        tried: Collection[str],
+        now: float,
+    ) -> Target | None:
+        rows = with_room(needs, workers.decodes, tried)
+        if not len(rows):
+            return None
+        decode = int(rows[workers.decodes.load_s[rows].argmin()])
+        return target_of(needs, workers, decode, int(workers.prefills.first_s(now).argmin()), 0)
+
+
+class PrefixOnly(Policy):
+    """The longest prefix wins whatever it costs; where there is none, the next in turn."""
+
+    name = "prefix only"
+    asks_index = True
+
+    def __init__(self) -> None:
+        self._otherwise = RoundRobin()
+
+    def choose(
+        self,
+        needs: Needs,
+        workers: Workers,
+        num_cached_blocks: Mapping[str, int],
+        tried: Collection[str],
+        now: float,
+    ) -> Target | None:
+        chosen = self._otherwise.choose(needs, workers, {}, tried, now)
+        if chosen is None:
+            return None
+        rows = with_room(needs, workers.decodes, tried)
+        decode = deepest(workers.decodes, num_cached_blocks, rows)
+        if decode is None:
+            decode = workers.decodes.row_of(chosen.decode_id)
+            assert decode is not None
+        every = np.arange(len(workers.prefills))
+        prefill = deepest(workers.prefills, num_cached_blocks, every)
+        if prefill is None:
+            prefill = workers.prefills.row_of(chosen.prefill_candidates[0])
+            assert prefill is not None
+        num_cached = num_cached_blocks.get(workers.prefills.ids[prefill], 0)
+        return target_of(needs, workers, decode, prefill, num_cached)
+
+
+def with_room(needs: Needs, decodes: WorkerTable, tried: Collection[str]) -> np.ndarray:
+    rows = np.flatnonzero(decodes.free_tokens > needs.num_tokens)
+    if tried:
+        rows = np.array([row for row in rows if decodes.ids[row] not in tried], dtype=np.intp)
+    return rows
+
+
+def deepest(
+    table: WorkerTable, num_cached_blocks: Mapping[str, int], rows: np.ndarray
+) -> int | None:
+    holders, tokens = table.holding(num_cached_blocks, 1 << 30)
+    is_there = np.isin(holders, rows)
+    holders, tokens = holders[is_there], tokens[is_there]
+    return int(holders[tokens.argmax()]) if len(holders) else None
+
+
+def target_of(
+    needs: Needs, workers: Workers, decode: int, prefill: int, num_cached_blocks: int
+) -> Target:
+    decodes, prefills = workers.decodes, workers.prefills
+    num_cached = int(num_cached_blocks * prefills.block_sizes[prefill])
+    return Target(
+        decode_id=decodes.ids[decode],
+        prefill_candidates=(prefills.ids[prefill],),
+        num_blocks=needs.num_blocks(int(decodes.block_sizes[decode])),
+        num_uncached_tokens=max(0, needs.num_tokens - 1 - num_cached),
+    )
+
+
+def without_affinity(needs: Needs) -> Needs:
+    return replace(needs, affinity_key="")

@@ -1,0 +1,60 @@
+"""Requests over time, in the form of the Mooncake traces.
+
+A trace is a file of JSON lines with `timestamp` (ms), `input_length`, `output_length` and
+`hash_ids`: one number for each 512 tokens of the prompt, equal where all tokens up to there are.
+(Qin et al., "Mooncake", 2024; github.com/kvcache-ai/Mooncake.) Three more keys may be there:
+`tenant`, `session`, and `final_hash_ids`, which go on over the whole blocks of the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+BLOCK_TOKENS = 512
+
+
+class TraceRequest(msgspec.Struct, omit_defaults=True):
+    timestamp: float  # ms
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+    tenant: str = "tenant"
+    session: str = ""
+    final_hash_ids: list[int] | None = None
+
+    @property
+    def at_s(self) -> float:
+        return self.timestamp / 1e3
+
+    @property
+    def kept_hash_ids(self) -> list[int]:
+        """The blocks that decode holds at the end."""
+        return self.hash_ids if self.final_hash_ids is None else self.final_hash_ids
+
+
+_decoder = msgspec.json.Decoder(TraceRequest)
+
+
+def read_trace(path: Path) -> Iterator[TraceRequest]:
+    """Raises ValueError that names the line which is not a request, or goes back in time."""
+    last = 0.0
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                request = _decoder.decode(line)
+            except msgspec.MsgspecError as error:
+                raise ValueError(f"{path}:{number}: {error}") from error
+            is_sound = request.input_length > 0 and request.output_length > 0
+            if not is_sound or request.timestamp < last:
+                raise ValueError(f"{path}:{number}: empty, or before the request above it")
+            last = request.timestamp
+            yield request
+
+
+def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
+    with path.open("wb") as lines:
+        for request in requests:
+            lines.write(msgspec.json.encode(request) + b"\n")

@@ -1,0 +1,165 @@
+"""The requests that wait for one model: whose they are, and how fast they get their turn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import exp
+from typing import NamedTuple
+
+from services.scheduler.fair_queue import CLASS_WEIGHT, FairQueue, class_of
+from shared.messages import Request, SubmitRequest
+
+
+class Lane(NamedTuple):
+    """Whose requests can wait for one another: what finds no room in its regions must not hold up
+    what may go elsewhere.
+    """
+
+    model: str
+    revision: str
+    regions: tuple[str, ...] = ()
+
+    @property
+    def served(self) -> Served:
+        return self.model, self.revision
+
+
+Served = tuple[str, str]  # model and revision: what a worker offers
+
+MIN_RETRY_S = 0.5
+MAX_RETRY_S = 60.0
+RATE_WINDOW_S = 10.0
+MIN_BACKLOG_S = 1.0  # of waiting within the window, before the rate says anything
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """A request from its submission to its placement or failure."""
+
+    submit: SubmitRequest
+    sequence_number: int
+    num_tokens: int
+    queued_at: float
+    deadline_at: float
+    is_gone: bool = False  # removed: whoever still works on it must stop
+    unservable_since: float | None = None  # no live worker could take it
+
+    @property
+    def request(self) -> Request:
+        return self.submit.request
+
+    @property
+    def tenant_id(self) -> str:
+        return self.request.tenant_id
+
+    @property
+    def priority(self) -> int:
+        return self.request.priority
+
+    @property
+    def weight(self) -> float:
+        return self.request.weight
+
+    @property
+    def lane(self) -> Lane:
+        request = self.request
+        return Lane(request.model, request.revision, request.allowed_regions)
+
+
+@dataclass(slots=True)
+class Usage:
+    num_requests: int = 0
+    num_tokens: int = 0
+
+    def add(self, ticket: Ticket, sign: int = 1) -> None:
+        self.num_requests += sign
+        self.num_tokens += sign * ticket.num_tokens
+
+
+@dataclass(slots=True)
+class Rate:
+    """Tokens a second that leave a queue while requests wait in it, forgotten over RATE_WINDOW_S.
+    What is placed without having had to wait counts, too: a short wait tells of no lack.
+    """
+
+    tokens: float = 0.0
+    backlog_s: float = 0.0
+    counted_at: float = 0.0
+
+    def advance(self, now: float, *, is_backlogged: bool) -> None:
+        elapsed_s = max(0.0, now - self.counted_at)
+        keep = exp(-elapsed_s / RATE_WINDOW_S)
+        self.tokens *= keep
+        self.backlog_s *= keep
+        if is_backlogged:
+            self.backlog_s += RATE_WINDOW_S * (1.0 - keep)
+        self.counted_at = now
+
+    def per_s(self) -> float | None:
+        """None: nobody has waited for long enough to tell."""
+        return self.tokens / self.backlog_s if self.backlog_s >= MIN_BACKLOG_S else None
+
+
+@dataclass(slots=True)
+class Share:
+    """What one tenant has in a lane."""
+
+    weight: float  # with that of its class
+    usage: Usage = field(default_factory=Usage)
+
+
+class Backlog:
+    """The requests of one lane."""
+
+    def __init__(self, now: float) -> None:
+        self.queue: FairQueue[Ticket] = FairQueue()
+        self.rate = Rate(counted_at=now)
+        self.usage = Usage()
+        self._shares: dict[str, Share] = {}
+        self._weight = 0.0
+
+    def advance(self, now: float) -> None:
+        """Call before the queue changes."""
+        self.rate.advance(now, is_backlogged=len(self.queue) > 0)
+
+    def add(self, ticket: Ticket) -> None:
+        share = self._shares.setdefault(ticket.tenant_id, Share(0.0))
+        weight = _weight_of(ticket)
+        self._weight += weight - share.weight
+        share.weight = weight
+        self.usage.add(ticket)
+        share.usage.add(ticket)
+
+    def remove(self, ticket: Ticket) -> None:
+        self.queue.discard(ticket)
+        share = self._shares[ticket.tenant_id]
+        self.usage.add(ticket, -1)
+        share.usage.add(ticket, -1)
+        if not share.usage.num_requests:
+            self._weight -= share.weight
+            del self._shares[ticket.tenant_id]
+
+    def wait_s(self, ticket: Ticket) -> float:
+        """Until the ticket's turn: what its tenant has before it, at the tenant's share of the
+        rate; 0 where the rate is not known.
+        """
+        rate, share = self.rate.per_s(), self._shares.get(ticket.tenant_id)
+        if not rate or share is None:
+            return 0.0
+        shared = share.usage.num_tokens * self._weight / _weight_of(ticket)
+        return min(self.usage.num_tokens, shared) / rate
+
+    def retry_after_s(self) -> float:
+        """Until about half of what is held has been placed, at the recent rate."""
+        rate = self.rate.per_s()
+        if not rate:
+            return 1.0 if self.usage.num_requests else MIN_RETRY_S
+        return retry_within_limits(self.usage.num_tokens / 2 / rate)
+
+
+def _weight_of(ticket: Ticket) -> float:
+    return float(ticket.weight * CLASS_WEIGHT ** class_of(ticket.priority))
+
+
+def retry_within_limits(retry_after_s: float) -> float:
+    return min(MAX_RETRY_S, max(MIN_RETRY_S, retry_after_s))

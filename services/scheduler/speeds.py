@@ -1,0 +1,201 @@
+"""How fast the workers are, learned from the counters in their heartbeats.
+
+A worker's step takes about
+
+    step_s + token_s · prompt tokens + drawn_s · generated tokens
+
+The three are fitted by least squares to the differences between heartbeats, older ones forgotten,
+and drawn towards the mean of the model's other workers, so that a new one is believed to be like
+them until it shows otherwise. What a handoff costs beyond computing is learned in the same way:
+seconds until a prefill worker has answered, and seconds that a pushed token keeps its link busy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from shared.messages import WorkerLoad
+
+KEEP = 0.97  # of what was seen before, with each heartbeat that tells of work
+MIN_BUSY_S = 0.01  # less is told by later heartbeats, too
+MIN_MEASURED_TOKENS = 256.0
+POOL_SHARE = 0.05  # how much one fit moves the mean
+# The prior weighs like so many steps, prompt tokens and drawn tokens, each seen alone.
+PRIOR_WEIGHTS = (1.0, 128.0, 8.0)
+MAX_STEP_COUNT = 10_000_000  # of steps or tokens between two heartbeats
+MIN_TOKEN_S, MAX_S = 1e-9, 60.0
+MAX_ACK_S = 1.0  # nobody waits longer for a prefill worker's word
+DRAWN_S = 1e-4
+
+Triple = tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Seconds per step, per computed prompt token, and of link time per pushed token."""
+
+    step_s: float = 0.005
+    token_s: float = 1e-4
+    push_token_s: float = 5e-6
+    is_measured: bool = False  # by the worker's own work, not only its like
+
+
+class RunningRatio:
+    """Seconds per unit, older ones forgotten; worth `weight` units of its first value."""
+
+    def __init__(self, ratio: float, weight: float) -> None:
+        self._seconds, self._units = ratio * weight, weight
+        self._floor = weight
+
+    @property
+    def value(self) -> float:
+        return self._seconds / self._units
+
+    def add(self, seconds: float, units: float) -> None:
+        keep = KEEP if self._units > self._floor else 1.0
+        self._seconds = self._seconds * keep + seconds
+        self._units = self._units * keep + units
+
+
+class LeastSquares:
+    """seconds ≈ x·a + y·b + z·c, older equations forgotten, as near to the prior as `weights` say.
+
+    Plain floats: at this size a library call costs more than the arithmetic.
+    """
+
+    def __init__(self, prior: Triple, weights: Triple) -> None:
+        self._base = tuple(each * each for each in weights)
+        self._base_products = tuple(b * p for b, p in zip(self._base, prior, strict=True))
+        self._moments = [0.0] * 6  # xx, xy, xz, yy, yz, zz
+        self._products = [0.0] * 3
+
+    def add(self, seconds: float, x: float, y: float, z: float) -> None:
+        new = (x * x, x * y, x * z, y * y, y * z, z * z)
+        self._moments = [KEEP * old + each for old, each in zip(self._moments, new, strict=True)]
+        products = (x * seconds, y * seconds, z * seconds)
+        self._products = [
+            KEEP * old + each for old, each in zip(self._products, products, strict=True)
+        ]
+
+    def solution(self) -> Triple:
+        """By elimination; the prior keeps the pivots positive."""
+        xx, xy, xz, yy, yz, zz = self._moments
+        xx, yy, zz = xx + self._base[0], yy + self._base[1], zz + self._base[2]
+        p, q, r = (
+            old + base for old, base in zip(self._products, self._base_products, strict=True)
+        )
+        up, right = xy / xx, xz / xx
+        yy, yz, q = yy - up * xy, yz - up * xz, q - up * p
+        zz, r = zz - right * xz, r - right * p
+        across = yz / yy
+        c = (r - across * q) / (zz - across * yz)
+        b = (q - yz * c) / yy
+        return (p - xy * b - xz * c) / xx, b, c
+
+
+class WorkerSpeed:
+    """One worker's, from its successive loads. A counter that falls or leaps says nothing."""
+
+    def __init__(self, prior: Speed) -> None:
+        self.speed = replace(prior, is_measured=False)
+        self._fit = LeastSquares((prior.step_s, prior.token_s, DRAWN_S), PRIOR_WEIGHTS)
+        self._num_tokens = 0.0
+        self._push = RunningRatio(prior.push_token_s, 1024.0)
+        self._last: WorkerLoad | None = None
+        self._last_pushed: WorkerLoad | None = None
+
+    def observe(self, load: WorkerLoad) -> bool:
+        """Whether `speed` may have changed."""
+        last = self._last
+        if last is None or not _is_plausible(last, load):
+            self._last = self._last_pushed = load
+            return False
+        changed = self._observe_push(load)
+        if load.busy_s - last.busy_s < MIN_BUSY_S:
+            return changed
+        self._last = load
+        num_tokens = load.num_computed_prompt_tokens - last.num_computed_prompt_tokens
+        self._num_tokens += num_tokens
+        self._fit.add(
+            load.busy_s - last.busy_s,
+            load.num_busy_steps - last.num_busy_steps,
+            num_tokens,
+            load.num_generated_tokens - last.num_generated_tokens,
+        )
+        step_s, token_s, _ = self._fit.solution()
+        self.speed = Speed(
+            step_s=min(max(step_s, 0.0), MAX_S),
+            token_s=min(max(token_s, MIN_TOKEN_S), MAX_S),
+            push_token_s=self.speed.push_token_s,
+            is_measured=self._num_tokens >= MIN_MEASURED_TOKENS,
+        )
+        return True
+
+    def _observe_push(self, load: WorkerLoad) -> bool:
+        last = self._last_pushed
+        assert last is not None
+        num_tokens, seconds = load.num_pushed_tokens - last.num_pushed_tokens, load.push_s
+        self._last_pushed = load
+        if num_tokens <= 0 or seconds < last.push_s:
+            return False
+        self._push.add(seconds - last.push_s, num_tokens)
+        self.speed = replace(self.speed, push_token_s=min(self._push.value, MAX_S))
+        return True
+
+
+class ModelSpeeds:
+    """Those of all workers of one model, and what a handoff between two costs besides."""
+
+    def __init__(self) -> None:
+        self.mean = Speed()
+        self._workers: dict[str, WorkerSpeed] = {}
+        self._handoffs: dict[str, tuple[int, float]] = {}  # last counters of a decode worker
+        self._ack = RunningRatio(0.002, 4.0)
+
+    @property
+    def hop_s(self) -> float:
+        """Asking and answering, and about as much again for the last frame and its receipt."""
+        return 2 * self._ack.value
+
+    def observe(self, worker_id: str, load: WorkerLoad) -> Speed:
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            worker = self._workers[worker_id] = WorkerSpeed(self.mean)
+        if worker.observe(load) and worker.speed.is_measured:
+            self.mean = _mixed(self.mean, worker.speed)
+        self._observe_handoffs(worker_id, load)
+        return worker.speed
+
+    def forget(self, worker_id: str) -> None:
+        self._workers.pop(worker_id, None)
+        self._handoffs.pop(worker_id, None)
+
+    def _observe_handoffs(self, worker_id: str, load: WorkerLoad) -> None:
+        num_before, seconds_before = self._handoffs.get(
+            worker_id, (load.num_handoffs, load.handoff_ack_s)
+        )
+        self._handoffs[worker_id] = load.num_handoffs, load.handoff_ack_s
+        num_new, seconds = load.num_handoffs - num_before, load.handoff_ack_s - seconds_before
+        if num_new > 0 and seconds >= 0:
+            self._ack.add(min(seconds, num_new * MAX_ACK_S), num_new)
+
+
+def _is_plausible(last: WorkerLoad, load: WorkerLoad) -> bool:
+    """Whether one heartbeat may follow the other in one worker's life."""
+    differences = (
+        load.num_busy_steps - last.num_busy_steps,
+        load.num_computed_prompt_tokens - last.num_computed_prompt_tokens,
+        load.num_generated_tokens - last.num_generated_tokens,
+    )
+    has_gone_on = all(0 <= each <= MAX_STEP_COUNT for each in differences)
+    return has_gone_on and 0 <= load.busy_s - last.busy_s <= MAX_S
+
+
+def _mixed(mean: Speed, one: Speed) -> Speed:
+    share = POOL_SHARE if mean.is_measured else 1.0
+    return Speed(
+        step_s=mean.step_s + share * (one.step_s - mean.step_s),
+        token_s=mean.token_s + share * (one.token_s - mean.token_s),
+        push_token_s=mean.push_token_s + share * (one.push_token_s - mean.push_token_s),
+        is_measured=True,
+    )

@@ -1,0 +1,110 @@
+"""Placement's rule without vectors: look at every pair of workers, every time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from services.scheduler.placement import MAX_COST_RATIO, NEAR_DEEPEST, LocalPrefill, Needs
+from services.scheduler.worker_table import MAX_AHEAD_S, Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a decode worker could get the prompt's KV."""
+
+    seconds: float
+    has_time: bool
+    is_remote: bool
+
+
+@dataclass(frozen=True)
+class PlainScan:
+    needs: Needs
+    decodes: Sequence[Worker]
+    prefills: Sequence[Worker]
+    num_cached_blocks: Mapping[str, int]
+    hop_s: float
+    local_prefill: LocalPrefill
+    now: float
+    excluded: frozenset[str] = frozenset()
+
+    def uncached(self, worker: Worker) -> int:
+        cached = self.num_cached_blocks.get(worker.worker_id, 0) * worker.block_size
+        return self.needs.num_tokens - 1 - min(cached, self.needs.num_prompt_tokens - 1)
+
+    def first_s(self, worker: Worker) -> float:
+        return max(0.0, worker.busy_until - self.now) + worker.speed.step_s
+
+    def has_time(self, worker: Worker) -> bool:
+        return not worker.speed.is_measured or worker.busy_until - MAX_AHEAD_S <= self.now
+
+    def is_allowed(self, worker: Worker) -> bool:
+        regions = self.needs.allowed_regions
+        return not regions or (worker.region != "" and worker.region in regions)
+
+    def handoffs(self, decode: Worker) -> list[tuple[bool, float, str]]:
+        """(has no time, seconds, worker id), best first."""
+        found = []
+        for prefill in self.prefills:
+            fits = prefill.kv_format == decode.kv_format and self.is_allowed(prefill)
+            fits &= prefill.worker_id != decode.worker_id
+            if fits and self.needs.num_blocks(prefill.block_size) <= prefill.num_total_blocks:
+                compute_s = self.uncached(prefill) * prefill.speed.token_s
+                push_s = self.uncached(decode) * prefill.speed.push_token_s
+                seconds = (
+                    decode.speed.step_s
+                    + self.hop_s
+                    + self.first_s(prefill)
+                    + max(compute_s, push_s)
+                )
+                found.append((not self.has_time(prefill), seconds, prefill.worker_id))
+        return sorted(found)
+
+    def way(self, decode: Worker) -> Way:
+        uncached = self.uncached(decode)
+        local = Way(
+            self.first_s(decode) + uncached * decode.local_token_s, self.has_time(decode), False
+        )
+        handoffs = self.handoffs(decode)
+        if uncached <= self.local_prefill.always or not handoffs:
+            return local
+        has_no_time, seconds, _ = handoffs[0]
+        if seconds < local.seconds or uncached > self.local_prefill.at_most:
+            return Way(seconds, not has_no_time, True)
+        return local
+
+    def cost(self, decode: Worker) -> float:
+        """Infinite: not this one now."""
+        has_room = self.needs.num_blocks(decode.block_size) <= decode.num_free_blocks
+        is_usable = has_room and not decode.is_avoided and self.is_allowed(decode)
+        way = self.way(decode)
+        if not is_usable or decode.worker_id in self.excluded or not way.has_time:
+            return inf
+        return way.seconds + decode.load_s
+
+    def best(self) -> set[str]:
+        """All that may be chosen when there is no affinity key."""
+        costs = {each.worker_id: self.cost(each) for each in self.decodes}
+        costs = {name: cost for name, cost in costs.items() if cost < inf}
+        if not costs:
+            return set()
+        least = min(costs.values())
+        held = {
+            each.worker_id: self.needs.num_tokens - 1 - self.uncached(each)
+            for each in self.decodes
+            if each.worker_id in costs
+        }
+        deepest = max(held.values())
+        if deepest > 0:
+            near = {name: costs[name] for name in costs if held[name] >= NEAR_DEEPEST * deepest}
+            kept = min(near.values())
+            if kept <= MAX_COST_RATIO * least:
+                return {name for name, cost in near.items() if is_close(cost, kept)}
+        return {name for name, cost in costs.items() if is_close(cost, least)}
+
+
+def is_close(one: float, other: float) -> bool:
+    """Prefill workers that have enough to do are ranked by adding 1e6 s: that rounds."""
+    return abs(one - other) < 1e-8

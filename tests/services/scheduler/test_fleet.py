@@ -1,0 +1,170 @@
+"""The scheduler's view of the workers: what heartbeats say, and what was placed since."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from services.scheduler.fleet import WorkerFleet
+from services.scheduler.placement import LocalPrefill, Needs, Target, place
+from shared.health import Fleet, Loss
+from shared.messages import Heartbeat, ModelCard, Role, WorkerLoad
+from tests.simulation.randomness import SeededRandomness
+
+LANE = ("m", "r1")
+CARD = ModelCard(
+    name="m",
+    revision="r1",
+    kv_format="bf16/b16",
+    block_size=16,
+    max_context_tokens=100_000,
+    vocab_size=1000,
+)
+NEEDS = Needs(num_prompt_tokens=1600, num_tokens=1600)
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.health = Fleet("scheduler-0")
+        self.workers = WorkerFleet(self.health)
+        self.number = 0
+
+    def beat(
+        self, worker_id: str, now: float, role: Role = "decode", **changes: object
+    ) -> Heartbeat:
+        self.number += 1
+        load = WorkerLoad(
+            step=self.number, step_budget_s=1.0, num_free_blocks=250, num_total_blocks=1000
+        )
+        heartbeat = Heartbeat(
+            process_id=worker_id,
+            epoch=1,
+            sequence_number=self.number,
+            roles=(role,),
+            state="ready",
+            interval_s=0.25,
+            load=load,
+            model=CARD,
+        )
+        heartbeat = msgspec.structs.replace(heartbeat, **changes)
+        self.health.observe(heartbeat, now)
+        self.workers.heard(heartbeat, now)
+        return heartbeat
+
+    def place(self, now: float, needs: Needs = NEEDS) -> Target | None:
+        return place(
+            needs,
+            self.workers.lane(LANE),
+            {},
+            local_prefill=LocalPrefill(4, 1_000_000),
+            now=now,
+            draw=SeededRandomness(0).below,
+        )
+
+    def assign(self, now: float) -> str | None:
+        target = self.place(now)
+        if target is None:
+            return None
+        self.workers.confirm(self.workers.assign(target, NEEDS, now), now)
+        return target.decode_id
+
+
+def test_what_was_placed_counts_until_a_heartbeat_must_know_of_it() -> None:
+    rig = Rig()
+    rig.beat("d1", 0.0)
+    assert [rig.assign(0.01), rig.assign(0.02), rig.assign(0.03)] == ["d1", "d1", None]
+    rig.beat("d1", 0.04)  # it may have been sent before it knew
+    assert rig.assign(0.04) is None
+    rig.beat("d1", 0.25)
+    assert rig.assign(0.26) == "d1"
+
+
+def test_what_a_worker_refused_does_not_count() -> None:
+    rig = Rig()
+    rig.beat("d1", 0.0)
+    for _ in range(5):
+        target = rig.place(0.01)
+        assert target is not None
+        rig.workers.release(rig.workers.assign(target, NEEDS, 0.01), 0.01)
+    rig.workers.avoid("d1")
+    assert rig.place(0.02) is None
+    assert rig.workers.has_worker(LANE, ())
+    rig.beat("d1", 0.25)
+    assert rig.place(0.26) is not None
+
+
+def test_a_prompt_is_counted_where_it_is_computed() -> None:
+    rig = Rig()
+    rig.beat("d1", 0.0)
+    rig.beat("p1", 0.0, "prefill")
+    target = rig.place(0.0)
+    assert target is not None and target.prefill_candidates == ("p1",)
+    rig.workers.assign(target, NEEDS, 0.0)
+    lane = rig.workers.lane(LANE)
+    assert lane.prefills.busy_until[0] == pytest.approx(1599 * 1e-4)
+    assert lane.decodes.busy_until[0] == 0.0
+    assert lane.decodes.free_tokens[0] == (250 - 101) * 16
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"state": "draining"}, {"state": "starting"}, {"model": None}, {"load": None}],
+)
+def test_who_takes_no_work_gets_none(change: dict[str, object]) -> None:
+    rig = Rig()
+    rig.beat("d1", 0.0)
+    assert rig.workers.has_worker(LANE, ())
+    rig.beat("d1", 0.25, **change)
+    assert not rig.workers.has_worker(LANE, ())
+    assert rig.place(0.3) is None
+    rig.beat("d1", 0.5)
+    assert rig.place(0.5) is not None
+
+
+def test_a_lost_worker_is_gone_until_it_makes_a_step() -> None:
+    rig = Rig()
+    last = rig.beat("d1", 0.0)
+    for tick in range(30):
+        own = Heartbeat(
+            process_id="scheduler-0",
+            epoch=1,
+            sequence_number=tick + 1,
+            roles=("scheduler",),
+            state="ready",
+            interval_s=0.25,
+        )
+        rig.health.observe(own, tick / 10)
+        for worker_id, loss in rig.health.tick(tick / 10):
+            assert loss is Loss.SILENT
+            rig.workers.lost(worker_id)
+    assert not rig.workers.has_worker(LANE, ())
+    rig.beat("d1", 3.0, load=last.load)
+    assert not rig.workers.has_worker(LANE, ())
+    rig.beat("d1", 3.25)
+    assert rig.workers.has_worker(LANE, ())
+
+
+def test_an_old_heartbeat_changes_nothing() -> None:
+    rig = Rig()
+    first = rig.beat("d1", 0.0)
+    rig.beat("d1", 0.25, state="draining")
+    rig.workers.heard(first, 0.3)
+    assert not rig.workers.has_worker(LANE, ())
+
+
+def test_a_worker_that_changes_its_model_changes_its_lane() -> None:
+    rig = Rig()
+    rig.beat("d1", 0.0)
+    rig.beat("d1", 0.25, model=msgspec.structs.replace(CARD, revision="r2"))
+    assert not rig.workers.has_worker(LANE, ())
+    assert rig.workers.has_worker(("m", "r2"), ())
+
+
+def test_regions_are_those_that_heartbeats_name() -> None:
+    rig = Rig()
+    rig.beat("d1", 0.0, region="eu")
+    rig.beat("d2", 0.0)
+    assert rig.workers.has_worker(LANE, (), ("eu",))
+    assert not rig.workers.has_worker(LANE, ("d1",), ("eu",))
+    assert not rig.workers.has_worker(LANE, (), ("us",))
+    assert rig.workers.has_worker(LANE, ("d1",))
