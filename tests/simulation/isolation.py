@@ -19,6 +19,7 @@ from shared.messages import (
     Request,
     SamplingParams,
 )
+from shared.tenant import TenantRecord
 from tests.simulation.bus import SimulatedNetwork
 from tests.simulation.kv_link import DataPlane
 from tests.simulation.members import SimulatedIndex
@@ -85,7 +86,8 @@ class Isolation:
             cache_salt=cache_salt,
             num_choices=options.pop("num_choices", 1),
         )
-        origin = Origin(request_id="r", tenant_id=tenant_id, gateway_id="gateway-1", timeout_s=60.0)
+        tenant = TenantRecord(tenant_id=tenant_id)
+        origin = Origin(request_id="r", tenant=tenant, gateway_id="gateway-1", timeout_s=60.0)
         card = self.workers["decode-1"].worker.served.card
         request = build_request(generation, tokens, sampling, card, origin)
         if options:

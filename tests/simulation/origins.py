@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 import numpy as np
 
+from services.kv_index.registry import HOLDER
 from shared.block_hash import extend_chain
 from shared.engine.engine import Engine
 from shared.engine.runner import StepInputs, StepOutput
@@ -93,7 +94,8 @@ class Origins:
                 told.add(f"{key}:prefix:{block_hash.hex()}")
                 if record is not None:
                     num_hits += int(record[b"hits"])
-                    holders = set(filter(None, record[b"holders"].decode().split(",")))
+                    names = [name.decode() for name in record]
+                    holders = {each.removeprefix(HOLDER) for each in names if HOLDER in each}
                     if not holders <= workers:
                         self.note(f"registry: {holders - workers} never had it for its tenant")
             listed = store.data.get(f"{key}:prefixes", {})

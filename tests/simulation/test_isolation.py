@@ -207,8 +207,12 @@ def _keys_without_tenant(patch: pytest.MonkeyPatch) -> None:
 
 
 def _keys_with_tenants_as_they_are(patch: pytest.MonkeyPatch) -> None:
-    right = registry._key
-    patch.setattr(registry, "_key", lambda tenant, block: right("a", block).replace("a", tenant, 2))
+    right = registry.record_key
+
+    def unquoted(tenant_id: str, block_hash: bytes) -> str:
+        return right("a", block_hash).replace("a", tenant_id, 2)
+
+    patch.setattr(registry, "record_key", unquoted)
 
 
 @pytest.mark.parametrize(
