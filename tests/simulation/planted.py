@@ -164,7 +164,7 @@ def _queue_without_bound(right: Any) -> Any:
 
 
 BUGS = (
-    Bug("the gateway's fence is gone", Streams, "on_token_batch", _late_tokens_accepted, 484),
+    Bug("the gateway's fence is gone", Streams, "on_token_batch", _late_tokens_accepted, 8665),
     Bug("decode renews no prefill lease", Handoffs, "renew_leases", _nothing, 85),
     Bug("blocks are freed while a step writes them", Engine, "abort", _blocks_freed_in_step, 3),
     Bug("a late KV frame is accepted", Handoff, "_try", _one_id_for_all_tries, 25),
