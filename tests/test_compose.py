@@ -98,6 +98,10 @@ class Stack:
     def _start(self, service: str) -> subprocess.Popen[bytes]:
         command = [self.local(word) for word in SERVICES[service]["command"]]
         environ = self.local_environment(service)
+        if (
+            service == "scheduler"
+        ):  # so that the data plane is used: else it finds it is not worth it
+            environ["HEARTH_MAX_LOCAL_PREFILL_TOKENS"] = "4"
         with (self.logs / f"{service}.log").open("wb") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "services", *command],

@@ -33,6 +33,8 @@ MAX_PER_FLUSH = 500  # bounds one batch to a few milliseconds of Redis
 MAX_TENANTS = 1_000  # remembered here; the records of others stay in Redis until they expire
 HOLDER = "holder:"
 
+MayHold = Callable[[str, bytes], bool]  # a worker, a block
+
 
 @dataclass(slots=True, eq=False)
 class PrefixRecord:
@@ -252,19 +254,19 @@ class PrefixRegistry:
 
     # ── recovery ─────────────────────────────────────────────────────────────────────────────────
 
-    async def recover(self, is_live: Callable[[str], bool]) -> None:
+    async def recover(self, may_hold: MayHold) -> None:
         """Reads what Redis has of the tenants met since, so that hits on prefixes count which are
-        nobody's tip in this process' eyes. A holder that is not live is let go.
+        nobody's tip in this process' eyes. A holder that cannot be one is let go.
         """
         while self._to_recover:
             tenant_id = next(iter(self._to_recover))
             try:
-                await self._recover(tenant_id, is_live)
+                await self._recover(tenant_id, may_hold)
             except StoreUnavailable:
                 return
             self._to_recover.pop(tenant_id, None)
 
-    async def _recover(self, tenant_id: str, is_live: Callable[[str], bool]) -> None:
+    async def _recover(self, tenant_id: str, may_hold: MayHold) -> None:
         for name in await self._store.sorted_set_head(_set_key(tenant_id), self._max_per_tenant):
             block_hash = _hash_of(name)
             if block_hash is None:
@@ -272,9 +274,9 @@ class PrefixRegistry:
             fields = await self._store.hash_get(record_key(tenant_id, block_hash))
             record = _record_of(tenant_id, block_hash, fields)
             if record is not None:
-                self._take_back(record, is_live)
+                self._take_back(record, may_hold)
 
-    def _take_back(self, told: PrefixRecord, is_live: Callable[[str], bool]) -> None:
+    def _take_back(self, told: PrefixRecord, may_hold: MayHold) -> None:
         record = self._records.get(told.block_hash)
         prefixes = self._by_tenant.get(told.tenant_id)
         if record is None:
@@ -284,7 +286,7 @@ class PrefixRegistry:
             prefixes[told.block_hash] = told
             prefixes.move_to_end(told.block_hash, last=False)
         for worker_id in sorted(told.holders - record.new_holders.keys()):
-            if is_live(worker_id):
+            if may_hold(worker_id, record.block_hash):
                 record.holders.add(worker_id)
                 self._held_by.setdefault(worker_id, set()).add(record.block_hash)
             elif worker_id not in record.holders or record is told:

@@ -16,7 +16,7 @@ from functools import partial
 
 import structlog
 
-from services.kv_index.index import Outcome, PrefixIndex
+from services.kv_index.index import Outcome, PrefixIndex, State
 from services.kv_index.keeper import ROUND_S, PinKeeper
 from services.kv_index.registry import PrefixRegistry
 from shared import subjects
@@ -235,6 +235,13 @@ class KvIndexService:
                 case BlocksCleared():
                     self._registry.cleared(message.worker_id)
 
+    def _may_hold(self, worker_id: str, block_hash: bytes) -> bool:
+        """Of one whose blocks are not known exactly, the end of its resync will tell."""
+        if not self.heart.fleet.is_live(worker_id):
+            return False
+        is_exact = self.index.state_of(worker_id) is State.EXACT
+        return self.index.holds(worker_id, block_hash) or not is_exact
+
     def _note_runs(self, page: BlockPage) -> None:
         for run in page.stored:
             self._note_run(page, run)
@@ -265,7 +272,7 @@ class KvIndexService:
     async def _write_behind(self) -> None:
         while True:
             await self._clock.sleep(FLUSH_S)
-            await self._registry.recover(self.heart.fleet.is_live)
+            await self._registry.recover(self._may_hold)
             while self._registry.num_pending and await self._registry.flush():
                 pass
             await self._registry.trim()

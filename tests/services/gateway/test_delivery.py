@@ -15,6 +15,7 @@ from shared.clock import MonotonicClock
 from shared.config import GatewayConfig
 from shared.messages import Finish, Served, TokenLogprobs
 from shared.randomness import SystemRandomness
+from shared.tenant import TenantRecord
 from tests.services.gateway.peer import CARD
 
 LENGTH = Finish(reason="length", served=Served(num_cached_tokens=0, prefill_worker_id=None))
@@ -26,7 +27,11 @@ def delivery_of(config: GatewayConfig, files: ModelFiles, **sampling: object) ->
         model=CARD.name, prompt=TokenPrompt([5], "prompt"), sampling=Sampling(**sampling)
     )
     prepared = preparation.prepare(
-        generation, CARD, tenant_id="t", request_id="r", max_payload_bytes=1 << 20
+        generation,
+        CARD,
+        tenant=TenantRecord(tenant_id="t"),
+        request_id="r",
+        max_payload_bytes=1 << 20,
     )
     assembler = preparation.assembler(prepared)
     return Delivery(prepared, [assembler], GatewayMetrics(), MonotonicClock())

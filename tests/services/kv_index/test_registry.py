@@ -238,7 +238,7 @@ def test_a_restarted_replica_counts_on() -> None:
     run(before.flush())
     after = registry_on(store)
     store_run(after, 2, "w0")
-    run(after.recover(lambda worker_id: worker_id == "w0"))  # w1 was lost meanwhile
+    run(after.recover(lambda worker_id, _: worker_id == "w0"))  # w1 was lost meanwhile
     after.matched("t", [block(1), block(7)], 1)
     run(after.flush())
     assert store.data[key(1)][b"hits"] == b"2"
@@ -256,7 +256,7 @@ def test_what_recovery_reads_does_not_outdo_what_was_heard_since() -> None:
     after = registry_on(store)
     store_run(after, 1, "w0")
     after.removed("w0", block(1))
-    run(after.recover(lambda _: True))
+    run(after.recover(lambda *_: True))
     run(after.flush())
     assert holders(store, 1) == set()
 
@@ -267,7 +267,7 @@ def test_recovery_passes_over_what_it_cannot_read() -> None:
     store.data[key(9)] = {b"model": b"m", b"num_tokens": b"many"}
     registry = registry_on(store)
     store_run(registry, 1)
-    run(registry.recover(lambda _: True))
+    run(registry.recover(lambda *_: True))
     assert list(registry._records) == [block(1)]
 
 
@@ -279,9 +279,9 @@ def test_recovery_waits_for_redis() -> None:
     after = registry_on(store)
     store_run(after, 2)
     store.is_away = True
-    run(after.recover(lambda _: True))
+    run(after.recover(lambda *_: True))
     store.is_away = False
-    run(after.recover(lambda _: True))
+    run(after.recover(lambda *_: True))
     assert sorted(after._records) == [block(1), block(2)]
 
 

@@ -107,7 +107,7 @@ def test_status_shows_every_process_and_what_it_did(running: Up) -> None:
     prefill, decode = json.loads(lines[0])["workers"]
     assert prefill["num_free_blocks"] == prefill["num_total_blocks"] > 0
     assert decode["generated_per_s"] == 0
-    assert 0 <= prefill["hit_ratio"] <= 1
+    assert 0 <= decode["hit_ratio"] <= 1
 
 
 def test_status_goes_on_until_it_is_interrupted(running: Up) -> None:
