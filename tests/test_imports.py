@@ -38,7 +38,7 @@ RULES = {
     "shared": rule("shared", BASE, but_not="shared.engine"),
     "shared/engine": rule("shared kernels", BASE, TENSORS),
     "services/scheduler": rule(
-        "services.scheduler shared", BASE, {"numpy"}, but_not="shared.engine"
+        "services.scheduler shared", BASE, {"numpy", "numba"}, but_not="shared.engine"
     ),
     "services/kv_index": rule("services.kv_index shared", BASE, but_not="shared.engine"),
     "services/gateway": rule("services.gateway shared", BASE, WEB, but_not="shared.engine"),

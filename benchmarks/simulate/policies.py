@@ -107,7 +107,7 @@ class LeastLoaded(Policy):
         if not len(rows):
             return None
         decode = int(rows[workers.decodes.load_s[rows].argmin()])
-        return target_of(needs, workers, decode, int(workers.prefills.first_s(now).argmin()), 0)
+        return target_of(needs, workers, decode, int(workers.prefills.busy_until.argmin()), 0)
 
 
 class PrefixOnly(Policy):
@@ -154,9 +154,9 @@ def with_room(needs: Needs, decodes: WorkerTable, tried: Collection[str]) -> np.
 def deepest(
     table: WorkerTable, num_cached_blocks: Mapping[str, int], rows: np.ndarray
 ) -> int | None:
-    holders, tokens = table.holding(num_cached_blocks, 1 << 30)
-    is_there = np.isin(holders, rows)
-    holders, tokens = holders[is_there], tokens[is_there]
+    side = table.side(num_cached_blocks, 1 << 30, ())
+    is_there = np.isin(side.holders, rows)
+    holders, tokens = side.holders[is_there], side.held_tokens[is_there]
     return int(holders[tokens.argmax()]) if len(holders) else None
 
 

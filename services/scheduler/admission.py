@@ -62,7 +62,7 @@ class Admission:
         self.remove(request.request_id)
         num_tokens = request_tokens(request)
         number, deadline_at = self._next_sequence_number, now + request.deadline_s
-        ticket = Ticket(submit, number, num_tokens, now, deadline_at)
+        ticket = Ticket(submit, Lane.of(request), number, num_tokens, now, deadline_at)
         lane = self._lanes.get(ticket.lane) or Backlog(now)
         lane.advance(now)
         self._check_room(ticket, lane)

@@ -19,6 +19,10 @@ class Lane(NamedTuple):
     revision: str
     regions: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, request: Request) -> Lane:
+        return cls(request.model, request.revision, request.allowed_regions)
+
     @property
     def served(self) -> Served:
         return self.model, self.revision
@@ -37,6 +41,7 @@ class Ticket:
     """A request from its submission to its placement or failure."""
 
     submit: SubmitRequest
+    lane: Lane
     sequence_number: int
     num_tokens: int
     queued_at: float
@@ -59,11 +64,6 @@ class Ticket:
     @property
     def weight(self) -> float:
         return self.request.weight
-
-    @property
-    def lane(self) -> Lane:
-        request = self.request
-        return Lane(request.model, request.revision, request.allowed_regions)
 
 
 @dataclass(slots=True)
@@ -123,7 +123,9 @@ class Backlog:
         self.rate.advance(now, is_backlogged=len(self.queue) > 0)
 
     def add(self, ticket: Ticket) -> None:
-        share = self._shares.setdefault(ticket.tenant_id, Share(0.0))
+        share = self._shares.get(ticket.tenant_id)
+        if share is None:
+            share = self._shares[ticket.tenant_id] = Share(0.0)
         weight = _weight_of(ticket)
         self._weight += weight - share.weight
         share.weight = weight

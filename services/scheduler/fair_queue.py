@@ -188,7 +188,9 @@ class FairQueue(Generic[Q]):
 
     def _class_of(self, request: Q, now: float) -> _Class[Q]:
         level = class_of(request.priority)
-        queue_class = self._classes.setdefault(level, _Class(level))
+        queue_class = self._classes.get(level)
+        if queue_class is None:
+            queue_class = self._classes[level] = _Class(level)
         if not queue_class.num_waiting:
             queue_class.waits_since = now
         return queue_class

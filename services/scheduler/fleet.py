@@ -154,7 +154,9 @@ class WorkerFleet:
         if known is not None and (known.lane, known.roles) != (lane, heartbeat.roles):
             self.lost(worker_id)
             known = None
-        workers = self._lanes.setdefault(lane, _LaneWorkers())
+        workers = self._lanes.get(lane)
+        if workers is None:
+            workers = self._lanes[lane] = _LaneWorkers()
         worker = _worker_of(heartbeat, card, load, workers.speeds.observe(worker_id, load), now)
         if known is None:
             known = self._known[worker_id] = _Known(lane, heartbeat.roles, worker)

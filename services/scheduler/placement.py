@@ -13,7 +13,7 @@ credited with its own cache. A worker with the longest prefix, or the one that t
 names, is kept unless it costs more than twice the best: affinity must not make a queue. Who has
 enough to do gets nothing: what waits here can still go elsewhere, and in a fair order.
 
-It is a plain scan of all workers, in vectors: about 50 µs for 1,000 of them.
+It is a plain scan of all workers (`scan.py`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from services.scheduler.handoffs import CLOSED_S, Handoffs, handoffs_to
-from services.scheduler.worker_table import Bools, Floats, WorkerTable, code_of
+from services.scheduler.scan import FORMAT, Side, Terms, costs_of_decodes, nearest_prefills
+from services.scheduler.worker_table import WorkerTable, code_of
 
 MAX_COST_RATIO = 2.0
 NEAR_DEEPEST = 0.9  # prefixes this close to the longest count as equally long
-
+MAX_PREFILL_CANDIDATES = 3
 
 Draw = Callable[[int], int]  # uniform in [0, limit)
 
@@ -90,7 +90,7 @@ def place(
 
 
 class Decision:
-    """The columns that one request adds to those of the workers."""
+    """What one request would cost on each worker, and who gets it."""
 
     def __init__(
         self,
@@ -101,161 +101,97 @@ class Decision:
         now: float,
         draw: Draw,
     ) -> None:
-        self._needs = needs
-        self._decodes, self._prefills, self._hop_s = (
-            workers.decodes,
-            workers.prefills,
-            workers.hop_s,
+        self._needs, self._draw = needs, draw
+        self._decodes, self._prefills = workers.decodes, workers.prefills
+        seen_by = num_cached_blocks, needs.num_prompt_tokens - 1, needs.allowed_regions
+        self._decode_side = workers.decodes.side(*seen_by)
+        self._prefill_side = workers.prefills.side(*seen_by)
+        self._terms = Terms(
+            todo=float(needs.num_tokens - 1),  # the last token is decode's in any case
+            num_tokens=float(needs.num_tokens),
+            always_local=float(local_prefill.always),
+            most_local=float(local_prefill.at_most),
+            hop_s=workers.hop_s,
+            now=now,
         )
-        self._num_cached_blocks = num_cached_blocks
-        self._local_prefill = local_prefill
-        self._now = now
-        self._draw = draw
-        self._todo = needs.num_tokens - 1  # the last token is decode's in any case
-        self._holders, self._held_tokens = self._held(self._decodes)
-        self._uncached = self._without_cached(self._decodes, self._holders, self._held_tokens)
-        self._handoffs: dict[int, Handoffs] = {}  # by the KV format they are pushed in
 
     def target(self, excluded: Collection[str]) -> Target | None:
-        decodes = self._decodes
-        if not len(decodes):
+        if not len(self._decodes):
             return None
-        cost = decodes.first_s(self._now) + self._uncached * decodes.local_token_s
-        usable = decodes.closed_until <= self._now
-        is_remote = np.zeros(len(decodes), dtype=bool)
-        if len(self._prefills) and self._todo > self._local_prefill.always:
-            for code, rows in decodes.formats():
-                self._consider_handoff(code, rows, cost, usable, is_remote)
-        cost += decodes.load_s
-        self._strike_out(usable, excluded)
-        np.putmask(cost, ~usable, np.inf)
-        row = self._best(cost)
-        return None if row is None else self._target(row, bool(is_remote[row]))
-
-    def _held(self, table: WorkerTable) -> tuple[NDArray[np.intp], Floats]:
-        return table.holding(self._num_cached_blocks, self._needs.num_prompt_tokens - 1)
-
-    def _without_cached(
-        self, table: WorkerTable, holders: NDArray[np.intp], held_tokens: Floats
-    ) -> Floats:
-        uncached = np.full(len(table), float(self._todo))
-        if len(holders):
-            uncached[holders] -= held_tokens
-        return uncached
-
-    def _strike_out(self, usable: Bools, excluded: Collection[str]) -> None:
-        decodes, regions = self._decodes, self._needs.allowed_regions
-        usable &= decodes.free_tokens > self._needs.num_tokens
-        if regions:
-            usable &= decodes.in_regions(regions)
-        for worker_id in excluded:
-            row = decodes.row_of(worker_id)
-            if row is not None:
-                usable[row] = False
-
-    # ── prefill elsewhere ────────────────────────────────────────────────────────────────────────
-
-    def _consider_handoff(
-        self, format_code: int, rows: Bools | None, cost: Floats, usable: Bools, is_remote: Bools
-    ) -> None:
-        """Writes a handoff's cost into the rows where it is the better way."""
-        handoffs = self._handoffs[format_code] = self._handoffs_to(format_code)
-        seconds = self._remote_seconds(handoffs)
-        is_open = seconds < CLOSED_S
-        if not is_open.all():
-            np.subtract(seconds, CLOSED_S, out=seconds, where=~is_open)
-        better = seconds < cost
-        if self._todo > self._local_prefill.at_most:
-            better |= self._uncached > self._local_prefill.at_most
-            better &= seconds < np.inf
-        if len(self._holders):
-            better &= self._uncached > self._local_prefill.always
-        if rows is not None:
-            better &= rows
-        np.copyto(cost, seconds, where=better)
-        np.copyto(usable, is_open, where=better)
-        is_remote |= better
-
-    def _handoffs_to(self, format_code: int) -> Handoffs:
-        prefills = self._prefills
-        return handoffs_to(
-            format_code,
-            prefills,
-            [float(self._todo), *sorted(set((self._todo - self._held_tokens).tolist()))],
-            self._without_cached(prefills, *self._held(prefills)),
-            min_total_tokens=self._needs.num_tokens + 1,
-            allowed_regions=self._needs.allowed_regions,
-            now=self._now,
+        cost, is_remote, first, num_equal = costs_of_decodes(
+            *(self._decode_side, self._prefill_side, self._terms, self._decodes.rows_of(excluded))
         )
-
-    def _remote_seconds(self, handoffs: Handoffs) -> Floats:
-        """By row of decode. A worker with both roles does not push to itself."""
-        best_rows, best_s = handoffs.best()
-        extra_s = self._hop_s + self._decodes.step_s  # the last token takes a step of its own
-        seconds = best_s[0] + extra_s
-        if len(self._holders):
-            lacks = self._todo - self._held_tokens
-            own = best_s[1 + np.searchsorted(handoffs.lacks[1:], lacks)]
-            seconds[self._holders] = own + extra_s[self._holders]
-        for lack, best_row in zip(handoffs.lacks, best_rows.tolist(), strict=True):
-            twin = self._decodes.row_of(self._prefills.ids[best_row])
-            if twin is not None and self._uncached[twin] == lack:
-                others = np.delete(handoffs.seconds_of(lack), best_row)
-                seconds[twin] = others.min(initial=np.inf) + extra_s[twin]
-        return seconds
+        if cost[first] == np.inf:
+            return None
+        row = self._preferred(cost)
+        if row is None or cost[row] > MAX_COST_RATIO * cost[first]:
+            row = first if num_equal == 1 else self._drawn(cost == cost[first])
+        return self._target(row, is_remote=is_remote[row])
 
     # ── the choice ───────────────────────────────────────────────────────────────────────────────
 
-    def _best(self, cost: Floats) -> int | None:
-        """Equal ones by lot."""
-        least = cost.min()
-        if least == np.inf:
-            return None
-        preferred = self._preferred(cost)
-        if preferred is not None and cost[preferred] <= MAX_COST_RATIO * least:
-            return preferred
-        equals = np.flatnonzero(cost == least)
-        return int(equals[self._draw(len(equals)) if len(equals) > 1 else 0])
+    def _drawn(self, equals: NDArray[np.bool_]) -> int:
+        rows = np.flatnonzero(equals)
+        return int(rows[self._draw(len(rows))])
 
-    def _preferred(self, cost: Floats) -> int | None:
+    def _preferred(self, cost: NDArray[np.float64]) -> int | None:
         """Of those with about the longest prefix the one that the affinity key names, else the
         cheapest; without any, the affinity key's.
         """
-        if not len(self._holders):
+        holders, held_tokens = self._decode_side.holders, self._decode_side.held_tokens
+        if not len(holders):
             return self._named(cost)
-        cost_of_holders = cost[self._holders]
+        cost_of_holders = cost[holders]
         is_usable = cost_of_holders < np.inf
         if not is_usable.any():
             return self._named(cost)
-        deepest = self._held_tokens[is_usable].max()
+        deepest = held_tokens[is_usable].max()
         if deepest == 0:
             return self._named(cost)
-        is_near = is_usable & (self._held_tokens >= NEAR_DEEPEST * deepest)
-        near, cost_of_near = self._holders[is_near], cost_of_holders[is_near]
+        is_near = is_usable & (held_tokens >= NEAR_DEEPEST * deepest)
+        near, cost_of_near = holders[is_near], cost_of_holders[is_near]
         named = self._named(cost)
         return named if named in near else int(near[cost_of_near.argmin()])
 
-    def _named(self, cost: Floats) -> int | None:
+    def _named(self, cost: NDArray[np.float64]) -> int | None:
         """Highest random weight: a lost worker moves only its own sessions."""
         if not self._needs.affinity_key:
             return None
-        weights = _mixed(self._decodes.name_hashes ^ np.uint64(code_of(self._needs.affinity_key)))
+        weights = _mixed(self._decodes.name_codes ^ np.uint64(code_of(self._needs.affinity_key)))
         weights[cost == np.inf] = 0
         return int(weights.argmax())
 
-    def _target(self, row: int, is_remote: bool) -> Target:
-        decodes, candidates, num_uncached = self._decodes, list[int](), self._uncached[row]
-        if is_remote:
-            handoffs = self._handoffs[int(decodes.format_codes[row])]
-            own = self._prefills.row_of(decodes.ids[row])
-            candidates = handoffs.candidates(num_uncached, but=own, draw=self._draw)
-            num_uncached = handoffs.uncached[candidates[0]]
+    def _target(self, row: int, *, is_remote: bool) -> Target:
+        decodes, prefills = self._decodes, self._prefills
+        num_uncached = self._num_uncached(self._decode_side, row)
+        candidates = self._candidates(row, num_uncached) if is_remote else []
+        if candidates:
+            num_uncached = self._num_uncached(self._prefill_side, candidates[0])
         return Target(
             decode_id=decodes.ids[row],
-            prefill_candidates=tuple(self._prefills.ids[each] for each in candidates),
+            prefill_candidates=tuple(prefills.ids[each] for each in candidates),
             num_blocks=self._needs.num_blocks(int(decodes.block_sizes[row])),
             num_uncached_tokens=int(num_uncached),
         )
+
+    def _candidates(self, row: int, num_uncached: float) -> list[int]:
+        """Rows of prefill for a row of decode, best first; equal ones by lot."""
+        format_code, turn = (
+            self._decodes.columns.codes[FORMAT, row],
+            self._draw(len(self._prefills)),
+        )
+        rows, _ = nearest_prefills(
+            *(self._prefill_side, self._terms, format_code, num_uncached, turn),
+            MAX_PREFILL_CANDIDATES + 1,
+        )
+        itself = self._prefills.row_of(self._decodes.ids[row])
+        others = [each for each in rows.tolist() if each >= 0 and each != itself]
+        return others[:MAX_PREFILL_CANDIDATES]
+
+    def _num_uncached(self, side: Side, row: int) -> float:
+        if not len(side.holders):
+            return self._terms.todo
+        return self._terms.todo - float(side.held_tokens[side.holders == row].sum())
 
 
 def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -11,15 +11,23 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
 from math import inf
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from services.scheduler.scan import (
+    BLOCK_SIZE,
+    BUSY_UNTIL,
+    FORMAT,
+    FREE_TOKENS,
+    LOAD_S,
+    NAME,
+    REGION,
+    TOTAL_TOKENS,
+    Columns,
+    Side,
+)
 from services.scheduler.speeds import Speed
-
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
 
 BASE_TOKENS = 64  # a request is never free: keeps "twice the best" meaningful on idle workers
 KV_READ_SHARE = 0.05  # of computing a token: that KV of one is there to be read
@@ -27,7 +35,8 @@ WAITING_TOKENS = 256  # what a request costs that has not been started
 STALL_SHARE = 0.1  # of the time that a prefill on decode makes each running request wait
 MAX_AHEAD_S = 0.1  # of work at a worker: beyond it, requests wait in the fair queue
 FIRST_ROWS = 16
-_NO_ROWS, _NO_TOKENS = np.zeros(0, dtype=np.intp), np.zeros(0)
+_NO_ROWS, _NO_TOKENS = np.zeros(0, dtype=np.int64), np.zeros(0)
+_EVERYONE = np.zeros(0, dtype=np.bool_)
 
 
 @dataclass(slots=True)
@@ -73,15 +82,13 @@ def code_of(name: str) -> int:
 
 
 class WorkerTable:
-    """Columns are views of the rows in use; do not keep them over a change."""
+    """The named columns are views of the rows in use; do not keep any over a change."""
 
     def __init__(self, workers: Iterable[Worker] = ()) -> None:
         self.ids: list[str] = []
         self._row_of: dict[str, int] = {}
         self._floats = np.zeros((10, FIRST_ROWS))
-        self._codes = np.zeros((2, FIRST_ROWS), dtype=np.uint64)
-        self._names = np.zeros(FIRST_ROWS, dtype=np.uint64)
-        self._formats: list[tuple[int, Bools | None]] | None = None
+        self._codes = np.zeros((3, FIRST_ROWS), dtype=np.uint64)
         self._use(0)
         for worker in workers:
             self.put(worker)
@@ -95,28 +102,39 @@ class WorkerTable:
     def row_of(self, worker_id: str) -> int | None:
         return self._row_of.get(worker_id)
 
-    def holding(
-        self, num_cached_blocks: Mapping[str, int], max_tokens: int
-    ) -> tuple[NDArray[np.intp], Floats]:
-        """Rows of the workers with cached blocks, and the tokens in them, at most `max_tokens`."""
+    def rows_of(self, worker_ids: Collection[str]) -> NDArray[np.int64]:
+        """Of those that are here."""
+        if not worker_ids:
+            return _NO_ROWS
+        rows = [self._row_of[each] for each in worker_ids if each in self._row_of]
+        return np.array(rows, dtype=np.int64)
+
+    def side(
+        self,
+        num_cached_blocks: Mapping[str, int],
+        max_cached_tokens: int,
+        allowed_regions: Collection[str],
+    ) -> Side:
+        """With the workers that have cached blocks: tokens in them, at most so many."""
+        is_allowed = self.in_regions(allowed_regions) if allowed_regions else _EVERYONE
         row_of = self._row_of
-        if not num_cached_blocks:
-            return _NO_ROWS, _NO_TOKENS
-        held = [(row_of[name], num) for name, num in num_cached_blocks.items() if name in row_of]
-        rows, num_blocks = np.array(held, dtype=np.intp).reshape(-1, 2).T
-        return rows, np.minimum(num_blocks * self.block_sizes[rows], max_tokens)
+        held = {row_of[name]: num for name, num in num_cached_blocks.items() if name in row_of}
+        if not held:
+            return Side(self.columns, _NO_ROWS, _NO_TOKENS, is_allowed)
+        rows = np.fromiter(held, dtype=np.int64, count=len(held))
+        num_blocks = np.fromiter(held.values(), dtype=np.float64, count=len(held))
+        held_tokens = np.minimum(num_blocks * self.block_sizes[rows], float(max_cached_tokens))
+        return Side(self.columns, rows, held_tokens, is_allowed)
 
     def put(self, worker: Worker) -> None:
         """Adds the worker, or writes its row anew."""
         row = self._row_of.get(worker.worker_id)
         if row is None:
             row = self._add(worker.worker_id)
-        codes = code_of(worker.kv_format), code_of(worker.region)
-        if codes[0] != self.format_codes[row]:
-            self._formats = None
-        self._codes[:, row] = codes
+        self._codes[FORMAT, row] = code_of(worker.kv_format)
+        self._codes[REGION, row] = code_of(worker.region)
         block_size = worker.block_size
-        self._floats[:, row] = (
+        self._floats[:, row] = (  # in the order of the columns
             block_size,
             -1 if worker.is_avoided else worker.num_free_blocks * block_size,
             worker.num_total_blocks * block_size,
@@ -138,28 +156,11 @@ class WorkerTable:
         if row != last:
             self.ids[row] = last_id
             self._row_of[last_id] = row
-            for columns in self._columns():
-                columns[..., row] = columns[..., last]
+            for columns in (self._floats, self._codes):
+                columns[:, row] = columns[:, last]
         self._use(last)
 
-    def first_s(self, now: float) -> Floats:
-        """Until a prompt given to each now begins to be computed, and the step's own time."""
-        waits: Floats = self.busy_until - now
-        np.maximum(waits, 0.0, out=waits)
-        waits += self.step_s
-        return waits
-
-    def formats(self) -> list[tuple[int, Bools | None]]:
-        """The code of each KV format with its rows; None: all of them."""
-        if self._formats is None:
-            codes = np.unique(self.format_codes).tolist()
-            is_one = len(codes) == 1
-            self._formats = [
-                (code, None if is_one else self.format_codes == code) for code in codes
-            ]
-        return self._formats
-
-    def in_regions(self, regions: Collection[str]) -> Bools:
+    def in_regions(self, regions: Collection[str]) -> NDArray[np.bool_]:
         """An unnamed region is none that a request may allow."""
         return np.isin(self.region_codes, [code_of(each) for each in regions if each])
 
@@ -167,33 +168,27 @@ class WorkerTable:
         if len(self) == 0:
             return False
         usable = self.in_regions(regions) if regions else np.ones(len(self), dtype=bool)
-        usable[[row for row in map(self._row_of.get, but) if row is not None]] = False
+        usable[self.rows_of(but)] = False
         return bool(usable.any())
 
     def _add(self, worker_id: str) -> int:
         row = len(self.ids)
-        if row == len(self._names):
-            self._grow()
+        if row == self._floats.shape[1]:
+            self._floats = np.concatenate([self._floats, np.zeros_like(self._floats)], axis=1)
+            self._codes = np.concatenate([self._codes, np.zeros_like(self._codes)], axis=1)
         self.ids.append(worker_id)
         self._row_of[worker_id] = row
-        self._names[row] = code_of(worker_id)
+        self._codes[NAME, row] = code_of(worker_id)
         self._use(row + 1)
         return row
 
-    def _grow(self) -> None:
-        doubled = [np.concatenate([each, np.zeros_like(each)], axis=-1) for each in self._columns()]
-        self._floats, self._codes, self._names = doubled
-
-    def _columns(self) -> tuple[NDArray[Any], ...]:
-        return self._floats, self._codes, self._names
-
     def _use(self, size: int) -> None:
-        """Cuts the columns to `size` rows; which rows have a format must be found anew."""
-        self._formats = None
-        floats = self._floats[:, :size]
+        self.columns = Columns(self._floats, self._codes, size)
         # What a worker that refused lately has free is -1: too little for anything.
-        self.block_sizes, self.free_tokens, self.total_tokens = floats[:3]
-        self.load_s, self.step_s, self.busy_until, self.closed_until = floats[3:7]
-        self.token_s, self.local_token_s, self.push_token_s = floats[7:]
-        self.format_codes, self.region_codes = self._codes[:, :size]
-        self.name_hashes = self._names[:size]
+        self.block_sizes = self._floats[BLOCK_SIZE, :size]
+        self.free_tokens = self._floats[FREE_TOKENS, :size]
+        self.total_tokens = self._floats[TOTAL_TOKENS, :size]
+        self.load_s = self._floats[LOAD_S, :size]
+        self.busy_until = self._floats[BUSY_UNTIL, :size]
+        self.region_codes = self._codes[REGION, :size]
+        self.name_codes = self._codes[NAME, :size]

@@ -128,7 +128,7 @@ def _bus_always_trusted(right: Any) -> Any:
 
 
 def _exclusion_ignored(right: Any) -> Any:
-    return lambda self, usable, excluded: right(self, usable, ())
+    return lambda self, excluded: right(self, ())
 
 
 def _push_never_released(right: Any) -> Any:
@@ -172,7 +172,7 @@ BUGS = (
     Bug("nothing is sent again", Streams, "_ask_again", _nothing, 14),
     Bug("a gap in the tokens is overlooked", ChoiceTokens, "accept", _gaps_overlooked, 22),
     Bug("the gateway aborts nothing", Actions, "abort", _nothing, 0),
-    Bug("an excluded worker is chosen", Decision, "_strike_out", _exclusion_ignored, 161),
+    Bug("an excluded worker is chosen", Decision, "target", _exclusion_ignored, 161),
     Bug("the checksum is not compared", Placements, "_hand_over", _checksum_not_compared, 55),
     Bug("tenants share one hash root", block_hash, "root_hash", _root_without_tenant, 1),
     Bug("a silent bus is taken for dead peers", Fleet, "can_judge", _bus_always_trusted, 4),

@@ -1,0 +1,162 @@
+"""The loops over all workers that a decision takes, as machine code: some µs for a thousand.
+
+They are compiled, or loaded from numba's cache, when this module is imported: never while requests
+wait. The named tuples are what numba takes for arguments.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+# The columns of a table: floats, then codes.
+BLOCK_SIZE, FREE_TOKENS, TOTAL_TOKENS, LOAD_S, STEP_S = range(5)
+BUSY_UNTIL, CLOSED_UNTIL, TOKEN_S, LOCAL_TOKEN_S, PUSH_TOKEN_S = range(5, 10)
+FORMAT, REGION, NAME = range(3)
+
+CLOSED_S = 1e6  # added to those that have enough to do: the others come first
+MAX_KINDS = 16  # of decode workers remembered in one scan; a further one takes the oldest's place
+
+
+class Columns(NamedTuple):
+    """The first `size` of the rows are in use."""
+
+    floats: NDArray[np.float64]  # [10, rows]
+    codes: NDArray[np.uint64]  # [3, rows]
+    size: int
+
+
+class Side(NamedTuple):
+    """The workers of one role, as one request sees them."""
+
+    columns: Columns
+    holders: NDArray[np.int64]  # rows with a cached prefix
+    held_tokens: NDArray[np.float64]  # of the prompt, by holder
+    is_allowed: NDArray[np.bool_]  # by row; of no rows: all
+
+
+class Terms(NamedTuple):
+    """What the request asks for, in tokens and seconds."""
+
+    todo: float  # tokens to compute before the last
+    num_tokens: float
+    always_local: float
+    most_local: float
+    hop_s: float
+    now: float
+
+
+@njit(cache=True)
+def _uncached(side: Side, terms: Terms) -> Any:
+    uncached = np.full(side.columns.size, terms.todo)
+    for holder in range(len(side.holders)):
+        uncached[side.holders[holder]] -= side.held_tokens[holder]
+    return uncached
+
+
+@njit(cache=True)
+def nearest_prefills(
+    prefills: Side, terms: Terms, format_code: int, lack: float, first_row: int, num: int
+) -> Any:
+    """The `num` best to compute the prompt for a decode worker that lacks `lack` of its tokens.
+
+    Returns rows and seconds, best first; -1 and infinite beyond the last that can. Equal ones come
+    in the order of their rows, from `first_row` on and around.
+    """
+    floats, codes, size = prefills.columns
+    uncached, now = _uncached(prefills, terms), terms.now
+    rows, seconds = np.full(num, -1), np.full(num, inf)
+    for number in range(size):
+        row = (first_row + number) % size
+        fits = floats[TOTAL_TOKENS, row] > terms.num_tokens and codes[FORMAT, row] == format_code
+        if not fits or (len(prefills.is_allowed) and not prefills.is_allowed[row]):
+            continue
+        # computing and pushing go on at once: the slower one counts
+        compute_s = uncached[row] * floats[TOKEN_S, row]
+        each_s = max(floats[BUSY_UNTIL, row] - now, 0.0) + floats[STEP_S, row]
+        each_s += max(compute_s, lack * floats[PUSH_TOKEN_S, row])
+        if floats[CLOSED_UNTIL, row] > now:
+            each_s += CLOSED_S
+        place = num
+        while place > 0 and each_s < seconds[place - 1]:
+            place -= 1
+        if place < num:
+            seconds[place + 1 :] = seconds[place:-1].copy()
+            rows[place + 1 :] = rows[place:-1].copy()
+            seconds[place], rows[place] = each_s, row
+    return rows, seconds
+
+
+@njit(cache=True)
+def costs_of_decodes(
+    decodes: Side, prefills: Side, terms: Terms, excluded: NDArray[np.int64]
+) -> Any:
+    """Seconds by row, infinite where the request cannot go now; whether with a handoff; and the
+    first row of the least cost, with how many cost as much.
+    """
+    floats, codes, size = decodes.columns
+    uncached, now = _uncached(decodes, terms), terms.now
+    cost, is_remote = np.full(size, inf), np.full(size, False)
+    # The best handoffs to workers of one format that lack as many tokens: there are few such kinds.
+    formats, lacks = np.zeros(MAX_KINDS, dtype=np.uint64), np.full(MAX_KINDS, -1.0)
+    nearest, nearest_s = np.full((MAX_KINDS, 2), -1), np.full((MAX_KINDS, 2), inf)
+    kind = num_kinds = 0
+    for row in range(size):
+        step_s = floats[STEP_S, row]
+        best_s = max(floats[BUSY_UNTIL, row] - now, 0.0) + step_s
+        best_s += uncached[row] * floats[LOCAL_TOKEN_S, row]
+        is_open = floats[CLOSED_UNTIL, row] <= now
+        if prefills.columns.size and uncached[row] > terms.always_local:
+            format_code, lack = codes[FORMAT, row], uncached[row]
+            if lacks[kind] != lack or formats[kind] != format_code:
+                kind = 0
+                while kind < MAX_KINDS and (lacks[kind] != lack or formats[kind] != format_code):
+                    kind += 1
+            if kind == MAX_KINDS:
+                kind = num_kinds % MAX_KINDS
+                num_kinds += 1
+                formats[kind], lacks[kind] = format_code, lack
+                nearest[kind], nearest_s[kind] = nearest_prefills(
+                    prefills, terms, format_code, lack, 0, 2
+                )
+            first = nearest[kind, 0]
+            # nobody pushes to itself
+            is_twin = first >= 0 and prefills.columns.codes[NAME, first] == codes[NAME, row]
+            each_s = nearest_s[kind, 1 if is_twin else 0]
+            each_s += terms.hop_s + step_s  # the last token takes a step of its own
+            has_time = each_s < CLOSED_S
+            if not has_time:
+                each_s -= CLOSED_S
+            if each_s < best_s or (uncached[row] > terms.most_local and each_s < inf):
+                best_s, is_open, is_remote[row] = each_s, has_time, True
+        is_allowed = not len(decodes.is_allowed) or decodes.is_allowed[row]
+        if is_open and is_allowed and floats[FREE_TOKENS, row] > terms.num_tokens:
+            cost[row] = best_s + floats[LOAD_S, row]
+    cost[excluded] = inf
+    first, num_equal = _least(cost)
+    return cost, is_remote, first, num_equal
+
+
+@njit(cache=True)
+def _least(cost: NDArray[np.float64]) -> Any:
+    first, num_equal = 0, 0
+    for row in range(len(cost)):
+        if cost[row] < cost[first]:
+            first, num_equal = row, 0
+        num_equal += cost[row] == cost[first]
+    return first, num_equal
+
+
+def _compile() -> None:
+    columns = Columns(np.zeros((10, 1)), np.zeros((3, 1), dtype=np.uint64), 0)
+    nobody = np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0, dtype=np.bool_)
+    side, terms = Side(columns, *nobody), Terms(*[0.0] * 6)
+    costs_of_decodes(side, side, terms, nobody[0])
+    nearest_prefills(side, terms, np.uint64(0), 0.0, 0, 1)
+
+
+_compile()
