@@ -29,12 +29,15 @@ from kernels.cpu.amx import (
     tile_zero,
 )
 from kernels.cpu.compiled import compiled
-from kernels.cpu.lanes import array
+from kernels.cpu.lanes import array, expect_load
 
 BLOCK = 32  # of rows, of columns, and of K
 CHUNK_ROWS = 256  # so many rows of x stay in a core's second cache while the weight goes by
 STEP_BYTES = 2048  # of 32 columns, for 32 of K
 PIECE_STEPS = 8
+LINE_BYTES = 64
+STEP_LINES = STEP_BYTES // LINE_BYTES
+MAX_AHEAD = 8  # of a step: with more, they stand in the way of what is needed now
 
 # Configurations by the number of rows of a block, less one.
 CONFIGS = np.stack(
@@ -75,34 +78,36 @@ def _linear(x: Any, weight: Any, configs: Any, num_tasks: int, y: Any) -> None:
         sums = aligned(CHUNK_ROWS * BLOCK * 4)
         for low in range(0, num_rows, CHUNK_ROWS):
             high = min(low + CHUNK_ROWS, num_rows)
-            whole = high - (high - low) % BLOCK
-            if low < whole:
-                tile_configure(configs[BLOCK - 1].ctypes.data)
-                _multiply_rows(x, weight, low, whole, first, end, sums, y)
-            if whole < high:
-                tile_configure(configs[high - whole - 1].ctypes.data)
-                _multiply_rows(x, weight, whole, high, first, end, sums, y)
+            _multiply_rows(x, weight, configs, low, high, first, end, sums, y)
         tile_release()
 
 
 @compiled()
 def _multiply_rows(
-    x: Any, weight: Any, low: int, high: int, first: int, end: int, sums: Any, y: Any
+    x: Any, weight: Any, configs: Any, low: int, high: int, first: int, end: int, sums: Any, y: Any
 ) -> None:
     """Rows [low, high) by the weight's blocks [first, end).
 
     Where there are more rows than one block has, K is cut so that a piece of the weight stays in
-    the first cache while they go by.
+    the first cache while they go by, and the next piece is fetched meanwhile.
     """
     num_steps, row_bytes, y_bytes = weight.shape[1], x.shape[1] * 2, y.shape[1] * 2
-    num_pieces = (num_steps + PIECE_STEPS - 1) // PIECE_STEPS if high - low > BLOCK else 1
+    num_row_blocks = (high - low + BLOCK - 1) // BLOCK
+    num_pieces = (num_steps + PIECE_STEPS - 1) // PIECE_STEPS if num_row_blocks > 1 else 1
+    # A single block of rows waits for memory in any case, which fetches in its own order best.
+    num_ahead = min(STEP_LINES // num_row_blocks, MAX_AHEAD) if num_row_blocks > 1 else 0
+    tile_rows = 0
     for block in range(first, end):
         for piece in range(num_pieces):
             step = num_steps * piece // num_pieces
             piece_steps = num_steps * (piece + 1) // num_pieces - step
             columns_at = weight.ctypes.data + (block * num_steps + step) * STEP_BYTES
+            ahead_at = columns_at + piece_steps * STEP_BYTES
             for row in range(low, high, BLOCK):
                 num_rows = min(BLOCK, high - row)
+                if num_rows != tile_rows:
+                    tile_configure(configs[num_rows - 1].ctypes.data)
+                    tile_rows = num_rows
                 x_at = x.ctypes.data + row * row_bytes + step * BLOCK * 2
                 y_at = y.ctypes.data + row * y_bytes + block * BLOCK * 2
                 sums_at = sums.ctypes.data + (row - low) * BLOCK * 4
@@ -118,7 +123,10 @@ def _multiply_rows(
                     sums_at,
                     BLOCK * 4,
                     piece == 0,
+                    ahead_at,
+                    num_ahead,
                 )
+                ahead_at += piece_steps * num_ahead * LINE_BYTES
                 if piece == num_pieces - 1:
                     for r in range(num_rows):
                         round_to_bf16(sums_at + r * BLOCK * 4, y_at + r * y_bytes)
@@ -134,11 +142,14 @@ def multiply_block(
     sums_at: int,
     sum_bytes: int,
     is_first: bool,
+    ahead_at: int = 0,
+    num_ahead: int = 0,
 ) -> None:
     """Up to 32 rows of BF16 by columns [num_steps, 16, 32, 2], as FP32 to `sums_at`.
 
     The tiles are configured for `num_rows`; rows lie `row_bytes` and `sum_bytes` apart. Unless it
-    is the first product, it is added to what the sums hold.
+    is the first product, it is added to what the sums hold. At each step `num_ahead` cache lines
+    are fetched, from `ahead_at` on: of what is multiplied later.
     """
     is_tall, lower_at = num_rows > TILE_ROWS, sums_at + TILE_ROWS * sum_bytes
     if is_first:
@@ -154,6 +165,8 @@ def multiply_block(
             tile_load(2, lower_at, sum_bytes)
             tile_load(3, lower_at + 64, sum_bytes)
     for step in range(num_steps):
+        for line in range(num_ahead):
+            expect_load(ahead_at + (step * num_ahead + line) * LINE_BYTES)
         tile_load(4, rows_at + step * 64, row_bytes)
         tile_load(6, columns_at + step * STEP_BYTES, 128)
         tile_load(7, columns_at + step * STEP_BYTES + 64, 128)
