@@ -68,6 +68,22 @@ def bits_of_float(_: Any, x: Any) -> Any:
 
 
 @intrinsic
+def _bf16_of_float(_: Any, x: Any) -> Any:
+    """All in 32 bits: numba's own integers have 64, and vectors of them half as many lanes."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = builder.bitcast(args[0], _WORD)
+        upper = builder.lshr(bits, _WORD(16))
+        to_even = builder.add(builder.and_(upper, _WORD(1)), _WORD(0x7FFF))
+        rounded = builder.lshr(builder.add(bits, to_even), _WORD(16))
+        is_number = builder.fcmp_ordered("ord", args[0], args[0])
+        quiet = builder.or_(upper, _WORD(0x40))
+        return builder.trunc(builder.select(is_number, rounded, quiet), ir.IntType(16))
+
+    return types.uint16(types.float32), generate
+
+
+@intrinsic
 def _float_of_half(_: Any, bits: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
@@ -83,20 +99,29 @@ def _half_of_float(_: Any, x: Any) -> Any:
     return types.int16(types.float32), generate
 
 
-@intrinsic
-def largest_lane(_: Any, address: Any) -> Any:
-    """The largest of LANES FP32 numbers that lie at `address`; those that are none are ignored."""
+def _joining(name: str, flag: str, *start: float) -> Any:
+    def join(_: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            kind = ir.VectorType(ir.FloatType(), LANES)
+            vector = builder.load(builder.inttoptr(args[0], kind.as_pointer()), align=4)
+            operands = [*(ir.Constant(ir.FloatType(), each) for each in start), vector]
+            reduce = f"llvm.vector.reduce.{name}.v{LANES}f32"
+            function = builder.module.globals.get(reduce) or ir.Function(
+                builder.module,
+                ir.FunctionType(ir.FloatType(), [operand.type for operand in operands]),
+                reduce,
+            )
+            return builder.call(function, operands, fastmath=(flag,))
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.VectorType(ir.FloatType(), LANES)
-        vector = builder.load(builder.inttoptr(args[0], kind.as_pointer()), align=4)
-        name = f"llvm.vector.reduce.fmax.v{LANES}f32"
-        reduce = builder.module.globals.get(name) or ir.Function(
-            builder.module, ir.FunctionType(ir.FloatType(), [kind]), name
-        )
-        return builder.call(reduce, [vector], fastmath=("nnan",))
+        return types.float32(types.int64), generate
 
-    return types.float32(types.int64), generate
+    return intrinsic(join)
+
+
+# Of LANES FP32 numbers at an address: the largest, but for those that are no numbers; and the sum,
+# as a tree, in one order whatever they are.
+largest_lane = _joining("fmax", "nnan")
+sum_of_lanes = _joining("fadd", "reassoc", 0.0)
 
 
 @intrinsic
@@ -225,14 +250,7 @@ def _narrow(x: Any, dtype: Any) -> Any:
         return lambda x, dtype: x
     if dtype.dtype is types.int16:
         return lambda x, dtype: _half_of_float(x)
-    return lambda x, dtype: _round_to_bf16(x)
-
-
-@compiled()
-def _round_to_bf16(x: Any) -> Any:
-    bits = bits_of_float(x)
-    rounded = (bits + _i32(0x7FFF) + ((bits >> 16) & 1)) >> 16
-    return np.uint16((rounded if x == x else bits >> 16 | 0x40) & 0xFFFF)
+    return lambda x, dtype: _bf16_of_float(x)
 
 
 @compiled()
@@ -256,11 +274,3 @@ def tanh(x: Any) -> Any:
     size = min(abs(x), _f32(20.0))
     y = _f32(1.0) - _f32(2.0) / (_f32(1.0) + exp2(size * _f32(2 * LOG2_E)))
     return y if x >= _f32(0.0) else -y
-
-
-@compiled()
-def join_lanes(sums: Any) -> Any:
-    total = sums[0]
-    for lane in range(1, LANES):
-        total += sums[lane]
-    return total

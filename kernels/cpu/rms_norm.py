@@ -11,7 +11,7 @@ from numba import prange
 from torch import Tensor
 
 from kernels.cpu.compiled import compiled
-from kernels.cpu.lanes import FEW_ROWS, LANES, array, fma, join_lanes, narrow, widen
+from kernels.cpu.lanes import FEW_ROWS, LANES, array, fma, narrow, sum_of_lanes, widen
 
 _f32 = np.float32
 
@@ -57,7 +57,7 @@ def _rms_norm(
         for index in range(whole, hidden):
             value = widen(x[row, index])
             sums[index - whole] = fma(value, value, sums[index - whole])
-        mean = join_lanes(sums) / _f32(hidden)
+        mean = sum_of_lanes(sums.ctypes.data) / _f32(hidden)
         scale = _f32(1.0) / np.sqrt(mean + eps)
         if has_unit_offset:
             for index in range(hidden):

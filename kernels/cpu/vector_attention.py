@@ -24,8 +24,8 @@ from kernels.cpu.lanes import (
     add_chains,
     array,
     expect_load,
-    join_lanes,
     narrow,
+    sum_of_lanes,
     transpose_words,
     widen,
 )
@@ -129,7 +129,7 @@ def _attend_run(
     sums = np.zeros((num_rows, head_dim), _f32)
     _weighted_values(weights, cache, head, first, end, sums)
     for row in range(num_rows):
-        total = join_lanes(lanes[row])
+        total = sum_of_lanes(lanes[row].ctypes.data)
         for d in range(head_dim):
             out[row // group, row % group, d] = narrow(sums[row, d] / total, out.dtype)
 
