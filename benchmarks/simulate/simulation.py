@@ -95,8 +95,7 @@ class Outcome:
     num_computed_tokens: int = 0
     num_local: int = 0
     num_refused: Counter[str] = field(default_factory=Counter)
-    num_decisions: int = 0
-    deciding_ns: int = 0
+    decision_ns: array = field(default_factory=lambda: array("q"))  # of each request placed
     num_heartbeats: int = 0
     hearing_ns: int = 0
     ended_at: float = 0.0
@@ -117,6 +116,7 @@ class Simulation:
         self._names = count()
         self._traces: dict[Ticket, TraceRequest] = {}
         self._is_blocked = False
+        self._deciding_ns = 0  # since a request was placed last
         self._open = 0  # requests that have come and not ended
         self._has_arrivals = True
         self._random = Random(seed)
@@ -210,7 +210,8 @@ class Simulation:
             self.outcome.num_refused[trace.tenant] += 1
             return
         finally:
-            self.outcome.deciding_ns += time.perf_counter_ns() - began
+            self._deciding_ns += time.perf_counter_ns() - began
+        self._admission.remove_expired(now)
         self._traces[ticket] = trace
         self._open += 1
         if not self._is_blocked:
@@ -221,7 +222,7 @@ class Simulation:
         while not self._is_blocked:
             began = time.perf_counter_ns()
             ticket = self._admission.pop(self._now)
-            self.outcome.deciding_ns += time.perf_counter_ns() - began
+            self._deciding_ns += time.perf_counter_ns() - began
             if ticket is None:
                 return
             self._place(ticket)
@@ -237,10 +238,10 @@ class Simulation:
             if target is None:
                 self._admission.requeue(ticket, self._now)
                 self._is_blocked = True
-                self.outcome.deciding_ns += time.perf_counter_ns() - began
+                self._deciding_ns += time.perf_counter_ns() - began
                 return
             assignment = self._workers.assign(target, needs, self._now)
-            self.outcome.deciding_ns += time.perf_counter_ns() - began
+            self._deciding_ns += time.perf_counter_ns() - began
             decode = self._sites[target.decode_id]
             assert isinstance(decode, Decode)
             job = Job(self._traces[ticket], ticket.queued_at, decode)
@@ -252,9 +253,10 @@ class Simulation:
                 began = time.perf_counter_ns()
                 self._workers.confirm(assignment, self._now)
                 self._admission.placed(ticket, self._now)
-                self.outcome.deciding_ns += time.perf_counter_ns() - began
+                self._deciding_ns += time.perf_counter_ns() - began
                 del self._traces[ticket]
-                self.outcome.num_decisions += 1
+                self.outcome.decision_ns.append(self._deciding_ns)
+                self._deciding_ns = 0
                 return
             self._workers.release(assignment, self._now)
             self._workers.avoid(target.decode_id)
