@@ -1,22 +1,17 @@
 """What the control plane costs: the whole of it, with workers whose steps take no time.
 
     python -m benchmarks.control_plane                           both shapes, 16, 64, 256 clients
-    python -m benchmarks.control_plane --peer /path/of/venv      and Dynamo beside it, by turns
+    python -m benchmarks.control_plane --peer VENV [--aiperf VENV]    Dynamo beside it, by turns
     python -m benchmarks.control_plane --shape split --concurrency 64 --duration-s 5
-    python -m benchmarks.control_plane --shape split --hold      for AIPerf: says where to ask
+    python -m benchmarks.control_plane --shape split --hold      for other clients: where to ask
 
 Real processes: gateway, its chat template, scheduler, kv_index, nats-server, redis, workers. Every
 prompt is another, rendered and tokenized; each token is a step of the engine and an event of the
 answer, which the client counts. Client and servers share the machine's cores, as with the peer.
 
-The bars are against the peer of the same run and client. Without one they are against references
-of which the first two were taken with AIPerf 0.13, a far heavier client; for it there is `--hold`
-(URL, MODEL and KEY as it says, of both servers):
-
-    aiperf profile -u URL -m MODEL --api-key KEY --endpoint-type chat --streaming --ui none \\
-        --tokenizer shared/demo_model --concurrency 64 --request-count 4000 \\
-        --synthetic-input-tokens-mean 500 --synthetic-input-tokens-stddev 0 \\
-        --output-tokens-mean 32 --output-tokens-stddev 0 --extra-inputs ignore_eos:true
+The bars are against the peer of the same run, and under the clients with which its published
+figures were taken: AIPerf where `--aiperf` names a virtual environment that has it, and one that
+parses every event. Without a peer they are against those figures.
 
     split   500 tokens in, 32 out; prefill and decode apart, KV pushed through shared memory
     one     100 tokens in, 64 out; one worker does both
@@ -25,6 +20,7 @@ CPU is a process's user and system time by the kernel's count, in milliseconds a
 also how many cores it takes at 1,000 requests a second. It is steadier than requests a second,
 which mean nothing on a machine with other work. The client is measured with and without
 TCP_QUICKACK: a server that leaves small segments to Nagle's algorithm waits for acknowledgements.
+AIPerf's own processes are not counted.
 """
 
 from __future__ import annotations
@@ -48,7 +44,8 @@ import uvloop
 from tokenizers import Tokenizer
 
 from benchmarks.report import Bar, Row, at_least, at_most, write_result
-from benchmarks.serving.client import Tally, Target, load, num_events_of
+from benchmarks.serving.aiperf import aiperf
+from benchmarks.serving.client import Manner, Tally, Target, load, num_events_of
 from benchmarks.serving.dynamo import dynamo
 from benchmarks.serving.hearth import ONE_WORKER, SPLIT, Processes, hearth
 from services.local.service_options import DEMO_MODEL_DIR
@@ -62,8 +59,18 @@ class Shape:
 
 SHAPES = {"split": Shape(500, 32), "one": Shape(100, 64)}
 SERVICES = {"split": SPLIT, "one": ONE_WORKER}
-# (shape, clients): requests/s of Dynamo 1.6.1 on 2 cores, the first two under AIPerf; bar
-REFERENCES = {("split", 16): (231, 1.2), ("split", 64): (387, 1.2), ("one", 64): (593, 1.0)}
+MANNERS = {
+    "quickack": Manner(has_quickack=True),
+    "plain": Manner(),
+    "parsing": Manner(has_quickack=True, parses=True),
+}
+# (shape, clients): requests/s of Dynamo 1.6.1 on 2 cores, under which client; bar
+REFERENCES = {
+    ("split", 16): (231, "aiperf", 1.2),
+    ("split", 64): (387, "aiperf", 1.2),
+    ("one", 64): (593, "parsing", 1.0),
+}
+AIPERF_REQUESTS = 1200, 24  # so many, and so many more for each client
 NUM_TEMPLATE_TOKENS = 24  # of the chat template and the number
 WARM_UP_S = 1.0
 
@@ -92,7 +99,7 @@ class Measurement:
     seconds: float
     seed: int
 
-    async def row(self, concurrency: int, *, has_quickack: bool) -> Row:
+    async def row(self, concurrency: int, manner: Manner) -> Row:
         source = prompts(self.shape.num_input_tokens, self.seed)
         num_output_tokens = self.shape.num_output_tokens
         num_events = await num_events_of(self.target, next(source), num_output_tokens)
@@ -105,7 +112,7 @@ class Measurement:
                 duration_s=seconds,
                 num_output_tokens=num_output_tokens,
                 num_events=num_events,
-                has_quickack=has_quickack,
+                manner=manner,
             )
 
         await run(WARM_UP_S)
@@ -114,6 +121,31 @@ class Measurement:
         elapsed_s, after = time.perf_counter() - started, cpu_s(self.processes)
         spent = {name: after[name] - before[name] for name in after}
         return _row(tally, elapsed_s, num_output_tokens, spent)
+
+    async def row_of_aiperf(self, venv: Path, concurrency: int) -> Row:
+        least, each = AIPERF_REQUESTS
+        before = cpu_s(self.processes)
+        profile = await aiperf(
+            venv,
+            self.target,
+            concurrency=concurrency,
+            num_requests=least + each * concurrency,
+            num_input_tokens=self.shape.num_input_tokens,
+            num_output_tokens=self.shape.num_output_tokens,
+        )
+        after, num = cpu_s(self.processes), profile.request_count.avg
+        spent = {name: after[name] - before[name] for name in self.processes}
+        per_s, ttft_ms = profile.request_throughput.avg, profile.time_to_first_token
+        return {
+            "requests_per_s": round(per_s, 1),
+            "tokens_per_s": round(per_s * profile.output_sequence_length.avg),
+            "ttft_p50_ms": round(ttft_ms.p50, 2),
+            "ttft_p99_ms": round(ttft_ms.p99, 2),
+            "num_requests": round(num),
+            "num_errors": round(profile.error_request_count.avg),
+            "servers_cpu_ms": round(1e3 * sum(spent.values()) / num, 3),
+            **{f"{name}_cpu_ms": round(1e3 * each / num, 3) for name, each in spent.items()},
+        }
 
 
 def _row(tally: Tally, elapsed_s: float, num_output_tokens: int, spent: dict[str, float]) -> Row:
@@ -153,18 +185,26 @@ async def run(options: argparse.Namespace) -> list[Row]:
     seeds = itertools.count(options.seed)
     for shape in options.shape:
         async with started(shape, options) as servers:
-            for concurrency, has_quickack, (server, (target, processes)) in itertools.product(
-                options.concurrency, options.quickack, servers.items()
+            for concurrency, client, (server, (target, processes)) in itertools.product(
+                options.concurrency, clients_of(shape, options), servers.items()
             ):
                 measurement = Measurement(
                     target, processes, SHAPES[shape], options.duration_s, next(seeds)
                 )
-                found = await measurement.row(concurrency, has_quickack=has_quickack)
+                if client == "aiperf":
+                    found = await measurement.row_of_aiperf(options.aiperf, concurrency)
+                else:
+                    found = await measurement.row(concurrency, MANNERS[client])
                 row = {"server": server, "shape": shape, "concurrency": concurrency}
-                row |= {"quickack": has_quickack, **found}
+                row |= {"client": client, **found}
                 print(msgspec.json.encode(row).decode(), file=sys.stderr)
                 rows.append(row)
     return rows
+
+
+def clients_of(shape: str, options: argparse.Namespace) -> list[str]:
+    has_aiperf = options.aiperf is not None and shape == "split"
+    return [*options.client, *(["aiperf"] if has_aiperf else [])]
 
 
 async def hold(options: argparse.Namespace) -> None:
@@ -184,12 +224,16 @@ async def hold(options: argparse.Namespace) -> None:
 def bars_of(rows: Sequence[Row]) -> list[Bar]:
     """Against the peer of the same run, else against what it did on such a machine."""
     bars = [at_most("answers with another number of events", _num_errors(rows), 0, "answers")]
-    for (shape, concurrency), (reference, bar) in REFERENCES.items():
-        ours = _best(rows, "hearth", shape, concurrency)
-        theirs = _best(rows, "dynamo", shape, concurrency)
+    for (shape, concurrency), (reference, client, bar) in REFERENCES.items():
+        ours = _best(rows, "hearth", shape, concurrency, client)
+        theirs = _best(rows, "dynamo", shape, concurrency, client)
+        if ours is None:
+            client = "any client"
+            ours = _best(rows, "hearth", shape, concurrency)
+            theirs = _best(rows, "dynamo", shape, concurrency)
         against = f"{reference:g} of a run before" if theirs is None else f"{theirs:g} beside it"
         if ours is not None:
-            name = f"{shape}, {concurrency} clients, requests/s over Dynamo's {against}"
+            name = f"{shape}, {concurrency} clients, {client}: requests/s over Dynamo's {against}"
             bars.append(at_least(name, ours / (theirs or reference), bar, "x"))
     return bars
 
@@ -198,11 +242,14 @@ def _num_errors(rows: Sequence[Row]) -> int:
     return sum(row["num_errors"] for row in rows if row["server"] == "hearth")
 
 
-def _best(rows: Sequence[Row], server: str, shape: str, concurrency: int) -> float | None:
-    """Of both clients: each server gets the one that suits it."""
+def _best(
+    rows: Sequence[Row], server: str, shape: str, concurrency: int, client: str | None = None
+) -> float | None:
+    """Of all clients, unless one is named: each server gets the one that suits it."""
     wanted = (server, shape, concurrency)
     found = [row for row in rows if (row["server"], row["shape"], row["concurrency"]) == wanted]
-    return max((row["requests_per_s"] for row in found), default=None)
+    named = [row for row in found if client in (None, row["client"])]
+    return max((row["requests_per_s"] for row in named), default=None)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -210,10 +257,11 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("--shape", choices=list(SHAPES), nargs="+", default=list(SHAPES))
     add("--concurrency", type=int, nargs="+", default=[16, 64, 256])
-    add("--quickack", type=_flag, nargs="+", default=[True, False], help="of the client")
+    add("--client", choices=list(MANNERS), nargs="+", default=list(MANNERS))
     add("--duration-s", type=float, default=10.0, help="of each row")
     add("--step-s", type=float, default=0.0, help="what a step of the engine takes")
     add("--peer", type=Path, help="virtual environment with Dynamo, measured by turns")
+    add("--aiperf", type=Path, help="virtual environment with AIPerf, for `split`")
     add("--hold", action="store_true", help="only start the servers, for other clients")
     add("--seed", type=int, default=1)
     add("--name", default="control_plane", help="results/NAME.json")
@@ -225,10 +273,6 @@ def main(argv: Sequence[str]) -> int:
     command = ["-m", "benchmarks.control_plane", *argv]
     write_result(options.name, rows, bars_of(rows), command)
     return 1 if _num_errors(rows) else 0
-
-
-def _flag(text: str) -> bool:
-    return {"yes": True, "no": False}[text]
 
 
 if __name__ == "__main__":

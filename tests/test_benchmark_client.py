@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.serving.client import Connection, Target, num_events_of
+from benchmarks.serving.client import Connection, Manner, Target, num_events_of
 
 EVENTS = [
     b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n',
@@ -28,7 +28,7 @@ class Transport(asyncio.Transport):
 
 @pytest.mark.parametrize("num_bytes", [1, 2, 3, 7, 50, len(ANSWER)])
 async def test_events_are_counted_however_they_are_cut(num_bytes: int) -> None:
-    connection = Connection(has_quickack=False)
+    connection = Connection(Manner())
     connection.connection_made(Transport())
     asking = asyncio.create_task(connection.ask(b"GET"))
     await asyncio.sleep(0)
@@ -40,8 +40,19 @@ async def test_events_are_counted_however_they_are_cut(num_bytes: int) -> None:
     assert connection.first_text_at >= connection.started > 0
 
 
+async def test_who_parses_finds_what_is_no_json() -> None:
+    connection = Connection(Manner(parses=True))
+    connection.connection_made(Transport())
+    asking = asyncio.create_task(connection.ask(b"GET"))
+    await asyncio.sleep(0)
+    with pytest.raises(ValueError, match="Expecting"):
+        connection.data_received(ANSWER.replace(b'"a"', b"[a]"))
+    connection.data_received(ANSWER)
+    await asking
+
+
 async def test_a_connection_that_ends_early_is_no_answer() -> None:
-    connection = Connection(has_quickack=False)
+    connection = Connection(Manner())
     connection.connection_made(Transport())
     asking = asyncio.create_task(connection.ask(b"GET"))
     await asyncio.sleep(0)

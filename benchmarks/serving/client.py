@@ -1,13 +1,14 @@
 """A client that costs as little as it can: it shares the machine with what it measures.
 
 Raw asyncio protocols over keep-alive connections, one request each at a time. Events are counted by
-their blank lines and nothing is parsed, but for the first answer, which shows how many events of an
-answer carry text; every other answer must have as many events.
+their blank lines, and parsed only where that is asked for and in the first answer, which shows how
+many events of an answer carry text; every other answer must have as many events.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import socket
 import time
@@ -19,7 +20,18 @@ from urllib.parse import urlsplit
 from services.local.load_client import http_request
 
 _TEXT = re.compile(rb'"(?:content|text)":\s*"(?!")')
+_EVENT = re.compile(rb"data: (\{[^\n]*\})\n\n")
 _LAST_CHUNK = b"0\r\n\r\n"
+
+
+@dataclass(frozen=True)
+class Manner:
+    """`has_quickack`: acknowledge each segment at once, not up to 40 ms later. `parses`: reads the
+    JSON of every event, as an application's client does.
+    """
+
+    has_quickack: bool = False
+    parses: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,18 +63,16 @@ class Tally:
 
 
 class Connection(asyncio.Protocol):
-    """`has_quickack`: acknowledge each segment at once, not up to 40 ms later."""
-
-    def __init__(self, *, has_quickack: bool) -> None:
-        self._has_quickack = has_quickack
+    def __init__(self, manner: Manner) -> None:
+        self._manner = manner
         self._transport: asyncio.Transport | None = None
         self._answer: asyncio.Future[None] | None = None
 
     @classmethod
-    async def open(cls, url: str, *, has_quickack: bool) -> Connection:
+    async def open(cls, url: str, manner: Manner) -> Connection:
         parts = urlsplit(url)
         _, connection = await asyncio.get_running_loop().create_connection(
-            lambda: cls(has_quickack=has_quickack), parts.hostname, parts.port
+            lambda: cls(manner), parts.hostname, parts.port
         )
         return connection
 
@@ -93,6 +103,9 @@ class Connection(asyncio.Protocol):
             self.received += data
             if _TEXT.search(self.received):
                 self.first_text_at = time.perf_counter()
+        if self._manner.parses:
+            for event in _EVENT.findall(data):
+                json.loads(event)
         self.num_events += data.count(b"\n\n")
         if self._tail.endswith(b"\n") and data.startswith(b"\n"):
             self.num_events += 1
@@ -104,7 +117,7 @@ class Connection(asyncio.Protocol):
         self._end(ConnectionError(f"the connection ended: {error}"))
 
     def _acknowledge(self) -> None:
-        if self._has_quickack:  # the kernel forgets it after each use
+        if self._manner.has_quickack:  # the kernel forgets it after each use
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
     def _end(self, error: Exception | None) -> None:
@@ -143,14 +156,14 @@ async def load(
     duration_s: float,
     num_output_tokens: int,
     num_events: int,
-    has_quickack: bool,
+    manner: Manner,
 ) -> Tally:
     """A closed loop: each client asks again when its answer has ended."""
     tally = Tally(num_events)
     until = time.perf_counter() + duration_s
 
     async def converse() -> None:
-        connection = await Connection.open(target.url, has_quickack=has_quickack)
+        connection = await Connection.open(target.url, manner)
         try:
             while time.perf_counter() < until:
                 await connection.ask(target.request(next(prompts), num_output_tokens))
