@@ -42,7 +42,7 @@ from shared.engine.sampler import draw_tokens
 from shared.engine.step_budget import StepBudget
 from shared.engine.step_threads import StepThreads
 from shared.engine.text_part import TextTensors
-from shared.engine.weight_form import wants_compressed, weights_report
+from shared.engine.weight_form import WeightsReport, wants_compressed, weights_report
 from shared.engine.weights import CheckpointTensors, load_weights, open_checkpoint, weights_digest
 from shared.errors import CheckpointError, ConfigError
 from shared.kv_format import KvFormat
@@ -184,6 +184,10 @@ class ModelRunner:
         with compiling_alone():
             runner.step_logits(_warm_up(block_size))  # whoever is ready has its kernels compiled
         return runner
+
+    @property
+    def weights(self) -> WeightsReport:
+        return weights_report(self._model)
 
     def step_budget_s(self, inputs: StepInputs) -> float:
         return self._budget.seconds(inputs)

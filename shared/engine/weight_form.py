@@ -19,6 +19,9 @@ from shared.config import WEIGHT_FORMS
 from shared.errors import ConfigError
 
 
+BUNDLE_MANIFEST = "hearth_bundle.json"  # which a folder of compressed files has
+
+
 class WeightsReport(msgspec.Struct, frozen=True, kw_only=True):
     """`bits_a_weight` and `verbatim_share` are those of the weights that are compressed.
 
@@ -39,7 +42,8 @@ def wants_compressed(weights: str, model_dir: Path) -> bool:
         raise ConfigError(
             f"weights {weights!r} is none of {', '.join(WEIGHT_FORMS)}", param="weights"
         )
-    return weights == "compressed"
+    is_bundle = (model_dir / BUNDLE_MANIFEST).is_file()
+    return weights == "compressed" or (weights == "auto" and is_bundle)
 
 
 def weights_report(model: nn.Module) -> WeightsReport:
