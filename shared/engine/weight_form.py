@@ -18,7 +18,6 @@ from kernels.cpu.compressed_weight import CompressedWeight
 from shared.config import WEIGHT_FORMS
 from shared.errors import ConfigError
 
-
 BUNDLE_MANIFEST = "hearth_bundle.json"  # which a folder of compressed files has
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numba
 import pytest
 import torch
 from structlog.testing import capture_logs
@@ -219,7 +220,8 @@ def test_the_plain_weights_are_never_in_memory_together(
     )
     if not is_first_start:
         load(tmp_path / "large", "compressed")
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+    compiled = {"NUMBA_CACHE_DIR": numba.config.CACHE_DIR, "NUMBA_NUM_THREADS": "1"}
+    environ = {**os.environ, **compiled, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SERVE, str(tmp_path / "small"), str(tmp_path / "large")]
     done = subprocess.run(
         command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300
