@@ -25,6 +25,7 @@ from kernels.cpu.amx import (
 from kernels.cpu.amx_linear import (
     CHUNK_ROWS,
     CONFIGS,
+    LINE_BYTES,
     PIECE_STEPS,
     STEP_BYTES,
     load_sums,
@@ -46,7 +47,8 @@ THREAD_ROWS = 128
 MIN_PIECE_ROWS = 256
 AHEAD = 4  # blocks that are fetched before they are decoded
 VERBATIM_AHEAD_BYTES = 256  # what so many blocks take of the stream
-LINE = 64
+RECORD_LINES = RECORD_BYTES // LINE_BYTES
+MIN_OTHERS = 3  # blocks of rows: with less, too much would be fetched at each step
 
 
 def compressed_linear(
@@ -128,10 +130,14 @@ def _multiply_rows(
     num_pieces = (num_steps + PIECE_STEPS - 1) // PIECE_STEPS if high - low > BLOCK else 1
     verbatim_at = planes.verbatim.ctypes.data + planes.starts[strip]
     lanes_at, scratch_at, num_configured = lanes.ctypes.data, scratch.ctypes.data, 0
+    # Many rows leave time to fetch the next piece while they go by.
+    num_others = (high - low - 1) // BLOCK
+    num_ahead = (RECORD_LINES + num_others - 1) // num_others if num_others >= MIN_OTHERS else 0
     for piece in range(num_pieces):
         step = num_steps * piece // num_pieces
         piece_steps = num_steps * (piece + 1) // num_pieces - step
         record_at = planes.records.ctypes.data + (strip * num_steps + step) * RECORD_BYTES
+        ahead_at = record_at + piece_steps * RECORD_BYTES
         for row in range(low, high, BLOCK):
             num_rows = min(BLOCK, high - row)
             if num_rows != num_configured:
@@ -154,6 +160,7 @@ def _multiply_rows(
                     x_at,
                     row_bytes,
                     is_tall,
+                    num_ahead == 0,
                 )
                 store_sums(sums_at, BLOCK * 4, is_tall)
             else:
@@ -166,7 +173,10 @@ def _multiply_rows(
                     sums_at,
                     BLOCK * 4,
                     piece == 0,
+                    ahead_at,
+                    num_ahead,
                 )
+                ahead_at += piece_steps * num_ahead * LINE_BYTES
             if piece == num_pieces - 1:
                 for r in range(num_rows):
                     round_to_bf16(sums_at + r * BLOCK * 4, y_at + r * y_bytes)
@@ -182,15 +192,19 @@ def _decode_and_multiply(
     rows_at: int,
     row_bytes: int,
     is_tall: bool,
+    fetches: bool,
 ) -> int:
     """A block is decoded while the one before it is multiplied by; the last PIECE_STEPS of them
-    stay in the scratch. Returns where the next block's verbatim bytes are.
+    stay in the scratch. With `fetches` those some steps ahead are fetched.
+
+    Returns where the next block's verbatim bytes are.
     """
     for step in range(num_steps + 1):
         if step < num_steps:
             record_at = records_at + step * RECORD_BYTES
-            for line in range(RECORD_BYTES // LINE):
-                expect_load(record_at + AHEAD * RECORD_BYTES + line * LINE)
+            if fetches:
+                for line in range(RECORD_LINES):
+                    expect_load(record_at + AHEAD * RECORD_BYTES + line * LINE_BYTES)
             expect_load(verbatim_at + VERBATIM_AHEAD_BYTES)
             tile_at = scratch_at + step % PIECE_STEPS * STEP_BYTES
             verbatim_at = decode_block(record_at, verbatim_at, lanes_at, 0, tile_at, 64)
