@@ -15,8 +15,13 @@ from structlog.testing import capture_logs
 
 from kernels.cpu import compressed_weight, linear
 from kernels.cpu.compressed_weight import CompressedWeight
+from kernels.cpu.decompress import decompress
+from shared.engine.checkpoint_config import read_config
 from shared.engine.model_runner import ModelRunner
+from shared.engine.models.decoder import Decoder
+from shared.engine.packed_weights import compress_in_place
 from shared.engine.weight_form import wants_compressed
+from shared.engine.weights import load_weights, open_checkpoint
 from shared.errors import ConfigError
 from tests.engine.checkpoints import write_llama, write_model
 from tests.engine.families import FAMILIES
@@ -142,6 +147,19 @@ def test_weights_of_ones_own_are_compressed_too(
     assert found._model.lm_head.weight is found._model.embed_tokens.weight
     assert found.weights.num_compressed > 100_000
     assert_same(found, expected)
+
+
+def test_a_filled_model_is_compressed_in_place(tmp_path: Path) -> None:
+    """As on a device to which it was brought first."""
+    write_llama(tmp_path, tie_word_embeddings=True, **WIDE)
+    model = Decoder(read_config(tmp_path), dtype=torch.bfloat16, num_positions=64)
+    with open_checkpoint(tmp_path) as tensors:
+        load_weights(tensors, model.weight_destinations())
+        expected = tensors.read("model.layers.1.mlp.down_proj.weight").bfloat16()
+    compress_in_place(model, model.weight_destinations())
+    assert isinstance(model.lm_head.weight, CompressedWeight)
+    assert model.lm_head.weight is model.embed_tokens.weight
+    assert torch.equal(decompress(model.layers[1].mlp.down_proj.weight), expected)
 
 
 def test_both_forms_have_files_of_their_own(tmp_path: Path, cache: Path) -> None:
