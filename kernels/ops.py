@@ -16,12 +16,16 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import add_rms_norm as cpu_add_rms_norm
+from kernels.cpu import compressed_linear as cpu_compressed_linear
 from kernels.cpu import decode_attention as cpu_decode_attention
+from kernels.cpu import decompress as cpu_decompress
 from kernels.cpu import gated as cpu_gated
 from kernels.cpu import linear as cpu_linear
 from kernels.cpu import prefill_attention as cpu_prefill_attention
 from kernels.cpu import rms_norm as cpu_rms_norm
 from kernels.cpu import rotate_and_store as cpu_rotate_and_store
+from kernels.cpu.compressed_weight import CompressedWeight
+from kernels.cpu.compressed_weight import compress_weight as cpu_compress_weight
 from kernels.device import IS_INTERPRETED, has_triton_device
 from kernels.reference.add_rms_norm import add_rms_norm as reference_add_rms_norm
 from kernels.reference.copy_blocks import copy_blocks as reference_copy_blocks
@@ -84,14 +88,35 @@ _linear = _chosen(reference_linear, cpu_linear.linear)
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, is_batch_invariant: bool = False
+    x: Tensor,
+    weight: Tensor | CompressedWeight,
+    bias: Tensor | None = None,
+    *,
+    is_batch_invariant: bool = False,
 ) -> Tensor:
     """On CUDA the library multiplies, unless a row's bits may not depend on the others."""
+    if isinstance(weight, CompressedWeight):
+        return cpu_compressed_linear.compressed_linear(x, weight, bias)
     if x.is_cuda and not is_batch_invariant:
         return torch.nn.functional.linear(x, weight, bias)
     return _linear(x, weight, bias, is_batch_invariant=is_batch_invariant)
 
 
+def select_rows(weight: Tensor | CompressedWeight, row_ids: Tensor) -> Tensor:
+    """weight [N, K], row_ids [T] -> [T, K]."""
+    if isinstance(weight, CompressedWeight):
+        return cpu_decompress.select_rows(weight, row_ids)
+    return weight.index_select(0, row_ids)
+
+
 def pack_weight(weight: Tensor) -> Tensor:
     """weight [N, K] in the form that `linear` multiplies with."""
     return weight if IS_INTERPRETED else cpu_linear.pack_weight(weight)
+
+
+def compress_weight(weight: Tensor) -> CompressedWeight | None:
+    """weight [N, K] in a smaller form for `linear` and `select_rows`, bit for bit the same.
+
+    None where there is none: it would save nothing, or the device has no product with it.
+    """
+    return cpu_compress_weight(weight) if weight.is_cpu and not IS_INTERPRETED else None

@@ -69,6 +69,7 @@ def load_model(config: WorkerConfig) -> ModelledRunner:
         device=config.device,
         num_threads=config.num_threads or None,
         is_batch_invariant=config.is_batch_invariant,
+        weights=config.weights,
     )
 
 

@@ -10,6 +10,8 @@ import msgspec
 
 from shared.errors import ConfigError
 
+WEIGHT_FORMS = ("auto", "dense", "compressed")
+
 
 class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`nats_url` carries the credential; its user name is the process id."""
@@ -96,6 +98,7 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
 
     dtype: str = "auto"
     device: str = "cpu"
+    weights: str = "auto"  # dense, or kept compressed: the same bits, fewer bytes
     num_threads: int = 0  # 0: share the cores of this host
     is_batch_invariant: bool = True  # False: faster on CUDA, but resumed answers may differ
     block_size: int = 16
@@ -115,6 +118,8 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
         )
         if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
             yield f"dtype {self.dtype!r} is not auto, bfloat16, float16 or float32"
+        if self.weights not in WEIGHT_FORMS:
+            yield f"weights {self.weights!r} is none of {', '.join(WEIGHT_FORMS)}"
         if self.num_threads < 0:
             yield f"num_threads {self.num_threads} is negative"
         if not 0 < self.max_reserved_share <= 1:

@@ -151,7 +151,18 @@ def multiply_block(
     is the first product, it is added to what the sums hold. At each step `num_ahead` cache lines
     are fetched, from `ahead_at` on: of what is multiplied later.
     """
-    is_tall, lower_at = num_rows > TILE_ROWS, sums_at + TILE_ROWS * sum_bytes
+    is_tall = num_rows > TILE_ROWS
+    load_sums(sums_at, sum_bytes, is_tall, is_first)
+    for step in range(num_steps):
+        for line in range(num_ahead):
+            expect_load(ahead_at + (step * num_ahead + line) * LINE_BYTES)
+        multiply_step(rows_at + step * 64, row_bytes, columns_at + step * STEP_BYTES, is_tall)
+    store_sums(sums_at, sum_bytes, is_tall)
+
+
+@compiled()
+def load_sums(sums_at: int, sum_bytes: int, is_tall: bool, is_first: bool) -> None:
+    """To the tiles; zeros for the first product."""
     if is_first:
         tile_zero(0)
         tile_zero(1)
@@ -162,22 +173,30 @@ def multiply_block(
         tile_load(0, sums_at, sum_bytes)
         tile_load(1, sums_at + 64, sum_bytes)
         if is_tall:
+            lower_at = sums_at + TILE_ROWS * sum_bytes
             tile_load(2, lower_at, sum_bytes)
             tile_load(3, lower_at + 64, sum_bytes)
-    for step in range(num_steps):
-        for line in range(num_ahead):
-            expect_load(ahead_at + (step * num_ahead + line) * LINE_BYTES)
-        tile_load(4, rows_at + step * 64, row_bytes)
-        tile_load(6, columns_at + step * STEP_BYTES, 128)
-        tile_load(7, columns_at + step * STEP_BYTES + 64, 128)
-        tile_multiply(0, 4, 6)
-        tile_multiply(1, 4, 7)
-        if is_tall:
-            tile_load(5, rows_at + step * 64 + TILE_ROWS * row_bytes, row_bytes)
-            tile_multiply(2, 5, 6)
-            tile_multiply(3, 5, 7)
+
+
+@compiled()
+def multiply_step(rows_at: int, row_bytes: int, columns_at: int, is_tall: bool) -> None:
+    """Adds the product of one step of K to the sums."""
+    tile_load(4, rows_at, row_bytes)
+    tile_load(6, columns_at, 128)
+    tile_load(7, columns_at + 64, 128)
+    tile_multiply(0, 4, 6)
+    tile_multiply(1, 4, 7)
+    if is_tall:
+        tile_load(5, rows_at + TILE_ROWS * row_bytes, row_bytes)
+        tile_multiply(2, 5, 6)
+        tile_multiply(3, 5, 7)
+
+
+@compiled()
+def store_sums(sums_at: int, sum_bytes: int, is_tall: bool) -> None:
     tile_store(0, sums_at, sum_bytes)
     tile_store(1, sums_at + 64, sum_bytes)
     if is_tall:
+        lower_at = sums_at + TILE_ROWS * sum_bytes
         tile_store(2, lower_at, sum_bytes)
         tile_store(3, lower_at + 64, sum_bytes)

@@ -66,6 +66,10 @@ def up(
     ] = "127.0.0.1",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    weights: Annotated[
+        str,
+        typer.Option(envvar="HEARTH_WEIGHTS", help="auto, dense or compressed: fewer bytes."),
+    ] = "auto",
     check: Annotated[bool, typer.Option("--check", help="Ask one question, then stop.")] = False,
 ) -> None:
     """Start a cluster on this machine, ask it a first question, and keep it until Ctrl-C.
@@ -91,6 +95,7 @@ def up(
         advertise_host=advertise,
         dtype=dtype,
         device=device,
+        weights=weights,
     )
     run_up(options, context.obj.store_api_key(), is_check=check)
 
@@ -141,6 +146,9 @@ def bench(
     both: Annotated[int, typer.Option(help="Workers of that cluster that do both.")] = 0,
     dtype: Annotated[str, typer.Option(help="Of that cluster.")] = "auto",
     device: Annotated[str, typer.Option(help="Of that cluster.")] = "cpu",
+    weights: Annotated[
+        str, typer.Option(envvar="HEARTH_WEIGHTS", help="Of that cluster.")
+    ] = "auto",
     concurrency: Annotated[
         str, typer.Option(metavar="N,N...", help="Users at once; each number is a load.")
     ] = "1,16,64",
@@ -173,6 +181,7 @@ def bench(
             http_port=0,
             dtype=dtype,
             device=device,
+            weights=weights,
         )
     options = LoadOptions(
         concurrency=_numbers(concurrency),

@@ -12,6 +12,7 @@ import services
 from services.local.children import ProcessSpec
 from services.local.credentials import Credential, random_process_id
 from services.local.servers import LOOPBACK
+from shared.config import WEIGHT_FORMS
 from shared.errors import ConfigError
 from shared.subjects import CredentialRole
 
@@ -41,6 +42,7 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     advertise_host: str = LOOPBACK  # NATS and the KV data plane listen here
     dtype: str = "auto"
     device: str = "cpu"
+    weights: str = "auto"
     tenant_id: str = "default"
 
 
@@ -76,6 +78,8 @@ def check_options(options: UpOptions) -> None:
         problems.append("no decode worker: nothing could answer")
     if not options.model_dir.is_dir():
         problems.append(f"--model {options.model_dir} is not a directory")
+    if options.weights not in WEIGHT_FORMS:
+        problems.append(f"--weights {options.weights!r} is none of {', '.join(WEIGHT_FORMS)}")
     if problems:
         raise ConfigError("; ".join(problems))
 
@@ -139,6 +143,7 @@ def _service(
         arguments += ["--model-name", options.model_name]
     if is_worker:
         arguments += ["--dtype", options.dtype, "--device", options.device]
+        arguments += ["--weights", options.weights]
         arguments += ["--num-threads", str(num_threads)]
         arguments += ["--data-plane-host", options.advertise_host]
     if credential.role == "gateway":

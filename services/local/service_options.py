@@ -44,6 +44,8 @@ HELP = {
     "prefix_ttl_s": "Seconds after its last use that a prefix's metadata is kept.",
     "dtype": "auto (as in the checkpoint), bfloat16, float16 or float32.",
     "device": "cpu, cuda or cuda:N.",
+    "weights": "auto (compressed if the checkpoint is), dense, or compressed: matrices in some "
+    "11.4 bits a weight instead of 16, the same bits when they are used.",
     "num_threads": "Math threads; 0 shares the cores of this host.",
     "is_batch_invariant": "A token's bits depend neither on its batch nor on chunking. Without "
     "it CUDA is a little faster, and a resumed answer may go on differently.",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import structlog
 import torch
 from torch import Tensor
 
@@ -29,16 +30,24 @@ from shared.engine.layers.embedding import OutputHead
 from shared.engine.layers.linear import Linear
 from shared.engine.model_config import ModelConfig
 from shared.engine.models.decoder import Decoder
-from shared.engine.packed_weights import map_weights, weights_cache_dir
+from shared.engine.packed_weights import (
+    compress_in_place,
+    compress_weights,
+    map_weights,
+    weights_cache_dir,
+)
 from shared.engine.readout import pooled, prompt_logprobs
 from shared.engine.runner import SamplingInputs, StepInputs, StepOutput
 from shared.engine.sampler import draw_tokens
 from shared.engine.step_budget import StepBudget
 from shared.engine.step_threads import StepThreads
 from shared.engine.text_part import TextTensors
+from shared.engine.weight_form import WeightsReport, wants_compressed, weights_report
 from shared.engine.weights import CheckpointTensors, load_weights, open_checkpoint, weights_digest
 from shared.errors import CheckpointError, ConfigError
 from shared.kv_format import KvFormat
+
+log = structlog.get_logger(__name__)
 
 # malloc.h: M_TRIM_THRESHOLD, and M_MMAP_THRESHOLD at the most that glibc takes
 _MALLOPT = {-1: 256 << 20, -3: 32 << 20}
@@ -129,6 +138,7 @@ class ModelRunner:
         device: str = "cpu",
         num_threads: int | None = None,
         is_batch_invariant: bool = True,
+        weights: str = "auto",
         model_name: str | None = None,
         clock: Clock | None = None,
     ) -> ModelRunner:
@@ -136,8 +146,10 @@ class ModelRunner:
 
         `is_batch_invariant`: a token's bits depend neither on its batch nor on chunking, so that a
         resumed answer goes on as it would have. On the CPU they never do, and it costs nothing.
+        `weights`: see weight_form.py; whatever it is, the bits of all tokens are the same.
         """
         model_dir = Path(model_dir)
+        is_compressed = wants_compressed(weights, model_dir)
         config = read_config(model_dir)
         target = _device(device)
         kv_format = _kv_format(config, resolve_dtype(dtype, target), block_size)
@@ -152,8 +164,12 @@ class ModelRunner:
             reason = str(error).partition("\n")[0]
             raise CheckpointError(f"{model_dir}: too large for this machine: {reason}") from None
         with open_checkpoint(model_dir) as tensors:
-            revision = _fill(model, tensors, config, target)
+            revision = _fill(model, tensors, config, target, is_compressed=is_compressed)
         model.to(target).eval()
+        if is_compressed:
+            if target.type != "cpu":
+                compress_in_place(model, model.weight_destinations())
+            log.info("weights_compressed", **msgspec.structs.asdict(weights_report(model)))
         _pack(model)
         _set_batch_invariance(model, is_batch_invariant)
         runner = cls(
@@ -168,6 +184,10 @@ class ModelRunner:
         with compiling_alone():
             runner.step_logits(_warm_up(block_size))  # whoever is ready has its kernels compiled
         return runner
+
+    @property
+    def weights(self) -> WeightsReport:
+        return weights_report(self._model)
 
     def step_budget_s(self, inputs: StepInputs) -> float:
         return self._budget.seconds(inputs)
@@ -316,7 +336,12 @@ def _set_batch_invariance(model: Decoder, is_batch_invariant: bool) -> None:
 
 
 def _fill(
-    model: Decoder, tensors: CheckpointTensors, config: ModelConfig, device: torch.device
+    model: Decoder,
+    tensors: CheckpointTensors,
+    config: ModelConfig,
+    device: torch.device,
+    *,
+    is_compressed: bool,
 ) -> str:
     """Returns the revision. On the CPU the processes of a host share one copy where they can."""
     read = TextTensors(tensors) if config.is_text_part else tensors
@@ -326,10 +351,20 @@ def _fill(
         return weights_digest(tensors, described)
 
     if device.type == "cpu":
-        cache_dir = weights_cache_dir()
-        mapped = map_weights(model, destinations, read, described, revision, cache_dir)
+        mapped = map_weights(
+            model,
+            destinations,
+            read,
+            described,
+            revision,
+            weights_cache_dir(),
+            is_compressed=is_compressed,
+        )
         if mapped is not None:
             return mapped
+        if is_compressed:
+            compress_weights(model, destinations, read)
+            return revision()
     load_weights(read, destinations)
     return revision()
 

@@ -30,11 +30,11 @@ import xxhash
 from torch import Tensor
 
 from shared.decoding import UNREADABLE
-from shared.engine.packed_memory import PackedForm
+from shared.engine.packed_memory import CompressedForm, PackedForm
 
 log = structlog.get_logger(__name__)
 
-MAGIC = b"hearthW1"  # another form of the file has another digit
+MAGIC = b"hearthW2"  # another form of the file has another digit
 ALIGNMENT = 64
 _TRAILER = struct.Struct("<16sQ8s")
 _SUFFIX, _PARTIAL = ".packed", ".partial"
@@ -69,11 +69,11 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):
-    """Where some bytes of the payload lie; `form` if they are a packed weight."""
+    """Where some bytes of the payload lie; `form` if they are a weight as it is computed with."""
 
     offset: NumBytes
     num_bytes: NumBytes
-    form: PackedForm | None = None
+    form: PackedForm | CompressedForm | None = None
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,7 +174,9 @@ class PayloadWriter:
     def digest(self) -> str:
         return self._digest.hexdigest()
 
-    def append(self, name: str, data: Tensor, form: PackedForm | None = None) -> None:
+    def append(
+        self, name: str, data: Tensor, form: PackedForm | CompressedForm | None = None
+    ) -> None:
         """`data` is [num_bytes] uint8."""
         self._write(bytes(-self.num_bytes % ALIGNMENT))
         self.spans[name] = Span(offset=self.num_bytes, num_bytes=data.numel(), form=form)

@@ -16,11 +16,13 @@ import msgspec
 import torch
 from torch import Tensor
 
+from kernels.cpu.compressed_weight import CompressedWeight, Order
+
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _I64, _I32, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
 
 
-class PackedForm(msgspec.Struct, frozen=True, kw_only=True):
+class PackedForm(msgspec.Struct, frozen=True, kw_only=True, tag="packed"):
     """All of a packed weight but its bytes; `description` is oneDNN's of its layout, if it has one.
 
     `shape` is that of the weight to oneDNN, [N, K], and that of the bytes otherwise.
@@ -29,6 +31,21 @@ class PackedForm(msgspec.Struct, frozen=True, kw_only=True):
     shape: tuple[int, ...]
     dtype: str
     description: bytes
+
+
+class CompressedForm(msgspec.Struct, frozen=True, kw_only=True, tag="compressed"):
+    shape: tuple[int, int]
+    order: Order
+    num_verbatim: int
+
+
+def compressed_form(weight: CompressedWeight) -> CompressedForm:
+    return CompressedForm(shape=weight.shape, order=weight.order, num_verbatim=weight.num_verbatim)
+
+
+def compressed_view(form: CompressedForm, memory: Tensor) -> CompressedWeight:
+    """Over `memory` [n] uint8, which it keeps alive; nothing is copied."""
+    return CompressedWeight(form.shape, form.order, form.num_verbatim, memory)
 
 
 def packed_bytes(weight: Tensor) -> tuple[PackedForm, Tensor]:

@@ -50,6 +50,7 @@ def test_good_ones_pass(tmp_path: Path) -> None:
         (2, {"model_dir": Path("/nowhere")}, "model_dir"),
         (3, {"dtype": "int8"}, "dtype"),
         (3, {"num_threads": -1}, "num_threads"),
+        (3, {"weights": "small"}, "weights"),
         (3, {"max_reserved_share": 0.0}, "max_reserved_share"),
         (3, {"block_size": 0}, "block_size"),
     ],

@@ -3,11 +3,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kernels.ops import linear, pack_weight
+from kernels.cpu.compressed_weight import CompressedWeight
+from kernels.ops import linear, pack_weight, select_rows
+from shared.engine.layers.linear import parameter_of, replace_weight
 
 
 class Embedding(nn.Module):
     """Token vectors by id, times `scale` rounded to `dtype`."""
+
+    weight: Tensor | CompressedWeight
 
     def __init__(
         self,
@@ -24,7 +28,7 @@ class Embedding(nn.Module):
         )
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        vectors = self.weight.index_select(0, token_ids)
+        vectors = select_rows(self.weight, token_ids)
         return vectors if self.scale is None else vectors.mul_(self.scale)
 
 
@@ -33,10 +37,10 @@ class OutputHead(nn.Module):
 
     `softcap` turns a logit into cap · tanh(logit / cap).
     Rows are looked up in a plain weight and multiplied with a packed one, so that a tied model has
-    both once it is packed.
+    both once it is packed; a compressed one is good for both.
     """
 
-    weight: Tensor
+    weight: Tensor | CompressedWeight
     is_batch_invariant = True  # see kernels.ops.linear
 
     def __init__(
@@ -47,13 +51,12 @@ class OutputHead(nn.Module):
         self.weight = (
             embedding.weight
             if is_tied
-            else nn.Parameter(torch.empty_like(embedding.weight), requires_grad=False)
+            else nn.Parameter(torch.empty_like(parameter_of(embedding)), requires_grad=False)
         )
 
     def pack(self) -> None:
-        packed = pack_weight(self.weight)
-        del self.weight
-        self.weight = packed
+        if isinstance(self.weight, Tensor):
+            replace_weight(self, pack_weight(self.weight))
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits = linear(hidden, self.weight, is_batch_invariant=self.is_batch_invariant).float()

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
+from kernels.cpu.compressed_weight import CompressedWeight
 from kernels.ops import linear, pack_weight
 
 
@@ -12,7 +15,7 @@ class Linear(nn.Module):
     Once they are filled, `pack` replaces the weight by the form that the device computes with.
     """
 
-    weight: Tensor
+    weight: Tensor | CompressedWeight
     is_batch_invariant = True  # see kernels.ops.linear
 
     def __init__(
@@ -29,9 +32,20 @@ class Linear(nn.Module):
         )
 
     def pack(self) -> None:
-        packed = pack_weight(self.weight)
-        del self.weight
-        self.weight = packed
+        if isinstance(self.weight, Tensor):
+            replace_weight(self, pack_weight(self.weight))
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias, is_batch_invariant=self.is_batch_invariant)
+
+
+def parameter_of(module: Any) -> Tensor:
+    """A module's weight as a checkpoint fills it, before `pack`."""
+    weight: Tensor = module.weight
+    return weight
+
+
+def replace_weight(module: Any, weight: Tensor | CompressedWeight) -> None:
+    """The parameter gives way to what is computed with."""
+    del module.weight
+    module.weight = weight

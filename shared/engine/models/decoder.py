@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from shared.engine.attention_inputs import AttentionInputs
 from shared.engine.layers.attention import Attention
 from shared.engine.layers.embedding import Embedding, OutputHead
-from shared.engine.layers.linear import Linear
+from shared.engine.layers.linear import Linear, parameter_of
 from shared.engine.layers.mlp import GatedMlp
 from shared.engine.layers.norm import RMSNorm
 from shared.engine.layers.rotary import rotary_tables
@@ -115,11 +115,11 @@ class Decoder(nn.Module):
     def weight_destinations(self) -> dict[str, Tensor]:
         """The checkpoint's tensor names -> where each goes; fused parameters are cut up."""
         found: dict[str, Tensor] = {
-            "model.embed_tokens.weight": self.embed_tokens.weight,
+            "model.embed_tokens.weight": parameter_of(self.embed_tokens),
             "model.norm.weight": self.norm.weight,
         }
         if not self.config.has_tied_embeddings:
-            found["lm_head.weight"] = self.lm_head.weight
+            found["lm_head.weight"] = parameter_of(self.lm_head)
         for index, layer in enumerate(self.layers):
             for name, tensor in self._layer_destinations(layer).items():
                 found[f"model.layers.{index}.{name}"] = tensor
@@ -155,7 +155,7 @@ def _cut(linear: Linear, parts: dict[str, int]) -> dict[str, Tensor]:
     sizes = list(parts.values())
     named = {
         f"{part}.weight": tensor
-        for part, tensor in zip(parts, linear.weight.split(sizes), strict=True)
+        for part, tensor in zip(parts, parameter_of(linear).split(sizes), strict=True)
     }
     if linear.bias is not None:
         for part, tensor in zip(parts, linear.bias.split(sizes), strict=True):

@@ -92,6 +92,15 @@ def test_every_problem_is_named_at_once(tmp_path: Path) -> None:
         check_options(UpOptions(model_dir=tmp_path / "none", num_prefill=-1))
 
 
+def test_workers_are_told_the_form_of_their_weights(tmp_path: Path) -> None:
+    chosen = options(tmp_path, num_both=1, weights="compressed")
+    specs = plan_services(chosen, plan_credentials(chosen), ENDPOINTS, num_cores=2, environ={})
+    told = {spec.argv[3] for spec in specs if "--weights compressed" in " ".join(spec.argv)}
+    assert told == {"prefill", "decode", "worker"}
+    with pytest.raises(ConfigError, match="--weights 'tiny' is none of auto, dense, compressed"):
+        check_options(options(tmp_path, weights="tiny"))
+
+
 def test_a_cluster_without_decode_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing could answer"):
         check_options(options(tmp_path, num_decode=0))

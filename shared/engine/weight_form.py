@@ -1,0 +1,62 @@
+"""The form in which a model's weights are kept in memory, and what that saves.
+
+dense         as the device computes with them
+compressed    every matrix of a linear layer, of the embedding and of the output head that becomes
+              smaller is kept so and decoded where it is used, bit for bit: see
+              `kernels.ops.compress_weight`
+auto          compressed where the checkpoint is a compressed bundle, else dense
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from torch import Tensor, nn
+
+from kernels.cpu.compressed_weight import CompressedWeight
+from shared.config import WEIGHT_FORMS
+from shared.errors import ConfigError
+
+BUNDLE_MANIFEST = "hearth_bundle.json"  # which a folder of compressed files has
+
+
+class WeightsReport(msgspec.Struct, frozen=True, kw_only=True):
+    """`bits_a_weight` and `verbatim_share` are those of the weights that are compressed.
+
+    A plain weight that becomes no smaller, or is not BF16, stays as it is.
+    """
+
+    num_compressed: int  # weights
+    num_plain: int
+    num_compressed_bytes: int
+    num_plain_bytes: int
+    bits_a_weight: float
+    verbatim_share: float
+
+
+def wants_compressed(weights: str, model_dir: Path) -> bool:
+    """Raises ConfigError."""
+    if weights not in WEIGHT_FORMS:
+        raise ConfigError(
+            f"weights {weights!r} is none of {', '.join(WEIGHT_FORMS)}", param="weights"
+        )
+    is_bundle = (model_dir / BUNDLE_MANIFEST).is_file()
+    return weights == "compressed" or (weights == "auto" and is_bundle)
+
+
+def weights_report(model: nn.Module) -> WeightsReport:
+    found = [getattr(module, "weight", None) for module in model.modules()]
+    compressed = {id(each): each for each in found if isinstance(each, CompressedWeight)}.values()
+    plain = {id(each): each for each in (*model.parameters(), *found) if isinstance(each, Tensor)}
+    num_compressed = sum(each.numel() for each in compressed)
+    num_bytes = sum(each.num_bytes for each in compressed)
+    num_verbatim = sum(each.num_verbatim for each in compressed)
+    return WeightsReport(
+        num_compressed=num_compressed,
+        num_plain=sum(each.numel() for each in plain.values()),
+        num_compressed_bytes=num_bytes,
+        num_plain_bytes=sum(each.numel() * each.element_size() for each in plain.values()),
+        bits_a_weight=round(8 * num_bytes / max(num_compressed, 1), 3),
+        verbatim_share=round(num_verbatim / max(num_compressed, 1), 5),
+    )
