@@ -22,7 +22,7 @@ from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig, WorkerC
 COMMANDS = [
     *("up", "chat", "status", "bench", "credential", "api-key", "tenant", "usage"),
     *("nats-config", "health"),
-    "prefix",
+    *("prefix", "compress", "decompress"),
     *("gateway", "scheduler", "kv-index", "prefill", "decode", "worker"),
 ]
 
