@@ -61,7 +61,11 @@ def _bundle(
 ) -> Manifest:
     progress.expect(2 * folder.num_bytes())
     work.keep_only((*map(bundle_path, folder.shards), *folder.files))
-    shards = tuple(_shard(folder, name, work, executor, progress) for name in folder.shards)
+    sources = [map_safetensors(folder.root / name) for name in folder.shards]  # all are whole
+    shards = tuple(
+        _shard(name, source, work, executor, progress)
+        for name, source in zip(folder.shards, sources, strict=True)
+    )
     files = tuple(_carried(folder, name, work, progress) for name in folder.files)
     manifest = Manifest(shards=shards, files=files)
     with work.written(MANIFEST) as file:
@@ -70,9 +74,8 @@ def _bundle(
 
 
 def _shard(
-    folder: ModelFolder, name: str, work: WorkFolder, executor: Executor, progress: Progress
+    name: str, source: MappedFile, work: WorkFolder, executor: Executor, progress: Progress
 ) -> StoredShard:
-    source = map_safetensors(folder.root / name)
     stored = bundle_path(name)
 
     progress.advance(name, 2 * source.header.data_start)

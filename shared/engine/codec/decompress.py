@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Executor
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from shared.engine.codec.compress import Progress
@@ -34,27 +34,31 @@ def decompress_folder(
     if target.absolute().resolve().is_relative_to(bundle.resolve()):
         raise ConfigError(f"{target} is inside of {bundle}: name a folder outside of it")
     with work_folder(target) as work, coding_threads(num_threads) as executor:
-        shards, files = manifest.shards, manifest.files
         progress.expect(_num_bytes(manifest))
-        work.keep_only([shard.path for shard in shards] + [file.path for file in files])
+        shards = [
+            BundleShard(bundle / bundle_path(record.path), record, executor)
+            for record in manifest.shards
+        ]
+        for file in manifest.files:
+            check_file(bundle / file.path, file)
+        names = [shard.record.path for shard in shards], [file.path for file in manifest.files]
+        work.keep_only(chain(*names))
         for shard in shards:
-            _restore(bundle, shard, work, executor, progress)
-        for file in files:
+            _restore(shard, work, progress)
+        for file in manifest.files:
             _copy(bundle, file, work, progress)
         work.publish()
 
 
-def _restore(
-    bundle: Path, record: StoredShard, work: WorkFolder, executor: Executor, progress: Progress
-) -> None:
-    if not _is_restored(work.path(record.path), record):
-        shard = BundleShard(bundle / bundle_path(record.path), record, executor)
-        with work.written(record.path) as file:
-            for piece in original_pieces(shard, record):
-                file.write(piece)
-                progress.advance(record.path, len(piece))
-    else:
+def _restore(shard: BundleShard, work: WorkFolder, progress: Progress) -> None:
+    record = shard.record
+    if _is_restored(work.path(record.path), record):
         progress.advance(f"{record.path}, kept", _shard_bytes(record))
+        return
+    with work.written(record.path) as file:
+        for piece in original_pieces(shard):
+            file.write(piece)
+            progress.advance(record.path, len(piece))
 
 
 def _is_restored(path: Path, record: StoredShard) -> bool:
@@ -69,12 +73,6 @@ def _is_restored(path: Path, record: StoredShard) -> bool:
 
 
 def _copy(bundle: Path, file: StoredFile, work: WorkFolder, progress: Progress) -> None:
-    try:
-        check_file(work.path(file.path), file)
-        progress.advance(file.path, file.num_bytes)
-        return
-    except CheckpointError:
-        check_file(bundle / file.path, file)
     with work.written(file.path) as copy:
         copied = copy_file(bundle / file.path, copy, partial(progress.advance, file.path))
     if copied != (file.num_bytes, file.digest):

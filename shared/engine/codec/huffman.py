@@ -55,7 +55,7 @@ def encode_plane(plane: Bytes, executor: Executor) -> list[bytes]:
     """The coded plane in pieces."""
 
     def encode(start: int) -> bytes:
-        return _coders.encoder.compress(plane[start : start + CHUNK_BYTES])
+        return _coders.encoder.compress(plane[start : start + CHUNK_BYTES].data)
 
     frames = list(executor.map(encode, range(0, plane.size, CHUNK_BYTES)))
     lengths = np.array([len(frame) for frame in frames], "<u4")
@@ -65,19 +65,23 @@ def encode_plane(plane: Bytes, executor: Executor) -> list[bytes]:
 def frames_of(coded: Bytes, num_bytes: int) -> Sequence[Bytes]:
     """The frames of a coded plane that had `num_bytes`. Raises NotDecodable."""
     table_bytes = 4 * num_chunks(num_bytes)
+    if coded.size < table_bytes:
+        raise NotDecodable("the lengths of its chunks are cut off")
     lengths = np.frombuffer(coded[:table_bytes].tobytes(), "<u4").astype(np.int64)
-    ends = table_bytes + np.cumsum(lengths)
-    if coded.size < table_bytes or (int(ends[-1]) if len(ends) else table_bytes) != coded.size:
+    if table_bytes + int(lengths.sum()) != coded.size:
         raise NotDecodable("the lengths of its chunks are not those stored")
+    ends = table_bytes + np.cumsum(lengths)
     return [coded[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
 
 def decode_frame(frame: Bytes, num_bytes: int) -> Bytes:
     """The plane's bytes of one chunk, read-only. Raises NotDecodable."""
     try:
-        if zstandard.frame_content_size(frame) != num_bytes:
+        if zstandard.frame_content_size(frame.data) != num_bytes:
             raise NotDecodable("a chunk says another size than its tensor's")
-        plain = _coders.decoder.decompress(frame, max_output_size=num_bytes, allow_extra_data=False)
+        plain = _coders.decoder.decompress(
+            frame.data, max_output_size=num_bytes, allow_extra_data=False
+        )
     except zstandard.ZstdError as error:
         raise NotDecodable(f"a chunk cannot be decoded: {error}") from None
     if len(plain) != num_bytes:

@@ -49,6 +49,7 @@ class BundleShard:
     def __init__(self, path: Path, record: StoredShard, executor: Executor) -> None:
         """Raises CheckpointError that names the tensor that is cut off or missing."""
         self.path = path
+        self.record = record
         self.tensors = {tensor.name: tensor for tensor in record.tensors}
         self._executor = executor
         self._file = _mapped(path)
@@ -129,11 +130,11 @@ def write_shard(
     return record
 
 
-def original_pieces(shard: BundleShard, record: StoredShard) -> Iterator[bytes | memoryview]:
+def original_pieces(shard: BundleShard) -> Iterator[bytes | memoryview]:
     """The file that the shard was made of, from its first byte to its last."""
-    header = record.header.encode()
+    header = shard.record.header.encode()
     yield LENGTH.pack(len(header)) + header
-    for tensor in record.tensors:
+    for tensor in shard.record.tensors:
         yield shard.original_bytes(tensor.name).data
 
 

@@ -19,6 +19,7 @@ from shared.engine.codec.huffman import (
     decode_frame,
     encode_plane,
     frames_of,
+    num_chunks,
 )
 from shared.engine.codec.planes import BF16, FP16, Bytes, WordPlanes, byte_counts, entropy_bits
 
@@ -148,7 +149,7 @@ class _PlaneReader:
         self._frames = frames_of(stored, num_bytes) if is_coded else None
         self._plain = stored
         self._num_bytes = num_bytes
-        self.num_chunks = -(-num_bytes // CHUNK_BYTES)
+        self.num_chunks = num_chunks(num_bytes)
 
     def chunk(self, index: int) -> Bytes:
         start = index * CHUNK_BYTES

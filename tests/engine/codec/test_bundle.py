@@ -1,0 +1,271 @@
+"""A folder to a bundle and back: byte by byte, or refused in one line that names the culprit."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from safetensors import safe_open
+
+from shared.engine.codec.compress import compress_folder
+from shared.engine.codec.decompress import decompress_folder
+from shared.engine.codec.manifest import (
+    MANIFEST,
+    VERSION,
+    Manifest,
+    bundle_path,
+    encode_manifest,
+    read_manifest,
+)
+from shared.engine.codec.shard import read_record
+from shared.engine.codec.tensor import AS_IS
+from shared.errors import CheckpointError, ConfigError, HearthError
+from tests.engine.codec.folders import (
+    Silent,
+    bundled,
+    contents,
+    safetensors_of,
+    tensors_of_all_kinds,
+    write_folder,
+)
+
+
+def test_every_file_comes_back_as_it_was(tmp_path: Path) -> None:
+    source, bundle, manifest = bundled(tmp_path)
+    before = contents(source)
+    decompress_folder(bundle, tmp_path / "again", Silent())
+    assert contents(tmp_path / "again") == before == contents(source)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "bundle", "model"]
+    assert read_manifest(bundle).shards == manifest.shards
+
+
+def test_what_is_stored_is_what_the_manifest_says(tmp_path: Path) -> None:
+    _, bundle, manifest = bundled(tmp_path)
+    assert {"config.json", ".hidden", "below/deeper/empty.txt"} <= set(contents(bundle))
+    assert not list(bundle.rglob("model-?.safetensors"))
+    codecs = {}
+    for shard in manifest.shards:
+        path = bundle / bundle_path(shard.path)
+        assert read_record(path) == shard
+        with safe_open(path, framework="np") as opened:  # any reader of safetensors can open it
+            sizes = {name: opened.get_tensor(name).size for name in opened.keys()}  # noqa: SIM118
+        assert sum(sizes.values()) == sum(each.num_stored_bytes for each in shard.tensors)
+        codecs |= {tensor.name.rpartition(".")[0]: tensor.codec for tensor in shard.tensors}
+    assert {codecs["model.layers.0.norm"], codecs["model.layers.0"]} == {AS_IS}
+    assert codecs["model.layers.1.mlp.up_proj"] == "bf16-huffman"
+    assert codecs["model.layers.1.self_attn.q_proj"] == "fp16-huffman"
+
+
+def test_progress_ends_where_it_said(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "model")
+    for run in (
+        lambda progress: compress_folder(source, tmp_path / "bundle", progress),
+        lambda progress: decompress_folder(tmp_path / "bundle", tmp_path / "again", progress),
+    ):
+        progress = Silent()
+        run(progress)
+        assert progress.num_done == progress.num_expected > 0
+
+
+def test_the_number_of_threads_changes_nothing(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "model")
+    for number in (1, 3):
+        compress_folder(source, tmp_path / f"{number}", Silent(), num_threads=number)
+    assert contents(tmp_path / "1") == contents(tmp_path / "3")
+
+
+def test_links_to_files_are_read_through(tmp_path: Path) -> None:
+    """As the hub's cache has them."""
+    source = write_folder(tmp_path / "blobs")
+    linked = tmp_path / "snapshot"
+    linked.mkdir()
+    for path in source.iterdir():
+        if path.is_file():
+            (linked / path.name).symlink_to(path)
+    compress_folder(linked, tmp_path / "bundle", Silent())
+    decompress_folder(tmp_path / "bundle", tmp_path / "again", Silent())
+    assert contents(tmp_path / "again") == contents(linked)
+
+
+# ── refused before anything is written ───────────────────────────────────────────────────────────
+
+
+def refused(kind: type[HearthError], message: str, run: Any) -> str:
+    with pytest.raises(kind) as caught:
+        run()
+    assert message in caught.value.message
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+def test_folders_that_cannot_be(tmp_path: Path) -> None:
+    source, bundle, _ = bundled(tmp_path)
+    before = contents(tmp_path)
+
+    def to(start: Path, target: Path) -> Any:
+        return lambda: compress_folder(start, target, Silent())
+
+    def back(start: Path, target: Path) -> Any:
+        return lambda: decompress_folder(start, target, Silent())
+
+    refused(ConfigError, "bundle is there already", to(source, bundle))
+    refused(ConfigError, "model is there already", back(bundle, source))
+    refused(ConfigError, "inside of", to(source, source / "bundle"))
+    refused(ConfigError, "inside of", to(source, source / "below" / "bundle"))
+    refused(ConfigError, "inside of", back(bundle, bundle / "model"))
+    refused(ConfigError, "is a bundle already", to(bundle, tmp_path / "new"))
+    refused(ConfigError, "is not a directory", to(tmp_path / "no", tmp_path / "new"))
+    refused(ConfigError, "is not a folder", to(source, tmp_path / "no" / "new"))
+    refused(ConfigError, "no *.safetensors in it", to(source / "below" / "deeper", tmp_path / "n"))
+    refused(CheckpointError, f"there is no {MANIFEST}", back(source, tmp_path / "new"))
+    assert contents(tmp_path) == before
+
+
+def test_what_cannot_be_carried_is_named(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "model")
+    (source / "dangling").symlink_to(tmp_path / "nowhere")
+    run = lambda: compress_folder(source, tmp_path / "new", Silent())  # noqa: E731
+    refused(ConfigError, "dangling: not a file", run)
+    (source / "dangling").unlink()
+    (source / "loop").symlink_to(source)
+    refused(ConfigError, "loop: a link to a folder", run)
+    (source / "loop").unlink()
+    content = safetensors_of(tensors_of_all_kinds(1))
+    (source / "model-1.safetensors").write_bytes(content[:-2000])
+    refused(CheckpointError, "model-1.safetensors: not a whole safetensors file: tensor ", run)
+    assert not (tmp_path / "new.partial").exists()
+
+
+def test_somebody_elses_folder_is_not_touched(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "model")
+    (tmp_path / "new.partial").mkdir()
+    (tmp_path / "new.partial" / "diary").write_text("mine")
+    message = "new.partial is in the way"
+    refused(ConfigError, message, lambda: compress_folder(source, tmp_path / "new", Silent()))
+    assert contents(tmp_path / "new.partial") == {"diary": b"mine"}
+
+
+def test_the_tools_of_a_checkpoint_are_left_behind(tmp_path: Path) -> None:
+    source = write_folder(tmp_path / "model")
+    before = contents(source)
+    for name in (".git", ".cache"):
+        (source / name).mkdir()
+        (source / name / "large").touch()
+    compress_folder(source, tmp_path / "bundle", Silent())
+    decompress_folder(tmp_path / "bundle", tmp_path / "again", Silent())
+    assert contents(tmp_path / "again") == before
+
+
+# ── refused when it is read ──────────────────────────────────────────────────────────────────────
+
+
+def test_any_flipped_byte_is_refused_or_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, bundle, _ = bundled(tmp_path, num_shards=1)
+    monkeypatch.setattr("os.fsync", lambda _: None)  # most of the time, and not what is tested
+    before, stored = contents(source), contents(bundle)
+    draw = random.Random(0)
+    refusals = 0
+    for name, content in stored.items():
+        places = range(len(content))
+        for place in draw.sample(places, min(len(places), 60)):
+            flipped = bytearray(content)
+            flipped[place] ^= 1 << draw.randrange(8)
+            (bundle / name).write_bytes(flipped)
+            target = tmp_path / "again"
+            try:
+                decompress_folder(bundle, target, Silent())
+                assert contents(target) == before, (name, place)
+            except CheckpointError as error:
+                refusals += 1
+                assert "\n" not in error.message
+                assert str(bundle) in error.message
+                assert not target.exists()
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.rmtree(tmp_path / "again.partial", ignore_errors=True)
+        (bundle / name).write_bytes(content)
+    assert refusals > 150
+
+
+def test_a_spoilt_tensor_is_named(tmp_path: Path) -> None:
+    _, bundle, manifest = bundled(tmp_path, num_shards=1)
+    shard = next(each for each in manifest.shards if each.path == "model-0.safetensors")
+    path = bundle / bundle_path(shard.path)
+    content = path.read_bytes()
+    end = len(content)
+    for tensor in reversed(shard.tensors):
+        if tensor.num_stored_bytes:
+            spoilt = bytearray(content)
+            spoilt[end - 1] ^= 0x10
+            path.write_bytes(spoilt)
+            run = lambda: decompress_folder(bundle, tmp_path / "again", Silent())  # noqa: E731
+            refused(CheckpointError, f"{path}: tensor {tensor.name}: damaged", run)
+            path.write_bytes(content[: end - 1])
+            refused(CheckpointError, f"tensor {tensor.name}", run)
+        end -= tensor.num_stored_bytes
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    source, bundle, _ = bundled(tmp_path)
+    run = lambda: decompress_folder(bundle, tmp_path / "again", Silent())  # noqa: E731
+    for name in ("model-1.hearth.safetensors", "config.json", ".hidden"):
+        (bundle / name).rename(tmp_path / "aside")
+        refused(CheckpointError, f"{bundle / name}: no such file", run)
+        assert not (tmp_path / "again.partial").exists()
+        (tmp_path / "aside").rename(bundle / name)
+    run()
+    assert contents(tmp_path / "again") == contents(source)
+
+
+def test_shards_of_another_bundle_are_refused(tmp_path: Path) -> None:
+    _, bundle, _ = bundled(tmp_path)
+    shutil.copy(bundle / "model-0.hearth.safetensors", bundle / "model-1.hearth.safetensors")
+    run = lambda: decompress_folder(bundle, tmp_path / "again", Silent())  # noqa: E731
+    refused(CheckpointError, "tensor model.layers.1.mlp.up_proj.weight: there is no", run)
+
+
+def _with(manifest: Manifest, **changes: Any) -> bytes:
+    return encode_manifest(msgspec.structs.replace(manifest, **changes))
+
+
+def test_a_foreign_or_newer_manifest_is_refused(tmp_path: Path) -> None:
+    _, bundle, manifest = bundled(tmp_path)
+    path, file, shard = bundle / MANIFEST, manifest.files[0], manifest.shards[0]
+
+    def renamed(name: str) -> bytes:
+        return _with(manifest, files=(msgspec.structs.replace(file, path=name),))
+
+    newer = {"format": "hearth bundle", "version": VERSION + 1, "shards": "of another form"}
+    tensor = msgspec.structs.replace(shard.tensors[0], codec="bf16-magic")
+    unknown = msgspec.structs.replace(shard, tensors=(tensor, *shard.tensors[1:]))
+    fewer = msgspec.structs.replace(shard, tensors=shard.tensors[1:])
+    for content, message in (
+        (b"", "not a bundle's manifest"),
+        (b"[]", "not a bundle's manifest"),
+        (b"\xff", "not a bundle's manifest"),
+        (path.read_bytes()[:-100], "not a bundle's manifest"),
+        (json.dumps(newer).encode(), f"version {VERSION + 1} of the format is newer"),
+        (_with(manifest, version=0), "version 0 of the format is older"),
+        (_with(manifest, format="other"), "format 'other'"),
+        (b'{"format": "hearth bundle", "version": 1}', "damaged: Object missing"),
+        (path.read_bytes().replace(file.digest.encode(), b"0" * 32), "damaged: its digest"),
+        *((renamed(name), "is not a file below") for name in ("../a", "/a", "a/../b", ".", "")),
+        (renamed("a//b"), "is not a file below"),
+        (renamed("a\\b"), "is not a file below"),
+        (renamed(MANIFEST), "is there twice"),
+        (renamed(shard.path), "is there twice"),
+        (renamed(bundle_path(shard.path)), "is there twice"),
+        (_with(manifest, files=(file, file)), "is there twice"),
+        (_with(manifest, shards=(fewer,)), "its tensors are not those of its header"),
+        (_with(manifest, shards=(unknown,)), f"tensor {tensor.name}: codec 'bf16-magic'"),
+    ):
+        path.write_bytes(content)
+        run = lambda: decompress_folder(bundle, tmp_path / "again", Silent())  # noqa: E731
+        refused(CheckpointError, message, run)
+        shutil.rmtree(tmp_path / "again.partial", ignore_errors=True)
