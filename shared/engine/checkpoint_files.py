@@ -103,8 +103,7 @@ class BundledFile:
         if dtype is None:
             where = f"{self._shard.path}: tensor {name}"
             raise CheckpointError(f"{where}: dtype {stored.dtype!r} is not supported")
-        data = torch.empty(stored.num_bytes, dtype=torch.uint8)
-        self._shard.decode(name, data.numpy())
+        data = torch.from_numpy(self._shard.original_bytes(name))
         return data.view(dtype).view(stored.shape)
 
     def content(self, name: str) -> Content:

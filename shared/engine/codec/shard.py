@@ -74,7 +74,7 @@ class BundleShard:
             raise CheckpointError(f"{self.path}: tensor {name}: damaged: its checksum is another")
 
     def original_bytes(self, name: str) -> Bytes:
-        """The same, [num_bytes], in memory of its own."""
+        """The same, [num_bytes], in memory of its own: numpy's, which asks for large pages."""
         out = np.empty(self.tensors[name].num_bytes, np.uint8)
         self.decode(name, out)
         return out
