@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from safetensors import safe_open
 
 from shared.engine.codec.compress import compress_folder
 from shared.engine.codec.decompress import decompress_folder
+from shared.engine.codec.huffman import encode_plane
 from shared.engine.codec.manifest import (
     MANIFEST,
     VERSION,
@@ -22,6 +25,7 @@ from shared.engine.codec.manifest import (
     encode_manifest,
     read_manifest,
 )
+from shared.engine.codec.planes import Bytes
 from shared.engine.codec.shard import read_record
 from shared.engine.codec.tensor import AS_IS
 from shared.errors import CheckpointError, ConfigError, HearthError
@@ -70,6 +74,22 @@ def test_progress_ends_where_it_said(tmp_path: Path) -> None:
         progress = Silent()
         run(progress)
         assert progress.num_done == progress.num_expected > 0
+
+
+def test_a_coder_that_errs_is_found_out_before_there_is_a_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_folder(tmp_path / "model")
+
+    def erring(plane: Bytes, executor: Executor) -> list[bytes]:
+        return encode_plane(np.where(plane == plane[77], plane[77] ^ 1, plane), executor)
+
+    monkeypatch.setattr("shared.engine.codec.tensor.encode_plane", erring)
+    message = "tensor model.layers.9.mlp.up_proj.weight: damaged: its checksum is another"
+    refused(
+        CheckpointError, message, lambda: compress_folder(source, tmp_path / "bundle", Silent())
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
 def test_the_number_of_threads_changes_nothing(tmp_path: Path) -> None:
