@@ -85,7 +85,7 @@ def work_folder(target: Path) -> Iterator[WorkFolder]:
             try:
                 yield work
             finally:
-                if not work.files.exists() or not any(work.files.iterdir()):
+                if not any(path.is_file() for path in work.files.rglob("*")):
                     shutil.rmtree(work.root)  # published, or nothing to go on with
     except OSError as error:
         what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or error
