@@ -243,6 +243,14 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     assert contents(tmp_path / "again") == contents(source)
 
 
+def test_a_spoilt_file_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    _, bundle, _ = bundled(tmp_path)
+    (bundle / "config.json").write_text('{"a": 2 }\n')
+    run = lambda: decompress_folder(bundle, tmp_path / "again", Silent())  # noqa: E731
+    refused(CheckpointError, f"{bundle}/config.json: damaged: it is not the file that was", run)
+    assert not (tmp_path / "again.partial").exists()
+
+
 def test_shards_of_another_bundle_are_refused(tmp_path: Path) -> None:
     _, bundle, _ = bundled(tmp_path)
     shutil.copy(bundle / "model-0.hearth.safetensors", bundle / "model-1.hearth.safetensors")

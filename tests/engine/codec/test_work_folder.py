@@ -85,7 +85,8 @@ def test_what_a_killed_try_left_is_verified(tmp_path: Path) -> None:
     changed[name] = dtype, shape, data[::-1]
     (source / "model-1.safetensors").write_bytes(safetensors_of(changed, padding=1))
     (source / "model-2.safetensors").unlink()
-    (source / "config.json").write_text("{}")
+    (source / ".hidden").write_text("changed")
+    assert (partial / "files" / ".hidden").exists()
     progress = Silent()
     compress_folder(source, target, progress)
     kept = {what.partition(",")[0] for what in progress.said if what.endswith("kept")}
