@@ -125,6 +125,10 @@ def test_entropy_is_shannons() -> None:
     assert entropy_bits(byte_counts(np.zeros(5, np.uint8))) == 0.0
     assert entropy_bits(byte_counts(np.empty(0, np.uint8))) == 0.0
     assert entropy_bits(byte_counts(np.array([1, 1, 2, 3], np.uint8))) == 1.5
+    for num_bytes in (5, 6, 7, 1001):
+        plane = np.random.default_rng(num_bytes).integers(0, 9, num_bytes).astype(np.uint8)
+        expected = np.bincount(plane, minlength=256)
+        np.testing.assert_array_equal(byte_counts(plane), expected)
 
 
 def test_a_frame_of_another_size_is_refused(threads: Executor) -> None:
@@ -148,3 +152,12 @@ def test_a_frame_of_another_size_is_refused(threads: Executor) -> None:
         decode_tensor("bf16-huffman", stored, [], out[:5998], threads)
     with pytest.raises(NotDecodable, match="no words"):
         decode_tensor("bf16-huffman", stored, [], out[:5999], threads)
+
+
+def test_a_frame_that_says_it_is_huge_takes_no_memory(threads: Executor) -> None:
+    """RFC 8878, 3.1.1: magic, a descriptor (content size in 8 bytes, one segment), the size."""
+    frame = bytes.fromhex("28b52ffd e0") + (1 << 50).to_bytes(8, "little") + bytes(20)
+    coded = np.frombuffer(len(frame).to_bytes(4, "little") + frame, np.uint8)
+    stored = {"sign_mantissa": np.zeros(3000, np.uint8), "exponents": coded}
+    with pytest.raises(NotDecodable, match="another size"):
+        decode_tensor("bf16-huffman", stored, ["exponents"], np.empty(6000, np.uint8), threads)

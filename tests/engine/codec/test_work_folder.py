@@ -43,7 +43,7 @@ class Killer:
 
 def kill_at(verb: str, source: Path, target: Path, what: str) -> None:
     script = KILLED.format(verb=verb)
-    child = subprocess.run([sys.executable, "-c", script, source, target, what], timeout=60)
+    child = subprocess.run([sys.executable, "-c", script, source, target, what], timeout=180)
     assert child.returncode == -signal.SIGKILL
     assert not target.exists()
 
@@ -131,7 +131,7 @@ def test_a_full_disk_is_told_and_what_is_finished_is_kept(tmp_path: Path) -> Non
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
     target = tmp_path / "new"
     child = subprocess.run(
-        [sys.executable, "-c", script, source, target], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script, source, target], capture_output=True, text=True, timeout=180
     )
     assert child.returncode == 2
     refusal = child.stderr.strip().splitlines()[-1]
