@@ -5,7 +5,9 @@
 A frame is Zstandard's (RFC 8878), of which only the literals' Huffman code is wanted: exponents do
 not repeat, and every match that is found costs more than its literals would. No parameter of the
 library says so. A hash table of 64 entries and matches of 7 bytes at least find hardly any, and one
-of 128 KiB has a code of its own. It decodes faster than any other that was measured (README).
+of 128 KiB has a code of its own: 1 to 2.5 % above the entropy, where the same library's levels are
+9 to 70 % above it. Of what else was tried on exponents, Huffman codes of zlib-ng decode at a sixth
+of its speed (at three fifths with ISA-L), constriction's ANS coder at a fortieth.
 """
 
 from __future__ import annotations

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 from shared.engine.codec.compress import compress_folder
 from shared.engine.codec.manifest import Manifest
+from shared.errors import HearthError
 
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
 
@@ -94,3 +97,11 @@ def bundled(tmp_path: Path, *, num_shards: int = 2) -> tuple[Path, Path, Manifes
     source = write_folder(tmp_path / "model", num_shards=num_shards)
     target = tmp_path / "bundle"
     return source, target, compress_folder(source, target, Silent())
+
+
+def refused(kind: type[HearthError], message: str, run: Any) -> str:
+    with pytest.raises(kind) as caught:
+        run()
+    assert message in caught.value.message
+    assert "\n" not in caught.value.message
+    return caught.value.message

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 
 from shared.engine.codec.layout import map_safetensors, parse_header
@@ -38,7 +39,7 @@ def test_files_of_the_library_are_read_alike(tmp_path: Path) -> None:
             assert list(span.shape) == opened.get_slice(name).get_shape()
     name = "model.norm.weight"
     with safe_open(path, framework="pt") as opened:
-        expected = opened.get_tensor(name).view(-1).view(dtype=__import__("torch").uint8)
+        expected = opened.get_tensor(name).view(torch.uint8)
     assert mapped.bytes_of(name).tolist() == expected.tolist()
 
 
