@@ -18,7 +18,17 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PACKAGES = ("torch", "numpy", "uvloop", "msgspec", "nats-py", "redis", "xxhash", "transformers")
+PACKAGES = (
+    "torch",
+    "numpy",
+    "zstandard",
+    "uvloop",
+    "msgspec",
+    "nats-py",
+    "redis",
+    "xxhash",
+    "transformers",
+)
 
 Row = dict[str, Any]
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from services.bundle import commands as bundle_commands
 from services.local import commands, tenant_commands
 from services.local.api_keys import StoreApiKey
 from services.local.gateway_parts import GatewayParts, OpenOffice
@@ -167,6 +168,7 @@ app.registered_commands += commands.app.registered_commands
 app.add_typer(prefix_app, name="prefix", rich_help_panel=commands.OPERATE)
 app.registered_commands += tenant_commands.app.registered_commands
 app.add_typer(tenant_commands.tenant_app, name="tenant", rich_help_panel=commands.OPERATE)
+app.registered_commands += bundle_commands.app.registered_commands
 _add_services()
 
 

@@ -22,7 +22,7 @@ from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig, WorkerC
 COMMANDS = [
     *("up", "chat", "status", "bench", "credential", "api-key", "tenant", "usage"),
     *("nats-config", "health"),
-    "prefix",
+    *("prefix", "compress", "decompress"),
     *("gateway", "scheduler", "kv-index", "prefill", "decode", "worker"),
 ]
 
@@ -124,6 +124,12 @@ def test_every_field_of_a_configuration_is_an_explained_option(config: type) -> 
         (["tenant", "revoke", "a", "--all", "--key", "k"], "--key ID or --all"),
         (["tenant", "rotate", "a", "--keep-s", "-1"], "--keep-s -1 is not from 0"),
         (["usage", "--days", "0"], "--days 0 is not from 1 to 400"),
+        (["compress", "/no", "/tmp/new"], "/no is not a directory"),
+        (["compress", "shared/demo_model", "/tmp"], "/tmp is there already"),
+        (["compress", "shared/demo_model", "shared/demo_model/b"], "is inside of"),
+        (["compress", "shared/demo_model"], "Missing argument 'OUT'"),
+        (["compress", "shared/demo_model", "/tmp/new", "--threads", "0"], "--threads"),
+        (["decompress", "shared/demo_model", "/tmp/new"], "not a bundle"),
     ],
 )
 def test_every_refusal_is_one_line_and_status_2(arguments: list[str], words: str) -> None:

@@ -34,7 +34,7 @@ from shared.engine.packed_memory import CompressedForm, PackedForm
 
 log = structlog.get_logger(__name__)
 
-MAGIC = b"hearthW2"  # another form of the file has another digit
+MAGIC = b"hearthW3"  # another form of the file has another digit
 ALIGNMENT = 64
 _TRAILER = struct.Struct("<16sQ8s")
 _SUFFIX, _PARTIAL = ".packed", ".partial"

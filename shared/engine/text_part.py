@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from shared.engine.checkpoint_files import Content
 from shared.engine.weights import CheckpointTensors
 
 # As transformers writes them, and as its models name their own parameters.
@@ -37,6 +38,9 @@ class TextTensors(CheckpointTensors):
 
     def read(self, name: str) -> Tensor:
         return self._tensors.read(self._source[name])
+
+    def content(self, name: str) -> Content:
+        return self._tensors.content(self._source[name])
 
 
 def _is_other_part(name: str) -> bool:

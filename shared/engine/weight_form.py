@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from kernels.cpu.compressed_weight import CompressedWeight
 from shared.config import WEIGHT_FORMS
+from shared.engine.codec.manifest import is_bundle
 from shared.errors import ConfigError
-
-BUNDLE_MANIFEST = "hearth_bundle.json"  # which a folder of compressed files has
 
 
 class WeightsReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,8 +40,7 @@ def wants_compressed(weights: str, model_dir: Path) -> bool:
         raise ConfigError(
             f"weights {weights!r} is none of {', '.join(WEIGHT_FORMS)}", param="weights"
         )
-    is_bundle = (model_dir / BUNDLE_MANIFEST).is_file()
-    return weights == "compressed" or (weights == "auto" and is_bundle)
+    return weights == "compressed" or (weights == "auto" and is_bundle(model_dir))
 
 
 def weights_report(model: nn.Module) -> WeightsReport:

@@ -1,4 +1,4 @@
-"""Fills a model from safetensors files: one file, or shards named by an index.
+"""Fills a model from safetensors files, or a bundle of them: one file, or shards named by an index.
 
 Every difference between what the model wants and what the files hold is a CheckpointError of one
 line that names the tensor and the file.
@@ -6,17 +6,17 @@ line that names the tensor and the file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shared.decoding import UNREADABLE
+from shared.engine.checkpoint_files import Content, TensorFile, checkpoint_folder, one_line
 from shared.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
@@ -33,47 +33,57 @@ class _Index(msgspec.Struct):
 class CheckpointTensors:
     """The tensors of an open checkpoint, mapped into memory and read when asked for."""
 
-    def __init__(self, handles: Mapping[Path, safe_open], path_of: Mapping[str, Path]) -> None:
-        self._handles = handles
+    def __init__(
+        self,
+        files: Mapping[Path, TensorFile],
+        path_of: Mapping[str, Path],
+        others: Iterable[Path] = (),
+    ) -> None:
+        """`others` are files that the tensors follow from, too."""
+        self._files = files
         self._path_of = path_of
+        self._others = tuple(others)
 
     def names(self) -> list[str]:
         return sorted(self._path_of)
 
     def files(self) -> list[Path]:
-        return sorted(self._handles)
+        """All that the tensors follow from."""
+        return sorted((*self._files, *self._others))
 
     def path(self, name: str) -> Path:
         return self._path_of[name]
 
     def read(self, name: str) -> Tensor:
-        path = self._path_of[name]
-        try:
-            return self._handles[path].get_tensor(name)
-        except (SafetensorError, OSError, AttributeError, KeyError) as error:
-            raise CheckpointError(f"{path}: tensor {name}: {_line(error)}") from None
+        """Raises CheckpointError."""
+        return self._files[self._path_of[name]].read(name)
+
+    def content(self, name: str) -> Content:
+        """Raises CheckpointError."""
+        return self._files[self._path_of[name]].content(name)
 
 
 @contextmanager
 def open_checkpoint(model_dir: Path) -> Iterator[CheckpointTensors]:
     """Raises CheckpointError if a file is missing, truncated or at odds with the index."""
     with ExitStack() as stack:
-        handles: dict[Path, safe_open] = {}
+        folder = checkpoint_folder(model_dir, stack)
+        files: dict[Path, TensorFile] = {}
         path_of: dict[str, Path] = {}
         index = _read_index(model_dir)
-        for path in _files(model_dir, index):
-            handle = stack.enter_context(_open(path))
-            handles[path] = handle
-            for name in handle.keys():  # noqa: SIM118 - a safe_open is not iterable
+        for file_name in _file_names(model_dir, index):
+            path = folder.path(file_name)
+            files[path] = folder.open(file_name, stack)
+            for name in files[path].names():
                 if name in path_of:
                     raise CheckpointError(f"{path}: tensor {name} is also in {path_of[name].name}")
                 path_of[name] = path
         for name, file_name in (index or {}).items():
-            if path_of.get(name) != model_dir / file_name:
+            if path_of.get(name) != folder.path(file_name):
                 raise CheckpointError(
-                    f"{model_dir / file_name}: tensor {name} of {INDEX_FILE} is missing"
+                    f"{folder.path(file_name)}: tensor {name} of {INDEX_FILE} is missing"
                 )
-        yield CheckpointTensors(handles, path_of)
+        yield CheckpointTensors(files, path_of, folder.others())
 
 
 def _read_index(model_dir: Path) -> dict[str, str] | None:
@@ -83,26 +93,17 @@ def _read_index(model_dir: Path) -> dict[str, str] | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
     except (OSError, *UNREADABLE) as error:
-        raise CheckpointError(f"{path}: {_line(error)}") from None
+        raise CheckpointError(f"{path}: {one_line(error)}") from None
 
 
-def _files(model_dir: Path, index: dict[str, str] | None) -> list[Path]:
+def _file_names(model_dir: Path, index: dict[str, str] | None) -> list[str]:
     if index is None:
-        return [model_dir / SINGLE_FILE]
+        return [SINGLE_FILE]
     for file_name in index.values():
         is_name = Path(file_name).name == file_name and "\0" not in file_name
         if not is_name or not file_name.endswith(".safetensors"):
             raise CheckpointError(f"{model_dir / INDEX_FILE}: {file_name!r} is not a file name")
-    return [model_dir / file_name for file_name in sorted(set(index.values()))]
-
-
-def _open(path: Path) -> safe_open:
-    try:
-        return safe_open(path, framework="pt")
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file") from None
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: not a whole safetensors file: {_line(error)}") from None
+    return sorted(set(index.values()))
 
 
 def load_weights(tensors: CheckpointTensors, destinations: Mapping[str, Tensor]) -> None:
@@ -125,15 +126,13 @@ def matched_names(tensors: CheckpointTensors, destinations: Mapping[str, Tensor]
 
 
 def weights_digest(tensors: CheckpointTensors, config: bytes) -> str:
-    """xxh3-128 in hex over the config and each tensor's name, dtype, shape and bytes, by name.
+    """xxh3-128 in hex over the config and each tensor's name, dtype, shape and digest, by name.
 
-    Independent of how the tensors are spread over files.
+    Independent of how the tensors are spread over files, and of whether they are in a bundle.
     """
     digest = xxhash.xxh3_128(config)
     for name in tensors.names():
-        tensor = tensors.read(name).contiguous()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.view(-1).view(torch.uint8).numpy().data)
+        digest.update(msgspec.json.encode([name, tensors.content(name)]))
     return digest.hexdigest()
 
 
@@ -164,7 +163,3 @@ def _is_tied_copy(
 
 def _where(tensors: CheckpointTensors, names: list[str]) -> Path:
     return tensors.path(names[0]).parent if names else Path(SINGLE_FILE)
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

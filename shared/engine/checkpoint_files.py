@@ -1,0 +1,161 @@
+"""One file of a checkpoint, as it is or as a bundle's shard: the same tensors from both."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from shared.engine.codec.manifest import (
+    MANIFEST,
+    StoredShard,
+    bundle_path,
+    is_bundle,
+    read_manifest,
+)
+from shared.engine.codec.shard import BundleShard
+from shared.engine.codec.threads import coding_threads
+from shared.errors import CheckpointError
+
+_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class Content(msgspec.Struct, frozen=True):
+    """What tells a tensor from any other: `dtype` as safetensors spells it, xxh3-128 of bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+
+
+class TensorFile(Protocol):
+    """Each of the last two raises CheckpointError that names file and tensor."""
+
+    def names(self) -> list[str]: ...
+    def read(self, name: str) -> Tensor: ...
+    def content(self, name: str) -> Content: ...
+
+
+class PlainFile:
+    """Mapped into memory."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self._path = path
+        try:
+            self._handle = stack.enter_context(safe_open(path, framework="pt"))
+        except FileNotFoundError:
+            raise CheckpointError(f"{path}: no such file") from None
+        except (SafetensorError, OSError) as error:
+            reason = one_line(error)
+            raise CheckpointError(f"{path}: not a whole safetensors file: {reason}") from None
+
+    def names(self) -> list[str]:
+        return list(self._handle.keys())
+
+    def read(self, name: str) -> Tensor:
+        try:
+            return self._handle.get_tensor(name)
+        except (SafetensorError, OSError, AttributeError, KeyError) as error:
+            raise CheckpointError(f"{self._path}: tensor {name}: {one_line(error)}") from None
+
+    def content(self, name: str) -> Content:
+        tensor = self.read(name).contiguous()
+        data = tensor.view(-1).view(torch.uint8).numpy().data
+        dtype = self._handle.get_slice(name).get_dtype()
+        return Content(dtype, tuple(tensor.shape), xxhash.xxh3_128_hexdigest(data))
+
+
+class BundledFile:
+    """Decoded at each reading, on all threads, and held against its checksum."""
+
+    def __init__(self, shard: BundleShard) -> None:
+        self._shard = shard
+
+    def names(self) -> list[str]:
+        return list(self._shard.tensors)
+
+    def read(self, name: str) -> Tensor:
+        stored = self._shard.tensors[name]
+        dtype = _DTYPES.get(stored.dtype)
+        if dtype is None:
+            where = f"{self._shard.path}: tensor {name}"
+            raise CheckpointError(f"{where}: dtype {stored.dtype!r} is not supported")
+        data = torch.from_numpy(self._shard.original_bytes(name))
+        return data.view(dtype).view(stored.shape)
+
+    def content(self, name: str) -> Content:
+        """As the bundle says, which every reading is held against."""
+        stored = self._shard.tensors[name]
+        return Content(stored.dtype, stored.shape, stored.digest)
+
+
+class PlainFolder:
+    def __init__(self, model_dir: Path) -> None:
+        self._model_dir = model_dir
+
+    def path(self, file_name: str) -> Path:
+        return self._model_dir / file_name
+
+    def open(self, file_name: str, stack: ExitStack) -> TensorFile:
+        """Raises CheckpointError."""
+        return PlainFile(self.path(file_name), stack)
+
+    def others(self) -> list[Path]:
+        """Files that tensors follow from and that have none."""
+        return []
+
+
+class BundleFolder:
+    def __init__(self, model_dir: Path, executor: Executor) -> None:
+        """Raises CheckpointError."""
+        self._model_dir = model_dir
+        self._executor = executor
+        shards = read_manifest(model_dir).shards
+        self._shards: dict[str, StoredShard] = {shard.path: shard for shard in shards}
+
+    def path(self, file_name: str) -> Path:
+        return self._model_dir / bundle_path(file_name)
+
+    def open(self, file_name: str, stack: ExitStack) -> TensorFile:
+        """The shard of what was `file_name`. Raises CheckpointError."""
+        path, shard = self.path(file_name), self._shards.get(file_name)
+        if shard is None:
+            raise CheckpointError(f"{path}: not one of the bundle's shards")
+        return BundledFile(BundleShard(path, shard, self._executor))
+
+    def others(self) -> list[Path]:
+        return [self._model_dir / MANIFEST]
+
+
+def checkpoint_folder(model_dir: Path, stack: ExitStack) -> PlainFolder | BundleFolder:
+    """Raises CheckpointError."""
+    if not is_bundle(model_dir):
+        return PlainFolder(model_dir)
+    return BundleFolder(model_dir, stack.enter_context(coding_threads()))
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,163 @@
+"""What a bundle says of itself: `hearth_bundle.json` in its folder.
+
+    DIR/config.json, tokenizer.json, …      as they were
+    DIR/model.safetensors              ->   model.hearth.safetensors, its planes
+                                            hearth_bundle.json
+
+The manifest has each shard's header as it was, each tensor's codec and the xxh3-128 of its bytes,
+and a digest of itself. Another version of the form has another number.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+from typing import Annotated
+
+import msgspec
+import xxhash
+
+from shared.decoding import UNREADABLE
+from shared.engine.codec.layout import Header, parse_header
+from shared.errors import CheckpointError
+
+MANIFEST = "hearth_bundle.json"
+FORMAT = "hearth bundle"
+VERSION = 1
+SUFFIX, BUNDLE_SUFFIX = ".safetensors", ".hearth.safetensors"
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class StoredTensor(msgspec.Struct, frozen=True, kw_only=True):
+    """`digest` is the xxh3-128 of the original bytes, `entropy_bytes` what a code could reach."""
+
+    name: str
+    dtype: str
+    shape: tuple[Count, ...]
+    num_bytes: Count
+    digest: str
+    codec: str
+    coded_planes: tuple[str, ...]
+    num_stored_bytes: Count
+    entropy_bytes: Count
+
+
+class StoredShard(msgspec.Struct, frozen=True, kw_only=True):
+    """`path` is that of the original, below its folder; `header` its text."""
+
+    path: str
+    header: str
+    tensors: tuple[StoredTensor, ...]
+
+
+class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file that is carried along as it is."""
+
+    path: str
+    num_bytes: Count
+    digest: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    format: str = FORMAT
+    version: int = VERSION
+    shards: tuple[StoredShard, ...]
+    files: tuple[StoredFile, ...]
+    digest: str = ""
+
+
+class _Kind(msgspec.Struct):
+    format: str
+    version: int
+
+
+def is_bundle(folder: Path) -> bool:
+    return (folder / MANIFEST).exists()
+
+
+def bundle_path(path: str) -> str:
+    """Where a bundle has the shard that was at `path`; different for different ones."""
+    return path.removesuffix(SUFFIX) + BUNDLE_SUFFIX
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    sealed = msgspec.structs.replace(manifest, digest=_digest(manifest))
+    return msgspec.json.format(msgspec.json.encode(sealed), indent=1) + b"\n"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises CheckpointError of one line for what is no bundle, a newer or a damaged one."""
+    path = folder / MANIFEST
+    try:
+        encoded = path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: not a bundle: there is no {MANIFEST}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    try:
+        kind = msgspec.json.decode(encoded, type=_Kind)
+    except UNREADABLE as error:
+        raise CheckpointError(f"{path}: not a bundle's manifest: {_line(error)}") from None
+    if kind.format != FORMAT:
+        raise CheckpointError(f"{path}: format {kind.format!r} is not {FORMAT!r}")
+    if kind.version != VERSION:
+        age = "newer" if kind.version > VERSION else "older"
+        raise CheckpointError(
+            f"{path}: version {kind.version} of the format is {age} than this Hearth, "
+            f"which reads version {VERSION}"
+        )
+    return _checked(path, encoded)
+
+
+def _checked(path: Path, encoded: bytes) -> Manifest:
+    try:
+        manifest = msgspec.json.decode(encoded, type=Manifest)
+    except UNREADABLE as error:
+        raise CheckpointError(f"{path}: damaged: {_line(error)}") from None
+    if manifest.digest != _digest(manifest):
+        raise CheckpointError(f"{path}: damaged: its digest is another")
+    for shard in manifest.shards:
+        check_shard(path, shard)
+    shards, files = [each.path for each in manifest.shards], [each.path for each in manifest.files]
+    for name in (*shards, *files):
+        _check_path(path, name)
+    _check_unique(path, [*shards, *files])
+    _check_unique(path, [MANIFEST, *map(bundle_path, shards), *files])
+    return manifest
+
+
+def check_shard(path: Path, shard: StoredShard) -> Header:
+    """Whether header and tensors agree; `path` is where they were read. Raises CheckpointError."""
+    try:
+        header = parse_header(shard.header.encode())
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {shard.path}: {error}") from None
+    said = [(each.name, each.dtype, each.shape, each.num_bytes) for each in shard.tensors]
+    spans = header.spans.items()
+    if said != [(name, span.dtype, span.shape, span.num_bytes) for name, span in spans]:
+        raise CheckpointError(f"{path}: {shard.path}: its tensors are not those of its header")
+    return header
+
+
+def _check_path(manifest: Path, path: str) -> None:
+    """What a stranger's manifest names must stay below its folder."""
+    parts = PurePosixPath(path).parts
+    is_below = parts and ".." not in parts and not path.startswith("/") and "\0" not in path
+    if not is_below or str(PurePosixPath(path)) != path or "\\" in path:
+        raise CheckpointError(f"{manifest}: {path!r} is not a file below a folder")
+
+
+def _check_unique(manifest: Path, paths: list[str]) -> None:
+    if len(set(paths)) != len(paths):
+        twice = next(each for each in paths if paths.count(each) > 1)
+        raise CheckpointError(f"{manifest}: {twice!r} is there twice")
+
+
+def _digest(manifest: Manifest) -> str:
+    return xxhash.xxh3_128_hexdigest(
+        msgspec.json.encode(msgspec.structs.replace(manifest, digest=""))
+    )
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

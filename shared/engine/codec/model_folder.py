@@ -1,0 +1,88 @@
+"""The files of a checkpoint's folder, and of those of a bundle what is carried as it is."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import xxhash
+
+from shared.engine.codec.manifest import MANIFEST, SUFFIX, StoredFile
+from shared.engine.codec.shard import OnBytes
+from shared.errors import CheckpointError, ConfigError
+
+# Of the tools that have fetched the checkpoint: no part of it.
+SKIPPED_FOLDERS = frozenset({".git", ".cache"})
+_PIECE_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """Paths below `root`, with `/`, in order."""
+
+    root: Path
+    shards: tuple[str, ...]
+    files: tuple[str, ...]
+
+    def num_bytes(self) -> int:
+        return sum((self.root / name).stat().st_size for name in (*self.shards, *self.files))
+
+
+def list_model_folder(root: Path) -> ModelFolder:
+    """Raises ConfigError for what is not a checkpoint, or could not be carried."""
+    if not root.is_dir():
+        raise ConfigError(f"{root} is not a directory")
+    if (root / MANIFEST).exists():
+        raise ConfigError(f"{root} is a bundle already: it has a {MANIFEST}")
+    found: list[str] = []
+    for folder, below, names in os.walk(root, onerror=_raise):
+        below[:] = [name for name in below if name not in SKIPPED_FOLDERS]
+        for name in below:
+            if Path(folder, name).is_symlink():
+                raise ConfigError(f"{Path(folder, name)}: a link to a folder cannot be carried")
+        for name in names:
+            path = Path(folder, name)
+            if not path.is_file():
+                raise ConfigError(f"{path}: not a file that can be read")
+            found.append(path.relative_to(root).as_posix())
+    shards = tuple(sorted(name for name in found if name.endswith(SUFFIX)))
+    if not shards:
+        raise ConfigError(f"{root}: there is no *{SUFFIX} in it")
+    return ModelFolder(root, shards, tuple(sorted(set(found) - set(shards))))
+
+
+def copy_file(source: Path, file: IO[bytes], on_bytes: OnBytes) -> tuple[int, str]:
+    """Returns size and xxh3-128 of what was copied. Raises OSError."""
+    digest, num_bytes = xxhash.xxh3_128(), 0
+    with source.open("rb") as opened:
+        while piece := opened.read(_PIECE_BYTES):
+            file.write(piece)
+            digest.update(piece)
+            num_bytes += len(piece)
+            on_bytes(len(piece))
+    return num_bytes, digest.hexdigest()
+
+
+def digest_of(path: Path) -> tuple[int, str]:
+    """Size and xxh3-128. Raises OSError."""
+    with path.open("rb") as file:
+        digest = xxhash.xxh3_128()
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+        return file.tell(), digest.hexdigest()
+
+
+def check_file(path: Path, file: StoredFile) -> None:
+    """Raises CheckpointError if it is missing or another."""
+    try:
+        found = digest_of(path)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
+    if found != (file.num_bytes, file.digest):
+        raise CheckpointError(f"{path}: damaged: it is not the file that was bundled")
+
+
+def _raise(error: OSError) -> None:
+    raise ConfigError(f"{error.filename}: {error.strerror}")

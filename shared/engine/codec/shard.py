@@ -1,0 +1,197 @@
+"""One safetensors file of a bundle: the planes of each tensor as U8 tensors, `NAME.PLANE`.
+
+Its metadata has what the manifest says of it, so that a shard that was finished before its bundle
+was can be told from one of another checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import IO
+
+import msgspec
+import numpy as np
+import xxhash
+
+from shared.decoding import UNREADABLE
+from shared.engine.codec.huffman import NotDecodable
+from shared.engine.codec.layout import LENGTH, METADATA, MappedFile, map_safetensors
+from shared.engine.codec.manifest import StoredShard, StoredTensor, check_shard
+from shared.engine.codec.planes import Bytes
+from shared.engine.codec.tensor import (
+    EncodedTensor,
+    decode_tensor,
+    encode_tensor,
+    plane_names,
+)
+from shared.errors import CheckpointError
+
+RECORD = "hearth_shard"
+WORD_BYTES = 8  # the library's headers end at a multiple of it
+OnBytes = Callable[[int], None]
+
+
+def checksum(data: Bytes) -> str:
+    """xxh3-128 in hex."""
+    return xxhash.xxh3_128_hexdigest(data.data)
+
+
+def stored_name(tensor: str, plane: str) -> str:
+    """Different for different ones, since no plane's name ends in another's with a dot before."""
+    return f"{tensor}.{plane}"
+
+
+class BundleShard:
+    """An open shard, mapped into memory; tensors are decoded when asked for."""
+
+    def __init__(self, path: Path, record: StoredShard, executor: Executor) -> None:
+        """Raises CheckpointError that names the tensor that is cut off or missing."""
+        self.path = path
+        self.record = record
+        self.tensors = {tensor.name: tensor for tensor in record.tensors}
+        self._executor = executor
+        self._file = _mapped(path)
+        for tensor in record.tensors:
+            missing = [each for each in self._planes(tensor) if each not in self._file.header.spans]
+            if missing:
+                raise CheckpointError(f"{path}: tensor {tensor.name}: there is no {missing[0]}")
+
+    def decode(self, name: str, out: Bytes) -> None:
+        """Fills `out` [num_bytes], aligned for its dtype, with the tensor's original bytes.
+
+        Raises CheckpointError that names the tensor if these are not what was written.
+        """
+        tensor = self.tensors[name]
+        planes = zip(plane_names(tensor.codec), self._planes(tensor), strict=True)
+        stored = {plane: self._file.bytes_of(full_name) for plane, full_name in planes}
+        try:
+            decode_tensor(tensor.codec, stored, tensor.coded_planes, out, self._executor)
+        except NotDecodable as error:
+            raise CheckpointError(f"{self.path}: tensor {name}: damaged: {error}") from None
+        if checksum(out) != tensor.digest:
+            raise CheckpointError(f"{self.path}: tensor {name}: damaged: its checksum is another")
+
+    def original_bytes(self, name: str) -> Bytes:
+        """The same, [num_bytes], in memory of its own: numpy's, which asks for large pages."""
+        out = np.empty(self.tensors[name].num_bytes, np.uint8)
+        self.decode(name, out)
+        return out
+
+    def _planes(self, tensor: StoredTensor) -> list[str]:
+        try:
+            planes = plane_names(tensor.codec)
+        except NotDecodable as error:
+            raise CheckpointError(f"{self.path}: tensor {tensor.name}: {error}") from None
+        return [stored_name(tensor.name, plane) for plane in planes]
+
+
+def read_record(path: Path) -> StoredShard:
+    """What a shard says of itself. Raises CheckpointError."""
+    said = _mapped(path).header.metadata.get(RECORD)
+    if said is None:
+        raise CheckpointError(f"{path}: not a bundle's shard")
+    try:
+        record = msgspec.json.decode(said, type=StoredShard)
+    except UNREADABLE as error:
+        raise CheckpointError(f"{path}: not a bundle's shard: {error}") from None
+    check_shard(path, record)
+    return record
+
+
+def write_shard(
+    file: IO[bytes], source: MappedFile, path: str, executor: Executor, on_bytes: OnBytes
+) -> StoredShard:
+    """Codes a safetensors file, one tensor in memory at a time; `path` is its own. Raises OSError.
+
+    The header comes last, into room that was left for it and is filled up with spaces: how long the
+    planes are is known only then.
+    """
+    num_reserved = _reserved_bytes(source, path)
+    file.seek(LENGTH.size + num_reserved)
+    spans: dict[str, dict[str, object]] = {}
+    tensors, offset = [], 0
+    for name, span in source.header.spans.items():
+        data = source.bytes_of(name)
+        digest = executor.submit(checksum, data)
+        encoded = encode_tensor(data, span.dtype, executor)
+        for plane in encoded.planes:
+            for piece in plane.pieces:
+                file.write(piece)
+            end = offset + plane.num_bytes
+            spans[stored_name(name, plane.name)] = _u8_span(offset, end)
+            offset = end
+        tensors.append(_stored(source, name, digest.result(), encoded))
+        on_bytes(span.num_bytes)
+    record = StoredShard(path=path, header=source.header.text, tensors=tuple(tensors))
+    file.seek(0)
+    file.write(LENGTH.pack(num_reserved) + _encoded_header(record, spans).ljust(num_reserved))
+    return record
+
+
+def original_pieces(shard: BundleShard) -> Iterator[bytes | memoryview]:
+    """The file that the shard was made of, from its first byte to its last."""
+    header = shard.record.header.encode()
+    yield LENGTH.pack(len(header)) + header
+    for tensor in shard.record.tensors:
+        yield shard.original_bytes(tensor.name).data
+
+
+def _mapped(path: Path) -> MappedFile:
+    try:
+        return map_safetensors(path)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+
+
+def _stored(source: MappedFile, name: str, digest: str, encoded: EncodedTensor) -> StoredTensor:
+    span = source.header.spans[name]
+    return StoredTensor(
+        name=name,
+        dtype=span.dtype,
+        shape=span.shape,
+        num_bytes=span.num_bytes,
+        digest=digest,
+        codec=encoded.codec,
+        coded_planes=tuple(plane.name for plane in encoded.planes if plane.is_coded),
+        num_stored_bytes=encoded.num_bytes,
+        entropy_bytes=encoded.entropy_bytes,
+    )
+
+
+def _u8_span(start: int, end: int) -> dict[str, object]:
+    return {"dtype": "U8", "shape": [end - start], "data_offsets": [start, end]}
+
+
+def _encoded_header(record: StoredShard, spans: dict[str, dict[str, object]]) -> bytes:
+    said = msgspec.json.encode(record).decode()
+    return msgspec.json.encode({METADATA: {RECORD: said}, **spans})
+
+
+def _reserved_bytes(source: MappedFile, path: str) -> int:
+    """As much as the longest header takes: two planes a tensor, every number at its widest."""
+    widest, digest = 10**15, "0" * 32
+    spans: dict[str, dict[str, object]] = {}
+    tensors = []
+    for name, span in source.header.spans.items():
+        planes = ("x" * 16, "y" * 16)
+        spans |= {stored_name(name, plane): _u8_span(widest, 2 * widest) for plane in planes}
+        tensors.append(
+            StoredTensor(
+                name=name,
+                dtype=span.dtype,
+                shape=span.shape,
+                num_bytes=span.num_bytes,
+                digest=digest,
+                codec="x" * 16,
+                coded_planes=planes,
+                num_stored_bytes=widest,
+                entropy_bytes=widest,
+            )
+        )
+    record = StoredShard(path=path, header=source.header.text, tensors=tuple(tensors))
+    num_bytes = len(_encoded_header(record, spans)) + WORD_BYTES
+    return num_bytes - (LENGTH.size + num_bytes) % WORD_BYTES

@@ -1,0 +1,36 @@
+"""The demo model out of a bundle, served by `hearth up --model`: as out of its plain folder."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from services.local.service_options import DEMO_MODEL_DIR
+from tests.end_to_end.cluster import Cluster, run_cluster
+
+QUESTIONS = ("What is the KV cache?", "What is a scheduler?", "Tell me about rivers.")
+
+
+def _answers(cluster: Cluster) -> list[object]:
+    """Texts with the log-probability of each token."""
+    options = {"logprobs": True, "top_logprobs": 2, "max_tokens": 48}
+    return [cluster.ask(question, **options)["choices"][0] for question in QUESTIONS]
+
+
+def _revisions(cluster: Cluster) -> set[str]:
+    beats = cluster.wait_for_heartbeats(lambda newest: {"prefill-1", "decode-1"} <= set(newest))
+    return {beat.model.revision for beat in beats.values() if beat.model is not None}
+
+
+def test_a_bundle_answers_as_its_checkpoint_does(cluster: Cluster, tmp_path: Path) -> None:
+    bundle = tmp_path / "bundle"
+    command = [sys.executable, "-m", "services", "compress", str(DEMO_MODEL_DIR), str(bundle)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert "mlp.up_proj" in done.stdout
+    assert not list(bundle.glob("model.safetensors"))
+    with run_cluster(tmp_path / "state", "--model", str(bundle)) as bundled:
+        assert bundled.model == "bundle"
+        assert _answers(bundled) == _answers(cluster)
+        assert _revisions(bundled) == _revisions(cluster)  # their KV may be shared
