@@ -20,9 +20,9 @@ from shared.background import Background
 from shared.child_process import send_signal
 from shared.errors import HearthError, InvalidRequest, NoCapacity, Overloaded
 
-MAX_ROUND = 4  # orders that are sent together
-MAX_WAIT_S = 5.0  # for the rounds of others
-HANG_S = 30.0  # for a round; it ends by itself, long before, unless something holds it
+MAX_ROUND = 12  # orders that are sent together
+MAX_WAIT_S = 5.0  # for the rounds of others; looked at when the next one begins
+HANG_S = 30.0  # more than MAX_ROUND x LIMIT_S: a round ends by itself, unless something holds it
 ENDLESS = f"the chat template does not end on these messages in {LIMIT_S:g} s"
 ROOT = Path(services.__file__).resolve().parents[1]
 
