@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 BASE = {"msgspec", "structlog", "nats", "redis", "uvloop", "xxhash", "prometheus_client"}
 TENSORS = {"torch", "triton", "numpy", "numba", "safetensors", "transformers", "zstandard"}
-WEB = {"litestar", "uvicorn", "granian", "jinja2", "tokenizers", "httpx"}
+WEB = {"litestar", "uvicorn", "granian", "jinja2", "tiktoken", "tokenizers", "httpx"}
 TERMINAL = {"typer", "rich", "click", "httpx"}
 HUB = {"huggingface_hub"}
 

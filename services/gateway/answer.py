@@ -124,6 +124,8 @@ class Answer:
         try:
             while pieces:
                 events += b"".join([told.events(piece) for piece in pieces])
+                if self.gathering.is_told:  # what ends the answer leaves with its last piece
+                    break
                 await send({"type": "http.response.body", "body": events, "more_body": True})
                 events = b""
                 pieces = await self.gathering.next()

@@ -23,6 +23,11 @@ class Gathering:
             delivery.first_choice_index = index * num_choices
             delivery.on_news = partial(self._wake, delivery)
 
+    @property
+    def is_told(self) -> bool:
+        """`next` has given all that there was, and none of the requests failed."""
+        return not self._num_open
+
     async def next(self) -> list[Piece]:
         """What came since the last call, at least one piece; empty when all is told.
 

@@ -108,12 +108,15 @@ class GatewayMetrics:
             ["outcome"],
             registry=self.registry,
         )
-        self._tokens = Counter(
+        tokens = Counter(
             "hearth_gateway_tokens",
             "Tokens of finished requests: prompt, cached (part of prompt), output.",
             ["kind"],
             registry=self.registry,
         )
+        self._prompt_tokens = tokens.labels("prompt")
+        self._cached_tokens = tokens.labels("cached")
+        self._output_tokens = tokens.labels("output")
         self._resubmissions = Counter(
             "hearth_gateway_resubmissions",
             "Times a request was submitted again after its scheduler or worker was lost.",
@@ -134,9 +137,9 @@ class GatewayMetrics:
         self._requests.labels(outcome).inc()
 
     def count_tokens(self, *, prompt: int, cached: int, output: int) -> None:
-        self._tokens.labels("prompt").inc(prompt)
-        self._tokens.labels("cached").inc(cached)
-        self._tokens.labels("output").inc(output)
+        self._prompt_tokens.inc(prompt)
+        self._cached_tokens.inc(cached)
+        self._output_tokens.inc(output)
 
     def count_resubmissions(self, number: int) -> None:
         self._resubmissions.inc(number)

@@ -137,7 +137,8 @@ class OpenAIRoutes:
 
         Running streams get their turn between two of them.
         """
-        tenant, request_id = request.state.tenant, request.state.request_id
+        state = request.state
+        tenant, request_id = state.tenant, state.request_id
         session = request.headers.get(AFFINITY_HEADER)
         if session:
             generations = [msgspec.structs.replace(g, affinity_key=session) for g in generations]
@@ -148,7 +149,7 @@ class OpenAIRoutes:
             own_id = f"{request_id}-{index}" if index else request_id
             prepared.append(await self._gateway.prepare(tenant, own_id, generation))
         permit = await self._gateway.admit(tenant, request_id, prepared)
-        request.state.limit_headers = permit.headers
+        state.limit_headers = permit.headers
         deliveries: list[Delivery] = []
         try:
             for each in prepared:
@@ -166,7 +167,8 @@ class OpenAIRoutes:
         self, gathering: Gathering, content: Events | Whole, request: Request[Any, Any, Any]
     ) -> Answer:
         leave = partial(self._leave, gathering.deliveries)
-        headers = {"x-request-id": request.state.request_id, **request.state.limit_headers}
+        state = request.state
+        headers = {"x-request-id": state.request_id, **state.limit_headers}
         return Answer(gathering, content, headers, leave)
 
     def _leave(self, deliveries: Sequence[Delivery]) -> None:

@@ -67,8 +67,10 @@ class EarlyEntries:
 
 
 def _num_values(entry: TokenEntry) -> int:
-    told = (*entry.logprobs, *entry.prompt_logprobs)
-    return len(entry.token_ids) + sum(1 + len(each.top_token_ids) for each in told)
+    num_values = len(entry.token_ids)
+    for each in (*entry.logprobs, *entry.prompt_logprobs):
+        num_values += 1 + len(each.top_token_ids)
+    return num_values
 
 
 @dataclass(slots=True)

@@ -95,9 +95,10 @@ class Routes:
 
     async def authenticate(self, connection: Connection, _: BaseRouteHandler) -> None:
         """Before the body is read: a stranger gets nothing parsed."""
-        connection.state.request_id = self._gateway.new_request_id()
+        state = connection.state
+        state.request_id = self._gateway.new_request_id()
         header = connection.headers.get("authorization")
-        connection.state.tenant = await self._gateway.api_keys.tenant_of(header)
+        state.tenant = await self._gateway.api_keys.tenant_of(header)
 
     async def authorize_metrics(self, connection: Connection, _: BaseRouteHandler) -> None:
         """They add up what all tenants do: the difference of two looks is what others just did."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import uvicorn
 from litestar.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from shared.errors import ConfigError
 
@@ -28,6 +28,31 @@ MAX_HEAD_BYTES = 64 * 1024
 # A client that takes longer to send a request holds a connection, and memory, for nothing.
 HEAD_TIMEOUT_S = 10.0  # from the first byte, or the connection's start, to the last header
 BODY_TIMEOUT_S = 60.0  # then to the last byte
+
+
+class HeadWithBody:
+    """A transport for one response: its head leaves with the first of its body, in one segment.
+
+    Not for answers to HEAD, which have no body to go with.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._transport = cycle.transport
+        self._head = b""
+
+    def write(self, data: bytes) -> None:
+        if not self._head:
+            self._head = data
+        else:
+            self._cycle.transport = self._transport
+            self._transport.write(self._head + data)
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        self._transport.close()
 
 
 class _Http(HttpToolsProtocol):
@@ -67,6 +92,8 @@ class _Http(HttpToolsProtocol):
         self._num_gathered_bytes = 0
         self._wait(self._body_timeout_s)
         super().on_headers_complete()
+        if self.scope["method"] != "HEAD" and not self.expect_100_continue:
+            self.cycle.transport = HeadWithBody(self.cycle)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         self._num_gathered_bytes = 0

@@ -1,4 +1,4 @@
-"""Has chat templates rendered by a process of their own (`template_process.py`), one at a time."""
+"""Has chat templates rendered by a process of their own (`template_process.py`), by rounds."""
 
 from __future__ import annotations
 
@@ -6,37 +6,49 @@ import asyncio
 import os
 import signal
 import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 import services
-from services.gateway.text.chat_template import ChatTemplate, LiteralText
+from services.gateway.text.chat_template import ChatTemplate, LiteralText, TemplateSource
 from services.gateway.text.template_process import LIMIT_S, SIZE, Order, Refused, Reply
+from shared.background import Background
 from shared.child_process import send_signal
-from shared.errors import InvalidRequest, NoCapacity, Overloaded
+from shared.errors import HearthError, InvalidRequest, NoCapacity, Overloaded
 
-MAX_WAIT_S = 5.0  # for the turns of others
-HANG_S = 30.0  # it ends by itself, long before, unless something holds it
+MAX_ROUND = 12  # orders that are sent together
+MAX_WAIT_S = 5.0  # for the rounds of others; looked at when the next one begins
+HANG_S = 30.0  # more than MAX_ROUND x LIMIT_S: a round ends by itself, unless something holds it
+ENDLESS = f"the chat template does not end on these messages in {LIMIT_S:g} s"
 ROOT = Path(services.__file__).resolve().parents[1]
 
 _decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _encode = msgspec.msgpack.Encoder().encode
 
 
+class _Waiting(NamedTuple):
+    frame: bytes
+    reply: asyncio.Future[Reply]
+    since: float
+
+
 class Renderer:
     def __init__(self, template: ChatTemplate | None) -> None:
         self._template = template
         self._process: asyncio.subprocess.Process | None = None
-        self._turn = asyncio.Lock()
+        self._waiting: deque[_Waiting] = deque()
+        self._asked: deque[_Waiting] = deque()  # this round; the first is under way
+        self._background = Background()
+        self._is_asking = False
 
     async def start(self) -> None:
-        """Not needed: the first conversation is not kept waiting."""
-        async with self._turn:
-            if self._template is not None:
-                await self._started(self._template)
+        """Before any other call, if at all: the first conversation is not kept waiting."""
+        if self._template is not None:
+            await self._started(self._template)
 
     async def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
@@ -46,39 +58,72 @@ class Renderer:
         """
         if self._template is None:
             raise InvalidRequest("this model has no chat template", param="messages")
+        loop = asyncio.get_running_loop()
+        waiting = _Waiting(_frame(Order(messages, tools)), loop.create_future(), loop.time())
+        self._waiting.append(waiting)
+        if not self._is_asking:
+            self._is_asking = True
+            self._background.start(self._take_rounds(self._template))
         try:
-            async with asyncio.timeout(MAX_WAIT_S):
-                await self._turn.acquire()
-        except TimeoutError:
-            raise Overloaded("too many conversations to render", retry_after_s=1.0) from None
-        try:
-            reply = await self._asked(self._template, _encode(Order(messages, tools)))
-        finally:
-            self._turn.release()
+            reply = await waiting.reply
+        except asyncio.CancelledError:
+            self._leave(waiting)
+            raise
         if isinstance(reply, Refused):
             raise InvalidRequest(reply.reason, param="messages")
         return [LiteralText(text) if is_literal else text for is_literal, text in reply.pieces]
 
     async def close(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            send_signal(process, signal.SIGKILL)
-            await process.wait()
+        await self._background.stop()
+        self._is_asking = False
+        while self._waiting:
+            _fail(self._waiting.popleft(), NoCapacity("the gateway stops", retry_after_s=1.0))
+        await self._end_process()
 
-    async def _asked(self, template: ChatTemplate, data: bytes) -> Reply:
-        """A process that does not answer, or whose client left, is not asked again."""
+    def _leave(self, waiting: _Waiting) -> None:
+        """Those behind need not wait for what nobody waits for."""
+        if self._asked and self._asked[0] is waiting and self._process is not None:
+            send_signal(self._process, signal.SIGKILL)
+
+    async def _take_rounds(self, template: ChatTemplate) -> None:
+        """What comes during a round is sent in one with the next: to wake the other process takes
+        longer than to render.
+        """
+        while self._waiting:
+            self._ask_next(asyncio.get_running_loop().time())
+            if self._asked:
+                await self._take_round(template)
+        self._is_asking = False
+
+    def _ask_next(self, now: float) -> None:
+        while self._waiting and len(self._asked) < MAX_ROUND:
+            each = self._waiting.popleft()
+            if now - each.since > MAX_WAIT_S:
+                _fail(each, Overloaded("too many conversations to render", retry_after_s=1.0))
+            elif not each.reply.done():
+                self._asked.append(each)
+
+    async def _take_round(self, template: ChatTemplate) -> None:
+        """A process that does not answer is not asked again; who came after the one whose order it
+        was has the next turn.
+        """
+        asked = self._asked
         try:
             async with asyncio.timeout(HANG_S):
-                return await _exchange(await self._started(template), data)
+                process = await self._started(template)
+                _send(process, b"".join([each.frame for each in asked]))
+                while asked:
+                    reply = await _reply_of(process)
+                    _settle(asked.popleft(), reply)
         except (ConnectionError, EOFError):
-            await self.close()
-            return Refused(f"the chat template does not end on these messages in {LIMIT_S:g} s")
-        except TimeoutError:
-            await self.close()
-            raise NoCapacity("the process that renders hangs", retry_after_s=1.0) from None
-        except BaseException:
-            await asyncio.shield(self.close())
-            raise
+            await self._end_process()
+            _settle(asked.popleft(), Refused(ENDLESS))
+        except (TimeoutError, OSError, msgspec.DecodeError):
+            await self._end_process()
+            _fail(asked.popleft(), NoCapacity("the process that renders hangs", retry_after_s=1.0))
+        finally:
+            self._waiting.extendleft(reversed(asked))
+            asked.clear()
 
     async def _started(self, template: ChatTemplate) -> asyncio.subprocess.Process:
         if self._process is not None and self._process.returncode is None:
@@ -89,18 +134,38 @@ class Renderer:
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
-        await _send(self._process, _encode(template.source))
+        _send(self._process, _frame(template.source))
         return self._process
 
+    async def _end_process(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            send_signal(process, signal.SIGKILL)
+            await process.wait()
 
-async def _exchange(process: asyncio.subprocess.Process, data: bytes) -> Reply:
-    await _send(process, data)
+
+def _settle(waiting: _Waiting, reply: Reply) -> None:
+    if not waiting.reply.done():  # its client left
+        waiting.reply.set_result(reply)
+
+
+def _fail(waiting: _Waiting, error: HearthError) -> None:
+    if not waiting.reply.done():
+        waiting.reply.set_exception(error)
+
+
+def _frame(message: Order | TemplateSource) -> bytes:
+    data = _encode(message)
+    return SIZE.pack(len(data)) + data
+
+
+def _send(process: asyncio.subprocess.Process, frames: bytes) -> None:
+    """Not drained: until its replies are read, the other process may not read either."""
+    assert process.stdin is not None, "its input is a pipe"
+    process.stdin.write(frames)
+
+
+async def _reply_of(process: asyncio.subprocess.Process) -> Reply:
     assert process.stdout is not None, "its output is a pipe"
     (size,) = SIZE.unpack(await process.stdout.readexactly(SIZE.size))
     return _decoder.decode(await process.stdout.readexactly(size))
-
-
-async def _send(process: asyncio.subprocess.Process, data: bytes) -> None:
-    assert process.stdin is not None, "its input is a pipe"
-    process.stdin.write(SIZE.pack(len(data)) + data)
-    await process.stdin.drain()

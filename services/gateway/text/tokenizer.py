@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from services.gateway.text.byte_pairs import encoders
 from services.gateway.text.chat_template import LiteralText
 from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.token_bytes import TokenBytes, is_byte_level
@@ -32,6 +33,7 @@ class PromptTokenizer:
             # what others write. Without the cache it takes as long as with all words in it.
             each.model._resize_cache(0)
         self._literal.encode_special_tokens = True
+        self._encode, self._encode_literal = encoders(text, self.tokenizer, self._literal)
         self.token_bytes = TokenBytes(self.tokenizer, is_byte_level=has_byte_level)
 
     @property
@@ -47,8 +49,8 @@ class PromptTokenizer:
         """No token is added: a chat template writes the first one itself."""
         token_ids: list[int] = []
         for piece in pieces:
-            view = self._literal if isinstance(piece, LiteralText) else self.tokenizer
-            token_ids += view.encode(piece, add_special_tokens=False).ids
+            is_literal = isinstance(piece, LiteralText)
+            token_ids += self._encode_literal(piece) if is_literal else self._encode(piece)
         return token_ids
 
     def encode_whole(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[int]]:

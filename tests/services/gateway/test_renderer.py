@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 import pytest_asyncio
 
+from services.gateway.text import renderer as renderer_module
 from services.gateway.text.chat_template import ChatTemplate, LiteralText
-from services.gateway.text.renderer import Renderer
-from shared.errors import InvalidRequest
+from services.gateway.text.renderer import MAX_ROUND, Renderer
+from shared.errors import InvalidRequest, NoCapacity, Overloaded
 
 MESSAGES = [{"role": "user", "content": "hello <s>"}]
 GOOD = "{{ bos_token }}{% for each in messages %}{{ each.content }}{% endfor %}"
@@ -73,6 +74,47 @@ async def test_a_template_that_refuses_says_why(make: Make) -> None:
     renderer = await make("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InvalidRequest, match="roles must alternate"):
         await renderer.render(MESSAGES)
+
+
+async def test_orders_of_one_round_are_answered_apart(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those behind one that does not end, and those behind one that is refused."""
+    monkeypatch.setattr(renderer_module, "MAX_WAIT_S", 60.0)
+    renderer = await make(ENDLESS)
+    orders = [[{"role": "user", "content": f"{number} "}] for number in range(3 * MAX_ROUND)]
+    orders[1] = MESSAGES * 2
+    orders[MAX_ROUND] = [{"role": "user"}]
+    asked = [asyncio.create_task(renderer.render(each)) for each in orders]
+    asked[2].cancel()
+    replies = await asyncio.gather(*asked, return_exceptions=True)
+    assert isinstance(replies[1], InvalidRequest)
+    assert isinstance(replies[2], asyncio.CancelledError)
+    others = [number for number in range(len(orders)) if number not in (1, 2, MAX_ROUND)]
+    assert [replies[each] for each in others] == [[f"<s>{each} "] for each in others]
+
+
+async def test_who_waits_too_long_for_others_is_told(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renderer = await make(ENDLESS)
+    await renderer.start()
+    monkeypatch.setattr(renderer_module, "MAX_WAIT_S", 1.0)
+    first = [MESSAGES * 2] + [MESSAGES] * (MAX_ROUND - 1)
+    asked = [asyncio.create_task(renderer.render(each)) for each in (*first, MESSAGES)]
+    replies = await asyncio.gather(*asked, return_exceptions=True)
+    assert isinstance(replies[0], InvalidRequest)
+    assert all(isinstance(each, Overloaded) for each in replies[1:])
+
+
+async def test_who_waits_when_it_is_closed_is_told(make: Make) -> None:
+    renderer = await make(ENDLESS)
+    await renderer.start()
+    asked = [asyncio.create_task(renderer.render(MESSAGES * 2)) for _ in range(2 * MAX_ROUND)]
+    await asyncio.sleep(0.05)
+    await renderer.close()
+    replies = await asyncio.gather(*asked, return_exceptions=True)
+    assert all(isinstance(each, NoCapacity) for each in replies)
 
 
 async def test_who_leaves_in_the_middle_spoils_nobodys_answer(make: Make) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 
-from services.gateway.web_server import WebServer
+from services.gateway.web_server import HeadWithBody, WebServer
 
 HEAD_S, BODY_S = 0.2, 0.8  # a busy machine may hold a client up for the difference
 POST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\n"
@@ -85,6 +86,30 @@ async def test_an_answer_may_take_longer_than_its_request() -> None:
         writer.write(POST.replace(b"/ ", b"/slow ", 1) + b"ab")
         await asyncio.sleep(HEAD_S)
         writer.write(b"cd")
+        assert OK in await reader.readuntil(b"0\r\n\r\n")
+
+
+async def test_a_head_leaves_with_the_first_of_its_body() -> None:
+    written: list[bytes] = []
+    transport = SimpleNamespace(write=written.append)
+    cycle: Any = SimpleNamespace(transport=transport)
+    cycle.transport = HeadWithBody(cycle)
+    for part in (b"head ", b"body", b"more"):
+        cycle.transport.write(part)
+    assert written == [b"head body", b"more"]
+
+
+async def test_a_head_without_body_leaves() -> None:
+    async with asyncio.timeout(20), connected() as (reader, writer):
+        writer.write(b"HEAD / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert OK in await reader.readuntil(b"\r\n\r\n")
+
+
+async def test_who_waits_for_a_go_gets_it_and_then_the_answer() -> None:
+    async with asyncio.timeout(20), connected() as (reader, writer):
+        writer.write(POST.replace(b"\r\n\r\n", b"\r\nexpect: 100-continue\r\n\r\n"))
+        assert b"100 Continue" in await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"abcd")
         assert OK in await reader.readuntil(b"0\r\n\r\n")
 
 
