@@ -6,7 +6,7 @@ see the same inputs, so batching, the block pool and the KV paths are the same c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -117,13 +117,13 @@ class Runner(Protocol):
         ...
 
     async def read_kv(
-        self, block_table: list[int], first_token: int, num_tokens: int, out: memoryview
+        self, block_table: Sequence[int], first_token: int, num_tokens: int, out: memoryview
     ) -> None:
         """Copies KV of tokens [first_token, first_token + num_tokens) into `out`, all layers."""
         ...
 
     async def write_kv(
-        self, block_table: list[int], first_token: int, num_tokens: int, payload: memoryview
+        self, block_table: Sequence[int], first_token: int, num_tokens: int, payload: memoryview
     ) -> None:
         """The reverse of `read_kv`. The blocks must not be part of a running step."""
         ...
