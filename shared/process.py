@@ -26,6 +26,8 @@ from shared.log import configure_logging
 
 log = structlog.get_logger(__name__)
 
+MAX_YOUNG_OBJECTS = 10_000  # before the collector looks at them; Python's own 700 come in no time
+
 
 class Service(Protocol):
     async def start(self) -> None:
@@ -77,6 +79,7 @@ def _spare_what_stays() -> None:
     """Modules and tables live as long as the process: the collector need not go through them."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(MAX_YOUNG_OBJECTS)
 
 
 def _die(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
+import msgspec
 import redis.asyncio
 import redis.exceptions
 from redis.commands.core import AsyncScript
@@ -23,6 +24,18 @@ BREAKER_S = 0.5
 
 # One write of a batch, as Redis spells it: ("HSET", key, field, value, …).
 Command = Sequence[str | bytes | int | float]
+
+# ARGV: commands as msgpack. All are done, then the first error is told. redis-py takes some 10 µs
+# of CPU for each command of a pipeline, more than Redis itself for the whole record.
+DO_ALL = """
+local failed
+for _, command in ipairs(cmsgpack.unpack(ARGV[1])) do
+  local reply = redis.pcall(unpack(command))
+  if type(reply) == 'table' and reply.err then failed = failed or reply end
+end
+return failed or redis.status_reply('OK')
+"""
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class StoreUnavailable(DependencyUnavailable):
@@ -49,7 +62,7 @@ class Store(Protocol):
     async def sorted_set_size(self, key: str) -> int: ...
 
     async def write(self, commands: Sequence[Command]) -> None:
-        """Sends all in one round trip."""
+        """Does all in one round trip and, if Redis refuses some, the others."""
         ...
 
     async def evaluate(
@@ -88,10 +101,7 @@ class RedisStore:
         return cast("int", await self._guard(self._redis.zcard(key)))
 
     async def write(self, commands: Sequence[Command]) -> None:
-        pipeline = self._redis.pipeline(transaction=False)
-        for command in commands:
-            pipeline.execute_command(*command)
-        await self._guard(pipeline.execute())
+        await self.evaluate(DO_ALL, [], [_encode([_as_text(each) for each in commands])])
 
     async def evaluate(
         self, script: str, keys: Sequence[str], arguments: Sequence[str | bytes | int | float]
@@ -117,3 +127,14 @@ class RedisStore:
         except (redis.exceptions.RedisError, OSError, TimeoutError) as error:
             self._closed_until = self._clock.now() + BREAKER_S
             raise StoreUnavailable(f"Redis does not answer: {error!r}") from error
+
+
+def _as_text(command: Command) -> list[str | msgspec.Raw]:
+    """Numbers as Redis reads them, as Lua's have 53 bits; bytes as text that need not be UTF-8, as
+    Redis' cmsgpack knows no other.
+    """
+    return [_as_raw(part) if isinstance(part, bytes) else str(part) for part in command]
+
+
+def _as_raw(part: bytes) -> msgspec.Raw:
+    return msgspec.Raw(b"\xdb" + len(part).to_bytes(4, "big") + part)

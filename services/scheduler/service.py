@@ -132,7 +132,7 @@ class SchedulerService:
             raise WorkerBusy("this scheduler is leaving")
         num_ahead = len(self._admission)
         self._admission.enqueue(message, self._clock.now())
-        self._wake.set()
+        self._place_next()  # not by `_wake`: what it asks the index leaves with this reply
         return Queued(scheduler_id=self._bus.process_id, num_ahead=num_ahead)
 
     def _cancel(self, message: CancelQueued) -> None:
@@ -162,16 +162,18 @@ class SchedulerService:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while len(self._placing) < MAX_PLACING:
-                ticket = self._admission.pop(
-                    self._clock.now(), self._blocked.keys() - self._probing
-                )
-                if ticket is None:
-                    break
-                self._probing.discard(ticket.lane)
-                task = self._background.start(self._place(ticket))
-                self._placing.add(task)
-                task.add_done_callback(self._placing_ended)
+            self._place_next()
+
+    def _place_next(self) -> None:
+        """Begins with as many as can be placed at once."""
+        while len(self._placing) < MAX_PLACING:
+            ticket = self._admission.pop(self._clock.now(), self._blocked.keys() - self._probing)
+            if ticket is None:
+                break
+            self._probing.discard(ticket.lane)
+            task = self._background.start(self._place(ticket))
+            self._placing.add(task)
+            task.add_done_callback(self._placing_ended)
 
     def _placing_ended(self, task: asyncio.Task[None]) -> None:
         self._placing.discard(task)

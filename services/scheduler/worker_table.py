@@ -165,10 +165,11 @@ class WorkerTable:
         return np.isin(self.region_codes, [code_of(each) for each in regions if each])
 
     def has_any(self, regions: Collection[str], *, but: Collection[str]) -> bool:
-        if len(self) == 0:
-            return False
-        usable = self.in_regions(regions) if regions else np.ones(len(self), dtype=bool)
-        usable[self.rows_of(but)] = False
+        excluded = self.rows_of(set(but))
+        if not regions:
+            return len(self) > len(excluded)
+        usable = self.in_regions(regions)
+        usable[excluded] = False
         return bool(usable.any())
 
     def _add(self, worker_id: str) -> int:

@@ -17,6 +17,7 @@ holder writes in place.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 
 import msgspec
@@ -127,7 +128,7 @@ class Batcher:
 
     def _share_blocks(self, parent: Sequence, child: Sequence) -> None:
         self.pool.hold(parent.block_table)
-        child.block_table = list(parent.block_table)
+        child.block_table = parent.block_table[:]
         child.num_computed_tokens = parent.num_computed_tokens
         child.num_committed_blocks = parent.num_committed_blocks
         child.num_cached_tokens = parent.num_cached_tokens
@@ -149,7 +150,7 @@ class Batcher:
         if self._writes_shared(sequence):
             self._copy_block(sequence)
         if missing > 0:
-            sequence.block_table += self.pool.allocate(missing)
+            sequence.block_table.extend(self.pool.allocate(missing))
         return victims
 
     def _writes_shared(self, sequence: Sequence) -> bool:
@@ -179,8 +180,8 @@ class Batcher:
         """
         dropped = self.pool.match(sequence.block_hashes[: sequence.num_dropped_blocks])
         self.pool.hold(dropped)
-        self.pool.release(dropped + sequence.held_blocks)
-        sequence.block_table = []
+        self.pool.release([*dropped, *sequence.held_blocks])
+        sequence.block_table = array("q")
         sequence.num_dropped_blocks = 0
 
     def preempt(self, sequence: Sequence) -> None:
@@ -227,7 +228,7 @@ class Batcher:
             return False
         self.pool.hold(cached)
         self.pool.limit(sequence.tenant_id, sequence.kv_quota_tokens)
-        sequence.block_table = cached + self.pool.allocate(num_new)
+        sequence.block_table = array("q", cached + self.pool.allocate(num_new))
         sequence.num_computed_tokens = len(cached) * self.pool.block_size
         sequence.num_committed_blocks = len(cached)
         if sequence.num_preemptions == 0:

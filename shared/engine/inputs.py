@@ -22,18 +22,17 @@ Drawing = tuple[Sequence, SamplingParams]
 def build_inputs(rows: list[ScheduledSequence], block_size: int) -> StepInputs:
     """Shapes as in `StepInputs`; sequences keep the order of `rows`."""
     input_ids: list[int] = []
-    width = max(len(row.sequence.block_table) for row in rows)
-    block_tables = np.zeros((len(rows), width), dtype=np.int64)
-    for index, row in enumerate(rows):
-        sequence, start = row.sequence, row.sequence.num_computed_tokens
-        table = sequence.block_table
-        block_tables[index, : len(table)] = table
-        input_ids += sequence.token_ids[start : start + row.num_scheduled_tokens]
-    query_lens = np.array([row.num_scheduled_tokens for row in rows], dtype=np.int64)
-    computed = np.array([row.sequence.num_computed_tokens for row in rows], dtype=np.int64)
-    ends = query_lens.cumsum()
-    row_of_token = np.repeat(np.arange(len(rows)), query_lens)  # [T]
-    positions = np.arange(len(input_ids)) + (computed - ends + query_lens)[row_of_token]
+    num_scheduled: list[int] = []
+    num_computed: list[int] = []
+    for row in rows:
+        sequence, count = row.sequence, row.num_scheduled_tokens
+        start = sequence.num_computed_tokens
+        input_ids += sequence.token_ids[start : start + count]
+        num_scheduled.append(count)
+        num_computed.append(start)
+    query_lens, computed = np.array((num_scheduled, num_computed), dtype=np.int64)
+    block_tables = _block_tables(rows)
+    row_of_token, positions, last_rows = _places(query_lens, computed, len(input_ids))
     blocks = block_tables[row_of_token, positions // block_size]
     return StepInputs(
         input_ids=np.array(input_ids, dtype=np.int64),
@@ -42,11 +41,32 @@ def build_inputs(rows: list[ScheduledSequence], block_size: int) -> StepInputs:
         query_lens=query_lens,
         context_lens=computed + query_lens,
         block_tables=block_tables,
-        sampling=_sampling_inputs(rows, ends - 1),
+        sampling=_sampling_inputs(rows, last_rows),
         block_copies=tuple(row.block_copy for row in rows if row.block_copy is not None),
         prompt_logprobs=_prompt_logprobs(rows),
         pooling=_pooling(rows),
     )
+
+
+def _block_tables(rows: list[ScheduledSequence]) -> np.ndarray:
+    tables = [row.sequence.block_table for row in rows]
+    padded = np.zeros((len(rows), max(map(len, tables))), dtype=np.int64)
+    for index, table in enumerate(tables):
+        padded[index, : len(table)] = table
+    return padded
+
+
+def _places(
+    query_lens: np.ndarray, computed: np.ndarray, num_tokens: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The row [T] and position [T] of each token, and where in T each row's last token is [S]."""
+    index = np.arange(len(query_lens))
+    if num_tokens == len(query_lens):  # a step of decode: one token each
+        return index, computed, index
+    ends = query_lens.cumsum()
+    row_of_token = index.repeat(query_lens)
+    positions = np.arange(num_tokens) + (computed - ends + query_lens)[row_of_token]
+    return row_of_token, positions, ends - 1
 
 
 def _sampling_inputs(rows: list[ScheduledSequence], last_rows: np.ndarray) -> SamplingInputs:
@@ -56,17 +76,34 @@ def _sampling_inputs(rows: list[ScheduledSequence], last_rows: np.ndarray) -> Sa
         if row.samples and row.sequence.sampling is not None:
             drawing.append((row.sequence, row.sequence.sampling))
             drawing_rows.append(index)
-    sequences = [sequence for sequence, _ in drawing]
     params = [each for _, each in drawing]
+    # one call for each type: of a few rows, an array's making costs more than its content
+    logits_indices, top_k, choice_index, output_position = np.array(
+        (
+            drawing_rows,
+            [each.top_k for each in params],
+            [sequence.choice_index for sequence, _ in drawing],
+            [sequence.num_output_tokens for sequence, _ in drawing],
+        ),
+        dtype=np.int64,
+    )
+    temperature, top_p, min_p = np.array(
+        (
+            [each.temperature for each in params],
+            [each.top_p for each in params],
+            [each.min_p for each in params],
+        ),
+        dtype=np.float32,
+    )
     return SamplingInputs(
-        logits_indices=last_rows[np.array(drawing_rows, dtype=np.int64)],
-        temperature=np.array([each.temperature for each in params], dtype=np.float32),
-        top_k=np.array([each.top_k for each in params], dtype=np.int64),
-        top_p=np.array([each.top_p for each in params], dtype=np.float32),
-        min_p=np.array([each.min_p for each in params], dtype=np.float32),
+        logits_indices=last_rows[logits_indices],
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
         seed=np.array([each.seed for each in params], dtype=np.uint64),
-        choice_index=np.array([each.choice_index for each in sequences], dtype=np.int64),
-        output_position=np.array([each.num_output_tokens for each in sequences], dtype=np.int64),
+        choice_index=choice_index,
+        output_position=output_position,
         banned=[
             (draw, token_id)
             for draw, (sequence, each) in enumerate(drawing)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -197,7 +198,7 @@ class ModelRunner:
         return await loop.run_in_executor(self._step_thread, self._run, inputs)
 
     async def read_kv(
-        self, block_table: list[int], first_token: int, num_tokens: int, out: memoryview
+        self, block_table: Sequence[int], first_token: int, num_tokens: int, out: memoryview
     ) -> None:
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(
@@ -205,7 +206,7 @@ class ModelRunner:
         )
 
     async def write_kv(
-        self, block_table: list[int], first_token: int, num_tokens: int, payload: memoryview
+        self, block_table: Sequence[int], first_token: int, num_tokens: int, payload: memoryview
     ) -> None:
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(
@@ -264,7 +265,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _read_kv(
-        self, block_table: list[int], first_token: int, num_tokens: int, out: memoryview
+        self, block_table: Sequence[int], first_token: int, num_tokens: int, out: memoryview
     ) -> None:
         if num_tokens == 0:
             return
@@ -281,7 +282,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _write_kv(
-        self, block_table: list[int], first_token: int, num_tokens: int, payload: memoryview
+        self, block_table: Sequence[int], first_token: int, num_tokens: int, payload: memoryview
     ) -> None:
         if num_tokens == 0:
             return
@@ -301,7 +302,7 @@ class ModelRunner:
         return (kv_format.num_layers, 2, num_tokens, kv_format.num_kv_heads, kv_format.head_dim)
 
     def _check_run(
-        self, block_table: list[int], first_token: int, num_tokens: int, num_bytes: int
+        self, block_table: Sequence[int], first_token: int, num_tokens: int, num_bytes: int
     ) -> None:
         if (
             first_token < 0

@@ -77,6 +77,8 @@ class PinnedPrefixes:
             self._let_go(tip)
 
     def on_step(self, progress: list[Progress]) -> None:
+        if not self._computing:  # as a rule
+            return
         for each in progress:
             sequence = self._computing.get(each.sequence.sequence_id)
             is_over = each.finish_reason is not None or each.sequence.num_uncomputed_tokens == 0

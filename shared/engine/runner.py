@@ -6,10 +6,11 @@ see the same inputs, so batching, the block pool and the KV paths are the same c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -36,8 +37,7 @@ class Penalties:
     subtracted: NDArray[np.float32]  # [P] frequency and presence penalty; 0 outside the output
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingInputs:
+class SamplingInputs(msgspec.Struct, frozen=True):
     """One row for each sequence that samples in this step (R rows)."""
 
     logits_indices: NDArray[np.int64]  # [R] its last token's row in the flat batch
@@ -49,34 +49,31 @@ class SamplingInputs:
     choice_index: NDArray[np.int64]  # [R]
     output_position: NDArray[np.int64]  # [R] index of the token about to be drawn
     # (row, token id) pairs that must not be drawn: stop tokens before min_tokens, bad words
-    banned: list[tuple[int, int]] = field(default_factory=list)
+    banned: list[tuple[int, int]] = []
     bias: LogitBias | None = None
     penalties: Penalties | None = None
     # row -> how many likeliest tokens to tell beside the drawn one, by `LogprobsMode`
-    raw_logprobs: Mapping[int, int] = field(default_factory=dict)
-    processed_logprobs: Mapping[int, int] = field(default_factory=dict)
+    raw_logprobs: Mapping[int, int] = {}
+    processed_logprobs: Mapping[int, int] = {}
 
     @property
     def num_rows(self) -> int:
         return len(self.logits_indices)
 
 
-@dataclass(frozen=True, slots=True)
-class PromptSuccessors:
+class PromptSuccessors(msgspec.Struct, frozen=True):
     """The prompt tokens that follow the first N tokens of a chunk; the last is not part of it."""
 
     token_ids: NDArray[np.int64]  # [N]
     num_likeliest: int  # how many likeliest tokens to tell beside each
 
 
-@dataclass(frozen=True, slots=True)
-class PoolingInputs:
+class PoolingInputs(msgspec.Struct, frozen=True):
     how: Pooling
     before: NDArray[np.float64] | None  # what `StepOutput.pooled` gave for the chunk before
 
 
-@dataclass(frozen=True, slots=True)
-class StepInputs:
+class StepInputs(msgspec.Struct, frozen=True):
     """One engine step over S sequences with T new tokens in all, flat in batch order."""
 
     input_ids: NDArray[np.int64]  # [T]
@@ -89,20 +86,19 @@ class StepInputs:
     # (source, destination) blocks to copy, all layers, before anything else is written
     block_copies: tuple[tuple[int, int], ...] = ()
     # sequence -> whose logprobs to tell
-    prompt_logprobs: Mapping[int, PromptSuccessors] = field(default_factory=dict)
-    pooling: Mapping[int, PoolingInputs] = field(default_factory=dict)  # by sequence
+    prompt_logprobs: Mapping[int, PromptSuccessors] = {}
+    pooling: Mapping[int, PoolingInputs] = {}  # by sequence
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
+class StepOutput(msgspec.Struct, frozen=True):
     """What one step gave."""
 
     token_ids: list[int]  # [R] drawn
-    logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # [R], or none at all
+    logprobs: list[TokenLogprobs | None] = []  # [R], or none at all
     # sequence -> of its every successor, of the model's own distribution
-    prompt_logprobs: Mapping[int, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, list[TokenLogprobs]] = {}
     # sequence -> [hidden_size] after the final norm: the sum over its tokens so far, or its last
-    pooled: Mapping[int, NDArray[np.float64]] = field(default_factory=dict)
+    pooled: Mapping[int, NDArray[np.float64]] = {}
 
 
 class Runner(Protocol):
@@ -121,13 +117,13 @@ class Runner(Protocol):
         ...
 
     async def read_kv(
-        self, block_table: list[int], first_token: int, num_tokens: int, out: memoryview
+        self, block_table: Sequence[int], first_token: int, num_tokens: int, out: memoryview
     ) -> None:
         """Copies KV of tokens [first_token, first_token + num_tokens) into `out`, all layers."""
         ...
 
     async def write_kv(
-        self, block_table: list[int], first_token: int, num_tokens: int, payload: memoryview
+        self, block_table: Sequence[int], first_token: int, num_tokens: int, payload: memoryview
     ) -> None:
         """The reverse of `read_kv`. The blocks must not be part of a running step."""
         ...

@@ -16,6 +16,7 @@ every state ──abort──▶ FINISHED
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -72,7 +73,8 @@ class Sequence:
     next_token_id: int | None = None
 
     state: SequenceState = SequenceState.WAITING
-    block_table: list[int] = field(default_factory=list)
+    # 64-bit, so that every step's inputs take it in by one copy
+    block_table: array[int] = field(default_factory=lambda: array("q"))
     num_computed_tokens: int = 0
     num_committed_blocks: int = 0  # leading blocks that the prefix cache knows
     num_dropped_blocks: int = 0  # leading blocks given back already: no later token sees them
@@ -104,7 +106,7 @@ class Sequence:
         return parent
 
     @property
-    def held_blocks(self) -> list[int]:
+    def held_blocks(self) -> array[int]:
         """`block_table` keeps the places, and stale ids, of those that were dropped."""
         return self.block_table[self.num_dropped_blocks :]
 

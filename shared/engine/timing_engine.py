@@ -12,6 +12,7 @@ the first follows from the state, and for what is drawn also from noise, bias an
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
@@ -82,14 +83,14 @@ class TimingRunner:
         )
 
     async def read_kv(
-        self, block_table: list[int], first_token: int, num_tokens: int, out: memoryview
+        self, block_table: Sequence[int], first_token: int, num_tokens: int, out: memoryview
     ) -> None:
         states = self._kv[self._slots(block_table, first_token, num_tokens)]
         # [tokens, 16] to the wire's [layers=1, 2, tokens, heads=1, head_dim=8]
         out[:] = states.reshape(num_tokens, 2, STATE_BYTES // 2).transpose(1, 0, 2).tobytes()
 
     async def write_kv(
-        self, block_table: list[int], first_token: int, num_tokens: int, payload: memoryview
+        self, block_table: Sequence[int], first_token: int, num_tokens: int, payload: memoryview
     ) -> None:
         halves = np.frombuffer(payload, dtype=np.uint8).reshape(2, num_tokens, STATE_BYTES // 2)
         states = halves.transpose(1, 0, 2).reshape(num_tokens, STATE_BYTES)
@@ -171,15 +172,15 @@ class TimingRunner:
     def _num_tokens(self) -> int:
         return self.vocab_size - FIRST_TOKEN_ID
 
-    def _slot(self, table: list[int], position: int) -> int:
+    def _slot(self, table: Sequence[int], position: int) -> int:
         size = self.kv_format.block_size
         return table[position // size] * size + position % size
 
-    def _bytes_of(self, table: list[int], position: int) -> slice:
+    def _bytes_of(self, table: Sequence[int], position: int) -> slice:
         first = self._slot(table, position) * STATE_BYTES
         return slice(first, first + STATE_BYTES)
 
-    def _slots(self, table: list[int], first_token: int, num_tokens: int) -> NDArray[np.int64]:
+    def _slots(self, table: Sequence[int], first_token: int, num_tokens: int) -> NDArray[np.int64]:
         size = self.kv_format.block_size
         positions = np.arange(first_token, first_token + num_tokens)
         slots: NDArray[np.int64] = np.array(table)[positions // size] * size + positions % size

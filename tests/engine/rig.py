@@ -208,7 +208,7 @@ class Rig:
         assert pool.num_blocks - len(referenced) == pool.num_free_blocks
         assert all(pool.ref_count(block_id) == count for block_id, count in referenced.items())
         for sequence in self.sequences:
-            own = sequence.block_table[sequence.num_committed_blocks :]
+            own = list(sequence.block_table[sequence.num_committed_blocks :])
             shared = [block_id for block_id in own if holders[block_id] > 1]
             if shared:  # choices that have not written yet; the block is the last and not full
                 assert not sequence.is_in_step, "a block shared for writing"

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -90,7 +90,7 @@ async def test_run_draws_what_the_logits_say_and_learns_its_pace(model_dir: Path
 async def test_a_step_that_samples_nothing_draws_nothing(model_dir: Path) -> None:
     runner = ModelRunner.load(model_dir, kv_cache_bytes=1 << 20)
     line = Blocks(runner.num_blocks).line(PROMPT)
-    output = await runner.run(replace(step_of([(line, 20)]), sampling=greedy([])))
+    output = await runner.run(msgspec.structs.replace(step_of([(line, 20)]), sampling=greedy([])))
     assert output.token_ids == []
     await runner.close()
 
@@ -98,10 +98,10 @@ async def test_a_step_that_samples_nothing_draws_nothing(model_dir: Path) -> Non
 async def test_banned_tokens_are_not_drawn(model_dir: Path) -> None:
     runner = ModelRunner.load(model_dir, kv_cache_bytes=1 << 20)
     line = Blocks(runner.num_blocks).line(PROMPT)
-    inputs = replace(step_of([(line, len(PROMPT))]), sampling=greedy([10, 82]))
+    inputs = msgspec.structs.replace(step_of([(line, len(PROMPT))]), sampling=greedy([10, 82]))
     first, second = (await runner.run(inputs)).token_ids
-    banned = replace(inputs.sampling, banned=[(1, second)])
-    drawn = (await runner.run(replace(inputs, sampling=banned))).token_ids
+    banned = msgspec.structs.replace(inputs.sampling, banned=[(1, second)])
+    drawn = (await runner.run(msgspec.structs.replace(inputs, sampling=banned))).token_ids
     assert drawn[0] == first
     assert drawn[1] != second
     await runner.close()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -61,7 +61,7 @@ def test_pieces_change_no_bit() -> None:
     hidden = torch.randn(75, 84, generator=generator).bfloat16()
     weight = torch.randn(199, 84, generator=generator).bfloat16()
     following = np.array(PROMPT[1:71], dtype=np.int64)
-    inputs = replace(
+    inputs = msgspec.structs.replace(
         step_of([(Blocks(64).line(PROMPT[:5]), 5), (Blocks(64).line(PROMPT), 70)]),
         prompt_logprobs={1: PromptSuccessors(following, 2)},
     )

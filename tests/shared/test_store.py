@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from shared.store import BREAKER_S, RedisStore, StoreUnavailable
+from shared.store import BREAKER_S, RedisStore, StoreRefused, StoreUnavailable
 from tests.servers import RedisServer, free_port
 from tests.simulation.store import MemoryStore
 
@@ -48,6 +48,8 @@ COMMANDS = [
     ("ZADD", "s:bounded", "GT", 1, "c", 9, "z"),
     ("SET", "s:gone", 1),
     ("DEL", "s:gone"),
+    ("HSET", "s:numbers", "large", 2**63 - 1, "small", 0.1),
+    ("HINCRBY", "s:numbers", "exact", 2**53 + 1),
 ]
 
 
@@ -57,7 +59,7 @@ async def test_the_simulated_store_does_what_redis_does(store: RedisStore) -> No
         await each.write(COMMANDS)
     for key in ("s:text", "s:short", "s:count", "s:gone"):
         assert await memory.get(key) == await store.get(key)
-    for key in ("s:hash", "s:none"):
+    for key in ("s:hash", "s:none", "s:numbers"):
         assert await memory.hash_get(key) == await store.hash_get(key)
     for key in ("s:set", "s:bounded", "s:none"):
         assert await memory.sorted_set_head(key, 2) == await store.sorted_set_head(key, 2)
@@ -65,6 +67,13 @@ async def test_the_simulated_store_does_what_redis_does(store: RedisStore) -> No
     assert await store.sorted_set_head("s:bounded", 9) == [b"a", b"b", b"c", b"z"]
     for key in ("s:set", "s:none"):
         assert await memory.sorted_set_size(key) == await store.sorted_set_size(key)
+
+
+async def test_what_redis_refuses_does_not_keep_it_from_the_rest(store: RedisStore) -> None:
+    writes = [("SET", "r:text", 1), ("HSET", "r:text", "a", 1), ("SET", "r:next", 2)]
+    with pytest.raises(StoreRefused, match="WRONGTYPE"):
+        await store.write(writes)
+    assert await store.get("r:next") == b"2"  # and the breaker is closed
 
 
 async def test_a_missing_redis_is_one_error_and_then_a_breaker() -> None:
