@@ -6,26 +6,25 @@ The sign and the seven bits of the mantissa are noise and stay, a byte a weight.
 row of a trained matrix lie close together: a window of 16 of them, from the row's `base`, holds all
 but one in 4,000 to 14,000 (rows normal or Student-t with 4 degrees of freedom), and four bits say
 which. Weights outside are mostly far below it, and must not be patched into a finished sum, whose
-order they would change. So the granule of GRANULE weights that holds one is *wide*: its codes have
+order they would change. So the group of GROUP weights that holds one is *wide*: its codes have
 eight bits, the upper four of them in a side table. That is every exponent there is, so any bit
 pattern is kept, infinities and NaN, too; nothing is scaled or rounded.
 
     sign_mantissa  u8 [N, K]             sign << 7 | mantissa
-    exponents      u8 [N, groups · 64]   codes: of GROUP weights of K, byte j holds that of weight j
-                                         in its lower bits, that of weight j + 64 in its upper ones
-    base           u8 [N]                the one that leaves the fewest wide granules
-    is_wide        i32 [N, words]        bit g of word w: granule 32 · w + g of the row is wide
+    exponents      u8 [N, groups · 32]   codes: byte j of a group holds that of its weight j in the
+                                         lower four bits, that of weight j + 32 in the upper ones
+    base           u8 [N]                the one that leaves the fewest wide groups
+    is_wide        i32 [N, words]        bit g of word w: group 32 · w + g of the row is wide
     wide_start     i32 [N, words]        where in the side table the word's first one lies; the
                                          others follow: start + how many lower bits are set
     wide_exponents u8 [num_wide, 32]     codes >> 4, as `exponents` has the lower bits
     tile_is_wide   i32 [ceil(N / 32), words]  the words of 32 rows, or-ed: what may be skipped
 
-A granule is 32 bytes of `exponents`, and of two runs of 32 weights. Where K ends within a group,
-codes go on as zeros. Two halves of a group lie in one byte so that a tile of bytes decodes into two
-tiles of weights without a shuffle.
+Where K ends within a group, codes go on as zeros. Two halves of a group lie in one byte so that a
+tile of bytes decodes into two tiles of weights without a shuffle.
 
 Why these sizes (`benchmarks/compression_memory.py`; rows normal to Student-t 4, bits a weight):
-granules of 64 with upper bits aside 12.05 to 12.10, of 32 12.07 to 12.09, of 128 12.05 to 12.13,
+groups of 64 with upper bits aside 12.05 to 12.10, of 32 12.07 to 12.09, of 128 12.05 to 12.13,
 of 64 with whole exponents aside 12.07 to 12.16. A base a tensor widens 1.4 to 2.5 times as many. A
 code kept for zero takes an exponent off the window, which doubles the wide ones; a palette of any
 16 exponents wins nothing, as the likely ones are neighbours. Three bits a code would take 11.2 to
@@ -45,11 +44,9 @@ from torch import Tensor
 
 from kernels.expect import BadTensor
 
-GROUP = 128  # of K: whose halves share bytes
+GROUP = 64  # of K: whose halves share bytes
 HALF = GROUP // 2
-GRANULE_BYTES = 32  # of exponents
-GRANULE = 2 * GRANULE_BYTES
-WORD_GRANULES = 32  # of a word of bits
+WORD_GROUPS = 32  # of a word of bits
 TILE_ROWS = 32  # of a word of `tile_is_wide`
 WINDOW = 16
 LARGEST_BASE = 256 - WINDOW
@@ -92,9 +89,8 @@ class SplitWeight:
 
     @property
     def wide_share(self) -> float:
-        """Of granules: what other formats keep verbatim."""
-        num_rows, num_bytes = self.exponents.shape
-        return len(self.wide_exponents) / max(num_rows * (num_bytes // GRANULE_BYTES), 1)
+        """Of groups: what other formats keep verbatim."""
+        return len(self.wide_exponents) / max(self.exponents.numel() // HALF, 1)
 
     def planes(self) -> dict[str, Tensor]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -104,13 +100,12 @@ class SplitWeight:
 
     def rows(self, start: int, stop: int) -> SplitWeight:
         """weight[start:stop], as a tensor-parallel rank has it that holds a slice of the output."""
-        bits = self.wide_granules()[start:stop]
         return _with_side_table(
             self.sign_mantissa[start:stop].contiguous(),
             self.exponents[start:stop].contiguous(),
             self.base[start:stop].contiguous(),
-            bits,
-            self._wide_of(slice(start, stop), slice(None)),
+            self.wide_groups()[start:stop],
+            self._wide_exponents_of(slice(start, stop), slice(None)),
         )
 
     def columns(self, start: int, stop: int) -> SplitWeight:
@@ -121,26 +116,25 @@ class SplitWeight:
                 f"columns {start} to {stop} of {width} cannot be cut off a split weight: "
                 f"its groups have {GROUP}"
             )
-        granules = slice(start // GRANULE, -(-stop // GROUP) * GROUP // GRANULE)
+        groups = slice(start // GROUP, -(-stop // GROUP))
         return _with_side_table(
             self.sign_mantissa[:, start:stop].contiguous(),
-            self.exponents[:, start // 2 : -(-stop // GROUP) * HALF].contiguous(),
+            self.exponents[:, groups.start * HALF : groups.stop * HALF].contiguous(),
             self.base,
-            self.wide_granules()[:, granules],
-            self._wide_of(slice(None), granules),
+            self.wide_groups()[:, groups],
+            self._wide_exponents_of(slice(None), groups),
         )
 
-    def wide_granules(self) -> Tensor:
-        """[N, granules] bool"""
-        bits = self.is_wide[:, :, None] >> torch.arange(WORD_GRANULES, device=self.device)
-        num_granules = self.exponents.shape[1] // GRANULE_BYTES
-        return (bits & 1).flatten(1)[:, :num_granules].bool()
+    def wide_groups(self) -> Tensor:
+        """[N, groups] bool"""
+        bits = self.is_wide[:, :, None] >> torch.arange(WORD_GROUPS, device=self.device) & 1
+        return bits.flatten(1)[:, : self.exponents.shape[1] // HALF].bool()
 
-    def _wide_of(self, rows: slice, granules: slice) -> Tensor:
-        bits = self.wide_granules()
-        is_taken = torch.zeros_like(bits)
-        is_taken[rows, granules] = True
-        return self.wide_exponents[is_taken[bits]]
+    def _wide_exponents_of(self, rows: slice, groups: slice) -> Tensor:
+        is_wide = self.wide_groups()
+        is_taken = torch.zeros_like(is_wide)
+        is_taken[rows, groups] = True
+        return self.wide_exponents[is_taken[is_wide]]
 
 
 def split_weight(weight: Tensor, *, is_always: bool = False) -> SplitWeight | None:
@@ -162,7 +156,7 @@ def split_weight(weight: Tensor, *, is_always: bool = False) -> SplitWeight | No
     sign_mantissa = _empty(*planes, num_rows, width)
     exponents = _empty(*planes, num_rows, num_groups * HALF)
     base = _empty(*planes, num_rows)
-    is_wide = _empty(weight.device, torch.bool, num_rows, num_groups * GROUP // GRANULE)
+    is_wide = _empty(weight.device, torch.bool, num_rows, num_groups)
     upper = []
     num_at_once = max(1, PIECE_WEIGHTS // max(width, 1))
     for start in range(0, num_rows, num_at_once):
@@ -175,21 +169,21 @@ def split_weight(weight: Tensor, *, is_always: bool = False) -> SplitWeight | No
         exponents[piece] = lower.flatten(1)
         is_wide[piece] = wider.any(-1)
         upper.append(wider[is_wide[piece]])
-    table = torch.cat(upper) if upper else _empty(*planes, 0, GRANULE_BYTES)
+    table = torch.cat(upper) if upper else _empty(*planes, 0, HALF)
     form = _with_side_table(sign_mantissa, exponents, base, is_wide, table)
     is_worth_it = form.num_bytes <= weight.nbytes * (1 - LEAST_SAVED) and weight.numel() > 0
     return form if is_always or is_worth_it else None
 
 
 def best_bases(exponents: Tensor) -> Tensor:
-    """exponents u8 [R, K] -> u8 [R], for each row the base of fewest wide granules.
+    """exponents u8 [R, K] -> u8 [R], for each row the base of fewest wide groups.
 
-    A granule fits the bases from its largest exponent - 15 to its smallest: each opens and closes
+    A group fits the bases from its largest exponent - 15 to its smallest: each opens and closes
     an interval, and the most intervals overlap at the best base. The lowest of equals.
     """
     num_rows = len(exponents)
-    smallest = _by_granule(exponents, 255).amin(-1).int()
-    largest = _by_granule(exponents, 0).amax(-1).int()
+    smallest = _by_group(exponents, 255).amin(-1).int()
+    largest = _by_group(exponents, 0).amax(-1).int()
     first = (largest - (WINDOW - 1)).clamp_(min=0)
     last = smallest.clamp_(max=LARGEST_BASE)
     fits = (first <= last).int()
@@ -209,28 +203,26 @@ def exponent_entropy(weight: Tensor) -> float:
 
 
 def _codes(exponents: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
-    """The lower and the upper four bits of codes, in granules: u8 [R, granules, 32] each."""
-    codes = _by_granule(exponents - base[:, None], 0)
-    low, high = codes[..., :GRANULE_BYTES], codes[..., GRANULE_BYTES:]
+    """The lower and the upper four bits of codes: u8 [R, groups, 32] each."""
+    codes = _by_group(exponents - base[:, None], 0)
+    low, high = codes[..., :HALF], codes[..., HALF:]
     return low & 15 | high << 4, low >> 4 | high & 0xF0
 
 
-def _by_granule(rows: Tensor, padding: int) -> Tensor:
-    """[R, K] -> [R, granules, 64]: 32 weights of a group's first half, and those 64 further on."""
+def _by_group(rows: Tensor, padding: int) -> Tensor:
+    """[R, K] -> [R, groups, 64]"""
     padded = torch.nn.functional.pad(rows, (0, -rows.shape[1] % GROUP), value=padding)
-    num_rows, width = padded.shape
-    halves = padded.view(num_rows, width // GROUP, 2, HALF // GRANULE_BYTES, GRANULE_BYTES)
-    return halves.transpose(2, 3).reshape(num_rows, width // GRANULE, GRANULE)
+    return padded.view(len(rows), padded.shape[1] // GROUP, GROUP)
 
 
 def _with_side_table(
     sign_mantissa: Tensor, exponents: Tensor, base: Tensor, is_wide: Tensor, table: Tensor
 ) -> SplitWeight:
-    """`is_wide` [N, granules] bool; `table` has the wide ones in their order."""
-    num_rows, num_granules = is_wide.shape
-    padded = torch.nn.functional.pad(is_wide, (0, -num_granules % WORD_GRANULES))
-    bits = padded.view(num_rows, padded.shape[1] // WORD_GRANULES, WORD_GRANULES).long()
-    words = (bits << torch.arange(WORD_GRANULES, device=bits.device)).sum(-1).int()
+    """`is_wide` [N, groups] bool; `table` has the wide ones in their order."""
+    num_rows, num_groups = is_wide.shape
+    padded = torch.nn.functional.pad(is_wide, (0, -num_groups % WORD_GROUPS))
+    bits = padded.view(num_rows, padded.shape[1] // WORD_GROUPS, WORD_GROUPS).long()
+    words = (bits << torch.arange(WORD_GROUPS, device=bits.device)).sum(-1).int()
     counts = bits.sum(-1).flatten()
     starts = (counts.cumsum(0) - counts).view(words.shape).int()
     return SplitWeight(

@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels import split_weight as form
 from kernels.expect import BadTensor
 from kernels.reference.decompress import decompress
-from kernels.split_weight import GRANULE, GROUP, SplitWeight, exponent_entropy, split_weight
+from kernels.split_weight import GROUP, SplitWeight, exponent_entropy, split_weight
 from tests.kernels.split_weights import all_bit_patterns, bits_of, normal_weight, with_outliers
 
 SHAPES = [(1, 1), (3, 63), (5, 64), (7, 100), (2, 128), (33, 129), (40, 384), (65, 600), (3, 4225)]
@@ -51,30 +51,30 @@ def test_pieces_of_rows_give_what_the_whole_gives(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_code_is_where_the_docstring_says() -> None:
-    weight = torch.ones(1, 2 * GROUP, dtype=torch.bfloat16)  # exponent 127
-    weight[0, 3], weight[0, 3 + GROUP // 2], weight[0, GROUP + 40] = 2.0, -4.0, 2.0**-100
+    weight = torch.ones(1, 4 * GROUP, dtype=torch.bfloat16)  # exponent 127
+    weight[0, 3], weight[0, 3 + GROUP // 2], weight[0, 3 * GROUP + 40] = 2.0, -4.0, 2.0**-100
     split = _split(weight)
     assert split.base.tolist() == [127 - 13]
     assert split.exponents[0, 3].item() == 14 | 15 << 4
     assert split.sign_mantissa[0, 3 + GROUP // 2].item() == 0x80
     assert split.is_wide.tolist() == [[1 << 3]]
-    assert split.wide_exponents[0, 8].item() == ((27 - 114) % 256) >> 4
+    assert split.wide_exponents[0, 8].item() == (27 - 114) % 256 & 0xF0
     assert split.tile_is_wide.tolist() == [[1 << 3]]
 
 
-def test_the_base_is_the_one_of_fewest_wide_granules() -> None:
+def test_the_base_is_the_one_of_fewest_wide_groups() -> None:
     weight = with_outliers(normal_weight(6, 1024), 0.02)
     exponents = (weight.view(torch.int16) >> 7 & 0xFF).to(torch.uint8)
-    granules = form._by_granule(exponents, 0).int()
+    groups = form._by_group(exponents, 0).int()
     fewest = []
-    for row in granules:
+    for row in groups:
         counts = [
             int(((row < base) | (row > base + 15)).any(-1).sum())
             for base in range(form.LARGEST_BASE + 1)
         ]
         fewest.append(min(counts))
         assert counts[int(form.best_bases(exponents)[len(fewest) - 1])] == fewest[-1]
-    assert int(_split(weight).wide_granules().sum()) == sum(fewest) > 0
+    assert int(_split(weight).wide_groups().sum()) == sum(fewest) > 0
 
 
 def test_codes_that_fit_need_no_side_table() -> None:
@@ -90,8 +90,8 @@ def test_sizes_are_those_of_the_planes() -> None:
     total = sum(plane.numel() * plane.element_size() for plane in split.planes().values())
     assert split.num_bytes == total
     assert split.bits_per_weight == 8 * total / weight.numel()
-    num_granules = weight.numel() // GRANULE
-    assert split.wide_share == len(split.wide_exponents) / num_granules
+    num_groups = weight.numel() // GROUP
+    assert split.wide_share == len(split.wide_exponents) / num_groups
 
 
 def test_normal_rows_take_12_bits() -> None:
@@ -103,7 +103,7 @@ def test_normal_rows_take_12_bits() -> None:
 
 def test_what_saves_nothing_is_left() -> None:
     assert split_weight(with_outliers(normal_weight(64, 512), 1.0)) is None
-    assert split_weight(normal_weight(64, 40)) is None  # padded to a group, it takes 14.6 bits
+    assert split_weight(normal_weight(64, 33)) is None  # padded to a group, it takes 16 bits
     assert split_weight(normal_weight(64, 512).half()) is None
     assert split_weight(normal_weight(0, 512)) is None
     assert split_weight(normal_weight(64, 100)) is not None
@@ -136,8 +136,8 @@ def test_slices_are_splits_of_slices(parts: int, is_along_k: bool) -> None:
 
 def test_a_cut_through_a_group_is_refused() -> None:
     split = _split(normal_weight(4, 300))
-    with pytest.raises(BadTensor, match=r"columns 64 to 256 of 300 cannot be cut off"):
-        split.columns(64, 256)
+    with pytest.raises(BadTensor, match=r"columns 32 to 256 of 300 cannot be cut off"):
+        split.columns(32, 256)
     with pytest.raises(BadTensor, match=r"columns 0 to 200 of 300"):
         split.columns(0, 200)
 
