@@ -28,7 +28,6 @@ from kernels.linear_tile import (
     MAX_REGISTERS,
     NUM_SEGMENTS,
     add_segments,
-    cut,
     expect_product,
     grid,
     segment_steps,
@@ -108,6 +107,7 @@ def _linear_kernel(
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     first, last, steps = segment_steps(width, IS_SPLIT, NUM_SEGMENTS, BLOCK_K)
+    end = steps  # of the segment
     for step in range(first, last):
         k = (step * BLOCK_K + step_k)[None, :]  # [1, BLOCK_K]
         if IS_EVEN_K:
@@ -117,7 +117,11 @@ def _linear_kernel(
             x = tl.load(x_row_ptr + k, mask=is_row & (k < width), other=0.0)
             weight = tl.load(weight_row_ptr + k, mask=k < width, other=0.0)
         acc = dot(x, tl.trans(weight), acc)  # [BLOCK_M, BLOCK_N]
-        acc, total = cut(acc, total, step, steps, IS_CUT)
+        if IS_CUT:  # noqa: SIM102  one is decided at compile time, one at run time
+            if step + 1 == end:
+                total += acc
+                acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                end += steps
     if IS_CUT:
         acc = total + acc
     store_tile(acc, bias_ptr, out_ptr, row, column, num_rows, num_columns, HAS_BIAS, IS_SPLIT)

@@ -41,16 +41,10 @@ def expect_product(x: Tensor, shape: tuple[int, int], bias: Tensor | None) -> No
         expect("bias", bias, shape[:1], dtype=x.dtype, device=x.device)
 
 
-def tiling(
-    shape: tuple[int, int, int],
-    dtype: torch.dtype,
-    *,
-    is_batch_invariant: bool,
-    weight_bytes: float | None = None,
-) -> Tiling:
+def tiling(shape: tuple[int, int, int], dtype: torch.dtype, *, is_batch_invariant: bool) -> Tiling:
     """Few rows get narrow tiles, enough for all multiprocessors to stream weights with no second
     kernel. With more rows a tile reads more of x, from the L2 cache, and is wider to make up for
-    it. `shape` is [M, N, K]; a weight takes `weight_bytes` where it is not of `dtype`.
+    it. `shape` is [M, N, K].
     """
     num_rows, num_columns, width = shape
     if dtype == torch.float32:  # no tensor cores: what a thread multiplies must fit its registers
@@ -67,8 +61,7 @@ def tiling(
     is_idle = num_tiles < NUM_MULTIPROCESSORS * 3 // 4
     is_split = is_idle and width > 2 * block_k  # less is done sooner by one program
     num_programs = num_tiles * (NUM_SEGMENTS if is_split else 1)
-    each_bytes = dtype.itemsize if weight_bytes is None else weight_bytes
-    stage_bytes = int((block_m * dtype.itemsize + block_n * each_bytes) * block_k)
+    stage_bytes = (block_m + block_n) * block_k * dtype.itemsize
     is_paired = num_programs > NUM_MULTIPROCESSORS and 3 * stage_bytes <= HALF_SHARED_BYTES
     room = HALF_SHARED_BYTES if is_paired else SHARED_BYTES
     return Tiling(
@@ -124,16 +117,6 @@ def segment_steps(width, IS_SPLIT: tl.constexpr, NUM: tl.constexpr, BLOCK_K: tl.
     first = tl.program_id(1) * steps
     last = min(first + steps, num_steps) if IS_SPLIT else num_steps
     return first, last, steps
-
-
-@triton.jit
-def cut(acc, total, step, steps, IS_CUT: tl.constexpr):
-    """(acc, total) after `step`: where a segment of so many steps ends, its sum moves over."""
-    if IS_CUT:  # noqa: SIM102  one is decided at compile time, one at run time
-        if (step + 1) % steps == 0:
-            total += acc
-            acc = tl.zeros_like(acc)
-    return acc, total
 
 
 @triton.jit

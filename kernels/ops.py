@@ -24,8 +24,10 @@ from kernels.cpu import rms_norm as cpu_rms_norm
 from kernels.cpu import rotate_and_store as cpu_rotate_and_store
 from kernels.device import IS_INTERPRETED, has_triton_device
 from kernels.reference.add_rms_norm import add_rms_norm as reference_add_rms_norm
+from kernels.reference.compressed_linear import compressed_linear as reference_compressed_linear
 from kernels.reference.copy_blocks import copy_blocks as reference_copy_blocks
 from kernels.reference.decode_attention import decode_attention as reference_decode_attention
+from kernels.reference.decompress import decompress as reference_decompress
 from kernels.reference.gather_blocks import gather_blocks as reference_gather_blocks
 from kernels.reference.gelu_and_mul import gelu_and_mul as reference_gelu_and_mul
 from kernels.reference.likeliest import likeliest as reference_likeliest
@@ -39,6 +41,7 @@ from kernels.reference.sample import sample as reference_sample
 from kernels.reference.scatter_blocks import scatter_blocks as reference_scatter_blocks
 from kernels.reference.silu_and_mul import silu_and_mul as reference_silu_and_mul
 from kernels.reference.store_kv import store_kv as reference_store_kv
+from kernels.split_weight import SplitWeight
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -90,6 +93,38 @@ def linear(
     if x.is_cuda and not is_batch_invariant:
         return torch.nn.functional.linear(x, weight, bias)
     return _linear(x, weight, bias, is_batch_invariant=is_batch_invariant)
+
+
+def decompress(weight: SplitWeight, out: Tensor | None = None) -> Tensor:
+    """The dense weight."""
+    if not HAS_TRITON or (weight.device.type == "cpu" and not IS_INTERPRETED):
+        return reference_decompress(weight, out)
+    from kernels.decompress import decompress as on_triton
+
+    return on_triton(weight, out)
+
+
+def compressed_linear(
+    x: Tensor, weight: SplitWeight, bias: Tensor | None = None, *, is_batch_invariant: bool = False
+) -> Tensor:
+    """`linear` with a split weight. Few rows decode it on the way; for many it is decompressed into
+    memory that is free again afterwards, where `linear` multiplies: its bits, both ways, in the
+    batch-invariant mode.
+    """
+    if not HAS_TRITON or (x.is_cpu and not IS_INTERPRETED):
+        return reference_compressed_linear(x, weight, bias, is_batch_invariant=is_batch_invariant)
+    from kernels.compressed_linear import compressed_linear as on_triton
+    from kernels.fused_rows import fused_rows
+
+    def fused(rows: Tensor) -> Tensor:
+        return on_triton(rows, weight, bias, is_batch_invariant=is_batch_invariant)
+
+    def dense(rows: Tensor) -> Tensor:
+        return linear(rows, decompress(weight), bias, is_batch_invariant=is_batch_invariant)
+
+    mode = "invariant" if is_batch_invariant else "free"
+    most = fused_rows(weight.shape, weight.device, mode, fused, dense)
+    return fused(x) if len(x) <= most else dense(x)
 
 
 def pack_weight(weight: Tensor) -> Tensor:

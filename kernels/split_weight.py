@@ -18,7 +18,6 @@ pattern is kept, infinities and NaN, too; nothing is scaled or rounded.
     wide_start     i32 [N, words]        where in the side table the word's first one lies; the
                                          others follow: start + how many lower bits are set
     wide_exponents u8 [num_wide, 32]     codes >> 4, as `exponents` has the lower bits
-    tile_is_wide   i32 [ceil(N / 32), words]  the words of 32 rows, or-ed: what may be skipped
 
 Where K ends within a group, codes go on as zeros. Two halves of a group lie in one byte so that a
 tile of bytes decodes into two tiles of weights without a shuffle.
@@ -47,7 +46,6 @@ from kernels.expect import BadTensor
 GROUP = 64  # of K: whose halves share bytes
 HALF = GROUP // 2
 WORD_GROUPS = 32  # of a word of bits
-TILE_ROWS = 32  # of a word of `tile_is_wide`
 WINDOW = 16
 LARGEST_BASE = 256 - WINDOW
 PIECE_WEIGHTS = 1 << 22  # are split at a time
@@ -63,7 +61,6 @@ class SplitWeight:
     is_wide: Tensor
     wide_start: Tensor
     wide_exponents: Tensor
-    tile_is_wide: Tensor
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -225,18 +222,7 @@ def _with_side_table(
     words = (bits << torch.arange(WORD_GROUPS, device=bits.device)).sum(-1).int()
     counts = bits.sum(-1).flatten()
     starts = (counts.cumsum(0) - counts).view(words.shape).int()
-    return SplitWeight(
-        sign_mantissa, exponents, base, words, starts, table.contiguous(), _by_tile(words)
-    )
-
-
-def _by_tile(words: Tensor) -> Tensor:
-    """The words of TILE_ROWS rows, or-ed."""
-    padded = torch.nn.functional.pad(words, (0, 0, 0, -len(words) % TILE_ROWS))
-    tiles = padded.view(len(padded) // TILE_ROWS, TILE_ROWS, words.shape[1])
-    while tiles.shape[1] > 1:
-        tiles = tiles[:, ::2] | tiles[:, 1::2]
-    return tiles[:, 0].contiguous()
+    return SplitWeight(sign_mantissa, exponents, base, words, starts, table.contiguous())
 
 
 def _empty(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:

@@ -59,7 +59,6 @@ def test_a_code_is_where_the_docstring_says() -> None:
     assert split.sign_mantissa[0, 3 + GROUP // 2].item() == 0x80
     assert split.is_wide.tolist() == [[1 << 3]]
     assert split.wide_exponents[0, 8].item() == (27 - 114) % 256 & 0xF0
-    assert split.tile_is_wide.tolist() == [[1 << 3]]
 
 
 def test_the_base_is_the_one_of_fewest_wide_groups() -> None:
