@@ -23,7 +23,7 @@ from torch import Tensor
 from kernels.cache import cache_root
 
 NUM_ROWS = (16, 32, 64, 128, 256, 512, 1024)
-DEFAULT = 64  # where nothing is measured: the interpreter, and the inside of a graph's capture
+DEFAULT = 64  # where nothing can be measured: without CUDA, or in a graph's capture
 WARMUP_MS, MEASURED_MS = 3, 15
 SOURCES = ("compressed_linear", "decompress", "fused_rows", "linear", "linear_tile", "split_tile")
 
@@ -39,6 +39,9 @@ class FusedRows:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._measured = _read(path)
+
+    def __contains__(self, case: str) -> bool:
+        return case in self._measured
 
     def of(self, case: str, measure: Callable[[], int]) -> int:
         if case not in self._measured:
@@ -65,16 +68,18 @@ def fused_rows(
 
     `mode` tells apart what else makes their time.
     """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda":
         return DEFAULT
-    name = f"{torch.cuda.get_device_name(device)} {triton.__version__} {_sources_digest()}"
-    case = f"{name} {mode} {weight_shape[0]} x {weight_shape[1]}"
+    case = f"{_device_case(device)} {mode} {weight_shape[0]} x {weight_shape[1]}"
+    known = _known()
+    if case not in known and torch.cuda.is_current_stream_capturing():
+        return DEFAULT
 
     def is_fused_faster(num_rows: int) -> bool:
         x = torch.randn(num_rows, weight_shape[1], device=device).bfloat16()
         return _milliseconds(lambda: fused(x)) <= _milliseconds(lambda: dense(x))
 
-    return _known().of(case, lambda: most_fused(is_fused_faster))
+    return known.of(case, lambda: most_fused(is_fused_faster))
 
 
 def _milliseconds(launch: Callable[[], object]) -> float:
@@ -90,11 +95,12 @@ def _known() -> FusedRows:
 
 
 @cache
-def _sources_digest() -> str:
+def _device_case(device: torch.device) -> str:
+    """What runs how where."""
     digest = blake2b(digest_size=8)
     for name in SOURCES:
         digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
-    return digest.hexdigest()
+    return f"{torch.cuda.get_device_name(device)} {triton.__version__} {digest.hexdigest()}"
 
 
 def _read(path: Path) -> dict[str, int]:

@@ -47,6 +47,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Op = Callable[Concatenate[Tensor, P], R]
 HAS_TRITON = has_triton_device()
+if HAS_TRITON:
+    from kernels.compressed_linear import compressed_linear as _fused_linear
+    from kernels.decompress import decompress as _triton_decompress
+    from kernels.fused_rows import fused_rows
 
 
 def _chosen(reference: Op[P, R], on_cpu: Op[P, R] | None = None) -> Op[P, R]:
@@ -97,11 +101,8 @@ def linear(
 
 def decompress(weight: SplitWeight, out: Tensor | None = None) -> Tensor:
     """The dense weight."""
-    if not HAS_TRITON or (weight.device.type == "cpu" and not IS_INTERPRETED):
-        return reference_decompress(weight, out)
-    from kernels.decompress import decompress as on_triton
-
-    return on_triton(weight, out)
+    is_here = _is_for_triton(weight.device)
+    return (_triton_decompress if is_here else reference_decompress)(weight, out)
 
 
 def compressed_linear(
@@ -111,13 +112,11 @@ def compressed_linear(
     memory that is free again afterwards, where `linear` multiplies: its bits, both ways, in the
     batch-invariant mode.
     """
-    if not HAS_TRITON or (x.is_cpu and not IS_INTERPRETED):
+    if not _is_for_triton(x.device):
         return reference_compressed_linear(x, weight, bias, is_batch_invariant=is_batch_invariant)
-    from kernels.compressed_linear import compressed_linear as on_triton
-    from kernels.fused_rows import fused_rows
 
     def fused(rows: Tensor) -> Tensor:
-        return on_triton(rows, weight, bias, is_batch_invariant=is_batch_invariant)
+        return _fused_linear(rows, weight, bias, is_batch_invariant=is_batch_invariant)
 
     def dense(rows: Tensor) -> Tensor:
         return linear(rows, decompress(weight), bias, is_batch_invariant=is_batch_invariant)
@@ -125,6 +124,10 @@ def compressed_linear(
     mode = "invariant" if is_batch_invariant else "free"
     most = fused_rows(weight.shape, weight.device, mode, fused, dense)
     return fused(x) if len(x) <= most else dense(x)
+
+
+def _is_for_triton(device: torch.device) -> bool:
+    return HAS_TRITON and (IS_INTERPRETED or device.type != "cpu")
 
 
 def pack_weight(weight: Tensor) -> Tensor:

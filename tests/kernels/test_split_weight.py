@@ -6,11 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import ops
 from kernels import split_weight as form
+from kernels.device import IS_INTERPRETED
 from kernels.expect import BadTensor
 from kernels.reference.decompress import decompress
 from kernels.split_weight import GROUP, SplitWeight, exponent_entropy, split_weight
 from tests.kernels.split_weights import all_bit_patterns, bits_of, normal_weight, with_outliers
+from tests.kernels.tolerance import assert_near
 
 SHAPES = [(1, 1), (3, 63), (5, 64), (7, 100), (2, 128), (33, 129), (40, 384), (65, 600), (3, 4225)]
 
@@ -145,6 +148,15 @@ def test_entropy_of_exponents() -> None:
     weight = torch.tensor([[1.0, 2.0, 4.0, 4.0] * 8]).bfloat16()
     assert exponent_entropy(weight) == pytest.approx(1.5)
     assert exponent_entropy(normal_weight(100, 4096)) == pytest.approx(2.55, abs=0.03)
+
+
+@pytest.mark.skipif(IS_INTERPRETED, reason="tests/kernels/triton has this")
+def test_the_engine_multiplies_with_it() -> None:
+    weight = normal_weight(48, 96)
+    x, split = normal_weight(5, 96, seed=1), _split(weight)
+    y = ops.compressed_linear(x, split, is_batch_invariant=True)
+    assert_near(y, x.double() @ weight.double().T)
+    assert torch.equal(bits_of(ops.decompress(split)), bits_of(weight))
 
 
 def test_it_goes_into_scratch() -> None:

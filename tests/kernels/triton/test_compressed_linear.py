@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import ops
 from kernels.compressed_linear import compressed_linear
+from kernels.decompress import decompress
 from kernels.device import IS_INTERPRETED
 from kernels.expect import BadTensor
+from kernels.fused_rows import DEFAULT
 from kernels.linear import linear
 from kernels.reference.compressed_linear import compressed_linear as reference_compressed_linear
 from kernels.split_weight import SplitWeight, split_weight
@@ -99,6 +102,21 @@ def test_slices_for_tensor_parallelism(device: torch.device) -> None:
         y = compressed_linear(x[:, start:stop], split.columns(start, stop))
         expected = linear(x[:, start:stop], weight[:, start:stop])
         assert torch.equal(bits_of(y), bits_of(expected))
+
+
+@pytest.mark.parametrize("num_rows", [3, DEFAULT + 1])
+def test_the_engine_multiplies_here(
+    num_rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few rows fused, many decompressed first: the bits are the same."""
+    weight = with_outliers(normal_weight(40, 96), 0.005).to(device)
+    split, x = _split(weight), _x(num_rows, 96, device)
+    decompressed = []
+    monkeypatch.setattr(ops, "fused_rows", lambda *_: DEFAULT)
+    monkeypatch.setattr(ops, "decompress", lambda w: decompressed.append(w) or decompress(w))
+    y = ops.compressed_linear(x, split, is_batch_invariant=True)
+    assert torch.equal(bits_of(y), bits_of(linear(x, weight, is_batch_invariant=True)))
+    assert len(decompressed) == (num_rows > DEFAULT)
 
 
 def test_nothing_to_multiply(device: torch.device) -> None:
