@@ -23,8 +23,8 @@ Where K ends within a group, codes go on as zeros. Two halves of a group lie in 
 tile of bytes decodes into two tiles of weights without a shuffle.
 
 Why these sizes (`benchmarks/compression_memory.py`; rows normal to Student-t 4, bits a weight):
-groups of 64 with upper bits aside 12.05 to 12.10, of 32 12.07 to 12.09, of 128 12.05 to 12.14,
-of 64 with whole exponents aside 12.07 to 12.15. A base a tensor widens 1.4 to 2.5 times as many. A
+groups of 64 with upper bits aside 12.05 to 12.10, of 32 12.07 to 12.09, of 128 12.04 to 12.14,
+of 64 with whole exponents aside 12.06 to 12.15. A base a tensor widens 1.4 to 3 times as many. A
 code kept for zero takes an exponent off the window, which doubles the wide ones; a palette of any
 16 exponents wins nothing, as the likely ones are neighbours. Three bits a code would take 11.3 to
 11.4 bits, but escape in 1 to 2 % of all weights: no tile of a product were free of them, and each

@@ -64,6 +64,19 @@ def test_the_bits_are_those_of_linear(
     assert torch.equal(bits_of(y), bits_of(expected))
 
 
+@pytest.mark.usefixtures("is_split")
+@pytest.mark.parametrize(("place", "expected"), [(384, 2.0), (512, 0.0)])
+def test_a_segment_adds_up_before_it_is_added(
+    place: int, expected: float, device: torch.device
+) -> None:
+    """Segments of 256: in FP32, 2**24 + 1 + 1 - 2**24 is 0, and 2**24 + (1 + 1) - 2**24 is 2."""
+    weight = torch.zeros(1, 1024, dtype=BF16, device=device)
+    weight[:, 0], weight[:, 256], weight[:, place], weight[:, 768] = 2.0**24, 1.0, 1.0, -(2.0**24)
+    x = torch.ones(1, 1024, dtype=BF16, device=device)
+    assert compressed_linear(x, _split(weight), is_batch_invariant=True).item() == expected
+    assert linear(x, weight, is_batch_invariant=True).item() == expected
+
+
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_wide_nowhere_and_everywhere(share: float, device: torch.device) -> None:
     signs = torch.sign(normal_weight(40, 320)).float() + 0.5  # 1.5 and -0.5: one window
