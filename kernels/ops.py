@@ -28,8 +28,11 @@ from kernels.cpu.compressed_weight import CompressedWeight
 from kernels.cpu.compressed_weight import compress_weight as cpu_compress_weight
 from kernels.device import IS_INTERPRETED, has_triton_device
 from kernels.reference.add_rms_norm import add_rms_norm as reference_add_rms_norm
+from kernels.reference.compressed_linear import compressed_linear as reference_compressed_linear
 from kernels.reference.copy_blocks import copy_blocks as reference_copy_blocks
 from kernels.reference.decode_attention import decode_attention as reference_decode_attention
+from kernels.reference.decompress import decompress as reference_decompress
+from kernels.reference.decompress import select_rows as select_split_rows
 from kernels.reference.gather_blocks import gather_blocks as reference_gather_blocks
 from kernels.reference.gelu_and_mul import gelu_and_mul as reference_gelu_and_mul
 from kernels.reference.likeliest import likeliest as reference_likeliest
@@ -43,11 +46,18 @@ from kernels.reference.sample import sample as reference_sample
 from kernels.reference.scatter_blocks import scatter_blocks as reference_scatter_blocks
 from kernels.reference.silu_and_mul import silu_and_mul as reference_silu_and_mul
 from kernels.reference.store_kv import store_kv as reference_store_kv
+from kernels.split_weight import SplitWeight, split_weight
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Op = Callable[Concatenate[Tensor, P], R]
+Compressed = CompressedWeight | SplitWeight
+Weight = Tensor | CompressedWeight | SplitWeight
 HAS_TRITON = has_triton_device()
+if HAS_TRITON:
+    from kernels.compressed_linear import compressed_linear as _fused_linear
+    from kernels.decompress import decompress as _triton_decompress
+    from kernels.fused_rows import fused_rows
 
 
 def _chosen(reference: Op[P, R], on_cpu: Op[P, R] | None = None) -> Op[P, R]:
@@ -89,7 +99,7 @@ _linear = _chosen(reference_linear, cpu_linear.linear)
 
 def linear(
     x: Tensor,
-    weight: Tensor | CompressedWeight,
+    weight: Weight,
     bias: Tensor | None = None,
     *,
     is_batch_invariant: bool = False,
@@ -97,16 +107,51 @@ def linear(
     """On CUDA the library multiplies, unless a row's bits may not depend on the others."""
     if isinstance(weight, CompressedWeight):
         return cpu_compressed_linear.compressed_linear(x, weight, bias)
+    if isinstance(weight, SplitWeight):
+        return compressed_linear(x, weight, bias, is_batch_invariant=is_batch_invariant)
     if x.is_cuda and not is_batch_invariant:
         return torch.nn.functional.linear(x, weight, bias)
     return _linear(x, weight, bias, is_batch_invariant=is_batch_invariant)
 
 
-def select_rows(weight: Tensor | CompressedWeight, row_ids: Tensor) -> Tensor:
+def select_rows(weight: Weight, row_ids: Tensor) -> Tensor:
     """weight [N, K], row_ids [T] -> [T, K]."""
     if isinstance(weight, CompressedWeight):
         return cpu_decompress.select_rows(weight, row_ids)
+    if isinstance(weight, SplitWeight):
+        return select_split_rows(weight, row_ids)
     return weight.index_select(0, row_ids)
+
+
+def decompress(weight: SplitWeight, out: Tensor | None = None) -> Tensor:
+    """The dense weight."""
+    is_here = _is_for_triton(weight.device)
+    return (_triton_decompress if is_here else reference_decompress)(weight, out)
+
+
+def compressed_linear(
+    x: Tensor, weight: SplitWeight, bias: Tensor | None = None, *, is_batch_invariant: bool = False
+) -> Tensor:
+    """`linear` with a split weight. Few rows decode it on the way; for many it is decompressed into
+    memory that is free again afterwards, where `linear` multiplies: its bits, both ways, in the
+    batch-invariant mode.
+    """
+    if not _is_for_triton(x.device):
+        return reference_compressed_linear(x, weight, bias, is_batch_invariant=is_batch_invariant)
+
+    def fused(rows: Tensor) -> Tensor:
+        return _fused_linear(rows, weight, bias, is_batch_invariant=is_batch_invariant)
+
+    def dense(rows: Tensor) -> Tensor:
+        return linear(rows, decompress(weight), bias, is_batch_invariant=is_batch_invariant)
+
+    mode = "invariant" if is_batch_invariant else "free"
+    most = fused_rows(weight.shape, weight.device, mode, fused, dense)
+    return fused(x) if len(x) <= most else dense(x)
+
+
+def _is_for_triton(device: torch.device) -> bool:
+    return HAS_TRITON and (IS_INTERPRETED or device.type != "cpu")
 
 
 def pack_weight(weight: Tensor) -> Tensor:
@@ -114,9 +159,11 @@ def pack_weight(weight: Tensor) -> Tensor:
     return weight if IS_INTERPRETED else cpu_linear.pack_weight(weight)
 
 
-def compress_weight(weight: Tensor) -> CompressedWeight | None:
+def compress_weight(weight: Tensor) -> Compressed | None:
     """weight [N, K] in a smaller form for `linear` and `select_rows`, bit for bit the same.
 
     None where there is none: it would save nothing, or the device has no product with it.
     """
-    return cpu_compress_weight(weight) if weight.is_cpu and not IS_INTERPRETED else None
+    if _is_for_triton(weight.device):
+        return split_weight(weight)
+    return cpu_compress_weight(weight) if weight.is_cpu else None

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import numba
 
+from kernels.cache import cache_root
+
 
 def _cache_dir() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    root = os.environ.get("HEARTH_CACHE_DIR") or Path(home) / "hearth"
     digest = blake2b(digest_size=8)
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
-    return Path(root) / "kernels" / digest.hexdigest()
+    return cache_root() / "kernels" / digest.hexdigest()
 
 
 if not os.environ.get("NUMBA_CACHE_DIR"):

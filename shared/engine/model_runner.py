@@ -21,6 +21,7 @@ from torch import Tensor
 from kernels.cpu.compiled import compiling_alone
 from kernels.cpu.lanes import FEW_ROWS
 from kernels.cpu.vector_attention import SEGMENT
+from kernels.device import IS_INTERPRETED
 from kernels.ops import copy_blocks, gather_blocks, scatter_blocks
 from shared.clock import Clock, MonotonicClock
 from shared.engine.attention_inputs import build_attention_inputs
@@ -168,7 +169,7 @@ class ModelRunner:
             revision = _fill(model, tensors, config, target, is_compressed=is_compressed)
         model.to(target).eval()
         if is_compressed:
-            if target.type != "cpu":
+            if not _shares_weights(target):
                 compress_in_place(model, model.weight_destinations())
             log.info("weights_compressed", **msgspec.structs.asdict(weights_report(model)))
         _pack(model)
@@ -351,7 +352,7 @@ def _fill(
     def revision() -> str:
         return weights_digest(tensors, described)
 
-    if device.type == "cpu":
+    if _shares_weights(device):
         mapped = map_weights(
             model,
             destinations,
@@ -368,6 +369,10 @@ def _fill(
             return revision()
     load_weights(read, destinations)
     return revision()
+
+
+def _shares_weights(device: torch.device) -> bool:
+    return device.type == "cpu" and not IS_INTERPRETED
 
 
 def _reach(config: ModelConfig) -> int | None:

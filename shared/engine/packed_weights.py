@@ -20,6 +20,7 @@ import xxhash
 from torch import Tensor, nn
 
 from kernels.cpu.amx import has_amx
+from kernels.cpu.compressed_weight import CompressedWeight
 from kernels.cpu.linear import is_packed
 from kernels.device import IS_INTERPRETED
 from kernels.ops import pack_weight
@@ -175,7 +176,7 @@ def _write_region(
 ) -> None:
     filled = filled_bytes(region, tensors)
     compressed = region.compressed(filled) if is_compressed else None
-    if compressed is not None:
+    if isinstance(compressed, CompressedWeight):
         writer.append(region.name, compressed.memory, compressed_form(compressed))
         return
     is_needed_plain = region.is_needed_plain

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 from torch import Tensor, nn
 
-from kernels.cpu.compressed_weight import CompressedWeight
+from kernels.ops import Compressed
 from shared.config import WEIGHT_FORMS
 from shared.engine.codec.manifest import is_bundle
 from shared.errors import ConfigError
@@ -45,7 +45,7 @@ def wants_compressed(weights: str, model_dir: Path) -> bool:
 
 def weights_report(model: nn.Module) -> WeightsReport:
     found = [getattr(module, "weight", None) for module in model.modules()]
-    compressed = {id(each): each for each in found if isinstance(each, CompressedWeight)}.values()
+    compressed = {id(each): each for each in found if isinstance(each, Compressed)}.values()
     plain = {id(each): each for each in (*model.parameters(), *found) if isinstance(each, Tensor)}
     num_compressed = sum(each.numel() for each in compressed)
     num_bytes = sum(each.num_bytes for each in compressed)

@@ -9,8 +9,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from kernels.cpu.compressed_weight import CompressedWeight
-from kernels.ops import compress_weight
+from kernels.ops import Compressed, compress_weight
 from shared.engine.layers.embedding import Embedding, OutputHead
 from shared.engine.layers.linear import Linear, parameter_of, replace_weight
 from shared.engine.weights import CheckpointTensors, copy_tensor
@@ -42,7 +41,7 @@ class Region:
     def is_needed_plain(self) -> bool:
         return self.has_other_readers or bool(self.embeddings)
 
-    def compressed(self, filled: Tensor | None = None) -> CompressedWeight | None:
+    def compressed(self, filled: Tensor | None = None) -> Compressed | None:
         """Of the bytes of the storage, or those that it has; None if that does not make it smaller,
         or somebody needs it plain.
         """
@@ -52,7 +51,7 @@ class Region:
         weight = parameter_of(readers[0])
         return compress_weight(weight if filled is None else view_of(filled, weight))
 
-    def adopt_compressed(self, weight: CompressedWeight) -> None:
+    def adopt_compressed(self, weight: Compressed) -> None:
         for module in (*self.linears.values(), *self.embeddings.values()):
             replace_weight(module, weight)
 

@@ -46,6 +46,9 @@ class MachineCode:
     num_registers: int
     num_spilled_bytes: int  # to local memory: the stack of a thread
     shared_bytes: int
+    # Generations of tensor-core instructions, and how many of K lie side by side in a register of
+    # an operand: what of a compiler's choices decides on the bits of a product.
+    dot_layouts: frozenset[str]
 
 
 @contextmanager
@@ -84,7 +87,12 @@ def _compiled(kernel: Any, args: tuple[Any, ...], kwargs: Any, capability: int) 
     target = GPUTarget("cuda", capability, WARP_SIZE)
     done = triton.compile(source, target=target, options=options)
     assert done.metadata.shared <= MAX_SHARED_BYTES[capability], kernel.__name__
-    return MachineCode(kernel.__name__, *_resources(done.asm["cubin"]), done.metadata.shared)
+    return MachineCode(
+        kernel.__name__,
+        *_resources(done.asm["cubin"]),
+        done.metadata.shared,
+        frozenset(re.findall(r"versionMajor = \d+|kWidth = \d+", done.asm["ttgir"])),
+    )
 
 
 def _type(value: Any) -> str:

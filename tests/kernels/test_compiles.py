@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.device import IS_INTERPRETED
+from kernels.split_weight import GROUP, HALF, WORD_GROUPS, SplitWeight
 from tests.kernels.ahead_of_time import compiling
 
 pytest.importorskip("triton")
@@ -109,6 +110,24 @@ def _launch_linear() -> None:
     linear(_empty(8, 100), _empty(63, 100), _empty(63))
 
 
+def _launch_compressed_linear() -> None:
+    from kernels.compressed_linear import compressed_linear
+
+    for shape in ((4096, 4096), (28672, 4096)):
+        for num_rows in (1, 64, 512):
+            for is_batch_invariant in (False, True):
+                x = _empty(num_rows, shape[1])
+                compressed_linear(x, _empty_split(*shape), is_batch_invariant=is_batch_invariant)
+    compressed_linear(_empty(8, 100), _empty_split(63, 100), _empty(63))
+
+
+def _launch_decompress() -> None:
+    from kernels.decompress import decompress
+
+    decompress(_empty_split(4096, 14336))
+    decompress(_empty_split(63, 100))
+
+
 def _launch_likeliest() -> None:
     from kernels.likeliest import likeliest
 
@@ -170,8 +189,10 @@ def _attention(
 
 LAUNCHES: dict[str, Callable[[], None]] = {
     "add_rms_norm": _launch_add_rms_norm,
+    "compressed_linear": _launch_compressed_linear,
     "copy_blocks": _launch_copy_blocks,
     "decode_attention": _launch_decode_attention,
+    "decompress": _launch_decompress,
     "gather_blocks": _launch_gather_blocks,
     "gelu_and_mul": _launch_gelu_and_mul,
     "likeliest": _launch_likeliest,
@@ -210,6 +231,38 @@ def test_compiles_for_fp8_caches(op: str) -> None:
         FP8_LAUNCHES[op](torch.float8_e4m3fn)
     assert found
     assert [each for each in found if each.num_spilled_bytes] == []
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("is_batch_invariant", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 64])
+def test_a_split_weight_meets_the_tensor_cores_as_a_dense_one(
+    num_rows: int, is_batch_invariant: bool, capability: int
+) -> None:
+    """The same instructions on operands laid out alike, or their sums would round elsewhere."""
+    from kernels.compressed_linear import compressed_linear
+    from kernels.linear import linear
+
+    x = _empty(num_rows, 4096)
+    with compiling(capability) as found:
+        linear(x, _empty(4096, 4096), is_batch_invariant=is_batch_invariant)
+        compressed_linear(x, _empty_split(4096, 4096), is_batch_invariant=is_batch_invariant)
+    by_kernel = {each.name: each.dot_layouts for each in found}
+    assert by_kernel["_linear_kernel"]
+    assert by_kernel["_compressed_linear_kernel"] == by_kernel["_linear_kernel"]
+
+
+def _empty_split(num_rows: int, width: int) -> SplitWeight:
+    """No more than the planes' types and sizes."""
+    num_groups = -(-width // GROUP)
+    return SplitWeight(
+        sign_mantissa=_empty(num_rows, width, dtype=torch.uint8),
+        exponents=_empty(num_rows, num_groups * HALF, dtype=torch.uint8),
+        base=_empty(num_rows, dtype=torch.uint8),
+        is_wide=_empty(num_rows, -(-num_groups // WORD_GROUPS), dtype=torch.int32),
+        wide_start=_empty(num_rows, -(-num_groups // WORD_GROUPS), dtype=torch.int32),
+        wide_exponents=_empty(1, HALF, dtype=torch.uint8),
+    )
 
 
 def _empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:

@@ -3,15 +3,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kernels.cpu.compressed_weight import CompressedWeight
-from kernels.ops import linear, pack_weight, select_rows
+from kernels.ops import Weight, linear, pack_weight, select_rows
 from shared.engine.layers.linear import parameter_of, replace_weight
 
 
 class Embedding(nn.Module):
     """Token vectors by id, times `scale` rounded to `dtype`."""
 
-    weight: Tensor | CompressedWeight
+    weight: Weight
 
     def __init__(
         self,
@@ -40,7 +39,7 @@ class OutputHead(nn.Module):
     both once it is packed; a compressed one is good for both.
     """
 
-    weight: Tensor | CompressedWeight
+    weight: Weight
     is_batch_invariant = True  # see kernels.ops.linear
 
     def __init__(

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels.cpu.compressed_weight import CompressedWeight
-from kernels.ops import linear, pack_weight
+from kernels.ops import Weight, linear, pack_weight
 
 
 class Linear(nn.Module):
@@ -15,7 +14,7 @@ class Linear(nn.Module):
     Once they are filled, `pack` replaces the weight by the form that the device computes with.
     """
 
-    weight: Tensor | CompressedWeight
+    weight: Weight
     is_batch_invariant = True  # see kernels.ops.linear
 
     def __init__(
@@ -45,7 +44,7 @@ def parameter_of(module: Any) -> Tensor:
     return weight
 
 
-def replace_weight(module: Any, weight: Tensor | CompressedWeight) -> None:
+def replace_weight(module: Any, weight: Weight) -> None:
     """The parameter gives way to what is computed with."""
     del module.weight
     module.weight = weight

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from kernels import ops
 from kernels.device import IS_INTERPRETED
 from kernels.reference.sample import sample
+from kernels.split_weight import SplitWeight
 from shared.engine.model_runner import ModelRunner
 from tests.engine.checkpoints import write_model
 from tests.engine.steps import Blocks, advance, generate, prefill, step_of
@@ -111,3 +112,26 @@ def test_drawn_tokens(tmp_path: Path, device: torch.device) -> None:
         )
     )
     assert drawn == sample(runner.step_logits(inputs), *columns).tolist()
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_split_weights_give_the_same_logits(
+    tmp_path: Path, is_tied: bool, device: torch.device
+) -> None:
+    """Linear layers, the output head and the rows that an embedding looks up."""
+    shape = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    write_model(tmp_path, "LlamaForCausalLM", **shape, tie_word_embeddings=is_tied)
+    logits = []
+    for weights in ("dense", "compressed"):
+        runner = ModelRunner.load(
+            tmp_path,
+            dtype="bfloat16",
+            kv_cache_bytes=1 << 20,
+            device=str(device),
+            num_threads=1,
+            weights=weights,
+        )
+        blocks, prompt = Blocks(runner.num_blocks), prompt_of(NUM_PROMPT)
+        logits.append(prefill(runner, blocks.line(prompt), 8))
+    assert isinstance(runner._model.lm_head.weight, SplitWeight)
+    assert torch.equal(*logits)

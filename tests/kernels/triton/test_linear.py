@@ -23,7 +23,7 @@ MOST_ROWS = 130 if IS_INTERPRETED else 3000
 def is_split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """On a GPU with hardly a multiprocessor, the segments of a small product are not split."""
     if not request.param:
-        monkeypatch.setattr("kernels.linear.NUM_MULTIPROCESSORS", 1)
+        monkeypatch.setattr("kernels.linear_tile.NUM_MULTIPROCESSORS", 1)
     return bool(request.param)
 
 
@@ -69,7 +69,7 @@ def test_a_rows_bits_do_not_depend_on_the_number_of_rows(
     """Nor on whether a program computes all segments or one."""
     x, weight, bias = _operands(MOST_ROWS, shape, device, dtype)
     together = linear(x, weight, bias, is_batch_invariant=True)
-    monkeypatch.setattr("kernels.linear.NUM_MULTIPROCESSORS", 4)
+    monkeypatch.setattr("kernels.linear_tile.NUM_MULTIPROCESSORS", 4)
     for num_rows in (1, 7, 63, 100):
         for first in {0, MOST_ROWS - num_rows}:
             rows = slice(first, first + num_rows)

@@ -1,0 +1,30 @@
+"""decompress, held against a copy: 12 bits a weight are read and 16 written."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.kernels.bench_compressed_linear import split
+from benchmarks.kernels.timing import by_bandwidth, random
+from benchmarks.report import Bar, Row, at_least
+from kernels.decompress import decompress
+
+SHAPES = ((4096, 4096), (28_672, 4096), (4096, 14_336), (128_256, 4096))
+
+
+def rows() -> list[Row]:
+    return [_row(n, k) for n, k in SHAPES]
+
+
+def _row(n: int, k: int) -> Row:
+    weight = split(random(n, k))
+    out = torch.empty((n, k), dtype=torch.bfloat16, device="cuda")
+    num_bytes = weight.num_bytes + out.nbytes
+    return by_bandwidth(f"{n} x {k}", lambda: decompress(weight, out), num_bytes)
+
+
+def bars(rows: list[Row]) -> list[Bar]:
+    return [
+        at_least(f"decompress: {row['case']}", row["of_copy"], 0.8, "of a copy's bandwidth")
+        for row in rows
+    ]

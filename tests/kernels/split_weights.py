@@ -1,0 +1,28 @@
+"""Weights to be split: as trained ones are, and as none is."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def normal_weight(num_rows: int, width: int, *, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(num_rows, width, generator=generator) * 0.02).bfloat16()
+
+
+def with_outliers(weight: Tensor, share: float) -> Tensor:
+    """Any of the 65,536 bit patterns, that of a number or not, in place of so many weights."""
+    generator = torch.Generator().manual_seed(1)
+    bits = torch.randint(-(2**15), 2**15, weight.shape, generator=generator).to(torch.int16)
+    is_other = torch.rand(weight.shape, generator=generator) < share
+    return torch.where(is_other, bits, weight.view(torch.int16)).view(torch.bfloat16)
+
+
+def all_bit_patterns() -> Tensor:
+    """[256, 256]: a row for each upper byte."""
+    return torch.arange(2**16).to(torch.int16).view(256, 256).view(torch.bfloat16)
+
+
+def bits_of(weight: Tensor) -> Tensor:
+    return weight.view(torch.int16)

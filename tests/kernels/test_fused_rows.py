@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kernels.fused_rows import DEFAULT, NUM_ROWS, FusedRows, fused_rows, most_fused
+
+
+@pytest.mark.parametrize("limit", [0, 16, 100, 5000])
+def test_the_last_number_before_it_is_slower(limit: int) -> None:
+    asked = []
+
+    def is_fused_faster(num_rows: int) -> bool:
+        asked.append(num_rows)
+        return num_rows <= limit
+
+    assert most_fused(is_fused_faster) == max((n for n in NUM_ROWS if n <= limit), default=0)
+    assert len(asked) == min(len(NUM_ROWS), sum(n <= limit for n in NUM_ROWS) + 1)
+
+
+def test_measured_once_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "fused_rows.json"
+    assert FusedRows(path).of("a", lambda: 64) == 64
+    other = FusedRows(path)
+    assert other.of("a", lambda: 1 // 0) == 64
+    assert FusedRows(path).of("b", lambda: 32) == 32
+    assert other.of("c", lambda: 16) == 16  # knows nothing of b, and keeps it
+    assert json.loads(path.read_text()) == {"a": 64, "b": 32, "c": 16}
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"a": "x"}'])
+def test_a_damaged_file_is_measured_again(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "fused_rows.json"
+    path.write_text(content)
+    assert FusedRows(path).of("a", lambda: 64) == 64
+    assert FusedRows(path).of("a", lambda: 1 // 0) == 64
+
+
+def test_a_file_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert FusedRows(tmp_path / "file" / "fused_rows.json").of("a", lambda: 64) == 64
+
+
+def test_without_cuda_nothing_is_measured() -> None:
+    def never(x: torch.Tensor) -> None:
+        raise AssertionError
+
+    assert fused_rows((64, 64), torch.device("cpu"), "free", never, never) == DEFAULT
