@@ -70,17 +70,37 @@ CHAOS = (
         "pause beyond outage and recomputation s": "pause_s",
     },
 )
+# Results with more rows than a reader wants: their bars, kept or missed.
+BARS = {
+    "control_plane": "The whole control plane, engines that take no time, beside a peer",
+    "simulate": "Placement, fair queue and index on a virtual clock",
+    "kv_index": "The prefix index",
+    "tenant_limits": "Limits of tenants in Redis",
+    "tenant_timing": "What a tenant's timing tells of another's cache",
+    "compression": "Weights at rest, and how fast",
+    "compression_memory": "Weights in memory for CUDA",
+    "compression_engine": "Compressed weights beside dense ones on a CPU",
+}
+BAR_COLUMNS = {"what": "name", "measured": "value", "bar": "bar", "unit": "unit", "holds": "holds"}
 BEGIN = "<!-- table: benchmarks/readme_table.py -->\n"
 END = "<!-- end of table -->"
 
 
+def path_of(name: str) -> Path:
+    return ROOT / "benchmarks" / "results" / f"{name}.json"
+
+
 def result(name: str) -> dict[str, Any]:
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+    return json.loads(path_of(name).read_text())
 
 
 def table() -> str:
     """Markdown; one block of rows a result file, each with its command and commit."""
     parts = [block(result(name), *of) for name, of in TABLES.items()]
+    for name, title in BARS.items():
+        if path_of(name).exists():
+            found = result(name)
+            parts.append(block(found | {"rows": found["bars"]}, title, BAR_COLUMNS))
     chaos = result("chaos")
     parts.append(block(chaos | {"rows": worst_of(chaos["rows"])}, *CHAOS))
     return "\n".join(parts)
@@ -128,6 +148,8 @@ def machine_of(found: dict[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "**no**"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
