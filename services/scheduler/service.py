@@ -182,18 +182,21 @@ class SchedulerService:
     async def _tick(self) -> None:
         while True:
             await self._clock.sleep(TICK_S)
-            now = self._clock.now()
-            for ticket in self._admission.remove_expired(now):
-                error = DeadlineExceeded("the deadline passed while it was queued")
-                self._tell_failed(ticket, error)
-            for ticket in list(self._parked):
-                self._look_at_parked(ticket, now)
-            for lane in list(self._blocked):
-                if self._workers.has_worker(lane.served, (), lane.regions):
-                    self._probing.add(lane)  # workers get done by the clock, too
-                    self._wake.set()
-                else:
-                    self._unblock(lane)
+            self._look_at_waiting(self._clock.now())
+
+    def _look_at_waiting(self, now: float) -> None:
+        """A function of its own: a loop's last ticket would live on between two ticks."""
+        for ticket in self._admission.remove_expired(now):
+            error = DeadlineExceeded("the deadline passed while it was queued")
+            self._tell_failed(ticket, error)
+        for ticket in list(self._parked):
+            self._look_at_parked(ticket, now)
+        for lane in list(self._blocked):
+            if self._workers.has_worker(lane.served, (), lane.regions):
+                self._probing.add(lane)  # workers get done by the clock, too
+                self._wake.set()
+            else:
+                self._unblock(lane)
 
     def _look_at_parked(self, ticket: Ticket, now: float) -> None:
         assert ticket.unservable_since is not None
