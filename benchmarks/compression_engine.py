@@ -112,7 +112,7 @@ def memory_row(runner: ModelRunner, sizes: dict[str, int]) -> Row:
         "case": "memory",
         "dense_resident_mb": round(sizes["dense"] / 1e6, 1),
         "compressed_resident_mb": round(sizes["compressed"] / 1e6, 1),
-        "bits_a_weight": report.bits_a_weight,
+        "bits_per_weight": report.bits_per_weight,
         "verbatim_share": report.verbatim_share,
     }
 
@@ -121,7 +121,7 @@ def bars_of(rows: list[Row], runner: ModelRunner, sizes: dict[str, int]) -> list
     report = runner.weights
     expected = report.num_compressed_bytes + report.num_plain_bytes
     return [
-        at_most("bits of a compressed weight", report.bits_a_weight, BITS_A_WEIGHT, "bits"),
+        at_most("bits of a compressed weight", report.bits_per_weight, BITS_A_WEIGHT, "bits"),
         at_most("resident / compressed size", sizes["compressed"] / expected, 1.01, ""),
         *(at_least(f"{row['case']} / dense", row["ratio"], LEAST_RATIO, "") for row in rows),
     ]

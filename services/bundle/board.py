@@ -17,6 +17,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from shared.engine.codec.manifest import Manifest
 from shared.engine.codec.report import KindRow, rows_by_kind, tensors_of, total_row
@@ -68,9 +69,9 @@ def show_savings(manifest: Manifest, out: Path) -> None:
     for column in COLUMNS:
         table.add_column(column, justify="right")
     for row in rows_by_kind(tensors):
-        table.add_row(row.kind, *_cells(row))
+        table.add_row(Text(row.kind), *_cells(row))  # a name may look like markup
     table.add_section()
-    table.add_row(total.kind, *_cells(total))
+    table.add_row(Text(total.kind), *_cells(total))
     Console().print(table)
     print(
         f"{out}: tensors of {decimal(total.num_bytes)} take {decimal(total.num_stored_bytes)}, "

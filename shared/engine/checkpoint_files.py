@@ -103,6 +103,8 @@ class BundledFile:
         if dtype is None:
             where = f"{self._shard.path}: tensor {name}"
             raise CheckpointError(f"{where}: dtype {stored.dtype!r} is not supported")
+        if not stored.num_bytes:
+            return torch.empty(stored.shape, dtype=dtype)
         data = torch.from_numpy(self._shard.original_bytes(name))
         return data.view(dtype).view(stored.shape)
 

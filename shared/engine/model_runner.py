@@ -148,12 +148,12 @@ class ModelRunner:
 
         `is_batch_invariant`: a token's bits depend neither on its batch nor on chunking, so that a
         resumed answer goes on as it would have. On the CPU they never do, and it costs nothing.
-        `weights`: see weight_form.py; whatever it is, the bits of all tokens are the same.
+        `weights`: see weight_form.py; where tokens are batch-invariant they have the same bits.
         """
         model_dir = Path(model_dir)
-        is_compressed = wants_compressed(weights, model_dir)
         config = read_config(model_dir)
         target = _device(device)
+        is_compressed = wants_compressed(weights, model_dir, target)
         kv_format = _kv_format(config, resolve_dtype(dtype, target), block_size)
         num_blocks = num_blocks_for(kv_format, kv_cache_bytes)
         try:

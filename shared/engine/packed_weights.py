@@ -111,7 +111,10 @@ def compress_weights(
 
 def compress_in_place(model: nn.Module, destinations: Mapping[str, Tensor]) -> None:
     """Of a model that is filled already, on any device."""
-    for region in regions_of(model, destinations):
+    regions = regions_of(model, destinations)
+    del destinations  # these and the regions keep the plain weights alive
+    while regions:
+        region = regions.pop(0)
         weight = region.compressed()
         if weight is not None:
             region.adopt_compressed(weight)

@@ -4,7 +4,8 @@ dense         as the device computes with them
 compressed    every matrix of a linear layer, of the embedding and of the output head that becomes
               smaller is kept so and decoded where it is used, bit for bit: see
               `kernels.ops.compress_weight`
-auto          compressed where the checkpoint is a compressed bundle, else dense
+auto          compressed where the checkpoint is a bundle and the device decodes as fast as it reads
+              (CUDA, and CPUs with AMX), else dense
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import torch
 from torch import Tensor, nn
 
+from kernels.cpu.amx import has_amx
 from kernels.ops import Compressed
 from shared.config import WEIGHT_FORMS
 from shared.engine.codec.manifest import is_bundle
@@ -21,7 +24,7 @@ from shared.errors import ConfigError
 
 
 class WeightsReport(msgspec.Struct, frozen=True, kw_only=True):
-    """`bits_a_weight` and `verbatim_share` are those of the weights that are compressed.
+    """`bits_per_weight` and `verbatim_share` are those of the weights that are compressed.
 
     A plain weight that becomes no smaller, or is not BF16, stays as it is.
     """
@@ -30,17 +33,18 @@ class WeightsReport(msgspec.Struct, frozen=True, kw_only=True):
     num_plain: int
     num_compressed_bytes: int
     num_plain_bytes: int
-    bits_a_weight: float
+    bits_per_weight: float
     verbatim_share: float
 
 
-def wants_compressed(weights: str, model_dir: Path) -> bool:
+def wants_compressed(weights: str, model_dir: Path, device: torch.device) -> bool:
     """Raises ConfigError."""
     if weights not in WEIGHT_FORMS:
         raise ConfigError(
             f"weights {weights!r} is none of {', '.join(WEIGHT_FORMS)}", param="weights"
         )
-    return weights == "compressed" or (weights == "auto" and is_bundle(model_dir))
+    is_quick = has_amx() if device.type == "cpu" else True
+    return weights == "compressed" or (weights == "auto" and is_quick and is_bundle(model_dir))
 
 
 def weights_report(model: nn.Module) -> WeightsReport:
@@ -55,6 +59,6 @@ def weights_report(model: nn.Module) -> WeightsReport:
         num_plain=sum(each.numel() for each in plain.values()),
         num_compressed_bytes=num_bytes,
         num_plain_bytes=sum(each.numel() * each.element_size() for each in plain.values()),
-        bits_a_weight=round(8 * num_bytes / max(num_compressed, 1), 3),
+        bits_per_weight=round(8 * num_bytes / max(num_compressed, 1), 3),
         verbatim_share=round(num_verbatim / max(num_compressed, 1), 5),
     )

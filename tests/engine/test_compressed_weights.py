@@ -14,6 +14,7 @@ import torch
 from structlog.testing import capture_logs
 
 from kernels.cpu import compressed_weight, linear
+from kernels.cpu.amx import has_amx
 from kernels.cpu.compressed_weight import CompressedWeight
 from kernels.cpu.decompress import decompress
 from shared.engine.checkpoint_config import read_config
@@ -130,10 +131,10 @@ def test_a_start_tells_what_it_saves(tmp_path: Path) -> None:
         load(tmp_path / "model", "compressed")
         load(tmp_path / "model", "dense")
     (told,) = (entry for entry in logs if entry["event"] == "weights_compressed")
-    assert 11 < told["bits_a_weight"] < 12.5
+    assert 11 < told["bits_per_weight"] < 12.5
     assert 0.01 < told["verbatim_share"] < 0.1
     assert told["num_compressed_bytes"] * 8 == pytest.approx(
-        told["bits_a_weight"] * told["num_compressed"], rel=1e-3
+        told["bits_per_weight"] * told["num_compressed"], rel=1e-3
     )
 
 
@@ -184,11 +185,17 @@ def test_a_damaged_file_is_built_again(tmp_path: Path, cache: Path, position: fl
     assert path.read_bytes() == whole
 
 
-def test_what_is_compressed_on_disk_is_so_in_memory(tmp_path: Path) -> None:
-    forms = ("auto", "dense", "compressed")
-    assert [wants_compressed(each, tmp_path) for each in forms] == [False, False, True]
+def test_what_is_compressed_on_disk_is_so_in_memory_where_that_costs_no_time(
+    tmp_path: Path,
+) -> None:
+    def wanted(device: str) -> list[bool]:
+        forms = ("auto", "dense", "compressed")
+        return [wants_compressed(each, tmp_path, torch.device(device)) for each in forms]
+
+    assert wanted("cpu") == wanted("cuda") == [False, False, True]
     (tmp_path / "hearth_bundle.json").touch()
-    assert [wants_compressed(each, tmp_path) for each in forms] == [True, False, True]
+    assert wanted("cpu") == [has_amx(), False, True]
+    assert wanted("cuda") == [True, False, True]
 
 
 def test_a_form_that_there_is_not(tmp_path: Path) -> None:

@@ -75,7 +75,13 @@ class BundleShard:
 
     def original_bytes(self, name: str) -> Bytes:
         """The same, [num_bytes], in memory of its own: numpy's, which asks for large pages."""
-        out = np.empty(self.tensors[name].num_bytes, np.uint8)
+        num_bytes = self.tensors[name].num_bytes
+        try:
+            out = np.empty(num_bytes, np.uint8)
+        except (MemoryError, ValueError):
+            raise CheckpointError(
+                f"{self.path}: tensor {name}: no memory for {num_bytes} bytes"
+            ) from None
         self.decode(name, out)
         return out
 

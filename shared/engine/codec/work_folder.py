@@ -57,6 +57,9 @@ class WorkFolder:
 
     def publish(self) -> None:
         """The files get the folder's name, all at once."""
+        folders = [path for path in self.files.rglob("*") if path.is_dir()]
+        for folder in sorted(folders, reverse=True):  # the deepest first
+            _sync(folder)
         _sync(self.files)
         self.files.rename(self.target)
         _sync(self.target.parent)
@@ -75,10 +78,10 @@ def work_folder(target: Path) -> Iterator[WorkFolder]:
         raise ConfigError(f"{target.parent} is not a folder")
     work = WorkFolder(target)
     lock_path = work.root / "lock"
-    if work.root.exists() and not lock_path.is_file():
+    if not _is_ours(work):
         raise ConfigError(f"{work.root} is in the way: it is not of an earlier try")
     try:
-        work.root.mkdir(exist_ok=True)
+        work.root.mkdir(mode=0o700, exist_ok=True)
         with lock_path.open("ab") as lock:
             _lock(lock, target)
             work.files.mkdir(exist_ok=True)
@@ -89,10 +92,25 @@ def work_folder(target: Path) -> Iterator[WorkFolder]:
                     shutil.rmtree(work.root)  # published, or nothing to go on with
     except OSError as error:
         what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or error
-        raise CheckpointError(
-            f"{target}: {what}; what is finished is kept in {work.root.name}, "
-            "the same command goes on from there"
-        ) from None
+        told = f"{target}: {what}"
+        if work.root.exists():
+            told += (
+                f"; what is finished is kept in {work.root.name}: the same command goes on there"
+            )
+        raise CheckpointError(told) from None
+
+
+def _is_ours(work: WorkFolder) -> bool:
+    """Not there, or a folder of this user's, without links, which would lead to others' files.
+
+    An empty one is of a try that was killed at once.
+    """
+    if any(path.is_symlink() for path in (work.root, work.files, work.root / "lock")):
+        return False
+    if not work.root.exists():
+        return True
+    is_own = work.root.is_dir() and work.root.stat().st_uid == os.getuid()
+    return is_own and ((work.root / "lock").is_file() or not any(work.root.iterdir()))
 
 
 def _lock(lock: IO[bytes], target: Path) -> None:

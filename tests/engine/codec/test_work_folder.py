@@ -156,8 +156,29 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
 
 def test_a_failure_with_nothing_done_leaves_nothing(tmp_path: Path) -> None:
     with (
-        pytest.raises(CheckpointError, match="new: no more; what is"),
+        pytest.raises(CheckpointError, match=r"new: no more$"),
         work_folder(tmp_path / "new"),
     ):
         raise OSError(errno.ENOSPC, "no more")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_with_links_is_nobodys_earlier_try(tmp_path: Path) -> None:
+    """They would lead to files that are not the bundle's, and those would be removed."""
+    others = tmp_path / "others"
+    others.mkdir()
+    (others / "precious").touch()
+    root = tmp_path / "new.partial"
+    root.mkdir()
+    (root / "lock").touch()
+    (root / "files").symlink_to(others)
+    with pytest.raises(ConfigError, match="in the way"), work_folder(tmp_path / "new"):
+        pass
+    assert (others / "precious").exists()
+
+
+def test_a_try_that_was_killed_at_once_is_in_nobodys_way(tmp_path: Path) -> None:
+    (tmp_path / "new.partial").mkdir()
+    with work_folder(tmp_path / "new") as work:
+        work.path("begun").touch()
+    assert (tmp_path / "new.partial" / "files" / "begun").exists()
