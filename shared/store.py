@@ -30,7 +30,8 @@ Command = Sequence[str | bytes | int | float]
 DO_ALL = """
 local failed
 for _, command in ipairs(cmsgpack.unpack(ARGV[1])) do
-  local reply = redis.pcall(unpack(command))
+  local is_called, reply = pcall(function() return redis.pcall(unpack(command)) end)
+  if not is_called then reply = {err = 'ERR ' .. tostring(reply)} end
   if type(reply) == 'table' and reply.err then failed = failed or reply end
 end
 return failed or redis.status_reply('OK')

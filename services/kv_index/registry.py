@@ -18,21 +18,24 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import structlog
 
 from shared.block_hash import PUBLIC_TENANT_ID
 from shared.packing import BLOCK_HASH_BYTES, unpack_hashes
 from shared.pinned_prefix import key_part, record_key
-from shared.store import Command, Store, StoreUnavailable
+from shared.store import Command, Store, StoreRefused, StoreUnavailable
 
 log = structlog.get_logger(__name__)
 
 MAX_PENDING = 20_000
-MAX_PER_FLUSH = 500  # bounds one batch to a few milliseconds of Redis
+MAX_PER_FLUSH = 100  # bounds one batch to a few milliseconds of Redis
+MAX_PARTS = 1000  # of one command
 MAX_TENANTS = 1_000  # remembered here; the records of others stay in Redis until they expire
 HOLDER = "holder:"
 
+T = TypeVar("T")
 MayHold = Callable[[str, bytes], bool]  # a worker, a block
 
 
@@ -179,6 +182,8 @@ class PrefixRegistry:
             return True
         try:
             await self._store.write(self._commands(batch))
+        except StoreRefused as error:  # the others are done, and must not be done twice
+            log.warning("prefix_records_refused", reason=str(error))
         except StoreUnavailable:
             self._restore(batch)
             return False
@@ -219,8 +224,8 @@ class PrefixRegistry:
     def _record_commands(self, delta: _Delta) -> Iterable[Command]:
         record, key = delta.record, record_key(delta.record.tenant_id, delta.record.block_hash)
         let_go = [HOLDER + each for each, is_held in delta.holders.items() if not is_held]
-        if let_go:
-            yield ("HDEL", key, *let_go)
+        for names in _in_pieces(let_go, MAX_PARTS):
+            yield ("HDEL", key, *names)
         if not delta.is_used:  # it may be deleted already, and is not to come back
             return
         fields: dict[str, str | int] = {
@@ -232,7 +237,8 @@ class PrefixRegistry:
             "pin": record.pin,
         }
         fields |= {HOLDER + each: 1 for each, is_held in delta.holders.items() if is_held}
-        yield ("HSET", key, *(item for pair in fields.items() for item in pair))
+        for pairs in _in_pieces(list(fields.items()), MAX_PARTS // 2):
+            yield ("HSET", key, *(item for pair in pairs for item in pair))
         yield ("HINCRBY", key, "hits", delta.hits)
         yield ("HINCRBY", key, "saved_tokens", delta.saved_tokens)
         yield ("EXPIRE", key, self._ttl_s)
@@ -380,3 +386,7 @@ def _hash_of(name: bytes) -> bytes | None:
 
 def _set_key(tenant_id: str) -> str:
     return f"hearth:{key_part(tenant_id)}:prefixes"
+
+
+def _in_pieces(items: Sequence[T], size: int) -> Iterable[Sequence[T]]:
+    return (items[start : start + size] for start in range(0, len(items), size))

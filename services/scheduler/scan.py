@@ -19,7 +19,7 @@ BUSY_UNTIL, CLOSED_UNTIL, TOKEN_S, LOCAL_TOKEN_S, PUSH_TOKEN_S = range(5, 10)
 FORMAT, REGION, NAME = range(3)
 
 CLOSED_S = 1e6  # added to those that have enough to do: the others come first
-MAX_KINDS = 16  # of decode workers remembered in one scan; a further one takes the oldest's place
+MAX_FORMATS = 4  # in one model's fleet; with more, a kind of decode worker may be looked at twice
 
 
 class Columns(NamedTuple):
@@ -50,7 +50,14 @@ class Terms(NamedTuple):
     now: float
 
 
-@njit(cache=True)
+def _compiled(function: Any) -> Any:
+    try:
+        return njit(cache=True)(function)
+    except RuntimeError:  # no folder to keep it in
+        return njit(function)
+
+
+@_compiled
 def _uncached(side: Side, terms: Terms) -> Any:
     uncached = np.full(side.columns.size, terms.todo)
     for holder in range(len(side.holders)):
@@ -58,7 +65,7 @@ def _uncached(side: Side, terms: Terms) -> Any:
     return uncached
 
 
-@njit(cache=True)
+@_compiled
 def nearest_prefills(
     prefills: Side, terms: Terms, format_code: int, lack: float, first_row: int, num: int
 ) -> Any:
@@ -67,8 +74,22 @@ def nearest_prefills(
     Returns rows and seconds, best first; -1 and infinite beyond the last that can. Equal ones come
     in the order of their rows, from `first_row` on and around.
     """
+    uncached = _uncached(prefills, terms)
+    return _nearest(prefills, uncached, terms, format_code, lack, first_row, num)
+
+
+@_compiled
+def _nearest(
+    prefills: Side,
+    uncached: NDArray[np.float64],
+    terms: Terms,
+    format_code: int,
+    lack: float,
+    first_row: int,
+    num: int,
+) -> Any:
     floats, codes, size = prefills.columns
-    uncached, now = _uncached(prefills, terms), terms.now
+    now = terms.now
     rows, seconds = np.full(num, -1), np.full(num, inf)
     for number in range(size):
         row = (first_row + number) % size
@@ -91,7 +112,7 @@ def nearest_prefills(
     return rows, seconds
 
 
-@njit(cache=True)
+@_compiled
 def costs_of_decodes(
     decodes: Side, prefills: Side, terms: Terms, excluded: NDArray[np.int64]
 ) -> Any:
@@ -102,8 +123,10 @@ def costs_of_decodes(
     uncached, now = _uncached(decodes, terms), terms.now
     cost, is_remote = np.full(size, inf), np.full(size, False)
     # The best handoffs to workers of one format that lack as many tokens: there are few such kinds.
-    formats, lacks = np.zeros(MAX_KINDS, dtype=np.uint64), np.full(MAX_KINDS, -1.0)
-    nearest, nearest_s = np.full((MAX_KINDS, 2), -1), np.full((MAX_KINDS, 2), inf)
+    max_kinds = MAX_FORMATS * (len(decodes.holders) + 1)
+    formats, lacks = np.zeros(max_kinds, dtype=np.uint64), np.full(max_kinds, -1.0)
+    nearest, nearest_s = np.full((max_kinds, 2), -1), np.full((max_kinds, 2), inf)
+    prefill_uncached = _uncached(prefills, terms)
     kind = num_kinds = 0
     for row in range(size):
         step_s = floats[STEP_S, row]
@@ -114,14 +137,14 @@ def costs_of_decodes(
             format_code, lack = codes[FORMAT, row], uncached[row]
             if lacks[kind] != lack or formats[kind] != format_code:
                 kind = 0
-                while kind < MAX_KINDS and (lacks[kind] != lack or formats[kind] != format_code):
+                while kind < num_kinds and (lacks[kind] != lack or formats[kind] != format_code):
                     kind += 1
-            if kind == MAX_KINDS:
-                kind = num_kinds % MAX_KINDS
-                num_kinds += 1
+            if kind == num_kinds:
+                kind = min(num_kinds, max_kinds - 1)
+                num_kinds = kind + 1
                 formats[kind], lacks[kind] = format_code, lack
-                nearest[kind], nearest_s[kind] = nearest_prefills(
-                    prefills, terms, format_code, lack, 0, 2
+                nearest[kind], nearest_s[kind] = _nearest(
+                    prefills, prefill_uncached, terms, format_code, lack, 0, 2
                 )
             first = nearest[kind, 0]
             # nobody pushes to itself
@@ -141,7 +164,7 @@ def costs_of_decodes(
     return cost, is_remote, first, num_equal
 
 
-@njit(cache=True)
+@_compiled
 def _least(cost: NDArray[np.float64]) -> Any:
     first, num_equal = 0, 0
     for row in range(len(cost)):

@@ -76,6 +76,15 @@ async def test_what_redis_refuses_does_not_keep_it_from_the_rest(store: RedisSto
     assert await store.get("r:next") == b"2"  # and the breaker is closed
 
 
+async def test_a_command_that_is_too_long_does_not_keep_redis_from_the_rest(
+    store: RedisStore,
+) -> None:
+    writes = [("HDEL", "r:hash", *(str(each) for each in range(20_000))), ("SET", "r:after", 3)]
+    with pytest.raises(StoreRefused, match="unpack"):
+        await store.write(writes)
+    assert await store.get("r:after") == b"3"
+
+
 async def test_a_missing_redis_is_one_error_and_then_a_breaker() -> None:
     clock = HandClock()
     store = RedisStore(f"redis://127.0.0.1:{free_port()}", clock)

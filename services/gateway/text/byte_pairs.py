@@ -70,9 +70,9 @@ def encoders(source: str, marked: Tokenizer, literal: Tokenizer) -> tuple[Encode
     own_marked, own_literal = _encode_of(marked), _encode_of(literal)
     try:
         file = msgspec.json.decode(source, type=_File)
-    except msgspec.ValidationError:  # tokenizers reads more than what is described here
-        return own_marked, own_literal
-    encode = _encode_words(file)
+        encode = _encode_words(file)
+    except (msgspec.DecodeError, LookupError, ValueError):
+        return own_marked, own_literal  # tokenizers reads more than what is described here
     added = marked.get_added_tokens_decoder()
     if encode is None or not _are_found_as_they_are(added.values(), file):
         return own_marked, own_literal

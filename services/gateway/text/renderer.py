@@ -83,7 +83,8 @@ class Renderer:
     def _leave(self, waiting: _Waiting) -> None:
         """Those behind need not wait for what nobody waits for."""
         if self._asked and self._asked[0] is waiting and self._process is not None:
-            send_signal(self._process, signal.SIGKILL)
+            process, self._process = self._process, None  # whose turn is next gets another
+            send_signal(process, signal.SIGKILL)
 
     async def _take_rounds(self, template: ChatTemplate) -> None:
         """What comes during a round is sent in one with the next: to wake the other process takes
@@ -107,18 +108,19 @@ class Renderer:
         """A process that does not answer is not asked again; who came after the one whose order it
         was has the next turn.
         """
-        asked = self._asked
+        asked, process = self._asked, None
         try:
             async with asyncio.timeout(HANG_S):
                 process = await self._started(template)
                 _send(process, b"".join([each.frame for each in asked]))
-                while asked:
+                while asked and self._process is process:
                     reply = await _reply_of(process)
                     _settle(asked.popleft(), reply)
         except (ConnectionError, EOFError):
-            await self._end_process()
-            _settle(asked.popleft(), Refused(ENDLESS))
-        except (TimeoutError, OSError, msgspec.DecodeError):
+            if self._process is process:  # it ended by itself
+                await self._end_process()
+                _settle(asked.popleft(), Refused(ENDLESS))
+        except (TimeoutError, OSError, RuntimeError, msgspec.DecodeError):  # uvloop: a closed pipe
             await self._end_process()
             _fail(asked.popleft(), NoCapacity("the process that renders hangs", retry_after_s=1.0))
         finally:

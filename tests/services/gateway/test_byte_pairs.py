@@ -186,6 +186,9 @@ REFUSED: dict[str, Change] = {
     "another normalizer": lambda file: file.update(normalizer={"type": "Lowercase"}),
     "a mark at the end of words": lambda file: file["model"].update(end_of_word_suffix="</w>"),
     "a token that takes space": lambda file: file["added_tokens"][0].update(lstrip=True),
+    "a version among merges": lambda file: file["model"].update(
+        merges=["#version: 0.2", *(" ".join(each) for each in file["model"]["merges"])]
+    ),
     "a token within words": lambda file: file["added_tokens"][0].update(single_word=True),
 }
 

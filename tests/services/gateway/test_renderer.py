@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -92,6 +93,18 @@ async def test_orders_of_one_round_are_answered_apart(
     assert isinstance(replies[2], asyncio.CancelledError)
     others = [number for number in range(len(orders)) if number not in (1, 2, MAX_ROUND)]
     assert [replies[each] for each in others] == [[f"<s>{each} "] for each in others]
+
+
+async def test_who_leaves_when_the_reply_is_there_spoils_nobodys_turn(make: Make) -> None:
+    renderer = await make(GOOD)
+    for _ in range(5):
+        assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
+        leaving = asyncio.create_task(renderer.render(MESSAGES))
+        while not renderer._asked:
+            await asyncio.sleep(0)
+        time.sleep(0.02)
+        leaving.cancel()
+        assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
 
 
 async def test_who_waits_too_long_for_others_is_told(

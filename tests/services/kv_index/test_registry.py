@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from services.kv_index import registry as registry_module
 from services.kv_index.registry import PrefixRecord, PrefixRegistry
 from shared.clock import MonotonicClock
-from shared.store import RedisStore, Store
+from shared.store import Command, RedisStore, Store, StoreRefused
 from tests.servers import RedisServer
 from tests.simulation.clock import run
 from tests.simulation.store import MemoryStore
@@ -330,3 +332,28 @@ def test_a_pinned_record_does_not_expire() -> None:
     registry.pin(pinned(1))
     run(registry.flush())
     assert store.num_writes == num_writes + 1
+
+
+def test_what_redis_refuses_is_not_written_again_with_the_rest() -> None:
+    class Refusing(MemoryStore):
+        async def write(self, commands: Sequence[Command]) -> None:
+            await super().write(commands)
+            raise StoreRefused("WRONGTYPE")
+
+    store = Refusing()
+    registry = registry_on(store)
+    store_run(registry, 1)
+    registry.matched("t", [block(1)], 1)
+    assert run(registry.flush())
+    assert run(registry.flush())
+    assert store.data[key(1)][b"hits"] == b"1"
+
+
+def test_a_record_of_many_holders_is_written_in_pieces() -> None:
+    store = MemoryStore()
+    registry = registry_on(store)
+    workers = {f"w{number}" for number in range(2_500)}
+    for worker in workers:
+        store_run(registry, 1, worker)
+    assert run(registry.flush())
+    assert holders(store, 1) == workers
