@@ -40,8 +40,7 @@ LAYER = {
     "gate, up": (14_336, 4096, 2),
     "down": (4096, 14_336, 1),
 }
-HEAD = (128_256, 4096)
-EMBEDDING = 128_256 * 4096  # stays as it is: rows of it are looked up
+VOCAB = (128_256, 4096)  # of the embedding and of the head
 NORMS = (2 * NUM_LAYERS + 1) * 4096
 FREEDOMS = {"normal": None, "t 8": 8.0, "t 4": 4.0}
 MOST_BITS, LEAST_SMALLER = 12.15, 0.21
@@ -74,10 +73,9 @@ def llama_rows(num_rows: int) -> tuple[list[Row], dict[str, float]]:
     """What each layer takes, and how much smaller the model is, by distribution."""
     rows, smaller = [], {}
     for name, freedom in FREEDOMS.items():
-        taken = 16.0 * (EMBEDDING + NORMS)
-        total = EMBEDDING + NORMS
+        taken, total = 16.0 * NORMS, NORMS
         shapes = [(case, n, k, NUM_LAYERS * times) for case, (n, k, times) in LAYER.items()]
-        for case, n, k, times in [*shapes, ("head", *HEAD, 1)]:
+        for case, n, k, times in [*shapes, ("embedding, head", *VOCAB, 2)]:
             row = split_row(f"8B {case}, {name}", drawn(min(n, num_rows), k, freedom, n))
             rows.append(row)
             taken += row["bits"] * n * k * times
