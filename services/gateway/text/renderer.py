@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,14 +16,14 @@ import msgspec
 
 import services
 from services.gateway.text.chat_template import ChatTemplate, LiteralText, TemplateSource
-from services.gateway.text.template_process import LIMIT_S, SIZE, Order, Refused, Reply
+from services.gateway.text.template_process import LIMIT_S, SIZE, Late, Order, Refused, Reply
 from shared.background import Background
 from shared.child_process import send_signal
 from shared.errors import HearthError, InvalidRequest, NoCapacity, Overloaded
 
 MAX_ROUND = 12  # orders that are sent together
-MAX_WAIT_S = 5.0  # for the rounds of others; looked at when the next one begins
-HANG_S = 30.0  # more than MAX_ROUND x LIMIT_S: a round ends by itself, unless something holds it
+MAX_WAIT_S = 5.0  # for others; its own turn, once it has begun, is a request's to the end
+HANG_S = 10.0  # of wall time for one turn: it ends after LIMIT_S, unless something holds it
 ENDLESS = f"the chat template does not end on these messages in {LIMIT_S:g} s"
 ROOT = Path(services.__file__).resolve().parents[1]
 
@@ -33,7 +34,6 @@ _encode = msgspec.msgpack.Encoder().encode
 class _Waiting(NamedTuple):
     frame: bytes
     reply: asyncio.Future[Reply]
-    since: float
 
 
 class Renderer:
@@ -54,23 +54,30 @@ class Renderer:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[str]:
         """As ChatTemplate.render. Raises InvalidRequest, also for what takes too long or too much
-        memory, and Overloaded if others take that long.
+        memory; Overloaded, after MAX_WAIT_S, if others take that long; NoCapacity.
         """
         if self._template is None:
             raise InvalidRequest("this model has no chat template", param="messages")
         loop = asyncio.get_running_loop()
-        waiting = _Waiting(_frame(Order(messages, tools)), loop.create_future(), loop.time())
+        order = Order(messages, tools, latest_start=time.monotonic() + MAX_WAIT_S)
+        waiting = _Waiting(_frame(order), loop.create_future())
         self._waiting.append(waiting)
         if not self._is_asking:
             self._is_asking = True
             self._background.start(self._take_rounds(self._template))
+        patience = loop.call_later(MAX_WAIT_S, self._give_up, waiting)
         try:
             reply = await waiting.reply
         except asyncio.CancelledError:
             self._leave(waiting)
             raise
-        if isinstance(reply, Refused):
-            raise InvalidRequest(reply.reason, param="messages")
+        finally:
+            patience.cancel()
+        match reply:
+            case Refused(reason):
+                raise InvalidRequest(reason, param="messages")
+            case Late():
+                raise _too_many()
         return [LiteralText(text) if is_literal else text for is_literal, text in reply.pieces]
 
     async def close(self) -> None:
@@ -82,26 +89,32 @@ class Renderer:
 
     def _leave(self, waiting: _Waiting) -> None:
         """Those behind need not wait for what nobody waits for."""
-        if self._asked and self._asked[0] is waiting and self._process is not None:
+        if self._is_turn_of(waiting) and self._process is not None:
             process, self._process = self._process, None  # whose turn is next gets another
             send_signal(process, signal.SIGKILL)
+
+    def _give_up(self, waiting: _Waiting) -> None:
+        """The other process passes over its order by itself, so that nobody waits for that."""
+        if not self._is_turn_of(waiting):
+            _fail(waiting, _too_many())
+
+    def _is_turn_of(self, waiting: _Waiting) -> bool:
+        return bool(self._asked) and self._asked[0] is waiting
 
     async def _take_rounds(self, template: ChatTemplate) -> None:
         """What comes during a round is sent in one with the next: to wake the other process takes
         longer than to render.
         """
         while self._waiting:
-            self._ask_next(asyncio.get_running_loop().time())
+            self._ask_next()
             if self._asked:
                 await self._take_round(template)
         self._is_asking = False
 
-    def _ask_next(self, now: float) -> None:
+    def _ask_next(self) -> None:
         while self._waiting and len(self._asked) < MAX_ROUND:
             each = self._waiting.popleft()
-            if now - each.since > MAX_WAIT_S:
-                _fail(each, Overloaded("too many conversations to render", retry_after_s=1.0))
-            elif not each.reply.done():
+            if not each.reply.done():
                 self._asked.append(each)
 
     async def _take_round(self, template: ChatTemplate) -> None:
@@ -110,12 +123,13 @@ class Renderer:
         """
         asked, process = self._asked, None
         try:
-            async with asyncio.timeout(HANG_S):
+            async with asyncio.timeout(HANG_S) as hanging:
                 process = await self._started(template)
                 _send(process, b"".join([each.frame for each in asked]))
                 while asked and self._process is process:
                     reply = await _reply_of(process)
                     _settle(asked.popleft(), reply)
+                    hanging.reschedule(asyncio.get_running_loop().time() + HANG_S)
         except (ConnectionError, EOFError):
             if self._process is process:  # it ended by itself
                 await self._end_process()
@@ -144,6 +158,10 @@ class Renderer:
         if process is not None:
             send_signal(process, signal.SIGKILL)
             await process.wait()
+
+
+def _too_many() -> Overloaded:
+    return Overloaded("too many conversations to render", retry_after_s=1.0)
 
 
 def _settle(waiting: _Waiting, reply: Reply) -> None:

@@ -5,15 +5,17 @@ ever or take all memory. This process has a bound for memory, and an alarm that 
 template that takes too much of the processor, even if nobody is left who waits for it.
 
     TemplateSource ──▶          once
-    Order ───────────▶          ◀── Rendered or Refused
+    Order ───────────▶          ◀── Rendered, Refused or Late
 """
 
 from __future__ import annotations
 
+import math
 import resource
 import signal
 import struct
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,10 +31,13 @@ SIZE = struct.Struct("!I")
 
 
 class Order(msgspec.Struct, frozen=True, array_like=True):
-    """What is to be rendered."""
+    """What is to be rendered. Nobody wants it any more if its turn has not begun by
+    `latest_start`, by this host's monotonic clock.
+    """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
+    latest_start: float = math.inf
 
 
 class Rendered(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -45,7 +50,11 @@ class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
     reason: str
 
 
-Reply = Rendered | Refused
+class Late(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Others took too long: it has not been looked at."""
+
+
+Reply = Rendered | Refused | Late
 encode = msgspec.msgpack.Encoder().encode
 
 
@@ -58,12 +67,14 @@ def main() -> None:
     template = msgspec.msgpack.decode(source, type=TemplateSource).compiled()
     while (order := _read()) is not None:
         signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
-        reply = _rendered(template, msgspec.msgpack.decode(order, type=Order))
+        reply = reply_to(template, msgspec.msgpack.decode(order, type=Order))
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         _write(encode(reply))
 
 
-def _rendered(template: ChatTemplate, order: Order) -> Reply:
+def reply_to(template: ChatTemplate, order: Order) -> Reply:
+    if time.monotonic() > order.latest_start:
+        return Late()
     try:
         pieces = template.render(order.messages, order.tools)
     except HearthError as error:

@@ -14,6 +14,7 @@ import pytest_asyncio
 from services.gateway.text import renderer as renderer_module
 from services.gateway.text.chat_template import ChatTemplate, LiteralText
 from services.gateway.text.renderer import MAX_ROUND, Renderer
+from services.gateway.text.template_process import Late, Order, Rendered, reply_to
 from shared.errors import InvalidRequest, NoCapacity, Overloaded
 
 MESSAGES = [{"role": "user", "content": "hello <s>"}]
@@ -26,6 +27,7 @@ GREEDY = "{% set box = namespace(text='x' * 1000) %}" + (
     "{% if messages|length > 1 %}{% for a in range(40) %}"
     "{% set box.text = box.text ~ box.text %}{% endfor %}{% endif %}" + GOOD
 )
+SLOW = ENDLESS.replace("range(99999)", "range(60)", 1)  # some tenths of a second
 Make = Callable[[str], Awaitable[Renderer]]
 
 
@@ -118,6 +120,51 @@ async def test_who_waits_too_long_for_others_is_told(
     replies = await asyncio.gather(*asked, return_exceptions=True)
     assert isinstance(replies[0], InvalidRequest)
     assert all(isinstance(each, Overloaded) for each in replies[1:])
+
+
+async def test_who_waits_too_long_is_told_in_the_middle_of_a_round(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of its orders takes too long, but together they do, and nobody waits for all of them."""
+    renderer = await make(SLOW)
+    await renderer.start()
+    monkeypatch.setattr(renderer_module, "MAX_WAIT_S", 0.5)
+    asked = [asyncio.create_task(renderer.render(MESSAGES * 2)) for _ in range(MAX_ROUND)]
+    while not renderer._asked:
+        await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await renderer.render(MESSAGES)
+    replies = await asyncio.gather(*asked, return_exceptions=True)
+    assert replies[0] == ["<s>hello ", "<s>", "hello ", "<s>"]
+    assert isinstance(replies[-1], Overloaded)
+
+
+async def test_only_whose_turn_it_is_waits_for_a_process_that_hangs(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renderer = await make(GOOD)
+    assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
+    assert renderer._process is not None
+    os.kill(renderer._process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(renderer_module, "MAX_WAIT_S", 0.2)
+    monkeypatch.setattr(renderer_module, "HANG_S", 1.0)
+    told: list[type[BaseException]] = []
+
+    async def ask() -> None:
+        with pytest.raises((NoCapacity, Overloaded)) as refused:
+            await renderer.render(MESSAGES)
+        told.append(refused.type)
+
+    await asyncio.gather(*[ask() for _ in range(3)])
+    assert told == [Overloaded, Overloaded, NoCapacity]
+    monkeypatch.setattr(renderer_module, "MAX_WAIT_S", 60.0)
+    assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
+
+
+def test_an_order_that_nobody_waits_for_is_passed_over() -> None:
+    template = ChatTemplate(GOOD, special_tokens=["<s>"], variables={"bos_token": "<s>"})
+    assert reply_to(template, Order(MESSAGES, latest_start=time.monotonic() - 1.0)) == Late()
+    assert isinstance(reply_to(template, Order(MESSAGES)), Rendered)
 
 
 async def test_who_waits_when_it_is_closed_is_told(make: Make) -> None:
