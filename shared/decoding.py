@@ -9,3 +9,8 @@ from __future__ import annotations
 import msgspec
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def one_line(error: Exception) -> str:
+    """What it says, as it may stand within a message of one line."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -13,6 +13,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from shared.decoding import one_line
 from shared.engine.codec.manifest import (
     MANIFEST,
     StoredShard,
@@ -157,7 +158,3 @@ def checkpoint_folder(model_dir: Path, stack: ExitStack) -> PlainFolder | Bundle
     if not is_bundle(model_dir):
         return PlainFolder(model_dir)
     return BundleFolder(model_dir, stack.enter_context(coding_threads()))
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -24,6 +24,7 @@ from kernels.cpu.compressed_weight import CompressedWeight
 from kernels.cpu.linear import is_packed
 from kernels.device import IS_INTERPRETED
 from kernels.ops import pack_weight
+from shared.decoding import one_line
 from shared.engine.layers.linear import parameter_of, replace_weight
 from shared.engine.packed_file import (
     MAGIC,
@@ -83,8 +84,7 @@ def map_weights(
             regions, tensors, config, revision, cache_dir, is_compressed=is_compressed
         )
     except OSError as error:
-        reason = " ".join(str(error).split())
-        log.warning("weights_not_shared", cache=str(cache_dir), reason=reason)
+        log.warning("weights_not_shared", cache=str(cache_dir), reason=one_line(error))
         return None
     for region in regions:
         _adopt(region, packed)

@@ -15,8 +15,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from shared.decoding import UNREADABLE
-from shared.engine.checkpoint_files import Content, TensorFile, checkpoint_folder, one_line
+from shared.decoding import UNREADABLE, one_line
+from shared.engine.checkpoint_files import Content, TensorFile, checkpoint_folder
 from shared.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from shared.decoding import UNREADABLE
+from shared.decoding import UNREADABLE, one_line
 from shared.engine.codec.planes import Bytes
 from shared.errors import CheckpointError
 
@@ -81,7 +81,7 @@ def parse_header(encoded: bytes) -> Header:
         metadata = msgspec.convert(fields.pop(METADATA, {}), dict[str, str])
         spans = msgspec.convert(fields, dict[str, Span])
     except UNREADABLE as error:
-        raise ValueError(f"its header cannot be read: {_line(error)}") from None
+        raise ValueError(f"its header cannot be read: {one_line(error)}") from None
     ordered = dict(sorted(spans.items(), key=lambda each: each[1].data_offsets))
     end = 0
     for name, span in ordered.items():
@@ -114,7 +114,3 @@ def map_safetensors(path: Path) -> MappedFile:
         if span.data_offsets[1] > data.size:
             raise CheckpointError(f"{path}: not a whole safetensors file: tensor {name} is cut off")
     return MappedFile(path, header, data)
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -16,7 +16,7 @@ from typing import Annotated
 import msgspec
 import xxhash
 
-from shared.decoding import UNREADABLE
+from shared.decoding import UNREADABLE, one_line
 from shared.engine.codec.layout import Header, parse_header
 from shared.errors import CheckpointError
 
@@ -97,7 +97,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         kind = msgspec.json.decode(encoded, type=_Kind)
     except UNREADABLE as error:
-        raise CheckpointError(f"{path}: not a bundle's manifest: {_line(error)}") from None
+        raise CheckpointError(f"{path}: not a bundle's manifest: {one_line(error)}") from None
     if kind.format != FORMAT:
         raise CheckpointError(f"{path}: format {kind.format!r} is not {FORMAT!r}")
     if kind.version != VERSION:
@@ -113,7 +113,7 @@ def _checked(path: Path, encoded: bytes) -> Manifest:
     try:
         manifest = msgspec.json.decode(encoded, type=Manifest)
     except UNREADABLE as error:
-        raise CheckpointError(f"{path}: damaged: {_line(error)}") from None
+        raise CheckpointError(f"{path}: damaged: {one_line(error)}") from None
     if manifest.digest != _digest(manifest):
         raise CheckpointError(f"{path}: damaged: its digest is another")
     for shard in manifest.shards:
@@ -157,7 +157,3 @@ def _digest(manifest: Manifest) -> str:
     return xxhash.xxh3_128_hexdigest(
         msgspec.json.encode(msgspec.structs.replace(manifest, digest=""))
     )
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
