@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import Executor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -44,6 +45,13 @@ _DTYPES = {
 }
 
 
+class TensorInfo(NamedTuple):
+    """What can be known of a tensor without reading it; `dtype` as safetensors spells it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class Content(msgspec.Struct, frozen=True):
     """What tells a tensor from any other: `dtype` as safetensors spells it, xxh3-128 of bytes."""
 
@@ -53,9 +61,10 @@ class Content(msgspec.Struct, frozen=True):
 
 
 class TensorFile(Protocol):
-    """Each of the last two raises CheckpointError that names file and tensor."""
+    """All but the first raise CheckpointError that names file and tensor."""
 
     def names(self) -> list[str]: ...
+    def info(self, name: str) -> TensorInfo: ...
     def read(self, name: str) -> Tensor: ...
     def content(self, name: str) -> Content: ...
 
@@ -76,17 +85,25 @@ class PlainFile:
     def names(self) -> list[str]:
         return list(self._handle.keys())
 
+    def info(self, name: str) -> TensorInfo:
+        with self._named(name):
+            described = self._handle.get_slice(name)
+            return TensorInfo(described.get_dtype(), tuple(described.get_shape()))
+
     def read(self, name: str) -> Tensor:
-        try:
+        with self._named(name):
             return self._handle.get_tensor(name)
-        except (SafetensorError, OSError, AttributeError, KeyError) as error:
-            raise CheckpointError(f"{self._path}: tensor {name}: {one_line(error)}") from None
 
     def content(self, name: str) -> Content:
-        tensor = self.read(name).contiguous()
-        data = tensor.view(-1).view(torch.uint8).numpy().data
-        dtype = self._handle.get_slice(name).get_dtype()
-        return Content(dtype, tuple(tensor.shape), xxhash.xxh3_128_hexdigest(data))
+        data = self.read(name).contiguous().view(-1).view(torch.uint8).numpy().data
+        return Content(*self.info(name), xxhash.xxh3_128_hexdigest(data))
+
+    @contextmanager
+    def _named(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (SafetensorError, OSError, AttributeError, KeyError) as error:
+            raise CheckpointError(f"{self._path}: tensor {name}: {one_line(error)}") from None
 
 
 class BundledFile:
@@ -97,6 +114,10 @@ class BundledFile:
 
     def names(self) -> list[str]:
         return list(self._shard.tensors)
+
+    def info(self, name: str) -> TensorInfo:
+        stored = self._shard.tensors[name]
+        return TensorInfo(stored.dtype, stored.shape)
 
     def read(self, name: str) -> Tensor:
         stored = self._shard.tensors[name]
@@ -111,8 +132,7 @@ class BundledFile:
 
     def content(self, name: str) -> Content:
         """As the bundle says, which every reading is held against."""
-        stored = self._shard.tensors[name]
-        return Content(stored.dtype, stored.shape, stored.digest)
+        return Content(*self.info(name), self._shard.tensors[name].digest)
 
 
 class PlainFolder:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from shared.engine.checkpoint_files import Content
+from shared.engine.checkpoint_files import Content, TensorInfo
 from shared.engine.weights import CheckpointTensors
 
 # As transformers writes them, and as its models name their own parameters.
@@ -35,6 +35,9 @@ class TextTensors(CheckpointTensors):
 
     def path(self, name: str) -> Path:
         return self._tensors.path(self._source[name])
+
+    def info(self, name: str) -> TensorInfo:
+        return self._tensors.info(self._source[name])
 
     def read(self, name: str) -> Tensor:
         return self._tensors.read(self._source[name])

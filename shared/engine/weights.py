@@ -11,17 +11,16 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
-import torch
 import xxhash
 from torch import Tensor
 
 from shared.decoding import UNREADABLE, one_line
-from shared.engine.checkpoint_files import Content, TensorFile, checkpoint_folder
+from shared.engine.checkpoint_files import Content, TensorFile, TensorInfo, checkpoint_folder
 from shared.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SOURCE_DTYPES = ("BF16", "F16", "F32")
 # Buffers that old exporters saved and that follow from the config.
 HARMLESS_SUFFIXES = ("rotary_emb.inv_freq",)
 
@@ -53,6 +52,10 @@ class CheckpointTensors:
 
     def path(self, name: str) -> Path:
         return self._path_of[name]
+
+    def info(self, name: str) -> TensorInfo:
+        """Raises CheckpointError."""
+        return self._files[self._path_of[name]].info(name)
 
     def read(self, name: str) -> Tensor:
         """Raises CheckpointError."""
@@ -113,16 +116,34 @@ def load_weights(tensors: CheckpointTensors, destinations: Mapping[str, Tensor])
 
 
 def matched_names(tensors: CheckpointTensors, destinations: Mapping[str, Tensor]) -> list[str]:
-    """The tensors to copy. Raises CheckpointError if one is missing or is not part of the model."""
+    """The tensors to copy. Raises CheckpointError if one is missing, is not part of the model or is
+    not what the config asks for.
+
+    None is read for that: what a stranger's checkpoint makes of a few bytes may fill all memory.
+    """
     names = tensors.names()
     for name in sorted(destinations.keys() - set(names)):
         raise CheckpointError(f"{_where(tensors, names)}: tensor {name} is missing")
     for name in names:
         is_harmless = name.endswith(HARMLESS_SUFFIXES)
-        if name in destinations or is_harmless or _is_tied_copy(tensors, name, destinations):
-            continue
-        raise CheckpointError(f"{tensors.path(name)}: tensor {name} is not part of the model")
+        if name in destinations:
+            _check_info(tensors, name, destinations[name])
+        elif not is_harmless and not _is_tied_copy(tensors, name, destinations):
+            raise CheckpointError(f"{tensors.path(name)}: tensor {name} is not part of the model")
     return [name for name in names if name in destinations]
+
+
+def _check_info(tensors: CheckpointTensors, name: str, destination: Tensor) -> None:
+    dtype, shape = tensors.info(name)
+    if dtype not in SOURCE_DTYPES:
+        raise CheckpointError(
+            f"{tensors.path(name)}: tensor {name} is {dtype}; only BF16, F16 and F32 are supported"
+        )
+    if shape != destination.shape:
+        raise CheckpointError(
+            f"{tensors.path(name)}: tensor {name} has shape {list(shape)}, "
+            f"the config asks for {list(destination.shape)}"
+        )
 
 
 def weights_digest(tensors: CheckpointTensors, config: bytes) -> str:
@@ -137,18 +158,8 @@ def weights_digest(tensors: CheckpointTensors, config: bytes) -> str:
 
 
 def copy_tensor(tensors: CheckpointTensors, name: str, destination: Tensor) -> None:
-    """Converts BF16, FP16 and FP32 to the destination's dtype. Raises CheckpointError."""
-    path, source = tensors.path(name), tensors.read(name)
-    if source.dtype not in SOURCE_DTYPES:
-        raise CheckpointError(
-            f"{path}: tensor {name} is {source.dtype}; only BF16, FP16 and FP32 are supported"
-        )
-    if source.shape != destination.shape:
-        raise CheckpointError(
-            f"{path}: tensor {name} has shape {list(source.shape)}, "
-            f"the config asks for {list(destination.shape)}"
-        )
-    destination.copy_(source)
+    """One of the matched names, converted to the destination's dtype. Raises CheckpointError."""
+    destination.copy_(tensors.read(name))
 
 
 def _is_tied_copy(
@@ -158,7 +169,7 @@ def _is_tied_copy(
     embedding = "model.embed_tokens.weight"
     if name != "lm_head.weight" or embedding not in destinations:
         return False
-    return torch.equal(tensors.read(name), tensors.read(embedding))
+    return tensors.content(name) == tensors.content(embedding)
 
 
 def _where(tensors: CheckpointTensors, names: list[str]) -> Path:

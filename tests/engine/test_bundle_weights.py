@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from shared.engine.codec.compress import compress_folder
+from shared.engine.codec.layout import map_safetensors
 from shared.engine.codec.manifest import MANIFEST
 from shared.engine.codec.report import rows_by_kind, tensors_of, total_row
 from shared.engine.model_runner import ModelRunner
@@ -129,3 +131,41 @@ def test_what_is_saved_is_told_by_kind_of_layer(tmp_path: Path) -> None:
     total = total_row(tensors)
     assert total.num_bytes == sum(row.num_bytes for row in rows.values())
     assert total.num_stored_bytes == sum(row.num_stored_bytes for row in rows.values())
+
+
+def _with_tensor(folder: Path, name: str, tensor: torch.Tensor) -> None:
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | {name: tensor}, path)
+
+
+def _spoilt(bundle: Path, tensor: str) -> None:
+    """So that nobody can read the tensor without noticing."""
+    path = bundle / "model.hearth.safetensors"
+    header = map_safetensors(path).header
+    _, end = next(
+        span.data_offsets for name, span in header.spans.items() if name.startswith(f"{tensor}.")
+    )
+    content = bytearray(path.read_bytes())
+    content[header.data_start + end - 1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("model.norm.weight", torch.zeros(1 << 20).bfloat16(), "has shape \\[1048576\\], the"),
+        ("model.norm.weight", torch.zeros(64, dtype=torch.int8), "is I8; only BF16, F16 and F32"),
+        ("lm_head.weight", torch.zeros(1 << 20).bfloat16(), "is not part of the model"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_it_is_decoded(
+    tmp_path: Path, name: str, tensor: torch.Tensor, message: str
+) -> None:
+    """The tensor is spoilt, too: who decodes it says that instead."""
+    plain, bundle = tmp_path / "plain", tmp_path / "bundle"
+    write_llama(plain, **SHAPE, dtype=torch.bfloat16, tie_word_embeddings=True)
+    _with_tensor(plain, name, tensor)
+    compress_folder(plain, bundle, Silent())
+    _spoilt(bundle, name)
+    with pytest.raises(CheckpointError, match=f"tensor {name} {message}"):
+        _logits(bundle)

@@ -105,7 +105,7 @@ BAD_TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
     "shape": (lambda t: t.update({NORM: torch.ones(7)}), f"tensor {NORM} has shape \\[7\\]"),
     "dtype": (
         lambda t: t.update({NORM: torch.ones(48, dtype=torch.int8)}),
-        f"tensor {NORM} is torch.int8",
+        f"tensor {NORM} is I8",
     ),
 }
 
