@@ -19,10 +19,11 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from services.local.table_console import table_console
 from shared.engine.codec.manifest import Manifest
 from shared.engine.codec.report import KindRow, rows_by_kind, tensors_of, total_row
 
-COLUMNS = ("dtype", "tensors", "coded", "bits a weight", "entropy bound", "saved")
+COLUMNS = ("dtype", "tensors", "coded", "bits a\nweight", "entropy\nbound", "saved")
 
 
 class Board:
@@ -64,15 +65,14 @@ class Board:
 def show_savings(manifest: Manifest, out: Path) -> None:
     tensors = tensors_of(manifest)
     total = total_row(tensors)
-    table = Table()
-    table.add_column("layer kind", no_wrap=True)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("layer kind", overflow="fold")
     for column in COLUMNS:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for row in rows_by_kind(tensors):
         table.add_row(Text(row.kind), *_cells(row))  # a name may look like markup
-    table.add_section()
-    table.add_row(Text(total.kind), *_cells(total))
-    Console().print(table)
+    table.add_row(Text(total.kind), *_cells(total), style="bold")
+    table_console().print(table)
     print(
         f"{out}: tensors of {decimal(total.num_bytes)} take {decimal(total.num_stored_bytes)}, "
         f"{total.saved_share:.1%} less; each was decoded and compared"

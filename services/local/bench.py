@@ -25,6 +25,7 @@ from services.local.load_client import Sample
 from services.local.plan import UpOptions
 from services.local.state import clusters_dir
 from services.local.supervisor import Report
+from services.local.table_console import table_console
 from services.local.up import StartBoard
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError
@@ -42,7 +43,6 @@ COLUMNS = {
     "TPOT p50 ms": "tpot_p50_ms",
     "goodput/s": "goodput_per_s",
 }
-PIPE_WIDTH = 160
 
 
 def run_bench(
@@ -158,15 +158,12 @@ class LoadBoard:
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
     table = Table(*COLUMNS, box=None, header_style="bold", pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
     for row in rows:
         table.add_row(*(_shown(row[key]) for key in COLUMNS.values()))
-    console.print(table)
+    table_console().print(table)
 
 
 def _shown(value: Any) -> str:

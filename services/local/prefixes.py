@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Literal, TypeVar
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from services.local.state import clusters_dir, running_cluster
+from services.local.table_console import table_console
 from shared import pinned_prefix
 from shared.block_hash import PUBLIC_TENANT_ID
 from shared.clock import MonotonicClock
@@ -81,7 +81,7 @@ def show_prefixes(redis_url: str | None, *, is_json: bool) -> None:
     table = Table("prefix", "model", "tokens", box=None, header_style="bold", pad_edge=False)
     for name, entry in entries.items():
         table.add_row(name, entry.model, str(entry.num_tokens or "not read yet"))
-    Console(highlight=False).print(table if entries else "no public prefix")
+    table_console().print(table if entries else "no public prefix")
 
 
 def _row(entry: Entry) -> dict[str, Any]:

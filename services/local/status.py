@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import msgspec
 import nats.errors
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -19,6 +18,7 @@ from rich.text import Text
 from services.local.credentials import process_id_for
 from services.local.fleet_view import FleetView, ProcessView
 from services.local.state import clusters_dir, running_cluster
+from services.local.table_console import table_console
 from shared.background import Background
 from shared.bus import NatsBus, without_password
 from shared.clock import Clock, MonotonicClock
@@ -29,7 +29,6 @@ from shared.messages import Heartbeat
 from shared.subjects import HEARTBEATS
 
 CONNECT_TIMEOUT_S = 5.0
-PIPE_WIDTH = 160
 FIRST_LOOK_S = 5 * HEARTBEAT_INTERVAL_S  # every process is heard, and twice: speeds are known
 WORKER_COLUMNS = (
     *("worker", "role", "model", "region", "running", "waiting"),
@@ -99,9 +98,7 @@ async def _judge(bus: NatsBus, view: FleetView, clock: Clock) -> None:
 
 @contextmanager
 def _screen(*, is_live: bool) -> Iterator[Callable[[RenderableType], None]]:
-    console = Console(highlight=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = PIPE_WIDTH
+    console = table_console()
     if not is_live:
         yield console.print
         return

@@ -9,11 +9,11 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from services.local.gateway_parts import Office, OpenOffice, Reading
 from services.local.state import clusters_dir, running_cluster
+from services.local.table_console import table_console
 from services.local.tenant_options import ALL, UNLIMITED
 from shared.clock import MonotonicClock
 from shared.config import url_problems
@@ -24,7 +24,6 @@ from shared.tenant import LIMITS, USAGE_KINDS, ApiKeyRecord, TenantRecord, Usage
 T = TypeVar("T")
 
 TIMEOUT_S = 2.0
-PIPE_WIDTH = 160
 
 
 def visit(
@@ -116,9 +115,7 @@ def table_of_usage(rows: Sequence[UsageRow]) -> Table:
 
 
 def show(*parts: Table | str) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
+    console = table_console()
     for part in parts:
         console.print(part)
 
