@@ -132,7 +132,9 @@ class SchedulerService:
             raise WorkerBusy("this scheduler is leaving")
         num_ahead = len(self._admission)
         self._admission.enqueue(message, self._clock.now())
-        self._place_next()  # not by `_wake`: what it asks the index leaves with this reply
+        if not self._wake.is_set():  # what it asks the index leaves with this reply
+            self._place_next()
+        self._wake.set()  # who comes in the same moment gets its turn by the queue, not by arrival
         return Queued(scheduler_id=self._bus.process_id, num_ahead=num_ahead)
 
     def _cancel(self, message: CancelQueued) -> None:

@@ -158,6 +158,23 @@ def test_a_burst_between_two_heartbeats_spreads() -> None:
     scenario(test)
 
 
+def test_of_those_that_come_at_once_the_queue_decides_who_is_next() -> None:
+    """As after another scheduler's death: all that it held comes in one read."""
+
+    async def test(rig: Rig) -> None:
+        decode = await rig.worker("decode-0")
+        for number in range(40):
+            rig.service._submit(submit_of(f"flood-{number}", tenant_id="flooder"))
+        rig.service._submit(submit_of("other"))
+        rig.service._submit(submit_of("urgent", tenant_id="flooder", priority=3))
+        await rig.ending(num=42)
+        order = [start.request.request_id for start in decode.started]
+        assert order[0] == "flood-0"  # nobody else was there yet
+        assert {"urgent", "other"} < set(order[:8])
+
+    scenario(test)
+
+
 def test_a_burst_does_not_overrun_the_room_of_the_last_heartbeat() -> None:
     async def test(rig: Rig) -> None:
         worker = await rig.worker("decode-0", num_free_blocks=100)
