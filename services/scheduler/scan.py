@@ -6,7 +6,11 @@ wait. The named tuples are what numba takes for arguments.
 
 from __future__ import annotations
 
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import inf
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -174,6 +178,23 @@ def _least(cost: NDArray[np.float64]) -> Any:
     return first, num_equal
 
 
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Of several processes that start at once, one compiles and the others load its code.
+
+    numba's cache is made for one writer: two that fill it could name each other's code in its
+    index, and who reads it meanwhile could get that of an earlier source. The kernel frees the lock
+    of a process that dies.
+    """
+    folder = costs_of_decodes.stats.cache_path
+    if folder is None:
+        yield
+        return
+    with Path(folder, "scan.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def _compile() -> None:
     columns = Columns(np.zeros((10, 1)), np.zeros((3, 1), dtype=np.uint64), 0)
     nobody = np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0, dtype=np.bool_)
@@ -182,4 +203,5 @@ def _compile() -> None:
     nearest_prefills(side, terms, np.uint64(0), 0.0, 0, 1)
 
 
-_compile()
+with _alone():
+    _compile()
