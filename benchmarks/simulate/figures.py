@@ -18,6 +18,7 @@ SLO_TPOT_S = 0.03
 class Figures:
     num_requests: int
     num_refused: int
+    num_expired: int
     ttft_p50_s: float
     ttft_p99_s: float
     normal_ttft_p99_s: float  # without the flooder's
@@ -33,6 +34,7 @@ class Figures:
         return {
             "requests": self.num_requests,
             "refused": self.num_refused,
+            "expired": self.num_expired,
             "ttft_p50_ms": round(self.ttft_p50_s * 1e3, 1),
             "ttft_p99_ms": round(self.ttft_p99_s * 1e3, 1),
             "normal_ttft_p99_ms": round(self.normal_ttft_p99_s * 1e3, 1),
@@ -51,7 +53,8 @@ def figures_of(outcome: Outcome) -> Figures:
     is_good = (ttft_s <= SLO_TTFT_S) & (tpot_s <= SLO_TPOT_S)
     return Figures(
         num_requests=len(ttft_s),
-        num_refused=sum(outcome.num_refused.values()),
+        num_refused=outcome.num_refused.total(),
+        num_expired=outcome.num_expired.total(),
         ttft_p50_s=float(np.percentile(ttft_s, 50)),
         ttft_p99_s=float(np.percentile(ttft_s, 99)),
         normal_ttft_p99_s=float(np.percentile(ttft_s[is_normal], 99)),

@@ -48,7 +48,7 @@ from shared.messages import (
 from shared.packing import TOKEN_ID_BYTES
 
 HEARTBEAT_S = 0.25
-DEADLINE_S = 3600.0
+TICK_S = 0.1  # after which the scheduler looks for requests whose deadline has passed
 FLOODER = "flooder"
 MAX_TOKENS_QUEUED = 200_000_000
 CARD = ModelCard(
@@ -69,6 +69,7 @@ class FleetShape:
     num_decode: int
     costs: Costs = field(default_factory=Costs)
     max_queued_requests: int = 1024
+    deadline_s: float = 3600.0  # of each request
     spread_of_speed: float = 1.0  # sites are up to this much faster or slower
 
     def drawn_costs(self, draw: Random) -> Costs:
@@ -94,7 +95,8 @@ class Outcome:
     num_prompt_tokens: int = 0
     num_computed_tokens: int = 0
     num_local: int = 0
-    num_refused: Counter[str] = field(default_factory=Counter)
+    num_refused: Counter[str] = field(default_factory=Counter)  # by tenant
+    num_expired: Counter[str] = field(default_factory=Counter)
     decision_ns: array = field(default_factory=lambda: array("q"))  # of each request placed
     num_heartbeats: int = 0
     hearing_ns: int = 0
@@ -110,6 +112,7 @@ class Simulation:
         self._order = count()
         self._health = Fleet("scheduler-1")
         self._workers = WorkerFleet(self._health)
+        self._deadline_s = shape.deadline_s
         self._admission = Admission(shape.max_queued_requests, MAX_TOKENS_QUEUED)
         self._index = PrefixIndex()
         self._sites: dict[str, Site] = {}
@@ -124,6 +127,7 @@ class Simulation:
 
     def run(self, requests: Iterable[TraceRequest]) -> Outcome:
         self._next_arrival(iter(requests))
+        self._tick(self._now, None)
         events = self._events
         while events and (self._has_arrivals or self._open):
             self._now, _, act, argument = heapq.heappop(events)
@@ -202,7 +206,7 @@ class Simulation:
         self._later(request.at_s - self._now, arrive, request)
 
     def _submit(self, trace: TraceRequest, now: float) -> None:
-        submit = submission_of(trace, f"r{next(self._names)}")
+        submit = submission_of(trace, f"r{next(self._names)}", self._deadline_s)
         began = time.perf_counter_ns()
         try:
             ticket = self._admission.enqueue(submit, now)
@@ -211,11 +215,16 @@ class Simulation:
             return
         finally:
             self._deciding_ns += time.perf_counter_ns() - began
-        self._admission.remove_expired(now)
         self._traces[ticket] = trace
         self._open += 1
         if not self._is_blocked:
             self._dispatch()
+
+    def _tick(self, now: float, _: object) -> None:
+        for ticket in self._admission.remove_expired(now):
+            self.outcome.num_expired[self._traces.pop(ticket).tenant] += 1
+            self._open -= 1
+        self._later(TICK_S, self._tick, None)
 
     def _dispatch(self) -> None:
         """Places what can be placed. Where the first cannot, a heartbeat gives it another try."""
@@ -282,7 +291,7 @@ class Simulation:
         outcome.num_local += job.prefill is None
 
 
-def submission_of(trace: TraceRequest, name: str) -> SubmitRequest:
+def submission_of(trace: TraceRequest, name: str, deadline_s: float) -> SubmitRequest:
     request = Request(
         request_id=name,
         tenant_id=trace.tenant,
@@ -294,7 +303,7 @@ def submission_of(trace: TraceRequest, name: str) -> SubmitRequest:
         block_hashes=b"",
         sampling=SamplingParams(seed=1, max_tokens=trace.output_length),
         choices=_CHOICES,
-        deadline_s=DEADLINE_S,
+        deadline_s=deadline_s,
     )
     return SubmitRequest(request=request, affinity_key=trace.session)
 

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.simulate.figures import figures_of
 from benchmarks.simulate.policies import Hearth, LeastLoaded, PrefixOnly, RoundRobin
 from benchmarks.simulate.simulation import FLOODER, FleetShape, Simulation
+from benchmarks.simulate.sites import Costs
 from benchmarks.simulate.trace import TraceRequest, read_trace, write_trace
 from benchmarks.simulate.workloads import agents, flood, spread
 
@@ -27,6 +28,15 @@ def test_every_request_ends_once(policy: Hearth | RoundRobin | LeastLoaded | Pre
     assert figures.num_requests == len(outcome.decision_ns) == 60
     assert figures.hit_ratio == 0  # nothing is shared
     assert outcome.num_prompt_tokens == sum(each.input_length for each in spread(60, 4))
+
+
+def test_who_waits_beyond_its_deadline_has_ended_too() -> None:
+    """One slow site, far too many at once: some end, some are refused, the rest expires."""
+    shape = FleetShape(1, 1, Costs(num_blocks=60), deadline_s=5.0)
+    outcome = Simulation(shape, RoundRobin()).run(spread(200, 100))
+    figures = figures_of(outcome)
+    assert figures.num_expired > 10
+    assert figures.num_requests + figures.num_refused + figures.num_expired == 200
 
 
 def test_one_request_takes_what_its_parts_take() -> None:
