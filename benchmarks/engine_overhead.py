@@ -1,11 +1,13 @@
-"""Where a decode step's CPU time goes: into torch and compiled kernels, or the engine around them.
+"""Where a decode step's time goes: into torch and compiled kernels, or the engine around them.
 
 The engine over the random 125 M checkpoint, batch 64, greedy, one thread. Every other step times
 each call from Python into torch or a compiled kernel, filed under the file that makes it; the steps
 between run as they always do. What these take beyond the calls is overhead: scheduling, building
 inputs, applying what was drawn, and in `run` the Python of layers and kernels, numpy's argmax, and
-the way to the step's thread and back. All figures are medians of the process's CPU time, so that
-what else the machine does matters little.
+the way to the step's thread and back. All figures are medians of wall time, so let the machine do
+nothing else. The process's CPU clock would mind that less, but to read it takes 4 us between such
+calls (and 15 to 50 us on other virtual machines), wall time 1 us: hundreds of calls a step would
+seem to take that from the engine.
 
     python -m benchmarks.engine_overhead [--steps 100]
 """
@@ -71,11 +73,11 @@ class Calls(TorchFunctionMode):
 
     def _timed(self, func: Any, args: Any, kwargs: Any) -> Any:
         part = part_of(sys._getframe(2))
-        started = time.process_time()
+        started = time.perf_counter()
         try:
             return func(*args, **kwargs)
         finally:
-            self.times[part] += time.process_time() - started
+            self.times[part] += time.perf_counter() - started
 
 
 def part_of(frame: FrameType | None) -> str:
@@ -103,16 +105,16 @@ class ProfiledRunner(ModelRunner):
 
 async def step(engine: Engine, runner: ProfiledRunner) -> Times:
     """What the engine's loop does once, by part."""
-    laps = [time.process_time()]
+    laps = [time.perf_counter()]
     rows, _ = engine.schedule()
-    laps.append(time.process_time())
+    laps.append(time.perf_counter())
     inputs = build_inputs(rows, engine.pool.block_size)
     runner.step_budget_s(inputs)
-    laps.append(time.process_time())
+    laps.append(time.perf_counter())
     output = await runner.run(inputs)
-    laps.append(time.process_time())
+    laps.append(time.perf_counter())
     engine.apply(rows, output)
-    laps.append(time.process_time())
+    laps.append(time.perf_counter())
     parts = ("schedule", "build inputs", "run", "apply")
     return dict(zip(parts, (b - a for a, b in itertools.pairwise(laps)), strict=True))
 
@@ -157,7 +159,7 @@ def rows_of(plain: Times, calls: Times) -> list[Row]:
     return [
         {
             "part": part,
-            "cpu_ms": round(seconds * 1e3, 3),
+            "ms": round(seconds * 1e3, 3),
             "share": round(seconds / total, 4),
             "where": "engine" if times is engine else "kernels",
         }

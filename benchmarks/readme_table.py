@@ -41,8 +41,8 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
         },
     ),
     "engine_overhead": (
-        "Where the CPU time of its decode step goes, batch 64, one thread",
-        {"part": "part", "CPU ms": "cpu_ms", "share": "share", "where": "where"},
+        "Where the time of its decode step goes, batch 64, one thread",
+        {"part": "part", "ms": "ms", "share": "share", "where": "where"},
     ),
     "serve_poisson": ("The same under Poisson arrivals", SERVE_COLUMNS),
     "kv_transfer": (
