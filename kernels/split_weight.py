@@ -22,6 +22,9 @@ pattern is kept, infinities and NaN, too; nothing is scaled or rounded.
 Where K ends within a group, codes go on as zeros. Two halves of a group lie in one byte so that a
 tile of bytes decodes into two tiles of weights without a shuffle.
 
+A part of a layer for tensor parallelism is cut off the form itself, and not decoded: `rows` where
+ranks share the output, `columns`, at whole groups, where they share the input.
+
 Why these sizes (`benchmarks/compression_memory.py`; rows normal to Student-t 4, bits a weight):
 groups of 64 with upper bits aside 12.05 to 12.10, of 32 12.07 to 12.09, of 128 12.04 to 12.14,
 of 64 with whole exponents aside 12.06 to 12.15. A base a tensor widens 1.4 to 3 times as many. A
@@ -100,11 +103,8 @@ class SplitWeight:
     def planes(self) -> dict[str, Tensor]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    def to(self, device: torch.device | str) -> SplitWeight:
-        return SplitWeight(**{name: each.to(device) for name, each in self.planes().items()})
-
     def rows(self, start: int, stop: int) -> SplitWeight:
-        """weight[start:stop], as a tensor-parallel rank has it that holds a slice of the output."""
+        """The form of weight[start:stop]: what splitting that would give."""
         return _with_side_table(
             self.sign_mantissa[start:stop].contiguous(),
             self.exponents[start:stop].contiguous(),
@@ -114,7 +114,9 @@ class SplitWeight:
         )
 
     def columns(self, start: int, stop: int) -> SplitWeight:
-        """weight[:, start:stop], of whole groups, or up to the end of K. Raises BadTensor."""
+        """A form of weight[:, start:stop], which keeps its rows' bases. From and to a multiple of
+        GROUP, or to the end of K: else raises BadTensor.
+        """
         width = self.shape[1]
         if start % GROUP or (stop % GROUP and stop != width) or not 0 <= start <= stop <= width:
             raise BadTensor(

@@ -15,9 +15,9 @@ SHAPES = [(1, 1), (63, 100), (33, 600), (5, 2112)]
 
 
 def _split(weight: Tensor, device: torch.device) -> SplitWeight:
-    split = split_weight(weight, is_always=True)
+    split = split_weight(weight.to(device), is_always=True)
     assert split is not None
-    return split.to(device)
+    return split
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 1.0])
