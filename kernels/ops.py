@@ -18,7 +18,6 @@ from torch import Tensor
 from kernels.cpu import add_rms_norm as cpu_add_rms_norm
 from kernels.cpu import compressed_linear as cpu_compressed_linear
 from kernels.cpu import decode_attention as cpu_decode_attention
-from kernels.cpu import decompress as cpu_decompress
 from kernels.cpu import gated as cpu_gated
 from kernels.cpu import linear as cpu_linear
 from kernels.cpu import prefill_attention as cpu_prefill_attention
@@ -26,6 +25,7 @@ from kernels.cpu import rms_norm as cpu_rms_norm
 from kernels.cpu import rotate_and_store as cpu_rotate_and_store
 from kernels.cpu.compressed_weight import CompressedWeight
 from kernels.cpu.compressed_weight import compress_weight as cpu_compress_weight
+from kernels.cpu.plain_rows import select_rows as select_compressed_rows
 from kernels.device import IS_INTERPRETED, has_triton_device
 from kernels.reference.add_rms_norm import add_rms_norm as reference_add_rms_norm
 from kernels.reference.compressed_linear import compressed_linear as reference_compressed_linear
@@ -117,14 +117,14 @@ def linear(
 def select_rows(weight: Weight, row_ids: Tensor) -> Tensor:
     """weight [N, K], row_ids [T] -> [T, K]."""
     if isinstance(weight, CompressedWeight):
-        return cpu_decompress.select_rows(weight, row_ids)
+        return select_compressed_rows(weight, row_ids)
     if isinstance(weight, SplitWeight):
         return select_split_rows(weight, row_ids)
     return weight.index_select(0, row_ids)
 
 
 def decompress(weight: SplitWeight, out: Tensor | None = None) -> Tensor:
-    """The dense weight."""
+    """The dense weight of a split one. (A CPU's compressed one is never decoded as a whole.)"""
     is_here = _is_for_triton(weight.device)
     return (_triton_decompress if is_here else reference_decompress)(weight, out)
 

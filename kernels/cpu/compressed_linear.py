@@ -35,10 +35,10 @@ from kernels.cpu.amx_linear import (
 )
 from kernels.cpu.compiled import compiled
 from kernels.cpu.compressed_weight import ROW_OF_LANE, CompressedWeight, spread_bases
-from kernels.cpu.decompress import decode_strips
 from kernels.cpu.high_bytes import BLOCK, RECORD_BYTES, decode_block
 from kernels.cpu.lanes import array, expect_load
 from kernels.cpu.linear import linear
+from kernels.cpu.plain_rows import decode_strips
 from kernels.expect import expect
 
 # The library splits K among threads where a product has few columns: a piece of a weight needs as

@@ -13,8 +13,9 @@ from kernels.cpu import amx_linear, compressed_weight, linear
 from kernels.cpu.amx import has_amx
 from kernels.cpu.compressed_linear import compressed_linear
 from kernels.cpu.compressed_weight import CompressedWeight, compress_weight
-from kernels.cpu.decompress import decompress, select_rows
+from kernels.cpu.high_bytes import BLOCK
 from kernels.cpu.linear import pack_weight
+from kernels.cpu.plain_rows import decode_strips, select_rows
 from kernels.expect import BadTensor
 from tests.threads import computing_threads
 
@@ -60,6 +61,14 @@ def compressed(weight: Tensor) -> CompressedWeight:
     found = compress_weight(weight)
     assert found is not None
     return found
+
+
+def decompress(weight: CompressedWeight) -> Tensor:
+    """[N, K]"""
+    num_strips = len(weight.planes.bases)
+    out = torch.empty(num_strips * BLOCK, weight.shape[1], dtype=torch.bfloat16)
+    decode_strips(weight, 0, num_strips, out)
+    return out[: weight.shape[0]]
 
 
 def assert_same_bits(found: Tensor, expected: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Plain rows of a compressed weight: all, some strips, or those that an embedding looks up."""
+"""Plain rows of a compressed weight: strips of it, or those that an embedding looks up."""
 
 from __future__ import annotations
 
@@ -14,15 +14,6 @@ from kernels.cpu.compiled import compiled
 from kernels.cpu.compressed_weight import ROW_OF_LANE, CompressedWeight, spread_bases
 from kernels.cpu.high_bytes import BLOCK, LANES, decode_block
 from kernels.cpu.lanes import SIDE, array, transpose_words
-
-
-def decompress(weight: CompressedWeight) -> Tensor:
-    """-> [N, K] BF16."""
-    num_rows, width = weight.shape
-    num_strips = len(weight.planes.bases)
-    out = torch.empty(num_strips * BLOCK, width, dtype=torch.bfloat16)
-    decode_strips(weight, 0, num_strips, out)
-    return out[:num_rows]
 
 
 def decode_strips(weight: CompressedWeight, first: int, end: int, out: Tensor) -> None:
