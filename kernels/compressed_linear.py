@@ -20,18 +20,13 @@ from torch import Tensor
 from kernels.dot import dot
 from kernels.expect import BadTensor
 from kernels.linear_tile import (
-    GROUP_ROWS,
     HALF_SHARED_BYTES,
-    MAX_REGISTERS,
     MAX_STAGES,
-    NUM_SEGMENTS,
     Tiling,
-    add_segments,
     expect_product,
-    grid,
+    multiply,
     segment_steps,
     store_tile,
-    sums_of,
     tile_place,
     tiling,
 )
@@ -52,30 +47,14 @@ def compressed_linear(
     out = torch.empty((len(x), num_columns), dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
-    shape = (len(x), num_columns, width)
-    tiled = _tiling(shape, is_batch_invariant=is_batch_invariant)
-    sums = sums_of(out, tiled)
-    _compressed_linear_kernel[grid(out, tiled)](
-        x,
-        *weight.planes().values(),
-        *(bias, sums, x.stride(0), weight.exponents.shape[1], weight.is_wide.shape[1]),
-        *shape,
-        HAS_BIAS=bias is not None,
-        IS_CUT=is_batch_invariant and not tiled.is_split,
-        IS_SPLIT=tiled.is_split,
-        IS_EVEN_K=width % tiled.block_k == 0,
-        NUM_SEGMENTS=NUM_SEGMENTS,
-        GROUP=GROUP_ROWS,
+    tiled = _tiling((len(x), num_columns, width), is_batch_invariant=is_batch_invariant)
+    operands = (x, *weight.planes().values())
+    strides = x.stride(0), weight.exponents.shape[1], weight.is_wide.shape[1]
+    multiply(
+        *(_compressed_linear_kernel, tiled, operands, strides, bias, out),
+        is_batch_invariant=is_batch_invariant,
         HALF=HALF,
-        BLOCK_M=tiled.block_m,
-        BLOCK_N=tiled.block_n,
-        BLOCK_K=tiled.block_k,
-        num_warps=tiled.num_warps,
-        num_stages=tiled.num_stages,
-        maxnreg=MAX_REGISTERS,
     )
-    if tiled.is_split:
-        add_segments(sums, bias, out)
     return out
 
 

@@ -24,15 +24,10 @@ from torch import Tensor
 from kernels.dot import dot
 from kernels.expect import expect
 from kernels.linear_tile import (
-    GROUP_ROWS,
-    MAX_REGISTERS,
-    NUM_SEGMENTS,
-    add_segments,
     expect_product,
-    grid,
+    multiply,
     segment_steps,
     store_tile,
-    sums_of,
     tile_place,
     tiling,
 )
@@ -50,26 +45,11 @@ def linear(
         return out
     shape = (num_rows, num_columns, width)
     tiled = tiling(shape, x.dtype, is_batch_invariant=is_batch_invariant)
-    sums = sums_of(out, tiled)
-    _linear_kernel[grid(out, tiled)](
-        *(x, weight, bias, sums),
-        *(x.stride(0), weight.stride(0)),
-        *shape,
-        HAS_BIAS=bias is not None,
-        IS_CUT=is_batch_invariant and not tiled.is_split,
-        IS_SPLIT=tiled.is_split,
-        IS_EVEN_K=width % tiled.block_k == 0,
-        NUM_SEGMENTS=NUM_SEGMENTS,
-        GROUP=GROUP_ROWS,
-        BLOCK_M=tiled.block_m,
-        BLOCK_N=tiled.block_n,
-        BLOCK_K=tiled.block_k,
-        num_warps=tiled.num_warps,
-        num_stages=tiled.num_stages,
-        maxnreg=MAX_REGISTERS,
+    strides = x.stride(0), weight.stride(0)
+    multiply(
+        *(_linear_kernel, tiled, (x, weight), strides, bias, out),
+        is_batch_invariant=is_batch_invariant,
     )
-    if tiled.is_split:
-        add_segments(sums, bias, out)
     return out
 
 

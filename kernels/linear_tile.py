@@ -4,7 +4,9 @@ where K is cut, and how the sums end up in y. kernels/linear.py says why.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -72,28 +74,48 @@ def tiling(shape: tuple[int, int, int], dtype: torch.dtype, *, is_batch_invarian
     )
 
 
-def sums_of(out: Tensor, tiled: Tiling) -> Tensor:
-    """Where the programs write: segments' sums [NUM_SEGMENTS, M, N] if split, or y itself."""
-    if not tiled.is_split:
-        return out
-    return torch.empty((NUM_SEGMENTS, *out.shape), dtype=torch.float32, device=out.device)
-
-
-def grid(out: Tensor, tiled: Tiling) -> tuple[int, int]:
-    num_rows, num_columns = out.shape
+def multiply(
+    kernel: Any,
+    tiled: Tiling,
+    operands: Sequence[Tensor],
+    strides: Sequence[int],
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    is_batch_invariant: bool,
+    **constants: int,
+) -> None:
+    """Fills y with `kernel`'s products of x, the first operand, and the others: a weight. Segments
+    that are split add up in a second kernel.
+    """
+    (num_rows, num_columns), width = out.shape, operands[0].shape[1]
     num_tiles = triton.cdiv(num_rows, tiled.block_m) * triton.cdiv(num_columns, tiled.block_n)
-    return num_tiles, NUM_SEGMENTS if tiled.is_split else 1
-
-
-def add_segments(sums: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """The second kernel of a split product."""
-    _add_segments_kernel[(triton.cdiv(out.numel(), REDUCE_BLOCK),)](
-        *(sums, bias, out),
-        *(out.numel(), out.shape[1]),
+    sums = out
+    if tiled.is_split:
+        sums = out.new_empty((NUM_SEGMENTS, *out.shape), dtype=torch.float32)
+    kernel[(num_tiles, NUM_SEGMENTS if tiled.is_split else 1)](
+        *(*operands, bias, sums, *strides, num_rows, num_columns, width),
         HAS_BIAS=bias is not None,
-        NUM=NUM_SEGMENTS,
-        BLOCK=REDUCE_BLOCK,
+        IS_CUT=is_batch_invariant and not tiled.is_split,
+        IS_SPLIT=tiled.is_split,
+        IS_EVEN_K=width % tiled.block_k == 0,
+        NUM_SEGMENTS=NUM_SEGMENTS,
+        GROUP=GROUP_ROWS,
+        BLOCK_M=tiled.block_m,
+        BLOCK_N=tiled.block_n,
+        BLOCK_K=tiled.block_k,
+        num_warps=tiled.num_warps,
+        num_stages=tiled.num_stages,
+        maxnreg=MAX_REGISTERS,
+        **constants,
     )
+    if tiled.is_split:
+        _add_segments_kernel[(triton.cdiv(out.numel(), REDUCE_BLOCK),)](
+            *(sums, bias, out, out.numel(), num_columns),
+            HAS_BIAS=bias is not None,
+            NUM=NUM_SEGMENTS,
+            BLOCK=REDUCE_BLOCK,
+        )
 
 
 @triton.jit
