@@ -27,12 +27,13 @@ GREEDY = "{% set box = namespace(text='x' * 1000) %}" + (
     "{% if messages|length > 1 %}{% for a in range(40) %}"
     "{% set box.text = box.text ~ box.text %}{% endfor %}{% endif %}" + GOOD
 )
-SLOW = ENDLESS.replace("range(99999)", "range(60)", 1)  # some tenths of a second
+SLOW = ENDLESS.replace("range(99999)", "range(99)", 1)  # some tenths of a second
 Make = Callable[[str], Awaitable[Renderer]]
 
 
 @pytest_asyncio.fixture
-async def make() -> AsyncIterator[Make]:
+async def make(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Make]:
+    monkeypatch.setattr(renderer_module, "HANG_S", 600.0)  # a machine that stands still is no hang
     made: list[Renderer] = []
 
     async def renderer(source: str) -> Renderer:
@@ -113,7 +114,7 @@ async def test_who_waits_too_long_for_others_is_told(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     renderer = await make(ENDLESS)
-    await renderer.start()
+    await renderer.render(MESSAGES)  # the process is there: to start it takes a while
     monkeypatch.setattr(renderer_module, "MAX_WAIT_S", 1.0)
     first = [MESSAGES * 2] + [MESSAGES] * (MAX_ROUND - 1)
     asked = [asyncio.create_task(renderer.render(each)) for each in (*first, MESSAGES)]
@@ -127,8 +128,8 @@ async def test_who_waits_too_long_is_told_in_the_middle_of_a_round(
 ) -> None:
     """None of its orders takes too long, but together they do, and nobody waits for all of them."""
     renderer = await make(SLOW)
-    await renderer.start()
-    monkeypatch.setattr(renderer_module, "MAX_WAIT_S", 0.5)
+    await renderer.render(MESSAGES)  # the process is there: to start it takes a while
+    monkeypatch.setattr(renderer_module, "MAX_WAIT_S", 1.0)
     asked = [asyncio.create_task(renderer.render(MESSAGES * 2)) for _ in range(MAX_ROUND)]
     while not renderer._asked:
         await asyncio.sleep(0)
