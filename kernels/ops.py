@@ -23,6 +23,7 @@ from kernels.cpu import linear as cpu_linear
 from kernels.cpu import prefill_attention as cpu_prefill_attention
 from kernels.cpu import rms_norm as cpu_rms_norm
 from kernels.cpu import rotate_and_store as cpu_rotate_and_store
+from kernels.cpu.amx_linear import is_packed_for_amx
 from kernels.cpu.compressed_weight import CompressedWeight
 from kernels.cpu.compressed_weight import compress_weight as cpu_compress_weight
 from kernels.cpu.plain_rows import select_rows as select_compressed_rows
@@ -157,6 +158,13 @@ def _is_for_triton(device: torch.device) -> bool:
 def pack_weight(weight: Tensor) -> Tensor:
     """weight [N, K] in the form that `linear` multiplies with."""
     return weight if IS_INTERPRETED else cpu_linear.pack_weight(weight)
+
+
+def has_own_product(weight: Weight) -> bool:
+    """Whether `linear` multiplies by it with a kernel of ours; else torch's library does."""
+    if isinstance(weight, CompressedWeight):
+        return weight.order == "tiles"
+    return isinstance(weight, SplitWeight) or is_packed_for_amx(weight)
 
 
 def compress_weight(weight: Tensor) -> Compressed | None:

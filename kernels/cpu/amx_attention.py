@@ -74,12 +74,13 @@ def amx_attention(
     num_kv_heads = kv_cache.shape[2]
     grouped = query.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     out = torch.empty_like(grouped, memory_format=torch.contiguous_format)
+    max_run_tokens = max(MAX_RUN_ROWS // grouped.shape[2], 1)
     key, value = kv_cache.unbind(0)
     _attend(
         array(grouped),
         Cache(array(key), array(value)),
         block_tables.numpy(),
-        runs_of(query_lens, context_lens, max(MAX_RUN_ROWS // grouped.shape[2], 1)),
+        runs_of(query_lens.numpy(), context_lens.numpy(), max_run_tokens),
         Mask(
             0 if window is None else window,
             _f32(0.0 if softcap is None else softcap),
@@ -165,7 +166,7 @@ def _attend(
         tile_release()
 
 
-@compiled()
+@compiled(is_inlined=True)
 def _attend_run(
     query: Any,  # [R, G, D]
     cache: Any,
@@ -199,7 +200,7 @@ def _attend_run(
                 _add_values(scratch, low, high, num_columns)
 
 
-@compiled()
+@compiled(is_inlined=True)
 def _begin(query: Any, scratch: Any) -> None:
     num_tokens, group, head_dim = query.shape
     rows, _, _, _, _, tops, sums, attended = scratch
@@ -215,7 +216,7 @@ def _whole_blocks(num_columns: int) -> Any:
     return (num_columns + BLOCK - 1) // BLOCK * BLOCK
 
 
-@compiled()
+@compiled(is_inlined=True)
 def _score(scratch: Any, low: int, high: int, num_columns: int) -> None:
     """scores [R, columns] = rows [low, high) · keysᵀ."""
     row_bytes, depth = scratch.rows.shape[1] * 2, scratch.keys.shape[1]
@@ -226,7 +227,7 @@ def _score(scratch: Any, low: int, high: int, num_columns: int) -> None:
         multiply_block(rows_at, row_bytes, keys_at, depth, high - low, at, SEGMENT * 4, True)
 
 
-@compiled()
+@compiled(is_inlined=True)
 def _raise_tops(scratch: Any, low: int, high: int, reach: int, group: int, mask: Any) -> None:
     """Finds the largest scores of rows [low, high); token 0 stands at column `reach`.
 
@@ -249,7 +250,7 @@ def _raise_tops(scratch: Any, low: int, high: int, reach: int, group: int, mask:
                 attended[row, d] *= rescale
 
 
-@compiled()
+@compiled(is_inlined=True)
 def _weigh(scratch: Any, low: int, high: int, reach: int, group: int, mask: Any) -> None:
     """Turns the scores of rows [low, high) into weights; a second loop, for no row to wait for its
     largest score."""
@@ -280,7 +281,7 @@ def _cap(scores: Any, num_rows: int, mask: Any) -> None:
             scores[row, column] = mask.softcap * tanh(x)
 
 
-@compiled()
+@compiled(is_inlined=True)
 def _add_values(scratch: Any, low: int, high: int, num_columns: int) -> None:
     """attended [R, D] += weights [R, columns] · values."""
     weights_at, sum_bytes = scratch.scores.ctypes.data, scratch.attended.shape[1] * 4
@@ -293,7 +294,7 @@ def _add_values(scratch: Any, low: int, high: int, num_columns: int) -> None:
         )
 
 
-@compiled()
+@compiled(is_inlined=True)
 def _divide(scratch: Any, out: Any) -> None:
     num_tokens, group, head_dim = out.shape
     _, _, _, _, _, _, sums, attended = scratch
@@ -303,7 +304,7 @@ def _divide(scratch: Any, out: Any) -> None:
             out[row // group, row % group, d] = narrow(attended[row, d] * factor, out.dtype)
 
 
-@compiled()
+@compiled(is_inlined=True)
 def _pack(
     cache: Any, block_table: Any, head: int, segment: int, num_tokens: int, scratch: Any
 ) -> None:
@@ -336,7 +337,7 @@ def _pack(
                 at += 2 * BLOCK * 2
 
 
-@compiled()
+@compiled(is_inlined=True)
 def _tile_at(cache: Any, block_table: Any, head: int, token: int) -> Any:
     """The addresses of TILE_ROWS keys and values."""
     _, num_heads, block_size, head_dim = cache.key.shape
@@ -345,7 +346,7 @@ def _tile_at(cache: Any, block_table: Any, head: int, token: int) -> Any:
     return cache.key.ctypes.data + offset, cache.value.ctypes.data + offset
 
 
-@compiled()
+@compiled(is_inlined=True)
 def _expect(tile: Any, row_bytes: int) -> None:
     """Fetches keys and values while others are packed: no prefetcher knows the block table."""
     key_at, value_at = tile
@@ -354,7 +355,7 @@ def _expect(tile: Any, row_bytes: int) -> None:
         expect_load(value_at + offset)
 
 
-@compiled()
+@compiled(is_inlined=True)
 def _fill_tail(
     cache: Any, block_table: Any, head: int, token: int, num_left: int, tail: Any
 ) -> None:

@@ -18,14 +18,18 @@ from numba import njit
 from numba.core.caching import FunctionCache
 
 
-def compiled(*, parallel: bool = False) -> Callable[[Any], Any]:
+def compiled(*, parallel: bool = False, is_inlined: bool = False) -> Callable[[Any], Any]:
     """A decorator: the function as machine code, which is kept in the cache directory.
 
+    `is_inlined`: into the compiled functions that call it. Each call counts a reference to every
+    array that it is given, which costs more than what some functions do with them.
     Divisions by zero give infinities: a check of each would keep loops from being vectorised.
     """
 
     def decorate(function: Any) -> Any:
-        dispatcher = njit(nogil=True, parallel=parallel, error_model="numpy")(function)
+        inline = "always" if is_inlined else "never"
+        options = {"parallel": parallel, "inline": inline, "error_model": "numpy"}
+        dispatcher = njit(nogil=True, **options)(function)
         dispatcher._cache = _SharedCache(function)  # what cache=True does, with a cache of ours
         return dispatcher
 

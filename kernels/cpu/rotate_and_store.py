@@ -112,7 +112,7 @@ def _rotate_and_store(
             _copy(heads[token, num_heads + num_kv_heads + head], value[block, head, offset])
 
 
-@compiled()
+@compiled(is_inlined=True)
 def _rotate(x: Any, cos: Any, sin: Any, out: Any) -> None:
     half = np.uintp(len(cos))  # unsigned: an index that could be negative keeps a loop scalar
     for index in range(len(cos)):
@@ -124,7 +124,7 @@ def _rotate(x: Any, cos: Any, sin: Any, out: Any) -> None:
         out[index] = x[index]
 
 
-@compiled()
+@compiled(is_inlined=True)
 def _copy(x: Any, out: Any) -> None:
     for index in range(len(x)):
         out[index] = x[index]

@@ -5,18 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+
+from kernels.cpu.compiled import compiled
 
 
-def runs_of(query_lens: Tensor, context_lens: Tensor, max_tokens: int) -> Any:
+@compiled()
+def runs_of(query_lens: Any, context_lens: Any, max_tokens: int) -> Any:
     """[n, 4]: sequence, first row and row after the last one in the flat batch, first position."""
-    lens, ends = query_lens.numpy(), np.cumsum(query_lens.numpy())
-    if (lens == 1).all():
-        order = np.arange(len(lens))
-        return np.stack((order, order, order + 1, context_lens.numpy() - 1), axis=1)
-    runs = []
-    for seq, (num_rows, end) in enumerate(zip(lens.tolist(), ends.tolist(), strict=True)):
-        shift = int(context_lens[seq]) - end
-        for low in range(end - num_rows, end, max_tokens):
-            runs.append((seq, low, min(low + max_tokens, end), low + shift))
-    return np.array(runs).reshape(-1, 4)
+    num_runs = ((query_lens + max_tokens - 1) // max_tokens).sum()
+    runs = np.empty((num_runs, 4), np.int64)
+    run, row = 0, 0
+    for seq in range(len(query_lens)):
+        end = row + query_lens[seq]
+        shift = context_lens[seq] - end
+        for low in range(row, end, max_tokens):
+            runs[run] = seq, low, min(low + max_tokens, end), low + shift
+            run += 1
+        row = end
+    return runs

@@ -58,13 +58,14 @@ def vector_attention(
     num_kv_heads = kv_cache.shape[2]
     grouped = query.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     out = torch.empty_like(grouped, memory_format=torch.contiguous_format)
+    max_run_tokens = max(MAX_RUN_ROWS // grouped.shape[2], 1)
     key, value = kv_cache.unbind(0)
     _attend(
         array(grouped),
         array(key),
         array(value),
         block_tables.numpy(),
-        runs_of(query_lens, context_lens, max(MAX_RUN_ROWS // grouped.shape[2], 1)),
+        runs_of(query_lens.numpy(), context_lens.numpy(), max_run_tokens),
         _f32(scale if softcap is not None else scale * LOG2_E),
         0 if window is None else window,
         _f32(0.0 if softcap is None else softcap),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from kernels.cpu.compiled import compiling_alone
 from kernels.cpu.lanes import FEW_ROWS
 from kernels.cpu.vector_attention import SEGMENT
 from kernels.device import IS_INTERPRETED
-from kernels.ops import copy_blocks, gather_blocks, scatter_blocks
+from kernels.ops import copy_blocks, gather_blocks, has_own_product, scatter_blocks
 from shared.clock import Clock, MonotonicClock
 from shared.engine.attention_inputs import build_attention_inputs
 from shared.engine.checkpoint_config import read_config
@@ -123,7 +123,10 @@ class ModelRunner:
         self._device = kv_cache.device
         self._budget = StepBudget()
         self._threads = StepThreads(
-            num_threads or torch.get_num_threads(), _num_weights(model), kv_cache.dtype
+            num_threads or torch.get_num_threads(),
+            _num_weights(model),
+            kv_cache.dtype,
+            has_own_products=all(has_own_product(each.weight) for each in _products(model)),
         )
         self._clock = clock
         self._step_thread = ThreadPoolExecutor(1, "engine-step", initializer=_keep_freed_memory)
@@ -320,15 +323,17 @@ class ModelRunner:
 
 
 def _pack(model: Decoder) -> None:
-    for module in model.modules():
-        if isinstance(module, Linear | OutputHead):
-            module.pack()
+    for module in _products(model):
+        module.pack()
 
 
 def _num_weights(model: Decoder) -> int:
     """Of the products that every token takes part in."""
-    products = (each for each in model.modules() if isinstance(each, Linear | OutputHead))
-    return sum(each.weight.numel() for each in products)
+    return sum(each.weight.numel() for each in _products(model))
+
+
+def _products(model: Decoder) -> Iterator[Linear | OutputHead]:
+    return (each for each in model.modules() if isinstance(each, Linear | OutputHead))
 
 
 def _set_batch_invariance(model: Decoder, is_batch_invariant: bool) -> None:

@@ -17,19 +17,22 @@ WORTHWHILE_S = 4e-3
 
 @dataclass
 class StepThreads:
-    """`num_weights`: of all products with weights. `set_for` is to be called on the step thread,
-    whose number OpenMP and numba keep apart from those of others.
+    """`num_weights`: of all products with weights; `has_own_products`: those are our kernels', and
+    torch has only small things to compute. `set_for` is to be called on the step thread, whose
+    number OpenMP and numba keep apart from those of others.
     """
 
     num_threads: int
     num_weights: int
     dtype: torch.dtype
+    has_own_products: bool = False
     _num_set: int = 0
 
     def set_for(self, num_tokens: int) -> None:
         num_threads = self.num_threads if self.seconds_alone(num_tokens) > WORTHWHILE_S else 1
         if num_threads != self._num_set:
-            torch.set_num_threads(num_threads)
+            # torch's threads hold on to their cores for a while, in the way of our kernels' own.
+            torch.set_num_threads(1 if self.has_own_products else num_threads)
             numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
             self._num_set = num_threads
 

@@ -39,6 +39,12 @@ def test_never_more_threads_than_told() -> None:
         assert torch.get_num_threads() == 1
 
 
+def test_torch_keeps_to_one_thread_where_it_has_little_to_compute() -> None:
+    with computing_threads(2):
+        StepThreads(2, LARGE, torch.bfloat16, has_own_products=True).set_for(1)
+        assert (torch.get_num_threads(), numba.get_num_threads()) == (1, 2)
+
+
 async def test_a_runner_takes_more_threads_for_large_steps(tmp_path: Path) -> None:
     """Told by the step thread itself, since each thread has a number of its own."""
     write_llama(tmp_path, max_position_embeddings=4096)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 from pathlib import Path
 
+import numba
 import pytest
+import torch
+
+from kernels.ops import silu_and_mul
 
 DTYPES = ("float32", "float64")
 # Between reading the index and writing it, a process waits for the other one to have read it, too;
@@ -56,3 +61,11 @@ def test_processes_that_compile_at_once_do_not_mix_up_their_code(
             for dtype in DTYPES
         ]
         assert [each.communicate()[0].strip() for each in processes] == [num_loaded] * 2
+
+
+@pytest.mark.skipif(
+    (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="no TBB from pip"
+)
+def test_threads_that_wait_leave_their_cores_to_others() -> None:
+    silu_and_mul(torch.ones(2, 4))
+    assert numba.threading_layer() == "tbb"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.cpu.amx import has_amx
 from kernels.cpu.linear import is_packed, linear, pack_weight
+from kernels.ops import has_own_product
 from tests.threads import computing_threads
 
 # (K, N): whole tiles of AMX and others, a K that oneDNN splits, fewer columns than a block
@@ -79,5 +80,12 @@ def test_what_is_not_a_number_stays_in_its_row() -> None:
 def test_whole_tiles_are_packed_for_amx() -> None:
     packed = pack_weight(_operands((64, 96), torch.bfloat16)[1])
     assert is_packed(packed)
+    assert has_own_product(packed)
     assert packed.shape == (3, 2, 16, 32, 2)
     assert pack_weight(packed) is packed
+
+
+def test_other_products_are_the_librarys() -> None:
+    weight = _operands((64, 96), torch.float32)[1]
+    assert not has_own_product(weight)
+    assert not has_own_product(pack_weight(weight))
