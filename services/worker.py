@@ -13,6 +13,7 @@ from shared.engine.engine import Engine
 from shared.engine.loop import EngineLoop
 from shared.engine.runner import Runner
 from shared.engine.worker import Served, Worker
+from shared.kv_wire.compression import FrameCodec
 from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.receiver import KvServer
 from shared.messages import ModelCard, Role
@@ -73,6 +74,15 @@ def load_model(config: WorkerConfig) -> ModelledRunner:
     )
 
 
+def load_codec(config: WorkerConfig, dtype: str) -> FrameCodec | None:
+    """For KV of that dtype on TCP, if there is one. Compiles it."""
+    if config.kv_compression == "off" or dtype != "bfloat16":
+        return None
+    from shared.engine.kv_codec import HighBytesCodec  # numba, which other runners do not need
+
+    return HighBytesCodec()
+
+
 async def build_worker(
     config: WorkerConfig,
     roles: tuple[Role, ...],
@@ -81,6 +91,7 @@ async def build_worker(
     """Loads the model, then joins. Raises ConfigError, CheckpointError, DependencyUnavailable."""
     check(config)
     runner = await asyncio.to_thread(load, config)
+    codec = await asyncio.to_thread(load_codec, config, runner.kv_format.dtype)
     bus = await NatsBus.connect(config.nats_url, process_id=config.process_id)
     clock, randomness = MonotonicClock(), SystemRandomness()
     engine = Engine(
@@ -99,6 +110,7 @@ async def build_worker(
             instance_id=randomness.bytes(16),
             bind_host=config.data_plane_host,
             advertised_host=config.data_plane_advertised_host or None,
+            codec=codec,
         )
     worker = Worker(
         bus=bus,
@@ -114,7 +126,7 @@ async def build_worker(
     )
     handlers: list[PrefillService | DecodeService] = []
     if "prefill" in roles:
-        handlers.append(PrefillService(worker, Dialer()))
+        handlers.append(PrefillService(worker, Dialer(codec=codec)))
     if receiver is not None:
         handlers.append(DecodeService(worker, receiver))
     return WorkerProcess(worker, handlers, bus)

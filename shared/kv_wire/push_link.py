@@ -14,7 +14,16 @@ from typing import Protocol
 import msgspec
 
 from shared.errors import FrameRefused, LinkLost
-from shared.kv_wire.frames import Ack, ProtocolError, Record, Refusal, fault_of, sealed_sum
+from shared.kv_wire.compression import LinkCompression
+from shared.kv_wire.frames import (
+    Ack,
+    Frame,
+    ProtocolError,
+    Record,
+    Refusal,
+    fault_of,
+    sealed_sum,
+)
 from shared.kv_wire.link import Fill, FrameHeader
 from shared.kv_wire.pieces import checksum_of, to_the_end
 from shared.kv_wire.stream import RecordStream
@@ -65,11 +74,20 @@ class _Unacked:
 
 
 class StagedLink:
-    """A `PushLink` over some staging; `on_end` is called once when the connection has ended."""
+    """A `PushLink` over some staging; `on_end` is called once when the connection has ended.
 
-    def __init__(self, staging: Staging, on_end: Callable[[StagedLink], None]) -> None:
+    `compression` is for links whose payloads follow on the stream.
+    """
+
+    def __init__(
+        self,
+        staging: Staging,
+        on_end: Callable[[StagedLink], None],
+        compression: LinkCompression | None = None,
+    ) -> None:
         self._staging = staging
         self._on_end = on_end
+        self._compression = compression
         self._slots = Slots(staging.num_slots)
         self._turn = asyncio.Lock()
         self._unacked: dict[int, _Unacked] = {}
@@ -106,14 +124,30 @@ class StagedLink:
             self._raise_if_lost()
             checksum = sealed_sum(header, checksum_of(view))
             sealed = msgspec.structs.replace(header, checksum=checksum)
+            coded = None
+            if self._compression is not None:
+                coded = await self._compression.coded(slot_index, view)
+                self._raise_if_lost()
             frame_id, self._num_frames = self._num_frames, self._num_frames + 1
-            self._staging.transmit(self.stream, frame_id, sealed, slot_index)
+            self._transmit(frame_id, sealed, slot_index, coded)
         except BaseException:
             self._slots.release(slot_index)
             raise
         answered = asyncio.get_running_loop().create_future()
         self._unacked[frame_id] = _Unacked(slot_index, answered)
         return answered
+
+    def _transmit(
+        self, frame_id: int, header: FrameHeader, slot_index: int, coded: memoryview | None
+    ) -> None:
+        if self._compression is not None:
+            self._compression.sent(frame_id, header.payload_bytes, coded)
+        if self._compression is None or coded is None:
+            self._staging.transmit(self.stream, frame_id, header, slot_index)
+        else:
+            codec = self._compression.codec_name
+            frame = Frame(frame_id, header, codec=codec, coded_bytes=len(coded))
+            self.stream.send(frame, coded)
 
     def _raise_if_lost(self) -> None:
         if self._lost is not None:
@@ -124,8 +158,12 @@ class StagedLink:
     def record_arrived(self, record: Record) -> None:
         match record:
             case Ack(frame_id):
+                if self._compression is not None:
+                    self._compression.acknowledged(record)
                 self._answer(frame_id, None)
             case Refusal(frame_id, reason):
+                if self._compression is not None:
+                    self._compression.refused(frame_id)
                 self._answer(frame_id, FrameRefused(reason))
             case _:
                 raise ProtocolError(f"a receiver does not send {type(record).__name__}")

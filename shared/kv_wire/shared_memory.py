@@ -107,7 +107,7 @@ class SharedMemoryReception:
         self.deliveries.add(
             Arrival(
                 record,
-                lambda: self._take_copy(slot_index, record.header),
+                lambda: self._take_copy(slot_index, record),
                 lambda: self._held_slots.discard(slot_index),
             )
         )
@@ -118,8 +118,10 @@ class SharedMemoryReception:
     def ended(self, error: LinkLost) -> None:
         self.deliveries.end(error)
 
-    async def _take_copy(self, slot_index: int, header: FrameHeader) -> tuple[memoryview, int]:
-        num_bytes = header.payload_bytes
+    async def _take_copy(self, slot_index: int, frame: Frame) -> tuple[memoryview, int | None]:
+        if frame.codec:  # none travels here
+            return memoryview(b""), None
+        header, num_bytes = frame.header, frame.header.payload_bytes
         self._private = grown(self._private, num_bytes)
         copy = self._private[:num_bytes]
         payload_sum = await copy_and_sum(copy, self._mapping.view(slot_index, num_bytes))

@@ -3,18 +3,22 @@
 The receiver sums a payload while it arrives, straight in a private buffer. It has a buffer for each
 frame that the sender may have under way, so it never stops reading: a connection whose reading is
 paused would not show that its peer has died. The buffer used last is the next, so few are touched.
+A compressed payload is decoded from there, on a thread, into one more.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 
+from shared.clock import Clock
 from shared.errors import LinkLost
+from shared.kv_wire.compression import FrameCodec
 from shared.kv_wire.deliveries import Arrival, Deliveries
 from shared.kv_wire.frames import Frame, ProtocolError, Record, sealed_sum
 from shared.kv_wire.link import FrameHeader
-from shared.kv_wire.pieces import grown
+from shared.kv_wire.pieces import checksum_of, grown, to_the_end
 from shared.kv_wire.placements import Placements
 from shared.kv_wire.stream import RecordStream
 
@@ -62,9 +66,17 @@ class TcpStaging:
 class TcpReception:
     """The receiver's end of one connection: owner of its stream and its buffers."""
 
-    def __init__(self, placements: Placements) -> None:
+    def __init__(
+        self,
+        placements: Placements,
+        codec: FrameCodec | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         self.stream = RecordStream(self)
-        self.deliveries = Deliveries(placements, self.stream)
+        self.deliveries = Deliveries(placements, self.stream, clock)
+        self._codec = codec
+        self._clock = clock
+        self._decoded = memoryview(b"")  # deliveries come one after the other
         self._free = [memoryview(b"")] * NUM_SLOTS
         self._arriving: tuple[Frame, memoryview] | None = None
 
@@ -74,19 +86,32 @@ class TcpReception:
         self.deliveries.announce(record)
         if not self._free:
             raise ProtocolError(f"more than {NUM_SLOTS} frames are under way")
-        buffer = grown(self._free.pop(), record.header.payload_bytes)
+        buffer = grown(self._free.pop(), record.wire_bytes)
         self._arriving = (record, buffer)
-        return buffer[: record.header.payload_bytes]
+        return buffer[: record.wire_bytes]
 
     def payload_arrived(self, checksum: int) -> None:
         assert self._arriving is not None, "a payload follows its record"
         (frame, buffer), self._arriving = self._arriving, None
 
-        async def take_copy() -> tuple[memoryview, int]:
-            header = frame.header
-            return buffer[: header.payload_bytes], sealed_sum(header, checksum)
+        async def take_copy() -> tuple[memoryview, int | None]:
+            if frame.codec:
+                return await self._decode(arrival, buffer[: frame.wire_bytes])
+            return buffer[: frame.wire_bytes], sealed_sum(frame.header, checksum)
 
-        self.deliveries.add(Arrival(frame, take_copy, lambda: self._free.append(buffer)))
+        arrival = Arrival(frame, take_copy, lambda: self._free.append(buffer))
+        self.deliveries.add(arrival)
 
     def ended(self, error: LinkLost) -> None:
         self.deliveries.end(error)
+
+    async def _decode(self, arrival: Arrival, coded: memoryview) -> tuple[memoryview, int | None]:
+        frame, codec, clock = arrival.frame, self._codec, self._clock
+        if codec is None or clock is None or frame.codec != codec.name:
+            return coded, None
+        self._decoded = grown(self._decoded, frame.header.payload_bytes)
+        payload, start = self._decoded[: frame.header.payload_bytes], clock.now()
+        loop = asyncio.get_running_loop()
+        is_whole = await to_the_end(loop.run_in_executor(None, codec.decode, coded, payload))
+        arrival.decode_s = clock.now() - start
+        return payload, sealed_sum(frame.header, checksum_of(payload)) if is_whole else None
