@@ -138,7 +138,7 @@ def sealed_sum(header: FrameHeader, payload_sum: int) -> int:
 def fault_of_frame(frame: Frame) -> str | None:
     """Why no receiver takes this frame, or None if it may arrive."""
     fault = fault_of(frame.header)
-    if fault is None and frame.codec and not 1 <= frame.coded_bytes <= frame.header.payload_bytes:
+    if fault is None and frame.codec and not 1 <= frame.coded_bytes < frame.header.payload_bytes:
         return f"a compressed payload of {frame.coded_bytes} bytes is not smaller than its own"
     return fault
 

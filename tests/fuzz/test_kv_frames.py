@@ -17,6 +17,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared.engine.kv_codec import BLOCK_BYTES, HighBytesCodec
 from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.frames import (
     MAGIC,
@@ -49,6 +50,8 @@ from tests.shared.kv_wire.support import (
 PLACEMENT_ID, OTHER_ID = b"placement-a", b"placement-b"
 PAYLOADS = tuple(random.Random(seed).randbytes(size) for seed, size in enumerate((1, 1000, 5000)))
 SLOT_BYTES = MAX_FRAME_BYTES
+CODEC = HighBytesCodec()
+SHRINKING = bytes(random.Random(9).choice((0x3F, 0x40, 0xBF)) for _ in range(3 * BLOCK_BYTES + 5))
 
 
 def checksum_of(made: FrameHeader, payload: bytes) -> int:
@@ -69,6 +72,19 @@ def frames(slot_index: int | None) -> list[tuple[Record, bytes]]:
     ]
 
 
+def coded_of(payload: bytes) -> bytes:
+    out = memoryview(bytearray(len(payload)))
+    return bytes(out[: CODEC.encode(memoryview(bytearray(payload)), out)])
+
+
+CODED = coded_of(SHRINKING)
+
+
+def coded_frames() -> list[tuple[Record, bytes]]:
+    made = sealed(SHRINKING, sequence_number=9)
+    return [(Frame(9, made, codec=CODEC.name, coded_bytes=len(CODED)), CODED)]
+
+
 def recorded(tree: Any) -> bytes:
     """A record with this body, however long or wrong it is."""
     body = msgspec.msgpack.encode(tree)
@@ -86,7 +102,8 @@ def hostile_bytes(draw: st.DrawFn, slot_index: int | None) -> bytes:
     """Some records in a row, each good or spoiled, with their payloads or others."""
     sent = b""
     for _ in range(draw(st.integers(1, 5))):
-        good, payload = draw(st.sampled_from([*frames(slot_index), *((o, b"") for o in OTHERS)]))
+        others = [*coded_frames(), *((each, b"") for each in OTHERS)]
+        good, payload = draw(st.sampled_from([*frames(slot_index), *others]))
         encoded = encode_record(good)
         tree = msgspec.msgpack.decode(encoded[PREFIX.size :])
         sent += draw(
@@ -97,7 +114,7 @@ def hostile_bytes(draw: st.DrawFn, slot_index: int | None) -> bytes:
             | anything
         )
         if slot_index is None:
-            sent += draw(st.just(payload) | torn([payload]) | st.sampled_from(PAYLOADS))
+            sent += draw(st.just(payload) | torn([payload]) | st.sampled_from((*PAYLOADS, CODED)))
     return sent
 
 
@@ -153,7 +170,7 @@ class Hostile:
 async def play(data: bytes, cuts: list[int], *, is_unix: bool) -> None:
     broken: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: broken.append(context))
-    server = await KvServer.start(instance_id=INSTANCE)
+    server = await KvServer.start(instance_id=INSTANCE, codec=CODEC)
     sinks = {each: RecordingSink() for each in (PLACEMENT_ID, OTHER_ID)}
     for placement_id, sink in sinks.items():
         server.expect(placement_id, sink)
@@ -210,3 +227,13 @@ def test_a_receiver_bears_any_bytes_over_tcp(sent: tuple[bytes, list[int]]) -> N
 @given(cut_bytes(0))
 def test_a_receiver_bears_any_bytes_over_a_unix_socket(sent: tuple[bytes, list[int]]) -> None:
     asyncio.run(play(*sent, is_unix=True))
+
+
+@fuzz(300)
+@given(torn([CODED]) | st.binary(max_size=len(CODED)), st.integers(-3, 3))
+def test_a_codec_bears_any_bytes(coded: bytes, num_extra: int) -> None:
+    """What it takes for a code gives one payload, and it touches no byte around that."""
+    num_bytes = len(SHRINKING) + num_extra
+    room = bytearray(b"\xa5" * (num_bytes + 2 * BLOCK_BYTES))
+    CODEC.decode(memoryview(bytearray(coded)), memoryview(room)[BLOCK_BYTES:-BLOCK_BYTES])
+    assert room[:BLOCK_BYTES] == room[-BLOCK_BYTES:] == b"\xa5" * BLOCK_BYTES

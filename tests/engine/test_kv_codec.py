@@ -1,0 +1,106 @@
+"""Compressed KV: every bit pattern comes back, what is damaged does not come near memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from shared.engine.kv_codec import BLOCK_BYTES, HighBytesCodec
+
+Bytes = NDArray[np.uint8]
+CODEC = HighBytesCodec()
+GUARD = 4096  # bytes around each buffer, which nobody may touch
+
+
+def bf16(values: NDArray[np.float32]) -> Bytes:
+    return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+
+
+def like_kv(num_bytes: int, seed: int = 0) -> Bytes:
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal(-(-num_bytes // 2)).astype(np.float32)
+    return bf16(values)[:num_bytes].copy()
+
+
+def encoded(payload: Bytes) -> Bytes:
+    """The code; empty if it would not be shorter."""
+    room = np.full(payload.size + 2 * GUARD, 0xA5, np.uint8)
+    num_bytes = CODEC.encode(payload.data, room[GUARD : GUARD + payload.size].data)
+    assert (room[:GUARD] == 0xA5).all()
+    assert (room[GUARD + payload.size :] == 0xA5).all()
+    return room[GUARD : GUARD + num_bytes].copy()
+
+
+def decoded(coded: Bytes, num_bytes: int) -> Bytes | None:
+    room = np.full(num_bytes + 2 * GUARD, 0x5A, np.uint8)
+    is_whole = CODEC.decode(coded.data, room[GUARD : GUARD + num_bytes].data)
+    assert (room[:GUARD] == 0x5A).all()
+    assert (room[GUARD + num_bytes :] == 0x5A).all()
+    return room[GUARD : GUARD + num_bytes] if is_whole else None
+
+
+@pytest.mark.parametrize("extra", [0, 1, 2, 63, 1024, 2047])
+@pytest.mark.parametrize("num_blocks", [2, 3, 63])
+def test_kv_of_any_size_comes_back_smaller(num_blocks: int, extra: int) -> None:
+    payload = like_kv(num_blocks * BLOCK_BYTES + extra)
+    coded = encoded(payload)
+    assert 0 < coded.size < 0.74 * num_blocks * BLOCK_BYTES + extra + 1024
+    assert (decoded(coded, payload.size) == payload).all()
+
+
+def test_bits_a_word_of_normal_values() -> None:
+    payload = like_kv(1 << 20)
+    assert 11.0 < 16 * encoded(payload).size / payload.size < 11.5
+
+
+@pytest.mark.parametrize("window", range(0, 1 << 16, 1 << 12))
+def test_every_bit_pattern_comes_back(window: int) -> None:
+    """4096 patterns at a time, in one of four words, so that it pays nevertheless."""
+    words = like_kv(2 * (1 << 14), seed=window).view(np.uint16)
+    words[::4] = np.arange(window, window + (1 << 12), dtype=np.uint16)
+    payload = words.view(np.uint8)
+    assert (decoded(encoded(payload), payload.size) == payload).all()
+
+
+@pytest.mark.parametrize("byte", [0x00, 0x3F, 0x7F, 0x80, 0xFF])
+def test_blocks_that_differ_widely_come_back(byte: int) -> None:
+    """A block of one value, one of noise and one of tiny numbers among blocks of KV."""
+    payload = like_kv(16 * BLOCK_BYTES).reshape(16, BLOCK_BYTES)
+    payload[3] = byte
+    payload[7] = np.random.default_rng(1).integers(0, 256, BLOCK_BYTES, dtype=np.uint8)
+    payload[15] = bf16(like_kv(BLOCK_BYTES).view(np.uint16).astype(np.float32) * 1e-38)
+    flat = payload.reshape(-1)
+    assert (decoded(encoded(flat), flat.size) == flat).all()
+
+
+@pytest.mark.parametrize("num_bytes", [1, 2, 2047, BLOCK_BYTES, 40 * BLOCK_BYTES + 5])
+def test_noise_is_left_as_it_is(num_bytes: int) -> None:
+    noise = np.random.default_rng(2).integers(0, 256, num_bytes, dtype=np.uint8)
+    assert encoded(noise).size == 0
+
+
+@pytest.mark.parametrize("num_bytes", [2, BLOCK_BYTES - 1, BLOCK_BYTES])
+def test_a_block_or_less_is_left_as_it_is(num_bytes: int) -> None:
+    assert encoded(like_kv(num_bytes)).size == 0
+
+
+@pytest.mark.parametrize("change", [-1, 1, -700, 700, 5000])
+def test_a_code_of_another_length_is_refused(change: int) -> None:
+    payload = like_kv(4 * BLOCK_BYTES)
+    coded = encoded(payload)
+    other = coded[:change] if change < 0 else np.concatenate([coded, coded[:change]])
+    assert decoded(other, payload.size) is None
+
+
+def test_a_code_that_asks_for_more_than_came_is_refused() -> None:
+    """All words verbatim, in all blocks, and no verbatim bytes."""
+    num_blocks = 8
+    coded = np.zeros(num_blocks * (1 + 1408), np.uint8)
+    coded[num_blocks:].reshape(num_blocks, 1408)[:, 1280:] = 0xFF
+    assert decoded(coded, num_blocks * BLOCK_BYTES) is None
+
+
+@pytest.mark.parametrize("num_coded", [0, 1, 100, 1408, 1409, 3000])
+def test_a_code_too_short_for_its_records_is_refused(num_coded: int) -> None:
+    assert decoded(np.zeros(num_coded, np.uint8), 8 * BLOCK_BYTES + 3) is None

@@ -1,0 +1,226 @@
+"""Compressed frames from a sender to a receiver, over TCP that takes its time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from shared.errors import FrameRefused, LinkLost
+from shared.kv_wire import frames
+from shared.kv_wire.frames import Ack, Frame, Hello, Record, Refusal, encode_record, sealed_sum
+from shared.kv_wire.link import PushLink
+from shared.kv_wire.pieces import checksum_of
+from shared.kv_wire.receiver import KvServer
+from shared.messages import DataPlaneAddress
+from tests.shared.kv_wire.support import (
+    DEADLINE_S,
+    INSTANCE,
+    RecordingSink,
+    eventually,
+    fill_with,
+    header,
+    payload_of,
+)
+from tests.shared.kv_wire.test_bad_peers import read_goodbye, read_record
+from tests.shared.kv_wire.throttled import CODEC, ThrottledPair, throttled_pair
+
+FRAME_BYTES = 200_001
+MANY = 24
+
+
+def kv_of(num_bytes: int, seed: int = 0) -> bytes:
+    values = np.random.default_rng(seed).standard_normal(num_bytes // 2 + 1).astype(np.float32)
+    return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()[:num_bytes]
+
+
+async def push(
+    pair: ThrottledPair,
+    *,
+    num_frames: int = MANY,
+    address: DataPlaneAddress | None = None,
+    payload: Callable[[int, int], bytes] = kv_of,
+) -> None:
+    """One frame after the other, each of which must arrive as it was."""
+    sink = RecordingSink()
+    pair.server.expect(b"placement-a", sink)
+    link = await pair.dialer.link(address or pair.address)
+    async with asyncio.timeout(DEADLINE_S):
+        for number in range(num_frames):
+            data = payload(FRAME_BYTES, number)
+            await link.send(header(len(data), sequence_number=number), fill_with(data))
+            assert sink.frames.pop()[1] == data
+    pair.server.forget(b"placement-a")
+
+
+async def test_a_slow_link_goes_over_to_compressed_frames() -> None:
+    async with throttled_pair(125e6) as pair:
+        await push(pair)
+        counts = pair.dialer.compressed
+        assert counts.num_frames == pair.codec.num_decoded == MANY - 3  # it has to be known slow
+        assert counts.num_saved_bytes > 0.25 * (MANY - 3) * FRAME_BYTES
+        sent = MANY * FRAME_BYTES - counts.num_saved_bytes
+        assert sent < pair.throttle.num_bytes < sent + MANY * 500 + 500
+
+
+async def test_compressed_frames_take_less_time() -> None:
+    spent = []
+    for sender_has_codec in (False, True):
+        async with throttled_pair(125e6, sender_has_codec=sender_has_codec) as pair:
+            await push(pair, num_frames=100)
+            spent.append(pair.clock.time_s)
+    assert spent[1] < 0.8 * spent[0]
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "encode", "num_coded"),
+    [(5e9, 5e9, 0), (1.2e9, 5e9, 0), (125e6, 0.2e9, 3), (800e6, 5e9, 3)],
+    ids=["fast", "ten gigabits", "slow codec", "between"],
+)
+async def test_where_it_does_not_pay_it_stays_off(
+    bandwidth: float, encode: float, num_coded: int
+) -> None:
+    async with throttled_pair(bandwidth, encode=encode) as pair:
+        await push(pair, num_frames=60)
+        assert pair.codec.num_encoded == num_coded
+
+
+async def test_a_link_that_becomes_fast_goes_back() -> None:
+    async with throttled_pair(50e6) as pair:
+        await push(pair)
+        pair.throttle.bandwidth = 10e9
+        await push(pair)
+        num_before = pair.codec.num_encoded
+        await push(pair)
+        assert pair.codec.num_encoded == num_before > 0
+
+
+async def test_what_does_not_shrink_goes_as_it_is() -> None:
+    async with throttled_pair(10e6) as pair:
+        await push(pair, payload=payload_of)
+        assert pair.codec.num_encoded == 3
+        assert pair.dialer.compressed.num_frames == pair.codec.num_decoded == 0
+
+
+async def test_through_shared_memory_it_is_off_however_slow() -> None:
+    async with throttled_pair(10e6) as pair:
+        await push(pair, address=msgspec.structs.replace(pair.server.address, port=1))
+        assert pair.codec.num_encoded == 0
+
+
+@pytest.mark.parametrize("lacks", ["sender", "receiver", "same codec"])
+async def test_peers_that_do_not_share_a_codec_send_plain_frames(lacks: str) -> None:
+    class OtherCodec:
+        name = "another"
+        encode, decode = CODEC.encode, CODEC.decode
+
+    theirs: Any = {"receiver": None, "same codec": OtherCodec()}.get(lacks, "same")
+    has_codec = lacks != "sender"
+    async with throttled_pair(10e6, sender_has_codec=has_codec, receiver_codec=theirs) as pair:
+        await push(pair)
+        assert pair.codec.num_encoded == pair.codec.num_decoded == 0
+
+
+async def test_a_compressed_frame_damaged_on_the_way_is_found_and_counted() -> None:
+    async with throttled_pair(10e6) as pair:
+        await push(pair)
+        sink = RecordingSink()
+        pair.server.expect(b"placement-a", sink)
+        link: PushLink = await pair.dialer.link(pair.address)
+        pair.codec.spoil = True
+        with pytest.raises(FrameRefused, match="checksum"):
+            await link.send(header(FRAME_BYTES, sequence_number=7), fill_with(kv_of(FRAME_BYTES)))
+        pair.codec.spoil = False
+        assert [each.sequence_number for each in sink.corrupted] == [7]
+        assert pair.server.counts.num_corrupt == 1
+        await link.send(header(FRAME_BYTES), fill_with(kv_of(FRAME_BYTES)))
+        assert [data for _, data in sink.frames] == [kv_of(FRAME_BYTES)]
+
+
+async def test_a_receiver_that_dies_meanwhile_fails_the_send() -> None:
+    async with throttled_pair(10e6) as pair:
+        await push(pair)
+        pair.server.expect(b"placement-a", RecordingSink(asyncio.Event()))
+        link = await pair.dialer.link(pair.address)
+        send = asyncio.ensure_future(link.send(header(FRAME_BYTES), fill_with(kv_of(FRAME_BYTES))))
+        await eventually(lambda: pair.codec.num_encoded == MANY - 2)
+        await pair.server.close()
+        with pytest.raises(LinkLost):
+            async with asyncio.timeout(DEADLINE_S):
+                await send
+
+
+# ── hostile senders ──────────────────────────────────────────────────────────────────────────────
+
+
+@asynccontextmanager
+async def bare_sender() -> AsyncIterator[
+    tuple[KvServer, RecordingSink, asyncio.StreamReader, asyncio.StreamWriter]
+]:
+    """Has said its hello to a receiver that can decode."""
+    server, sink = await KvServer.start(instance_id=INSTANCE, codec=CODEC), RecordingSink()
+    server.expect(b"placement-a", sink)
+    reader, writer = await asyncio.open_connection(server.address.host, server.address.port)
+    writer.write(encode_record(Hello(INSTANCE)))
+    welcome = await read_record(reader)
+    assert isinstance(welcome, frames.Welcome)
+    assert welcome.codecs == (CODEC.name,)
+    yield server, sink, reader, writer
+    writer.close()
+    await server.close()
+
+
+def coded_frame(**changed: Any) -> tuple[Frame, bytes]:
+    data = kv_of(FRAME_BYTES)
+    out = memoryview(bytearray(FRAME_BYTES))
+    coded = bytes(out[: CODEC.encode(memoryview(bytearray(data)), out)])
+    made = header(FRAME_BYTES)
+    made = msgspec.structs.replace(made, checksum=sealed_sum(made, checksum_of(memoryview(data))))
+    frame = Frame(0, made, codec=CODEC.name, coded_bytes=len(coded))
+    return msgspec.structs.replace(frame, **changed), coded
+
+
+def noise(coded: bytes) -> bytes:
+    return payload_of(len(coded))
+
+
+@pytest.mark.parametrize(
+    ("changed", "spoil"),
+    [
+        ({"codec": "zip"}, bytes),
+        ({"codec": "x" * 60_000}, bytes),
+        ({"coded_bytes": 1}, lambda coded: coded[:1]),
+        ({"coded_bytes": 5000}, lambda coded: coded[:5000]),
+        ({"coded_bytes": FRAME_BYTES - 1}, lambda coded: coded.ljust(FRAME_BYTES - 1, b"\0")),
+        ({}, noise),
+        ({}, lambda coded: bytes(len(coded))),
+        ({}, lambda coded: b"\xff" * len(coded)),
+    ],
+)
+async def test_what_cannot_be_decoded_is_refused_as_corrupt(
+    changed: dict[str, Any], spoil: Callable[[bytes], bytes]
+) -> None:
+    async with bare_sender() as (server, sink, reader, writer):
+        frame, coded = coded_frame(**changed)
+        writer.write(encode_record(frame) + spoil(coded))
+        assert isinstance(await read_record(reader), Refusal)
+        assert (server.counts.num_corrupt, len(sink.corrupted), sink.frames) == (1, 1, [])
+        frame, coded = coded_frame(frame_id=1)
+        writer.write(encode_record(frame) + coded)
+        ack: Record = await read_record(reader)
+        assert isinstance(ack, Ack)
+        assert ack.held_s >= ack.decode_s > 0
+        assert [data for _, data in sink.frames] == [kv_of(FRAME_BYTES)]
+
+
+@pytest.mark.parametrize("coded_bytes", [0, -1, FRAME_BYTES, 1 << 40])
+async def test_a_code_that_is_no_shorter_ends_the_connection(coded_bytes: int) -> None:
+    async with bare_sender() as (server, _, reader, writer):
+        writer.write(encode_record(coded_frame(coded_bytes=coded_bytes)[0]))
+        assert "is not smaller" in await read_goodbye(reader)
+        await eventually(lambda: server.counts.num_bad_peers == 1)
