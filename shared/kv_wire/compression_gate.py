@@ -16,7 +16,9 @@ from collections import deque
 # Smaller frames are neither compressed nor believed: latency outweighs their bytes.
 MIN_FRAME_BYTES = 64 * 1024
 NUM_RECENT = 9  # frames that a median is taken of, so that a stall or two change nothing
-NUM_NEEDED = 3  # before it is believed
+NUM_NEEDED = (
+    3  # before a link's speed is believed; a codec's needs all, as it starts in cold memory
+)
 ON_MARGIN = 1.5
 OFF_MARGIN = 1.1
 PROBE_EVERY = 256  # frames, once the codec has been measured and does not pay
@@ -35,9 +37,8 @@ class Recent:
         if 0 <= value < math.inf:
             self._values.append(value)
 
-    @property
-    def is_known(self) -> bool:
-        return len(self._values) >= NUM_NEEDED
+    def has(self, num_values: int) -> bool:
+        return len(self._values) >= num_values
 
     @property
     def median(self) -> float:
@@ -106,15 +107,15 @@ class CompressionGate:
 
     @property
     def _is_measured(self) -> bool:
-        return self._ratio.is_known and self._encode.is_known and self._decode.is_known
+        return all(each.has(NUM_RECENT) for each in (self._ratio, self._encode, self._decode))
 
     def _may_pay(self) -> bool:
-        if not self._wire.is_known:
+        if not self._wire.has(NUM_NEEDED):
             return False
         return (1 - BEST_RATIO) * self._wire.median > ON_MARGIN * BEST_CODEC_S
 
     def _decide(self) -> None:
-        if not (self._wire.is_known and self._is_measured):
+        if not (self._wire.has(NUM_NEEDED) and self._is_measured):
             return
         saved_s = (1 - self._ratio.median) * self._wire.median
         codec_s = self._encode.median + self._decode.median

@@ -13,6 +13,7 @@ import pytest
 
 from shared.errors import FrameRefused, LinkLost
 from shared.kv_wire import frames
+from shared.kv_wire.compression_gate import NUM_NEEDED, NUM_RECENT
 from shared.kv_wire.frames import Ack, Frame, Hello, Record, Refusal, encode_record, sealed_sum
 from shared.kv_wire.link import PushLink
 from shared.kv_wire.pieces import checksum_of
@@ -62,8 +63,8 @@ async def test_a_slow_link_goes_over_to_compressed_frames() -> None:
     async with throttled_pair(125e6) as pair:
         await push(pair)
         counts = pair.dialer.compressed
-        assert counts.num_frames == pair.codec.num_decoded == MANY - 3  # it has to be known slow
-        assert counts.num_saved_bytes > 0.25 * (MANY - 3) * FRAME_BYTES
+        assert counts.num_frames == pair.codec.num_decoded == MANY - NUM_NEEDED
+        assert counts.num_saved_bytes > 0.25 * (MANY - NUM_NEEDED) * FRAME_BYTES
         sent = MANY * FRAME_BYTES - counts.num_saved_bytes
         assert sent < pair.throttle.num_bytes < sent + MANY * 500 + 500
 
@@ -79,7 +80,7 @@ async def test_compressed_frames_take_less_time() -> None:
 
 @pytest.mark.parametrize(
     ("bandwidth", "encode", "num_coded"),
-    [(5e9, 5e9, 0), (1.2e9, 5e9, 0), (125e6, 0.2e9, 3), (800e6, 5e9, 3)],
+    [(5e9, 5e9, 0), (1.2e9, 5e9, 0), (125e6, 0.2e9, NUM_RECENT), (800e6, 5e9, NUM_RECENT)],
     ids=["fast", "ten gigabits", "slow codec", "between"],
 )
 async def test_where_it_does_not_pay_it_stays_off(
@@ -103,7 +104,7 @@ async def test_a_link_that_becomes_fast_goes_back() -> None:
 async def test_what_does_not_shrink_goes_as_it_is() -> None:
     async with throttled_pair(10e6) as pair:
         await push(pair, payload=payload_of)
-        assert pair.codec.num_encoded == 3
+        assert pair.codec.num_encoded == NUM_RECENT
         assert pair.dialer.compressed.num_frames == pair.codec.num_decoded == 0
 
 

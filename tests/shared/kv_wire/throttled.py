@@ -5,6 +5,7 @@ that tests neither wait nor depend on the machine.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -76,18 +77,20 @@ class Throttle:
         )
 
         async def answer() -> None:
-            while data := await from_receiver.read(1 << 16):
-                to_sender.write(data)
+            with contextlib.suppress(OSError):
+                while data := await from_receiver.read(1 << 16):
+                    to_sender.write(data)
+            to_sender.close()
 
         answers = asyncio.ensure_future(answer())
-        while data := await from_sender.read(1 << 16):
-            self.num_bytes += len(data)
-            self._clock.time_s += len(data) / self.bandwidth
-            to_receiver.write(data)
-            await to_receiver.drain()
+        with contextlib.suppress(OSError):  # one of the two may die
+            while data := await from_sender.read(1 << 16):
+                self.num_bytes += len(data)
+                self._clock.time_s += len(data) / self.bandwidth
+                to_receiver.write(data)
+                await to_receiver.drain()
         to_receiver.close()
         await answers
-        to_sender.close()
 
 
 @dataclass
