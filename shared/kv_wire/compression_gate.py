@@ -4,7 +4,7 @@ Of each byte of payload, compression saves (1 - ratio) bytes of wire and costs a
 decoding. All four are measured: on the link's own frames, on this host and on the receiver's.
 
     off ──saved > ON_MARGIN · cost──▶ on          a link too fast for any codec is never tried;
-    on ──saved < OFF_MARGIN · cost──▶ off         on another, a frame now and then goes compressed
+    on ──saved < OFF_MARGIN · cost──▶ off         on another, some frames now and then go compressed
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ NUM_NEEDED = (
 )
 ON_MARGIN = 1.5
 OFF_MARGIN = 1.1
-PROBE_EVERY = 256  # frames, once the codec has been measured and does not pay
+# A codec that does not pay is measured anew after so many frames, each time after twice as many.
+FIRST_PAUSE, LAST_PAUSE = 32, 1024
 # The best to be hoped for: Shannon's bound for KV of trained models, at 8 GB/s there and back.
 BEST_RATIO = 0.67
 BEST_CODEC_S = 0.25e-9
@@ -72,7 +73,8 @@ class CompressionGate:
         self.is_on = False
         self._wire, self._ratio = Recent(), Recent()
         self._encode, self._decode = Recent(), Recent()
-        self._num_since_probe = 0
+        self._num_paused = 0
+        self._pause = FIRST_PAUSE
 
     def takes(self, payload_bytes: int) -> bool:
         """Whether the next frame, of this size, is to be encoded."""
@@ -82,10 +84,11 @@ class CompressionGate:
             return True
         if not self._may_pay():
             return False
-        self._num_since_probe += 1
-        if self._is_measured and self._num_since_probe < PROBE_EVERY:
-            return False
-        self._num_since_probe = 0
+        if self._is_measured:
+            self._num_paused += 1
+            if self._num_paused < self._pause:
+                return False
+            self._measure_anew()
         return True
 
     def carried(self, wire_bytes: int, seconds: float) -> None:
@@ -114,9 +117,15 @@ class CompressionGate:
             return False
         return (1 - BEST_RATIO) * self._wire.median > ON_MARGIN * BEST_CODEC_S
 
+    def _measure_anew(self) -> None:
+        self._ratio, self._encode, self._decode = Recent(), Recent(), Recent()
+        self._num_paused, self._pause = 0, min(2 * self._pause, LAST_PAUSE)
+
     def _decide(self) -> None:
         if not (self._wire.has(NUM_NEEDED) and self._is_measured):
             return
         saved_s = (1 - self._ratio.median) * self._wire.median
         codec_s = self._encode.median + self._decode.median
         self.is_on = saved_s > (OFF_MARGIN if self.is_on else ON_MARGIN) * codec_s
+        if self.is_on:
+            self._pause = FIRST_PAUSE

@@ -87,7 +87,7 @@ async def test_where_it_does_not_pay_it_stays_off(
     bandwidth: float, encode: float, num_coded: int
 ) -> None:
     async with throttled_pair(bandwidth, encode=encode) as pair:
-        await push(pair, num_frames=60)
+        await push(pair, num_frames=40)
         assert pair.codec.num_encoded == num_coded
 
 

@@ -7,10 +7,11 @@ import math
 import pytest
 
 from shared.kv_wire.compression_gate import (
+    FIRST_PAUSE,
+    LAST_PAUSE,
     MIN_FRAME_BYTES,
     NUM_NEEDED,
     NUM_RECENT,
-    PROBE_EVERY,
     CompressionGate,
     WireTimes,
 )
@@ -80,14 +81,19 @@ def test_a_fast_link_never_carries_a_compressed_frame() -> None:
 
 def test_a_slow_codec_is_tried_a_few_times_and_then_seldom() -> None:
     gate = CompressionGate()
-    num_taken = see(gate, link=125e6, encode=0.2e9, num_frames=NUM_NEEDED + 2 * PROBE_EVERY)
-    assert NUM_RECENT < num_taken <= NUM_RECENT + 2
+    slow = {"link": 125e6, "encode": 0.2e9}
+    assert see(gate, **slow, num_frames=NUM_NEEDED + NUM_RECENT) == NUM_RECENT
+    assert see(gate, **slow, num_frames=FIRST_PAUSE - 1) == 0
+    assert see(gate, **slow, num_frames=NUM_RECENT) == NUM_RECENT
+    assert see(gate, **slow, num_frames=2 * FIRST_PAUSE - 1) == 0
+    see(gate, **slow, num_frames=4 * LAST_PAUSE)
+    assert see(gate, **slow, num_frames=LAST_PAUSE + NUM_RECENT - 1) == NUM_RECENT
 
 
 def test_a_codec_that_has_become_fast_is_found_again() -> None:
     gate = CompressionGate()
     see(gate, link=125e6, encode=0.2e9, num_frames=20)
-    see(gate, link=125e6, encode=5e9, num_frames=(NUM_RECENT + 1) * PROBE_EVERY)
+    see(gate, link=125e6, encode=5e9, num_frames=FIRST_PAUSE + NUM_RECENT)
     assert gate.is_on
 
 
