@@ -117,7 +117,7 @@ class Dialer:
             welcome, fd = await say_hello(sock, instance_id)
             round_trip_s = self._clock.now() - start
             staging = _staging(sock, welcome, fd)
-            link = StagedLink(staging, on_end, self._compression(family, welcome, round_trip_s))
+            link = StagedLink(staging, on_end, self._compression(welcome, round_trip_s))
             if family == socket.AF_UNIX:
                 await loop.create_unix_connection(lambda: link.stream, sock=sock)
             else:
@@ -127,11 +127,10 @@ class Dialer:
             raise
         return link
 
-    def _compression(
-        self, family: int, welcome: Welcome, round_trip_s: float
-    ) -> LinkCompression | None:
+    def _compression(self, welcome: Welcome, round_trip_s: float) -> LinkCompression | None:
+        """Receivers offer no codec where memory is shared."""
         codec = self._codec
-        if codec is None or family == socket.AF_UNIX or codec.name not in welcome.codecs:
+        if codec is None or codec.name not in welcome.codecs:
             return None
         return LinkCompression(codec, self._clock, self.compressed, round_trip_s=round_trip_s)
 
