@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
+import structlog
+
 from shared.bus import NatsBus
 from shared.clock import MonotonicClock
 from shared.config import WorkerConfig, check
@@ -22,6 +24,8 @@ from shared.randomness import SystemRandomness
 
 from .decode.service import DecodeService
 from .prefill.service import PrefillService
+
+log = structlog.get_logger(__name__)
 
 
 class ModelledRunner(Runner, Protocol):
@@ -75,12 +79,18 @@ def load_model(config: WorkerConfig) -> ModelledRunner:
 
 
 def load_codec(config: WorkerConfig, dtype: str) -> FrameCodec | None:
-    """For KV of that dtype on TCP, if there is one. Compiles it."""
+    """Compiled, for KV of that dtype on TCP; there is one for BF16. A host that cannot compile it
+    does without.
+    """
     if config.kv_compression == "off" or dtype != "bfloat16":
         return None
-    from shared.engine.kv_codec import HighBytesCodec  # numba, which other runners do not need
+    try:
+        from shared.engine.kv_codec import HighBytesCodec  # numba, which other runners do not need
 
-    return HighBytesCodec()
+        return HighBytesCodec()
+    except Exception:
+        log.exception("kv_codec_unavailable")
+        return None
 
 
 async def build_worker(

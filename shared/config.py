@@ -111,7 +111,7 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
     max_pinned_share: float = 0.25  # of the cache, for prefixes that are pinned
     data_plane_host: str = "127.0.0.1"  # where decode listens for KV
     data_plane_advertised_host: str = ""  # what prefill workers dial; default: the same
-    kv_compression: str = "auto"  # of KV to other hosts: where it is faster, or "off"
+    kv_compression: str = "auto"  # of BF16 KV to other hosts: where it is faster, or "off"
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()

@@ -175,7 +175,6 @@ class PrefillService:
             load,
             num_pushed_tokens=counts.num_tokens,
             push_s=counts.busy_s,
-            num_compressed_kv_frames=self._dialer.compressed.num_frames,
             saved_kv_bytes=self._dialer.compressed.num_saved_bytes,
         )
 

@@ -3,7 +3,8 @@
 Of trained models the exponents of KV carry about 2.6 bits, nearly the same in every layer, head and
 channel, so one base for 1024 words serves (measured: a base for each channel saves 0.04 bits a word
 more). BF16 goes as weights do in memory, see kernels.cpu.high_bytes: 11.3 bits a word where the
-entropy of its upper bytes allows 10.9. A coded frame:
+entropy of its upper bytes allows 10.9. FP16, of whose upper bytes five bits are exponent, and FP32
+have no codec. A coded frame:
 
     [num_blocks]               base of each block of 1024 words
     [num_blocks, RECORD_BYTES] records

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from shared.clock import Clock
 from shared.kv_wire.compression_gate import CompressionGate, WireTimes
-from shared.kv_wire.frames import Ack
+from shared.kv_wire.frames import Ack, Refusal
 from shared.kv_wire.link import CompressionCounts
 from shared.kv_wire.pieces import grown, to_the_end
 
@@ -41,10 +41,9 @@ class FrameCodec(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
+class Sent:
     payload_bytes: int
     wire_bytes: int
-    is_coded: bool
     sent_at: float
 
 
@@ -59,7 +58,6 @@ class LinkCompression:
         self._counts = counts
         self._times = WireTimes(round_trip_s)
         self._buffers: dict[int, memoryview] = {}  # of each slot that had a compressed frame
-        self._sent: dict[int, _Sent] = {}
 
     async def coded(self, slot_index: int, payload: memoryview) -> memoryview | None:
         """The frame to send in place of the slot's payload, or None: as it is.
@@ -73,27 +71,29 @@ class LinkCompression:
         loop, start = asyncio.get_running_loop(), self._clock.now()
         encode = loop.run_in_executor(None, self._codec.encode, payload, out[: len(payload)])
         num_bytes = await to_the_end(encode)
-        wire_bytes = num_bytes or len(payload)
-        self.gate.encoded(len(payload), wire_bytes, self._clock.now() - start)
-        return out[:num_bytes] if num_bytes else None
+        self.gate.encoded(len(payload), self._clock.now() - start)
+        if not num_bytes:
+            self.gate.incompressible()
+            return None
+        return out[:num_bytes]
 
-    def sent(self, frame_id: int, payload_bytes: int, coded: memoryview | None) -> None:
-        wire_bytes = payload_bytes if coded is None else len(coded)
-        sent = _Sent(payload_bytes, wire_bytes, coded is not None, self._clock.now())
-        self._sent[frame_id] = sent
+    def sent(self, payload: memoryview, coded: memoryview | None) -> Sent:
+        """What goes now. The link gives it back with the answer."""
+        wire_bytes = len(payload) if coded is None else len(coded)
         if coded is not None:
             self._counts.num_frames += 1
-            self._counts.num_saved_bytes += payload_bytes - wire_bytes
+            self._counts.num_saved_bytes += len(payload) - wire_bytes
+        return Sent(len(payload), wire_bytes, self._clock.now())
 
-    def acknowledged(self, ack: Ack) -> None:
+    def answered(self, sent: Sent, answer: Ack | Refusal) -> None:
         """The receiver says how long it has held the frame: that is not the link's time."""
-        sent = self._sent.pop(ack.frame_id, None)
-        if sent is None:
-            return
-        wire_s = self._times.arrived(sent.sent_at, self._clock.now() - max(0.0, ack.held_s))
-        self.gate.carried(sent.wire_bytes, wire_s)
-        if sent.is_coded:
-            self.gate.decoded(sent.payload_bytes, ack.decode_s)
-
-    def refused(self, frame_id: int) -> None:
-        self._sent.pop(frame_id, None)
+        arrived_at = self._clock.now() - max(0.0, answer.held_s)
+        wire_s = self._times.arrived(sent.sent_at, arrived_at)
+        is_coded = sent.wire_bytes < sent.payload_bytes
+        match answer:
+            case Ack(decode_s=decode_s):
+                if is_coded:
+                    self.gate.decoded(sent.payload_bytes, decode_s)
+                self.gate.carried(sent.payload_bytes, sent.wire_bytes, wire_s)
+            case Refusal() if is_coded:
+                self.gate.refused(wire_s)

@@ -1,49 +1,61 @@
-"""Whether frames of one link go compressed: only where that is sure to be faster.
+"""Whether frames of one link go compressed: only where that is measured to be faster.
 
-Of each byte of payload, compression saves (1 - ratio) bytes of wire and costs an encoding and a
-decoding. All four are measured: on the link's own frames, on this host and on the receiver's.
+Two frames of one size, one right behind the other and only one of them compressed, tell what is
+saved on the wire. What takes as long however few the bytes (a network's jitter, a peer that comes
+late to its socket) is in both, and does not count. It has to outweigh an encoding and a decoding,
+as they were measured on this host and on the receiver's.
 
-    off ──saved > ON_MARGIN · cost──▶ on          a link too fast for any codec is never tried;
-    on ──saved < OFF_MARGIN · cost──▶ off         on another, some frames now and then go compressed
+    off: none goes compressed on a wire too fast for any codec; on another so many, at most every
+         second, that encoding and decoding take TRIAL_SHARE of the link's time
+    off ──three of four pairs saved more than ON_MARGIN · codec──▶ on
+    on: all but every PLAIN_EVERY-th, with which the others are compared
+    on ──half of the pairs saved less than OFF_MARGIN · codec, or the wire is too fast──▶ off
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections import deque
 
-# Smaller frames are neither compressed nor believed: latency outweighs their bytes.
+# Smaller frames are neither compressed nor measured: latency outweighs their bytes.
 MIN_FRAME_BYTES = 64 * 1024
-NUM_RECENT = 9  # frames that a median is taken of, so that a stall or two change nothing
-NUM_NEEDED = (
-    3  # before a link's speed is believed; a codec's needs all, as it starts in cold memory
-)
-ON_MARGIN = 1.5
-OFF_MARGIN = 1.1
-# A codec that does not pay is measured anew after so many frames, each time after twice as many.
-FIRST_PAUSE, LAST_PAUSE = 32, 1024
+# Of so many times the middle does not move for a stall or two; of pairs, whose difference is small
+# beside the noise of each, it takes more.
+NUM_RECENT, NUM_PAIRS = 9, 25
+NUM_NEEDED = 3  # of the first, for a hint
+ON_MARGIN, OFF_MARGIN = 1.5, 1.1
+TRIAL_SHARE = 0.01
+REFUSED_COST = 10  # times on the wire: whoever refuses compressed frames is seldom sent one
+PLAIN_EVERY = 16
 # The best to be hoped for: Shannon's bound for KV of trained models, at 8 GB/s there and back.
 BEST_RATIO = 0.67
 BEST_CODEC_S = 0.25e-9
 
 
 class Recent:
-    """The median of the last values; those that are no numbers, or negative, do not count."""
+    """The last values, in the order of their size."""
 
-    def __init__(self) -> None:
-        self._values: deque[float] = deque(maxlen=NUM_RECENT)
+    def __init__(self, max_values: int) -> None:
+        self._values: deque[float] = deque(maxlen=max_values)
 
     def add(self, value: float) -> None:
-        if 0 <= value < math.inf:
+        if math.isfinite(value):
             self._values.append(value)
 
     def has(self, num_values: int) -> bool:
         return len(self._values) >= num_values
 
     @property
+    def is_full(self) -> bool:
+        return len(self._values) == self._values.maxlen
+
+    @property
     def median(self) -> float:
-        return statistics.median(self._values)
+        return self.above(1 / 2)
+
+    def above(self, share: float) -> float:
+        """What this share of them is less than."""
+        return sorted(self._values)[int(share * len(self._values))]
 
 
 class WireTimes:
@@ -59,7 +71,7 @@ class WireTimes:
         self._last_arrival = -math.inf
 
     def arrived(self, sent_at: float, arrived_at: float) -> float:
-        """Seconds on the wire. Frames are told in the order they were sent."""
+        """Seconds on the wire. Receivers answer all frames in the order they were sent."""
         self._latency_s = min(self._latency_s, max(0.0, arrived_at - sent_at))
         begun_at = max(self._last_arrival, sent_at + self._latency_s)
         self._last_arrival = max(self._last_arrival, arrived_at)
@@ -67,65 +79,72 @@ class WireTimes:
 
 
 class CompressionGate:
-    """Speeds in seconds a byte: of the wire's for the link, of the payload's for the codec."""
+    """All times are kept in seconds a byte: of what travels for the wire, else of payload."""
 
     def __init__(self) -> None:
         self.is_on = False
-        self._wire, self._ratio = Recent(), Recent()
-        self._encode, self._decode = Recent(), Recent()
-        self._num_paused = 0
-        self._pause = FIRST_PAUSE
+        self._wire, self._saved = Recent(NUM_RECENT), Recent(NUM_PAIRS)
+        self._encode, self._decode = Recent(NUM_RECENT), Recent(NUM_RECENT)
+        self._last = 0, False, 0.0  # the last frame's payload, whether coded, seconds a byte
+        self._num_asked = 0
+        self._trial_s = 0.0  # may be spent on encoding and decoding
 
     def takes(self, payload_bytes: int) -> bool:
         """Whether the next frame, of this size, is to be encoded."""
-        if payload_bytes < MIN_FRAME_BYTES:
+        if payload_bytes < MIN_FRAME_BYTES or self._is_fast:
             return False
+        self._num_asked += 1
         if self.is_on:
-            return True
-        if not self._may_pay():
-            return False
-        if self._is_measured:
-            self._num_paused += 1
-            if self._num_paused < self._pause:
-                return False
-            self._measure_anew()
-        return True
+            return self._num_asked % PLAIN_EVERY > 0
+        return self._num_asked % 2 == 0 and self._trial_s > 0
 
-    def carried(self, wire_bytes: int, seconds: float) -> None:
-        if wire_bytes >= MIN_FRAME_BYTES // 2:
-            self._wire.add(seconds / wire_bytes)
-            self._decide()
-
-    def encoded(self, payload_bytes: int, wire_bytes: int, seconds: float) -> None:
-        """`wire_bytes` are the payload's where the code was no shorter."""
-        self._ratio.add(wire_bytes / payload_bytes)
+    def encoded(self, payload_bytes: int, seconds: float) -> None:
         self._encode.add(seconds / payload_bytes)
-        if wire_bytes == payload_bytes:
-            self._decode.add(0.0)  # nothing to decode; what is lost is the encoding
-        self._decide()
+        self._trial_s -= seconds
 
     def decoded(self, payload_bytes: int, seconds: float) -> None:
+        seconds = max(0.0, seconds)  # as the receiver says
         self._decode.add(seconds / payload_bytes)
+        self._trial_s -= seconds
+
+    def incompressible(self) -> None:
+        """A frame was encoded for nothing, and goes as it is."""
+        self._saved.add(0.0)
+
+    def carried(self, payload_bytes: int, wire_bytes: int, seconds: float) -> None:
+        """Frames are told in the order they were sent."""
+        if payload_bytes < MIN_FRAME_BYTES:
+            return
+        self._wire.add(seconds / wire_bytes)
+        self._trial_s += TRIAL_SHARE * seconds
+        is_coded, byte_s = wire_bytes < payload_bytes, seconds / payload_bytes
+        bytes_before, was_coded, byte_s_before = self._last
+        if bytes_before == payload_bytes and was_coded != is_coded:
+            self._saved.add(byte_s_before - byte_s if is_coded else byte_s - byte_s_before)
+        self._last = payload_bytes, is_coded, byte_s
+        self._decide()
+
+    def refused(self, seconds: float) -> None:
+        """A compressed frame that took so long on the wire was not wanted."""
+        self._saved.add(0.0)
+        self._trial_s -= REFUSED_COST * seconds
         self._decide()
 
     @property
-    def _is_measured(self) -> bool:
-        return all(each.has(NUM_RECENT) for each in (self._ratio, self._encode, self._decode))
-
-    def _may_pay(self) -> bool:
+    def _is_fast(self) -> bool:
+        """Too fast for any codec, or not known yet."""
         if not self._wire.has(NUM_NEEDED):
-            return False
-        return (1 - BEST_RATIO) * self._wire.median > ON_MARGIN * BEST_CODEC_S
-
-    def _measure_anew(self) -> None:
-        self._ratio, self._encode, self._decode = Recent(), Recent(), Recent()
-        self._num_paused, self._pause = 0, min(2 * self._pause, LAST_PAUSE)
+            return True
+        margin = OFF_MARGIN if self.is_on else ON_MARGIN
+        return (1 - BEST_RATIO) * self._wire.median < margin * BEST_CODEC_S
 
     def _decide(self) -> None:
-        if not (self._wire.has(NUM_NEEDED) and self._is_measured):
+        if not (self._saved.is_full and self._encode.is_full and self._decode.is_full):
             return
-        saved_s = (1 - self._ratio.median) * self._wire.median
         codec_s = self._encode.median + self._decode.median
-        self.is_on = saved_s > (OFF_MARGIN if self.is_on else ON_MARGIN) * codec_s
         if self.is_on:
-            self._pause = FIRST_PAUSE
+            is_on = not self._is_fast and self._saved.median > OFF_MARGIN * codec_s
+        else:
+            is_on = not self._is_fast and self._saved.above(1 / 4) > ON_MARGIN * codec_s
+        if is_on != self.is_on:
+            self.is_on, self._num_asked, self._trial_s = is_on, 0, 0.0

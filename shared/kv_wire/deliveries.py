@@ -23,9 +23,8 @@ from shared.kv_wire.stream import RecordStream
 
 @dataclass(eq=False)
 class Arrival:
-    """`release` gives its buffer back, before the sender learns that it may send the next.
-
-    `take_copy` sets `decode_s` where it had to decode.
+    """`release` gives its buffer back, before the sender learns that it may send the next;
+    `take_copy` sets `decode_s` where it has to decode.
     """
 
     frame: Frame
@@ -38,10 +37,7 @@ class Arrival:
 class Deliveries:
     """Takes arrivals in order, answers each; its task lives as long as the connection."""
 
-    def __init__(
-        self, placements: Placements, stream: RecordStream, clock: Clock | None = None
-    ) -> None:
-        """With a clock, senders are told how long their frames were held."""
+    def __init__(self, placements: Placements, stream: RecordStream, clock: Clock) -> None:
         self._placements = placements
         self._stream = stream
         self._clock = clock
@@ -58,8 +54,7 @@ class Deliveries:
 
     def add(self, arrival: Arrival) -> None:
         """Each holds a slot or a buffer of its connection, which bounds how many can wait."""
-        if self._clock is not None:
-            arrival.arrived_at = self._clock.now()
+        arrival.arrived_at = self._clock.now()
         self._waiting.append(arrival)
         self._arrived.set()
 
@@ -89,8 +84,8 @@ class Deliveries:
         arrival.release()
         if self._has_ended:
             return
+        held_s = self._clock.now() - arrival.arrived_at
         if reason is None:
-            held_s = 0.0 if self._clock is None else self._clock.now() - arrival.arrived_at
             self._stream.send_reply(Ack(frame.frame_id, held_s, arrival.decode_s))
         else:
-            self._stream.send_reply(Refusal(frame.frame_id, reason[:MAX_REASON_CHARS]))
+            self._stream.send_reply(Refusal(frame.frame_id, reason[:MAX_REASON_CHARS], held_s))

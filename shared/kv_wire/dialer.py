@@ -112,10 +112,10 @@ class Dialer:
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
             sock.setblocking(False)
-            await loop.sock_connect(sock, address)  # type: ignore[arg-type]
             start = self._clock.now()
+            await loop.sock_connect(sock, address)  # type: ignore[arg-type]
+            round_trip_s = self._clock.now() - start  # between two kernels, however busy the peer
             welcome, fd = await say_hello(sock, instance_id)
-            round_trip_s = self._clock.now() - start
             staging = _staging(sock, welcome, fd)
             link = StagedLink(staging, on_end, self._compression(welcome, round_trip_s))
             if family == socket.AF_UNIX:

@@ -61,8 +61,8 @@ class Goodbye(msgspec.Struct, frozen=True, tag=True):
 
 
 class Frame(msgspec.Struct, frozen=True, tag=True):
-    """`slot_index` is None where the payload follows on the stream, as it is, or in `coded_bytes`
-    where a codec is named.
+    """`slot_index` is None where the payload follows on the stream: as it is, or in `coded_bytes`
+    if a codec is named.
     """
 
     frame_id: int
@@ -78,7 +78,7 @@ class Frame(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ack(msgspec.Struct, frozen=True, tag=True):
-    """How long the receiver held the frame, all of which had arrived, and decoded it meanwhile."""
+    """`held_s` is from the arrival of its last byte to this answer, `decode_s` a part of that."""
 
     frame_id: int
     held_s: float = 0.0
@@ -88,6 +88,7 @@ class Ack(msgspec.Struct, frozen=True, tag=True):
 class Refusal(msgspec.Struct, frozen=True, tag=True):
     frame_id: int
     reason: str
+    held_s: float = 0.0
 
 
 Record = Hello | Welcome | Goodbye | Frame | Ack | Refusal

@@ -174,11 +174,11 @@ class KvServer:
             codecs = () if self._codec is None else (self._codec.name,)
             welcome = Welcome(instance_id, tcp.NUM_SLOTS, MAX_FRAME_BYTES, codecs)
             await send_welcome(sock, welcome, None)
-            return TcpReception(self._placements, self._codec, self._clock)
+            return TcpReception(self._placements, self._clock, self._codec)
         fd = create_memory(NUM_SLOTS * SLOT_BYTES)
         try:
             await send_welcome(sock, Welcome(instance_id, NUM_SLOTS, SLOT_BYTES), fd)
-            return SharedMemoryReception(self._placements, fd, NUM_SLOTS, SLOT_BYTES)
+            return SharedMemoryReception(self._placements, self._clock, fd, NUM_SLOTS, SLOT_BYTES)
         finally:
             os.close(fd)
 

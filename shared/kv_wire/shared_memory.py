@@ -14,6 +14,7 @@ import fcntl
 import mmap
 import os
 
+from shared.clock import Clock
 from shared.errors import LinkLost
 from shared.kv_wire.deliveries import Arrival, Deliveries
 from shared.kv_wire.frames import MAX_FRAME_BYTES, Frame, ProtocolError, Record, sealed_sum
@@ -87,17 +88,19 @@ class SharedMemoryStaging:
 class SharedMemoryReception:
     """The receiver's end: copies out of a slot into one private buffer, summing the copy."""
 
-    def __init__(self, placements: Placements, fd: int, num_slots: int, slot_bytes: int) -> None:
+    def __init__(
+        self, placements: Placements, clock: Clock, fd: int, num_slots: int, slot_bytes: int
+    ) -> None:
         self._mapping = _Mapping(fd, num_slots, slot_bytes, mmap.ACCESS_READ)
         self._num_slots = num_slots
         self._private = memoryview(b"")
         self._held_slots: set[int] = set()
         self.stream = RecordStream(self)
-        self.deliveries = Deliveries(placements, self.stream)
+        self.deliveries = Deliveries(placements, self.stream, clock)
         self.deliveries.task.add_done_callback(lambda _: self._mapping.close())
 
     def record_arrived(self, record: Record) -> None:
-        if not isinstance(record, Frame) or record.slot_index is None:
+        if not isinstance(record, Frame) or record.slot_index is None or record.codec:
             raise ProtocolError(f"a sender does not send {type(record).__name__} here")
         slot_index = record.slot_index
         if not 0 <= slot_index < self._num_slots or slot_index in self._held_slots:
@@ -107,7 +110,7 @@ class SharedMemoryReception:
         self.deliveries.add(
             Arrival(
                 record,
-                lambda: self._take_copy(slot_index, record),
+                lambda: self._take_copy(slot_index, record.header),
                 lambda: self._held_slots.discard(slot_index),
             )
         )
@@ -118,10 +121,8 @@ class SharedMemoryReception:
     def ended(self, error: LinkLost) -> None:
         self.deliveries.end(error)
 
-    async def _take_copy(self, slot_index: int, frame: Frame) -> tuple[memoryview, int | None]:
-        if frame.codec:  # none travels here
-            return memoryview(b""), None
-        header, num_bytes = frame.header, frame.header.payload_bytes
+    async def _take_copy(self, slot_index: int, header: FrameHeader) -> tuple[memoryview, int]:
+        num_bytes = header.payload_bytes
         self._private = grown(self._private, num_bytes)
         copy = self._private[:num_bytes]
         payload_sum = await copy_and_sum(copy, self._mapping.view(slot_index, num_bytes))

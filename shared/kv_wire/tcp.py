@@ -67,22 +67,21 @@ class TcpReception:
     """The receiver's end of one connection: owner of its stream and its buffers."""
 
     def __init__(
-        self,
-        placements: Placements,
-        codec: FrameCodec | None = None,
-        clock: Clock | None = None,
+        self, placements: Placements, clock: Clock, codec: FrameCodec | None = None
     ) -> None:
         self.stream = RecordStream(self)
         self.deliveries = Deliveries(placements, self.stream, clock)
         self._codec = codec
         self._clock = clock
-        self._decoded = memoryview(b"")  # deliveries come one after the other
+        self._decoded = memoryview(b"")
         self._free = [memoryview(b"")] * NUM_SLOTS
         self._arriving: tuple[Frame, memoryview] | None = None
 
     def record_arrived(self, record: Record) -> memoryview:
         if not isinstance(record, Frame) or record.slot_index is not None:
             raise ProtocolError(f"a sender does not send {type(record).__name__} here")
+        if record.codec and (self._codec is None or record.codec != self._codec.name):
+            raise ProtocolError(f"nobody offered to decode {record.codec[:100]!r}")
         self.deliveries.announce(record)
         if not self._free:
             raise ProtocolError(f"more than {NUM_SLOTS} frames are under way")
@@ -106,12 +105,15 @@ class TcpReception:
         self.deliveries.end(error)
 
     async def _decode(self, arrival: Arrival, coded: memoryview) -> tuple[memoryview, int | None]:
-        frame, codec, clock = arrival.frame, self._codec, self._clock
-        if codec is None or clock is None or frame.codec != codec.name:
-            return coded, None
-        self._decoded = grown(self._decoded, frame.header.payload_bytes)
-        payload, start = self._decoded[: frame.header.payload_bytes], clock.now()
+        """Into the one buffer for it: the delivery before is over."""
+        assert self._codec is not None, "only offered codecs are taken"
+        header, start = arrival.frame.header, self._clock.now()
+        self._decoded = grown(self._decoded, header.payload_bytes)
+        payload = self._decoded[: header.payload_bytes]
         loop = asyncio.get_running_loop()
-        is_whole = await to_the_end(loop.run_in_executor(None, codec.decode, coded, payload))
-        arrival.decode_s = clock.now() - start
-        return payload, sealed_sum(frame.header, checksum_of(payload)) if is_whole else None
+        decode = loop.run_in_executor(None, self._codec.decode, coded, payload)
+        checksum = None
+        if await to_the_end(decode):
+            checksum = sealed_sum(header, checksum_of(payload))
+        arrival.decode_s = self._clock.now() - start
+        return payload, checksum

@@ -1,4 +1,4 @@
-"""Compressed KV: every bit pattern comes back, what is damaged does not come near memory."""
+"""Compressed KV: every bit pattern comes back, and no byte outside its buffers is touched."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import pytest
 from numpy.typing import NDArray
 
 from shared.engine.kv_codec import BLOCK_BYTES, HighBytesCodec
+from tests.guarded import guarded
 
 Bytes = NDArray[np.uint8]
 CODEC = HighBytesCodec()
-GUARD = 4096  # bytes around each buffer, which nobody may touch
 
 
 def bf16(values: NDArray[np.float32]) -> Bytes:
@@ -25,19 +25,26 @@ def like_kv(num_bytes: int, seed: int = 0) -> Bytes:
 
 def encoded(payload: Bytes) -> Bytes:
     """The code; empty if it would not be shorter."""
-    room = np.full(payload.size + 2 * GUARD, 0xA5, np.uint8)
-    num_bytes = CODEC.encode(payload.data, room[GUARD : GUARD + payload.size].data)
-    assert (room[:GUARD] == 0xA5).all()
-    assert (room[GUARD + payload.size :] == 0xA5).all()
-    return room[GUARD : GUARD + num_bytes].copy()
+    found = []
+    for is_at_end in (False, True):
+        source = guarded(payload.tobytes(), is_at_end=is_at_end)
+        room = guarded(payload.size, is_at_end=is_at_end)
+        found.append(room[: CODEC.encode(source.data, room.data)])
+    assert found[0].tobytes() == found[1].tobytes()
+    return found[0]
 
 
 def decoded(coded: Bytes, num_bytes: int) -> Bytes | None:
-    room = np.full(num_bytes + 2 * GUARD, 0x5A, np.uint8)
-    is_whole = CODEC.decode(coded.data, room[GUARD : GUARD + num_bytes].data)
-    assert (room[:GUARD] == 0x5A).all()
-    assert (room[GUARD + num_bytes :] == 0x5A).all()
-    return room[GUARD : GUARD + num_bytes] if is_whole else None
+    found = []
+    for is_at_end in (False, True):
+        source = guarded(coded.tobytes(), is_at_end=is_at_end)
+        room = guarded(num_bytes, is_at_end=is_at_end)
+        found.append(room if CODEC.decode(source.data, room.data) else None)
+    if found[0] is None or found[1] is None:
+        assert found == [None, None]
+        return None
+    assert (found[0] == found[1]).all()
+    return found[0]
 
 
 @pytest.mark.parametrize("extra", [0, 1, 2, 63, 1024, 2047])
@@ -74,6 +81,19 @@ def test_blocks_that_differ_widely_come_back(byte: int) -> None:
     assert (decoded(encoded(flat), flat.size) == flat).all()
 
 
+@pytest.mark.parametrize("num_blocks", range(1, 12))
+def test_noise_behind_kv_leaves_no_room_and_is_not_written_there(num_blocks: int) -> None:
+    """What is verbatim in the last blocks goes up to the end of the buffer, or would go beyond."""
+    for num_noisy in range(num_blocks + 1):
+        payload = like_kv(num_blocks * BLOCK_BYTES).reshape(num_blocks, BLOCK_BYTES)
+        payload[num_blocks - num_noisy :] = 0x7F
+        payload[num_blocks - num_noisy :, 1::4] = 0x80
+        flat = payload.reshape(-1)
+        coded = encoded(flat)
+        if coded.size:
+            assert (decoded(coded, flat.size) == flat).all()
+
+
 @pytest.mark.parametrize("num_bytes", [1, 2, 2047, BLOCK_BYTES, 40 * BLOCK_BYTES + 5])
 def test_noise_is_left_as_it_is(num_bytes: int) -> None:
     noise = np.random.default_rng(2).integers(0, 256, num_bytes, dtype=np.uint8)
@@ -93,11 +113,13 @@ def test_a_code_of_another_length_is_refused(change: int) -> None:
     assert decoded(other, payload.size) is None
 
 
-def test_a_code_that_asks_for_more_than_came_is_refused() -> None:
-    """All words verbatim, in all blocks, and no verbatim bytes."""
+@pytest.mark.parametrize("num_verbatim", [0, 1, 63, 64, 1023, 1024, 1025, 1088, 1089, 2000, 8191])
+def test_a_code_that_asks_for_more_than_came_is_refused(num_verbatim: int) -> None:
+    """All words verbatim, in all blocks, and not so many verbatim bytes."""
     num_blocks = 8
-    coded = np.zeros(num_blocks * (1 + 1408), np.uint8)
-    coded[num_blocks:].reshape(num_blocks, 1408)[:, 1280:] = 0xFF
+    coded = np.zeros(num_blocks * (1 + 1408) + num_verbatim, np.uint8)
+    records = coded[num_blocks : num_blocks * (1 + 1408)].reshape(num_blocks, 1408)
+    records[:, 1280:] = 0xFF
     assert decoded(coded, num_blocks * BLOCK_BYTES) is None
 
 

@@ -38,6 +38,7 @@ from shared.kv_wire.link import FrameHeader
 from shared.kv_wire.receiver import KvServer
 from tests.fuzz.mutations import anything, spoiled, torn
 from tests.fuzz.profile import fuzz
+from tests.guarded import guarded
 from tests.shared.kv_wire.support import (
     INSTANCE,
     RecordingSink,
@@ -229,11 +230,44 @@ def test_a_receiver_bears_any_bytes_over_a_unix_socket(sent: tuple[bytes, list[i
     asyncio.run(play(*sent, is_unix=True))
 
 
+@st.composite
+def codes(draw: st.DrawFn) -> bytes:
+    """A good one, torn or with a stretch of it overwritten; or any bytes."""
+    data = bytearray(draw(torn([CODED]) | st.just(CODED)))
+    for _ in range(draw(st.integers(0, 3))):
+        at, size = draw(st.integers(0, len(data))), draw(st.integers(1, 3000))
+        data[at : at + size] = draw(st.sampled_from((b"\0", b"\x80", b"\xff"))) * len(
+            data[at : at + size]
+        )
+    return draw(st.just(bytes(data)) | st.binary(max_size=len(CODED)))
+
+
 @fuzz(300)
-@given(torn([CODED]) | st.binary(max_size=len(CODED)), st.integers(-3, 3))
-def test_a_codec_bears_any_bytes(coded: bytes, num_extra: int) -> None:
-    """What it takes for a code gives one payload, and it touches no byte around that."""
-    num_bytes = len(SHRINKING) + num_extra
-    room = bytearray(b"\xa5" * (num_bytes + 2 * BLOCK_BYTES))
-    CODEC.decode(memoryview(bytearray(coded)), memoryview(room)[BLOCK_BYTES:-BLOCK_BYTES])
-    assert room[:BLOCK_BYTES] == room[-BLOCK_BYTES:] == b"\xa5" * BLOCK_BYTES
+@given(codes(), st.integers(-3, 3) | st.integers(-len(SHRINKING), 3 * BLOCK_BYTES), st.booleans())
+def test_a_codec_bears_any_bytes(coded: bytes, num_extra: int, is_at_end: bool) -> None:
+    """It touches no byte around them, and what it takes gives one payload."""
+    found = []
+    for _ in range(2):
+        room = guarded(len(SHRINKING) + num_extra, is_at_end=is_at_end)
+        is_whole = CODEC.decode(guarded(coded, is_at_end=is_at_end).data, room.data)
+        found.append(room.tobytes() if is_whole else None)
+    assert found[0] == found[1]
+
+
+@fuzz(200)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from((*PAYLOADS[1:], SHRINKING)), st.integers(0, 5000)), max_size=6
+    ),
+    st.booleans(),
+)
+def test_a_codec_gives_back_what_it_takes(parts: list[tuple[bytes, int]], is_at_end: bool) -> None:
+    payload = b"".join(part[:size] for part, size in parts)
+    room = guarded(len(payload), is_at_end=is_at_end)
+    num_bytes = CODEC.encode(guarded(payload, is_at_end=is_at_end).data, room.data)
+    if num_bytes:
+        back = guarded(len(payload), is_at_end=is_at_end)
+        assert CODEC.decode(
+            guarded(room[:num_bytes].tobytes(), is_at_end=is_at_end).data, back.data
+        )
+        assert back.tobytes() == payload

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numba
 import pytest
 
 from services.worker import load_codec
@@ -34,6 +35,15 @@ def test_bf16_has_a_codec_unless_it_is_off(
 ) -> None:
     codec = load_codec(config(kv_compression), dtype)
     assert (None if codec is None else codec.name) == name
+
+
+def test_a_host_that_cannot_compile_serves_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_directory = tmp_path / "file"
+    no_directory.touch()
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(no_directory))
+    assert load_codec(config("auto"), "bfloat16") is None
 
 
 def test_another_choice_is_refused() -> None:

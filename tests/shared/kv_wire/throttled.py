@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from shared.kv_wire.compression import FrameCodec
 from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.receiver import KvServer
 from shared.messages import DataPlaneAddress
-from tests.shared.kv_wire.support import INSTANCE
+from tests.shared.kv_wire.support import DEADLINE_S, INSTANCE
 
 CODEC = HighBytesCodec()
 
@@ -36,18 +37,23 @@ class SpentClock:
 
 
 class PacedCodec:
-    """The real codec at so many bytes a second each way; `spoil` damages what it encodes."""
+    """The real codec at so many bytes a second each way; `spoil` damages what it encodes, `go`
+    holds its threads up.
+    """
 
     name = CODEC.name
 
     def __init__(self, clock: SpentClock, encode: float = 5e9, decode: float = 15e9) -> None:
         self.num_encoded = self.num_decoded = 0
         self.spoil = False
+        self.go = threading.Event()
+        self.go.set()
         self._clock = clock
         self._encode, self._decode = encode, decode
 
     def encode(self, payload: memoryview, out: memoryview) -> int:
         self.num_encoded += 1
+        assert self.go.wait(DEADLINE_S)
         self._clock.time_s += len(payload) / self._encode
         num_bytes = CODEC.encode(payload, out)
         if self.spoil:
@@ -56,6 +62,7 @@ class PacedCodec:
 
     def decode(self, coded: memoryview, out: memoryview) -> bool:
         self.num_decoded += 1
+        assert self.go.wait(DEADLINE_S)
         self._clock.time_s += len(out) / self._decode
         return CODEC.decode(coded, out)
 
