@@ -6,7 +6,8 @@ late to its socket) is in both, and does not count. It has to outweigh an encodi
 as they were measured on this host and on the receiver's.
 
     off: none goes compressed on a wire too fast for any codec; on another so many, at most every
-         second, that encoding and decoding take TRIAL_SHARE of the link's time
+         second, that encoding and decoding take TRIAL_SHARE of the link's time, and as long as one
+         frame at the beginning
     off ──three of four pairs saved more than ON_MARGIN · codec──▶ on
     on: all but every PLAIN_EVERY-th, with which the others are compared
     on ──half of the pairs saved less than OFF_MARGIN · codec, or the wire is too fast──▶ off
@@ -24,7 +25,7 @@ MIN_FRAME_BYTES = 64 * 1024
 NUM_RECENT, NUM_PAIRS = 9, 25
 NUM_NEEDED = 3  # of the first, for a hint
 ON_MARGIN, OFF_MARGIN = 1.5, 1.1
-TRIAL_SHARE = 0.01
+TRIAL_SHARE = 0.02
 REFUSED_COST = 10  # times on the wire: whoever refuses compressed frames is seldom sent one
 PLAIN_EVERY = 16
 # The best to be hoped for: Shannon's bound for KV of trained models, at 8 GB/s there and back.
@@ -115,8 +116,8 @@ class CompressionGate:
         """Frames are told in the order they were sent."""
         if payload_bytes < MIN_FRAME_BYTES:
             return
+        self._trial_s += seconds * (TRIAL_SHARE if self._wire.has(1) else 1)
         self._wire.add(seconds / wire_bytes)
-        self._trial_s += TRIAL_SHARE * seconds
         is_coded, byte_s = wire_bytes < payload_bytes, seconds / payload_bytes
         bytes_before, was_coded, byte_s_before = self._last
         if bytes_before == payload_bytes and was_coded != is_coded:
