@@ -284,7 +284,7 @@ async def test_several_frames_under_way_do_not_meet_in_the_receivers_memory() ->
             sink.gate.set()
             await asyncio.gather(*sends)
         assert [data for _, data in sink.frames] == sent
-        assert pair.codec.num_decoded == NUM_CODED + len(sent)
+        assert pair.codec.num_decoded >= NUM_CODED + NUM_SLOTS
 
 
 # ── hostile senders ──────────────────────────────────────────────────────────────────────────────
