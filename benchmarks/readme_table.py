@@ -80,6 +80,7 @@ BARS = {
     "compression": "Weights at rest, and how fast",
     "compression_memory": "Weights in memory for CUDA",
     "compression_engine": "Compressed weights beside dense ones on a CPU",
+    "kv_compression": "KV over TCP of stated bandwidths, compression left to the link",
 }
 BAR_COLUMNS = {"what": "name", "measured": "value", "bar": "bar", "unit": "unit", "holds": "holds"}
 BEGIN = "<!-- table: benchmarks/readme_table.py -->\n"

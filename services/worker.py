@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
+import structlog
+
 from shared.bus import NatsBus
 from shared.clock import MonotonicClock
 from shared.config import WorkerConfig, check
@@ -13,6 +15,7 @@ from shared.engine.engine import Engine
 from shared.engine.loop import EngineLoop
 from shared.engine.runner import Runner
 from shared.engine.worker import Served, Worker
+from shared.kv_wire.compression import FrameCodec
 from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.receiver import KvServer
 from shared.messages import ModelCard, Role
@@ -21,6 +24,8 @@ from shared.randomness import SystemRandomness
 
 from .decode.service import DecodeService
 from .prefill.service import PrefillService
+
+log = structlog.get_logger(__name__)
 
 
 class ModelledRunner(Runner, Protocol):
@@ -73,6 +78,21 @@ def load_model(config: WorkerConfig) -> ModelledRunner:
     )
 
 
+def load_codec(config: WorkerConfig, dtype: str) -> FrameCodec | None:
+    """Compiled, for KV of that dtype on TCP; there is one for BF16. A host that cannot compile it
+    does without.
+    """
+    if config.kv_compression == "off" or dtype != "bfloat16":
+        return None
+    try:
+        from shared.engine.kv_codec import HighBytesCodec  # numba, which other runners do not need
+
+        return HighBytesCodec()
+    except Exception:
+        log.exception("kv_codec_unavailable")
+        return None
+
+
 async def build_worker(
     config: WorkerConfig,
     roles: tuple[Role, ...],
@@ -81,6 +101,7 @@ async def build_worker(
     """Loads the model, then joins. Raises ConfigError, CheckpointError, DependencyUnavailable."""
     check(config)
     runner = await asyncio.to_thread(load, config)
+    codec = await asyncio.to_thread(load_codec, config, runner.kv_format.dtype)
     bus = await NatsBus.connect(config.nats_url, process_id=config.process_id)
     clock, randomness = MonotonicClock(), SystemRandomness()
     engine = Engine(
@@ -99,6 +120,7 @@ async def build_worker(
             instance_id=randomness.bytes(16),
             bind_host=config.data_plane_host,
             advertised_host=config.data_plane_advertised_host or None,
+            codec=codec,
         )
     worker = Worker(
         bus=bus,
@@ -114,7 +136,7 @@ async def build_worker(
     )
     handlers: list[PrefillService | DecodeService] = []
     if "prefill" in roles:
-        handlers.append(PrefillService(worker, Dialer()))
+        handlers.append(PrefillService(worker, Dialer(codec=codec)))
     if receiver is not None:
         handlers.append(DecodeService(worker, receiver))
     return WorkerProcess(worker, handlers, bus)

@@ -11,6 +11,7 @@ import msgspec
 from shared.errors import ConfigError
 
 WEIGHT_FORMS = ("auto", "dense", "compressed")
+KV_COMPRESSIONS = ("auto", "off")
 
 
 class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,6 +111,7 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
     max_pinned_share: float = 0.25  # of the cache, for prefixes that are pinned
     data_plane_host: str = "127.0.0.1"  # where decode listens for KV
     data_plane_advertised_host: str = ""  # what prefill workers dial; default: the same
+    kv_compression: str = "auto"  # of BF16 KV to other hosts: where it is faster, or "off"
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -120,6 +122,8 @@ class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
             yield f"dtype {self.dtype!r} is not auto, bfloat16, float16 or float32"
         if self.weights not in WEIGHT_FORMS:
             yield f"weights {self.weights!r} is none of {', '.join(WEIGHT_FORMS)}"
+        if self.kv_compression not in KV_COMPRESSIONS:
+            yield f"kv_compression {self.kv_compression!r} is none of {', '.join(KV_COMPRESSIONS)}"
         if self.num_threads < 0:
             yield f"num_threads {self.num_threads} is negative"
         if not 0 < self.max_reserved_share <= 1:

@@ -507,6 +507,7 @@ class WorkerLoad(Message, frozen=True, kw_only=True):
     handoff_ack_s: TotalSeconds = 0.0
     num_pushed_tokens: Count = 0  # KV pushed from here, and how long frames were under way
     push_s: TotalSeconds = 0.0
+    saved_kv_bytes: Count = 0  # that were not pushed, as KV went compressed
     num_prompt_tokens: Count = 0  # of admitted sequences, with output that an earlier try drew
     num_cached_prompt_tokens: Count = 0  # of those, found in this worker's cache
     num_kv_events: Count = 0  # the number of its last KvEvents, so that a lost last one shows

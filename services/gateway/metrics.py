@@ -39,6 +39,11 @@ def _counts(heartbeats: Iterable[Heartbeat]) -> Iterator[Metric]:
         "KV frames that a worker took, or refused for what was wrong with them.",
         labels=["worker", "outcome"],
     )
+    saved = CounterMetricFamily(
+        "hearth_worker_kv_saved_bytes",
+        "Bytes that a worker did not have to push, as it sent KV compressed.",
+        labels=["worker"],
+    )
     impostors = CounterMetricFamily(
         "hearth_impostor_messages",
         "Messages that a process refused, as another had sent them than they said.",
@@ -49,7 +54,9 @@ def _counts(heartbeats: Iterable[Heartbeat]) -> Iterator[Metric]:
         if each.load is not None and "decode" in each.roles:
             for outcome, count in _frames(each.load).items():
                 frames.add_metric([each.process_id, outcome], count)
-    yield from (frames, impostors)
+        if each.load is not None and "prefill" in each.roles:
+            saved.add_metric([each.process_id], each.load.saved_kv_bytes)
+    yield from (frames, saved, impostors)
 
 
 def _indices(heartbeats: Iterable[Heartbeat]) -> Iterator[Metric]:

@@ -56,6 +56,7 @@ HELP = {
     "max_reserved_share": "Share of the KV cache that waiting handoffs may hold.",
     "zero_freed_blocks": "Zero the KV of blocks that nobody can find or holds any more.",
     "max_pinned_share": "Share of the KV cache that pinned prefixes may hold.",
+    "kv_compression": "BF16 KV over TCP: auto (compressed on links where that is faster) or off.",
     "data_plane_host": "Address that this worker's KV data plane listens on.",
     "data_plane_advertised_host": "Address at which others reach it; else the one it listens on.",
 }

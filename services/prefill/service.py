@@ -172,7 +172,10 @@ class PrefillService:
     def _counted(self, load: WorkerLoad) -> WorkerLoad:
         counts = self._counts
         return msgspec.structs.replace(
-            load, num_pushed_tokens=counts.num_tokens, push_s=counts.busy_s
+            load,
+            num_pushed_tokens=counts.num_tokens,
+            push_s=counts.busy_s,
+            saved_kv_bytes=self._dialer.compressed.num_saved_bytes,
         )
 
     async def _sweep(self) -> None:

@@ -7,27 +7,40 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shared.clock import Clock
 from shared.errors import LinkLost
-from shared.kv_wire.frames import MAX_REASON_CHARS, Ack, Frame, ProtocolError, Refusal, fault_of
+from shared.kv_wire.frames import (
+    MAX_REASON_CHARS,
+    Ack,
+    Frame,
+    ProtocolError,
+    Refusal,
+    fault_of_frame,
+)
 from shared.kv_wire.placements import Placements, TakeCopy
 from shared.kv_wire.stream import RecordStream
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Arrival:
-    """`release` gives its buffer back, before the sender learns that it may send the next."""
+    """`release` gives its buffer back, before the sender learns that it may send the next;
+    `take_copy` sets `decode_s` where it has to decode.
+    """
 
     frame: Frame
     take_copy: TakeCopy
     release: Callable[[], None]
+    arrived_at: float = 0.0
+    decode_s: float = 0.0
 
 
 class Deliveries:
     """Takes arrivals in order, answers each; its task lives as long as the connection."""
 
-    def __init__(self, placements: Placements, stream: RecordStream) -> None:
+    def __init__(self, placements: Placements, stream: RecordStream, clock: Clock) -> None:
         self._placements = placements
         self._stream = stream
+        self._clock = clock
         self._waiting: deque[Arrival] = deque()
         self._arrived = asyncio.Event()
         self._has_ended = False
@@ -35,12 +48,13 @@ class Deliveries:
 
     def announce(self, frame: Frame) -> None:
         """A frame begins to arrive. Raises ProtocolError if no receiver could take it."""
-        if (fault := fault_of(frame.header)) is not None:
+        if (fault := fault_of_frame(frame)) is not None:
             raise ProtocolError(fault)
         self._placements.announce(frame.header, self._stream)
 
     def add(self, arrival: Arrival) -> None:
         """Each holds a slot or a buffer of its connection, which bounds how many can wait."""
+        arrival.arrived_at = self._clock.now()
         self._waiting.append(arrival)
         self._arrived.set()
 
@@ -70,7 +84,8 @@ class Deliveries:
         arrival.release()
         if self._has_ended:
             return
+        held_s = self._clock.now() - arrival.arrived_at
         if reason is None:
-            self._stream.send_reply(Ack(frame.frame_id))
+            self._stream.send_reply(Ack(frame.frame_id, held_s, arrival.decode_s))
         else:
-            self._stream.send_reply(Refusal(frame.frame_id, reason[:MAX_REASON_CHARS]))
+            self._stream.send_reply(Refusal(frame.frame_id, reason[:MAX_REASON_CHARS], held_s))

@@ -7,10 +7,13 @@ import os
 import socket
 from collections.abc import Callable
 
+from shared.clock import Clock, MonotonicClock
 from shared.errors import LinkLost
 from shared.kv_wire import tcp
+from shared.kv_wire.compression import FrameCodec, LinkCompression
 from shared.kv_wire.frames import ProtocolError, Welcome
 from shared.kv_wire.handshake import say_hello
+from shared.kv_wire.link import CompressionCounts
 from shared.kv_wire.push_link import StagedLink, Staging
 from shared.kv_wire.shared_memory import SharedMemoryStaging
 from shared.kv_wire.tcp import TcpStaging
@@ -22,10 +25,19 @@ UNIX_SHARE = 0.25
 
 
 class Dialer:
-    """A `KvDialer`."""
+    """A `KvDialer`. With a codec, links on which that pays carry compressed frames."""
 
-    def __init__(self, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        *,
+        codec: FrameCodec | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         self._connect_timeout_s = connect_timeout_s
+        self._codec = codec
+        self._clock = clock or MonotonicClock()
+        self.compressed = CompressionCounts()
         self._links: dict[bytes, StagedLink] = {}
         self._dials: dict[bytes, asyncio.Task[StagedLink]] = {}
 
@@ -79,7 +91,7 @@ class Dialer:
         if target.unix_path:
             try:
                 async with asyncio.timeout(self._connect_timeout_s * UNIX_SHARE):
-                    return await _connect(
+                    return await self._connect(
                         socket.AF_UNIX, target.unix_path, target.instance_id, on_end
                     )
             except (OSError, ValueError, LinkLost, TimeoutError):
@@ -87,28 +99,40 @@ class Dialer:
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
         family, _, _, _, address = found[0]
-        return await _connect(family, address, target.instance_id, on_end)
+        return await self._connect(family, address, target.instance_id, on_end)
 
+    async def _connect(
+        self,
+        family: int,
+        address: object,
+        instance_id: bytes,
+        on_end: Callable[[StagedLink], None],
+    ) -> StagedLink:
+        loop = asyncio.get_running_loop()
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setblocking(False)
+            start = self._clock.now()
+            await loop.sock_connect(sock, address)  # type: ignore[arg-type]
+            round_trip_s = self._clock.now() - start  # between two kernels, however busy the peer
+            welcome, fd = await say_hello(sock, instance_id)
+            staging = _staging(sock, welcome, fd)
+            link = StagedLink(staging, on_end, self._compression(welcome, round_trip_s))
+            if family == socket.AF_UNIX:
+                await loop.create_unix_connection(lambda: link.stream, sock=sock)
+            else:
+                await loop.create_connection(lambda: link.stream, sock=sock)
+        except BaseException:
+            sock.close()
+            raise
+        return link
 
-async def _connect(
-    family: int, address: object, instance_id: bytes, on_end: Callable[[StagedLink], None]
-) -> StagedLink:
-    loop = asyncio.get_running_loop()
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setblocking(False)
-        await loop.sock_connect(sock, address)  # type: ignore[arg-type]
-        welcome, fd = await say_hello(sock, instance_id)
-        staging = _staging(sock, welcome, fd)
-        link = StagedLink(staging, on_end)
-        if family == socket.AF_UNIX:
-            await loop.create_unix_connection(lambda: link.stream, sock=sock)
-        else:
-            await loop.create_connection(lambda: link.stream, sock=sock)
-    except BaseException:
-        sock.close()
-        raise
-    return link
+    def _compression(self, welcome: Welcome, round_trip_s: float) -> LinkCompression | None:
+        """Receivers offer no codec where memory is shared."""
+        codec = self._codec
+        if codec is None or codec.name not in welcome.codecs:
+            return None
+        return LinkCompression(codec, self._clock, self.compressed, round_trip_s=round_trip_s)
 
 
 def _staging(sock: socket.socket, welcome: Welcome, fd: int | None) -> Staging:

@@ -6,9 +6,12 @@ the slot that the record names.
 
     sender                       receiver
     Hello(instance_id) ────────▶
-                       ◀──────── Welcome(instance_id, slots)    or Goodbye(reason)
+                       ◀──────── Welcome(instance_id, slots, codecs) or Goodbye(reason)
     Frame(frame_id, …) ────────▶
-                       ◀──────── Ack(frame_id)                  or Refusal(frame_id, reason)
+                       ◀──────── Ack(frame_id)                       or Refusal(frame_id, reason)
+
+A payload that follows on the stream may be compressed by a codec that the Welcome named; the
+checksum is of the bytes it stands for.
 """
 
 from __future__ import annotations
@@ -43,11 +46,14 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """`num_slots` bounds the frames that may await their acknowledgement."""
+    """`num_slots` bounds the frames that may await their acknowledgement; `codecs` are the names of
+    those that the receiver can decode.
+    """
 
     instance_id: bytes
     num_slots: int
     slot_bytes: int
+    codecs: tuple[str, ...] = ()
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag=True):
@@ -55,20 +61,34 @@ class Goodbye(msgspec.Struct, frozen=True, tag=True):
 
 
 class Frame(msgspec.Struct, frozen=True, tag=True):
-    """`slot_index` is None where the payload follows on the stream."""
+    """`slot_index` is None where the payload follows on the stream: as it is, or in `coded_bytes`
+    if a codec is named.
+    """
 
     frame_id: int
     header: FrameHeader
     slot_index: int | None = None
+    codec: str = ""
+    coded_bytes: int = 0
+
+    @property
+    def wire_bytes(self) -> int:
+        """What follows on the stream."""
+        return self.coded_bytes if self.codec else self.header.payload_bytes
 
 
 class Ack(msgspec.Struct, frozen=True, tag=True):
+    """`held_s` is from the arrival of its last byte to this answer, `decode_s` a part of that."""
+
     frame_id: int
+    held_s: float = 0.0
+    decode_s: float = 0.0
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):
     frame_id: int
     reason: str
+    held_s: float = 0.0
 
 
 Record = Hello | Welcome | Goodbye | Frame | Ack | Refusal
@@ -114,6 +134,14 @@ def sealed_sum(header: FrameHeader, payload_sum: int) -> int:
     return xxhash.xxh3_64_intdigest(
         _encoder.encode(msgspec.structs.replace(header, checksum=payload_sum))
     )
+
+
+def fault_of_frame(frame: Frame) -> str | None:
+    """Why no receiver takes this frame, or None if it may arrive."""
+    fault = fault_of(frame.header)
+    if fault is None and frame.codec and not 1 <= frame.coded_bytes < frame.header.payload_bytes:
+        return f"a compressed payload of {frame.coded_bytes} bytes is not smaller than its own"
+    return fault
 
 
 def fault_of(header: FrameHeader) -> str | None:

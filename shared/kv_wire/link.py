@@ -13,6 +13,7 @@ that frame or the connection has ended. Writers never touch the paged cache.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -101,8 +102,18 @@ class PushLink(Protocol):
     async def close(self) -> None: ...
 
 
+@dataclass(slots=True)
+class CompressionCounts:
+    """Of all frames that a process has sent compressed."""
+
+    num_frames: int = 0
+    num_saved_bytes: int = 0
+
+
 class KvDialer(Protocol):
     """Keeps one link per target; dials again after a loss."""
+
+    compressed: CompressionCounts
 
     async def link(self, target: DataPlaneAddress) -> PushLink:
         """Raises LinkLost if the target cannot be reached within the connect timeout."""

@@ -15,8 +15,9 @@ from shared.kv_wire.link import FrameHeader, FrameSink
 
 log = structlog.get_logger(__name__)
 
-# Makes a private copy of a frame's payload and returns it with the frame's checksum, of the copy.
-TakeCopy = Callable[[], Awaitable[tuple[memoryview, int]]]
+# Makes a private copy of a frame's payload and returns it with the frame's checksum, of the copy:
+# None where what came cannot be decoded.
+TakeCopy = Callable[[], Awaitable[tuple[memoryview, int | None]]]
 
 
 @dataclass
@@ -91,7 +92,7 @@ class Placements:
         return reason
 
     async def _hand_over(
-        self, sink: FrameSink, header: FrameHeader, payload: memoryview, checksum: int
+        self, sink: FrameSink, header: FrameHeader, payload: memoryview, checksum: int | None
     ) -> str | None:
         if checksum != header.checksum:
             self.counts.num_corrupt += 1

@@ -14,7 +14,16 @@ from typing import Protocol
 import msgspec
 
 from shared.errors import FrameRefused, LinkLost
-from shared.kv_wire.frames import Ack, ProtocolError, Record, Refusal, fault_of, sealed_sum
+from shared.kv_wire.compression import LinkCompression, Sent
+from shared.kv_wire.frames import (
+    Ack,
+    Frame,
+    ProtocolError,
+    Record,
+    Refusal,
+    fault_of,
+    sealed_sum,
+)
 from shared.kv_wire.link import Fill, FrameHeader
 from shared.kv_wire.pieces import checksum_of, to_the_end
 from shared.kv_wire.stream import RecordStream
@@ -62,14 +71,24 @@ class Slots:
 class _Unacked:
     slot_index: int
     answered: asyncio.Future[None]
+    sent: Sent | None  # where frames may go compressed
 
 
 class StagedLink:
-    """A `PushLink` over some staging; `on_end` is called once when the connection has ended."""
+    """A `PushLink` over some staging; `on_end` is called once when the connection has ended.
 
-    def __init__(self, staging: Staging, on_end: Callable[[StagedLink], None]) -> None:
+    `compression` is for links whose payloads follow on the stream.
+    """
+
+    def __init__(
+        self,
+        staging: Staging,
+        on_end: Callable[[StagedLink], None],
+        compression: LinkCompression | None = None,
+    ) -> None:
         self._staging = staging
         self._on_end = on_end
+        self._compression = compression
         self._slots = Slots(staging.num_slots)
         self._turn = asyncio.Lock()
         self._unacked: dict[int, _Unacked] = {}
@@ -106,14 +125,28 @@ class StagedLink:
             self._raise_if_lost()
             checksum = sealed_sum(header, checksum_of(view))
             sealed = msgspec.structs.replace(header, checksum=checksum)
+            coded = sent = None
+            if self._compression is not None:
+                coded = await self._compression.coded(slot_index, view)
+                self._raise_if_lost()
+                sent = self._compression.sent(view, coded)
             frame_id, self._num_frames = self._num_frames, self._num_frames + 1
-            self._staging.transmit(self.stream, frame_id, sealed, slot_index)
+            self._transmit(frame_id, sealed, slot_index, coded)
         except BaseException:
             self._slots.release(slot_index)
             raise
         answered = asyncio.get_running_loop().create_future()
-        self._unacked[frame_id] = _Unacked(slot_index, answered)
+        self._unacked[frame_id] = _Unacked(slot_index, answered, sent)
         return answered
+
+    def _transmit(
+        self, frame_id: int, header: FrameHeader, slot_index: int, coded: memoryview | None
+    ) -> None:
+        if self._compression is None or coded is None:
+            self._staging.transmit(self.stream, frame_id, header, slot_index)
+        else:
+            codec = self._compression.codec_name
+            self.stream.send(Frame(frame_id, header, codec=codec, coded_bytes=len(coded)), coded)
 
     def _raise_if_lost(self) -> None:
         if self._lost is not None:
@@ -123,10 +156,10 @@ class StagedLink:
 
     def record_arrived(self, record: Record) -> None:
         match record:
-            case Ack(frame_id):
-                self._answer(frame_id, None)
-            case Refusal(frame_id, reason):
-                self._answer(frame_id, FrameRefused(reason))
+            case Ack():
+                self._answer(record, None)
+            case Refusal(reason=reason):
+                self._answer(record, FrameRefused(reason))
             case _:
                 raise ProtocolError(f"a receiver does not send {type(record).__name__}")
 
@@ -143,10 +176,12 @@ class StagedLink:
         self._staging.close()
         self._on_end(self)
 
-    def _answer(self, frame_id: int, refusal: FrameRefused | None) -> None:
-        unacked = self._unacked.pop(frame_id, None)
+    def _answer(self, answer: Ack | Refusal, refusal: FrameRefused | None) -> None:
+        unacked = self._unacked.pop(answer.frame_id, None)
         if unacked is None:
-            raise ProtocolError(f"an answer to frame {frame_id}, which is not under way")
+            raise ProtocolError(f"an answer to frame {answer.frame_id}, which is not under way")
+        if self._compression is not None and unacked.sent is not None:
+            self._compression.answered(unacked.sent, answer)
         self._slots.release(unacked.slot_index)
         if unacked.answered.done():  # the caller was cancelled and waits no longer
             return

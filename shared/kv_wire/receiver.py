@@ -12,8 +12,10 @@ from pathlib import Path
 
 import structlog
 
+from shared.clock import Clock, MonotonicClock
 from shared.errors import LinkLost
 from shared.kv_wire import tcp
+from shared.kv_wire.compression import FrameCodec
 from shared.kv_wire.frames import MAX_FRAME_BYTES, ProtocolError, Welcome, goodbye
 from shared.kv_wire.handshake import hear_hello, send_welcome
 from shared.kv_wire.link import FrameSink
@@ -41,10 +43,17 @@ class KvServer:
     """A `KvReceiver`. Made by `KvServer.start`; `close` ends every connection."""
 
     def __init__(
-        self, address: DataPlaneAddress, listeners: tuple[socket.socket, ...], directory: Path
+        self,
+        address: DataPlaneAddress,
+        listeners: tuple[socket.socket, ...],
+        directory: Path,
+        codec: FrameCodec | None,
+        clock: Clock,
     ) -> None:
         self._address = address
         self._directory = directory
+        self._codec = codec
+        self._clock = clock
         self._placements = Placements()
         self._receptions: set[Reception] = set()
         self._handshakes: set[asyncio.Task[None]] = set()
@@ -54,9 +63,17 @@ class KvServer:
 
     @classmethod
     async def start(
-        cls, *, instance_id: bytes, bind_host: str = "127.0.0.1", advertised_host: str | None = None
+        cls,
+        *,
+        instance_id: bytes,
+        bind_host: str = "127.0.0.1",
+        advertised_host: str | None = None,
+        codec: FrameCodec | None = None,
+        clock: Clock | None = None,
     ) -> KvServer:
-        """`advertised_host` is what peers dial, `bind_host` if None. Raises OSError."""
+        """`advertised_host` is what peers dial, `bind_host` if None; `codec` is what they may
+        compress frames with on TCP. Raises OSError.
+        """
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(bind_host, 0, type=socket.SOCK_STREAM)
         family, _, _, _, bind_address = found[0]
@@ -72,7 +89,9 @@ class KvServer:
         address = DataPlaneAddress(
             host=host, port=port, unix_path=str(unix_path), instance_id=instance_id
         )
-        return cls(address, (tcp_listener, unix_listener), directory)
+        return cls(
+            address, (tcp_listener, unix_listener), directory, codec, clock or MonotonicClock()
+        )
 
     @property
     def address(self) -> DataPlaneAddress:
@@ -152,13 +171,14 @@ class KvServer:
         instance_id = self._address.instance_id
         if sock.family != socket.AF_UNIX:
             tcp.tune(sock)
-            welcome = Welcome(instance_id, tcp.NUM_SLOTS, MAX_FRAME_BYTES)
+            codecs = () if self._codec is None else (self._codec.name,)
+            welcome = Welcome(instance_id, tcp.NUM_SLOTS, MAX_FRAME_BYTES, codecs)
             await send_welcome(sock, welcome, None)
-            return TcpReception(self._placements)
+            return TcpReception(self._placements, self._clock, self._codec)
         fd = create_memory(NUM_SLOTS * SLOT_BYTES)
         try:
             await send_welcome(sock, Welcome(instance_id, NUM_SLOTS, SLOT_BYTES), fd)
-            return SharedMemoryReception(self._placements, fd, NUM_SLOTS, SLOT_BYTES)
+            return SharedMemoryReception(self._placements, self._clock, fd, NUM_SLOTS, SLOT_BYTES)
         finally:
             os.close(fd)
 

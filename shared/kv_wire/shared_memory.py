@@ -14,6 +14,7 @@ import fcntl
 import mmap
 import os
 
+from shared.clock import Clock
 from shared.errors import LinkLost
 from shared.kv_wire.deliveries import Arrival, Deliveries
 from shared.kv_wire.frames import MAX_FRAME_BYTES, Frame, ProtocolError, Record, sealed_sum
@@ -87,17 +88,19 @@ class SharedMemoryStaging:
 class SharedMemoryReception:
     """The receiver's end: copies out of a slot into one private buffer, summing the copy."""
 
-    def __init__(self, placements: Placements, fd: int, num_slots: int, slot_bytes: int) -> None:
+    def __init__(
+        self, placements: Placements, clock: Clock, fd: int, num_slots: int, slot_bytes: int
+    ) -> None:
         self._mapping = _Mapping(fd, num_slots, slot_bytes, mmap.ACCESS_READ)
         self._num_slots = num_slots
         self._private = memoryview(b"")
         self._held_slots: set[int] = set()
         self.stream = RecordStream(self)
-        self.deliveries = Deliveries(placements, self.stream)
+        self.deliveries = Deliveries(placements, self.stream, clock)
         self.deliveries.task.add_done_callback(lambda _: self._mapping.close())
 
     def record_arrived(self, record: Record) -> None:
-        if not isinstance(record, Frame) or record.slot_index is None:
+        if not isinstance(record, Frame) or record.slot_index is None or record.codec:
             raise ProtocolError(f"a sender does not send {type(record).__name__} here")
         slot_index = record.slot_index
         if not 0 <= slot_index < self._num_slots or slot_index in self._held_slots:

@@ -3,18 +3,22 @@
 The receiver sums a payload while it arrives, straight in a private buffer. It has a buffer for each
 frame that the sender may have under way, so it never stops reading: a connection whose reading is
 paused would not show that its peer has died. The buffer used last is the next, so few are touched.
+A compressed payload is decoded from there, on a thread, into one more.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 
+from shared.clock import Clock
 from shared.errors import LinkLost
+from shared.kv_wire.compression import FrameCodec
 from shared.kv_wire.deliveries import Arrival, Deliveries
 from shared.kv_wire.frames import Frame, ProtocolError, Record, sealed_sum
 from shared.kv_wire.link import FrameHeader
-from shared.kv_wire.pieces import grown
+from shared.kv_wire.pieces import checksum_of, grown, to_the_end
 from shared.kv_wire.placements import Placements
 from shared.kv_wire.stream import RecordStream
 
@@ -62,31 +66,54 @@ class TcpStaging:
 class TcpReception:
     """The receiver's end of one connection: owner of its stream and its buffers."""
 
-    def __init__(self, placements: Placements) -> None:
+    def __init__(
+        self, placements: Placements, clock: Clock, codec: FrameCodec | None = None
+    ) -> None:
         self.stream = RecordStream(self)
-        self.deliveries = Deliveries(placements, self.stream)
+        self.deliveries = Deliveries(placements, self.stream, clock)
+        self._codec = codec
+        self._clock = clock
+        self._decoded = memoryview(b"")
         self._free = [memoryview(b"")] * NUM_SLOTS
         self._arriving: tuple[Frame, memoryview] | None = None
 
     def record_arrived(self, record: Record) -> memoryview:
         if not isinstance(record, Frame) or record.slot_index is not None:
             raise ProtocolError(f"a sender does not send {type(record).__name__} here")
+        if record.codec and (self._codec is None or record.codec != self._codec.name):
+            raise ProtocolError(f"nobody offered to decode {record.codec[:100]!r}")
         self.deliveries.announce(record)
         if not self._free:
             raise ProtocolError(f"more than {NUM_SLOTS} frames are under way")
-        buffer = grown(self._free.pop(), record.header.payload_bytes)
+        buffer = grown(self._free.pop(), record.wire_bytes)
         self._arriving = (record, buffer)
-        return buffer[: record.header.payload_bytes]
+        return buffer[: record.wire_bytes]
 
     def payload_arrived(self, checksum: int) -> None:
         assert self._arriving is not None, "a payload follows its record"
         (frame, buffer), self._arriving = self._arriving, None
 
-        async def take_copy() -> tuple[memoryview, int]:
-            header = frame.header
-            return buffer[: header.payload_bytes], sealed_sum(header, checksum)
+        async def take_copy() -> tuple[memoryview, int | None]:
+            if frame.codec:
+                return await self._decode(arrival, buffer[: frame.wire_bytes])
+            return buffer[: frame.wire_bytes], sealed_sum(frame.header, checksum)
 
-        self.deliveries.add(Arrival(frame, take_copy, lambda: self._free.append(buffer)))
+        arrival = Arrival(frame, take_copy, lambda: self._free.append(buffer))
+        self.deliveries.add(arrival)
 
     def ended(self, error: LinkLost) -> None:
         self.deliveries.end(error)
+
+    async def _decode(self, arrival: Arrival, coded: memoryview) -> tuple[memoryview, int | None]:
+        """Into the one buffer for it: the delivery before is over."""
+        assert self._codec is not None, "only offered codecs are taken"
+        header, start = arrival.frame.header, self._clock.now()
+        self._decoded = grown(self._decoded, header.payload_bytes)
+        payload = self._decoded[: header.payload_bytes]
+        loop = asyncio.get_running_loop()
+        decode = loop.run_in_executor(None, self._codec.decode, coded, payload)
+        checksum = None
+        if await to_the_end(decode):
+            checksum = sealed_sum(header, checksum_of(payload))
+        arrival.decode_s = self._clock.now() - start
+        return payload, checksum

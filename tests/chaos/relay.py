@@ -145,7 +145,7 @@ class _Passage:
         return self._memory is not None
 
     def _payload(self, frame: Frame) -> bytes:
-        num_bytes = frame.header.payload_bytes
+        num_bytes = frame.wire_bytes
         if self._memory is None:
             return _read_exactly(self._sender, num_bytes)
         start = _start_of(frame)

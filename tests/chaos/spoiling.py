@@ -125,8 +125,9 @@ class Passing:
     def _forged(self, frame: Frame) -> Frame:
         """Under an id that no sender waits for."""
         self._num_forged += 1
+        frame_id = FIRST_FORGED_ID + self._num_forged
         slot_index = None if frame.slot_index is None else FORGED_SLOT
-        return Frame(FIRST_FORGED_ID + self._num_forged, frame.header, slot_index)
+        return msgspec.structs.replace(frame, frame_id=frame_id, slot_index=slot_index)
 
 
 def _relabelled(frame: Frame, **changed: object) -> Frame:
@@ -142,4 +143,7 @@ def _shortened(frame: Frame, payload: bytes) -> Passed | None:
     num_tokens = header.num_tokens // 2
     num_bytes = header.payload_bytes // header.num_tokens * num_tokens
     told = _relabelled(frame, num_tokens=num_tokens, payload_bytes=num_bytes)
+    if frame.codec:
+        num_bytes = len(payload) // 2
+        told = msgspec.structs.replace(told, coded_bytes=num_bytes)
     return [(told, payload[:num_bytes])]

@@ -17,6 +17,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared.engine.kv_codec import BLOCK_BYTES, HighBytesCodec
 from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.frames import (
     MAGIC,
@@ -37,6 +38,7 @@ from shared.kv_wire.link import FrameHeader
 from shared.kv_wire.receiver import KvServer
 from tests.fuzz.mutations import anything, spoiled, torn
 from tests.fuzz.profile import fuzz
+from tests.guarded import guarded
 from tests.shared.kv_wire.support import (
     INSTANCE,
     RecordingSink,
@@ -49,6 +51,8 @@ from tests.shared.kv_wire.support import (
 PLACEMENT_ID, OTHER_ID = b"placement-a", b"placement-b"
 PAYLOADS = tuple(random.Random(seed).randbytes(size) for seed, size in enumerate((1, 1000, 5000)))
 SLOT_BYTES = MAX_FRAME_BYTES
+CODEC = HighBytesCodec()
+SHRINKING = bytes(random.Random(9).choice((0x3F, 0x40, 0xBF)) for _ in range(3 * BLOCK_BYTES + 5))
 
 
 def checksum_of(made: FrameHeader, payload: bytes) -> int:
@@ -69,6 +73,19 @@ def frames(slot_index: int | None) -> list[tuple[Record, bytes]]:
     ]
 
 
+def coded_of(payload: bytes) -> bytes:
+    out = memoryview(bytearray(len(payload)))
+    return bytes(out[: CODEC.encode(memoryview(bytearray(payload)), out)])
+
+
+CODED = coded_of(SHRINKING)
+
+
+def coded_frames() -> list[tuple[Record, bytes]]:
+    made = sealed(SHRINKING, sequence_number=9)
+    return [(Frame(9, made, codec=CODEC.name, coded_bytes=len(CODED)), CODED)]
+
+
 def recorded(tree: Any) -> bytes:
     """A record with this body, however long or wrong it is."""
     body = msgspec.msgpack.encode(tree)
@@ -86,7 +103,8 @@ def hostile_bytes(draw: st.DrawFn, slot_index: int | None) -> bytes:
     """Some records in a row, each good or spoiled, with their payloads or others."""
     sent = b""
     for _ in range(draw(st.integers(1, 5))):
-        good, payload = draw(st.sampled_from([*frames(slot_index), *((o, b"") for o in OTHERS)]))
+        others = [*coded_frames(), *((each, b"") for each in OTHERS)]
+        good, payload = draw(st.sampled_from([*frames(slot_index), *others]))
         encoded = encode_record(good)
         tree = msgspec.msgpack.decode(encoded[PREFIX.size :])
         sent += draw(
@@ -97,7 +115,7 @@ def hostile_bytes(draw: st.DrawFn, slot_index: int | None) -> bytes:
             | anything
         )
         if slot_index is None:
-            sent += draw(st.just(payload) | torn([payload]) | st.sampled_from(PAYLOADS))
+            sent += draw(st.just(payload) | torn([payload]) | st.sampled_from((*PAYLOADS, CODED)))
     return sent
 
 
@@ -153,7 +171,7 @@ class Hostile:
 async def play(data: bytes, cuts: list[int], *, is_unix: bool) -> None:
     broken: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: broken.append(context))
-    server = await KvServer.start(instance_id=INSTANCE)
+    server = await KvServer.start(instance_id=INSTANCE, codec=CODEC)
     sinks = {each: RecordingSink() for each in (PLACEMENT_ID, OTHER_ID)}
     for placement_id, sink in sinks.items():
         server.expect(placement_id, sink)
@@ -210,3 +228,46 @@ def test_a_receiver_bears_any_bytes_over_tcp(sent: tuple[bytes, list[int]]) -> N
 @given(cut_bytes(0))
 def test_a_receiver_bears_any_bytes_over_a_unix_socket(sent: tuple[bytes, list[int]]) -> None:
     asyncio.run(play(*sent, is_unix=True))
+
+
+@st.composite
+def codes(draw: st.DrawFn) -> bytes:
+    """A good one, torn or with a stretch of it overwritten; or any bytes."""
+    data = bytearray(draw(torn([CODED]) | st.just(CODED)))
+    for _ in range(draw(st.integers(0, 3))):
+        at, size = draw(st.integers(0, len(data))), draw(st.integers(1, 3000))
+        data[at : at + size] = draw(st.sampled_from((b"\0", b"\x80", b"\xff"))) * len(
+            data[at : at + size]
+        )
+    return draw(st.just(bytes(data)) | st.binary(max_size=len(CODED)))
+
+
+@fuzz(300)
+@given(codes(), st.integers(-3, 3) | st.integers(-len(SHRINKING), 3 * BLOCK_BYTES), st.booleans())
+def test_a_codec_bears_any_bytes(coded: bytes, num_extra: int, is_at_end: bool) -> None:
+    """It touches no byte around them, and what it takes gives one payload."""
+    found = []
+    for _ in range(2):
+        room = guarded(len(SHRINKING) + num_extra, is_at_end=is_at_end)
+        is_whole = CODEC.decode(guarded(coded, is_at_end=is_at_end).data, room.data)
+        found.append(room.tobytes() if is_whole else None)
+    assert found[0] == found[1]
+
+
+@fuzz(200)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from((*PAYLOADS[1:], SHRINKING)), st.integers(0, 5000)), max_size=6
+    ),
+    st.booleans(),
+)
+def test_a_codec_gives_back_what_it_takes(parts: list[tuple[bytes, int]], is_at_end: bool) -> None:
+    payload = b"".join(part[:size] for part, size in parts)
+    room = guarded(len(payload), is_at_end=is_at_end)
+    num_bytes = CODEC.encode(guarded(payload, is_at_end=is_at_end).data, room.data)
+    if num_bytes:
+        back = guarded(len(payload), is_at_end=is_at_end)
+        assert CODEC.decode(
+            guarded(room[:num_bytes].tobytes(), is_at_end=is_at_end).data, back.data
+        )
+        assert back.tobytes() == payload

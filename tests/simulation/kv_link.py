@@ -24,6 +24,7 @@ from shared.kv_wire.push_link import StagedLink
 from shared.kv_wire.stream import RecordStream
 from shared.kv_wire.tcp import TcpReception, TcpStaging
 from shared.messages import DataPlaneAddress
+from tests.simulation.clock import VirtualClock
 from tests.simulation.process import SimulatedProcess
 
 LATENCY_S = 0.0001
@@ -227,7 +228,7 @@ class SimulatedReceiver:
 
     def accept(self, sender: _End) -> None:
         """Its end of a new connection."""
-        end, reception = _End(self.process), TcpReception(self._placements)
+        end, reception = _End(self.process), TcpReception(self._placements, VirtualClock())
         self._ends[end] = reception
         reception.deliveries.task.add_done_callback(lambda _: self._ends.pop(end, None))
         end.connect(sender, reception.stream)

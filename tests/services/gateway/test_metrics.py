@@ -20,6 +20,12 @@ def test_what_other_processes_count_is_told_by_process() -> None:
     decode = msgspec.structs.replace(
         gateway, process_id="decode-1", roles=("decode",), load=load, num_impostors=0
     )
+    prefill = msgspec.structs.replace(
+        decode,
+        process_id="prefill-1",
+        roles=("prefill",),
+        load=WorkerLoad(step=1, step_budget_s=1.0, saved_kv_bytes=4096),
+    )
     indices = [
         msgspec.structs.replace(gateway, process_id=process_id, roles=("kv_index",), index=index)
         for process_id, index in (
@@ -28,11 +34,12 @@ def test_what_other_processes_count_is_told_by_process() -> None:
         )
     ]
     metrics = GatewayMetrics()
-    metrics.watch_fleet(lambda: [gateway, decode, *indices])
+    metrics.watch_fleet(lambda: [gateway, decode, prefill, *indices])
     text = metrics.render().decode()
     for line in (
         'hearth_worker_kv_frames_total{outcome="taken",worker="decode-1"} 70.0',
         'hearth_worker_kv_frames_total{outcome="corrupt",worker="decode-1"} 2.0',
+        'hearth_worker_kv_saved_bytes_total{worker="prefill-1"} 4096.0',
         'hearth_impostor_messages_total{process="gateway-1"} 3.0',
         'hearth_impostor_messages_total{process="decode-1"} 0.0',
         'hearth_kv_index_exact{process="kv_index-1"} 1.0',

@@ -1,0 +1,99 @@
+"""The sender's end of compressed frames: encodes what the link's gate takes, and tells it how long
+everything took.
+
+Only TCP links have it: through shared memory a frame is as fast as its copy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Protocol
+
+from shared.clock import Clock
+from shared.kv_wire.compression_gate import CompressionGate, WireTimes
+from shared.kv_wire.frames import Ack, Refusal
+from shared.kv_wire.link import CompressionCounts
+from shared.kv_wire.pieces import grown, to_the_end
+
+
+class FrameCodec(Protocol):
+    """Lossless, for one kind of payload. The engine's, for it knows what KV looks like."""
+
+    @property
+    def name(self) -> str:
+        """What both ends of a link agree on."""
+        ...
+
+    def encode(self, payload: memoryview, out: memoryview) -> int:
+        """Bytes written to `out`, or 0 if they would not be fewer. `out` is as long as the payload.
+
+        Runs on a thread, and leaves Python's lock.
+        """
+        ...
+
+    def decode(self, coded: memoryview, out: memoryview) -> bool:
+        """Fills `out`, as long as the payload was; False if `coded` is damaged.
+
+        Runs on a thread, and leaves Python's lock.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    payload_bytes: int
+    wire_bytes: int
+    sent_at: float
+
+
+class LinkCompression:
+    def __init__(
+        self, codec: FrameCodec, clock: Clock, counts: CompressionCounts, *, round_trip_s: float
+    ) -> None:
+        self.codec_name = codec.name
+        self.gate = CompressionGate()
+        self._codec = codec
+        self._clock = clock
+        self._counts = counts
+        self._times = WireTimes(round_trip_s)
+        self._buffers: dict[int, memoryview] = {}  # of each slot that had a compressed frame
+
+    async def coded(self, slot_index: int, payload: memoryview) -> memoryview | None:
+        """The frame to send in place of the slot's payload, or None: as it is.
+
+        It is the slot's, and stays as it is until the slot's next frame.
+        """
+        if not self.gate.takes(len(payload)):
+            return None
+        out = grown(self._buffers.get(slot_index, memoryview(b"")), len(payload))
+        self._buffers[slot_index] = out
+        loop, start = asyncio.get_running_loop(), self._clock.now()
+        encode = loop.run_in_executor(None, self._codec.encode, payload, out[: len(payload)])
+        num_bytes = await to_the_end(encode)
+        self.gate.encoded(len(payload), self._clock.now() - start)
+        if not num_bytes:
+            self.gate.incompressible()
+            return None
+        return out[:num_bytes]
+
+    def sent(self, payload: memoryview, coded: memoryview | None) -> Sent:
+        """What goes now. The link gives it back with the answer."""
+        wire_bytes = len(payload) if coded is None else len(coded)
+        if coded is not None:
+            self._counts.num_frames += 1
+            self._counts.num_saved_bytes += len(payload) - wire_bytes
+        return Sent(len(payload), wire_bytes, self._clock.now())
+
+    def answered(self, sent: Sent, answer: Ack | Refusal) -> None:
+        """The receiver says how long it has held the frame: that is not the link's time."""
+        arrived_at = self._clock.now() - max(0.0, answer.held_s)
+        wire_s = self._times.arrived(sent.sent_at, arrived_at)
+        is_coded = sent.wire_bytes < sent.payload_bytes
+        match answer:
+            case Ack(decode_s=decode_s):
+                if is_coded:
+                    self.gate.decoded(sent.payload_bytes, decode_s)
+                self.gate.carried(sent.payload_bytes, sent.wire_bytes, wire_s)
+            case Refusal() if is_coded:
+                self.gate.refused(wire_s)

@@ -1,0 +1,128 @@
+"""Compressed KV: every bit pattern comes back, and no byte outside its buffers is touched."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from shared.engine.kv_codec import BLOCK_BYTES, HighBytesCodec
+from tests.guarded import guarded
+
+Bytes = NDArray[np.uint8]
+CODEC = HighBytesCodec()
+
+
+def bf16(values: NDArray[np.float32]) -> Bytes:
+    return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+
+
+def like_kv(num_bytes: int, seed: int = 0) -> Bytes:
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal(-(-num_bytes // 2)).astype(np.float32)
+    return bf16(values)[:num_bytes].copy()
+
+
+def encoded(payload: Bytes) -> Bytes:
+    """The code; empty if it would not be shorter."""
+    found = []
+    for is_at_end in (False, True):
+        source = guarded(payload.tobytes(), is_at_end=is_at_end)
+        room = guarded(payload.size, is_at_end=is_at_end)
+        found.append(room[: CODEC.encode(source.data, room.data)])
+    assert found[0].tobytes() == found[1].tobytes()
+    return found[0]
+
+
+def decoded(coded: Bytes, num_bytes: int) -> Bytes | None:
+    found = []
+    for is_at_end in (False, True):
+        source = guarded(coded.tobytes(), is_at_end=is_at_end)
+        room = guarded(num_bytes, is_at_end=is_at_end)
+        found.append(room if CODEC.decode(source.data, room.data) else None)
+    if found[0] is None or found[1] is None:
+        assert found == [None, None]
+        return None
+    assert (found[0] == found[1]).all()
+    return found[0]
+
+
+@pytest.mark.parametrize("extra", [0, 1, 2, 63, 1024, 2047])
+@pytest.mark.parametrize("num_blocks", [2, 3, 63])
+def test_kv_of_any_size_comes_back_smaller(num_blocks: int, extra: int) -> None:
+    payload = like_kv(num_blocks * BLOCK_BYTES + extra)
+    coded = encoded(payload)
+    assert 0 < coded.size < 0.74 * num_blocks * BLOCK_BYTES + extra + 1024
+    assert (decoded(coded, payload.size) == payload).all()
+
+
+def test_bits_a_word_of_normal_values() -> None:
+    payload = like_kv(1 << 20)
+    assert 11.0 < 16 * encoded(payload).size / payload.size < 11.5
+
+
+@pytest.mark.parametrize("window", range(0, 1 << 16, 1 << 12))
+def test_every_bit_pattern_comes_back(window: int) -> None:
+    """4096 patterns at a time, in one of four words, so that it pays nevertheless."""
+    words = like_kv(2 * (1 << 14), seed=window).view(np.uint16)
+    words[::4] = np.arange(window, window + (1 << 12), dtype=np.uint16)
+    payload = words.view(np.uint8)
+    assert (decoded(encoded(payload), payload.size) == payload).all()
+
+
+@pytest.mark.parametrize("byte", [0x00, 0x3F, 0x7F, 0x80, 0xFF])
+def test_blocks_that_differ_widely_come_back(byte: int) -> None:
+    """A block of one value, one of noise and one of tiny numbers among blocks of KV."""
+    payload = like_kv(16 * BLOCK_BYTES).reshape(16, BLOCK_BYTES)
+    payload[3] = byte
+    payload[7] = np.random.default_rng(1).integers(0, 256, BLOCK_BYTES, dtype=np.uint8)
+    payload[15] = bf16(like_kv(BLOCK_BYTES).view(np.uint16).astype(np.float32) * 1e-38)
+    flat = payload.reshape(-1)
+    assert (decoded(encoded(flat), flat.size) == flat).all()
+
+
+@pytest.mark.parametrize("num_blocks", range(1, 12))
+def test_noise_behind_kv_leaves_no_room_and_is_not_written_there(num_blocks: int) -> None:
+    """What is verbatim in the last blocks goes up to the end of the buffer, or would go beyond."""
+    for num_noisy in range(num_blocks + 1):
+        payload = like_kv(num_blocks * BLOCK_BYTES).reshape(num_blocks, BLOCK_BYTES)
+        payload[num_blocks - num_noisy :] = 0x7F
+        payload[num_blocks - num_noisy :, 1::4] = 0x80
+        flat = payload.reshape(-1)
+        coded = encoded(flat)
+        if coded.size:
+            assert (decoded(coded, flat.size) == flat).all()
+
+
+@pytest.mark.parametrize("num_bytes", [1, 2, 2047, BLOCK_BYTES, 40 * BLOCK_BYTES + 5])
+def test_noise_is_left_as_it_is(num_bytes: int) -> None:
+    noise = np.random.default_rng(2).integers(0, 256, num_bytes, dtype=np.uint8)
+    assert encoded(noise).size == 0
+
+
+@pytest.mark.parametrize("num_bytes", [2, BLOCK_BYTES - 1, BLOCK_BYTES])
+def test_a_block_or_less_is_left_as_it_is(num_bytes: int) -> None:
+    assert encoded(like_kv(num_bytes)).size == 0
+
+
+@pytest.mark.parametrize("change", [-1, 1, -700, 700, 5000])
+def test_a_code_of_another_length_is_refused(change: int) -> None:
+    payload = like_kv(4 * BLOCK_BYTES)
+    coded = encoded(payload)
+    other = coded[:change] if change < 0 else np.concatenate([coded, coded[:change]])
+    assert decoded(other, payload.size) is None
+
+
+@pytest.mark.parametrize("num_verbatim", [0, 1, 63, 64, 1023, 1024, 1025, 1088, 1089, 2000, 8191])
+def test_a_code_that_asks_for_more_than_came_is_refused(num_verbatim: int) -> None:
+    """All words verbatim, in all blocks, and not so many verbatim bytes."""
+    num_blocks = 8
+    coded = np.zeros(num_blocks * (1 + 1408) + num_verbatim, np.uint8)
+    records = coded[num_blocks : num_blocks * (1 + 1408)].reshape(num_blocks, 1408)
+    records[:, 1280:] = 0xFF
+    assert decoded(coded, num_blocks * BLOCK_BYTES) is None
+
+
+@pytest.mark.parametrize("num_coded", [0, 1, 100, 1408, 1409, 3000])
+def test_a_code_too_short_for_its_records_is_refused(num_coded: int) -> None:
+    assert decoded(np.zeros(num_coded, np.uint8), 8 * BLOCK_BYTES + 3) is None

@@ -1,0 +1,51 @@
+"""Which codec a worker offers and uses for KV on TCP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numba
+import pytest
+
+from services.worker import load_codec
+from shared.config import WorkerConfig, check
+from shared.errors import ConfigError
+
+
+def config(kv_compression: str) -> WorkerConfig:
+    return WorkerConfig(
+        process_id="decode-1",
+        nats_url="nats://decode-1:secret@127.0.0.1:4222",
+        model_dir=Path("shared/demo_model"),
+        kv_compression=kv_compression,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kv_compression", "dtype", "name"),
+    [
+        ("auto", "bfloat16", "bf16-high-bytes"),
+        ("auto", "float16", None),
+        ("auto", "float32", None),
+        ("off", "bfloat16", None),
+    ],
+)
+def test_bf16_has_a_codec_unless_it_is_off(
+    kv_compression: str, dtype: str, name: str | None
+) -> None:
+    codec = load_codec(config(kv_compression), dtype)
+    assert (None if codec is None else codec.name) == name
+
+
+def test_a_host_that_cannot_compile_serves_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_directory = tmp_path / "file"
+    no_directory.touch()
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(no_directory))
+    assert load_codec(config("auto"), "bfloat16") is None
+
+
+def test_another_choice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="kv_compression 'always' is none of auto, off"):
+        check(config("always"))
