@@ -55,9 +55,8 @@ def submit_subject(message: SubmitRequest, scheduler_ids: Sequence[str]) -> str:
 
 
 class Actions:
-    """What is to be done, in order, until it is taken. Endings are acknowledged together, before all
-    else, and in their own time: a worker waits for 2 s before it tells one again, and what it keeps
-    until then is small.
+    """What is to be done, in order, until it is taken. Endings are acknowledged together, before
+    all else, and need not be at once: a worker waits for 2 s before it tells one again.
     """
 
     def __init__(self, gateway_id: str) -> None:
