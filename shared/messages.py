@@ -251,7 +251,7 @@ class TokenEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenBatch(Message, frozen=True, kw_only=True):
-    """What one engine step made for one gateway."""
+    """What one engine step, or a few short ones, made for one gateway."""
 
     worker_id: ProcessId
     entries: tuple[TokenEntry, ...]

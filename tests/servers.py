@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
+from services.local.servers import nats_environ
 from shared.subjects import CredentialRole, nats_server_config
 
 START_TIMEOUT_S = 10.0
@@ -51,9 +54,12 @@ def free_port() -> int:
 class Server:
     """A child process that listens on `port`."""
 
-    def __init__(self, command: list[str], port: int) -> None:
+    def __init__(
+        self, command: list[str], port: int, environ: Mapping[str, str] = os.environ
+    ) -> None:
         self.port = port
         self._command = command
+        self._environ = environ
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -65,7 +71,10 @@ class Server:
     def start(self) -> None:
         """Returns when the port accepts connections."""
         self._process = subprocess.Popen(
-            self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            self._command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=dict(self._environ),
         )
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
@@ -102,7 +111,11 @@ class NatsServer(Server):
         )
         path = directory / f"nats-{port}.conf"
         path.write_text(config)
-        super().__init__([find_binary("nats-server"), "-c", str(path)], port)
+        super().__init__(
+            [find_binary("nats-server"), "-c", str(path)],
+            port,
+            nats_environ(os.environ, num_cores=len(os.sched_getaffinity(0))),
+        )
 
     def url(self, process_id: str) -> str:
         return f"nats://{process_id}:{PASSWORD}@127.0.0.1:{self.port}"

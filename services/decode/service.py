@@ -28,12 +28,13 @@ from shared.messages import (
     StartDecode,
     TokenBatch,
 )
-from shared.subjects import control, resend, start_decode, tokens
+from shared.subjects import control, resend, start_decode
 
-from .emitter import Emitter, apart
+from .emitter import Emitter
 from .handoff import Handoff
 from .handoffs import Handoffs
 from .placement import Placement, placement_id_of, sequences_of
+from .teller import Teller
 
 SWEEP_S = 0.25
 ORPHAN_S = 3.0  # how long a placement outlives the last sign of its gateway
@@ -57,6 +58,7 @@ class DecodeService:
         self._worker = worker
         self._engine = worker.loop.engine
         self._emitter = Emitter()
+        self._teller = Teller(worker, self._emitter)
         self._placements: dict[bytes, Placement] = {}
         self._ended: dict[bytes, Ended] = {}
         self._fenced: OrderedDict[bytes, None] = OrderedDict()  # aborted, maybe before they came
@@ -76,6 +78,7 @@ class DecodeService:
         )
         await bus.serve(resend(worker.worker_id), ResendTokens, self._resend)
         await bus.serve(start_decode(worker.worker_id), StartDecode, self._start_decode)
+        self._background.start(self._teller.run())
         self._background.start(self._sweep())
 
     async def drain(self) -> None:
@@ -194,7 +197,7 @@ class DecodeService:
     # ── tokens ───────────────────────────────────────────────────────────────────────────────────
 
     def _on_step(self, progress: list[Progress]) -> None:
-        now = self._worker.clock.now()
+        now, has_first = self._worker.clock.now(), False
         for each in progress:
             placement = self._placements.get(placement_id_of(each.sequence))
             if placement is None:
@@ -202,15 +205,8 @@ class DecodeService:
             if each.sequence.is_prefill_only:
                 self._on_prompt(placement, each, now)
             elif each.token_ids or each.finish_reason:
-                self._emit(placement, each, now)
-        self._post_entries()
-
-    def _post_entries(self) -> None:
-        worker = self._worker
-        for gateway_id, entries in self._emitter.take().items():
-            for part in apart(entries):
-                batch = TokenBatch(worker_id=worker.worker_id, entries=tuple(part))
-                worker.outbox.post(tokens(gateway_id), batch)
+                has_first |= self._emit(placement, each, now)
+        self._teller.step_ended(has_first=has_first)
 
     def _on_prompt(self, placement: Placement, progress: Progress, now: float) -> None:
         if progress.finish_reason is None:
@@ -221,7 +217,8 @@ class DecodeService:
             failed = Progress(sequence, finish_reason=progress.finish_reason)
             self._emit(placement, failed, now)
 
-    def _emit(self, placement: Placement, progress: Progress, now: float) -> None:
+    def _emit(self, placement: Placement, progress: Progress, now: float) -> bool:
+        """Whether it is the first that is said of the choice."""
         placement_id, sequence = placement.placement_id, progress.sequence
         index = sequence.choice_index
         is_first = self._emitter.is_silent(placement_id, index)
@@ -239,6 +236,7 @@ class DecodeService:
             logprobs=progress.logprobs,
             prompt_logprobs=progress.prompt_logprobs,
         )
+        return is_first
 
     def _end_choice(self, placement: Placement, sequence: Sequence) -> None:
         """With the last of its choices the placement has ended."""
@@ -316,7 +314,7 @@ class DecodeService:
                 if now - each.told_at >= RETELL_S:
                     each.told_at = now
                     self._emitter.tell_again(placement_id)
-        self._post_entries()
+        self._teller.tell()
 
     def _overdue(self, now: float) -> list[bytes]:
         """Placements past their deadline, without a gateway, or ended and never acknowledged."""

@@ -55,8 +55,8 @@ def submit_subject(message: SubmitRequest, scheduler_ids: Sequence[str]) -> str:
 
 
 class Actions:
-    """What is to be done, in order, until it is taken; endings that came together are acknowledged
-    together, before all else.
+    """What is to be done, in order, until it is taken. Endings are acknowledged together, before
+    all else, and need not be at once: a worker waits for 2 s before it tells one again.
     """
 
     def __init__(self, gateway_id: str) -> None:
@@ -64,15 +64,18 @@ class Actions:
         self._due: list[Action] = []
         self._acknowledged: dict[str, list[bytes]] = {}  # placement ids by worker
 
-    def take(self) -> list[Action]:
-        due: list[Action] = []
-        for worker_id, placement_ids in self._acknowledged.items():
-            message = AckFinished(placement_ids=tuple(placement_ids))
-            due.append(Publish(control("decode", worker_id), message))
+    def take(self, *, with_acknowledgements: bool = True) -> list[Action]:
+        due = self._take_acknowledgements() if with_acknowledgements else []
         due += self._due
-        self._acknowledged.clear()
         self._due.clear()
         return due
+
+    def _take_acknowledgements(self) -> list[Action]:
+        acknowledged, self._acknowledged = self._acknowledged, {}
+        return [
+            Publish(control("decode", worker_id), AckFinished(placement_ids=tuple(placement_ids)))
+            for worker_id, placement_ids in acknowledged.items()
+        ]
 
     def submit(self, message: SubmitRequest) -> None:
         self._due.append(Submit(message))

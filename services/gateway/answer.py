@@ -104,7 +104,7 @@ class Answer:
             for piece in pieces:
                 index = piece.choice_index
                 result = results.setdefault(index, ChoiceResult(index))
-                texts.setdefault(index, []).append(piece.text)
+                texts.setdefault(index, []).extend(piece.texts)
                 result.tokens += piece.tokens
                 if piece.finish_reason is not None:
                     result.finish_reason = piece.finish_reason

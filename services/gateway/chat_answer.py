@@ -45,12 +45,12 @@ class ChatAnswer:
 
     def events(self, piece: Piece) -> bytes:
         events, index = b"", piece.choice_index
-        if self.has_logprobs and (piece.text or piece.tokens):
+        if self.has_logprobs and (piece.texts or piece.tokens):
             choice = self._told(index, piece.text)
             logprobs = self._logprobs(piece.tokens)
             events = self._event(msgspec.structs.replace(choice, logprobs=logprobs))
-        elif piece.text:
-            events = self._text_event(index).of(piece.text)
+        elif piece.texts:
+            events = self._text_event(index).of(piece.texts)
         if piece.finish_reason is not None:
             ending = ChunkChoice(index=index, delta=Delta(), finish_reason=piece.finish_reason)
             events += self._event(ending)

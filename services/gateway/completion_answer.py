@@ -45,10 +45,10 @@ class CompletionAnswer:
 
     def events(self, piece: Piece) -> bytes:
         events, index = b"", piece.choice_index
-        if self._is_echo_due(index) or (self.has_logprobs and (piece.text or piece.tokens)):
+        if self._is_echo_due(index) or (self.has_logprobs and (piece.texts or piece.tokens)):
             events = sse.event(self._chunk(self._choice(index, piece.text, piece.tokens)))
-        elif piece.text:
-            events = self._text_event(index).of(piece.text)
+        elif piece.texts:
+            events = self._text_event(index).of(piece.texts)
         if piece.finish_reason is not None:
             ending = CompletionChoice(index=index, text="", finish_reason=piece.finish_reason)
             events += sse.event(self._chunk(ending))

@@ -1,8 +1,8 @@
 """The way of one request's tokens to its client.
 
 Tokens become text as they arrive, so a stop string is seen at once however slowly the client
-reads. Text waits here until it is taken, in the pieces in which it came; what piles up for a slow
-client is bounded by `max_tokens` and leaves in one.
+reads. Text waits here until it is taken, each token's apart; what piles up for a slow client is
+bounded by `max_tokens` and leaves in one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shared.clock import Clock
 from shared.errors import HearthError
 from shared.messages import Finish, Served, TokenLogprobs
 
-MAX_PIECES = 64  # of a choice that wait; more are joined
+MAX_TEXTS = 64  # of a choice that wait; more are joined
 
 
 class ClientGone(HearthError):
@@ -31,29 +31,34 @@ class ClientGone(HearthError):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """`tokens`: those of `text`, where logprobs were asked for."""
+    """`texts`: of a token each, or joined. `tokens`: those of the text, where logprobs were asked
+    for.
+    """
 
     choice_index: int
-    text: str
+    texts: Sequence[str]
     finish_reason: str | None
     tokens: Sequence[ScoredToken] = ()
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
 
 
 class _ChoiceText:
     def __init__(self, assembler: TextAssembler) -> None:
         self.assembler = assembler
-        self.pieces: list[str] = []
+        self.texts: list[str] = []
         self.tokens: list[ScoredToken] = []
         self.finish_reason: str | None = None
         self.is_taken = False  # with its finish reason
         self.served: Served | None = None
         self.heard_at: float | None = None
 
-    def take_pieces(self) -> list[str]:
-        """At least one. Those of tokens with logprobs are joined, as the tokens are."""
-        pieces, self.pieces = self.pieces, []
-        is_one = len(pieces) > MAX_PIECES or bool(self.tokens)
-        return ["".join(pieces)] if is_one or not pieces else pieces
+    def take_texts(self) -> list[str]:
+        """Those of tokens with logprobs are joined, as the tokens are."""
+        texts, self.texts = self.texts, []
+        return ["".join(texts)] if len(texts) > MAX_TEXTS or self.tokens else texts
 
     def take_tokens(self) -> list[ScoredToken]:
         tokens, self.tokens = self.tokens, []
@@ -121,10 +126,9 @@ class Delivery:
         taken = []
         for index, text in enumerate(self._texts, self.first_choice_index):
             is_ending = text.finish_reason is not None and not text.is_taken
-            if text.pieces or text.tokens or is_ending:
-                *earlier, last = text.take_pieces()
-                taken += [Piece(index, each, None) for each in earlier]
-                taken.append(Piece(index, last, text.finish_reason, text.take_tokens()))
+            if text.texts or text.tokens or is_ending:
+                texts = text.take_texts()
+                taken.append(Piece(index, texts, text.finish_reason, text.take_tokens()))
                 text.is_taken = is_ending
         return taken
 
@@ -140,8 +144,7 @@ class Delivery:
         fresh = text.assembler.feed(token_ids, logprobs)
         if logprobs:
             text.tokens += text.assembler.take_scored()
-        if fresh:
-            text.pieces.append(fresh)
+        text.texts += fresh
         if fresh or text.tokens:
             self.on_news()
         if text.assembler.is_stopped:
@@ -163,7 +166,7 @@ class Delivery:
         text = self._texts[choice_index]
         fresh = text.assembler.flush()
         if fresh:
-            text.pieces.append(fresh)
+            text.texts.append(fresh)
         text.tokens += text.assembler.take_scored()
         text.finish_reason = self._finish_reason(text, finish)
         text.served = finish.served

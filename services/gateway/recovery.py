@@ -71,6 +71,7 @@ class Recovery:
 
     async def stop(self) -> None:
         await self._background.stop()
+        self._perform(with_acknowledgements=True)
         await self._outbox.stop()
 
     async def idle(self) -> None:
@@ -131,12 +132,14 @@ class Recovery:
                 if fleet.heartbeat_of(worker_id) is not None and not fleet.is_live(worker_id):
                     self._streams.on_worker_lost(worker_id, now, is_excluded=True)
             self._streams.tick(now, is_bus_trusted=fleet.can_judge(now))
-            self._perform()
+            self._perform(with_acknowledgements=True)
 
     # ── actions ──────────────────────────────────────────────────────────────────────────────────
 
-    def _perform(self) -> None:
-        for action in self._streams.take_actions():
+    def _perform(self, *, with_acknowledgements: bool = False) -> None:
+        """Endings are acknowledged by the tick: all of its time in one message a worker."""
+        actions = self._streams.take_actions(with_acknowledgements=with_acknowledgements)
+        for action in actions:
             match action:
                 case Publish():
                     self._outbox.post(action.subject, action.message)

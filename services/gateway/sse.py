@@ -4,7 +4,7 @@ most events of most answers are a token's text in the same envelope.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -21,13 +21,15 @@ def event(body: Any) -> bytes:
 
 
 class TextEvent:
-    """`body_of(text)` with any text, of which no other field may depend on it.
+    """`body_of(text)` with each of some texts, of which no other field may depend on it.
 
     The text is the last field of its kind: what stands before it may hold whatever a caller wrote.
     """
 
     def __init__(self, body_of: Callable[[str], Any]) -> None:
         self._head, _, self._tail = event(body_of(_MARK)).rpartition(_ENCODED_MARK)
+        self._between = self._tail + self._head
 
-    def of(self, text: str) -> bytes:
-        return b"%b%b%b" % (self._head, _encode(text), self._tail)
+    def of(self, texts: Iterable[str]) -> bytes:
+        """An event for each; there is at least one."""
+        return b"%b%b%b" % (self._head, self._between.join(map(_encode, texts)), self._tail)

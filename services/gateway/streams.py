@@ -79,8 +79,8 @@ class Streams:
     def request_ids(self) -> list[str]:
         return list(self._by_request)
 
-    def take_actions(self) -> list[Action]:
-        return self._actions.take()
+    def take_actions(self, *, with_acknowledgements: bool = True) -> list[Action]:
+        return self._actions.take(with_acknowledgements=with_acknowledgements)
 
     def quiet_workers(self, now: float) -> set[str]:
         """Workers with a placement of ours that has not been heard of for a while."""

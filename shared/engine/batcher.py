@@ -41,7 +41,10 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
     @property
     def samples(self) -> bool:
         """Whether it completes the sequence so that a new token can be drawn."""
-        return self.sequence.sampling is not None and self.completes
+        sequence = self.sequence
+        return sequence.sampling is not None and (
+            sequence.num_computed_tokens + self.num_scheduled_tokens == len(sequence.token_ids)
+        )
 
 
 class Batcher:

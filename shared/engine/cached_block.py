@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+import msgspec
 
 from shared.messages import BlocksStored
 from shared.packing import pack_hashes
 
 
-@dataclass(frozen=True, slots=True)
-class CachedBlock:
+class CachedBlock(msgspec.Struct, frozen=True):
     """What is known of a hashed block."""
 
     tenant_id: str

@@ -212,8 +212,11 @@ class Engine:
             if sequence.sampling is None or sequence.prompt_logprobs is not None:
                 _collect(sequence, index, output)
             sequence.num_computed_tokens += row.num_scheduled_tokens
-            self._commit_full_blocks(sequence)
-            self._drop_unseen_blocks(sequence)
+            first_open = sequence.num_committed_blocks * self.pool.block_size
+            if sequence.num_computed_tokens - first_open >= self.pool.block_size:
+                self._commit_full_blocks(sequence)
+            if self._reach is not None:
+                self._drop_unseen_blocks(sequence, self._reach)
             progress.append(self._advance(sequence, token_id, logprobs))
         return progress
 
@@ -324,11 +327,11 @@ class Engine:
                 kv_quota_tokens=0 if tenant_id == PUBLIC_TENANT_ID else sequence.kv_quota_tokens,
             )
 
-    def _drop_unseen_blocks(self, sequence: Sequence) -> None:
+    def _drop_unseen_blocks(self, sequence: Sequence, reach: int) -> None:
         """They stay in the cache while there is room. A prefill's have yet to be pushed."""
-        if self._reach is None or sequence.is_prefill_only:
+        if sequence.is_prefill_only:
             return
-        num_unseen = max(0, sequence.num_computed_tokens + 1 - self._reach) // self.pool.block_size
+        num_unseen = max(0, sequence.num_computed_tokens + 1 - reach) // self.pool.block_size
         first = sequence.num_dropped_blocks
         if num_unseen > first:
             self.pool.release(sequence.block_table[first:num_unseen])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from shared.engine.batcher import ScheduledSequence
@@ -13,10 +15,11 @@ from shared.engine.runner import (
     SamplingInputs,
     StepInputs,
 )
+from shared.engine.sampling_row import ROW_TYPE
 from shared.engine.sequence import Sequence
 from shared.messages import LogprobsMode, SamplingParams
 
-Drawing = tuple[Sequence, SamplingParams]
+Drawing = tuple[int, Sequence, SamplingParams]  # its row among those that draw
 
 
 def build_inputs(rows: list[ScheduledSequence], block_size: int) -> StepInputs:
@@ -33,11 +36,11 @@ def build_inputs(rows: list[ScheduledSequence], block_size: int) -> StepInputs:
     query_lens, computed = np.array((num_scheduled, num_computed), dtype=np.int64)
     block_tables = _block_tables(rows)
     row_of_token, positions, last_rows = _places(query_lens, computed, len(input_ids))
-    blocks = block_tables[row_of_token, positions // block_size]
+    block_indices, offsets = np.divmod(positions, block_size)
     return StepInputs(
         input_ids=np.array(input_ids, dtype=np.int64),
         positions=positions,
-        slot_mapping=blocks * block_size + positions % block_size,
+        slot_mapping=block_tables[row_of_token, block_indices] * block_size + offsets,
         query_lens=query_lens,
         context_lens=computed + query_lens,
         block_tables=block_tables,
@@ -70,51 +73,48 @@ def _places(
 
 
 def _sampling_inputs(rows: list[ScheduledSequence], last_rows: np.ndarray) -> SamplingInputs:
-    drawing: list[Drawing] = []
-    drawing_rows: list[int] = []
-    for index, row in enumerate(rows):
-        if row.samples and row.sequence.sampling is not None:
-            drawing.append((row.sequence, row.sequence.sampling))
-            drawing_rows.append(index)
-    params = [each for _, each in drawing]
-    # one call for each type: of a few rows, an array's making costs more than its content
-    logits_indices, top_k, choice_index, output_position = np.array(
+    drawing = [(index, row.sequence) for index, row in enumerate(rows) if row.samples]
+    prepared = [sequence.sampling_row for _, sequence in drawing]
+    packed = np.frombuffer(b"".join([each.packed for each in prepared]), dtype=ROW_TYPE)
+    # one call for both: of a few rows, an array's making costs more than its content
+    logits_indices, output_position = np.array(
         (
-            drawing_rows,
-            [each.top_k for each in params],
-            [sequence.choice_index for sequence, _ in drawing],
-            [sequence.num_output_tokens for sequence, _ in drawing],
+            [index for index, _ in drawing],
+            [sequence.num_output_tokens for _, sequence in drawing],
         ),
         dtype=np.int64,
     )
-    temperature, top_p, min_p = np.array(
-        (
-            [each.temperature for each in params],
-            [each.top_p for each in params],
-            [each.min_p for each in params],
-        ),
-        dtype=np.float32,
-    )
+    asking = [
+        (draw, sequence, sequence.sampling)
+        for draw, (_, sequence) in enumerate(drawing)
+        if sequence.sampling is not None and prepared[draw].has_extras
+    ]
     return SamplingInputs(
         logits_indices=last_rows[logits_indices],
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=np.array([each.seed for each in params], dtype=np.uint64),
-        choice_index=choice_index,
+        temperature=packed["temperature"].copy(),
+        top_k=packed["top_k"].copy(),
+        top_p=packed["top_p"].copy(),
+        min_p=packed["min_p"].copy(),
+        seed=packed["seed"].copy(),
+        choice_index=packed["choice_index"].copy(),
         output_position=output_position,
-        banned=[
-            (draw, token_id)
-            for draw, (sequence, each) in enumerate(drawing)
-            if each.bad_words or each.min_tokens
-            for token_id in _banned(sequence, each)
-        ],
-        bias=_bias(params),
-        penalties=_penalties(drawing),
-        raw_logprobs=_num_logprobs(params, "raw"),
-        processed_logprobs=_num_logprobs(params, "processed"),
+        **(_extras(asking) if asking else {}),
     )
+
+
+def _extras(asking: list[Drawing]) -> dict[str, Any]:
+    """The fields that are empty unless a row asks for them."""
+    return {
+        "banned": [
+            (draw, token_id)
+            for draw, sequence, params in asking
+            for token_id in _banned(sequence, params)
+        ],
+        "bias": _bias(asking),
+        "penalties": _penalties(asking),
+        "raw_logprobs": _num_logprobs(asking, "raw"),
+        "processed_logprobs": _num_logprobs(asking, "processed"),
+    }
 
 
 def _banned(sequence: Sequence, params: SamplingParams) -> list[int]:
@@ -132,8 +132,8 @@ def _ends_with(token_ids: list[int], tail: tuple[int, ...]) -> bool:
     return token_ids[-1] == tail[-1] and tuple(token_ids[-len(tail) :]) == tail
 
 
-def _bias(params: list[SamplingParams]) -> LogitBias | None:
-    entries = [(row, *pair) for row, each in enumerate(params) for pair in each.logit_bias]
+def _bias(asking: list[Drawing]) -> LogitBias | None:
+    entries = [(draw, *pair) for draw, _, params in asking for pair in params.logit_bias]
     if not entries:
         return None
     rows, token_ids, values = zip(*entries, strict=True)
@@ -144,10 +144,10 @@ def _bias(params: list[SamplingParams]) -> LogitBias | None:
     )
 
 
-def _penalties(drawing: list[Drawing]) -> Penalties | None:
+def _penalties(asking: list[Drawing]) -> Penalties | None:
     penalized = [
-        _penalties_of(row, sequence, params)
-        for row, (sequence, params) in enumerate(drawing)
+        _penalties_of(draw, sequence, params)
+        for draw, sequence, params in asking
         if params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty
     ]
     if not penalized:
@@ -177,11 +177,11 @@ def _penalties_of(
     )
 
 
-def _num_logprobs(params: list[SamplingParams], mode: LogprobsMode) -> dict[int, int]:
+def _num_logprobs(asking: list[Drawing], mode: LogprobsMode) -> dict[int, int]:
     return {
-        row: each.num_logprobs
-        for row, each in enumerate(params)
-        if each.num_logprobs is not None and each.logprobs_mode == mode
+        draw: params.num_logprobs
+        for draw, _, params in asking
+        if params.num_logprobs is not None and params.logprobs_mode == mode
     }
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.block_hash import root_after_public
+from shared.engine.sampling_row import SamplingRow, sampling_row
 from shared.engine.token_counts import TokenCounts
 from shared.messages import Pooling, SamplingParams, TokenLogprobs
 
@@ -86,6 +87,7 @@ class Sequence:
     # of the second to the last computed prompt token; None: not asked for, or told
     prompt_logprobs: list[TokenLogprobs] | None = field(default=None, init=False)
     pooled: NDArray[np.float64] | None = field(default=None, init=False)  # so far
+    _sampling_row: SamplingRow | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if self.sampling is not None:
@@ -117,6 +119,14 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def sampling_row(self) -> SamplingRow:
+        """Of one that draws."""
+        if self._sampling_row is None:
+            assert self.sampling is not None
+            self._sampling_row = sampling_row(self.sampling, self.choice_index)
+        return self._sampling_row
 
     @property
     def num_prefill_tokens(self) -> int:

@@ -43,6 +43,7 @@ IDLE_TASKS = frozenset(
         "SchedulerService._dispatch",
         "SchedulerService._keep_alive",
         "SchedulerService._tick",
+        "Teller.run",
         "Usage._run",
         "Worker._expire_pins",
         "Worker._tell_kv_events",

@@ -29,8 +29,10 @@ class TextAssembler:
     def is_stopped(self) -> bool:
         return self._stop_strings.matched is not None
 
-    def feed(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> str:
-        """Tokens after a match are neither shown nor counted. `logprobs`: of all or of none."""
+    def feed(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> list[str]:
+        """A piece for each token that has text to show. Those after a match are neither shown nor
+        counted. `logprobs`: of all or of none.
+        """
         if not self._has_stop and not logprobs:
             self.num_tokens += len(token_ids)
             return self._detokenizer.feed(token_ids)
@@ -39,15 +41,16 @@ class TextAssembler:
             if self.is_stopped:
                 break
             self.num_tokens += 1
-            text = self._detokenizer.feed((token_id,))
+            text = "".join(self._detokenizer.feed((token_id,)))
             shown = self._show(text)
-            pieces.append(shown)
+            if shown:
+                pieces.append(shown)
             if logprobs:
                 self._held.add(token_id, logprobs[index], text)
                 self._held.show(len(shown))
         if self.is_stopped:
             self._held.show_all()
-        return "".join(pieces)
+        return pieces
 
     def flush(self) -> str:
         """All that was held back, when no token follows; a match may still be found in it."""

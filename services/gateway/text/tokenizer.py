@@ -72,7 +72,7 @@ class PromptTokenizer:
         pieces, offsets, end = [], [], 0
         for token_id in token_ids:
             offsets.append(end)
-            pieces.append(detokenizer.feed((token_id,)))
+            pieces.append("".join(detokenizer.feed((token_id,))))
             end += len(pieces[-1])
         pieces.append(detokenizer.flush())
         return "".join(pieces), offsets

@@ -35,8 +35,11 @@ def test_endings_that_came_together_are_acknowledged_in_one_message_a_worker() -
     actions.acknowledge("decode-1", p)
     actions.acknowledge("decode-2", q)
     actions.acknowledge("decode-1", r)
-    actions.abort("decode-1", q, "stop")
     one, two = control("decode", "decode-1"), control("decode", "decode-2")
+    actions.abort("decode-2", p, "stop")
+    other = Publish(two, AbortRequest(placement_id=p, reason="stop"))
+    assert actions.take(with_acknowledgements=False) == [other]
+    actions.abort("decode-1", q, "stop")
     assert actions.take() == [
         Publish(one, AckFinished(placement_ids=(p, r))),
         Publish(two, AckFinished(placement_ids=(q,))),

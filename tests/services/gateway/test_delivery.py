@@ -1,10 +1,10 @@
-"""What waits for a client: pieces as they came, and one when there are too many."""
+"""What waits for a client: each token's text apart, and one when there are too many."""
 
 from __future__ import annotations
 
 import pytest
 
-from services.gateway.delivery import MAX_PIECES, Delivery
+from services.gateway.delivery import MAX_TEXTS, Delivery
 from services.gateway.generation import Generation
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.preparation import Preparation
@@ -39,22 +39,21 @@ def delivery_of(config: GatewayConfig, files: ModelFiles, **sampling: object) ->
 
 @pytest.fixture
 def letters(model_files: ModelFiles) -> list[int]:
-    return model_files.tokenizer.encode(["abc" * MAX_PIECES])
+    return model_files.tokenizer.encode(["abc" * MAX_TEXTS])
 
 
-def test_each_entry_is_a_piece_however_late_it_is_taken(
-    gateway_config: GatewayConfig, model_files: ModelFiles, letters: list[int]
+@pytest.mark.parametrize("num_at_once", [1, 2, 3])
+def test_each_token_is_a_text_however_it_comes_and_however_late_it_is_taken(
+    gateway_config: GatewayConfig, model_files: ModelFiles, letters: list[int], num_at_once: int
 ) -> None:
     delivery = delivery_of(gateway_config, model_files, max_tokens=64)
-    for token_id in letters[:3]:
-        delivery.on_tokens(0, (token_id,), ())
+    for first in range(0, 3, num_at_once):
+        delivery.on_tokens(0, letters[first : min(first + num_at_once, 3)], ())
     delivery.on_finish(0, LENGTH)
-    pieces = delivery.take()
-    assert len(pieces) == 3
-    assert "".join(piece.text for piece in pieces) == model_files.tokenizer.tokenizer.decode(
-        letters[:3]
-    )
-    assert [piece.finish_reason for piece in pieces] == [None, None, "length"]
+    (piece,) = delivery.take()
+    decode = model_files.tokenizer.tokenizer.decode
+    assert piece.texts == [decode([letter]) for letter in letters[:3]]
+    assert piece.finish_reason == "length"
     assert delivery.take() == []
 
 
@@ -66,16 +65,14 @@ def test_an_ending_without_text_is_a_piece(
     assert [(piece.text, piece.finish_reason) for piece in delivery.take()] == [("", "length")]
 
 
-def test_more_than_a_few_pieces_leave_in_one(
+def test_more_than_a_few_texts_leave_in_one(
     gateway_config: GatewayConfig, model_files: ModelFiles, letters: list[int]
 ) -> None:
     delivery = delivery_of(gateway_config, model_files, max_tokens=400)
-    for number in range(MAX_PIECES + 1):
-        delivery.on_tokens(0, (letters[number % 3],), ())
-    assert len(delivery.take()) == 1
-    for number in range(MAX_PIECES):
-        delivery.on_tokens(0, (letters[number % 3],), ())
-    assert len(delivery.take()) == MAX_PIECES
+    for num_texts, num_told in [(MAX_TEXTS + 1, 1), (MAX_TEXTS, MAX_TEXTS)]:
+        delivery.on_tokens(0, (letters * 2)[:num_texts], ())
+        (piece,) = delivery.take()
+        assert len(piece.texts) == num_told
 
 
 def test_tokens_with_logprobs_stay_with_their_text(

@@ -21,12 +21,14 @@ def chunk(model: str, text: str) -> ChatCompletionChunk:
 @given(st.text(), st.lists(st.text()))
 def test_a_text_event_is_what_encoding_all_of_it_gives(model: str, texts: list[str]) -> None:
     event = sse.TextEvent(lambda text: chunk(model, text))
-    for text in ["", '"\n\n\x00', "\ufdd0text\ufdd1", *texts]:
-        assert event.of(text) == sse.event(chunk(model, text))
+    texts = ["", '"\n\n\x00', "\ufdd0text\ufdd1", *texts]
+    events = [sse.event(chunk(model, text)) for text in texts]
+    assert [event.of([text]) for text in texts] == events
+    assert event.of(texts) == b"".join(events)
 
 
 def test_what_stands_before_may_hold_the_mark() -> None:
     model = "\ufdd0text\ufdd1"
-    told = sse.TextEvent(lambda text: chunk(model, text)).of("x")
+    told = sse.TextEvent(lambda text: chunk(model, text)).of(["x"])
     body = msgspec.json.decode(told.removeprefix(b"data: "), type=ChatCompletionChunk)
     assert (body.model, body.choices[0].delta.content) == (model, "x")

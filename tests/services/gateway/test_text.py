@@ -82,15 +82,14 @@ def test_detokenizer_on_tokens_that_are_no_text(
 def check_pieces(tokenizer: Tokenizer, token_ids: list[int]) -> None:
     expected = tokenizer.decode(token_ids, skip_special_tokens=True)
     detokenizer = Detokenizer(tokenizer)
-    shown = ""
+    pieces: list[str] = []
     for token_id in token_ids:
-        shown += detokenizer.feed((token_id,))
-        assert expected.startswith(shown)
-    shown += detokenizer.flush()
-    assert shown == expected
-    assert detokenizer.flush() == ""
+        pieces += detokenizer.feed((token_id,))
+        assert expected.startswith("".join(pieces))
     at_once = Detokenizer(tokenizer)
-    assert at_once.feed(token_ids) + at_once.flush() == expected
+    assert at_once.feed(token_ids) == pieces and all(pieces)
+    assert detokenizer.flush() == at_once.flush() == expected[len("".join(pieces)) :]
+    assert expected.startswith("".join(pieces)) and detokenizer.flush() == ""
 
 
 def test_character_over_tokens_comes_whole(model_files: ModelFiles) -> None:
@@ -98,13 +97,13 @@ def test_character_over_tokens_comes_whole(model_files: ModelFiles) -> None:
     assert len(token_ids) == 7
     detokenizer = Detokenizer(model_files.tokenizer.tokenizer)
     pieces = [detokenizer.feed((token_id,)) for token_id in token_ids]
-    assert pieces == ["", "", "", "😀", "", "", "東"]
+    assert pieces == [[], [], [], ["😀"], [], [], ["東"]]
 
 
 def test_cut_character_ends_as_replacement(model_files: ModelFiles) -> None:
     token_ids = model_files.tokenizer.encode(["ok 😀"])[:-1]
     detokenizer = Detokenizer(model_files.tokenizer.tokenizer)
-    assert detokenizer.feed(token_ids) == "ok "
+    assert "".join(detokenizer.feed(token_ids)) == "ok "
     assert detokenizer.flush() == "\ufffd"
 
 
@@ -120,15 +119,15 @@ def test_text_goes_on_from_its_context() -> None:
     """Without it, the decoder would take the first space away."""
     tokenizer = Tokenizer(models.BPE({"▁a": 0, "▁b": 1}, [], fuse_unk=True))
     tokenizer.decoder = decoders.Metaspace()
-    assert Detokenizer(tokenizer).feed((1,)) == "b"
-    assert Detokenizer(tokenizer, (0,)).feed((1, 0)) == " b a"
+    assert Detokenizer(tokenizer).feed((1,)) == ["b"]
+    assert Detokenizer(tokenizer, (0,)).feed((1, 0)) == [" b", " a"]
 
 
 def test_a_context_that_ends_amid_a_character_is_not_told_again(model_files: ModelFiles) -> None:
     token_ids = model_files.tokenizer.encode(["hello 東 fox"])
     end = len(model_files.tokenizer.encode(["hello 東"])) - 1
     detokenizer = Detokenizer(model_files.tokenizer.tokenizer, token_ids[:end])
-    text = detokenizer.feed(token_ids[end:]) + detokenizer.flush()
+    text = "".join(detokenizer.feed(token_ids[end:])) + detokenizer.flush()
     assert text == "\ufffd fox"
 
 
@@ -158,7 +157,7 @@ def test_tokens_are_told_with_their_text(
 
     for size in [*sizes, len(token_ids) + 1]:
         fresh, left = left[:size], left[size:]
-        shown += assembler.feed(fresh, [TokenLogprobs(float(each)) for each in fresh])
+        shown += "".join(assembler.feed(fresh, [TokenLogprobs(float(each)) for each in fresh]))
         check()
     shown += assembler.flush()
     told += assembler.take_scored()
@@ -198,10 +197,10 @@ def test_assembler_counts_to_the_stop_and_minds_min_tokens(model_files: ModelFil
     tokenizer = model_files.tokenizer.tokenizer
     token_ids = [tokenizer.token_to_id(letter) for letter in "ababab"]
     assembler = TextAssembler(Detokenizer(tokenizer), ["b"], min_tokens=3)
-    assert assembler.feed(token_ids) == "aba"
+    assert assembler.feed(token_ids) == ["a", "b", "a"]
     assert assembler.is_stopped
     assert assembler.num_tokens == 4
-    assert assembler.feed(token_ids) == ""
+    assert assembler.feed(token_ids) == []
     assert assembler.num_tokens == 4
 
 

@@ -4,7 +4,13 @@ from pathlib import Path
 import pytest
 
 from services.local import servers
-from services.local.servers import choose_http_port, find_server, free_port, redis_config
+from services.local.servers import (
+    choose_http_port,
+    find_server,
+    free_port,
+    nats_environ,
+    redis_config,
+)
 from shared.errors import ConfigError
 
 
@@ -14,6 +20,18 @@ def test_a_server_on_the_path_is_preferred(tmp_path: Path, monkeypatch: pytest.M
     own.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_server("nats-server") == str(own)
+
+
+@pytest.mark.parametrize(
+    "environ, num_cores, expected",
+    [({}, 2, "1"), ({}, 8, None), ({"GOMAXPROCS": "2"}, 2, "2"), ({"GOMAXPROCS": "2"}, 8, "2")],
+)
+def test_nats_has_one_of_few_cores_unless_told_otherwise(
+    environ: dict[str, str], num_cores: int, expected: str | None
+) -> None:
+    told = nats_environ({"PATH": "/bin", **environ}, num_cores=num_cores)
+    assert told.get("GOMAXPROCS") == expected
+    assert told["PATH"] == "/bin"
 
 
 def test_else_the_one_beside_the_interpreter_is_taken(
