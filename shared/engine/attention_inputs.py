@@ -1,7 +1,8 @@
 """What every attention layer of one step needs to know, computed once a step.
 
 A step's tokens are split by the length of their sequence's query: runs of two or more go to
-prefill attention, single ones to decode attention.
+prefill attention, single ones to decode attention. The CPU has one kernel for both, which takes a
+mixed step as it is.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.device import IS_INTERPRETED
 from shared.engine.runner import StepInputs
 
 
@@ -42,6 +44,8 @@ def build_attention_inputs(inputs: StepInputs, device: torch.device) -> Attentio
     starts = np.concatenate(([0], np.cumsum(inputs.query_lens)))
     runs = np.flatnonzero(inputs.query_lens > 1)
     single = np.flatnonzero(inputs.query_lens == 1)
+    if len(runs) and device.type == "cpu" and not IS_INTERPRETED:
+        runs, single = np.arange(len(inputs.query_lens)), single[:0]
     return AttentionInputs(
         slot_mapping=torch.from_numpy(inputs.slot_mapping).to(device),
         prefill=_prefill_rows(inputs, runs, starts, device) if len(runs) else None,
