@@ -78,12 +78,14 @@ def make_cases(vocab_size: int, seed: int) -> list[Case]:
 class Peer:
     """`transformers` generate over one static batch."""
 
-    def __init__(self, model_dir: Path, dtype: str) -> None:
+    def __init__(self, model_dir: Path, dtype: str, num_threads: int) -> None:
+        self._num_threads = num_threads
         self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
 
     @torch.inference_mode()
     def run(self, case: Case) -> None:
         longest = max(case.num_output_tokens)
+        torch.set_num_threads(self._num_threads)  # the runner has set another for its own thread
         self._model.generate(
             torch.tensor(case.prompts),
             attention_mask=torch.ones(len(case.prompts), len(case.prompts[0]), dtype=torch.long),
@@ -142,7 +144,7 @@ def sequences_of(case: Case) -> list[Sequence]:
 
 async def compare(model_dir: Path, options: argparse.Namespace) -> list[Row]:
     """A row a case: both rates (tokens/s), and the median of the rounds' ratios."""
-    peer = Peer(model_dir, options.dtype)
+    peer = Peer(model_dir, options.dtype, options.threads)
     runner = ModelRunner.load(model_dir, dtype=options.dtype, num_threads=options.threads)
     hearth = Hearth(runner)
     hearth.loop.start()
