@@ -115,7 +115,8 @@ def block(found: dict[str, Any], title: str, columns: dict[str, str]) -> str:
         "| " + " | ".join("---" for _ in columns) + " |",
     ]
     for row in found["rows"]:
-        lines.append("| " + " | ".join(_shown(row[key]) for key in columns.values()) + " |")
+        cells = (_shown(row[key]).replace("|", r"\|") for key in columns.values())
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 

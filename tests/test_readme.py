@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import typer
 
-from benchmarks.readme_table import replaced
+from benchmarks.readme_table import block, replaced
 from services.__main__ import app
 
+MACHINE = {"cpu": "AMD EPYC 9B14", "num_cpus": 2, "memory_gib": 24}
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 PATH = re.compile(
@@ -25,6 +26,11 @@ def test_path_exists(path):
 
 def test_figures_are_those_of_the_results():
     assert replaced(README) == README, "run: python -m benchmarks.readme_table --write"
+
+
+def test_a_bar_in_a_cell_does_not_end_it():
+    found = {"commit": "c", "command": "run", "machine": MACHINE, "rows": [{"name": "|x|"}]}
+    assert r"| \|x\| |" in block(found, "title", {"what": "name"})
 
 
 def test_every_option_of_a_command_exists():
