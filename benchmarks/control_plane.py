@@ -13,7 +13,8 @@ The bars are against the peer of the same run, and under the clients with which 
 figures were taken: AIPerf where `--aiperf` names a virtual environment that has it, and one that
 parses every event. Without a peer they are against those figures.
 
-    split   500 tokens in, 32 out; prefill and decode apart, KV pushed through shared memory
+    split   500 tokens in, 32 out; prefill and decode apart. As steps take no time,
+            placement has decode compute nearly every prompt itself: hardly any KV is pushed
     one     100 tokens in, 64 out; one worker does both
 
 CPU is a process's user and system time by the kernel's count, in milliseconds a request: that is
