@@ -23,7 +23,8 @@ from kernels.cpu import linear as cpu_linear
 from kernels.cpu import prefill_attention as cpu_prefill_attention
 from kernels.cpu import rms_norm as cpu_rms_norm
 from kernels.cpu import rotate_and_store as cpu_rotate_and_store
-from kernels.cpu.amx_linear import is_packed_for_amx
+from kernels.cpu.amx_layer import AmxLayer, amx_layer
+from kernels.cpu.amx_linear import amx_linear, is_packed_for_amx
 from kernels.cpu.compressed_weight import CompressedWeight
 from kernels.cpu.compressed_weight import compress_weight as cpu_compress_weight
 from kernels.cpu.plain_rows import select_rows as select_compressed_rows
@@ -54,6 +55,8 @@ R = TypeVar("R")
 Op = Callable[Concatenate[Tensor, P], R]
 Compressed = CompressedWeight | SplitWeight
 Weight = Tensor | CompressedWeight | SplitWeight
+LayerKernel = AmxLayer
+layer_kernel = amx_layer
 HAS_TRITON = has_triton_device()
 if HAS_TRITON:
     from kernels.compressed_linear import compressed_linear as _fused_linear
@@ -113,6 +116,13 @@ def linear(
     if x.is_cuda and not is_batch_invariant:
         return torch.nn.functional.linear(x, weight, bias)
     return _linear(x, weight, bias, is_batch_invariant=is_batch_invariant)
+
+
+def logits(x: Tensor, weight: Weight, *, is_batch_invariant: bool = False) -> Tensor:
+    """`linear`, its result as FP32."""
+    if isinstance(weight, Tensor) and is_packed_for_amx(weight):
+        return amx_linear(x, weight, dtype=torch.float32)
+    return linear(x, weight, is_batch_invariant=is_batch_invariant).float()
 
 
 def select_rows(weight: Weight, row_ids: Tensor) -> Tensor:

@@ -25,22 +25,27 @@ from kernels.cpu.amx import (
     tile_configure,
     tile_release,
 )
-from kernels.cpu.amx_linear import BLOCK, CONFIGS, STEP_BYTES, multiply_block
+from kernels.cpu.amx_products import BLOCK, CONFIGS, STEP_BYTES, multiply_block
 from kernels.cpu.compiled import compiled
-from kernels.cpu.lanes import LOG2_E, array, exp2, expect_load, narrow, tanh, transpose_words
-from kernels.cpu.rows import (
-    ROW_LANES,
-    exp2_row,
+from kernels.cpu.floats import (
+    NUM_FLOATS,
+    larger,
     largest,
-    load_row,
-    mask_row,
-    store_as_bf16,
+    load_floats,
+    load_halves,
+    masked,
+    same,
+    store_floats,
+    store_halves,
     total,
+    weights_of,
 )
+from kernels.cpu.lanes import LOG2_E, array, exp2, expect_load, tanh, transpose_words
 from kernels.cpu.runs import runs_of
 
-SEGMENT = ROW_LANES  # tokens
+SEGMENT = 128  # tokens
 MAX_RUN_ROWS = 1024
+MIN_RUNS = 4  # for each thread; with fewer, they could not share them evenly
 LOWEST = np.float32(-1e30)  # of scores; unlike -inf it may be subtracted from itself
 
 _f32 = np.float32
@@ -153,33 +158,46 @@ def _attend(
 ) -> None:
     _, num_kv_heads, group, head_dim = query.shape
     max_rows = (runs[:, 2] - runs[:, 1]).max() * group
-    num_items = len(runs) * num_kv_heads
+    # Heads of a run lie next to each other in a block: one thread reads them all, as far as there
+    # are enough runs for each.
+    num_together = num_kv_heads if len(runs) >= MIN_RUNS * num_tasks else 1
+    num_items = len(runs) * num_kv_heads // num_together
     for task in prange(num_tasks):
         scratch = _scratch(max_rows, head_dim)
         # Each task takes every so many items: neighbours attend to equally long contexts.
         for item in range(task, num_items, num_tasks):
-            run, head = item // num_kv_heads, item % num_kv_heads
-            seq, low, high, position = runs[run]
-            rows = query[low:high, head]
-            _attend_run(rows, cache, block_tables[seq], head, position, mask, configs, scratch)
-            _divide(scratch, out[low:high, head])
+            first = item * num_together
+            seq, low, high, position = runs[first // num_kv_heads]
+            for head in range(first % num_kv_heads, first % num_kv_heads + num_together):
+                _begin(query, head, low, high - low, scratch)
+                _attend_run(
+                    cache,
+                    block_tables[seq],
+                    head,
+                    position,
+                    high - low,
+                    group,
+                    mask,
+                    configs,
+                    scratch,
+                )
+                _divide(scratch, head, low, high - low, out)
         tile_release()
 
 
 @compiled(is_inlined=True)
 def _attend_run(
-    query: Any,  # [R, G, D]
     cache: Any,
     block_table: Any,
     head: int,
     position: int,  # of the first token
+    num_tokens: int,
+    group: int,
     mask: Any,
     configs: Any,
     scratch: Any,
 ) -> None:
-    num_tokens, group = query.shape[:2]
     num_rows = num_tokens * group
-    _begin(query, scratch)
     end = position + num_tokens
     start = (max(0, position + 1 - mask.window) if mask.window else 0) // SEGMENT * SEGMENT
     num_configured = 0  # rows of the tiles; to configure them costs as much as a few products
@@ -196,19 +214,25 @@ def _attend_run(
                     tile_configure(configs[num_configured - 1].ctypes.data)
                 _score(scratch, low, high, num_columns)
                 _raise_tops(scratch, low, high, reach, group, mask)
-                _weigh(scratch, low, high, reach, group, mask)
+                _weigh(scratch, low, high, reach, group, num_columns, mask)
                 _add_values(scratch, low, high, num_columns)
 
 
 @compiled(is_inlined=True)
-def _begin(query: Any, scratch: Any) -> None:
-    num_tokens, group, head_dim = query.shape
+def _begin(query: Any, head: int, low: int, num_tokens: int, scratch: Any) -> None:
+    """The queries of one KV head, of tokens from `low` on."""
+    _, num_heads, group, head_dim = query.shape
     rows, _, _, _, _, tops, sums, attended = scratch
+    num_elements = group * head_dim
+    for token in range(num_tokens):
+        query_at = query.ctypes.data + ((low + token) * num_heads + head) * num_elements * 2
+        rows_at = rows.ctypes.data + token * num_elements * 2
+        attended_at = attended.ctypes.data + token * num_elements * 4
+        for element in range(0, num_elements, NUM_FLOATS):
+            store_halves(load_halves(query_at + element * 2), rows_at + element * 2)
+            store_floats(same(_f32(0.0)), attended_at + element * 4)
     for row in range(num_tokens * group):
         tops[row], sums[row] = LOWEST, 0.0
-        for d in range(head_dim):
-            rows[row, d] = query[row // group, row % group, d]
-            attended[row, d] = 0.0
 
 
 @compiled()
@@ -237,32 +261,51 @@ def _raise_tops(scratch: Any, low: int, high: int, reach: int, group: int, mask:
     if mask.softcap > 0.0:
         _cap(scores, high - low, mask)
     for row in range(low, high):
-        seen = load_row(scores.ctypes.data + (row - low) * SEGMENT * 4)
+        row_at = scores.ctypes.data + (row - low) * SEGMENT * 4
         start, end = _visible(reach + row // group, mask)
-        if start > 0 or end < SEGMENT:
-            seen = mask_row(seen, start, end)
+        seen = same(LOWEST)
+        for first in range(start // BLOCK * BLOCK, end, BLOCK):
+            seen = larger(_seen(row_at, first, start, end), seen)
         top = max(tops[row], largest(seen) * mask.factor)
         rescale = exp2(tops[row] - top)
         tops[row] = top
         if rescale != 1.0:
             sums[row] *= rescale
-            for d in range(attended.shape[1]):
-                attended[row, d] *= rescale
+            attended_at = attended.ctypes.data + row * attended.shape[1] * 4
+            for d in range(0, attended.shape[1], NUM_FLOATS):
+                at = attended_at + d * 4
+                store_floats(load_floats(at) * rescale, at)
 
 
 @compiled(is_inlined=True)
-def _weigh(scratch: Any, low: int, high: int, reach: int, group: int, mask: Any) -> None:
+def _weigh(
+    scratch: Any, low: int, high: int, reach: int, group: int, num_columns: int, mask: Any
+) -> None:
     """Turns the scores of rows [low, high) into weights; a second loop, for no row to wait for its
     largest score."""
     _, _, _, _, scores, tops, sums, _ = scratch
     for row in range(low, high):
-        seen = load_row(scores.ctypes.data + (row - low) * SEGMENT * 4)
+        row_at = scores.ctypes.data + (row - low) * SEGMENT * 4
         start, end = _visible(reach + row // group, mask)
-        if start > 0 or end < SEGMENT:
-            seen = mask_row(seen, start, end)
-        seen = exp2_row(seen, mask.factor, tops[row])
-        store_as_bf16(seen, scores.ctypes.data + (row - low) * SEGMENT * 4)
-        sums[row] += total(seen)
+        summed = same(_f32(0.0))
+        for first in range(0, num_columns, BLOCK):
+            if first + BLOCK <= start or first >= end:
+                weights = same(_f32(0.0))
+            else:
+                seen = _seen(row_at, first, start, end)
+                weights = weights_of(seen, mask.factor, tops[row])
+                summed = summed + weights
+            store_halves(weights, row_at + first * 2)
+        sums[row] += total(summed)
+
+
+@compiled(is_inlined=True)
+def _seen(row_at: int, first: int, start: int, end: int) -> Any:
+    """Scores of the columns from `first` on, of which [start, end) are visible."""
+    seen = load_floats(row_at + first * 4)
+    if first < start or first + BLOCK > end:
+        seen = masked(seen, start - first, end - first)
+    return seen
 
 
 @compiled()
@@ -295,13 +338,16 @@ def _add_values(scratch: Any, low: int, high: int, num_columns: int) -> None:
 
 
 @compiled(is_inlined=True)
-def _divide(scratch: Any, out: Any) -> None:
-    num_tokens, group, head_dim = out.shape
+def _divide(scratch: Any, head: int, low: int, num_tokens: int, out: Any) -> None:
+    _, num_heads, group, head_dim = out.shape
     _, _, _, _, _, _, sums, attended = scratch
     for row in range(num_tokens * group):
         factor = _f32(1.0) / sums[row]
-        for d in range(head_dim):
-            out[row // group, row % group, d] = narrow(attended[row, d] * factor, out.dtype)
+        attended_at = attended.ctypes.data + row * head_dim * 4
+        token, member = low + row // group, row % group
+        out_at = out.ctypes.data + ((token * num_heads + head) * group + member) * head_dim * 2
+        for d in range(0, head_dim, NUM_FLOATS):
+            store_halves(load_floats(attended_at + d * 4) * factor, out_at + d * 2)
 
 
 @compiled(is_inlined=True)

@@ -22,7 +22,7 @@ from kernels.cpu.amx import (
     tile_configure,
     tile_release,
 )
-from kernels.cpu.amx_linear import (
+from kernels.cpu.amx_products import (
     CHUNK_ROWS,
     CONFIGS,
     LINE_BYTES,

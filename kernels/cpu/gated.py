@@ -13,8 +13,8 @@ from kernels.cpu.compiled import compiled
 from kernels.cpu.lanes import LOG2_E, array, exp2, narrow, widen
 
 _f32 = np.float32
-_GELU_FACTOR = _f32(-2 * math.sqrt(2 / math.pi) * LOG2_E)
-_GELU_CUBIC = _f32(0.044715)
+GELU_FACTOR = _f32(-2 * math.sqrt(2 / math.pi) * LOG2_E)
+GELU_CUBIC = _f32(0.044715)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -50,6 +50,6 @@ def _gelu_and_mul(gate_up: Any, out: Any) -> None:
         gate, up = gate_up[row, : out.shape[1]], gate_up[row, out.shape[1] :]
         for index in range(out.shape[1]):
             x = widen(gate[index])
-            exponent = (x * x * _GELU_CUBIC + _f32(1.0)) * x * _GELU_FACTOR
+            exponent = (x * x * GELU_CUBIC + _f32(1.0)) * x * GELU_FACTOR
             decay = exp2(min(exponent, _f32(128.0)))
             out[row, index] = narrow(x / (_f32(1.0) + decay) * widen(up[index]), out.dtype)

@@ -30,9 +30,10 @@ SIDE = 16  # of the squares that are transposed
 
 _f32 = np.float32
 _i32 = np.int32
-# Least-squares fit of 2**r on [-1/2, 1/2] with 2**0 = 1; its error is below 1e-7.
-_C1, _C2, _C3 = _f32(0.69314720), _f32(0.24022651), _f32(0.055503324)
-_C4, _C5, _C6 = _f32(0.0096184373), _f32(0.0013395752), _f32(0.00015403530)
+# Least-squares fit of 2**r on [-1/2, 1/2] with 2**0 = 1, highest power first; its error is below
+# 1e-7.
+EXP2 = (0.00015403530, 0.0013395752, 0.0096184373, 0.055503324, 0.24022651, 0.69314720)
+_C6, _C5, _C4, _C3, _C2, _C1 = (_f32(each) for each in EXP2)
 
 
 def array(tensor: Tensor) -> NDArray[Any]:

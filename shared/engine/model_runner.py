@@ -13,11 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
+import numba
 import numpy as np
 import structlog
 import torch
 from torch import Tensor
 
+from kernels.cpu.amx_layer import MANY_ROWS
 from kernels.cpu.compiled import compiling_alone
 from kernels.cpu.lanes import FEW_ROWS
 from kernels.cpu.vector_attention import SEGMENT
@@ -70,11 +72,8 @@ def resolve_dtype(dtype: str, device: torch.device) -> str:
     return dtype
 
 
-def _warm_up(block_size: int) -> StepInputs:
-    """A prefill and a decode that leave the cache as it is, with as many rows as any kernel asks
-    for to run on all threads.
-    """
-    num_rows = FEW_ROWS + 1
+def _idle_step(block_size: int, num_rows: int) -> StepInputs:
+    """A prefill of so many tokens and a decode that leave the cache as it is."""
     return StepInputs(
         input_ids=np.zeros(num_rows + 1, dtype=np.int64),
         positions=np.zeros(num_rows + 1, dtype=np.int64),
@@ -176,6 +175,7 @@ class ModelRunner:
                 compress_in_place(model, model.weight_destinations())
             log.info("weights_compressed", **msgspec.structs.asdict(weights_report(model)))
         _pack(model)
+        model.fuse()
         _set_batch_invariance(model, is_batch_invariant)
         runner = cls(
             model,
@@ -187,7 +187,7 @@ class ModelRunner:
             clock=MonotonicClock() if clock is None else clock,
         )
         with compiling_alone():
-            runner.step_logits(_warm_up(block_size))  # whoever is ready has its kernels compiled
+            runner._warm_up()  # whoever is ready has its kernels compiled
         return runner
 
     @property
@@ -226,6 +226,14 @@ class ModelRunner:
         loop = asyncio.get_running_loop()
         for executor in (self._step_thread, self._copy_thread):
             await loop.run_in_executor(None, executor.shutdown)
+
+    def _warm_up(self) -> None:
+        """With as many rows as any kernel asks for to run on all threads, or on rows of its own."""
+        block_size, num_threads = self.kv_format.block_size, numba.get_num_threads()
+        self.step_logits(_idle_step(block_size, FEW_ROWS + 1))
+        numba.set_num_threads(1)
+        self.step_logits(_idle_step(block_size, MANY_ROWS))
+        numba.set_num_threads(num_threads)
 
     @torch.inference_mode()
     def step_logits(self, inputs: StepInputs) -> Tensor:

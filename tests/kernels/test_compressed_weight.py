@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu import amx_linear, compressed_weight, linear
+from kernels.cpu import amx_products, compressed_weight, linear
 from kernels.cpu.amx import has_amx
 from kernels.cpu.compressed_linear import compressed_linear
 from kernels.cpu.compressed_weight import CompressedWeight, compress_weight
@@ -191,7 +191,7 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.skipif(not has_amx(), reason="this CPU has no AMX")
 def test_the_prefetch_at_the_end_stays_harmless() -> None:
     """The blocks ahead of the last one are nobody's memory."""
-    weight = like_a_model(32, 32 * amx_linear.PIECE_STEPS)
+    weight = like_a_model(32, 32 * amx_products.PIECE_STEPS)
     found = compressed(weight)
-    x = torch.eye(32 * amx_linear.PIECE_STEPS).bfloat16()
+    x = torch.eye(32 * amx_products.PIECE_STEPS).bfloat16()
     assert_same_bits(compressed_linear(x, found), weight.T.contiguous())

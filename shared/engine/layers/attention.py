@@ -56,9 +56,10 @@ class Attention(nn.Module):
             eps=self.norm_eps,
             has_unit_offset=self.has_unit_offset_norms,
         )
-        return self.o_proj(self._attend(query, kv_cache, inputs).flatten(1))
+        return self.o_proj(self.attend(query, kv_cache, inputs).flatten(1))
 
-    def _attend(self, query: Tensor, kv_cache: Tensor, inputs: AttentionInputs) -> Tensor:
+    def attend(self, query: Tensor, kv_cache: Tensor, inputs: AttentionInputs) -> Tensor:
+        """Rotated queries [T, num_heads, D], whose keys and values are stored -> the same shape."""
         out: Tensor | None = None
         if inputs.prefill is not None:
             rows = inputs.prefill.rows

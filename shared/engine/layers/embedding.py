@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kernels.ops import Weight, linear, pack_weight, select_rows
+from kernels.ops import Weight, logits, pack_weight, select_rows
 from shared.engine.layers.linear import parameter_of, replace_weight
 
 
@@ -58,7 +58,7 @@ class OutputHead(nn.Module):
             replace_weight(self, pack_weight(self.weight))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        logits = linear(hidden, self.weight, is_batch_invariant=self.is_batch_invariant).float()
+        scores = logits(hidden, self.weight, is_batch_invariant=self.is_batch_invariant)
         if self.softcap is None:
-            return logits
-        return logits.div_(self.softcap).tanh_().mul_(self.softcap)
+            return scores
+        return scores.div_(self.softcap).tanh_().mul_(self.softcap)

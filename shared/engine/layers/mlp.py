@@ -18,6 +18,7 @@ class GatedMlp(nn.Module):
         hidden, inner, has_bias = config.hidden_size, config.intermediate_size, config.has_mlp_bias
         self.gate_up_proj = Linear(hidden, 2 * inner, has_bias=has_bias, dtype=dtype)
         self.down_proj = Linear(inner, hidden, has_bias=has_bias, dtype=dtype)
+        self.activation = config.activation
         self.gate = GATES[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:

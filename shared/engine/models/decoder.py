@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from shared.engine.attention_inputs import AttentionInputs
 from shared.engine.layers.attention import Attention
 from shared.engine.layers.embedding import Embedding, OutputHead
+from shared.engine.layers.fused import FusedLayer, fused_layer
 from shared.engine.layers.linear import Linear, parameter_of
 from shared.engine.layers.mlp import GatedMlp
 from shared.engine.layers.norm import RMSNorm
@@ -46,6 +47,12 @@ class DecoderLayer(nn.Module):
         normed, x = self.post_attention_layernorm.of_sum(x, attended)
         return x, self.mlp(normed)
 
+    def fused(self, rotary_dim: int) -> FusedLayer | None:
+        return fused_layer(
+            *(self.input_layernorm, self.self_attn, self.post_attention_layernorm, self.mlp),
+            rotary_dim,
+        )
+
 
 class SandwichLayer(DecoderLayer):
     """A norm behind attention and one behind the MLP as well."""
@@ -70,6 +77,9 @@ class SandwichLayer(DecoderLayer):
             x, self.post_attention_layernorm(attended)
         )
         return x, self.post_feedforward_layernorm(self.mlp(normed))
+
+    def fused(self, rotary_dim: int) -> None:
+        """No kernel has the norms behind attention and MLP."""
 
 
 class Decoder(nn.Module):
@@ -107,6 +117,14 @@ class Decoder(nn.Module):
             angles = cos[each.rope_index], sin[each.rope_index]
             x, update = layer(x, update, *angles, layer_cache, inputs)
         return x if update is None else x + update
+
+    def fuse(self) -> None:
+        """Layers that have a kernel as a whole are computed by it; call it with weights packed."""
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            found = layer.fused(self.config.ropes[0].rotary_dim)
+            if found is not None:
+                self.layers[index] = found
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> [R, vocab_size] FP32."""

@@ -1,0 +1,66 @@
+"""Models whose layers go through one kernel: which do, and that it changes no bit of an answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.cpu.amx import has_amx
+from shared.engine.layers.fused import FusedLayer
+from shared.engine.model_runner import ModelRunner
+from shared.engine.models.decoder import Decoder
+from tests.engine.checkpoints import write_model
+from tests.engine.steps import Blocks, advance
+
+pytestmark = pytest.mark.skipif(not has_amx(), reason="needs a CPU with AMX")
+SHAPE = {
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "vocab_size": 224,
+}
+FUSED = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+
+
+def load(folder: Path) -> ModelRunner:
+    return ModelRunner.load(folder, dtype="bfloat16", kv_cache_bytes=1 << 20)
+
+
+def logits(runner: ModelRunner) -> list[Tensor]:
+    """Of a mixed step, a step of single tokens, and one of a long run."""
+    blocks = Blocks(runner.num_blocks)
+    ids = torch.randint(0, 224, (600,), generator=torch.Generator().manual_seed(0)).tolist()
+    lines = [blocks.line(ids[:45]), blocks.line(ids[50:53]), blocks.line(ids)]
+    works = [(lines[0], 40), (lines[1], 2)], [(lines[0], 1), (lines[1], 1)], [(lines[2], 600)]
+    return [advance(runner, work) for work in works]
+
+
+@pytest.mark.parametrize("architecture", FUSED)
+def test_the_same_logits(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path, architecture, **SHAPE)
+    fused = load(tmp_path)
+    assert all(isinstance(layer, FusedLayer) for layer in fused._model.layers)
+    monkeypatch.setattr(Decoder, "fuse", lambda model: None)
+    single = load(tmp_path)
+    assert not any(isinstance(layer, FusedLayer) for layer in single._model.layers)
+    for got, expected in zip(logits(fused), logits(single), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields"),
+    [("Gemma2ForCausalLM", {}), ("LlamaForCausalLM", {"mlp_bias": True})],
+)
+def test_layers_with_more_to_them_stay(
+    architecture: str, fields: dict[str, bool], tmp_path: Path
+) -> None:
+    write_model(tmp_path, architecture, **SHAPE, **fields)
+    runner = load(tmp_path)
+    assert not any(isinstance(layer, FusedLayer) for layer in runner._model.layers)
