@@ -23,6 +23,7 @@ from kernels.cpu import linear as cpu_linear
 from kernels.cpu import prefill_attention as cpu_prefill_attention
 from kernels.cpu import rms_norm as cpu_rms_norm
 from kernels.cpu import rotate_and_store as cpu_rotate_and_store
+from kernels.cpu.amx_argmax import amx_argmax
 from kernels.cpu.amx_layer import AmxLayer, amx_layer
 from kernels.cpu.amx_linear import amx_linear, is_packed_for_amx
 from kernels.cpu.compressed_weight import CompressedWeight
@@ -44,6 +45,7 @@ from kernels.reference.prefill_attention import prefill_attention as reference_p
 from kernels.reference.rms_norm import rms_norm as reference_rms_norm
 from kernels.reference.rotary import rotary as reference_rotary
 from kernels.reference.rotate_and_store import rotate_and_store as reference_rotate_and_store
+from kernels.reference.sample import argmax
 from kernels.reference.sample import sample as reference_sample
 from kernels.reference.scatter_blocks import scatter_blocks as reference_scatter_blocks
 from kernels.reference.silu_and_mul import silu_and_mul as reference_silu_and_mul
@@ -123,6 +125,13 @@ def logits(x: Tensor, weight: Weight, *, is_batch_invariant: bool = False) -> Te
     if isinstance(weight, Tensor) and is_packed_for_amx(weight):
         return amx_linear(x, weight, dtype=torch.float32)
     return linear(x, weight, is_batch_invariant=is_batch_invariant).float()
+
+
+def argmax_logits(x: Tensor, weight: Weight, *, is_batch_invariant: bool = False) -> Tensor:
+    """argmax(`logits`), [T] int64; of equal ones the first."""
+    if isinstance(weight, Tensor) and is_packed_for_amx(weight):
+        return amx_argmax(x, weight)
+    return argmax(logits(x, weight, is_batch_invariant=is_batch_invariant))
 
 
 def select_rows(weight: Weight, row_ids: Tensor) -> Tensor:

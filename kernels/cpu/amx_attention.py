@@ -42,6 +42,7 @@ from kernels.cpu.floats import (
 )
 from kernels.cpu.lanes import LOG2_E, array, exp2, expect_load, tanh, transpose_words
 from kernels.cpu.runs import runs_of
+from kernels.cpu.tasks import num_tasks
 
 SEGMENT = 128  # tokens
 MAX_RUN_ROWS = 1024
@@ -81,11 +82,15 @@ def amx_attention(
     out = torch.empty_like(grouped, memory_format=torch.contiguous_format)
     max_run_tokens = max(MAX_RUN_ROWS // grouped.shape[2], 1)
     key, value = kv_cache.unbind(0)
+    runs = runs_of(query_lens.numpy(), context_lens.numpy(), max_run_tokens)
+    # Heads of a run lie next to each other in a block: one core reads them all, as far as there are
+    # enough runs to share.
+    num_together = num_kv_heads if len(runs) >= MIN_RUNS * numba.get_num_threads() else 1
     _attend(
         array(grouped),
         Cache(array(key), array(value)),
         block_tables.numpy(),
-        runs_of(query_lens.numpy(), context_lens.numpy(), max_run_tokens),
+        runs,
         Mask(
             0 if window is None else window,
             _f32(0.0 if softcap is None else softcap),
@@ -93,7 +98,8 @@ def amx_attention(
             _f32(scale * LOG2_E if softcap is None else LOG2_E),
         ),
         CONFIGS,
-        numba.get_num_threads(),
+        num_together,
+        num_tasks(len(runs) * num_kv_heads // num_together),
         array(out),
     )
     return out.view(num_tokens, num_heads, head_dim)
@@ -153,14 +159,12 @@ def _attend(
     runs: Any,
     mask: Any,
     configs: Any,
+    num_together: int,  # KV heads of an item
     num_tasks: int,
     out: Any,  # [T, H, G, D]
 ) -> None:
     _, num_kv_heads, group, head_dim = query.shape
     max_rows = (runs[:, 2] - runs[:, 1]).max() * group
-    # Heads of a run lie next to each other in a block: one thread reads them all, as far as there
-    # are enough runs for each.
-    num_together = num_kv_heads if len(runs) >= MIN_RUNS * num_tasks else 1
     num_items = len(runs) * num_kv_heads // num_together
     for task in prange(num_tasks):
         scratch = _scratch(max_rows, head_dim)

@@ -33,6 +33,7 @@ from kernels.cpu.amx_products import (
 from kernels.cpu.amx_rows import add_products, gate_products, norm_rows, place_heads
 from kernels.cpu.compiled import compiled
 from kernels.cpu.lanes import array
+from kernels.cpu.tasks import num_tasks
 
 # For each thread. With fewer, reading all weights in every thread takes longer than it saves.
 MANY_ROWS = 160
@@ -89,7 +90,7 @@ class AmxLayer:
             array(key),
             array(value),
             CONFIGS,
-            numba.get_num_threads(),
+            _num_tasks(x),
         )
         return query
 
@@ -98,12 +99,17 @@ class AmxLayer:
         y = torch.empty_like(x)
         run = _behind_by_rows if _has_many_rows(x) else _behind_by_columns
         rows = array(attended.flatten(1))
-        run(array(x), rows, self._behind, array(y), CONFIGS, numba.get_num_threads())
+        run(array(x), rows, self._behind, array(y), CONFIGS, _num_tasks(x))
         return y
 
 
 def _has_many_rows(x: Tensor) -> bool:
     return len(x) >= MANY_ROWS * numba.get_num_threads()
+
+
+def _num_tasks(x: Tensor) -> int:
+    """Of many rows, a task reads all weights: no more of them than threads."""
+    return numba.get_num_threads() if _has_many_rows(x) else num_tasks(x.shape[1] // BLOCK)
 
 
 def amx_layer(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import torch
 from numba import prange
 from torch import Tensor
@@ -21,6 +20,7 @@ from kernels.cpu.amx_products import (
 from kernels.cpu.compiled import compiled
 from kernels.cpu.floats import load_floats, rounded, store_floats
 from kernels.cpu.lanes import array
+from kernels.cpu.tasks import num_tasks
 
 
 def can_pack_for_amx(weight: Tensor) -> bool:
@@ -43,8 +43,8 @@ def pack_for_amx(weight: Tensor) -> Tensor:
 def amx_linear(x: Tensor, packed: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """x [T, K] -> [T, N], rounded once to BF16, and held in `dtype`: BF16 or FP32."""
     y = x.new_empty(x.shape[0], packed.shape[0] * BLOCK, dtype=dtype)
-    num_tasks = min(numba.get_num_threads(), packed.shape[0])
-    _linear(array(x.contiguous()), array(packed), CONFIGS, num_tasks, array(y))
+    arguments = array(x.contiguous()), array(packed), CONFIGS, num_tasks(packed.shape[0])
+    _linear(*arguments, array(y))
     return y
 
 

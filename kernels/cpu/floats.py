@@ -194,6 +194,19 @@ def largest(_: Any, x: Any) -> Any:
 
 
 @intrinsic
+def first_equal(_: Any, x: Any, value: Any) -> Any:
+    """The lane that holds `value`, the first of them; NUM_FLOATS if none does."""
+
+    def generate(builder: Any, x: Any, value: Any) -> Any:
+        equal = builder.fcmp_ordered("==", x, _splat(builder, value))
+        bits = builder.bitcast(equal, _I32)
+        lane = _call(builder, "llvm.cttz.i32", _I32, bits, ir.IntType(1)(0))
+        return builder.zext(lane, ir.IntType(64))
+
+    return _value(generate, _floats, types.float32, result=types.int64)
+
+
+@intrinsic
 def total(_: Any, x: Any) -> Any:
     """The sum, as a tree."""
 

@@ -50,6 +50,7 @@ from shared.engine.weight_form import WeightsReport, wants_compressed, weights_r
 from shared.engine.weights import CheckpointTensors, load_weights, open_checkpoint, weights_digest
 from shared.errors import CheckpointError, ConfigError
 from shared.kv_format import KvFormat
+from shared.messages import TokenLogprobs
 
 log = structlog.get_logger(__name__)
 
@@ -227,22 +228,36 @@ class ModelRunner:
         for executor in (self._step_thread, self._copy_thread):
             await loop.run_in_executor(None, executor.shutdown)
 
+    @torch.inference_mode()
     def _warm_up(self) -> None:
         """With as many rows as any kernel asks for to run on all threads, or on rows of its own."""
         block_size, num_threads = self.kv_format.block_size, numba.get_num_threads()
-        self.step_logits(_idle_step(block_size, FEW_ROWS + 1))
+        hidden = self._hidden(_idle_step(block_size, FEW_ROWS + 1))
+        self._model.logits(hidden[:1])
+        self._model.likeliest(hidden[:1])
         numba.set_num_threads(1)
-        self.step_logits(_idle_step(block_size, MANY_ROWS))
+        self._hidden(_idle_step(block_size, MANY_ROWS))
         numba.set_num_threads(num_threads)
 
     @torch.inference_mode()
     def step_logits(self, inputs: StepInputs) -> Tensor:
         """Computes a step on the calling thread. Returns [R, vocab_size] FP32."""
-        return self._sampled_logits(self._hidden(inputs), inputs)
+        return self._model.logits(self._sampled(self._hidden(inputs), inputs))
 
-    def _sampled_logits(self, hidden: Tensor, inputs: StepInputs) -> Tensor:
+    def _draw(
+        self, hidden: Tensor, inputs: StepInputs
+    ) -> tuple[list[int], list[TokenLogprobs | None]]:
+        if not inputs.sampling.num_rows:
+            return [], []
+        sampled = self._sampled(hidden, inputs)
+        if inputs.sampling.wants_likeliest_only:
+            return self._model.likeliest(sampled).tolist(), []
+        return draw_tokens(self._model.logits(sampled), inputs.sampling)
+
+    def _sampled(self, hidden: Tensor, inputs: StepInputs) -> Tensor:
+        """The rows that a token is drawn from."""
         rows = torch.from_numpy(inputs.sampling.logits_indices).to(self._device)
-        return self._model.logits(hidden.index_select(0, rows))
+        return hidden.index_select(0, rows)
 
     def _hidden(self, inputs: StepInputs) -> Tensor:
         """Of all tokens, before the final norm. [T, hidden_size]"""
@@ -260,12 +275,8 @@ class ModelRunner:
     def _run(self, inputs: StepInputs) -> StepOutput:
         self._threads.set_for(len(inputs.input_ids))
         started = self._clock.now()
-        hidden, sampling = self._hidden(inputs), inputs.sampling
-        token_ids, logprobs = (
-            draw_tokens(self._sampled_logits(hidden, inputs), sampling)
-            if sampling.num_rows
-            else ([], [])
-        )
+        hidden = self._hidden(inputs)
+        token_ids, logprobs = self._draw(hidden, inputs)
         output = StepOutput(
             token_ids,
             logprobs,

@@ -60,6 +60,13 @@ class SamplingInputs(msgspec.Struct, frozen=True):
     def num_rows(self) -> int:
         return len(self.logits_indices)
 
+    @property
+    def wants_likeliest_only(self) -> bool:
+        """Every row is greedy, and nothing is to be told of or done to its logits."""
+        is_touched = self.banned or self.bias is not None or self.penalties is not None
+        is_told = self.raw_logprobs or self.processed_logprobs
+        return not (is_touched or is_told or self.temperature.any())
+
 
 class PromptSuccessors(msgspec.Struct, frozen=True):
     """The prompt tokens that follow the first N tokens of a chunk; the last is not part of it."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,8 +15,9 @@ from kernels.cpu.amx import has_amx
 from shared.engine.layers.fused import FusedLayer
 from shared.engine.model_runner import ModelRunner
 from shared.engine.models.decoder import Decoder
+from shared.engine.runner import LogitBias, Penalties
 from tests.engine.checkpoints import write_model
-from tests.engine.steps import Blocks, advance
+from tests.engine.steps import Blocks, advance, greedy, step_of
 
 pytestmark = pytest.mark.skipif(not has_amx(), reason="needs a CPU with AMX")
 SHAPE = {
@@ -64,3 +68,33 @@ def test_layers_with_more_to_them_stay(
     write_model(tmp_path, architecture, **SHAPE, **fields)
     runner = load(tmp_path)
     assert not any(isinstance(layer, FusedLayer) for layer in runner._model.layers)
+
+
+def test_a_greedy_step_draws_the_largest_logits(tmp_path: Path) -> None:
+    write_model(tmp_path, "LlamaForCausalLM", **SHAPE)
+    runner = load(tmp_path)
+    step = step_of([(Blocks(runner.num_blocks).line(range(40)), 40)])
+    assert step.sampling.wants_likeliest_only
+    expected = runner.step_logits(step).argmax(-1).tolist()
+    assert runner._run(step).token_ids == expected
+    told = msgspec.structs.replace(step.sampling, raw_logprobs={3: 2})
+    output = runner._run(msgspec.structs.replace(step, sampling=told))
+    assert output.token_ids == expected
+    assert [row for row, each in enumerate(output.logprobs) if each is not None] == [3]
+
+
+@pytest.mark.parametrize(
+    "touched",
+    [
+        {"temperature": np.array([0, 0.5], np.float32)},
+        {"banned": [(1, 7)]},
+        {"processed_logprobs": {0: 0}},
+        {"bias": LogitBias(np.array([0]), np.array([3]), np.array([1], np.float32))},
+        {"penalties": Penalties(*np.ones((2, 1), np.int64), *np.ones((2, 1), np.float32))},
+    ],
+    ids=lambda touched: next(iter(touched)),
+)
+def test_logits_are_needed_where_something_is_done_to_them(touched: dict[str, Any]) -> None:
+    sampling = greedy([0, 1])
+    assert sampling.wants_likeliest_only
+    assert not msgspec.structs.replace(sampling, **touched).wants_likeliest_only

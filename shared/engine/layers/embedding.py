@@ -3,7 +3,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kernels.ops import Weight, logits, pack_weight, select_rows
+from kernels.ops import Weight, argmax_logits, logits, pack_weight, select_rows
+from kernels.reference.sample import argmax
 from shared.engine.layers.linear import parameter_of, replace_weight
 
 
@@ -62,3 +63,9 @@ class OutputHead(nn.Module):
         if self.softcap is None:
             return scores
         return scores.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        """The column of each row's largest logit, of equal ones the first: [R] int64."""
+        if self.softcap is None:
+            return argmax_logits(hidden, self.weight, is_batch_invariant=self.is_batch_invariant)
+        return argmax(self(hidden))

@@ -130,6 +130,10 @@ class Decoder(nn.Module):
         """hidden [R, hidden] -> [R, vocab_size] FP32."""
         return self.lm_head(self.norm(hidden))
 
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        """hidden [R, hidden] -> [R] ids of the largest logits."""
+        return self.lm_head.likeliest(self.norm(hidden))
+
     def weight_destinations(self) -> dict[str, Tensor]:
         """The checkpoint's tensor names -> where each goes; fused parameters are cut up."""
         found: dict[str, Tensor] = {
