@@ -25,7 +25,8 @@ from kernels.cpu import rms_norm as cpu_rms_norm
 from kernels.cpu import rotate_and_store as cpu_rotate_and_store
 from kernels.cpu.amx_argmax import amx_argmax
 from kernels.cpu.amx_layer import AmxLayer, amx_layer
-from kernels.cpu.amx_linear import amx_linear, is_packed_for_amx
+from kernels.cpu.amx_linear import packed_linear
+from kernels.cpu.compressed_products import for_tiles
 from kernels.cpu.compressed_weight import CompressedWeight
 from kernels.cpu.compressed_weight import compress_weight as cpu_compress_weight
 from kernels.cpu.plain_rows import select_rows as select_compressed_rows
@@ -122,15 +123,17 @@ def linear(
 
 def logits(x: Tensor, weight: Weight, *, is_batch_invariant: bool = False) -> Tensor:
     """`linear`, its result as FP32."""
-    if isinstance(weight, Tensor) and is_packed_for_amx(weight):
-        return amx_linear(x, weight, dtype=torch.float32)
+    tiles = for_tiles(weight)
+    if tiles is not None:
+        return packed_linear(x, tiles, dtype=torch.float32)
     return linear(x, weight, is_batch_invariant=is_batch_invariant).float()
 
 
 def argmax_logits(x: Tensor, weight: Weight, *, is_batch_invariant: bool = False) -> Tensor:
     """argmax(`logits`), [T] int64; of equal ones the first."""
-    if isinstance(weight, Tensor) and is_packed_for_amx(weight):
-        return amx_argmax(x, weight)
+    tiles = for_tiles(weight)
+    if tiles is not None:
+        return amx_argmax(x, tiles)
     return argmax(logits(x, weight, is_batch_invariant=is_batch_invariant))
 
 
@@ -181,9 +184,7 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 def has_own_product(weight: Weight) -> bool:
     """Whether `linear` multiplies by it with a kernel of ours; else torch's library does."""
-    if isinstance(weight, CompressedWeight):
-        return weight.order == "tiles"
-    return isinstance(weight, SplitWeight) or is_packed_for_amx(weight)
+    return isinstance(weight, SplitWeight) or for_tiles(weight) is not None
 
 
 def compress_weight(weight: Tensor) -> Compressed | None:

@@ -19,6 +19,7 @@ from kernels.cpu.amx_products import (
     CHUNK_ROWS,
     CONFIGS,
     SUM_BYTES,
+    num_blocks,
     plain_rows,
     sum_products,
 )
@@ -28,19 +29,19 @@ from kernels.cpu.lanes import array
 from kernels.cpu.tasks import num_tasks
 
 
-def amx_argmax(x: Tensor, packed: Tensor) -> Tensor:
-    """x [T, K] -> [T] int64: argmax of `amx_linear`, of equal ones the first."""
-    shape = num_tasks(packed.shape[0]), len(x)
+def amx_argmax(x: Tensor, weight: Any) -> Tensor:
+    """x [T, K] -> [T] int64: argmax of `packed_linear`, of equal ones the first."""
+    shape = num_tasks(num_blocks(weight)), len(x)
     tops, columns = np.empty(shape, np.float32), np.empty(shape, np.int64)
-    _argmax(array(x.contiguous()), array(packed), CONFIGS, tops, columns)
+    _argmax(array(x.contiguous()), weight, CONFIGS, tops, columns)
     return torch.from_numpy(columns[tops.argmax(0), np.arange(len(x))])
 
 
 @compiled(parallel=True)
 def _argmax(x: Any, weight: Any, configs: Any, tops: Any, columns: Any) -> None:
-    num_blocks = weight.shape[0]
+    total = num_blocks(weight)
     for task in prange(len(tops)):
-        first, end = num_blocks * task // len(tops), num_blocks * (task + 1) // len(tops)
+        first, end = total * task // len(tops), total * (task + 1) // len(tops)
         sums = aligned(CHUNK_ROWS * SUM_BYTES)
         for row in range(len(x)):
             tops[task, row], columns[task, row] = -np.inf, first * BLOCK

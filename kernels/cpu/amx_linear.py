@@ -14,6 +14,7 @@ from kernels.cpu.amx_products import (
     CHUNK_ROWS,
     CONFIGS,
     SUM_BYTES,
+    num_blocks,
     plain_rows,
     sum_products,
 )
@@ -42,17 +43,21 @@ def pack_for_amx(weight: Tensor) -> Tensor:
 
 def amx_linear(x: Tensor, packed: Tensor, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """x [T, K] -> [T, N], rounded once to BF16, and held in `dtype`: BF16 or FP32."""
-    y = x.new_empty(x.shape[0], packed.shape[0] * BLOCK, dtype=dtype)
-    arguments = array(x.contiguous()), array(packed), CONFIGS, num_tasks(packed.shape[0])
-    _linear(*arguments, array(y))
+    return packed_linear(x, array(packed), dtype=dtype)
+
+
+def packed_linear(x: Tensor, weight: Any, *, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """`weight`: as `sum_products` takes it."""
+    y = x.new_empty(x.shape[0], num_blocks(weight) * BLOCK, dtype=dtype)
+    _linear(array(x.contiguous()), weight, CONFIGS, num_tasks(num_blocks(weight)), array(y))
     return y
 
 
 @compiled(parallel=True)
 def _linear(x: Any, weight: Any, configs: Any, num_tasks: int, y: Any) -> None:
-    num_blocks = weight.shape[0]
+    total = num_blocks(weight)
     for task in prange(num_tasks):
-        first, end = num_blocks * task // num_tasks, num_blocks * (task + 1) // num_tasks
+        first, end = total * task // num_tasks, total * (task + 1) // num_tasks
         sums = aligned(CHUNK_ROWS * SUM_BYTES)
         for low in range(0, len(x), CHUNK_ROWS):
             high = min(low + CHUNK_ROWS, len(x))
@@ -66,7 +71,7 @@ def multiply_rows(
     rows: Any, num_rows: int, weight: Any, first: int, end: int, configs: Any, sums: Any, y: Any
 ) -> None:
     """y [T, N] = rows · weightᵀ, by blocks [first, end) of columns."""
-    row_bytes, sums_at = weight.shape[0] * BLOCK * y.itemsize, sums.ctypes.data
+    row_bytes, sums_at = y.strides[0], sums.ctypes.data
     for block in range(first, end):
         sum_products(rows, num_rows, weight, block, configs, sums_at)
         y_at = y.ctypes.data + block * BLOCK * y.itemsize

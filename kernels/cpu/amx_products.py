@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import types
+from numba.extending import overload
 
 from kernels.cpu.amx import (
     TILE_ROWS,
@@ -47,25 +49,62 @@ class Rows(NamedTuple):
     block_bytes: int  # from block to block
 
 
-@compiled()
+def num_blocks(weight: Any) -> Any:
+    """Of 32 columns of the product; `weight` as `sum_products` takes it."""
+    return len(weight) if isinstance(weight, np.ndarray) else len(weight.bases)
+
+
+def num_steps(weight: Any) -> Any:
+    """Of 32 of K."""
+    raise NotImplementedError("compiled code only")
+
+
 def sum_products(
     rows: Any, num_rows: int, weight: Any, block: int, configs: Any, sums_at: int
 ) -> None:
     """FP32 sums [num_rows, 32] of rows by a block of the weight's columns.
 
-    Where there are more rows than one block has, K is cut so that a piece of the weight stays in
+    `weight`: packed, an array [N / 32, K / 32, 16, 32, 2]; or see compressed_products.py.
+    """
+    raise NotImplementedError("compiled code only")
+
+
+@overload(num_blocks, strict=False)
+def _num_blocks(weight: Any) -> Any:
+    return (lambda weight: weight.shape[0]) if isinstance(weight, types.Array) else None
+
+
+@overload(num_steps, strict=False)
+def _num_steps(weight: Any) -> Any:
+    return (lambda weight: weight.shape[1]) if isinstance(weight, types.Array) else None
+
+
+@overload(sum_products, strict=False)
+def _sum_products(
+    rows: Any, num_rows: Any, weight: Any, block: Any, configs: Any, sums_at: Any
+) -> Any:
+    if not isinstance(weight, types.Array):
+        return None
+    return lambda rows, num_rows, weight, block, configs, sums_at: _sum(
+        rows, num_rows, weight, block, configs, sums_at
+    )
+
+
+@compiled()
+def _sum(rows: Any, num_rows: int, weight: Any, block: int, configs: Any, sums_at: int) -> None:
+    """Where there are more rows than one block has, K is cut so that a piece of the weight stays in
     the first cache while they go by, and the next piece is fetched meanwhile.
     """
-    num_steps = weight.shape[1]
+    all_steps = weight.shape[1]
     num_row_blocks = (num_rows + BLOCK - 1) // BLOCK
-    num_pieces = (num_steps + PIECE_STEPS - 1) // PIECE_STEPS if num_row_blocks > 1 else 1
+    num_pieces = (all_steps + PIECE_STEPS - 1) // PIECE_STEPS if num_row_blocks > 1 else 1
     # A single block of rows waits for memory in any case, which fetches in its own order best.
     num_ahead = min(STEP_LINES // num_row_blocks, MAX_AHEAD) if num_row_blocks > 1 else 0
     configured = 0
     for piece in range(num_pieces):
-        step = num_steps * piece // num_pieces
-        piece_steps = num_steps * (piece + 1) // num_pieces - step
-        columns_at = weight.ctypes.data + (block * num_steps + step) * STEP_BYTES
+        step = all_steps * piece // num_pieces
+        piece_steps = all_steps * (piece + 1) // num_pieces - step
+        columns_at = weight.ctypes.data + (block * all_steps + step) * STEP_BYTES
         ahead_at = columns_at + piece_steps * STEP_BYTES
         for index in range(num_row_blocks):
             block_rows = min(BLOCK, num_rows - index * BLOCK)

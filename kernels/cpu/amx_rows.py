@@ -10,7 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from kernels.cpu.amx_products import BLOCK, ROW_BYTES, STEP_BYTES, SUM_BYTES, padded, sum_products
+from kernels.cpu.amx_products import (
+    BLOCK,
+    ROW_BYTES,
+    STEP_BYTES,
+    SUM_BYTES,
+    num_blocks,
+    padded,
+    sum_products,
+)
 from kernels.cpu.compiled import compiled
 from kernels.cpu.floats import (
     NUM_FLOATS,
@@ -85,7 +93,7 @@ def add_products(
     y: Any,
 ) -> None:
     """y [T, N] = x + rows · weightᵀ, the product rounded first; y may be x."""
-    row_bytes, sums_at = weight.shape[0] * ROW_BYTES, sums.ctypes.data
+    row_bytes, sums_at = y.strides[0], sums.ctypes.data
     for block in range(first, end):
         sum_products(rows, num_rows, weight, block, configs, sums_at)
         x_at, y_at = x.ctypes.data + block * ROW_BYTES, y.ctypes.data + block * ROW_BYTES
@@ -96,21 +104,29 @@ def add_products(
 
 @compiled()
 def gate_products(
-    rows: Any, num_rows: int, behind: Any, first: int, end: int, configs: Any, sums: Any, gated: Any
+    rows: Any,
+    num_rows: int,
+    weight: Any,
+    is_gelu: bool,
+    first: int,
+    end: int,
+    configs: Any,
+    sums: Any,
+    gated: Any,
 ) -> None:
     """The gated product as tiled rows [T / 32, inner / 32, 32, 32], blocks [first, end)."""
-    weight, num_blocks = behind.gate_up, behind.down.shape[1]
+    num_gates = num_blocks(weight) // 2
     gate_at = sums.ctypes.data
     up_at = gate_at + padded(num_rows) * SUM_BYTES
     for block in range(first, end):
         sum_products(rows, num_rows, weight, block, configs, gate_at)
-        sum_products(rows, num_rows, weight, num_blocks + block, configs, up_at)
+        sum_products(rows, num_rows, weight, num_gates + block, configs, up_at)
         y_at = gated.ctypes.data + block * STEP_BYTES
         for row in range(num_rows):
             gate = rounded(load_floats(gate_at + row * SUM_BYTES))
             up = rounded(load_floats(up_at + row * SUM_BYTES))
-            at = row // BLOCK * num_blocks * STEP_BYTES + row % BLOCK * ROW_BYTES
-            store_halves(gated_floats(gate, up, behind.is_gelu), y_at + at)
+            at = row // BLOCK * num_gates * STEP_BYTES + row % BLOCK * ROW_BYTES
+            store_halves(gated_floats(gate, up, is_gelu), y_at + at)
 
 
 @compiled(is_inlined=True)

@@ -7,7 +7,8 @@ import torch
 
 from kernels.cpu.amx import has_amx
 from kernels.cpu.amx_products import CHUNK_ROWS
-from kernels.ops import argmax_logits, logits, pack_weight
+from kernels.cpu.compressed_weight import CompressedWeight
+from kernels.ops import argmax_logits, compress_weight, logits, pack_weight
 from tests.threads import computing_threads
 
 pytestmark = pytest.mark.skipif(not has_amx(), reason="needs a CPU with AMX")
@@ -25,6 +26,14 @@ def test_the_largest_logit(num_rows: int, num_threads: int) -> None:
     with computing_threads(num_threads):
         got = argmax_logits(x, weight)
     assert torch.equal(got, logits(x, weight).argmax(-1))
+
+
+def test_of_a_compressed_weight() -> None:
+    x, weight = random(40, 256), random(512, 256)
+    compressed = compress_weight(weight)
+    assert isinstance(compressed, CompressedWeight)
+    assert torch.equal(argmax_logits(x, compressed), argmax_logits(x, pack_weight(weight)))
+    assert torch.equal(logits(x, compressed), logits(x, pack_weight(weight)))
 
 
 def test_of_equal_ones_the_first() -> None:

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from kernels.cpu.amx import has_amx
 from kernels.cpu.amx_layer import MANY_ROWS, AmxLayer, amx_layer
+from kernels.cpu.compressed_weight import CompressedWeight
 from kernels.ops import (
     add_rms_norm,
+    compress_weight,
     gelu_and_mul,
     linear,
     pack_weight,
@@ -46,6 +48,7 @@ class Layer:
     has_head_norms: bool = False
     has_unit_offset: bool = False
     activation: str = "silu"
+    is_compressed: bool = False
 
     def __post_init__(self) -> None:
         draw.manual_seed(0)
@@ -56,7 +59,8 @@ class Layer:
             (2 * self.inner, self.hidden),
             (self.hidden, self.inner),
         ]
-        self.weights = [pack_weight(random(*shape, scale=0.2)) for shape in shapes]
+        form = compress_weight if self.is_compressed else pack_weight
+        self.weights = [form(random(*shape, scale=0.2)) for shape in shapes]
         self.norms = random(self.hidden), random(self.hidden)
         self.bias = random(width) if self.has_bias else None
         self.head_norms = [random(self.head_dim) for _ in range(2 * self.has_head_norms)]
@@ -97,6 +101,7 @@ LAYERS = {
     "qwen2": Layer(has_bias=True),
     "qwen3": Layer(has_head_norms=True, head_dim=128, rotary_dim=128),
     "gelu": Layer(has_head_norms=True, has_unit_offset=True, activation="gelu_pytorch_tanh"),
+    "compressed": Layer(hidden=256, inner=512, is_compressed=True),
     "part of a head": Layer(head_dim=96, rotary_dim=64, hidden=64, inner=32),
 }
 
@@ -130,6 +135,10 @@ def test_on_one_thread(num_rows: int) -> None:
     with computing_threads(1):
         assert numba.get_num_threads() == 1
         check(LAYERS["qwen3"], num_rows)
+
+
+def test_compressed_weights_are_multiplied_by_as_they_are() -> None:
+    assert all(isinstance(each, CompressedWeight) for each in LAYERS["compressed"].weights)
 
 
 def test_none_without_packed_weights() -> None:
