@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels.cpu.compiled import compiled
 from kernels.cpu.lanes import LOG2_E, array, exp2, narrow, widen
+from kernels.cpu.tasks import num_tasks
 
 _f32 = np.float32
 GELU_FACTOR = _f32(-2 * math.sqrt(2 / math.pi) * LOG2_E)
@@ -20,7 +21,7 @@ GELU_CUBIC = _f32(0.044715)
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """gate_up [T, 2 * intermediate], gate first -> [T, intermediate]; silu(g) = g / (1 + e**-g)."""
     out = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
-    _silu_and_mul(array(gate_up), array(out))
+    _silu_and_mul(array(gate_up), array(out), num_tasks(len(out)))
     return out
 
 
@@ -30,26 +31,38 @@ def gelu_and_mul(gate_up: Tensor) -> Tensor:
     g / 2 · (1 + tanh(u)) = g / (1 + e**-2u), u = sqrt(2 / pi) · (g + 0.044715 g³).
     """
     out = gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
-    _gelu_and_mul(array(gate_up), array(out))
+    _gelu_and_mul(array(gate_up), array(out), num_tasks(len(out)))
     return out
 
 
 @compiled(parallel=True)
-def _silu_and_mul(gate_up: Any, out: Any) -> None:
-    for row in prange(out.shape[0]):
-        gate, up = gate_up[row, : out.shape[1]], gate_up[row, out.shape[1] :]
-        for index in range(out.shape[1]):
-            x = widen(gate[index])
-            decay = exp2(min(x * _f32(-LOG2_E), _f32(128.0)))
-            out[row, index] = narrow(x / (_f32(1.0) + decay) * widen(up[index]), out.dtype)
+def _silu_and_mul(gate_up: Any, out: Any, num_tasks: int) -> None:
+    for task in prange(num_tasks):
+        first, end = len(out) * task // num_tasks, len(out) * (task + 1) // num_tasks
+        for row in range(first, end):
+            _silu_row(gate_up[row, : out.shape[1]], gate_up[row, out.shape[1] :], out[row])
+
+
+@compiled(is_inlined=True)
+def _silu_row(gate: Any, up: Any, out: Any) -> None:
+    for index in range(len(out)):
+        x = widen(gate[index])
+        decay = exp2(min(x * _f32(-LOG2_E), _f32(128.0)))
+        out[index] = narrow(x / (_f32(1.0) + decay) * widen(up[index]), out.dtype)
 
 
 @compiled(parallel=True)
-def _gelu_and_mul(gate_up: Any, out: Any) -> None:
-    for row in prange(out.shape[0]):
-        gate, up = gate_up[row, : out.shape[1]], gate_up[row, out.shape[1] :]
-        for index in range(out.shape[1]):
-            x = widen(gate[index])
-            exponent = (x * x * GELU_CUBIC + _f32(1.0)) * x * GELU_FACTOR
-            decay = exp2(min(exponent, _f32(128.0)))
-            out[row, index] = narrow(x / (_f32(1.0) + decay) * widen(up[index]), out.dtype)
+def _gelu_and_mul(gate_up: Any, out: Any, num_tasks: int) -> None:
+    for task in prange(num_tasks):
+        first, end = len(out) * task // num_tasks, len(out) * (task + 1) // num_tasks
+        for row in range(first, end):
+            _gelu_row(gate_up[row, : out.shape[1]], gate_up[row, out.shape[1] :], out[row])
+
+
+@compiled(is_inlined=True)
+def _gelu_row(gate: Any, up: Any, out: Any) -> None:
+    for index in range(len(out)):
+        x = widen(gate[index])
+        exponent = (x * x * GELU_CUBIC + _f32(1.0)) * x * GELU_FACTOR
+        decay = exp2(min(exponent, _f32(128.0)))
+        out[index] = narrow(x / (_f32(1.0) + decay) * widen(up[index]), out.dtype)
