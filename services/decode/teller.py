@@ -2,8 +2,9 @@
 
 The steps of a large model take 5 ms and more: what each of them drew leaves at once. Those of a
 small one take less than its telling costs worker, bus, gateway and client, some 10 us for each
-entry of a message; so what several steps drew leaves together, and the more sequences run, the
-more of their steps. A first token waits for nothing, and leaves without the others.
+entry of a message; so what is drawn within 2 ms leaves together, which is still faster than anybody
+reads, and the more sequences run, the more of their steps. A first token waits for nothing, and
+leaves without the others.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from shared.subjects import tokens
 
 from .emitter import Emitter, apart
 
-INTERVAL_S = 0.001
+INTERVAL_S = 0.002
 ENTRY_INTERVAL_S = 20e-6  # for each entry, if that is more
 
 
