@@ -170,6 +170,7 @@ class Table:
                     revision=MODEL[1],
                     num_tokens=num_tokens,
                     num_bytes=0,
+                    parent_hash=event.parent_hash,
                     tip_hash=event.block_hashes[-BLOCK_HASH_BYTES:],
                 )
             elif isinstance(event, BlocksRemoved):

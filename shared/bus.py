@@ -1,8 +1,8 @@
 """The bus seam: publish, request, subscribe and serve typed messages; NATS behind it.
 
-This is the one place where exceptions become replies and replies exceptions again. nats-py awaits a
-callback before it takes the next message of a subscription, so a subscriber only enqueues, and what
-a request has to wait for runs as a task of its own.
+This is the one place where exceptions become replies and replies exceptions again. No message is
+read while another is handed over, so a subscriber only enqueues, and what a request has to wait for
+runs as a task of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import nats
 import nats.errors
 import structlog
 from nats.aio.client import Client
-from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from shared.decoding import UNREADABLE
@@ -35,6 +34,7 @@ from shared.errors import (
 )
 from shared.identity import Identities
 from shared.messages import Failure, Message
+from shared.nats_client import DirectClient
 from shared.subjects import from_anyone, inbox_prefix, sender_of, sent_by
 
 log = structlog.get_logger(__name__)
@@ -211,7 +211,7 @@ class NatsBus:
     It adds the sender to every subject, and hears each subject from any sender.
     """
 
-    def __init__(self, client: Client, process_id: str) -> None:
+    def __init__(self, client: DirectClient, process_id: str) -> None:
         self.process_id = process_id
         self._client = client
         self._identities = Identities()
@@ -221,7 +221,7 @@ class NatsBus:
     @classmethod
     async def connect(cls, url: str, *, process_id: str, timeout_s: float = 10.0) -> NatsBus:
         """Raises DependencyUnavailable if no server lets this process in within `timeout_s`."""
-        client = Client()
+        client = DirectClient()
         events = _ConnectionEvents(client)
         connecting = asyncio.ensure_future(
             client.connect(
@@ -277,8 +277,8 @@ class NatsBus:
         self, subject: str, message: Message, reply_type: type[M], *, timeout_s: float
     ) -> M:
         try:
-            reply = await self._client.request(
-                sent_by(subject, self.process_id), self._payload(message), timeout=timeout_s
+            reply = await self._client.ask(
+                sent_by(subject, self.process_id), self._payload(message), timeout_s=timeout_s
             )
         except nats.errors.NoRespondersError:
             raise NoResponders(f"nobody serves {subject}") from None
@@ -287,7 +287,7 @@ class NatsBus:
         except (nats.errors.Error, OSError) as error:
             raise DependencyUnavailable(f"cannot request on NATS: {error!r}") from error
         try:
-            decoded = self._reply_decoder(reply_type).decode(reply.data)
+            decoded = self._reply_decoder(reply_type).decode(reply)
             self._identities.check_reply(subject, decoded)
         except (*UNREADABLE, Impostor) as error:
             raise DependencyUnavailable(f"a reply on {subject} makes no sense: {error}") from None
@@ -300,15 +300,14 @@ class NatsBus:
     ) -> Unsubscribe:
         decode = msgspec.msgpack.Decoder(message_type).decode
 
-        async def on_message(message: Msg) -> None:
-            checked = self._identities.checked(decode, sender_of(message.subject))
+        async def take(wire_subject: str, reply: str, data: bytes) -> None:
+            checked = self._identities.checked(decode, sender_of(wire_subject))
             try:
-                hand_over(message.subject, handler, checked, message.data)
+                hand_over(wire_subject, handler, checked, data)
             except Exception:  # the service's edge: one bad message must not end the subscription
-                log.exception("subscriber_failed", subject=message.subject)
+                log.exception("subscriber_failed", subject=wire_subject)
 
-        pattern = from_anyone(subject)
-        subscription = await self._client.subscribe(pattern, queue=queue, cb=on_message)
+        subscription = await self._client.listen(from_anyone(subject), take, queue=queue)
         return subscription.unsubscribe
 
     async def serve(
@@ -316,29 +315,28 @@ class NatsBus:
     ) -> Unsubscribe:
         decode = msgspec.msgpack.Decoder(message_type).decode
 
-        async def answer(message: Msg, reply: Message | Awaitable[Message]) -> None:
+        async def answer(reply_to: str, reply: Message | Awaitable[Message]) -> None:
             told = reply if isinstance(reply, Message) else await reply
             try:
-                await message.respond(self._payload(told))
+                await self._client.publish(reply_to, self._payload(told))
             except (nats.errors.Error, HearthError) as error:
                 log.warning("reply_failed", subject=subject, error=str(error))
 
-        async def on_message(message: Msg) -> None:
+        async def take(wire_subject: str, reply_to: str, data: bytes) -> None:
             if len(self._tasks) >= MAX_SERVED_AT_ONCE:
                 refusal = Overloaded("too many requests at once", retry_after_s=1.0)
-                await message.respond(_encode(failure_of(refusal)))
+                await answer(reply_to, failure_of(refusal))
                 return
-            checked = self._identities.checked(decode, sender_of(message.subject))
-            reply = begin_reply(handler, checked, message.data)
+            checked = self._identities.checked(decode, sender_of(wire_subject))
+            reply = begin_reply(handler, checked, data)
             if isinstance(reply, Message):
-                await answer(message, reply)
+                await answer(reply_to, reply)
                 return
-            task = asyncio.create_task(answer(message, reply))
+            task = asyncio.create_task(answer(reply_to, reply))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-        pattern = from_anyone(subject)
-        subscription = await self._client.subscribe(pattern, queue=queue, cb=on_message)
+        subscription = await self._client.listen(from_anyone(subject), take, queue=queue)
         return partial(self._stop_serving, subscription)
 
     async def _stop_serving(self, subscription: Subscription) -> None:

@@ -23,6 +23,7 @@ from shared.messages import (
     DecodeStarted,
     Failure,
     Finish,
+    FinishReason,
     PrefillFailed,
     ResendTokens,
     StartDecode,
@@ -30,7 +31,7 @@ from shared.messages import (
 )
 from shared.subjects import control, resend, start_decode
 
-from .emitter import Emitter
+from .emitter import Emitter, Output
 from .handoff import Handoff
 from .handoffs import Handoffs
 from .placement import Placement, placement_id_of, sequences_of
@@ -60,6 +61,7 @@ class DecodeService:
         self._emitter = Emitter()
         self._teller = Teller(worker, self._emitter)
         self._placements: dict[bytes, Placement] = {}
+        self._drawing: dict[Sequence, tuple[Placement, Output]] = {}  # choices that have not ended
         self._ended: dict[bytes, Ended] = {}
         self._fenced: OrderedDict[bytes, None] = OrderedDict()  # aborted, maybe before they came
         self._orphaned_since: dict[str, float] = {}
@@ -123,7 +125,8 @@ class DecodeService:
         self._placements[placement_id] = placement
         for index, sequence in choices.items():
             first_position = sequence.num_output_tokens
-            self._emitter.open(placement_id, request.gateway_id, index, first_position)
+            output = self._emitter.open(placement_id, request.gateway_id, index, first_position)
+            self._drawing[sequence] = placement, output
         self._worker.loop.wake()
         return self._started(placement)
 
@@ -197,50 +200,48 @@ class DecodeService:
     # ── tokens ───────────────────────────────────────────────────────────────────────────────────
 
     def _on_step(self, progress: list[Progress]) -> None:
-        now, has_first = self._worker.clock.now(), False
+        now = self._worker.clock.now()
         for each in progress:
-            placement = self._placements.get(placement_id_of(each.sequence))
-            if placement is None:
-                continue
-            if each.sequence.is_prefill_only:
-                self._on_prompt(placement, each, now)
+            drawing = self._drawing.get(each.sequence)
+            if drawing is None:
+                self._on_prompt(each, now)
             elif each.token_ids or each.finish_reason:
-                has_first |= self._emit(placement, each, now)
-        self._teller.step_ended(has_first=has_first)
+                self._emit(*drawing, each, now)
+        self._teller.step_ended()
 
-    def _on_prompt(self, placement: Placement, progress: Progress, now: float) -> None:
+    def _on_prompt(self, progress: Progress, now: float) -> None:
+        """What choices share is computed; else it is somebody else's, or nobody's any more."""
+        placement = self._placements.get(placement_id_of(progress.sequence))
+        if placement is None or not progress.sequence.is_prefill_only:
+            return
         if progress.finish_reason is None:
             self._fork(placement)
             return
         self._engine.release(placement.prompt)
         for sequence in list(placement.choices.values()):
             failed = Progress(sequence, finish_reason=progress.finish_reason)
-            self._emit(placement, failed, now)
+            self._emit(*self._drawing[sequence], failed, now)
 
-    def _emit(self, placement: Placement, progress: Progress, now: float) -> bool:
-        """Whether it is the first that is said of the choice."""
-        placement_id, sequence = placement.placement_id, progress.sequence
-        index = sequence.choice_index
-        is_first = self._emitter.is_silent(placement_id, index)
-        served = placement.served(sequence) if is_first else None
-        finish = _finish_of(placement, progress)
+    def _emit(self, placement: Placement, output: Output, progress: Progress, now: float) -> None:
         placement.told_at = now
-        if finish is not None:
-            self._end_choice(placement, sequence)
+        if output.served is None:
+            output.served = placement.served(progress.sequence)
+        finish = None
+        if progress.finish_reason is not None:
+            finish = _finish_of(placement, progress, progress.finish_reason)
+            self._end_choice(placement, progress.sequence)
         self._emitter.add(
-            placement_id,
-            index,
+            output,
             progress.token_ids,
             finish,
-            served,
             logprobs=progress.logprobs,
             prompt_logprobs=progress.prompt_logprobs,
         )
-        return is_first
 
     def _end_choice(self, placement: Placement, sequence: Sequence) -> None:
         """With the last of its choices the placement has ended."""
         del placement.choices[sequence.choice_index]
+        del self._drawing[sequence]
         if placement.choices:
             return
         del self._placements[placement.placement_id]
@@ -267,6 +268,8 @@ class DecodeService:
         placement = self._placements.pop(placement_id, None)
         if placement is None:
             return
+        for sequence in placement.choices.values():
+            del self._drawing[sequence]
         if placement.handoff is not None:
             placement.handoff.cancel()
         else:
@@ -342,11 +345,8 @@ class DecodeService:
         return overdue
 
 
-def _finish_of(placement: Placement, progress: Progress) -> Finish | None:
-    reason, embedding = progress.finish_reason, progress.embedding
-    if reason is None:
-        return None
-    is_failed = reason == "failed"
+def _finish_of(placement: Placement, progress: Progress, reason: FinishReason) -> Finish:
+    embedding, is_failed = progress.embedding, reason == "failed"
     failure = Failure(code=HearthError.code, message="the step failed") if is_failed else None
     return Finish(
         reason=reason,

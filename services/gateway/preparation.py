@@ -83,7 +83,10 @@ class Preparation:
 
     def assembler(self, prepared: Prepared) -> TextAssembler:
         context = prepared.prompt_token_ids if prepared.generation.continues_text else []
-        detokenizer = Detokenizer(self._files.tokenizer.tokenizer, context[-CONTEXT_TOKENS:])
+        tokenizer = self._files.tokenizer
+        detokenizer = Detokenizer(
+            tokenizer.tokenizer, context[-CONTEXT_TOKENS:], whole_texts=tokenizer.whole_texts
+        )
         sampling = prepared.generation.sampling
         return TextAssembler(detokenizer, sampling.stop, min_tokens=sampling.min_tokens)
 

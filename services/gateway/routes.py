@@ -93,8 +93,10 @@ class Routes:
         self._wall_clock = wall_clock
         self._started_at = int(wall_clock())
 
-    async def authenticate(self, connection: Connection, _: BaseRouteHandler) -> None:
-        """Before the body is read: a stranger gets nothing parsed."""
+    async def authenticate(self, connection: Connection) -> None:
+        """Before the body is read: a stranger gets nothing parsed. No guard, for each of which
+        Litestar copies the route's handler.
+        """
         state = connection.state
         state.request_id = self._gateway.new_request_id()
         header = connection.headers.get("authorization")
@@ -173,7 +175,10 @@ def build_app(
 ) -> Litestar:
     routes = Routes(gateway, wall_clock, metrics_token)
     asking = OpenAIRoutes(gateway, wall_clock)
-    known: dict[str, Any] = {"guards": [routes.authenticate], "security": [{BEARER: []}]}
+    known: dict[str, Any] = {
+        "before_request": routes.authenticate,
+        "security": [{BEARER: []}],
+    }
     ask = partial(post, return_dto=None, status_code=200, **known)
     look = partial(route, http_method=[HttpMethod.GET, HttpMethod.HEAD])
     chat = ask(

@@ -4,9 +4,11 @@
                                     last_use, pin (a name, or empty), holder:{worker} of each one
     hearth:{tenant}:prefixes        the hashes by last use; the oldest beyond the bound are deleted
 
-One record for the tip of each run of blocks that a worker stores. Changes gather here, coalesced by
-record, and `flush` sends them in one batch; nothing on the way of a match or an event waits for
-Redis. While it is away the oldest changes are dropped beyond a bound, and counted.
+One record for the tip of each run of blocks that a worker stores. An answer that grows stores a run
+for each of its blocks: of those that come between two batches only the last gets a record, beside
+that of its prompt. Changes gather here, coalesced by record, and `flush` sends them in one batch;
+nothing on the way of a match or an event waits for Redis. While it is away the oldest changes are
+dropped beyond a bound, and counted. A count that is 0 is not written.
 
 Several replicas write the same records. Each holder is a field of its own, hits are increments, and
 `trim` asks Redis who is the oldest, so none overwrites what another knows. What a replica has not
@@ -50,6 +52,7 @@ class PrefixRecord:
     last_use: int
     holders: set[str] = field(default_factory=set)
     pin: str = ""
+    extends: bool = False  # its run went on from another record's tip
     written_at: float = 0.0
     # not yet in Redis: that it was used, who holds it now (True) or no longer, what is to be added
     is_used: bool = False
@@ -107,12 +110,18 @@ class PrefixRegistry:
         revision: str,
         num_tokens: int,
         num_bytes: int,
+        parent_hash: bytes,
         tip_hash: bytes,
     ) -> None:
+        """`parent_hash`: of the block before the run, `tip_hash`: of its last."""
         record = self._records.get(tip_hash)
         if record is None:
+            before = self._records.get(parent_hash)
             record = PrefixRecord(tenant_id, tip_hash, model, revision, num_tokens, num_bytes, 0)
             self._records[tip_hash] = record
+            if before is not None and before.tenant_id == tenant_id:
+                record.extends = True
+                self._give_way(before, worker_id)
         record.hold(worker_id, is_held=True)
         self._held_by.setdefault(worker_id, set()).add(tip_hash)
         self._use(record)
@@ -239,8 +248,9 @@ class PrefixRegistry:
         fields |= {HOLDER + each: 1 for each, is_held in delta.holders.items() if is_held}
         for pairs in _in_pieces(list(fields.items()), MAX_PARTS // 2):
             yield ("HSET", key, *(item for pair in pairs for item in pair))
-        yield ("HINCRBY", key, "hits", delta.hits)
-        yield ("HINCRBY", key, "saved_tokens", delta.saved_tokens)
+        if delta.hits:
+            yield ("HINCRBY", key, "hits", delta.hits)
+            yield ("HINCRBY", key, "saved_tokens", delta.saved_tokens)
         yield ("EXPIRE", key, self._ttl_s)
         member = record.block_hash.hex()
         yield ("ZADD", _set_key(record.tenant_id), "GT", record.last_use, member)
@@ -329,6 +339,14 @@ class PrefixRegistry:
             self._to_recover.pop(tenant_id, None)
             for each in prefixes.values():
                 self._forget(each)
+
+    def _give_way(self, record: PrefixRecord, worker_id: str) -> None:
+        """Its only holder has gone on from it, before anybody met it."""
+        is_met = record.written_at or record.new_hits or record.pin
+        if record.extends and not is_met and record.holders == {worker_id}:
+            self._pending.pop(record.block_hash, None)
+            self._by_tenant[record.tenant_id].pop(record.block_hash, None)
+            self._forget(record)
 
     def _let_go(self, worker_id: str, block_hash: bytes) -> None:
         record = self._records.get(block_hash)

@@ -259,6 +259,7 @@ class KvIndexService:
             revision=source.revision,
             num_tokens=num_tokens,
             num_bytes=num_tokens * heartbeat.model.kv_bytes_per_token,
+            parent_hash=run.parent_hash,
             tip_hash=run.block_hashes[-BLOCK_HASH_BYTES:],
         )
 

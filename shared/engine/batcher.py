@@ -29,22 +29,14 @@ from shared.engine.sequence import Sequence, SequenceState
 class ScheduledSequence(msgspec.Struct, frozen=True):
     sequence: Sequence
     num_scheduled_tokens: int
+    completes: bool  # this step computes the sequence's last token
     # (source, destination) block to copy first; the row holds the source until the step has ended
     block_copy: tuple[int, int] | None = None
 
     @property
-    def completes(self) -> bool:
-        """Whether this step computes the sequence's last token."""
-        sequence = self.sequence
-        return sequence.num_computed_tokens + self.num_scheduled_tokens == len(sequence.token_ids)
-
-    @property
     def samples(self) -> bool:
-        """Whether it completes the sequence so that a new token can be drawn."""
-        sequence = self.sequence
-        return sequence.sampling is not None and (
-            sequence.num_computed_tokens + self.num_scheduled_tokens == len(sequence.token_ids)
-        )
+        """Whether a new token can be drawn."""
+        return self.completes and self.sequence.sampling is not None
 
 
 class Batcher:
@@ -99,7 +91,7 @@ class Batcher:
 
     def schedule(self) -> tuple[list[ScheduledSequence], list[Sequence]]:
         """Returns the step's rows, and prefills that were found in the cache entirely (HELD)."""
-        scheduled: dict[Sequence, int] = {}
+        scheduled: dict[Sequence, ScheduledSequence] = {}
         budget = self._max_batch_tokens
         num_preempted = 0
         for sequence, num_lacking in self._running_by_turns():
@@ -107,27 +99,38 @@ class Batcher:
                 break
             if sequence.state is not SequenceState.RUNNING:
                 continue  # preempted for an older one in this very step
-            for victim in self._make_room(sequence):
-                num_preempted += 1
-                budget += scheduled.pop(victim, 0)
-            if sequence.state is SequenceState.RUNNING:
-                count = scheduled[sequence] = min(num_lacking, budget)
-                budget -= count
-        found: list[Sequence] = []
-        if num_preempted == 0:
-            found = self._admit(scheduled, budget)
-        rows = [
-            ScheduledSequence(sequence, count, self._block_copies.get(sequence))
-            for sequence, count in scheduled.items()
-        ]
+            if not self._has_room(sequence):
+                for victim in self._make_room(sequence):
+                    num_preempted += 1
+                    if victim in scheduled:
+                        budget += scheduled.pop(victim).num_scheduled_tokens
+                if sequence.state is not SequenceState.RUNNING:
+                    continue
+            count = num_lacking if num_lacking < budget else budget
+            block_copy = self._block_copies.get(sequence)
+            scheduled[sequence] = ScheduledSequence(
+                sequence, count, count == num_lacking, block_copy
+            )
+            budget -= count
+        rows = list(scheduled.values())
+        found = [] if num_preempted else self._admit(rows, budget)
         self._block_copies.clear()
         return rows, found
 
     def _running_by_turns(self) -> list[tuple[Sequence, int]]:
         """With the tokens that they lack: who lacks one, then who lacks more; both oldest first."""
-        lacking = [(sequence, sequence.num_uncomputed_tokens) for sequence in self.running]
+        lacking = [(each, len(each.token_ids) - each.num_computed_tokens) for each in self.running]
         ones = [each for each in lacking if each[1] == 1]
         return ones if len(ones) == len(lacking) else ones + [e for e in lacking if e[1] != 1]
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Blocks for all its tokens, and to itself the first that it writes: a running one has
+        them at most steps.
+        """
+        table, size = sequence.block_table, self.pool.block_size
+        if len(table) * size < len(sequence.token_ids):
+            return False
+        return self.pool.ref_count(table[sequence.num_computed_tokens // size]) == 1
 
     def _share_blocks(self, parent: Sequence, child: Sequence) -> None:
         self.pool.hold(parent.block_table)
@@ -204,7 +207,8 @@ class Batcher:
         num_holders = sum(bool(each.block_table) for each in self.waiting)
         self.waiting.insert(num_holders, sequence)
 
-    def _admit(self, scheduled: dict[Sequence, int], budget: int) -> list[Sequence]:
+    def _admit(self, rows: list[ScheduledSequence], budget: int) -> list[Sequence]:
+        """Adds the rows of those that are let in; returns whom the cache had entirely."""
         found: list[Sequence] = []
         while self.waiting and budget > 0 and len(self.running) < self._max_sequences:
             sequence = self.waiting[0]
@@ -212,14 +216,16 @@ class Batcher:
             if not sequence.block_table and not self.allocate_prompt(sequence, spare=spare):
                 break
             self.waiting.popleft()
-            if sequence.num_uncomputed_tokens == 0:
+            num_lacking = sequence.num_uncomputed_tokens
+            if num_lacking == 0:
                 sequence.become(SequenceState.HELD)
                 found.append(sequence)
                 continue
             sequence.become(SequenceState.RUNNING)
             self.running.append(sequence)
-            scheduled[sequence] = min(sequence.num_uncomputed_tokens, budget)
-            budget -= scheduled[sequence]
+            count = min(num_lacking, budget)
+            rows.append(ScheduledSequence(sequence, count, count == num_lacking))
+            budget -= count
         return found
 
     def allocate_prompt(self, sequence: Sequence, *, spare: int) -> bool:

@@ -200,6 +200,7 @@ class Engine:
     def apply(self, rows: list[ScheduledSequence], output: StepOutput) -> list[Progress]:
         """Takes in a computed step; it drew one token for each row that samples, in order."""
         draws = zip(output.token_ids, output.logprobs or repeat(None), strict=False)
+        block_size = self.pool.block_size
         progress = []
         for index, row in enumerate(rows):
             sequence = row.sequence
@@ -208,16 +209,20 @@ class Engine:
             if sequence.is_aborted:
                 self._finish(sequence)
                 continue
-            self._count(row, token_id)
+            if sequence.num_computed_tokens < sequence.num_prompt_tokens:
+                self._count_prompt(row)
             if sequence.sampling is None or sequence.prompt_logprobs is not None:
                 _collect(sequence, index, output)
             sequence.num_computed_tokens += row.num_scheduled_tokens
-            first_open = sequence.num_committed_blocks * self.pool.block_size
-            if sequence.num_computed_tokens - first_open >= self.pool.block_size:
+            if sequence.num_computed_tokens >= (sequence.num_committed_blocks + 1) * block_size:
                 self._commit_full_blocks(sequence)
             if self._reach is not None:
                 self._drop_unseen_blocks(sequence, self._reach)
-            progress.append(self._advance(sequence, token_id, logprobs))
+            if token_id is None:
+                progress.append(self._advance_undrawn(sequence))
+            else:
+                self.num_generated_tokens += 1
+                progress.append(self._advance(sequence, token_id, logprobs))
         return progress
 
     def fail(self, rows: list[ScheduledSequence]) -> list[Progress]:
@@ -238,14 +243,13 @@ class Engine:
         return progress
 
     def _advance(
-        self, sequence: Sequence, token_id: int | None, logprobs: TokenLogprobs | None
+        self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None
     ) -> Progress:
-        if token_id is None:
-            return self._advance_undrawn(sequence)
         params = sequence.sampling
         assert params is not None
-        prompt_logprobs = tuple(sequence.prompt_logprobs or ())
-        sequence.prompt_logprobs = None
+        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        if sequence.prompt_logprobs is not None:
+            prompt_logprobs, sequence.prompt_logprobs = tuple(sequence.prompt_logprobs), None
         if token_id in sequence.stop_token_ids and sequence.num_output_tokens >= params.min_tokens:
             self._finish(sequence)
             return Progress(
@@ -255,8 +259,9 @@ class Engine:
                 prompt_logprobs=prompt_logprobs,
             )
         sequence.token_ids.append(token_id)
-        is_long = sequence.num_output_tokens >= params.max_tokens
-        is_over = is_long or sequence.num_tokens >= self.max_context_tokens
+        num_tokens = len(sequence.token_ids)
+        is_long = num_tokens - sequence.num_prompt_tokens >= params.max_tokens
+        is_over = is_long or num_tokens >= self.max_context_tokens
         if is_over:
             self._finish(sequence)
         return Progress(
@@ -286,12 +291,9 @@ class Engine:
             source, _ = row.block_copy
             self.pool.release([source])
 
-    def _count(self, row: ScheduledSequence, token_id: int | None) -> None:
-        sequence = row.sequence
-        num_left = sequence.num_prompt_tokens - sequence.num_computed_tokens
-        if num_left > 0:
-            self.num_computed_prompt_tokens += min(num_left, row.num_scheduled_tokens)
-        self.num_generated_tokens += token_id is not None
+    def _count_prompt(self, row: ScheduledSequence) -> None:
+        num_left = row.sequence.num_prompt_tokens - row.sequence.num_computed_tokens
+        self.num_computed_prompt_tokens += min(num_left, row.num_scheduled_tokens)
 
     def _hold(self, sequence: Sequence) -> None:
         self.batcher.remove(sequence)

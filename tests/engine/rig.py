@@ -37,6 +37,11 @@ class InstantClock:
         pass
 
 
+def row_of(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
+    """A row of that sequence as it is."""
+    return ScheduledSequence(sequence, num_tokens, sequence.num_uncomputed_tokens == num_tokens)
+
+
 def finish(coroutine: Coroutine[Any, Any, T]) -> T:
     """Result of a coroutine that never suspends."""
     try:

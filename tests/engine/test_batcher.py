@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from shared.engine.batcher import Batcher, ScheduledSequence
+from shared.engine.batcher import Batcher
 from shared.engine.block_pool import BlockPool
 from shared.engine.sequence import Sequence, SequenceState
-from tests.engine.rig import BLOCK_SIZE, greedy, new_sequence, prompt
+from tests.engine.rig import BLOCK_SIZE, greedy, new_sequence, prompt, row_of
 
 RUNNING, WAITING, HELD = SequenceState.RUNNING, SequenceState.WAITING, SequenceState.HELD
 
@@ -217,7 +217,7 @@ def test_a_prefill_that_the_cache_has_entirely_needs_no_step() -> None:
     assert (again.state, again.num_cached_tokens) == (HELD, 8)
     assert again.block_table == first.block_table
     # who samples computes its last token at least, and never in a block that others see
-    assert rows == [ScheduledSequence(asked, 4)]
+    assert rows == [row_of(asked, 4)]
     assert asked.block_table[0] == first.block_table[0]
     assert asked.block_table[1] not in first.block_table
 
@@ -232,7 +232,17 @@ def test_takes_all_blocks_or_none() -> None:
 
 
 def test_only_the_last_token_samples() -> None:
-    sequence = asking(8)
-    assert not ScheduledSequence(sequence, 7).samples
-    assert ScheduledSequence(sequence, 8).samples
-    assert not ScheduledSequence(prefill(8), 8).samples
+    batcher = new_batcher(max_batch_tokens=16)
+    asked, pushed = asking(20), prefill(12)
+    for each in (asked, pushed):
+        batcher.add(each)
+    told = []
+    for _ in range(2):
+        rows, _ = batcher.schedule()
+        told.append([(row.sequence, row.completes, row.samples) for row in rows])
+        for row in rows:
+            row.sequence.num_computed_tokens += row.num_scheduled_tokens
+    assert told == [
+        [(asked, False, False)],
+        [(asked, True, True), (pushed, True, False)],
+    ]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 
-from shared.engine.batcher import ScheduledSequence
 from shared.engine.inputs import build_inputs
 from shared.engine.sequence import Sequence
 from shared.messages import SamplingParams
-from tests.engine.rig import greedy, new_sequence
+from tests.engine.rig import greedy, new_sequence, row_of
 
 BLOCK_SIZE = 4
 
@@ -26,7 +27,7 @@ def standing(
     sequence = new_sequence(
         token_ids, sampling, output_ids=output_ids, stop=stop, choice_index=choice_index
     )
-    sequence.block_table = block_table
+    sequence.block_table = array("q", block_table)
     sequence.num_computed_tokens = num_computed_tokens
     return sequence
 
@@ -50,10 +51,10 @@ def test_a_mixed_step() -> None:
     first = standing([40, 41], greedy(), block_table=[1], num_computed_tokens=0, stop=(4,))
     pushed = standing([50, 51], None, block_table=[3], num_computed_tokens=1)
     rows = [
-        ScheduledSequence(decode, 1),
-        ScheduledSequence(chunk, 3),
-        ScheduledSequence(first, 2),
-        ScheduledSequence(pushed, 1),
+        row_of(decode, 1),
+        row_of(chunk, 3),
+        row_of(first, 2),
+        row_of(pushed, 1),
     ]
     inputs = build_inputs(rows, BLOCK_SIZE)
 
@@ -79,7 +80,7 @@ def test_a_mixed_step() -> None:
 
 def test_no_row_samples() -> None:
     chunk = standing([1, 2, 3, 4], greedy(), block_table=[0], num_computed_tokens=0)
-    inputs = build_inputs([ScheduledSequence(chunk, 3)], BLOCK_SIZE)
+    inputs = build_inputs([row_of(chunk, 3)], BLOCK_SIZE)
     assert inputs.sampling.num_rows == 0
     assert inputs.sampling.banned == []
 
@@ -87,7 +88,7 @@ def test_no_row_samples() -> None:
 def test_dtypes_are_as_the_seam_says_even_when_empty() -> None:
     chunk = standing([1, 2], greedy(), block_table=[0], num_computed_tokens=0)
     for num_tokens in (1, 2):
-        inputs = build_inputs([ScheduledSequence(chunk, num_tokens)], BLOCK_SIZE)
+        inputs = build_inputs([row_of(chunk, num_tokens)], BLOCK_SIZE)
         flat = (inputs.input_ids, inputs.positions, inputs.slot_mapping, inputs.query_lens)
         assert {array.dtype for array in flat} == {np.dtype(np.int64)}
         assert inputs.context_lens.dtype == inputs.block_tables.dtype == np.int64
@@ -101,7 +102,7 @@ def test_dtypes_are_as_the_seam_says_even_when_empty() -> None:
 
 def test_the_tables_are_a_copy_that_a_later_change_does_not_reach() -> None:
     chunk = standing([1, 2], greedy(), block_table=[6], num_computed_tokens=0)
-    inputs = build_inputs([ScheduledSequence(chunk, 2)], BLOCK_SIZE)
+    inputs = build_inputs([row_of(chunk, 2)], BLOCK_SIZE)
     chunk.block_table[0] = 1
     chunk.token_ids[0] = 99
     assert inputs.block_tables.tolist() == [[6]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from shared.engine.batcher import ScheduledSequence
 from shared.engine.inputs import build_inputs
 from shared.engine.runner import SamplingInputs
 from shared.engine.sampler import draw_tokens
 from shared.engine.sequence import Sequence
 from shared.messages import SamplingParams
-from tests.engine.rig import new_sequence
+from tests.engine.rig import new_sequence, row_of
 
 VOCAB_SIZE = 50
 PROMPT, OUTPUT = [3, 4, 4, 9], [9, 7, 7, 7]
@@ -32,9 +32,9 @@ def sequence_with(output: list[int] = OUTPUT, **options: Any) -> Sequence:
 def inputs_of(*sequences: Sequence) -> SamplingInputs:
     """Each is about to compute its last token, and to draw."""
     for sequence in sequences:
-        sequence.block_table = [0, 1, 2]
+        sequence.block_table = array("q", [0, 1, 2])
         sequence.num_computed_tokens = sequence.num_tokens - 1
-    return build_inputs([ScheduledSequence(each, 1) for each in sequences], 4).sampling
+    return build_inputs([row_of(each, 1) for each in sequences], 4).sampling
 
 
 def logits_of(num_rows: int, *, seed: int = 0) -> Tensor:
@@ -223,9 +223,9 @@ def test_an_explicit_zero_is_no_penalty() -> None:
 def test_the_penalties_of_a_long_sequence_are_sparse() -> None:
     params = SamplingParams(seed=0, max_tokens=999, temperature=0.0, frequency_penalty=0.5)
     sequence = new_sequence([5] * 500, params, output_ids=[6, 7] * 50)
-    sequence.block_table = list(range(200))
+    sequence.block_table = array("q", range(200))
     sequence.num_computed_tokens = sequence.num_tokens - 1
-    penalties = build_inputs([ScheduledSequence(sequence, 1)], 4).sampling.penalties
+    penalties = build_inputs([row_of(sequence, 1)], 4).sampling.penalties
     assert penalties is not None
     assert penalties.token_ids.tolist() == [5, 6, 7]
     assert penalties.subtracted.tolist() == [0.0, 25.0, 25.0]

@@ -43,7 +43,8 @@ def of_worker(worker: SimulatedWorker) -> list[str]:
             placements=decode._placements,
             ended=decode._ended,
             emitter=decode._emitter,
-            unsent_entries=decode._emitter._dirty,
+            unsent_entries=decode._emitter._news,
+            drawing=decode._drawing,
             handoffs=decode._handoffs._under_way,
         )
     return found

@@ -93,7 +93,7 @@ class Origins:
                 record = store.data.get(f"{key}:prefix:{block_hash.hex()}")
                 told.add(f"{key}:prefix:{block_hash.hex()}")
                 if record is not None:
-                    num_hits += int(record[b"hits"])
+                    num_hits += int(record.get(b"hits", 0))
                     names = [name.decode() for name in record]
                     holders = {each.removeprefix(HOLDER) for each in names if HOLDER in each}
                     if not holders <= workers:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -20,6 +21,10 @@ class Detokenizer:
     ones. `DecodeStream` does the common case in 0.6 µs; this class adds the ending and the way
     on after bytes that are no UTF-8 at all. `context` are the tokens before: where text goes on,
     a decoder must not take its first space away.
+
+    `whole_texts`, of `token_bytes`, saves most tokens of many models that: where nothing is
+    withheld, their text is known. The text of the others does not depend on them, so neither
+    `DecodeStream` nor `_context` has to hear of them.
     """
 
     def __init__(
@@ -28,9 +33,11 @@ class Detokenizer:
         context: Sequence[int] = (),
         *,
         skips_special_tokens: bool = True,
+        whole_texts: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self._tokenizer = tokenizer
         self._skips = skips_special_tokens
+        self._whole_texts = whole_texts
         self._context = list(context)  # tokens of the last piece given out
         if self._context and self._decode(self._context).endswith(REPLACEMENT):
             self._context = []  # it ends amid a character, and would be given out again with it
@@ -40,6 +47,9 @@ class Detokenizer:
     def feed(self, token_ids: Sequence[int]) -> list[str]:
         pieces = []
         for token_id in token_ids:
+            if not self._pending and token_id in self._whole_texts:
+                pieces.append(self._whole_texts[token_id])
+                continue
             self._pending.append(token_id)
             piece = self._step(token_id)
             if piece:

@@ -31,6 +31,25 @@ def is_byte_level(source: str) -> bool:
     return any(each.type == "ByteLevel" for each in (decoder, *decoder.decoders))
 
 
+def whole_texts(source: str, tokenizer: Tokenizer) -> dict[int, str]:
+    """The tokens that are the same text wherever they stand, with that text: of a vocabulary whose
+    decoder only joins bytes those that are whole UTF-8. `source` as in `is_byte_level`.
+    """
+    decoder = msgspec.json.decode(source, type=_TokenizerFile).decoder
+    if decoder is None or decoder.type != "ByteLevel":
+        return {}
+    table, added = byte_characters(), tokenizer.get_added_tokens_decoder()
+    found = {}
+    for piece, token_id in tokenizer.get_vocab(with_added_tokens=False).items():
+        try:
+            text = bytes([table[char] for char in piece]).decode()
+        except (KeyError, UnicodeDecodeError):
+            continue
+        if text and token_id not in added and not text.endswith("\ufffd"):
+            found[token_id] = text
+    return found
+
+
 def byte_characters() -> dict[str, int]:
     """GPT-2's table: printable Latin-1 stands for itself, the rest is counted on from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from services.gateway.text.byte_pairs import encoders
 from services.gateway.text.chat_template import LiteralText
 from services.gateway.text.detokenizer import Detokenizer
-from services.gateway.text.token_bytes import TokenBytes, is_byte_level
+from services.gateway.text.token_bytes import TokenBytes, is_byte_level, whole_texts
 from shared.errors import ConfigError
 
 
@@ -24,6 +24,7 @@ class PromptTokenizer:
             self.tokenizer = Tokenizer.from_str(text)
             self._literal = Tokenizer.from_str(text)
             has_byte_level = is_byte_level(text)
+            self.whole_texts = whole_texts(text, self.tokenizer)
         except Exception as error:  # tokenizers raises a bare Exception
             raise ConfigError(f"cannot read the tokenizer {path}: {error}") from error
         for each in (self.tokenizer, self._literal):

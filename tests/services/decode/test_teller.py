@@ -8,7 +8,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from services.decode.teller import INTERVAL_S
+from services.decode.teller import ENTRY_INTERVAL_S, INTERVAL_S
 from shared.engine.timing_engine import StepCost
 from shared.messages import TokenBatch
 from shared.subjects import tokens
@@ -17,6 +17,7 @@ from tests.simulation.clock import run
 from tests.simulation.workers import request_of
 
 NUM_TOKENS = 40
+WIDE = {"max_sequences": 200, "max_batch_tokens": 800, "num_blocks": 16_384}
 
 
 def every_step(base_s: float) -> StepCost:
@@ -48,8 +49,8 @@ async def told_of(it: Cluster, num_requests: int) -> list[tuple[float, TokenBatc
     return told
 
 
-@pytest.mark.parametrize("step_s", [0.005, 0.001])
-def test_a_step_of_a_millisecond_or_more_is_told_at_once(step_s):
+@pytest.mark.parametrize("step_s", [0.005, 0.002])
+def test_a_step_of_two_milliseconds_or_more_is_told_at_once(step_s):
     async def main():
         async with cluster(cost=every_step(step_s)) as it:
             told = await told_of(it, 1)
@@ -98,5 +99,44 @@ def test_requests_that_run_together_share_their_messages():
             told = await told_of(it, 8)
             assert len(told) < 8 * 3
             assert max(len(batch.entries) for _, batch in told) > 1
+
+    run(main())
+
+
+def test_the_more_run_the_longer_short_steps_are_gathered():
+    async def main():
+        async with cluster(cost=every_step(0.0005), **WIDE) as it:
+            request = request_of(PROMPT[:4], max_tokens=1000)
+            for _ in range(120):
+                placement_id = await it.peer.place("decode-1", request)
+            await it.peer.has_tokens(placement_id, 9)
+            told = listen(it)
+            await asyncio.sleep(0.05)  # virtual
+            assert len(told) > 15
+            assert [len(batch.entries) for _, batch in told] == [120] * len(told)
+            for (before, _), (at, _) in pairwise(told):
+                wanted = 120 * ENTRY_INTERVAL_S
+                assert wanted > INTERVAL_S and wanted - 1e-9 <= at - before <= wanted + 0.0005
+
+    run(main())
+
+
+def test_a_first_token_leaves_without_waiting_for_those_of_others():
+    async def main():
+        async with cluster(cost=every_step(0.0001), **WIDE) as it:
+            told = listen(it)
+            request = request_of(PROMPT[:4], max_tokens=1000)
+            for _ in range(80):
+                await it.peer.place("decode-1", request)
+            joined = await it.peer.place("decode-1", request_of(PROMPT[:4]))
+            began_at = asyncio.get_running_loop().time()
+            await it.peer.has_tokens(joined, 1)
+            at, first = next(
+                (at, batch)
+                for at, batch in told
+                if joined in [entry.placement_id for entry in batch.entries]
+            )
+            assert at - began_at <= 0.0002
+            assert [entry.placement_id for entry in first.entries] == [joined]
 
     run(main())

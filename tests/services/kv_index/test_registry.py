@@ -31,7 +31,7 @@ def registry_on(store: Store, max_per_tenant: int = 3) -> PrefixRegistry:
 
 
 def store_run(
-    registry: PrefixRegistry, number: int, worker_id: str = "w0", tenant: str = "t"
+    registry: PrefixRegistry, number: int, worker_id: str = "w0", tenant: str = "t", after: int = 0
 ) -> None:
     registry.stored(
         worker_id,
@@ -40,6 +40,7 @@ def store_run(
         revision="r1",
         num_tokens=16 * number,
         num_bytes=1600 * number,
+        parent_hash=block(after),
         tip_hash=block(number),
     )
 
@@ -77,6 +78,45 @@ def test_a_record_says_what_is_known() -> None:
     assert store.time_to_live_s[key(4)] == 60
     assert store.data["hearth:t:prefixes"] == {block(4).hex().encode(): 1003.0}
     assert store.num_writes == 1
+
+
+def test_of_an_answer_that_grows_prompt_and_end_are_recorded() -> None:
+    store = MemoryStore()
+    registry = registry_on(store, max_per_tenant=9)
+    store_run(registry, 1)
+    for number in (2, 3, 4):
+        store_run(registry, number, after=number - 1)
+    assert registry.num_pending == 2
+    assert run(registry.flush())
+    assert set(store.data) == {key(1), key(4), "hearth:t:prefixes"}
+    assert b"hits" not in store.data[key(4)]
+    store_run(registry, 5, after=4)
+    assert run(registry.flush())
+    assert set(store.data) == {key(1), key(4), key(5), "hearth:t:prefixes"}
+    registry.removed("w0", block(3) + block(4))
+    run(registry.flush())
+    assert holders(store, 4) == set()
+    assert holders(store, 5) == {"w0"}
+
+
+def test_what_anybody_met_keeps_its_record() -> None:
+    """Used by a request, held by a second worker, pinned, or another tenant's."""
+    store = MemoryStore()
+    registry = registry_on(store, max_per_tenant=99)
+    for first in (10, 20, 30, 40):
+        store_run(registry, first)
+        store_run(registry, first + 1, after=first)
+    registry.matched("t", [block(10), block(11)], 2)
+    store_run(registry, 21, "w1", after=20)
+    registry.pin(PrefixRecord("t", block(31), "m", "r1", 0, 0, 0, pin="system"))
+    for first in (10, 20, 30):
+        store_run(registry, first + 2, after=first + 1)
+    store_run(registry, 42, tenant="other", after=41)
+    run(registry.flush())
+    for number in (10, 11, 12, 20, 21, 22, 30, 31, 32, 40, 41):
+        assert key(number) in store.data
+    assert key(42, "other") in store.data
+    assert holders(store, 21) == {"w0", "w1"}
 
 
 def test_holders_follow_removal_clearing_and_loss() -> None:
