@@ -1,8 +1,9 @@
-"""32 FP32 numbers as one value of compiled loops on CPUs with AMX: a row of a product's block.
+"""32 FP32 numbers as one value of compiled loops: a row of a product's block.
 
 They are added, multiplied and divided like numbers, also with a single FP32 one. What is computed
 with them has the bits of the loops over whole tensors (`gated`, `rms_norm`), which do the same
 operations in the same order; only subnormal BF16, which AMX takes for 0, becomes 0 at once.
+`store_halves` and `rounded` need AVX512-BF16, which every CPU with AMX has.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, models, overload, register_model
 
 from kernels.cpu.amx import bf16_of_floats
-from kernels.cpu.lanes import EXP2
+from kernels.cpu.compiled import compiled
+from kernels.cpu.lanes import EXP2, LOG2_E
 
 NUM_FLOATS = 32
+
+_f32 = np.float32
 
 _I16, _I32, _F32 = ir.IntType(16), ir.IntType(32), ir.FloatType()
 _FLOATS, _WORDS = ir.VectorType(_F32, NUM_FLOATS), ir.VectorType(_I32, NUM_FLOATS)
@@ -35,7 +40,7 @@ class FloatsType(types.Type):  # type: ignore[misc]
         super().__init__(name="Floats")
 
 
-_floats = FloatsType()
+floats = FloatsType()
 
 
 @register_model(FloatsType)
@@ -80,7 +85,7 @@ def _widened(builder: Any, halves: Any) -> Any:
     return builder.bitcast(words, _FLOATS)
 
 
-def _value(generate: Callable[..., Any], *argument_types: Any, result: Any = _floats) -> Any:
+def _value(generate: Callable[..., Any], *argument_types: Any, result: Any = floats) -> Any:
     """The numba signature, and code that is made of the builder and the arguments."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -103,7 +108,7 @@ def store_floats(_: Any, x: Any, address: Any) -> Any:
         builder.store(args[0], builder.inttoptr(args[1], _FLOATS.as_pointer()), align=4)
         return context.get_dummy_value()
 
-    return types.void(_floats, types.int64), code
+    return types.void(floats, types.int64), code
 
 
 @intrinsic
@@ -126,13 +131,13 @@ def store_halves(_: Any, x: Any, address: Any) -> Any:
         builder.store(_narrowed(builder, args[0]), place, align=2)
         return context.get_dummy_value()
 
-    return types.void(_floats, types.int64), code
+    return types.void(floats, types.int64), code
 
 
 @intrinsic
 def rounded(_: Any, x: Any) -> Any:
     """To the nearest BF16."""
-    return _value(lambda builder, x: _widened(builder, _narrowed(builder, x)), _floats)
+    return _value(lambda builder, x: _widened(builder, _narrowed(builder, x)), floats)
 
 
 @intrinsic
@@ -144,7 +149,7 @@ def same(_: Any, x: Any) -> Any:
 @intrinsic
 def fma_floats(_: Any, a: Any, b: Any, c: Any) -> Any:
     """a · b + c, rounded once."""
-    return _value(_fma, _floats, _floats, _floats)
+    return _value(_fma, floats, floats, floats)
 
 
 def _selecting(comparison: str) -> Any:
@@ -152,7 +157,7 @@ def _selecting(comparison: str) -> Any:
         def generate(builder: Any, a: Any, b: Any) -> Any:
             return builder.select(builder.fcmp_ordered(comparison, a, b), a, b)
 
-        return _value(generate, _floats, _floats)
+        return _value(generate, floats, floats)
 
     return intrinsic(select)
 
@@ -179,7 +184,7 @@ def masked(_: Any, x: Any, start: Any, end: Any) -> Any:
         )
         return builder.select(is_inside, x, _all(float("-inf")))
 
-    return _value(generate, _floats, types.int64, types.int64)
+    return _value(generate, floats, types.int64, types.int64)
 
 
 @intrinsic
@@ -190,7 +195,7 @@ def largest(_: Any, x: Any) -> Any:
         name = f"llvm.vector.reduce.fmax.v{NUM_FLOATS}f32"
         return _call(builder, name, _F32, x, fastmath=("nnan",))
 
-    return _value(generate, _floats, result=types.float32)
+    return _value(generate, floats, result=types.float32)
 
 
 @intrinsic
@@ -203,7 +208,7 @@ def first_equal(_: Any, x: Any, value: Any) -> Any:
         lane = _call(builder, "llvm.cttz.i32", _I32, bits, ir.IntType(1)(0))
         return builder.zext(lane, ir.IntType(64))
 
-    return _value(generate, _floats, types.float32, result=types.int64)
+    return _value(generate, floats, types.float32, result=types.int64)
 
 
 @intrinsic
@@ -214,7 +219,7 @@ def total(_: Any, x: Any) -> Any:
         name = f"llvm.vector.reduce.fadd.v{NUM_FLOATS}f32"
         return _call(builder, name, _F32, _F32(0.0), x, fastmath=("reassoc",))
 
-    return _value(generate, _floats, result=types.float32)
+    return _value(generate, floats, result=types.float32)
 
 
 @intrinsic
@@ -232,7 +237,7 @@ def exp2_floats(_: Any, x: Any) -> Any:
         power = builder.bitcast(builder.shl(exponent, _words(23)), _FLOATS)
         return builder.fmul(y, power)
 
-    return _value(generate, _floats)
+    return _value(generate, floats)
 
 
 @intrinsic
@@ -250,7 +255,14 @@ def weights_of(_: Any, scores: Any, factor: Any, top: Any) -> Any:
         exponent = builder.shl(builder.bitcast(shifted, _WORDS), _words(23))
         return builder.fmul(y, builder.bitcast(exponent, _FLOATS))
 
-    return _value(generate, _floats, types.float32, types.float32)
+    return _value(generate, floats, types.float32, types.float32)
+
+
+@compiled(is_inlined=True)
+def tanh_floats(x: Any) -> Any:
+    """1 - 2 / (1 + e**2x), kept from overflowing."""
+    x = larger(same(_f32(-20.0)), smaller(same(_f32(20.0)), x))
+    return _f32(1.0) - _f32(2.0) / (_f32(1.0) + exp2_floats(x * _f32(2 * LOG2_E)))
 
 
 def _operation(operation: Any, name: str) -> None:
@@ -259,15 +271,15 @@ def _operation(operation: Any, name: str) -> None:
         def generate(builder: Any, a: Any, b: Any) -> Any:
             return getattr(builder, name)(a, b)
 
-        return _value(generate, _floats, _floats)
+        return _value(generate, floats, floats)
 
     @overload(operation, strict=False)
     def choose(a: Any, b: Any) -> Any:
-        if a == _floats and b == _floats:
+        if a == floats and b == floats:
             return lambda a, b: apply(a, b)
-        if a == _floats and b is types.float32:
+        if a == floats and b is types.float32:
             return lambda a, b: apply(a, same(b))
-        if a is types.float32 and b == _floats:
+        if a is types.float32 and b == floats:
             return lambda a, b: apply(same(a), b)
         return None
 

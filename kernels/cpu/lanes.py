@@ -68,18 +68,32 @@ def bits_of_float(_: Any, x: Any) -> Any:
     return types.int32(types.float32), generate
 
 
+def bits_of_bf16(builder: Any, x: Any) -> Any:
+    """Code that rounds FP32, one number or a vector, to the nearest even BF16.
+
+    All in 32 bits: numba's own integers have 64, and vectors of them half as many lanes.
+    """
+    is_vector = isinstance(x.type, ir.VectorType)
+
+    def like_x(element: Any) -> Any:
+        return ir.VectorType(element, x.type.count) if is_vector else element
+
+    def each(value: int) -> Any:
+        return ir.Constant(like_x(_WORD), [value] * x.type.count if is_vector else value)
+
+    bits = builder.bitcast(x, like_x(_WORD))
+    upper = builder.lshr(bits, each(16))
+    to_even = builder.add(builder.and_(upper, each(1)), each(0x7FFF))
+    rounded = builder.lshr(builder.add(bits, to_even), each(16))
+    quiet = builder.or_(upper, each(0x40))
+    is_number = builder.fcmp_ordered("ord", x, x)
+    return builder.trunc(builder.select(is_number, rounded, quiet), like_x(ir.IntType(16)))
+
+
 @intrinsic
 def _bf16_of_float(_: Any, x: Any) -> Any:
-    """All in 32 bits: numba's own integers have 64, and vectors of them half as many lanes."""
-
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        bits = builder.bitcast(args[0], _WORD)
-        upper = builder.lshr(bits, _WORD(16))
-        to_even = builder.add(builder.and_(upper, _WORD(1)), _WORD(0x7FFF))
-        rounded = builder.lshr(builder.add(bits, to_even), _WORD(16))
-        is_number = builder.fcmp_ordered("ord", args[0], args[0])
-        quiet = builder.or_(upper, _WORD(0x40))
-        return builder.trunc(builder.select(is_number, rounded, quiet), ir.IntType(16))
+        return bits_of_bf16(builder, args[0])
 
     return types.uint16(types.float32), generate
 
@@ -100,29 +114,21 @@ def _half_of_float(_: Any, x: Any) -> Any:
     return types.int16(types.float32), generate
 
 
-def _joining(name: str, flag: str, *start: float) -> Any:
-    def join(_: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            kind = ir.VectorType(ir.FloatType(), LANES)
-            vector = builder.load(builder.inttoptr(args[0], kind.as_pointer()), align=4)
-            operands = [*(ir.Constant(ir.FloatType(), each) for each in start), vector]
-            reduce = f"llvm.vector.reduce.{name}.v{LANES}f32"
-            function = builder.module.globals.get(reduce) or ir.Function(
-                builder.module,
-                ir.FunctionType(ir.FloatType(), [operand.type for operand in operands]),
-                reduce,
-            )
-            return builder.call(function, operands, fastmath=(flag,))
+@intrinsic
+def sum_of_lanes(_: Any, address: Any) -> Any:
+    """Of LANES FP32 numbers at an address, as a tree, in one order whatever they are."""
 
-        return types.float32(types.int64), generate
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.VectorType(ir.FloatType(), LANES)
+        vector = builder.load(builder.inttoptr(args[0], kind.as_pointer()), align=4)
+        operands = [ir.Constant(ir.FloatType(), 0.0), vector]
+        name = f"llvm.vector.reduce.fadd.v{LANES}f32"
+        function = builder.module.globals.get(name) or ir.Function(
+            builder.module, ir.FunctionType(ir.FloatType(), [each.type for each in operands]), name
+        )
+        return builder.call(function, operands, fastmath=("reassoc",))
 
-    return intrinsic(join)
-
-
-# Of LANES FP32 numbers at an address: the largest, but for those that are no numbers; and the sum,
-# as a tree, in one order whatever they are.
-largest_lane = _joining("fmax", "nnan")
-sum_of_lanes = _joining("fadd", "reassoc", 0.0)
+    return types.float32(types.int64), generate
 
 
 @intrinsic
@@ -153,17 +159,19 @@ def add_chains(
     num_rows: Any,
     num_lanes: Any,
     num_sums: Any,
+    is_fresh: Any,
 ) -> Any:
     """sums[s, num_lanes] += factors[s, i] · rows[i], fused, for one i after the other; FP32.
 
-    Arrays are addresses and the distance of their rows in bytes; `num_lanes` and `num_sums` are
-    literals. The sums stay in registers on the way. Several take no longer than one, as long as
-    they keep a core's multipliers busy while each chain waits for its last product.
+    Arrays are addresses and the distance of their rows in bytes; the last three are literals.
+    `is_fresh`: the sums begin with 0, whatever stands there. They stay in registers on the way.
+    Several take no longer than one, as long as they keep a core's multipliers busy while each chain
+    waits for its last product.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        sums_at, sums_bytes, factors_at, factors_bytes, rows_at, row_bytes, num_rows, _, _ = args
-        lanes, count = (signature.args[index].literal_value for index in (7, 8))
+        sums_at, sums_bytes, factors_at, factors_bytes, rows_at, row_bytes, num_rows, _, _, _ = args
+        lanes, count, starts = (each.literal_value for each in signature.args[7:])
         kind = ir.VectorType(ir.FloatType(), lanes)
         every_lane = ir.Constant(ir.VectorType(_WORD, lanes), [0] * lanes)
         name = f"llvm.fma.v{lanes}f32"
@@ -176,9 +184,10 @@ def add_chains(
             return builder.inttoptr(place, pointed.as_pointer())
 
         places = [at(sums_at, sums_bytes, _ADDRESS(index), kind) for index in range(count)]
-        held = [
-            cgutils.alloca_once_value(builder, builder.load(place, align=4)) for place in places
+        begun = [
+            ir.Constant(kind, None) if starts else builder.load(place, align=4) for place in places
         ]
+        held = [cgutils.alloca_once_value(builder, each) for each in begun]
         with cgutils.for_range(builder, num_rows) as loop:
             row = builder.load(at(rows_at, row_bytes, loop.index, kind), align=4)
             column = builder.add(factors_at, builder.mul(loop.index, _ADDRESS(4)))
@@ -192,7 +201,7 @@ def add_chains(
             builder.store(builder.load(each), place, align=4)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 7, num_lanes, num_sums), generate
+    return types.void(*[types.int64] * 7, num_lanes, num_sums, is_fresh), generate
 
 
 @intrinsic

@@ -8,7 +8,7 @@ depend on another's, nor on where runs are cut.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -16,27 +16,29 @@ import torch
 from numba import prange
 from torch import Tensor
 
+from kernels.cpu.amx import aligned
 from kernels.cpu.compiled import compiled
-from kernels.cpu.lanes import (
-    LANES,
-    LOG2_E,
-    SIDE,
-    add_chains,
-    array,
-    expect_load,
-    narrow,
-    sum_of_lanes,
-    transpose_words,
-    widen,
+from kernels.cpu.floats import (
+    NUM_FLOATS,
+    exp2_floats,
+    larger,
+    largest,
+    load_floats,
+    masked,
+    same,
+    store_floats,
+    tanh_floats,
+    total,
 )
+from kernels.cpu.formats import load_numbers, store_numbers
+from kernels.cpu.lanes import LOG2_E, SIDE, add_chains, array, expect_load, transpose_words
 from kernels.cpu.runs import runs_of
-from kernels.cpu.softmax import largest_score, weigh_scores
 
-TILE = LANES  # keys whose scores are computed together
+TILE = 64  # keys whose scores are computed together; a multiple of NUM_FLOATS
 LINE_BYTES = 64
 SEGMENT = 512  # keys whose values are summed in one chain; a multiple of TILE
 MAX_RUN_ROWS = 64  # beyond it a key's way into the lanes is a small part of what is done with it
-
+MIN_RUNS = 4  # for each thread; with fewer, they could not share them evenly
 FEW_ROWS = 16  # memory is what they wait for; with more, it comes in time anyway
 
 _f32 = np.float32
@@ -55,228 +57,419 @@ def vector_attention(
 ) -> Tensor:
     """As kernels.cpu.amx_attention, of any dtype, head_dim and block_size."""
     num_tokens, num_heads, head_dim = query.shape
-    num_kv_heads = kv_cache.shape[2]
+    num_kv_heads, block_size = kv_cache.shape[2:4]
     grouped = query.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
     out = torch.empty_like(grouped, memory_format=torch.contiguous_format)
     max_run_tokens = max(MAX_RUN_ROWS // grouped.shape[2], 1)
     key, value = kv_cache.unbind(0)
+    is_direct = kv_cache.dtype == torch.float32 and block_size % SIDE == 0 and head_dim % SIDE == 0
     _attend(
-        array(grouped),
-        array(key),
-        array(value),
+        array(grouped.contiguous()),
+        Cache(array(key), array(value), is_direct),
         block_tables.numpy(),
         runs_of(query_lens.numpy(), context_lens.numpy(), max_run_tokens),
+        Mask(0 if window is None else window, _f32(0.0 if softcap is None else softcap)),
         _f32(scale if softcap is not None else scale * LOG2_E),
-        0 if window is None else window,
-        _f32(0.0 if softcap is None else softcap),
         numba.get_num_threads(),
         array(out),
     )
     return out.view(num_tokens, num_heads, head_dim)
 
 
+class Cache(NamedTuple):
+    key: Any  # [num_blocks, H, block_size, D]
+    value: Any
+    is_direct: bool  # FP32, of whole squares: it is computed with where it lies
+
+
+class Mask(NamedTuple):
+    """`window` and `softcap` 0: none."""
+
+    window: int
+    softcap: Any
+
+
+class Scratch(NamedTuple):
+    """One thread's memory, for a run of R rows; D' is D in whole SIDEs.
+
+    What is accessed in whole Floats ends with room for one more. Loops need their own names for
+    the arrays: in parallel code numba takes `scratch.tops[row] = x` for dead, and leaves it out.
+    """
+
+    rows: Any  # [R · D], the queries
+    gathered: Any  # [TILE · D], keys or values
+    keys: Any  # [D' · TILE], transposed: a lane a key
+    scores: Any  # [R · the context in whole TILEs], then the weights
+    tops: Any  # [R], the largest scores
+    totals: Any  # [R], the sums of the weights
+    chain: Any  # [R · D'], weighted values of a SEGMENT,
+    sums: Any  # [R · D'], and of those before it
+
+
+@compiled()
+def _scratch(num_rows: int, head_dim: int, num_scores: int) -> Any:
+    width = _whole(head_dim, SIDE)
+    return Scratch(
+        _floats(num_rows * head_dim + NUM_FLOATS),
+        _floats(TILE * head_dim + NUM_FLOATS),
+        _floats(width * TILE),
+        _floats(num_scores),
+        _floats(num_rows),
+        _floats(num_rows),
+        _floats(num_rows * width + NUM_FLOATS),
+        _floats(num_rows * width + NUM_FLOATS),
+    )
+
+
+@compiled()
+def _floats(count: int) -> Any:
+    return aligned(count * 4).view(_f32)
+
+
+@compiled()
+def _whole(count: int, size: int) -> int:
+    return (count + size - 1) // size * size
+
+
 @compiled(parallel=True)
 def _attend(
     query: Any,  # [T, H, G, D]
-    key: Any,  # [num_blocks, H, block_size, D]
-    value: Any,
+    cache: Any,
     block_tables: Any,
     runs: Any,
+    mask: Any,
     scale: Any,
-    window: Any,  # 0: none
-    softcap: Any,  # 0: none
     num_tasks: int,
     out: Any,  # [T, H, G, D]
 ) -> None:
-    num_kv_heads = query.shape[1]
-    num_items = len(runs) * num_kv_heads
+    _, num_kv_heads, group, head_dim = query.shape
+    max_rows, num_scores = 0, 0
+    for _, low, high, position in runs:
+        num_rows, end = (high - low) * group, position + high - low
+        max_rows = max(max_rows, num_rows)
+        num_scores = max(num_scores, num_rows * _whole(end - _start(position, mask), TILE))
+    # Heads of a run lie next to each other in a block: one thread reads them all, as far as there
+    # are enough runs for each.
+    num_together = num_kv_heads if len(runs) >= MIN_RUNS * num_tasks else 1
+    num_items = len(runs) * num_kv_heads // num_together
     for task in prange(num_tasks):
+        scratch = _scratch(max_rows, head_dim, num_scores)
         # Each task takes every so many items: neighbours attend to equally long contexts.
         for item in range(task, num_items, num_tasks):
-            run, head = item // num_kv_heads, item % num_kv_heads
-            seq, low, high, position = runs[run]
-            rows, done = query[low:high, head], out[low:high, head]
-            cache = key, value, block_tables[seq]
-            _attend_run(rows, cache, head, position, scale, window, softcap, done)
+            first = item * num_together
+            seq, low, high, position = runs[first // num_kv_heads]
+            block_table, num_tokens = block_tables[seq], high - low
+            for head in range(first % num_kv_heads, first % num_kv_heads + num_together):
+                _begin(query, head, low, num_tokens, scale, scratch)
+                _score(cache, block_table, head, position, num_tokens, group, mask, scratch)
+                _weigh(position, num_tokens, group, mask, scratch)
+                _add_values(cache, block_table, head, position, num_tokens, group, mask, scratch)
+                _divide(scratch, head, low, num_tokens, out)
 
 
 @compiled()
-def _attend_run(
-    query: Any,  # [R, G, D]
+def _start(position: int, mask: Any) -> int:
+    """Of the tiles that a run from `position` on sees."""
+    return (max(0, position + 1 - mask.window) if mask.window else 0) // TILE * TILE
+
+
+@compiled(is_inlined=True)
+def _begin(query: Any, head: int, low: int, num_tokens: int, scale: Any, scratch: Any) -> None:
+    """The queries of one KV head, of tokens from `low` on."""
+    rows, _, _, _, _, _, chain, sums = scratch
+    _, num_heads, group, head_dim = query.shape
+    num_elements = group * head_dim
+    for token in range(num_tokens):
+        place = ((low + token) * num_heads + head) * num_elements
+        query_at = query.ctypes.data + place * query.itemsize
+        rows_at = rows.ctypes.data + token * num_elements * 4
+        for i in range(0, num_elements, NUM_FLOATS):
+            x = load_numbers(query_at + i * query.itemsize, query.dtype, num_elements - i)
+            store_floats(x * scale, rows_at + i * 4)
+    zeros = same(_f32(0.0))
+    for i in range(0, num_tokens * group * _whole(head_dim, SIDE), NUM_FLOATS):
+        store_floats(zeros, chain.ctypes.data + i * 4)
+        store_floats(zeros, sums.ctypes.data + i * 4)
+
+
+@compiled(is_inlined=True)
+def _score(
     cache: Any,
+    block_table: Any,
     head: int,
     position: int,  # of the first token
-    scale: Any,
-    window: Any,
-    softcap: Any,
-    out: Any,  # [R, G, D]
+    num_tokens: int,
+    group: int,
+    mask: Any,
+    scratch: Any,
 ) -> None:
-    num_tokens, group, head_dim = query.shape
-    num_rows, end = num_tokens * group, position + num_tokens
-    first = (max(0, position + 1 - window) if window else 0) // TILE * TILE
-    num_tiles = (end - first + TILE - 1) // TILE
-    rows = np.empty((num_rows, head_dim), _f32)
-    for row in range(num_rows):
-        for d in range(head_dim):
-            rows[row, d] = widen(query[row // group, row % group, d]) * scale
-    weights = np.zeros((num_rows, num_tiles, TILE), _f32)
-    _scores(rows, cache, head, first, end, weights)
-    lanes = np.zeros((num_rows, LANES), _f32)
-    for row in range(num_rows):
-        own_end = position + row // group + 1 - first
-        own_start = max(0, own_end - window) if window else 0
-        top = largest_score(weights, row, own_start, own_end, softcap)
-        weigh_scores(weights, row, own_start, own_end, top, lanes, row)
-    sums = np.zeros((num_rows, head_dim), _f32)
-    _weighted_values(weights, cache, head, first, end, sums)
-    for row in range(num_rows):
-        total = sum_of_lanes(lanes[row].ctypes.data)
-        for d in range(head_dim):
-            out[row // group, row % group, d] = narrow(sums[row, d] / total, out.dtype)
-
-
-@compiled()
-def _scores(rows: Any, cache: Any, head: int, first: int, end: int, scores: Any) -> None:
-    """scores [R, tiles, TILE] of the keys from `first` on; those from `end` on hold no number."""
-    key, value, block_table = cache
-    num_rows, head_dim = rows.shape
-    keys = np.zeros((TILE, head_dim), _f32)
-    tile = np.empty((head_dim, TILE), _f32)  # transposed: a lane a key
-    for index in range(scores.shape[1]):
-        token = first + index * TILE
+    """scores [R, keys of whole tiles]; those behind the context's end hold no number."""
+    rows, gathered, keys, scores, _, _, _, _ = scratch
+    head_dim, end = cache.key.shape[3], position + num_tokens
+    start = _start(position, mask)
+    row_bytes, num_rows = _whole(end - start, TILE) * 4, num_tokens * group
+    factors = rows.ctypes.data, head_dim * 4
+    keys_at, key_bytes = keys.ctypes.data, TILE * 4
+    for token in range(start, end, TILE):
+        count = min(TILE, end - token)
         if num_rows <= FEW_ROWS:
-            _expect(key, block_table, head, token + TILE, min(token + 2 * TILE, end))
-            _expect(value, block_table, head, token, min(token + TILE, end))
-        _gather(key, block_table, head, token, min(TILE, end - token), keys)
-        _transpose(keys, tile)
-        sums = scores.ctypes.data + index * TILE * 4, scores.shape[1] * TILE * 4
-        factors = rows.ctypes.data, head_dim * 4
-        _add_64(sums, factors, (tile.ctypes.data, TILE * 4), head_dim, num_rows)
+            _expect(cache.key, block_table, head, token + TILE, min(token + 2 * TILE, end))
+            _expect(cache.value, block_table, head, token, token + count)
+        if not cache.is_direct:
+            _gather(cache.key, block_table, head, token, count, scratch)
+        for low in range(0, count, SIDE):
+            if cache.is_direct:
+                key_at = _address(cache.key, block_table, head, token + low)
+            else:
+                key_at = gathered.ctypes.data + low * head_dim * 4
+            for d in range(0, head_dim, SIDE):
+                transpose_words(
+                    key_at + d * 4, head_dim * 4, keys_at + low * 4 + d * key_bytes, key_bytes
+                )
+        sums = scores.ctypes.data + (token - start) * 4, row_bytes
+        if count > NUM_FLOATS:
+            _sum_64(sums, factors, (keys_at, key_bytes), head_dim, num_rows)
+        else:
+            _sum_32(sums, factors, (keys_at, key_bytes), head_dim, num_rows)
 
 
-@compiled()
+@compiled(is_inlined=True)
+def _address(plane: Any, block_table: Any, head: int, token: int) -> int:
+    _, num_heads, block_size, head_dim = plane.shape
+    block, offset = block_table[token // block_size], token % block_size
+    row = (block * num_heads + head) * block_size + offset
+    return plane.ctypes.data + row * head_dim * plane.itemsize
+
+
+@compiled(is_inlined=True)
 def _expect(plane: Any, block_table: Any, head: int, token: int, end: int) -> None:
     """Fetches a head's keys or values [token, end): no prefetcher knows the block table."""
-    _, num_heads, block_size, head_dim = plane.shape
-    row_bytes = head_dim * plane.itemsize
+    block_size, row_bytes = plane.shape[2], plane.shape[3] * plane.itemsize
     while token < end:
-        offset = token % block_size
-        count = min(block_size - offset, end - token)
-        place = (block_table[token // block_size] * num_heads + head) * block_size + offset
+        count = min(block_size - token % block_size, end - token)
+        at = _address(plane, block_table, head, token)
         for line in range(0, count * row_bytes, LINE_BYTES):
-            expect_load(plane.ctypes.data + place * row_bytes + line)
+            expect_load(at + line)
         token += count
 
 
-@compiled()
+@compiled(is_inlined=True)
 def _gather(
-    plane: Any, block_table: Any, head: int, token: int, num_tokens: int, rows: Any
+    plane: Any, block_table: Any, head: int, token: int, num_tokens: int, scratch: Any
 ) -> None:
-    """rows [num_tokens, D] = a head's keys or values from `token` on; a block's are one piece."""
-    _, num_heads, block_size, head_dim = plane.shape
-    source, target = plane.reshape(plane.size), rows.reshape(rows.size)
-    num_done = 0
-    while num_done < num_tokens:
-        block_id = block_table[(token + num_done) // block_size]
-        offset = (token + num_done) % block_size
-        count = min(block_size - offset, num_tokens - num_done)
-        start = ((block_id * num_heads + head) * block_size + offset) * head_dim
-        _widen_all(source[start : start + count * head_dim], target[num_done * head_dim :])
-        num_done += count
+    """A head's keys or values from `token` on, widened; a block's are one piece."""
+    _, gathered, _, _, _, _, _, _ = scratch
+    block_size, head_dim = plane.shape[2:]
+    done = 0
+    while done < num_tokens:
+        count = min(block_size - (token + done) % block_size, num_tokens - done)
+        at = _address(plane, block_table, head, token + done)
+        gathered_at = gathered.ctypes.data + done * head_dim * 4
+        for i in range(0, count * head_dim, NUM_FLOATS):
+            x = load_numbers(at + i * plane.itemsize, plane.dtype, count * head_dim - i)
+            store_floats(x, gathered_at + i * 4)
+        done += count
+
+
+@compiled(is_inlined=True)
+def _weigh(position: int, num_tokens: int, group: int, mask: Any, scratch: Any) -> None:
+    """Turns scores into weights 2**(score - top); a second loop, for no row to wait for its top.
+
+    Their sum runs in NUM_FLOATS interleaved chains over absolute positions, so that leaving out
+    keys which a row does not see changes no bit.
+    """
+    _, _, _, scores, tops, totals, _, _ = scratch
+    start = _start(position, mask)
+    row_bytes = _whole(position + num_tokens - start, TILE) * 4
+    if mask.softcap > 0.0:
+        _cap(scores.ctypes.data, num_tokens * group * row_bytes // 4, mask.softcap)
+    row_at, row = scores.ctypes.data, 0
+    for token in range(num_tokens):
+        last = position + token + 1 - start
+        first = max(0, last - mask.window) if mask.window else 0
+        for _ in range(group):
+            seen = same(_f32(-np.inf))
+            for i in range(first // NUM_FLOATS * NUM_FLOATS, last, NUM_FLOATS):
+                seen = larger(_seen(row_at, i, first, last), seen)
+            tops[row] = largest(seen)
+            row_at += row_bytes
+            row += 1
+    num_columns = _whole(position + num_tokens - start, NUM_FLOATS)
+    row_at, row = scores.ctypes.data, 0
+    for token in range(num_tokens):
+        last = position + token + 1 - start
+        first = max(0, last - mask.window) if mask.window else 0
+        for _ in range(group):
+            summed = same(_f32(0.0))
+            for i in range(0, num_columns, NUM_FLOATS):
+                if i + NUM_FLOATS <= first or i >= last:
+                    weights = same(_f32(0.0))
+                else:
+                    scores = _seen(row_at, i, first, last)
+                    weights = exp2_floats(scores - tops[row])
+                    summed = summed + weights
+                store_floats(weights, row_at + i * 4)
+            totals[row] = total(summed)
+            row_at += row_bytes
+            row += 1
+
+
+@compiled(is_inlined=True)
+def _seen(row_at: int, column: int, first: int, last: int) -> Any:
+    """Scores of the columns from `column` on, of which [first, last) are visible."""
+    seen = load_floats(row_at + column * 4)
+    if column < first or column + NUM_FLOATS > last:
+        seen = masked(seen, first - column, last - column)
+    return seen
 
 
 @compiled()
-def _widen_all(source: Any, target: Any) -> None:
-    for i in range(len(source)):
-        target[i] = widen(source[i])
+def _cap(scores_at: int, num_scores: int, softcap: Any) -> None:
+    """Into softcap · tanh(score / softcap), as exponents of 2."""
+    for i in range(0, num_scores, NUM_FLOATS):
+        at = scores_at + i * 4
+        x = tanh_floats(load_floats(at) / softcap) * softcap
+        store_floats(x * _f32(LOG2_E), at)
 
 
-@compiled()
-def _transpose(keys: Any, tile: Any) -> None:
-    """tile [D, TILE] = keysᵀ."""
-    head_dim = keys.shape[1]
-    whole = head_dim - head_dim % SIDE
-    for low in range(0, TILE, SIDE):
-        keys_at, tile_at = keys.ctypes.data + low * head_dim * 4, tile.ctypes.data + low * 4
-        for d in range(0, whole, SIDE):
-            transpose_words(keys_at + d * 4, head_dim * 4, tile_at + d * TILE * 4, TILE * 4)
-    for d in range(whole, head_dim):
-        for j in range(TILE):
-            tile[d, j] = keys[j, d]
-
-
-@compiled()
-def _weighted_values(weights: Any, cache: Any, head: int, first: int, end: int, sums: Any) -> None:
-    """sums [R, D] += weights · values, a chain for each SEGMENT of absolute positions."""
-    _, value, block_table = cache
-    group, head_dim = sums.shape
-    tile = np.empty((TILE, head_dim), _f32)
-    chain = np.zeros((group, head_dim), _f32)
-    for index in range(weights.shape[1]):
-        token = first + index * TILE
-        num_tokens = min(TILE, end - token)
-        _gather(value, block_table, head, token, num_tokens, tile)
-        factors = weights.ctypes.data + index * TILE * 4, weights.shape[1] * TILE * 4
-        _add_values(factors, tile, num_tokens, chain)
-        if (token + TILE) % SEGMENT == 0 or token + TILE >= end:
-            for g in range(group):
-                for d in range(head_dim):
-                    sums[g, d] += chain[g, d]
-                    chain[g, d] = _f32(0.0)
-
-
-@compiled()
-def _add_values(factors: Any, tile: Any, num_tokens: int, chain: Any) -> None:
-    """chain [R, D] += factors [R, num_tokens] · tile, in as few chains as D allows."""
-    group, head_dim = chain.shape
-    row_bytes = head_dim * 4
-    d = 0
-    while d < head_dim:
-        sums, rows = (chain.ctypes.data + d * 4, row_bytes), (tile.ctypes.data + d * 4, row_bytes)
-        if d + 64 <= head_dim:
-            _add_64(sums, factors, rows, num_tokens, group)
-            d += 64
-        elif d + 32 <= head_dim:
-            _add_32(sums, factors, rows, num_tokens, group)
-            d += 32
-        elif d + 16 <= head_dim:
-            _add_16(sums, factors, rows, num_tokens, group)
-            d += 16
+@compiled(is_inlined=True)
+def _add_values(
+    cache: Any,
+    block_table: Any,
+    head: int,
+    position: int,
+    num_tokens: int,
+    group: int,
+    mask: Any,
+    scratch: Any,
+) -> None:
+    """Weights · values, a chain for each SEGMENT of absolute positions."""
+    _, gathered, _, scores, _, _, chain, sums = scratch
+    block_size, head_dim = cache.value.shape[2:]
+    start, end, num_rows = _start(position, mask), position + num_tokens, num_tokens * group
+    width, row_bytes = _whole(head_dim, SIDE), _whole(end - start, TILE) * 4
+    into = chain.ctypes.data, width * 4
+    for token in range(start, end, TILE):
+        count = min(TILE, end - token)
+        weights_at = scores.ctypes.data + (token - start) * 4
+        if cache.is_direct:
+            done = 0
+            while done < count:
+                piece = min(block_size - (token + done) % block_size, count - done)
+                values = _address(cache.value, block_table, head, token + done), head_dim * 4
+                weights = weights_at + done * 4, row_bytes
+                _add_rows(into, weights, values, piece, num_rows, width)
+                done += piece
         else:
-            _add_1(sums, factors, rows, num_tokens, group)
-            d += 1
+            _gather(cache.value, block_table, head, token, count, scratch)
+            values = gathered.ctypes.data, head_dim * 4
+            _add_rows(into, (weights_at, row_bytes), values, count, num_rows, width)
+        if (token + TILE) % SEGMENT == 0:
+            for i in range(0, num_rows * width, NUM_FLOATS):
+                chain_at = chain.ctypes.data + i * 4
+                sums_at = sums.ctypes.data + i * 4
+                store_floats(load_floats(sums_at) + load_floats(chain_at), sums_at)
+                store_floats(same(_f32(0.0)), chain_at)
 
 
-def _adds(num_lanes: int) -> Any:
-    """`add_chains` for each of a group; arrays are (address, distance of rows)."""
+@compiled(is_inlined=True)
+def _divide(scratch: Any, head: int, low: int, num_tokens: int, out: Any) -> None:
+    _, _, _, _, _, totals, chain, sums = scratch
+    _, num_heads, group, head_dim = out.shape
+    width = _whole(head_dim, SIDE)
+    for token in range(num_tokens):
+        for member in range(group):
+            row = token * group + member
+            factor = _f32(1.0) / totals[row]
+            place = ((low + token) * num_heads + head) * group + member
+            out_at = out.ctypes.data + place * head_dim * out.itemsize
+            for d in range(0, head_dim, NUM_FLOATS):
+                offset = (row * width + d) * 4
+                x = load_floats(sums.ctypes.data + offset)
+                x = x + load_floats(chain.ctypes.data + offset)
+                store_numbers(x * factor, out_at + d * out.itemsize, out.dtype, head_dim - d)
 
-    def add(sums: Any, factors: Any, rows: Any, num_rows: int, group: int) -> None:
+
+@compiled()
+def _add_rows(sums: Any, factors: Any, rows: Any, num_rows: int, num_sums: int, width: int) -> None:
+    """sums [num_sums, width] += factors [num_sums, num_rows] · rows, in as few chains as it takes.
+
+    Arrays are (address, distance of rows).
+    """
+    sums_at, sums_bytes = sums
+    rows_at, row_bytes = rows
+    d = 0
+    while d < width:
+        into, of = (sums_at + d * 4, sums_bytes), (rows_at + d * 4, row_bytes)
+        if d + 64 <= width:
+            _add_64(into, factors, of, num_rows, num_sums)
+            d += 64
+        elif d + 32 <= width:
+            _add_32(into, factors, of, num_rows, num_sums)
+            d += 32
+        else:
+            _add_16(into, factors, of, num_rows, num_sums)
+            d += 16
+
+
+def _adds(num_lanes: int, name: str, is_fresh: bool) -> Any:
+    """`add_chains` for each of several sums; arrays are (address, distance of rows)."""
+
+    def add(sums: Any, factors: Any, rows: Any, num_rows: int, num_sums: int) -> None:
         at, sums_bytes = sums
         factor, factors_bytes = factors
         row, row_bytes = rows
-        g = 0
-        while g < group:
-            count = 4 if g + 4 <= group else 2 if g + 2 <= group else 1
+        s = 0
+        while s < num_sums:
+            count = 4 if s + 4 <= num_sums else 2 if s + 2 <= num_sums else 1
             if count == 4:
                 add_chains(
-                    at, sums_bytes, factor, factors_bytes, row, row_bytes, num_rows, num_lanes, 4
+                    at,
+                    sums_bytes,
+                    factor,
+                    factors_bytes,
+                    row,
+                    row_bytes,
+                    num_rows,
+                    num_lanes,
+                    4,
+                    is_fresh,
                 )
             elif count == 2:
                 add_chains(
-                    at, sums_bytes, factor, factors_bytes, row, row_bytes, num_rows, num_lanes, 2
+                    at,
+                    sums_bytes,
+                    factor,
+                    factors_bytes,
+                    row,
+                    row_bytes,
+                    num_rows,
+                    num_lanes,
+                    2,
+                    is_fresh,
                 )
             else:
                 add_chains(
-                    at, sums_bytes, factor, factors_bytes, row, row_bytes, num_rows, num_lanes, 1
+                    at,
+                    sums_bytes,
+                    factor,
+                    factors_bytes,
+                    row,
+                    row_bytes,
+                    num_rows,
+                    num_lanes,
+                    1,
+                    is_fresh,
                 )
-            g += count
+            s += count
             at += count * sums_bytes
             factor += count * factors_bytes
 
     # Machine code goes by this name: of two alike, kept by different processes, one would be taken
     # for the other.
-    add.__qualname__ = f"_add_{num_lanes}"
+    add.__qualname__ = name
     return compiled()(add)
 
 
-_add_64, _add_32, _add_16, _add_1 = _adds(64), _adds(32), _adds(16), _adds(1)
+_add_64, _add_32, _add_16 = (_adds(each, f"_add_{each}", False) for each in (64, 32, 16))
+_sum_64, _sum_32 = (_adds(each, f"_sum_{each}", True) for each in (64, 32))
