@@ -305,8 +305,8 @@ def _weigh(position: int, num_tokens: int, group: int, mask: Any, scratch: Any) 
                 if i + NUM_FLOATS <= first or i >= last:
                     weights = same(_f32(0.0))
                 else:
-                    scores = _seen(row_at, i, first, last)
-                    weights = exp2_floats(scores - tops[row])
+                    seen = _seen(row_at, i, first, last)
+                    weights = exp2_floats(seen - tops[row])
                     summed = summed + weights
                 store_floats(weights, row_at + i * 4)
             totals[row] = total(summed)

@@ -179,7 +179,7 @@ def _check_deadline(ticket: Ticket, lane: Backlog) -> None:
     wait_s, deadline_s = lane.wait_s(ticket), ticket.request.deadline_s
     if wait_s > deadline_s:
         raise Overloaded(
-            f"the wait is about {wait_s:.0f} s, and the deadline {deadline_s:.0f} s",
+            f"the wait is about {wait_s:.1f} s, and the deadline {deadline_s:.1f} s",
             retry_after_s=retry_within_limits(wait_s - deadline_s),
         )
 

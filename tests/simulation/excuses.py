@@ -6,7 +6,8 @@ are sound: no fault touches them, and none did in the last REJOIN_S. It may fail
     client_gone          if its client left
     deadline_exceeded    no sooner than its deadline; a patient one only if it had what it needs for
                          less than WORK_S
-    overloaded           if the schedulers' queues are short ones
+    overloaded           if the schedulers' queues are short ones; an impatient one also if it was
+                         told that the wait is longer than its deadline
     no_capacity          if it lacked what it needs for as long as it looked for it, or if it lost
                          its place more often than it may be submitted again, each time by a fault
                          (a scheduler that hangs may swallow all tries until NATS gives it up)
@@ -66,7 +67,8 @@ def unexplained(client: Client, plan: Plan, troubles: list[Trouble]) -> str | No
         return _too_late(client, plan, troubles)
     if isinstance(error, Overloaded):
         is_short = plan.fleet.max_queued_requests < len(plan.requests)
-        return None if is_short else f"no queue was full: {error}"
+        is_late = client.plan.deadline_s < PATIENT_S and "the wait is about" in error.message
+        return None if is_short or is_late else f"no queue was full: {error}"
     if isinstance(error, NoCapacity):
         return _no_capacity(client, plan, troubles, error)
     return f"nothing explains {error.code}: {error}"

@@ -255,8 +255,9 @@ def test_a_cluster_serves_a_hub_model_by_its_id(tmp_path: Path, hub_home: Path) 
         answer = complete(state.url, state.api_key)
         assert answer["model"] == MODEL
         assert answer["usage"]["completion_tokens"] > 0
-        (line,) = run_hearth(tmp_path, "status", "--once", "--json").stdout.splitlines()
-        assert {worker["model"] for worker in json.loads(line)["workers"]} == {MODEL}
+        status = run_hearth(tmp_path, "status", "--once", "--json")
+        assert status.returncode == 0, status.stderr
+        assert {worker["model"] for worker in json.loads(status.stdout)["workers"]} == {MODEL}
     finally:
         process.terminate()
         output, _ = process.communicate(timeout=60)

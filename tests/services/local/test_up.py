@@ -102,9 +102,10 @@ def test_status_shows_every_process_and_what_it_did(running: Up) -> None:
     shown = re.findall(r"^(\S+-1) .* (\S+) *$", table.stdout, re.MULTILINE)
     names = ["prefill-1", "decode-1", "gateway-1", "scheduler-1", "kv_index-1"]
     assert shown == [(name, "ready") for name in names]
-    lines = run_hearth(running.state_home, "status", "--once", "--json").stdout.splitlines()
-    assert len(lines) == 1
-    prefill, decode = json.loads(lines[0])["workers"]
+    status = run_hearth(running.state_home, "status", "--once", "--json")
+    assert status.returncode == 0, status.stderr
+    (line,) = status.stdout.splitlines()
+    prefill, decode = json.loads(line)["workers"]
     assert prefill["num_free_blocks"] == prefill["num_total_blocks"] > 0
     assert decode["generated_per_s"] == 0
     assert 0 <= decode["hit_ratio"] <= 1
