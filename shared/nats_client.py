@@ -87,6 +87,14 @@ class DirectClient(Client):
         except Exception as error:  # as for any callback: what comes behind is to be heard
             await self._error_cb(error)
 
+    async def _process_pong(self) -> None:
+        """nats-py sets the result also where nobody awaits it any more: an error that would end its
+        reading, and nothing be heard until the connection is found stale.
+        """
+        if self._pongs and self._pongs[0].done():
+            self._pongs[0] = asyncio.get_running_loop().create_future()
+        await super()._process_pong()
+
     def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
         self._takers.pop(sid, None)
         super()._remove_sub(sid, max_msgs)

@@ -157,3 +157,15 @@ async def test_who_has_unsubscribed_hears_no_more(connect: Connect) -> None:
     await flushed(worker)
     assert heard == [b"last"]
     assert worker._takers == {}
+
+
+async def test_a_flush_that_is_given_up_ends_nothing(connect: Connect) -> None:
+    asker, worker = await connect("kv_index-1"), await connect("prefill-1")
+    await answer_on(worker, bytes.upper)
+    for client in (asker, worker):
+        flush = asyncio.create_task(client.flush())
+        await asyncio.sleep(0)  # its PING is on the way
+        flush.cancel()
+        await asyncio.gather(flush, return_exceptions=True)
+        await flushed(client)  # the first PONG is of the flush that was given up
+    assert await asker.ask(SUBJECT, b"abc", timeout_s=5) == b"ABC"

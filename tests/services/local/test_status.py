@@ -49,4 +49,4 @@ def test_a_table_of_nothing_is_an_error(tmp_path: Path, observed: NatsServer) ->
     assert status.returncode != 0
     where = f"nats://127.0.0.1:{observed.port}"
     assert f"no heartbeat at {where} within {FIRST_BEAT_TIMEOUT_S:g} s" in output
-    assert "Traceback" not in output
+    assert "Traceback" not in output, output
