@@ -23,12 +23,11 @@ from kernels.cpu import linear as cpu_linear
 from kernels.cpu import prefill_attention as cpu_prefill_attention
 from kernels.cpu import rms_norm as cpu_rms_norm
 from kernels.cpu import rotate_and_store as cpu_rotate_and_store
-from kernels.cpu.amx_argmax import amx_argmax
-from kernels.cpu.amx_layer import AmxLayer, amx_layer
-from kernels.cpu.amx_linear import packed_linear
-from kernels.cpu.compressed_products import for_tiles
+from kernels.cpu.argmax import packed_argmax
 from kernels.cpu.compressed_weight import CompressedWeight
 from kernels.cpu.compressed_weight import compress_weight as cpu_compress_weight
+from kernels.cpu.layer import PackedLayer, packed_layer
+from kernels.cpu.packed_linear import for_products, packed_linear
 from kernels.cpu.plain_rows import select_rows as select_compressed_rows
 from kernels.device import IS_INTERPRETED, has_triton_device
 from kernels.reference.add_rms_norm import add_rms_norm as reference_add_rms_norm
@@ -58,8 +57,8 @@ R = TypeVar("R")
 Op = Callable[Concatenate[Tensor, P], R]
 Compressed = CompressedWeight | SplitWeight
 Weight = Tensor | CompressedWeight | SplitWeight
-LayerKernel = AmxLayer
-layer_kernel = amx_layer
+LayerKernel = PackedLayer
+layer_kernel = packed_layer
 HAS_TRITON = has_triton_device()
 if HAS_TRITON:
     from kernels.compressed_linear import compressed_linear as _fused_linear
@@ -123,17 +122,17 @@ def linear(
 
 def logits(x: Tensor, weight: Weight, *, is_batch_invariant: bool = False) -> Tensor:
     """`linear`, its result as FP32."""
-    tiles = for_tiles(weight)
-    if tiles is not None:
-        return packed_linear(x, tiles, dtype=torch.float32)
+    packed = for_products(weight)
+    if packed is not None:
+        return packed_linear(x, packed, dtype=torch.float32)
     return linear(x, weight, is_batch_invariant=is_batch_invariant).float()
 
 
 def argmax_logits(x: Tensor, weight: Weight, *, is_batch_invariant: bool = False) -> Tensor:
     """argmax(`logits`), [T] int64; of equal ones the first."""
-    tiles = for_tiles(weight)
-    if tiles is not None:
-        return amx_argmax(x, tiles)
+    packed = for_products(weight)
+    if packed is not None:
+        return packed_argmax(x, packed)
     return argmax(logits(x, weight, is_batch_invariant=is_batch_invariant))
 
 
@@ -184,7 +183,7 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 def has_own_product(weight: Weight) -> bool:
     """Whether `linear` multiplies by it with a kernel of ours; else torch's library does."""
-    return isinstance(weight, SplitWeight) or for_tiles(weight) is not None
+    return isinstance(weight, SplitWeight) or for_products(weight) is not None
 
 
 def compress_weight(weight: Tensor) -> Compressed | None:

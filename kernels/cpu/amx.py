@@ -140,25 +140,6 @@ def expect_store(_: Any, address: Any) -> Any:
 
 
 @intrinsic
-def round_to_bf16(_: Any, source: Any, target: Any) -> Any:
-    """32 FP32 numbers at `source` to BF16 at `target`, as `bf16_of_floats`."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        floats, halves = ir.VectorType(ir.FloatType(), 16), ir.VectorType(_I16, _NUM_HALVES)
-        lower, upper = (
-            builder.load(
-                builder.inttoptr(builder.add(args[0], _I64(offset)), floats.as_pointer()), align=4
-            )
-            for offset in (0, 64)
-        )
-        rounded = bf16_of_floats(builder, lower, upper)
-        builder.store(rounded, builder.inttoptr(args[1], halves.as_pointer()), align=2)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
-
-
-@intrinsic
 def pair_rows(_: Any, first: Any, second: Any, target: Any) -> Any:
     """Two rows of 32 BF16 -> [32, 2]."""
 

@@ -22,10 +22,9 @@ from kernels.cpu.amx import (
     aligned,
     has_amx,
     pair_rows,
-    tile_configure,
     tile_release,
 )
-from kernels.cpu.amx_products import BLOCK, CONFIGS, STEP_BYTES, multiply_block
+from kernels.cpu.amx_products import STEP_BYTES, configure_for, multiply_block
 from kernels.cpu.compiled import compiled
 from kernels.cpu.floats import (
     NUM_FLOATS,
@@ -41,6 +40,7 @@ from kernels.cpu.floats import (
     weights_of,
 )
 from kernels.cpu.lanes import LOG2_E, array, exp2, expect_load, tanh, transpose_words
+from kernels.cpu.products import BLOCK
 from kernels.cpu.runs import runs_of
 from kernels.cpu.tasks import num_tasks
 
@@ -97,7 +97,6 @@ def amx_attention(
             _f32(scale),
             _f32(scale * LOG2_E if softcap is None else LOG2_E),
         ),
-        CONFIGS,
         num_together,
         num_tasks(len(runs) * num_kv_heads // num_together),
         array(out),
@@ -158,7 +157,6 @@ def _attend(
     block_tables: Any,
     runs: Any,
     mask: Any,
-    configs: Any,
     num_together: int,  # KV heads of an item
     num_tasks: int,
     out: Any,  # [T, H, G, D]
@@ -182,7 +180,6 @@ def _attend(
                     high - low,
                     group,
                     mask,
-                    configs,
                     scratch,
                 )
                 _divide(scratch, head, low, high - low, out)
@@ -198,7 +195,6 @@ def _attend_run(
     num_tokens: int,
     group: int,
     mask: Any,
-    configs: Any,
     scratch: Any,
 ) -> None:
     num_rows = num_tokens * group
@@ -215,7 +211,7 @@ def _attend_run(
                 num_columns = min(_whole_blocks(last_column + 1), SEGMENT)
                 if high - low != num_configured:
                     num_configured = high - low
-                    tile_configure(configs[num_configured - 1].ctypes.data)
+                    configure_for(num_configured)
                 _score(scratch, low, high, num_columns)
                 _raise_tops(scratch, low, high, reach, group, mask)
                 _weigh(scratch, low, high, reach, group, num_columns, mask)

@@ -1,97 +1,86 @@
-"""Products of BF16 on AMX's tiles: up to 32 rows by 32 columns at a time, summed in FP32.
-
-A block of 32 x 32 outputs is summed in four tiles over all of K, in one order: a row's bits depend
-neither on the other rows nor on the number of threads. (oneDNN cuts K by the number of rows.)
-"""
+"""Products of BF16 on AMX's tiles: a block of 32 x 32 outputs is summed in four of them."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import torch
 from numba import types
 from numba.extending import overload
+from torch import Tensor
 
 from kernels.cpu.amx import (
     TILE_ROWS,
+    has_amx,
     tile_config,
     tile_configure,
     tile_load,
     tile_multiply,
+    tile_release,
     tile_store,
     tile_zero,
 )
 from kernels.cpu.compiled import compiled
 from kernels.cpu.lanes import expect_load
+from kernels.cpu.products import BLOCK, SUM_BYTES, num_blocks, num_steps, sum_products
 
-BLOCK = 32  # of rows, of columns, and of K
-CHUNK_ROWS = 256  # so many rows stay in a core's second cache while the weight goes by
+NUM_DIMS = 5  # of a packed weight
 STEP_BYTES = 2048  # of 32 columns, for 32 of K
 ROW_BYTES = BLOCK * 2  # of a row's 32 of K
-SUM_BYTES = BLOCK * 4  # of a row's sums by 32 columns
 PIECE_STEPS = 8
 LINE_BYTES = 64
 STEP_LINES = STEP_BYTES // LINE_BYTES
 MAX_AHEAD = 8  # of a step: with more, they stand in the way of what is needed now
 
 # Configurations by the number of rows of a block, less one.
-CONFIGS = np.stack(
+_CONFIGS = np.stack(
     [tile_config(min(rows, TILE_ROWS), max(rows - TILE_ROWS, 1)) for rows in range(1, BLOCK + 1)]
 )
 
 
-class Rows(NamedTuple):
-    """Rows of BF16 in blocks of 32, cut into steps of 32 columns: where they are, in bytes."""
-
-    address: int
-    row_bytes: int  # from row to row of a block
-    step_bytes: int  # from step to step
-    block_bytes: int  # from block to block
+def can_pack_for_amx(weight: Tensor) -> bool:
+    """Of a weight [N, K] in a host's memory, if its CPU has AMX."""
+    is_whole = weight.is_cpu and all(size % BLOCK == 0 for size in weight.shape)
+    return is_whole and weight.dtype == torch.bfloat16 and has_amx()
 
 
-def num_blocks(weight: Any) -> Any:
-    """Of 32 columns of the product; `weight` as `sum_products` takes it."""
-    return len(weight) if isinstance(weight, np.ndarray) else len(weight.bases)
+def is_packed_for_amx(weight: Tensor) -> bool:
+    return weight.dim() == NUM_DIMS
 
 
-def num_steps(weight: Any) -> Any:
-    """Of 32 of K."""
-    raise NotImplementedError("compiled code only")
+def pack_for_amx(weight: Tensor) -> Tensor:
+    """weight [N, K] -> [N / 32, K / 32, 16, 32, 2]: pairs of K next to each other."""
+    num_rows, num_columns = weight.shape
+    blocks = weight.view(num_rows // BLOCK, BLOCK, num_columns // BLOCK, BLOCK // 2, 2)
+    return blocks.permute(0, 2, 3, 1, 4).contiguous()
 
 
-def sum_products(
-    rows: Any, num_rows: int, weight: Any, block: int, configs: Any, sums_at: int
-) -> None:
-    """FP32 sums [num_rows, 32] of rows by a block of the weight's columns.
-
-    `weight`: packed, an array [N / 32, K / 32, 16, 32, 2]; or see compressed_products.py.
-    """
-    raise NotImplementedError("compiled code only")
+def _is_packed(weight: Any) -> bool:
+    return isinstance(weight, types.Array) and weight.ndim == NUM_DIMS
 
 
 @overload(num_blocks, strict=False)
 def _num_blocks(weight: Any) -> Any:
-    return (lambda weight: weight.shape[0]) if isinstance(weight, types.Array) else None
+    return (lambda weight: weight.shape[0]) if _is_packed(weight) else None
 
 
 @overload(num_steps, strict=False)
 def _num_steps(weight: Any) -> Any:
-    return (lambda weight: weight.shape[1]) if isinstance(weight, types.Array) else None
+    return (lambda weight: weight.shape[1]) if _is_packed(weight) else None
 
 
 @overload(sum_products, strict=False)
-def _sum_products(
-    rows: Any, num_rows: Any, weight: Any, block: Any, configs: Any, sums_at: Any
-) -> Any:
-    if not isinstance(weight, types.Array):
+def _sum_products(rows: Any, num_rows: Any, weight: Any, block: Any, sums_at: Any) -> Any:
+    if not _is_packed(weight):
         return None
-    return lambda rows, num_rows, weight, block, configs, sums_at: _sum(
-        rows, num_rows, weight, block, configs, sums_at
+    return lambda rows, num_rows, weight, block, sums_at: _sum(
+        rows, num_rows, weight, block, sums_at
     )
 
 
 @compiled()
-def _sum(rows: Any, num_rows: int, weight: Any, block: int, configs: Any, sums_at: int) -> None:
+def _sum(rows: Any, num_rows: int, weight: Any, block: int, sums_at: int) -> None:
     """Where there are more rows than one block has, K is cut so that a piece of the weight stays in
     the first cache while they go by, and the next piece is fetched meanwhile.
     """
@@ -109,7 +98,7 @@ def _sum(rows: Any, num_rows: int, weight: Any, block: int, configs: Any, sums_a
         for index in range(num_row_blocks):
             block_rows = min(BLOCK, num_rows - index * BLOCK)
             if block_rows != configured:
-                tile_configure(configs[block_rows - 1].ctypes.data)
+                configure_for(block_rows)
                 configured = block_rows
             multiply_block(
                 rows.address + index * rows.block_bytes + step * rows.step_bytes,
@@ -125,24 +114,13 @@ def _sum(rows: Any, num_rows: int, weight: Any, block: int, configs: Any, sums_a
                 rows.step_bytes,
             )
             ahead_at += piece_steps * num_ahead * LINE_BYTES
+    tile_release()
 
 
 @compiled()
-def plain_rows(address: int, num_columns: int) -> Any:
-    """[T, K]."""
-    return Rows(address, num_columns * 2, ROW_BYTES, num_columns * 2 * BLOCK)
-
-
-@compiled()
-def tiled_rows(address: int, num_columns: int) -> Any:
-    """[T / 32, K / 32, 32, 32]: as tiles are loaded, one step behind the other."""
-    return Rows(address, ROW_BYTES, STEP_BYTES, num_columns * ROW_BYTES)
-
-
-@compiled()
-def padded(num_rows: int) -> Any:
-    """To whole blocks."""
-    return (num_rows + BLOCK - 1) // BLOCK * BLOCK
+def configure_for(num_rows: int) -> None:
+    """The tiles, for a block of so many rows."""
+    tile_configure(_CONFIGS[num_rows - 1].ctypes.data)
 
 
 @compiled()

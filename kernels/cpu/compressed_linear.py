@@ -9,11 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.cpu.amx_linear import packed_linear
-from kernels.cpu.compressed_products import for_tiles
 from kernels.cpu.compressed_weight import CompressedWeight
 from kernels.cpu.high_bytes import BLOCK
 from kernels.cpu.linear import linear
+from kernels.cpu.packed_linear import for_products, packed_linear
 from kernels.cpu.plain_rows import decode_strips
 from kernels.expect import expect
 
@@ -35,7 +34,7 @@ def compressed_linear(
     Raises BadTensor.
     """
     expect("x", x, (None, weight.shape[1]), dtype=torch.bfloat16, device=weight.memory.device)
-    planes = for_tiles(weight)
+    planes = for_products(weight)
     y = _by_pieces(x, weight) if planes is None else packed_linear(x, planes)
     return y if bias is None else y.add_(bias)
 

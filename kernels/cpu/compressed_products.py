@@ -10,28 +10,23 @@ from typing import Any
 
 from numba import types
 from numba.extending import overload
-from torch import Tensor
 
-from kernels.cpu.amx import TILE_ROWS, aligned, tile_configure
-from kernels.cpu.amx_linear import is_packed_for_amx
+from kernels.cpu.amx import TILE_ROWS, aligned, tile_release
 from kernels.cpu.amx_products import (
-    BLOCK,
     LINE_BYTES,
     PIECE_STEPS,
     STEP_BYTES,
-    SUM_BYTES,
+    configure_for,
     load_sums,
     multiply_block,
     multiply_step,
-    num_blocks,
-    num_steps,
     store_sums,
-    sum_products,
 )
 from kernels.cpu.compiled import compiled
 from kernels.cpu.compressed_weight import ROW_OF_LANE, CompressedWeight, spread_bases
 from kernels.cpu.high_bytes import RECORD_BYTES, decode_block
-from kernels.cpu.lanes import array, expect_load
+from kernels.cpu.lanes import expect_load
+from kernels.cpu.products import BLOCK, SUM_BYTES, num_blocks, num_steps, sum_products
 
 AHEAD = 4  # blocks that are fetched before they are decoded
 VERBATIM_AHEAD_BYTES = 256  # what so many blocks take of the stream
@@ -41,12 +36,9 @@ MIN_OTHERS = 3  # blocks of rows: with less, too much would be fetched at each s
 _ROW_OF_LANE = ROW_OF_LANE["tiles"]
 
 
-def for_tiles(weight: Any) -> Any:
-    """A weight as `sum_products` takes it; None if it is in no form for AMX's tiles."""
-    if isinstance(weight, CompressedWeight):
-        return weight.planes if weight.order == "tiles" else None
-    is_packed = isinstance(weight, Tensor) and is_packed_for_amx(weight)
-    return array(weight) if is_packed else None
+def planes_for_tiles(weight: CompressedWeight) -> Any:
+    """As `sum_products` takes it; None if it is in no form for AMX's tiles."""
+    return weight.planes if weight.order == "tiles" else None
 
 
 @overload(num_blocks, strict=False)
@@ -60,13 +52,11 @@ def _num_steps(weight: Any) -> Any:
 
 
 @overload(sum_products, strict=False)
-def _sum_products(
-    rows: Any, num_rows: Any, weight: Any, block: Any, configs: Any, sums_at: Any
-) -> Any:
+def _sum_products(rows: Any, num_rows: Any, weight: Any, block: Any, sums_at: Any) -> Any:
     if not _is_planes(weight):
         return None
-    return lambda rows, num_rows, weight, block, configs, sums_at: _sum(
-        rows, num_rows, weight, block, configs, sums_at
+    return lambda rows, num_rows, weight, block, sums_at: _sum(
+        rows, num_rows, weight, block, sums_at
     )
 
 
@@ -75,7 +65,7 @@ def _is_planes(weight: Any) -> bool:
 
 
 @compiled()
-def _sum(rows: Any, num_rows: int, planes: Any, strip: int, configs: Any, sums_at: int) -> None:
+def _sum(rows: Any, num_rows: int, planes: Any, strip: int, sums_at: int) -> None:
     """FP32 sums [num_rows, 32] of rows by a strip.
 
     A piece of it is decoded while the first 32 rows are multiplied by it, and stays in the first
@@ -99,7 +89,7 @@ def _sum(rows: Any, num_rows: int, planes: Any, strip: int, configs: Any, sums_a
         for index in range(num_row_blocks):
             block_rows = min(BLOCK, num_rows - index * BLOCK)
             if block_rows != configured:
-                tile_configure(configs[block_rows - 1].ctypes.data)
+                configure_for(block_rows)
                 configured = block_rows
             rows_at = rows.address + index * rows.block_bytes + step * rows.step_bytes
             at = sums_at + index * BLOCK * SUM_BYTES
@@ -134,6 +124,7 @@ def _sum(rows: Any, num_rows: int, planes: Any, strip: int, configs: Any, sums_a
                     rows.step_bytes,
                 )
                 ahead_at += piece_steps * num_ahead * LINE_BYTES
+    tile_release()
 
 
 @compiled()

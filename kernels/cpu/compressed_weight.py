@@ -19,7 +19,7 @@ from numba import prange
 from torch import Tensor
 
 from kernels.cpu.amx import aligned
-from kernels.cpu.amx_linear import can_pack_for_amx
+from kernels.cpu.amx_products import can_pack_for_amx
 from kernels.cpu.compiled import compiled
 from kernels.cpu.high_bytes import (
     BLOCK,

@@ -3,7 +3,7 @@
 They are added, multiplied and divided like numbers, also with a single FP32 one. What is computed
 with them has the bits of the loops over whole tensors (`gated`, `rms_norm`), which do the same
 operations in the same order; only subnormal BF16, which AMX takes for 0, becomes 0 at once.
-`store_halves` and `rounded` need AVX512-BF16, which every CPU with AMX has.
+`store_halves` needs AVX512-BF16, which every CPU with AMX has.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return _call(builder, f"llvm.fma.v{NUM_FLOATS}f32", _FLOATS, a, b, c)
 
 
-def _narrowed(builder: Any, x: Any) -> Any:
+def narrowed_halves(builder: Any, x: Any) -> Any:
+    """Code that rounds 32 numbers to BF16."""
     lower, upper = (
         builder.shuffle_vector(x, x, ir.Constant(ir.VectorType(_I32, 16), list(range(at, at + 16))))
         for at in (0, 16)
@@ -128,16 +129,10 @@ def store_halves(_: Any, x: Any, address: Any) -> Any:
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         place = builder.inttoptr(args[1], _HALVES.as_pointer())
-        builder.store(_narrowed(builder, args[0]), place, align=2)
+        builder.store(narrowed_halves(builder, args[0]), place, align=2)
         return context.get_dummy_value()
 
     return types.void(floats, types.int64), code
-
-
-@intrinsic
-def rounded(_: Any, x: Any) -> Any:
-    """To the nearest BF16."""
-    return _value(lambda builder, x: _widened(builder, _narrowed(builder, x)), floats)
 
 
 @intrinsic

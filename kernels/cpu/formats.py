@@ -11,7 +11,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from kernels.cpu.floats import NUM_FLOATS, floats
+from kernels.cpu.amx import has_amx
+from kernels.cpu.floats import NUM_FLOATS, floats, narrowed_halves
 from kernels.cpu.lanes import bits_of_bf16
 
 _WORD, _FLOAT = ir.IntType(32), ir.FloatType()
@@ -66,6 +67,17 @@ def store_numbers(_: Any, x: Any, address: Any, dtype: Any, count: Any) -> Any:
     return types.void(floats, types.int64, dtype, types.int64), generate
 
 
+@intrinsic
+def rounded_as(_: Any, x: Any, dtype: Any) -> Any:
+    """To the nearest even number of the dtype."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        element, _ = _STORED[dtype.dtype]
+        return _widened(builder, _narrowed(builder, args[0], ir.VectorType(element, NUM_FLOATS)))
+
+    return floats(floats, dtype), generate
+
+
 def _place(builder: Any, address: Any, dtype: Any) -> tuple[Any, Any, Any, str]:
     element, name = _STORED[dtype.dtype]
     kind = ir.VectorType(element, NUM_FLOATS)
@@ -96,7 +108,7 @@ def _narrowed(builder: Any, x: Any, kind: Any) -> Any:
         return x
     if kind.element == ir.HalfType():
         return builder.fptrunc(x, kind)
-    return bits_of_bf16(builder, x)
+    return narrowed_halves(builder, x) if has_amx() else bits_of_bf16(builder, x)
 
 
 def _call(builder: Any, name: str, result: Any, *operands: Any) -> Any:

@@ -26,6 +26,7 @@ LANES = 64
 FEW_ROWS = 64
 
 _WORD, _ADDRESS = ir.IntType(32), ir.IntType(64)
+_NOTHING = _ADDRESS(0)
 SIDE = 16  # of the squares that are transposed
 
 _f32 = np.float32
@@ -151,57 +152,97 @@ def expect_load(_: Any, address: Any) -> Any:
 def add_chains(
     _: Any,
     sums: Any,
-    sums_bytes: Any,
     factors: Any,
-    factors_bytes: Any,
     rows: Any,
-    row_bytes: Any,
     num_rows: Any,
-    num_lanes: Any,
     num_sums: Any,
+    num_lanes: Any,
+    most: Any,
     is_fresh: Any,
 ) -> Any:
     """sums[s, num_lanes] += factors[s, i] · rows[i], fused, for one i after the other; FP32.
 
-    Arrays are addresses and the distance of their rows in bytes; the last three are literals.
-    `is_fresh`: the sums begin with 0, whatever stands there. They stay in registers on the way.
-    Several take no longer than one, as long as they keep a core's multipliers busy while each chain
-    waits for its last product.
+    `sums`, `factors` and `rows` are (address, distance of rows in bytes); the last three arguments
+    are literals. `is_fresh`: the sums begin with 0, whatever stands there. Up to `most` sums at a
+    time stay in registers on the way, and take hardly longer than one, as long as they keep a
+    core's multipliers busy while each chain waits for its last product.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        sums_at, sums_bytes, factors_at, factors_bytes, rows_at, row_bytes, num_rows, _, _, _ = args
-        lanes, count, starts = (each.literal_value for each in signature.args[7:])
-        kind = ir.VectorType(ir.FloatType(), lanes)
-        every_lane = ir.Constant(ir.VectorType(_WORD, lanes), [0] * lanes)
-        name = f"llvm.fma.v{lanes}f32"
-        fused = builder.module.globals.get(name) or ir.Function(
-            builder.module, ir.FunctionType(kind, [kind] * 3), name
+        lanes, most_sums, starts = (each.literal_value for each in signature.args[5:])
+        places = [cgutils.unpack_tuple(builder, each, 2) for each in args[:3]]
+        sums, factors, rows = (_Strided(builder, *each) for each in places)
+        num_rows, num_sums = args[3:5]
+        num_groups = builder.sdiv(
+            builder.add(num_sums, _ADDRESS(most_sums - 1)), _ADDRESS(most_sums)
         )
-
-        def at(address: Any, stride: Any, index: Any, pointed: Any) -> Any:
-            place = builder.add(address, builder.mul(index, stride))
-            return builder.inttoptr(place, pointed.as_pointer())
-
-        places = [at(sums_at, sums_bytes, _ADDRESS(index), kind) for index in range(count)]
-        begun = [
-            ir.Constant(kind, None) if starts else builder.load(place, align=4) for place in places
-        ]
-        held = [cgutils.alloca_once_value(builder, each) for each in begun]
-        with cgutils.for_range(builder, num_rows) as loop:
-            row = builder.load(at(rows_at, row_bytes, loop.index, kind), align=4)
-            column = builder.add(factors_at, builder.mul(loop.index, _ADDRESS(4)))
-            for index, each in enumerate(held):
-                place = at(column, factors_bytes, _ADDRESS(index), ir.FloatType())
-                factor = builder.load(place)
-                one = builder.insert_element(ir.Constant(kind, ir.Undefined), factor, _WORD(0))
-                factor = builder.shuffle_vector(one, one, every_lane)
-                builder.store(builder.call(fused, [factor, row, builder.load(each)]), each)
-        for place, each in zip(places, held, strict=True):
-            builder.store(builder.load(each), place, align=4)
+        with cgutils.for_range(builder, num_groups) as loop:
+            first = builder.sdiv(builder.mul(num_sums, loop.index), num_groups)
+            after = builder.add(loop.index, _ADDRESS(1))
+            end = builder.sdiv(builder.mul(num_sums, after), num_groups)
+            done = builder.append_basic_block("done")
+            switch = builder.switch(builder.sub(end, first), done)
+            for count in range(1, most_sums + 1):
+                case = builder.append_basic_block(f"sums.{count}")
+                switch.add_case(_ADDRESS(count), case)
+                with builder.goto_block(case):
+                    group = sums.below(first), factors.below(first), rows
+                    _add_group(builder, *group, num_rows, count, lanes, starts)
+                    builder.branch(done)
+            builder.position_at_end(done)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 7, num_lanes, num_sums, is_fresh), generate
+    pair = types.UniTuple(types.int64, 2)
+    places = pair, pair, pair, types.int64, types.int64
+    return types.void(*places, num_lanes, most, is_fresh), generate
+
+
+class _Strided:
+    """Rows of memory in code that is made."""
+
+    def __init__(self, builder: Any, address: Any, stride: Any) -> None:
+        self._builder, self._address, self._stride = builder, address, stride
+
+    def below(self, index: Any) -> _Strided:
+        return _Strided(self._builder, self._at(index), self._stride)
+
+    def place(self, index: Any, kind: Any, offset: Any = _NOTHING) -> Any:
+        return self._builder.inttoptr(self._builder.add(self._at(index), offset), kind.as_pointer())
+
+    def _at(self, index: Any) -> Any:
+        return self._builder.add(self._address, self._builder.mul(index, self._stride))
+
+
+def _add_group(
+    builder: Any,
+    sums: _Strided,
+    factors: _Strided,
+    rows: _Strided,
+    num_rows: Any,
+    count: int,
+    lanes: int,
+    starts: bool,
+) -> None:
+    kind = ir.VectorType(ir.FloatType(), lanes)
+    every_lane = ir.Constant(ir.VectorType(_WORD, lanes), [0] * lanes)
+    name = f"llvm.fma.v{lanes}f32"
+    fused = builder.module.globals.get(name) or ir.Function(
+        builder.module, ir.FunctionType(kind, [kind] * 3), name
+    )
+    places = [sums.place(_ADDRESS(index), kind) for index in range(count)]
+    zeros = ir.Constant(kind, None)
+    begun = [zeros if starts else builder.load(place, align=4) for place in places]
+    held = [cgutils.alloca_once_value(builder, each) for each in begun]
+    with cgutils.for_range(builder, num_rows) as loop:
+        row = builder.load(rows.place(loop.index, kind), align=4)
+        column = builder.mul(loop.index, _ADDRESS(4))
+        for index, each in enumerate(held):
+            factor = builder.load(factors.place(_ADDRESS(index), ir.FloatType(), column))
+            one = builder.insert_element(ir.Constant(kind, ir.Undefined), factor, _WORD(0))
+            factor = builder.shuffle_vector(one, one, every_lane)
+            builder.store(builder.call(fused, [factor, row, builder.load(each)]), each)
+    for place, each in zip(places, held, strict=True):
+        builder.store(builder.load(each), place, align=4)
 
 
 @intrinsic

@@ -1,15 +1,16 @@
 """y = x · weightᵀ + bias, with output rows that do not depend on how many rows there are.
 
-On a CPU a weight is packed once, into the blocked layout that oneDNN multiplies with; without it
-every product rearranges the whole weight first. Measured on an EPYC with AVX-512 BF16, 768 x 4096:
-2.3 times as fast for one row and 1.6 times for 64 in BF16, 2.8 times for 64 in FP32.
+On a CPU a weight is packed once. Of whole blocks of 32, BF16 with AMX and FP32 with AVX-512 go to
+`packed_linear`: FP32 takes 0.3 to 0.6 of oneDNN's time for one row, as much for 64, and 1.05 to 1.1
+of it for 1,000 (a Xeon, one thread, N and K from 256 to 4,096).
 
-A row's bits are the same for every number of rows from two on, with any number of threads, and for
-a single row as long as K <= SPLIT_K (measured, K up to 11,008): beyond it, one row gets another
-kernel, so it is computed with a row of zeros beside it. Plain weights need more care. Where BF16 is
-multiplied by AMX, weights of whole tiles go to `amx_linear`. For others oneDNN cuts K by the number
-of rows, in one way for two to AMX_ROWS of them (measured on a Xeon, same K), so that many are taken
-at a time.
+Others are packed into the blocked layout that oneDNN multiplies with; without it every product
+rearranges the whole weight first. Measured on an EPYC with AVX-512 BF16, 768 x 4096: 2.3 times as
+fast for one row and 1.6 times for 64 in BF16. A row's bits are the same for every number of rows
+from two on, with any number of threads, and for a single row as long as K <= SPLIT_K (measured, K
+up to 11,008): beyond it, one row gets another kernel, so it is computed with a row of zeros beside
+it. Plain weights need more care. With AMX oneDNN cuts K by the number of rows, in one way for two
+to AMX_ROWS of them (measured on a Xeon, same K), so that many are taken at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.amx import has_amx
-from kernels.cpu.amx_linear import amx_linear, can_pack_for_amx, is_packed_for_amx, pack_for_amx
+from kernels.cpu.amx_products import can_pack_for_amx, pack_for_amx
+from kernels.cpu.float_products import can_pack_floats, pack_floats
+from kernels.cpu.lanes import array
+from kernels.cpu.packed_linear import is_packed_here, packed_linear
 
 SPLIT_K = 1024
 # Plain weights: below PLAIN_ROWS rows are padded to a multiple, from there on any count will do.
@@ -29,7 +33,7 @@ PACKABLE = (torch.float32, torch.bfloat16)
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """weight [N, K] -> the same in AMX's or oneDNN's layout, or as it is where that cannot be.
+    """weight [N, K] -> the same in our products' or oneDNN's layout, or as it is.
 
     A packed weight takes the same number of bytes and is good for `linear` only; one that is packed
     already stays as it is.
@@ -38,6 +42,8 @@ def pack_weight(weight: Tensor) -> Tensor:
         return weight
     if can_pack_for_amx(weight):
         return pack_for_amx(weight)
+    if can_pack_floats(weight):
+        return pack_floats(weight)
     is_packable = weight.device.type == "cpu" and weight.dtype in PACKABLE
     if not is_packable or not torch.backends.mkldnn.is_available():
         return weight
@@ -46,7 +52,7 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 
 def is_packed(weight: Tensor) -> bool:
-    return weight.is_mkldnn or is_packed_for_amx(weight)
+    return weight.is_mkldnn or is_packed_here(weight)
 
 
 def linear(
@@ -57,8 +63,8 @@ def linear(
     The bias is added after the product is rounded: a fused one changes the kernel that runs.
     Rows do not depend on their number, whether `is_batch_invariant` asks for it or not.
     """
-    if is_packed_for_amx(weight):
-        y = amx_linear(x, weight)
+    if is_packed_here(weight):
+        y = packed_linear(x, array(weight))
     elif x.shape[0] > AMX_ROWS and _is_on_amx(weight):
         y = torch.cat([_product(rows, weight) for rows in x.split(AMX_ROWS)])
     else:

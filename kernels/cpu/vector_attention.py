@@ -210,6 +210,7 @@ def _score(
     row_bytes, num_rows = _whole(end - start, TILE) * 4, num_tokens * group
     factors = rows.ctypes.data, head_dim * 4
     keys_at, key_bytes = keys.ctypes.data, TILE * 4
+    packed = keys_at, key_bytes
     for token in range(start, end, TILE):
         count = min(TILE, end - token)
         if num_rows <= FEW_ROWS:
@@ -228,9 +229,9 @@ def _score(
                 )
         sums = scores.ctypes.data + (token - start) * 4, row_bytes
         if count > NUM_FLOATS:
-            _sum_64(sums, factors, (keys_at, key_bytes), head_dim, num_rows)
+            add_chains(sums, factors, packed, head_dim, num_rows, 64, 6, True)
         else:
-            _sum_32(sums, factors, (keys_at, key_bytes), head_dim, num_rows)
+            add_chains(sums, factors, packed, head_dim, num_rows, 32, 12, True)
 
 
 @compiled(is_inlined=True)
@@ -402,74 +403,11 @@ def _add_rows(sums: Any, factors: Any, rows: Any, num_rows: int, num_sums: int, 
     while d < width:
         into, of = (sums_at + d * 4, sums_bytes), (rows_at + d * 4, row_bytes)
         if d + 64 <= width:
-            _add_64(into, factors, of, num_rows, num_sums)
+            add_chains(into, factors, of, num_rows, num_sums, 64, 6, False)
             d += 64
         elif d + 32 <= width:
-            _add_32(into, factors, of, num_rows, num_sums)
+            add_chains(into, factors, of, num_rows, num_sums, 32, 12, False)
             d += 32
         else:
-            _add_16(into, factors, of, num_rows, num_sums)
+            add_chains(into, factors, of, num_rows, num_sums, 16, 12, False)
             d += 16
-
-
-def _adds(num_lanes: int, name: str, is_fresh: bool) -> Any:
-    """`add_chains` for each of several sums; arrays are (address, distance of rows)."""
-
-    def add(sums: Any, factors: Any, rows: Any, num_rows: int, num_sums: int) -> None:
-        at, sums_bytes = sums
-        factor, factors_bytes = factors
-        row, row_bytes = rows
-        s = 0
-        while s < num_sums:
-            count = 4 if s + 4 <= num_sums else 2 if s + 2 <= num_sums else 1
-            if count == 4:
-                add_chains(
-                    at,
-                    sums_bytes,
-                    factor,
-                    factors_bytes,
-                    row,
-                    row_bytes,
-                    num_rows,
-                    num_lanes,
-                    4,
-                    is_fresh,
-                )
-            elif count == 2:
-                add_chains(
-                    at,
-                    sums_bytes,
-                    factor,
-                    factors_bytes,
-                    row,
-                    row_bytes,
-                    num_rows,
-                    num_lanes,
-                    2,
-                    is_fresh,
-                )
-            else:
-                add_chains(
-                    at,
-                    sums_bytes,
-                    factor,
-                    factors_bytes,
-                    row,
-                    row_bytes,
-                    num_rows,
-                    num_lanes,
-                    1,
-                    is_fresh,
-                )
-            s += count
-            at += count * sums_bytes
-            factor += count * factors_bytes
-
-    # Machine code goes by this name: of two alike, kept by different processes, one would be taken
-    # for the other.
-    add.__qualname__ = name
-    return compiled()(add)
-
-
-_add_64, _add_32, _add_16 = (_adds(each, f"_add_{each}", False) for each in (64, 32, 16))
-_sum_64, _sum_32 = (_adds(each, f"_sum_{each}", True) for each in (64, 32))

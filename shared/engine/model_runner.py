@@ -19,9 +19,9 @@ import structlog
 import torch
 from torch import Tensor
 
-from kernels.cpu.amx_layer import MANY_ROWS
 from kernels.cpu.compiled import compiling_alone
 from kernels.cpu.lanes import FEW_ROWS
+from kernels.cpu.layer import MANY_ROWS
 from kernels.cpu.vector_attention import SEGMENT
 from kernels.device import IS_INTERPRETED
 from kernels.ops import copy_blocks, gather_blocks, has_own_product, scatter_blocks

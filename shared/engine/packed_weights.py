@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from kernels.cpu.amx import has_amx
 from kernels.cpu.compressed_weight import CompressedWeight
+from kernels.cpu.float_products import has_avx512
 from kernels.cpu.linear import is_packed
 from kernels.device import IS_INTERPRETED
 from kernels.ops import pack_weight
@@ -162,7 +163,8 @@ def _key(
         for region in regions
     ]
     capability = torch.backends.cpu.get_cpu_capability()
-    machine = [str(torch.__version__), capability, has_amx(), can_share_packed(), IS_INTERPRETED]
+    ours = has_amx(), has_avx512()
+    machine = [str(torch.__version__), capability, *ours, can_share_packed(), IS_INTERPRETED]
     described = msgspec.json.encode(
         [MAGIC.decode(), COMPRESSED_VERSION * is_compressed, machine, layout, sources]
     )

@@ -33,6 +33,15 @@ def test_small_steps_run_alone(num_weights: int, num_tokens: int, expected: int)
         assert (torch.get_num_threads(), numba.get_num_threads()) == (expected, expected)
 
 
+def test_kernels_that_share_their_tasks_are_worth_a_thread_sooner() -> None:
+    with computing_threads(2):
+        threads = StepThreads(2, 4_400_000, torch.float32, has_own_products=True)
+        threads.set_for(16)
+        assert (torch.get_num_threads(), numba.get_num_threads()) == (1, 2)
+        threads.set_for(1)
+        assert (torch.get_num_threads(), numba.get_num_threads()) == (1, 1)
+
+
 def test_never_more_threads_than_told() -> None:
     with computing_threads(2):
         StepThreads(1, LARGE, torch.bfloat16).set_for(4096)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.amx import has_amx
+from kernels.cpu.float_products import has_avx512
 from kernels.cpu.linear import is_packed, linear, pack_weight
 from kernels.ops import has_own_product
 from tests.threads import computing_threads
@@ -48,8 +49,11 @@ def test_products_are_rounded_once(shape: tuple[int, int], dtype: torch.dtype) -
 
 @pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_bits_do_not_depend_on_the_number_of_rows(shape: tuple[int, int]) -> None:
-    x, weight = _operands(shape, torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bits_do_not_depend_on_the_number_of_rows(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    x, weight = _operands(shape, dtype)
     packed = pack_weight(weight)
     whole = linear(x, packed)
     for num_rows in (1, 2, 5, 16, 17, 31, 33, 64, 129):
@@ -85,7 +89,20 @@ def test_whole_tiles_are_packed_for_amx() -> None:
     assert pack_weight(packed) is packed
 
 
-def test_other_products_are_the_librarys() -> None:
+@pytest.mark.skipif(not has_avx512(), reason="this CPU has no AVX-512")
+def test_whole_blocks_of_fp32_are_packed_for_our_own_product() -> None:
     weight = _operands((64, 96), torch.float32)[1]
+    packed = pack_weight(weight)
+    assert is_packed(packed)
+    assert has_own_product(packed)
+    assert packed.shape == (3, 64, 32)
+    assert torch.equal(packed[1, 5], weight[32:64, 5])
+    assert pack_weight(packed) is packed
+
+
+@pytest.mark.parametrize("shape", [(64, 40), (40, 96)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_products_are_the_librarys(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight = _operands(shape, dtype)[1]
     assert not has_own_product(weight)
     assert not has_own_product(pack_weight(weight))

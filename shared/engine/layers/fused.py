@@ -14,10 +14,19 @@ from shared.engine.layers.norm import RMSNorm
 class FusedLayer(nn.Module):
     """As `DecoderLayer`, but that what it adds is in the sum already."""
 
-    def __init__(self, kernel: LayerKernel, self_attn: Attention, mlp: GatedMlp) -> None:
+    def __init__(
+        self,
+        kernel: LayerKernel,
+        input_layernorm: RMSNorm,
+        self_attn: Attention,
+        post_attention_layernorm: RMSNorm,
+        mlp: GatedMlp,
+    ) -> None:
         super().__init__()
         self.kernel = kernel
+        self.input_layernorm = input_layernorm
         self.self_attn = self_attn
+        self.post_attention_layernorm = post_attention_layernorm
         self.mlp = mlp
 
     def forward(
@@ -39,7 +48,6 @@ def fused_layer(
     self_attn: Attention,
     post_attention_norm: RMSNorm,
     mlp: GatedMlp,
-    rotary_dim: int,
 ) -> FusedLayer | None:
     """Of a layer without further norms, once its weights are packed. None: there is no kernel."""
     linears = self_attn.qkv_proj, self_attn.o_proj, mlp.gate_up_proj, mlp.down_proj
@@ -54,7 +62,7 @@ def fused_layer(
         eps=input_norm.eps,
         has_unit_offset=input_norm.has_unit_offset,
         activation=mlp.activation,
-        head_dim=self_attn.head_dim,
-        rotary_dim=rotary_dim,
     )
-    return None if kernel is None else FusedLayer(kernel, self_attn, mlp)
+    if kernel is None:
+        return None
+    return FusedLayer(kernel, input_norm, self_attn, post_attention_norm, mlp)

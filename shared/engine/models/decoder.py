@@ -47,10 +47,9 @@ class DecoderLayer(nn.Module):
         normed, x = self.post_attention_layernorm.of_sum(x, attended)
         return x, self.mlp(normed)
 
-    def fused(self, rotary_dim: int) -> FusedLayer | None:
+    def fused(self) -> FusedLayer | None:
         return fused_layer(
-            *(self.input_layernorm, self.self_attn, self.post_attention_layernorm, self.mlp),
-            rotary_dim,
+            self.input_layernorm, self.self_attn, self.post_attention_layernorm, self.mlp
         )
 
 
@@ -78,7 +77,7 @@ class SandwichLayer(DecoderLayer):
         )
         return x, self.post_feedforward_layernorm(self.mlp(normed))
 
-    def fused(self, rotary_dim: int) -> None:
+    def fused(self) -> None:
         """No kernel has the norms behind attention and MLP."""
 
 
@@ -122,7 +121,7 @@ class Decoder(nn.Module):
         """Layers that have a kernel as a whole are computed by it; call it with weights packed."""
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
-            found = layer.fused(self.config.ropes[0].rotary_dim)
+            found = layer.fused()
             if found is not None:
                 self.layers[index] = found
 

@@ -1,4 +1,4 @@
-"""A decoder layer around its attention, for BF16 on AMX: all that is done to a token's row alone.
+"""A decoder layer around its attention: all that is done to a token's row alone.
 
 One call for what comes before attention and one for what comes behind it, instead of one for each
 operation. Of many rows each thread takes its share through all of it: a chunk of rows stays in its
@@ -19,23 +19,22 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from kernels.cpu.amx import aligned, tile_release
-from kernels.cpu.amx_linear import multiply_rows
-from kernels.cpu.amx_products import (
+from kernels.cpu.amx import aligned
+from kernels.cpu.compiled import compiled
+from kernels.cpu.lanes import array
+from kernels.cpu.layer_rows import add_products, gate_products, norm_rows, place_heads
+from kernels.cpu.packed_linear import for_products, multiply_rows
+from kernels.cpu.products import (
     BLOCK,
-    CHUNK_ROWS,
-    CONFIGS,
     SUM_BYTES,
+    chunk_rows,
     num_blocks,
     num_steps,
     padded,
     plain_rows,
-    tiled_rows,
+    work_bytes,
+    work_rows,
 )
-from kernels.cpu.amx_rows import add_products, gate_products, norm_rows, place_heads
-from kernels.cpu.compiled import compiled
-from kernels.cpu.compressed_products import for_tiles
-from kernels.cpu.lanes import array
 from kernels.cpu.tasks import num_tasks
 
 # For each thread. With fewer, reading all weights in every thread takes longer than it saves.
@@ -72,7 +71,7 @@ class Weights(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class AmxLayer:
+class PackedLayer:
     _before: Before
     _behind: Behind
     _weights: Weights
@@ -99,7 +98,6 @@ class AmxLayer:
             array(query),
             array(key),
             array(value),
-            CONFIGS,
             _num_tasks(x),
         )
         return query
@@ -109,7 +107,7 @@ class AmxLayer:
         y = torch.empty_like(x)
         run = _behind_by_rows if _has_many_rows(x) else _behind_by_columns
         rows = array(attended.flatten(1))
-        run(array(x), rows, *self._weights[1:], self._behind, array(y), CONFIGS, _num_tasks(x))
+        run(array(x), rows, *self._weights[1:], self._behind, array(y), _num_tasks(x))
         return y
 
 
@@ -122,7 +120,7 @@ def _num_tasks(x: Tensor) -> int:
     return numba.get_num_threads() if _has_many_rows(x) else num_tasks(x.shape[1] // BLOCK)
 
 
-def amx_layer(
+def packed_layer(
     norms: tuple[Tensor, Tensor],
     weights: Sequence[Any],
     *,
@@ -131,22 +129,20 @@ def amx_layer(
     eps: float,
     has_unit_offset: bool,
     activation: str,
-    head_dim: int,
-    rotary_dim: int,
-) -> AmxLayer | None:
+) -> PackedLayer | None:
     """`weights`: of queries, keys and values; output; gate and up; down. None where it cannot be.
 
     `norms`: before attention and before the MLP, [hidden]; `head_norms` [D] of queries and keys, or
     none.
     """
-    found = [for_tiles(each) for each in weights]
-    if any(each is None for each in found) or head_dim % BLOCK or rotary_dim % (2 * BLOCK):
+    found = [for_products(each) for each in weights]
+    if any(each is None for each in found):
         return None
     none = array(norms[0][:0])
     bias = none if qkv_bias is None else array(qkv_bias)
     query_norm, key_norm = map(array, head_norms) if head_norms else (none, none)
     shared = np.float32(eps), has_unit_offset
-    return AmxLayer(
+    return PackedLayer(
         Before(array(norms[0]), *shared, bias, query_norm, key_norm),
         Behind(array(norms[1]), *shared, activation != "silu"),
         Weights(*found),
@@ -164,23 +160,22 @@ def _before_by_rows(
     query: Any,
     key: Any,
     value: Any,
-    configs: Any,
     num_tasks: int,
 ) -> None:
-    hidden, num_columns = x.shape[1], num_blocks(qkv)
+    hidden, size, most_rows = x.shape[1], x.itemsize, chunk_rows(x.itemsize)
+    num_columns = num_blocks(qkv)
     for task in prange(num_tasks):
-        normed = aligned(CHUNK_ROWS * hidden * 2)
-        heads = np.empty((CHUNK_ROWS, query.shape[1] + 2 * key.shape[1], query.shape[2]), np.uint16)
-        sums = aligned(CHUNK_ROWS * SUM_BYTES)
+        normed = aligned(work_bytes(most_rows, hidden, size))
+        heads = np.empty((most_rows, query.shape[1] + 2 * key.shape[1], query.shape[2]), x.dtype)
+        sums = aligned(most_rows * SUM_BYTES)
         first, end = share_of_rows(len(x), task, num_tasks)
-        for low in range(first, end, CHUNK_ROWS):
-            high = min(low + CHUNK_ROWS, end)
+        for low in range(first, end, most_rows):
+            high = min(low + most_rows, end)
             num_rows = high - low
-            rows = tiled_rows(normed.ctypes.data, hidden)
-            norm_rows(x, low, high, before, normed.ctypes.data)
-            multiply_rows(rows, num_rows, qkv, 0, num_columns, configs, sums, heads)
+            rows = work_rows(normed.ctypes.data, hidden, size)
+            norm_rows(x, low, high, before, rows, 0)
+            multiply_rows(rows, num_rows, qkv, 0, num_columns, sums, heads, x.dtype)
             place_heads(heads, low, 0, num_rows, before, cos, sin, slots, query, key, value)
-        tile_release()
 
 
 @compiled(parallel=True)
@@ -194,22 +189,20 @@ def _before_by_columns(
     query: Any,
     key: Any,
     value: Any,
-    configs: Any,
     num_tasks: int,
 ) -> None:
-    num_rows, hidden, num_columns = len(x), x.shape[1], num_blocks(qkv)
+    num_rows, hidden, num_columns, size = len(x), x.shape[1], num_blocks(qkv), x.itemsize
     num_sharing = num_tasks if num_rows > BLOCK else 1
-    normed = aligned(padded(num_rows) * hidden * 2)
-    heads = np.empty((num_rows, query.shape[1] + 2 * key.shape[1], query.shape[2]), np.uint16)
+    normed = aligned(work_bytes(num_rows, hidden, size))
+    heads = np.empty((num_rows, query.shape[1] + 2 * key.shape[1], query.shape[2]), x.dtype)
     for task in prange(num_sharing):
         first, end = share_of_rows(num_rows, task, num_sharing)
-        norm_rows(x, first, end, before, normed.ctypes.data + first * hidden * 2)
+        norm_rows(x, first, end, before, work_rows(normed.ctypes.data, hidden, size), first)
     for task in prange(num_tasks):
-        rows = tiled_rows(normed.ctypes.data, hidden)
+        rows = work_rows(normed.ctypes.data, hidden, size)
         sums = aligned(padded(num_rows) * SUM_BYTES)
         first, end = num_columns * task // num_tasks, num_columns * (task + 1) // num_tasks
-        multiply_rows(rows, num_rows, qkv, first, end, configs, sums, heads)
-        tile_release()
+        multiply_rows(rows, num_rows, qkv, first, end, sums, heads, x.dtype)
     for task in prange(num_sharing):
         first, end = share_of_rows(num_rows, task, num_sharing)
         place_heads(heads, 0, first, end, before, cos, sin, slots, query, key, value)
@@ -224,30 +217,30 @@ def _behind_by_rows(
     down: Any,
     behind: Any,
     y: Any,
-    configs: Any,
     num_tasks: int,
 ) -> None:
-    hidden, inner = x.shape[1], num_steps(down) * BLOCK
+    hidden, inner, size = x.shape[1], num_steps(down) * BLOCK, x.itemsize
     num_columns, num_inner = hidden // BLOCK, inner // BLOCK
+    most_rows = chunk_rows(size)
     for task in prange(num_tasks):
-        normed = aligned(CHUNK_ROWS * hidden * 2)
-        gated = aligned(CHUNK_ROWS * inner * 2)
-        sums = aligned(2 * CHUNK_ROWS * SUM_BYTES)
+        normed = aligned(work_bytes(most_rows, hidden, size))
+        gated = aligned(work_bytes(most_rows, inner, size))
+        sums = aligned(2 * padded(most_rows) * SUM_BYTES)
         first, end = share_of_rows(len(x), task, num_tasks)
-        for low in range(first, end, CHUNK_ROWS):
-            high = min(low + CHUNK_ROWS, end)
+        for low in range(first, end, most_rows):
+            high = min(low + most_rows, end)
             num_rows = high - low
             x_rows, y_rows = x[low:high], y[low:high]
-            rows = plain_rows(attended[low:].ctypes.data, attended.shape[1])
-            add_products(rows, num_rows, output, 0, num_columns, configs, sums, x_rows, y_rows)
-            norm_rows(y_rows, 0, num_rows, behind, normed.ctypes.data)
-            rows = tiled_rows(normed.ctypes.data, hidden)
+            rows = plain_rows(attended[low:].ctypes.data, attended.shape[1], size)
+            add_products(rows, num_rows, output, 0, num_columns, sums, x_rows, y_rows)
+            normed_rows = work_rows(normed.ctypes.data, hidden, size)
+            norm_rows(y_rows, 0, num_rows, behind, normed_rows, 0)
+            rows = work_rows(gated.ctypes.data, inner, size)
+            is_gelu = behind.is_gelu
             gate_products(
-                rows, num_rows, gate_up, behind.is_gelu, 0, num_inner, configs, sums, gated
+                normed_rows, num_rows, gate_up, is_gelu, 0, num_inner, sums, rows, x.dtype
             )
-            rows = tiled_rows(gated.ctypes.data, inner)
-            add_products(rows, num_rows, down, 0, num_columns, configs, sums, y_rows, y_rows)
-        tile_release()
+            add_products(rows, num_rows, down, 0, num_columns, sums, y_rows, y_rows)
 
 
 @compiled(parallel=True)
@@ -259,37 +252,33 @@ def _behind_by_columns(
     down: Any,
     behind: Any,
     y: Any,
-    configs: Any,
     num_tasks: int,
 ) -> None:
-    num_rows, hidden, inner = len(x), x.shape[1], num_steps(down) * BLOCK
-    normed = aligned(padded(num_rows) * hidden * 2)
-    gated = aligned(padded(num_rows) * inner * 2)
+    num_rows, hidden, inner, size = len(x), x.shape[1], num_steps(down) * BLOCK, x.itemsize
+    normed = aligned(work_bytes(num_rows, hidden, size))
+    gated = aligned(work_bytes(num_rows, inner, size))
     num_columns, num_inner = hidden // BLOCK, inner // BLOCK
     num_sharing = num_tasks if num_rows > BLOCK else 1
     for task in prange(num_tasks):
-        rows = plain_rows(attended.ctypes.data, attended.shape[1])
+        rows = plain_rows(attended.ctypes.data, attended.shape[1], size)
         sums = aligned(padded(num_rows) * SUM_BYTES)
         first, end = num_columns * task // num_tasks, num_columns * (task + 1) // num_tasks
-        add_products(rows, num_rows, output, first, end, configs, sums, x, y)
-        tile_release()
+        add_products(rows, num_rows, output, first, end, sums, x, y)
     for task in prange(num_sharing):
         first, end = share_of_rows(num_rows, task, num_sharing)
-        norm_rows(y, first, end, behind, normed.ctypes.data + first * hidden * 2)
+        norm_rows(y, first, end, behind, work_rows(normed.ctypes.data, hidden, size), first)
     for task in prange(num_tasks):
-        normed_rows = tiled_rows(normed.ctypes.data, hidden)
+        normed_rows = work_rows(normed.ctypes.data, hidden, size)
+        rows = work_rows(gated.ctypes.data, inner, size)
         sums = aligned(2 * padded(num_rows) * SUM_BYTES)
         first, end = num_inner * task // num_tasks, num_inner * (task + 1) // num_tasks
-        gate_products(
-            normed_rows, num_rows, gate_up, behind.is_gelu, first, end, configs, sums, gated
-        )
-        tile_release()
+        is_gelu = behind.is_gelu
+        gate_products(normed_rows, num_rows, gate_up, is_gelu, first, end, sums, rows, x.dtype)
     for task in prange(num_tasks):
-        gated_rows = tiled_rows(gated.ctypes.data, inner)
+        rows = work_rows(gated.ctypes.data, inner, size)
         sums = aligned(padded(num_rows) * SUM_BYTES)
         first, end = num_columns * task // num_tasks, num_columns * (task + 1) // num_tasks
-        add_products(gated_rows, num_rows, down, first, end, configs, sums, y, y)
-        tile_release()
+        add_products(rows, num_rows, down, first, end, sums, y, y)
 
 
 @compiled()

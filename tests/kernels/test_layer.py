@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numba
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.amx import has_amx
-from kernels.cpu.amx_layer import MANY_ROWS, AmxLayer, amx_layer
 from kernels.cpu.compressed_weight import CompressedWeight
+from kernels.cpu.float_products import has_avx512
+from kernels.cpu.layer import MANY_ROWS, PackedLayer, packed_layer
 from kernels.ops import (
     add_rms_norm,
     compress_weight,
@@ -25,20 +27,17 @@ from kernels.ops import (
 )
 from tests.threads import computing_threads
 
-pytestmark = pytest.mark.skipif(not has_amx(), reason="needs a CPU with AMX")
+AMX = pytest.mark.skipif(not has_amx(), reason="needs a CPU with AMX")
+AVX512 = pytest.mark.skipif(not has_avx512(), reason="needs a CPU with AVX-512")
 EPS = 1e-5
 NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE = 3, 1, 16
 GATES = {"silu": silu_and_mul, "gelu_pytorch_tanh": gelu_and_mul}
 draw = torch.Generator()
 
 
-def random(*shape: int, scale: float = 1.0) -> Tensor:
-    return (torch.randn(*shape, generator=draw) * scale).bfloat16()
-
-
 @dataclass
 class Layer:
-    """By single operations; and all that `amx_layer` takes."""
+    """By single operations; and all that `packed_layer` takes."""
 
     hidden: int = 96
     inner: int = 160
@@ -49,6 +48,7 @@ class Layer:
     has_unit_offset: bool = False
     activation: str = "silu"
     is_compressed: bool = False
+    dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
         draw.manual_seed(0)
@@ -60,13 +60,16 @@ class Layer:
             (self.hidden, self.inner),
         ]
         form = compress_weight if self.is_compressed else pack_weight
-        self.weights = [form(random(*shape, scale=0.2)) for shape in shapes]
-        self.norms = random(self.hidden), random(self.hidden)
-        self.bias = random(width) if self.has_bias else None
-        self.head_norms = [random(self.head_dim) for _ in range(2 * self.has_head_norms)]
+        self.weights = [form(self.random(*shape, scale=0.2)) for shape in shapes]
+        self.norms = self.random(self.hidden), self.random(self.hidden)
+        self.bias = self.random(width) if self.has_bias else None
+        self.head_norms = [self.random(self.head_dim) for _ in range(2 * self.has_head_norms)]
 
-    def fused(self) -> AmxLayer | None:
-        return amx_layer(
+    def random(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=draw) * scale).to(self.dtype)
+
+    def fused(self) -> PackedLayer | None:
+        return packed_layer(
             self.norms,
             self.weights,
             qkv_bias=self.bias,
@@ -74,8 +77,6 @@ class Layer:
             eps=EPS,
             has_unit_offset=self.has_unit_offset,
             activation=self.activation,
-            head_dim=self.head_dim,
-            rotary_dim=self.rotary_dim,
         )
 
     def before(self, x: Tensor, *cached: Tensor) -> Tensor:
@@ -96,59 +97,76 @@ class Layer:
         return x + linear(GATES[self.activation](linear(normed, self.weights[2])), self.weights[3])
 
 
-LAYERS = {
-    "llama": Layer(),
-    "qwen2": Layer(has_bias=True),
-    "qwen3": Layer(has_head_norms=True, head_dim=128, rotary_dim=128),
-    "gelu": Layer(has_head_norms=True, has_unit_offset=True, activation="gelu_pytorch_tanh"),
-    "compressed": Layer(hidden=256, inner=512, is_compressed=True),
-    "part of a head": Layer(head_dim=96, rotary_dim=64, hidden=64, inner=32),
+LAYERS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"has_bias": True},
+    "qwen3": {"has_head_norms": True, "head_dim": 128, "rotary_dim": 128},
+    "gelu": {
+        "has_head_norms": True,
+        "has_unit_offset": True,
+        "activation": "gelu_pytorch_tanh",
+    },
+    "part of a head": {"head_dim": 96, "rotary_dim": 64, "hidden": 64, "inner": 32},
+    "heads of no whole block": {"head_dim": 32, "rotary_dim": 24, "has_head_norms": True},
+    "wide heads": {"head_dim": 96, "rotary_dim": 96, "has_head_norms": True, "hidden": 288},
 }
+COMPRESSED = {"hidden": 256, "inner": 512, "is_compressed": True}
+each_dtype = pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.bfloat16, marks=AMX), pytest.param(torch.float32, marks=AVX512)],
+    ids=str,
+)
+
+
+@cache
+def layer_of(dtype: torch.dtype, **changes: Any) -> Layer:
+    return Layer(dtype=dtype, **changes)
 
 
 def check(layer: Layer, num_rows: int) -> None:
     fused = layer.fused()
     assert fused is not None
-    x = random(num_rows, layer.hidden)
+    x = layer.random(num_rows, layer.hidden)
     angles = torch.randn(2, num_rows, layer.rotary_dim // 2, generator=draw)
     slots = torch.randperm(num_rows + 7, generator=draw)[:num_rows]
     slots[num_rows // 2] = -1
     num_blocks = -(-(num_rows + 7) // BLOCK_SIZE)
-    cache = torch.zeros(2, num_blocks, NUM_KV_HEADS, BLOCK_SIZE, layer.head_dim).bfloat16()
-    expected_cache = cache.clone()
-    attended = random(num_rows, NUM_HEADS, layer.head_dim)
+    shape = 2, num_blocks, NUM_KV_HEADS, BLOCK_SIZE, layer.head_dim
+    kv_cache = torch.zeros(shape, dtype=layer.dtype)
+    expected_cache = kv_cache.clone()
+    attended = layer.random(num_rows, NUM_HEADS, layer.head_dim)
 
-    query = fused.before(x, *angles, cache, slots)
+    query = fused.before(x, *angles, kv_cache, slots)
     assert torch.equal(query, layer.before(x, *angles, expected_cache, slots))
-    assert torch.equal(cache, expected_cache)
+    assert torch.equal(kv_cache, expected_cache)
     assert torch.equal(fused.behind(x, attended), layer.behind(x, attended))
 
 
+@each_dtype
 @pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 33, 70, 2 * MANY_ROWS + 5])
 @pytest.mark.parametrize("name", LAYERS)
-def test_the_bits_of_single_operations(name: str, num_rows: int) -> None:
-    check(LAYERS[name], num_rows)
+def test_the_bits_of_single_operations(name: str, num_rows: int, dtype: torch.dtype) -> None:
+    check(layer_of(dtype, **LAYERS[name]), num_rows)
 
 
+@each_dtype
 @pytest.mark.parametrize("num_rows", [40, MANY_ROWS, 600])
-def test_on_one_thread(num_rows: int) -> None:
+def test_on_one_thread(num_rows: int, dtype: torch.dtype) -> None:
     with computing_threads(1):
         assert numba.get_num_threads() == 1
-        check(LAYERS["qwen3"], num_rows)
+        check(layer_of(dtype, **LAYERS["qwen3"]), num_rows)
 
 
-def test_compressed_weights_are_multiplied_by_as_they_are() -> None:
-    assert all(isinstance(each, CompressedWeight) for each in LAYERS["compressed"].weights)
+@AMX
+@pytest.mark.parametrize("num_rows", [1, 33, 2 * MANY_ROWS + 5])
+def test_compressed_weights_are_multiplied_by_as_they_are(num_rows: int) -> None:
+    layer = layer_of(torch.bfloat16, **COMPRESSED)
+    assert all(isinstance(each, CompressedWeight) for each in layer.weights)
+    check(layer, num_rows)
 
 
-def test_none_without_packed_weights() -> None:
-    layer = Layer()
-    layer.weights[2] = random(2 * layer.inner, layer.hidden)
-    assert layer.fused() is None
-
-
-@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(48, 48), (96, 96)])
-def test_none_of_other_heads(head_dim: int, rotary_dim: int) -> None:
-    layer = Layer()
-    layer.head_dim, layer.rotary_dim = head_dim, rotary_dim
+@each_dtype
+def test_none_without_packed_weights(dtype: torch.dtype) -> None:
+    layer = Layer(dtype=dtype)
+    layer.weights[2] = layer.random(2 * layer.inner, layer.hidden)
     assert layer.fused() is None
