@@ -27,8 +27,10 @@ SERVE_COLUMNS = {
 # result file: title, {column: key in its rows}
 TABLES: dict[str, tuple[str, dict[str, str]]] = {
     "serve": ("A whole cluster over HTTP, demo model, client included", SERVE_COLUMNS),
+    "serve_fp32": ("The same in FP32, one worker of both roles", SERVE_COLUMNS),
+    "serve_poisson": ("The demo model under Poisson arrivals", SERVE_COLUMNS),
     "serve_125m": (
-        "The same with a random 125 M Llama in BF16 (`python -m benchmarks.checkpoints`)",
+        "A random 125 M Llama in BF16 (`python -m benchmarks.checkpoints`)",
         SERVE_COLUMNS,
     ),
     "engine_cpu": (
@@ -44,7 +46,6 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
         "Where the time of its decode step goes, batch 64, one thread",
         {"part": "part", "ms": "ms", "share": "share", "where": "where"},
     ),
-    "serve_poisson": ("The same under Poisson arrivals", SERVE_COLUMNS),
     "kv_transfer": (
         "KV push between two processes, checksums on, GB/s",
         {
