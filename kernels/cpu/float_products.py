@@ -66,7 +66,7 @@ def _sum_products(rows: Any, num_rows: Any, weight: Any, block: Any, sums_at: An
 
 @compiled()
 def _sum(rows: Any, num_rows: int, weight: Any, block: int, sums_at: int) -> None:
-    """Rows are as far from each other across blocks as within one."""
+    """Rows of FP32 are as far from each other across blocks as within one: all go by together."""
     width, sums = weight.shape[1], (sums_at, SUM_BYTES)
     block_at = weight.ctypes.data + block * width * SUM_BYTES
     for first in range(0, width, PIECE):
