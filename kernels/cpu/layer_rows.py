@@ -1,7 +1,7 @@
 """What a decoder layer does to rows between its products: norms, gates, rotary positions.
 
-Each has the bits of the operation over whole tensors that its docstring names. Rows are addressed by
-number; `before` and `layer` are a layer's `Before` or `Behind`.
+Each has the bits of the operation over whole tensors that its docstring names. Rows are addressed
+by number; `before` and `layer` are a layer's `Before` or `Behind`.
 """
 
 from __future__ import annotations
