@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from llvmlite.binding import get_host_cpu_features
 from numba import types
@@ -12,8 +13,11 @@ from numba.extending import overload
 from torch import Tensor
 
 from kernels.cpu.compiled import compiled
+from kernels.cpu.floats import same, store_floats
 from kernels.cpu.lanes import add_chains
 from kernels.cpu.products import BLOCK, SUM_BYTES, num_blocks, num_steps, sum_products
+
+_f32 = np.float32
 
 NUM_DIMS = 3  # of a packed weight
 PIECE = 256  # of K: so much of a block of columns stays in the first cache while rows go by
@@ -68,12 +72,11 @@ def _sum_products(rows: Any, num_rows: Any, weight: Any, block: Any, sums_at: An
 def _sum(rows: Any, num_rows: int, weight: Any, block: int, sums_at: int) -> None:
     """Rows of FP32 are as far from each other across blocks as within one: all go by together."""
     width, sums = weight.shape[1], (sums_at, SUM_BYTES)
+    for row in range(num_rows):
+        store_floats(same(_f32(0.0)), sums_at + row * SUM_BYTES)
     block_at = weight.ctypes.data + block * width * SUM_BYTES
     for first in range(0, width, PIECE):
         factors = rows.address + first * 4, rows.row_bytes
         columns = block_at + first * SUM_BYTES, SUM_BYTES
         length = min(PIECE, width - first)
-        if first == 0:
-            add_chains(sums, factors, columns, length, num_rows, BLOCK, MOST_ROWS, True)
-        else:
-            add_chains(sums, factors, columns, length, num_rows, BLOCK, MOST_ROWS, False)
+        add_chains(sums, factors, columns, length, num_rows, BLOCK, MOST_ROWS, False)

@@ -163,9 +163,9 @@ def add_chains(
     """sums[s, num_lanes] += factors[s, i] · rows[i], fused, for one i after the other; FP32.
 
     `sums`, `factors` and `rows` are (address, distance of rows in bytes); the last three arguments
-    are literals. `is_fresh`: the sums begin with 0, whatever stands there. Up to `most` sums at a
-    time stay in registers on the way, and take hardly longer than one, as long as they keep a
-    core's multipliers busy while each chain waits for its last product.
+    are literals. `is_fresh`: the sums begin with 0, whatever stands there. `most` sums at a time
+    (not over 16) stay in registers on the way, and take hardly longer than one, as long as they
+    keep a core's multipliers busy while each chain waits for its last product.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -173,23 +173,20 @@ def add_chains(
         places = [cgutils.unpack_tuple(builder, each, 2) for each in args[:3]]
         sums, factors, rows = (_Strided(builder, *each) for each in places)
         num_rows, num_sums = args[3:5]
-        num_groups = builder.sdiv(
-            builder.add(num_sums, _ADDRESS(most_sums - 1)), _ADDRESS(most_sums)
-        )
-        with cgutils.for_range(builder, num_groups) as loop:
-            first = builder.sdiv(builder.mul(num_sums, loop.index), num_groups)
-            after = builder.add(loop.index, _ADDRESS(1))
-            end = builder.sdiv(builder.mul(num_sums, after), num_groups)
-            done = builder.append_basic_block("done")
-            switch = builder.switch(builder.sub(end, first), done)
-            for count in range(1, most_sums + 1):
-                case = builder.append_basic_block(f"sums.{count}")
-                switch.add_case(_ADDRESS(count), case)
-                with builder.goto_block(case):
-                    group = sums.below(first), factors.below(first), rows
-                    _add_group(builder, *group, num_rows, count, lanes, starts)
-                    builder.branch(done)
-            builder.position_at_end(done)
+
+        def add(first: Any, count: int) -> None:
+            group = sums.below(first), factors.below(first), rows
+            _add_group(builder, *group, num_rows, count, lanes, starts)
+
+        with cgutils.for_range(builder, builder.sdiv(num_sums, _ADDRESS(most_sums))) as loop:
+            add(builder.mul(loop.index, _ADDRESS(most_sums)), most_sums)
+        rest = builder.srem(num_sums, _ADDRESS(most_sums))
+        for count in (8, 4, 2, 1):  # as its bits tell
+            if count < most_sums:
+                bit = builder.and_(rest, _ADDRESS(count))
+                with builder.if_then(builder.icmp_signed("!=", bit, _ADDRESS(0))):
+                    add(builder.sub(num_sums, rest), count)
+                rest = builder.sub(rest, bit)
         return context.get_dummy_value()
 
     pair = types.UniTuple(types.int64, 2)

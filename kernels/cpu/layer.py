@@ -22,7 +22,13 @@ from torch import Tensor
 from kernels.cpu.amx import aligned
 from kernels.cpu.compiled import compiled
 from kernels.cpu.lanes import array
-from kernels.cpu.layer_rows import add_products, gate_products, norm_rows, place_heads
+from kernels.cpu.layer_rows import (
+    add_normed,
+    add_or_keep,
+    gate_products,
+    norm_rows,
+    place_heads,
+)
 from kernels.cpu.packed_linear import for_products, multiply_rows
 from kernels.cpu.products import (
     BLOCK,
@@ -56,6 +62,8 @@ class Behind(NamedTuple):
     """What it has behind it, beside the weights."""
 
     norm: Any  # [hidden]
+    attention_norm: Any  # of what attention adds, [hidden], or [0]
+    mlp_norm: Any  # of what the MLP adds
     eps: Any
     has_unit_offset: bool
     is_gelu: bool
@@ -126,6 +134,7 @@ def packed_layer(
     *,
     qkv_bias: Tensor | None,
     head_norms: Sequence[Tensor],
+    post_norms: Sequence[Tensor],
     eps: float,
     has_unit_offset: bool,
     activation: str,
@@ -133,7 +142,7 @@ def packed_layer(
     """`weights`: of queries, keys and values; output; gate and up; down. None where it cannot be.
 
     `norms`: before attention and before the MLP, [hidden]; `head_norms` [D] of queries and keys, or
-    none.
+    none; `post_norms` [hidden] of what attention and of what the MLP adds, or none.
     """
     found = [for_products(each) for each in weights]
     if any(each is None for each in found):
@@ -141,10 +150,11 @@ def packed_layer(
     none = array(norms[0][:0])
     bias = none if qkv_bias is None else array(qkv_bias)
     query_norm, key_norm = map(array, head_norms) if head_norms else (none, none)
+    attention_norm, mlp_norm = map(array, post_norms) if post_norms else (none, none)
     shared = np.float32(eps), has_unit_offset
     return PackedLayer(
         Before(array(norms[0]), *shared, bias, query_norm, key_norm),
-        Behind(array(norms[1]), *shared, activation != "silu"),
+        Behind(array(norms[1]), attention_norm, mlp_norm, *shared, activation != "silu"),
         Weights(*found),
     )
 
@@ -225,14 +235,15 @@ def _behind_by_rows(
     for task in prange(num_tasks):
         normed = aligned(work_bytes(most_rows, hidden, size))
         gated = aligned(work_bytes(most_rows, inner, size))
+        added = np.empty((most_rows, min(len(behind.mlp_norm), hidden)), x.dtype)
         sums = aligned(2 * padded(most_rows) * SUM_BYTES)
         first, end = share_of_rows(len(x), task, num_tasks)
         for low in range(first, end, most_rows):
             high = min(low + most_rows, end)
-            num_rows = high - low
-            x_rows, y_rows = x[low:high], y[low:high]
+            num_rows, x_rows, y_rows = high - low, x[low:high], y[low:high]
             rows = plain_rows(attended[low:].ctypes.data, attended.shape[1], size)
-            add_products(rows, num_rows, output, 0, num_columns, sums, x_rows, y_rows)
+            add_or_keep(rows, num_rows, output, 0, num_columns, sums, added, x_rows, y_rows)
+            add_normed(added, 0, num_rows, behind.attention_norm, behind, x_rows, y_rows)
             normed_rows = work_rows(normed.ctypes.data, hidden, size)
             norm_rows(y_rows, 0, num_rows, behind, normed_rows, 0)
             rows = work_rows(gated.ctypes.data, inner, size)
@@ -240,7 +251,8 @@ def _behind_by_rows(
             gate_products(
                 normed_rows, num_rows, gate_up, is_gelu, 0, num_inner, sums, rows, x.dtype
             )
-            add_products(rows, num_rows, down, 0, num_columns, sums, y_rows, y_rows)
+            add_or_keep(rows, num_rows, down, 0, num_columns, sums, added, y_rows, y_rows)
+            add_normed(added, 0, num_rows, behind.mlp_norm, behind, y_rows, y_rows)
 
 
 @compiled(parallel=True)
@@ -257,15 +269,17 @@ def _behind_by_columns(
     num_rows, hidden, inner, size = len(x), x.shape[1], num_steps(down) * BLOCK, x.itemsize
     normed = aligned(work_bytes(num_rows, hidden, size))
     gated = aligned(work_bytes(num_rows, inner, size))
+    added = np.empty((num_rows, min(len(behind.mlp_norm), hidden)), x.dtype)
     num_columns, num_inner = hidden // BLOCK, inner // BLOCK
     num_sharing = num_tasks if num_rows > BLOCK else 1
     for task in prange(num_tasks):
         rows = plain_rows(attended.ctypes.data, attended.shape[1], size)
         sums = aligned(padded(num_rows) * SUM_BYTES)
         first, end = num_columns * task // num_tasks, num_columns * (task + 1) // num_tasks
-        add_products(rows, num_rows, output, first, end, sums, x, y)
+        add_or_keep(rows, num_rows, output, first, end, sums, added, x, y)
     for task in prange(num_sharing):
         first, end = share_of_rows(num_rows, task, num_sharing)
+        add_normed(added, first, end, behind.attention_norm, behind, x, y)
         norm_rows(y, first, end, behind, work_rows(normed.ctypes.data, hidden, size), first)
     for task in prange(num_tasks):
         normed_rows = work_rows(normed.ctypes.data, hidden, size)
@@ -278,7 +292,10 @@ def _behind_by_columns(
         rows = work_rows(gated.ctypes.data, inner, size)
         sums = aligned(padded(num_rows) * SUM_BYTES)
         first, end = num_columns * task // num_tasks, num_columns * (task + 1) // num_tasks
-        add_products(rows, num_rows, down, first, end, sums, y, y)
+        add_or_keep(rows, num_rows, down, first, end, sums, added, y, y)
+    for task in prange(num_sharing if added.size else 0):
+        first, end = share_of_rows(num_rows, task, num_sharing)
+        add_normed(added, first, end, behind.mlp_norm, behind, y, y)
 
 
 @compiled()

@@ -23,6 +23,7 @@ from kernels.cpu.floats import (
 from kernels.cpu.formats import load_numbers, rounded_as, store_numbers
 from kernels.cpu.gated import GELU_CUBIC, GELU_FACTOR
 from kernels.cpu.lanes import LANES, LOG2_E
+from kernels.cpu.packed_linear import multiply_rows
 from kernels.cpu.products import BLOCK, SUM_BYTES, num_blocks, padded, row_at, sum_products
 
 _f32 = np.float32
@@ -84,6 +85,40 @@ def add_products(
             update = rounded_as(load_floats(sums_at + row * SUM_BYTES), y.dtype)
             old = load_numbers(x_at + row * row_bytes, y.dtype, BLOCK)
             store_numbers(old + update, y_at + row * row_bytes, y.dtype, BLOCK)
+
+
+@compiled()
+def add_or_keep(
+    rows: Any,
+    num_rows: int,
+    weight: Any,
+    first: int,
+    end: int,
+    sums: Any,
+    added: Any,
+    x: Any,
+    y: Any,
+) -> None:
+    """`add_products`; but where the product is normalised first, it is kept in `added` [T, N]."""
+    if added.size:
+        multiply_rows(rows, num_rows, weight, first, end, sums, added, y.dtype)
+    else:
+        add_products(rows, num_rows, weight, first, end, sums, x, y)
+
+
+@compiled()
+def add_normed(added: Any, low: int, high: int, norm: Any, layer: Any, x: Any, y: Any) -> None:
+    """y = x + `rms_norm` of what is added, of rows [low, high); nothing where none is kept."""
+    if not added.size:
+        return
+    hidden, row_bytes, step_bytes = x.shape[1], x.strides[0], BLOCK * x.itemsize
+    for row in range(low, high):
+        added_at = added.ctypes.data + row * row_bytes
+        norm_row(added_at, hidden, norm.ctypes.data, layer, added_at, step_bytes, x)
+        for at in range(row * row_bytes, (row + 1) * row_bytes, step_bytes):
+            update = load_numbers(added.ctypes.data + at, x.dtype, BLOCK)
+            old = load_numbers(x.ctypes.data + at, x.dtype, BLOCK)
+            store_numbers(old + update, y.ctypes.data + at, x.dtype, BLOCK)
 
 
 @compiled()

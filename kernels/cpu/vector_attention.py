@@ -229,9 +229,9 @@ def _score(
                 )
         sums = scores.ctypes.data + (token - start) * 4, row_bytes
         if count > NUM_FLOATS:
-            add_chains(sums, factors, packed, head_dim, num_rows, 64, 6, True)
+            add_chains(sums, factors, packed, head_dim, num_rows, 64, 4, True)
         else:
-            add_chains(sums, factors, packed, head_dim, num_rows, 32, 12, True)
+            add_chains(sums, factors, packed, head_dim, num_rows, 32, 4, True)
 
 
 @compiled(is_inlined=True)
@@ -403,11 +403,11 @@ def _add_rows(sums: Any, factors: Any, rows: Any, num_rows: int, num_sums: int, 
     while d < width:
         into, of = (sums_at + d * 4, sums_bytes), (rows_at + d * 4, row_bytes)
         if d + 64 <= width:
-            add_chains(into, factors, of, num_rows, num_sums, 64, 6, False)
+            add_chains(into, factors, of, num_rows, num_sums, 64, 4, False)
             d += 64
         elif d + 32 <= width:
-            add_chains(into, factors, of, num_rows, num_sums, 32, 12, False)
+            add_chains(into, factors, of, num_rows, num_sums, 32, 4, False)
             d += 32
         else:
-            add_chains(into, factors, of, num_rows, num_sums, 16, 12, False)
+            add_chains(into, factors, of, num_rows, num_sums, 16, 4, False)
             d += 16

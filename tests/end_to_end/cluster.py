@@ -24,7 +24,7 @@ from shared.errors import ConfigError
 from shared.messages import Heartbeat
 from shared.subjects import HEARTBEATS
 
-START_TIMEOUT_S = 90
+START_TIMEOUT_S = 300  # the first time, kernels are compiled
 
 
 @dataclass

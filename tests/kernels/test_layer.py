@@ -45,6 +45,7 @@ class Layer:
     rotary_dim: int = 64
     has_bias: bool = False
     has_head_norms: bool = False
+    has_post_norms: bool = False
     has_unit_offset: bool = False
     activation: str = "silu"
     is_compressed: bool = False
@@ -63,6 +64,7 @@ class Layer:
         self.weights = [form(self.random(*shape, scale=0.2)) for shape in shapes]
         self.norms = self.random(self.hidden), self.random(self.hidden)
         self.bias = self.random(width) if self.has_bias else None
+        self.post_norms = [self.random(self.hidden) for _ in range(2 * self.has_post_norms)]
         self.head_norms = [self.random(self.head_dim) for _ in range(2 * self.has_head_norms)]
 
     def random(self, *shape: int, scale: float = 1.0) -> Tensor:
@@ -74,6 +76,7 @@ class Layer:
             self.weights,
             qkv_bias=self.bias,
             head_norms=self.head_norms,
+            post_norms=self.post_norms,
             eps=EPS,
             has_unit_offset=self.has_unit_offset,
             activation=self.activation,
@@ -87,22 +90,24 @@ class Layer:
         return rotate_and_store(heads, *cached, **norms, **options)
 
     def behind(self, x: Tensor, attended: Tensor) -> Tensor:
-        normed, x = add_rms_norm(
-            linear(attended.flatten(1), self.weights[1]),
-            x,
-            self.norms[1],
-            EPS,
-            has_unit_offset=self.has_unit_offset,
-        )
-        return x + linear(GATES[self.activation](linear(normed, self.weights[2])), self.weights[3])
+        options: dict[str, Any] = {"eps": EPS, "has_unit_offset": self.has_unit_offset}
+        update = linear(attended.flatten(1), self.weights[1])
+        if self.has_post_norms:
+            update = rms_norm(update, self.post_norms[0], **options)
+        normed, x = add_rms_norm(update, x, self.norms[1], **options)
+        update = linear(GATES[self.activation](linear(normed, self.weights[2])), self.weights[3])
+        if self.has_post_norms:
+            update = rms_norm(update, self.post_norms[1], **options)
+        return x + update
 
 
 LAYERS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"has_bias": True},
     "qwen3": {"has_head_norms": True, "head_dim": 128, "rotary_dim": 128},
-    "gelu": {
+    "gemma": {
         "has_head_norms": True,
+        "has_post_norms": True,
         "has_unit_offset": True,
         "activation": "gelu_pytorch_tanh",
     },

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from kernels.ops import LayerKernel, layer_kernel
@@ -17,17 +19,15 @@ class FusedLayer(nn.Module):
     def __init__(
         self,
         kernel: LayerKernel,
-        input_layernorm: RMSNorm,
         self_attn: Attention,
-        post_attention_layernorm: RMSNorm,
         mlp: GatedMlp,
+        norms: Sequence[RMSNorm],
     ) -> None:
         super().__init__()
         self.kernel = kernel
-        self.input_layernorm = input_layernorm
         self.self_attn = self_attn
-        self.post_attention_layernorm = post_attention_layernorm
         self.mlp = mlp
+        self.norms = nn.ModuleList(norms)
 
     def forward(
         self,
@@ -44,25 +44,27 @@ class FusedLayer(nn.Module):
 
 
 def fused_layer(
-    input_norm: RMSNorm,
     self_attn: Attention,
-    post_attention_norm: RMSNorm,
     mlp: GatedMlp,
+    norms: Sequence[RMSNorm],
 ) -> FusedLayer | None:
-    """Of a layer without further norms, once its weights are packed. None: there is no kernel."""
+    """Of a layer whose weights are packed; None where there is no kernel for it.
+
+    `norms`: before attention and before the MLP, then of what each of them adds, if there are such.
+    """
     linears = self_attn.qkv_proj, self_attn.o_proj, mlp.gate_up_proj, mlp.down_proj
     if any(each.bias is not None for each in linears[1:]):
         return None
+    before_attention, before_mlp, *behind = norms
     head_norms = self_attn.q_norm, self_attn.k_norm
     kernel = layer_kernel(
-        (input_norm.weight, post_attention_norm.weight),
+        (before_attention.weight, before_mlp.weight),
         [each.weight for each in linears],
         qkv_bias=linears[0].bias,
         head_norms=[each.weight for each in head_norms if each is not None],
-        eps=input_norm.eps,
-        has_unit_offset=input_norm.has_unit_offset,
+        post_norms=[each.weight for each in behind],
+        eps=before_attention.eps,
+        has_unit_offset=before_attention.has_unit_offset,
         activation=mlp.activation,
     )
-    if kernel is None:
-        return None
-    return FusedLayer(kernel, input_norm, self_attn, post_attention_norm, mlp)
+    return None if kernel is None else FusedLayer(kernel, self_attn, mlp, norms)

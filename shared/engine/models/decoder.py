@@ -48,9 +48,9 @@ class DecoderLayer(nn.Module):
         return x, self.mlp(normed)
 
     def fused(self) -> FusedLayer | None:
-        return fused_layer(
-            self.input_layernorm, self.self_attn, self.post_attention_layernorm, self.mlp
-        )
+        """None: there is no kernel for such a layer."""
+        norms = self.input_layernorm, self.post_attention_layernorm
+        return fused_layer(self.self_attn, self.mlp, norms)
 
 
 class SandwichLayer(DecoderLayer):
@@ -77,8 +77,10 @@ class SandwichLayer(DecoderLayer):
         )
         return x, self.post_feedforward_layernorm(self.mlp(normed))
 
-    def fused(self) -> None:
-        """No kernel has the norms behind attention and MLP."""
+    def fused(self) -> FusedLayer | None:
+        before = self.input_layernorm, self.pre_feedforward_layernorm
+        behind = self.post_attention_layernorm, self.post_feedforward_layernorm
+        return fused_layer(self.self_attn, self.mlp, (*before, *behind))
 
 
 class Decoder(nn.Module):

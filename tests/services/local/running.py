@@ -17,7 +17,7 @@ from services.local.state import ClusterState, clusters_dir, running_cluster
 from shared.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
-WAIT_S = 60.0
+WAIT_S = 300.0  # the first time, kernels are compiled
 
 
 def environ_for(state_home: Path) -> dict[str, str]:
