@@ -38,8 +38,8 @@ FUSED = [
 ]
 
 
-def load(folder: Path) -> ModelRunner:
-    return ModelRunner.load(folder, dtype="bfloat16", kv_cache_bytes=1 << 20)
+def load(folder: Path, dtype: str = "bfloat16") -> ModelRunner:
+    return ModelRunner.load(folder, dtype=dtype, kv_cache_bytes=2 << 20)
 
 
 def logits(runner: ModelRunner) -> list[Tensor]:
@@ -51,15 +51,16 @@ def logits(runner: ModelRunner) -> list[Tensor]:
     return [advance(runner, work) for work in works]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("architecture", FUSED)
 def test_the_same_logits(
-    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_model(tmp_path, architecture, **SHAPE)
-    fused = load(tmp_path)
+    fused = load(tmp_path, dtype)
     assert all(isinstance(layer, FusedLayer) for layer in fused._model.layers)
     monkeypatch.setattr(Decoder, "fuse", lambda model: None)
-    single = load(tmp_path)
+    single = load(tmp_path, dtype)
     assert not any(isinstance(layer, FusedLayer) for layer in single._model.layers)
     for got, expected in zip(logits(fused), logits(single), strict=True):
         assert torch.equal(got, expected)
