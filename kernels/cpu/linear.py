@@ -1,8 +1,8 @@
 """y = x · weightᵀ + bias, with output rows that do not depend on how many rows there are.
 
 On a CPU a weight is packed once. Of whole blocks of 32, BF16 with AMX and FP32 with AVX-512 go to
-`packed_linear`: FP32 takes 0.3 to 0.6 of oneDNN's time for one row, as much for 64, and 1.05 to 1.1
-of it for 1,000 (a Xeon, one thread, N and K from 256 to 4,096).
+`packed_linear`: FP32 takes 0.3 to 0.9 of oneDNN's time for one row, about as much for 64, and 1.0
+to 1.3 of it for 1,000 (a Xeon, one thread, N and K from 256 to 4,096).
 
 Others are packed into the blocked layout that oneDNN multiplies with; without it every product
 rearranges the whole weight first. Measured on an EPYC with AVX-512 BF16, 768 x 4096: 2.3 times as
