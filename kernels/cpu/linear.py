@@ -22,7 +22,7 @@ from kernels.cpu.amx import has_amx
 from kernels.cpu.amx_products import can_pack_for_amx, pack_for_amx
 from kernels.cpu.float_products import can_pack_floats, pack_floats
 from kernels.cpu.lanes import array
-from kernels.cpu.packed_linear import is_packed_here, packed_linear
+from kernels.cpu.packed_linear import is_packed_for_products, packed_linear
 
 SPLIT_K = 1024
 # Plain weights: below PLAIN_ROWS rows are padded to a multiple, from there on any count will do.
@@ -52,7 +52,7 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 
 def is_packed(weight: Tensor) -> bool:
-    return weight.is_mkldnn or is_packed_here(weight)
+    return weight.is_mkldnn or is_packed_for_products(weight)
 
 
 def linear(
@@ -63,7 +63,7 @@ def linear(
     The bias is added after the product is rounded: a fused one changes the kernel that runs.
     Rows do not depend on their number, whether `is_batch_invariant` asks for it or not.
     """
-    if is_packed_here(weight):
+    if is_packed_for_products(weight):
         y = packed_linear(x, array(weight))
     elif x.shape[0] > AMX_ROWS and _is_on_amx(weight):
         y = torch.cat([_product(rows, weight) for rows in x.split(AMX_ROWS)])

@@ -32,11 +32,12 @@ def for_products(weight: Any) -> Any:
     """A weight as `sum_products` takes it; None if it is in no form of ours."""
     if isinstance(weight, CompressedWeight):
         return planes_for_tiles(weight)
-    is_packed = isinstance(weight, Tensor) and is_packed_here(weight)
+    is_packed = isinstance(weight, Tensor) and is_packed_for_products(weight)
     return array(weight) if is_packed else None
 
 
-def is_packed_here(weight: Tensor) -> bool:
+def is_packed_for_products(weight: Tensor) -> bool:
+    """Of a dense weight."""
     return is_packed_for_amx(weight) or is_packed_floats(weight)
 
 
