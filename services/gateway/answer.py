@@ -41,10 +41,6 @@ class ChoiceResult:
 class Events(Protocol):
     """What a streamed answer tells, as server-sent events."""
 
-    def opening(self) -> bytes:
-        """Before the first piece."""
-        ...
-
     def events(self, piece: Piece) -> bytes: ...
 
     def closing(self) -> bytes:
@@ -120,10 +116,10 @@ class Answer:
             return
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
         await self._start(send, 200, headers)
-        events = told.opening()
+        events = b""
         try:
             while pieces:
-                events += b"".join([told.events(piece) for piece in pieces])
+                events = b"".join([told.events(piece) for piece in pieces])
                 if self.gathering.is_told:  # what ends the answer leaves with its last piece
                     break
                 await send({"type": "http.response.body", "body": events, "more_body": True})

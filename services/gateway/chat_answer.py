@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from services.gateway import sse
 from services.gateway.answer import ChoiceResult
 from services.gateway.delivery import Piece
@@ -36,25 +34,25 @@ class ChatAnswer:
     created: int
     has_usage: bool
     has_logprobs: bool
+    _begun: set[int] = field(default_factory=set)  # choices whose role is told
     _text_events: dict[int, sse.TextEvent] = field(default_factory=dict)  # by choice
 
-    def opening(self) -> bytes:
-        delta = Delta(role="assistant", content="")
-        indexes = range(self.gathering.num_choices)
-        return b"".join(self._event(ChunkChoice(index=index, delta=delta)) for index in indexes)
-
     def events(self, piece: Piece) -> bytes:
-        events, index = b"", piece.choice_index
-        if self.has_logprobs and (piece.texts or piece.tokens):
-            choice = self._told(index, piece.text)
-            logprobs = self._logprobs(piece.tokens)
-            events = self._event(msgspec.structs.replace(choice, logprobs=logprobs))
-        elif piece.texts:
-            events = self._text_event(index).of(piece.texts)
-        if piece.finish_reason is not None:
-            ending = ChunkChoice(index=index, delta=Delta(), finish_reason=piece.finish_reason)
-            events += self._event(ending)
-        return events
+        """One for each text; a choice's first tells the role, its last why the choice has ended."""
+        index, texts = piece.choice_index, list(piece.texts)
+        says_more = self.has_logprobs or piece.finish_reason is not None
+        first = last = b""
+        if index not in self._begun and len(texts) > says_more:
+            first = self._event(ChunkChoice(index=index, delta=self._delta(index, texts.pop(0))))
+        if says_more:
+            choice = ChunkChoice(
+                index=index,
+                delta=self._delta(index, texts.pop() if texts else None),
+                finish_reason=piece.finish_reason,
+                logprobs=self._logprobs(piece.tokens) if piece.tokens else None,
+            )
+            last = self._event(choice)
+        return first + self._text_event(index).of(texts) + last
 
     def closing(self) -> bytes:
         if not self.has_usage:
@@ -93,12 +91,17 @@ class ChatAnswer:
     def _text_event(self, index: int) -> sse.TextEvent:
         known = self._text_events.get(index)
         if known is None:
-            known = sse.TextEvent(lambda text: self._chunk(self._told(index, text)))
+            known = sse.TextEvent(
+                lambda text: self._chunk(ChunkChoice(index=index, delta=Delta(content=text)))
+            )
             self._text_events[index] = known
         return known
 
-    def _told(self, index: int, text: str) -> ChunkChoice:
-        return ChunkChoice(index=index, delta=Delta(content=text))
+    def _delta(self, index: int, text: str | None) -> Delta:
+        if index in self._begun:
+            return Delta(content=text)
+        self._begun.add(index)
+        return Delta(role="assistant", content=text or "")
 
     def _event(self, choice: ChunkChoice) -> bytes:
         return sse.event(self._chunk(choice))

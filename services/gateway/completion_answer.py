@@ -40,19 +40,14 @@ class CompletionAnswer:
     _echoed: set[int] = field(default_factory=set)  # choices whose prompt is told
     _text_events: dict[int, sse.TextEvent] = field(default_factory=dict)  # by choice
 
-    def opening(self) -> bytes:
-        return b""
-
     def events(self, piece: Piece) -> bytes:
-        events, index = b"", piece.choice_index
-        if self._is_echo_due(index) or (self.has_logprobs and (piece.texts or piece.tokens)):
-            events = sse.event(self._chunk(self._choice(index, piece.text, piece.tokens)))
-        elif piece.texts:
-            events = self._text_event(index).of(piece.texts)
-        if piece.finish_reason is not None:
-            ending = CompletionChoice(index=index, text="", finish_reason=piece.finish_reason)
-            events += sse.event(self._chunk(ending))
-        return events
+        """One for each text, the last of which tells why the choice has ended."""
+        index, is_echo_due, last = piece.choice_index, self._is_echo_due(piece.choice_index), b""
+        texts = [piece.text] if is_echo_due else list(piece.texts)
+        if is_echo_due or self.has_logprobs or piece.finish_reason is not None:
+            choice = self._choice(index, texts.pop() if texts else "", piece.tokens)
+            last = sse.event(self._chunk(_finished(choice, index, piece.finish_reason)))
+        return self._text_event(index).of(texts) + last
 
     def closing(self) -> bytes:
         if not self.has_usage:
@@ -133,7 +128,7 @@ class CompletionAnswer:
         )
 
 
-def _finished(choice: CompletionChoice, index: int, finish_reason: str) -> CompletionChoice:
+def _finished(choice: CompletionChoice, index: int, finish_reason: str | None) -> CompletionChoice:
     return CompletionChoice(
         index=index, text=choice.text, logprobs=choice.logprobs, finish_reason=finish_reason
     )

@@ -4,7 +4,7 @@ most events of most answers are a token's text in the same envelope.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -30,6 +30,8 @@ class TextEvent:
         self._head, _, self._tail = event(body_of(_MARK)).rpartition(_ENCODED_MARK)
         self._between = self._tail + self._head
 
-    def of(self, texts: Iterable[str]) -> bytes:
-        """An event for each; there is at least one."""
+    def of(self, texts: Sequence[str]) -> bytes:
+        """An event for each."""
+        if not texts:
+            return b""
         return b"%b%b%b" % (self._head, self._between.join(map(_encode, texts)), self._tail)

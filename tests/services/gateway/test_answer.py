@@ -19,9 +19,6 @@ BODY = "http.response.body"
 class Told:
     """Events that tell no more than what they are of."""
 
-    def opening(self) -> bytes:
-        return b"(opening)"
-
     def events(self, piece: Piece) -> bytes:
         return f"({piece.text})".encode()
 
@@ -55,12 +52,12 @@ async def test_the_ending_leaves_with_the_last_piece(
     gateway_config: GatewayConfig, model_files: ModelFiles
 ) -> None:
     bodies = await bodies_of(gateway_config, model_files, None)
-    assert bodies == [(b"(opening)(a)(closing)data: [DONE]\n\n", False)]
+    assert bodies == [(b"(a)(closing)data: [DONE]\n\n", False)]
 
 
 async def test_what_came_before_a_failure_is_told_before_it(
     gateway_config: GatewayConfig, model_files: ModelFiles
 ) -> None:
     bodies = await bodies_of(gateway_config, model_files, HearthError("broken"))
-    assert bodies[0] == (b"(opening)(a)", True)
+    assert bodies[0] == (b"(a)", True)
     assert b"broken" in bodies[1][0] and b"[DONE]" not in bodies[1][0]

@@ -112,7 +112,9 @@ async def test_defaults_come_from_the_model(cluster: Cluster) -> None:
 async def test_stream(cluster: Cluster) -> None:
     events = await events_of(cluster, stream_options={"include_usage": True})
     assert events[-1] == "[DONE]"
-    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    deltas = [event["choices"][0]["delta"] for event in events[:-2]]
+    assert deltas[0]["role"] == "assistant" and deltas[0]["content"]
+    assert not any("role" in delta for delta in deltas[1:])
     assert text_of(events) == ANSWER
     assert "\ufffd" not in text_of(events)
     assert events[-3]["choices"][0]["finish_reason"] == "stop"

@@ -232,9 +232,9 @@ async def test_the_prompt_is_scored_and_nothing_is_drawn(cluster: Cluster) -> No
     assert body["usage"]["completion_tokens"] == 0
     sampling = (await cluster.scheduler.submits.get()).request.sampling
     assert (sampling.max_tokens, sampling.num_prompt_logprobs) == (1, 0)
-    first, last = await events_of(cluster, echo=True, max_tokens=0)
-    assert first["choices"][0]["text"] == PROMPT
-    assert last["choices"][0]["finish_reason"] == "length"
+    (event,) = await events_of(cluster, echo=True, max_tokens=0)
+    (choice,) = event["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (PROMPT, "length")
 
 
 async def test_a_prompt_in_tokens_is_echoed_as_text(cluster: Cluster) -> None:
