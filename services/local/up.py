@@ -20,6 +20,7 @@ from services.local.plan import UpOptions
 from services.local.state import clusters_dir
 from services.local.supervisor import Event
 from shared.clock import Clock, MonotonicClock
+from shared.errors import HearthError
 
 QUESTION = "What is Hearth?"
 
@@ -55,7 +56,7 @@ async def _serve(
     async with cluster:
         board.close()
         try:
-            await _show_first_answer(cluster, console, clock)
+            await _try_first_question(cluster, console, clock, is_check=is_check)
             console.print(f"ready in {board.elapsed_s:.1f} s   {cluster.url}/v1", style="bold")
             if not is_check:
                 _show_door(cluster, console)
@@ -121,6 +122,18 @@ class StartBoard:
         if self._is_open:
             self._is_open = False
             self._progress.stop()
+
+
+async def _try_first_question(
+    cluster: LocalCluster, console: Console, clock: Clock, *, is_check: bool
+) -> None:
+    """A cluster mends itself, so it outlives a question that fails, unless it is for that alone."""
+    try:
+        await _show_first_answer(cluster, console, clock)
+    except HearthError as error:
+        if is_check:
+            raise
+        console.print(f"\nno answer: {error}", style="red", markup=False)
 
 
 async def _show_first_answer(cluster: LocalCluster, console: Console, clock: Clock) -> None:
