@@ -1,7 +1,7 @@
 """y = x · weightᵀ + bias with a compressed weight: the bits that `linear` gives for the plain one.
 
-Where there is AMX, see compressed_products.py. Elsewhere a piece of the weight's rows is decoded,
-and the library multiplies by it.
+Where BF16 has products of our own, see compressed_products.py. Elsewhere a piece of the weight's
+rows is decoded, and the library multiplies by it.
 """
 
 from __future__ import annotations

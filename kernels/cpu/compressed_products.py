@@ -1,4 +1,4 @@
-"""Products with a compressed weight on AMX's tiles, as `amx_products` with a packed one.
+"""Products with a compressed weight, as `amx_products` or `pair_products` with a packed one.
 
 A block of the weight is decoded into a core's first cache just before it is multiplied by, and
 summed in the same order: the bits are those of the plain weight.
@@ -11,7 +11,7 @@ from typing import Any
 from numba import types
 from numba.extending import overload
 
-from kernels.cpu.amx import TILE_ROWS, aligned, tile_release
+from kernels.cpu.amx import TILE_ROWS, aligned, has_amx, tile_release
 from kernels.cpu.amx_products import (
     LINE_BYTES,
     PIECE_STEPS,
@@ -26,6 +26,7 @@ from kernels.cpu.compiled import compiled
 from kernels.cpu.compressed_weight import ROW_OF_LANE, CompressedWeight, spread_bases
 from kernels.cpu.high_bytes import RECORD_BYTES, decode_block
 from kernels.cpu.lanes import expect_load
+from kernels.cpu.pair_products import multiply_piece
 from kernels.cpu.products import BLOCK, SUM_BYTES, num_blocks, num_steps, sum_products
 
 AHEAD = 4  # blocks that are fetched before they are decoded
@@ -37,7 +38,7 @@ _ROW_OF_LANE = ROW_OF_LANE["tiles"]
 
 
 def planes_for_tiles(weight: CompressedWeight) -> Any:
-    """As `sum_products` takes it; None if it is in no form for AMX's tiles."""
+    """As `sum_products` takes it; None if it is not in the order of a packed weight."""
     return weight.planes if weight.order == "tiles" else None
 
 
@@ -55,7 +56,11 @@ def _num_steps(weight: Any) -> Any:
 def _sum_products(rows: Any, num_rows: Any, weight: Any, block: Any, sums_at: Any) -> Any:
     if not _is_planes(weight):
         return None
-    return lambda rows, num_rows, weight, block, sums_at: _sum(
+    if has_amx():
+        return lambda rows, num_rows, weight, block, sums_at: _sum_on_tiles(
+            rows, num_rows, weight, block, sums_at
+        )
+    return lambda rows, num_rows, weight, block, sums_at: _sum_by_pairs(
         rows, num_rows, weight, block, sums_at
     )
 
@@ -65,7 +70,28 @@ def _is_planes(weight: Any) -> bool:
 
 
 @compiled()
-def _sum(rows: Any, num_rows: int, planes: Any, strip: int, sums_at: int) -> None:
+def _sum_by_pairs(rows: Any, num_rows: int, planes: Any, strip: int, sums_at: int) -> None:
+    """FP32 sums [num_rows, 32] of rows by a strip, a piece of which is decoded before all rows are
+    multiplied by it.
+    """
+    all_steps = planes.records.shape[1]
+    lanes = spread_bases(planes.bases, strip, _ROW_OF_LANE)
+    scratch = aligned(PIECE_STEPS * STEP_BYTES)
+    verbatim_at = planes.verbatim.ctypes.data + planes.starts[strip]
+    for first in range(0, all_steps, PIECE_STEPS):
+        piece_steps = min(PIECE_STEPS, all_steps - first)
+        for step in range(piece_steps):
+            record_at = planes.records[strip, first + step].ctypes.data
+            for line in range(RECORD_LINES):
+                expect_load(record_at + AHEAD * RECORD_BYTES + line * LINE_BYTES)
+            expect_load(verbatim_at + VERBATIM_AHEAD_BYTES)
+            tile_at = scratch.ctypes.data + step * STEP_BYTES
+            verbatim_at = decode_block(record_at, verbatim_at, lanes.ctypes.data, 0, tile_at, 64)
+        multiply_piece(rows, num_rows, first, scratch.ctypes.data, piece_steps, sums_at)
+
+
+@compiled()
+def _sum_on_tiles(rows: Any, num_rows: int, planes: Any, strip: int, sums_at: int) -> None:
     """FP32 sums [num_rows, 32] of rows by a strip.
 
     A piece of it is decoded while the first 32 rows are multiplied by it, and stays in the first

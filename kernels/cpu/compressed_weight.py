@@ -1,9 +1,9 @@
 """A BF16 weight [N, K] in some 11.4 bits each (see high_bytes.py), bit for bit.
 
 It is cut into blocks of 32 x 32; those of 32 rows, with all of K, are a *strip* and share a stream
-of verbatim bytes. The order of a block's words is the one that the product wants: "tiles" as AMX's
-tiles are loaded (`pack_for_amx`), "rows" as in the weight. Each row of N has the base that leaves
-it the fewest verbatim bytes.
+of verbatim bytes. The order of a block's words is the one that the product wants: "tiles" as a
+packed weight has them (`pack_halves`), "rows" as in the weight. Each row of N has the base that
+leaves it the fewest verbatim bytes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from numba import prange
 from torch import Tensor
 
 from kernels.cpu.amx import aligned
-from kernels.cpu.amx_products import can_pack_for_amx
 from kernels.cpu.compiled import compiled
+from kernels.cpu.half_products import can_pack_halves
 from kernels.cpu.high_bytes import (
     BLOCK,
     LANE_OF,
@@ -108,7 +108,7 @@ def compress_weight(weight: Tensor) -> CompressedWeight | None:
     """weight [N, K] -> the same, smaller; None where it would not be, or is not BF16 on a CPU."""
     if weight.dtype != torch.bfloat16 or not weight.is_cpu or not weight.numel():
         return None
-    order: Order = "tiles" if can_pack_for_amx(weight) else "rows"
+    order: Order = "tiles" if can_pack_halves(weight) else "rows"
     num_rows, width = weight.shape
     num_strips = -(-num_rows // BLOCK)
     words = array(weight.contiguous())

@@ -11,9 +11,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from kernels.cpu.amx import has_amx
 from kernels.cpu.floats import NUM_FLOATS, floats, narrowed_halves
 from kernels.cpu.lanes import bits_of_bf16
+from kernels.cpu.pair_products import has_pair_products
 
 _WORD, _FLOAT = ir.IntType(32), ir.FloatType()
 _FLOATS, _WORDS = ir.VectorType(_FLOAT, NUM_FLOATS), ir.VectorType(_WORD, NUM_FLOATS)
@@ -108,7 +108,7 @@ def _narrowed(builder: Any, x: Any, kind: Any) -> Any:
         return x
     if kind.element == ir.HalfType():
         return builder.fptrunc(x, kind)
-    return narrowed_halves(builder, x) if has_amx() else bits_of_bf16(builder, x)
+    return narrowed_halves(builder, x) if has_pair_products() else bits_of_bf16(builder, x)
 
 
 def _call(builder: Any, name: str, result: Any, *operands: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -171,22 +172,14 @@ def add_chains(
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         lanes, most_sums, starts = (each.literal_value for each in signature.args[5:])
         places = [cgutils.unpack_tuple(builder, each, 2) for each in args[:3]]
-        sums, factors, rows = (_Strided(builder, *each) for each in places)
+        sums, factors, rows = (Strided(builder, *each) for each in places)
         num_rows, num_sums = args[3:5]
 
         def add(first: Any, count: int) -> None:
             group = sums.below(first), factors.below(first), rows
             _add_group(builder, *group, num_rows, count, lanes, starts)
 
-        with cgutils.for_range(builder, builder.sdiv(num_sums, _ADDRESS(most_sums))) as loop:
-            add(builder.mul(loop.index, _ADDRESS(most_sums)), most_sums)
-        rest = builder.srem(num_sums, _ADDRESS(most_sums))
-        for count in (8, 4, 2, 1):  # as its bits tell
-            if count < most_sums:
-                bit = builder.and_(rest, _ADDRESS(count))
-                with builder.if_then(builder.icmp_signed("!=", bit, _ADDRESS(0))):
-                    add(builder.sub(num_sums, rest), count)
-                rest = builder.sub(rest, bit)
+        in_groups(builder, num_sums, most_sums, add)
         return context.get_dummy_value()
 
     pair = types.UniTuple(types.int64, 2)
@@ -194,14 +187,29 @@ def add_chains(
     return types.void(*places, num_lanes, most, is_fresh), generate
 
 
-class _Strided:
+def in_groups(builder: Any, num: Any, most: int, add: Callable[[Any, int], None]) -> None:
+    """Code that does `num` rows by `add(first, count)`: `most` at a time, which is not over 16, and
+    the rest in groups as its bits tell.
+    """
+    with cgutils.for_range(builder, builder.sdiv(num, _ADDRESS(most))) as loop:
+        add(builder.mul(loop.index, _ADDRESS(most)), most)
+    rest = builder.srem(num, _ADDRESS(most))
+    for count in (8, 4, 2, 1):
+        if count < most:
+            bit = builder.and_(rest, _ADDRESS(count))
+            with builder.if_then(builder.icmp_signed("!=", bit, _ADDRESS(0))):
+                add(builder.sub(num, rest), count)
+            rest = builder.sub(rest, bit)
+
+
+class Strided:
     """Rows of memory in code that is made."""
 
     def __init__(self, builder: Any, address: Any, stride: Any) -> None:
         self._builder, self._address, self._stride = builder, address, stride
 
-    def below(self, index: Any) -> _Strided:
-        return _Strided(self._builder, self._at(index), self._stride)
+    def below(self, index: Any) -> Strided:
+        return Strided(self._builder, self._at(index), self._stride)
 
     def place(self, index: Any, kind: Any, offset: Any = _NOTHING) -> Any:
         return self._builder.inttoptr(self._builder.add(self._at(index), offset), kind.as_pointer())
@@ -212,9 +220,9 @@ class _Strided:
 
 def _add_group(
     builder: Any,
-    sums: _Strided,
-    factors: _Strided,
-    rows: _Strided,
+    sums: Strided,
+    factors: Strided,
+    rows: Strided,
     num_rows: Any,
     count: int,
     lanes: int,

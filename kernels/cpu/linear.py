@@ -1,8 +1,9 @@
 """y = x · weightᵀ + bias, with output rows that do not depend on how many rows there are.
 
-On a CPU a weight is packed once. Of whole blocks of 32, BF16 with AMX and FP32 with AVX-512 go to
-`packed_linear`: FP32 takes 0.3 to 0.9 of oneDNN's time for one row, about as much for 64, and 1.0
-to 1.3 of it for 1,000 (a Xeon, one thread, N and K from 256 to 4,096).
+On a CPU a weight is packed once. Of whole blocks of 32, BF16 with AMX or AVX-512 BF16 and FP32 with
+AVX-512 go to `packed_linear`. FP32 takes 0.3 to 0.9 of oneDNN's time for one row, about as much for
+64, and 1.0 to 1.3 of it for 1,000 (a Xeon, one thread, N and K from 256 to 4,096); BF16 without AMX
+0.5 to 0.9 for one row, and 0.9 to 1.1 for 16 and more (an EPYC, one thread, N up to 32,000).
 
 Others are packed into the blocked layout that oneDNN multiplies with; without it every product
 rearranges the whole weight first. Measured on an EPYC with AVX-512 BF16, 768 x 4096: 2.3 times as
@@ -19,8 +20,8 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.amx import has_amx
-from kernels.cpu.amx_products import can_pack_for_amx, pack_for_amx
 from kernels.cpu.float_products import can_pack_floats, pack_floats
+from kernels.cpu.half_products import can_pack_halves, pack_halves
 from kernels.cpu.lanes import array
 from kernels.cpu.packed_linear import is_packed_for_products, packed_linear
 
@@ -40,8 +41,8 @@ def pack_weight(weight: Tensor) -> Tensor:
     """
     if is_packed(weight):
         return weight
-    if can_pack_for_amx(weight):
-        return pack_for_amx(weight)
+    if can_pack_halves(weight):
+        return pack_halves(weight)
     if can_pack_floats(weight):
         return pack_floats(weight)
     is_packable = weight.device.type == "cpu" and weight.dtype in PACKABLE

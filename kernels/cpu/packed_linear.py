@@ -9,13 +9,13 @@ from numba import prange
 from torch import Tensor
 
 from kernels.cpu.amx import aligned
-from kernels.cpu.amx_products import is_packed_for_amx
 from kernels.cpu.compiled import compiled
 from kernels.cpu.compressed_products import planes_for_tiles
 from kernels.cpu.compressed_weight import CompressedWeight
 from kernels.cpu.float_products import is_packed_floats
 from kernels.cpu.floats import load_floats
 from kernels.cpu.formats import rounded_as, store_numbers
+from kernels.cpu.half_products import is_packed_halves
 from kernels.cpu.lanes import array
 from kernels.cpu.products import (
     BLOCK,
@@ -38,7 +38,7 @@ def for_products(weight: Any) -> Any:
 
 def is_packed_for_products(weight: Tensor) -> bool:
     """Of a dense weight."""
-    return is_packed_for_amx(weight) or is_packed_floats(weight)
+    return is_packed_halves(weight) or is_packed_floats(weight)
 
 
 def packed_linear(x: Tensor, weight: Any, *, dtype: torch.dtype | None = None) -> Tensor:

@@ -3,7 +3,8 @@
 `num_blocks`, `num_steps` and `sum_products` have one body for each form of a weight:
 
     amx_products           BF16 on AMX's tiles
-    compressed_products    BF16 that is decoded on the way to the tiles
+    pair_products          BF16 on AVX-512, where there are no tiles
+    compressed_products    BF16 that is decoded on the way to either
     float_products         FP32 on AVX-512
 
 Each sums a block over all of K in one order: a row's bits depend neither on the other rows nor on

@@ -23,6 +23,7 @@ from kernels.cpu.amx import has_amx
 from kernels.cpu.compressed_weight import CompressedWeight
 from kernels.cpu.float_products import has_avx512
 from kernels.cpu.linear import is_packed
+from kernels.cpu.pair_products import has_pair_products
 from kernels.device import IS_INTERPRETED
 from kernels.ops import pack_weight
 from shared.decoding import one_line
@@ -163,7 +164,7 @@ def _key(
         for region in regions
     ]
     capability = torch.backends.cpu.get_cpu_capability()
-    ours = has_amx(), has_avx512()
+    ours = has_amx(), has_pair_products(), has_avx512()
     machine = [str(torch.__version__), capability, *ours, can_share_packed(), IS_INTERPRETED]
     described = msgspec.json.encode(
         [MAGIC.decode(), COMPRESSED_VERSION * is_compressed, machine, layout, sources]

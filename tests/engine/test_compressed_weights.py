@@ -94,9 +94,9 @@ def test_logits_have_the_bits_of_dense_weights(
     assert_same(found, load(tmp_path / "model", "dense"))
 
 
-def test_without_amx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_products_of_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (compressed_weight, linear):
-        monkeypatch.setattr(module, "can_pack_for_amx", lambda weight: False)
+        monkeypatch.setattr(module, "can_pack_halves", lambda weight: False)
     write_llama(tmp_path / "model", tie_word_embeddings=True, **WIDE)
     found = load(tmp_path / "model", "compressed")
     assert found._model.lm_head.weight.order == "rows"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.amx import has_amx
+from kernels.cpu.half_products import has_half_products
 from shared.engine.layers.fused import FusedLayer
 from shared.engine.model_runner import ModelRunner
 from shared.engine.models.decoder import Decoder
@@ -19,7 +19,7 @@ from shared.engine.runner import LogitBias, Penalties
 from tests.engine.checkpoints import write_model
 from tests.engine.steps import Blocks, advance, greedy, step_of
 
-pytestmark = pytest.mark.skipif(not has_amx(), reason="needs a CPU with AMX")
+pytestmark = pytest.mark.skipif(not has_half_products(), reason="needs products of BF16")
 SHAPE = {
     "hidden_size": 96,
     "intermediate_size": 160,

@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.cpu.amx import has_amx
 from kernels.cpu.compressed_weight import CompressedWeight
 from kernels.cpu.float_products import has_avx512
+from kernels.cpu.half_products import has_half_products
 from kernels.cpu.products import HALF_CHUNK_ROWS
 from kernels.ops import argmax_logits, compress_weight, logits, pack_weight
 from tests.threads import computing_threads
 
-AMX = pytest.mark.skipif(not has_amx(), reason="needs a CPU with AMX")
+BF16 = pytest.mark.skipif(not has_half_products(), reason="needs products of BF16")
 AVX512 = pytest.mark.skipif(not has_avx512(), reason="needs a CPU with AVX-512")
 each_dtype = pytest.mark.parametrize(
     "dtype",
-    [pytest.param(torch.bfloat16, marks=AMX), pytest.param(torch.float32, marks=AVX512)],
+    [pytest.param(torch.bfloat16, marks=BF16), pytest.param(torch.float32, marks=AVX512)],
     ids=str,
 )
 draw = torch.Generator().manual_seed(0)
@@ -36,7 +36,7 @@ def test_the_largest_logit(num_rows: int, num_threads: int, dtype: torch.dtype) 
     assert torch.equal(got, logits(x, weight).argmax(-1))
 
 
-@AMX
+@BF16
 def test_of_a_compressed_weight() -> None:
     x, weight = random(40, 256), random(512, 256)
     compressed = compress_weight(weight)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import amx_products, compressed_weight, linear
-from kernels.cpu.amx import has_amx
 from kernels.cpu.compressed_linear import compressed_linear
 from kernels.cpu.compressed_weight import CompressedWeight, compress_weight
+from kernels.cpu.half_products import has_half_products
 from kernels.cpu.high_bytes import BLOCK
 from kernels.cpu.linear import pack_weight
 from kernels.cpu.plain_rows import decode_strips, select_rows
@@ -36,12 +36,12 @@ ORDERS = ["tiles", "rows"]
 
 @pytest.fixture(params=ORDERS)
 def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """As on a CPU with AMX, and as on one without."""
-    if request.param == "tiles" and not has_amx():
-        pytest.skip("this CPU has no AMX")
+    """As on a CPU with products of BF16, and as on one without."""
+    if request.param == "tiles" and not has_half_products():
+        pytest.skip("this CPU has no products of BF16")
     if request.param == "rows":
         for module in (compressed_weight, linear):
-            monkeypatch.setattr(module, "can_pack_for_amx", lambda weight: False)
+            monkeypatch.setattr(module, "can_pack_halves", lambda weight: False)
     return str(request.param)
 
 
@@ -188,7 +188,7 @@ def test_what_does_not_fit_is_refused() -> None:
             select_rows(found, torch.tensor([3, row_id]))
 
 
-@pytest.mark.skipif(not has_amx(), reason="this CPU has no AMX")
+@pytest.mark.skipif(not has_half_products(), reason="this CPU has no products of BF16")
 def test_the_prefetch_at_the_end_stays_harmless() -> None:
     """The blocks ahead of the last one are nobody's memory."""
     weight = like_a_model(32, 32 * amx_products.PIECE_STEPS)

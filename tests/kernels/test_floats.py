@@ -9,7 +9,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from kernels.cpu.amx import has_amx
 from kernels.cpu.compiled import compiled
 from kernels.cpu.floats import (
     NUM_FLOATS,
@@ -28,8 +27,9 @@ from kernels.cpu.floats import (
     weights_of,
 )
 from kernels.cpu.lanes import exp2
+from kernels.cpu.pair_products import has_pair_products
 
-pytestmark = pytest.mark.skipif(not has_amx(), reason="needs a CPU with AMX")
+pytestmark = pytest.mark.skipif(not has_pair_products(), reason="needs AVX-512 BF16")
 FLOATS = np.float32
 
 

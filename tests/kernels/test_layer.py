@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.amx import has_amx
 from kernels.cpu.compressed_weight import CompressedWeight
 from kernels.cpu.float_products import has_avx512
+from kernels.cpu.half_products import has_half_products
 from kernels.cpu.layer import MANY_ROWS, PackedLayer, packed_layer
 from kernels.ops import (
     add_rms_norm,
@@ -27,7 +27,7 @@ from kernels.ops import (
 )
 from tests.threads import computing_threads
 
-AMX = pytest.mark.skipif(not has_amx(), reason="needs a CPU with AMX")
+BF16 = pytest.mark.skipif(not has_half_products(), reason="needs products of BF16")
 AVX512 = pytest.mark.skipif(not has_avx512(), reason="needs a CPU with AVX-512")
 EPS = 1e-5
 NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE = 3, 1, 16
@@ -118,7 +118,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 COMPRESSED = {"hidden": 256, "inner": 512, "is_compressed": True}
 each_dtype = pytest.mark.parametrize(
     "dtype",
-    [pytest.param(torch.bfloat16, marks=AMX), pytest.param(torch.float32, marks=AVX512)],
+    [pytest.param(torch.bfloat16, marks=BF16), pytest.param(torch.float32, marks=AVX512)],
     ids=str,
 )
 
@@ -162,7 +162,7 @@ def test_on_one_thread(num_rows: int, dtype: torch.dtype) -> None:
         check(layer_of(dtype, **LAYERS["qwen3"]), num_rows)
 
 
-@AMX
+@BF16
 @pytest.mark.parametrize("num_rows", [1, 33, 2 * MANY_ROWS + 5])
 def test_compressed_weights_are_multiplied_by_as_they_are(num_rows: int) -> None:
     layer = layer_of(torch.bfloat16, **COMPRESSED)

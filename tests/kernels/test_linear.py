@@ -11,7 +11,9 @@ from torch import Tensor
 from kernels.cpu.amx import has_amx
 from kernels.cpu.float_products import has_avx512
 from kernels.cpu.linear import is_packed, linear, pack_weight
+from kernels.cpu.pair_products import PIECE_STEPS, has_pair_products, pack_pairs
 from kernels.ops import has_own_product
+from tests.kernels.tolerance import assert_near
 from tests.threads import computing_threads
 
 # (K, N): whole tiles of AMX and others, a K that oneDNN splits, fewer columns than a block
@@ -87,6 +89,29 @@ def test_whole_tiles_are_packed_for_amx() -> None:
     assert has_own_product(packed)
     assert packed.shape == (3, 2, 16, 32, 2)
     assert pack_weight(packed) is packed
+
+
+@pytest.mark.skipif(not has_pair_products(), reason="this CPU has no products of pairs")
+def test_pairs_are_packed_next_to_each_other() -> None:
+    weight = _operands((64, 96), torch.bfloat16)[1]
+    packed = pack_pairs(weight)
+    assert packed.shape == (3, 32, 32, 2)
+    assert torch.equal(packed[1, 5], weight[32:64, 10:12])
+    assert pack_weight(packed) is packed
+    assert torch.equal(pack_weight(weight).flatten(), packed.flatten())  # the same bytes for AMX
+
+
+@pytest.mark.skipif(not has_pair_products(), reason="this CPU has no products of pairs")
+def test_products_of_pairs() -> None:
+    """Also where AMX would have been chosen; of rows that lie in steps, see test_layer.py."""
+    for shape in ((64, 96), (32 * (PIECE_STEPS + 3), 32)):
+        x, weight = _operands(shape, torch.bfloat16)
+        packed = pack_pairs(weight)
+        whole = linear(x, packed)
+        assert_near(whole, x.double() @ weight.double().T)
+        for num_rows in (1, 2, 3, 7, 12, 31):
+            parts = [linear(part, packed) for part in x.split(num_rows)]
+            assert torch.equal(torch.cat(parts), whole), f"{num_rows} rows"
 
 
 @pytest.mark.skipif(not has_avx512(), reason="this CPU has no AVX-512")
