@@ -1,4 +1,4 @@
-"""Products of BF16 on AVX-512's dot products of pairs, where there is no AMX: twelve rows by 32
+"""Products of BF16 on AVX-512's dot products of pairs, where there is no AMX: eight rows by 32
 columns at a time, their sums in registers.
 
 An instruction adds two products to each of 16 sums, in FP32; subnormals count as 0. (Intel 64
@@ -25,7 +25,7 @@ from kernels.cpu.products import BLOCK, SUM_BYTES, num_blocks, num_steps, sum_pr
 NUM_DIMS = 4  # of a packed weight
 STEP_BYTES = 2048  # of 32 columns, for 32 of K
 PIECE_STEPS = 8  # so much of a block of columns stays in the first cache while rows go by
-MOST_ROWS = 12  # of 32 registers 24 are sums
+MOST_ROWS = 8  # 16 sums in registers keep the multipliers busy; with more, there is more to compile
 PAIRS = BLOCK // 2
 
 _WORD, _ADDRESS = ir.IntType(32), ir.IntType(64)
