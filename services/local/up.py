@@ -56,7 +56,7 @@ async def _serve(
     async with cluster:
         board.close()
         try:
-            await _try_first_question(cluster, console, clock, is_check=is_check)
+            await ask_first(cluster.url, cluster.api_key, console, clock, is_check=is_check)
             console.print(f"ready in {board.elapsed_s:.1f} s   {cluster.url}/v1", style="bold")
             if not is_check:
                 _show_door(cluster, console)
@@ -124,21 +124,23 @@ class StartBoard:
             self._progress.stop()
 
 
-async def _try_first_question(
-    cluster: LocalCluster, console: Console, clock: Clock, *, is_check: bool
+async def ask_first(
+    url: str, api_key: str, console: Console, clock: Clock, *, is_check: bool
 ) -> None:
-    """A cluster mends itself, so it outlives a question that fails, unless it is for that alone."""
+    """Shows the first answer. A cluster mends itself, so it outlives a question that fails; a check
+    does not: HearthError.
+    """
     try:
-        await _show_first_answer(cluster, console, clock)
+        await _show_first_answer(url, api_key, console, clock)
     except HearthError as error:
         if is_check:
             raise
         console.print(f"\nno answer: {error}", style="red", markup=False)
 
 
-async def _show_first_answer(cluster: LocalCluster, console: Console, clock: Clock) -> None:
+async def _show_first_answer(url: str, api_key: str, console: Console, clock: Clock) -> None:
     messages = [{"role": "user", "content": QUESTION}]
-    async with door(cluster.url, cluster.api_key) as client:
+    async with door(url, api_key) as client:
         model = await first_model(client)
         console.print(f"\n[bold]{model}[/bold] > {QUESTION}")
         reply = await ask(client, model, messages, clock, text_printer(console))

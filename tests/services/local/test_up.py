@@ -1,5 +1,6 @@
 """`hearth up` from start to end, with real servers, services and a small model."""
 
+import io
 import json
 import os
 import re
@@ -11,9 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from services.local.servers import free_port
 from services.local.state import ClusterState, StateDir
+from services.local.up import ask_first
+from shared.clock import MonotonicClock
+from shared.errors import DependencyUnavailable
 from tests.servers import RedisServer, Server, find_binary
 from tests.services.local.running import (
     NoModel,
@@ -164,6 +169,15 @@ def test_what_is_killed_is_started_again_and_the_cluster_answers(running: Up, co
     os.kill(pid, signal.SIGKILL)
     eventually(lambda: set(running.pids_of(command)) - {pid}, f"a new {command}")
     eventually(lambda: answers(running.state), "an answer")
+
+
+async def test_a_first_question_that_fails_ends_only_a_check() -> None:
+    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"  # nobody listens there
+    console = Console(file=io.StringIO(), width=200)
+    await ask_first(url, "key", console, MonotonicClock(), is_check=False)
+    assert f"no answer: cannot reach {url}" in console.file.getvalue()
+    with pytest.raises(DependencyUnavailable):
+        await ask_first(url, "key", console, MonotonicClock(), is_check=True)
 
 
 @pytest.fixture
