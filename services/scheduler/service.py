@@ -61,6 +61,7 @@ MATCH_TIMEOUT_S = 0.02
 START_TIMEOUT_S = 0.1
 KEEPALIVE_S = 0.5
 TICK_S = 0.1
+MIN_CLOSED_S = 0.002
 NO_WORKER_GRACE_S = 2.0
 DRAIN_S = 5.0
 MAX_PLACING = 32
@@ -83,6 +84,7 @@ class SchedulerService:
         )
         self._blocked: dict[Lane, Needs] = {}  # by the smallest request that found no room
         self._probing: set[Lane] = set()  # may try one request; the others follow its success
+        self._opening: set[Lane] = set()  # blocked ones that will be tried when a worker opens
         self._parked: dict[Ticket, None] = {}
         self._wake = asyncio.Event()
         self._background = Background()
@@ -283,10 +285,23 @@ class SchedulerService:
         )
         if target is not None:
             return target
+        opens_in_s = self._workers.lane(ticket.lane.served).decodes.opens_at - self._clock.now()
+        # long open, but none has room: their heartbeats tell of more
+        if -MIN_CLOSED_S < opens_in_s < TICK_S and ticket.lane not in self._opening:
+            self._opening.add(ticket.lane)
+            self._background.start(self._probe_after(ticket.lane, max(opens_in_s, MIN_CLOSED_S)))
         blocked = self._blocked.get(ticket.lane, needs)
         self._blocked[ticket.lane] = min(blocked, needs, key=lambda each: each.num_tokens)
         self._admission.requeue(ticket, self._clock.now())
         return None
+
+    async def _probe_after(self, lane: Lane, delay_s: float) -> None:
+        """When the first of the workers has done enough of what it has been given."""
+        await self._clock.sleep(delay_s)
+        self._opening.discard(lane)
+        if lane in self._blocked:
+            self._probing.add(lane)
+            self._wake.set()
 
     def _has_worker(self, ticket: Ticket) -> bool:
         """Where it may be: no region outside of those allowed is ever tried."""

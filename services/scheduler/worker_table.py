@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from services.scheduler.scan import (
     BLOCK_SIZE,
     BUSY_UNTIL,
+    CLOSED_UNTIL,
     FORMAT,
     FREE_TOKENS,
     LOAD_S,
@@ -146,6 +147,11 @@ class WorkerTable:
             worker.local_token_s,
             worker.speed.push_token_s,
         )
+
+    @property
+    def opens_at(self) -> float:
+        """When the first of them takes requests again, as far as the clock tells; inf for none."""
+        return float(self.columns.floats[CLOSED_UNTIL, : len(self)].min(initial=inf))
 
     def remove(self, worker_id: str) -> None:
         row = self._row_of.pop(worker_id, None)

@@ -56,6 +56,7 @@ class Worker:
         placement_id=start.placement_id, num_cached_tokens=0
     )
     delay_s: float = 0.0
+    token_s: float = 0.0  # that its heartbeats make a prompt token take; 0: they tell of no work
     started: list[StartDecode] = field(default_factory=list)
     aborted: list[AbortRequest] = field(default_factory=list)
     heard_at: list[float] = field(default_factory=list)
@@ -89,9 +90,14 @@ class Worker:
 
     def _load(self) -> WorkerLoad:
         self.step += 1
-        free = self.num_free_blocks
+        num_computed = self.step * 1000 if self.token_s else 0
         return WorkerLoad(
-            step=self.step, step_budget_s=1.0, num_free_blocks=free, num_total_blocks=1000
+            step=self.step,
+            step_budget_s=1.0,
+            num_free_blocks=self.num_free_blocks,
+            num_total_blocks=1000,
+            num_computed_prompt_tokens=num_computed,
+            busy_s=num_computed * self.token_s,
         )
 
     async def _start(self, message: StartDecode) -> DecodeStarted:

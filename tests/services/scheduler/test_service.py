@@ -252,6 +252,22 @@ def test_a_full_model_does_not_hold_up_another() -> None:
     scenario(test)
 
 
+def test_the_next_is_placed_as_soon_as_a_worker_has_done_enough() -> None:
+    """Not when somebody next looks at the clock or the worker's heartbeat comes."""
+
+    async def test(rig: Rig) -> None:
+        worker = await rig.worker("decode-0", token_s=1e-4)
+        for number in range(12):
+            await asyncio.sleep(0.57)  # to another place between two looks and two heartbeats
+            first = len(worker.heard_at)
+            await rig.submit(submit_of(f"a{number}", num_prompt_tokens=1100))
+            await rig.submit(submit_of(f"b{number}", num_prompt_tokens=100))
+            await eventually(lambda first=first: len(worker.heard_at) == first + 2)
+            assert worker.heard_at[-1] - worker.heard_at[-2] < 0.03
+
+    scenario(test)
+
+
 def test_keepalives_name_what_is_held() -> None:
     async def test(rig: Rig) -> None:
         await rig.worker("decode-0", num_free_blocks=NO_ROOM)
