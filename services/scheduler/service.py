@@ -61,7 +61,7 @@ MATCH_TIMEOUT_S = 0.02
 START_TIMEOUT_S = 0.1
 KEEPALIVE_S = 0.5
 TICK_S = 0.1
-MIN_CLOSED_S = 0.002
+MIN_CLOSED_S = 0.002  # a lane is not tried again sooner
 NO_WORKER_GRACE_S = 2.0
 DRAIN_S = 5.0
 MAX_PLACING = 32
@@ -283,17 +283,21 @@ class SchedulerService:
             draw=self._randomness.below,
             excluded={*excluded, *tried},
         )
-        if target is not None:
-            return target
-        opens_in_s = self._workers.lane(ticket.lane.served).decodes.opens_at - self._clock.now()
-        # long open, but none has room: their heartbeats tell of more
-        if -MIN_CLOSED_S < opens_in_s < TICK_S and ticket.lane not in self._opening:
-            self._opening.add(ticket.lane)
-            self._background.start(self._probe_after(ticket.lane, max(opens_in_s, MIN_CLOSED_S)))
-        blocked = self._blocked.get(ticket.lane, needs)
-        self._blocked[ticket.lane] = min(blocked, needs, key=lambda each: each.num_tokens)
-        self._admission.requeue(ticket, self._clock.now())
-        return None
+        if target is None:
+            self._block(ticket, needs)
+        return target
+
+    def _block(self, ticket: Ticket, needs: Needs) -> None:
+        """Back to the queue, until a worker opens or a heartbeat tells of room."""
+        lane, now = ticket.lane, self._clock.now()
+        opens_in_s = self._workers.lane(lane.served).decodes.opens_at - now
+        # with workers that have long been open it is room that lacks
+        if -MIN_CLOSED_S < opens_in_s < TICK_S and lane not in self._opening:
+            self._opening.add(lane)
+            self._background.start(self._probe_after(lane, max(opens_in_s, MIN_CLOSED_S)))
+        blocked = self._blocked.get(lane, needs)
+        self._blocked[lane] = min(blocked, needs, key=lambda each: each.num_tokens)
+        self._admission.requeue(ticket, now)
 
     async def _probe_after(self, lane: Lane, delay_s: float) -> None:
         """When the first of the workers has done enough of what it has been given."""

@@ -1,7 +1,7 @@
 """Packed weights as bytes, and back: tensors over memory that somebody else owns.
 
-One that is packed for AMX is a tensor as any. oneDNN's are opaque to torch, which gives them a form
-to be stored in only for models compiled ahead of time (AOTInductor's C interface,
+One that is packed for our own products is a tensor as any. oneDNN's are opaque to torch, which
+gives them a form to be stored in only for models compiled ahead of time (AOTInductor's C interface,
 torch/csrc/inductor/aoti_torch/c/shim.h), which are packed weights in a file, too. Where this torch
 has not got that, weights are packed privately.
 """
