@@ -8,6 +8,8 @@ from typing import Protocol
 
 import structlog
 
+from services.decode.service import DecodeService
+from services.prefill.service import PrefillService
 from shared.bus import NatsBus
 from shared.clock import MonotonicClock
 from shared.config import WorkerConfig, check
@@ -21,9 +23,6 @@ from shared.kv_wire.receiver import KvServer
 from shared.messages import ModelCard, Role
 from shared.process import Service
 from shared.randomness import SystemRandomness
-
-from .decode.service import DecodeService
-from .prefill.service import PrefillService
 
 log = structlog.get_logger(__name__)
 

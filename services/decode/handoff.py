@@ -13,13 +13,12 @@ from dataclasses import dataclass
 
 import structlog
 
+from services.decode.receiver import Receipt
 from shared.engine.runner import Runner
 from shared.engine.sequence import Sequence
 from shared.errors import HearthError
 from shared.kv_wire.link import KvReceiver
 from shared.randomness import Randomness
-
-from .receiver import Receipt
 
 log = structlog.get_logger(__name__)
 

@@ -8,15 +8,14 @@ from collections.abc import Callable
 import msgspec
 import structlog
 
+from services.decode.handoff import Handoff
+from services.decode.placement import Placement
 from shared.engine.worker import Worker
 from shared.errors import WorkerBusy
 from shared.kv_wire.link import KvReceiver
 from shared.messages import AbortRequest, PrefillAccepted, RenewLease, RunPrefill, WorkerLoad
 from shared.packing import pack_hashes, pack_token_ids
 from shared.subjects import control, run_prefill
-
-from .handoff import Handoff
-from .placement import Placement
 
 log = structlog.get_logger(__name__)
 

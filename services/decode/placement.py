@@ -15,12 +15,11 @@ from dataclasses import dataclass
 
 import msgspec
 
+from services.decode.handoff import Delivery, Handoff
 from shared.engine.sequence import Sequence, SequenceState
 from shared.errors import InvalidRequest
 from shared.messages import Choice, ModelCard, Request, SamplingParams, Served
 from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, unpack_hashes, unpack_token_ids
-
-from .handoff import Delivery, Handoff
 
 # Values that tell of a prompt, which go to the gateway in one message: some 15 bytes each.
 MAX_PROMPT_LOGPROBS = 200_000

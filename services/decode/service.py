@@ -10,6 +10,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from services.decode.emitter import Emitter, Output
+from services.decode.handoff import Handoff
+from services.decode.handoffs import Handoffs
+from services.decode.placement import Placement, placement_id_of, sequences_of
+from services.decode.teller import Teller
 from shared.background import Background
 from shared.engine.engine import Progress
 from shared.engine.sequence import Sequence, SequenceState
@@ -30,12 +35,6 @@ from shared.messages import (
     TokenBatch,
 )
 from shared.subjects import control, resend, start_decode
-
-from .emitter import Emitter, Output
-from .handoff import Handoff
-from .handoffs import Handoffs
-from .placement import Placement, placement_id_of, sequences_of
-from .teller import Teller
 
 SWEEP_S = 0.25
 ORPHAN_S = 3.0  # how long a placement outlives the last sign of its gateway

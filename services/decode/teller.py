@@ -12,11 +12,10 @@ from __future__ import annotations
 import asyncio
 from math import inf
 
+from services.decode.emitter import Emitter, apart
 from shared.engine.worker import Worker
 from shared.messages import TokenBatch, TokenEntry
 from shared.subjects import tokens
-
-from .emitter import Emitter, apart
 
 INTERVAL_S = 0.002
 ENTRY_INTERVAL_S = 20e-6  # for each entry, if that is more

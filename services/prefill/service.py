@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import msgspec
 import structlog
 
+from services.prefill.sender import Push, PushCounts
 from shared.background import Background
 from shared.bus import failure_of
 from shared.engine.engine import Progress
@@ -30,8 +31,6 @@ from shared.messages import (
 )
 from shared.packing import unpack_hashes, unpack_token_ids
 from shared.subjects import control, run_prefill
-
-from .sender import Push, PushCounts
 
 log = structlog.get_logger(__name__)
 
