@@ -20,8 +20,8 @@ import redis
 import uvloop
 
 from benchmarks.report import Row, write_result
-from services.gateway.tenancy.demand import Demand
 from services.gateway.tenancy.limits import Limits
+from services.gateway.tenancy.request_cost import Demand
 from shared.clock import MonotonicClock
 from shared.store import RedisStore
 from shared.tenant import TenantRecord

@@ -11,27 +11,27 @@ from importlib.metadata import PackageNotFoundError, version
 import msgspec
 import structlog
 
+from services.gateway.app import build_app
 from services.gateway.catalog import Catalog, Readiness
-from services.gateway.delivery import ClientGone, Delivery
-from services.gateway.generation import Generation, scoped_affinity_key
+from services.gateway.http.server import WebServer
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.prefixes.public import PublicPrefixes
-from services.gateway.prefixes.reading import Messages, PrefixReader
-from services.gateway.prefixes.shelf import Shelf
-from services.gateway.prefixes.watcher import PublicWatcher
-from services.gateway.preparation import Preparation, Prepared
-from services.gateway.prompt import ChatPrompt
-from services.gateway.recovery import Recovery
-from services.gateway.routes import build_app
-from services.gateway.tenancy.demand import Demand, Grant
-from services.gateway.tenancy.keys import ApiKeys
+from services.gateway.prefixes.prefix_tokenizer import Messages, PrefixReader
+from services.gateway.prefixes.public_prefix_watcher import PublicWatcher
+from services.gateway.prefixes.store import Shelf
+from services.gateway.request.generation_request import Generation, scoped_affinity_key
+from services.gateway.request.preparation import Preparation, Prepared
+from services.gateway.request.prompt import ChatPrompt
+from services.gateway.request.public_prefixes import PublicPrefixes
+from services.gateway.request.request_output import ClientGone, Delivery
+from services.gateway.request.reservation import Permit, delivered_of
+from services.gateway.streams.stream_driver import Recovery
+from services.gateway.tenancy.api_keys import ApiKeys
 from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.permissions import check_model, check_regions
-from services.gateway.tenancy.permit import Permit, delivered_of
-from services.gateway.tenancy.usage import Usage
+from services.gateway.tenancy.request_cost import Demand, Grant
+from services.gateway.tenancy.usage_counter import Usage
 from services.gateway.text.model_files import ModelFiles
-from services.gateway.text.renderer import Renderer
-from services.gateway.web_server import WebServer
+from services.gateway.text.template_renderer import Renderer
 from shared.background import Background
 from shared.bus import Bus, NatsBus
 from shared.clock import Clock, MonotonicClock

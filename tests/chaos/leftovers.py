@@ -5,13 +5,13 @@ from __future__ import annotations
 # Objects that live for one request, one try or one connection, by where they are.
 PER_REQUEST = frozenset(
     {
-        "services.gateway.answer.Answer",
-        "services.gateway.choice_tokens.ChoiceTokens",
-        "services.gateway.delivery.Delivery",
-        "services.gateway.gathering.Gathering",
-        "services.gateway.placements.Early",
-        "services.gateway.stream.Placement",
-        "services.gateway.stream.Stream",
+        "services.gateway.http.response.Answer",
+        "services.gateway.streams.choice_tokens.ChoiceTokens",
+        "services.gateway.request.request_output.Delivery",
+        "services.gateway.request.output_merger.Gathering",
+        "services.gateway.streams.early_entries.Early",
+        "services.gateway.streams.stream.Placement",
+        "services.gateway.streams.stream.Stream",
         "services.scheduler.backlog.Ticket",
         "services.decode.emitter.Output",
         "services.decode.handoff.Handoff",

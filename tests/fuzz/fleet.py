@@ -10,10 +10,10 @@ from typing import Any
 
 import structlog.testing
 
-from services.gateway.delivery import Delivery
-from services.gateway.generation import Generation
-from services.gateway.prompt import TextPrompt
-from services.gateway.sampling import Sampling
+from services.gateway.request.generation_request import Generation
+from services.gateway.request.prompt import TextPrompt
+from services.gateway.request.request_output import Delivery
+from services.gateway.request.sampling import Sampling
 from services.gateway.service import GatewayService
 from services.gateway.text.model_files import ModelFiles
 from services.kv_index.service import KvIndexService

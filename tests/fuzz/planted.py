@@ -10,12 +10,12 @@ from typing import Any
 
 from hypothesis import Phase, settings
 
-import services.gateway.streams as streams
+import services.gateway.streams.streams as streams
 from services.decode.emitter import Emitter
 from services.decode.handoffs import Handoffs
 from services.decode.service import DecodeService
-from services.gateway.placements import EarlyEntries
-from services.gateway.streams import Streams
+from services.gateway.streams.early_entries import EarlyEntries
+from services.gateway.streams.streams import Streams
 from services.kv_index.service import KvIndexService
 from services.prefill.service import PrefillService
 from services.scheduler.admission import Admission

@@ -15,7 +15,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.delivery import Delivery
+from services.gateway.request.request_output import Delivery
 from services.gateway.text.model_files import ModelFiles
 from shared.errors import NoCapacity, Overloaded
 from tests.fuzz.fleet import fleet

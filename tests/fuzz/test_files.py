@@ -22,8 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 
-from services.gateway.tenancy.keys import ApiKeys
-from services.gateway.tenancy.refusals import UnknownTenant
+from services.gateway.tenancy.api_keys import ApiKeys
+from services.gateway.tenancy.errors import UnknownTenant
 from services.gateway.text.model_files import ModelFiles
 from services.local.credentials import Credential
 from services.local.join import signalled_process

@@ -18,10 +18,10 @@ import structlog.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.gateway.http.server import WebServer
 from services.gateway.service import GatewayService
 from services.gateway.tenancy.office import store_api_key
 from services.gateway.text.model_files import ModelFiles
-from services.gateway.web_server import WebServer
 from shared.clock import MonotonicClock
 from shared.config import GatewayConfig
 from shared.randomness import SystemRandomness

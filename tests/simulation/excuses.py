@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from services.gateway.streams import (
+from services.gateway.streams.streams import (
     MAX_RESUBMISSIONS,
     NO_SCHEDULER_WINDOW_S,
     RECOVERY_WINDOW_S,

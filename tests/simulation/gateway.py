@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from services.gateway.placements import RetiredPlacements
-from services.gateway.recovery import Recovery
-from services.gateway.tenancy.demand import Demand, Grant
-from services.gateway.tenancy.keys import ApiKeys
+from services.gateway.streams.early_entries import RetiredPlacements
+from services.gateway.streams.stream_driver import Recovery
+from services.gateway.tenancy.api_keys import ApiKeys
 from services.gateway.tenancy.limits import Limits
-from services.gateway.tenancy.usage import Usage
+from services.gateway.tenancy.request_cost import Demand, Grant
+from services.gateway.tenancy.usage_counter import Usage
 from shared.errors import HearthError, NoCapacity
 from shared.heartbeat import Heart
 from tests.simulation.bus import SimulatedNetwork

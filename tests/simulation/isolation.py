@@ -7,9 +7,9 @@ from collections import defaultdict
 from contextlib import asynccontextmanager
 from typing import Any
 
-from services.gateway.generation import Generation, Origin, build_request
-from services.gateway.prompt import TokenPrompt
-from services.gateway.sampling import Sampling
+from services.gateway.request.generation_request import Generation, Origin, build_request
+from services.gateway.request.prompt import TokenPrompt
+from services.gateway.request.sampling import Sampling
 from shared import subjects
 from shared.errors import HearthError
 from shared.messages import (

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from services.decode.service import MAX_FENCED, MAX_WAITING
-from services.gateway.placements import MAX_EARLY_ENTRIES
+from services.gateway.streams.early_entries import MAX_EARLY_ENTRIES
 from services.prefill.service import MAX_QUEUED_PREFILLS
 from services.scheduler.service import MAX_PLACING
 from shared.engine.sequence import Sequence
@@ -19,7 +19,7 @@ from tests.simulation.plan import BLOCK_SIZE
 from tests.simulation.workers import SimulatedWorker
 
 if TYPE_CHECKING:
-    from services.gateway.stream import Stream
+    from services.gateway.streams.stream import Stream
     from services.scheduler.backlog import Ticket
     from services.scheduler.placement import Target
 

@@ -16,10 +16,10 @@ from unittest.mock import patch
 
 from services.decode.handoff import Handoff
 from services.decode.handoffs import Handoffs
-from services.gateway import streams
-from services.gateway.actions import Actions
-from services.gateway.choice_tokens import ChoiceTokens
-from services.gateway.streams import Streams
+from services.gateway.streams import streams
+from services.gateway.streams.actions import Actions
+from services.gateway.streams.choice_tokens import ChoiceTokens
+from services.gateway.streams.streams import Streams
 from services.kv_index.index import PrefixIndex
 from services.kv_index.registry import PrefixRegistry
 from services.prefill.service import PrefillService

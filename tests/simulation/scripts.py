@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from services.gateway.tenancy.keys import LOOK_UP
+from services.gateway.tenancy.api_keys import LOOK_UP
 from services.gateway.tenancy.meter import CARRY_OUT, RATES, Meter, Order
 from services.gateway.tenancy.office import SWAP
-from services.gateway.tenancy.usage import ADD_UP
+from services.gateway.tenancy.usage_counter import ADD_UP
 from shared.store import StoreRefused
 
 if TYPE_CHECKING:

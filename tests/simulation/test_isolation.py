@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.decode.receiver import Receipt
-from services.gateway import generation
+from services.gateway.request import generation_request as target
 from services.kv_index import registry
 from services.kv_index.service import KvIndexService
 from shared.engine.block_pool import BlockPool
@@ -161,13 +161,17 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def _roots_without_tenant(patch: pytest.MonkeyPatch) -> None:
-    right = generation.root_hash
-    patch.setattr(generation, "root_hash", lambda tenant, digest, **more: right("", digest, **more))
+    right = target.root_hash
+    patch.setattr(
+        generation_request, "root_hash", lambda tenant, digest, **more: right("", digest, **more)
+    )
 
 
 def _roots_without_salt(patch: pytest.MonkeyPatch) -> None:
-    right = generation.root_hash
-    patch.setattr(generation, "root_hash", lambda tenant, digest, **more: right(tenant, digest))
+    right = target.root_hash
+    patch.setattr(
+        generation_request, "root_hash", lambda tenant, digest, **more: right(tenant, digest)
+    )
 
 
 def _any_block_matches(patch: pytest.MonkeyPatch) -> None:

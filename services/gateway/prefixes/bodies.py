@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from services.gateway.body import StrictBody, SupportedFields
-from services.gateway.openai_chat import ChatMessage, messages_of
+from services.gateway.http.body import StrictBody, SupportedFields
+from services.gateway.openai.chat import ChatMessage, messages_of
 from shared.errors import InvalidRequest
 from shared.messages import IndexState
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 
-from services.gateway import openai_chat, openai_completions
-from services.gateway.generation import Generation
+from services.gateway.openai import chat, completions
 from services.gateway.prefixes.bodies import (
     Divergence,
     DryRun,
@@ -17,8 +16,9 @@ from services.gateway.prefixes.bodies import (
     DryRunRequest,
     WorkerPrefix,
 )
-from services.gateway.prefixes.shelf import Shelf
-from services.gateway.preparation import Prepared
+from services.gateway.prefixes.store import Shelf
+from services.gateway.request.generation_request import Generation
+from services.gateway.request.preparation import Prepared
 from services.gateway.text.tokenizer import PromptTokenizer
 from shared.errors import InvalidRequest
 from shared.messages import ModelCard
@@ -32,9 +32,9 @@ def generation_of(body: dict[str, Any], param: str, default_model: str) -> Gener
     """Raises InvalidRequest, as the route that the body is for."""
     data = msgspec.json.encode(body)
     if "messages" in body:
-        return openai_chat.generation_of(openai_chat.CHAT_FIELDS.decode(data), default_model)
-    completion = openai_completions.COMPLETION_FIELDS.decode(data)
-    generations = openai_completions.generations_of(completion, default_model)
+        return chat.generation_of(chat.CHAT_FIELDS.decode(data), default_model)
+    completion = completions.COMPLETION_FIELDS.decode(data)
+    generations = completions.generations_of(completion, default_model)
     if len(generations) != 1:
         raise InvalidRequest(f"{param}: one prompt at a time", param=param)
     return generations[0]

@@ -9,7 +9,6 @@ from litestar import Request, Response
 from litestar.params import Body
 
 from services.gateway.catalog import Catalog
-from services.gateway.generation import Generation
 from services.gateway.prefixes.bodies import (
     DeletedPrefix,
     DryRunReport,
@@ -19,8 +18,9 @@ from services.gateway.prefixes.bodies import (
     PrefixRequest,
 )
 from services.gateway.prefixes.dry_run import dry_run
-from services.gateway.prefixes.shelf import Shelf
-from services.gateway.preparation import Prepared
+from services.gateway.prefixes.store import Shelf
+from services.gateway.request.generation_request import Generation
+from services.gateway.request.preparation import Prepared
 from services.gateway.text.model_files import ModelFiles
 from shared.tenant import TenantRecord
 

@@ -21,7 +21,7 @@ from typing import NoReturn
 import msgspec
 import structlog
 
-from services.gateway.tenancy.demand import Demand, Grant, check_size, check_zeros, enforced
+from services.gateway.tenancy.errors import EXHAUSTED
 from services.gateway.tenancy.meter import (
     CARRY_OUT,
     RATES,
@@ -32,8 +32,8 @@ from services.gateway.tenancy.meter import (
     Settled,
     reading_of,
 )
-from services.gateway.tenancy.refusals import EXHAUSTED
-from services.gateway.tenancy.standing import headers_of
+from services.gateway.tenancy.ratelimit_headers import headers_of
+from services.gateway.tenancy.request_cost import Demand, Grant, check_size, check_zeros, enforced
 from shared.background import Background
 from shared.clock import Clock
 from shared.store import BREAKER_S, Store, StoreRefused, StoreUnavailable

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from services.gateway.tenancy.demand import enforced
 from services.gateway.tenancy.limits import LEASE_S
 from services.gateway.tenancy.meter import CARRY_OUT, Order, Reading, reading_of
+from services.gateway.tenancy.request_cost import enforced
 from shared.decoding import UNREADABLE
 from shared.errors import ConfigError
 from shared.store import Command, Store

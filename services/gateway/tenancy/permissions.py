@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.gateway.tenancy.refusals import ModelNotAllowed, NoRegionAllowed
+from services.gateway.tenancy.errors import ModelNotAllowed, NoRegionAllowed
 from shared.tenant import TenantRecord
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from services.gateway.text.byte_pairs import encoders
 from services.gateway.text.chat_template import LiteralText
 from services.gateway.text.detokenizer import Detokenizer
+from services.gateway.text.tiktoken_bpe import encoders
 from services.gateway.text.token_bytes import TokenBytes, is_byte_level, whole_texts
 from shared.errors import ConfigError
 

@@ -12,7 +12,7 @@ from subprocess import CompletedProcess
 import pytest
 import redis
 
-from services.gateway.tenancy.usage import Usage
+from services.gateway.tenancy.usage_counter import Usage
 from services.local.tenants import last_days
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError

@@ -1,0 +1,257 @@
+"""The HTTP surface: which route asks what of the gateway."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+import structlog
+from litestar import HttpMethod, Litestar, Request, Response, delete, get, post, put, route
+from litestar.connection import ASGIConnection
+from litestar.exceptions import HTTPException
+from litestar.handlers import BaseRouteHandler
+from litestar.openapi import OpenAPIConfig, ResponseSpec
+from litestar.openapi.plugins import JsonRenderPlugin
+from litestar.openapi.spec import Components, SecurityScheme
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from services.gateway.catalog import Readiness
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.openai.chat import ChatCompletion
+from services.gateway.openai.completions import Completion
+from services.gateway.openai.embeddings import EmbeddingList
+from services.gateway.openai.errors import ErrorEnvelope, error_of_http, error_response
+from services.gateway.openai.routes import (
+    ChatBody,
+    CompletionBody,
+    EmbeddingBody,
+    Generator,
+    OpenAIRoutes,
+)
+from services.gateway.prefixes.bodies import (
+    DeletedPrefix,
+    DryRunBody,
+    DryRunReport,
+    Prefix,
+    PrefixBody,
+    PrefixList,
+)
+from services.gateway.prefixes.routes import PrefixGateway, PrefixRoutes
+from services.gateway.tenancy.api_keys import ApiKeys, bearer_of
+from services.gateway.tenancy.permissions import check_model, may_use
+from shared.errors import AuthenticationFailed, HearthError
+from shared.messages import ModelCard
+
+log = structlog.get_logger(__name__)
+
+Connection = ASGIConnection[Any, Any, Any, Any]
+METRICS_TYPE = CONTENT_TYPE_LATEST.removesuffix("; charset=utf-8")  # Litestar adds it
+BEARER = "api_key"
+REFUSALS = (400, 401, 403, 404, 413, 429, 503, 504)
+
+
+class Gateway(Generator, PrefixGateway, Protocol):
+    """What all routes need of the service behind them."""
+
+    api_keys: ApiKeys
+    metrics: GatewayMetrics
+
+    def new_request_id(self) -> str: ...
+
+    def readiness(self) -> Readiness: ...
+
+
+class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "hearth"
+    max_context: int
+    revision: str
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    object: str = "list"
+    data: list[ModelEntry]
+
+
+class Health(msgspec.Struct, frozen=True):
+    status: str
+
+
+class Routes:
+    """The handlers, bound to one gateway. `wall_clock`: seconds since 1970, for `created`."""
+
+    def __init__(
+        self, gateway: Gateway, wall_clock: Callable[[], float], metrics_token: str
+    ) -> None:
+        self._gateway = gateway
+        self._metrics_token = metrics_token.encode()
+        self._wall_clock = wall_clock
+        self._started_at = int(wall_clock())
+
+    async def authenticate(self, connection: Connection) -> None:
+        """Before the body is read: a stranger gets nothing parsed. No guard, for each of which
+        Litestar copies the route's handler.
+        """
+        state = connection.state
+        state.request_id = self._gateway.new_request_id()
+        header = connection.headers.get("authorization")
+        state.tenant = await self._gateway.api_keys.tenant_of(header)
+
+    async def authorize_metrics(self, connection: Connection, _: BaseRouteHandler) -> None:
+        """They add up what all tenants do: the difference of two looks is what others just did."""
+        given = bearer_of(connection.headers.get("authorization")) if self._metrics_token else ""
+        if not hmac.compare_digest(given.encode(), self._metrics_token):
+            raise AuthenticationFailed("the token for metrics is not valid")
+
+    async def models(self, request: Request[Any, Any, Any]) -> Response[ModelList]:
+        """Those that the tenant may use."""
+        cards = self._gateway.catalog.live_cards()
+        entries = [self._entry(card) for card in cards if may_use(request.state.tenant, card.name)]
+        headers = {"x-request-id": request.state.request_id}
+        return Response(ModelList(data=entries), headers=headers)
+
+    async def model(self, request: Request[Any, Any, Any]) -> Response[ModelEntry]:
+        """404 for a model that this gateway does not serve, 403 for one that the tenant may not
+        use; 503 before any worker serves it.
+        """
+        model_id = str(request.path_params["model_id"]).removeprefix("/")
+        if model_id == self._gateway.catalog.name:
+            check_model(request.state.tenant, model_id)
+        card = self._gateway.catalog.card(model_id)
+        headers = {"x-request-id": request.state.request_id}
+        return Response(self._entry(card), headers=headers)
+
+    def _entry(self, card: ModelCard) -> ModelEntry:
+        return ModelEntry(
+            id=card.name,
+            created=self._started_at,
+            max_context=card.max_context_tokens,
+            revision=card.revision,
+        )
+
+    async def health(self) -> Health:
+        """The process is alive."""
+        return Health("ok")
+
+    async def ready(self) -> Response[Readiness]:
+        """200 only when a request that came now would be served."""
+        readiness = self._gateway.readiness()
+        return Response(readiness, status_code=200 if readiness.ready else 503)
+
+    async def metrics(self) -> Response[bytes]:
+        return Response(self._gateway.metrics.render(), media_type=METRICS_TYPE)
+
+    async def openapi(self, request: Request[Any, Any, Any]) -> Response[dict[str, Any]]:
+        return Response(request.app.openapi_schema.to_schema())
+
+    def refuse_ours(self, request: Request[Any, Any, Any], error: HearthError) -> Response[Any]:
+        if request.method == "POST":
+            self._gateway.metrics.count_request(error.code)
+        request_id = request.state.get("request_id") or self._gateway.new_request_id()
+        return error_response(error, request_id)
+
+    def refuse_http(self, request: Request[Any, Any, Any], error: HTTPException) -> Response[Any]:
+        response = self.refuse_ours(request, error_of_http(error))
+        response.headers.update(error.headers or {})  # Allow
+        return response
+
+    def refuse_other(self, request: Request[Any, Any, Any], error: Exception) -> Response[Any]:
+        log.error("request_failed", path=request.url.path, exc_info=error)
+        return self.refuse_ours(request, HearthError("internal error"))
+
+
+def build_app(
+    gateway: Gateway,
+    *,
+    wall_clock: Callable[[], float],
+    max_body_bytes: int,
+    version: str,
+    metrics_token: str = "",
+) -> Litestar:
+    routes = Routes(gateway, wall_clock, metrics_token)
+    asking = OpenAIRoutes(gateway, wall_clock)
+    known: dict[str, Any] = {
+        "before_request": routes.authenticate,
+        "security": [{BEARER: []}],
+    }
+    ask = partial(post, return_dto=None, status_code=200, **known)
+    look = partial(route, http_method=[HttpMethod.GET, HttpMethod.HEAD])
+    chat = ask(
+        path="/v1/chat/completions", dto=ChatBody, responses=_responses(ChatCompletion, *REFUSALS)
+    )
+    texts = ask(
+        path="/v1/completions", dto=CompletionBody, responses=_responses(Completion, *REFUSALS)
+    )
+    embeddings = ask(
+        path="/v1/embeddings", dto=EmbeddingBody, responses=_responses(EmbeddingList, *REFUSALS)
+    )
+    models = look("/v1/models", responses=_responses(ModelList, 401, 403, 503), **known)
+    model = look(
+        "/v1/models/{model_id:path}", responses=_responses(ModelEntry, 401, 403, 404, 503), **known
+    )
+    prefixes = PrefixRoutes(gateway)
+    pinned = {"path": "/v1/prefixes/{name:str}", "return_dto": None, **known}
+    put_prefix = put(dto=PrefixBody, responses=_responses(Prefix, *REFUSALS), **pinned)
+    get_prefix = get(responses=_responses(Prefix, 401, 404, 503), **pinned)
+    delete_prefix = delete(
+        responses=_responses(DeletedPrefix, 401, 404, 503), status_code=200, **pinned
+    )
+    list_prefixes = get("/v1/prefixes", responses=_responses(PrefixList, 401, 503), **known)
+    try_prefix = ask(
+        path="/v1/prefixes/dry_run", dto=DryRunBody, responses=_responses(DryRunReport, *REFUSALS)
+    )
+    return Litestar(
+        [
+            put_prefix(prefixes.put),
+            get_prefix(prefixes.get),
+            delete_prefix(prefixes.delete),
+            list_prefixes(prefixes.list),
+            try_prefix(prefixes.dry_run),
+            chat(asking.chat_completions),
+            texts(asking.completions),
+            embeddings(asking.embeddings),
+            models(routes.models),
+            model(routes.model),
+            look("/health")(routes.health),
+            look("/ready", responses=_responses(Readiness))(routes.ready),
+            look("/metrics", include_in_schema=False, guards=[routes.authorize_metrics])(
+                routes.metrics
+            ),
+            look("/openapi.json", include_in_schema=False)(routes.openapi),
+        ],
+        exception_handlers={
+            HearthError: routes.refuse_ours,
+            HTTPException: routes.refuse_http,
+            Exception: routes.refuse_other,
+        },
+        openapi_config=_document(version),
+        request_max_body_size=max_body_bytes,
+        logging_config=None,
+    )
+
+
+def _document(version: str) -> OpenAPIConfig:
+    bearer = SecurityScheme(type="http", scheme="bearer", description="an API key")
+    components = Components(security_schemes={BEARER: bearer})
+    # The pages that Litestar has for people load scripts from elsewhere; the document is enough.
+    return OpenAPIConfig(
+        title="Hearth",
+        version=version,
+        path="/docs",
+        render_plugins=[JsonRenderPlugin(path="/")],
+        components=components,
+    )
+
+
+def _responses(body: type[Any], *refusals: int) -> dict[int, ResponseSpec]:
+    described = {200: ResponseSpec(body, generate_examples=False, description="served")}
+    for status in refusals:
+        described[status] = ResponseSpec(
+            ErrorEnvelope, generate_examples=False, description="refused"
+        )
+    return described

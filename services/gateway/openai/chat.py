@@ -1,0 +1,165 @@
+"""OpenAI's chat completions: the types of the dialect, and their meaning in Hearth's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from services.gateway.http.body import SupportedFields
+from services.gateway.openai.logprobs import ChatLogprobs
+from services.gateway.openai.sampling_fields import (
+    MAX_INT,
+    MAX_LOGPROBS,
+    NEUTRAL_VALUES,
+    SamplingFields,
+    sampling_of,
+)
+from services.gateway.openai.usage import HearthInfo, Usage
+from services.gateway.request.generation_request import Generation
+from services.gateway.request.prompt import ChatPrompt
+from shared.errors import InvalidRequest
+
+CHAT_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    **NEUTRAL_VALUES,
+    "add_generation_prompt": (None, True),
+    "audio": (None,),
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+    "continue_final_message": (None, False),
+    "documents": (None, []),
+    "echo": (None, False),
+    "function_call": (None, "none"),
+    "functions": (None, []),
+    "modalities": (None, ["text"]),
+    "reasoning_effort": (None, "none"),
+    "tool_choice": (None, "none", "auto"),
+    "tools": (None, []),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+}
+
+
+class TextPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
+    text: str
+
+
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[Any] | None = None  # only null or empty
+
+
+class ChatCompletionRequest(SamplingFields, frozen=True, kw_only=True):
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+CHAT_FIELDS = SupportedFields(ChatCompletionRequest, CHAT_NEUTRAL_VALUES)
+
+
+def generation_of(body: ChatCompletionRequest, default_model: str) -> Generation:
+    """Raises InvalidRequest where fields contradict each other."""
+    if body.best_of not in (None, 1, body.num_choices):
+        raise InvalidRequest("best_of is for text completions", param="best_of")
+    return Generation(
+        model=default_model if body.model is None else body.model,
+        prompt=ChatPrompt(messages_of(body.messages)),
+        sampling=sampling_of(body, max_tokens=_max_tokens(body), num_logprobs=_num_logprobs(body)),
+        num_choices=body.num_choices,
+        cache_salt="" if body.cache_salt is None else body.cache_salt,
+        affinity_key=body.prompt_cache_key or "",
+        priority=body.priority,
+    )
+
+
+def messages_of(messages: Sequence[ChatMessage]) -> tuple[dict[str, Any], ...]:
+    """As chat templates take them. Raises InvalidRequest."""
+    return tuple(_message(index, each) for index, each in enumerate(messages))
+
+
+def _message(index: int, message: ChatMessage) -> dict[str, Any]:
+    content = message.content
+    if content is None and message.role != "assistant":
+        raise InvalidRequest("content must not be null", param=f"messages[{index}].content")
+    if message.tool_calls:
+        raise InvalidRequest("tool calls are not supported", param=f"messages[{index}].tool_calls")
+    if isinstance(content, list):
+        content = "\n".join(part.text for part in content)
+    role = "system" if message.role == "developer" else message.role
+    plain: dict[str, Any] = {"role": role, "content": "" if content is None else content}
+    if message.name is not None:
+        plain["name"] = message.name
+    return plain
+
+
+def _max_tokens(body: ChatCompletionRequest) -> int | None:
+    if body.max_completion_tokens is None:
+        return body.max_tokens
+    if body.max_tokens not in (None, body.max_completion_tokens):
+        raise InvalidRequest(
+            "max_tokens and max_completion_tokens contradict each other", param="max_tokens"
+        )
+    return body.max_completion_tokens
+
+
+def _num_logprobs(body: ChatCompletionRequest) -> int | None:
+    if not body.logprobs:
+        if body.top_logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+        return None
+    return 0 if body.top_logprobs is None else body.top_logprobs
+
+
+# ── answers ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: str | None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    message: AssistantMessage
+    finish_reason: str
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    hearth: HearthInfo
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
+    index: int
+    delta: Delta
+    finish_reason: str | None = None
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: Sequence[ChunkChoice]
+    usage: Usage | None = None
+    hearth: HearthInfo | None = None

@@ -1,0 +1,119 @@
+"""The answer of a chat completion, as `answer.py` writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from services.gateway.http import sse
+from services.gateway.http.response import ChoiceResult
+from services.gateway.openai.chat import (
+    AssistantMessage,
+    ChatChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChunkChoice,
+    Delta,
+)
+from services.gateway.openai.logprobs import ChatLogprobs, chat_logprobs
+from services.gateway.openai.usage import hearth_info_of, usage_of
+from services.gateway.request.output_merger import Gathering
+from services.gateway.request.request_output import Piece
+from services.gateway.text.scored_tokens import ScoredToken
+from services.gateway.text.token_bytes import TokenBytes
+
+
+@dataclass(frozen=True, slots=True)
+class ChatAnswer:
+    """`answer.Events`, and with `body` an `answer.Whole`."""
+
+    gathering: Gathering
+    token_bytes: TokenBytes
+    request_id: str
+    model: str
+    created: int
+    has_usage: bool
+    has_logprobs: bool
+    _begun: set[int] = field(default_factory=set)  # choices whose role is told
+    _text_events: dict[int, sse.TextEvent] = field(default_factory=dict)  # by choice
+
+    def events(self, piece: Piece) -> bytes:
+        """One for each text; a choice's first tells the role, its last why the choice has ended."""
+        index, texts = piece.choice_index, list(piece.texts)
+        says_more = self.has_logprobs or piece.finish_reason is not None
+        first = last = b""
+        if index not in self._begun and len(texts) > says_more:
+            first = self._event(ChunkChoice(index=index, delta=self._delta(index, texts.pop(0))))
+        if says_more:
+            choice = ChunkChoice(
+                index=index,
+                delta=self._delta(index, texts.pop() if texts else None),
+                finish_reason=piece.finish_reason,
+                logprobs=self._logprobs(piece.tokens) if piece.tokens else None,
+            )
+            last = self._event(choice)
+        return first + self._text_event(index).of(texts) + last
+
+    def closing(self) -> bytes:
+        if not self.has_usage:
+            return b""
+        deliveries = self.gathering.deliveries
+        chunk = ChatCompletionChunk(
+            id=f"chatcmpl-{self.request_id}",
+            object="chat.completion.chunk",
+            created=self.created,
+            model=self.model,
+            choices=(),
+            usage=usage_of(deliveries),
+            hearth=hearth_info_of(self.request_id, deliveries),
+        )
+        return sse.event(chunk)
+
+    def body(self, results: list[ChoiceResult]) -> ChatCompletion:
+        deliveries = self.gathering.deliveries
+        return ChatCompletion(
+            id=f"chatcmpl-{self.request_id}",
+            created=self.created,
+            model=self.model,
+            choices=[
+                ChatChoice(
+                    index=each.index,
+                    message=AssistantMessage(content=each.text),
+                    finish_reason=each.finish_reason,
+                    logprobs=self._logprobs(each.tokens),
+                )
+                for each in results
+            ],
+            usage=usage_of(deliveries),
+            hearth=hearth_info_of(self.request_id, deliveries),
+        )
+
+    def _text_event(self, index: int) -> sse.TextEvent:
+        known = self._text_events.get(index)
+        if known is None:
+            known = sse.TextEvent(
+                lambda text: self._chunk(ChunkChoice(index=index, delta=Delta(content=text)))
+            )
+            self._text_events[index] = known
+        return known
+
+    def _delta(self, index: int, text: str | None) -> Delta:
+        if index in self._begun:
+            return Delta(content=text)
+        self._begun.add(index)
+        return Delta(role="assistant", content=text or "")
+
+    def _event(self, choice: ChunkChoice) -> bytes:
+        return sse.event(self._chunk(choice))
+
+    def _chunk(self, choice: ChunkChoice) -> ChatCompletionChunk:
+        return ChatCompletionChunk(
+            id=f"chatcmpl-{self.request_id}",
+            object="chat.completion.chunk",
+            created=self.created,
+            model=self.model,
+            choices=(choice,),
+        )
+
+    def _logprobs(self, tokens: Sequence[ScoredToken]) -> ChatLogprobs | None:
+        return chat_logprobs(tokens, self.token_bytes) if self.has_logprobs else None

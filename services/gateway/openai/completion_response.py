@@ -1,0 +1,134 @@
+"""The answer of a text completion, as `answer.py` writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from services.gateway.http import sse
+from services.gateway.http.response import ChoiceResult
+from services.gateway.openai.completions import Completion, CompletionChoice, CompletionChunk
+from services.gateway.openai.logprobs import (
+    CompletionLogprobs,
+    completion_logprobs,
+    joined,
+    mean_logprob,
+    prompt_logprobs,
+)
+from services.gateway.openai.usage import hearth_info_of, usage_of
+from services.gateway.request.output_merger import Gathering
+from services.gateway.request.request_output import Delivery, Piece
+from services.gateway.text.scored_tokens import ScoredToken
+from services.gateway.text.token_bytes import TokenBytes
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionAnswer:
+    """`answer.Events`, and with `body` an `answer.Whole`.
+
+    Of the choices drawn for a prompt, the best `num_shown` are shown.
+    """
+
+    gathering: Gathering
+    token_bytes: TokenBytes
+    request_id: str
+    model: str
+    created: int
+    has_usage: bool
+    has_logprobs: bool
+    num_shown: int
+    _echoed: set[int] = field(default_factory=set)  # choices whose prompt is told
+    _text_events: dict[int, sse.TextEvent] = field(default_factory=dict)  # by choice
+
+    def events(self, piece: Piece) -> bytes:
+        """One for each text, the last of which tells why the choice has ended."""
+        index, is_echo_due, last = piece.choice_index, self._is_echo_due(piece.choice_index), b""
+        texts = [piece.text] if is_echo_due else list(piece.texts)
+        if is_echo_due or self.has_logprobs or piece.finish_reason is not None:
+            choice = self._choice(index, texts.pop() if texts else "", piece.tokens)
+            last = sse.event(self._chunk(_finished(choice, index, piece.finish_reason)))
+        return self._text_event(index).of(texts) + last
+
+    def closing(self) -> bytes:
+        if not self.has_usage:
+            return b""
+        deliveries = self.gathering.deliveries
+        chunk = CompletionChunk(
+            id=f"cmpl-{self.request_id}",
+            object="text_completion",
+            created=self.created,
+            model=self.model,
+            choices=(),
+            usage=usage_of(deliveries),
+            hearth=hearth_info_of(self.request_id, deliveries),
+        )
+        return sse.event(chunk)
+
+    def body(self, results: list[ChoiceResult]) -> Completion:
+        deliveries = self.gathering.deliveries
+        return Completion(
+            id=f"cmpl-{self.request_id}",
+            created=self.created,
+            model=self.model,
+            choices=self._best(results),
+            usage=usage_of(deliveries),
+            hearth=hearth_info_of(self.request_id, deliveries),
+        )
+
+    def _best(self, results: list[ChoiceResult]) -> list[CompletionChoice]:
+        shown: list[CompletionChoice] = []
+        num_drawn = self.gathering.num_choices
+        for start in range(0, len(results), num_drawn):
+            drawn = results[start : start + num_drawn]
+            if self.num_shown < num_drawn:
+                drawn.sort(key=lambda each: mean_logprob(each.tokens), reverse=True)
+            for each in drawn[: self.num_shown]:
+                choice = self._choice(each.index, each.text, each.tokens)
+                shown.append(_finished(choice, len(shown), each.finish_reason))
+        return shown
+
+    def _choice(self, index: int, text: str, tokens: Sequence[ScoredToken]) -> CompletionChoice:
+        """With the prompt, where it is wanted and this is the first that is told of the choice."""
+        delivery = self._delivery(index)
+        logprobs = self._logprobs(delivery, tokens) if self.has_logprobs else None
+        if delivery.echo is not None and self._is_echo_due(index):
+            self._echoed.add(index)
+            text = delivery.echo.text + text
+            if logprobs is not None:
+                told = prompt_logprobs(delivery.echo, delivery.prompt_logprobs, self.token_bytes)
+                logprobs = joined(told, logprobs)
+        return CompletionChoice(index=index, text=text, logprobs=logprobs)
+
+    def _logprobs(self, delivery: Delivery, tokens: Sequence[ScoredToken]) -> CompletionLogprobs:
+        first_offset = 0 if delivery.echo is None else len(delivery.echo.text)
+        return completion_logprobs(tokens, self.token_bytes, first_offset=first_offset)
+
+    def _is_echo_due(self, index: int) -> bool:
+        return self._delivery(index).echo is not None and index not in self._echoed
+
+    def _delivery(self, index: int) -> Delivery:
+        return self.gathering.deliveries[index // self.gathering.num_choices]
+
+    def _text_event(self, index: int) -> sse.TextEvent:
+        known = self._text_events.get(index)
+        if known is None:
+            known = sse.TextEvent(
+                lambda text: self._chunk(CompletionChoice(index=index, text=text))
+            )
+            self._text_events[index] = known
+        return known
+
+    def _chunk(self, choice: CompletionChoice) -> CompletionChunk:
+        return CompletionChunk(
+            id=f"cmpl-{self.request_id}",
+            object="text_completion",
+            created=self.created,
+            model=self.model,
+            choices=(choice,),
+        )
+
+
+def _finished(choice: CompletionChoice, index: int, finish_reason: str | None) -> CompletionChoice:
+    return CompletionChoice(
+        index=index, text=choice.text, logprobs=choice.logprobs, finish_reason=finish_reason
+    )

@@ -1,0 +1,123 @@
+"""OpenAI's text completions: the types of the dialect, and their meaning in Hearth's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from services.gateway.http.body import SupportedFields
+from services.gateway.openai.logprobs import CompletionLogprobs
+from services.gateway.openai.prompts import Prompts, prompts_of
+from services.gateway.openai.sampling_fields import (
+    MAX_INT,
+    MAX_LOGPROBS,
+    NEUTRAL_VALUES,
+    SamplingFields,
+    sampling_of,
+)
+from services.gateway.openai.usage import HearthInfo, Usage
+from services.gateway.request.generation_request import Generation
+from services.gateway.request.sampling import Sampling
+from shared.errors import InvalidRequest
+
+DEFAULT_MAX_TOKENS = 16
+MAX_ALL_CHOICES = 1024  # over all prompts
+
+COMPLETION_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {**NEUTRAL_VALUES, "suffix": (None, "")}
+
+
+class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
+    """`prompt`: a text, tokens, or a list of either; each is answered by itself."""
+
+    prompt: Prompts
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_special_tokens: bool = True
+
+
+COMPLETION_FIELDS = SupportedFields(CompletionRequest, COMPLETION_NEUTRAL_VALUES)
+
+
+def generations_of(body: CompletionRequest, default_model: str) -> list[Generation]:
+    """One for each prompt. Raises InvalidRequest where fields contradict each other."""
+    prompts = prompts_of("prompt", body.prompt, add_special_tokens=body.add_special_tokens)
+    num_choices = num_drawn(body)
+    if len(prompts) * num_choices > MAX_ALL_CHOICES:
+        message = f"{len(prompts)} prompts with {num_choices} choices each are more than "
+        raise InvalidRequest(f"{message}{MAX_ALL_CHOICES} choices", param="n")
+    sampling = _sampling(body)
+    return [
+        Generation(
+            model=default_model if body.model is None else body.model,
+            prompt=prompt,
+            sampling=sampling,
+            num_choices=num_choices,
+            cache_salt="" if body.cache_salt is None else body.cache_salt,
+            affinity_key=body.prompt_cache_key or "",
+            priority=body.priority,
+            has_echo=bool(body.echo),
+            shows_output=body.max_tokens != 0,
+        )
+        for prompt in prompts
+    ]
+
+
+def num_drawn(body: CompletionRequest) -> int:
+    """Choices drawn for each prompt; of those, `n` are shown."""
+    best_of = body.num_choices if body.best_of is None else body.best_of
+    if best_of < body.num_choices:
+        raise InvalidRequest("best_of must not be less than n", param="best_of")
+    if best_of > body.num_choices and body.stream:
+        raise InvalidRequest("best_of cannot be streamed", param="best_of")
+    return best_of
+
+
+def _sampling(body: CompletionRequest) -> Sampling:
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidRequest("max_tokens=0 makes sense only with echo", param="max_tokens")
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    num_logprobs = body.logprobs
+    if num_logprobs is None and num_drawn(body) > body.num_choices:
+        num_logprobs = 0  # to know the best by
+    return sampling_of(
+        body,
+        max_tokens=max(max_tokens, 1),  # a worker draws at least one
+        num_logprobs=num_logprobs,
+        num_prompt_logprobs=body.logprobs if body.echo else None,
+    )
+
+
+# ── answers ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """The same in a whole answer and in a chunk, where only the last has a `finish_reason`."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: Sequence[CompletionChoice]
+    usage: Usage
+    hearth: HearthInfo
+
+
+class CompletionChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: Sequence[CompletionChoice]
+    usage: Usage | None = None
+    hearth: HearthInfo | None = None

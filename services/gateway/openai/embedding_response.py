@@ -1,0 +1,62 @@
+"""The answer of an embeddings request, as `answer.py` writes it."""
+
+from __future__ import annotations
+
+import math
+import sys
+from array import array
+from base64 import b64encode
+from dataclasses import dataclass
+
+from services.gateway.http.response import ChoiceResult
+from services.gateway.openai.embeddings import Embedding, EmbeddingList, EmbeddingUsage
+from services.gateway.openai.usage import hearth_info_of
+from services.gateway.request.output_merger import Gathering
+from services.gateway.request.request_output import Delivery
+from shared.errors import HearthError
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingAnswer:
+    """Its `body` is an `answer.Whole`; there is nothing to stream."""
+
+    gathering: Gathering
+    request_id: str
+    model: str
+    is_base64: bool
+    is_normalized: bool
+
+    def body(self, results: list[ChoiceResult]) -> EmbeddingList:
+        """Raises HearthError if a worker ended a request without its embedding."""
+        deliveries = self.gathering.deliveries
+        num_tokens = sum(each.num_prompt_tokens for each in deliveries)
+        return EmbeddingList(
+            data=[
+                Embedding(index=index, embedding=self._vector(delivery))
+                for index, delivery in enumerate(deliveries)
+            ],
+            model=self.model,
+            usage=EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
+            hearth=hearth_info_of(self.request_id, deliveries),
+        )
+
+    def _vector(self, delivery: Delivery) -> list[float] | str:
+        if not delivery.embedding or len(delivery.embedding) % 4:
+            raise HearthError("the worker sent no embedding")
+        vector = _little_endian(array("f", delivery.embedding))
+        if self.is_normalized:
+            vector = normalized(vector)
+        return b64encode(_little_endian(vector)).decode() if self.is_base64 else vector.tolist()
+
+
+def normalized(vector: array[float]) -> array[float]:
+    """To length one; a vector of zeros stays."""
+    length = math.hypot(*vector)
+    return array("f", [value / length for value in vector]) if length else vector
+
+
+def _little_endian(vector: array[float]) -> array[float]:
+    """To or from the wire's byte order."""
+    if sys.byteorder == "big":
+        vector.byteswap()
+    return vector

@@ -1,0 +1,90 @@
+"""OpenAI's embeddings: the types of the dialect, and their meaning in Hearth's terms.
+
+`dimensions` may only be the model's own hidden size: a shorter vector means something only for a
+model trained for it, and a checkpoint does not say whether it was.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from services.gateway.http.body import SupportedFields
+from services.gateway.openai.prompts import Prompts, prompts_of
+from services.gateway.openai.sampling_fields import MAX_INT
+from services.gateway.openai.usage import HearthInfo
+from services.gateway.request.generation_request import Generation
+from services.gateway.request.sampling import Sampling
+from shared.errors import InvalidRequest
+from shared.messages import Pooling
+
+
+class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`input`: a text, tokens, or a list of either. `pooling` and `normalize` are Hearth's own."""
+
+    model: str | None = None  # the gateway's only model
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    pooling: Pooling | None = None
+    normalize: bool | None = None
+    add_special_tokens: bool = True
+    user: str | None = None
+    cache_salt: str | None = None
+    priority: Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)] | None = None  # higher goes first
+
+
+EMBEDDING_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "messages": (None, []),
+    "truncate_prompt_tokens": (None,),
+}
+EMBEDDING_FIELDS = SupportedFields(EmbeddingRequest, EMBEDDING_NEUTRAL_VALUES)
+
+
+def generations_of(
+    body: EmbeddingRequest, default_model: str, hidden_size: int | None
+) -> list[Generation]:
+    """One for each input. Raises InvalidRequest for what cannot be served."""
+    if body.dimensions is not None and body.dimensions != hidden_size:
+        raise InvalidRequest(
+            f"dimensions: this model's embeddings have {hidden_size}", param="dimensions"
+        )
+    prompts = prompts_of("input", body.input, add_special_tokens=body.add_special_tokens)
+    return [
+        Generation(
+            model=default_model if body.model is None else body.model,
+            prompt=prompt,
+            sampling=Sampling(max_tokens=1),
+            cache_salt="" if body.cache_salt is None else body.cache_salt,
+            priority=body.priority,
+            pooling="last" if body.pooling is None else body.pooling,
+            shows_output=False,
+        )
+        for prompt in prompts
+    ]
+
+
+# ── answers ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class Embedding(msgspec.Struct, frozen=True, kw_only=True):
+    """Base64 is of little-endian FP32."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    hearth: HearthInfo

@@ -1,0 +1,176 @@
+"""The routes that ask a model: each opens its requests and answers in its dialect."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, Any, Protocol
+
+import msgspec
+from litestar import Request
+from litestar.params import Body
+
+from services.gateway.catalog import Catalog
+from services.gateway.http.body import StrictBody
+from services.gateway.http.response import Answer, Events, Whole
+from services.gateway.openai import chat, completions, embeddings
+from services.gateway.openai.chat import ChatCompletionRequest
+from services.gateway.openai.chat_response import ChatAnswer
+from services.gateway.openai.completion_response import CompletionAnswer
+from services.gateway.openai.completions import CompletionRequest
+from services.gateway.openai.embedding_response import EmbeddingAnswer
+from services.gateway.openai.embeddings import EmbeddingRequest
+from services.gateway.request.generation_request import Generation
+from services.gateway.request.output_merger import Gathering
+from services.gateway.request.preparation import Prepared
+from services.gateway.request.request_output import Delivery
+from services.gateway.request.reservation import Permit
+from services.gateway.text.model_files import ModelFiles
+from shared.tenant import TenantRecord
+
+AFFINITY_HEADER = "x-session-affinity"  # before the body's prompt_cache_key
+
+
+class ChatBody(StrictBody):
+    fields = chat.CHAT_FIELDS
+
+
+class CompletionBody(StrictBody):
+    fields = completions.COMPLETION_FIELDS
+
+
+class EmbeddingBody(StrictBody):
+    fields = embeddings.EMBEDDING_FIELDS
+
+
+class Generator(Protocol):
+    """What these routes need of the service behind them."""
+
+    catalog: Catalog
+    files: ModelFiles
+
+    async def prepare(
+        self, tenant: TenantRecord, request_id: str, generation: Generation
+    ) -> Prepared:
+        """Raises the HearthError with which the request is refused."""
+        ...
+
+    async def admit(
+        self, tenant: TenantRecord, request_id: str, prepared: Sequence[Prepared]
+    ) -> Permit:
+        """For all prompts of one answer. Raises the HearthError with which it is refused."""
+        ...
+
+    def open(self, prepared: Prepared, permit: Permit) -> Delivery:
+        """Raises the HearthError with which the request is refused."""
+        ...
+
+    def leave(self, request_id: str) -> None:
+        """The client is gone; nothing happens if the request has ended."""
+        ...
+
+
+class OpenAIRoutes:
+    """The handlers, bound to one gateway. `wall_clock`: seconds since 1970, for `created`."""
+
+    def __init__(self, gateway: Generator, wall_clock: Callable[[], float]) -> None:
+        self._gateway = gateway
+        self._wall_clock = wall_clock
+
+    async def chat_completions(
+        self, request: Request[Any, Any, Any], data: Annotated[ChatCompletionRequest, Body()]
+    ) -> Answer:
+        """With `stream`, server-sent events of `chat.completion.chunk`, then `[DONE]`."""
+        generation = chat.generation_of(data, self._gateway.catalog.name)
+        gathering = await self._open(request, [generation])
+        told = ChatAnswer(
+            gathering=gathering,
+            token_bytes=self._gateway.files.tokenizer.token_bytes,
+            request_id=request.state.request_id,
+            model=generation.model,
+            created=int(self._wall_clock()),
+            has_usage=data.has_usage,
+            has_logprobs=bool(data.logprobs),
+        )
+        return self._answer(gathering, told if data.stream else told.body, request)
+
+    async def completions(
+        self, request: Request[Any, Any, Any], data: Annotated[CompletionRequest, Body()]
+    ) -> Answer:
+        """With `stream`, server-sent events of `text_completion`, then `[DONE]`."""
+        generations = completions.generations_of(data, self._gateway.catalog.name)
+        gathering = await self._open(request, generations)
+        told = CompletionAnswer(
+            gathering=gathering,
+            token_bytes=self._gateway.files.tokenizer.token_bytes,
+            request_id=request.state.request_id,
+            model=generations[0].model,
+            created=int(self._wall_clock()),
+            has_usage=data.has_usage,
+            has_logprobs=data.logprobs is not None,
+            num_shown=data.num_choices,
+        )
+        return self._answer(gathering, told if data.stream else told.body, request)
+
+    async def embeddings(
+        self, request: Request[Any, Any, Any], data: Annotated[EmbeddingRequest, Body()]
+    ) -> Answer:
+        """Of the model's last hidden state, at the last token or over all of them."""
+        hidden_size = self._gateway.files.limits.hidden_size
+        name = self._gateway.catalog.name
+        generations = embeddings.generations_of(data, name, hidden_size)
+        gathering = await self._open(request, generations)
+        told = EmbeddingAnswer(
+            gathering=gathering,
+            request_id=request.state.request_id,
+            model=generations[0].model,
+            is_base64=data.encoding_format == "base64",
+            is_normalized=data.normalize is not False,
+        )
+        return self._answer(gathering, told.body, request)
+
+    async def _open(
+        self, request: Request[Any, Any, Any], generations: Sequence[Generation]
+    ) -> Gathering:
+        """All are admitted or none is: no worker hears of a list in which one prompt is bad.
+
+        Running streams get their turn between two of them.
+        """
+        state = request.state
+        tenant, request_id = state.tenant, state.request_id
+        session = request.headers.get(AFFINITY_HEADER)
+        if session:
+            generations = [msgspec.structs.replace(g, affinity_key=session) for g in generations]
+        prepared: list[Prepared] = []
+        for index, generation in enumerate(generations):
+            if index:
+                await asyncio.sleep(0)
+            own_id = f"{request_id}-{index}" if index else request_id
+            prepared.append(await self._gateway.prepare(tenant, own_id, generation))
+        permit = await self._gateway.admit(tenant, request_id, prepared)
+        state.limit_headers = permit.headers
+        deliveries: list[Delivery] = []
+        try:
+            for each in prepared:
+                if deliveries:
+                    await asyncio.sleep(0)
+                deliveries.append(self._gateway.open(each, permit))
+        except BaseException:
+            self._leave(deliveries)
+            raise
+        finally:
+            permit.seal()
+        return Gathering(deliveries, num_choices=generations[0].num_choices)
+
+    def _answer(
+        self, gathering: Gathering, content: Events | Whole, request: Request[Any, Any, Any]
+    ) -> Answer:
+        leave = partial(self._leave, gathering.deliveries)
+        state = request.state
+        headers = {"x-request-id": state.request_id, **state.limit_headers}
+        return Answer(gathering, content, headers, leave)
+
+    def _leave(self, deliveries: Sequence[Delivery]) -> None:
+        for delivery in deliveries:
+            self._gateway.leave(delivery.request_id)

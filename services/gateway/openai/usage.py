@@ -1,0 +1,75 @@
+"""What an answer took and who served it: the same in every dialect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from services.gateway.request.request_output import Delivery
+
+T = TypeVar("T")
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    # null when a stop string ended the worker's run before it could tell
+    prompt_tokens_details: PromptTokensDetails | None
+
+
+class HearthInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Who served a request, beside OpenAI's fields. Of several prompts: sums, and who did all."""
+
+    request_id: str
+    decode_worker: str | None
+    prefill_worker: str | None
+    num_pushed_tokens: int | None
+    num_preemptions: int | None
+    num_resubmissions: int
+
+
+def usage_of(deliveries: Sequence[Delivery]) -> Usage:
+    """A prompt counts once, however many choices go on from it; every choice drawn counts."""
+    num_prompt = sum(each.num_prompt_tokens for each in deliveries)
+    num_output = sum(each.num_output_tokens for each in deliveries)
+    num_cached = _sum(each.num_cached_tokens for each in deliveries)
+    return Usage(
+        prompt_tokens=num_prompt,
+        completion_tokens=num_output,
+        total_tokens=num_prompt + num_output,
+        prompt_tokens_details=None if num_cached is None else PromptTokensDetails(num_cached),
+    )
+
+
+def hearth_info_of(request_id: str, deliveries: Sequence[Delivery]) -> HearthInfo:
+    ends = [each.end for each in deliveries]
+    served = [each.served for each in deliveries]
+    return HearthInfo(
+        request_id=request_id,
+        decode_worker=_same(None if each is None else each.worker_id for each in ends),
+        prefill_worker=_same(None if each is None else each.prefill_worker_id for each in served),
+        num_pushed_tokens=_sum(None if each is None else each.num_pushed_tokens for each in served),
+        num_preemptions=_sum(None if each is None else each.num_preemptions for each in served),
+        num_resubmissions=sum(0 if each is None else each.num_resubmissions for each in ends),
+    )
+
+
+def _sum(numbers: Iterable[int | None]) -> int | None:
+    total = 0
+    for number in numbers:
+        if number is None:
+            return None
+        total += number
+    return total
+
+
+def _same(values: Iterable[T]) -> T | None:
+    first, *others = dict.fromkeys(values)
+    return None if others else first

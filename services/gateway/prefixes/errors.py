@@ -1,0 +1,25 @@
+"""Why a prefix is refused, beside what any request is refused for."""
+
+from __future__ import annotations
+
+from services.gateway.tenancy.errors import PermissionDenied
+from shared.errors import HearthError, InvalidRequest
+
+
+class UnknownPrefix(InvalidRequest):
+    code = "prefix_not_found"
+    http_status = 404
+
+
+class ZeroRetentionRefused(PermissionDenied):
+    code = "zero_retention"
+
+
+class PrefixTooShort(InvalidRequest):
+    code = "prefix_too_short"
+
+
+class TooManyPrefixes(HearthError):
+    code = "too_many_prefixes"
+    http_status = 409
+    openai_type = "invalid_request_error"

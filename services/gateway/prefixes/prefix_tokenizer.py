@@ -1,0 +1,76 @@
+"""A named prefix as tokens: those that all conversations have in common which begin so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+import msgspec
+
+from services.gateway.prefixes.errors import PrefixTooShort
+from services.gateway.text.tokenizer import PromptTokenizer
+from shared.errors import PromptTooLong
+from shared.messages import ModelCard
+from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, pack_token_ids
+from shared.pinned_prefix import PinnedPrefix
+
+Messages = Sequence[Mapping[str, Any]]
+Render = Callable[[Messages, Messages], Awaitable[Sequence[str]]]
+
+ENVELOPE_BYTES = 4096  # of the message that pins, besides tokens and hashes
+# How a conversation may go on: the tokens of one beginning can merge with what is before it.
+PROBES = ("A", "0", "\u2026", " x")
+
+
+async def prefix_tokens(
+    render: Render, tokenizer: PromptTokenizer, messages: Messages, tools: Messages
+) -> list[int]:
+    """A template writes what it likes around a message, so the end of a prefix is found by asking:
+    what is the same however the conversation goes on. Raises what `render` raises.
+    """
+    role = "assistant" if messages[-1]["role"] == "user" else "user"
+    prompts = []
+    for probe in PROBES:
+        pieces = await render([*messages, {"role": role, "content": probe}], tools)
+        prompts.append(await asyncio.to_thread(tokenizer.encode, pieces))
+    same = takewhile(lambda column: len(set(column)) == 1, zip(*prompts, strict=False))
+    return [column[0] for column in same]
+
+
+class PrefixReader:
+    def __init__(
+        self, render: Render, tokenizer: PromptTokenizer, max_payload_bytes: Callable[[], int]
+    ) -> None:
+        self._render = render
+        self._tokenizer = tokenizer
+        self._max_payload_bytes = max_payload_bytes
+
+    async def read(self, prefix: PinnedPrefix, card: ModelCard) -> PinnedPrefix:
+        """With its tokens. Raises PromptTooLong and PrefixTooShort."""
+        token_ids = await prefix_tokens(
+            self._render, self._tokenizer, prefix.messages, prefix.tools
+        )
+        num_tokens, context = len(token_ids), card.max_context_tokens
+        if num_tokens >= context:
+            raise PromptTooLong(
+                f"a prefix of {num_tokens} tokens; this model's context of {context} must hold it "
+                "and at least one more",
+                param="messages",
+            )
+        if num_tokens < card.block_size:
+            raise PrefixTooShort(
+                f"a prefix of {num_tokens} tokens is less than one block of {card.block_size}: "
+                "nothing of it can be shared",
+                param="messages",
+            )
+        num_blocks = num_tokens // card.block_size
+        num_bytes = num_tokens * TOKEN_ID_BYTES + num_blocks * BLOCK_HASH_BYTES + ENVELOPE_BYTES
+        if num_bytes > self._max_payload_bytes():
+            raise PromptTooLong(
+                f"the prefix would take {num_bytes} bytes inside the system; it carries at most "
+                f"{self._max_payload_bytes()}",
+                param="messages",
+            )
+        return msgspec.structs.replace(prefix, token_ids=pack_token_ids(token_ids))

@@ -1,0 +1,77 @@
+"""Knows the public prefixes: reads them from Redis as they change, off every request's way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import structlog
+
+from services.gateway.catalog import Catalog
+from services.gateway.prefixes.prefix_tokenizer import PrefixReader
+from services.gateway.request.public_prefixes import PublicPrefixes
+from shared import pinned_prefix
+from shared.block_hash import PUBLIC_TENANT_ID
+from shared.clock import Clock
+from shared.errors import HearthError, InvalidRequest
+from shared.pinned_prefix import PinnedPrefix
+from shared.store import Store
+
+log = structlog.get_logger(__name__)
+
+LOOK_S = 1.0  # how soon a gateway knows of one
+
+
+class PublicWatcher:
+    def __init__(
+        self,
+        public: PublicPrefixes,
+        store: Store,
+        clock: Clock,
+        *,
+        catalog: Catalog,
+        reader: PrefixReader,
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._public = public
+        self._store = store
+        self._clock = clock
+        self._catalog = catalog
+        self._reader = reader
+        self._wall_clock = wall_clock
+        self._version: bytes | None = None
+        self._is_loaded = False
+
+    async def run(self) -> None:
+        """For ever. While Redis is away those that are known stay."""
+        while True:
+            try:
+                await self._look()
+            except HearthError as error:
+                log.debug("public_prefixes_not_read", reason=error.message)
+            await self._clock.sleep(LOOK_S)
+
+    async def _look(self) -> None:
+        version = await self._store.get(pinned_prefix.VERSION_KEY)
+        if self._is_loaded and version == self._version:
+            return
+        prefixes = []
+        for name, entry in (await pinned_prefix.entries(self._store, PUBLIC_TENANT_ID)).items():
+            if entry.model == self._catalog.name:
+                prefix = await pinned_prefix.load(self._store, PUBLIC_TENANT_ID, name)
+                if prefix is not None:
+                    prefixes.append(await self._read_public(prefix))
+        self._public.replace(prefix for prefix in prefixes if prefix.token_ids)
+        self._version, self._is_loaded = version, True
+
+    async def _read_public(self, prefix: PinnedPrefix) -> PinnedPrefix:
+        """An operator gives the text; the first gateway of its model gives the tokens."""
+        if prefix.token_ids:
+            return prefix
+        try:
+            card = self._catalog.card(prefix.model)
+            read = await self._reader.read(prefix, card)
+        except InvalidRequest as error:
+            log.warning("public_prefix_refused", name=prefix.name, error=error.message)
+            return prefix
+        await pinned_prefix.save(self._store, read, self._wall_clock())
+        return read

@@ -1,0 +1,209 @@
+"""A tenant's named prefixes: kept in Redis, pinned on workers by the index, told of here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import structlog
+
+from services.gateway.catalog import Catalog
+from services.gateway.prefixes.bodies import (
+    Prefix,
+    PrefixEntry,
+    PrefixList,
+    PrefixRequest,
+    WorkerPrefix,
+    conversation_of,
+)
+from services.gateway.prefixes.errors import (
+    TooManyPrefixes,
+    UnknownPrefix,
+    ZeroRetentionRefused,
+)
+from services.gateway.prefixes.prefix_tokenizer import PrefixReader
+from services.gateway.tenancy.permissions import check_model, check_regions
+from shared import pinned_prefix
+from shared.block_hash import PUBLIC_TENANT_ID, extend_chain, public_root, root_hash
+from shared.bus import Bus
+from shared.errors import HearthError, InvalidRequest
+from shared.health import Fleet
+from shared.messages import MatchPrefix, ModelCard, PrefixMatches
+from shared.packing import TOKEN_ID_BYTES, pack_hashes, unpack_token_ids
+from shared.pinned_prefix import MAX_PER_TENANT, NAME_PATTERN, PinnedPrefix
+from shared.store import Store
+from shared.subjects import MATCH
+from shared.tenant import TenantRecord
+
+log = structlog.get_logger(__name__)
+
+MATCH_TIMEOUT_S = 0.25
+
+
+class Shelf:
+    def __init__(
+        self,
+        bus: Bus,
+        store: Store,
+        *,
+        fleet: Fleet,
+        catalog: Catalog,
+        reader: PrefixReader,
+        wall_clock: Callable[[], float],
+    ) -> None:
+        """`wall_clock`: unix seconds, which outlive this process."""
+        self._bus = bus
+        self._store = store
+        self._fleet = fleet
+        self._catalog = catalog
+        self._reader = reader
+        self._wall_clock = wall_clock
+
+    # ── a tenant's ───────────────────────────────────────────────────────────────────────────────
+
+    async def put(self, tenant: TenantRecord, name: str, body: PrefixRequest) -> Prefix:
+        """Raises InvalidRequest and its kin, ZeroRetentionRefused, NoRegionAllowed,
+        ModelNotAllowed, StoreUnavailable.
+        """
+        if tenant.is_zero_retention:
+            raise ZeroRetentionRefused("a pinned prefix stores its text, which this tenant forbids")
+        check_regions(tenant)
+        if not re.match(NAME_PATTERN, name):
+            raise InvalidRequest(
+                "a prefix's name has 1 to 64 letters, digits, dots, dashes and underscores, and "
+                "begins with one of the first two",
+                param="name",
+            )
+        card = self._catalog.card(self._catalog.name if body.model is None else body.model)
+        check_model(tenant, card.name)
+        await self._check_room(tenant.tenant_id, name)
+        now = int(self._wall_clock())
+        prefix = PinnedPrefix(
+            name=name,
+            tenant_id=tenant.tenant_id,
+            model=card.name,
+            messages=conversation_of(body),
+            tools=body.tools or [],
+            cache_salt=body.cache_salt or "",
+            allowed_regions=tuple(tenant.allowed_regions or ()),
+            created_at=now,
+            expires_at=None if body.ttl_s is None else now + body.ttl_s,
+        )
+        prefix = await self._reader.read(prefix, card)
+        await pinned_prefix.save(self._store, prefix, now)
+        return await self._told(prefix, card)
+
+    async def get(self, tenant: TenantRecord, name: str) -> Prefix:
+        """The tenant's own, else a public one. Raises UnknownPrefix, StoreUnavailable."""
+        for tenant_id in (tenant.tenant_id, PUBLIC_TENANT_ID):
+            prefix = await pinned_prefix.load(self._store, tenant_id, name)
+            if prefix is not None:
+                return await self._told(prefix, self._catalog.card(prefix.model))
+        raise UnknownPrefix(f"there is no prefix {name!r}", param="name")
+
+    async def delete(self, tenant: TenantRecord, name: str) -> None:
+        """Raises UnknownPrefix, StoreUnavailable."""
+        if name not in await pinned_prefix.entries(self._store, tenant.tenant_id):
+            raise UnknownPrefix(f"there is no prefix {name!r} of this tenant", param="name")
+        await pinned_prefix.delete(self._store, tenant.tenant_id, name)
+
+    async def list(self, tenant: TenantRecord) -> PrefixList:
+        """Raises StoreUnavailable."""
+        data = []
+        for tenant_id in (tenant.tenant_id, PUBLIC_TENANT_ID):
+            entries = await pinned_prefix.entries(self._store, tenant_id)
+            data += [
+                PrefixEntry(
+                    name=name,
+                    model=entry.model,
+                    is_public=tenant_id == PUBLIC_TENANT_ID,
+                    num_tokens=entry.num_tokens,
+                    expires_at=entry.expires_at,
+                )
+                for name, entry in entries.items()
+                if not entry.is_over(self._wall_clock())
+            ]
+        return PrefixList(data=data)
+
+    async def held(
+        self, tenant_id: str, card: ModelCard, block_hashes: bytes
+    ) -> PrefixMatches | None:
+        """Who holds how much; counts as no use. None: the index does not answer."""
+        if not block_hashes:
+            return PrefixMatches(state="exact", matches=())
+        question = MatchPrefix(
+            tenant_id=tenant_id,
+            model=card.name,
+            revision=card.revision,
+            block_hashes=block_hashes,
+            is_counted=False,
+        )
+        try:
+            return await self._bus.request(
+                MATCH, question, PrefixMatches, timeout_s=MATCH_TIMEOUT_S
+            )
+        except HearthError as error:
+            log.debug("no_prefix_knowledge", reason=error.code)
+            return None
+
+    async def _check_room(self, tenant_id: str, name: str) -> None:
+        others = set(await pinned_prefix.entries(self._store, tenant_id)) - {name}
+        if len(others) >= MAX_PER_TENANT:
+            raise TooManyPrefixes(f"a tenant can have {MAX_PER_TENANT} prefixes: delete one first")
+
+    async def _told(self, prefix: PinnedPrefix, card: ModelCard) -> Prefix:
+        hashes = _hashes(prefix, card)
+        found = await self.held(prefix.tenant_id, card, pack_hashes(hashes))
+        counts = await self._counts(prefix.tenant_id, hashes)
+        matches = () if found is None else found.matches
+        workers = [
+            WorkerPrefix(worker=each.worker_id, cached_tokens=each.num_blocks * card.block_size)
+            for each in sorted(matches, key=lambda each: each.worker_id)
+        ]
+        warm = {each.worker_id for each in matches if each.num_blocks >= len(hashes)}
+        is_warm = bool(warm) and warm >= self._workers_of(prefix)
+        last_use = counts.get(b"last_use")
+        return Prefix(
+            name=prefix.name,
+            model=prefix.model,
+            is_public=prefix.is_public,
+            num_tokens=len(prefix.token_ids) // TOKEN_ID_BYTES,
+            pinned_tokens=len(hashes) * card.block_size,
+            state="unknown" if found is None else "warm" if is_warm else "warming",
+            workers=workers,
+            hits=_number(counts, b"hits"),
+            saved_tokens=_number(counts, b"saved_tokens"),
+            bytes=_number(counts, b"bytes"),
+            last_used_at=None if last_use is None else _number(counts, b"last_use"),
+            created_at=prefix.created_at,
+            expires_at=prefix.expires_at,
+            messages=prefix.messages,
+            tools=prefix.tools,
+        )
+
+    async def _counts(self, tenant_id: str, hashes: Sequence[bytes]) -> Mapping[bytes, bytes]:
+        if not hashes:
+            return {}
+        return await self._store.hash_get(pinned_prefix.record_key(tenant_id, hashes[-1]))
+
+    def _workers_of(self, prefix: PinnedPrefix) -> set[str]:
+        return {
+            each.process_id
+            for role in ("prefill", "decode")
+            for each in self._fleet.live(role)
+            if each.model is not None and each.model.name == prefix.model
+            if not prefix.allowed_regions or each.region in prefix.allowed_regions
+        }
+
+
+def _hashes(prefix: PinnedPrefix, card: ModelCard) -> list[bytes]:
+    if prefix.is_public:
+        root = public_root(prefix.name, card.revision)
+    else:
+        root = root_hash(prefix.tenant_id, card.revision, cache_salt=prefix.cache_salt)
+    return extend_chain(root, unpack_token_ids(prefix.token_ids), card.block_size)
+
+
+def _number(counts: Mapping[bytes, bytes], name: bytes) -> int:
+    text = counts.get(name, b"0")
+    return int(text) if text.isdigit() else 0

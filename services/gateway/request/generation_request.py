@@ -1,0 +1,141 @@
+"""A request to generate, free of any HTTP dialect, and how it becomes a `Request` on the wire."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import msgspec
+
+from services.gateway.request.prompt import ChatPrompt, Prompt
+from services.gateway.request.public_prefixes import PublicPrefixes
+from services.gateway.request.sampling import Sampling
+from services.gateway.tenancy.permissions import priority_of
+from shared.block_hash import extend_chain, root_hash
+from shared.errors import InvalidRequest, PromptTooLong
+from shared.messages import Choice, ModelCard, Pooling, Request, SamplingParams
+from shared.packing import TOKEN_ID_BYTES, pack_hashes, pack_token_ids
+from shared.tenant import TenantRecord
+
+# What a message holds besides tokens, hashes and sampling: ids, the scheduler's additions.
+ENVELOPE_BYTES = 16 * 1024
+LOGPROB_BYTES = 14  # a token id and a float, as msgpack writes them
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt and what is wanted of it. `pooling`: an embedding, and no token."""
+
+    model: str
+    prompt: Prompt
+    sampling: Sampling
+    num_choices: int = 1
+    cache_salt: str = ""
+    affinity_key: str = ""  # of a session whose requests had best go where its last one went
+    pooling: Pooling | None = None
+    has_echo: bool = False
+    shows_output: bool = True  # False: what the worker draws is not told
+    priority: int | None = None  # None: its tenant's
+
+    @property
+    def continues_text(self) -> bool:
+        """Its text goes on where the prompt ends; a conversation's answer begins anew."""
+        return not isinstance(self.prompt, ChatPrompt)
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """Who asks, through which gateway, and until when."""
+
+    request_id: str
+    tenant: TenantRecord
+    gateway_id: str
+    timeout_s: float
+
+
+def max_output_tokens(
+    generation: Generation, num_prompt_tokens: int, card: ModelCard, default: int
+) -> int:
+    """Raises PromptTooLong, or InvalidRequest if prompt and answer together do not fit."""
+    context, param = card.max_context_tokens, generation.prompt.param
+    room = context - num_prompt_tokens
+    if not generation.shows_output:  # what is drawn and thrown away needs no room
+        room += 1
+    if room < 1:
+        more = " and at least one more" if generation.shows_output else ""
+        raise PromptTooLong(
+            f"{param}: a prompt of {num_prompt_tokens} tokens; this model's context of {context} "
+            f"must hold it{more}",
+            param=param,
+        )
+    given = generation.sampling
+    if given.max_tokens is None:
+        return max(min(default, room), min(given.min_tokens, room))
+    if given.max_tokens > room:
+        raise InvalidRequest(
+            f"{num_prompt_tokens} prompt tokens and max_tokens={given.max_tokens} exceed "
+            f"this model's context of {context}",
+            param="max_tokens",
+        )
+    return given.max_tokens
+
+
+def check_payload(request: Request, param: str, limit: int) -> None:
+    """The request must fit in one bus message now, and later with all its output.
+
+    So must what comes back of its prompt. Raises PromptTooLong.
+    """
+    sampling = request.sampling
+    num_bytes = len(request.prompt_token_ids) + len(request.block_hashes) + ENVELOPE_BYTES
+    num_bytes += len(request.choices) * sampling.max_tokens * TOKEN_ID_BYTES
+    num_bytes += len(msgspec.msgpack.encode(sampling))
+    if sampling.num_prompt_logprobs is not None:
+        num_tokens = len(request.prompt_token_ids) // TOKEN_ID_BYTES
+        answer_bytes = num_tokens * (1 + sampling.num_prompt_logprobs) * LOGPROB_BYTES
+        num_bytes = max(num_bytes, answer_bytes + ENVELOPE_BYTES)
+    if num_bytes > limit:
+        raise PromptTooLong(
+            f"the request would take {num_bytes} bytes inside the system; it carries at most "
+            f"{limit}",
+            param=param,
+        )
+
+
+def scoped_affinity_key(tenant_id: str, affinity_key: str) -> str:
+    """No tenant can name another's session; "" stays so."""
+    if not affinity_key:
+        return ""
+    return blake2b(f"{tenant_id}\0{affinity_key}".encode(), digest_size=16).hexdigest()
+
+
+def build_request(
+    generation: Generation,
+    prompt_token_ids: list[int],
+    sampling: SamplingParams,
+    card: ModelCard,
+    origin: Origin,
+    public: PublicPrefixes | None = None,
+) -> Request:
+    tenant = origin.tenant
+    root = root_hash(tenant.tenant_id, card.revision, cache_salt=generation.cache_salt)
+    if public is None or generation.cache_salt:  # who salts shares with nobody
+        hashes, num_public = extend_chain(root, prompt_token_ids, card.block_size), 0
+    else:
+        hashes, num_public = public.chain(root, prompt_token_ids, card)
+    return Request(
+        request_id=origin.request_id,
+        tenant_id=tenant.tenant_id,
+        gateway_id=origin.gateway_id,
+        model=card.name,
+        revision=card.revision,
+        cache_root=root,
+        prompt_token_ids=pack_token_ids(prompt_token_ids),
+        block_hashes=pack_hashes(hashes),
+        num_public_blocks=num_public,
+        sampling=sampling,
+        choices=tuple(Choice(choice_index=index) for index in range(generation.num_choices)),
+        deadline_s=origin.timeout_s,
+        priority=priority_of(tenant, generation.priority),
+        weight=tenant.weight,
+        allowed_regions=tenant.allowed_regions or (),
+        kv_quota_tokens=tenant.kv_quota_tokens or 0,
+        is_zero_retention=tenant.is_zero_retention,
+        pooling=generation.pooling,
+    )

@@ -1,0 +1,99 @@
+"""From a validated request to what goes on the wire: render, tokenize, hash, fix a seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from services.gateway.request.generation_request import (
+    Generation,
+    Origin,
+    build_request,
+    check_payload,
+    max_output_tokens,
+)
+from services.gateway.request.prompt import Echo, echo_of, tokenize
+from services.gateway.request.public_prefixes import PublicPrefixes
+from services.gateway.request.sampling import sampling_params
+from services.gateway.text.detokenizer import Detokenizer
+from services.gateway.text.model_files import ModelFiles
+from services.gateway.text.text_assembler import TextAssembler
+from shared.config import GatewayConfig
+from shared.messages import ModelCard, Request
+from shared.randomness import Randomness
+from shared.tenant import TenantRecord
+
+CONTEXT_TOKENS = 8  # of the prompt, enough for a decoder to see that its text goes on
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    generation: Generation
+    request: Request
+    prompt_token_ids: list[int]
+    echo: Echo | None
+
+    @property
+    def max_output_tokens(self) -> int:
+        """That its caller may see, of all choices."""
+        if not self.generation.shows_output:
+            return 0
+        return len(self.request.choices) * self.request.sampling.max_tokens
+
+
+class Preparation:
+    """Pure but for the seed; may run on a thread, as tokenizing lets others run meanwhile."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        files: ModelFiles,
+        randomness: Randomness,
+        public: PublicPrefixes | None = None,
+    ) -> None:
+        self._public = public
+        self._config = config
+        self._files = files
+        self._randomness = randomness
+
+    def prepare(
+        self,
+        generation: Generation,
+        card: ModelCard,
+        *,
+        tenant: TenantRecord,
+        request_id: str,
+        max_payload_bytes: int,
+    ) -> Prepared:
+        """Raises the InvalidRequest with which the request is refused."""
+        prompt = tokenize(generation.prompt, self._files, card)
+        default = self._default_max_tokens(generation, tenant)
+        max_tokens = max_output_tokens(generation, len(prompt), card, default)
+        origin = Origin(
+            request_id=request_id,
+            tenant=tenant,
+            gateway_id=self._config.process_id,
+            timeout_s=self._config.request_timeout_s,
+        )
+        seed = int.from_bytes(self._randomness.bytes(8), "little")
+        sampling = sampling_params(generation.sampling, max_tokens, card, self._files, seed)
+        request = build_request(generation, prompt, sampling, card, origin, self._public)
+        check_payload(request, generation.prompt.param, max_payload_bytes)
+        echo = echo_of(generation.prompt, self._files) if generation.has_echo else None
+        return Prepared(generation, request, prompt, echo)
+
+    def assembler(self, prepared: Prepared) -> TextAssembler:
+        context = prepared.prompt_token_ids if prepared.generation.continues_text else []
+        tokenizer = self._files.tokenizer
+        detokenizer = Detokenizer(
+            tokenizer.tokenizer, context[-CONTEXT_TOKENS:], whole_texts=tokenizer.whole_texts
+        )
+        sampling = prepared.generation.sampling
+        return TextAssembler(detokenizer, sampling.stop, min_tokens=sampling.min_tokens)
+
+    def _default_max_tokens(self, generation: Generation, tenant: TenantRecord) -> int:
+        """Who does not say how much it wants is not refused for wanting more than it may have."""
+        of_model = self._files.defaults.max_new_tokens
+        default = self._config.default_max_tokens if of_model is None else of_model
+        if tenant.output_tokens_per_min is None:
+            return default
+        return max(1, min(default, tenant.output_tokens_per_min // generation.num_choices))

@@ -1,0 +1,57 @@
+"""The permit of one answer: it travels with its deliveries, and ends with the last of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from services.gateway.tenancy.request_cost import Grant
+from shared.tenant import UsageKind
+
+if TYPE_CHECKING:
+    from services.gateway.request.request_output import Delivery
+
+
+def delivered_of(deliveries: Sequence[Delivery]) -> dict[UsageKind, int]:
+    """What counts of an answer; nothing, where it failed before anything of it was there."""
+    delivered = [each for each in deliveries if each.has_delivered]
+    return {
+        "requests": 1 if delivered else 0,
+        "input_tokens": sum(each.num_prompt_tokens for each in delivered),
+        "cached_tokens": sum(each.num_cached_tokens or 0 for each in delivered),
+        "output_tokens": sum(each.num_output_tokens for each in delivered),
+    }
+
+
+class Permit:
+    """open ──sealed, and every delivery has ended──▶ closed, which is told once."""
+
+    def __init__(self, grant: Grant, on_close: Callable[[Grant, Sequence[Delivery]], None]) -> None:
+        self._grant = grant
+        self._on_close = on_close
+        self._num_open = 0
+        self._is_sealed = False
+        self._is_closed = False
+        self._ended: list[Delivery] = []
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return self._grant.headers
+
+    def opened(self) -> None:
+        self._num_open += 1
+
+    def ended(self, delivery: Delivery) -> None:
+        self._num_open -= 1
+        self._ended.append(delivery)
+        self._close_if_due()
+
+    def seal(self) -> None:
+        """No more deliveries will come."""
+        self._is_sealed = True
+        self._close_if_due()
+
+    def _close_if_due(self) -> None:
+        if self._is_sealed and not self._num_open and not self._is_closed:
+            self._is_closed = True
+            self._on_close(self._grant, self._ended)

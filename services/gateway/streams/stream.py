@@ -1,0 +1,155 @@
+"""One request as its owner sees it: the record that survives workers and schedulers.
+
+    submitting ──Queued, QueueKeepalive──▶ queued ──Placed──▶ running ──last Finish──▶ ended
+        │ ▲                                 │  │               │  │
+        │ └────── keepalive missing ────────┘  │               │  │
+        │ └── worker lost, placement unknown, retryable Finish─┘  │
+        └── refused, deadline, client gone, budget spent ─────────┴──────────────────▶ ended
+
+`Placed` may overtake `Queued`: submitting ──Placed──▶ running. `ended` is entered once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+import msgspec
+
+from services.gateway.streams.choice_tokens import ChoiceTokens
+from shared.errors import HearthError
+from shared.messages import Choice, Finish, Request, Served, TokenLogprobs
+from shared.packing import pack_token_ids
+
+
+class State(Enum):
+    SUBMITTING = "submitting"
+    QUEUED = "queued"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.SUBMITTING: frozenset({State.QUEUED, State.RUNNING, State.ENDED}),
+    State.QUEUED: frozenset({State.SUBMITTING, State.RUNNING, State.ENDED}),
+    State.RUNNING: frozenset({State.SUBMITTING, State.ENDED}),
+    State.ENDED: frozenset(),
+}
+
+
+class IllegalTransition(HearthError):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The one ending. `error` is None when every choice has finished."""
+
+    error: HearthError | None
+    worker_id: str | None
+    num_resubmissions: int
+
+
+class Receiver(Protocol):
+    """Where a stream's tokens go; called in order and at once, must not block."""
+
+    def on_tokens(
+        self, choice_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> bool:
+        """`logprobs` of all of them, or none. False: it has met a stop string, needs no more."""
+        ...
+
+    def on_served(self, choice_index: int, served: Served) -> None:
+        """Once a placement, before its first tokens."""
+        ...
+
+    def on_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Before the first tokens; again with another placement."""
+        ...
+
+    def on_finish(self, choice_index: int, finish: Finish) -> None: ...
+
+    def on_end(self, end: End) -> None: ...
+
+
+@dataclass(slots=True)
+class Placement:
+    placement_id: bytes
+    worker_id: str
+    heard_at: float
+    resends: set[int] = field(default_factory=set)  # choices with a resend under way
+    num_failed_resends: Counter[int] = field(default_factory=Counter)  # by choice
+    stopped_at: dict[int, float] = field(default_factory=dict)  # choices that met a stop string
+
+
+class Stream:
+    """Times are readings of the gateway's monotonic clock."""
+
+    def __init__(
+        self, request: Request, receiver: Receiver, now: float, *, affinity_key: str = ""
+    ) -> None:
+        self.request = request
+        self.affinity_key = affinity_key
+        self.receiver = receiver
+        self.deadline_at = now + request.deadline_s
+        self.choices = {
+            choice.choice_index: ChoiceTokens(choice.choice_index) for choice in request.choices
+        }
+        self.has_logprobs = request.sampling.num_logprobs is not None
+        self.state = State.SUBMITTING
+        self.attempt = 0
+        self.num_resubmissions = 0
+        self.excluded_workers: set[str] = set()
+        self.submit_at: float | None = None  # when the next try is due
+        self.window_opened_at = now
+        self.give_up_at = now
+        self.was_accepted = False  # by some scheduler: the request has been let in
+        self.num_tries = 0  # since `give_up_at` was set
+        self.scheduler_id: str | None = None
+        self.keepalive_at = now
+        self.placement: Placement | None = None
+        self.last_worker_id: str | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def is_recovering(self) -> bool:
+        return self.num_resubmissions > 0
+
+    @property
+    def is_finished(self) -> bool:
+        return all(choice.is_finished for choice in self.choices.values())
+
+    @property
+    def has_every_ending(self) -> bool:
+        """The placement has told all that it had to; what was stopped in it has no ending."""
+        stopped = () if self.placement is None else self.placement.stopped_at
+        return all(
+            choice.choice_index not in stopped and (choice.is_stopped or choice.finish is not None)
+            for choice in self.choices.values()
+        )
+
+    def become(self, state: State) -> None:
+        """Raises IllegalTransition; a bug, never a peer's doing."""
+        if state not in TRANSITIONS[self.state]:
+            raise IllegalTransition(f"{self.request_id}: {self.state.value} to {state.value}")
+        self.state = state
+
+    def remaining_request(self, now: float) -> Request:
+        """What is left to do, with all that was received."""
+        choices = tuple(
+            Choice(
+                choice_index=choice.choice_index,
+                output_token_ids=pack_token_ids(choice.token_ids),
+            )
+            for choice in self.choices.values()
+            if not choice.is_finished
+        )
+        # rounding can make what is left longer than what was given
+        left_s = min(max(self.deadline_at - now, 0.0), self.request.deadline_s)
+        return msgspec.structs.replace(self.request, choices=choices, deadline_s=left_s)

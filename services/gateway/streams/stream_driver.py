@@ -1,0 +1,193 @@
+"""The recovery core on the bus, without web server and tokenizer.
+
+What arrives is handed to `Streams`, whose actions are carried out here; its decisions are all in
+there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from services.gateway.streams.actions import Publish, Resend, Submit, submit_subject
+from services.gateway.streams.stream import Receiver
+from services.gateway.streams.streams import Streams
+from shared.background import Background
+from shared.bus import Bus
+from shared.clock import Clock
+from shared.errors import HearthError, NoResponders
+from shared.health import TICK_S, Loss
+from shared.heartbeat import Heart
+from shared.messages import (
+    AbortReason,
+    Placed,
+    PlacementFailed,
+    Queued,
+    QueueKeepalive,
+    Request,
+    SubmitRequest,
+    TokenBatch,
+)
+from shared.outbox import Outbox
+from shared.subjects import SUBMIT, placement, resend, tokens
+
+SUBMIT_TIMEOUT_S = 0.25
+RESEND_TIMEOUT_S = 0.5
+
+
+class Recovery:
+    """All open requests of one gateway, kept going; the heart is its owner's to start and stop."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        clock: Clock,
+        heart: Heart,
+        *,
+        on_resubmitted: Callable[[int], None] = lambda number: None,
+    ) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._heart = heart
+        self._on_resubmitted = on_resubmitted
+        self._num_told_resubmissions = 0
+        self._streams = Streams(bus.process_id)
+        self._outbox = Outbox(bus)
+        self._background = Background()
+        self._is_idle = asyncio.Event()
+
+    def __len__(self) -> int:
+        """How many requests are open."""
+        return len(self._streams)
+
+    async def start(self) -> None:
+        own = self._bus.process_id
+        await self._bus.subscribe(tokens(own), TokenBatch, self._on_token_batch)
+        messages = Placed | PlacementFailed | QueueKeepalive
+        await self._bus.subscribe(placement(own), messages, self._on_placement)
+        self._heart.on_lost(self._on_lost)
+        self._outbox.start()
+        self._background.start(self._tick())
+
+    async def stop(self) -> None:
+        await self._background.stop()
+        self._perform(with_acknowledgements=True)
+        await self._outbox.stop()
+
+    async def idle(self) -> None:
+        """Returns when no request is open."""
+        while len(self._streams):
+            self._is_idle.clear()
+            await self._is_idle.wait()
+
+    def open(self, request: Request, receiver: Receiver, *, affinity_key: str = "") -> None:
+        now = self._clock.now()
+        self._streams.open(request, receiver, now, affinity_key=affinity_key)
+        self._perform()
+
+    def close(self, request_id: str, reason: AbortReason, error: HearthError) -> None:
+        """Ends a request early; nothing happens if it has ended."""
+        self._streams.close(request_id, reason, error, self._clock.now())
+        self._perform()
+
+    def close_all(self, error: HearthError) -> None:
+        for request_id in self._streams.request_ids():
+            self._streams.close(request_id, "failed", error, self._clock.now())
+        self._perform()
+
+    # ── events ───────────────────────────────────────────────────────────────────────────────────
+
+    def _on_token_batch(self, batch: TokenBatch) -> None:
+        self._streams.on_token_batch(batch, self._clock.now())
+        self._perform()
+
+    def _on_placement(self, message: Placed | PlacementFailed | QueueKeepalive) -> None:
+        now = self._clock.now()
+        match message:
+            case Placed():
+                self._streams.on_placed(message, now)
+            case PlacementFailed():
+                self._streams.on_placement_failed(message, now)
+            case QueueKeepalive():
+                self._streams.on_keepalive(message, now)
+        self._perform()
+
+    def _on_lost(self, process_id: str, loss: Loss) -> None:
+        now = self._clock.now()
+        is_excluded = loss in (Loss.SILENT, Loss.STUCK, Loss.GONE)
+        self._streams.on_worker_lost(process_id, now, is_excluded=is_excluded)
+        self._streams.on_scheduler_lost(process_id, now)
+        self._perform()
+
+    async def _tick(self) -> None:
+        fleet, was_connected = self._heart.fleet, True
+        while True:
+            await self._clock.sleep(TICK_S)
+            now, is_connected = self._clock.now(), self._bus.is_connected
+            if is_connected and not was_connected:
+                self._streams.on_bus_back(now)
+            was_connected = is_connected
+            for worker_id in self._streams.quiet_workers(now):
+                # the placement may have come just after the loss was announced
+                if fleet.heartbeat_of(worker_id) is not None and not fleet.is_live(worker_id):
+                    self._streams.on_worker_lost(worker_id, now, is_excluded=True)
+            self._streams.tick(now, is_bus_trusted=fleet.can_judge(now))
+            self._perform(with_acknowledgements=True)
+
+    # ── actions ──────────────────────────────────────────────────────────────────────────────────
+
+    def _perform(self, *, with_acknowledgements: bool = False) -> None:
+        """Endings are acknowledged by the tick: all of its time in one message a worker."""
+        actions = self._streams.take_actions(with_acknowledgements=with_acknowledgements)
+        for action in actions:
+            match action:
+                case Publish():
+                    self._outbox.post(action.subject, action.message)
+                case Submit():
+                    self._background.start(self._submit(action))
+                case Resend():
+                    self._background.start(self._resend(action))
+        if not len(self._streams):
+            self._is_idle.set()
+        fresh = self._streams.num_resubmissions - self._num_told_resubmissions
+        if fresh:
+            self._num_told_resubmissions += fresh
+            self._on_resubmitted(fresh)
+
+    async def _submit(self, action: Submit) -> None:
+        message = action.message
+        request_id, attempt = message.request.request_id, message.attempt
+        live = sorted(each.process_id for each in self._heart.fleet.live("scheduler"))
+        subject = submit_subject(message, live)
+        try:
+            reply = await self._ask_scheduler(subject, message)
+        except HearthError as error:
+            now = self._clock.now()
+            is_trusted = self._heart.fleet.can_judge(now)
+            self._streams.on_refused(request_id, attempt, error, now, is_bus_trusted=is_trusted)
+        else:
+            self._streams.on_queued(request_id, attempt, reply, self._clock.now())
+        self._perform()
+
+    async def _ask_scheduler(self, subject: str, message: SubmitRequest) -> Queued:
+        """Raises NoResponders only if there is none at all."""
+        try:
+            return await self._bus.request(subject, message, Queued, timeout_s=SUBMIT_TIMEOUT_S)
+        except NoResponders:
+            if subject == SUBMIT:
+                raise
+        return await self._bus.request(SUBMIT, message, Queued, timeout_s=SUBMIT_TIMEOUT_S)
+
+    async def _resend(self, action: Resend) -> None:
+        subject = resend(action.worker_id)
+        try:
+            batch = await self._bus.request(
+                subject, action.message, TokenBatch, timeout_s=RESEND_TIMEOUT_S
+            )
+        except HearthError as error:
+            now = self._clock.now()
+            is_trusted = self._heart.fleet.can_judge(now)
+            self._streams.on_resend_failed(action.message, error, now, is_bus_trusted=is_trusted)
+        else:
+            self._streams.on_resent(action.message, batch, self._clock.now())
+        self._perform()

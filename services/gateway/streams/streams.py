@@ -1,0 +1,486 @@
+"""The core of recovery: all open requests, what happens to them, and what to do about it.
+
+Synchronous and without I/O: each method takes in one event and leaves `Action`s to be taken with
+`take_actions`. The states of one request are in `stream.py`. The rules:
+
+- Only the placement that `Placed` named is believed. Entries that arrive before it wait; a
+  placement that nobody names in time, or that was given up, is answered with AbortRequest.
+- A gap, or silence of a running choice, asks the worker to send again.
+- A choice that met a stop string is aborted alone while others go on, and again if it does not end.
+- A lost worker, an unknown placement or a retryable failure submits the request again, with all
+  tokens received, the worker excluded, within a budget.
+- A scheduler that stops naming a queued request has lost it: submitted again.
+- Every stream ends once, through `_end`.
+"""
+
+from __future__ import annotations
+
+from services.gateway.streams.actions import Action, Actions
+from services.gateway.streams.choice_tokens import ChoiceTokens
+from services.gateway.streams.early_entries import ANSWER_EVERY_S, EarlyEntries, RetiredPlacements
+from services.gateway.streams.stream import End, Placement, Receiver, State, Stream
+from shared.bus import error_of
+from shared.errors import (
+    DeadlineExceeded,
+    DependencyUnavailable,
+    HearthError,
+    NoCapacity,
+    NoResponders,
+    Overloaded,
+    UnknownPlacement,
+    WorkerBusy,
+)
+from shared.messages import (
+    AbortReason,
+    Finish,
+    Placed,
+    PlacementFailed,
+    Queued,
+    QueueKeepalive,
+    Request,
+    ResendTokens,
+    Served,
+    SubmitRequest,
+    TokenBatch,
+    TokenEntry,
+)
+
+# How long a new request looks for a scheduler: NATS takes 3 s to see that a member of their queue
+# group hangs, which swallows its share of the tries until then.
+SUBMIT_WINDOW_S = 4.0
+NO_SCHEDULER_WINDOW_S = 0.5  # unless the server says that there is none
+RECOVERY_WINDOW_S = 10.0  # an accepted one looks longer: its client has an answer in hand
+SUBMIT_BACKOFF_S = 0.1
+MIN_TRIES = 3  # a gateway that was frozen finds its window gone by and nothing tried
+KEEPALIVE_LIMIT_S = 1.5
+SILENCE_S = 1.0  # with a lost worker, this much silence is enough
+QUIET_LIMIT_S = 2.0
+RESEND_RETRY_S = 0.3
+MAX_FAILED_RESENDS = 3
+MAX_RESUBMISSIONS = 5
+
+# Refusals that another try may turn; the last two only for a request that was accepted before.
+_TRANSIENT = (DependencyUnavailable, WorkerBusy, UnknownPlacement)
+_PATIENT = (NoCapacity, Overloaded)
+
+
+class Streams:
+    def __init__(self, gateway_id: str) -> None:
+        self._by_request: dict[str, Stream] = {}
+        self._by_placement: dict[bytes, Stream] = {}
+        self._early = EarlyEntries()
+        self._retired = RetiredPlacements()
+        self._actions = Actions(gateway_id)
+        self.num_resubmissions = 0
+
+    def __len__(self) -> int:
+        return len(self._by_request)
+
+    def request_ids(self) -> list[str]:
+        return list(self._by_request)
+
+    def take_actions(self, *, with_acknowledgements: bool = True) -> list[Action]:
+        return self._actions.take(with_acknowledgements=with_acknowledgements)
+
+    def quiet_workers(self, now: float) -> set[str]:
+        """Workers with a placement of ours that has not been heard of for a while."""
+        placements = (stream.placement for stream in self._by_placement.values())
+        return {
+            placement.worker_id
+            for placement in placements
+            if placement is not None and now - placement.heard_at >= SILENCE_S
+        }
+
+    # ── the gateway's own wishes ─────────────────────────────────────────────────────────────────
+
+    def open(
+        self, request: Request, receiver: Receiver, now: float, *, affinity_key: str = ""
+    ) -> None:
+        stream = Stream(request, receiver, now, affinity_key=affinity_key)
+        self._open_window(stream, now)
+        self._by_request[request.request_id] = stream
+        self._submit(stream, now)
+
+    def close(self, request_id: str, reason: AbortReason, error: HearthError, now: float) -> None:
+        """Ends a stream early; nothing happens if it has ended."""
+        stream = self._by_request.get(request_id)
+        if stream is not None:
+            self._end(stream, error, reason, now)
+
+    # ── schedulers ───────────────────────────────────────────────────────────────────────────────
+
+    def on_queued(self, request_id: str, attempt: int, reply: Queued, now: float) -> None:
+        stream = self._by_request.get(request_id)
+        if stream is None:
+            self._actions.cancel(reply.scheduler_id, request_id, attempt)
+        elif stream.state is State.SUBMITTING and stream.attempt == attempt:
+            self._queue(stream, reply.scheduler_id, now)
+
+    def on_refused(
+        self,
+        request_id: str,
+        attempt: int,
+        error: HearthError,
+        now: float,
+        *,
+        is_bus_trusted: bool = True,
+    ) -> None:
+        stream = self._by_request.get(request_id)
+        if stream is None or stream.state is not State.SUBMITTING or stream.attempt != attempt:
+            return
+        is_patient = stream.is_recovering or error.retry_after_s == 0  # 0: it asks for another try
+        is_hopeful = isinstance(error, _TRANSIENT) or (is_patient and isinstance(error, _PATIENT))
+        if isinstance(error, NoCapacity):
+            stream.excluded_workers.clear()  # better a worker that was lost than none
+        give_up_at = stream.give_up_at
+        if isinstance(error, NoResponders) and is_bus_trusted and not stream.was_accepted:
+            give_up_at = min(give_up_at, stream.window_opened_at + NO_SCHEDULER_WINDOW_S)
+        is_early = now + SUBMIT_BACKOFF_S < give_up_at or stream.num_tries < MIN_TRIES
+        if is_hopeful and is_early:
+            stream.submit_at = now + SUBMIT_BACKOFF_S
+            return
+        if isinstance(error, _TRANSIENT):
+            error = NoCapacity(f"no scheduler took the request: {error}", retry_after_s=1.0)
+        self._end(stream, error, "failed", now)
+
+    def on_placed(self, placed: Placed, now: float) -> None:
+        stream = self._by_request.get(placed.request_id)
+        if stream is not None and stream.placement is not None:
+            if stream.placement.placement_id != placed.placement_id:
+                self._abort(placed.worker_id, placed.placement_id, "superseded", now)
+            return
+        if stream is None or placed.worker_id in stream.excluded_workers:
+            self._abort(placed.worker_id, placed.placement_id, "superseded", now)
+            if stream is not None:
+                self._resubmit(stream, now)
+            return
+        # too late: aborted as nobody's a while ago; or another request's, which it stays
+        if placed.placement_id in self._retired or placed.placement_id in self._by_placement:
+            self._resubmit(stream, now)
+            return
+        self._run(stream, placed, now)
+
+    def on_placement_failed(self, failed: PlacementFailed, now: float) -> None:
+        stream = self._by_request.get(failed.request_id)
+        if stream is None or not _is_present(failed, stream):
+            return
+        if stream.state is State.QUEUED:
+            stream.become(State.SUBMITTING)
+            self._open_window(stream, now)
+        self.on_refused(failed.request_id, stream.attempt, error_of(failed.failure), now)
+
+    def on_keepalive(self, keepalive: QueueKeepalive, now: float) -> None:
+        for request_id in keepalive.request_ids:
+            stream = self._by_request.get(request_id)
+            attempt = None if stream is None else stream.attempt
+            if stream is None or stream.state is State.RUNNING:
+                self._actions.cancel(keepalive.scheduler_id, request_id, attempt)
+            elif stream.state is State.SUBMITTING:  # its ack came too late or got lost
+                self._queue(stream, keepalive.scheduler_id, now)
+            elif stream.scheduler_id == keepalive.scheduler_id:
+                stream.keepalive_at = now
+            else:
+                self._actions.cancel(keepalive.scheduler_id, request_id, attempt)
+
+    def on_scheduler_lost(self, scheduler_id: str, now: float) -> None:
+        for stream in list(self._by_request.values()):
+            if stream.state is State.QUEUED and stream.scheduler_id == scheduler_id:
+                self._resubmit(stream, now)
+
+    def on_bus_back(self, now: float) -> None:
+        """What was under way when the bus broke is lost: who stays silent is soon asked again.
+
+        A queued request may have been placed without our being told: it is submitted anew.
+        """
+        for stream in list(self._by_request.values()):
+            if stream.state is State.QUEUED:
+                self._resubmit(stream, now)
+            for choice in stream.choices.values():
+                choice.heard_at = min(choice.heard_at, now - QUIET_LIMIT_S + RESEND_RETRY_S)
+
+    # ── workers ──────────────────────────────────────────────────────────────────────────────────
+
+    def on_token_batch(self, batch: TokenBatch, now: float) -> None:
+        for entry in batch.entries:
+            stream = self._by_placement.get(entry.placement_id)
+            if stream is not None:
+                if stream.last_worker_id == batch.worker_id:
+                    self._accept(stream, entry, now)
+            elif entry.placement_id in self._retired:
+                self._answer_retired(batch.worker_id, entry.placement_id, now)
+            else:
+                self._early.add(batch.worker_id, entry, now)
+
+    def on_resent(self, resend: ResendTokens, batch: TokenBatch, now: float) -> None:
+        stream = self._by_placement.get(resend.placement_id)
+        if stream is None or stream.placement is None:
+            return
+        stream.placement.resends.discard(resend.choice_index)
+        stream.placement.num_failed_resends.clear()
+        stream.placement.heard_at = now
+        stream.choices[resend.choice_index].heard_at = now
+        self.on_token_batch(batch, now)
+
+    def on_resend_failed(
+        self, resend: ResendTokens, error: HearthError, now: float, *, is_bus_trusted: bool
+    ) -> None:
+        """A silent bus says nothing about the worker, so its failures do not count."""
+        stream = self._by_placement.get(resend.placement_id)
+        if stream is None or stream.placement is None:
+            return
+        placement, index = stream.placement, resend.choice_index
+        placement.resends.discard(index)
+        choice = stream.choices[index]
+        if choice.is_finished:  # while it was asked for; a worker forgets a stopped choice
+            return
+        if isinstance(error, UnknownPlacement):
+            self._resubmit(stream, now)
+            return
+        choice.heard_at = now - QUIET_LIMIT_S + RESEND_RETRY_S
+        if is_bus_trusted:
+            placement.num_failed_resends[index] += 1
+        if placement.num_failed_resends[index] >= MAX_FAILED_RESENDS:
+            self._resubmit(stream, now, excluded=placement.worker_id)
+
+    def on_worker_lost(self, worker_id: str, now: float, *, is_excluded: bool) -> None:
+        """One that has restarted may have the request back, one that hangs may not."""
+        excluded = worker_id if is_excluded else None
+        for stream in list(self._by_placement.values()):
+            if stream.placement is not None and stream.placement.worker_id == worker_id:
+                self._resubmit(stream, now, excluded=excluded)
+
+    # ── time ─────────────────────────────────────────────────────────────────────────────────────
+
+    def tick(self, now: float, *, is_bus_trusted: bool) -> None:
+        for stream in list(self._by_request.values()):
+            if now >= stream.deadline_at:
+                error = DeadlineExceeded("the request did not finish before its deadline")
+                self._end(stream, error, "deadline", now)
+            elif stream.state is State.RUNNING:
+                self._watch_running(stream, now)
+            elif stream.state is State.QUEUED:
+                self._watch_queued(stream, now, is_bus_trusted)
+            elif stream.submit_at is not None and now >= stream.submit_at:
+                self._submit(stream, now)
+        for placement_id, worker_id in self._early.expire(now):
+            self._abort(worker_id, placement_id, "fenced", now)
+
+    def _watch_running(self, stream: Stream, now: float) -> None:
+        for choice in stream.choices.values():
+            if now - choice.heard_at >= QUIET_LIMIT_S and not choice.is_finished:
+                self._ask_again(stream, choice)
+
+    def _watch_queued(self, stream: Stream, now: float, is_bus_trusted: bool) -> None:
+        if not is_bus_trusted:
+            stream.keepalive_at = now
+        elif now - stream.keepalive_at >= KEEPALIVE_LIMIT_S:
+            self._resubmit(stream, now)
+
+    # ── moves ────────────────────────────────────────────────────────────────────────────────────
+
+    def _submit(self, stream: Stream, now: float) -> None:
+        stream.attempt += 1
+        stream.num_tries += 1
+        stream.submit_at = None
+        message = SubmitRequest(
+            request=stream.remaining_request(now),
+            attempt=stream.attempt,
+            excluded_workers=tuple(sorted(stream.excluded_workers)),
+            affinity_key=stream.affinity_key,
+        )
+        self._actions.submit(message)
+
+    def _open_window(self, stream: Stream, now: float) -> None:
+        stream.window_opened_at = now
+        stream.give_up_at = now + (RECOVERY_WINDOW_S if stream.is_recovering else SUBMIT_WINDOW_S)
+        stream.num_tries = 0
+
+    def _queue(self, stream: Stream, scheduler_id: str, now: float) -> None:
+        stream.become(State.QUEUED)
+        stream.was_accepted = True
+        stream.scheduler_id = scheduler_id
+        stream.keepalive_at = now
+        stream.submit_at = None
+
+    def _run(self, stream: Stream, placed: Placed, now: float) -> None:
+        stream.become(State.RUNNING)
+        stream.was_accepted = True
+        stream.scheduler_id = None
+        stream.submit_at = None
+        stream.placement = Placement(placed.placement_id, placed.worker_id, heard_at=now)
+        stream.last_worker_id = placed.worker_id
+        self._by_placement[placed.placement_id] = stream
+        for choice in stream.choices.values():
+            choice.heard_at = now
+        for entry in self._early.take(placed.placement_id, placed.worker_id):
+            if stream.placement is not None:
+                self._accept(stream, entry, now)
+
+    def _resubmit(self, stream: Stream, now: float, *, excluded: str | None = None) -> None:
+        """Leaves queue or worker and starts over with what was received."""
+        self._leave(stream, "superseded", now)
+        if excluded is not None:
+            stream.excluded_workers.add(excluded)
+        if stream.num_resubmissions >= MAX_RESUBMISSIONS:
+            error = NoCapacity("the request lost its place too often", retry_after_s=1.0)
+            self._end(stream, error, "failed", now)
+            return
+        for choice in stream.choices.values():
+            if not choice.is_finished:
+                self._restart(stream, choice)
+        if stream.is_finished:
+            self._end(stream, None, "superseded", now)
+            return
+        stream.num_resubmissions += 1
+        self.num_resubmissions += 1
+        if stream.state is not State.SUBMITTING:
+            stream.become(State.SUBMITTING)
+        self._open_window(stream, now)
+        self._submit(stream, now)
+
+    def _restart(self, stream: Stream, choice: ChoiceTokens) -> None:
+        """A choice whose last token has arrived lacks only its ending, which is known."""
+        choice.restart()
+        if len(choice.token_ids) >= stream.request.sampling.max_tokens:
+            served = choice.served or Served(num_cached_tokens=0, prefill_worker_id=None)
+            choice.finish = Finish(reason="length", served=served)
+            stream.receiver.on_finish(choice.choice_index, choice.finish)
+
+    def _accept(self, stream: Stream, entry: TokenEntry, now: float) -> None:
+        choice, placement = stream.choices.get(entry.choice_index), stream.placement
+        if choice is None or placement is None:
+            return
+        placement.heard_at = choice.heard_at = now
+        if choice.is_finished:
+            self._stop_again(placement, choice, entry, now)
+            return
+        fault = _fault_of(entry, stream)
+        if fault is not None:
+            self._end(stream, HearthError(fault), "failed", now)
+            return
+        self._tell(stream, choice, entry)
+        if choice.finish is not None:
+            self._finish(stream, choice, choice.finish, now)
+        elif choice.is_stopped:
+            self._stop(stream, choice, now)
+        else:
+            if choice.has_gap:
+                self._ask_again(stream, choice)
+            return
+        if stream.state is State.RUNNING and stream.is_finished:
+            self._end(stream, None, "stop", now)
+
+    def _tell(self, stream: Stream, choice: ChoiceTokens, entry: TokenEntry) -> None:
+        receiver, index = stream.receiver, choice.choice_index
+        if entry.served is not None:
+            choice.served = entry.served
+            receiver.on_served(index, entry.served)
+        if entry.prompt_logprobs:
+            receiver.on_prompt_logprobs(entry.prompt_logprobs)
+        token_ids, logprobs = choice.accept(entry)
+        if token_ids and not receiver.on_tokens(index, token_ids, logprobs):
+            choice.is_stopped = True
+
+    def _stop(self, stream: Stream, choice: ChoiceTokens, now: float) -> None:
+        """The last choice takes the whole placement with it, in `_end`."""
+        if stream.placement is None:
+            return
+        stream.placement.stopped_at[choice.choice_index] = now
+        if not stream.is_finished:
+            self._abort_choice(stream.placement, choice)
+
+    def _stop_again(
+        self, placement: Placement, choice: ChoiceTokens, entry: TokenEntry, now: float
+    ) -> None:
+        """What still comes of a stopped choice was under way, or its abort was lost."""
+        stopped_at = placement.stopped_at.get(choice.choice_index)
+        if stopped_at is None or entry.finish is not None or now - stopped_at < ANSWER_EVERY_S:
+            return
+        placement.stopped_at[choice.choice_index] = now
+        self._abort_choice(placement, choice)
+
+    def _abort_choice(self, placement: Placement, choice: ChoiceTokens) -> None:
+        worker_id, placement_id = placement.worker_id, placement.placement_id
+        self._actions.abort(worker_id, placement_id, "stop", choice.choice_index)
+
+    def _finish(self, stream: Stream, choice: ChoiceTokens, finish: Finish, now: float) -> None:
+        if finish.reason != "failed":
+            stream.receiver.on_finish(choice.choice_index, finish)
+            return
+        if choice.is_stopped:
+            return
+        error = HearthError("the worker failed")
+        if finish.failure is not None:
+            error = error_of(finish.failure)
+        if isinstance(error, (*_TRANSIENT, *_PATIENT)):
+            worker_id = None if stream.placement is None else stream.placement.worker_id
+            self._resubmit(stream, now, excluded=worker_id)
+        else:
+            self._end(stream, error, "failed", now)
+
+    def _end(
+        self, stream: Stream, error: HearthError | None, reason: AbortReason, now: float
+    ) -> None:
+        self._leave(stream, reason, now)
+        stream.become(State.ENDED)
+        del self._by_request[stream.request_id]
+        stream.receiver.on_end(End(error, stream.last_worker_id, stream.num_resubmissions))
+
+    def _leave(self, stream: Stream, reason: AbortReason, now: float) -> None:
+        """Tells queue or worker that this stream is no longer theirs."""
+        if stream.state is State.QUEUED and stream.scheduler_id is not None:
+            self._actions.cancel(stream.scheduler_id, stream.request_id, stream.attempt)
+        stream.scheduler_id = None
+        is_told = stream.has_every_ending
+        placement, stream.placement = stream.placement, None
+        if placement is None:
+            return
+        del self._by_placement[placement.placement_id]
+        if is_told:
+            self._retired.add(placement.placement_id, is_finished=True, now=now)
+            self._actions.acknowledge(placement.worker_id, placement.placement_id)
+        else:
+            self._abort(placement.worker_id, placement.placement_id, reason, now)
+
+    # ── messages ─────────────────────────────────────────────────────────────────────────────────
+
+    def _ask_again(self, stream: Stream, choice: ChoiceTokens) -> None:
+        placement = stream.placement
+        if placement is None or choice.choice_index in placement.resends:
+            return
+        placement.resends.add(choice.choice_index)
+        message = ResendTokens(
+            placement_id=placement.placement_id,
+            choice_index=choice.choice_index,
+            from_position=len(choice.token_ids),
+        )
+        self._actions.resend(placement.worker_id, message)
+
+    def _answer_retired(self, worker_id: str, placement_id: bytes, now: float) -> None:
+        is_finished = self._retired.due_answer(placement_id, now)
+        if is_finished is True:
+            self._actions.acknowledge(worker_id, placement_id)
+        elif is_finished is False:
+            self._abort(worker_id, placement_id, "fenced", now)
+
+    def _abort(self, worker_id: str, placement_id: bytes, reason: AbortReason, now: float) -> None:
+        self._retired.add(placement_id, is_finished=False, now=now)
+        self._actions.abort(worker_id, placement_id, reason)
+
+
+def _is_present(failed: PlacementFailed, stream: Stream) -> bool:
+    """Of the try that the stream waits for; what is queued may be an earlier one (its ack was late,
+    a keepalive told of it).
+    """
+    if stream.state is State.QUEUED:
+        return failed.scheduler_id == stream.scheduler_id
+    return stream.state is State.SUBMITTING and failed.attempt == stream.attempt
+
+
+def _fault_of(entry: TokenEntry, stream: Stream) -> str | None:
+    """What no worker sends; to keep it would take memory without bound."""
+    if len(entry.logprobs) != (len(entry.token_ids) if stream.has_logprobs else 0):
+        return "the worker sent tokens without their logprobs"
+    if entry.first_position + len(entry.token_ids) > stream.request.sampling.max_tokens:
+        return "the worker sent more tokens than it was asked for"
+    return None

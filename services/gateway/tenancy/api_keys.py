@@ -1,0 +1,148 @@
+"""API keys and the tenants behind them.
+
+A known key is looked up again after `REFRESH_S`, so a revoked one stops working, and a changed
+limit holds, within that time. While Redis is away known keys keep working with what was last known
+of their tenants; unknown ones cannot be judged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import msgspec
+import structlog
+
+from services.gateway.tenancy.errors import UnknownTenant
+from shared.clock import Clock
+from shared.decoding import UNREADABLE
+from shared.errors import AuthenticationFailed, DependencyUnavailable
+from shared.store import BREAKER_S, Store, StoreRefused, StoreUnavailable
+from shared.tenant import TENANTS, ApiKeyRecord, TenantRecord, api_key_record, digest_of
+
+log = structlog.get_logger(__name__)
+
+REFRESH_S = 0.5  # with the time that Redis takes, well within a second
+SECOND_TRY_S = BREAKER_S + 0.05
+
+# KEYS: an API key's record, all tenants. Gives the record's fields, its tenant's, and the time.
+LOOK_UP = """
+local key = redis.call('HGETALL', KEYS[1])
+local tenant_id = redis.call('HGET', KEYS[1], 'tenant_id')
+local tenant = tenant_id and redis.call('HGET', KEYS[2], tenant_id)
+return {key, tenant or false, redis.call('TIME')[1]}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    tenant: TenantRecord
+    checked_at: float
+    expires_at: float  # of the gateway's clock
+
+
+class ApiKeys:
+    """The cache holds valid keys only, so strangers cannot fill it."""
+
+    def __init__(self, store: Store, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+        self._known: dict[str, _Known] = {}
+        self._lookups: dict[str, asyncio.Task[TenantRecord]] = {}
+
+    async def warm_up(self) -> None:
+        """Opens the connection to Redis, so that the first request does not wait for it."""
+        with contextlib.suppress(StoreUnavailable):
+            await self._store.evaluate(LOOK_UP, [api_key_record(digest_of("")), TENANTS], [])
+
+    async def tenant_of(self, authorization: str | None) -> TenantRecord:
+        """Raises AuthenticationFailed, UnknownTenant, or DependencyUnavailable for a new key
+        without Redis and for records that cannot be read.
+        """
+        digest = digest_of(bearer_of(authorization))
+        known = self._known.get(digest)
+        if known is not None and self._clock.now() - known.checked_at < REFRESH_S:
+            return self._unexpired(known)
+        lookup = self._lookups.get(digest)
+        if lookup is None:  # one question to Redis, however many requests wait for it
+            lookup = asyncio.create_task(self._look_up(digest))
+            self._lookups[digest] = lookup
+            lookup.add_done_callback(lambda _: self._lookups.pop(digest))
+        return await asyncio.shield(lookup)
+
+    async def _look_up(self, digest: str) -> TenantRecord:
+        try:
+            reply = await self._ask(digest)
+        except StoreRefused as error:
+            raise _unreadable(error) from error
+        except StoreUnavailable:
+            if digest in self._known:
+                return self._unexpired(self._known[digest])
+            reply = await self._second_try(digest)
+        self._known.pop(digest, None)
+        known = self._judge(reply)
+        self._known[digest] = known
+        return known.tenant
+
+    async def _ask(self, digest: str) -> list[Any]:
+        keys = [api_key_record(digest), TENANTS]
+        reply: list[Any] = await self._store.evaluate(LOOK_UP, keys, [])
+        return reply
+
+    async def _second_try(self, digest: str) -> list[Any]:
+        """A short timeout can be our own doing, as when many requests arrive at once."""
+        await self._clock.sleep(SECOND_TRY_S)
+        try:
+            return await self._ask(digest)
+        except StoreRefused as error:
+            raise _unreadable(error) from error
+        except StoreUnavailable:
+            raise DependencyUnavailable(
+                "API keys cannot be checked at the moment", retry_after_s=1.0
+            ) from None
+
+    def _judge(self, reply: list[Any]) -> _Known:
+        fields, tenant, redis_time = reply
+        if not fields:
+            raise AuthenticationFailed("the API key is not valid")
+        try:
+            pairs = zip(fields[::2], fields[1::2], strict=True)
+            texts = {name.decode(): value.decode() for name, value in pairs}
+            key = msgspec.convert(texts, ApiKeyRecord, strict=False)
+            if key.revoked_at is not None:
+                raise AuthenticationFailed("the API key has been revoked")
+            if tenant is None:
+                raise UnknownTenant(f"the API key's tenant {key.tenant_id!r} does not exist")
+            record = msgspec.json.decode(tenant, type=TenantRecord)
+        except UNREADABLE as error:
+            raise _unreadable(error) from error
+        if record.tenant_id != key.tenant_id:
+            raise _unreadable("it is another tenant's")
+        left_s = inf if key.expires_at is None else key.expires_at - float(redis_time)
+        now = self._clock.now()
+        known = _Known(record, now, now + left_s)
+        self._unexpired(known)
+        return known
+
+    def _unexpired(self, known: _Known) -> TenantRecord:
+        if self._clock.now() >= known.expires_at:
+            raise AuthenticationFailed("the API key has expired: it was replaced by a newer one")
+        return known.tenant
+
+
+def _unreadable(reason: object) -> DependencyUnavailable:
+    log.error("tenant_unreadable", error=str(reason))
+    return DependencyUnavailable("the record of this API key, or of its tenant, is unreadable")
+
+
+def bearer_of(authorization: str | None) -> str:
+    if authorization is None:
+        raise AuthenticationFailed("send the API key as `Authorization: Bearer <key>`")
+    scheme, _, api_key = authorization.partition(" ")
+    api_key = api_key.strip()
+    if scheme.lower() != "bearer" or not api_key:
+        raise AuthenticationFailed("the Authorization header must be `Bearer <key>`")
+    return api_key

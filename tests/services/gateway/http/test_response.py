@@ -1,0 +1,63 @@
+"""What leaves together, as the web server is given it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from services.gateway.http.response import Answer
+from services.gateway.request.output_merger import Gathering
+from services.gateway.request.request_output import Piece
+from services.gateway.streams.stream import End
+from services.gateway.text.model_files import ModelFiles
+from shared.config import GatewayConfig
+from shared.errors import HearthError
+from tests.services.gateway.request.test_request_output import LENGTH, delivery_of
+
+BODY = "http.response.body"
+
+
+class Told:
+    """Events that tell no more than what they are of."""
+
+    def events(self, piece: Piece) -> bytes:
+        return f"({piece.text})".encode()
+
+    def closing(self) -> bytes:
+        return b"(closing)"
+
+
+async def bodies_of(
+    config: GatewayConfig, files: ModelFiles, error: HearthError | None
+) -> list[Any]:
+    """Of an answer whose last token came together with its ending."""
+    delivery = delivery_of(config, files, max_tokens=8)
+    answer = Answer(Gathering([delivery]), Told(), {}, lambda: None)
+    messages: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        messages.append(message)
+
+    delivery.on_tokens(0, files.tokenizer.encode(["a"]), ())
+    if error is None:
+        delivery.on_finish(0, LENGTH)
+    delivery.on_end(End(error, "w", 0))
+    await answer({}, receive, send)  # type: ignore[typeddict-item, arg-type]
+    return [(each["body"], each["more_body"]) for each in messages if each["type"] == BODY]
+
+
+async def test_the_ending_leaves_with_the_last_piece(
+    gateway_config: GatewayConfig, model_files: ModelFiles
+) -> None:
+    bodies = await bodies_of(gateway_config, model_files, None)
+    assert bodies == [(b"(a)(closing)data: [DONE]\n\n", False)]
+
+
+async def test_what_came_before_a_failure_is_told_before_it(
+    gateway_config: GatewayConfig, model_files: ModelFiles
+) -> None:
+    bodies = await bodies_of(gateway_config, model_files, HearthError("broken"))
+    assert bodies[0] == (b"(a)", True)
+    assert b"broken" in bodies[1][0] and b"[DONE]" not in bodies[1][0]

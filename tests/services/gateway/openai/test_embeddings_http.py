@@ -1,0 +1,117 @@
+"""Embeddings as their clients see them: a running gateway, real servers, peers on the bus."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from array import array
+from typing import Any
+
+import pytest
+
+from services.gateway.openai.embedding_response import normalized
+from shared.messages import Finish, Served
+from shared.packing import unpack_token_ids
+from tests.services.gateway.conftest import Cluster
+from tests.services.gateway.openai.test_refusals import check_envelope
+from tests.services.gateway.peer import EMBEDDING
+from tests.services.gateway.streams.test_recovery_http import WAIT_S
+
+ROUTE = "/v1/embeddings"
+UNIT = pytest.approx([0.6, 0.0, -0.8, 0.0])
+
+
+async def embed(cluster: Cluster, given: Any = "the quick fox", **fields: Any) -> Any:
+    response = await cluster.http.post(ROUTE, json={"input": given, **fields})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def test_answer_and_request(cluster: Cluster) -> None:
+    body = await embed(cluster)
+    request = (await cluster.scheduler.submits.get()).request
+    num_tokens = len(unpack_token_ids(request.prompt_token_ids))
+    assert body["object"] == "list"
+    assert body["model"] == "tiny"
+    (entry,) = body["data"]
+    assert (entry["object"], entry["index"], entry["embedding"]) == ("embedding", 0, UNIT)
+    assert body["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    assert (request.pooling, request.sampling.max_tokens) == ("last", 1)
+    assert [choice.choice_index for choice in request.choices] == [0]
+    metrics = (await cluster.http.get("/metrics")).text
+    assert 'hearth_gateway_tokens_total{kind="output"} 0.0' in metrics
+
+
+async def test_extensions(cluster: Cluster) -> None:
+    body = await embed(cluster, pooling="mean", normalize=False, dimensions=4)
+    assert body["data"][0]["embedding"] == list(EMBEDDING)
+    assert (await cluster.scheduler.submits.get()).request.pooling == "mean"
+
+
+async def test_base64_is_little_endian_fp32(cluster: Cluster) -> None:
+    (entry,) = (await embed(cluster, encoding_format="base64"))["data"]
+    assert list(array("f", base64.b64decode(entry["embedding"]))) == UNIT
+
+
+@pytest.mark.parametrize(
+    ("given", "num_inputs"),
+    [(["a", "b c"], 2), ([5, 6], 1), ([[5, 6], [7]], 2), (["a"] * 20, 20)],
+)
+async def test_input_forms(cluster: Cluster, given: Any, num_inputs: int) -> None:
+    body = await embed(cluster, given)
+    assert [entry["index"] for entry in body["data"]] == list(range(num_inputs))
+    assert all(entry["embedding"] == UNIT for entry in body["data"])
+    assert cluster.scheduler.submits.qsize() == num_inputs
+
+
+async def test_openai_sdk(cluster: Cluster) -> None:
+    async with cluster.openai as client:
+        answer = await client.embeddings.create(model="tiny", input=["a", "b"])
+    assert [list(each.embedding) for each in answer.data] == [UNIT, UNIT]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": ""}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [400]}, "input"),
+        ({"input": ["x", ""]}, "input[1]"),
+        ({"input": [[5], [400]]}, "input[1]"),
+        ({"input": ["a"] * 257}, "input"),
+        ({"dimensions": 3}, "dimensions"),
+        ({"encoding_format": "hex"}, "encoding_format"),
+        ({"pooling": "max"}, "pooling"),
+        ({"normalize": 1}, "normalize"),
+    ],
+)
+async def test_bad_field(cluster: Cluster, fields: dict[str, Any], param: str) -> None:
+    response = await cluster.http.post(ROUTE, json={"input": "x", **fields})
+    check_envelope(response, 400, "invalid_request", param)
+    assert cluster.scheduler.submits.empty()
+
+
+async def test_a_lost_worker_is_replaced(cluster: Cluster) -> None:
+    cluster.decodes[0].hold_at = 0
+    running = asyncio.create_task(embed(cluster))
+    await cluster.scheduler.submits.get()
+    await cluster.decodes[0].die()
+    async with asyncio.timeout(WAIT_S):
+        body = await running
+    assert body["data"][0]["embedding"] == UNIT
+    assert body["hearth"]["decode_worker"] == "decode-2"
+
+
+@pytest.mark.parametrize("embedding", [None, b"", b"\0" * 15])
+async def test_a_worker_without_an_embedding_fails_the_request(
+    cluster: Cluster, embedding: bytes | None
+) -> None:
+    served = Served(num_cached_tokens=0, prefill_worker_id=None)
+    cluster.decodes[0].embedding = embedding
+    cluster.decodes[0].finish = Finish(reason="length", served=served)
+    response = await cluster.http.post(ROUTE, json={"input": "x"})
+    check_envelope(response, 500, "internal_error", None)
+
+
+def test_zeros_stay_zeros() -> None:
+    assert normalized(array("f", [0.0, 0.0])).tolist() == [0.0, 0.0]

@@ -1,0 +1,330 @@
+"""Every way in which the gateway says no: status, envelope, `param`, Retry-After."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from services.gateway.openai.chat import ChatCompletionRequest, generation_of
+from services.gateway.service import MAX_INLINE_CHARS, build_gateway
+from shared.config import GatewayConfig
+from shared.errors import NoCapacity, Overloaded
+from shared.messages import Failure, Finish, Served
+from tests.services.gateway.conftest import API_KEY, Cluster, until
+from tests.services.gateway.openai.test_chat_http import BODY, CHAT, events_of, text_of
+
+USER = {"role": "user", "content": "x"}
+STRANGER = b"POST /v1/chat/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def check_envelope(response: httpx.Response, status: int, code: str, param: str | None) -> None:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"].startswith("application/json")
+    assert response.headers["x-request-id"]
+    body = response.json()
+    assert list(body) == ["error"]
+    assert list(body["error"]) == ["message", "type", "param", "code"]
+    assert (body["error"]["code"], body["error"]["param"]) == (code, param)
+    assert body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),  # by the template
+        ({"messages": [{**USER, "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+        ),
+        ({"model": 3}, "model"),
+        ({"temperature": "0"}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"top_p": -0.1}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 10_000}, "max_tokens"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+        ({"n": 129}, "n"),
+        ({"best_of": 2}, "best_of"),
+        ({"n": 0}, "n"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": "a" * 257}, "stop"),
+        ({"stop_token_ids": [400]}, "stop_token_ids"),
+        ({"seed": 1.5}, "seed"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"logprobs": 0}, "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs_mode": "cooked"}, "logprobs_mode"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"presence_penalty": -2.1}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"logit_bias": {"one": 1}}, "logit_bias"),
+        ({"logit_bias": {"400": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {str(number): 1 for number in range(1025)}}, "logit_bias"),
+        ({"bad_words": "x"}, "bad_words"),
+        ({"bad_words": [" "]}, "bad_words"),
+        ({"bad_words": ["x"] * 129}, "bad_words"),
+        ({"bad_words": ["x" * 257]}, "bad_words"),
+    ],
+)
+async def test_bad_field(cluster: Cluster, fields: dict[str, Any], param: str) -> None:
+    response = await cluster.http.post(CHAT, json={**BODY, **fields})
+    check_envelope(response, 400, "invalid_request", param)
+    assert cluster.scheduler.submits.empty()
+
+
+async def test_no_body_at_all(cluster: Cluster) -> None:
+    response = await cluster.http.post(CHAT)
+    check_envelope(response, 400, "invalid_request", None)
+    assert "empty" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("start", [b"GET /health HTTP/1.1\r\nx: ", STRANGER + b"0\r\nx: "])
+async def test_an_endless_head_or_trailer_is_cut_off(cluster: Cluster, start: bytes) -> None:
+    url = httpx.URL(cluster.gateway.http_address)
+    reader, writer = await asyncio.open_connection(url.host, url.port)
+    writer.write(start)
+    async with asyncio.timeout(10):
+        with contextlib.suppress(ConnectionError):
+            while not reader.at_eof() and not writer.is_closing():
+                writer.write(b"a" * 65536)
+                await writer.drain()
+                await asyncio.sleep(0)
+    writer.close()
+    assert (await cluster.http.get("/health")).status_code == 200
+
+
+async def test_the_document_loads_nothing_from_elsewhere(cluster: Cluster) -> None:
+    page = await cluster.http.get("/docs")
+    assert "json" in page.headers["content-type"]
+    assert page.json() == (await cluster.http.get("/openapi.json")).json()
+
+
+async def test_a_long_head_is_served(cluster: Cluster) -> None:
+    response = await cluster.http.get("/health", headers={"x": "a" * 60_000})
+    assert response.status_code == 200
+
+
+async def test_many_empty_messages_are_a_long_prompt() -> None:
+    body = {"messages": [{"role": "user", "content": ""}] * 1000}
+    generation = generation_of(msgspec.convert(body, ChatCompletionRequest), "tiny")
+    assert generation.prompt.num_chars > MAX_INLINE_CHARS
+
+
+async def test_missing_field(cluster: Cluster) -> None:
+    response = await cluster.http.post(CHAT, json={"model": "tiny"})
+    check_envelope(response, 400, "invalid_request", "messages")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff\xfe",
+        b"[" * 30_000,
+        b'{"temperature": NaN}',
+        rb'{"messages": [{"role": "user", "content": "half a pair: \ud83d"}]}',
+        rb'{"messages": [{"role": "user", "content": "the other half: \ude00"}]}',
+    ],
+)
+async def test_malformed_json(cluster: Cluster, data: bytes) -> None:
+    response = await cluster.http.post(CHAT, content=data)
+    check_envelope(response, 400, "invalid_request", None)
+
+
+async def test_routes(cluster: Cluster) -> None:
+    check_envelope(await cluster.http.get("/v1/nothing"), 404, "not_found", None)
+    wrong = await cluster.http.put(CHAT)
+    check_envelope(wrong, 405, "method_not_allowed", None)
+    assert "POST" in wrong.headers["allow"]
+
+
+async def test_unknown_model(cluster: Cluster) -> None:
+    response = await cluster.http.post(CHAT, json={**BODY, "model": "huge"})
+    check_envelope(response, 404, "model_not_found", "model")
+
+
+async def test_authentication(cluster: Cluster) -> None:
+    async with httpx.AsyncClient(base_url=cluster.gateway.http_address) as stranger:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic eDp5"}):
+            for response in (
+                await stranger.post(CHAT, json=BODY, headers=headers),
+                await stranger.get("/v1/models", headers=headers),
+            ):
+                check_envelope(response, 401, "invalid_api_key", None)
+                assert response.json()["error"]["type"] == "authentication_error"
+
+
+async def test_prompt_longer_than_the_context(cluster: Cluster) -> None:
+    messages = [{"role": "user", "content": "x y " * 400}]
+    response = await cluster.http.post(CHAT, json={**BODY, "messages": messages})
+    check_envelope(response, 413, "context_length_exceeded", "messages")
+
+
+async def test_body_too_large(cluster: Cluster) -> None:
+    messages = [{"role": "user", "content": "x" * 70_000}]
+    response = await cluster.http.post(CHAT, json={**BODY, "messages": messages})
+    check_envelope(response, 413, "payload_too_large", None)
+
+
+async def test_chunked_body_too_large(cluster: Cluster) -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(80):
+            yield b"x" * 1024
+
+    response = await cluster.http.post(CHAT, content=endless())
+    assert "content-length" not in response.request.headers
+    check_envelope(response, 413, "payload_too_large", None)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "status", "retry_after"),
+    [
+        (Overloaded("queues are full", retry_after_s=2.5), 429, "3"),
+        (NoCapacity("no worker"), 503, "1"),
+    ],
+)
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_scheduler_refuses(
+    cluster: Cluster, refusal: Any, status: int, retry_after: str, is_stream: bool
+) -> None:
+    cluster.scheduler.refusal = refusal
+    response = await cluster.http.post(CHAT, json={**BODY, "stream": is_stream})
+    check_envelope(response, status, refusal.code, None)
+    assert response.headers["retry-after"] == retry_after
+
+
+async def test_no_scheduler(cluster: Cluster) -> None:
+    await cluster.scheduler.heart.stop()
+    await cluster.scheduler.bus.close()
+    await until(lambda: cluster.gateway.readiness().reason == "no live scheduler")
+    assert (await cluster.http.get("/ready")).status_code == 503
+    response = await cluster.http.post(CHAT, json=BODY)
+    check_envelope(response, 503, "no_capacity", None)
+    assert response.headers["retry-after"] == "1"
+
+
+async def test_known_model_without_workers_lacks_capacity(cluster: Cluster) -> None:
+    for decode in cluster.decodes:
+        await decode.heart.stop()
+    cluster.scheduler.workers.clear()
+    await until(lambda: cluster.gateway.readiness().reason == "no live decode worker")
+    response = await cluster.http.post(CHAT, json=BODY)
+    check_envelope(response, 503, "no_capacity", None)
+    assert response.headers["retry-after"] == "3"
+
+
+async def test_not_ready_without_free_blocks(cluster: Cluster) -> None:
+    for decode in cluster.decodes:
+        decode.num_free_blocks = 0
+    await until(lambda: cluster.gateway.readiness().reason == "no decode worker has free blocks")
+    assert (await cluster.http.get("/ready")).status_code == 503
+
+
+async def test_failure_before_and_after_the_first_token(cluster: Cluster) -> None:
+    failure = Failure(code="internal_error", message="the device is gone")
+    finish = Finish(
+        reason="failed",
+        served=Served(num_cached_tokens=0, prefill_worker_id=None),
+        failure=failure,
+    )
+    decode = cluster.decodes[0]
+    decode.finish = finish
+    decode.answer = decode.answer[:6]
+    response = await cluster.http.post(CHAT, json=BODY)
+    check_envelope(response, 500, "internal_error", None)
+    events = await events_of(cluster)
+    assert text_of(events[:-1])
+    assert events[-1]["error"]["message"] == "the device is gone"
+    decode.answer = []
+    response = await cluster.http.post(CHAT, json={**BODY, "stream": True})
+    check_envelope(response, 500, "internal_error", None)
+
+
+async def test_too_many_requests_and_deadline(
+    cluster: Cluster, gateway_config: GatewayConfig, nats_server: Any
+) -> None:
+    config = msgspec.structs.replace(
+        gateway_config,
+        nats_url=nats_server.url("gateway-2"),
+        process_id="gateway-2",
+        max_requests=1,
+        request_timeout_s=0.8,
+    )
+    gateway = await build_gateway(config)
+    await gateway.start()
+    await until(lambda: gateway.readiness().ready)
+    cluster.decodes[0].hold_at = 0
+    headers = {"authorization": f"Bearer {API_KEY}"}
+    try:
+        async with httpx.AsyncClient(base_url=gateway.http_address, headers=headers) as http:
+            first = asyncio.create_task(http.post(CHAT, json=BODY))
+            await cluster.scheduler.submits.get()
+            second = await http.post(CHAT, json=BODY)
+            check_envelope(second, 429, "overloaded", None)
+            assert second.headers["retry-after"] == "1"
+            check_envelope(await first, 504, "deadline_exceeded", None)
+            assert (await cluster.decodes[0].aborts.get()).reason == "deadline"
+    finally:
+        await gateway.stop()
+
+
+async def test_long_prompts_under_preparation_count_as_open(
+    cluster: Cluster, gateway_config: GatewayConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        cluster.gateway, "_config", msgspec.structs.replace(gateway_config, max_requests=1)
+    )
+    preparation = cluster.gateway._preparation
+    prepare, is_preparing, may_end = preparation.prepare, asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        loop.call_soon_threadsafe(is_preparing.set)
+        assert may_end.wait(timeout=10)
+        return prepare(*args, **kwargs)
+
+    monkeypatch.setattr(preparation, "prepare", slowly)
+    long = {"messages": [{"role": "user", "content": "x" * (MAX_INLINE_CHARS + 1)}]}
+    first = asyncio.create_task(cluster.http.post(CHAT, json=long))
+    await is_preparing.wait()
+    second = asyncio.create_task(cluster.http.post(CHAT, json=long))
+    try:
+        done, _ = await asyncio.wait({second}, timeout=5)
+        assert done, "it waits for a thread"
+        check_envelope(second.result(), 429, "overloaded", None)
+    finally:
+        may_end.set()
+        await asyncio.gather(first, second)
+
+
+async def test_prompt_larger_than_the_bus(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bus = cluster.gateway._bus
+    monkeypatch.setattr(type(bus), "max_payload_bytes", 16 * 1024 + 100)
+    response = await cluster.http.post(CHAT, json={**BODY, "max_tokens": 50})
+    check_envelope(response, 413, "context_length_exceeded", "messages")
+    assert cluster.scheduler.submits.empty()

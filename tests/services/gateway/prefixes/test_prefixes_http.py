@@ -1,0 +1,422 @@
+"""`/v1/prefixes`: pinned system prompts, public ones, dry runs; and sessions that stay together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from services.gateway.prefixes.errors import PrefixTooShort
+from services.gateway.prefixes.prefix_tokenizer import Messages, PrefixReader
+from services.gateway.prefixes.public_prefix_watcher import LOOK_S
+from services.gateway.request.generation_request import scoped_affinity_key
+from services.gateway.tenancy.office import TenantOffice, store_api_key
+from services.gateway.text.model_files import ModelFiles
+from shared import pinned_prefix
+from shared.block_hash import PUBLIC_TENANT_ID, extend_chain, public_root, root_hash
+from shared.bus import NatsBus
+from shared.clock import MonotonicClock
+from shared.errors import PromptTooLong
+from shared.messages import MatchPrefix, PrefixMatch, PrefixMatches, Request
+from shared.packing import unpack_hashes, unpack_token_ids
+from shared.pinned_prefix import PinnedPrefix
+from shared.store import RedisStore
+from shared.subjects import KV_INDEX_GROUP, MATCH
+from shared.tenant import TENANTS
+from tests.servers import NatsServer
+from tests.services.gateway.conftest import API_KEY, Cluster, until
+from tests.services.gateway.openai.test_refusals import check_envelope
+from tests.services.gateway.peer import CARD
+
+SYSTEM = "You answer the questions of the quick brown fox, who is lazy today. " * 3
+PREFIXES = "/v1/prefixes"
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+async def store(cluster: Cluster) -> AsyncIterator[RedisStore]:
+    """Redis, without any prefix in it before and afterwards."""
+    store = RedisStore(cluster.gateway._config.redis_url, MonotonicClock(), timeout_s=2.0)
+    await _forget_all(store)
+    yield store
+    await _forget_all(store)
+    await store.close()
+
+
+async def _forget_all(store: RedisStore) -> None:
+    for tenant_id in ("tenant-1", "tenant-2", PUBLIC_TENANT_ID):
+        for name in await pinned_prefix.entries(store, tenant_id):
+            await pinned_prefix.delete(store, tenant_id, name)
+
+
+async def tenant_with(store: RedisStore, **limits: object) -> dict[str, str]:
+    """tenant-2; gives the headers of its requests."""
+    await store.write([("HDEL", TENANTS, "tenant-2")])
+    office, api_key = TenantOffice(store, lambda: 1_000.0), f"key-{sorted(limits)}"
+    await office.add("tenant-2", limits, api_key)
+    return {"authorization": f"Bearer {api_key}"}
+
+
+@contextlib.asynccontextmanager
+async def an_index(nats_server: NatsServer, *held: bytes) -> AsyncIterator[list[MatchPrefix]]:
+    """Answers that decode-1 holds these blocks; what it was asked is in the list."""
+    asked: list[MatchPrefix] = []
+
+    def match(question: MatchPrefix) -> PrefixMatches:
+        asked.append(question)
+        hashes = unpack_hashes(question.block_hashes)
+        count = next((n for n, each in enumerate(hashes) if each not in held), len(hashes))
+        found = (PrefixMatch(worker_id="decode-1", num_blocks=count),) if count else ()
+        return PrefixMatches(state="exact", matches=found)
+
+    bus = await NatsBus.connect(nats_server.url("kv_index-1"), process_id="kv_index-1")
+    await bus.serve(MATCH, MatchPrefix, match, queue=KV_INDEX_GROUP)
+    await bus.flush()
+    yield asked
+    await bus.close()
+
+
+def chat_body(question: str = "hello?", system: str = SYSTEM) -> dict[str, object]:
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+    return {"messages": messages, "max_tokens": 4}
+
+
+async def asked(cluster: Cluster, **fields: object) -> Request:
+    """What a worker is given for one chat request."""
+    response = await cluster.http.post(CHAT, json=chat_body() | fields)
+    assert response.status_code == 200, response.text
+    return cluster.scheduler.submitted[-1].request
+
+
+# ── a tenant's own ───────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_prefix_is_what_all_its_conversations_begin_with(
+    cluster: Cluster, store: RedisStore
+) -> None:
+    response = await cluster.http.put(f"{PREFIXES}/house", json={"system": SYSTEM})
+    assert response.status_code == 200, response.text
+    told = response.json()
+    saved = await pinned_prefix.load(store, "tenant-1", "house")
+    assert saved is not None
+    token_ids = unpack_token_ids(saved.token_ids)
+    for question in ("hello?", "A", "0 is a number", "\n"):
+        request = await asked(cluster, **chat_body(question))
+        prompt = unpack_token_ids(request.prompt_token_ids)
+        assert prompt[: len(token_ids)] == token_ids
+    assert told["num_tokens"] == len(token_ids) > 3 * CARD.block_size
+    assert told["pinned_tokens"] == len(token_ids) // 16 * 16
+    hashes = extend_chain(root_hash("tenant-1", "r1"), token_ids, 16)
+    assert unpack_hashes(request.block_hashes)[: len(hashes)] == hashes
+    assert (told["name"], told["model"], told["is_public"]) == ("house", "tiny", False)
+
+
+async def test_it_can_be_listed_read_replaced_and_deleted(
+    cluster: Cluster, store: RedisStore
+) -> None:
+    for name in ("b", "a"):
+        await cluster.http.put(f"{PREFIXES}/{name}", json={"system": SYSTEM})
+    messages = [{"role": "user", "content": SYSTEM}, {"role": "assistant", "content": "Yes."}]
+    body = {"system": "Be kind.", "messages": messages, "ttl_s": 60}
+    replaced = (await cluster.http.put(f"{PREFIXES}/a", json=body)).json()
+    listed = (await cluster.http.get(PREFIXES)).json()
+    first = listed["data"][0]
+    assert (first["name"], first["num_tokens"]) == ("a", replaced["num_tokens"])
+    assert [each["name"] for each in listed["data"]] == ["a", "b"]
+    read = (await cluster.http.get(f"{PREFIXES}/a")).json()
+    assert [each["role"] for each in read["messages"]] == ["system", "user", "assistant"]
+    assert read["expires_at"] == read["created_at"] + 60
+    deleted = await cluster.http.delete(f"{PREFIXES}/a")
+    assert deleted.json() == {"object": "prefix.deleted", "name": "a", "deleted": True}
+    for method in ("GET", "DELETE"):
+        response = await cluster.http.request(method, f"{PREFIXES}/a")
+        check_envelope(response, 404, "prefix_not_found", "name")
+
+
+async def test_another_tenant_neither_sees_nor_changes_it(
+    cluster: Cluster, store: RedisStore
+) -> None:
+    await cluster.http.put(f"{PREFIXES}/house", json={"system": SYSTEM})
+    await store_api_key(store, "key-of-tenant-2", "tenant-2")
+    stranger = {"authorization": "Bearer key-of-tenant-2"}
+    assert (await cluster.http.get(PREFIXES, headers=stranger)).json()["data"] == []
+    for method in ("GET", "DELETE"):
+        response = await cluster.http.request(method, f"{PREFIXES}/house", headers=stranger)
+        check_envelope(response, 404, "prefix_not_found", "name")
+    assert (await cluster.http.get(f"{PREFIXES}/house")).status_code == 200
+
+
+async def test_it_tells_who_holds_it_and_what_it_saved(
+    cluster: Cluster, store: RedisStore, nats_server: NatsServer
+) -> None:
+    told = (await cluster.http.put(f"{PREFIXES}/house", json={"system": SYSTEM})).json()
+    assert (told["state"], told["workers"], told["hits"]) == ("unknown", [], 0)
+    saved = await pinned_prefix.load(store, "tenant-1", "house")
+    assert saved is not None
+    token_ids = unpack_token_ids(saved.token_ids)
+    hashes = extend_chain(root_hash("tenant-1", "r1"), token_ids, 16)
+    record = pinned_prefix.record_key("tenant-1", hashes[-1])
+    await store.write([("HSET", record, "hits", 3, "saved_tokens", 144, "last_use", 1_000)])
+    async with an_index(nats_server, *hashes) as questions:
+        told = (await cluster.http.get(f"{PREFIXES}/house")).json()
+        assert told["workers"] == [{"worker": "decode-1", "cached_tokens": told["pinned_tokens"]}]
+        assert told["state"] == "warming"  # decode-2 has not got it
+        assert (told["hits"], told["saved_tokens"], told["last_used_at"]) == (3, 144, 1_000)
+        assert not questions[-1].is_counted
+    await store.write([("DEL", record)])
+
+
+@pytest.mark.parametrize(
+    ("limits", "code"),
+    [
+        ({"allowed_models": ("another",)}, "model_not_allowed"),
+        ({"is_zero_retention": True}, "zero_retention"),
+        ({"allowed_regions": ()}, "no_region_allowed"),
+    ],
+)
+async def test_who_may_not_leave_text_anywhere_stores_none(
+    cluster: Cluster, store: RedisStore, limits: dict[str, object], code: str
+) -> None:
+    headers = await tenant_with(store, **limits)
+    response = await cluster.http.put(f"{PREFIXES}/house", json={"system": SYSTEM}, headers=headers)
+    check_envelope(response, 403, code, "model" if code == "model_not_allowed" else None)
+    assert await pinned_prefix.entries(store, "tenant-2") == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "status", "code", "param"),
+    [
+        ("ok", {"system": SYSTEM * 40}, 413, "context_length_exceeded", "messages"),
+        ("ok", {}, 400, "invalid_request", "system"),
+        ("ok", {"system": SYSTEM, "model": "other"}, 404, "model_not_found", "model"),
+        ("ok", {"system": SYSTEM, "ttl_s": 0}, 400, "invalid_request", "ttl_s"),
+        ("ok", {"system": SYSTEM, "tools": [{"type": "function"}]}, 400, "invalid_request", None),
+        ("-x", {"system": SYSTEM}, 400, "invalid_request", "name"),
+        ("x" * 65, {"system": SYSTEM}, 400, "invalid_request", "name"),
+        ("ok", {"messages": [{"role": "assistant", "content": "x"}]}, 400, "invalid_request", None),
+    ],
+)
+async def test_bad_prefixes_are_refused(
+    cluster: Cluster,
+    store: RedisStore,
+    name: str,
+    body: dict[str, object],
+    status: int,
+    code: str,
+    param: str | None,
+) -> None:
+    response = await cluster.http.put(f"{PREFIXES}/{name}", json=body)
+    check_envelope(response, status, code, response.json()["error"]["param"])
+    assert param in (None, response.json()["error"]["param"])
+    assert await pinned_prefix.entries(store, "tenant-1") == {}
+
+
+async def test_what_is_less_than_a_block_cannot_be_pinned(model_files: ModelFiles) -> None:
+    async def render(messages: Messages, tools: Messages) -> list[str]:
+        return [str(message["content"]) for message in messages]
+
+    reader = PrefixReader(render, model_files.tokenizer, lambda: 1 << 20)
+    prefix = PinnedPrefix(
+        name="n",
+        tenant_id="t",
+        model="tiny",
+        messages=[{"role": "system", "content": SYSTEM}],
+        created_at=0,
+    )
+    read = await reader.read(prefix, CARD)
+    num_tokens = len(unpack_token_ids(read.token_ids))
+    large = msgspec.structs.replace(CARD, block_size=num_tokens + 1)
+    with pytest.raises(PrefixTooShort, match="less than one block"):
+        await reader.read(prefix, large)
+    small = PrefixReader(render, model_files.tokenizer, lambda: 100)
+    with pytest.raises(PromptTooLong, match="carries at most 100"):
+        await small.read(prefix, CARD)
+
+
+async def test_a_tenant_has_so_many_and_no_more(
+    cluster: Cluster, store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.prefixes.store.MAX_PER_TENANT", 2)
+    for name, status in (("a", 200), ("b", 200), ("c", 409), ("b", 200)):
+        response = await cluster.http.put(f"{PREFIXES}/{name}", json={"system": SYSTEM})
+        assert response.status_code == status
+    assert list(await pinned_prefix.entries(store, "tenant-1")) == ["a", "b"]
+
+
+async def test_it_is_bound_to_its_tenants_regions(cluster: Cluster, store: RedisStore) -> None:
+    headers = await tenant_with(store, allowed_regions=("eu",))
+    await cluster.http.put(f"{PREFIXES}/house", json={"system": SYSTEM}, headers=headers)
+    saved = await pinned_prefix.load(store, "tenant-2", "house")
+    assert saved is not None and saved.allowed_regions == ("eu",)
+
+
+# ── public ones ──────────────────────────────────────────────────────────────────────────────────
+
+
+async def publish(cluster: Cluster, store: RedisStore, name: str = "house") -> list[int]:
+    """As the operator's command does; returns its tokens once the gateway knows it."""
+    prefix = PinnedPrefix(
+        name=name,
+        tenant_id=PUBLIC_TENANT_ID,
+        model="tiny",
+        messages=[{"role": "system", "content": SYSTEM}],
+        created_at=1_000,
+    )
+    await pinned_prefix.save(store, prefix, 1_000)
+    public = cluster.gateway._preparation._public
+    assert public is not None
+    await until(lambda: public._prefixes, timeout_s=10 * LOOK_S)
+    return unpack_token_ids(public._prefixes[0].token_ids)
+
+
+async def test_all_tenants_share_a_public_prefix_and_nothing_behind_it(
+    cluster: Cluster, store: RedisStore
+) -> None:
+    token_ids = await publish(cluster, store)
+    await store_api_key(store, "key-of-tenant-2", "tenant-2")
+    first = await asked(cluster)
+    response = await cluster.http.post(
+        CHAT, json=chat_body(), headers={"authorization": "Bearer key-of-tenant-2"}
+    )
+    assert response.status_code == 200
+    second = cluster.scheduler.submitted[-1].request
+    public = extend_chain(public_root("house", "r1"), token_ids, 16)
+    hashes, others = unpack_hashes(first.block_hashes), unpack_hashes(second.block_hashes)
+    assert first.num_public_blocks == second.num_public_blocks == len(public) >= 3
+    assert hashes[: len(public)] == others[: len(public)] == public
+    assert not set(hashes[len(public) :]) & set(others[len(public) :])
+    assert len(hashes) == len(first.prompt_token_ids) // 64
+
+
+async def test_who_salts_or_begins_otherwise_shares_nothing(
+    cluster: Cluster, store: RedisStore
+) -> None:
+    await publish(cluster, store)
+    for fields in (
+        {"cache_salt": "mine"},
+        chat_body(system=f"Not {SYSTEM}"),
+        chat_body(system=SYSTEM[:60]),
+    ):
+        request = await asked(cluster, **fields)
+        assert request.num_public_blocks == 0
+        salt = str(fields.get("cache_salt", ""))
+        root = root_hash("tenant-1", "r1", cache_salt=salt)
+        prompt = unpack_token_ids(request.prompt_token_ids)
+        assert unpack_hashes(request.block_hashes) == extend_chain(root, prompt, 16)
+
+
+async def test_the_gateway_gives_a_public_prefix_its_tokens_for_the_index(
+    cluster: Cluster, store: RedisStore
+) -> None:
+    token_ids = await publish(cluster, store)
+    saved = await pinned_prefix.load(store, PUBLIC_TENANT_ID, "house")
+    assert saved is not None and unpack_token_ids(saved.token_ids) == token_ids
+    told = (await cluster.http.get(f"{PREFIXES}/house")).json()
+    assert told["is_public"] and told["num_tokens"] == len(token_ids)
+    listed = (await cluster.http.get(PREFIXES)).json()["data"]
+    assert [(each["name"], each["is_public"]) for each in listed] == [("house", True)]
+    check_envelope(await cluster.http.delete(f"{PREFIXES}/house"), 404, "prefix_not_found", "name")
+
+
+async def test_what_is_no_longer_published_is_no_longer_shared(
+    cluster: Cluster, store: RedisStore
+) -> None:
+    await publish(cluster, store)
+    await pinned_prefix.delete(store, PUBLIC_TENANT_ID, "house")
+    public = cluster.gateway._preparation._public
+    assert public is not None
+    await until(lambda: not public._prefixes, timeout_s=10 * LOOK_S)
+    assert (await asked(cluster)).num_public_blocks == 0
+
+
+# ── dry runs ─────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_dry_run_tells_what_would_hit_and_runs_nothing(
+    cluster: Cluster, store: RedisStore, nats_server: NatsServer
+) -> None:
+    request = await asked(cluster)
+    hashes, num_tokens = unpack_hashes(request.block_hashes), len(request.prompt_token_ids) // 4
+    num_submitted = len(cluster.scheduler.submitted)
+    async with an_index(nats_server, *hashes[:2]):
+        response = await cluster.http.post(f"{PREFIXES}/dry_run", json={"request": chat_body()})
+    assert response.status_code == 200, response.text
+    assert response.json() == {
+        "object": "prefix.dry_run",
+        "request": {
+            "prompt_tokens": num_tokens,
+            "cached_tokens": 32,
+            "public_tokens": 0,
+            "index_state": "exact",
+            "workers": [{"worker": "decode-1", "cached_tokens": 32}],
+        },
+        "other": None,
+        "divergence": None,
+    }
+    assert len(cluster.scheduler.submitted) == num_submitted
+
+
+async def test_two_prompts_part_at_a_token(cluster: Cluster, store: RedisStore) -> None:
+    body = {"request": {"prompt": "hello world, how are you"}, "other": {"prompt": "hello fox"}}
+    response = await cluster.http.post(f"{PREFIXES}/dry_run", json=body)
+    assert response.status_code == 200, response.text
+    report = response.json()
+    tokenizer = cluster.gateway.files.tokenizer
+    first, second = (tokenizer.encode([each["prompt"]]) for each in body.values())
+    index = next(n for n, pair in enumerate(zip(first, second, strict=False)) if len({*pair}) > 1)
+    divergence = report["divergence"]
+    assert (divergence["token_index"], divergence["text_before"]) == (index, "hello")
+    assert divergence["request_text"] != divergence["other_text"]
+    assert report["request"]["index_state"] == "exact"  # there is no whole block to ask for
+    longer = body | {"other": {"prompt": "hello world, how are you today"}}
+    divergence = (await cluster.http.post(f"{PREFIXES}/dry_run", json=longer)).json()["divergence"]
+    assert divergence["request_text"] is None and divergence["other_text"]
+    same = body | {"other": body["request"]}
+    report = (await cluster.http.post(f"{PREFIXES}/dry_run", json=same)).json()
+    assert report["divergence"] is None and report["other"] == report["request"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "request"),
+        ({"request": 3}, "request"),
+        ({"request": {"messages": []}}, "messages"),
+        ({"request": {"prompt": ["a", "b"]}}, "request"),
+        ({"request": {"prompt": "a"}, "other": {"prompt": "a", "n": 0}}, "n"),
+        ({"request": {"prompt": "a"}, "other": []}, "other"),
+    ],
+)
+async def test_a_dry_run_refuses_what_the_request_itself_is_refused_for(
+    cluster: Cluster, body: dict[str, object], param: str
+) -> None:
+    response = await cluster.http.post(f"{PREFIXES}/dry_run", json=body)
+    check_envelope(response, 400, "invalid_request", param)
+
+
+# ── sessions ─────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_session_is_named_by_header_or_body_within_its_tenant(
+    cluster: Cluster, store: RedisStore
+) -> None:
+    await store_api_key(store, "key-of-tenant-2", "tenant-2")
+    keys = []
+    for key, header, body in (
+        (API_KEY, None, None),
+        (API_KEY, None, "session-1"),
+        (API_KEY, "session-1", "other"),
+        ("key-of-tenant-2", "session-1", None),
+    ):
+        headers = {"authorization": f"Bearer {key}"}
+        headers |= {} if header is None else {"x-session-affinity": header}
+        fields = {} if body is None else {"prompt_cache_key": body}
+        response = await cluster.http.post(CHAT, json=chat_body() | fields, headers=headers)
+        assert response.status_code == 200
+        keys.append(cluster.scheduler.submitted[-1].affinity_key)
+    none, by_body, by_header, stranger = keys
+    assert none == ""
+    assert by_body == by_header == scoped_affinity_key("tenant-1", "session-1")
+    assert stranger not in keys[:3]

@@ -1,0 +1,163 @@
+"""From a request to the wire: defaults of the model, penalties, prompts. Pure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tokenizers.processors import ByteLevel, TemplateProcessing
+
+from services.gateway.request.generation_request import Generation, max_output_tokens
+from services.gateway.request.preparation import Preparation
+from services.gateway.request.prompt import Echo, TextPrompt, TokenPrompt, echo_of, tokenize
+from services.gateway.request.sampling import Sampling, sampling_params
+from services.gateway.text.model_files import ModelFiles
+from shared.config import GatewayConfig
+from shared.errors import InvalidRequest, PromptTooLong
+from shared.messages import SamplingParams
+from shared.randomness import SystemRandomness
+from shared.tenant import TenantRecord
+from tests.services.gateway.model_dir import write_model_dir
+from tests.services.gateway.peer import CARD
+
+
+def params(tmp_path: Path, defaults: dict[str, Any], **given: Any) -> SamplingParams:
+    model_dir = write_model_dir(tmp_path / "m")
+    (model_dir / "generation_config.json").write_text(json.dumps(defaults))
+    return sampling_params(Sampling(**given), 8, CARD, ModelFiles(model_dir), 11)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "given", "temperature"),
+    [
+        ({}, {}, 1.0),
+        ({"temperature": 0.6}, {}, 0.6),
+        ({"temperature": 0.6}, {"temperature": 0.0}, 0.0),
+        ({"temperature": None}, {}, 1.0),
+        ({"do_sample": True, "temperature": 0.6}, {}, 0.6),
+        ({"do_sample": False, "temperature": 0.6}, {}, 0.0),
+        ({"do_sample": False}, {"temperature": 0.3}, 0.3),
+        ({"do_sample": False}, {"top_p": 0.9}, 1.0),
+        ({"do_sample": False}, {"top_k": 0}, 1.0),
+    ],
+)
+def test_temperature(
+    tmp_path: Path, defaults: dict[str, Any], given: dict[str, Any], temperature: float
+) -> None:
+    assert params(tmp_path, defaults, **given).temperature == temperature
+
+
+def test_every_default_of_the_model_and_its_override(tmp_path: Path) -> None:
+    names = ("top_p", "top_k", "min_p", "repetition_penalty")
+    defaults = {"top_p": 0.8, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
+    given = {"top_p": 0.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 0.5}
+    for expected, fields in ((defaults, {}), (given, given)):
+        found = params(tmp_path, defaults, **fields)
+        assert {name: getattr(found, name) for name in names} == expected
+    assert params(tmp_path, {}, top_k=-1).top_k == 0
+
+
+@pytest.mark.parametrize(
+    ("defaults", "given", "max_tokens"),
+    [({}, None, 33), ({"max_new_tokens": 9}, None, 9), ({"max_new_tokens": 9}, 20, 20)],
+)
+def test_max_tokens(
+    tmp_path: Path, defaults: dict[str, int], given: int | None, max_tokens: int
+) -> None:
+    model_dir = write_model_dir(tmp_path / "m")
+    (model_dir / "generation_config.json").write_text(json.dumps(defaults))
+    config = GatewayConfig(
+        nats_url="nats://x",
+        process_id="g",
+        redis_url="redis://x",
+        model_dir=model_dir,
+        default_max_tokens=33,
+    )
+    prepared = Preparation(config, ModelFiles(model_dir), SystemRandomness()).prepare(
+        Generation(
+            model="tiny", prompt=TextPrompt("a", "prompt"), sampling=Sampling(max_tokens=given)
+        ),
+        CARD,
+        tenant=TenantRecord(tenant_id="t"),
+        request_id="r",
+        max_payload_bytes=2**20,
+    )
+    assert prepared.request.sampling.max_tokens == max_tokens
+
+
+def test_a_bad_word_is_banned_with_and_without_its_space(
+    tmp_path: Path, model_files: ModelFiles
+) -> None:
+    decode = model_files.tokenizer.tokenizer.decode
+    banned = params(tmp_path, {}, bad_words=("  fox", "<|im_end|>")).bad_words
+    spelled = [decode(list(each), skip_special_tokens=False) for each in banned]
+    assert spelled == ["fox", " fox", "<|im_end|>", " <|im_end|>"]
+    assert all(2 not in each for each in banned)  # as text: the special token can be drawn
+
+
+# ── prompts ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_echo(echo: Echo | None, files: ModelFiles) -> None:
+    assert echo is not None
+    place = 0
+    for token_id, offset in zip(echo.token_ids, echo.offsets, strict=True):
+        assert len(echo.text[:offset].encode()) <= place  # a character's tokens begin with it
+        place += len(files.tokenizer.token_bytes[token_id])
+    assert place == len(echo.text.encode())
+
+
+@pytest.mark.parametrize("text", ["the lazy 東京 fox", " a", "<|im_start|>x\n", "😀"])
+def test_echo_of_text_and_of_its_tokens_agree(model_files: ModelFiles, text: str) -> None:
+    echo = echo_of(TextPrompt(text, "prompt"), model_files)
+    check_echo(echo, model_files)
+    assert echo is not None
+    assert echo == echo_of(TokenPrompt(echo.token_ids, "prompt"), model_files)
+
+
+def test_offsets_where_a_tokenizer_leaves_spaces_out_of_spans(
+    tmp_path: Path, model_files: ModelFiles
+) -> None:
+    files = ModelFiles(write_model_dir(tmp_path / "m"))
+    files.tokenizer.tokenizer.post_processor = ByteLevel(trim_offsets=True)
+    prompt = TextPrompt("the lazy 東 dog", "prompt")
+    assert files.tokenizer.tokenizer.encode(prompt.text).offsets[2][0] > 3
+    assert echo_of(prompt, files) == echo_of(prompt, model_files)
+
+
+def test_a_tokenizer_that_adds_a_first_token(tmp_path: Path) -> None:
+    files = ModelFiles(write_model_dir(tmp_path / "m"))
+    files.tokenizer.tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    assert tokenize(TextPrompt("", "prompt"), files, CARD) == [0]
+    echo = echo_of(TextPrompt("hello", "prompt"), files)
+    assert echo is not None
+    assert (echo.text, echo.token_ids[0], echo.offsets[:2]) == ("hello", 0, [0, 0])
+    plain = TextPrompt("hello", "prompt", add_special_tokens=False)
+    assert tokenize(plain, files, CARD) == echo.token_ids[1:]
+    with pytest.raises(InvalidRequest, match="must hold a token"):
+        tokenize(TextPrompt("", "prompt", add_special_tokens=False), files, CARD)
+
+
+@pytest.mark.parametrize(
+    ("options", "longest"),
+    [
+        ({}, 511),
+        ({"has_echo": True}, 511),
+        ({"has_echo": True, "shows_output": False}, 512),  # its own logprobs are all that is told
+        ({"pooling": "last", "shows_output": False}, 512),
+    ],
+)
+def test_a_prompt_fills_the_context_where_nothing_is_shown_behind_it(
+    options: dict[str, Any], longest: int
+) -> None:
+    prompt, sampling = TextPrompt("a", "prompt"), Sampling(max_tokens=1)
+    generation = Generation(model="tiny", prompt=prompt, sampling=sampling, **options)
+    card = msgspec.structs.replace(CARD, max_context_tokens=512)
+    assert max_output_tokens(generation, longest, card, default=9) == 1
+    with pytest.raises(PromptTooLong, match="prompt: a prompt of"):
+        max_output_tokens(generation, longest + 1, card, default=9)

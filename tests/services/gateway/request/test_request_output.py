@@ -1,0 +1,86 @@
+"""What waits for a client: each token's text apart, and one when there are too many."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.request.generation_request import Generation
+from services.gateway.request.preparation import Preparation
+from services.gateway.request.prompt import TokenPrompt
+from services.gateway.request.request_output import MAX_TEXTS, Delivery
+from services.gateway.request.sampling import Sampling
+from services.gateway.text.model_files import ModelFiles
+from shared.clock import MonotonicClock
+from shared.config import GatewayConfig
+from shared.messages import Finish, Served, TokenLogprobs
+from shared.randomness import SystemRandomness
+from shared.tenant import TenantRecord
+from tests.services.gateway.peer import CARD
+
+LENGTH = Finish(reason="length", served=Served(num_cached_tokens=0, prefill_worker_id=None))
+
+
+def delivery_of(config: GatewayConfig, files: ModelFiles, **sampling: object) -> Delivery:
+    preparation = Preparation(config, files, SystemRandomness())
+    generation = Generation(
+        model=CARD.name, prompt=TokenPrompt([5], "prompt"), sampling=Sampling(**sampling)
+    )
+    prepared = preparation.prepare(
+        generation,
+        CARD,
+        tenant=TenantRecord(tenant_id="t"),
+        request_id="r",
+        max_payload_bytes=1 << 20,
+    )
+    assembler = preparation.assembler(prepared)
+    return Delivery(prepared, [assembler], GatewayMetrics(), MonotonicClock())
+
+
+@pytest.fixture
+def letters(model_files: ModelFiles) -> list[int]:
+    return model_files.tokenizer.encode(["abc" * MAX_TEXTS])
+
+
+@pytest.mark.parametrize("num_at_once", [1, 2, 3])
+def test_each_token_is_a_text_however_it_comes_and_however_late_it_is_taken(
+    gateway_config: GatewayConfig, model_files: ModelFiles, letters: list[int], num_at_once: int
+) -> None:
+    delivery = delivery_of(gateway_config, model_files, max_tokens=64)
+    for first in range(0, 3, num_at_once):
+        delivery.on_tokens(0, letters[first : min(first + num_at_once, 3)], ())
+    delivery.on_finish(0, LENGTH)
+    (piece,) = delivery.take()
+    decode = model_files.tokenizer.tokenizer.decode
+    assert piece.texts == [decode([letter]) for letter in letters[:3]]
+    assert piece.finish_reason == "length"
+    assert delivery.take() == []
+
+
+def test_an_ending_without_text_is_a_piece(
+    gateway_config: GatewayConfig, model_files: ModelFiles
+) -> None:
+    delivery = delivery_of(gateway_config, model_files, max_tokens=8)
+    delivery.on_finish(0, LENGTH)
+    assert [(piece.text, piece.finish_reason) for piece in delivery.take()] == [("", "length")]
+
+
+def test_more_than_a_few_texts_leave_in_one(
+    gateway_config: GatewayConfig, model_files: ModelFiles, letters: list[int]
+) -> None:
+    delivery = delivery_of(gateway_config, model_files, max_tokens=400)
+    for num_texts, num_told in [(MAX_TEXTS + 1, 1), (MAX_TEXTS, MAX_TEXTS)]:
+        delivery.on_tokens(0, (letters * 2)[:num_texts], ())
+        (piece,) = delivery.take()
+        assert len(piece.texts) == num_told
+
+
+def test_tokens_with_logprobs_stay_with_their_text(
+    gateway_config: GatewayConfig, model_files: ModelFiles, letters: list[int]
+) -> None:
+    delivery = delivery_of(gateway_config, model_files, max_tokens=64, num_logprobs=0)
+    for token_id in letters[:2]:
+        delivery.on_tokens(0, (token_id,), (TokenLogprobs(-0.5),))
+    (piece,) = delivery.take()
+    assert [token.token_id for token in piece.tokens] == letters[:2]
+    assert piece.text == model_files.tokenizer.tokenizer.decode(letters[:2])

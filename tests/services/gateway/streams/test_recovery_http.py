@@ -1,0 +1,262 @@
+"""What the client does not notice: lost workers, lost messages, lost schedulers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from services.gateway.text.model_files import ModelFiles
+from shared import subjects
+from shared.bus import failure_of
+from shared.config import GatewayConfig
+from shared.errors import WorkerBusy
+from shared.messages import AbortRequest, Finish, Served, TokenBatch, TokenEntry
+from shared.packing import unpack_token_ids
+from tests.servers import NatsServer
+from tests.services.gateway.conftest import ANSWER, Cluster, running_cluster, until
+from tests.services.gateway.openai.test_chat_http import BODY, CHAT, events_of, text_of
+
+WAIT_S = 8
+SLACK_S = 1.5  # of a machine that does other things, too; it took 4 s
+
+
+async def emitted(cluster: Cluster, worker: int, position: int) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while (await cluster.decodes[worker].emitted.get()).first_position < position:
+            pass
+
+
+async def first_token_seen(cluster: Cluster) -> None:
+    """The worker's word alone does not mean that `Placed` has reached the gateway."""
+    async with asyncio.timeout(WAIT_S):
+        while "ttft_seconds_count 1.0" not in (await cluster.http.get("/metrics")).text:
+            pass
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+async def test_lost_worker_is_replaced(cluster: Cluster, is_killed: bool) -> None:
+    """Killed, or hung: its heartbeats go on, its step counter stands still."""
+    first, second = cluster.decodes
+    first.hold_at = 9
+    running = asyncio.create_task(events_of(cluster, stream_options={"include_usage": True}))
+    await emitted(cluster, 0, 8)
+    if is_killed:
+        await first.die()
+    else:
+        first.is_hung = True
+    async with asyncio.timeout(WAIT_S):
+        events = await running
+    assert text_of(events) == ANSWER
+    assert events[-2]["hearth"]["decode_worker"] == "decode-2"
+    assert events[-2]["hearth"]["num_resubmissions"] == 1
+    assert events[-2]["usage"]["completion_tokens"] == len(second.answer)
+    submit = await cluster.scheduler.submits.get()
+    again = await cluster.scheduler.submits.get()
+    assert again.excluded_workers == ("decode-1",)
+    assert unpack_token_ids(again.request.choices[0].output_token_ids) == first.answer[:9]
+    assert again.request.sampling.seed == submit.request.sampling.seed
+    assert again.attempt > submit.attempt
+    assert second.emitted.get_nowait().first_position == 9
+    if is_killed:
+        return
+    first.is_hung = False
+    assert (await first.aborts.get()).reason == "superseded"  # fenced when it wakes
+
+
+async def test_worker_that_says_goodbye_is_replaced_at_once(cluster: Cluster) -> None:
+    first = cluster.decodes[0]
+    first.hold_at = 5
+    running = asyncio.create_task(events_of(cluster))
+    await emitted(cluster, 0, 4)
+    await first_token_seen(cluster)
+    cluster.scheduler.workers = cluster.decodes[1:]
+    await first.heart.stop()
+    async with asyncio.timeout(WAIT_S):
+        assert text_of(await running) == ANSWER
+
+
+async def test_without_any_scheduler_the_answer_is_503_within_a_second(cluster: Cluster) -> None:
+    await cluster.scheduler.stop()
+    started = time.monotonic()
+    response = await cluster.http.post(CHAT, json=BODY)
+    assert response.status_code == 503
+    assert float(response.headers["retry-after"]) > 0
+    assert time.monotonic() - started < 1.0 + SLACK_S
+
+
+async def test_lost_token_message_is_sent_again(cluster: Cluster) -> None:
+    waiting = {3, 4, 11}
+
+    def loses(entry: TokenEntry) -> bool:
+        is_lost = entry.first_position in waiting
+        waiting.discard(entry.first_position)
+        return is_lost
+
+    cluster.decodes[0].loses = loses
+    assert text_of(await events_of(cluster)) == ANSWER
+    assert cluster.scheduler.submits.qsize() == 1
+
+
+async def test_lost_messages_of_several_choices(cluster: Cluster) -> None:
+    """Also the ending of one while the others go on."""
+    decode = cluster.decodes[0]
+    decode.answers = {1: decode.answer[:7]}
+    waiting = {(0, 3), (1, 3), (1, 7), (2, 0)}
+
+    def loses(entry: TokenEntry) -> bool:
+        place = (entry.choice_index, entry.first_position)
+        is_lost = place in waiting
+        waiting.discard(place)
+        return is_lost
+
+    decode.loses = loses
+    async with asyncio.timeout(WAIT_S):
+        body = (await cluster.http.post(CHAT, json={**BODY, "n": 3})).json()
+    texts = [choice["message"]["content"] for choice in body["choices"]]
+    assert (texts[0], texts[2]) == (ANSWER, ANSWER)
+    assert ANSWER.startswith(texts[1])
+    assert body["usage"]["completion_tokens"] == 2 * len(decode.answer) + 7
+    assert cluster.scheduler.submits.qsize() == 1
+
+
+async def test_lost_ending_is_asked_for(cluster: Cluster) -> None:
+    cluster.decodes[0].loses = lambda entry: entry.finish is not None
+    async with asyncio.timeout(WAIT_S):
+        events = await events_of(cluster)
+    assert text_of(events) == ANSWER
+    assert await cluster.decodes[0].acks.get()
+
+
+async def test_worker_that_forgot_the_placement(cluster: Cluster) -> None:
+    first = cluster.decodes[0]
+    first.hold_at = 5
+    running = asyncio.create_task(events_of(cluster))
+    await emitted(cluster, 0, 4)
+    first.runs.clear()
+    first.hold_at = None
+    async with asyncio.timeout(WAIT_S):
+        assert text_of(await running) == ANSWER
+    assert cluster.scheduler.submits.qsize() == 2
+
+
+async def test_worker_that_hands_back(cluster: Cluster) -> None:
+    first = cluster.decodes[0]
+    first.answer = first.answer[:7]
+    first.finish = Finish(
+        reason="failed",
+        served=Served(num_cached_tokens=0, prefill_worker_id=None),
+        failure=failure_of(WorkerBusy("draining")),
+    )
+    assert text_of(await events_of(cluster)) == ANSWER
+
+
+async def test_keepalive_missing_submits_again(cluster: Cluster) -> None:
+    scheduler = cluster.scheduler
+    scheduler.is_holding, scheduler.sends_keepalives = True, False
+    running = asyncio.create_task(cluster.http.post(CHAT, json=BODY))
+    await scheduler.submits.get()
+    async with asyncio.timeout(WAIT_S):
+        await scheduler.submits.get()
+        assert await scheduler.cancels.get()
+        scheduler.is_holding = False
+        assert (await running).status_code == 200
+
+
+async def test_keepalives_hold_the_place(cluster: Cluster) -> None:
+    cluster.scheduler.is_holding = True
+    running = asyncio.create_task(cluster.http.post(CHAT, json=BODY))
+    await cluster.scheduler.submits.get()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(cluster.scheduler.submits.get(), 2.0)
+    cluster.scheduler.is_holding = False
+    assert (await running).status_code == 200
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_client_gone_aborts(cluster: Cluster, is_stream: bool) -> None:
+    cluster.decodes[0].hold_at = 5
+    body = {**BODY, "stream": is_stream}
+    running = asyncio.create_task(cluster.http.post(CHAT, json=body))
+    await emitted(cluster, 0, 4)
+    await first_token_seen(cluster)
+    running.cancel()
+    async with asyncio.timeout(WAIT_S):
+        assert (await cluster.decodes[0].aborts.get()).reason == "client_gone"
+        metrics = (await cluster.http.get("/metrics")).text
+    assert 'hearth_gateway_requests_total{outcome="client_gone"} 1.0' in metrics
+    assert "hearth_gateway_open_streams 0.0" in metrics
+
+
+async def test_client_gone_while_queued_cancels(cluster: Cluster) -> None:
+    cluster.scheduler.is_holding = True
+    running = asyncio.create_task(cluster.http.post(CHAT, json=BODY))
+    message = await cluster.scheduler.submits.get()
+    await until(lambda: message.request.request_id in cluster.scheduler.queued)
+    running.cancel()
+    async with asyncio.timeout(WAIT_S):
+        assert await cluster.scheduler.cancels.get() == message.request.request_id
+
+
+async def test_foreign_placement_is_aborted(cluster: Cluster) -> None:
+    worker = cluster.decodes[0]
+    entry = TokenEntry(b"f" * 16, 0, 0, (5, 6))
+    batch = TokenBatch(worker_id=worker.worker_id, entries=(entry,))
+    await worker.bus.publish(subjects.tokens("gateway-1"), batch)
+    async with asyncio.timeout(WAIT_S):
+        abort = await worker.aborts.get()
+    assert abort == AbortRequest(placement_id=b"f" * 16, reason="fenced")
+
+
+async def test_second_placement_is_superseded(cluster: Cluster) -> None:
+    first, second = cluster.decodes
+    first.hold_at = 5
+    running = asyncio.create_task(events_of(cluster))
+    await emitted(cluster, 0, 4)
+    request = (await cluster.scheduler.submits.get()).request
+    second.hold_at = 0
+    placement_id = await cluster.scheduler.place(request, second)
+    async with asyncio.timeout(WAIT_S):
+        abort = await second.aborts.get()
+    assert abort == AbortRequest(placement_id=placement_id, reason="superseded")
+    first.released.set()
+    assert text_of(await running) == ANSWER
+
+
+@pytest.mark.parametrize("lost_positions", [{5, 6, 7}, set()])
+async def test_bus_restart_blames_nobody(
+    tmp_path: Path,
+    gateway_config: GatewayConfig,
+    model_files: ModelFiles,
+    lost_positions: set[int],
+) -> None:
+    server = NatsServer(tmp_path)
+    config = msgspec.structs.replace(gateway_config, nats_url=server.url("gateway-1"))
+    async with running_cluster(server, config, model_files) as cluster:
+        first = cluster.decodes[0]
+        first.hold_at = 5
+        first.loses = lambda entry: entry.first_position in lost_positions
+        running = asyncio.create_task(events_of(cluster))
+        await emitted(cluster, 0, 4)
+        await first_token_seen(cluster)
+        server.stop()
+        await until(lambda: cluster.gateway.readiness().reason == "not connected to the bus")
+        assert (await cluster.http.get("/ready")).status_code == 503
+        await asyncio.sleep(2.5)  # longer than every limit on silence
+        server.start()
+        first.released.set()
+        async with asyncio.timeout(WAIT_S):
+            assert text_of(await running) == ANSWER
+        assert cluster.scheduler.submits.qsize() == 1
+    server.stop()
+
+
+async def test_slow_client_gets_everything(cluster: Cluster) -> None:
+    body = {**BODY, "stream": True}
+    async with cluster.http.stream("POST", CHAT, json=body) as response:
+        await cluster.decodes[0].acks.get()  # all is generated before the client reads on
+        text = (await response.aread()).decode()
+    assert text.endswith("data: [DONE]\n\n")

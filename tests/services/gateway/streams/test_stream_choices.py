@@ -1,0 +1,286 @@
+"""The recovery core with several choices and with logprobs, up to any network one may draw."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.gateway.streams import streams as core
+from services.gateway.streams.actions import Publish, Resend, Submit
+from services.gateway.streams.stream import End
+from services.gateway.streams.streams import Streams
+from shared.errors import RequestTimeout, UnknownPlacement
+from shared.messages import (
+    AbortRequest,
+    AckFinished,
+    Choice,
+    Finish,
+    ResendTokens,
+    SamplingParams,
+    SubmitRequest,
+    TokenBatch,
+    TokenEntry,
+    TokenLogprobs,
+)
+from shared.packing import unpack_token_ids
+from shared.subjects import control
+from tests.services.gateway.streams.test_streams import (
+    P1,
+    P2,
+    SERVED,
+    STOP,
+    Recorder,
+    Rig,
+    abort,
+    request,
+    running,
+)
+
+
+class Choices(Rig):
+    """A running request of two choices; choice 0 meets a stop string at its second token."""
+
+    def __init__(self, *, num_choices: int = 2, num_logprobs: int | None = None) -> None:
+        super().__init__()
+        sampling = SamplingParams(seed=1, max_tokens=100, num_logprobs=num_logprobs)
+        choices = tuple(Choice(choice_index=index) for index in range(num_choices))
+        self.streams = Streams("g")
+        self.client = ChoiceRecorder()
+        opened = msgspec.structs.replace(request(), sampling=sampling, choices=choices)
+        self.streams.open(opened, self.client, self.now)
+        self.queue()
+        self.place()
+        self.actions()
+
+    def entry(self, entry: TokenEntry, worker_id: str = "w1") -> None:
+        self.streams.on_token_batch(TokenBatch(worker_id=worker_id, entries=(entry,)), self.now)
+
+    def told(self, index: int, first: int, *token_ids: int, finish: Finish | None = None) -> None:
+        self.entry(TokenEntry(P1, index, first, token_ids, finish))
+
+
+class ChoiceRecorder(Recorder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_choice: dict[int, list[int]] = {}
+        self.logprobs: list[float] = []
+
+    def on_tokens(
+        self, choice_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> bool:
+        known = self.by_choice.setdefault(choice_index, [])
+        known += token_ids
+        self.logprobs += [each.logprob for each in logprobs]
+        return choice_index != 0 or len(known) < 2
+
+
+def stop(choice_index: int) -> tuple[str, AbortRequest]:
+    message = AbortRequest(placement_id=P1, reason="stop", choice_index=choice_index)
+    return control("decode", "w1"), message
+
+
+def test_one_choice_is_stopped_alone_and_the_last_takes_the_placement() -> None:
+    rig = Choices()
+    rig.told(0, 0, 5, 6)
+    assert rig.published() == [stop(0)]
+    rig.told(1, 0, 7, finish=STOP)
+    assert rig.published() == [abort("w1", P1, "stop")]  # the first abort may be lost
+    assert rig.client.by_choice == {0: [5, 6], 1: [7]}
+    assert rig.client.ends == [End(None, "w1", 0)]
+
+
+def test_a_lost_stop_is_said_again_when_the_choice_goes_on() -> None:
+    rig = Choices()
+    rig.told(0, 0, 5, 6)
+    rig.actions()
+    rig.told(0, 2, 7)
+    assert rig.actions() == []  # it was under way
+    rig.tick(1.0)
+    rig.told(0, 3, 8)
+    rig.told(0, 4, 9)
+    assert rig.published() == [stop(0)]
+    rig.told(1, 0, 7)
+    rig.tick(1.0)
+    rig.told(0, 5, 9, finish=STOP)  # it ended by itself
+    assert rig.actions() == []
+    assert rig.client.by_choice[0] == [5, 6]
+
+
+def test_a_choice_stopped_in_its_last_entry_needs_no_abort() -> None:
+    rig = Choices()
+    rig.told(0, 0, 5, 6, finish=STOP)
+    assert rig.actions() == []
+    rig.told(1, 0, 7, finish=STOP)
+    assert [message for _, message in rig.published()] == [AckFinished(placement_ids=(P1,))]
+
+
+def test_only_unfinished_choices_are_submitted_again() -> None:
+    rig = Choices(num_choices=4)
+    rig.told(0, 0, 5, 6)  # stopped
+    rig.told(1, 0, 7, finish=STOP)
+    rig.told(2, 0, 8, 9)
+    rig.actions()
+    rig.streams.on_worker_lost("w1", rig.now, is_excluded=True)
+    choices = rig.submit().request.choices
+    assert [each.choice_index for each in choices] == [2, 3]
+    assert [unpack_token_ids(each.output_token_ids) for each in choices] == [[8, 9], []]
+    rig.place(P2, "w2")
+    for index, first in ((2, 2), (3, 0)):
+        rig.entry(TokenEntry(P2, index, first, (4,), STOP), "w2")
+    assert rig.client.by_choice == {0: [5, 6], 1: [7], 2: [8, 9, 4], 3: [4]}
+    assert [message for _, message in rig.published()] == [AckFinished(placement_ids=(P2,))]
+
+
+def test_a_resend_that_a_stop_overtook_blames_nobody() -> None:
+    rig = Choices()
+    rig.told(0, 1, 6)
+    (resend,) = rig.actions()
+    rig.told(0, 0, 5)
+    assert rig.published() == [stop(0)]
+    error = UnknownPlacement("that choice is gone")
+    rig.streams.on_resend_failed(resend.message, error, rig.now, is_bus_trusted=True)
+    assert rig.actions() == []
+
+
+def test_a_silent_choice_is_asked_for_while_another_talks() -> None:
+    rig = Choices()
+    rig.tick(core.QUIET_LIMIT_S - 0.1)
+    rig.told(1, 0, 7)
+    rig.tick(0.1)
+    (action,) = rig.actions()
+    assert action.message == ResendTokens(placement_id=P1, choice_index=0, from_position=0)
+
+
+def test_failed_resends_count_for_each_choice() -> None:
+    rig = Choices(num_choices=core.MAX_FAILED_RESENDS)
+    rig.tick(core.QUIET_LIMIT_S)
+    for action in rig.actions():
+        error = RequestTimeout("no reply")
+        rig.streams.on_resend_failed(action.message, error, rig.now, is_bus_trusted=True)
+    assert rig.actions() == []
+    rig.tick(core.RESEND_RETRY_S)
+    assert len(rig.actions()) == core.MAX_FAILED_RESENDS
+
+
+def test_an_ending_known_from_the_last_token_keeps_who_served() -> None:
+    rig = running(max_tokens=1)
+    entry = TokenEntry(P1, 0, 0, (5,), None, SERVED)
+    rig.streams.on_token_batch(TokenBatch(worker_id="w1", entries=(entry,)), rig.now)
+    rig.streams.on_worker_lost("w1", rig.now, is_excluded=True)
+    (finish,) = rig.client.finishes
+    assert finish.served == SERVED
+
+
+# ── logprobs ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def scored(first: int, end: int, finish: Finish | None = None) -> TokenEntry:
+    """Of choice 1; the token at a position, and its logprob, are the position."""
+    places = range(first, end)
+    logprobs = tuple(TokenLogprobs(float(place)) for place in places)
+    return TokenEntry(P1, 1, first, tuple(places), finish, logprobs=logprobs)
+
+
+def test_logprobs_keep_step_through_overlaps_and_gaps() -> None:
+    rig = Choices(num_logprobs=0)
+    for first, end in ((0, 2), (1, 3), (5, 7), (6, 8), (3, 6), (0, 9)):
+        rig.entry(scored(first, end))
+    assert rig.client.by_choice[1] == list(range(9))
+    assert rig.client.logprobs == [float(place) for place in range(9)]
+
+
+def test_tokens_without_the_logprobs_that_were_asked_for_end_the_request() -> None:
+    rig = Choices(num_logprobs=0)
+    rig.told(1, 0, 5)
+    assert "logprobs" in str(rig.client.error)
+    assert rig.published() == [abort("w1", P1, "failed")]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    loss=st.sampled_from([0.0, 0.2, 0.5]),
+    num_choices=st.integers(1, 3),
+)
+def test_any_network_gives_the_same_tokens_and_one_ending(
+    seed: int, loss: float, num_choices: int
+) -> None:
+    """Entries are lost, doubled and shuffled, workers die; resends and placements get through.
+
+    Choice 0 stops after its second token, and a worker that was told so forgets it.
+    """
+    draw = random.Random(seed)
+    rig = Choices(num_choices=num_choices, num_logprobs=0)
+    answers = [
+        [100 * index + place for place in range(draw.randrange(1, 30))]
+        for index in range(num_choices)
+    ]
+    placements: dict[bytes, dict[int, int]] = {P1: dict.fromkeys(range(num_choices), 0)}
+
+    def worker_of(placement_id: bytes) -> str:
+        return f"w{list(placements).index(placement_id) + 1}"
+
+    def entry_of(placement_id: bytes, index: int, start: int, end: int) -> TokenEntry:
+        answer = answers[index]
+        tokens = tuple(answer[start:end])
+        scores = tuple(TokenLogprobs(float(token)) for token in tokens)
+        finish = STOP if end == len(answer) else None
+        return TokenEntry(placement_id, index, start, tokens, finish, logprobs=scores)
+
+    def place(message: SubmitRequest) -> None:
+        rig.queue(message.attempt)
+        placement_id = draw.randbytes(16)
+        placements[placement_id] = {
+            choice.choice_index: len(unpack_token_ids(choice.output_token_ids))
+            for choice in message.request.choices
+        }
+        rig.place(placement_id, worker_of(placement_id))
+
+    def resend(worker_id: str, message: ResendTokens) -> None:
+        index, start = message.choice_index, message.from_position
+        if index not in placements[message.placement_id]:
+            error = UnknownPlacement("forgotten")
+            rig.streams.on_resend_failed(message, error, rig.now, is_bus_trusted=True)
+            return
+        end = draw.randrange(start, len(answers[index]) + 1)
+        entry = entry_of(message.placement_id, index, start, end)
+        batch = TokenBatch(worker_id=worker_id, entries=(entry,))
+        rig.streams.on_resent(message, batch, rig.now)
+
+    for _ in range(1200):
+        for action in rig.actions():
+            match action:
+                case Submit(message):
+                    place(message)
+                case Resend(worker_id, message):
+                    resend(worker_id, message)
+                case Publish(message=AbortRequest() as message) if draw.random() >= loss:
+                    if message.choice_index is not None:
+                        placements[message.placement_id].pop(message.choice_index, None)
+        if rig.client.ends:
+            break
+        placement_id = draw.choice(list(placements))
+        if placements[placement_id]:
+            index = draw.choice(list(placements[placement_id]))
+            start = draw.randrange(placements[placement_id][index], len(answers[index]) + 1)
+            end = min(len(answers[index]), start + draw.randrange(4))
+            if draw.random() >= loss:
+                entry = entry_of(placement_id, index, start, end)
+                batch = TokenBatch(worker_id=worker_of(placement_id), entries=(entry,))
+                rig.streams.on_token_batch(batch, rig.now)
+        if draw.random() < 0.01 and len(placements) < 4:
+            rig.streams.on_worker_lost(f"w{len(placements)}", rig.now, is_excluded=True)
+        rig.tick(0.04)
+    assert rig.client.error is None
+    assert len(rig.streams) == 0
+    told = rig.client.by_choice
+    assert told[0][:2] == answers[0][:2]
+    assert told[0] == answers[0][: len(told[0])]
+    assert [told[index] for index in range(1, num_choices)] == answers[1:]
+    assert sorted(rig.client.logprobs) == sorted(
+        float(each) for tokens in told.values() for each in tokens
+    )

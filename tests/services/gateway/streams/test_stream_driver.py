@@ -1,0 +1,87 @@
+"""The recovery core on a bus: what it says, and when."""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.gateway.streams.stream_driver import Recovery
+from shared.health import TICK_S
+from shared.heartbeat import Heart
+from shared.messages import (
+    AbortRequest,
+    AckFinished,
+    Finish,
+    Placed,
+    Queued,
+    Served,
+    SubmitRequest,
+    TokenBatch,
+    TokenEntry,
+)
+from shared.subjects import SUBMIT, control, placement, tokens
+from tests.services.gateway.streams.test_streams import Recorder, request
+from tests.simulation.bus import SimulatedNetwork
+from tests.simulation.clock import VirtualClock, run
+from tests.simulation.randomness import SeededRandomness
+
+LENGTH = Finish(reason="length", served=Served(num_cached_tokens=0, prefill_worker_id=None))
+
+
+class Cluster:
+    def __init__(self) -> None:
+        network, clock = SimulatedNetwork(), VirtualClock()
+        self.gateway, self.scheduler = network.bus("gateway-1"), network.bus("scheduler-1")
+        self.worker = network.bus("decode-1")
+        heart = Heart(self.gateway, clock, SeededRandomness(1), roles=("gateway",))
+        self.recovery = Recovery(self.gateway, clock, heart)
+        self.acknowledged: list[tuple[bytes, ...]] = []
+
+    async def start(self) -> None:
+        await self.recovery.start()
+        queued = Queued(scheduler_id="scheduler-1", num_ahead=0)
+        await self.scheduler.serve(SUBMIT, SubmitRequest, lambda _: queued)
+        messages = AbortRequest | AckFinished
+        await self.worker.subscribe(control("decode", "decode-1"), messages, self._hear)
+
+    def _hear(self, message: AbortRequest | AckFinished) -> None:
+        assert isinstance(message, AckFinished)
+        self.acknowledged.append(message.placement_ids)
+
+    async def answer(self, number: int) -> bytes:
+        """One request, from its submission to its end; its placement id."""
+        receiver, placement_id = Recorder(), bytes([number]) * 16
+        self.recovery.open(request(f"r{number}"), receiver)
+        placed = Placed(request_id=f"r{number}", placement_id=placement_id, worker_id="decode-1")
+        await self.scheduler.publish(placement("gateway-1"), placed)
+        entry = TokenEntry(placement_id, 0, 0, (7,), LENGTH)
+        await self.worker.publish(
+            tokens("gateway-1"), TokenBatch(worker_id="decode-1", entries=(entry,))
+        )
+        await self.recovery.idle()
+        assert [end.error for end in receiver.ends] == [None]
+        return placement_id
+
+
+def test_what_ended_between_two_ticks_is_acknowledged_in_one_message() -> None:
+    async def main() -> None:
+        it = Cluster()
+        await it.start()
+        ended = [await it.answer(number) for number in (1, 2, 3)]
+        assert it.acknowledged == []
+        await asyncio.sleep(2 * TICK_S)
+        assert it.acknowledged == [tuple(ended)]
+        await it.recovery.stop()
+
+    run(main())
+
+
+def test_who_stops_acknowledges_before() -> None:
+    async def main() -> None:
+        it = Cluster()
+        await it.start()
+        ended = await it.answer(1)
+        await it.recovery.stop()
+        await asyncio.sleep(TICK_S / 2)
+        assert it.acknowledged == [(ended,)]
+
+    run(main())

@@ -1,0 +1,693 @@
+"""The recovery core alone: every event that can reach it, and what it makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from services.gateway.streams import streams as core
+from services.gateway.streams.actions import Publish, Resend, Submit
+from services.gateway.streams.choice_tokens import MAX_AHEAD_ENTRIES, ChoiceTokens
+from services.gateway.streams.early_entries import (
+    EARLY_LIMIT_S,
+    MAX_EARLY_ENTRIES,
+    MAX_EARLY_VALUES,
+    MAX_RETIRED,
+    EarlyEntries,
+    RetiredPlacements,
+)
+from services.gateway.streams.stream import TRANSITIONS, End, IllegalTransition, State, Stream
+from services.gateway.streams.streams import Streams
+from shared.errors import (
+    DeadlineExceeded,
+    HearthError,
+    InvalidRequest,
+    NoCapacity,
+    NoResponders,
+    Overloaded,
+    RequestTimeout,
+    UnknownPlacement,
+    WorkerBusy,
+)
+from shared.messages import (
+    AbortRequest,
+    AckFinished,
+    CancelQueued,
+    Choice,
+    Failure,
+    Finish,
+    Placed,
+    PlacementFailed,
+    Queued,
+    QueueKeepalive,
+    Request,
+    ResendTokens,
+    SamplingParams,
+    Served,
+    TokenBatch,
+    TokenEntry,
+    TokenLogprobs,
+)
+from shared.packing import unpack_token_ids
+from shared.subjects import cancel, control
+
+P1, P2, P3 = b"1" * 16, b"2" * 16, b"3" * 16
+SERVED = Served(num_cached_tokens=1, prefill_worker_id=None)
+STOP = Finish(reason="stop", served=SERVED)
+QUEUED = Queued(scheduler_id="s1", num_ahead=0)
+
+
+def request(request_id: str = "r1", max_tokens: int = 100) -> Request:
+    return Request(
+        request_id=request_id,
+        tenant_id="t",
+        gateway_id="g",
+        model="m",
+        revision="r",
+        cache_root=b"",
+        prompt_token_ids=b"",
+        block_hashes=b"",
+        sampling=SamplingParams(seed=1, max_tokens=max_tokens),
+        choices=(Choice(choice_index=0),),
+        deadline_s=60.0,
+    )
+
+
+class Recorder:
+    def __init__(self, stops_at: int | None = None) -> None:
+        self.tokens: list[int] = []
+        self.finishes: list[Finish] = []
+        self.ends: list[End] = []
+        self.served: list[Served] = []
+        self.prompt_logprobs: list[list[TokenLogprobs]] = []
+        self.stops_at = stops_at
+
+    def on_tokens(
+        self, choice_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> bool:
+        self.tokens += token_ids
+        return self.stops_at is None or len(self.tokens) < self.stops_at
+
+    def on_served(self, choice_index: int, served: Served) -> None:
+        self.served.append(served)
+
+    def on_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
+        self.prompt_logprobs.append(list(logprobs))
+
+    def on_finish(self, choice_index: int, finish: Finish) -> None:
+        self.finishes.append(finish)
+
+    def on_end(self, end: End) -> None:
+        self.ends.append(end)
+
+    @property
+    def error(self) -> HearthError | None:
+        (end,) = self.ends
+        return end.error
+
+
+class Rig:
+    """Streams with one open request and a clock in the hand."""
+
+    def __init__(self, *, stops_at: int | None = None, max_tokens: int = 100) -> None:
+        self.streams = Streams("g")
+        self.now = 10.0
+        self.client = Recorder(stops_at)
+        self.streams.open(request(max_tokens=max_tokens), self.client, self.now)
+
+    def actions(self) -> list[Any]:
+        return self.streams.take_actions()
+
+    def submit(self) -> Any:
+        (action,) = (each for each in self.actions() if isinstance(each, Submit))
+        return action.message
+
+    def published(self) -> list[tuple[str, Any]]:
+        actions = self.actions()
+        return [(each.subject, each.message) for each in actions if isinstance(each, Publish)]
+
+    def queue(self, attempt: int = 1) -> None:
+        self.streams.on_queued("r1", attempt, QUEUED, self.now)
+
+    def place(self, placement_id: bytes = P1, worker_id: str = "w1") -> None:
+        placed = Placed(request_id="r1", placement_id=placement_id, worker_id=worker_id)
+        self.streams.on_placed(placed, self.now)
+
+    def tokens(
+        self,
+        first_position: int,
+        *token_ids: int,
+        finish: Finish | None = None,
+        placement_id: bytes = P1,
+        worker_id: str = "w1",
+    ) -> None:
+        entry = TokenEntry(placement_id, 0, first_position, token_ids, finish)
+        batch = TokenBatch(worker_id=worker_id, entries=(entry,))
+        self.streams.on_token_batch(batch, self.now)
+
+    def refuse(self, error: HearthError, attempt: int = 1, *, is_bus_trusted: bool = True) -> None:
+        self.streams.on_refused("r1", attempt, error, self.now, is_bus_trusted=is_bus_trusted)
+
+    def tick(self, delay_s: float, *, is_bus_trusted: bool = True) -> None:
+        self.now += delay_s
+        self.streams.tick(self.now, is_bus_trusted=is_bus_trusted)
+
+
+def running(**fields: Any) -> Rig:
+    rig = Rig(**fields)
+    rig.queue()
+    rig.place()
+    rig.actions()
+    return rig
+
+
+def cancelling(scheduler_id: str, *, attempt: int | None = 1) -> tuple[str, CancelQueued]:
+    message = CancelQueued(request_id="r1", gateway_id="g", attempt=attempt)
+    return cancel(scheduler_id), message
+
+
+def failing(failure: Failure, *, attempt: int = 1, scheduler_id: str = "s1") -> PlacementFailed:
+    return PlacementFailed(
+        request_id="r1", scheduler_id=scheduler_id, attempt=attempt, failure=failure
+    )
+
+
+def abort(worker_id: str, placement_id: bytes, reason: Any) -> tuple[str, AbortRequest]:
+    message = AbortRequest(placement_id=placement_id, reason=reason)
+    return control("decode", worker_id), message
+
+
+def test_the_plain_life_of_a_request() -> None:
+    rig = Rig()
+    assert rig.submit().attempt == 1
+    rig.queue()
+    rig.place()
+    rig.tokens(0, 5, 6)
+    rig.tokens(2, 7, finish=STOP)
+    assert rig.client.tokens == [5, 6, 7]
+    assert rig.client.finishes == [STOP]
+    assert rig.client.ends == [End(None, "w1", 0)]
+    ack = AckFinished(placement_ids=(P1,))
+    assert rig.published() == [(control("decode", "w1"), ack)]
+    assert len(rig.streams) == 0
+
+
+def test_placed_may_overtake_queued_and_tokens_may_overtake_placed() -> None:
+    rig = Rig()
+    rig.tokens(0, 5)
+    rig.tokens(1, 6, finish=STOP)
+    assert rig.client.tokens == []
+    rig.place()
+    rig.queue()
+    assert rig.client.tokens == [5, 6]
+    assert rig.client.error is None
+
+
+def test_early_tokens_that_nobody_names_are_fenced_once() -> None:
+    rig = Rig()
+    rig.actions()
+    rig.tokens(0, 5, placement_id=P2, worker_id="w2")
+    rig.tick(EARLY_LIMIT_S)
+    assert rig.published() == [abort("w2", P2, "fenced")]
+    rig.tokens(1, 6, placement_id=P2, worker_id="w2")
+    assert rig.published() == []
+    rig.tick(1.0)
+    rig.tokens(2, 6, placement_id=P2, worker_id="w2")
+    assert rig.published() == [abort("w2", P2, "fenced")]
+    rig.place(P2, "w2")  # named too late: it was aborted
+    assert rig.submit().attempt == 2
+
+
+def test_duplicates_overlaps_and_reordering() -> None:
+    rig = running()
+    rig.tokens(0, 5, 6)
+    rig.tokens(0, 5, 6)
+    rig.tokens(1, 6, 7)
+    rig.tokens(4, 9)
+    assert [type(action) for action in rig.actions()] == [Resend]
+    rig.tokens(5, 10)
+    assert rig.actions() == []  # one is under way
+    rig.tokens(3, 8)
+    assert rig.client.tokens == [5, 6, 7, 8, 9, 10]
+
+
+def test_gap_is_filled_by_resend() -> None:
+    rig = running()
+    rig.tokens(0, 5)
+    rig.tokens(2, 7)
+    (action,) = rig.actions()
+    assert action == Resend("w1", ResendTokens(placement_id=P1, choice_index=0, from_position=1))
+    entry = TokenEntry(P1, 0, 1, (6, 7, 8), STOP)
+    batch = TokenBatch(worker_id="w1", entries=(entry,))
+    rig.streams.on_resent(action.message, batch, rig.now)
+    assert rig.client.tokens == [5, 6, 7, 8]
+    assert rig.client.error is None
+
+
+def test_silence_asks_then_gives_the_worker_up() -> None:
+    rig = running()
+    rig.tokens(0, 5)
+    for attempt in range(core.MAX_FAILED_RESENDS):
+        rig.tick(core.QUIET_LIMIT_S if attempt == 0 else core.RESEND_RETRY_S)
+        (action,) = rig.actions()
+        assert isinstance(action, Resend)
+        error = RequestTimeout("no reply")
+        rig.streams.on_resend_failed(action.message, error, rig.now, is_bus_trusted=True)
+    message = rig.submit()
+    assert message.excluded_workers == ("w1",)
+    assert unpack_token_ids(message.request.choices[0].output_token_ids) == [5]
+
+
+def test_a_silent_bus_blames_nobody() -> None:
+    rig = running()
+    rig.tick(core.QUIET_LIMIT_S)
+    for _ in range(20):
+        for action in rig.actions():
+            error = RequestTimeout("no reply")
+            rig.streams.on_resend_failed(action.message, error, rig.now, is_bus_trusted=False)
+        rig.tick(core.RESEND_RETRY_S, is_bus_trusted=False)
+    assert not any(isinstance(action, Submit) for action in rig.actions())
+    rig = Rig()
+    rig.queue()
+    rig.actions()
+    rig.tick(30.0, is_bus_trusted=False)
+    rig.tick(core.KEEPALIVE_LIMIT_S - 0.1)
+    assert rig.actions() == []
+
+
+def test_once_the_bus_is_back_a_silent_choice_is_asked_for_soon() -> None:
+    """Its ending may have been lost with the connection, and then nothing would show a gap."""
+    rig = running()
+    rig.tokens(0, 5)
+    rig.streams.on_bus_back(rig.now)
+    rig.tick(core.RESEND_RETRY_S / 2)
+    rig.tokens(1, 6)
+    rig.tick(core.RESEND_RETRY_S)
+    assert rig.actions() == []  # it went on by itself
+    rig.streams.on_bus_back(rig.now)
+    rig.tick(core.RESEND_RETRY_S)
+    (resend,) = rig.actions()
+    assert isinstance(resend, Resend)
+    assert resend.message.from_position == 2
+
+
+def test_unknown_placement_is_submitted_again_without_exclusion() -> None:
+    rig = running()
+    rig.tick(core.QUIET_LIMIT_S)
+    (action,) = rig.actions()
+    error = UnknownPlacement("gone")
+    rig.streams.on_resend_failed(action.message, error, rig.now, is_bus_trusted=False)
+    message = rig.submit()
+    assert (message.attempt, message.excluded_workers) == (2, ())
+
+
+def test_lost_worker_is_fenced_and_replaced() -> None:
+    rig = running()
+    rig.tokens(0, 5, 6)
+    rig.tokens(3, 8)
+    rig.actions()
+    rig.streams.on_worker_lost("w1", rig.now, is_excluded=True)
+    first, second = rig.actions()
+    assert (first.subject, first.message) == abort("w1", P1, "superseded")
+    assert second.message.excluded_workers == ("w1",)
+    assert second.message.request.deadline_s == 60.0
+    rig.tokens(2, 7)  # of the old placement: not believed
+    rig.queue(attempt=2)
+    rig.place(P2, "w2")
+    rig.tokens(2, 70, placement_id=P2, worker_id="w2")
+    assert rig.client.tokens == [5, 6, 70]  # nor what waited of the old one
+    rig.tokens(3, 80, finish=STOP, placement_id=P2, worker_id="w2")
+    assert rig.client.ends == [End(None, "w2", 1)]
+
+
+def test_placed_on_an_excluded_worker_is_refused() -> None:
+    rig = running()
+    rig.streams.on_worker_lost("w1", rig.now, is_excluded=True)
+    rig.actions()
+    rig.place(P2, "w1")
+    published = [each for each in rig.actions() if isinstance(each, Publish)]
+    assert (published[0].subject, published[0].message) == abort("w1", P2, "superseded")
+
+
+def test_lost_after_the_last_token_ends_without_another_try() -> None:
+    rig = running(max_tokens=2)
+    rig.tokens(0, 5, 6)
+    rig.streams.on_worker_lost("w1", rig.now, is_excluded=True)
+    assert [finish.reason for finish in rig.client.finishes] == ["length"]
+    assert rig.client.error is None
+    assert not any(isinstance(action, Submit) for action in rig.actions())
+
+
+def test_the_budget_of_resubmissions_ends() -> None:
+    rig = running()
+    for attempt in range(core.MAX_RESUBMISSIONS):
+        rig.streams.on_worker_lost("w1", rig.now, is_excluded=False)
+        assert rig.submit().attempt == attempt + 2
+        rig.place(bytes([attempt]) * 16, "w1")
+    rig.streams.on_worker_lost("w1", rig.now, is_excluded=False)
+    assert isinstance(rig.client.error, NoCapacity)
+
+
+@pytest.mark.parametrize("code", [WorkerBusy.code, NoCapacity.code, RequestTimeout.code])
+def test_retryable_failure_goes_on_elsewhere(code: str) -> None:
+    rig = running()
+    failure = Failure(code=code, message="handed back")
+    finish = Finish(reason="failed", served=SERVED, failure=failure)
+    rig.tokens(0, 5, finish=finish)
+    ack, submit = rig.actions()
+    assert ack.message == AckFinished(placement_ids=(P1,))
+    assert submit.message.excluded_workers == ("w1",)
+    assert unpack_token_ids(submit.message.request.choices[0].output_token_ids) == [5]
+    rig.place(P2, "w2")
+    rig.tokens(1, 6, finish=STOP, placement_id=P2, worker_id="w2")
+    assert rig.client.tokens == [5, 6]
+    assert rig.client.error is None
+
+
+def test_other_failures_end_the_request() -> None:
+    rig = running()
+    failure = Failure(code="invalid_request", message="bad", param="seed")
+    rig.tokens(0, finish=Finish(reason="failed", served=SERVED, failure=failure))
+    assert isinstance(rig.client.error, InvalidRequest)
+    assert rig.client.error.param == "seed"
+
+
+def test_stop_string_aborts() -> None:
+    rig = running(stops_at=2)
+    rig.tokens(0, 5, 6)
+    assert rig.published() == [abort("w1", P1, "stop")]
+    assert rig.client.error is None
+    rig.tokens(2, 7)
+    assert rig.client.tokens == [5, 6]
+
+
+def test_stop_string_in_the_last_entry_acknowledges() -> None:
+    rig = running(stops_at=2)
+    rig.tokens(0, 5, 6, finish=STOP)
+    assert [message for _, message in rig.published()] == [AckFinished(placement_ids=(P1,))]
+    assert rig.client.finishes == [STOP]
+
+
+def test_where_there_is_no_scheduler_at_all_a_new_request_does_not_wait_long() -> None:
+    rig = Rig()
+    while not rig.client.ends:
+        rig.refuse(NoResponders("none"), rig.submit().attempt)
+        rig.tick(core.SUBMIT_BACKOFF_S)
+    assert isinstance(rig.client.error, NoCapacity)
+    assert rig.client.error.retry_after_s is not None
+    assert 0.3 < rig.now - 10.0 <= core.NO_SCHEDULER_WINDOW_S + 0.2
+
+
+def test_one_that_is_there_again_but_late_is_waited_for() -> None:
+    rig = Rig()
+    rig.refuse(NoResponders("none"), rig.submit().attempt)
+    rig.tick(core.NO_SCHEDULER_WINDOW_S + 0.1)
+    rig.refuse(RequestTimeout("late"), rig.submit().attempt)
+    rig.tick(core.SUBMIT_BACKOFF_S)
+    rig.refuse(RequestTimeout("late"), rig.submit().attempt)
+    rig.tick(core.SUBMIT_BACKOFF_S)
+    rig.refuse(RequestTimeout("late"), rig.submit().attempt)
+    assert rig.client.ends == []
+
+
+def test_what_was_let_in_waits_for_schedulers_that_restart() -> None:
+    rig = running()
+    rig.streams.on_worker_lost("w1", rig.now, is_excluded=True)
+    for _ in range(50):
+        rig.refuse(NoResponders("none"), rig.submit().attempt)
+        rig.tick(core.SUBMIT_BACKOFF_S)
+    assert rig.client.ends == []
+    handed_back = Rig()
+    handed_back.queue()
+    handed_back.actions()
+    leaving = Failure(code=NoCapacity.code, message="leaving", retry_after_s=0.0)
+    handed_back.streams.on_placement_failed(failing(leaving), handed_back.now)
+    for _ in range(20):
+        handed_back.tick(core.SUBMIT_BACKOFF_S)
+        handed_back.refuse(NoResponders("none"), handed_back.submit().attempt)
+    assert handed_back.client.ends == []
+
+
+@pytest.mark.parametrize("error", [NoResponders("none"), RequestTimeout("late")])
+def test_submit_is_tried_again_until_the_window_closes(error: HearthError) -> None:
+    rig = Rig()
+    num_tries = 0
+    while not rig.client.ends:
+        attempt = rig.submit().attempt
+        num_tries += 1
+        rig.refuse(error, attempt, is_bus_trusted=False)  # others may still be on their way back
+        rig.tick(core.SUBMIT_BACKOFF_S)
+    assert num_tries >= 3
+    assert isinstance(rig.client.error, NoCapacity)
+    assert rig.client.error.retry_after_s is not None
+    waited_s = rig.now - 10.0
+    assert core.SUBMIT_WINDOW_S - 0.2 <= waited_s <= core.SUBMIT_WINDOW_S + 0.2
+
+
+@pytest.mark.parametrize("error", [Overloaded("full", retry_after_s=7.0), NoCapacity("none")])
+def test_refusal_of_a_new_request_is_final(error: HearthError) -> None:
+    rig = Rig()
+    rig.refuse(error)
+    assert rig.client.error is error
+
+
+def test_an_accepted_request_waits_for_capacity() -> None:
+    rig = running()
+    rig.streams.on_worker_lost("w1", rig.now, is_excluded=True)
+    rig.actions()
+    rig.refuse(NoCapacity("all excluded"), attempt=2)
+    rig.tick(core.SUBMIT_BACKOFF_S)
+    message = rig.submit()
+    assert message.excluded_workers == ()  # better a worker that was lost than none
+    rig.refuse(UnknownPlacement("stale attempt"), attempt=2)
+    rig.queue(attempt=3)
+    failure = Failure(code=NoCapacity.code, message="still none")
+    rig.streams.on_placement_failed(failing(failure, attempt=3), rig.now)
+    rig.tick(core.SUBMIT_BACKOFF_S)
+    assert rig.submit().attempt == 4
+
+
+def test_a_gateway_that_was_frozen_still_tries() -> None:
+    """The first try timed out while it slept, and with it the window for all tries."""
+    rig = Rig()
+    rig.actions()
+    rig.now += 6.0
+    for attempt in (1, 2):
+        rig.refuse(RequestTimeout("no reply"), attempt)
+        rig.tick(core.SUBMIT_BACKOFF_S)
+        assert rig.submit().attempt == attempt + 1
+    rig.refuse(RequestTimeout("no reply"), attempt=3)
+    assert isinstance(rig.client.error, NoCapacity)
+
+
+def test_once_the_bus_is_back_the_queued_are_submitted_anew() -> None:
+    """Their `Placed` may have been lost; a cancellation that comes late is of the earlier try."""
+    rig = Rig()
+    rig.queue()
+    rig.actions()
+    rig.streams.on_bus_back(rig.now)
+    cancelled, again = rig.actions()
+    assert (cancelled.subject, cancelled.message) == cancelling("s1")
+    assert again.message.attempt == 2
+    rig.place()  # was only under way
+    rig.queue(attempt=2)
+    keepalive = QueueKeepalive(scheduler_id="s1", request_ids=("r1",))
+    rig.streams.on_keepalive(keepalive, rig.now)
+    assert rig.published() == [cancelling("s1", attempt=2)]
+
+
+def test_placement_failure_of_a_new_request_is_final() -> None:
+    rig = Rig()
+    rig.queue()
+    failure = Failure(code=Overloaded.code, message="waited too long", retry_after_s=2.0)
+    rig.streams.on_placement_failed(failing(failure), rig.now)
+    assert isinstance(rig.client.error, Overloaded)
+
+
+@pytest.mark.parametrize("is_queued", [False, True])
+def test_the_late_failure_of_an_earlier_try_ends_nothing(is_queued: bool) -> None:
+    rig = Rig()
+    rig.queue()
+    rig.tick(core.KEEPALIVE_LIMIT_S)
+    rig.actions()
+    if is_queued:
+        rig.queue(attempt=2)
+    failure = Failure(code=Overloaded.code, message="waited too long", retry_after_s=2.0)
+    rig.streams.on_placement_failed(failing(failure, scheduler_id="s0"), rig.now)
+    assert rig.client.ends == []
+    assert rig.actions() == []
+
+
+def test_tokens_from_another_worker_than_was_named_are_ignored() -> None:
+    rig = Rig()
+    rig.queue()
+    rig.tokens(0, 13, worker_id="w2")  # before it is named, and after
+    rig.place()
+    rig.tokens(0, 13, worker_id="w2")
+    assert rig.client.tokens == []
+    rig.tokens(0, 5)
+    assert rig.client.tokens == [5]
+
+
+def test_a_leaving_scheduler_hands_back() -> None:
+    rig = Rig()
+    rig.queue()
+    rig.actions()
+    failure = Failure(code=NoCapacity.code, message="leaving", retry_after_s=0.0)
+    rig.streams.on_placement_failed(failing(failure), rig.now)
+    rig.tick(core.SUBMIT_BACKOFF_S)
+    assert rig.submit().attempt == 2
+
+
+def test_keepalives() -> None:
+    rig = Rig()
+    rig.actions()
+    keepalive = QueueKeepalive(scheduler_id="s1", request_ids=("r1",))
+    rig.streams.on_keepalive(keepalive, rig.now)  # stands for the lost ack
+    for _ in range(5):
+        rig.tick(core.KEEPALIVE_LIMIT_S - 0.1)
+        rig.streams.on_keepalive(keepalive, rig.now)
+    assert rig.actions() == []
+    other = QueueKeepalive(scheduler_id="s2", request_ids=("r1",))
+    rig.streams.on_keepalive(other, rig.now)
+    assert rig.published() == [cancelling("s2")]
+    rig.tick(core.KEEPALIVE_LIMIT_S)
+    cancelled, again = rig.actions()
+    assert (cancelled.subject, cancelled.message) == cancelling("s1")
+    assert again.message.attempt == 2
+
+
+def test_keepalive_for_what_runs_or_is_gone_is_cancelled() -> None:
+    rig = running()
+    keepalive = QueueKeepalive(scheduler_id="s1", request_ids=("r1", "r9"))
+    rig.streams.on_keepalive(keepalive, rig.now)
+    assert [message.request_id for _, message in rig.published()] == ["r1", "r9"]
+
+
+def test_lost_scheduler() -> None:
+    rig = Rig()
+    rig.queue()
+    rig.actions()
+    rig.streams.on_scheduler_lost("s2", rig.now)
+    assert rig.actions() == []
+    rig.streams.on_scheduler_lost("s1", rig.now)
+    assert rig.submit().attempt == 2
+
+
+def test_late_answers_to_a_request_that_is_gone() -> None:
+    rig = Rig()
+    error = HearthError("left")
+    rig.streams.close("r1", "client_gone", error, rig.now)
+    rig.streams.close("r1", "client_gone", error, rig.now)
+    assert rig.client.ends == [End(error, None, 0)]
+    rig.actions()
+    rig.queue()
+    rig.place()
+    assert rig.published() == [
+        cancelling("s1"),
+        abort("w1", P1, "superseded"),
+    ]
+
+
+def test_finished_placement_is_acknowledged_again() -> None:
+    rig = running()
+    rig.tokens(0, 5, finish=STOP)
+    rig.actions()
+    rig.tick(1.0)
+    rig.tokens(0, 5, finish=STOP)
+    assert [message for _, message in rig.published()] == [AckFinished(placement_ids=(P1,))]
+    assert rig.client.tokens == [5]
+
+
+def test_deadline() -> None:
+    for rig, expected in ((running(), [abort("w1", P1, "deadline")]), (Rig(), [])):
+        rig.tick(60.0)
+        assert isinstance(rig.client.error, DeadlineExceeded)
+        assert rig.published() == expected
+
+
+def test_remaining_time_is_sent() -> None:
+    rig = running()
+    rig.now += 25.0
+    rig.streams.on_worker_lost("w1", rig.now, is_excluded=True)
+    assert rig.submit().request.deadline_s == pytest.approx(35.0)
+
+
+def test_unknown_choice_is_ignored() -> None:
+    rig = running()
+    entry = TokenEntry(P1, 3, 0, (1,))
+    rig.streams.on_token_batch(TokenBatch(worker_id="w1", entries=(entry,)), rig.now)
+    assert rig.client.tokens == []
+
+
+def test_a_placement_of_another_request_is_not_taken() -> None:
+    rig, other = running(), Recorder()
+    rig.streams.open(request("r2"), other, rig.now)
+    rig.streams.on_queued("r2", 1, QUEUED, rig.now)
+    rig.streams.on_placed(Placed(request_id="r2", placement_id=P1, worker_id="w1"), rig.now)
+    assert rig.streams.num_resubmissions == 1
+    rig.tokens(0, 5, 6, finish=STOP)
+    assert (rig.client.tokens, other.tokens) == ([5, 6], [])
+    rig.streams.close("r2", "client_gone", HearthError("gone"), rig.now)
+    assert rig.client.error is None and other.error is not None
+
+
+@pytest.mark.parametrize("first_position", [0, 95, 2**53])
+def test_a_worker_that_draws_more_than_was_asked_for_is_given_up(first_position: int) -> None:
+    rig = running(max_tokens=100)
+    rig.tokens(first_position, *range(101))
+    assert rig.client.tokens == []
+    assert "more tokens" in str(rig.client.error)
+    assert rig.published() == [abort("w1", P1, "failed")]
+
+
+def test_logprobs_that_nobody_asked_for_are_no_answer() -> None:
+    rig = running()
+    entry = TokenEntry(P1, 0, 0, (1, 2), logprobs=(TokenLogprobs(-1.0),))
+    rig.streams.on_token_batch(TokenBatch(worker_id="w1", entries=(entry,)), rig.now)
+    assert "logprobs" in str(rig.client.error)
+
+
+def test_illegal_moves_raise() -> None:
+    for state, allowed in TRANSITIONS.items():
+        for target in State:
+            stream = Stream(request(), Recorder(), 0.0)
+            stream.state = state
+            if target in allowed:
+                stream.become(target)
+            else:
+                with pytest.raises(IllegalTransition):
+                    stream.become(target)
+
+
+def test_early_entries_are_bounded_by_what_they_hold() -> None:
+    early, half = EarlyEntries(), (0,) * (MAX_EARLY_VALUES // 2)
+    scored = TokenLogprobs(-1.0, half[:1000], tuple(map(float, half[:1000])))
+    early.add("w", TokenEntry(P1, 0, 0, half), 0.0)
+    early.add("w", TokenEntry(P2, 0, 0, (), prompt_logprobs=(scored,) * 900), 0.0)
+    early.add("w", TokenEntry(P3, 0, 0, half), 0.0)
+    assert early.take(P1, "w") == []
+    assert len(early.take(P2, "w")) == len(early.take(P3, "w")) == 1
+    early.add("w", TokenEntry(P1, 0, 0, (*half, *half, 1)), 0.0)
+    assert len(early) == 0
+
+
+def test_bounds() -> None:
+    early = EarlyEntries()
+    for number in range(MAX_EARLY_ENTRIES + 5):
+        placement_id = (number // 10).to_bytes(16, "big")
+        early.add("w", TokenEntry(placement_id, 0, number, (1,)), 0.0)
+    assert len(early) <= MAX_EARLY_ENTRIES
+    assert early.take((0).to_bytes(16, "big"), "w") == []
+    assert len(early.take((5).to_bytes(16, "big"), "w")) == 10
+    retired = RetiredPlacements()
+    for number in range(MAX_RETIRED + 1):
+        retired.add(number.to_bytes(16, "big"), is_finished=True, now=0.0)
+    assert (0).to_bytes(16, "big") not in retired
+    assert (1).to_bytes(16, "big") in retired
+    choice = ChoiceTokens(0)
+    for position in range(1, MAX_AHEAD_ENTRIES + 50):
+        choice.accept(TokenEntry(P1, 0, position, (position,)))
+    assert len(choice.accept(TokenEntry(P1, 0, 0, (0,)))[0]) == MAX_AHEAD_ENTRIES + 1

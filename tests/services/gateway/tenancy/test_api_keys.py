@@ -1,0 +1,309 @@
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+
+from services.gateway.tenancy.api_keys import LOOK_UP, REFRESH_S, ApiKeys
+from services.gateway.tenancy.errors import UnknownTenant
+from services.gateway.tenancy.office import TenantOffice, key_id_of, store_api_key
+from shared.clock import MonotonicClock
+from shared.errors import AuthenticationFailed, ConfigError, DependencyUnavailable
+from shared.store import RedisStore, Store
+from shared.tenant import TENANTS, TenantRecord, api_key_record, digest_of, keys_of
+from tests.servers import RedisServer
+from tests.simulation.store import MemoryStore
+
+NOW = 1_700_000_000.0
+
+
+class HandClock:
+    def __init__(self) -> None:
+        self.time = 100.0
+
+    def now(self) -> float:
+        return self.time
+
+    async def sleep(self, delay_s: float) -> None:
+        self.time += delay_s
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def store(redis_server: RedisServer) -> AsyncIterator[RedisStore]:
+    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
+    await store.write([("FLUSHALL",)])
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+def office(store: RedisStore) -> TenantOffice:
+    return TenantOffice(store, lambda: NOW)
+
+
+async def asked(keys: ApiKeys, api_key: str) -> TenantRecord:
+    return await keys.tenant_of(f"Bearer {api_key}")
+
+
+async def everything_in(store: RedisStore) -> bytes:
+    """Keys and values, as far as hashes go."""
+    script = """
+    local all = {}
+    for _, key in ipairs(redis.call('KEYS', '*')) do
+      all[#all + 1] = key .. ' ' .. table.concat(redis.call('HGETALL', key), ' ')
+    end
+    return table.concat(all, '\\n')
+    """
+    text: bytes = await store.evaluate(script, [], [])
+    return text
+
+
+async def test_key_to_tenant(store: RedisStore, office: TenantOffice) -> None:
+    await office.add("acme", {"concurrency": 0, "allowed_models": ("m",)}, "secret-key")
+    record = await asked(ApiKeys(store, HandClock()), "secret-key")
+    assert record == TenantRecord(
+        tenant_id="acme", concurrency=0, allowed_models=("m",), created_at=NOW
+    )
+    assert b"acme" in await everything_in(store)
+    assert b"secret-key" not in await everything_in(store)
+
+
+@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", "Basic k1", "k1", "Bearer no"])
+async def test_strangers(store: RedisStore, header: str | None) -> None:
+    with pytest.raises(AuthenticationFailed):
+        await ApiKeys(store, HandClock()).tenant_of(header)
+
+
+async def test_a_revoked_key_stops_working_within_a_second_and_no_other_does(
+    store: RedisStore, office: TenantOffice
+) -> None:
+    clock = HandClock()
+    keys = ApiKeys(store, clock)
+    await office.add("acme", {}, "k1")
+    await office.add_key("acme", "k2")
+    for key in ("k1", "k2"):
+        await asked(keys, key)
+    assert await office.revoke("acme", key_id_of("k1")) == [key_id_of("k1")]
+    assert REFRESH_S <= 0.9
+    clock.time += REFRESH_S
+    with pytest.raises(AuthenticationFailed, match="revoked"):
+        await asked(keys, "k1")
+    assert (await asked(keys, "k2")).tenant_id == "acme"
+    assert await office.revoke("acme", None) == [key_id_of("k2")]
+    assert await office.revoke("acme", None) == []
+    clock.time += REFRESH_S
+    with pytest.raises(AuthenticationFailed, match="revoked"):
+        await asked(keys, "k2")
+
+
+async def test_a_changed_limit_holds_within_a_second(
+    store: RedisStore, office: TenantOffice
+) -> None:
+    clock = HandClock()
+    keys = ApiKeys(store, clock)
+    await office.add("acme", {"requests_per_min": 5}, "k1")
+    assert (await asked(keys, "k1")).requests_per_min == 5
+    await office.change("acme", {"requests_per_min": None, "is_zero_retention": True})
+    clock.time += REFRESH_S
+    record = await asked(keys, "k1")
+    assert record.requests_per_min is None and record.is_zero_retention
+
+
+async def test_rotation_keeps_the_old_key_for_its_grace_period_only(
+    store: RedisStore, redis_server: RedisServer
+) -> None:
+    redis_time = float(await store.evaluate("return redis.call('TIME')[1]", [], []))
+    office, clock = TenantOffice(store, lambda: redis_time), HandClock()
+    keys = ApiKeys(store, clock)
+    await office.add("acme", {}, "old")
+    replaced = await office.rotate("acme", "new", keep_s=60, key_id=None)
+    assert replaced == [key_id_of("old")]
+    for key in ("old", "new"):
+        assert (await asked(keys, key)).tenant_id == "acme"
+    clock.time += 58
+    assert (await asked(keys, "new")).tenant_id == "acme"
+    # without a further look at Redis: also when it is away, an expired key is expired
+    old = keys._known[digest_of("old")]
+    keys._known[digest_of("old")] = dataclasses.replace(old, checked_at=clock.time + 4)
+    clock.time += 3
+    with pytest.raises(AuthenticationFailed, match="expired"):
+        await asked(keys, "old")
+    assert (await asked(keys, "new")).tenant_id == "acme"
+
+
+async def test_a_second_rotation_does_not_lengthen_a_life(
+    store: RedisStore, office: TenantOffice
+) -> None:
+    await office.add("acme", {}, "k1")
+    await office.rotate("acme", "k2", keep_s=10, key_id=None)
+    await office.rotate("acme", "k3", keep_s=1000, key_id=key_id_of("k1"))
+    ends = {key.key_id: key.expires_at for key in await office.keys("acme")}
+    assert ends == {key_id_of("k1"): NOW + 10, key_id_of("k2"): None, key_id_of("k3"): None}
+
+
+async def test_a_key_that_rotation_has_ended_is_refused(
+    store: RedisStore, office: TenantOffice
+) -> None:
+    await office.add("acme", {}, "k1")
+    await office.rotate("acme", "k2", keep_s=0, key_id=None)  # long ago, by Redis' clock
+    with pytest.raises(AuthenticationFailed, match="expired"):
+        await asked(ApiKeys(store, HandClock()), "k1")
+    assert await office.rotate("acme", "k3", keep_s=0, key_id=None) == [key_id_of("k2")]
+
+
+async def test_without_redis_known_keys_work_with_what_was_last_known() -> None:
+    server = RedisServer()
+    clock = HandClock()
+    store = RedisStore(server.url, clock)
+    patient = RedisStore(server.url, clock, timeout_s=2.0)
+    await TenantOffice(patient, lambda: NOW).add("acme", {"requests_per_min": 7}, "k3")
+    keys = ApiKeys(store, clock)
+    await asked(keys, "k3")
+    server.stop()
+    clock.time += 60
+    record = await asked(keys, "k3")
+    assert (record.tenant_id, record.requests_per_min) == ("acme", 7)
+    with pytest.raises(DependencyUnavailable) as caught:
+        await asked(keys, "k4")
+    assert caught.value.retry_after_s == 1.0
+    server.start()
+    await store_api_key(RedisStore(server.url, clock, timeout_s=2.0), "k4", "other")
+    assert (await asked(keys, "k4")).tenant_id == "other"
+    server.stop()
+
+
+async def test_many_at_once_ask_once(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    await store_api_key(store, "k5", "acme")
+    questions = []
+    is_answering = asyncio.Event()
+    evaluate = store.evaluate
+
+    async def counted(script: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
+        questions.append(keys)
+        await is_answering.wait()
+        return await evaluate(script, keys, arguments)
+
+    monkeypatch.setattr(store, "evaluate", counted)
+    keys = ApiKeys(store, HandClock())
+    first = asyncio.create_task(asked(keys, "k5"))
+    await asyncio.sleep(0)
+    others = [asyncio.create_task(asked(keys, "k5")) for _ in range(20)]
+    await asyncio.sleep(0)
+    first.cancel()  # the client that asked first may leave
+    await asyncio.sleep(0)
+    is_answering.set()
+    records = await asyncio.gather(*others, return_exceptions=True)
+    assert {record.tenant_id for record in records} == {"acme"}
+    assert len(questions) == 1
+
+
+async def test_a_key_without_its_tenant_is_told_so(store: RedisStore) -> None:
+    await store_api_key(store, "k1", "acme")
+    await store.write([("HDEL", TENANTS, "acme")])
+    with pytest.raises(UnknownTenant, match="acme"):
+        await asked(ApiKeys(store, HandClock()), "k1")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("HSET", TENANTS, "acme", "{"),
+        ("HSET", TENANTS, "acme", '{"tenant_id":"other"}'),
+        ("HSET", TENANTS, "acme", '{"tenant_id":"acme","concurrency":-1}'),
+        ("HSET", api_key_record(digest_of("k1")), "expires_at", "soon"),
+        ("HSET", api_key_record(digest_of("k1")), "key_id", b"\xff"),
+        ("SET", api_key_record(digest_of("k1")), "text"),
+    ],
+)
+async def test_an_unreadable_record_is_its_own_tenants_trouble_only(
+    store: RedisStore, command: Sequence[str | bytes]
+) -> None:
+    clock = HandClock()
+    keys = ApiKeys(store, clock)
+    for key, tenant in (("k1", "acme"), ("k2", "sound")):
+        await store_api_key(store, key, tenant)
+        await asked(keys, key)
+    await store.write([command])
+    clock.time += REFRESH_S
+    with pytest.raises(DependencyUnavailable, match="unreadable"):
+        await asked(keys, "k1")
+    assert (await asked(keys, "k2")).tenant_id == "sound"
+
+
+# ── the office ───────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_add_refuses_what_is_there_and_what_cannot_be(office: TenantOffice) -> None:
+    await office.add("acme", {"requests_per_min": 5}, "k1")
+    with pytest.raises(ConfigError, match="exists"):
+        await office.add("acme", {}, "k2")
+    assert (await office.one("acme")).requests_per_min == 5
+    assert len(await office.keys("acme")) == 1
+    for tenant_id in ("", "a:b", "-a", "ä", "a b", "a\n", "a" * 129):
+        with pytest.raises(ConfigError, match="cannot name a tenant"):
+            await office.add(tenant_id, {}, "k")
+    for changes in ({"concurrency": -1}, {"weight": 0.0}, {"priority": 5}, {"concurrency": "1"}):
+        with pytest.raises(ConfigError, match="cannot be"):
+            await office.add("other", changes, "k")
+    assert list(await office.all()) == ["acme"]
+
+
+async def test_unknown_tenants_and_keys(office: TenantOffice) -> None:
+    await office.add("acme", {}, "k1")
+    for errand in (
+        office.one("nobody"),
+        office.change("nobody", {"weight": 2.0}),
+        office.rotate("nobody", "k", keep_s=0, key_id=None),
+        office.revoke("nobody", None),
+    ):
+        with pytest.raises(ConfigError, match="no tenant 'nobody'"):
+            await errand
+    with pytest.raises(ConfigError, match="no key 'x'"):
+        await office.revoke("acme", "x")
+
+
+async def test_operators_at_once_do_not_undo_each_other(
+    store: RedisStore, office: TenantOffice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await office.add("acme", {}, "k1")
+    names = ("requests_per_min", "input_tokens_per_min", "output_tokens_per_min", "concurrency")
+    await asyncio.gather(*(office.change("acme", {name: 3}) for name in names))
+    record = await office.one("acme")
+    assert [getattr(record, name) for name in names] == [3, 3, 3, 3]
+
+
+async def test_an_unreadable_tenant_does_not_hide_the_others(
+    store: RedisStore, office: TenantOffice
+) -> None:
+    await office.add("acme", {}, "k1")
+    await store.write([("HSET", TENANTS, "broken", "{")])
+    assert [(name, each is None) for name, each in (await office.all()).items()] == [
+        ("acme", False),
+        ("broken", True),
+    ]
+    with pytest.raises(ConfigError, match="unreadable"):
+        await office.one("broken")
+
+
+async def test_the_simulated_look_up_is_that_of_redis(store: RedisStore) -> None:
+    memory = MemoryStore()
+    found: list[list[Any]] = []
+    for each in (store, memory):
+        assert isinstance(each, RedisStore | MemoryStore)
+        await store_api_key(each, "k1", "acme")
+        found.append(await _looked_up(each))
+    assert found[0] == found[1]
+
+
+async def _looked_up(store: Store) -> list[Any]:
+    replies = []
+    for key in ("k1", "no"):
+        names = [api_key_record(digest_of(key)), TENANTS]
+        flat, tenant, _ = await store.evaluate(LOOK_UP, names, [])
+        replies.append((dict(zip(flat[::2], flat[1::2], strict=True)), tenant))
+    replies.append(await store.hash_get(keys_of("acme")))
+    return replies

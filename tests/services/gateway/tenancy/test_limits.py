@@ -1,0 +1,371 @@
+"""Limits over a real Redis: who is let in, what is given back, and what holds without Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from services.gateway.tenancy.errors import (
+    ConcurrencyExhausted,
+    ExceedsLimit,
+    InputTokensExhausted,
+    LimitIsZero,
+    OutputTokensExhausted,
+    RequestsExhausted,
+)
+from services.gateway.tenancy.limits import LEASE_S, RENEW_S, Limits
+from services.gateway.tenancy.meter import Reading
+from services.gateway.tenancy.office import TenantOffice
+from services.gateway.tenancy.request_cost import Demand, Grant
+from shared.clock import MonotonicClock
+from shared.store import RedisStore, StoreUnavailable
+from shared.tenant import TenantRecord, meter_of, open_requests_of
+from tests.servers import RedisServer
+from tests.services.gateway.conftest import until
+
+
+class PacedClock:
+    """Real time, but what sleeps is woken by hand."""
+
+    def __init__(self) -> None:
+        self.offset_s = 0.0
+        self._sleepers: list[tuple[float, asyncio.Future[None]]] = []
+
+    def now(self) -> float:
+        return MonotonicClock().now() + self.offset_s
+
+    async def sleep(self, delay_s: float) -> None:
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._sleepers.append((self.now() + delay_s, over))
+        await over
+
+    def advance(self, seconds: float) -> None:
+        self.offset_s += seconds
+        for sleeper in list(self._sleepers):
+            if sleeper[0] <= self.now():
+                self._sleepers.remove(sleeper)
+                if not sleeper[1].done():
+                    sleeper[1].set_result(None)
+
+
+@pytest.fixture
+def clock() -> PacedClock:
+    return PacedClock()
+
+
+@pytest.fixture
+async def store(redis_server: RedisServer) -> AsyncIterator[RedisStore]:
+    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
+    await store.write([("FLUSHALL",)])
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+async def limits(store: RedisStore, clock: PacedClock) -> AsyncIterator[Limits]:
+    limits = Limits(store, clock)
+    limits.start()
+    yield limits
+    await limits.stop()
+
+
+def tenant(**fields: Any) -> TenantRecord:
+    return TenantRecord(tenant_id="acme", **fields)
+
+
+async def reading(store: RedisStore, record: TenantRecord) -> Reading:
+    return await TenantOffice(store, lambda: 0.0).reading(record)
+
+
+async def admit(limits: Limits, record: TenantRecord, name: str, *tokens: int) -> Grant:
+    return await limits.admit(record, name, Demand(*(tokens or (1, 1))))
+
+
+async def test_no_limits_no_question(limits: Limits, store: RedisStore) -> None:
+    grant = await admit(limits, tenant(kv_quota_tokens=5), "a", 10**9, 10**9)
+    assert grant.headers == {}
+    limits.settle(grant, 5)
+    assert limits.num_open == limits.num_unsettled == 0
+    assert await store.evaluate("return redis.call('DBSIZE')", [], []) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "refusal"),
+    [
+        ("requests_per_min", RequestsExhausted),
+        ("input_tokens_per_min", InputTokensExhausted),
+        ("output_tokens_per_min", OutputTokensExhausted),
+        ("concurrency", ConcurrencyExhausted),
+    ],
+)
+async def test_each_limit_refuses_with_its_own_code_and_a_time(
+    limits: Limits, name: str, refusal: type[Exception]
+) -> None:
+    record = tenant(**{name: 2})
+    for number in range(2):
+        await admit(limits, record, f"r{number}")
+    with pytest.raises(refusal) as caught:
+        await admit(limits, record, "r2")
+    assert caught.value.http_status == 429
+    assert name in caught.value.message
+    assert 0 < caught.value.retry_after_s <= 30
+    assert limits.num_open == 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("requests_per_min", "input_tokens_per_min", "output_tokens_per_min"),
+        *("concurrency", "kv_quota_tokens"),
+    ],
+)
+async def test_zero_allows_nothing(limits: Limits, name: str) -> None:
+    with pytest.raises(LimitIsZero, match=name):
+        await admit(limits, tenant(**{name: 0}), "a", 0, 0)
+    with pytest.raises(LimitIsZero, match=name):
+        limits.check(tenant(**{name: 0}))
+
+
+async def test_what_would_never_fit_is_no_matter_of_time(limits: Limits) -> None:
+    with pytest.raises(ExceedsLimit) as caught:
+        await admit(limits, tenant(input_tokens_per_min=5), "a", 6, 1)
+    assert caught.value.param == "messages"
+    with pytest.raises(ExceedsLimit) as caught:
+        await admit(limits, tenant(output_tokens_per_min=5), "a", 1, 6)
+    assert caught.value.param == "max_tokens"
+
+
+async def test_two_gateways_share_one_limit(
+    redis_server: RedisServer, limits: Limits, store: RedisStore, clock: PacedClock
+) -> None:
+    other, record = Limits(store, clock), tenant(concurrency=3, requests_per_min=100)
+    grants = [await admit(limits, record, "a"), await admit(other, record, "b")]
+    grants.append(await admit(other, record, "c"))
+    for each in (limits, other):
+        with pytest.raises(ConcurrencyExhausted):
+            await admit(each, record, "d")
+    other.settle(grants[1], 1)
+    assert await other.tell()
+    await admit(limits, record, "e")
+    read = await reading(store, record)
+    assert read.num_open == 3
+    assert 3.5 < read.used["requests_per_min"] <= 4
+
+
+async def test_whoever_has_an_answer_in_hand_finds_its_place_free(
+    store: RedisStore, clock: PacedClock
+) -> None:
+    limits, record = Limits(store, clock), tenant(concurrency=1)  # and nobody tells Redis
+    for number in range(5):
+        grant = await admit(limits, record, f"r{number}")
+        limits.settle(grant, 0)
+        limits.settle(grant, 0)
+    assert (await reading(store, record)).num_open == 1  # of the last, told with the next
+    await limits.stop()
+    assert (await reading(store, record)).num_open == 0
+    assert limits.num_unsettled == 0
+
+
+async def test_what_was_not_drawn_is_given_back_once(limits: Limits, store: RedisStore) -> None:
+    record = tenant(output_tokens_per_min=1000)
+    grant = await admit(limits, record, "a", 1, 900)
+    with pytest.raises(OutputTokensExhausted):
+        await admit(limits, record, "b", 1, 200)
+    limits.settle(grant, 100)
+    limits.settle(grant, 0)
+    await until(lambda: not limits.num_unsettled)
+    await limits.tell()
+    used = (await reading(store, record)).used["output_tokens_per_min"]
+    assert 80 < used <= 100  # and what has drained since
+
+
+async def test_endings_reach_redis_by_themselves(limits: Limits, store: RedisStore) -> None:
+    record = tenant(concurrency=500)
+    grants = [await admit(limits, record, f"r{n}") for n in range(400)]
+    for grant in grants:
+        limits.settle(grant, 0)
+    await until(lambda: not limits.num_unsettled)
+    assert (await reading(store, record)).num_open == 0
+
+
+async def test_leases_are_renewed_and_those_of_the_dead_are_not(
+    redis_server: RedisServer, store: RedisStore, clock: PacedClock
+) -> None:
+    record = tenant(concurrency=9)
+    alive, dead = Limits(store, clock), Limits(store, clock)
+    alive.start()
+    await admit(alive, record, "a")
+    await admit(dead, record, "b")
+    name = open_requests_of("acme")
+    await store.write([("ZADD", name, 1, "a", 1, "b")])  # as if the lease had passed
+    clock.advance(RENEW_S)
+    await until_renewed(store, name)
+    assert (await reading(store, record)).num_open == 1
+    await alive.stop()
+
+
+async def until_renewed(store: RedisStore, name: str) -> None:
+    script = "return redis.call('ZSCORE', KEYS[1], 'a')"
+    async with asyncio.timeout(5):
+        while float(await store.evaluate(script, [name], []) or 0) < 10:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_client_that_gives_up_while_redis_thinks_leaves_nothing(
+    redis_server: RedisServer, clock: PacedClock, store: RedisStore
+) -> None:
+    limits, record = Limits(store, clock), tenant(concurrency=1, output_tokens_per_min=10)
+    await reading(store, record)
+    os.kill(redis_server.pid, signal.SIGSTOP)
+    try:
+        asking = asyncio.create_task(admit(limits, record, "a", 1, 10))
+        await asyncio.sleep(0.05)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+    finally:
+        os.kill(redis_server.pid, signal.SIGCONT)
+    assert limits.num_open == 0
+    await until_told(limits)
+    await admit(limits, record, "b", 1, 10)
+
+
+async def until_told(limits: Limits) -> None:
+    async with asyncio.timeout(5):
+        while not await limits.tell():
+            await asyncio.sleep(0.01)
+
+
+# ── without Redis ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def own_server() -> Iterator[RedisServer]:
+    server = RedisServer()
+    yield server
+    server.stop()
+
+
+async def test_without_redis_the_gateway_s_own_count_decides_and_it_has_counted_along(
+    own_server: RedisServer, clock: PacedClock
+) -> None:
+    store = RedisStore(own_server.url, MonotonicClock())
+    limits = Limits(store, clock)
+    record = tenant(requests_per_min=3, output_tokens_per_min=1000)
+    grant = await admit(limits, record, "a", 1, 600)
+    own_server.stop()
+    second = await admit(limits, record, "b", 1, 400)
+    with pytest.raises(OutputTokensExhausted):
+        await admit(limits, record, "c", 1, 100)
+    limits.settle(grant, 0)
+    await admit(limits, record, "c", 1, 600)
+    with pytest.raises(RequestsExhausted) as caught:
+        await admit(limits, record, "d", 1, 1)
+    assert caught.value.headers["x-ratelimit-limit-requests"] == "3"
+    limits.settle(second, 400)
+    assert limits.num_unsettled  # kept for when Redis is back
+    assert not await limits.tell()
+    own_server.start()
+    await until_told(limits)
+    assert limits.num_unsettled == 0
+    await store.close()
+
+
+class Severed:
+    """The real store, until the line is cut."""
+
+    def __init__(self, store: RedisStore) -> None:
+        self._store = store
+        self.is_cut = False
+
+    async def evaluate(self, script: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
+        if self.is_cut:
+            raise StoreUnavailable("the line is cut")
+        return await self._store.evaluate(script, keys, arguments)
+
+
+async def test_what_the_gateway_let_in_by_itself_gives_nothing_back_in_redis(
+    store: RedisStore, clock: PacedClock
+) -> None:
+    line = Severed(store)
+    limits, record = Limits(line, clock), tenant(output_tokens_per_min=600)
+    limits.start()
+    charged = await admit(limits, record, "a", 1, 400)
+    line.is_cut = True
+    lonely = await admit(limits, record, "b", 1, 200)
+    line.is_cut = False
+    assert charged.is_charged and not lonely.is_charged
+    clock.advance(RENEW_S)  # Redis learns that it is under way
+    await until_open(store, record, 2)
+    limits.settle(lonely, 0)
+    await until(lambda: not limits.num_unsettled)
+    read = await reading(store, record)
+    assert read.used["output_tokens_per_min"] > 300
+    assert read.num_open == 1
+    await limits.stop()
+
+
+async def test_an_unreadable_meter_is_one_tenant_s_trouble(
+    limits: Limits, store: RedisStore
+) -> None:
+    await store.write([("SET", meter_of("acme"), "text")])
+    record = tenant(requests_per_min=2)
+    for number in range(2):
+        limits.settle(await admit(limits, record, f"r{number}"), 0)
+    with pytest.raises(RequestsExhausted):
+        await admit(limits, record, "r2")
+    sound = TenantRecord(tenant_id="sound", requests_per_min=1)
+    limits.settle(await limits.admit(sound, "s", Demand(1, 1)), 0)
+    await until(lambda: not limits.num_unsettled)
+    with pytest.raises(RequestsExhausted):
+        await limits.admit(sound, "t", Demand(1, 1))
+
+
+async def test_while_no_request_can_get_in_nobody_is_asked(
+    limits: Limits, store: RedisStore, clock: PacedClock
+) -> None:
+    record = tenant(requests_per_min=1)
+    limits.check(record)
+    await admit(limits, record, "a")
+    with pytest.raises(RequestsExhausted):
+        await admit(limits, record, "b")
+    with pytest.raises(RequestsExhausted) as caught:
+        limits.check(record)
+    assert 59 < caught.value.retry_after_s <= 60
+    limits.check(tenant(requests_per_min=2))  # it has been raised
+    clock.advance(60)
+    limits.check(record)
+
+
+async def test_nothing_is_kept_of_a_tenant_that_has_gone(limits: Limits, clock: PacedClock) -> None:
+    limits.settle(await admit(limits, tenant(requests_per_min=5), "a"), 0)
+    await until(lambda: not limits.num_unsettled)
+    clock.advance(300)
+    await until(lambda: not limits._accounts)
+
+
+async def test_endings_that_redis_never_heard_of_are_dropped_with_their_leases(
+    own_server: RedisServer, clock: PacedClock
+) -> None:
+    store = RedisStore(own_server.url, MonotonicClock())
+    limits = Limits(store, clock)
+    limits.start()
+    grant = await admit(limits, tenant(concurrency=1), "a")
+    own_server.stop()
+    limits.settle(grant, 0)
+    await asyncio.sleep(0)
+    clock.advance(LEASE_S + 1)
+    await until(lambda: not limits.num_unsettled)
+    await limits.stop()
+    await store.close()
+
+
+async def until_open(store: RedisStore, record: TenantRecord, num_open: int) -> None:
+    async with asyncio.timeout(5):
+        while (await reading(store, record)).num_open != num_open:
+            await asyncio.sleep(0.01)

@@ -1,0 +1,229 @@
+"""Counts come to Redis exactly once, whatever becomes of the answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+import structlog.testing
+
+from services.gateway.tenancy import usage_counter as usage_module
+from services.gateway.tenancy.office import TenantOffice
+from services.gateway.tenancy.usage_counter import (
+    ADD_UP,
+    MAX_PER_BATCH,
+    RETRY_REFUSED_S,
+    Usage,
+    day_of,
+    last_batch_of,
+)
+from shared.clock import MonotonicClock
+from shared.store import RedisStore, StoreUnavailable
+from shared.tenant import UsageKind, UsageRow, usage_of
+from tests.servers import RedisServer
+from tests.simulation.store import MemoryStore
+
+DAY_S = 86_400.0
+NOON = 1_700_000_000.0 // DAY_S * DAY_S + DAY_S / 2
+DAY = "2023-11-14"
+COUNTS: dict[UsageKind, int] = {
+    "requests": 1,
+    "input_tokens": 100,
+    "cached_tokens": 0,
+    "output_tokens": 7,
+}
+
+
+class HandClock:
+    def __init__(self) -> None:
+        self.time = 100.0
+
+    def now(self) -> float:
+        return self.time
+
+    async def sleep(self, delay_s: float) -> None:
+        self.time += delay_s
+        await asyncio.sleep(0)
+
+
+class WallClock:
+    def __init__(self) -> None:
+        self.seconds = NOON
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+class Faulty:
+    """The real store, whose answers or questions get lost."""
+
+    def __init__(self, store: RedisStore) -> None:
+        self._store = store
+        self.loses_answers = 0
+        self.loses_questions = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def evaluate(self, script: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
+        if self.loses_questions:
+            self.loses_questions -= 1
+            raise StoreUnavailable("lost on the way")
+        reply = await self._store.evaluate(script, keys, arguments)
+        if self.loses_answers:
+            self.loses_answers -= 1
+            raise StoreUnavailable("done, and not heard")
+        return reply
+
+
+@pytest.fixture
+async def store(redis_server: RedisServer) -> AsyncIterator[Faulty]:
+    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
+    await store.write([("FLUSHALL",)])
+    yield Faulty(store)
+    await store.close()
+
+
+@pytest.fixture
+def wall() -> WallClock:
+    return WallClock()
+
+
+@pytest.fixture
+def usage(store: Faulty, wall: WallClock) -> Usage:
+    return Usage(store, HandClock(), writer_id="gateway-1-x", now=wall)
+
+
+async def rows(store: Any, *tenant_ids: str, days: Sequence[str] = (DAY,)) -> list[UsageRow]:
+    return await TenantOffice(store, lambda: NOON).usage(tenant_ids or ("acme",), days)
+
+
+def row(day: str = DAY, tenant_id: str = "acme", model: str = "m", times: int = 1) -> UsageRow:
+    amounts = {kind: amount * times for kind, amount in COUNTS.items()}
+    return UsageRow(tenant_id=tenant_id, day=day, model=model, **amounts)
+
+
+async def test_counts_by_tenant_model_and_day(usage: Usage, store: Faulty, wall: WallClock) -> None:
+    for tenant_id, model in (("acme", "m"), ("acme", "org/m:1"), ("other", "m"), ("acme", "m")):
+        usage.count(tenant_id, model, COUNTS)
+    wall.seconds += DAY_S / 2
+    usage.count("acme", "m", COUNTS)  # a moment after midnight, UTC
+    assert await usage.flush()
+    days = (DAY, day_of(wall.seconds))
+    assert await rows(store, "acme", "other", "none", days=days) == [
+        row(times=2),
+        row(model="org/m:1"),
+        row(day="2023-11-15"),
+        row(tenant_id="other"),
+    ]
+    assert usage.num_pending == 0
+
+
+async def test_a_batch_whose_answer_is_lost_is_not_counted_twice(
+    usage: Usage, store: Faulty
+) -> None:
+    usage.count("acme", "m", COUNTS)
+    store.loses_answers = 3
+    for _ in range(3):
+        assert not await usage.flush()
+        usage.count("acme", "m", COUNTS)  # what comes meanwhile waits for the next batch
+    assert await usage.flush()
+    assert await rows(store) == [row(times=4)]
+
+
+async def test_a_batch_that_never_arrived_is_not_lost(usage: Usage, store: Faulty) -> None:
+    usage.count("acme", "m", COUNTS)
+    store.loses_questions = 2
+    assert not await usage.flush()
+    usage.count("acme", "m", COUNTS)
+    assert not await usage.flush()
+    assert await usage.flush()
+    assert await rows(store) == [row(times=2)]
+
+
+async def test_two_writers_and_two_lives_of_one_add_up(store: Faulty, wall: WallClock) -> None:
+    for writer_id in ("gateway-1-a", "gateway-2-b", "gateway-1-c"):
+        one = Usage(store, HandClock(), writer_id=writer_id, now=wall)
+        one.count("acme", "m", COUNTS)
+        await one.stop()
+    assert await rows(store) == [row(times=3)]
+
+
+async def test_many_counts_go_in_several_batches(usage: Usage, store: Faulty) -> None:
+    tenants = [f"t{number}" for number in range(MAX_PER_BATCH)]
+    for tenant_id in tenants:
+        usage.count(tenant_id, "m", COUNTS)
+    assert await usage.flush()
+    assert await rows(store, *tenants) == [row(tenant_id=each) for each in tenants]
+    last = await store.hash_get(last_batch_of("gateway-1-x"))
+    assert int(last[b"number"]) == 3  # three kinds that are not zero
+
+
+async def test_what_is_pending_at_the_end_is_flushed(usage: Usage, store: Faulty) -> None:
+    usage.start()
+    usage.count("acme", "m", COUNTS)
+    store.loses_answers = store.loses_questions = 2
+    await usage.stop()
+    assert await rows(store) == [row()]
+
+
+async def test_what_redis_never_took_is_in_the_log(usage: Usage, store: Faulty) -> None:
+    usage.count("acme", "m", COUNTS)
+    store.loses_questions = 10**9
+    assert not await usage.flush()
+    usage.count("acme", "m", COUNTS)
+    with structlog.testing.capture_logs() as logs:
+        await usage.stop()
+    told = {each["kind"]: each["amount"] for each in logs if each["event"] == "usage_not_stored"}
+    assert told == {"requests": 2, "input_tokens": 200, "output_tokens": 14}
+
+
+async def test_an_unreadable_record_keeps_its_counts_and_nobody_else_s(
+    usage: Usage, store: Faulty
+) -> None:
+    name = usage_of("acme", DAY)
+    await store.write([("SET", name, "text"), ("HSET", usage_of("other", DAY), "requests:m", "x")])
+    usage.count("acme", "m", COUNTS)
+    usage.count("other", "m", COUNTS)
+    usage.count("sound", "m", COUNTS)
+    store.loses_answers = 1
+    assert not await usage.flush()
+    assert await usage.flush()
+    assert await rows(store, "sound") == [row(tenant_id="sound")]
+    other = await store.hash_get(usage_of("other", DAY))
+    assert other == {b"requests:m": b"x", b"input_tokens:m": b"100", b"output_tokens:m": b"7"}
+    assert usage.num_pending == 4
+    await store.write([("DEL", name), ("HDEL", usage_of("other", DAY), "requests:m")])
+    usage._clock.time += RETRY_REFUSED_S  # type: ignore[attr-defined]
+    assert await usage.flush()
+    assert await rows(store, "acme", "other") == [row(), row(tenant_id="other")]
+
+
+async def test_what_gathers_is_bounded(
+    usage: Usage, store: Faulty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(usage_module, "MAX_PENDING", 3)
+    usage.count("acme", "m", COUNTS)
+    usage.count("other", "m", COUNTS)
+    usage.count("acme", "m", COUNTS)
+    assert (usage.num_pending, usage.num_dropped) == (3, 3)
+    assert await usage.flush()
+    assert await rows(store, "acme", "other") == [row(times=2)]
+
+
+async def test_the_simulated_script_is_that_of_redis(store: Faulty) -> None:
+    memory = MemoryStore()
+    await store.write([("SET", "bad", "text")])
+    memory.data["bad"] = b"text"
+    batches: list[tuple[list[str], list[str | int]]] = [
+        (["last", "a", "bad", "b"], [1, 60, 60, "f", 1, "f", 2, "g", 3]),
+        (["last", "a", "bad", "b"], [1, 60, 60, "f", 1, "f", 2, "g", 3]),
+        (["last", "a", "a"], [2, 60, 60, "f", 5, "h", 7]),
+    ]
+    for keys, arguments in batches:
+        replies = [await each.evaluate(ADD_UP, keys, arguments) for each in (store, memory)]
+        assert replies[0] == replies[1]
+    for key in ("last", "a", "b"):
+        assert await store.hash_get(key) == await memory.hash_get(key)

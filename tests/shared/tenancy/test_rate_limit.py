@@ -1,0 +1,209 @@
+"""The meter by itself, and that Redis does the same: one order, two carriers, one reading."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import redis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from services.gateway.tenancy.meter import (
+    CARRY_OUT,
+    IDLE_S,
+    RATES,
+    Asked,
+    Meter,
+    Order,
+    Reading,
+    Settled,
+    reading_of,
+)
+from services.gateway.tenancy.ratelimit_headers import duration, headers_of
+from tests.servers import RedisServer
+
+LEASE_S = 15.0
+UNLIMITED: dict[str, int] = {}
+
+
+def asked(lease_id: str, requests: int = 1, inputs: int = 0, outputs: int = 0) -> Asked:
+    return Asked(lease_id, dict(zip(RATES, (requests, inputs, outputs), strict=True)))
+
+
+def order(limits: dict[str, int], **parts: Any) -> Order:
+    return Order(limits=limits, lease_s=LEASE_S, **parts)
+
+
+def admitted(meter: Meter, limits: dict[str, int], number: int, now: float) -> Reading:
+    return meter.carry_out(order(limits, asked=asked(f"r{number}")), now)
+
+
+# ── by itself ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_minute_holds_its_limit_and_fills_evenly() -> None:
+    meter, limits = Meter(), {"requests_per_min": 7}
+    assert all(not admitted(meter, limits, n, 0.0).refused_by for n in range(7))
+    refused = admitted(meter, limits, 7, 0.0)
+    assert refused.refused_by == "requests_per_min"
+    assert refused.wait_s == pytest.approx(60 / 7)
+    assert admitted(meter, limits, 8, 60 / 7 - 0.001).refused_by
+    assert not admitted(meter, limits, 9, 60 / 7).refused_by
+    assert admitted(meter, limits, 10, 60 / 7).refused_by
+    assert [not admitted(meter, limits, n, 1000.0).refused_by for n in range(20, 28)] == [
+        *[True] * 7,
+        False,
+    ]
+
+
+def test_what_waits_longest_is_named() -> None:
+    limits = {"requests_per_min": 60, "input_tokens_per_min": 60, "concurrency": 1}
+    meter = Meter()
+    meter.carry_out(order(limits, asked=asked("a", 60, 30)), 0.0)
+    read = meter.carry_out(order(limits, asked=asked("b", 1, 40)), 0.0)
+    assert (read.refused_by, read.wait_s) == ("input_tokens_per_min", pytest.approx(10))
+    read = meter.carry_out(order(limits, asked=asked("b", 1, 0)), 14.0)
+    assert (read.refused_by, read.wait_s) == ("concurrency", 1.0)
+
+
+def test_places_are_given_back_once_and_heal_by_themselves() -> None:
+    meter, limits = Meter(), {"concurrency": 2}
+    for name in ("a", "b"):
+        assert not meter.carry_out(order(limits, asked=asked(name)), 0.0).refused_by
+    assert meter.carry_out(order(limits, asked=asked("c")), 0.0).refused_by == "concurrency"
+    twice = (Settled("a", 0), Settled("a", 0), Settled("nobody", 0))
+    read = meter.carry_out(order(limits, settled=twice, asked=asked("c")), 1.0)
+    assert (read.refused_by, read.num_open) == ("", 2)
+    read = meter.carry_out(order(limits, renewed=("b",)), 14.0)
+    assert read.num_open == 2
+    assert meter.carry_out(order(limits), 1.0 + LEASE_S).num_open == 1  # c's gateway has died
+    assert meter.carry_out(order(limits), 14.0 + LEASE_S).num_open == 0
+
+
+def test_reserved_output_is_given_back_as_far_as_it_was_not_drawn() -> None:
+    meter, limits = Meter(), {"output_tokens_per_min": 600}
+    meter.carry_out(order(limits, asked=asked("a", outputs=500)), 0.0)
+    assert meter.carry_out(order(limits, asked=asked("b", outputs=200)), 0.0).refused_by
+    read = meter.carry_out(order(limits, settled=(Settled("a", 400),)), 0.0)
+    assert read.used["output_tokens_per_min"] == 100
+    read = meter.carry_out(order(limits, settled=(Settled("a", 400),)), 0.0)
+    assert read.used["output_tokens_per_min"] == 100
+
+
+def test_a_lowered_limit_is_not_paid_for_by_a_longer_wait() -> None:
+    meter = Meter()
+    meter.carry_out(order({"requests_per_min": 1000}, asked=asked("a", 1000)), 0.0)
+    read = meter.carry_out(order({"requests_per_min": 10}, asked=asked("b")), 0.0)
+    assert read.wait_s == pytest.approx(6)
+
+
+def test_a_meter_is_idle_when_it_is_empty_and_nothing_is_under_way() -> None:
+    meter = Meter()
+    meter.carry_out(Order(limits={"concurrency": 1}, lease_s=1e9, asked=asked("a")), 0.0)
+    assert not meter.is_idle(2 * IDLE_S)
+    meter.carry_out(order({"concurrency": 1}, settled=(Settled("a", 0),)), 1.0)
+    assert not meter.is_idle(IDLE_S)
+    assert meter.is_idle(2 + IDLE_S)
+
+
+def test_headers_are_openai_s() -> None:
+    used = {"requests_per_min": 10.0, "input_tokens_per_min": 75.5, "output_tokens_per_min": 30.0}
+    limits = {"requests_per_min": 60, "input_tokens_per_min": 100, "output_tokens_per_min": 120}
+    headers = headers_of(limits, Reading("", 0.0, used, 0))
+    assert headers == {
+        "x-ratelimit-limit-requests": "60",
+        "x-ratelimit-remaining-requests": "50",
+        "x-ratelimit-reset-requests": "10s",
+        "x-ratelimit-limit-tokens": "100",
+        "x-ratelimit-remaining-tokens": "24",
+        "x-ratelimit-reset-tokens": "45.3s",
+        "x-ratelimit-limit-input-tokens": "100",
+        "x-ratelimit-remaining-input-tokens": "24",
+        "x-ratelimit-reset-input-tokens": "45.3s",
+        "x-ratelimit-limit-output-tokens": "120",
+        "x-ratelimit-remaining-output-tokens": "90",
+        "x-ratelimit-reset-output-tokens": "15s",
+    }
+    assert headers_of({"concurrency": 3}, Reading("", 0.0, used, 1)) == {}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0ms"), (0.0201, "21ms"), (1, "1s"), (1.5, "1.5s"), (60, "1m0s"), (66.25, "1m6.25s")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+# ── and in Redis ─────────────────────────────────────────────────────────────────────────────────
+
+TIMED = CARRY_OUT.replace("redis.call('TIME')", "{ARGV[2], '0'}")
+names = st.sampled_from("abcde")
+limit = st.integers(1, 50)
+orders = st.builds(
+    order,
+    st.fixed_dictionaries({}, optional=dict.fromkeys((*RATES, "concurrency"), limit)),
+    settled=st.lists(st.builds(Settled, names, st.integers(0, 30)), max_size=2).map(tuple),
+    renewed=st.lists(names, max_size=2).map(tuple),
+    asked=st.none() | st.builds(asked, names, *[st.integers(0, 30)] * 3),
+)
+steps = st.lists(st.tuples(orders, st.sampled_from((0, 0, 1, 7, 20, 90))), max_size=12)
+
+
+@pytest.fixture(scope="module")
+def client(redis_server: RedisServer) -> Iterator[redis.Redis]:
+    with redis.Redis.from_url(redis_server.url) as client:
+        yield client
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(steps=steps)
+def test_redis_reads_what_the_meter_reads(client: redis.Redis, steps: list[Any]) -> None:
+    assert TIMED != CARRY_OUT
+    client.delete("meter", "open")
+    meter, now = Meter(), 1_700_000_000
+    for each, pause_s in steps:
+        now += pause_s
+        own = meter.carry_out(each, float(now))
+        # Redis' own expiry runs on its own time: what it would have dropped is empty anyway
+        reply = client.eval(TIMED, 2, "meter", "open", msgspec.json.encode(each), now)
+        client.persist("meter")
+        client.persist("open")
+        read = reading_of(reply)
+        assert (read.refused_by, read.num_open) == (own.refused_by, own.num_open)
+        assert read.wait_s == pytest.approx(own.wait_s, abs=1e-4)
+        assert read.used == pytest.approx(own.used, abs=1e-4)
+
+
+def test_what_cannot_be_in_the_record_is_mended_within_a_minute(client: redis.Redis) -> None:
+    for text, is_refused in ((b"nan", True), (b"inf", True), (b"-5", False), (b"x", False)):
+        client.delete("meter", "open")
+        client.hset("meter", mapping={"at": text, "requests_per_min": text})
+        whole = order({"requests_per_min": 5}, asked=asked("a", 5))
+        reply = client.eval(CARRY_OUT, 2, "meter", "open", msgspec.json.encode(whole))
+        read = reading_of(reply)
+        assert bool(read.refused_by) is is_refused, text
+        assert read.wait_s <= 60
+    client.delete("meter", "open")
+
+
+async def test_many_gateways_at_once_let_in_exactly_the_limit(redis_server: RedisServer) -> None:
+    limits = {"requests_per_min": 40, "output_tokens_per_min": 1_000_000, "concurrency": 25}
+
+    def gateway(number: int) -> list[str]:
+        with redis.Redis.from_url(redis_server.url) as own:
+            found = []
+            for turn in range(20):
+                one = order(limits, asked=asked(f"{number}-{turn}", outputs=3))
+                reply = own.eval(CARRY_OUT, 2, "m:meter", "m:open", msgspec.json.encode(one))
+                found.append(reading_of(reply).refused_by)
+            return found
+
+    lists = await asyncio.gather(*(asyncio.to_thread(gateway, number) for number in range(4)))
+    outcomes = [each for found in lists for each in found]
+    assert outcomes.count("") == 25
+    assert outcomes.count("concurrency") == 55
