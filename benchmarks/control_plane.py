@@ -53,7 +53,7 @@ from benchmarks.serving.aiperf import aiperf
 from benchmarks.serving.client import Manner, Tally, Target, load, num_events_of
 from benchmarks.serving.dynamo import dynamo
 from benchmarks.serving.hearth import ONE_WORKER, SPLIT, Processes, hearth
-from services.local.service_options import DEMO_MODEL_DIR
+from services.cli.service_options import DEMO_MODEL_DIR
 
 
 @dataclass(frozen=True)

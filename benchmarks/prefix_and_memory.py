@@ -20,11 +20,11 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.report import Row, at_most, write_result
+from services.cli.service_options import DEMO_MODEL_DIR
+from services.client.chat_request import Reply, ask, door, first_model
 from services.gateway.tenancy.office import store_api_key
-from services.local.ask import Reply, ask, door, first_model
 from services.local.cluster import LocalCluster
 from services.local.plan import UpOptions
-from services.local.service_options import DEMO_MODEL_DIR
 from services.local.state import clusters_dir
 from shared.clock import MonotonicClock
 

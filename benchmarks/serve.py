@@ -1,6 +1,6 @@
 """`hearth bench` on a cluster of its own or a running one, kept as a result of this repository.
 
-What is measured, and how, is in services/local/load.py.
+What is measured, and how, is in services/client/load_test.py.
 
     python -m benchmarks.serve                                a cluster of its own, 100 in / 64 out
     python -m benchmarks.serve --url URL --api-key KEY        a running one
@@ -20,12 +20,12 @@ import uvloop
 from rich.console import Console
 
 from benchmarks.report import at_most, write_result
+from services.cli.bench import target
+from services.cli.service_options import DEMO_MODEL_DIR, model_name_for
+from services.client.load_test import LoadOptions, Row, measure
 from services.gateway.tenancy.office import store_api_key
-from services.local.bench import target
-from services.local.hub import local_copy
-from services.local.load import LoadOptions, Row, measure
+from services.local.hub_download import local_copy
 from services.local.plan import UpOptions
-from services.local.service_options import DEMO_MODEL_DIR, model_name_for
 from shared.errors import HearthError
 
 CORPUS = Path(__file__).resolve().parent.parent / "scripts" / "demo_corpus"

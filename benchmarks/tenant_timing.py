@@ -37,12 +37,12 @@ from tokenizers import Tokenizer
 
 from benchmarks.auc import Auc, auc
 from benchmarks.report import Bar, Row, at_least, at_most, write_result
+from services.cli.bench import target
+from services.cli.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
+from services.client.http_client import Connection, Sample, http_request
 from services.gateway.tenancy.office import store_api_key
 from services.local.api_keys import new_api_key
-from services.local.bench import target
-from services.local.load_client import Connection, Sample, http_request
 from services.local.plan import UpOptions
-from services.local.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
 from shared.errors import HearthError
 from shared.store import Store
 

@@ -14,13 +14,12 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from services.bundle import commands as bundle_commands
-from services.local import commands, tenant_commands
+from services.cli import bundle_commands, commands, tenant_commands
+from services.cli.prefix_commands import prefix_app
+from services.cli.service_options import service_command
 from services.local.api_keys import StoreApiKey
 from services.local.gateway_parts import GatewayParts, OpenOffice
 from services.local.plan import thread_environ
-from services.local.prefix_commands import prefix_app
-from services.local.service_options import service_command
 from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig, WorkerConfig
 from shared.errors import ConfigError, HearthError
 from shared.messages import Role

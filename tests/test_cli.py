@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from services.local.service_options import (
+from services.cli.service_options import (
     DEMO_MODEL_DIR,
     DEMO_MODEL_NAME,
     HELP,

@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from tests.servers import Server, find_binary, free_port
-from tests.services.local.chat_checkpoint import write_chat_checkpoint
-from tests.services.local.running import NoModel, complete, eventually, ready
+from tests.services.cli.chat_checkpoint import write_chat_checkpoint
+from tests.services.cli.running import NoModel, complete, eventually, ready
 
 ROOT = Path(__file__).parents[1]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())

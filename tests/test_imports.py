@@ -32,7 +32,7 @@ def rule(inside: str, *outside: set[str], but_not: str = "") -> Rule:
     return Rule(tuple(inside.split()), frozenset().union(*outside), tuple(but_not.split()))
 
 
-# The longest matching folder decides.
+# The longest matching place decides.
 RULES = {
     "kernels": rule("kernels", {"torch", "triton", "numpy", "numba", "llvmlite"}),
     "shared": rule("shared", BASE, but_not="shared.engine"),
@@ -44,6 +44,14 @@ RULES = {
     "services/gateway": rule("services.gateway shared", BASE, WEB, but_not="shared.engine"),
     "services/prefill": rule("services.prefill shared", BASE),
     "services/decode": rule("services.decode shared", BASE),
+    "services/cli": rule(
+        "services.cli services.local services.client shared",
+        *(BASE, TERMINAL),
+        but_not="shared.engine",
+    ),
+    "services/cli/bundle_commands.py": rule("services.cli services.local shared", BASE, TERMINAL),
+    "services/cli/compression_progress.py": rule("services.cli shared", BASE, TERMINAL),
+    "services/client": rule("services.client shared", BASE, TERMINAL, but_not="shared.engine"),
     "services/local": rule("services.local shared", BASE, TERMINAL, HUB, but_not="shared.engine"),
     "services": rule("services shared", BASE, TERMINAL),
 }
@@ -69,8 +77,8 @@ def imported(path: Path) -> Iterator[str]:
 
 def rule_of(path: Path) -> Rule:
     relative = path.relative_to(ROOT).as_posix()
-    folders = [folder for folder in RULES if relative.startswith(f"{folder}/")]
-    return RULES[max(folders, key=len)]
+    places = [place for place in RULES if f"{relative}/".startswith(f"{place}/")]
+    return RULES[max(places, key=len)]
 
 
 def is_within(name: str, prefixes: tuple[str, ...]) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from services.local.load_client import http_request
+from services.client.http_client import http_request
 
 _TEXT = re.compile(rb'"(?:content|text)":\s*"(?!")')
 _EVENT = re.compile(rb"data: (\{[^\n]*\})\n\n")

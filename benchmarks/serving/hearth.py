@@ -15,10 +15,10 @@ import httpx
 import psutil
 
 from benchmarks.serving.client import Target
+from services.cli.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
 from services.gateway.tenancy.office import store_api_key
 from services.local.api_keys import new_api_key, save_api_key
 from services.local.plan import thread_environ
-from services.local.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
 from shared.subjects import CredentialRole
 from tests.servers import NatsServer, RedisServer, free_port
 

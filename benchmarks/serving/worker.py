@@ -12,7 +12,7 @@ import sys
 import typer
 from tokenizers import Tokenizer
 
-from services.local.service_options import service_command
+from services.cli.service_options import service_command
 from services.worker import build_worker
 from shared.clock import MonotonicClock
 from shared.config import WorkerConfig

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from services.decode.receiver import Receipt
+from services.decode.kv_writer import Receipt
 from shared.engine.runner import Runner
 from shared.engine.sequence import Sequence
 from shared.errors import HearthError

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from services.decode.emitter import Emitter, Output
+from services.decode.active_handoffs import Handoffs
 from services.decode.handoff import Handoff
-from services.decode.handoffs import Handoffs
-from services.decode.placement import Placement, placement_id_of, sequences_of
-from services.decode.teller import Teller
+from services.decode.output_buffer import Emitter, Output
+from services.decode.running_request import Placement, placement_id_of, sequences_of
+from services.decode.token_flusher import Teller
 from shared.background import Background
 from shared.engine.engine import Progress
 from shared.engine.sequence import Sequence, SequenceState

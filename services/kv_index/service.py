@@ -17,7 +17,7 @@ from functools import partial
 import structlog
 
 from services.kv_index.index import Outcome, PrefixIndex, State
-from services.kv_index.keeper import ROUND_S, PinKeeper
+from services.kv_index.pin_keeper import ROUND_S, PinKeeper
 from services.kv_index.registry import PrefixRegistry
 from shared import subjects
 from shared.background import Background

@@ -12,7 +12,7 @@ import httpx
 import msgspec
 
 from services.local.api_keys import StoreApiKey, new_api_key, save_api_key
-from services.local.children import ProcessSpec
+from services.local.child_processes import ProcessSpec
 from services.local.credentials import Credential, nats_config
 from services.local.plan import (
     Endpoints,

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 import services
-from services.local.children import ProcessSpec
+from services.local.child_processes import ProcessSpec
 from services.local.credentials import Credential, random_process_id
 from services.local.servers import LOOPBACK
 from shared.config import WEIGHT_FORMS

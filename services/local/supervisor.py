@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Literal
 
-from services.local.children import (
+from services.local.child_processes import (
     Child,
     ProcessSpec,
     ending,

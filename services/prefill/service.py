@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 import structlog
 
-from services.prefill.sender import Push, PushCounts
+from services.prefill.kv_sender import Push, PushCounts
 from shared.background import Background
 from shared.bus import failure_of
 from shared.engine.engine import Progress

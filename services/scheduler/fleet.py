@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from services.scheduler.backlog import Served
 from services.scheduler.placement import Needs, Target, Workers
-from services.scheduler.speeds import ModelSpeeds, Speed
+from services.scheduler.throughput import ModelSpeeds, Speed
 from services.scheduler.worker_table import Worker, WorkerTable
 from shared.health import Fleet
 from shared.messages import Heartbeat, ModelCard, WorkerLoad

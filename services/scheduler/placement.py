@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from services.scheduler.scan import FORMAT, Side, Terms, costs_of_decodes, nearest_prefills
+from services.scheduler.cost_kernel import FORMAT, Side, Terms, costs_of_decodes, nearest_prefills
 from services.scheduler.worker_table import WorkerTable, code_of
 
 MAX_COST_RATIO = 2.0

@@ -15,7 +15,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from services.scheduler.scan import (
+from services.scheduler.cost_kernel import (
     BLOCK_SIZE,
     BUSY_UNTIL,
     CLOSED_UNTIL,
@@ -28,7 +28,7 @@ from services.scheduler.scan import (
     Columns,
     Side,
 )
-from services.scheduler.speeds import Speed
+from services.scheduler.throughput import Speed
 
 BASE_TOKENS = 64  # a request is never free: keeps "twice the best" meaningful on idle workers
 KV_READ_SHARE = 0.05  # of computing a token: that KV of one is there to be read

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from services.local.load_client import BodyReader, http_request
+from services.client.http_client import BodyReader, http_request
 
 READ_BYTES = 65536
 DONE = b"data: [DONE]"

@@ -19,10 +19,10 @@ from pathlib import Path
 import httpx
 import msgspec
 
+from services.cli.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
 from services.gateway.tenancy.office import store_api_key
 from services.local.api_keys import new_api_key, save_api_key
 from services.local.plan import thread_environ
-from services.local.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
 from shared.subjects import CredentialRole, nats_server_config
 from tests.chaos.process import STEP_VARIABLE
 from tests.servers import PASSWORD, Server, find_binary, free_port

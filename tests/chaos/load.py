@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from services.local.load_client import http_request
+from services.client.http_client import http_request
 from tests.chaos.chaos import Asked, Chaos
 
 LONGEST_STAY_S = 1.0

@@ -6,7 +6,7 @@ from typing import Literal
 
 import typer
 
-from services.local.service_options import service_command
+from services.cli.service_options import service_command
 from services.worker import build_worker
 from shared.clock import MonotonicClock
 from shared.config import WorkerConfig

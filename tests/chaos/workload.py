@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from services.local.service_options import DEMO_MODEL_NAME
+from services.cli.service_options import DEMO_MODEL_NAME
 from tests.chaos.clients import ChoiceTold
 
 NUM_STREAMS = 32

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from services.local.service_options import DEMO_MODEL_DIR
+from services.cli.service_options import DEMO_MODEL_DIR
 from tests.end_to_end.cluster import Cluster, run_cluster
 
 QUESTIONS = ("What is the KV cache?", "What is a scheduler?", "Tell me about rivers.")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from services.local.prefixes import publish_prefix, remove_prefix
+from services.cli.public_prefixes import publish_prefix, remove_prefix
 from tests.end_to_end.cluster import Cluster, run_cluster
 
 SYSTEM = "You are a careful assistant, who answers in one short sentence. " * 12

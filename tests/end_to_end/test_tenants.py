@@ -18,13 +18,13 @@ import nats
 import pytest
 import redis
 
-from services.local.service_options import DEMO_MODEL_NAME
+from services.cli.service_options import DEMO_MODEL_NAME
 from shared.bus import NatsBus
 from shared.messages import Heartbeat
 from shared.packing import pack_token_ids
 from shared.subjects import HEARTBEATS
 from tests.chaos.cluster import ChaosCluster
-from tests.services.local.running import run_hearth
+from tests.services.cli.running import run_hearth
 
 SERVICES = ("kv_index-1", "scheduler-1", "prefill-1", "decode-1")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -11,8 +11,8 @@ from typing import Any
 from hypothesis import Phase, settings
 
 import services.gateway.streams.streams as streams
-from services.decode.emitter import Emitter
-from services.decode.handoffs import Handoffs
+from services.decode.active_handoffs import Handoffs
+from services.decode.output_buffer import Emitter
 from services.decode.service import DecodeService
 from services.gateway.streams.early_entries import EarlyEntries
 from services.gateway.streams.streams import Streams

@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.decode.receiver import Receipt
-from services.prefill.sender import Push, PushCounts
+from services.decode.kv_writer import Receipt
+from services.prefill.kv_sender import Push, PushCounts
 from shared.engine.sequence import Sequence
 from shared.kv_wire.compression_gate import NUM_NEEDED, NUM_PAIRS
 from shared.kv_wire.link import PushLink

@@ -14,8 +14,8 @@ from itertools import count
 from typing import Any
 from unittest.mock import patch
 
+from services.decode.active_handoffs import Handoffs
 from services.decode.handoff import Handoff
-from services.decode.handoffs import Handoffs
 from services.gateway.streams import streams
 from services.gateway.streams.actions import Actions
 from services.gateway.streams.choice_tokens import ChoiceTokens

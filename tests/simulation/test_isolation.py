@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.decode.receiver import Receipt
+from services.decode.kv_writer import Receipt
 from services.gateway.request import generation_request as target
 from services.kv_index import registry
 from services.kv_index.service import KvIndexService
@@ -162,16 +162,12 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 def _roots_without_tenant(patch: pytest.MonkeyPatch) -> None:
     right = target.root_hash
-    patch.setattr(
-        generation_request, "root_hash", lambda tenant, digest, **more: right("", digest, **more)
-    )
+    patch.setattr(target, "root_hash", lambda tenant, digest, **more: right("", digest, **more))
 
 
 def _roots_without_salt(patch: pytest.MonkeyPatch) -> None:
     right = target.root_hash
-    patch.setattr(
-        generation_request, "root_hash", lambda tenant, digest, **more: right(tenant, digest)
-    )
+    patch.setattr(target, "root_hash", lambda tenant, digest, **more: right(tenant, digest))
 
 
 def _any_block_matches(patch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,10 @@ import nats
 import nats.errors
 import pytest
 
-from services.local.children import ProcessSpec
+from services.cli.health_check import hears_heartbeat
+from services.local.child_processes import ProcessSpec
 from services.local.credentials import Credential, nats_config
 from services.local.join import add_credential, signalled_process
-from services.local.probe import hears_heartbeat
 from services.local.servers import find_server, free_port
 from services.local.state import ClusterState, StateDir, clusters_dir
 from services.local.supervisor import Supervisor

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.local.children import ProcessSpec, ending, last_line
+from services.local.child_processes import ProcessSpec, ending, last_line
 from services.local.servers import free_port
 from services.local.supervisor import Event, ProcessEnded, Supervisor
 from shared.clock import MonotonicClock
@@ -150,7 +150,7 @@ async def test_who_does_not_go_in_time_is_killed(supervisor: Supervisor, tmp_pat
 async def test_children_of_a_killed_parent_die(tmp_path: Path) -> None:
     code = (
         "import asyncio, os, pathlib, sys\n"
-        "from services.local.children import ProcessSpec, start_child\n"
+        "from services.local.child_processes import ProcessSpec, start_child\n"
         "async def main():\n"
         "    here = pathlib.Path(sys.argv[1])\n"
         "    argv = (sys.executable, '-c', 'import signal; signal.pause()')\n"

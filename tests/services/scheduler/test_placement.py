@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.scheduler.placement import LocalPrefill, Needs, Target, Workers, place
-from services.scheduler.speeds import Speed
+from services.scheduler.throughput import Speed
 from services.scheduler.worker_table import Worker, WorkerTable
 from tests.services.scheduler.plain_placement import PlainScan, is_close
 from tests.simulation.randomness import SeededRandomness

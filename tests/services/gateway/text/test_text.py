@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+from services.cli.service_options import DEMO_MODEL_DIR
 from services.gateway.text import tokenizer
 from services.gateway.text.chat_template import ChatTemplate, LiteralText
 from services.gateway.text.detokenizer import Detokenizer
@@ -19,7 +20,6 @@ from services.gateway.text.stop_strings import StopStrings
 from services.gateway.text.text_assembler import TextAssembler
 from services.gateway.text.token_bytes import TokenBytes, whole_texts
 from services.gateway.text.tokenizer import PromptTokenizer
-from services.local.service_options import DEMO_MODEL_DIR
 from shared.errors import ConfigError, InvalidRequest
 from shared.messages import TokenLogprobs
 from tests.services.gateway.model_dir import write_model_dir

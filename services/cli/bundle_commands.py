@@ -1,0 +1,57 @@
+"""`hearth compress` and `hearth decompress`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from services.cli.commands import OPERATE
+from services.local.hub_download import local_copy
+
+app = typer.Typer()
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads that code (one a CPU).")]
+
+
+@app.command(
+    rich_help_panel=OPERATE,
+    epilog="Examples:  hearth compress ~/models/tiny tiny-bundle  ·  "
+    "hearth compress org/name bundle && hearth up --model bundle",
+)
+def compress(
+    model: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Checkpoint directory, or a hub id.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Bundle; must not be there yet.")],
+    threads: Threads = None,
+) -> None:
+    """Make a checkpoint smaller, without loss; `hearth up --model OUT` serves it as it is.
+
+    Every tensor is decoded again and compared. Stopped halfway, the same command goes on.
+    """
+    from services.cli.compression_progress import Board, show_savings
+    from shared.engine.codec.compress import compress_folder
+
+    with Board() as board:
+        manifest = compress_folder(local_copy(model), out, board, num_threads=threads)
+    show_savings(manifest, out)
+
+
+@app.command(
+    rich_help_panel=OPERATE, epilog="Example:  hearth decompress tiny-bundle ~/models/tiny-again"
+)
+def decompress(
+    bundle: Annotated[Path, typer.Argument(metavar="OUT", help="Bundle, or its hub id.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Checkpoint directory; must not be there yet.")
+    ],
+    threads: Threads = None,
+) -> None:
+    """Make the checkpoint again that a bundle was made of, byte by byte."""
+    from services.cli.compression_progress import Board
+    from shared.engine.codec.decompress import decompress_folder
+
+    with Board() as board:
+        decompress_folder(local_copy(bundle), directory, board, num_threads=threads)
+    print(f"{directory}: every file is as it was when it was bundled")

@@ -1,0 +1,291 @@
+"""The commands that are not a service: start a cluster, talk to it, operate it.
+
+What they need of the gateway is passed in, as `context.obj`; tenants are in `tenant_commands.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from services.cli.service_options import DEMO_MODEL_DIR, model_name_for
+from services.local.hub_download import local_copy
+from services.local.plan import UpOptions
+from shared.errors import ConfigError
+
+START = "Start and use"
+OPERATE = "Operate"
+
+app = typer.Typer()
+
+
+class UpRole(StrEnum):
+    apart = "apart"
+    both = "both"
+
+
+@app.command(
+    rich_help_panel=START,
+    epilog="Examples:  hearth up  ·  hearth up --prefill 2 --decode 2  ·  "
+    "hearth up --model ~/models/tiny --http 0.0.0.0:8000  ·  "
+    "hearth up --model meta-llama/Llama-3.2-1B"
+    "  ·  hearth up --role both --check",
+)
+def up(
+    context: typer.Context,
+    model: Annotated[
+        Path, typer.Option(help="Checkpoint directory, or a hub id such as org/name.")
+    ] = DEMO_MODEL_DIR,
+    name: Annotated[
+        str, typer.Option(help="What clients call the model (the id, or the directory's name).")
+    ] = "",
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers (1).")] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode workers (1).")] = None,
+    both: Annotated[int | None, typer.Option(help="Workers that do both (0).")] = None,
+    role: Annotated[
+        UpRole, typer.Option(help="both: one worker that does prefill and decode.")
+    ] = UpRole.apart,
+    http: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="HTTP door (127.0.0.1:8000, or a free port)."),
+    ] = None,
+    nats: Annotated[
+        str | None, typer.Option(metavar="URL", envvar="HEARTH_NATS_URL", help="A running NATS.")
+    ] = None,
+    redis: Annotated[
+        str | None,
+        typer.Option(metavar="URL", envvar="HEARTH_REDIS_URL", help="A running Redis."),
+    ] = None,
+    advertise: Annotated[
+        str,
+        typer.Option(metavar="HOST", help="This machine's address for workers on other hosts."),
+    ] = "127.0.0.1",
+    dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    weights: Annotated[
+        str,
+        typer.Option(envvar="HEARTH_WEIGHTS", help="auto, dense or compressed: fewer bytes."),
+    ] = "auto",
+    check: Annotated[bool, typer.Option("--check", help="Ask one question, then stop.")] = False,
+) -> None:
+    """Start a cluster on this machine, ask it a first question, and keep it until Ctrl-C.
+
+    NATS and Redis are started too, unless their URLs are given. Nothing is left behind.
+    """
+    from services.cli.up import run_up
+
+    if both is None:
+        both = int(role is UpRole.both)
+    default = int(both == 0)
+    host, port = ("127.0.0.1", None) if http is None else _host_and_port(http)
+    options = UpOptions(
+        model_dir=local_copy(model),
+        model_name=model_name_for(model, name),
+        num_prefill=default if prefill is None else prefill,
+        num_decode=default if decode is None else decode,
+        num_both=both,
+        http_host=host,
+        http_port=port,
+        nats_url=nats,
+        redis_url=redis,
+        advertise_host=advertise,
+        dtype=dtype,
+        device=device,
+        weights=weights,
+    )
+    run_up(options, context.obj.store_api_key(), is_check=check)
+
+
+def _host_and_port(text: str) -> tuple[str, int]:
+    host, separator, port = text.rpartition(":")
+    if not separator or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"--http {text!r} is not HOST:PORT")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+@app.command(
+    rich_help_panel=START,
+    epilog="Examples:  hearth chat  ·  hearth chat --url http://site-a:8000 --api-key KEY",
+)
+def chat(
+    url: Annotated[
+        str | None, typer.Option(envvar="HEARTH_URL", help="Gateway; else the local cluster.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="HEARTH_API_KEY", help="Key; else the local cluster's.")
+    ] = None,
+) -> None:
+    """Talk with the model in this terminal."""
+    from services.cli.chat import run_chat
+
+    run_chat(url, api_key)
+
+
+@app.command(
+    rich_help_panel=START,
+    epilog="Examples:  hearth bench  ·  hearth bench --concurrency 32 --requests 500  ·  "
+    "hearth bench --model DIR --decode 2 --rate 20",
+)
+def bench(
+    context: typer.Context,
+    url: Annotated[
+        str | None, typer.Option(envvar="HEARTH_URL", help="Gateway; else the local cluster.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", "--key", envvar="HEARTH_API_KEY", help="Its key.")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Start a cluster with it: a directory or a hub id.")
+    ] = None,
+    prefill: Annotated[int, typer.Option(help="Prefill workers of that cluster.")] = 1,
+    decode: Annotated[int, typer.Option(help="Decode workers of that cluster.")] = 1,
+    both: Annotated[int, typer.Option(help="Workers of that cluster that do both.")] = 0,
+    dtype: Annotated[str, typer.Option(help="Of that cluster.")] = "auto",
+    device: Annotated[str, typer.Option(help="Of that cluster.")] = "cpu",
+    weights: Annotated[
+        str, typer.Option(envvar="HEARTH_WEIGHTS", help="Of that cluster.")
+    ] = "auto",
+    concurrency: Annotated[
+        str, typer.Option(metavar="N,N...", help="Users at once; each number is a load.")
+    ] = "1,16,64",
+    rate: Annotated[
+        float | None, typer.Option(help="Requests a second (Poisson) instead of users.")
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(help="Requests of each load, instead of a duration.")
+    ] = None,
+    duration_s: Annotated[float, typer.Option(help="Seconds that each load lasts.")] = 10.0,
+    input_tokens: Annotated[int, typer.Option(help="Prompt tokens, about.")] = 100,
+    output_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 64,
+    temperature: Annotated[float, typer.Option(help="Of the sampling.")] = 0.0,
+    ttft_s: Annotated[float, typer.Option(help="Goodput: longest time to first token.")] = 0.5,
+    itl_s: Annotated[float, typer.Option(help="Goodput: longest mean gap between tokens.")] = 0.05,
+    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
+) -> None:
+    """Measure speed and latency as clients see them: a table, then one JSON line."""
+    from services.cli.bench import run_bench
+    from services.client.load_test import LoadOptions
+
+    up_options = None
+    if model is not None:
+        up_options = UpOptions(
+            model_dir=local_copy(model),
+            model_name=model_name_for(model, ""),
+            num_prefill=prefill,
+            num_decode=decode,
+            num_both=both,
+            http_port=0,
+            dtype=dtype,
+            device=device,
+            weights=weights,
+        )
+    options = LoadOptions(
+        concurrency=_numbers(concurrency),
+        rate=rate,
+        num_requests=requests,
+        duration_s=duration_s,
+        num_input_tokens=input_tokens,
+        num_output_tokens=output_tokens,
+        temperature=temperature,
+        ttft_limit_s=ttft_s,
+        itl_limit_s=itl_s,
+        seed=seed,
+    )
+    raise typer.Exit(run_bench(url, api_key, up_options, options, context.obj.store_api_key()))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    parts = text.replace(",", " ").split()
+    if not parts or not all(part.isdecimal() for part in parts):
+        raise ConfigError(f"--concurrency {text!r} is not a list of numbers such as 1,16,64")
+    return tuple(int(part) for part in parts)
+
+
+@app.command(
+    rich_help_panel=START,
+    epilog="Examples:  hearth status  ·  hearth status --once  ·  hearth status --json | jq",
+)
+def status(
+    nats_url: Annotated[
+        str | None,
+        typer.Option(
+            envvar="HEARTH_NATS_URL", help="NATS, with a credential; else the local cluster."
+        ),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one table, then end.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="A JSON line instead of a table.")] = False,
+    interval_s: Annotated[float, typer.Option(help="Seconds between two looks.")] = 1.0,
+) -> None:
+    """Show the workers and other processes of a cluster until Ctrl-C."""
+    from services.cli.status import run_status
+
+    run_status(nats_url, is_once=once, is_json=json, interval_s=interval_s)
+
+
+@app.command(
+    rich_help_panel=OPERATE,
+    epilog="Examples:  hearth credential decode  ·  hearth credential worker --host 10.0.0.5",
+)
+def credential(
+    role: Annotated[
+        str,
+        typer.Argument(help="gateway, scheduler, prefill, decode, kv_index, worker or observer."),
+    ],
+    process_id: Annotated[
+        str | None, typer.Option(help="Name of the process (ROLE-<6 hex digits>).")
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address of this machine as the other host knows it.")
+    ] = None,
+) -> None:
+    """Let one more process join the local cluster: prints its NATS URL."""
+    from services.local.join import add_credential
+
+    added = add_credential(role, process_id, host)
+    print(added.nats_url)
+    if not added.is_reachable:
+        note = "note: this NATS listens on 127.0.0.1 only; `hearth up --advertise HOST` opens it"
+        print(note, file=sys.stderr)
+    role_command = added.credential.role.replace("_", "-")
+    command = "status" if role_command == "observer" else f"{role_command} --help"
+    print(f"there: HEARTH_NATS_URL=… hearth {command}", file=sys.stderr)
+
+
+@app.command(
+    "nats-config",
+    rich_help_panel=OPERATE,
+    epilog="Example:  hearth nats-config gateway=gateway decode=decode-1 decode=decode-2",
+)
+def nats_config(
+    processes: Annotated[list[str], typer.Argument(metavar="ROLE=PROCESS_ID...")],
+    host: Annotated[str, typer.Option(help="Address that nats-server listens on.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(help="Port that nats-server listens on.")] = 4222,
+) -> None:
+    """Print a nats-server configuration: one credential a process, least permissions each.
+
+    Passwords are variables that nats-server reads from its environment: HEARTH_<ID>_PASSWORD.
+    """
+    from services.local.credentials import named_roles, nats_config_with_variables
+
+    text = nats_config_with_variables(named_roles(processes), host=host, port=port)
+    print(f"# hearth nats-config {' '.join(processes)} --host {host} --port {port}")
+    print(text, end="")
+
+
+@app.command(rich_help_panel=OPERATE, epilog="Exit status 0: healthy. 1: no heartbeat. 2: error.")
+def health(
+    nats_url: Annotated[str, typer.Option(envvar="HEARTH_NATS_URL", help="With a credential.")],
+    process_id: Annotated[
+        str | None,
+        typer.Option(envvar="HEARTH_PROCESS_ID", help="Process; else the NATS URL's user."),
+    ] = None,
+    timeout_s: Annotated[float, typer.Option(help="Longest wait for a heartbeat.")] = 3.0,
+) -> None:
+    """Tell whether a process is ready, by its heartbeat on NATS."""
+    from services.cli.health_check import run_probe
+
+    raise typer.Exit(0 if run_probe(nats_url, process_id, timeout_s=timeout_s) else 1)

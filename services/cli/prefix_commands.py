@@ -1,0 +1,64 @@
+"""`hearth prefix`: what an operator publishes for all tenants."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shared.errors import ConfigError
+
+prefix_app = typer.Typer(
+    help="Public prefixes: system prompts whose cache all tenants share.",
+    epilog="Examples:  hearth prefix publish house-rules --model NAME --file rules.txt  ·  "
+    "hearth prefix list  ·  hearth prefix remove house-rules",
+)
+
+Name = Annotated[str, typer.Argument(help="Its name.")]
+RedisUrl = Annotated[
+    str | None,
+    typer.Option(envvar="HEARTH_REDIS_URL", help="Redis server; else the local cluster's."),
+]
+
+
+@prefix_app.command(epilog="Example:  hearth prefix publish house-rules --model NAME --file -")
+def publish(
+    name: Name,
+    model: Annotated[str, typer.Option(help="What clients call the model.")],
+    file: Annotated[
+        Path, typer.Option(help="The system prompt; .json: a list of messages; -: standard input.")
+    ],
+    redis_url: RedisUrl = None,
+) -> None:
+    """Publish a prefix to all tenants, in the place of one with the same name.
+
+    Its cache is everybody's, what follows it is nobody else's. Gateways know it within seconds.
+    """
+    from services.cli.public_prefixes import publish_prefix
+
+    try:
+        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {file}: {error}") from error
+    publish_prefix(redis_url, name, model, text, is_json=file.suffix == ".json")
+
+
+@prefix_app.command("list", epilog="Example:  hearth prefix list --json | jq")
+def list_prefixes(
+    redis_url: RedisUrl = None,
+    json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+) -> None:
+    """List the public prefixes and their sizes."""
+    from services.cli.public_prefixes import show_prefixes
+
+    show_prefixes(redis_url, is_json=json)
+
+
+@prefix_app.command(epilog="Example:  hearth prefix remove house-rules")
+def remove(name: Name, redis_url: RedisUrl = None) -> None:
+    """Take a public prefix back. Prompts that begin so are each tenant's own from then on."""
+    from services.cli.public_prefixes import remove_prefix
+
+    remove_prefix(redis_url, name)

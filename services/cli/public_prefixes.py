@@ -1,0 +1,115 @@
+"""Public prefixes as an operator sees them: their records in Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from rich.table import Table
+
+from services.cli.tables import table_console
+from services.local.state import clusters_dir, running_cluster
+from shared import pinned_prefix
+from shared.block_hash import PUBLIC_TENANT_ID
+from shared.clock import MonotonicClock
+from shared.config import url_problems
+from shared.errors import ConfigError
+from shared.pinned_prefix import MAX_PER_TENANT, NAME_PATTERN, Entry, PinnedPrefix
+from shared.store import RedisStore, Store
+
+T = TypeVar("T")
+
+TIMEOUT_S = 2.0
+
+
+class Message(msgspec.Struct, frozen=True):
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+def publish_prefix(
+    redis_url: str | None, name: str, model: str, text: str, *, is_json: bool
+) -> None:
+    """Raises ConfigError for what no gateway would take, StoreUnavailable."""
+    if not re.match(NAME_PATTERN, name):
+        raise ConfigError(
+            f"{name!r} cannot name a prefix: letters, digits and . _ - only, at most 64, beginning "
+            "with a letter or digit"
+        )
+    if not text.strip():
+        raise ConfigError("the prefix is empty")
+    prefix = PinnedPrefix(
+        name=name,
+        tenant_id=PUBLIC_TENANT_ID,
+        model=model,
+        messages=_messages(text) if is_json else [{"role": "system", "content": text}],
+        created_at=int(time.time()),
+    )
+
+    async def save(store: Store) -> None:
+        others = set(await pinned_prefix.entries(store, PUBLIC_TENANT_ID)) - {name}
+        if len(others) >= MAX_PER_TENANT:
+            raise ConfigError(f"there are {MAX_PER_TENANT} public prefixes: remove one first")
+        await pinned_prefix.save(store, prefix, time.time())
+
+    _visit(redis_url, save)
+
+
+def remove_prefix(redis_url: str | None, name: str) -> None:
+    """Raises ConfigError if there is none, StoreUnavailable."""
+
+    async def delete(store: Store) -> None:
+        if name not in await pinned_prefix.entries(store, PUBLIC_TENANT_ID):
+            raise ConfigError(f"there is no public prefix {name!r}")
+        await pinned_prefix.delete(store, PUBLIC_TENANT_ID, name)
+
+    _visit(redis_url, delete)
+
+
+def show_prefixes(redis_url: str | None, *, is_json: bool) -> None:
+    """Raises ConfigError, StoreUnavailable."""
+    entries = _visit(redis_url, lambda store: pinned_prefix.entries(store, PUBLIC_TENANT_ID))
+    if is_json:
+        rows = [{"name": name, **_row(entry)} for name, entry in entries.items()]
+        sys.stdout.write(msgspec.json.encode(rows).decode() + "\n")
+        return
+    table = Table("prefix", "model", "tokens", box=None, header_style="bold", pad_edge=False)
+    for name, entry in entries.items():
+        table.add_row(name, entry.model, str(entry.num_tokens or "not read yet"))
+    table_console().print(table if entries else "no public prefix")
+
+
+def _row(entry: Entry) -> dict[str, Any]:
+    """A prefix has no tokens until a gateway of its model has read it."""
+    return {"model": entry.model, "num_tokens": entry.num_tokens or None}
+
+
+def _messages(text: str) -> list[dict[str, Any]]:
+    try:
+        messages = msgspec.json.decode(text, type=list[Message])
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"the file is no list of messages: {error}") from error
+    if not messages:
+        raise ConfigError("the prefix is empty")
+    return [{"role": each.role, "content": each.content} for each in messages]
+
+
+def _visit(redis_url: str | None, what: Callable[[Store], Awaitable[T]]) -> T:
+    url = running_cluster(clusters_dir())[1].redis_url if redis_url is None else redis_url
+    problems = list(url_problems("redis_url", url, schemes=("redis", "rediss", "unix")))
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+    async def visit() -> T:
+        store = RedisStore(url, MonotonicClock(), timeout_s=TIMEOUT_S)
+        try:
+            return await what(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(visit())

@@ -1,0 +1,187 @@
+"""`hearth status`: the processes of a cluster in a table, from their heartbeats on NATS."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+import nats.errors
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from services.cli.fleet_view import FleetView, ProcessView
+from services.cli.tables import table_console
+from services.local.credentials import process_id_for
+from services.local.state import clusters_dir, running_cluster
+from shared.background import Background
+from shared.bus import NatsBus, without_password
+from shared.clock import Clock, MonotonicClock
+from shared.errors import ConfigError, DependencyUnavailable
+from shared.health import HEARTBEAT_INTERVAL_S, TICK_S
+from shared.log import configure_logging
+from shared.messages import Heartbeat
+from shared.subjects import HEARTBEATS
+
+CONNECT_TIMEOUT_S = 5.0
+FIRST_BEAT_TIMEOUT_S = 5.0
+FIRST_LOOK_S = 5 * HEARTBEAT_INTERVAL_S  # every process is heard, and twice: speeds are known
+WORKER_COLUMNS = (
+    *("worker", "role", "model", "region", "running", "waiting"),
+    *("free blocks", "tokens/s", "prompt/s", "hits", "state"),
+)
+
+SERVICE_COLUMNS = ("process", "role", "region", "knows", "state")
+
+
+def find_nats(nats_url: str | None) -> str:
+    """The URL as given, else the local cluster's with its observer's credential.
+
+    Raises ConfigError.
+    """
+    if nats_url is not None:
+        return nats_url
+    _, state = running_cluster(clusters_dir())
+    for credential in state.credentials:
+        if credential.role == "observer":
+            return credential.nats_url(state.nats_host, state.nats_port)
+    raise ConfigError("this cluster uses an external NATS: give its URL in HEARTH_NATS_URL")
+
+
+def run_status(nats_url: str | None, *, is_once: bool, is_json: bool, interval_s: float) -> None:
+    """Returns after Ctrl-C, or after the first table. Raises ConfigError, DependencyUnavailable."""
+    if interval_s <= 0:
+        raise ConfigError(f"--interval-s {interval_s:g} is not positive")
+    configure_logging("status", level="error")  # the table says what a warning would
+    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
+        asyncio.run(
+            _status(find_nats(nats_url), is_once=is_once, is_json=is_json, interval_s=interval_s)
+        )
+
+
+async def _status(nats_url: str, *, is_once: bool, is_json: bool, interval_s: float) -> None:
+    clock, view, background = MonotonicClock(), FleetView(), Background()
+    process_id = process_id_for("observer", nats_url)
+    bus = await NatsBus.connect(nats_url, process_id=process_id, timeout_s=CONNECT_TIMEOUT_S)
+    is_heard = asyncio.Event()
+
+    def hear(beat: Heartbeat) -> None:
+        view.observe(beat, clock.now())
+        if view.rows():
+            is_heard.set()
+
+    try:
+        await bus.subscribe(HEARTBEATS, Heartbeat, hear)
+        background.start(_judge(bus, view, clock))
+        if is_once:
+            await _first_beat(is_heard, nats_url)
+        await clock.sleep(FIRST_LOOK_S)
+        with _screen(is_live=not (is_once or is_json)) as show:
+            while True:
+                rows = view.rows()
+                print_json(rows) if is_json else show(tables(rows, is_connected=bus.is_connected))
+                if is_once:
+                    return
+                await clock.sleep(interval_s)
+    finally:
+        await background.stop()
+        await bus.close()
+
+
+async def _first_beat(is_heard: asyncio.Event, nats_url: str) -> None:
+    """A machine under load may hold one back for seconds. Raises DependencyUnavailable."""
+    try:
+        async with asyncio.timeout(FIRST_BEAT_TIMEOUT_S):
+            await is_heard.wait()
+    except TimeoutError:
+        where = without_password(nats_url)
+        told = f"no heartbeat at {where} within {FIRST_BEAT_TIMEOUT_S:g} s"
+        raise DependencyUnavailable(told) from None
+
+
+async def _judge(bus: NatsBus, view: FleetView, clock: Clock) -> None:
+    """A round trip to the server stands for the echo of a heartbeat: an observer sends none."""
+    while True:
+        with contextlib.suppress(nats.errors.Error, OSError):
+            await bus.flush()
+            view.echo(clock.now())
+        view.tick(clock.now())
+        await clock.sleep(TICK_S)
+
+
+@contextmanager
+def _screen(*, is_live: bool) -> Iterator[Callable[[RenderableType], None]]:
+    console = table_console()
+    if not is_live:
+        yield console.print
+        return
+    with Live(console=console, auto_refresh=False) as live:
+        yield lambda shown: live.update(shown, refresh=True)
+
+
+def print_json(rows: list[ProcessView]) -> None:
+    line = {
+        "workers": [row for row in rows if row.is_worker],
+        "services": [row for row in rows if not row.is_worker],
+    }
+    sys.stdout.write(msgspec.json.encode(line).decode() + "\n")
+    sys.stdout.flush()
+
+
+def tables(rows: list[ProcessView], *, is_connected: bool = True) -> Group:
+    """Workers, and beneath them all other processes."""
+    workers = Table(*WORKER_COLUMNS, box=None, header_style="bold", pad_edge=False)
+    for column in workers.columns[4:-1]:
+        column.justify = "right"
+    services = Table(*SERVICE_COLUMNS, box=None, header_style="bold")
+    services.pad_edge = False
+    for row in rows:
+        if row.is_worker:
+            workers.add_row(*_worker_cells(row), style="dim" if row.is_lost else "")
+        else:
+            services.add_row(row.process_id, row.role, row.region or "-", _index(row), _state(row))
+    parts: list[RenderableType] = (
+        [workers, Text(), services] if rows else [Text("no process is heard")]
+    )
+    if not is_connected:
+        parts.append(Text("NATS does not answer: what is shown is old", style="red"))
+    return Group(*parts)
+
+
+def _worker_cells(row: ProcessView) -> list[str | Text]:
+    return [
+        row.process_id,
+        row.role,
+        row.model or "-",
+        row.region or "-",
+        str(row.num_running),
+        str(row.num_waiting),
+        f"{row.num_free_blocks}/{row.num_total_blocks}",
+        _number(row.generated_per_s),
+        _number(row.prefilled_per_s),
+        "-" if row.hit_ratio is None else f"{row.hit_ratio:.0%}",
+        _state(row),
+    ]
+
+
+def _index(row: ProcessView) -> Text:
+    """What an index knows, and whether all of it is what the workers last said."""
+    if row.index_state is None or row.is_lost:
+        return Text()
+    style = "" if row.index_state == "exact" else "yellow"
+    return Text(f"{row.index_state}, {row.num_indexed_blocks} blocks", style=style)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
+
+
+def _state(row: ProcessView) -> Text:
+    if row.is_lost:
+        return Text(f"lost ({row.state})", style="red")
+    return Text(row.state, style="green" if row.state == "ready" else "yellow")

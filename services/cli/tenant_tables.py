@@ -1,0 +1,156 @@
+"""Tenants on the terminal: one visit to Redis a command, tables or JSON of what it gave."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any, TypeVar
+
+import msgspec
+from rich.table import Table
+
+from services.cli.tables import table_console
+from services.cli.tenant_options import ALL, UNLIMITED
+from services.local.gateway_parts import Office, OpenOffice, Reading
+from services.local.state import clusters_dir, running_cluster
+from shared.clock import MonotonicClock
+from shared.config import url_problems
+from shared.errors import ConfigError
+from shared.store import RedisStore
+from shared.tenant import LIMITS, USAGE_KINDS, ApiKeyRecord, TenantRecord, UsageRow
+
+T = TypeVar("T")
+
+TIMEOUT_S = 2.0
+
+
+def visit(
+    open_office: OpenOffice, redis_url: str | None, errand: Callable[[Office], Awaitable[T]]
+) -> T:
+    """Raises ConfigError, or StoreUnavailable if Redis does not answer."""
+    url = find_redis(redis_url)
+
+    async def go() -> T:
+        store = RedisStore(url, MonotonicClock(), timeout_s=TIMEOUT_S)
+        try:
+            return await errand(open_office(store, time.time))
+        finally:
+            await store.close()
+
+    return asyncio.run(go())
+
+
+def find_redis(redis_url: str | None) -> str:
+    """As given, else the local cluster's. Raises ConfigError."""
+    if redis_url is None:
+        _, state = running_cluster(clusters_dir())
+        redis_url = state.redis_url
+    problems = list(url_problems("redis_url", redis_url, schemes=("redis", "rediss", "unix")))
+    if problems:
+        raise ConfigError("; ".join(problems))
+    return redis_url
+
+
+def last_days(count: int, now: float) -> list[str]:
+    """Newest first. Raises ConfigError."""
+    if not 0 < count <= 400:
+        raise ConfigError(f"--days {count} is not from 1 to 400: usage is kept that long")
+    today = datetime.fromtimestamp(now, UTC).date()
+    return [(today - timedelta(days=back)).isoformat() for back in range(count)]
+
+
+# ── what is shown ────────────────────────────────────────────────────────────────────────────────
+
+
+def print_json(value: Any) -> None:
+    print(msgspec.json.encode(value).decode())
+
+
+def table_of_tenants(records: Mapping[str, TenantRecord | None]) -> Table:
+    others = ("priority", "weight", "retention")
+    table = _table("tenant", *(_heading(name) for name in LIMITS), *others)
+    for tenant_id, record in records.items():
+        if record is None:
+            table.add_row(tenant_id, "its record is unreadable", style="red")
+        else:
+            table.add_row(tenant_id, *(_limit(record, name) for name in LIMITS), *_others(record))
+    return table
+
+
+def table_of_limits(record: TenantRecord, reading: Reading) -> Table:
+    table = _table(record.tenant_id, "limit", "used now")
+    for name in LIMITS:
+        used = f"{reading.used[name]:.0f}" if name in reading.used else ""
+        if name == "concurrency":
+            used = str(reading.num_open)
+        is_limited = getattr(record, name) is not None
+        table.add_row(_heading(name), _limit(record, name), used if is_limited else "")
+    table.add_row("models", _names(record.allowed_models))
+    table.add_row("regions", _names(record.allowed_regions))
+    for name, value in zip(("priority", "weight", "retention"), _others(record), strict=True):
+        table.add_row(name, value)
+    return table
+
+
+def table_of_keys(keys: Iterable[ApiKeyRecord], now: float) -> Table:
+    table = _table("key", "created", "state")
+    for key in keys:
+        table.add_row(key.key_id, _time(key.created_at), _state(key, now))
+    return table
+
+
+def table_of_usage(rows: Sequence[UsageRow]) -> Table:
+    table = _table("day", "tenant", "model", *(_heading(kind) for kind in USAGE_KINDS))
+    for column in table.columns[3:]:
+        column.justify = "right"
+    for row in rows:
+        counts = [f"{getattr(row, kind):,}" for kind in USAGE_KINDS]
+        table.add_row(row.day, row.tenant_id, row.model, *counts)
+    if len(rows) > 1:
+        sums = [f"{sum(getattr(row, kind) for row in rows):,}" for kind in USAGE_KINDS]
+        table.add_row("all", "", "", *sums, style="bold")
+    return table
+
+
+def show(*parts: Table | str) -> None:
+    console = table_console()
+    for part in parts:
+        console.print(part)
+
+
+def _table(*columns: str) -> Table:
+    return Table(*columns, box=None, header_style="bold", pad_edge=False)
+
+
+def _heading(name: str) -> str:
+    return name.replace("_per_min", "/min").replace("_", " ")
+
+
+def _limit(record: TenantRecord, name: str) -> str:
+    limit = getattr(record, name)
+    return UNLIMITED if limit is None else f"{limit:,}"
+
+
+def _names(names: tuple[str, ...] | None) -> str:
+    return ALL if names is None else ", ".join(names) or "none"
+
+
+def _others(record: TenantRecord) -> tuple[str, str, str]:
+    retention = "zero" if record.is_zero_retention else "normal"
+    return str(record.priority), f"{record.weight:g}", retention
+
+
+def _state(key: ApiKeyRecord, now: float) -> str:
+    if key.revoked_at is not None:
+        return f"revoked {_time(key.revoked_at)}"
+    if key.expires_at is None:
+        return "valid"
+    return f"{'expired' if key.expires_at <= now else 'valid until'} {_time(key.expires_at)}"
+
+
+def _time(unix_s: float) -> str:
+    if not unix_s:
+        return "at the start"
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

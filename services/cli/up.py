@@ -1,0 +1,190 @@
+"""`hearth up`: a cluster on this machine, its first answer, and a clean end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from services.client.chat_request import Reply, ask, door, first_model
+from services.local.api_keys import StoreApiKey
+from services.local.cluster import LocalCluster
+from services.local.plan import UpOptions
+from services.local.state import clusters_dir
+from services.local.supervisor import Event
+from shared.clock import Clock, MonotonicClock
+from shared.errors import HearthError
+
+QUESTION = "What is Hearth?"
+
+
+def run_up(options: UpOptions, store_api_key: StoreApiKey, *, is_check: bool) -> None:
+    """Returns after Ctrl-C, SIGTERM, or, for a check, after the first answer."""
+    asyncio.run(_up(options, store_api_key, is_check=is_check))
+
+
+async def _up(options: UpOptions, store_api_key: StoreApiKey, *, is_check: bool) -> None:
+    console, clock = Console(highlight=False), MonotonicClock()
+    board = StartBoard(console, clock)
+    cluster = LocalCluster(
+        options,
+        clock,
+        state_parent=clusters_dir(),
+        store_api_key=store_api_key,
+        report=board.report,
+    )
+    serving = asyncio.create_task(_serve(cluster, board, console, clock, is_check=is_check))
+    _stop_on_signals(serving, cluster)
+    try:
+        await serving
+    except asyncio.CancelledError:
+        console.print("stopped")
+    finally:
+        board.close()
+
+
+async def _serve(
+    cluster: LocalCluster, board: StartBoard, console: Console, clock: Clock, *, is_check: bool
+) -> None:
+    async with cluster:
+        board.close()
+        try:
+            await ask_first(cluster.url, cluster.api_key, console, clock, is_check=is_check)
+            console.print(f"ready in {board.elapsed_s:.1f} s   {cluster.url}/v1", style="bold")
+            if not is_check:
+                _show_door(cluster, console)
+                await asyncio.Event().wait()
+        finally:
+            console.print("stopping …", style="dim")
+
+
+def _stop_on_signals(serving: asyncio.Task[None], cluster: LocalCluster) -> None:
+    """The first signal stops in order, the second at once."""
+    is_stopping = False
+
+    def on_signal() -> None:
+        nonlocal is_stopping
+        if is_stopping:
+            cluster.kill()
+        else:
+            is_stopping = True
+            serving.cancel()
+
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(each, on_signal)
+
+
+class StartBoard:
+    """Shows how the start goes: a spinner a process on a terminal, a line each elsewhere."""
+
+    def __init__(self, console: Console, clock: Clock) -> None:
+        self._console = console
+        self._clock = clock
+        self._started = clock.now()
+        self._tasks: dict[str, TaskID] = {}
+        self._is_open = True
+        self._progress = Progress(
+            SpinnerColumn(finished_text="[green]✓"),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=False,
+            disable=not console.is_terminal,
+        )
+        self._progress.start()
+
+    @property
+    def elapsed_s(self) -> float:
+        return self._clock.now() - self._started
+
+    def report(self, process_id: str, event: Event, details: str) -> None:
+        if event == "ended":
+            self._console.print(
+                f"{process_id} ended ({details})", style="red", markup=False, soft_wrap=True
+            )
+        elif event == "restarting":
+            self._console.print(f"{process_id} is started again", style="yellow")
+        elif self._is_open and event == "started":
+            self._tasks[process_id] = self._progress.add_task(process_id, total=1)
+        elif self._is_open:
+            self._progress.update(self._tasks[process_id], completed=1)
+            if not self._console.is_terminal:
+                self._console.print(f"{process_id} ready after {self.elapsed_s:.1f} s")
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._progress.stop()
+
+
+async def ask_first(
+    url: str, api_key: str, console: Console, clock: Clock, *, is_check: bool
+) -> None:
+    """Shows the first answer. A cluster mends itself, so it outlives a question that fails; a check
+    does not: HearthError.
+    """
+    try:
+        await _show_first_answer(url, api_key, console, clock)
+    except HearthError as error:
+        if is_check:
+            raise
+        console.print(f"\nno answer: {error}", style="red", markup=False)
+
+
+async def _show_first_answer(url: str, api_key: str, console: Console, clock: Clock) -> None:
+    messages = [{"role": "user", "content": QUESTION}]
+    async with door(url, api_key) as client:
+        model = await first_model(client)
+        console.print(f"\n[bold]{model}[/bold] > {QUESTION}")
+        reply = await ask(client, model, messages, clock, text_printer(console))
+    console.print("\n")
+    console.print(describe(reply), style="dim", soft_wrap=True)
+
+
+def _show_door(cluster: LocalCluster, console: Console) -> None:
+    body = {"messages": [{"role": "user", "content": QUESTION}], "stream": True}
+    curl = (
+        f"curl -N {cluster.url}/v1/chat/completions"
+        f" -H 'Authorization: Bearer {cluster.api_key}' -H 'Content-Type: application/json'"
+        f" -d {shlex.quote(msgspec.json.encode(body).decode())}"
+    )
+    console.print(f"API key  {cluster.api_key}")
+    console.print(f"logs     {_short(cluster.state_dir / 'logs')}")
+    console.print("chat     hearth chat")
+    console.print(curl, soft_wrap=True, markup=False)
+    console.print("Ctrl-C stops everything", style="dim")
+
+
+def text_printer(console: Console) -> Callable[[str], None]:
+    """Writes pieces of text as they come; formatting each would delay the next."""
+
+    def on_text(text: str) -> None:
+        console.file.write(text)
+        console.file.flush()
+
+    return on_text
+
+
+def describe(reply: Reply) -> str:
+    """One line: times, cache, and who did the work."""
+    prompt = reply.usage.get("prompt_tokens", 0)
+    prefill = reply.hearth.get("prefill_worker") or "none (computed by decode)"
+    return (
+        f"first token {reply.ttft_s * 1e3:.1f} ms · between tokens "
+        f"{reply.median_itl_s * 1e3:.1f} ms (median) · "
+        f"cached {reply.num_cached_tokens} of {prompt} prompt tokens · "
+        f"prefill {prefill} · decode {reply.hearth.get('decode_worker')}"
+    )
+
+
+def _short(path: Path) -> str:
+    home = os.environ.get("HOME")
+    text = str(path)
+    return f"~{text[len(home) :]}" if home and text.startswith(f"{home}/") else text

@@ -1,0 +1,139 @@
+"""The handoffs under way, and what they say to prefill workers: asked, leased, abandoned."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+import structlog
+
+from services.decode.handoff import Handoff
+from services.decode.running_request import Placement
+from shared.engine.worker import Worker
+from shared.errors import WorkerBusy
+from shared.kv_wire.link import KvReceiver
+from shared.messages import AbortRequest, PrefillAccepted, RenewLease, RunPrefill, WorkerLoad
+from shared.packing import pack_hashes, pack_token_ids
+from shared.subjects import control, run_prefill
+
+log = structlog.get_logger(__name__)
+
+PREFILL_ACK_S = 0.25
+PREFILL_LEASE_S = 3.0
+
+
+class Handoffs:
+    def __init__(
+        self,
+        worker: Worker,
+        receiver: KvReceiver,
+        on_ended: Callable[[Placement, Handoff, int], None],
+    ) -> None:
+        """`on_ended(placement, handoff, num_held_tokens)`, however a handoff ended."""
+        self._worker = worker
+        self._receiver = receiver
+        self._on_ended = on_ended
+        self._under_way: dict[Handoff, asyncio.Task[None]] = {}
+        self._num_accepted = 0
+        self._ack_s = 0.0
+
+    def counted(self, load: WorkerLoad) -> WorkerLoad:
+        return msgspec.structs.replace(
+            load, num_handoffs=self._num_accepted, handoff_ack_s=self._ack_s
+        )
+
+    def start(self, placement: Placement, candidates: tuple[str, ...]) -> None:
+        handoff = placement.handoff = self._handoff(placement, candidates)
+        self._under_way[handoff] = asyncio.create_task(self._run(placement, handoff))
+
+    async def stop(self) -> None:
+        """Returns when those under way have ended, all of them cancelled before."""
+        await asyncio.gather(*self._under_way.values(), return_exceptions=True)
+        await self._receiver.close()
+
+    def fail_worker(self, worker_id: str, reason: str) -> None:
+        for handoff in list(self._under_way):
+            if handoff.current is not None and handoff.current[0] == worker_id:
+                handoff.fail(reason)
+
+    def fail_try(self, placement_id: bytes, reason: str) -> None:
+        for handoff in list(self._under_way):
+            if handoff.current is not None and handoff.current[1] == placement_id:
+                handoff.fail(reason)
+
+    def renew_leases(self) -> None:
+        by_worker: dict[str, list[bytes]] = {}
+        for handoff in self._under_way:
+            if handoff.lease is not None and not handoff.is_cancelled:
+                worker_id, placement_id = handoff.lease
+                by_worker.setdefault(worker_id, []).append(placement_id)
+        for worker_id, placement_ids in by_worker.items():
+            message = RenewLease(
+                decode_worker_id=self._worker.worker_id,
+                placement_ids=tuple(placement_ids),
+                lease_s=PREFILL_LEASE_S,
+            )
+            self._worker.outbox.post(control("prefill", worker_id), message)
+
+    def _handoff(self, placement: Placement, candidates: tuple[str, ...]) -> Handoff:
+        return Handoff(
+            placement.prompt,
+            candidates,
+            runner=self._worker.loop.runner,
+            receiver=self._receiver,
+            randomness=self._worker.randomness,
+            ask=lambda worker_id, placement_id, first_token: self._ask(
+                placement, worker_id, placement_id, first_token
+            ),
+            abandon=self._abandon,
+        )
+
+    async def _run(self, placement: Placement, handoff: Handoff) -> None:
+        num_held = placement.prompt.num_computed_tokens
+        try:
+            await self._worker.loop.zero_freed_blocks()  # before frames are written there
+            placement.delivery = await handoff.run()
+            num_held = placement.delivery.num_held_tokens
+        except Exception:  # the service's edge: local prefill is always possible
+            log.exception("handoff_broke")
+        finally:
+            del self._under_way[handoff]
+        placement.handoff = None
+        self._on_ended(placement, handoff, num_held)
+
+    async def _ask(
+        self, placement: Placement, worker_id: str, placement_id: bytes, first_token: int
+    ) -> PrefillAccepted:
+        """Raises HearthError if the worker cannot take it."""
+        if self._worker.heart.fleet.is_lost(worker_id):
+            raise WorkerBusy(f"{worker_id} is not alive")
+        worker, request, prompt = self._worker, placement.request, placement.prompt
+        command = RunPrefill(
+            placement_id=placement_id,
+            tenant_id=request.tenant_id,
+            decode_worker_id=worker.worker_id,
+            model=request.model,
+            revision=request.revision,
+            kv_format=worker.served.card.kv_format,
+            cache_root=request.cache_root,
+            token_ids=pack_token_ids(prompt.token_ids[: prompt.num_prefill_tokens]),
+            block_hashes=pack_hashes(prompt.block_hashes),
+            num_public_blocks=prompt.num_public_blocks,
+            first_token=first_token,
+            kv_quota_tokens=request.kv_quota_tokens,
+            target=self._receiver.address,
+            lease_s=PREFILL_LEASE_S,
+            deadline_s=max(0.0, placement.deadline_at - worker.clock.now()),
+        )
+        asked_at = worker.clock.now()
+        accepted = await worker.bus.request(
+            run_prefill(worker_id), command, PrefillAccepted, timeout_s=PREFILL_ACK_S
+        )
+        self._num_accepted += 1
+        self._ack_s += worker.clock.now() - asked_at
+        return accepted
+
+    def _abandon(self, worker_id: str, placement_id: bytes) -> None:
+        message = AbortRequest(placement_id=placement_id, reason="superseded")
+        self._worker.outbox.post(control("prefill", worker_id), message)

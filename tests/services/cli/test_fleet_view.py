@@ -1,0 +1,177 @@
+"""The fleet as `hearth status` shows it, on an invented clock."""
+
+import pytest
+from rich.console import Console
+
+from services.cli.fleet_view import SHOW_LOST_S, FleetView, ProcessView
+from services.cli.status import tables
+from shared.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, TICK_S
+from shared.messages import Heartbeat, IndexLoad, ModelCard, ProcessState, Role, WorkerLoad
+
+CARD = ModelCard(
+    name="org/model",
+    revision="r",
+    kv_format="k",
+    block_size=16,
+    max_context_tokens=64,
+    vocab_size=9,
+)
+
+
+class Play:
+    """A decode worker and a gateway beat; the server answers every tick."""
+
+    def __init__(self) -> None:
+        self.view = FleetView()
+        self.now = 50.0
+        self.number = 0
+        self.load = WorkerLoad(step=0, step_budget_s=0.1)
+
+    def beat(
+        self, process_id: str, role: Role, *, epoch: int = 1, state: ProcessState = "ready"
+    ) -> None:
+        is_worker = role == "decode"
+        heartbeat = Heartbeat(
+            process_id=process_id,
+            epoch=epoch,
+            sequence_number=self.number,
+            roles=(role,),
+            state=state,
+            interval_s=HEARTBEAT_INTERVAL_S,
+            region="west" if is_worker else "",
+            load=self.load if is_worker else None,
+            model=CARD if is_worker else None,
+        )
+        self.view.observe(heartbeat, self.now)
+
+    def play(
+        self,
+        seconds: float,
+        *,
+        tokens_per_s: int = 0,
+        has_worker: bool = True,
+        moves: bool = True,
+        has_echo: bool = True,
+    ) -> None:
+        end, next_beat = self.now + seconds, self.now
+        while self.now < end:
+            if self.now >= next_beat:
+                self._beat_all(tokens_per_s, has_worker, moves)
+                next_beat += HEARTBEAT_INTERVAL_S
+            self.now += TICK_S
+            if has_echo:
+                self.view.echo(self.now)
+            self.view.tick(self.now)
+
+    def _beat_all(self, tokens_per_s: int, has_worker: bool, moves: bool) -> None:
+        self.number += 1
+        num_tokens = int(tokens_per_s * HEARTBEAT_INTERVAL_S)
+        self.load = WorkerLoad(
+            step=self.load.step + moves,
+            step_budget_s=0.1,
+            num_running=3,
+            num_free_blocks=7,
+            num_total_blocks=9,
+            num_generated_tokens=self.load.num_generated_tokens + num_tokens,
+            num_computed_prompt_tokens=self.load.num_computed_prompt_tokens + 2 * num_tokens,
+            num_prompt_tokens=400,
+            num_cached_prompt_tokens=100,
+        )
+        self.beat("gateway-1", "gateway")
+        if has_worker:
+            self.beat("decode-1", "decode")
+
+    @property
+    def worker(self) -> ProcessView:
+        return self.view.rows()[0]
+
+
+def test_speeds_are_differences_between_heartbeats() -> None:
+    play = Play()
+    play.play(0.1)
+    assert play.worker.generated_per_s is None  # one heartbeat tells no speed
+    play.play(4.0, tokens_per_s=400)
+    assert play.worker.generated_per_s == pytest.approx(400, rel=0.2)
+    assert play.worker.prefilled_per_s == pytest.approx(800, rel=0.2)
+    play.play(3.0)
+    assert play.worker.generated_per_s == 0
+    assert play.worker.hit_ratio == 0.25
+
+
+def test_workers_come_first_and_the_others_beneath() -> None:
+    play = Play()
+    play.play(1.0)
+    worker, gateway = play.view.rows()
+    assert (worker.process_id, worker.role, worker.model) == ("decode-1", "decode", "org/model")
+    assert (worker.region, worker.num_running, worker.num_free_blocks) == ("west", 3, 7)
+    assert (gateway.role, gateway.state, gateway.is_worker) == ("gateway", "ready", False)
+    assert gateway.generated_per_s is gateway.hit_ratio is None
+
+
+def test_a_silent_worker_is_shown_as_lost_for_a_while_and_can_come_back() -> None:
+    play = Play()
+    play.play(2.0)
+    play.play(SILENCE_LIMIT_S + 1.0, has_worker=False)
+    assert (play.worker.state, play.worker.is_lost) == ("silent", True)
+    assert play.worker.generated_per_s is None
+    play.play(0.5)
+    assert play.worker.state == "ready"
+    play.play(SILENCE_LIMIT_S + SHOW_LOST_S + 1.0, has_worker=False)
+    assert [row.process_id for row in play.view.rows()] == ["gateway-1"]
+
+
+def test_a_worker_that_beats_without_a_step_stays_stuck_as_long_as_it_beats() -> None:
+    play = Play()
+    play.play(2.0)
+    play.play(SHOW_LOST_S + 5.0, moves=False)
+    assert play.worker.state == "stuck"
+    play.play(0.5)
+    assert play.worker.state == "ready"
+
+
+def test_stopped_and_started_again() -> None:
+    play = Play()
+    play.play(2.0)
+    play.number += 1
+    play.beat("decode-1", "decode", state="stopped")
+    play.play(1.0, has_worker=False)
+    assert play.worker.state == "stopped"
+    play.load = WorkerLoad(step=0, step_budget_s=0.1)
+    play.number = 1
+    play.beat("decode-1", "decode", epoch=2, state="starting")
+    assert (play.worker.state, play.worker.generated_per_s) == ("starting", None)
+
+
+def test_counters_of_an_earlier_life_do_not_count() -> None:
+    play = Play()
+    play.play(2.0, tokens_per_s=4000)
+    play.load = WorkerLoad(step=0, step_budget_s=0.1)
+    play.beat("decode-1", "decode", epoch=2)
+    assert play.worker.generated_per_s is None
+
+
+def test_nobody_is_lost_while_the_server_is_silent() -> None:
+    play = Play()
+    play.play(2.0)
+    play.play(5.0, has_worker=False, has_echo=False)
+    assert [row.state for row in play.view.rows()] == ["ready", "ready"]
+
+
+def test_an_index_says_whether_it_is_exact() -> None:
+    play = Play()
+    heartbeat = Heartbeat(
+        process_id="kv_index-1",
+        epoch=1,
+        sequence_number=1,
+        roles=("kv_index",),
+        state="ready",
+        interval_s=HEARTBEAT_INTERVAL_S,
+        index=IndexLoad(state="degraded", num_blocks=812),
+    )
+    play.view.observe(heartbeat, play.now)
+    (index,) = play.view.rows()
+    assert (index.index_state, index.num_indexed_blocks) == ("degraded", 812)
+    console = Console(width=120)
+    with console.capture() as shown:
+        console.print(tables([index]))
+    assert "degraded, 812 blocks" in shown.get()

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from services.cli import public_prefixes
+from services.cli.public_prefixes import publish_prefix, remove_prefix, show_prefixes
+from shared import pinned_prefix
+from shared.block_hash import PUBLIC_TENANT_ID
+from shared.clock import MonotonicClock
+from shared.errors import ConfigError
+from shared.pinned_prefix import PinnedPrefix
+from shared.store import RedisStore
+from tests.servers import RedisServer
+from tests.test_cli import hearth
+
+
+def load(redis: RedisServer, name: str) -> PinnedPrefix | None:
+    async def ask() -> PinnedPrefix | None:
+        store = RedisStore(redis.url, MonotonicClock(), timeout_s=2.0)
+        try:
+            return await pinned_prefix.load(store, PUBLIC_TENANT_ID, name)
+        finally:
+            await store.close()
+
+    return asyncio.run(ask())
+
+
+def test_an_operator_publishes_lists_and_removes(redis_server: RedisServer, tmp_path: Path) -> None:
+    rules = tmp_path / "rules.txt"
+    rules.write_text("Be kind.\n")
+    url = ("--redis-url", redis_server.url)
+    given = ("prefix", "publish", "cli-rules", "--model", "m", "--file", str(rules))
+    assert hearth(*given, *url).returncode == 0
+    saved = load(redis_server, "cli-rules")
+    assert saved is not None
+    assert saved.messages == [{"role": "system", "content": "Be kind.\n"}]
+    assert (saved.is_public, saved.model, saved.token_ids) == (True, "m", b"")
+    shown = hearth("prefix", "list", "--json", HEARTH_REDIS_URL=redis_server.url)
+    assert {"name": "cli-rules", "model": "m", "num_tokens": None} in json.loads(shown.stdout)
+    assert hearth("prefix", "remove", "cli-rules", *url).returncode == 0
+    again = hearth("prefix", "remove", "cli-rules", *url)
+    assert again.returncode == 2
+    assert "there is no public prefix 'cli-rules'" in again.stderr
+
+
+def test_a_json_file_is_a_list_of_messages(redis_server: RedisServer) -> None:
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello."}]
+    publish_prefix(redis_server.url, "json", "m", json.dumps(messages), is_json=True)
+    saved = load(redis_server, "json")
+    assert saved is not None and saved.messages == messages
+    remove_prefix(redis_server.url, "json")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "is_json", "error"),
+    [
+        ("no way", "x", False, "cannot name a prefix"),
+        ("ok", "  \n", False, "is empty"),
+        ("ok", "[]", True, "is empty"),
+        ("ok", '[{"role": "tool", "content": "x"}]', True, "no list of messages"),
+    ],
+)
+def test_what_no_gateway_would_take_is_refused(
+    redis_server: RedisServer, name: str, text: str, is_json: bool, error: str
+) -> None:
+    with pytest.raises(ConfigError, match=error):
+        publish_prefix(redis_server.url, name, "m", text, is_json=is_json)
+
+
+def test_there_are_only_so_many(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(public_prefixes, "MAX_PER_TENANT", 1)
+    publish_prefix(redis_server.url, "first", "m", "x", is_json=False)
+    with pytest.raises(ConfigError, match="remove one first"):
+        publish_prefix(redis_server.url, "second", "m", "x", is_json=False)
+    remove_prefix(redis_server.url, "first")
+
+
+def test_the_table_says_what_is_not_read_yet(
+    redis_server: RedisServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish_prefix(redis_server.url, "shown", "m", "x", is_json=False)
+    show_prefixes(redis_server.url, is_json=False)
+    assert "not read yet" in capsys.readouterr().out
+    remove_prefix(redis_server.url, "shown")

@@ -1,0 +1,281 @@
+"""`hearth up` from start to end, with real servers, services and a small model."""
+
+import io
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from services.cli.up import ask_first
+from services.local.servers import free_port
+from services.local.state import ClusterState, StateDir
+from shared.clock import MonotonicClock
+from shared.errors import DependencyUnavailable
+from tests.servers import RedisServer, Server, find_binary
+from tests.services.cli.running import (
+    NoModel,
+    cluster_of,
+    complete,
+    eventually,
+    processes_of,
+    ready,
+    run_hearth,
+    start_hearth,
+)
+
+
+class Up:
+    """A running `hearth up`."""
+
+    def __init__(self, state_home: Path, *arguments: str) -> None:
+        self.state_home = state_home
+        self.process = start_hearth(state_home, "up", "--http", "127.0.0.1:0", *arguments)
+        self.directory, self.state = self._wait()
+
+    def _wait(self) -> tuple[Path, ClusterState]:
+        found = eventually(
+            lambda: cluster_of(self.state_home) or self.process.poll() is not None, "up"
+        )
+        assert isinstance(found, tuple), self.process.communicate()[0]
+        return found
+
+    def pid_of(self, command: str) -> int:
+        """Of the one service that runs this `hearth` command, or of a server."""
+        (pid,) = self.pids_of(command)
+        return pid
+
+    def pids_of(self, command: str) -> list[int]:
+        words = {pid: line.split("\0") for pid, line in processes_of(self.state_home).items()}
+        return [
+            pid
+            for pid, line in words.items()
+            if command in line[3:4] or Path(line[0].split(" ")[0]).name == command
+        ]
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> str:
+        self.process.send_signal(number)
+        output, _ = self.process.communicate(timeout=60)
+        return output
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory, chat_model: Path) -> Iterator[Up]:
+    cluster = Up(tmp_path_factory.mktemp("state"), "--model", str(chat_model))
+    yield cluster
+    if cluster.process.poll() is None:
+        cluster.stop()
+
+
+def test_it_starts_one_process_a_service_and_the_gateway_knows_them(running: Up) -> None:
+    lines = list(processes_of(running.state_home).values())
+    # five services, the gateway's chat template, nats-server, redis-server, and up itself
+    assert len(lines) == 9
+    workers = ready(running.state.url)["workers"]
+    assert workers == {"prefill": ["prefill-1"], "decode": ["decode-1"]}
+
+
+def test_no_secret_is_in_a_command_line_or_readable_by_others(running: Up) -> None:
+    lines = "".join(processes_of(running.state_home).values())
+    for credential in running.state.credentials:
+        assert credential.password not in lines
+    assert running.state.api_key not in lines
+    assert stat.S_IMODE(running.directory.stat().st_mode) == 0o700
+    for path in running.directory.iterdir():
+        if path.suffix in (".conf", ".json"):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+
+
+def test_chat_finds_the_cluster_and_keeps_its_history(running: Up) -> None:
+    result = run_hearth(running.state_home, "chat", text="Hello\n/new\nHello\n/quit\n")
+    assert result.returncode == 0, result.stderr
+    times = re.findall(r"first token [\d.]+ ms .* decode decode-1", result.stdout)
+    assert len(times) == 2
+
+
+def test_status_shows_every_process_and_what_it_did(running: Up) -> None:
+    complete(running.state.url, running.state.api_key)
+    table = run_hearth(running.state_home, "status", "--once")
+    assert table.returncode == 0, table.stderr
+    shown = re.findall(r"^(\S+-1) .* (\S+) *$", table.stdout, re.MULTILINE)
+    names = ["prefill-1", "decode-1", "gateway-1", "scheduler-1", "kv_index-1"]
+    assert shown == [(name, "ready") for name in names]
+    status = run_hearth(running.state_home, "status", "--once", "--json")
+    assert status.returncode == 0, status.stderr
+    (line,) = status.stdout.splitlines()
+    prefill, decode = json.loads(line)["workers"]
+    assert prefill["num_free_blocks"] == prefill["num_total_blocks"] > 0
+    assert decode["generated_per_s"] == 0
+    assert 0 <= decode["hit_ratio"] <= 1
+
+
+def test_status_goes_on_until_it_is_interrupted(running: Up) -> None:
+    process = start_hearth(running.state_home, "status", "--json", "--interval-s", "0.1")
+    assert process.stdout is not None
+    for _ in range(3):
+        assert len(json.loads(process.stdout.readline())["workers"]) == 2
+    process.send_signal(signal.SIGINT)
+    assert "Traceback" not in process.communicate(timeout=30)[0]
+    assert process.returncode == 0
+
+
+def test_bench_ends_with_a_table_and_one_json_line(running: Up) -> None:
+    loads = ("--concurrency", "1,3", "--requests", "4", "--input-tokens", "60")
+    result = run_hearth(running.state_home, "bench", *loads, "--output-tokens", "3")
+    assert result.returncode == 0, result.stderr
+    table, line = result.stdout.rstrip("\n").rsplit("\n", 1)
+    assert table.split()[0] == "load"
+    report = json.loads(line)
+    assert [row["load"] for row in report["rows"]] == ["closed 1", "closed 3"]
+    for row in report["rows"]:
+        assert (row["num_requests"], row["num_errors"], row["output_tokens"]) == (4, 0, 3)
+        assert abs(row["prompt_tokens"] - 60) < 15
+
+
+def test_a_worker_joins_with_a_new_credential_and_leaves_again(
+    running: Up, chat_model: Path
+) -> None:
+    added = run_hearth(running.state_home, "credential", "worker", "--process-id", "far")
+    assert "listens on 127.0.0.1 only" in added.stderr
+    worker = start_hearth(
+        running.state_home,
+        *("worker", "--model-dir", str(chat_model), "--num-threads", "1"),
+        HEARTH_NATS_URL=added.stdout.strip(),
+    )
+
+    def known() -> bool:
+        return "far" in ready(running.state.url)["workers"]["decode"]
+
+    try:
+        eventually(known, "the worker's joining")
+        worker.terminate()
+        assert worker.wait(timeout=30) == 0
+        eventually(lambda: not known(), "the worker's leaving")
+    finally:
+        worker.kill()
+        worker.communicate()
+
+
+@pytest.mark.parametrize("command", ["decode", "redis-server", "nats-server"])
+def test_what_is_killed_is_started_again_and_the_cluster_answers(running: Up, command: str) -> None:
+    pid = running.pid_of(command)
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: set(running.pids_of(command)) - {pid}, f"a new {command}")
+    eventually(lambda: answers(running.state), "an answer")
+
+
+async def test_a_first_question_that_fails_ends_only_a_check() -> None:
+    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"  # nobody listens there
+    console = Console(file=io.StringIO(), width=200)
+    await ask_first(url, "key", console, MonotonicClock(), is_check=False)
+    assert f"no answer: cannot reach {url}" in console.file.getvalue()
+    with pytest.raises(DependencyUnavailable):
+        await ask_first(url, "key", console, MonotonicClock(), is_check=True)
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """With a short path, as /tmp has: sockets will be in it."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        yield Path(path)
+
+
+def test_files_of_a_killed_worker_go_with_the_cluster(
+    tmp_path: Path, temporary: Path, chat_model: Path
+) -> None:
+    up = start_hearth(
+        tmp_path, "up", "--model", str(chat_model), "--role", "both", TMPDIR=str(temporary)
+    )
+    try:
+        eventually(lambda: cluster_of(tmp_path), "the cluster")
+        assert list(temporary.rglob("kv.sock"))
+        worker = next(pid for pid, line in processes_of(tmp_path).items() if "\0worker\0" in line)
+        os.kill(worker, signal.SIGKILL)
+        up.terminate()
+        assert up.wait(timeout=30) == 0
+    finally:
+        up.kill()
+        up.communicate()
+    assert list(temporary.iterdir()) == []
+
+
+def answers(state: ClusterState) -> bool:
+    try:
+        return complete(state.url, state.api_key)["usage"]["completion_tokens"] == 8
+    except (OSError, NoModel):
+        return False
+
+
+def test_sigterm_ends_all_with_status_0_and_leaves_nothing(running: Up) -> None:
+    output = running.stop()
+    assert running.process.returncode == 0, output
+    assert "decode-1 ended (SIGKILL" in output
+    assert "decode-1 is started again" in output
+    assert "What is Hearth?" in output
+    assert f"curl -N {running.state.url}/v1/chat/completions" in output
+    assert processes_of(running.state_home) == {}
+    assert not running.directory.exists()
+
+
+def test_a_killed_up_takes_its_children_along(tmp_path: Path, chat_model: Path) -> None:
+    cluster = Up(tmp_path, "--model", str(chat_model), "--role", "both")
+    assert ready(cluster.state.url)["workers"] == {"prefill": ["worker-1"], "decode": ["worker-1"]}
+    directory, _ = cluster_of(tmp_path) or pytest.fail("it runs")
+    scratch = (directory / "tmp").resolve()
+    cluster.stop(signal.SIGKILL)
+    eventually(lambda: not processes_of(tmp_path), "the children's end", 10.0)
+    assert list(scratch.rglob("kv.sock"))
+    StateDir.create(directory.parent).close(keep_logs=False)  # as the next `hearth up` does
+    assert not scratch.exists()
+
+
+@pytest.fixture
+def open_nats() -> Iterator[Server]:
+    """A server of somebody else's, without credentials."""
+    port = free_port("127.0.0.1")
+    server = Server([find_binary("nats-server"), "-a", "127.0.0.1", "-p", str(port)], port)
+    yield server
+    server.stop()
+
+
+def test_check_on_given_servers_answers_once_and_leaves_them_alone(
+    tmp_path: Path, chat_model: Path, open_nats: Server, redis_server: RedisServer
+) -> None:
+    result = run_hearth(
+        tmp_path,
+        *("up", "--check", "--model", str(chat_model), "--http", "127.0.0.1:0"),
+        *("--role", "both", "--redis", redis_server.url),
+        *("--nats", f"nats://127.0.0.1:{open_nats.port}"),
+    )
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"cached \d+ of \d+ prompt tokens .* decode worker-\w{6}", result.stdout)
+    assert "redis ready" not in result.stdout
+    assert "nats ready" not in result.stdout
+    assert processes_of(tmp_path) == {}
+    for server in (open_nats, redis_server):
+        os.kill(server.pid, 0)
+
+
+def test_a_worker_that_cannot_start_ends_the_start_with_its_own_words(
+    tmp_path: Path, chat_model: Path
+) -> None:
+    broken = tmp_path / "broken"
+    subprocess.run(["cp", "-r", str(chat_model), str(broken)], check=True)
+    (broken / "model.safetensors").write_bytes(b"not a checkpoint")
+    port = free_port("127.0.0.1")
+    result = run_hearth(tmp_path, "up", "--model", str(broken), "--http", f"127.0.0.1:{port}")
+    assert result.returncode == 2
+    assert re.fullmatch(
+        r"hearth: (prefill|decode)-1 ended at its start \(exit status 2: .*safetensors.*\); "
+        r"its log: .*",
+        result.stderr.strip(),
+    )
+    assert Path(result.stderr.strip().rpartition("its log: ")[2]).is_file()
+    assert processes_of(tmp_path) == {}

@@ -1,0 +1,134 @@
+import json
+from collections.abc import AsyncIterator, Callable
+
+import httpx
+import pytest
+
+from services.client.chat_request import Reply, ask, door, first_model
+from shared.errors import DependencyUnavailable, HearthError
+
+QUESTION = [{"role": "user", "content": "What is Hearth?"}]
+
+
+class StepClock:
+    """Each look at it is one second later."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def now(self) -> float:
+        self._now += 1.0
+        return self._now
+
+    async def sleep(self, delay_s: float) -> None:
+        self._now += delay_s
+
+
+def events(*bodies: object, is_done: bool = True) -> str:
+    lines = [f"data: {json.dumps(body)}\n\n" for body in bodies]
+    return "".join(lines) + ("data: [DONE]\n\n" if is_done else "")
+
+
+def delta(text: str) -> dict[str, object]:
+    return {"choices": [{"index": 0, "delta": {"content": text}}]}
+
+
+LAST = {
+    "choices": [],
+    "usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}},
+    "hearth": {"decode_worker": "decode-1", "prefill_worker": "prefill-1"},
+}
+
+Answer = Callable[[httpx.Request], httpx.Response]
+
+
+def client(answer: Answer) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://gateway")
+
+
+async def asked(body: str, *, status: int = 200) -> tuple[Reply, list[str]]:
+    heard: list[str] = []
+    async with client(lambda request: httpx.Response(status, text=body)) as gateway:
+        reply = await ask(gateway, "demo", QUESTION, StepClock(), heard.append)
+    return reply, heard
+
+
+async def test_text_comes_in_pieces_and_is_timed() -> None:
+    role = {"choices": [{"index": 0, "delta": {"role": "assistant"}}]}
+    reply, heard = await asked(events(role, delta("Hearth "), delta("is"), delta(" a"), LAST))
+    assert heard == ["Hearth ", "is", " a"]
+    assert reply.text == "Hearth is a"
+    assert (reply.ttft_s, reply.itl_s, reply.median_itl_s) == (1.0, (1.0, 1.0), 1.0)
+    assert reply.num_cached_tokens == 4
+    assert reply.hearth == LAST["hearth"]
+
+
+async def test_an_empty_answer_is_an_answer() -> None:
+    reply, _ = await asked(events({"choices": [], "usage": None}))
+    assert (reply.text, reply.itl_s, reply.median_itl_s, reply.num_cached_tokens) == ("", (), 0, 0)
+
+
+async def test_a_refusal_carries_the_gateways_words() -> None:
+    body = json.dumps({"error": {"message": "the API key is not valid"}})
+    with pytest.raises(HearthError, match="401: the API key is not valid"):
+        await asked(body, status=401)
+
+
+async def test_an_error_in_mid_stream_is_an_error() -> None:
+    with pytest.raises(HearthError, match="no worker"):
+        await asked(events(delta("He"), {"error": {"message": "no worker"}}))
+
+
+async def test_a_stream_without_its_end_is_an_error() -> None:
+    with pytest.raises(DependencyUnavailable, match="ended before its end"):
+        await asked(events(delta("He"), is_done=False))
+
+
+async def test_a_broken_connection_is_an_error() -> None:
+    class Broken(httpx.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            yield events(delta("He"), is_done=False).encode()
+            raise httpx.ReadError("reset")
+
+    async with client(lambda request: httpx.Response(200, stream=Broken())) as gateway:
+        with pytest.raises(DependencyUnavailable, match="connection broke"):
+            await ask(gateway, "demo", QUESTION, StepClock(), lambda text: None)
+
+
+async def test_the_first_model_is_asked_for() -> None:
+    models = {"data": [{"id": "demo"}, {"id": "other"}]}
+    async with client(lambda request: httpx.Response(200, json=models)) as gateway:
+        assert await first_model(gateway) == "demo"
+    async with client(lambda request: httpx.Response(200, json={"data": []})) as gateway:
+        with pytest.raises(DependencyUnavailable, match="no model"):
+            await first_model(gateway)
+    async with client(lambda request: httpx.Response(200, text="<html>")) as gateway:
+        with pytest.raises(HearthError):
+            await first_model(gateway)
+
+
+async def test_a_door_takes_the_url_with_or_without_v1() -> None:
+    for url in ("http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/"):
+        async with door(url, "key") as made:
+            assert str(made.base_url) in ("http://a:1", "http://a:1/")
+            assert made.headers["authorization"] == "Bearer key"
+
+
+STRANGE = (b"[]", b"5", b'{"choices": 5}', b'{"choices": [{"delta": 7}]}', b'"\xff"', b"[" * 5000)
+
+
+@pytest.mark.parametrize("body", [*STRANGE, b'{"data": [{"name": "x"}]}'])
+async def test_another_servers_models_are_one_clear_error(body: bytes) -> None:
+    client = door("http://x", "key")
+    client._transport = httpx.MockTransport(lambda request: httpx.Response(200, content=body))
+    with pytest.raises(HearthError):
+        await first_model(client)
+
+
+@pytest.mark.parametrize("body", STRANGE)
+async def test_another_servers_events_are_one_clear_error(body: bytes) -> None:
+    content = b"data: " + body + b"\n\n"
+    client = door("http://x", "key")
+    client._transport = httpx.MockTransport(lambda request: httpx.Response(200, content=content))
+    with pytest.raises(HearthError):
+        await ask(client, "m", QUESTION, StepClock(), lambda text: None)

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import asyncio
+
+from services.decode.kv_writer import Receipt
+from shared.engine.sequence import Sequence
+from shared.engine.timing_engine import STATE_BYTES, TimingRunner
+from shared.errors import FrameRefused
+from shared.kv_wire.link import FrameHeader
+from tests.simulation.clock import VirtualClock, run
+
+
+class SlowRunner(TimingRunner):
+    async def write_kv(
+        self, block_table: list[int], first_token: int, num_tokens: int, payload: memoryview
+    ) -> None:
+        await asyncio.sleep(0.1)  # virtual
+        await super().write_kv(block_table, first_token, num_tokens, payload)
+
+
+def test_a_frame_that_comes_twice_at_once_counts_once() -> None:
+    async def main() -> None:
+        runner = SlowRunner(VirtualClock(), num_blocks=3)
+        sequence = Sequence(
+            sequence_id=b"p" * 16,
+            tenant_id="t",
+            cache_root=b"r" * 16,
+            token_ids=list(range(33)),
+            num_prompt_tokens=33,
+            block_table=[0, 1, 2],
+        )
+        header = FrameHeader(
+            placement_id=b"p" * 16,
+            sequence_number=0,
+            first_token=0,
+            num_tokens=16,
+            first_layer=0,
+            num_layers=1,
+            first_head=0,
+            num_heads=1,
+            kv_format=runner.kv_format.key,
+            num_cached_tokens=0,
+            payload_bytes=16 * STATE_BYTES,
+        )
+        receipt = Receipt(sequence, runner, num_held_tokens=0)
+        payload = memoryview(bytes(header.payload_bytes))
+        taken = [receipt.frame(header, payload) for _ in range(2)]
+        results = await asyncio.gather(*taken, return_exceptions=True)
+        assert [type(each) for each in results] == [type(None), FrameRefused]
+        assert receipt.num_held_tokens == 16
+        assert not receipt.is_complete
+
+    run(main())

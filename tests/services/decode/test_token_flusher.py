@@ -1,0 +1,142 @@
+"""When tokens leave: at once, or with those of the next short steps; never later than a step's."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+
+import msgspec
+import pytest
+
+from services.decode.token_flusher import ENTRY_INTERVAL_S, INTERVAL_S
+from shared.engine.timing_engine import StepCost
+from shared.messages import TokenBatch
+from shared.subjects import tokens
+from tests.services.decode.test_handoff import PROMPT, Cluster, cluster
+from tests.simulation.clock import run
+from tests.simulation.workers import request_of
+
+NUM_TOKENS = 40
+WIDE = {"max_sequences": 200, "max_batch_tokens": 800, "num_blocks": 16_384}
+
+
+def every_step(base_s: float) -> StepCost:
+    return StepCost(base_s=base_s, per_token_s=0.0, per_context_token_s=0.0)
+
+
+def listen(it: Cluster) -> list[tuple[float, TokenBatch]]:
+    """What is told from now on, and when."""
+    told: list[tuple[float, TokenBatch]] = []
+
+    def tap(sender: str, subject: str, data: bytes) -> None:
+        if subject == tokens("gateway-1"):
+            batch = msgspec.msgpack.decode(data, type=TokenBatch)
+            told.append((asyncio.get_running_loop().time(), batch))
+
+    it.network.taps.append(tap)
+    return told
+
+
+async def told_of(it: Cluster, num_requests: int) -> list[tuple[float, TokenBatch]]:
+    told = listen(it)
+    request = request_of(PROMPT[:4], max_tokens=NUM_TOKENS)
+    placed = [await it.peer.place("decode-1", request) for _ in range(num_requests)]
+    for placement_id in placed:
+        received = await it.peer.finished(placement_id)
+        assert len(received.output) == NUM_TOKENS and received.finish.reason == "length"
+        await it.peer.acknowledge("decode-1", placement_id)
+    await it.settled()
+    return told
+
+
+@pytest.mark.parametrize("step_s", [0.005, 0.002])
+def test_a_step_of_two_milliseconds_or_more_is_told_at_once(step_s):
+    async def main():
+        async with cluster(cost=every_step(step_s)) as it:
+            told = await told_of(it, 1)
+            assert [len(batch.entries[0].token_ids) for _, batch in told] == [1] * NUM_TOKENS
+            for (before, _), (at, _) in pairwise(told):
+                assert at - before == pytest.approx(step_s)
+
+    run(main())
+
+
+@pytest.mark.parametrize("step_s", [0.0, 0.0001, 0.0004])
+def test_short_steps_are_told_together_and_a_first_token_at_once(step_s):
+    async def main():
+        async with cluster(cost=every_step(step_s)) as it:
+            began_at = asyncio.get_running_loop().time()
+            told = await told_of(it, 1)
+            (first_at, first), *others = told
+            assert len(first.entries[0].token_ids) == 1
+            assert first_at == pytest.approx(began_at + it.network.latency_s + step_s)
+            assert len(others) <= NUM_TOKENS * step_s / INTERVAL_S + 1
+            times = [at for at, _ in told]
+            gaps = [b - a for a, b in pairwise(times)]
+            # a timer may end the wait, or the first step after it
+            assert all(INTERVAL_S - 1e-9 <= gap <= INTERVAL_S + step_s for gap in gaps)
+
+    run(main())
+
+
+def test_a_long_step_does_not_hold_back_what_short_ones_drew_before():
+    async def main():
+        async with cluster(cost=every_step(0.0003)) as it:
+            placement_id = await it.peer.place("decode-1", request_of(PROMPT[:4]))
+            await it.peer.has_tokens(placement_id, 5)
+            it.decode.runner._cost = every_step(0.5)
+            await asyncio.sleep(3 * INTERVAL_S)  # virtual: the last short step, the wait, the way
+            num_drawn = it.decode.engine.num_generated_tokens
+            assert 5 < num_drawn < 20
+            assert len(it.peer.of(placement_id).output) == num_drawn
+
+    run(main())
+
+
+def test_requests_that_run_together_share_their_messages():
+    async def main():
+        async with cluster(cost=every_step(0.0)) as it:
+            told = await told_of(it, 8)
+            assert len(told) < 8 * 3
+            assert max(len(batch.entries) for _, batch in told) > 1
+
+    run(main())
+
+
+def test_the_more_run_the_longer_short_steps_are_gathered():
+    async def main():
+        async with cluster(cost=every_step(0.0005), **WIDE) as it:
+            request = request_of(PROMPT[:4], max_tokens=1000)
+            for _ in range(120):
+                placement_id = await it.peer.place("decode-1", request)
+            await it.peer.has_tokens(placement_id, 9)
+            told = listen(it)
+            await asyncio.sleep(0.05)  # virtual
+            assert len(told) > 15
+            assert [len(batch.entries) for _, batch in told] == [120] * len(told)
+            for (before, _), (at, _) in pairwise(told):
+                wanted = 120 * ENTRY_INTERVAL_S
+                assert wanted > INTERVAL_S and wanted - 1e-9 <= at - before <= wanted + 0.0005
+
+    run(main())
+
+
+def test_a_first_token_leaves_without_waiting_for_those_of_others():
+    async def main():
+        async with cluster(cost=every_step(0.0001), **WIDE) as it:
+            told = listen(it)
+            request = request_of(PROMPT[:4], max_tokens=1000)
+            for _ in range(80):
+                await it.peer.place("decode-1", request)
+            joined = await it.peer.place("decode-1", request_of(PROMPT[:4]))
+            began_at = asyncio.get_running_loop().time()
+            await it.peer.has_tokens(joined, 1)
+            at, first = next(
+                (at, batch)
+                for at, batch in told
+                if joined in [entry.placement_id for entry in batch.entries]
+            )
+            assert at - began_at <= 0.0002
+            assert [entry.placement_id for entry in first.entries] == [joined]
+
+    run(main())

@@ -1,0 +1,264 @@
+"""Models by hub id: from a cache on disk, from a hub that refuses, and from no hub at all."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from services.local.hub_download import is_hub_id, local_copy
+from tests.services.cli.running import (
+    cluster_of,
+    complete,
+    environ_for,
+    eventually,
+    run_hearth,
+    start_hearth,
+)
+
+MODEL = "org/tiny-1.5"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def hub_home(tmp_path: Path, chat_model: Path) -> Path:
+    """HF_HOME with one cached model, as huggingface_hub lays it out: names lead to blobs."""
+    home = tmp_path / "hf"
+    repository = home / "hub" / f"models--{MODEL.replace('/', '--')}"
+    snapshot = repository / "snapshots" / COMMIT
+    for directory in (repository / "blobs", repository / "refs", snapshot):
+        directory.mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    for number, source in enumerate(sorted(chat_model.iterdir())):
+        blob = repository / "blobs" / f"{number:064x}"
+        shutil.copy(source, blob)
+        (snapshot / source.name).symlink_to(os.path.relpath(blob, snapshot))
+    return home
+
+
+def resolve(model: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """`local_copy` in a process of its own: huggingface_hub reads its variables at import."""
+    code = (
+        "import sys; from pathlib import Path; from services.local.hub_download import local_copy\n"
+        "from shared.errors import ConfigError\n"
+        "try: print(local_copy(Path(sys.argv[1]), needs_weights=sys.argv[2] == 'weights'))\n"
+        "except ConfigError as error: sys.exit(error.message)"
+    )
+    needs = environ.pop("NEEDS", "weights")
+    return subprocess.run(
+        [sys.executable, "-c", code, model, needs],
+        env={**clean_environ(), **environ},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def clean_environ() -> dict[str, str]:
+    return {name: text for name, text in os.environ.items() if not name.startswith("HF_")}
+
+
+def refused(model: str, **environ: str) -> str:
+    result = resolve(model, **environ)
+    assert result.returncode == 1, result.stdout
+    line = result.stderr.strip().splitlines()[-1]
+    assert "Traceback" not in result.stderr
+    return line
+
+
+def test_what_looks_like_a_hub_id(tmp_path: Path) -> None:
+    for text in ("org/name", "meta-llama/Llama-3.2-1B", "a/b_c.d"):
+        assert is_hub_id(Path(text))
+    for text in ("name", "/org/name", "./org/name/x", "~/name", "../name", "a/b/c", str(tmp_path)):
+        assert not is_hub_id(Path(text)), text
+
+
+def test_a_directory_is_itself_and_comes_before_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert local_copy(Path("org/name")) == Path("org/name")
+    assert local_copy(tmp_path) == tmp_path
+    assert local_copy(Path("/nowhere")) == Path("/nowhere")  # the configuration's check names it
+
+
+def test_a_cached_model_is_used_offline(hub_home: Path) -> None:
+    result = resolve(MODEL, HF_HOME=str(hub_home), HF_HUB_OFFLINE="1")
+    assert result.returncode == 0, result.stderr
+    found = Path(result.stdout.strip())
+    assert found.name == COMMIT
+    assert (found / "model.safetensors").is_file()
+
+
+def test_a_cached_model_is_used_when_the_hub_cannot_be_reached(hub_home: Path) -> None:
+    result = resolve(MODEL, HF_HOME=str(hub_home), HF_ENDPOINT="http://127.0.0.1:9")
+    assert result.returncode == 0, result.stderr
+    assert COMMIT in result.stdout
+
+
+def test_a_model_that_is_not_cached_is_refused_offline(hub_home: Path) -> None:
+    line = refused("org/other", HF_HOME=str(hub_home), HF_HUB_OFFLINE="1")
+    assert "'org/other' is no directory here, nor in" in line
+    assert "HF_HUB_OFFLINE forbids" in line
+
+
+def test_without_a_network_it_says_what_was_tried(tmp_path: Path) -> None:
+    line = refused(MODEL, HF_HOME=str(tmp_path), HF_ENDPOINT="http://127.0.0.1:9")
+    assert "http://127.0.0.1:9 cannot be reached" in line
+    assert "give a checkpoint directory" in line
+
+
+def test_an_id_that_cannot_be_one_is_named(tmp_path: Path) -> None:
+    line = refused("org/a..b--c", HF_HOME=str(tmp_path), HF_ENDPOINT="http://127.0.0.1:9")
+    assert "'org/a..b--c' is no directory here, nor can it be an id on" in line
+
+
+Answer = tuple[int, dict[str, str], bytes]  # status, headers, body
+
+
+@contextlib.contextmanager
+def hub(answer: Callable[[str], Answer]) -> Iterator[str]:
+    """The URL of an HTTP server; `answer` is given the path of a request."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, headers, body = answer(self.path.partition("?")[0])
+            self.send_response(status)
+            for name, text in {**headers, "Content-Length": str(len(body))}.items():
+                self.send_header(name, text)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+FILES = {
+    "config.json": b"{}",
+    "tokenizer.json": b"{ }",
+    "tokenizer.model": b"t",
+    "chat_template.jinja": b"j",
+    "model-00001-of-00001.safetensors": b"w" * 1000,
+    "consolidated.safetensors": b"w" * 1001,
+    "original/params.json": b"[]",
+    "pytorch_model.bin": b"b",
+    "README.md": b"r",
+}
+
+
+def published(path: str) -> Answer:
+    """As the hub answers for a repository of FILES."""
+    if path.startswith("/api/") and "/tree/" in path:
+        entries = [
+            {"type": "file", "path": name, "size": len(data), "oid": f"{number:040x}"}
+            for number, (name, data) in enumerate(FILES.items())
+        ]
+        return 200, {}, json.dumps(entries).encode()
+    if path.startswith("/api/models/"):
+        names = [{"rfilename": name} for name in FILES]
+        return 200, {}, json.dumps({"id": MODEL, "sha": COMMIT, "siblings": names}).encode()
+    data = FILES.get(path.partition(f"/resolve/{COMMIT}/")[2])
+    if data is None:
+        return 404, {}, b""
+    return 200, {"ETag": f'"{len(data):040x}"', "X-Repo-Commit": COMMIT}, data
+
+
+@pytest.mark.parametrize("needs", ["weights", "text"])
+def test_only_what_hearth_reads_is_fetched(tmp_path: Path, needs: str) -> None:
+    with hub(published) as url:
+        result = resolve(MODEL, HF_HOME=str(tmp_path), HF_ENDPOINT=url, NEEDS=needs)
+    assert result.returncode == 0, result.stderr
+    folder = Path(result.stdout.strip())
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    weights = {"model-00001-of-00001.safetensors"} if needs == "weights" else set()
+    texts = {"config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja"}
+    assert found == texts | weights
+    assert (folder / "tokenizer.json").read_bytes() == FILES["tokenizer.json"]
+    assert "Fetching" in result.stderr  # its progress
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "words"),
+    [
+        (401, "RepoNotFound", "has none of that name for you: check the id"),
+        (404, "RepoNotFound", "has none of that name for you: check the id"),
+        (403, "GatedRepo", "is gated: accept its terms at"),
+        (500, "", "cannot be reached"),
+    ],
+)
+def test_a_refusal_of_the_hub_is_one_line(
+    tmp_path: Path, status: int, code: str, words: str
+) -> None:
+    with hub(lambda path: (status, {"X-Error-Code": code}, b'{"error": "no"}')) as url:
+        line = refused(MODEL, HF_HOME=str(tmp_path), HF_ENDPOINT=url)
+    assert words in line
+    assert MODEL in line
+
+
+def test_a_model_without_safetensors_is_refused_by_those_who_need_them(hub_home: Path) -> None:
+    for path in hub_home.rglob("model.safetensors"):
+        path.unlink()
+    offline = {"HF_HOME": str(hub_home), "HF_HUB_OFFLINE": "1"}
+    assert "no *.safetensors" in refused(MODEL, **offline)
+    assert resolve(MODEL, NEEDS="text", **offline).returncode == 0
+
+
+def test_the_refusal_of_a_command_is_one_line(tmp_path: Path) -> None:
+    environ = {**environ_for(tmp_path), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    for command in (
+        ("up", "--model", MODEL),
+        ("bench", "--model", MODEL),
+        ("decode", "--nats-url", "nats://h:1", "--model-dir", MODEL),
+    ):
+        result = subprocess.run(
+            [sys.executable, "-m", "services", *command],
+            env=environ,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert result.returncode == 2
+        assert result.stderr.startswith(f"hearth: model {MODEL!r} is no directory here")
+        assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_cluster_serves_a_hub_model_by_its_id(tmp_path: Path, hub_home: Path) -> None:
+    offline = {"HF_HOME": str(hub_home), "HF_HUB_OFFLINE": "1"}
+    options = ("--model", MODEL, "--http", "127.0.0.1:0")
+    process = start_hearth(tmp_path, "up", *options, **offline)
+    try:
+        found = eventually(lambda: cluster_of(tmp_path) or process.poll() is not None, "up")
+        assert isinstance(found, tuple), process.communicate()[0]
+        _, state = found
+        answer = complete(state.url, state.api_key)
+        assert answer["model"] == MODEL
+        assert answer["usage"]["completion_tokens"] > 0
+        status = run_hearth(tmp_path, "status", "--once", "--json")
+        assert status.returncode == 0, status.stderr
+        assert {worker["model"] for worker in json.loads(status.stdout)["workers"]} == {MODEL}
+    finally:
+        process.terminate()
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.scheduler.throughput import (
+    PRIOR_WEIGHTS,
+    LeastSquares,
+    ModelSpeeds,
+    Speed,
+    WorkerSpeed,
+)
+from shared.messages import WorkerLoad
+
+
+def load(**counts: float) -> WorkerLoad:
+    return WorkerLoad(step=1, step_budget_s=1.0, **counts)  # type: ignore[arg-type]
+
+
+def loads_of(
+    step_s: float, token_s: float, *, drawn_s: float = 0.0, num: int = 60
+) -> Iterator[WorkerLoad]:
+    """Heartbeats of a worker that computes a few prompts of all lengths between two of them."""
+    draw, steps, prompt, drawn, busy_s = Random(0), 0, 0, 0, 0.0
+    for _ in range(num):
+        yield load(
+            num_busy_steps=steps,
+            num_computed_prompt_tokens=prompt,
+            num_generated_tokens=drawn,
+            busy_s=busy_s,
+        )
+        new_steps, new_drawn = draw.randrange(1, 12), draw.randrange(100)
+        new_prompt = sum(draw.randrange(1, 2000) for _ in range(new_steps))
+        steps, prompt, drawn = steps + new_steps, prompt + new_prompt, drawn + new_drawn
+        busy_s += new_steps * step_s + new_prompt * token_s + new_drawn * drawn_s
+
+
+@pytest.mark.parametrize(("step_s", "token_s"), [(0.005, 1e-4), (0.02, 5e-4), (0.001, 2e-6)])
+def test_steps_and_tokens_are_told_apart(step_s: float, token_s: float) -> None:
+    worker = WorkerSpeed(Speed())
+    for each in loads_of(step_s, token_s, drawn_s=2e-5):
+        worker.observe(each)
+    assert worker.speed.is_measured
+    assert worker.speed.token_s == pytest.approx(token_s, rel=0.1, abs=2e-6)
+    assert worker.speed.step_s == pytest.approx(step_s, rel=0.15, abs=0.001)
+
+
+def test_a_worker_that_becomes_slow_is_known_to_be_so_within_seconds() -> None:
+    worker = WorkerSpeed(Speed())
+    *_, last = [each for each in loads_of(0.005, 1e-4) if not worker.observe(each) or each]
+    before = worker.speed.token_s
+    for each in loads_of(0.005, 1e-3, num=40):
+        worker.observe(
+            load(
+                num_busy_steps=last.num_busy_steps + each.num_busy_steps,
+                num_computed_prompt_tokens=(
+                    last.num_computed_prompt_tokens + each.num_computed_prompt_tokens
+                ),
+                busy_s=last.busy_s + each.busy_s,
+            )
+        )
+    assert worker.speed.token_s > 5 * before
+
+
+def test_nothing_is_measured_without_prompts() -> None:
+    worker = WorkerSpeed(Speed())
+    for number in range(50):
+        worker.observe(load(num_busy_steps=number, num_generated_tokens=number, busy_s=number / 9))
+    assert not worker.speed.is_measured
+
+
+def test_counters_that_fall_begin_a_new_history() -> None:
+    worker = WorkerSpeed(Speed())
+    for each in loads_of(0.005, 1e-4):
+        worker.observe(each)
+    known = worker.speed
+    assert not worker.observe(load())
+    assert worker.speed == known
+
+
+def test_a_new_worker_is_believed_to_be_like_the_others() -> None:
+    speeds = ModelSpeeds()
+    for each in loads_of(0.02, 5e-4):
+        speeds.observe("old", each)
+    speed = speeds.observe("new", load())
+    assert speed.token_s == pytest.approx(5e-4, rel=0.2)
+    assert not speed.is_measured
+
+
+def test_what_a_handoff_and_a_link_take_is_learned() -> None:
+    speeds = ModelSpeeds()
+    assert speeds.hop_s == pytest.approx(0.004)
+    for number in range(200):
+        speeds.observe("decode", load(num_handoffs=2 * number, handoff_ack_s=2 * number * 0.03))
+        pushed = 1000 * number
+        speed = speeds.observe("prefill", load(num_pushed_tokens=pushed, push_s=pushed * 2e-5))
+    assert speeds.hop_s == pytest.approx(0.06, rel=0.1)
+    assert speed.push_token_s == pytest.approx(2e-5, rel=0.1)
+
+
+counts = st.integers(0, 2**53)
+seconds = st.floats(0, 1e12)
+
+
+@given(
+    st.lists(
+        st.builds(
+            WorkerLoad,
+            step=counts,
+            step_budget_s=st.just(1.0),
+            num_busy_steps=counts,
+            busy_s=seconds,
+            num_computed_prompt_tokens=counts,
+            num_generated_tokens=counts,
+            num_handoffs=counts,
+            handoff_ack_s=seconds,
+            num_pushed_tokens=counts,
+            push_s=seconds,
+        ),
+        max_size=8,
+    )
+)
+def test_whatever_a_heartbeat_says_speeds_stay_sane(loads: list[WorkerLoad]) -> None:
+    speeds = ModelSpeeds()
+    for each in loads:
+        speed = speeds.observe("w", each)
+        assert 0 <= speed.step_s <= 60 and 0 < speed.token_s <= 60
+        assert 0 <= speed.push_token_s <= 60
+        assert 0 <= speeds.hop_s <= 2
+
+
+triples = st.tuples(*[st.floats(0, 1000) for _ in range(4)])
+
+
+@given(st.lists(triples, max_size=10))
+def test_least_squares_solves_what_numpy_solves(equations: list[tuple[float, ...]]) -> None:
+    prior = (0.005, 1e-4, 1e-4)
+    fit = LeastSquares(prior, PRIOR_WEIGHTS)
+    moments, products = np.zeros((3, 3)), np.zeros(3)
+    for y, *xs in equations:
+        fit.add(y, *xs)
+        moments, products = 0.97 * moments + np.outer(xs, xs), 0.97 * products + np.array(xs) * y
+    base = np.array(PRIOR_WEIGHTS) ** 2
+    wanted = np.linalg.solve(moments + np.diag(base), products + base * prior)
+    assert fit.solution() == pytest.approx(wanted, rel=1e-6, abs=1e-9)
