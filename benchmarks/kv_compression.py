@@ -33,9 +33,9 @@ from benchmarks.kv_transfer import PLACEMENT, Bytes, Swallow, fill_from, frame_h
 from benchmarks.report import Bar, Row, at_least, write_result
 from shared.engine.kv_codec import HighBytesCodec
 from shared.kv_wire.dialer import Dialer
+from shared.kv_wire.kv_server import KvServer
 from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY
 from shared.kv_wire.push_link import StagedLink
-from shared.kv_wire.receiver import KvServer
 from shared.messages import DataPlaneAddress
 from tests.engine.model_worker import Worker
 from tests.engine.rig import new_sequence

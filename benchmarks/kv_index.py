@@ -37,10 +37,9 @@ from services.kv_index.index import Outcome, PrefixIndex
 from services.kv_index.registry import PrefixRegistry
 from services.kv_index.service import build_kv_index
 from shared import subjects
-from shared.bus import NatsBus
 from shared.clock import MonotonicClock
 from shared.config import KvIndexConfig
-from shared.heartbeat import Heart
+from shared.lifecycle.heartbeat import Heart
 from shared.messages import (
     BlockPage,
     BlocksRemoved,
@@ -55,6 +54,7 @@ from shared.messages import (
 from shared.packing import BLOCK_HASH_BYTES, unpack_hashes
 from shared.randomness import SystemRandomness
 from shared.store import Command
+from shared.transport.bus import NatsBus
 from tests.servers import NatsServer, RedisServer
 
 RUN_BLOCKS = 32

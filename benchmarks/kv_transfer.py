@@ -35,8 +35,8 @@ import uvloop
 
 from benchmarks.report import Bar, Row, at_least, write_result
 from shared.kv_wire.dialer import Dialer
+from shared.kv_wire.kv_server import KvServer
 from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, Fill, FrameHeader, PushLink
-from shared.kv_wire.receiver import KvServer
 from shared.messages import DataPlaneAddress
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -22,7 +22,6 @@ import uvloop
 from benchmarks.report import Row, at_most, write_result
 from services.cli.service_options import DEMO_MODEL_DIR
 from services.client.chat_request import Reply, ask, door, first_model
-from services.gateway.tenancy.office import store_api_key
 from services.local.cluster import LocalCluster
 from services.local.plan import UpOptions
 from services.local.state import clusters_dir
@@ -40,7 +39,6 @@ async def run(model_dir: Path, num_words: int, num_rounds: int) -> list[Row]:
         UpOptions(model_dir=model_dir, http_port=0),
         clock,
         state_parent=clusters_dir(),
-        store_api_key=store_api_key,
         report=lambda *_: None,
     )
     draw = random.Random(0)

@@ -23,7 +23,6 @@ from benchmarks.report import at_most, write_result
 from services.cli.bench import target
 from services.cli.service_options import DEMO_MODEL_DIR, model_name_for
 from services.client.load_test import LoadOptions, Row, measure
-from services.gateway.tenancy.office import store_api_key
 from services.local.hub_download import local_copy
 from services.local.plan import UpOptions
 from shared.errors import HearthError
@@ -65,7 +64,7 @@ async def run(arguments: argparse.Namespace) -> list[Row]:
     questions = corpus_questions() if arguments.corpus else None
     given = None if arguments.url is None else (arguments.url, arguments.api_key or "")
     own = up_options(arguments) if given is None else None
-    async with target(given, own, store_api_key, console=Console(stderr=True)) as (url, api_key):
+    async with target(given, own, console=Console(stderr=True)) as (url, api_key):
         return await measure(url, api_key, options, questions=questions)
 
 

@@ -24,7 +24,7 @@ from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.request_cost import Demand
 from shared.clock import MonotonicClock
 from shared.store import RedisStore
-from shared.tenant import TenantRecord
+from shared.tenancy.tenant import TenantRecord
 from tests.servers import RedisServer, free_port
 
 AMPLE = 10**12

@@ -40,11 +40,10 @@ from benchmarks.report import Bar, Row, at_least, at_most, write_result
 from services.cli.bench import target
 from services.cli.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
 from services.client.http_client import Connection, Sample, http_request
-from services.gateway.tenancy.office import store_api_key
-from services.local.api_keys import new_api_key
 from services.local.plan import UpOptions
 from shared.errors import HearthError
 from shared.store import Store
+from shared.tenancy.tenant_admin import new_api_key, store_api_key
 
 PATH = "/v1/completions"
 LENGTHS = (64, 128, 256, 512, 1024, 2048)

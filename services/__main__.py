@@ -17,8 +17,6 @@ import typer
 from services.cli import bundle_commands, commands, tenant_commands
 from services.cli.prefix_commands import prefix_app
 from services.cli.service_options import service_command
-from services.local.api_keys import StoreApiKey
-from services.local.gateway_parts import GatewayParts, OpenOffice
 from services.local.plan import thread_environ
 from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig, WorkerConfig
 from shared.errors import ConfigError, HearthError
@@ -49,29 +47,16 @@ def _print_version(is_wanted: bool) -> None:
 
 @app.callback()
 def root(
-    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
     ] = False,
 ) -> None:
-    context.obj = GatewayParts(_store_api_key, _open_office)
-
-
-def _store_api_key() -> StoreApiKey:
-    from services.gateway.tenancy.office import store_api_key
-
-    return store_api_key
-
-
-def _open_office() -> OpenOffice:
-    from services.gateway.tenancy.office import TenantOffice
-
-    return TenantOffice
+    """Options that stand before a command."""
 
 
 def _run_gateway(config: GatewayConfig) -> int:
     from services.gateway.service import build_gateway
-    from shared.process import run_service
+    from shared.lifecycle.process import run_service
 
     return run_service(
         config.process_id, lambda: build_gateway(config), drain_timeout_s=config.drain_timeout_s
@@ -80,7 +65,7 @@ def _run_gateway(config: GatewayConfig) -> int:
 
 def _run_scheduler(config: SchedulerConfig) -> int:
     from services.scheduler.service import build_scheduler
-    from shared.process import run_service
+    from shared.lifecycle.process import run_service
 
     return run_service(
         config.process_id, lambda: build_scheduler(config), drain_timeout_s=config.drain_timeout_s
@@ -89,7 +74,7 @@ def _run_scheduler(config: SchedulerConfig) -> int:
 
 def _run_kv_index(config: KvIndexConfig) -> int:
     from services.kv_index.service import build_kv_index
-    from shared.process import run_service
+    from shared.lifecycle.process import run_service
 
     return run_service(
         config.process_id, lambda: build_kv_index(config), drain_timeout_s=config.drain_timeout_s
@@ -99,7 +84,7 @@ def _run_kv_index(config: KvIndexConfig) -> int:
 def _run_worker(config: WorkerConfig, roles: tuple[Role, ...]) -> int:
     _set_thread_environ(config)
     from services.worker import build_worker
-    from shared.process import run_service
+    from shared.lifecycle.process import run_service
 
     return run_service(
         config.process_id,

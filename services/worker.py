@@ -10,7 +10,6 @@ import structlog
 
 from services.decode.service import DecodeService
 from services.prefill.service import PrefillService
-from shared.bus import NatsBus
 from shared.clock import MonotonicClock
 from shared.config import WorkerConfig, check
 from shared.engine.engine import Engine
@@ -19,10 +18,11 @@ from shared.engine.runner import Runner
 from shared.engine.worker import Served, Worker
 from shared.kv_wire.compression import FrameCodec
 from shared.kv_wire.dialer import Dialer
-from shared.kv_wire.receiver import KvServer
+from shared.kv_wire.kv_server import KvServer
+from shared.lifecycle.process import Service
 from shared.messages import ModelCard, Role
-from shared.process import Service
 from shared.randomness import SystemRandomness
+from shared.transport.bus import NatsBus
 
 log = structlog.get_logger(__name__)
 

@@ -16,10 +16,9 @@ import psutil
 
 from benchmarks.serving.client import Target
 from services.cli.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
-from services.gateway.tenancy.office import store_api_key
-from services.local.api_keys import new_api_key, save_api_key
 from services.local.plan import thread_environ
 from shared.subjects import CredentialRole
+from shared.tenancy.tenant_admin import new_api_key, save_api_key
 from tests.servers import NatsServer, RedisServer, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +43,7 @@ async def hearth(
     url, api_key = f"http://127.0.0.1:{free_port()}", new_api_key()
     started: dict[str, subprocess.Popen[bytes]] = {}
     try:
-        await save_api_key(store_api_key, redis.url, api_key, "benchmark")
+        await save_api_key(redis.url, api_key, "benchmark")
         for name, role in services.items():
             environ = {"HEARTH_NATS_URL": nats.url(name), "HEARTH_REDIS_URL": redis.url}
             command = [*_command(role, step_s), "--process-id", name]

@@ -18,8 +18,8 @@ from shared.clock import MonotonicClock
 from shared.config import WorkerConfig
 from shared.engine.runner import StepInputs, StepOutput
 from shared.engine.timing_engine import STATE_BYTES, StepCost, TimingRunner
+from shared.lifecycle.process import run_service
 from shared.messages import Role
-from shared.process import run_service
 
 ROLES: dict[str, tuple[Role, ...]] = {
     "prefill": ("prefill",),

@@ -35,7 +35,7 @@ from services.scheduler.backlog import Ticket
 from services.scheduler.fleet import WorkerFleet
 from services.scheduler.placement import Needs
 from shared.errors import Overloaded
-from shared.health import Fleet
+from shared.lifecycle.health import Fleet
 from shared.messages import (
     BlockPage,
     Choice,

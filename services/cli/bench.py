@@ -22,7 +22,6 @@ from services.cli.tables import table_console
 from services.cli.up import StartBoard
 from services.client.http_client import Sample
 from services.client.load_test import LoadOptions, Row, measure
-from services.local.api_keys import StoreApiKey
 from services.local.cluster import LocalCluster
 from services.local.plan import UpOptions
 from services.local.state import clusters_dir
@@ -50,7 +49,6 @@ def run_bench(
     api_key: str | None,
     up_options: UpOptions | None,
     options: LoadOptions,
-    store_api_key: StoreApiKey,
 ) -> int:
     """The exit status: 1 if a request was not answered. `up_options` ask for a cluster of its own.
 
@@ -60,7 +58,7 @@ def run_bench(
     if up_options is not None and url is not None:
         raise ConfigError("--model starts a cluster, --url names a running one: give one of them")
     given = find_door(url, api_key) if up_options is None else None
-    rows = uvloop.run(_bench(given, up_options, options, store_api_key))
+    rows = uvloop.run(_bench(given, up_options, options))
     num_errors = sum(row["num_errors"] for row in rows)
     return 0 if num_errors == 0 else 1
 
@@ -69,10 +67,9 @@ async def _bench(
     given: tuple[str, str] | None,
     up_options: UpOptions | None,
     options: LoadOptions,
-    store_api_key: StoreApiKey,
 ) -> list[Row]:
     console = Console(stderr=True, highlight=False)
-    async with target(given, up_options, store_api_key, console=console) as (url, api_key):
+    async with target(given, up_options, console=console) as (url, api_key):
         with LoadBoard(console, options) as board:
             rows = await measure(url, api_key, options, board.report)
     print_rows(rows)
@@ -86,7 +83,6 @@ async def _bench(
 async def target(
     given: tuple[str, str] | None,
     up_options: UpOptions | None,
-    store_api_key: StoreApiKey,
     *,
     console: Console,
 ) -> AsyncIterator[tuple[str, str]]:
@@ -97,19 +93,18 @@ async def target(
         return
     board = StartBoard(console, MonotonicClock())
     try:
-        async with _cluster(up_options, store_api_key, board.report) as cluster:
+        async with _cluster(up_options, board.report) as cluster:
             board.close()
             yield cluster.url, cluster.api_key
     finally:
         board.close()
 
 
-def _cluster(options: UpOptions, store_api_key: StoreApiKey, report: Report) -> LocalCluster:
+def _cluster(options: UpOptions, report: Report) -> LocalCluster:
     return LocalCluster(
         options,
         MonotonicClock(),
         state_parent=clusters_dir(),
-        store_api_key=store_api_key,
         report=report,
     )
 

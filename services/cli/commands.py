@@ -1,6 +1,6 @@
 """The commands that are not a service: start a cluster, talk to it, operate it.
 
-What they need of the gateway is passed in, as `context.obj`; tenants are in `tenant_commands.py`.
+Tenants are in `tenant_commands.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ class UpRole(StrEnum):
     "  ·  hearth up --role both --check",
 )
 def up(
-    context: typer.Context,
     model: Annotated[
         Path, typer.Option(help="Checkpoint directory, or a hub id such as org/name.")
     ] = DEMO_MODEL_DIR,
@@ -97,7 +96,7 @@ def up(
         device=device,
         weights=weights,
     )
-    run_up(options, context.obj.store_api_key(), is_check=check)
+    run_up(options, is_check=check)
 
 
 def _host_and_port(text: str) -> tuple[str, int]:
@@ -131,7 +130,6 @@ def chat(
     "hearth bench --model DIR --decode 2 --rate 20",
 )
 def bench(
-    context: typer.Context,
     url: Annotated[
         str | None, typer.Option(envvar="HEARTH_URL", help="Gateway; else the local cluster.")
     ] = None,
@@ -195,7 +193,7 @@ def bench(
         itl_limit_s=itl_s,
         seed=seed,
     )
-    raise typer.Exit(run_bench(url, api_key, up_options, options, context.obj.store_api_key()))
+    raise typer.Exit(run_bench(url, api_key, up_options, options))
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from shared.health import SILENCE_LIMIT_S, Fleet, Loss
+from shared.lifecycle.health import SILENCE_LIMIT_S, Fleet, Loss
 from shared.messages import Heartbeat, IndexState, Role, WorkerLoad
 
 WINDOW_S = 2.0

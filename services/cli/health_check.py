@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from urllib.parse import urlsplit
 
-from shared.bus import NatsBus
 from shared.errors import ConfigError
 from shared.messages import Heartbeat
 from shared.subjects import HEARTBEATS
+from shared.transport.bus import NatsBus
 
 
 async def hears_heartbeat(nats_url: str, process_id: str, *, timeout_s: float) -> bool:

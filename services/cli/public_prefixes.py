@@ -14,13 +14,13 @@ from rich.table import Table
 
 from services.cli.tables import table_console
 from services.local.state import clusters_dir, running_cluster
-from shared import pinned_prefix
 from shared.block_hash import PUBLIC_TENANT_ID
 from shared.clock import MonotonicClock
 from shared.config import url_problems
 from shared.errors import ConfigError
-from shared.pinned_prefix import MAX_PER_TENANT, NAME_PATTERN, Entry, PinnedPrefix
 from shared.store import RedisStore, Store
+from shared.tenancy import pinned_prefix
+from shared.tenancy.pinned_prefix import MAX_PER_TENANT, NAME_PATTERN, Entry, PinnedPrefix
 
 T = TypeVar("T")
 

@@ -20,13 +20,13 @@ from services.cli.tables import table_console
 from services.local.credentials import process_id_for
 from services.local.state import clusters_dir, running_cluster
 from shared.background import Background
-from shared.bus import NatsBus, without_password
 from shared.clock import Clock, MonotonicClock
 from shared.errors import ConfigError, DependencyUnavailable
-from shared.health import HEARTBEAT_INTERVAL_S, TICK_S
+from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, TICK_S
 from shared.log import configure_logging
 from shared.messages import Heartbeat
 from shared.subjects import HEARTBEATS
+from shared.transport.bus import NatsBus, without_password
 
 CONNECT_TIMEOUT_S = 5.0
 FIRST_BEAT_TIMEOUT_S = 5.0

@@ -10,9 +10,8 @@ import typer
 
 from services.cli.commands import OPERATE
 from services.cli.tenant_options import with_limits
-from services.local.api_keys import new_api_key
-from services.local.gateway_parts import Office
 from shared.errors import ConfigError
+from shared.tenancy.tenant_admin import TenantOffice, new_api_key
 
 app = typer.Typer()
 tenant_app = typer.Typer(
@@ -32,9 +31,7 @@ Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
 @tenant_app.command(epilog="Example:  hearth tenant add team-a --concurrency 8 --zero-retention")
 @with_limits
-def add(
-    context: typer.Context, tenant: Tenant, changes: dict[str, Any], redis_url: RedisUrl = None
-) -> None:
+def add(tenant: Tenant, changes: dict[str, Any], redis_url: RedisUrl = None) -> None:
     """Add a tenant: prints its first API key once, Redis keeps its digest.
 
     What is not said is unlimited, and 0 allows nothing.
@@ -42,31 +39,29 @@ def add(
     from services.cli.tenant_tables import visit
 
     api_key = new_api_key()
-    visit(context.obj.open_office(), redis_url, lambda it: it.add(tenant, changes, api_key))
+    visit(redis_url, lambda it: it.add(tenant, changes, api_key))
     print(api_key)
 
 
 @tenant_app.command("list", epilog="Example:  hearth tenant list --json | jq")
-def list_tenants(context: typer.Context, redis_url: RedisUrl = None, json: Json = False) -> None:
+def list_tenants(redis_url: RedisUrl = None, json: Json = False) -> None:
     """List the tenants and their limits."""
     from services.cli.tenant_tables import print_json, show, table_of_tenants, visit
 
-    records = visit(context.obj.open_office(), redis_url, lambda office: office.all())
+    records = visit(redis_url, lambda office: office.all())
     print_json(records) if json else show(table_of_tenants(records))
 
 
 @tenant_app.command(epilog="Example:  hearth tenant show team-a")
-def show(
-    context: typer.Context, tenant: Tenant, redis_url: RedisUrl = None, json: Json = False
-) -> None:
+def show(tenant: Tenant, redis_url: RedisUrl = None, json: Json = False) -> None:
     """Show a tenant: limits, what is used of them now, and its keys by their ids."""
     from services.cli import tenant_tables
 
-    async def look(office: Office) -> tuple[Any, Any, Any]:
+    async def look(office: TenantOffice) -> tuple[Any, Any, Any]:
         record = await office.one(tenant)
         return record, await office.reading(record), await office.keys(tenant)
 
-    record, reading, keys = tenant_tables.visit(context.obj.open_office(), redis_url, look)
+    record, reading, keys = tenant_tables.visit(redis_url, look)
     if json:
         now = {"used": reading.used, "open_requests": reading.num_open}
         tenant_tables.print_json({"tenant": record, "now": now, "keys": keys})
@@ -77,7 +72,6 @@ def show(
 
 @tenant_app.command(epilog="Example:  hearth tenant rotate team-a --keep-s 3600")
 def rotate(
-    context: typer.Context,
     tenant: Tenant,
     key: Annotated[str | None, typer.Option(help="Id of the key to replace; else all.")] = None,
     keep_s: Annotated[
@@ -92,7 +86,6 @@ def rotate(
         raise ConfigError(f"--keep-s {keep_s:g} is not from 0 to a year")
     api_key = new_api_key()
     replaced = visit(
-        context.obj.open_office(),
         redis_url,
         lambda office: office.rotate(tenant, api_key, keep_s=keep_s, key_id=key),
     )
@@ -103,7 +96,6 @@ def rotate(
 
 @tenant_app.command(epilog="Examples:  hearth tenant revoke team-a --key ID  ·  … --all")
 def revoke(
-    context: typer.Context,
     tenant: Tenant,
     key: Annotated[str | None, typer.Option(help="Id of the key, as `show` has it.")] = None,
     all_keys: Annotated[bool, typer.Option("--all", help="Every key of the tenant.")] = False,
@@ -114,7 +106,7 @@ def revoke(
 
     if (key is None) is not all_keys:
         raise ConfigError("say which: --key ID or --all")
-    revoked = visit(context.obj.open_office(), redis_url, lambda it: it.revoke(tenant, key))
+    revoked = visit(redis_url, lambda it: it.revoke(tenant, key))
     if not revoked:
         raise ConfigError("nothing to revoke: no key of these is valid any more")
     print("\n".join(revoked))
@@ -122,20 +114,18 @@ def revoke(
 
 @tenant_app.command(epilog="Example:  hearth tenant limits team-a --requests-per-min unlimited")
 @with_limits
-def limits(
-    context: typer.Context, tenant: Tenant, changes: dict[str, Any], redis_url: RedisUrl = None
-) -> None:
+def limits(tenant: Tenant, changes: dict[str, Any], redis_url: RedisUrl = None) -> None:
     """Change what is said and nothing else; gateways follow within a second."""
     from services.cli import tenant_tables
 
     if not changes:
         raise ConfigError("no limit is named: see `hearth tenant limits --help`")
 
-    async def change(office: Office) -> tuple[Any, Any]:
+    async def change(office: TenantOffice) -> tuple[Any, Any]:
         record = await office.change(tenant, changes)
         return record, await office.reading(record)
 
-    record, reading = tenant_tables.visit(context.obj.open_office(), redis_url, change)
+    record, reading = tenant_tables.visit(redis_url, change)
     tenant_tables.show(tenant_tables.table_of_limits(record, reading))
 
 
@@ -143,7 +133,6 @@ def limits(
     "api-key", rich_help_panel=OPERATE, epilog="Example:  hearth api-key team-a --redis-url URL"
 )
 def api_key(
-    context: typer.Context,
     tenant: Annotated[str, typer.Argument(help="Tenant that the key belongs to.")],
     redis_url: RedisUrl = None,
 ) -> None:
@@ -151,7 +140,7 @@ def api_key(
     from services.cli.tenant_tables import visit
 
     api_key = new_api_key()
-    visit(context.obj.open_office(), redis_url, lambda office: office.add_key(tenant, api_key))
+    visit(redis_url, lambda office: office.add_key(tenant, api_key))
     print(api_key)
 
 
@@ -159,7 +148,6 @@ def api_key(
     rich_help_panel=OPERATE, epilog="Examples:  hearth usage  ·  hearth usage --days 30 --json"
 )
 def usage(
-    context: typer.Context,
     tenant: Annotated[str | None, typer.Option(help="Only this one's.")] = None,
     days: Annotated[int, typer.Option(help="Days back, today included; they are UTC.")] = 7,
     redis_url: RedisUrl = None,
@@ -170,10 +158,10 @@ def usage(
 
     wanted = last_days(days, time.time())
 
-    async def look(office: Office) -> Any:
+    async def look(office: TenantOffice) -> Any:
         if tenant is not None:
             await office.one(tenant)
         return await office.usage([tenant] if tenant else list(await office.all()), wanted)
 
-    rows = visit(context.obj.open_office(), redis_url, look)
+    rows = visit(redis_url, look)
     print_json(rows) if json else show(table_of_usage(rows))

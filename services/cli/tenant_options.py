@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from shared.errors import ConfigError
-from shared.tenant import LIMITS, MAX_PRIORITY
+from shared.tenancy.tenant import LIMITS, MAX_PRIORITY
 
 UNLIMITED, ALL = "unlimited", "all"
 

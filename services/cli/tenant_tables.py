@@ -13,29 +13,28 @@ from rich.table import Table
 
 from services.cli.tables import table_console
 from services.cli.tenant_options import ALL, UNLIMITED
-from services.local.gateway_parts import Office, OpenOffice, Reading
 from services.local.state import clusters_dir, running_cluster
 from shared.clock import MonotonicClock
 from shared.config import url_problems
 from shared.errors import ConfigError
 from shared.store import RedisStore
-from shared.tenant import LIMITS, USAGE_KINDS, ApiKeyRecord, TenantRecord, UsageRow
+from shared.tenancy.rate_limit import Reading
+from shared.tenancy.tenant import LIMITS, USAGE_KINDS, ApiKeyRecord, TenantRecord, UsageRow
+from shared.tenancy.tenant_admin import TenantOffice
 
 T = TypeVar("T")
 
 TIMEOUT_S = 2.0
 
 
-def visit(
-    open_office: OpenOffice, redis_url: str | None, errand: Callable[[Office], Awaitable[T]]
-) -> T:
+def visit(redis_url: str | None, errand: Callable[[TenantOffice], Awaitable[T]]) -> T:
     """Raises ConfigError, or StoreUnavailable if Redis does not answer."""
     url = find_redis(redis_url)
 
     async def go() -> T:
         store = RedisStore(url, MonotonicClock(), timeout_s=TIMEOUT_S)
         try:
-            return await errand(open_office(store, time.time))
+            return await errand(TenantOffice(store, time.time))
         finally:
             await store.close()
 

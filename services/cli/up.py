@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from services.client.chat_request import Reply, ask, door, first_model
-from services.local.api_keys import StoreApiKey
 from services.local.cluster import LocalCluster
 from services.local.plan import UpOptions
 from services.local.state import clusters_dir
@@ -25,19 +24,18 @@ from shared.errors import HearthError
 QUESTION = "What is Hearth?"
 
 
-def run_up(options: UpOptions, store_api_key: StoreApiKey, *, is_check: bool) -> None:
+def run_up(options: UpOptions, *, is_check: bool) -> None:
     """Returns after Ctrl-C, SIGTERM, or, for a check, after the first answer."""
-    asyncio.run(_up(options, store_api_key, is_check=is_check))
+    asyncio.run(_up(options, is_check=is_check))
 
 
-async def _up(options: UpOptions, store_api_key: StoreApiKey, *, is_check: bool) -> None:
+async def _up(options: UpOptions, *, is_check: bool) -> None:
     console, clock = Console(highlight=False), MonotonicClock()
     board = StartBoard(console, clock)
     cluster = LocalCluster(
         options,
         clock,
         state_parent=clusters_dir(),
-        store_api_key=store_api_key,
         report=board.report,
     )
     serving = asyncio.create_task(_serve(cluster, board, console, clock, is_check=is_check))

@@ -11,8 +11,8 @@ import httpx
 import msgspec
 
 from shared.clock import Clock
-from shared.decoding import UNREADABLE
 from shared.errors import DependencyUnavailable, HearthError
+from shared.transport.wire_errors import UNREADABLE
 
 T = TypeVar("T")
 _TIMEOUT = httpx.Timeout(600.0, connect=5.0)

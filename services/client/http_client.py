@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from shared.decoding import UNREADABLE
 from shared.errors import DependencyUnavailable
+from shared.transport.wire_errors import UNREADABLE
 
 _TEXT = re.compile(rb'"(?:content|text)":\s*"(?!")')
 _USAGE = re.compile(rb'"usage":\s*\{')

@@ -20,8 +20,8 @@ from shared.engine.engine import Progress
 from shared.engine.sequence import Sequence, SequenceState
 from shared.engine.worker import Worker
 from shared.errors import HearthError, WorkerBusy
-from shared.health import Loss
 from shared.kv_wire.link import KvReceiver
+from shared.lifecycle.health import Loss
 from shared.messages import (
     AbortRequest,
     AckFinished,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from shared.errors import NoCapacity, UnknownModel
-from shared.health import Fleet
+from shared.lifecycle.health import Fleet
 from shared.messages import Heartbeat, ModelCard, Role
 
 

@@ -33,14 +33,14 @@ from services.gateway.tenancy.usage_counter import Usage
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.template_renderer import Renderer
 from shared.background import Background
-from shared.bus import Bus, NatsBus
 from shared.clock import Clock, MonotonicClock
 from shared.config import GatewayConfig, check
 from shared.errors import NoCapacity, Overloaded
-from shared.heartbeat import Heart
+from shared.lifecycle.heartbeat import Heart
 from shared.randomness import Randomness, SystemRandomness
 from shared.store import RedisStore, Store
-from shared.tenant import TenantRecord
+from shared.tenancy.tenant import TenantRecord
+from shared.transport.bus import Bus, NatsBus
 
 log = structlog.get_logger(__name__)
 

@@ -15,14 +15,14 @@ import structlog
 from services.kv_index.index import PrefixIndex
 from services.kv_index.pins import PIN_LEASE_S, Pins, WantedPin
 from services.kv_index.registry import PrefixRecord, PrefixRegistry
-from shared import pinned_prefix
-from shared.bus import Bus
 from shared.errors import HearthError
-from shared.health import Fleet
+from shared.lifecycle.health import Fleet
 from shared.messages import Heartbeat, KeepPins, ModelCard, PinsKept, PrefixPinned
 from shared.packing import pack_hashes, unpack_hashes
 from shared.store import Store, StoreUnavailable
 from shared.subjects import pins as pins_of
+from shared.tenancy import pinned_prefix
+from shared.transport.bus import Bus
 
 log = structlog.get_logger(__name__)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shared.block_hash import extend_chain, public_root, root_hash
 from shared.messages import ModelCard, PinPrefix
 from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, pack_hashes, unpack_token_ids
-from shared.pinned_prefix import PinnedPrefix
+from shared.tenancy.pinned_prefix import PinnedPrefix
 
 PIN_LEASE_S = 15.0
 

@@ -26,8 +26,8 @@ import structlog
 
 from shared.block_hash import PUBLIC_TENANT_ID
 from shared.packing import BLOCK_HASH_BYTES, unpack_hashes
-from shared.pinned_prefix import key_part, record_key
 from shared.store import Command, Store, StoreRefused, StoreUnavailable
+from shared.tenancy.pinned_prefix import key_part, record_key
 
 log = structlog.get_logger(__name__)
 

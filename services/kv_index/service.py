@@ -21,12 +21,11 @@ from services.kv_index.pin_keeper import ROUND_S, PinKeeper
 from services.kv_index.registry import PrefixRegistry
 from shared import subjects
 from shared.background import Background
-from shared.bus import Bus, NatsBus, Unsubscribe
 from shared.clock import Clock, MonotonicClock
 from shared.config import KvIndexConfig, check
 from shared.errors import HearthError, InvalidRequest
-from shared.health import Loss
-from shared.heartbeat import Heart
+from shared.lifecycle.health import Loss
+from shared.lifecycle.heartbeat import Heart
 from shared.messages import (
     BlockPage,
     BlocksCleared,
@@ -42,6 +41,7 @@ from shared.messages import (
 from shared.packing import BLOCK_HASH_BYTES, unpack_hashes
 from shared.randomness import Randomness, SystemRandomness
 from shared.store import RedisStore, Store
+from shared.transport.bus import Bus, NatsBus, Unsubscribe
 
 log = structlog.get_logger(__name__)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from shared.child_process import send_signal
 from shared.errors import ConfigError
+from shared.lifecycle.child_process import send_signal
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None

@@ -11,7 +11,6 @@ from types import TracebackType
 import httpx
 import msgspec
 
-from services.local.api_keys import StoreApiKey, new_api_key, save_api_key
 from services.local.child_processes import ProcessSpec
 from services.local.credentials import Credential, nats_config
 from services.local.plan import (
@@ -33,8 +32,9 @@ from services.local.servers import (
 from services.local.state import ClusterState, StateDir
 from services.local.supervisor import POLL_S, Report, Supervisor
 from shared.clock import Clock
-from shared.decoding import UNREADABLE
 from shared.errors import DependencyUnavailable
+from shared.tenancy.tenant_admin import new_api_key, save_api_key
+from shared.transport.wire_errors import UNREADABLE
 
 START_TIMEOUT_S = 600.0  # a large checkpoint takes minutes to load
 GRACE_S = 15.0
@@ -51,7 +51,6 @@ class LocalCluster:
         clock: Clock,
         *,
         state_parent: Path,
-        store_api_key: StoreApiKey,
         report: Report = lambda process_id, event, details: None,
     ) -> None:
         """Raises ConfigError for options that cannot work; starts nothing yet."""
@@ -59,7 +58,6 @@ class LocalCluster:
         self.api_key = new_api_key()
         self._options = options
         self._clock = clock
-        self._store_api_key = store_api_key
         self._report = report
         self._nats = find_server("nats-server") if options.nats_url is None else None
         self._redis = find_server("redis-server") if options.redis_url is None else None
@@ -165,9 +163,7 @@ class LocalCluster:
                 self._report(each.process_id, "ready", "")
 
     async def _store_key(self) -> None:
-        await save_api_key(
-            self._store_api_key, self._endpoints.redis_url, self.api_key, self._options.tenant_id
-        )
+        await save_api_key(self._endpoints.redis_url, self.api_key, self._options.tenant_id)
 
     def _choose_endpoints(self) -> Endpoints:
         options = self._options

@@ -22,8 +22,8 @@ from typing import IO
 import msgspec
 
 from services.local.credentials import Credential
-from shared.decoding import UNREADABLE
 from shared.errors import ConfigError
+from shared.transport.wire_errors import UNREADABLE
 
 _LOCK = "lock"
 _CLUSTER = "cluster.json"

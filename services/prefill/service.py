@@ -15,7 +15,6 @@ import structlog
 
 from services.prefill.kv_sender import Push, PushCounts
 from shared.background import Background
-from shared.bus import failure_of
 from shared.engine.engine import Progress
 from shared.engine.sequence import Sequence
 from shared.engine.worker import Worker
@@ -31,6 +30,7 @@ from shared.messages import (
 )
 from shared.packing import unpack_hashes, unpack_token_ids
 from shared.subjects import control, run_prefill
+from shared.transport.bus import failure_of
 
 log = structlog.get_logger(__name__)
 

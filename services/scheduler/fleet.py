@@ -13,7 +13,7 @@ from services.scheduler.backlog import Served
 from services.scheduler.placement import Needs, Target, Workers
 from services.scheduler.throughput import ModelSpeeds, Speed
 from services.scheduler.worker_table import Worker, WorkerTable
-from shared.health import Fleet
+from shared.lifecycle.health import Fleet
 from shared.messages import Heartbeat, ModelCard, WorkerLoad
 
 # An assignment this much older than a heartbeat's arrival was known to the worker that sent it.

@@ -20,7 +20,6 @@ from services.scheduler.fleet import WorkerFleet
 from services.scheduler.placement import LocalPrefill, Needs, Target, place
 from shared import subjects
 from shared.background import Background
-from shared.bus import Bus, NatsBus, Unsubscribe, failure_of
 from shared.clock import Clock, MonotonicClock
 from shared.config import SchedulerConfig, check
 from shared.errors import (
@@ -33,8 +32,8 @@ from shared.errors import (
     RequestTimeout,
     WorkerBusy,
 )
-from shared.health import Loss
-from shared.heartbeat import Heart
+from shared.lifecycle.health import Loss
+from shared.lifecycle.heartbeat import Heart
 from shared.messages import (
     AbortReason,
     AbortRequest,
@@ -54,6 +53,7 @@ from shared.messages import (
 )
 from shared.packing import TOKEN_ID_BYTES
 from shared.randomness import Randomness, SystemRandomness
+from shared.transport.bus import Bus, NatsBus, Unsubscribe, failure_of
 
 log = structlog.get_logger(__name__)
 

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from shared.decoding import UNREADABLE
 from shared.engine.model_config import ModelConfig
 from shared.engine.models import family
 from shared.errors import CheckpointError
+from shared.transport.wire_errors import UNREADABLE
 
 EosTokenId = int | list[int] | None
 _T = TypeVar("_T")

@@ -14,7 +14,6 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shared.decoding import one_line
 from shared.engine.codec.manifest import (
     MANIFEST,
     StoredShard,
@@ -25,6 +24,7 @@ from shared.engine.codec.manifest import (
 from shared.engine.codec.shard import BundleShard
 from shared.engine.codec.threads import coding_threads
 from shared.errors import CheckpointError
+from shared.transport.wire_errors import one_line
 
 _DTYPES = {
     "BF16": torch.bfloat16,

@@ -29,8 +29,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from shared.decoding import UNREADABLE
 from shared.engine.packed_memory import CompressedForm, PackedForm
+from shared.transport.wire_errors import UNREADABLE
 
 log = structlog.get_logger(__name__)
 

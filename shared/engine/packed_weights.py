@@ -26,7 +26,6 @@ from kernels.cpu.linear import is_packed
 from kernels.cpu.pair_products import has_pair_products
 from kernels.device import IS_INTERPRETED
 from kernels.ops import pack_weight
-from shared.decoding import one_line
 from shared.engine.layers.linear import parameter_of, replace_weight
 from shared.engine.packed_file import (
     MAGIC,
@@ -48,6 +47,7 @@ from shared.engine.packed_memory import (
 )
 from shared.engine.weight_regions import Region, filled_bytes, regions_of, view_of
 from shared.engine.weights import CheckpointTensors, matched_names
+from shared.transport.wire_errors import one_line
 
 log = structlog.get_logger(__name__)
 

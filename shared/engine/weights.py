@@ -14,9 +14,9 @@ import msgspec
 import xxhash
 from torch import Tensor
 
-from shared.decoding import UNREADABLE, one_line
 from shared.engine.checkpoint_files import Content, TensorFile, TensorInfo, checkpoint_folder
 from shared.errors import CheckpointError
+from shared.transport.wire_errors import UNREADABLE, one_line
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -13,15 +13,14 @@ from itertools import chain
 import msgspec
 
 from shared.background import Background
-from shared.bus import Bus
 from shared.clock import Clock
 from shared.engine.cached_block import CachedBlock, runs_of
 from shared.engine.loop import EngineLoop
 from shared.engine.pinned_prefixes import PinnedPrefixes, sequence_of
 from shared.engine.sequence import Sequence
 from shared.errors import InvalidRequest, UnknownModel, WorkerBusy
-from shared.heartbeat import Heart
-from shared.kv_wire.placements import ReceiverCounts
+from shared.kv_wire.expected_pushes import ReceiverCounts
+from shared.lifecycle.heartbeat import Heart
 from shared.messages import (
     BlockPage,
     DataPlaneAddress,
@@ -35,9 +34,10 @@ from shared.messages import (
     Role,
     WorkerLoad,
 )
-from shared.outbox import Outbox
 from shared.randomness import Randomness
 from shared.subjects import kv_events, list_blocks, pins
+from shared.transport.bus import Bus
+from shared.transport.outbox import Outbox
 
 EXPIRE_PINS_S = 1.0
 KV_EVENTS_INTERVAL_S = 0.05  # between two messages

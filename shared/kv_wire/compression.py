@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shared.clock import Clock
+from shared.kv_wire.checked_copy import grown, to_the_end
 from shared.kv_wire.compression_gate import CompressionGate, WireTimes
 from shared.kv_wire.frames import Ack, Refusal
 from shared.kv_wire.link import CompressionCounts
-from shared.kv_wire.pieces import grown, to_the_end
 
 
 class FrameCodec(Protocol):

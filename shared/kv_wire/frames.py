@@ -21,9 +21,9 @@ import struct
 import msgspec
 import xxhash
 
-from shared.decoding import UNREADABLE
 from shared.errors import LinkLost
 from shared.kv_wire.link import FrameHeader
+from shared.transport.wire_errors import UNREADABLE
 
 MAGIC = b"HKVW"
 VERSION = 2

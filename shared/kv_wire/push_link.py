@@ -14,6 +14,7 @@ from typing import Protocol
 import msgspec
 
 from shared.errors import FrameRefused, LinkLost
+from shared.kv_wire.checked_copy import checksum_of, to_the_end
 from shared.kv_wire.compression import LinkCompression, Sent
 from shared.kv_wire.frames import (
     Ack,
@@ -25,8 +26,7 @@ from shared.kv_wire.frames import (
     sealed_sum,
 )
 from shared.kv_wire.link import Fill, FrameHeader
-from shared.kv_wire.pieces import checksum_of, to_the_end
-from shared.kv_wire.stream import RecordStream
+from shared.kv_wire.record_stream import RecordStream
 
 
 class Staging(Protocol):

@@ -16,12 +16,12 @@ import os
 
 from shared.clock import Clock
 from shared.errors import LinkLost
-from shared.kv_wire.deliveries import Arrival, Deliveries
+from shared.kv_wire.checked_copy import copy_and_sum, grown
+from shared.kv_wire.expected_pushes import Placements
+from shared.kv_wire.frame_delivery import Arrival, Deliveries
 from shared.kv_wire.frames import MAX_FRAME_BYTES, Frame, ProtocolError, Record, sealed_sum
 from shared.kv_wire.link import FrameHeader
-from shared.kv_wire.pieces import copy_and_sum, grown
-from shared.kv_wire.placements import Placements
-from shared.kv_wire.stream import RecordStream
+from shared.kv_wire.record_stream import RecordStream
 
 NUM_SLOTS = 4
 SLOT_BYTES = MAX_FRAME_BYTES

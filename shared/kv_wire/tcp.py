@@ -14,13 +14,13 @@ import socket
 
 from shared.clock import Clock
 from shared.errors import LinkLost
+from shared.kv_wire.checked_copy import checksum_of, grown, to_the_end
 from shared.kv_wire.compression import FrameCodec
-from shared.kv_wire.deliveries import Arrival, Deliveries
+from shared.kv_wire.expected_pushes import Placements
+from shared.kv_wire.frame_delivery import Arrival, Deliveries
 from shared.kv_wire.frames import Frame, ProtocolError, Record, sealed_sum
 from shared.kv_wire.link import FrameHeader
-from shared.kv_wire.pieces import checksum_of, grown, to_the_end
-from shared.kv_wire.placements import Placements
-from shared.kv_wire.stream import RecordStream
+from shared.kv_wire.record_stream import RecordStream
 
 NUM_SLOTS = 4
 # A host that vanished, or a process that has stopped reading, is given up after this long.

@@ -20,10 +20,9 @@ import httpx
 import msgspec
 
 from services.cli.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
-from services.gateway.tenancy.office import store_api_key
-from services.local.api_keys import new_api_key, save_api_key
 from services.local.plan import thread_environ
 from shared.subjects import CredentialRole, nats_server_config
+from shared.tenancy.tenant_admin import new_api_key, save_api_key
 from tests.chaos.process import STEP_VARIABLE
 from tests.servers import PASSWORD, Server, find_binary, free_port
 
@@ -188,7 +187,7 @@ class ChaosCluster:
         return Server([find_binary("nats-server"), "-c", str(path)], port)
 
     async def _store_key(self) -> None:
-        await save_api_key(store_api_key, self._redis_url, self.api_key, "chaos")
+        await save_api_key(self._redis_url, self.api_key, "chaos")
 
     @property
     def _redis_url(self) -> str:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared.bus import NatsBus
 from shared.messages import (
     AbortRequest,
     AckFinished,
@@ -27,6 +26,7 @@ from shared.messages import (
     TokenBatch,
 )
 from shared.subjects import HEARTBEATS, KV_EVENTS, PREFIX
+from shared.transport.bus import NatsBus
 from tests.chaos.cluster import MONITOR, ChaosCluster
 
 _PLACEMENT = Placed | PlacementFailed | QueueKeepalive

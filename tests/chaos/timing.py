@@ -11,7 +11,7 @@ from services.worker import build_worker
 from shared.clock import MonotonicClock
 from shared.config import WorkerConfig
 from shared.engine.timing_engine import STATE_BYTES, StepCost, TimingRunner
-from shared.process import run_service
+from shared.lifecycle.process import run_service
 
 VOCAB_SIZE = 2048  # of the demo model's tokenizer, which the gateways have
 SECONDS_PER_TOKEN = 60e-6

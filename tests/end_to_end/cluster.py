@@ -19,10 +19,10 @@ import openai
 
 from services.local.servers import free_port
 from services.local.state import ClusterState, running_cluster
-from shared.bus import NatsBus
 from shared.errors import ConfigError
 from shared.messages import Heartbeat
 from shared.subjects import HEARTBEATS
+from shared.transport.bus import NatsBus
 
 START_TIMEOUT_S = 300  # the first time, kernels are compiled
 

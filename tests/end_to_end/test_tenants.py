@@ -19,10 +19,10 @@ import pytest
 import redis
 
 from services.cli.service_options import DEMO_MODEL_NAME
-from shared.bus import NatsBus
 from shared.messages import Heartbeat
 from shared.packing import pack_token_ids
 from shared.subjects import HEARTBEATS
+from shared.transport.bus import NatsBus
 from tests.chaos.cluster import ChaosCluster
 from tests.services.cli.running import run_hearth
 

@@ -18,12 +18,12 @@ from services.gateway.service import GatewayService
 from services.gateway.text.model_files import ModelFiles
 from services.kv_index.service import KvIndexService
 from services.scheduler.service import SchedulerService
-from shared import pinned_prefix
 from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig
 from shared.errors import HearthError
 from shared.packing import pack_token_ids
-from shared.pinned_prefix import PinnedPrefix
-from shared.tenant import TenantRecord
+from shared.tenancy import pinned_prefix
+from shared.tenancy.pinned_prefix import PinnedPrefix
+from shared.tenancy.tenant import TenantRecord
 from tests.simulation.bus import SimulatedNetwork
 from tests.simulation.clock import VirtualClock
 from tests.simulation.kv_link import SimulatedDialer

@@ -40,7 +40,7 @@ from shared.errors import (
     DependencyUnavailable,
     HearthError,
 )
-from shared.tenant import TENANTS, api_key_record, digest_of
+from shared.tenancy.tenant import TENANTS, api_key_record, digest_of
 from tests.fuzz.mutations import anything, spoiled, torn
 from tests.fuzz.profile import fuzz
 from tests.services.gateway.model_dir import write_model_dir

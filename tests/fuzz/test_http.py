@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 
 from services.gateway.http.server import WebServer
 from services.gateway.service import GatewayService
-from services.gateway.tenancy.office import store_api_key
 from services.gateway.text.model_files import ModelFiles
 from shared.clock import MonotonicClock
 from shared.config import GatewayConfig
 from shared.randomness import SystemRandomness
+from shared.tenancy.tenant_admin import store_api_key
 from tests.fuzz.mutations import anything, spoiled, torn
 from tests.fuzz.profile import fuzz
 from tests.services.gateway.model_dir import write_model_dir

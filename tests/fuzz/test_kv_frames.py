@@ -34,8 +34,8 @@ from shared.kv_wire.frames import (
     encode_record,
     sealed_sum,
 )
+from shared.kv_wire.kv_server import KvServer
 from shared.kv_wire.link import FrameHeader
-from shared.kv_wire.receiver import KvServer
 from tests.fuzz.mutations import anything, spoiled, torn
 from tests.fuzz.profile import fuzz
 from tests.guarded import guarded

@@ -26,8 +26,6 @@ from typing import Any, TypeVar
 import msgspec
 import structlog
 
-from shared.bus import Unsubscribe, error_of, hand_over, reply_to
-from shared.decoding import UNREADABLE
 from shared.errors import (
     DependencyUnavailable,
     Impostor,
@@ -35,8 +33,10 @@ from shared.errors import (
     PayloadTooLarge,
     RequestTimeout,
 )
-from shared.identity import Identities
 from shared.messages import Failure, Message
+from shared.transport.bus import Unsubscribe, error_of, hand_over, reply_to
+from shared.transport.sender_check import Identities
+from shared.transport.wire_errors import UNREADABLE
 from tests.simulation.process import SimulatedProcess
 
 log = structlog.get_logger(__name__)

@@ -8,12 +8,12 @@ from random import Random
 
 import msgspec
 
-from services.gateway.tenancy.office import TenantOffice, store_api_key
-from shared import pinned_prefix
 from shared.kv_wire.link import FrameHeader
 from shared.messages import Role
 from shared.packing import pack_token_ids
-from shared.pinned_prefix import PinnedPrefix
+from shared.tenancy import pinned_prefix
+from shared.tenancy.pinned_prefix import PinnedPrefix
+from shared.tenancy.tenant_admin import TenantOffice, store_api_key
 from tests.simulation.bus import SimulatedNetwork
 from tests.simulation.client import Client
 from tests.simulation.excuses import Trouble

@@ -12,7 +12,7 @@ from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.request_cost import Demand, Grant
 from services.gateway.tenancy.usage_counter import Usage
 from shared.errors import HearthError, NoCapacity
-from shared.heartbeat import Heart
+from shared.lifecycle.heartbeat import Heart
 from tests.simulation.bus import SimulatedNetwork
 from tests.simulation.client import Client
 from tests.simulation.leaks import not_empty

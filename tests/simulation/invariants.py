@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from services.gateway.tenancy.meter import Meter
 from shared.engine.sequence import Sequence
+from shared.tenancy.rate_limit import Meter
 from tests.simulation.client import Client
 from tests.simulation.excuses import unexplained
 from tests.simulation.expected import Expected, expected_of, expected_prompt_logprobs

@@ -19,7 +19,7 @@ from shared.messages import (
     Request,
     SamplingParams,
 )
-from shared.tenant import TenantRecord
+from shared.tenancy.tenant import TenantRecord
 from tests.simulation.bus import SimulatedNetwork
 from tests.simulation.kv_link import DataPlane
 from tests.simulation.members import SimulatedIndex

@@ -15,13 +15,13 @@ import msgspec
 
 from shared.errors import LinkLost
 from shared.kv_wire import tcp
+from shared.kv_wire.checked_copy import checksum_of
 from shared.kv_wire.dialer import Dialer
+from shared.kv_wire.expected_pushes import Placements, ReceiverCounts
 from shared.kv_wire.frames import Frame, sealed_sum
 from shared.kv_wire.link import FrameHeader, FrameSink
-from shared.kv_wire.pieces import checksum_of
-from shared.kv_wire.placements import Placements, ReceiverCounts
 from shared.kv_wire.push_link import StagedLink
-from shared.kv_wire.stream import RecordStream
+from shared.kv_wire.record_stream import RecordStream
 from shared.kv_wire.tcp import TcpReception, TcpStaging
 from shared.messages import DataPlaneAddress
 from tests.simulation.clock import VirtualClock

@@ -30,8 +30,8 @@ from shared.engine import inputs
 from shared.engine.batcher import Batcher
 from shared.engine.engine import Engine
 from shared.engine.runner import PoolingInputs
-from shared.health import Fleet
-from shared.kv_wire.placements import Placements
+from shared.kv_wire.expected_pushes import Placements
+from shared.lifecycle.health import Fleet
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from services.gateway.tenancy.api_keys import LOOK_UP
-from services.gateway.tenancy.meter import CARRY_OUT, RATES, Meter, Order
-from services.gateway.tenancy.office import SWAP
 from services.gateway.tenancy.usage_counter import ADD_UP
 from shared.store import StoreRefused
+from shared.tenancy.rate_limit import CARRY_OUT, RATES, Meter, Order
+from shared.tenancy.tenant_admin import SWAP
 
 if TYPE_CHECKING:
     from tests.simulation.store import MemoryStore

@@ -15,7 +15,7 @@ from shared.engine.engine import Engine
 from shared.engine.loop import EngineLoop
 from shared.engine.timing_engine import StepCost, TimingRunner
 from shared.engine.worker import Served, Worker
-from shared.heartbeat import Heart
+from shared.lifecycle.heartbeat import Heart
 from shared.messages import (
     AbortRequest,
     AckFinished,

@@ -27,7 +27,7 @@ from services.gateway.request.preparation import Prepared
 from services.gateway.request.request_output import Delivery
 from services.gateway.request.reservation import Permit
 from services.gateway.text.model_files import ModelFiles
-from shared.tenant import TenantRecord
+from shared.tenancy.tenant import TenantRecord
 
 AFFINITY_HEADER = "x-session-affinity"  # before the body's prompt_cache_key
 

@@ -14,7 +14,7 @@ from services.gateway.text.tokenizer import PromptTokenizer
 from shared.errors import PromptTooLong
 from shared.messages import ModelCard
 from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, pack_token_ids
-from shared.pinned_prefix import PinnedPrefix
+from shared.tenancy.pinned_prefix import PinnedPrefix
 
 Messages = Sequence[Mapping[str, Any]]
 Render = Callable[[Messages, Messages], Awaitable[Sequence[str]]]

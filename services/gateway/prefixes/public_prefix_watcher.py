@@ -9,12 +9,12 @@ import structlog
 from services.gateway.catalog import Catalog
 from services.gateway.prefixes.prefix_tokenizer import PrefixReader
 from services.gateway.request.public_prefixes import PublicPrefixes
-from shared import pinned_prefix
 from shared.block_hash import PUBLIC_TENANT_ID
 from shared.clock import Clock
 from shared.errors import HearthError, InvalidRequest
-from shared.pinned_prefix import PinnedPrefix
 from shared.store import Store
+from shared.tenancy import pinned_prefix
+from shared.tenancy.pinned_prefix import PinnedPrefix
 
 log = structlog.get_logger(__name__)
 

@@ -22,7 +22,7 @@ from services.gateway.prefixes.store import Shelf
 from services.gateway.request.generation_request import Generation
 from services.gateway.request.preparation import Prepared
 from services.gateway.text.model_files import ModelFiles
-from shared.tenant import TenantRecord
+from shared.tenancy.tenant import TenantRecord
 
 
 class PrefixGateway(Protocol):

@@ -23,17 +23,17 @@ from services.gateway.prefixes.errors import (
 )
 from services.gateway.prefixes.prefix_tokenizer import PrefixReader
 from services.gateway.tenancy.permissions import check_model, check_regions
-from shared import pinned_prefix
 from shared.block_hash import PUBLIC_TENANT_ID, extend_chain, public_root, root_hash
-from shared.bus import Bus
 from shared.errors import HearthError, InvalidRequest
-from shared.health import Fleet
+from shared.lifecycle.health import Fleet
 from shared.messages import MatchPrefix, ModelCard, PrefixMatches
 from shared.packing import TOKEN_ID_BYTES, pack_hashes, unpack_token_ids
-from shared.pinned_prefix import MAX_PER_TENANT, NAME_PATTERN, PinnedPrefix
 from shared.store import Store
 from shared.subjects import MATCH
-from shared.tenant import TenantRecord
+from shared.tenancy import pinned_prefix
+from shared.tenancy.pinned_prefix import MAX_PER_TENANT, NAME_PATTERN, PinnedPrefix
+from shared.tenancy.tenant import TenantRecord
+from shared.transport.bus import Bus
 
 log = structlog.get_logger(__name__)
 

@@ -14,7 +14,7 @@ from shared.block_hash import extend_chain, root_hash
 from shared.errors import InvalidRequest, PromptTooLong
 from shared.messages import Choice, ModelCard, Pooling, Request, SamplingParams
 from shared.packing import TOKEN_ID_BYTES, pack_hashes, pack_token_ids
-from shared.tenant import TenantRecord
+from shared.tenancy.tenant import TenantRecord
 
 # What a message holds besides tokens, hashes and sampling: ids, the scheduler's additions.
 ENVELOPE_BYTES = 16 * 1024

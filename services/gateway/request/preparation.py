@@ -20,7 +20,7 @@ from services.gateway.text.text_assembler import TextAssembler
 from shared.config import GatewayConfig
 from shared.messages import ModelCard, Request
 from shared.randomness import Randomness
-from shared.tenant import TenantRecord
+from shared.tenancy.tenant import TenantRecord
 
 CONTEXT_TOKENS = 8  # of the prompt, enough for a decoder to see that its text goes on
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from shared.block_hash import extend_chain, public_root, root_after_public
 from shared.messages import ModelCard
 from shared.packing import TOKEN_ID_BYTES, pack_token_ids, unpack_token_ids
-from shared.pinned_prefix import PinnedPrefix
+from shared.tenancy.pinned_prefix import PinnedPrefix
 
 _Key = tuple[str, int]  # revision and block size
 

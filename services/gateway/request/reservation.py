@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from services.gateway.tenancy.request_cost import Grant
-from shared.tenant import UsageKind
+from shared.tenancy.tenant import UsageKind
 
 if TYPE_CHECKING:
     from services.gateway.request.request_output import Delivery

@@ -13,11 +13,10 @@ from services.gateway.streams.actions import Publish, Resend, Submit, submit_sub
 from services.gateway.streams.stream import Receiver
 from services.gateway.streams.streams import Streams
 from shared.background import Background
-from shared.bus import Bus
 from shared.clock import Clock
 from shared.errors import HearthError, NoResponders
-from shared.health import TICK_S, Loss
-from shared.heartbeat import Heart
+from shared.lifecycle.health import TICK_S, Loss
+from shared.lifecycle.heartbeat import Heart
 from shared.messages import (
     AbortReason,
     Placed,
@@ -28,8 +27,9 @@ from shared.messages import (
     SubmitRequest,
     TokenBatch,
 )
-from shared.outbox import Outbox
 from shared.subjects import SUBMIT, placement, resend, tokens
+from shared.transport.bus import Bus
+from shared.transport.outbox import Outbox
 
 SUBMIT_TIMEOUT_S = 0.25
 RESEND_TIMEOUT_S = 0.5

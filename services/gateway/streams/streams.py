@@ -19,7 +19,6 @@ from services.gateway.streams.actions import Action, Actions
 from services.gateway.streams.choice_tokens import ChoiceTokens
 from services.gateway.streams.early_entries import ANSWER_EVERY_S, EarlyEntries, RetiredPlacements
 from services.gateway.streams.stream import End, Placement, Receiver, State, Stream
-from shared.bus import error_of
 from shared.errors import (
     DeadlineExceeded,
     DependencyUnavailable,
@@ -44,6 +43,7 @@ from shared.messages import (
     TokenBatch,
     TokenEntry,
 )
+from shared.transport.bus import error_of
 
 # How long a new request looks for a scheduler: NATS takes 3 s to see that a member of their queue
 # group hangs, which swallows its share of the tries until then.

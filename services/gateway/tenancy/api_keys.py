@@ -18,10 +18,10 @@ import structlog
 
 from services.gateway.tenancy.errors import UnknownTenant
 from shared.clock import Clock
-from shared.decoding import UNREADABLE
 from shared.errors import AuthenticationFailed, DependencyUnavailable
 from shared.store import BREAKER_S, Store, StoreRefused, StoreUnavailable
-from shared.tenant import TENANTS, ApiKeyRecord, TenantRecord, api_key_record, digest_of
+from shared.tenancy.tenant import TENANTS, ApiKeyRecord, TenantRecord, api_key_record, digest_of
+from shared.transport.wire_errors import UNREADABLE
 
 log = structlog.get_logger(__name__)
 

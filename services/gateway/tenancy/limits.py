@@ -22,26 +22,27 @@ import msgspec
 import structlog
 
 from services.gateway.tenancy.errors import EXHAUSTED
-from services.gateway.tenancy.meter import (
+from services.gateway.tenancy.ratelimit_headers import headers_of
+from services.gateway.tenancy.request_cost import Demand, Grant, check_size, check_zeros
+from shared.background import Background
+from shared.clock import Clock
+from shared.store import BREAKER_S, Store, StoreRefused, StoreUnavailable
+from shared.tenancy.rate_limit import (
     CARRY_OUT,
+    LEASE_S,
     RATES,
     Asked,
     Meter,
     Order,
     Reading,
     Settled,
+    enforced,
     reading_of,
 )
-from services.gateway.tenancy.ratelimit_headers import headers_of
-from services.gateway.tenancy.request_cost import Demand, Grant, check_size, check_zeros, enforced
-from shared.background import Background
-from shared.clock import Clock
-from shared.store import BREAKER_S, Store, StoreRefused, StoreUnavailable
-from shared.tenant import TenantRecord, meter_of, open_requests_of
+from shared.tenancy.tenant import TenantRecord, meter_of, open_requests_of
 
 log = structlog.get_logger(__name__)
 
-LEASE_S = 15.0
 RENEW_S = LEASE_S / 3
 MAX_TOLD = 256  # endings in one order; the rest follow
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.gateway.tenancy.errors import ModelNotAllowed, NoRegionAllowed
-from shared.tenant import TenantRecord
+from shared.tenancy.tenant import TenantRecord
 
 
 def may_use(tenant: TenantRecord, model: str) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from services.gateway.tenancy.meter import MINUTE_S, ROUNDING, Reading
+from shared.tenancy.rate_limit import MINUTE_S, ROUNDING, Reading
 
 _NAMES = {
     "requests_per_min": "requests",

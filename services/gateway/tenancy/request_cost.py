@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from services.gateway.tenancy.errors import ExceedsLimit, LimitIsZero
-from shared.tenant import LIMITS, TenantRecord
+from shared.tenancy.tenant import LIMITS, TenantRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,6 @@ class Grant:
     demand: Demand
     is_charged: bool
     headers: Mapping[str, str]
-
-
-def enforced(tenant: TenantRecord) -> dict[str, int]:
-    """The limits that the meter knows."""
-    named = {name: getattr(tenant, name) for name in LIMITS if name != "kv_quota_tokens"}
-    return {name: limit for name, limit in named.items() if limit is not None}
 
 
 def check_zeros(tenant: TenantRecord) -> None:

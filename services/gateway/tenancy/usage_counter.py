@@ -18,7 +18,7 @@ import structlog
 from shared.background import Background
 from shared.clock import Clock
 from shared.store import Store, StoreUnavailable
-from shared.tenant import UsageKind, usage_of
+from shared.tenancy.tenant import UsageKind, usage_of
 
 log = structlog.get_logger(__name__)
 

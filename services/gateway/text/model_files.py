@@ -10,9 +10,9 @@ from msgspec import Meta
 
 from services.gateway.text.chat_template import ChatTemplate
 from services.gateway.text.tokenizer import PromptTokenizer
-from shared.decoding import UNREADABLE
 from shared.errors import ConfigError
 from shared.messages import NumTokens, TokenId
+from shared.transport.wire_errors import UNREADABLE
 
 T = TypeVar("T")
 Share = Annotated[float, Meta(ge=0, le=1)]

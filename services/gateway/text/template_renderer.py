@@ -18,8 +18,8 @@ import services
 from services.gateway.text.chat_template import ChatTemplate, LiteralText, TemplateSource
 from services.gateway.text.template_process import LIMIT_S, SIZE, Late, Order, Refused, Reply
 from shared.background import Background
-from shared.child_process import send_signal
 from shared.errors import HearthError, InvalidRequest, NoCapacity, Overloaded
+from shared.lifecycle.child_process import send_signal
 
 MAX_ROUND = 12  # orders that are sent together
 MAX_WAIT_S = 5.0  # for others; its own turn, once it has begun, is a request's to the end

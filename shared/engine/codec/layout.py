@@ -17,9 +17,9 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from shared.decoding import UNREADABLE, one_line
 from shared.engine.codec.planes import Bytes
 from shared.errors import CheckpointError
+from shared.transport.wire_errors import UNREADABLE, one_line
 
 LENGTH = struct.Struct("<Q")
 METADATA = "__metadata__"

@@ -16,9 +16,9 @@ from typing import Annotated
 import msgspec
 import xxhash
 
-from shared.decoding import UNREADABLE, one_line
 from shared.engine.codec.layout import Header, parse_header
 from shared.errors import CheckpointError
+from shared.transport.wire_errors import UNREADABLE, one_line
 
 MANIFEST = "hearth_bundle.json"
 FORMAT = "hearth bundle"

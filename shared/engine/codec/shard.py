@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 import xxhash
 
-from shared.decoding import UNREADABLE
 from shared.engine.codec.huffman import NotDecodable
 from shared.engine.codec.layout import LENGTH, METADATA, MappedFile, map_safetensors
 from shared.engine.codec.manifest import StoredShard, StoredTensor, check_shard
@@ -27,6 +26,7 @@ from shared.engine.codec.tensor import (
     plane_names,
 )
 from shared.errors import CheckpointError
+from shared.transport.wire_errors import UNREADABLE
 
 RECORD = "hearth_shard"
 WORD_BYTES = 8  # the library's headers end at a multiple of it

@@ -5,7 +5,7 @@ from rich.console import Console
 
 from services.cli.fleet_view import SHOW_LOST_S, FleetView, ProcessView
 from services.cli.status import tables
-from shared.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, TICK_S
+from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, TICK_S
 from shared.messages import Heartbeat, IndexLoad, ModelCard, ProcessState, Role, WorkerLoad
 
 CARD = ModelCard(

@@ -8,12 +8,12 @@ import pytest
 
 from services.cli import public_prefixes
 from services.cli.public_prefixes import publish_prefix, remove_prefix, show_prefixes
-from shared import pinned_prefix
 from shared.block_hash import PUBLIC_TENANT_ID
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError
-from shared.pinned_prefix import PinnedPrefix
 from shared.store import RedisStore
+from shared.tenancy import pinned_prefix
+from shared.tenancy.pinned_prefix import PinnedPrefix
 from tests.servers import RedisServer
 from tests.test_cli import hearth
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from services.cli.status import FIRST_BEAT_TIMEOUT_S, FIRST_LOOK_S
-from shared.bus import NatsBus
 from shared.clock import MonotonicClock
-from shared.heartbeat import Heart
+from shared.lifecycle.heartbeat import Heart
 from shared.randomness import SystemRandomness
+from shared.transport.bus import NatsBus
 from tests.servers import NatsServer
 from tests.services.cli.running import WAIT_S, start_hearth
 

@@ -11,12 +11,12 @@ import pytest
 from openai import AsyncOpenAI
 
 from services.gateway.service import GatewayService, build_gateway
-from services.gateway.tenancy.office import store_api_key
 from services.gateway.text.model_files import ModelFiles
-from shared.bus import NatsBus
 from shared.clock import MonotonicClock
 from shared.config import GatewayConfig
 from shared.store import RedisStore
+from shared.tenancy.tenant_admin import store_api_key
+from shared.transport.bus import NatsBus
 from tests.servers import NatsServer, RedisServer
 from tests.services.gateway.model_dir import write_model_dir
 from tests.services.gateway.peer import PeerDecode, PeerScheduler

@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from shared import subjects
-from shared.bus import Bus
 from shared.clock import MonotonicClock
 from shared.errors import HearthError, NoCapacity, UnknownPlacement
-from shared.heartbeat import Heart
+from shared.lifecycle.heartbeat import Heart
 from shared.messages import (
     AbortRequest,
     AckFinished,
@@ -40,6 +39,7 @@ from shared.messages import (
 )
 from shared.packing import unpack_token_ids
 from shared.randomness import SystemRandomness
+from shared.transport.bus import Bus
 from tests.services.gateway.model_dir import EOS_TOKEN_ID
 
 CARD = ModelCard(

@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 from services.kv_index.service import KvIndexService
 from shared import subjects
-from shared.bus import Bus, Unsubscribe
 from shared.clock import Clock
 from shared.config import KvIndexConfig
-from shared.heartbeat import Heart
+from shared.lifecycle.heartbeat import Heart
 from shared.messages import (
     BlockPage,
     BlocksRemoved,
@@ -24,6 +23,7 @@ from shared.messages import (
     WorkerLoad,
 )
 from shared.packing import BLOCK_HASH_BYTES, pack_hashes
+from shared.transport.bus import Bus, Unsubscribe
 from tests.simulation.bus import SimulatedBus, SimulatedNetwork
 from tests.simulation.clock import VirtualClock
 from tests.simulation.randomness import SeededRandomness

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from services.kv_index.pins import PIN_LEASE_S, Pins, wanted_pin
-from shared import pinned_prefix
 from shared.block_hash import PUBLIC_TENANT_ID, public_root, root_hash
 from shared.messages import (
     KeepPins,
@@ -20,8 +19,9 @@ from shared.messages import (
     Role,
 )
 from shared.packing import pack_token_ids, unpack_hashes
-from shared.pinned_prefix import PinnedPrefix
 from shared.subjects import MATCH
+from shared.tenancy import pinned_prefix
+from shared.tenancy.pinned_prefix import PinnedPrefix
 from tests.services.kv_index.rig import Rig, eventually
 from tests.simulation.clock import run
 from tests.simulation.kv_link import DataPlane

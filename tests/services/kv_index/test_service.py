@@ -8,11 +8,10 @@ import msgspec
 import pytest
 
 from services.kv_index.service import build_kv_index
-from shared.bus import NatsBus
 from shared.clock import MonotonicClock
 from shared.config import KvIndexConfig
 from shared.errors import HearthError, NoResponders
-from shared.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S
+from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S
 from shared.messages import (
     BlockPage,
     BlocksRemoved,
@@ -23,6 +22,7 @@ from shared.messages import (
 )
 from shared.store import RedisStore
 from shared.subjects import HEARTBEATS, MATCH
+from shared.transport.bus import NatsBus
 from tests.servers import NatsServer, RedisServer
 from tests.services.kv_index.rig import CacheWorker, Rig, ask, block, eventually
 from tests.simulation.clock import run

@@ -16,12 +16,12 @@ from services.local.join import add_credential, signalled_process
 from services.local.servers import find_server, free_port
 from services.local.state import ClusterState, StateDir, clusters_dir
 from services.local.supervisor import Supervisor
-from shared.bus import NatsBus
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError
-from shared.heartbeat import Heart
+from shared.lifecycle.heartbeat import Heart
 from shared.randomness import SystemRandomness
 from shared.subjects import HEARTBEATS, SUBMIT, from_anyone, heartbeat, sent_by
+from shared.transport.bus import NatsBus
 
 OWNER = Credential("decode", "decode-1")
 

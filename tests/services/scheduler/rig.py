@@ -11,7 +11,7 @@ import msgspec
 from services.scheduler.service import SchedulerService
 from shared import subjects
 from shared.config import SchedulerConfig
-from shared.heartbeat import Heart
+from shared.lifecycle.heartbeat import Heart
 from shared.messages import (
     AbortRequest,
     DecodeStarted,

@@ -7,7 +7,7 @@ import pytest
 
 from services.scheduler.fleet import WorkerFleet
 from services.scheduler.placement import LocalPrefill, Needs, Target, place
-from shared.health import Fleet, Loss
+from shared.lifecycle.health import Fleet, Loss
 from shared.messages import Heartbeat, ModelCard, Role, WorkerLoad
 from tests.simulation.randomness import SeededRandomness
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from shared import subjects
-from shared.bus import failure_of
 from shared.errors import HearthError
 from shared.messages import Done, MatchPrefix, Message, Placed, PrefixMatch, PrefixMatches
+from shared.transport.bus import failure_of
 from tests.services.scheduler.literals import submit_of
 from tests.services.scheduler.rig import Rig
 from tests.simulation.clock import run

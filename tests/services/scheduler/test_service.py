@@ -8,8 +8,8 @@ import pytest
 
 from shared import subjects
 from shared.errors import InvalidRequest, NoResponders, Overloaded, WorkerBusy
-from shared.health import SILENCE_LIMIT_S
-from shared.heartbeat import Heart
+from shared.lifecycle.health import SILENCE_LIMIT_S
+from shared.lifecycle.heartbeat import Heart
 from shared.messages import (
     CancelQueued,
     DecodeStarted,

@@ -9,10 +9,10 @@ import pytest
 
 from services.scheduler.service import build_scheduler
 from shared import subjects
-from shared.bus import NatsBus
 from shared.config import SchedulerConfig
 from shared.errors import ConfigError, NoResponders
 from shared.messages import Placed, PlacementFailed, Queued, QueueKeepalive
+from shared.transport.bus import NatsBus
 from tests.servers import NatsServer
 from tests.services.scheduler.literals import submit_of
 from tests.services.scheduler.rig import Told, Worker, eventually

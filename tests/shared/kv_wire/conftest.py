@@ -9,8 +9,8 @@ import pytest
 import uvloop
 
 from shared.kv_wire.dialer import Dialer
+from shared.kv_wire.kv_server import KvServer
 from shared.kv_wire.link import KvDialer, KvReceiver
-from shared.kv_wire.receiver import KvServer
 from shared.messages import DataPlaneAddress
 from tests.shared.kv_wire.support import INSTANCE
 from tests.simulation.kv_link import SimulatedDialer, SimulatedReceiver

@@ -6,7 +6,7 @@ import asyncio
 
 import msgspec
 
-from shared.kv_wire.receiver import KvServer
+from shared.kv_wire.kv_server import KvServer
 from tests.shared.kv_wire.support import INSTANCE, RecordingSink
 
 

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from shared.errors import LinkLost
+from shared.kv_wire.checked_copy import checksum_of
 from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.frames import (
     MAGIC,
@@ -32,9 +33,8 @@ from shared.kv_wire.frames import (
     encode_record,
     sealed_sum,
 )
+from shared.kv_wire.kv_server import KvServer
 from shared.kv_wire.link import FrameHeader
-from shared.kv_wire.pieces import checksum_of
-from shared.kv_wire.receiver import KvServer
 from shared.messages import DataPlaneAddress
 from tests.shared.kv_wire.support import (
     DEADLINE_S,

@@ -13,12 +13,12 @@ import pytest
 
 from shared.errors import FrameRefused, LinkLost
 from shared.kv_wire import frames
+from shared.kv_wire.checked_copy import checksum_of
 from shared.kv_wire.compression import LinkCompression
 from shared.kv_wire.compression_gate import NUM_NEEDED, NUM_PAIRS, PLAIN_EVERY
 from shared.kv_wire.frames import Ack, Frame, Hello, Record, Refusal, encode_record, sealed_sum
+from shared.kv_wire.kv_server import KvServer
 from shared.kv_wire.link import CompressionCounts, FrameHeader, PushLink
-from shared.kv_wire.pieces import checksum_of
-from shared.kv_wire.receiver import KvServer
 from shared.kv_wire.tcp import NUM_SLOTS
 from shared.messages import DataPlaneAddress
 from tests.shared.kv_wire.support import (

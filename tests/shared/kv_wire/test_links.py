@@ -17,10 +17,10 @@ import msgspec
 import pytest
 
 from shared.errors import FrameRefused, LinkLost
-from shared.kv_wire import shared_memory, stream
+from shared.kv_wire import record_stream, shared_memory
 from shared.kv_wire.dialer import Dialer
+from shared.kv_wire.kv_server import KvServer
 from shared.kv_wire.push_link import StagedLink
-from shared.kv_wire.receiver import KvServer
 from shared.messages import DataPlaneAddress
 from tests.shared.kv_wire.support import (
     DEADLINE_S,
@@ -42,7 +42,9 @@ def damage_after_sum(link: StagedLink) -> None:
     """The next frame's payload changes between its checksum and the receiver's copy."""
     transmit = link._staging.transmit
 
-    def damaged(to: stream.RecordStream, frame_id: int, header: object, slot_index: int) -> None:
+    def damaged(
+        to: record_stream.RecordStream, frame_id: int, header: object, slot_index: int
+    ) -> None:
         link._staging.view(slot_index, 1)[0] ^= 0x10
         link._staging.transmit = transmit  # type: ignore[method-assign]
         transmit(to, frame_id, header, slot_index)  # type: ignore[arg-type]
@@ -85,7 +87,9 @@ async def test_a_header_that_is_not_the_payloads_is_found_as_damage(
     link = await dialer.link(address)
     transmit = link._staging.transmit
 
-    def mislabelled(to: stream.RecordStream, frame_id: int, made: Any, slot_index: int) -> None:
+    def mislabelled(
+        to: record_stream.RecordStream, frame_id: int, made: Any, slot_index: int
+    ) -> None:
         transmit(to, frame_id, msgspec.structs.replace(made, **changed), slot_index)
 
     link._staging.transmit = mislabelled  # type: ignore[method-assign, assignment]

@@ -16,7 +16,7 @@ import msgspec
 from shared.engine.kv_codec import HighBytesCodec
 from shared.kv_wire.compression import FrameCodec
 from shared.kv_wire.dialer import Dialer
-from shared.kv_wire.receiver import KvServer
+from shared.kv_wire.kv_server import KvServer
 from shared.messages import DataPlaneAddress
 from tests.shared.kv_wire.support import DEADLINE_S, INSTANCE
 

@@ -12,7 +12,8 @@ import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.gateway.tenancy.meter import (
+from services.gateway.tenancy.ratelimit_headers import duration, headers_of
+from shared.tenancy.rate_limit import (
     CARRY_OUT,
     IDLE_S,
     RATES,
@@ -23,7 +24,6 @@ from services.gateway.tenancy.meter import (
     Settled,
     reading_of,
 )
-from services.gateway.tenancy.ratelimit_headers import duration, headers_of
 from tests.servers import RedisServer
 
 LEASE_S = 15.0

@@ -12,19 +12,19 @@ from services.gateway.prefixes.errors import PrefixTooShort
 from services.gateway.prefixes.prefix_tokenizer import Messages, PrefixReader
 from services.gateway.prefixes.public_prefix_watcher import LOOK_S
 from services.gateway.request.generation_request import scoped_affinity_key
-from services.gateway.tenancy.office import TenantOffice, store_api_key
 from services.gateway.text.model_files import ModelFiles
-from shared import pinned_prefix
 from shared.block_hash import PUBLIC_TENANT_ID, extend_chain, public_root, root_hash
-from shared.bus import NatsBus
 from shared.clock import MonotonicClock
 from shared.errors import PromptTooLong
 from shared.messages import MatchPrefix, PrefixMatch, PrefixMatches, Request
 from shared.packing import unpack_hashes, unpack_token_ids
-from shared.pinned_prefix import PinnedPrefix
 from shared.store import RedisStore
 from shared.subjects import KV_INDEX_GROUP, MATCH
-from shared.tenant import TENANTS
+from shared.tenancy import pinned_prefix
+from shared.tenancy.pinned_prefix import PinnedPrefix
+from shared.tenancy.tenant import TENANTS
+from shared.tenancy.tenant_admin import TenantOffice, store_api_key
+from shared.transport.bus import NatsBus
 from tests.servers import NatsServer
 from tests.services.gateway.conftest import API_KEY, Cluster, until
 from tests.services.gateway.openai.test_refusals import check_envelope

@@ -19,7 +19,7 @@ from shared.config import GatewayConfig
 from shared.errors import InvalidRequest, PromptTooLong
 from shared.messages import SamplingParams
 from shared.randomness import SystemRandomness
-from shared.tenant import TenantRecord
+from shared.tenancy.tenant import TenantRecord
 from tests.services.gateway.model_dir import write_model_dir
 from tests.services.gateway.peer import CARD
 

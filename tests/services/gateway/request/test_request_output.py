@@ -15,7 +15,7 @@ from shared.clock import MonotonicClock
 from shared.config import GatewayConfig
 from shared.messages import Finish, Served, TokenLogprobs
 from shared.randomness import SystemRandomness
-from shared.tenant import TenantRecord
+from shared.tenancy.tenant import TenantRecord
 from tests.services.gateway.peer import CARD
 
 LENGTH = Finish(reason="length", served=Served(num_cached_tokens=0, prefill_worker_id=None))

@@ -11,11 +11,11 @@ import pytest
 
 from services.gateway.text.model_files import ModelFiles
 from shared import subjects
-from shared.bus import failure_of
 from shared.config import GatewayConfig
 from shared.errors import WorkerBusy
 from shared.messages import AbortRequest, Finish, Served, TokenBatch, TokenEntry
 from shared.packing import unpack_token_ids
+from shared.transport.bus import failure_of
 from tests.servers import NatsServer
 from tests.services.gateway.conftest import ANSWER, Cluster, running_cluster, until
 from tests.services.gateway.openai.test_chat_http import BODY, CHAT, events_of, text_of

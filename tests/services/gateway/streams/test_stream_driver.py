@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from services.gateway.streams.stream_driver import Recovery
-from shared.health import TICK_S
-from shared.heartbeat import Heart
+from shared.lifecycle.health import TICK_S
+from shared.lifecycle.heartbeat import Heart
 from shared.messages import (
     AbortRequest,
     AckFinished,

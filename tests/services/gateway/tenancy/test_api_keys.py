@@ -9,11 +9,11 @@ import pytest
 
 from services.gateway.tenancy.api_keys import LOOK_UP, REFRESH_S, ApiKeys
 from services.gateway.tenancy.errors import UnknownTenant
-from services.gateway.tenancy.office import TenantOffice, key_id_of, store_api_key
 from shared.clock import MonotonicClock
 from shared.errors import AuthenticationFailed, ConfigError, DependencyUnavailable
 from shared.store import RedisStore, Store
-from shared.tenant import TENANTS, TenantRecord, api_key_record, digest_of, keys_of
+from shared.tenancy.tenant import TENANTS, TenantRecord, api_key_record, digest_of, keys_of
+from shared.tenancy.tenant_admin import TenantOffice, key_id_of, store_api_key
 from tests.servers import RedisServer
 from tests.simulation.store import MemoryStore
 

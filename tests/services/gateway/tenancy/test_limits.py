@@ -18,13 +18,13 @@ from services.gateway.tenancy.errors import (
     OutputTokensExhausted,
     RequestsExhausted,
 )
-from services.gateway.tenancy.limits import LEASE_S, RENEW_S, Limits
-from services.gateway.tenancy.meter import Reading
-from services.gateway.tenancy.office import TenantOffice
+from services.gateway.tenancy.limits import RENEW_S, Limits
 from services.gateway.tenancy.request_cost import Demand, Grant
 from shared.clock import MonotonicClock
 from shared.store import RedisStore, StoreUnavailable
-from shared.tenant import TenantRecord, meter_of, open_requests_of
+from shared.tenancy.rate_limit import LEASE_S, Reading
+from shared.tenancy.tenant import TenantRecord, meter_of, open_requests_of
+from shared.tenancy.tenant_admin import TenantOffice
 from tests.servers import RedisServer
 from tests.services.gateway.conftest import until
 

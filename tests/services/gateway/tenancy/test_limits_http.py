@@ -13,14 +13,14 @@ import msgspec
 import pytest
 
 from services.gateway.service import build_gateway
-from services.gateway.tenancy.office import TenantOffice
 from services.gateway.tenancy.usage_counter import day_of
 from shared.clock import MonotonicClock
 from shared.config import GatewayConfig
 from shared.errors import Overloaded
 from shared.messages import Request
 from shared.store import RedisStore
-from shared.tenant import TENANTS, UsageRow
+from shared.tenancy.tenant import TENANTS, UsageRow
+from shared.tenancy.tenant_admin import TenantOffice
 from tests.servers import NatsServer, RedisServer
 from tests.services.gateway.conftest import Cluster, until
 from tests.services.gateway.openai.test_chat_http import BODY, CHAT

@@ -10,7 +10,6 @@ import pytest
 import structlog.testing
 
 from services.gateway.tenancy import usage_counter as usage_module
-from services.gateway.tenancy.office import TenantOffice
 from services.gateway.tenancy.usage_counter import (
     ADD_UP,
     MAX_PER_BATCH,
@@ -21,7 +20,8 @@ from services.gateway.tenancy.usage_counter import (
 )
 from shared.clock import MonotonicClock
 from shared.store import RedisStore, StoreUnavailable
-from shared.tenant import UsageKind, UsageRow, usage_of
+from shared.tenancy.tenant import UsageKind, UsageRow, usage_of
+from shared.tenancy.tenant_admin import TenantOffice
 from tests.servers import RedisServer
 from tests.simulation.store import MemoryStore
 

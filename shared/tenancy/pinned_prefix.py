@@ -21,8 +21,8 @@ import msgspec
 from msgspec import Meta
 
 from shared.block_hash import PUBLIC_TENANT_ID
-from shared.decoding import UNREADABLE
 from shared.store import Store
+from shared.transport.wire_errors import UNREADABLE
 
 VERSION_KEY = "hearth:pinned_prefixes:version"
 TENANTS_KEY = "hearth:pinned_prefixes:tenants"

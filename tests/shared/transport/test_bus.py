@@ -14,7 +14,6 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from shared import subjects
-from shared.bus import NatsBus, error_of, failure_of, reply_to, without_password
 from shared.errors import (
     DependencyUnavailable,
     HearthError,
@@ -25,6 +24,7 @@ from shared.errors import (
     RequestTimeout,
 )
 from shared.messages import AbortRequest, BlocksRemoved, CancelQueued, Done, Failure, ListBlocks
+from shared.transport.bus import NatsBus, error_of, failure_of, reply_to, without_password
 from tests.servers import NatsServer
 
 Connect = Callable[[str], Awaitable[NatsBus]]

@@ -11,7 +11,7 @@ from nats.aio.msg import Msg
 from nats.errors import BadSubjectError, NoRespondersError, TimeoutError
 
 from shared import subjects
-from shared.nats_client import DirectClient
+from shared.transport.nats_client import DirectClient
 from tests.servers import NatsServer
 
 SUBJECT = subjects.sent_by(subjects.list_blocks("prefill", "prefill-1"), "kv_index-1")

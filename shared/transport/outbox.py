@@ -7,9 +7,9 @@ import asyncio
 import structlog
 
 from shared.background import Background
-from shared.bus import Bus
 from shared.errors import HearthError
 from shared.messages import Message
+from shared.transport.bus import Bus
 
 log = structlog.get_logger(__name__)
 

@@ -20,7 +20,6 @@ import structlog
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription
 
-from shared.decoding import UNREADABLE
 from shared.errors import (
     ERROR_BY_CODE,
     DependencyUnavailable,
@@ -32,10 +31,11 @@ from shared.errors import (
     PayloadTooLarge,
     RequestTimeout,
 )
-from shared.identity import Identities
 from shared.messages import Failure, Message
-from shared.nats_client import DirectClient
 from shared.subjects import from_anyone, inbox_prefix, sender_of, sent_by
+from shared.transport.nats_client import DirectClient
+from shared.transport.sender_check import Identities
+from shared.transport.wire_errors import UNREADABLE
 
 log = structlog.get_logger(__name__)
 

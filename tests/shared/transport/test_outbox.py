@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 
 from shared.messages import Done, Message
-from shared.outbox import MAX_QUEUED, Outbox
+from shared.transport.outbox import MAX_QUEUED, Outbox
 
 
 class StandingBus:

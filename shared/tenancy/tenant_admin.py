@@ -6,18 +6,17 @@ leaves both keys valid, and a revocation is never undone.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from services.gateway.tenancy.limits import LEASE_S
-from services.gateway.tenancy.meter import CARRY_OUT, Order, Reading, reading_of
-from services.gateway.tenancy.request_cost import enforced
-from shared.decoding import UNREADABLE
+from shared.clock import MonotonicClock
 from shared.errors import ConfigError
-from shared.store import Command, Store
-from shared.tenant import (
+from shared.store import Command, RedisStore, Store
+from shared.tenancy.rate_limit import CARRY_OUT, LEASE_S, Order, Reading, enforced, reading_of
+from shared.tenancy.tenant import (
     TENANTS,
     USAGE_KINDS,
     ApiKeyRecord,
@@ -31,6 +30,7 @@ from shared.tenant import (
     open_requests_of,
     usage_of,
 )
+from shared.transport.wire_errors import UNREADABLE
 
 KEY_ID_CHARS = 12
 FORGET_S = 30 * 86_400  # how long a key that no longer works is remembered
@@ -44,6 +44,10 @@ return 1
 """
 
 
+def new_api_key() -> str:
+    return f"hearth-{secrets.token_urlsafe(24)}"
+
+
 def key_id_of(api_key: str) -> str:
     return digest_of(api_key)[:KEY_ID_CHARS]
 
@@ -55,6 +59,15 @@ async def store_api_key(
     record = TenantRecord(tenant_id=tenant_id, created_at=created_at)
     new_tenant: Command = ("HSETNX", TENANTS, tenant_id, msgspec.json.encode(record))
     await store.write([new_tenant, *_key_commands(api_key, tenant_id, created_at)])
+
+
+async def save_api_key(redis_url: str, api_key: str, tenant_id: str) -> None:
+    """`store_api_key` over a connection of its own. Raises StoreUnavailable."""
+    store = RedisStore(redis_url, MonotonicClock(), timeout_s=2.0)
+    try:
+        await store_api_key(store, api_key, tenant_id)
+    finally:
+        await store.close()
 
 
 def _key_commands(api_key: str, tenant_id: str, created_at: float) -> list[Command]:

@@ -14,11 +14,20 @@ from __future__ import annotations
 
 import msgspec
 
+from shared.tenancy.tenant import LIMITS, TenantRecord
+
 RATES = ("requests_per_min", "input_tokens_per_min", "output_tokens_per_min")
 MINUTE_S = 60.0
+LEASE_S = 15.0  # of a request under way
 ROUNDING = 1e-6  # of a token
 CONCURRENCY_RETRY_S = 1.0  # nobody knows when a request ends
 IDLE_S = 120  # after twice a minute an unused meter is empty
+
+
+def enforced(tenant: TenantRecord) -> dict[str, int]:
+    """The limits that the meter knows."""
+    named = {name: getattr(tenant, name) for name in LIMITS if name != "kv_quota_tokens"}
+    return {name: limit for name, limit in named.items() if limit is not None}
 
 
 class Settled(msgspec.Struct, frozen=True, array_like=True):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.health import FORGET_AFTER_S, MAX_PEERS, SILENCE_LIMIT_S, TICK_S, Fleet, Loss
+from shared.lifecycle.health import FORGET_AFTER_S, MAX_PEERS, SILENCE_LIMIT_S, TICK_S, Fleet, Loss
 from shared.messages import Heartbeat, ProcessState, WorkerLoad
 
 OWN = "own"

@@ -16,10 +16,10 @@ from shared.clock import Clock, MonotonicClock
 from shared.errors import LinkLost
 from shared.kv_wire import tcp
 from shared.kv_wire.compression import FrameCodec
+from shared.kv_wire.expected_pushes import Placements, ReceiverCounts
 from shared.kv_wire.frames import MAX_FRAME_BYTES, ProtocolError, Welcome, goodbye
 from shared.kv_wire.handshake import hear_hello, send_welcome
 from shared.kv_wire.link import FrameSink
-from shared.kv_wire.placements import Placements, ReceiverCounts
 from shared.kv_wire.shared_memory import (
     NUM_SLOTS,
     SLOT_BYTES,

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import asyncio
 
-from shared.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, Loss
-from shared.heartbeat import Heart
+from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, Loss
+from shared.lifecycle.heartbeat import Heart
 from shared.messages import Heartbeat, WorkerLoad
 from tests.simulation.bus import SimulatedNetwork
 from tests.simulation.clock import VirtualClock, run

@@ -3,10 +3,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from shared import pinned_prefix
 from shared.clock import MonotonicClock
-from shared.pinned_prefix import Entry, PinnedPrefix
 from shared.store import RedisStore, Store
+from shared.tenancy import pinned_prefix
+from shared.tenancy.pinned_prefix import Entry, PinnedPrefix
 from tests.servers import RedisServer
 from tests.simulation.clock import run
 from tests.simulation.store import MemoryStore

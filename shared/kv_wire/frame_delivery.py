@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from shared.clock import Clock
 from shared.errors import LinkLost
+from shared.kv_wire.expected_pushes import Placements, TakeCopy
 from shared.kv_wire.frames import (
     MAX_REASON_CHARS,
     Ack,
@@ -17,8 +18,7 @@ from shared.kv_wire.frames import (
     Refusal,
     fault_of_frame,
 )
-from shared.kv_wire.placements import Placements, TakeCopy
-from shared.kv_wire.stream import RecordStream
+from shared.kv_wire.record_stream import RecordStream
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from shared.child_process import send_signal
+from shared.lifecycle.child_process import send_signal
 
 
 @pytest.fixture

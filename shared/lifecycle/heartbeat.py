@@ -7,10 +7,9 @@ from collections.abc import Callable
 import structlog
 
 from shared.background import Background
-from shared.bus import Bus
 from shared.clock import Clock
 from shared.errors import DependencyUnavailable, HearthError, NoResponders
-from shared.health import HEARTBEAT_INTERVAL_S, TICK_S, Fleet, Loss
+from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, TICK_S, Fleet, Loss
 from shared.messages import (
     DataPlaneAddress,
     Done,
@@ -24,6 +23,7 @@ from shared.messages import (
 )
 from shared.randomness import Randomness
 from shared.subjects import HEARTBEATS, alive, heartbeat
+from shared.transport.bus import Bus
 
 log = structlog.get_logger(__name__)
 

@@ -11,11 +11,10 @@ import msgspec
 import pytest
 
 from shared import subjects
-from shared.bus import NatsBus
 from shared.clock import MonotonicClock
 from shared.errors import DependencyUnavailable, Impostor
-from shared.health import Loss
-from shared.heartbeat import Heart
+from shared.lifecycle.health import Loss
+from shared.lifecycle.heartbeat import Heart
 from shared.messages import (
     BlockPage,
     CancelQueued,
@@ -36,6 +35,7 @@ from shared.messages import (
     TokenBatch,
 )
 from shared.randomness import SystemRandomness
+from shared.transport.bus import NatsBus
 from tests.servers import NatsServer
 from tests.services.scheduler.literals import submit_of
 

@@ -12,7 +12,7 @@ SCRIPT = """
 import asyncio, sys
 from shared.background import Background
 from shared.errors import ConfigError
-from shared.process import run_service
+from shared.lifecycle.process import run_service
 
 class Service:
     def say(self, word):
