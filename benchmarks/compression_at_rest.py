@@ -21,10 +21,10 @@ from shared.engine.codec.compress import compress_folder
 from shared.engine.codec.decompress import decompress_folder
 from shared.engine.codec.manifest import Manifest
 from shared.engine.codec.model_folder import digest_of
-from shared.engine.codec.report import KindRow, rows_by_kind, tensors_of, total_row
+from shared.engine.codec.savings_report import KindRow, rows_by_kind, tensors_of, total_row
 from shared.engine.codec.tensor import EncodedTensor, decode_tensor, encode_tensor
 from shared.engine.codec.threads import coding_threads
-from shared.engine.weights import open_checkpoint
+from shared.engine.weights.load import open_checkpoint
 
 CODEC_SHAPE = (14_336, 4096)  # gate_proj: 117 MB
 MAX_BITS, MAX_EXCESS, MIN_SMALLER = 11.0, 0.03, 0.28

@@ -28,7 +28,7 @@ import uvloop
 from benchmarks.checkpoints import LLAMA_125M, write_random_llama
 from benchmarks.engine_cpu import Case, Hearth
 from benchmarks.report import Bar, Row, at_least, at_most, write_result
-from shared.engine.model_runner import ModelRunner
+from shared.engine.runners.model_runner import ModelRunner
 
 FORMS = ("dense", "compressed")
 BATCHES = (1, 16, 64)

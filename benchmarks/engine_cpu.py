@@ -30,10 +30,10 @@ from benchmarks.checkpoints import LLAMA_125M, write_random_llama
 from benchmarks.report import Row, at_least, write_result
 from shared.block_hash import root_hash
 from shared.clock import MonotonicClock
+from shared.engine.batching.sequence import Sequence
 from shared.engine.engine import Engine, Progress
 from shared.engine.loop import EngineLoop
-from shared.engine.model_runner import ModelRunner
-from shared.engine.sequence import Sequence
+from shared.engine.runners.model_runner import ModelRunner
 from shared.messages import SamplingParams
 
 NUM_PROMPT_TOKENS = 100

@@ -37,8 +37,8 @@ from benchmarks.engine_cpu import CONTEXT, MAX_BATCH_TOKENS, make_cases, sequenc
 from benchmarks.report import Row, at_most, write_result
 from shared.engine.engine import Engine
 from shared.engine.inputs import build_inputs
-from shared.engine.model_runner import ModelRunner
 from shared.engine.runner import StepInputs, StepOutput
+from shared.engine.runners.model_runner import ModelRunner
 
 BATCH = 64
 MAX_OVERHEAD = 0.15  # share of the step

@@ -63,7 +63,9 @@ class WorkerProcess:
 
 def load_model(config: WorkerConfig) -> ModelledRunner:
     """Raises CheckpointError."""
-    from shared.engine.model_runner import ModelRunner  # torch, which other runners do not need
+    from shared.engine.runners.model_runner import (
+        ModelRunner,  # torch, which other runners do not need
+    )
 
     return ModelRunner.load(
         config.model_dir,

@@ -17,7 +17,7 @@ from services.worker import build_worker
 from shared.clock import MonotonicClock
 from shared.config import WorkerConfig
 from shared.engine.runner import StepInputs, StepOutput
-from shared.engine.timing_engine import STATE_BYTES, StepCost, TimingRunner
+from shared.engine.runners.timing_runner import STATE_BYTES, StepCost, TimingRunner
 from shared.lifecycle.process import run_service
 from shared.messages import Role
 

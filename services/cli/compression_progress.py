@@ -21,7 +21,7 @@ from rich.text import Text
 
 from services.cli.tables import table_console
 from shared.engine.codec.manifest import Manifest
-from shared.engine.codec.report import KindRow, rows_by_kind, tensors_of, total_row
+from shared.engine.codec.savings_report import KindRow, rows_by_kind, tensors_of, total_row
 
 COLUMNS = ("dtype", "tensors", "coded", "bits a\nweight", "entropy\nbound", "saved")
 

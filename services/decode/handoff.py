@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import structlog
 
 from services.decode.kv_writer import Receipt
+from shared.engine.batching.sequence import Sequence
 from shared.engine.runner import Runner
-from shared.engine.sequence import Sequence
 from shared.errors import HearthError
 from shared.kv_wire.link import KvReceiver
 from shared.randomness import Randomness

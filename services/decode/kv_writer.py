@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from shared.engine.batching.sequence import Sequence
 from shared.engine.runner import Runner
-from shared.engine.sequence import Sequence
 from shared.errors import FrameRefused
 from shared.kv_wire.link import FrameHeader
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import msgspec
 
 from services.decode.handoff import Delivery, Handoff
-from shared.engine.sequence import Sequence, SequenceState
+from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.errors import InvalidRequest
 from shared.messages import Choice, ModelCard, Request, SamplingParams, Served
 from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, unpack_hashes, unpack_token_ids

@@ -16,8 +16,8 @@ from services.decode.output_buffer import Emitter, Output
 from services.decode.running_request import Placement, placement_id_of, sequences_of
 from services.decode.token_flusher import Teller
 from shared.background import Background
+from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import Progress
-from shared.engine.sequence import Sequence, SequenceState
 from shared.engine.worker import Worker
 from shared.errors import HearthError, WorkerBusy
 from shared.kv_wire.link import KvReceiver

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from shared.clock import Clock
+from shared.engine.batching.sequence import Sequence
 from shared.engine.runner import Runner
-from shared.engine.sequence import Sequence
 from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, FrameHeader, PushLink
 
 

@@ -15,8 +15,8 @@ import structlog
 
 from services.prefill.kv_sender import Push, PushCounts
 from shared.background import Background
+from shared.engine.batching.sequence import Sequence
 from shared.engine.engine import Progress
-from shared.engine.sequence import Sequence
 from shared.engine.worker import Worker
 from shared.errors import HearthError, InvalidRequest, UnknownPlacement, WorkerBusy
 from shared.kv_wire.link import KvDialer

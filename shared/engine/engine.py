@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.block_hash import PUBLIC_TENANT_ID, extend_chain
-from shared.engine.batcher import Batcher, ScheduledSequence
-from shared.engine.block_pool import BlockPool
+from shared.engine.batching.batcher import Batcher, ScheduledSequence
+from shared.engine.batching.block_pool import BlockPool
+from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.runner import StepOutput
-from shared.engine.sampling_checks import check_sampling
-from shared.engine.sequence import Sequence, SequenceState
+from shared.engine.sampling.checks import check_sampling
 from shared.errors import InvalidRequest
 from shared.messages import FinishReason, TokenLogprobs
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from shared.engine.batcher import ScheduledSequence
+from shared.engine.batching.batcher import ScheduledSequence
+from shared.engine.batching.sequence import Sequence
 from shared.engine.runner import (
     LogitBias,
     Penalties,
@@ -15,8 +16,7 @@ from shared.engine.runner import (
     SamplingInputs,
     StepInputs,
 )
-from shared.engine.sampling_row import ROW_TYPE
-from shared.engine.sequence import Sequence
+from shared.engine.sampling.sampling_row import ROW_TYPE
 from shared.messages import LogprobsMode, SamplingParams
 
 Drawing = tuple[int, Sequence, SamplingParams]  # its row among those that draw

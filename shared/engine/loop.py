@@ -13,7 +13,7 @@ import structlog
 
 from shared.background import Background
 from shared.clock import Clock
-from shared.engine.batcher import ScheduledSequence
+from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.engine import Engine, Progress
 from shared.engine.inputs import build_inputs
 from shared.engine.runner import Runner

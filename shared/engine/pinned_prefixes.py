@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from shared.block_hash import extend_chain
 from shared.clock import Clock
+from shared.engine.batching.sequence import Sequence
 from shared.engine.engine import Engine, Progress
-from shared.engine.sequence import Sequence
 from shared.errors import InvalidRequest, WorkerBusy
 from shared.messages import KeepPins, PinPrefix, PinsKept, PrefixPinned
 from shared.packing import pack_hashes, unpack_hashes, unpack_token_ids

@@ -14,10 +14,10 @@ import msgspec
 
 from shared.background import Background
 from shared.clock import Clock
-from shared.engine.cached_block import CachedBlock, runs_of
+from shared.engine.batching.cached_block import CachedBlock, runs_of
+from shared.engine.batching.sequence import Sequence
 from shared.engine.loop import EngineLoop
 from shared.engine.pinned_prefixes import PinnedPrefixes, sequence_of
-from shared.engine.sequence import Sequence
 from shared.errors import InvalidRequest, UnknownModel, WorkerBusy
 from shared.kv_wire.expected_pushes import ReceiverCounts
 from shared.lifecycle.heartbeat import Heart

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.compression_at_rest import at_rest
 from benchmarks.llama_weights import STATISTICS, WHOLE_MODEL, bf16_tensor, weights
-from shared.engine.codec.planes import byte_counts, entropy_bits
+from shared.engine.codec.byte_planes import byte_counts, entropy_bits
 
 
 def test_sizes_and_bars_of_a_small_run() -> None:

@@ -19,9 +19,9 @@ PER_REQUEST = frozenset(
         "services.decode.kv_writer.Receipt",
         "services.prefill.kv_sender.Push",
         "services.prefill.service.Prefill",
-        "shared.engine.batcher.ScheduledSequence",
-        "shared.engine.sequence.Sequence",
-        "shared.engine.token_counts.TokenCounts",
+        "shared.engine.batching.batcher.ScheduledSequence",
+        "shared.engine.batching.sequence.Sequence",
+        "shared.engine.sampling.token_counts.TokenCounts",
     }
 )
 # A link from each prefill worker to each decode worker stays open once it was needed, with its

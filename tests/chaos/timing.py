@@ -10,7 +10,7 @@ from services.cli.service_options import service_command
 from services.worker import build_worker
 from shared.clock import MonotonicClock
 from shared.config import WorkerConfig
-from shared.engine.timing_engine import STATE_BYTES, StepCost, TimingRunner
+from shared.engine.runners.timing_runner import STATE_BYTES, StepCost, TimingRunner
 from shared.lifecycle.process import run_service
 
 VOCAB_SIZE = 2048  # of the demo model's tokenizer, which the gateways have

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from services.cli.service_options import DEMO_MODEL_DIR
-from shared.engine.checkpoint_config import read_config
+from shared.engine.models.checkpoint_config import read_config
 from tests.end_to_end.cluster import Cluster
 
 QUESTION = "What is the KV cache?"

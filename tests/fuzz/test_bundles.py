@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from shared.engine.codec.compress import compress_folder
 from shared.engine.codec.decompress import decompress_folder
 from shared.engine.codec.manifest import MANIFEST, Manifest, encode_manifest
-from shared.engine.weights import open_checkpoint, weights_digest
+from shared.engine.weights.load import open_checkpoint, weights_digest
 from shared.errors import CheckpointError, HearthError
-from tests.engine.codec.folders import Silent, bf16, contents, normal, safetensors_of
 from tests.fuzz.mutations import anything, spoiled, torn
 from tests.fuzz.profile import fuzz
+from tests.shared.engine.codec.folders import Silent, bf16, contents, normal, safetensors_of
 
 MAX_MESSAGE_CHARS = 200_000  # an error may repeat a name
 SHARD = "model.hearth.safetensors"

@@ -28,11 +28,17 @@ from services.gateway.text.model_files import ModelFiles
 from services.local.credentials import Credential
 from services.local.join import signalled_process
 from services.local.state import ClusterState, StateDir, running_cluster
-from shared.engine.checkpoint_config import read_config
 from shared.engine.models import FAMILIES
-from shared.engine.packed_file import PackedFile, Source, build_packed, open_packed, packed_path
-from shared.engine.text_part import TextTensors
-from shared.engine.weights import open_checkpoint, weights_digest
+from shared.engine.models.checkpoint_config import read_config
+from shared.engine.weights.load import open_checkpoint, weights_digest
+from shared.engine.weights.multimodal_checkpoint import TextTensors
+from shared.engine.weights.shared_file import (
+    PackedFile,
+    Source,
+    build_packed,
+    open_packed,
+    packed_path,
+)
 from shared.errors import (
     AuthenticationFailed,
     CheckpointError,

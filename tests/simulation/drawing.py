@@ -7,7 +7,7 @@ from random import Random
 
 import msgspec
 
-from shared.engine.timing_engine import FIRST_TOKEN_ID, StepCost
+from shared.engine.runners.timing_runner import FIRST_TOKEN_ID, StepCost
 from shared.messages import SamplingParams
 from tests.simulation.expected import expected_choice, states_of
 from tests.simulation.plan import (

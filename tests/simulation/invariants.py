@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shared.engine.sequence import Sequence
+from shared.engine.batching.sequence import Sequence
 from shared.tenancy.rate_limit import Meter
 from tests.simulation.client import Client
 from tests.simulation.excuses import unexplained

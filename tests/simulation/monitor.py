@@ -10,7 +10,7 @@ from services.decode.service import MAX_FENCED, MAX_WAITING
 from services.gateway.streams.early_entries import MAX_EARLY_ENTRIES
 from services.prefill.service import MAX_QUEUED_PREFILLS
 from services.scheduler.service import MAX_PLACING
-from shared.engine.sequence import Sequence
+from shared.engine.batching.sequence import Sequence
 from shared.messages import TokenEntry
 from tests.simulation.expected import states_of
 from tests.simulation.gateway import SimulatedGateway

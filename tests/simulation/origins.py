@@ -16,10 +16,10 @@ import numpy as np
 
 from services.kv_index.registry import HOLDER
 from shared.block_hash import extend_chain
+from shared.engine.batching.sequence import Sequence
 from shared.engine.engine import Engine
 from shared.engine.runner import StepInputs, StepOutput
-from shared.engine.sequence import Sequence
-from shared.engine.timing_engine import STATE_BYTES
+from shared.engine.runners.timing_runner import STATE_BYTES
 from shared.messages import BlocksStored, KvEvents, Request
 from shared.packing import unpack_hashes
 from tests.simulation.store import MemoryStore

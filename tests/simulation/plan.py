@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from shared.engine.timing_engine import StepCost
+from shared.engine.runners.timing_runner import StepCost
 from shared.messages import Pooling, SamplingParams
 
 FaultKind = Literal[

@@ -27,7 +27,7 @@ from services.scheduler.admission import Admission
 from services.scheduler.placement import Decision
 from shared import block_hash
 from shared.engine import inputs
-from shared.engine.batcher import Batcher
+from shared.engine.batching.batcher import Batcher
 from shared.engine.engine import Engine
 from shared.engine.runner import PoolingInputs
 from shared.kv_wire.expected_pushes import Placements

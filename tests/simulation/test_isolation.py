@@ -14,7 +14,7 @@ from services.decode.kv_writer import Receipt
 from services.gateway.request import generation_request as target
 from services.kv_index import registry
 from services.kv_index.service import KvIndexService
-from shared.engine.block_pool import BlockPool
+from shared.engine.batching.block_pool import BlockPool
 from shared.messages import MatchPrefix
 from tests.simulation.clock import run
 from tests.simulation.isolation import Isolation, drop_events, isolation

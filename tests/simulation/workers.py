@@ -13,7 +13,7 @@ from shared.block_hash import extend_chain, root_hash
 from shared.clock import Clock
 from shared.engine.engine import Engine
 from shared.engine.loop import EngineLoop
-from shared.engine.timing_engine import StepCost, TimingRunner
+from shared.engine.runners.timing_runner import StepCost, TimingRunner
 from shared.engine.worker import Served, Worker
 from shared.lifecycle.heartbeat import Heart
 from shared.messages import (

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from shared.engine.codec.layout import MappedFile, map_safetensors
 from shared.engine.codec.manifest import (
     MANIFEST,
     Manifest,
@@ -23,6 +22,7 @@ from shared.engine.codec.model_folder import (
     digest_of,
     list_model_folder,
 )
+from shared.engine.codec.safetensors_layout import MappedFile, map_safetensors
 from shared.engine.codec.shard import BundleShard, OnBytes, checksum, read_record, write_shard
 from shared.engine.codec.threads import coding_threads
 from shared.engine.codec.work_folder import UNDER_WORK, WorkFolder, work_folder

@@ -7,7 +7,6 @@ from itertools import chain
 from pathlib import Path
 
 from shared.engine.codec.compress import Progress
-from shared.engine.codec.layout import LENGTH, map_safetensors
 from shared.engine.codec.manifest import (
     Manifest,
     StoredFile,
@@ -16,6 +15,7 @@ from shared.engine.codec.manifest import (
     read_manifest,
 )
 from shared.engine.codec.model_folder import check_file, copy_file
+from shared.engine.codec.safetensors_layout import LENGTH, map_safetensors
 from shared.engine.codec.shard import BundleShard, checksum, original_pieces
 from shared.engine.codec.threads import coding_threads
 from shared.engine.codec.work_folder import WorkFolder, work_folder

@@ -19,7 +19,7 @@ from concurrent.futures import Executor
 import numpy as np
 import zstandard
 
-from shared.engine.codec.planes import Bytes
+from shared.engine.codec.byte_planes import Bytes
 
 CHUNK_BYTES = 1 << 18
 _LITERALS_ONLY = zstandard.ZstdCompressionParameters(

@@ -16,7 +16,7 @@ from typing import Annotated
 import msgspec
 import xxhash
 
-from shared.engine.codec.layout import Header, parse_header
+from shared.engine.codec.safetensors_layout import Header, parse_header
 from shared.errors import CheckpointError
 from shared.transport.wire_errors import UNREADABLE, one_line
 

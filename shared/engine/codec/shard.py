@@ -15,10 +15,10 @@ import msgspec
 import numpy as np
 import xxhash
 
+from shared.engine.codec.byte_planes import Bytes
 from shared.engine.codec.huffman import NotDecodable
-from shared.engine.codec.layout import LENGTH, METADATA, MappedFile, map_safetensors
 from shared.engine.codec.manifest import StoredShard, StoredTensor, check_shard
-from shared.engine.codec.planes import Bytes
+from shared.engine.codec.safetensors_layout import LENGTH, METADATA, MappedFile, map_safetensors
 from shared.engine.codec.tensor import (
     EncodedTensor,
     decode_tensor,

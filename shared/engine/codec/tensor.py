@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shared.engine.codec.byte_planes import BF16, FP16, Bytes, WordPlanes, byte_counts, entropy_bits
 from shared.engine.codec.huffman import (
     CHUNK_BYTES,
     NotDecodable,
@@ -21,7 +22,6 @@ from shared.engine.codec.huffman import (
     frames_of,
     num_chunks,
 )
-from shared.engine.codec.planes import BF16, FP16, Bytes, WordPlanes, byte_counts, entropy_bits
 
 AS_IS = "none"
 WHOLE = "whole"  # the one plane of what is kept as it is

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.ops import decode_attention, prefill_attention, rotate_and_store
-from shared.engine.attention_inputs import AttentionInputs
+from shared.engine.layers.attention_inputs import AttentionInputs
 from shared.engine.layers.linear import Linear
 from shared.engine.layers.norm import RMSNorm
 from shared.engine.model_config import ModelConfig

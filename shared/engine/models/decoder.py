@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shared.engine.attention_inputs import AttentionInputs
 from shared.engine.layers.attention import Attention
+from shared.engine.layers.attention_inputs import AttentionInputs
 from shared.engine.layers.embedding import Embedding, OutputHead
-from shared.engine.layers.fused import FusedLayer, fused_layer
+from shared.engine.layers.fused_layer import FusedLayer, fused_layer
 from shared.engine.layers.linear import Linear, parameter_of
 from shared.engine.layers.mlp import GatedMlp
 from shared.engine.layers.norm import RMSNorm

@@ -11,8 +11,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shared.engine.config_fields import ConfigFields, config_fields, decoder_config
 from shared.engine.model_config import ModelConfig
+from shared.engine.models.config_fields import ConfigFields, config_fields, decoder_config
 
 
 def configure(given: Mapping[str, Any]) -> ModelConfig:

@@ -12,8 +12,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shared.engine.config_fields import FULL, SLIDING, ConfigFields, config_fields, rope_of
 from shared.engine.model_config import ModelConfig
+from shared.engine.models.config_fields import FULL, SLIDING, ConfigFields, config_fields, rope_of
 from shared.engine.models.gemma2 import gemma_decoder
 from shared.errors import CheckpointError
 

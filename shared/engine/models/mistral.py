@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shared.engine.config_fields import config_fields, decoder_config
 from shared.engine.model_config import ModelConfig
+from shared.engine.models.config_fields import config_fields, decoder_config
 
 
 def configure(given: Mapping[str, Any]) -> ModelConfig:

@@ -7,8 +7,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from shared.engine.config_fields import config_fields, decoder_config
 from shared.engine.model_config import ModelConfig
+from shared.engine.models.config_fields import config_fields, decoder_config
 
 OLDER_NAMES = ("su", "yarn")
 

@@ -15,9 +15,9 @@ from kernels import ops
 from kernels.device import IS_INTERPRETED
 from kernels.reference.sample import sample
 from kernels.split_weight import SplitWeight
-from shared.engine.model_runner import ModelRunner
-from tests.engine.checkpoints import write_model
-from tests.engine.steps import Blocks, advance, generate, prefill, step_of
+from shared.engine.runners.model_runner import ModelRunner
+from tests.shared.engine.checkpoints import write_model
+from tests.shared.engine.steps import Blocks, advance, generate, prefill, step_of
 
 NUM_PROMPT, NUM_NEW = 13, 5
 SMALL = {"hidden_size": 32, "head_dim": 16}

@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
-from shared.engine.timing_engine import StepCost
+from shared.engine.runners.timing_runner import StepCost
 from shared.errors import InvalidRequest, UnknownPlacement
 from shared.messages import Choice
 from tests.services.decode.test_handoff import PROMPT, cluster

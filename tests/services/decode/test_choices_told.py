@@ -8,7 +8,7 @@ from functools import cache
 import msgspec
 import pytest
 
-from shared.engine.timing_engine import StepCost
+from shared.engine.runners.timing_runner import StepCost
 from shared.errors import InvalidRequest
 from shared.messages import TokenLogprobs
 from tests.services.decode.test_handoff import PROMPT, cluster

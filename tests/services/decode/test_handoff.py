@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from shared.engine.timing_engine import StepCost
+from shared.engine.runners.timing_runner import StepCost
 from shared.errors import HearthError, InvalidRequest, UnknownModel, UnknownPlacement, WorkerBusy
 from shared.messages import PrefillAccepted, PrefillFailed, RunPrefill
 from shared.subjects import run_prefill

@@ -3,8 +3,8 @@ from __future__ import annotations
 import asyncio
 
 from services.decode.kv_writer import Receipt
-from shared.engine.sequence import Sequence
-from shared.engine.timing_engine import STATE_BYTES, TimingRunner
+from shared.engine.batching.sequence import Sequence
+from shared.engine.runners.timing_runner import STATE_BYTES, TimingRunner
 from shared.errors import FrameRefused
 from shared.kv_wire.link import FrameHeader
 from tests.simulation.clock import VirtualClock, run

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from services.decode.token_flusher import ENTRY_INTERVAL_S, INTERVAL_S
-from shared.engine.timing_engine import StepCost
+from shared.engine.runners.timing_runner import StepCost
 from shared.messages import TokenBatch
 from shared.subjects import tokens
 from tests.services.decode.test_handoff import PROMPT, Cluster, cluster

@@ -6,8 +6,8 @@ import asyncio
 import gc
 
 from services.prefill.kv_sender import Push, PushCounts
-from shared.engine.sequence import Sequence
-from shared.engine.timing_engine import TimingRunner
+from shared.engine.batching.sequence import Sequence
+from shared.engine.runners.timing_runner import TimingRunner
 from shared.errors import LinkLost
 from shared.kv_wire.link import FrameHeader
 from tests.simulation.clock import VirtualClock, run

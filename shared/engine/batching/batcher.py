@@ -1,0 +1,247 @@
+"""Which sequences take part in the next step, and with how many tokens.
+
+One batcher for both phases: there is no prefill mode and no decode mode, only
+`num_computed_tokens` catching up with `num_tokens` under a token budget.
+
+    1. running sequences that lack one token (decode), so that long prompts never stall them
+    2. running sequences that lack more (chunked prefill), oldest first
+    3. waiting sequences, first come first served, if their whole prompt fits beside the watermark
+
+When a running sequence needs a block and none is free, the newest running sequence is preempted: it
+gives all blocks back and is computed again later (its blocks may still be found in the cache).
+
+The choices of one request start from the blocks of their common prompt. Who is about to write into
+a block that others hold, too, gets a copy of it, made before the step writes anything; the last
+holder writes in place.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+
+import msgspec
+
+from shared.engine.batching.block_pool import BlockPool
+from shared.engine.batching.sequence import Sequence, SequenceState
+
+
+class ScheduledSequence(msgspec.Struct, frozen=True):
+    sequence: Sequence
+    num_scheduled_tokens: int
+    completes: bool  # this step computes the sequence's last token
+    # (source, destination) block to copy first; the row holds the source until the step has ended
+    block_copy: tuple[int, int] | None = None
+
+    @property
+    def samples(self) -> bool:
+        """Whether a new token can be drawn."""
+        return self.completes and self.sequence.sampling is not None
+
+
+class Batcher:
+    def __init__(
+        self, pool: BlockPool, *, max_batch_tokens: int, max_sequences: int, watermark: float = 0.01
+    ) -> None:
+        """`watermark` is the share of blocks that admission leaves free for running sequences."""
+        self.pool = pool
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_admitted_tokens = 0  # since the start, each sequence once
+        self.num_admitted_cached_tokens = 0
+        self._max_batch_tokens = max_batch_tokens
+        self._max_sequences = max_sequences
+        self._watermark_blocks = int(pool.num_blocks * watermark)
+        self._block_copies: dict[Sequence, tuple[int, int]] = {}  # of the step being scheduled
+
+    def add(self, sequence: Sequence) -> None:
+        """The sequence is WAITING. One that brings its KV along needs no admission of blocks."""
+        if sequence.block_table and len(self.running) < self._max_sequences:
+            sequence.become(SequenceState.RUNNING)
+            self.running.append(sequence)
+        elif sequence.block_table:
+            self.waiting.appendleft(sequence)
+        else:
+            self.waiting.append(sequence)
+
+    def fork(self, parent: Sequence, children: list[Sequence]) -> None:
+        """The children run from the parent's KV. Those without room for a row or for own blocks
+        wait, first of all who hold nothing; they find the parent's full blocks in the cache.
+        """
+        num_full = parent.num_committed_blocks
+        # the last to write takes the parent's partial block over
+        room = self.pool.num_free_blocks + len(parent.block_table) - num_full
+        waiting = []
+        for child in children:
+            room -= self.pool.blocks_for(child.num_tokens) - num_full
+            if room >= self._watermark_blocks and len(self.running) < self._max_sequences:
+                self._share_blocks(parent, child)
+                self.add(child)
+            else:
+                waiting.append(child)
+        for child in reversed(waiting):
+            self._wait_first(child)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes it out of the queues; its blocks are the caller's business."""
+        if sequence.state is SequenceState.RUNNING:
+            self.running.remove(sequence)
+        elif sequence.state is SequenceState.WAITING:
+            self.waiting.remove(sequence)
+
+    def schedule(self) -> tuple[list[ScheduledSequence], list[Sequence]]:
+        """Returns the step's rows, and prefills that were found in the cache entirely (HELD)."""
+        scheduled: dict[Sequence, ScheduledSequence] = {}
+        budget = self._max_batch_tokens
+        num_preempted = 0
+        for sequence, num_lacking in self._running_by_turns():
+            if budget == 0:
+                break
+            if sequence.state is not SequenceState.RUNNING:
+                continue  # preempted for an older one in this very step
+            if not self._has_room(sequence):
+                for victim in self._make_room(sequence):
+                    num_preempted += 1
+                    if victim in scheduled:
+                        budget += scheduled.pop(victim).num_scheduled_tokens
+                if sequence.state is not SequenceState.RUNNING:
+                    continue
+            count = num_lacking if num_lacking < budget else budget
+            block_copy = self._block_copies.get(sequence)
+            scheduled[sequence] = ScheduledSequence(
+                sequence, count, count == num_lacking, block_copy
+            )
+            budget -= count
+        rows = list(scheduled.values())
+        found = [] if num_preempted else self._admit(rows, budget)
+        self._block_copies.clear()
+        return rows, found
+
+    def _running_by_turns(self) -> list[tuple[Sequence, int]]:
+        """With the tokens that they lack: who lacks one, then who lacks more; both oldest first."""
+        lacking = [(each, len(each.token_ids) - each.num_computed_tokens) for each in self.running]
+        ones = [each for each in lacking if each[1] == 1]
+        return ones if len(ones) == len(lacking) else ones + [e for e in lacking if e[1] != 1]
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Blocks for all its tokens, and to itself the first that it writes: a running one has
+        them at most steps.
+        """
+        table, size = sequence.block_table, self.pool.block_size
+        if len(table) * size < len(sequence.token_ids):
+            return False
+        return self.pool.ref_count(table[sequence.num_computed_tokens // size]) == 1
+
+    def _share_blocks(self, parent: Sequence, child: Sequence) -> None:
+        self.pool.hold(parent.block_table)
+        child.block_table = parent.block_table[:]
+        child.num_computed_tokens = parent.num_computed_tokens
+        child.num_committed_blocks = parent.num_committed_blocks
+        child.num_cached_tokens = parent.num_cached_tokens
+
+    def _make_room(self, sequence: Sequence) -> list[Sequence]:
+        """Gives `sequence` blocks for all its tokens, its own where it writes; returns whom that
+        preempted.
+        """
+        victims: list[Sequence] = []
+        missing = self.pool.blocks_for(sequence.num_tokens) - len(sequence.block_table)
+        if missing <= 0 and not self._writes_shared(sequence):
+            return victims
+        while self.pool.num_free_blocks < missing + self._writes_shared(sequence):
+            victim = next((s for s in reversed(self.running) if not s.is_prefill_only), sequence)
+            self.preempt(victim)
+            victims.append(victim)
+            if victim is sequence:
+                return victims
+        if self._writes_shared(sequence):
+            self._copy_block(sequence)
+        if missing > 0:
+            sequence.block_table.extend(self.pool.allocate(missing))
+        return victims
+
+    def _writes_shared(self, sequence: Sequence) -> bool:
+        """Whether its next KV would go into a block that another sequence holds, too."""
+        block_index = sequence.num_computed_tokens // self.pool.block_size
+        if block_index >= len(sequence.block_table):
+            return False
+        block_id = sequence.block_table[block_index]
+        num_holders = self.pool.ref_count(block_id)
+        if num_holders > 1:  # rows that copy it hold it as well, and write elsewhere
+            num_holders -= sum(source == block_id for source, _ in self._block_copies.values())
+        return num_holders > 1
+
+    def _copy_block(self, sequence: Sequence) -> None:
+        """The sequence's reference to the source becomes its row's: nobody can have the block, and
+        write into it, while the step may still read it.
+        """
+        block_index = sequence.num_computed_tokens // self.pool.block_size
+        source = sequence.block_table[block_index]
+        (destination,) = self.pool.allocate(1)
+        sequence.block_table[block_index] = destination
+        self._block_copies[sequence] = (source, destination)
+
+    def give_back(self, sequence: Sequence) -> None:
+        """All its blocks. What is still cached of those it dropped counts as used just now, so that
+        its blocks go tail first.
+        """
+        dropped = self.pool.match(sequence.block_hashes[: sequence.num_dropped_blocks])
+        self.pool.hold(dropped)
+        self.pool.release([*dropped, *sequence.held_blocks])
+        sequence.block_table = array("q")
+        sequence.num_dropped_blocks = 0
+
+    def preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        sequence.become(SequenceState.WAITING)
+        self.give_back(sequence)
+        sequence.num_computed_tokens = 0
+        sequence.num_committed_blocks = 0
+        sequence.num_preemptions += 1
+        if sequence in self._block_copies:
+            source, _ = self._block_copies.pop(sequence)
+            self.pool.release([source])
+        self._wait_first(sequence)
+
+    def _wait_first(self, sequence: Sequence) -> None:
+        # behind those that hold blocks: before them it could wait for the very blocks they hold
+        num_holders = sum(bool(each.block_table) for each in self.waiting)
+        self.waiting.insert(num_holders, sequence)
+
+    def _admit(self, rows: list[ScheduledSequence], budget: int) -> list[Sequence]:
+        """Adds the rows of those that are let in; returns whom the cache had entirely."""
+        found: list[Sequence] = []
+        while self.waiting and budget > 0 and len(self.running) < self._max_sequences:
+            sequence = self.waiting[0]
+            spare = self._watermark_blocks if self.running else 0
+            if not sequence.block_table and not self.allocate_prompt(sequence, spare=spare):
+                break
+            self.waiting.popleft()
+            num_lacking = sequence.num_uncomputed_tokens
+            if num_lacking == 0:
+                sequence.become(SequenceState.HELD)
+                found.append(sequence)
+                continue
+            sequence.become(SequenceState.RUNNING)
+            self.running.append(sequence)
+            count = min(num_lacking, budget)
+            rows.append(ScheduledSequence(sequence, count, count == num_lacking))
+            budget -= count
+        return found
+
+    def allocate_prompt(self, sequence: Sequence, *, spare: int) -> bool:
+        """Takes the cached prefix and new blocks for the rest, leaving `spare` free; or nothing."""
+        num_matchable = sequence.num_prefill_tokens // self.pool.block_size
+        cached = self.pool.match(sequence.block_hashes[:num_matchable])
+        num_new = self.pool.blocks_for(sequence.num_tokens) - len(cached)
+        if num_new + self.pool.num_evictable_in(cached) + spare > self.pool.num_free_blocks:
+            return False
+        self.pool.hold(cached)
+        self.pool.limit(sequence.tenant_id, sequence.kv_quota_tokens)
+        sequence.block_table = array("q", cached + self.pool.allocate(num_new))
+        sequence.num_computed_tokens = len(cached) * self.pool.block_size
+        sequence.num_committed_blocks = len(cached)
+        if sequence.num_preemptions == 0:
+            sequence.num_cached_tokens = sequence.num_computed_tokens
+            self.num_admitted_tokens += sequence.num_tokens
+            self.num_admitted_cached_tokens += sequence.num_cached_tokens
+        return True

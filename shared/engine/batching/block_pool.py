@@ -1,0 +1,286 @@
+"""The paged KV cache's bookkeeping: who holds which block, and which blocks can be found again.
+
+Every block is in exactly one of three sets:
+
+    empty        nobody holds it, its content is worthless
+    cached       nobody holds it, but its hash is known: a later request may take it; LRU order
+    referenced   held by `ref_count` > 0 sequences
+
+A block gets its hash once it is full and computed. Allocation takes empty blocks first, then evicts
+the least recently used cached one, pinned ones after all others. A sequence's blocks become
+evictable tail first, so that what is left of a prefix is still a prefix.
+
+A tenant may have a quota of findable blocks. One that is over it loses its own least recently used
+cached blocks at once, pinned ones last, whatever else is empty; what sequences hold stays theirs
+and goes, if the tenant is still over, when they give it back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+from shared.engine.batching.cached_block import CachedBlock, runs_of
+from shared.engine.batching.tenant_quota import TenantShare
+from shared.messages import BlocksCleared, BlocksRemoved, BlocksStored
+from shared.packing import pack_hashes
+
+KvEvent = BlocksStored | BlocksRemoved | BlocksCleared
+
+
+class BlockPool:
+    def __init__(self, num_blocks: int, block_size: int, *, notes_freed: bool = False) -> None:
+        """`notes_freed`: whoever owns the cache clears what it held, see `take_freed`."""
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.notes_freed = notes_freed
+        self._ref_counts = [0] * num_blocks
+        self._empty = list(range(num_blocks - 1, -1, -1))
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._last_evictable: OrderedDict[int, None] = OrderedDict()  # the same, of pinned ones
+        self._pins: Counter[bytes] = Counter()  # by block hash, whether it is here or not
+        self._known: list[CachedBlock | None] = [None] * num_blocks
+        self._block_ids: dict[bytes, int] = {}
+        self._shares: dict[str, TenantShare] = {}
+        self._freed: set[int] = set()
+        self._events: list[KvEvent] = []
+        self._removed: list[bytes] = []  # forgotten after the last of them
+        self.on_event: Callable[[], None] = lambda: None  # there is something to take
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that an allocation can have: empty and cached ones."""
+        return len(self._empty) + self.num_cached_blocks
+
+    @property
+    def num_cached_blocks(self) -> int:
+        return len(self._evictable) + len(self._last_evictable)
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        """That are pinned; they need not be here."""
+        return len(self._pins)
+
+    def num_pinned_with(self, block_hashes: Iterable[bytes]) -> int:
+        """How many would be pinned if these were, too."""
+        return len(self._pins.keys() | set(block_hashes))
+
+    def pin(self, block_hashes: Sequence[bytes]) -> None:
+        """Each pin is to be taken back by one `unpin`; a pinned block goes after all others."""
+        for block_hash in reversed(block_hashes):
+            self._pins[block_hash] += 1
+            self._move(block_hash, self._evictable, self._last_evictable)
+
+    def unpin(self, block_hashes: Sequence[bytes]) -> None:
+        """What is here counts as used just now."""
+        for block_hash in reversed(block_hashes):
+            self._pins[block_hash] -= 1
+            if self._pins[block_hash] <= 0:
+                del self._pins[block_hash]
+                self._move(block_hash, self._last_evictable, self._evictable)
+
+    def _move(
+        self, block_hash: bytes, source: OrderedDict[int, None], target: OrderedDict[int, None]
+    ) -> None:
+        block_id = self._block_ids.get(block_hash)
+        if block_id is not None and block_id in source:
+            del source[block_id]
+            target[block_id] = None
+            share = self._share_of(block_id)
+            del share.evictable[block_id]
+            share.evictable[block_id] = None
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def ref_count(self, block_id: int) -> int:
+        return self._ref_counts[block_id]
+
+    def match(self, block_hashes: Iterable[bytes]) -> list[int]:
+        """Block ids of the longest cached prefix. They are not held yet: see `hold`."""
+        block_ids = []
+        for block_hash in block_hashes:
+            block_id = self._block_ids.get(block_hash)
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        return block_ids
+
+    def num_evictable_in(self, block_ids: Iterable[int]) -> int:
+        """How many of these count as free now and would not once held."""
+        return sum(self._ref_counts[block_id] == 0 for block_id in block_ids)
+
+    def hold(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                del self._evictable_with(self._known[block_id])[block_id]
+                del self._share_of(block_id).evictable[block_id]
+            self._ref_counts[block_id] += 1
+
+    def allocate(self, count: int) -> list[int]:
+        """Raises ValueError if fewer are free: callers ask `num_free_blocks` first."""
+        if count > self.num_free_blocks:
+            raise ValueError(f"{count} blocks asked for, {self.num_free_blocks} free")
+        block_ids = [self._take() for _ in range(count)]
+        for block_id in block_ids:
+            self._ref_counts[block_id] = 1
+        return block_ids
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Gives back one reference to each; the last block becomes evictable first."""
+        for block_id in reversed(block_ids):
+            if self._ref_counts[block_id] <= 0:
+                raise ValueError(f"block {block_id} is released more often than held")
+            self._ref_counts[block_id] -= 1
+            if self._ref_counts[block_id] > 0:
+                continue
+            known = self._known[block_id]
+            if known is None:
+                self._empty.append(block_id)
+                self.note_freed((block_id,))
+            else:
+                share = self._share_of(block_id)
+                self._evictable_with(known)[block_id] = share.evictable[block_id] = None
+                self._trim(share)
+
+    def _evictable_with(self, block: CachedBlock | None) -> OrderedDict[int, None]:
+        assert block is not None, "an empty block is not evicted"
+        return self._last_evictable if block.block_hash in self._pins else self._evictable
+
+    def commit(
+        self,
+        block_ids: Sequence[int],
+        block_hashes: Sequence[bytes],
+        *,
+        tenant_id: str,
+        parent_hash: bytes,
+        first_block_index: int,
+        kv_quota_tokens: int = 0,
+    ) -> None:
+        """Makes full, computed blocks findable. A hash that is known already keeps its block.
+        `kv_quota_tokens` as in `limit`.
+        """
+        new: list[CachedBlock] = []
+        pairs = zip(block_ids, block_hashes, strict=True)
+        for block_index, (block_id, block_hash) in enumerate(pairs, first_block_index):
+            if block_hash not in self._block_ids and self._known[block_id] is None:
+                block = CachedBlock(tenant_id, parent_hash, block_index, block_hash)
+                self._known[block_id] = block
+                self._block_ids[block_hash] = block_id
+                new.append(block)
+            parent_hash = block_hash
+        if new:
+            self._shares.setdefault(tenant_id, TenantShare()).num_blocks += len(new)
+            self._end_removal()
+            self._events += runs_of(new)
+            self.on_event()
+        self.limit(tenant_id, kv_quota_tokens)
+
+    def limit(self, tenant_id: str, kv_quota_tokens: int) -> None:
+        """Bounds the tenant's findable blocks to what that many tokens fill, until it is told
+        another bound or has none left; 0: no bound.
+        """
+        share = self._shares.get(tenant_id)
+        if share is not None:
+            share.max_blocks = kv_quota_tokens // self.block_size if kv_quota_tokens else None
+            self._trim(share)
+
+    def num_blocks_of(self, tenant_id: str) -> int:
+        """Findable ones, held or not."""
+        share = self._shares.get(tenant_id)
+        return 0 if share is None else share.num_blocks
+
+    def quota_tokens_of(self, tenant_id: str) -> int:
+        """As it was told last; 0: no bound."""
+        share = self._shares.get(tenant_id)
+        max_blocks = None if share is None else share.max_blocks
+        return 0 if max_blocks is None else max_blocks * self.block_size
+
+    def take_events(self) -> list[KvEvent]:
+        self._end_removal()
+        events, self._events = self._events, []
+        return events
+
+    def note_freed(self, block_ids: Iterable[int]) -> None:
+        """Their content is to be cleared; of no effect without `notes_freed`."""
+        if self.notes_freed:
+            self._freed.update(block_ids)
+
+    def take_freed(self) -> list[int]:
+        """Blocks that nobody could find or held any more at some time since the last call. An
+        allocation may have given them to others since: those write nothing before they are cleared.
+        """
+        freed, self._freed = sorted(self._freed), set()
+        return freed
+
+    def cached_blocks(self) -> list[CachedBlock]:
+        """All findable blocks, parents before children where both are there."""
+        known = [block for block in self._known if block is not None]
+        return sorted(known, key=lambda block: (block.tenant_id, block.block_index))
+
+    def check(self) -> None:
+        """Raises AssertionError unless empty + cached + referenced = total, each block in one."""
+        referenced = {b for b in range(self.num_blocks) if self._ref_counts[b] > 0}
+        empty, evictable = set(self._empty), {*self._evictable, *self._last_evictable}
+        assert len(evictable) == self.num_cached_blocks, "a block is pinned and not"
+        assert len(empty) == len(self._empty), "a block is empty twice"
+        assert not (empty & evictable or empty & referenced or evictable & referenced)
+        assert len(empty) + len(evictable) + len(referenced) == self.num_blocks
+        assert all(self._known[block_id] is not None for block_id in evictable)
+        assert all(self._known[block_id] is None for block_id in empty)
+        self._check_shares()
+
+    def _check_shares(self) -> None:
+        num_blocks = Counter(block.tenant_id for block in self._known if block is not None)
+        assert num_blocks == {each: share.num_blocks for each, share in self._shares.items()}
+        for tenant_id, share in self._shares.items():
+            for order in (self._evictable, self._last_evictable):
+                own = [each for each in order if self._tenant_of(each) == tenant_id]
+                same = [each for each in share.evictable if each in order]
+                assert own == same, "two orders of eviction"
+            assert not share.has_to_give, "a tenant over its quota has cached blocks"
+
+    def _tenant_of(self, block_id: int) -> str:
+        block = self._known[block_id]
+        assert block is not None
+        return block.tenant_id
+
+    def _share_of(self, block_id: int) -> TenantShare:
+        return self._shares[self._tenant_of(block_id)]
+
+    def _take(self) -> int:
+        if self._empty:
+            return self._empty.pop()
+        block_id = next(iter(self._evictable or self._last_evictable))
+        self._evict(block_id)
+        return block_id
+
+    def _trim(self, share: TenantShare) -> None:
+        while share.has_to_give:
+            others = (each for each in share.evictable if each in self._evictable)
+            block_id = next(others, None)
+            if block_id is None:
+                block_id = next(iter(share.evictable))
+            self._evict(block_id)
+            self._empty.append(block_id)
+
+    def _evict(self, block_id: int) -> None:
+        block = self._known[block_id]
+        assert block is not None
+        del self._evictable_with(block)[block_id]
+        del self._block_ids[block.block_hash]
+        self._known[block_id] = None
+        self.note_freed((block_id,))
+        share = self._shares[block.tenant_id]
+        del share.evictable[block_id]
+        share.num_blocks -= 1
+        if share.num_blocks == 0:
+            del self._shares[block.tenant_id]
+        self._removed.append(block.block_hash)
+        if len(self._removed) == 1:
+            self.on_event()
+
+    def _end_removal(self) -> None:
+        if self._removed:
+            self._events.append(BlocksRemoved(block_hashes=pack_hashes(self._removed)))
+            self._removed = []

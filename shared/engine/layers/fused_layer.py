@@ -1,0 +1,70 @@
+"""A layer whose rows are taken through all of its operations by one kernel, where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from kernels.ops import LayerKernel, layer_kernel
+from shared.engine.layers.attention import Attention
+from shared.engine.layers.attention_inputs import AttentionInputs
+from shared.engine.layers.mlp import GatedMlp
+from shared.engine.layers.norm import RMSNorm
+
+
+class FusedLayer(nn.Module):
+    """As `DecoderLayer`, but that what it adds is in the sum already."""
+
+    def __init__(
+        self,
+        kernel: LayerKernel,
+        self_attn: Attention,
+        mlp: GatedMlp,
+        norms: Sequence[RMSNorm],
+    ) -> None:
+        super().__init__()
+        self.kernel = kernel
+        self.self_attn = self_attn
+        self.mlp = mlp
+        self.norms = nn.ModuleList(norms)
+
+    def forward(
+        self,
+        x: Tensor,
+        update: None,
+        cos: Tensor,
+        sin: Tensor,
+        kv_cache: Tensor,
+        inputs: AttentionInputs,
+    ) -> tuple[Tensor, None]:
+        query = self.kernel.before(x, cos, sin, kv_cache, inputs.slot_mapping)
+        attended = self.self_attn.attend(query, kv_cache, inputs)
+        return self.kernel.behind(x, attended), None
+
+
+def fused_layer(
+    self_attn: Attention,
+    mlp: GatedMlp,
+    norms: Sequence[RMSNorm],
+) -> FusedLayer | None:
+    """Of a layer whose weights are packed; None where there is no kernel for it.
+
+    `norms`: before attention and before the MLP, then of what each of them adds, if there are such.
+    """
+    linears = self_attn.qkv_proj, self_attn.o_proj, mlp.gate_up_proj, mlp.down_proj
+    if any(each.bias is not None for each in linears[1:]):
+        return None
+    before_attention, before_mlp, *behind = norms
+    head_norms = self_attn.q_norm, self_attn.k_norm
+    kernel = layer_kernel(
+        (before_attention.weight, before_mlp.weight),
+        [each.weight for each in linears],
+        qkv_bias=linears[0].bias,
+        head_norms=[each.weight for each in head_norms if each is not None],
+        post_norms=[each.weight for each in behind],
+        eps=before_attention.eps,
+        has_unit_offset=before_attention.has_unit_offset,
+        activation=mlp.activation,
+    )
+    return None if kernel is None else FusedLayer(kernel, self_attn, mlp, norms)

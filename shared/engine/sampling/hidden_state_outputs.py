@@ -1,0 +1,65 @@
+"""What a step tells besides drawn tokens: log-probabilities of prompt tokens, and embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shared.engine.runner import PromptSuccessors, StepInputs
+from shared.engine.sampling.logprobs import token_logprobs
+from shared.messages import TokenLogprobs
+
+# Rows times vocabulary that have their logits at a time: 16 MiB, and 100 MiB for ranking them.
+MAX_PIECE = 1 << 22
+
+Layer = Callable[[Tensor], Tensor]
+
+
+def prompt_logprobs(
+    hidden: Tensor,
+    inputs: StepInputs,
+    logits_of: Layer,
+    *,
+    vocab_size: int,
+    max_piece: int = MAX_PIECE,
+) -> dict[int, list[TokenLogprobs]]:
+    """hidden [T, hidden_size] before the final norm -> by sequence, of each of its successors."""
+    chunks = hidden.split(inputs.query_lens.tolist()) if inputs.prompt_logprobs else ()
+    num_rows = max(1, max_piece // vocab_size)
+    return {
+        index: _successor_logprobs(chunks[index], asked, logits_of, num_rows)
+        for index, asked in inputs.prompt_logprobs.items()
+    }
+
+
+def _successor_logprobs(
+    chunk: Tensor, asked: PromptSuccessors, logits_of: Layer, num_rows: int
+) -> list[TokenLogprobs]:
+    token_ids = torch.from_numpy(asked.token_ids).to(chunk.device)
+    pieces = zip(chunk[: len(token_ids)].split(num_rows), token_ids.split(num_rows), strict=True)
+    told: list[TokenLogprobs] = []
+    for piece, following in pieces:
+        told += token_logprobs(logits_of(piece), following, [asked.num_likeliest] * len(following))
+    return told
+
+
+def pooled(hidden: Tensor, inputs: StepInputs, norm: Layer) -> dict[int, NDArray[np.float64]]:
+    """hidden [T, hidden_size] before the final norm -> by sequence, as in `StepOutput`."""
+    chunks = hidden.split(inputs.query_lens.tolist()) if inputs.pooling else ()
+    found = {}
+    for index, asked in inputs.pooling.items():
+        normed = norm(chunks[index]).double().cpu().numpy()
+        found[index] = _sum(normed, asked.before) if asked.how == "mean" else normed[-1]
+    return found
+
+
+def _sum(vectors: NDArray[np.float64], before: NDArray[np.float64] | None) -> NDArray[np.float64]:
+    """One vector after the other, so that it is the same however they come in chunks."""
+    total = np.zeros_like(vectors[0]) if before is None else before.copy()
+    for vector in vectors:
+        total += vector
+    return total

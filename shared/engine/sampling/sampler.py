@@ -1,0 +1,117 @@
+"""From the last tokens' logits and the requests' parameters to the next tokens.
+
+A logit goes through these in order; greedy takes the largest after the third, noise or not:
+
+    1. logit_bias is added
+    2. repetition, then frequency and presence penalty   kernels/reference/penalize.py
+    3. banned tokens become -inf: stop tokens before min_tokens, last tokens of bad words
+    4. temperature, top-k, top-p, min-p, Gumbel noise    kernels/reference/sample.py
+
+vLLM has the same order of bias and penalties. Everything is a function of the logits, the tokens
+so far and the parameters alone, so a resumed sequence draws what it would have drawn.
+Log-probabilities are `raw` from before 1, or `processed` from before the noise; for greedy, from
+behind 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.ops import penalize, sample
+from kernels.reference.sample import argmax, scale
+from shared.engine.runner import SamplingInputs
+from shared.engine.sampling.logprobs import token_logprobs
+from shared.messages import TokenLogprobs
+
+
+def draw_tokens(
+    logits: Tensor, inputs: SamplingInputs
+) -> tuple[list[int], list[TokenLogprobs | None]]:
+    """logits [R, vocab_size] FP32, overwritten -> [R] token ids, and as many logprobs or, if no row
+    asks, none.
+    """
+    raw = _rows(logits, inputs.raw_logprobs)
+    _adjust(logits, inputs)
+    processed = _rows(logits, inputs.processed_logprobs)
+    token_ids = _draw(logits, inputs)
+    if raw is None and processed is None:
+        return token_ids, []
+    told: list[TokenLogprobs | None] = [None] * len(token_ids)
+    if raw is not None:
+        _tell(told, raw, inputs.raw_logprobs, token_ids)
+    if processed is not None:
+        rows = list(inputs.processed_logprobs)
+        _tell(told, _scale(processed, rows, inputs), inputs.processed_logprobs, token_ids)
+    return token_ids, told
+
+
+def _rows(logits: Tensor, asking: Mapping[int, int]) -> Tensor | None:
+    """A copy of the rows that ask."""
+    return logits[list(asking)] if asking else None
+
+
+def _adjust(logits: Tensor, inputs: SamplingInputs) -> None:
+    """Bias, penalties and bans, in place."""
+    device = logits.device
+    if inputs.bias is not None:
+        rows, token_ids, values = _on(
+            device, inputs.bias.rows, inputs.bias.token_ids, inputs.bias.values
+        )
+        logits.index_put_((rows, token_ids), values, accumulate=True)
+    if inputs.penalties is not None:
+        each = inputs.penalties
+        penalize(logits, *_on(device, each.rows, each.token_ids, each.repetition, each.subtracted))
+    if inputs.banned:
+        rows, token_ids = torch.tensor(inputs.banned, device=device).unbind(1)
+        logits[rows, token_ids] = float("-inf")
+
+
+def _draw(logits: Tensor, inputs: SamplingInputs) -> list[int]:
+    if not inputs.temperature.any():
+        return argmax(logits).tolist()
+    columns = _on(
+        logits.device,
+        inputs.temperature,
+        inputs.top_k,
+        inputs.top_p,
+        inputs.min_p,
+        inputs.seed.view(np.int64),
+        inputs.choice_index,
+        inputs.output_position,
+    )
+    return sample(logits, *columns).tolist()
+
+
+def _scale(logits: Tensor, rows: list[int], inputs: SamplingInputs) -> Tensor:
+    """The logits of what the rows are drawn from; greedy ones at temperature 1, untruncated."""
+    is_drawn = inputs.temperature[rows] > 0
+    columns = _on(
+        logits.device,
+        np.where(is_drawn, inputs.temperature[rows], np.float32(1)),
+        np.where(is_drawn, inputs.top_k[rows], 0),
+        np.where(is_drawn, inputs.top_p[rows], np.float32(1)),
+        np.where(is_drawn, inputs.min_p[rows], np.float32(0)),
+    )
+    return scale(logits, *columns)
+
+
+def _tell(
+    told: list[TokenLogprobs | None],
+    logits: Tensor,
+    asking: Mapping[int, int],
+    token_ids: list[int],
+) -> None:
+    """logits: those of the rows that ask, in their order."""
+    drawn = torch.tensor([token_ids[row] for row in asking], device=logits.device)
+    each = token_logprobs(logits, drawn, list(asking.values()))
+    for row, logprobs in zip(asking, each, strict=True):
+        told[row] = logprobs
+
+
+def _on(device: torch.device, *columns: NDArray[np.generic]) -> list[Tensor]:
+    return [torch.from_numpy(column).to(device) for column in columns]

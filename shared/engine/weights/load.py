@@ -1,0 +1,181 @@
+"""Fills a model from safetensors files, or a bundle of them: one file, or shards named by an index.
+
+Every difference between what the model wants and what the files hold is a CheckpointError of one
+line that names the tensor and the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import msgspec
+import xxhash
+from torch import Tensor
+
+from shared.engine.weights.checkpoint_files import (
+    Content,
+    TensorFile,
+    TensorInfo,
+    checkpoint_folder,
+)
+from shared.errors import CheckpointError
+from shared.transport.wire_errors import UNREADABLE, one_line
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SOURCE_DTYPES = ("BF16", "F16", "F32")
+# Buffers that old exporters saved and that follow from the config.
+HARMLESS_SUFFIXES = ("rotary_emb.inv_freq",)
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+class CheckpointTensors:
+    """The tensors of an open checkpoint, mapped into memory and read when asked for."""
+
+    def __init__(
+        self,
+        files: Mapping[Path, TensorFile],
+        path_of: Mapping[str, Path],
+        others: Iterable[Path] = (),
+    ) -> None:
+        """`others` are files that the tensors follow from, too."""
+        self._files = files
+        self._path_of = path_of
+        self._others = tuple(others)
+
+    def names(self) -> list[str]:
+        return sorted(self._path_of)
+
+    def files(self) -> list[Path]:
+        """All that the tensors follow from."""
+        return sorted((*self._files, *self._others))
+
+    def path(self, name: str) -> Path:
+        return self._path_of[name]
+
+    def info(self, name: str) -> TensorInfo:
+        """Raises CheckpointError."""
+        return self._files[self._path_of[name]].info(name)
+
+    def read(self, name: str) -> Tensor:
+        """Raises CheckpointError."""
+        return self._files[self._path_of[name]].read(name)
+
+    def content(self, name: str) -> Content:
+        """Raises CheckpointError."""
+        return self._files[self._path_of[name]].content(name)
+
+
+@contextmanager
+def open_checkpoint(model_dir: Path) -> Iterator[CheckpointTensors]:
+    """Raises CheckpointError if a file is missing, truncated or at odds with the index."""
+    with ExitStack() as stack:
+        folder = checkpoint_folder(model_dir, stack)
+        files: dict[Path, TensorFile] = {}
+        path_of: dict[str, Path] = {}
+        index = _read_index(model_dir)
+        for file_name in _file_names(model_dir, index):
+            path = folder.path(file_name)
+            files[path] = folder.open(file_name, stack)
+            for name in files[path].names():
+                if name in path_of:
+                    raise CheckpointError(f"{path}: tensor {name} is also in {path_of[name].name}")
+                path_of[name] = path
+        for name, file_name in (index or {}).items():
+            if path_of.get(name) != folder.path(file_name):
+                raise CheckpointError(
+                    f"{folder.path(file_name)}: tensor {name} of {INDEX_FILE} is missing"
+                )
+        yield CheckpointTensors(files, path_of, folder.others())
+
+
+def _read_index(model_dir: Path) -> dict[str, str] | None:
+    path = model_dir / INDEX_FILE
+    if not path.exists():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Index).weight_map
+    except (OSError, *UNREADABLE) as error:
+        raise CheckpointError(f"{path}: {one_line(error)}") from None
+
+
+def _file_names(model_dir: Path, index: dict[str, str] | None) -> list[str]:
+    if index is None:
+        return [SINGLE_FILE]
+    for file_name in index.values():
+        is_name = Path(file_name).name == file_name and "\0" not in file_name
+        if not is_name or not file_name.endswith(".safetensors"):
+            raise CheckpointError(f"{model_dir / INDEX_FILE}: {file_name!r} is not a file name")
+    return sorted(set(index.values()))
+
+
+def load_weights(tensors: CheckpointTensors, destinations: Mapping[str, Tensor]) -> None:
+    """Copies every tensor into the view of the model's parameters that bears its name."""
+    for name in matched_names(tensors, destinations):
+        copy_tensor(tensors, name, destinations[name])
+
+
+def matched_names(tensors: CheckpointTensors, destinations: Mapping[str, Tensor]) -> list[str]:
+    """The tensors to copy. Raises CheckpointError if one is missing, is not part of the model or is
+    not what the config asks for.
+
+    None is read for that: what a stranger's checkpoint makes of a few bytes may fill all memory.
+    """
+    names = tensors.names()
+    for name in sorted(destinations.keys() - set(names)):
+        raise CheckpointError(f"{_where(tensors, names)}: tensor {name} is missing")
+    for name in names:
+        is_harmless = name.endswith(HARMLESS_SUFFIXES)
+        if name in destinations:
+            _check_info(tensors, name, destinations[name])
+        elif not is_harmless and not _is_tied_copy(tensors, name, destinations):
+            raise CheckpointError(f"{tensors.path(name)}: tensor {name} is not part of the model")
+    return [name for name in names if name in destinations]
+
+
+def _check_info(tensors: CheckpointTensors, name: str, destination: Tensor) -> None:
+    dtype, shape = tensors.info(name)
+    if dtype not in SOURCE_DTYPES:
+        raise CheckpointError(
+            f"{tensors.path(name)}: tensor {name} is {dtype}; only BF16, F16 and F32 are supported"
+        )
+    if shape != destination.shape:
+        raise CheckpointError(
+            f"{tensors.path(name)}: tensor {name} has shape {list(shape)}, "
+            f"the config asks for {list(destination.shape)}"
+        )
+
+
+def weights_digest(tensors: CheckpointTensors, config: bytes) -> str:
+    """xxh3-128 in hex over the config and each tensor's name, dtype, shape and digest, by name.
+
+    Independent of how the tensors are spread over files, and of whether they are in a bundle.
+    """
+    digest = xxhash.xxh3_128(config)
+    for name in tensors.names():
+        digest.update(msgspec.json.encode([name, tensors.content(name)]))
+    return digest.hexdigest()
+
+
+def copy_tensor(tensors: CheckpointTensors, name: str, destination: Tensor) -> None:
+    """One of the matched names, converted to the destination's dtype. Raises CheckpointError."""
+    destination.copy_(tensors.read(name))
+
+
+def _is_tied_copy(
+    tensors: CheckpointTensors, name: str, destinations: Mapping[str, Tensor]
+) -> bool:
+    """Some exporters write the output head of a tied model too; harmless while it is the same."""
+    embedding = "model.embed_tokens.weight"
+    if name != "lm_head.weight" or embedding not in destinations:
+        return False
+    return tensors.content(name) == tensors.content(embedding)
+
+
+def _where(tensors: CheckpointTensors, names: list[str]) -> Path:
+    return tensors.path(names[0]).parent if names else Path(SINGLE_FILE)

@@ -1,0 +1,57 @@
+"""The language model within a checkpoint that holds an image encoder as well."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from shared.engine.weights.checkpoint_files import Content, TensorInfo
+from shared.engine.weights.load import CheckpointTensors
+
+# As transformers writes them, and as its models name their own parameters.
+TEXT_PREFIXES = {
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "model.language_model.": "model.",
+}
+OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
+
+
+class TextTensors(CheckpointTensors):
+    """The tensors of the language model, by the names that they have in a checkpoint of its own."""
+
+    def __init__(self, tensors: CheckpointTensors) -> None:
+        self._tensors = tensors
+        self._source = {
+            _text_name(name): name for name in tensors.names() if not _is_other_part(name)
+        }
+
+    def names(self) -> list[str]:
+        return sorted(self._source)
+
+    def files(self) -> list[Path]:
+        return self._tensors.files()
+
+    def path(self, name: str) -> Path:
+        return self._tensors.path(self._source[name])
+
+    def info(self, name: str) -> TensorInfo:
+        return self._tensors.info(self._source[name])
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors.read(self._source[name])
+
+    def content(self, name: str) -> Content:
+        return self._tensors.content(self._source[name])
+
+
+def _is_other_part(name: str) -> bool:
+    return name.removeprefix("model.").startswith(OTHER_PARTS)
+
+
+def _text_name(name: str) -> str:
+    for prefix, short in TEXT_PREFIXES.items():
+        if name.startswith(prefix):
+            return short + name.removeprefix(prefix)
+    return name

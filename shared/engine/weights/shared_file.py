@@ -1,0 +1,266 @@
+"""The file that processes of one host map instead of each loading weights: its form and its life.
+
+    <cache>/<key>.packed    payload; header (JSON); trailer: digest and length of the header, magic
+    <cache>/lock            held by the process that builds; others wait and then map
+
+Every span of the payload starts at a multiple of 64 bytes. `key` digests all that the content
+follows from. A file appears whole or not at all: it is built under another name, synced, renamed.
+Its payload's digest is taken as it is written, and its mtime is then set to a chosen one; a file
+with any other mtime is verified whole before it is used.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import shutil
+import struct
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Annotated
+
+import msgspec
+import structlog
+import torch
+import xxhash
+from torch import Tensor
+
+from shared.engine.weights.weight_bytes import CompressedForm, PackedForm
+from shared.transport.wire_errors import UNREADABLE
+
+log = structlog.get_logger(__name__)
+
+MAGIC = b"hearthW3"  # another form of the file has another digit
+ALIGNMENT = 64
+_TRAILER = struct.Struct("<16sQ8s")
+_SUFFIX, _PARTIAL = ".packed", ".partial"
+
+
+NumBytes = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of the checkpoint as it was when it was read."""
+
+    path: str
+    num_bytes: int
+    mtime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> Source:
+        """Raises OSError."""
+        real = path.resolve()
+        stat = real.stat()
+        return cls(
+            path=str(real), num_bytes=stat.st_size, mtime_ns=stat.st_mtime_ns, inode=stat.st_ino
+        )
+
+    @property
+    def is_current(self) -> bool:
+        try:
+            return Source.of(Path(self.path)) == self
+        except (OSError, ValueError):
+            return False
+
+
+class Span(msgspec.Struct, frozen=True, kw_only=True):
+    """Where some bytes of the payload lie; `form` if they are a weight as it is computed with."""
+
+    offset: NumBytes
+    num_bytes: NumBytes
+    form: PackedForm | CompressedForm | None = None
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    key: str
+    revision: str
+    sources: tuple[Source, ...]
+    spans: dict[str, Span]
+    num_payload_bytes: int
+    payload_digest: str
+    sealed_ns: int  # the file's mtime as long as nobody has written to it
+
+
+class PackedFile:
+    """An open file: the mapping lives as long as this object or a tensor over it."""
+
+    def __init__(self, header: Header, payload: Tensor) -> None:
+        self.header = header
+        self._payload = payload
+
+    def bytes_of(self, name: str) -> Tensor:
+        """[num_bytes] uint8; a store to it ends the process."""
+        span = self.header.spans[name]
+        return self._payload[span.offset : span.offset + span.num_bytes]
+
+
+def packed_path(cache_dir: Path, key: str) -> Path:
+    return cache_dir / f"{key}{_SUFFIX}"
+
+
+def open_packed(path: Path, key: str) -> PackedFile | None:
+    """None where there is no such file that can be trusted. Raises OSError."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return None
+    with file:
+        header = _read_header(file)
+        if header is None or header.key != key:
+            return None
+        payload = _mapped(file)[: header.num_payload_bytes]
+        mtime_ns = os.fstat(file.fileno()).st_mtime_ns
+    if mtime_ns != header.sealed_ns:
+        if xxhash.xxh3_128_hexdigest(payload.numpy().data) != header.payload_digest:
+            return None
+        _seal(path, header.sealed_ns)
+    return PackedFile(header, payload)
+
+
+def _read_header(file: IO[bytes]) -> Header | None:
+    """None for a file that was cut off, or whose end is not that of a packed file."""
+    size = os.fstat(file.fileno()).st_size
+    if size < _TRAILER.size:
+        return None
+    file.seek(size - _TRAILER.size)
+    digest, num_bytes, magic = _TRAILER.unpack(file.read(_TRAILER.size))
+    start = size - _TRAILER.size - num_bytes
+    if magic != MAGIC or start < 0:
+        return None
+    file.seek(start)
+    encoded = file.read(num_bytes)
+    if xxhash.xxh3_128_digest(encoded) != digest:
+        return None
+    try:
+        header = msgspec.json.decode(encoded, type=Header)
+    except UNREADABLE:
+        return None
+    ends = (span.offset + span.num_bytes for span in header.spans.values())
+    is_whole = header.num_payload_bytes == start and all(end <= start for end in ends)
+    return header if is_whole else None
+
+
+def _mapped(file: IO[bytes]) -> Tensor:
+    """The file's bytes in the page cache, all read in before the first step needs them."""
+    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+    memory = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ)
+    with warnings.catch_warnings():  # that it is not writable is the purpose
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _seal(path: Path, sealed_ns: int) -> None:
+    try:
+        os.utime(path, ns=(sealed_ns, sealed_ns))
+    except (OSError, OverflowError) as error:  # it stays usable, at the price of a digest a start
+        log.info("packed_weights_not_sealed", path=str(path), reason=str(error))
+
+
+class PayloadWriter:
+    """Appends spans; no more than one of them needs to be in memory."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.spans: dict[str, Span] = {}
+        self.num_bytes = 0
+        self._file = file
+        self._digest = xxhash.xxh3_128()
+
+    @property
+    def digest(self) -> str:
+        return self._digest.hexdigest()
+
+    def append(
+        self, name: str, data: Tensor, form: PackedForm | CompressedForm | None = None
+    ) -> None:
+        """`data` is [num_bytes] uint8."""
+        self._write(bytes(-self.num_bytes % ALIGNMENT))
+        self.spans[name] = Span(offset=self.num_bytes, num_bytes=data.numel(), form=form)
+        self._write(data.numpy().data)
+
+    def _write(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+        self._digest.update(data)
+        self.num_bytes += len(data)
+
+
+def build_packed(
+    path: Path,
+    key: str,
+    sources: tuple[Source, ...],
+    write: Callable[[PayloadWriter], str],
+    *,
+    num_expected_bytes: int,
+) -> PackedFile:
+    """Opens the file once it is there: built by `write`, which returns the revision, or by another
+    process that was quicker. Raises OSError if the cache cannot take it, and what `write` raises.
+    """
+    cache_dir = path.parent
+    cache_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with _locked(cache_dir):
+        opened = open_packed(path, key)
+        if opened is not None:
+            return opened
+        _remove_outdated(cache_dir)
+        if shutil.disk_usage(cache_dir).free < num_expected_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(cache_dir))
+        _write_file(path, key, sources, write)
+        opened = open_packed(path, key)
+    if opened is None:
+        raise OSError(errno.EIO, "what was written cannot be read back", str(path))
+    log.info("weights_packed", path=str(path), num_bytes=opened.header.num_payload_bytes)
+    return opened
+
+
+@contextmanager
+def _locked(cache_dir: Path) -> Iterator[None]:
+    """The kernel frees the lock of a process that dies."""
+    with (cache_dir / "lock").open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _remove_outdated(cache_dir: Path) -> None:
+    """Files whose checkpoint has changed or is gone, and what a builder left that died.
+
+    Processes that have mapped one keep it until they end.
+    """
+    for each in (*cache_dir.glob(f"*{_PARTIAL}"), *cache_dir.glob(f"*{_SUFFIX}")):
+        with each.open("rb") as file:
+            header = _read_header(file)
+        if header is None or not all(source.is_current for source in header.sources):
+            each.unlink(missing_ok=True)
+
+
+def _write_file(
+    path: Path, key: str, sources: tuple[Source, ...], write: Callable[[PayloadWriter], str]
+) -> None:
+    partial = path.with_suffix(_PARTIAL)
+    sealed_ns = max(each.mtime_ns for each in sources) // 10**9 * 10**9
+    try:
+        with partial.open("wb") as file:
+            os.fchmod(file.fileno(), 0o600)
+            writer = PayloadWriter(file)
+            revision = write(writer)
+            header = Header(
+                key=key,
+                revision=revision,
+                sources=sources,
+                spans=writer.spans,
+                num_payload_bytes=writer.num_bytes,
+                payload_digest=writer.digest,
+                sealed_ns=sealed_ns,
+            )
+            encoded = msgspec.json.encode(header)
+            file.write(encoded)
+            file.write(_TRAILER.pack(xxhash.xxh3_128_digest(encoded), len(encoded), MAGIC))
+            file.flush()
+            os.fsync(file.fileno())
+        _seal(partial, sealed_ns)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

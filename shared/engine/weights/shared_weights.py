@@ -1,0 +1,218 @@
+"""One copy of a model's weights in a host's memory, however many processes serve it.
+
+The weights lie in a packed file (packed_file.py) as the model computes with them: fused, in the
+compute dtype, the linear ones as `kernels.cpu.linear` packs them, or compressed. Processes map it
+read-only and compute with views of the mapping, so that the kernel's page cache holds the one copy.
+The file's header keeps the revision: a second start neither converts nor hashes.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+import structlog
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from kernels.cpu.amx import has_amx
+from kernels.cpu.compressed_weight import CompressedWeight
+from kernels.cpu.float_products import has_avx512
+from kernels.cpu.linear import is_packed
+from kernels.cpu.pair_products import has_pair_products
+from kernels.device import IS_INTERPRETED
+from kernels.ops import pack_weight
+from shared.engine.layers.linear import parameter_of, replace_weight
+from shared.engine.weights.load import CheckpointTensors, matched_names
+from shared.engine.weights.shared_file import (
+    MAGIC,
+    PackedFile,
+    PayloadWriter,
+    Source,
+    build_packed,
+    open_packed,
+    packed_path,
+)
+from shared.engine.weights.weight_bytes import (
+    CompressedForm,
+    PackedForm,
+    can_share_packed,
+    compressed_form,
+    compressed_view,
+    packed_bytes,
+    packed_view,
+)
+from shared.engine.weights.weight_regions import Region, filled_bytes, regions_of, view_of
+from shared.transport.wire_errors import one_line
+
+log = structlog.get_logger(__name__)
+
+COMPRESSED_VERSION = 1  # another form of compressed weights has another number
+
+
+def weights_cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    if environ.get("HEARTH_CACHE_DIR"):
+        return Path(environ["HEARTH_CACHE_DIR"], "weights")
+    root = environ.get("XDG_CACHE_HOME")
+    base = Path(root) if root else Path(environ.get("HOME", tempfile.gettempdir()), ".cache")
+    return base / "hearth" / "weights"
+
+
+def map_weights(
+    model: nn.Module,
+    destinations: Mapping[str, Tensor],
+    tensors: CheckpointTensors,
+    config: bytes,
+    revision: Callable[[], str],
+    cache_dir: Path,
+    *,
+    is_compressed: bool = False,
+) -> str | None:
+    """Makes the model's weights views of the packed file, which is built if need be.
+
+    With `is_compressed` those that become smaller are compressed there, and stay so in memory.
+
+    `model` is on the CPU and still empty; `revision` is asked when a file is built. Returns the
+    revision, or None where the cache cannot be used: then nothing has changed. Raises
+    CheckpointError for a checkpoint that does not fit.
+    """
+    regions = regions_of(model, destinations)
+    try:
+        packed = _packed_file(
+            regions, tensors, config, revision, cache_dir, is_compressed=is_compressed
+        )
+    except OSError as error:
+        log.warning("weights_not_shared", cache=str(cache_dir), reason=one_line(error))
+        return None
+    for region in regions:
+        _adopt(region, packed)
+    return packed.header.revision
+
+
+def compress_weights(
+    model: nn.Module, destinations: Mapping[str, Tensor], tensors: CheckpointTensors
+) -> None:
+    """Fills a model on the CPU with weights of its own, compressed where they become smaller.
+
+    One storage is filled after the other: all plain weights are never in memory at once. Raises
+    CheckpointError.
+    """
+    matched_names(tensors, destinations)
+    for region in regions_of(model, destinations):
+        filled = filled_bytes(region, tensors)
+        weight = region.compressed(filled)
+        if weight is None:
+            region.adopt(filled)
+        else:
+            region.adopt_compressed(weight)
+
+
+def compress_in_place(model: nn.Module, destinations: Mapping[str, Tensor]) -> None:
+    """Of a model that is filled already, on any device."""
+    regions = regions_of(model, destinations)
+    del destinations  # these and the regions keep the plain weights alive
+    while regions:
+        region = regions.pop(0)
+        weight = region.compressed()
+        if weight is not None:
+            region.adopt_compressed(weight)
+
+
+def _packed_file(
+    regions: list[Region],
+    tensors: CheckpointTensors,
+    config: bytes,
+    revision: Callable[[], str],
+    cache_dir: Path,
+    *,
+    is_compressed: bool,
+) -> PackedFile:
+    sources = tuple(Source.of(path) for path in tensors.files())
+    key = _key(regions, sources, config, is_compressed=is_compressed)
+    path = packed_path(cache_dir, key)
+    opened = open_packed(path, key)
+    if opened is not None:
+        return opened
+    matched_names(tensors, {name: at for each in regions for name, at in each.destinations.items()})
+
+    def write(writer: PayloadWriter) -> str:
+        for region in regions:
+            _write_region(writer, region, tensors, is_compressed=is_compressed)
+        return revision()
+
+    num_bytes = sum(region.num_bytes for region in regions)
+    return build_packed(path, key, sources, write, num_expected_bytes=num_bytes)
+
+
+def _key(
+    regions: list[Region], sources: tuple[Source, ...], config: bytes, *, is_compressed: bool
+) -> str:
+    """Digests what the file's content follows from; the packed layouts from the machine."""
+    layout = [
+        [
+            region.name,
+            region.num_bytes,
+            region.is_needed_plain,
+            sorted(region.linears),
+            {name: _place(tensor) for name, tensor in region.tensors.items()},
+            {name: _place(tensor) for name, tensor in sorted(region.destinations.items())},
+        ]
+        for region in regions
+    ]
+    capability = torch.backends.cpu.get_cpu_capability()
+    ours = has_amx(), has_pair_products(), has_avx512()
+    machine = [str(torch.__version__), capability, *ours, can_share_packed(), IS_INTERPRETED]
+    described = msgspec.json.encode(
+        [MAGIC.decode(), COMPRESSED_VERSION * is_compressed, machine, layout, sources]
+    )
+    return xxhash.xxh3_128(described + config).hexdigest()
+
+
+def _place(tensor: Tensor) -> list[str | int | tuple[int, ...]]:
+    offset = int(tensor.storage_offset())
+    return [str(tensor.dtype), offset, tuple(tensor.shape), tensor.stride()]
+
+
+def _write_region(
+    writer: PayloadWriter, region: Region, tensors: CheckpointTensors, *, is_compressed: bool
+) -> None:
+    filled = filled_bytes(region, tensors)
+    compressed = region.compressed(filled) if is_compressed else None
+    if isinstance(compressed, CompressedWeight):
+        writer.append(region.name, compressed.memory, compressed_form(compressed))
+        return
+    is_needed_plain = region.is_needed_plain
+    for name, module in region.linears.items():
+        plain = view_of(filled, parameter_of(module))
+        weight = pack_weight(plain) if can_share_packed() else plain
+        if is_packed(weight):
+            form, data = packed_bytes(weight)
+            writer.append(_packed_name(name), data, form)
+        else:
+            is_needed_plain = True
+    if is_needed_plain:
+        writer.append(region.name, filled)
+
+
+def _packed_name(module_name: str) -> str:
+    return f"{module_name} packed"
+
+
+def _adopt(region: Region, packed: PackedFile) -> None:
+    """A linear weight that is not in the file packed is left to `pack`."""
+    spans = packed.header.spans
+    span = spans.get(region.name)
+    if span is not None:
+        stored = packed.bytes_of(region.name)
+        if isinstance(span.form, CompressedForm):
+            region.adopt_compressed(compressed_view(span.form, stored))
+            return
+        region.adopt(stored)
+    for name, module in region.linears.items():
+        span = spans.get(_packed_name(name))
+        if span is not None and isinstance(span.form, PackedForm):
+            replace_weight(module, packed_view(span.form, packed.bytes_of(_packed_name(name))))

@@ -1,0 +1,115 @@
+"""A model's storages that a checkpoint fills, each with the tensors and the modules over it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from kernels.ops import Compressed, compress_weight
+from shared.engine.layers.embedding import Embedding, OutputHead
+from shared.engine.layers.linear import Linear, parameter_of, replace_weight
+from shared.engine.weights.load import CheckpointTensors, copy_tensor
+
+
+@dataclass
+class Region:
+    """One storage of the model, by the name of its first tensor.
+
+    `linears` are modules that multiply with a tensor of it and `embeddings` those that look rows up
+    there. A tied model's is both: kept packed and as it is, or compressed, once.
+    """
+
+    name: str
+    num_bytes: int
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    linears: dict[str, Linear | OutputHead] = field(default_factory=dict)
+    embeddings: dict[str, Embedding] = field(default_factory=dict)
+    destinations: dict[str, Tensor] = field(default_factory=dict)
+    has_other_readers: bool = False
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether the checkpoint sets all of it."""
+        sizes = (each.numel() * each.element_size() for each in self.destinations.values())
+        return sum(sizes) >= self.num_bytes
+
+    @property
+    def is_needed_plain(self) -> bool:
+        return self.has_other_readers or bool(self.embeddings)
+
+    def compressed(self, filled: Tensor | None = None) -> Compressed | None:
+        """Of the bytes of the storage, or those that it has; None if that does not make it smaller,
+        or somebody needs it plain.
+        """
+        readers = [*self.linears.values(), *self.embeddings.values()]
+        if not readers or self.has_other_readers:
+            return None
+        weight = parameter_of(readers[0])
+        return compress_weight(weight if filled is None else view_of(filled, weight))
+
+    def adopt_compressed(self, weight: Compressed) -> None:
+        for module in (*self.linears.values(), *self.embeddings.values()):
+            replace_weight(module, weight)
+
+    def adopt(self, filled: Tensor) -> None:
+        """`filled`: the bytes of the storage, which its tensors become views of."""
+        for tensor in self.tensors.values():
+            tensor.data = view_of(filled, tensor)
+
+
+def regions_of(model: nn.Module, destinations: Mapping[str, Tensor]) -> list[Region]:
+    """The storages that the checkpoint fills, in the order of its names."""
+    found: dict[int, Region] = {}
+    wanted = {_storage(each) for each in destinations.values()}
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if _storage(tensor) in wanted:
+            region = Region(name, tensor.untyped_storage().nbytes())
+            found.setdefault(_storage(tensor), region).tensors[name] = tensor
+    for name, tensor in destinations.items():
+        found[_storage(tensor)].destinations[name] = tensor
+    for name, module, tensor in _readers(model):
+        if _storage(tensor) in found:
+            _add_reader(found[_storage(tensor)], name, module, tensor)
+    return sorted(found.values(), key=lambda region: min(region.destinations))
+
+
+def _add_reader(region: Region, name: str, module: nn.Module, tensor: Tensor) -> None:
+    if isinstance(module, Linear | OutputHead) and tensor is module.weight:
+        region.linears[name] = module
+    elif isinstance(module, Embedding):
+        region.embeddings[name] = module
+    else:
+        region.has_other_readers = True
+
+
+def _readers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
+    """Every module with each of its own tensors; a shared tensor comes once for each."""
+    for name, module in model.named_modules():
+        for tensor in chain(module.parameters(recurse=False), module.buffers(recurse=False)):
+            yield name, module, tensor
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def filled_bytes(region: Region, tensors: CheckpointTensors) -> Tensor:
+    """The bytes of one storage, [num_bytes] uint8. Raises CheckpointError."""
+    filled = torch.empty(region.num_bytes, dtype=torch.uint8)
+    if not region.is_covered:
+        first = next(iter(region.tensors.values()))
+        filled.copy_(torch.empty(0, dtype=torch.uint8).set_(first.untyped_storage()))
+    for name, destination in region.destinations.items():
+        copy_tensor(tensors, name, view_of(filled, destination))
+    return filled
+
+
+def view_of(stored: Tensor, like: Tensor) -> Tensor:
+    """`like`'s window on its storage, on the same bytes elsewhere."""
+    typed = stored.view(like.dtype)
+    offset = typed.storage_offset() + like.storage_offset()
+    return typed.as_strided(like.shape, like.stride(), offset)

@@ -1,0 +1,240 @@
+"""KV that nobody can find or holds any more is zeroed, before anybody else writes there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from shared.clock import MonotonicClock
+from shared.engine.batching.block_pool import BlockPool
+from shared.engine.batching.sequence import Sequence, SequenceState
+from shared.engine.engine import Engine, Progress
+from shared.engine.loop import EngineLoop
+from shared.engine.runner import StepInputs, StepOutput
+from shared.engine.runners.model_runner import ModelRunner
+from shared.errors import WorkerBusy
+from tests.services.decode.test_handoff import cluster
+from tests.shared.engine.batching.test_tenant_quota import cached
+from tests.shared.engine.checkpoints import write_llama
+from tests.shared.engine.rig import greedy, new_sequence, prompt
+from tests.simulation.clock import run
+from tests.simulation.workers import BLOCK_SIZE, CopyingRunner, request_of
+
+NUM_BLOCKS = 12
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    write_llama(folder)
+    return folder
+
+
+class Bench:
+    """An engine over a model, its loop running on real threads."""
+
+    def __init__(self, runner: ModelRunner, *, zeroes_freed_blocks: bool) -> None:
+        self.runner = runner
+        self.engine = Engine(
+            num_blocks=runner.num_blocks,
+            block_size=16,
+            max_context_tokens=runner.max_context_tokens,
+            max_batch_tokens=64,
+            max_sequences=8,
+            zeroes_freed_blocks=zeroes_freed_blocks,
+        )
+        self.loop = EngineLoop(self.engine, runner, MonotonicClock())
+        self.loop.listen(self._note)
+        self.changed = asyncio.Event()
+
+    def _note(self, progress: list[Progress]) -> None:
+        self.changed.set()
+
+    async def complete(self, sequence: Sequence) -> None:
+        self.engine.add(sequence)
+        self.loop.wake()
+        async with asyncio.timeout(30):
+            while sequence.state is not SequenceState.FINISHED:
+                self.changed.clear()
+                await self.changed.wait()
+
+    def filled_blocks(self) -> set[int]:
+        """Those whose KV is anything but zeros, in any layer."""
+        by_block = self.runner._kv_cache.float().abs().amax(dim=(0, 1, 3, 4, 5))
+        return set(by_block.nonzero().flatten().tolist())
+
+    def findable_blocks(self) -> set[int]:
+        pool = self.engine.pool
+        return {pool._block_ids[block.block_hash] for block in pool.cached_blocks()}
+
+
+@asynccontextmanager
+async def bench(model_dir: Path, *, zeroes_freed_blocks: bool) -> AsyncIterator[Bench]:
+    size = 2 * 2 * 16 * 2 * 12 * 4  # layers, K and V, tokens, heads, head_dim, FP32
+    runner = ModelRunner.load(model_dir, dtype="float32", kv_cache_bytes=NUM_BLOCKS * size)
+    assert runner.num_blocks == NUM_BLOCKS
+    made = Bench(runner, zeroes_freed_blocks=zeroes_freed_blocks)
+    made.loop.start()
+    try:
+        yield made
+    finally:
+        await made.loop.stop()
+
+
+@pytest.mark.parametrize("zeroes", [True, False])
+async def test_only_what_can_be_found_is_left_in_the_cache(model_dir: Path, zeroes: bool) -> None:
+    async with bench(model_dir, zeroes_freed_blocks=zeroes) as it:
+        for start in (10, 60, 110, 10, 90):  # more than the pool holds: some is evicted
+            await it.complete(new_sequence(prompt(57, start=start), greedy(4)))
+        await it.loop.zero_freed_blocks()
+        assert it.findable_blocks()
+        assert it.findable_blocks() <= it.filled_blocks()
+        assert (it.findable_blocks() == it.filled_blocks()) is zeroes
+
+
+@pytest.mark.parametrize("zeroes", [True, False])
+async def test_a_tenant_without_a_quota_to_keep_leaves_nothing(
+    model_dir: Path, zeroes: bool
+) -> None:
+    async with bench(model_dir, zeroes_freed_blocks=zeroes) as it:
+        sequence = new_sequence(prompt(57), greedy(4))
+        sequence.kv_quota_tokens = 1
+        await it.complete(sequence)
+        await it.loop.zero_freed_blocks()
+        assert it.findable_blocks() == set()
+        assert (it.filled_blocks() == set()) is zeroes
+
+
+async def test_an_idle_loop_zeroes_by_itself(model_dir: Path) -> None:
+    async with bench(model_dir, zeroes_freed_blocks=True) as it:
+        zeroed: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+        zero_blocks = it.runner.zero_blocks
+
+        async def tell(block_ids: list[int]) -> None:
+            await zero_blocks(block_ids)
+            if not zeroed.done():
+                zeroed.set_result(block_ids)
+
+        it.runner.zero_blocks = tell  # type: ignore[method-assign]
+        sequence = new_sequence(prompt(5), greedy(4))
+        await it.complete(sequence)
+        block_ids = await asyncio.wait_for(zeroed, 30)
+        assert len(block_ids) == 1
+        assert it.filled_blocks() == set()
+
+
+async def test_what_could_not_be_zeroed_is_tried_again(model_dir: Path) -> None:
+    async with bench(model_dir, zeroes_freed_blocks=True) as it:
+        zero_blocks, told, done = it.runner.zero_blocks, [], asyncio.Event()
+
+        async def fail_once(block_ids: list[int]) -> None:
+            told.append(list(block_ids))
+            if len(told) == 1:
+                raise RuntimeError("the device says no")
+            await zero_blocks(block_ids)
+            done.set()
+
+        it.runner.zero_blocks = fail_once  # type: ignore[method-assign]
+        await it.complete(new_sequence(prompt(5), greedy(4)))
+        await asyncio.wait_for(done.wait(), 30)
+        assert told == [told[0], told[0]]
+        assert it.filled_blocks() == set()
+
+
+def test_the_pool_notes_only_what_lost_its_content_and_only_when_asked() -> None:
+    pool = BlockPool(8, 4, notes_freed=True)
+    cached(pool, "a", "pq", 0)
+    assert pool.take_freed() == []
+    private = pool.allocate(2)
+    pool.release(private)
+    pool.release(pool.allocate(1))
+    assert pool.take_freed() == sorted(private)
+    pool.allocate(8)
+    assert len(pool.take_freed()) == 2  # "pq" was evicted
+    assert pool.take_freed() == []
+    silent = BlockPool(8, 4)
+    silent.release(silent.allocate(8))
+    assert silent.take_freed() == []
+
+
+class WatchfulRunner(CopyingRunner):
+    """Whoever writes KV finds zeros from there to the end of its blocks."""
+
+    num_checked = 0
+
+    async def run(self, inputs: StepInputs) -> StepOutput:
+        copied = {destination for _, destination in inputs.block_copies}
+        for row, num_context in enumerate(inputs.context_lens.tolist()):
+            num_blocks = -(-num_context // BLOCK_SIZE)
+            table = inputs.block_tables[row].tolist()[:num_blocks]
+            first = num_context - int(inputs.query_lens[row])
+            if not copied & set(table):
+                self._check_zeros(table, first)
+        return await super().run(inputs)
+
+    async def write_kv(
+        self, block_table: list[int], first_token: int, num_tokens: int, payload: memoryview
+    ) -> None:
+        self._check_zeros(list(block_table), first_token)
+        await super().write_kv(block_table, first_token, num_tokens, payload)
+
+    def _check_zeros(self, table: list[int], first_token: int) -> None:
+        slots = self._slots(table, first_token, len(table) * BLOCK_SIZE - first_token)
+        assert not self._kv[slots].any(), "another's KV was there"
+        type(self).num_checked += 1
+
+
+@pytest.mark.parametrize("zeroes", [True, False])
+@pytest.mark.parametrize("copy_s", [0.0, 0.003, 0.03])
+def test_nobody_writes_before_the_blocks_are_clear(copy_s: float, zeroes: bool) -> None:
+    """Two tenants in turn, by local prefill and by pushed KV, aborted and not, in few blocks."""
+
+    async def main() -> None:
+        options = {"num_blocks": 24, "copy_s": copy_s, "zeroes_freed_blocks": zeroes}
+        async with cluster(**options, runner_type=WatchfulRunner) as it:
+            placed = []
+            for number in range(24):
+                tenant_id = f"tenant-{number % 2}"
+                tokens = list(range(100 + number, 100 + number + 40 + 9 * (number % 5)))
+                request = request_of(tokens, tenant_id=tenant_id, max_tokens=9)
+                candidates = ("prefill-1",) if number % 3 else ()
+                try:
+                    placed.append(await it.peer.place("decode-1", request, candidates))
+                except WorkerBusy:  # it is small on purpose
+                    continue
+                await asyncio.sleep(0.004 * (number % 4))
+                if number % 7 == 3:
+                    await it.peer.abort("decode-1", placed.pop())
+            for placement_id in placed:
+                received = await it.peer.finished(placement_id)
+                assert received.finish.reason == "length"
+            await it.settled()
+
+    WatchfulRunner.num_checked = 0
+    if zeroes:
+        run(main())
+        assert WatchfulRunner.num_checked > 100
+    else:
+        with pytest.raises((AssertionError, TimeoutError)):
+            run(main())
+
+
+def test_zeroing_changes_no_token() -> None:
+    def outputs(zeroes: bool) -> list[list[int]]:
+        async def main() -> list[list[int]]:
+            found = []
+            async with cluster(num_blocks=24, copy_s=0.003, zeroes_freed_blocks=zeroes) as it:
+                for number in range(8):
+                    tokens = list(range(100 + number, 190 + number))
+                    received = await it.run(request_of(tokens, tenant_id=f"t-{number % 2}"))
+                    found.append(received.output)
+                await it.settled()
+            return found
+
+        return run(main())
+
+    assert outputs(True) == outputs(False)

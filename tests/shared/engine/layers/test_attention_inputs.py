@@ -1,0 +1,40 @@
+"""Which rows of a step go to which attention."""
+
+from __future__ import annotations
+
+import torch
+
+from shared.engine.layers.attention_inputs import build_attention_inputs
+from tests.shared.engine.steps import Blocks, Line, step_of
+
+CPU, ELSEWHERE = torch.device("cpu"), torch.device("meta")
+
+
+def mixed(*query_lens: int) -> list[tuple[Line, int]]:
+    blocks = Blocks(16)
+    return [(blocks.line(range(20)), query_len) for query_len in query_lens]
+
+
+def test_single_tokens_are_decoded_apart_from_runs() -> None:
+    inputs = build_attention_inputs(step_of(mixed(3, 1, 2, 1)), ELSEWHERE)
+    assert inputs.prefill is not None
+    assert inputs.decode is not None
+    assert inputs.prefill.rows is not None
+    assert inputs.prefill.rows.shape == (5,)
+    assert inputs.decode.rows is not None
+    assert inputs.decode.rows.shape == (2,)
+
+
+def test_the_cpu_takes_a_mixed_step_as_it_is() -> None:
+    inputs = build_attention_inputs(step_of(mixed(3, 1, 2, 1)), CPU)
+    assert inputs.decode is None
+    assert inputs.prefill is not None
+    assert inputs.prefill.rows is None
+    assert inputs.prefill.cu_seqlens_q.tolist() == [0, 3, 4, 6, 7]
+
+
+def test_steps_of_single_tokens_are_decoded() -> None:
+    inputs = build_attention_inputs(step_of(mixed(1, 1)), CPU)
+    assert inputs.prefill is None
+    assert inputs.decode is not None
+    assert inputs.decode.rows is None

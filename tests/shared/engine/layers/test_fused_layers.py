@@ -1,0 +1,102 @@
+"""Models whose layers go through one kernel: which do, and that it changes no bit of an answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.cpu.half_products import has_half_products
+from shared.engine.layers.fused_layer import FusedLayer
+from shared.engine.models.decoder import Decoder
+from shared.engine.runner import LogitBias, Penalties
+from shared.engine.runners.model_runner import ModelRunner
+from tests.shared.engine.checkpoints import write_model
+from tests.shared.engine.steps import Blocks, advance, greedy, step_of
+
+pytestmark = pytest.mark.skipif(not has_half_products(), reason="needs products of BF16")
+SHAPE = {
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "vocab_size": 224,
+}
+FUSED = [
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+]
+
+
+def load(folder: Path, dtype: str = "bfloat16") -> ModelRunner:
+    return ModelRunner.load(folder, dtype=dtype, kv_cache_bytes=2 << 20)
+
+
+def logits(runner: ModelRunner) -> list[Tensor]:
+    """Of a mixed step, a step of single tokens, and one of a long run."""
+    blocks = Blocks(runner.num_blocks)
+    ids = torch.randint(0, 224, (600,), generator=torch.Generator().manual_seed(0)).tolist()
+    lines = [blocks.line(ids[:45]), blocks.line(ids[50:53]), blocks.line(ids)]
+    works = [(lines[0], 40), (lines[1], 2)], [(lines[0], 1), (lines[1], 1)], [(lines[2], 600)]
+    return [advance(runner, work) for work in works]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("architecture", FUSED)
+def test_the_same_logits(
+    architecture: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path, architecture, **SHAPE)
+    fused = load(tmp_path, dtype)
+    assert all(isinstance(layer, FusedLayer) for layer in fused._model.layers)
+    monkeypatch.setattr(Decoder, "fuse", lambda model: None)
+    single = load(tmp_path, dtype)
+    assert not any(isinstance(layer, FusedLayer) for layer in single._model.layers)
+    for got, expected in zip(logits(fused), logits(single), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_layers_with_more_to_them_stay(tmp_path: Path) -> None:
+    write_model(tmp_path, "LlamaForCausalLM", **SHAPE, mlp_bias=True)
+    runner = load(tmp_path)
+    assert not any(isinstance(layer, FusedLayer) for layer in runner._model.layers)
+
+
+def test_a_greedy_step_draws_the_largest_logits(tmp_path: Path) -> None:
+    write_model(tmp_path, "LlamaForCausalLM", **SHAPE)
+    runner = load(tmp_path)
+    step = step_of([(Blocks(runner.num_blocks).line(range(40)), 40)])
+    assert step.sampling.wants_likeliest_only
+    expected = runner.step_logits(step).argmax(-1).tolist()
+    assert runner._run(step).token_ids == expected
+    told = msgspec.structs.replace(step.sampling, raw_logprobs={3: 2})
+    output = runner._run(msgspec.structs.replace(step, sampling=told))
+    assert output.token_ids == expected
+    assert [row for row, each in enumerate(output.logprobs) if each is not None] == [3]
+
+
+@pytest.mark.parametrize(
+    "touched",
+    [
+        {"temperature": np.array([0, 0.5], np.float32)},
+        {"banned": [(1, 7)]},
+        {"processed_logprobs": {0: 0}},
+        {"bias": LogitBias(np.array([0]), np.array([3]), np.array([1], np.float32))},
+        {"penalties": Penalties(*np.ones((2, 1), np.int64), *np.ones((2, 1), np.float32))},
+    ],
+    ids=lambda touched: next(iter(touched)),
+)
+def test_logits_are_needed_where_something_is_done_to_them(touched: dict[str, Any]) -> None:
+    sampling = greedy([0, 1])
+    assert sampling.wants_likeliest_only
+    assert not msgspec.structs.replace(sampling, **touched).wants_likeliest_only

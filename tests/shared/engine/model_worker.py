@@ -1,0 +1,63 @@
+"""An engine over a model, stepped by hand."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+from shared.engine.batching.sequence import Sequence
+from shared.engine.engine import Engine, Progress
+from shared.engine.inputs import build_inputs
+from shared.engine.models.checkpoint_config import read_config
+from shared.engine.runners.model_runner import ModelRunner
+from shared.messages import TokenLogprobs
+
+
+class Worker:
+    def __init__(self, model_dir: Path, dtype: str, *, num_blocks: int = 64, budget: int = 64):
+        config = read_config(model_dir)
+        token_bytes = 2 * config.num_kv_heads * config.head_dim * (2 if dtype == "bfloat16" else 4)
+        block_bytes = config.num_layers * 16 * token_bytes
+        self.runner = ModelRunner.load(
+            model_dir, dtype=dtype, kv_cache_bytes=num_blocks * block_bytes, num_threads=1
+        )
+        assert self.runner.num_blocks == num_blocks
+        self.engine = Engine(
+            num_blocks=num_blocks,
+            block_size=16,
+            max_context_tokens=self.runner.max_context_tokens,
+            max_batch_tokens=budget,
+            max_sequences=16,
+            reach=self.runner.reach,
+        )
+        self.tokens: dict[bytes, list[int]] = defaultdict(list)
+        self.logprobs: dict[bytes, list[TokenLogprobs]] = defaultdict(list)
+        self.prompt_logprobs: dict[bytes, tuple[TokenLogprobs, ...]] = {}
+        self.endings: dict[bytes, Progress] = {}
+        self.num_computed_tokens = 0
+
+    async def run(self, *sequences: Sequence) -> list[int]:
+        """Computes all to their ends; returns the first one's new tokens."""
+        for sequence in sequences:
+            self.engine.add(sequence)
+        await self.run_on()
+        return self.tokens[sequences[0].sequence_id]
+
+    async def run_on(self) -> None:
+        while self.engine.batcher.waiting or self.engine.batcher.running:
+            rows, _ = self.engine.schedule()
+            drawn = await self.runner.run(build_inputs(rows, 16))
+            self.num_computed_tokens += sum(row.num_scheduled_tokens for row in rows)
+            for each in self.engine.apply(rows, drawn):
+                self._record(each)
+            self.engine.pool.check()
+
+    def _record(self, progress: Progress) -> None:
+        sequence_id = progress.sequence.sequence_id
+        self.tokens[sequence_id] += progress.token_ids
+        self.logprobs[sequence_id] += progress.logprobs
+        if progress.prompt_logprobs:
+            assert sequence_id not in self.prompt_logprobs, "told twice"
+            self.prompt_logprobs[sequence_id] = progress.prompt_logprobs
+        if progress.finish_reason is not None:
+            self.endings[sequence_id] = progress

@@ -1,0 +1,100 @@
+"""Every family computes what transformers computes, whichever way a sequence goes through a runner.
+
+The models are random, wide and untied: each difference in a window, a cap, a norm or a rope shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from shared.engine.layers.embedding import Embedding
+from shared.engine.runners.model_runner import ModelRunner
+from tests.shared.engine.families import FAMILIES
+from tests.shared.engine.reference import margin_checked_prompt
+from tests.shared.engine.steps import Blocks, Line, advance, generate, prefill
+
+# Root mean square of the logits' differences from transformers in FP32, over that of the logits.
+# BF16 runs have the same BF16 weights; transformers' own in BF16 are off by 0.007 to 0.07.
+TOLERANCE = {"float32": 5e-6, "bfloat16": 6e-2}
+PROMPT = torch.randint(3, 199, (150,), generator=torch.Generator().manual_seed(1)).tolist()
+
+Checkpoint = Callable[[str, str], tuple[Path, PreTrainedModel]]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """By family and dtype of the weights: the folder, and transformers' model in FP32."""
+
+    @cache
+    def write(family: str, dtype: str) -> tuple[Path, PreTrainedModel]:
+        folder = tmp_path_factory.mktemp("model")
+        return folder, FAMILIES[family].write(folder, dtype=getattr(torch, dtype))
+
+    return write
+
+
+def _load(folder: Path, dtype: str) -> ModelRunner:
+    return ModelRunner.load(folder, dtype=dtype, kv_cache_bytes=1 << 20)
+
+
+def _relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(checkpoint: Checkpoint, family: str, dtype: str) -> None:
+    folder, model = checkpoint(family, dtype)
+    with torch.inference_mode():
+        expected = model(torch.tensor([PROMPT])).logits[0]
+    runner = _load(folder, dtype)
+    whole = prefill(runner, Blocks(runner.num_blocks).line(PROMPT), len(PROMPT))
+    assert _relative_error(whole, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_bit_depends_on_the_way(checkpoint: Checkpoint, family: str, dtype: str) -> None:
+    """Whole, in chunks, behind a cached prefix, and by decoding: the same bits."""
+    runner = _load(checkpoint(family, dtype)[0], dtype)
+    blocks = Blocks(runner.num_blocks)
+    first = blocks.line(PROMPT)
+    whole = prefill(runner, first, len(PROMPT))
+    for chunk in (1, 7, 64):
+        assert torch.equal(prefill(runner, blocks.line(PROMPT), chunk), whole), f"chunks of {chunk}"
+    own = blocks.line(PROMPT[80:])
+    cached = Line(PROMPT, first.block_table[:5] + own.block_table, num_computed=80)
+    assert torch.equal(prefill(runner, cached, 33), whole[80:])
+    decoding = blocks.line(PROMPT)
+    advance(runner, [(decoding, 100)])
+    decoded = [advance(runner, [(decoding, 1)]) for _ in PROMPT[100:]]
+    assert torch.equal(torch.cat(decoded), whole[100:])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(checkpoint: Checkpoint, family: str) -> None:
+    """From prompts within a window of 64 or 70 tokens, across its edge, and far beyond."""
+    folder, model = checkpoint(family, "float32")
+    runner = _load(folder, "float32")
+    blocks = Blocks(runner.num_blocks)
+    for num_tokens, num_drawn in ((50, 24), (300, 8)):
+        prompt, expected = margin_checked_prompt(model, num_tokens, runner.vocab_size, num_drawn)
+        assert generate(runner, blocks.line(prompt, room=num_drawn), num_drawn) == expected
+        is_tied = "tied" in family  # such a model repeats itself
+        assert is_tied or len(set(expected)) > 3, "proves nothing"
+
+
+def test_the_embedding_scale_is_rounded_as_in_transformers() -> None:
+    """The root of 48 lies between two BF16 numbers."""
+    ids = torch.arange(9)
+    embedding = Embedding(9, 48, scale=48**0.5, dtype=torch.bfloat16)
+    torch.nn.init.normal_(embedding.weight)
+    assert torch.equal(embedding(ids), embedding.weight * torch.tensor(48**0.5).bfloat16())
+    assert not torch.equal(embedding(ids), embedding.weight * 48**0.5)

@@ -1,0 +1,274 @@
+"""What each family makes of the configs that its checkpoints are published with, and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from shared.engine.model_config import ModelConfig
+from shared.engine.models.checkpoint_config import read_config
+from shared.errors import CheckpointError
+
+SIZES = {
+    "vocab_size": 199,
+    "hidden_size": 96,
+    "intermediate_size": 80,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+ENDLESS_YARN = {"type": "yarn", "factor": 1e308, "original_max_position_embeddings": 4096}
+SHORT, LONG = [1.0 + pair for pair in range(9)], [2.0 + 3 * pair for pair in range(9)]
+# As transformers 4 and the families' authors write them: much is left to the family's defaults.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"rope_theta": 500_000.0, "max_position_embeddings": 8192},
+    "LlamaForCausalLM, linear": {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    "LlamaForCausalLM, llama3": {
+        "rope_theta": 500_000.0,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 1024,
+        },
+    },
+    "MistralForCausalLM": {},
+    "MistralForCausalLM, no window": {"sliding_window": None, "head_dim": 32},
+    "Qwen2ForCausalLM": {"sliding_window": 131_072, "use_sliding_window": False},
+    "Qwen2ForCausalLM, window": {
+        "sliding_window": 512,
+        "use_sliding_window": True,
+        "max_window_layers": 5,
+    },
+    "Qwen2ForCausalLM, yarn": {
+        "max_position_embeddings": 32_768,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32_768,
+        },
+    },
+    "Qwen3ForCausalLM": {"rope_theta": 1_000_000, "sliding_window": None},
+    "Gemma2ForCausalLM": {},
+    "Gemma3ForCausalLM": {"rope_theta": 500_000.0, "rope_local_base_freq": 5_000.0},
+    "Gemma3ForCausalLM, scaled": {
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "sliding_window": 1024,
+        "sliding_window_pattern": 3,
+    },
+    "Phi3ForCausalLM": {"sliding_window": 2047},
+    "Phi3ForCausalLM, longer": {
+        "max_position_embeddings": 131_072,
+        "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": {"type": "longrope", "short_factor": SHORT, "long_factor": LONG},
+    },
+    "Phi3ForCausalLM, never longer": {
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": {"type": "longrope", "short_factor": SHORT, "long_factor": LONG},
+    },
+    "Gemma3ForConditionalGeneration": {
+        "eos_token_id": [1, 106],
+        "text_config": {
+            "hidden_size": 2560,
+            "intermediate_size": 10_240,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "vision_config": {"model_type": "siglip_vision_model", "num_hidden_layers": 1},
+    },
+}
+
+
+def _read(folder: Path, written: dict[str, Any]) -> ModelConfig:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(written))
+    return read_config(folder)
+
+
+def _written(kind: str) -> dict[str, Any]:
+    return {"architectures": [kind.partition(",")[0]], **SIZES, **PUBLISHED[kind]}
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_a_published_config_means_what_transformers_makes_of_it(tmp_path: Path, kind: str) -> None:
+    """transformers reads it, fills in its defaults, and writes it in its own newer spelling."""
+    written = _written(kind)
+    config_class = getattr(transformers, written["architectures"][0]).config_class
+    config_class.from_dict(json.loads(json.dumps(written))).save_pretrained(tmp_path / "newer")
+    newer = json.loads((tmp_path / "newer" / "config.json").read_text())
+    assert "rope_scaling" not in newer
+    newer["eos_token_id"] = written.get("eos_token_id")
+    assert _read(tmp_path / "older", written) == _read(tmp_path / "newer", newer)
+
+
+def test_windows_fall_on_the_layers_that_have_them(tmp_path: Path) -> None:
+    def windows(kind: str, **changes: Any) -> list[int | None]:
+        config = _read(tmp_path, {**_written(kind), **changes})
+        return [layer.window for layer in config.layers]
+
+    assert windows("MistralForCausalLM", sliding_window=7) == [7] * 8
+    assert windows("MistralForCausalLM, no window") == [None] * 8
+    assert windows("Qwen2ForCausalLM") == [None] * 8
+    assert windows("Qwen2ForCausalLM, window") == [None] * 5 + [512] * 3
+    assert windows("Gemma2ForCausalLM") == [4096, None] * 4
+    assert windows("Gemma3ForCausalLM, scaled") == [1024, 1024, None] * 2 + [1024] * 2
+    assert windows("Phi3ForCausalLM") == [2047] * 8
+
+
+def test_gemma3_has_a_rope_for_each_kind_of_layer(tmp_path: Path) -> None:
+    config = _read(tmp_path, _written("Gemma3ForCausalLM"))
+    assert [rope.theta for rope in config.ropes] == [500_000.0, 5_000.0]
+    assert [layer.rope_index for layer in config.layers] == [1, 1, 1, 1, 1, 0, 1, 1]
+    assert all((layer.window is None) == (layer.rope_index == 0) for layer in config.layers)
+
+
+@pytest.mark.parametrize("older", ["su", "yarn"])
+def test_phi3_has_older_names_for_longrope(tmp_path: Path, older: str) -> None:
+    written = _written("Phi3ForCausalLM, longer")
+    expected = _read(tmp_path, written)
+    rope = {**written["rope_scaling"], "type": older}
+    assert _read(tmp_path, {**written, "rope_scaling": rope}) == expected
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "moe": ("LlamaForCausalLM", {"architectures": ["Qwen3MoeForCausalLM"]}, "'Qwen3MoeForCausalL"),
+    "mla": ("LlamaForCausalLM", {"architectures": ["DeepseekV3ForCausalLM"]}, "'DeepseekV3ForCaus"),
+    "none": ("LlamaForCausalLM", {"architectures": None}, "architecture '' is not supported"),
+    "quantised": (
+        "Gemma3ForConditionalGeneration",
+        {"quantization_config": {"bits": 4}},
+        "quantization_config",
+    ),
+    "activation": (
+        "Gemma2ForCausalLM",
+        {"hidden_activation": "relu"},
+        "hidden_activation 'relu' is not supported, only silu, gelu_pytorch_tanh",
+    ),
+    "both ways": (
+        "Gemma3ForCausalLM",
+        {"use_bidirectional_attention": True},
+        "use_bidirectional_attention is not supported",
+    ),
+    "rope type": (
+        "Qwen2ForCausalLM",
+        {"rope_scaling": {"type": "mrope", "mrope_section": [1, 2]}},
+        "rope type 'mrope' is not supported",
+    ),
+    "rope field": (
+        "Qwen2ForCausalLM",
+        {"rope_scaling": {"type": "linear", "factor": "two"}},
+        r"rope parameters: Expected `float \| null`, got `str` - at `\$.factor`",
+    ),
+    "no factor": (
+        "LlamaForCausalLM",
+        {"rope_scaling": {"type": "dynamic"}},
+        "rope type 'dynamic' needs a factor above 0",
+    ),
+    "yarn without a context": (
+        "LlamaForCausalLM",
+        {"rope_scaling": {"type": "yarn"}},
+        "rope type 'yarn' needs a factor above 0",
+    ),
+    "long factors": (
+        "Phi3ForCausalLM",
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+        "needs 12 positive numbers",
+    ),
+    "partly rotated": (
+        "LlamaForCausalLM",
+        {"partial_rotary_factor": 0.5},
+        "partial_rotary_factor is not supported for this architecture",
+    ),
+    "no pairs": (
+        "Phi3ForCausalLM",
+        {"partial_rotary_factor": 0.3},
+        "partial_rotary_factor 0.3 of head_dim 24 leaves no pairs",
+    ),
+    "chunked": (
+        "Qwen3ForCausalLM",
+        {"layer_types": ["chunked_attention"] * 8},
+        "layer type 'chunked_attention' is not supported",
+    ),
+    "too few layers": (
+        "Gemma2ForCausalLM",
+        {"layer_types": ["full_attention"]},
+        "1 layer_types for 8 layers",
+    ),
+    "layers of one kind": (
+        "MistralForCausalLM",
+        {"layer_types": ["full_attention", "sliding_attention"] * 4},
+        "layer_types are not supported for this architecture",
+    ),
+    "no window": (
+        "Qwen2ForCausalLM",
+        {"layer_types": ["sliding_attention"] * 8, "use_sliding_window": False},
+        "sliding_attention layers, but no sliding_window",
+    ),
+    "window of nothing": (
+        "MistralForCausalLM",
+        {"sliding_window": 0},
+        r"at `\$.sliding_window`",
+    ),
+    "a rope of no layer": (
+        "Gemma3ForCausalLM",
+        {"rope_parameters": {"rope_type": "default"}},
+        "rope_parameters: 'rope_type' is no layer type",
+    ),
+    "cap of nothing": (
+        "Gemma2ForCausalLM",
+        {"attn_logit_softcapping": 0.0},
+        r"at `\$.attn_logit_softcapping`",
+    ),
+    "no turns": (
+        "LlamaForCausalLM",
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_slow": 0}},
+        "rope parameters are out of range",
+    ),
+    "no text": (
+        "Gemma3ForConditionalGeneration",
+        {"text_config": None},
+        "text_config is missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_not_supported_is_refused_in_one_line(tmp_path: Path, kind: str) -> None:
+    family, changes, message = REFUSED[kind]
+    with pytest.raises(CheckpointError, match=message) as caught:
+        _read(tmp_path, {**_written(family), **changes})
+    assert caught.value.message.startswith(f"{tmp_path}/config.json: ")
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"vocab_size": 2**40}, "vocab_size"),
+        ({"hidden_size": 2**40}, "hidden_size"),
+        ({"rope_scaling": ENDLESS_YARN}, "numbers that cannot be computed with"),
+        ({"rope_parameters": {"full_attention": 5}}, "full_attention is not an object"),
+        ({"eos_token_id": [2, 199]}, "eos_token_id 199"),
+        ({"eos_token_id": -1}, "eos_token_id -1"),
+    ],
+)
+def test_values_that_no_model_has_are_refused_in_one_line(
+    tmp_path: Path, changed: dict[str, Any], reason: str
+) -> None:
+    """The first would take all memory for its layers before anything is compared."""
+    config = {"architectures": ["LlamaForCausalLM"], **SIZES, **changed}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=reason) as refused:
+        read_config(tmp_path)
+    assert "\n" not in refused.value.message

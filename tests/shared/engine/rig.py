@@ -1,0 +1,302 @@
+"""An engine core over a timing runner, driven step by step without an event loop.
+
+Every step proves what must hold whatever happens: the pool adds up, the budget is kept, no block is
+written that anybody else can see, and none that is copied can become another's before it is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Coroutine, Iterable
+from functools import cache
+from itertools import count
+from typing import Any, TypeVar
+
+from shared.block_hash import root_hash
+from shared.engine.batching.batcher import ScheduledSequence
+from shared.engine.batching.sequence import Sequence, SequenceState
+from shared.engine.engine import Engine, Progress
+from shared.engine.inputs import build_inputs
+from shared.engine.runners.timing_runner import TimingRunner
+from shared.messages import Pooling, SamplingParams, TokenLogprobs
+
+T = TypeVar("T")
+
+BLOCK_SIZE = 4
+VOCAB_SIZE = 1000
+_ids = count()
+
+
+class InstantClock:
+    """Nothing takes time, so that a runner's coroutine ends without an event loop."""
+
+    def now(self) -> float:
+        return 0.0
+
+    async def sleep(self, delay_s: float) -> None:
+        pass
+
+
+def row_of(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
+    """A row of that sequence as it is."""
+    return ScheduledSequence(sequence, num_tokens, sequence.num_uncomputed_tokens == num_tokens)
+
+
+def finish(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Result of a coroutine that never suspends."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        return stop.value
+    raise AssertionError("the coroutine suspended")
+
+
+def greedy(max_tokens: int = 8, *, min_tokens: int = 0) -> SamplingParams:
+    return SamplingParams(seed=0, max_tokens=max_tokens, temperature=0.0, min_tokens=min_tokens)
+
+
+def seeded(max_tokens: int = 8, *, seed: int = 7) -> SamplingParams:
+    return SamplingParams(seed=seed, max_tokens=max_tokens, temperature=1.0)
+
+
+def prompt(num_tokens: int, *, start: int = 100) -> list[int]:
+    return list(range(start, start + num_tokens))
+
+
+def new_sequence(
+    prompt_ids: Iterable[int],
+    sampling: SamplingParams | None,
+    *,
+    output_ids: Iterable[int] = (),
+    tenant_id: str = "tenant-a",
+    stop: Iterable[int] = (),
+    choice_index: int = 0,
+    pooling: Pooling | None = None,
+) -> Sequence:
+    prompt_ids = list(prompt_ids)
+    return Sequence(
+        sequence_id=next(_ids).to_bytes(16, "big"),
+        tenant_id=tenant_id,
+        cache_root=root_hash(tenant_id, "weights"),
+        token_ids=[*prompt_ids, *output_ids],
+        num_prompt_tokens=len(prompt_ids),
+        sampling=sampling,
+        stop_token_ids=frozenset(stop),
+        choice_index=choice_index,
+        pooling=pooling,
+    )
+
+
+class Rig:
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 256,
+        max_batch_tokens: int = 64,
+        max_sequences: int = 8,
+        max_context_tokens: int = 4096,
+        vocab_size: int = VOCAB_SIZE,
+        reach: int | None = None,
+    ) -> None:
+        self.runner = TimingRunner(
+            InstantClock(),
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_context_tokens=max_context_tokens,
+            vocab_size=vocab_size,
+        )
+        self.engine = Engine(
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            max_context_tokens=max_context_tokens,
+            max_batch_tokens=max_batch_tokens,
+            max_sequences=max_sequences,
+            reach=reach,
+        )
+        self.max_batch_tokens = max_batch_tokens
+        self.max_sequences = max_sequences
+        self.sequences: list[Sequence] = []
+        self.rows: list[ScheduledSequence] = []  # of the step under way
+        self.tokens: dict[bytes, list[int]] = defaultdict(list)
+        self.logprobs: dict[bytes, list[TokenLogprobs]] = defaultdict(list)
+        self.prompt_logprobs: dict[bytes, tuple[TokenLogprobs, ...]] = {}
+        self.endings: dict[bytes, Progress] = {}
+        self.num_computed_tokens = 0
+
+    def add(self, sequence: Sequence) -> Sequence:
+        self.engine.add(sequence)
+        self.sequences.append(sequence)
+        return sequence
+
+    def reserve(self, sequence: Sequence) -> bool:
+        is_reserved = self.engine.reserve(sequence)
+        if is_reserved:
+            self.sequences.append(sequence)
+        return is_reserved
+
+    def fork(self, parent: Sequence, children: list[Sequence]) -> list[Sequence]:
+        for child in children:
+            self.engine.accept(child)
+        self.engine.fork(parent, children)
+        self.sequences += children
+        self.check()
+        return children
+
+    def begin(self) -> list[ScheduledSequence]:
+        rows, found = self.engine.schedule()
+        self.rows = rows
+        self._record(found)
+        self.check()
+        check_rows(rows, self.max_batch_tokens)
+        check_writes(rows, self.sequences)
+        return rows
+
+    def fail(self, rows: list[ScheduledSequence]) -> list[Progress]:
+        self.rows = []
+        progress = self.engine.fail(rows)
+        self.check()
+        return progress
+
+    def end(self, rows: list[ScheduledSequence]) -> None:
+        if rows:
+            self.rows = []
+            drawn = finish(self.runner.run(build_inputs(rows, BLOCK_SIZE)))
+            self.num_computed_tokens += sum(row.num_scheduled_tokens for row in rows)
+            self._record(self.engine.apply(rows, drawn))
+            self.check()
+
+    def step(self) -> list[ScheduledSequence]:
+        rows = self.begin()
+        self.end(rows)
+        return rows
+
+    def run(self, *, max_steps: int = 5000) -> None:
+        """Steps until no sequence waits or runs; one that is stuck fails the test."""
+        batcher = self.engine.batcher
+        for _ in range(max_steps):
+            if not (batcher.waiting or batcher.running):
+                return
+            self.step()
+        raise AssertionError(f"{len(batcher.waiting)} waiting, {len(batcher.running)} running")
+
+    def output(self, sequence: Sequence) -> list[int]:
+        return self.tokens[sequence.sequence_id]
+
+    def ending(self, sequence: Sequence) -> str | None:
+        progress = self.endings.get(sequence.sequence_id)
+        return None if progress is None else progress.finish_reason
+
+    def complete(self, sequence: Sequence) -> list[int]:
+        """Adds it, runs everything, returns its new tokens."""
+        self.add(sequence)
+        self.run()
+        return self.output(sequence)
+
+    def read_kv(self, sequence: Sequence, first_token: int, num_tokens: int) -> bytearray:
+        payload = bytearray(self.runner.kv_format.bytes_per_token * num_tokens)
+        table = sequence.block_table
+        finish(self.runner.read_kv(table, first_token, num_tokens, memoryview(payload)))
+        return payload
+
+    def arrive(self, sequence: Sequence, payload: bytes | bytearray, num_computed: int) -> None:
+        """KV of the tokens behind the cached prefix is written, then the sequence may run."""
+        first = sequence.num_computed_tokens
+        view = memoryview(payload)
+        finish(self.runner.write_kv(sequence.block_table, first, num_computed - first, view))
+        self.engine.activate(sequence, num_computed)
+
+    def check(self) -> None:
+        engine, pool = self.engine, self.engine.pool
+        pool.check()
+        holders = holders_of(self.sequences)
+        referenced = Counter(row.block_copy[0] for row in self.rows if row.block_copy) + holders
+        assert pool.num_blocks - len(referenced) == pool.num_free_blocks
+        assert all(pool.ref_count(block_id) == count for block_id, count in referenced.items())
+        for sequence in self.sequences:
+            own = list(sequence.block_table[sequence.num_committed_blocks :])
+            shared = [block_id for block_id in own if holders[block_id] > 1]
+            if shared:  # choices that have not written yet; the block is the last and not full
+                assert not sequence.is_in_step, "a block shared for writing"
+                assert shared == own
+                assert sequence.num_computed_tokens % BLOCK_SIZE
+            assert sequence.num_computed_tokens >= sequence.num_committed_blocks * BLOCK_SIZE
+        assert len(engine.batcher.running) <= self.max_sequences
+        self.sequences = [s for s in self.sequences if s.state is not SequenceState.FINISHED]
+        assert engine.is_idle == (not self.sequences)
+        if engine.is_idle:
+            assert pool.num_free_blocks == pool.num_blocks
+
+    def _record(self, progress: list[Progress]) -> None:
+        for each in progress:
+            sequence_id = each.sequence.sequence_id
+            assert sequence_id not in self.endings, "progress after the ending"
+            self.tokens[sequence_id] += each.token_ids
+            self.logprobs[sequence_id] += each.logprobs
+            if each.prompt_logprobs:
+                assert sequence_id not in self.prompt_logprobs, "told twice"
+                self.prompt_logprobs[sequence_id] = each.prompt_logprobs
+            if each.finish_reason is not None:
+                self.endings[sequence_id] = each
+
+
+def check_rows(rows: list[ScheduledSequence], max_batch_tokens: int) -> None:
+    assert sum(row.num_scheduled_tokens for row in rows) <= max_batch_tokens
+    for row in rows:
+        sequence = row.sequence
+        assert 1 <= row.num_scheduled_tokens <= sequence.num_uncomputed_tokens
+        assert sequence.num_computed_tokens // BLOCK_SIZE >= sequence.num_committed_blocks
+        end = sequence.num_computed_tokens + row.num_scheduled_tokens
+        assert end <= len(sequence.block_table) * BLOCK_SIZE
+
+
+def holders_of(sequences: list[Sequence]) -> Counter[int]:
+    holders: Counter[int] = Counter()
+    for sequence in sequences:
+        assert len(set(sequence.held_blocks)) == len(sequence.held_blocks)
+        holders.update(sequence.held_blocks)
+    return holders
+
+
+def check_writes(rows: list[ScheduledSequence], sequences: list[Sequence]) -> None:
+    """Whoever writes a block is alone in holding it; a copy gives a row what it goes on from."""
+    if not rows:
+        return
+    holders = holders_of(sequences)
+    inputs = build_inputs(rows, BLOCK_SIZE)
+    assert all(holders[block_id] == 1 for block_id in inputs.slot_mapping // BLOCK_SIZE)
+    sources = {source for source, _ in inputs.block_copies}
+    destinations = [destination for _, destination in inputs.block_copies]
+    assert len({*sources, *destinations}) == len(sources) + len(destinations)
+    for row in rows:
+        if row.block_copy is not None:
+            place, offset = divmod(row.sequence.num_computed_tokens, BLOCK_SIZE)
+            assert offset
+            assert row.block_copy[1] == row.sequence.block_table[place]
+
+
+@cache
+def solo(
+    prompt_ids: tuple[int, ...],
+    sampling: SamplingParams,
+    stop: tuple[int, ...] = (),
+    choice_index: int = 0,
+    vocab_size: int = VOCAB_SIZE,
+) -> list[int]:
+    """Tokens of a sequence alone in an engine, its prompt computed in one step."""
+    rig = Rig(max_batch_tokens=4096, vocab_size=vocab_size)
+    return rig.complete(new_sequence(prompt_ids, sampling, stop=stop, choice_index=choice_index))
+
+
+@cache
+def prefilled(token_ids: tuple[int, ...]) -> tuple[Rig, Sequence]:
+    """Another engine that holds the KV of these tokens, ready to be pushed."""
+    rig = Rig(max_batch_tokens=4096)
+    sequence = rig.add(new_sequence(token_ids, None))
+    rig.run()
+    assert sequence.state is SequenceState.HELD
+    return rig, sequence
+
+
+def pushed_kv(token_ids: Iterable[int], first_token: int, num_tokens: int) -> bytearray:
+    rig, sequence = prefilled(tuple(token_ids))
+    return rig.read_kv(sequence, first_token, num_tokens)

@@ -1,0 +1,185 @@
+"""One prompt, every way through the engine with a real model: the same tokens each time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shared.messages import SamplingParams
+from tests.shared.engine.families import FAMILIES, Family
+from tests.shared.engine.model_worker import Worker
+from tests.shared.engine.rig import new_sequence
+
+PROMPT = [(7 * n + n * n) % 190 + 3 for n in range(75)]
+OTHERS = [[(11 * n + k) % 190 + 3 for n in range(20 + 9 * k)] for k in range(6)]
+SAMPLINGS = {
+    "greedy": SamplingParams(seed=3, max_tokens=24, temperature=0.0),
+    "seeded": SamplingParams(seed=3, max_tokens=24, temperature=0.9, top_k=40, top_p=0.95),
+}
+
+
+# Windows are shorter than the prompt, and one is longer than what a step of 64 computes.
+LLAMA = Family(
+    "LlamaForCausalLM", {"num_attention_heads": 7, "hidden_size": 84, "num_hidden_layers": 2}
+)
+MODELS = {
+    "llama": LLAMA,
+    "mistral": Family("MistralForCausalLM", {"sliding_window": 70}),
+    "gemma3": FAMILIES["gemma3"],
+    "phi3": FAMILIES["phi3, longrope"],
+}
+CASES = [
+    ("llama", "bfloat16", "greedy"),
+    ("llama", "bfloat16", "seeded"),
+    ("llama", "float32", "greedy"),
+    ("llama", "float32", "seeded"),
+    ("mistral", "float32", "greedy"),
+    ("gemma3", "bfloat16", "greedy"),
+    ("phi3", "float32", "seeded"),
+]
+
+
+@pytest.fixture(scope="module")
+def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folders = {name: tmp_path_factory.mktemp("model") for name in MODELS}
+    for name, folder in folders.items():
+        MODELS[name].write(folder)
+    return folders
+
+
+@pytest.fixture(params=CASES, ids="-".join)
+def case(request: pytest.FixtureRequest) -> tuple[str, str, str]:
+    return request.param
+
+
+@pytest.fixture
+def workers(case: tuple[str, str, str], model_dirs: dict[str, Path]) -> Iterator[type]:
+    """Makes workers, and closes them."""
+    made: list[Worker] = []
+
+    def make(**options: int) -> Worker:
+        model, dtype, _ = case
+        made.append(Worker(model_dirs[model], dtype, **options))
+        return made[-1]
+
+    yield make  # type: ignore[misc]
+    for worker in made:
+        asyncio.run(worker.runner.close())
+
+
+@pytest.fixture
+def sampling(case: tuple[str, str, str]) -> SamplingParams:
+    return SAMPLINGS[case[2]]
+
+
+def local(workers, sampling: SamplingParams) -> list[int]:
+    output = asyncio.run(workers().run(new_sequence(PROMPT, sampling)))
+    assert len(output) == 24 and len(set(output)) > 4
+    return output
+
+
+@pytest.mark.parametrize("budget", [1, 7, 512])
+def test_chunked(workers, sampling, budget):
+    output = asyncio.run(workers(budget=budget).run(new_sequence(PROMPT, sampling)))
+    assert output == local(workers, sampling)
+
+
+def test_among_others(workers, sampling):
+    others = [new_sequence(each, sampling) for each in OTHERS]
+    output = asyncio.run(workers().run(new_sequence(PROMPT, sampling), *others))
+    assert output == local(workers, sampling)
+
+
+def test_cached(workers, sampling):
+    async def main() -> None:
+        worker = workers()
+        expected = await worker.run(new_sequence(PROMPT, sampling))
+        before = worker.num_computed_tokens
+        again = new_sequence(PROMPT, sampling)
+        assert await worker.run(again) == expected
+        assert again.num_cached_tokens == 64
+        assert worker.num_computed_tokens - before == len(PROMPT) - 64 + 23
+
+    asyncio.run(main())
+
+
+def test_preempted(workers, sampling):
+    """Blocks for two and a half sequences, and four of them."""
+    sequences = [new_sequence(PROMPT, sampling, tenant_id=f"tenant-{n}") for n in range(4)]
+    worker = workers(num_blocks=15)
+    asyncio.run(worker.run(*sequences))
+    assert sum(each.num_preemptions for each in sequences) > 0
+    outputs = [worker.tokens[each.sequence_id] for each in sequences]
+    assert outputs == [local(workers, sampling)] * 4
+
+
+@pytest.mark.parametrize("num_received", [1, 5, 23])
+def test_resumed(workers, sampling, num_received):
+    expected = local(workers, sampling)
+    resumed = new_sequence(PROMPT, sampling, output_ids=expected[:num_received])
+    assert asyncio.run(workers().run(resumed)) == expected[num_received:]
+
+
+@pytest.mark.parametrize("budget", [7, 64])
+def test_disaggregated(workers, sampling, budget):
+    expected = local(workers, sampling)
+
+    async def main() -> None:
+        prefill, decode = workers(budget=budget), workers()
+        source = new_sequence(PROMPT[:-1], None)
+        await prefill.run(source)
+        target = new_sequence(PROMPT, sampling)
+        assert decode.engine.reserve(target)
+        num_tokens = len(PROMPT) - 1
+        payload = bytearray(num_tokens * prefill.runner.kv_format.bytes_per_token)
+        await prefill.runner.read_kv(source.block_table, 0, num_tokens, memoryview(payload))
+        await decode.runner.write_kv(target.block_table, 0, num_tokens, memoryview(payload))
+        decode.engine.activate(target, num_tokens)
+        await decode.run_on()
+        assert decode.tokens[target.sequence_id] == expected
+        assert decode.num_computed_tokens == 24  # the last prompt token and 23 drawn ones
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("received", [(0, 0, 0), (0, 5, 23)])
+def test_choices(workers, sampling, received):
+    """Three that share a prompt of four blocks and a partial one equal their three solo runs."""
+
+    async def alone(choice_index: int) -> list[int]:
+        return await workers().run(new_sequence(PROMPT, sampling, choice_index=choice_index))
+
+    async def main() -> None:
+        expected = [await alone(choice_index) for choice_index in range(3)]
+        worker = workers()
+        shared = new_sequence(PROMPT[:-1], None)
+        await worker.run(shared)
+        children = [
+            new_sequence(PROMPT, sampling, output_ids=whole[:count], choice_index=index)
+            for index, (whole, count) in enumerate(zip(expected, received, strict=True))
+        ]
+        for child in children:
+            worker.engine.accept(child)
+        worker.engine.fork(shared, children)
+        await worker.run_on()
+        assert [child.token_ids[len(PROMPT) :] for child in children] == expected
+        assert worker.num_computed_tokens == len(PROMPT) - 1 + 3 * 24
+
+    asyncio.run(main())
+
+
+def test_choices_take_the_prompt_once_and_a_partial_block_each(workers, sampling):
+    async def main() -> None:
+        worker, ids = workers(), [*PROMPT, *PROMPT[:25]]
+        shared = new_sequence(ids[:-1], None)
+        await worker.run(shared)
+        children = [new_sequence(ids, sampling, choice_index=index) for index in range(4)]
+        worker.engine.fork(shared, children)
+        worker.engine.schedule()
+        pool = worker.engine.pool
+        assert pool.num_blocks - pool.num_free_blocks == 6 + 4  # of 100 tokens and 16 a block
+
+    asyncio.run(main())

@@ -1,0 +1,67 @@
+"""A step runs on as many threads as pay, and gives the same tokens on any number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numba
+import numpy as np
+import pytest
+import torch
+
+from shared.engine.runners.model_runner import ModelRunner
+from shared.engine.runners.step_threads import StepThreads
+from tests.shared.engine.checkpoints import write_llama
+from tests.shared.engine.steps import Blocks, step_of
+from tests.threads import computing_threads
+
+LARGE, SMALL = 125_000_000, 100_000
+
+
+@pytest.mark.parametrize(
+    ("num_weights", "num_tokens", "expected"),
+    [
+        (SMALL, 1, 1),
+        (SMALL, 64, 1),
+        (SMALL, 4096, 2),
+        (LARGE, 1, 2),  # it takes long to read so much
+    ],
+)
+def test_small_steps_run_alone(num_weights: int, num_tokens: int, expected: int) -> None:
+    with computing_threads(2):
+        StepThreads(2, num_weights, torch.float32).set_for(num_tokens)
+        assert (torch.get_num_threads(), numba.get_num_threads()) == (expected, expected)
+
+
+def test_kernels_that_share_their_tasks_are_worth_a_thread_sooner() -> None:
+    with computing_threads(2):
+        threads = StepThreads(2, 4_400_000, torch.float32, has_own_products=True)
+        threads.set_for(16)
+        assert (torch.get_num_threads(), numba.get_num_threads()) == (1, 2)
+        threads.set_for(1)
+        assert (torch.get_num_threads(), numba.get_num_threads()) == (1, 1)
+
+
+def test_never_more_threads_than_told() -> None:
+    with computing_threads(2):
+        StepThreads(1, LARGE, torch.bfloat16).set_for(4096)
+        assert torch.get_num_threads() == 1
+
+
+def test_torch_keeps_to_one_thread_where_it_has_little_to_compute() -> None:
+    with computing_threads(2):
+        StepThreads(2, LARGE, torch.bfloat16, has_own_products=True).set_for(1)
+        assert (torch.get_num_threads(), numba.get_num_threads()) == (1, 2)
+
+
+async def test_a_runner_takes_more_threads_for_large_steps(tmp_path: Path) -> None:
+    """Told by the step thread itself, since each thread has a number of its own."""
+    write_llama(tmp_path, max_position_embeddings=4096)
+    runner = ModelRunner.load(tmp_path, dtype="float32", kv_cache_bytes=64 << 20, num_threads=2)
+    blocks, seen = Blocks(runner.num_blocks), []
+    for num_tokens in (8, 3000, 8):
+        prompt = np.arange(num_tokens) % 150 + 3
+        await runner.run(step_of([(blocks.line(prompt.tolist()), num_tokens)]))
+        seen.append(runner._step_thread.submit(torch.get_num_threads).result())
+    assert seen == [1, 2, 1]
+    await runner.close()

@@ -1,0 +1,105 @@
+"""Hand-built steps for a runner: sequences with scattered block tables, no engine core."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from shared.engine.runner import SamplingInputs, StepInputs
+from shared.engine.runners.model_runner import ModelRunner
+
+
+@dataclass
+class Line:
+    """A sequence: its tokens so far, the blocks it owns, and how many have their KV."""
+
+    token_ids: list[int]
+    block_table: list[int]
+    num_computed: int = 0
+
+
+@dataclass
+class Blocks:
+    """Hands out block ids in random order."""
+
+    num_blocks: int
+    seed: int = 0
+    _free: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._free = list(range(self.num_blocks))
+        random.Random(self.seed).shuffle(self._free)
+
+    def line(self, token_ids: Sequence[int], *, room: int = 0, block_size: int = 16) -> Line:
+        num_blocks = -(-(len(token_ids) + room) // block_size)
+        return Line(list(token_ids), [self._free.pop() for _ in range(num_blocks)])
+
+
+def greedy(logits_indices: Sequence[int]) -> SamplingInputs:
+    num_rows = len(logits_indices)
+    return SamplingInputs(
+        logits_indices=np.array(logits_indices, dtype=np.int64),
+        temperature=np.zeros(num_rows, dtype=np.float32),
+        top_k=np.zeros(num_rows, dtype=np.int64),
+        top_p=np.ones(num_rows, dtype=np.float32),
+        min_p=np.zeros(num_rows, dtype=np.float32),
+        seed=np.zeros(num_rows, dtype=np.uint64),
+        choice_index=np.zeros(num_rows, dtype=np.int64),
+        output_position=np.zeros(num_rows, dtype=np.int64),
+    )
+
+
+def step_of(work: Sequence[tuple[Line, int]], block_size: int = 16) -> StepInputs:
+    """One step over (line, number of new tokens); every new token's logits are asked for."""
+    input_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    width = max(len(line.block_table) for line, _ in work)
+    tables = np.zeros((len(work), width), dtype=np.int64)
+    for index, (line, num_new) in enumerate(work):
+        start, end = line.num_computed, line.num_computed + num_new
+        table = line.block_table
+        tables[index, : len(table)] = table
+        input_ids += line.token_ids[start:end]
+        positions += range(start, end)
+        slots += [table[p // block_size] * block_size + p % block_size for p in range(start, end)]
+    query_lens = np.array([num_new for _, num_new in work], dtype=np.int64)
+    return StepInputs(
+        input_ids=np.array(input_ids, dtype=np.int64),
+        positions=np.array(positions, dtype=np.int64),
+        slot_mapping=np.array(slots, dtype=np.int64),
+        query_lens=query_lens,
+        context_lens=query_lens + np.array([line.num_computed for line, _ in work]),
+        block_tables=tables,
+        sampling=greedy(range(len(input_ids))),
+    )
+
+
+def advance(runner: ModelRunner, work: Sequence[tuple[Line, int]]) -> torch.Tensor:
+    """Computes one step. Returns the logits of all of its tokens, [T, vocab_size]."""
+    logits = runner.step_logits(step_of(work, runner.kv_format.block_size))
+    for line, num_new in work:
+        line.num_computed += num_new
+    return logits
+
+
+def prefill(runner: ModelRunner, line: Line, chunk: int) -> torch.Tensor:
+    """All of the line's tokens in chunks. Returns all their logits."""
+    parts = []
+    while line.num_computed < len(line.token_ids):
+        parts.append(advance(runner, [(line, min(chunk, len(line.token_ids) - line.num_computed))]))
+    return torch.cat(parts)
+
+
+def generate(runner: ModelRunner, line: Line, num_tokens: int) -> list[int]:
+    """Greedy continuation; the line needs room for it."""
+    start = len(line.token_ids)
+    logits = prefill(runner, line, 512)
+    while len(line.token_ids) < start + num_tokens:
+        line.token_ids.append(int(logits[-1].argmax()))
+        logits = advance(runner, [(line, 1)])
+    return line.token_ids[start:]

@@ -1,0 +1,238 @@
+"""The engine under random operations, any of them also while a step computes.
+
+Whatever happens to a sequence or to the others - chunks, cache hits, preemption, a push, a fork, a
+failed step, aborts - its tokens are those of its solo run, and nothing is left at the end.
+"""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from shared.engine.batching.batcher import ScheduledSequence
+from shared.engine.batching.sequence import Sequence, SequenceState
+from shared.messages import SamplingParams
+from tests.shared.engine.batching.test_block_pool import listing, replay
+from tests.shared.engine.rig import Rig, greedy, new_sequence, prompt, pushed_kv, seeded, solo
+
+NUM_BLOCKS = 14
+VOCAB_SIZE = 22  # six tokens, so that stop tokens are drawn
+
+PROMPTS = st.builds(
+    lambda num_shared, num_own, start: [*prompt(num_shared), *prompt(num_own, start=start)],
+    st.integers(0, 20),
+    st.integers(1, 6),
+    st.sampled_from([300, 400]),
+)
+SAMPLINGS = st.builds(
+    lambda num_tokens, is_greedy: greedy(num_tokens) if is_greedy else seeded(num_tokens),
+    st.sampled_from([1, 3, 12, 24]),
+    st.booleans(),
+)
+STOPS = st.sampled_from([(), (17,), (16, 20)])
+TENANTS = st.sampled_from(["tenant-a", "tenant-a", "tenant-b"])
+
+
+def states(*wanted: SequenceState):  # type: ignore[no-untyped-def]
+    return precondition(lambda self: any(s.state in wanted for s in self.rig.sequences))
+
+
+class EngineMachine(RuleBasedStateMachine):
+    @initialize(
+        budget=st.sampled_from([1, 5, 64]),
+        num_sequences=st.sampled_from([1, 2, 5]),
+        reach=st.sampled_from([None, 2, 9]),
+    )
+    def start(self, budget: int, num_sequences: int, reach: int | None) -> None:
+        self.rig = Rig(
+            num_blocks=NUM_BLOCKS,
+            max_batch_tokens=budget,
+            max_sequences=num_sequences,
+            vocab_size=VOCAB_SIZE,
+            reach=reach,
+        )
+        self.rows: list[ScheduledSequence] = []
+        self.expected: dict[Sequence, list[int]] = {}
+        self.given_up: set[Sequence] = set()
+        self.replayed: dict[bytes, tuple[str, bytes, int]] = {}
+
+    @rule(
+        ids=PROMPTS,
+        sampling=SAMPLINGS,
+        stop=STOPS,
+        tenant_id=TENANTS,
+        is_reserved=st.booleans(),
+        share_received=st.sampled_from([0.0, 0.0, 0.5]),
+    )
+    def ask(
+        self,
+        ids: list[int],
+        sampling: SamplingParams,
+        stop: tuple[int, ...],
+        tenant_id: str,
+        is_reserved: bool,
+        share_received: float,
+    ) -> None:
+        whole = solo(tuple(ids), sampling, stop, vocab_size=VOCAB_SIZE)
+        received = whole[: int(len(whole) * share_received)]
+        sequence = new_sequence(ids, sampling, output_ids=received, stop=stop, tenant_id=tenant_id)
+        if not is_reserved:
+            self.rig.add(sequence)
+        elif not self.rig.reserve(sequence):
+            return
+        self.expected[sequence] = whole[len(received) :]
+
+    @rule(ids=PROMPTS, tenant_id=TENANTS, is_reserved=st.booleans())
+    def prefill(self, ids: list[int], tenant_id: str, is_reserved: bool) -> None:
+        take = self.rig.reserve if is_reserved else self.rig.add
+        take(new_sequence(ids, None, tenant_id=tenant_id))
+
+    @states(SequenceState.RESERVED)
+    @rule(data=st.data())
+    def arrive(self, data: st.DataObject) -> None:
+        sequence = self.draw(data, SequenceState.RESERVED)
+        first = sequence.num_computed_tokens
+        end = data.draw(st.integers(first, sequence.num_prefill_tokens))
+        payload = pushed_kv(sequence.token_ids, first, end - first)
+        self.rig.arrive(sequence, payload, end)
+
+    @states(SequenceState.HELD)
+    @rule(
+        data=st.data(),
+        sampling=SAMPLINGS,
+        stop=STOPS,
+        shares_received=st.lists(st.sampled_from([0.0, 0.0, 0.3, 0.6]), max_size=5),
+    )
+    def fork(
+        self,
+        data: st.DataObject,
+        sampling: SamplingParams,
+        stop: tuple[int, ...],
+        shares_received: list[float],
+    ) -> None:
+        """The choices of a prompt that is held but for its last token."""
+        parent = self.draw(data, SequenceState.HELD)
+        if parent.num_uncomputed_tokens:  # its step failed
+            return
+        ids = [*parent.token_ids, 500]
+        children = []
+        for index, share in enumerate(shares_received):
+            whole = solo(tuple(ids), sampling, stop, choice_index=index, vocab_size=VOCAB_SIZE)
+            received = whole[: int(len(whole) * share)]
+            child = new_sequence(
+                ids,
+                sampling,
+                output_ids=received,
+                stop=stop,
+                tenant_id=parent.tenant_id,
+                choice_index=index,
+            )
+            self.expected[child] = whole[len(received) :]
+            children.append(child)
+        self.rig.fork(parent, children)
+
+    @states(SequenceState.HELD)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        self.give_back(self.draw(data, SequenceState.HELD))
+
+    @states(*SequenceState)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        sequence = self.draw(data, *SequenceState)
+        self.given_up.add(sequence)
+        if sequence.state is SequenceState.HELD:
+            self.give_back(sequence)
+        else:
+            self.rig.engine.abort(sequence)
+
+    @precondition(lambda self: not self.rows)
+    @states(SequenceState.RUNNING)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        sequence = self.draw(data, SequenceState.RUNNING)
+        self.rig.engine.batcher.preempt(sequence)
+
+    @precondition(lambda self: not self.rows)
+    @rule()
+    def begin(self) -> None:
+        self.rows = self.rig.begin()
+
+    @precondition(lambda self: self.rows)
+    @rule()
+    def end(self) -> None:
+        self.rig.end(self.rows)
+        self.rows = []
+
+    @precondition(lambda self: not self.rows)
+    @rule(num_steps=st.integers(1, 12))
+    def step(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.rig.step()
+
+    @precondition(lambda self: self.rows)
+    @rule()
+    def fail(self) -> None:
+        self.given_up.update(row.sequence for row in self.rows)
+        self.rig.fail(self.rows)
+        self.rows = []
+
+    def draw(self, data: st.DataObject, *wanted: SequenceState) -> Sequence:
+        return data.draw(st.sampled_from([s for s in self.rig.sequences if s.state in wanted]))
+
+    def give_back(self, prefill: Sequence) -> None:
+        """What a prefill held until now is the KV that it was asked for, unless its step failed."""
+        num_tokens = prefill.num_tokens
+        if prefill not in self.given_up:
+            assert self.rig.read_kv(prefill, 0, num_tokens) == pushed_kv(
+                prefill.token_ids, 0, num_tokens
+            )
+        self.rig.engine.release(prefill)
+
+    @invariant()
+    def holds(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        self.rig.check()
+        for event in self.rig.engine.pool.take_events():
+            replay(event, self.replayed)
+        assert self.replayed == listing(self.rig.engine.pool)
+        for sequence, expected in self.expected.items():
+            tokens = self.rig.output(sequence)
+            assert tokens == expected[: len(tokens)]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        self.rig.end(self.rows)
+        for _ in range(100):
+            self.clear_the_way()
+            if self.rig.engine.is_idle:
+                break
+            for _ in range(100):
+                self.rig.step()
+        self.holds()
+        assert self.rig.engine.is_idle, "a sequence is stuck"
+        for sequence, expected in self.expected.items():
+            if sequence not in self.given_up:
+                assert self.rig.output(sequence) == expected
+                assert self.rig.ending(sequence) in ("stop", "length")
+
+    def clear_the_way(self) -> None:
+        for sequence in list(self.rig.sequences):
+            if sequence.state is SequenceState.RESERVED:
+                self.rig.engine.activate(sequence, sequence.num_computed_tokens)
+            elif sequence.state is SequenceState.HELD:
+                self.give_back(sequence)
+        self.rig.check()
+
+
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -1,0 +1,109 @@
+"""From rows to flat arrays."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+
+from shared.engine.batching.sequence import Sequence
+from shared.engine.inputs import build_inputs
+from shared.messages import SamplingParams
+from tests.shared.engine.rig import greedy, new_sequence, row_of
+
+BLOCK_SIZE = 4
+
+
+def standing(
+    token_ids: list[int],
+    sampling: SamplingParams | None,
+    *,
+    block_table: list[int],
+    num_computed_tokens: int,
+    output_ids: tuple[int, ...] = (),
+    stop: tuple[int, ...] = (),
+    choice_index: int = 0,
+) -> Sequence:
+    sequence = new_sequence(
+        token_ids, sampling, output_ids=output_ids, stop=stop, choice_index=choice_index
+    )
+    sequence.block_table = array("q", block_table)
+    sequence.num_computed_tokens = num_computed_tokens
+    return sequence
+
+
+def test_a_mixed_step() -> None:
+    drawn = SamplingParams(
+        seed=2**64 - 1, max_tokens=9, temperature=0.5, top_k=3, top_p=0.75, min_p=0.25, min_tokens=3
+    )
+    decode = standing(
+        [10, 11, 12, 13],
+        drawn,
+        block_table=[7, 2],
+        num_computed_tokens=5,
+        output_ids=(14, 15),
+        stop=(3,),
+        choice_index=1,
+    )
+    chunk = standing(
+        list(range(20, 32)), greedy(), block_table=[5, 0, 9], num_computed_tokens=2, stop=(3,)
+    )
+    first = standing([40, 41], greedy(), block_table=[1], num_computed_tokens=0, stop=(4,))
+    pushed = standing([50, 51], None, block_table=[3], num_computed_tokens=1)
+    rows = [
+        row_of(decode, 1),
+        row_of(chunk, 3),
+        row_of(first, 2),
+        row_of(pushed, 1),
+    ]
+    inputs = build_inputs(rows, BLOCK_SIZE)
+
+    assert inputs.input_ids.tolist() == [15, 22, 23, 24, 40, 41, 51]
+    assert inputs.positions.tolist() == [5, 2, 3, 4, 0, 1, 1]
+    assert inputs.slot_mapping.tolist() == [9, 22, 23, 0, 4, 5, 13]
+    assert inputs.query_lens.tolist() == [1, 3, 2, 1]
+    assert inputs.context_lens.tolist() == [6, 5, 2, 2]
+    assert inputs.block_tables.tolist() == [[7, 2, 0], [5, 0, 9], [1, 0, 0], [3, 0, 0]]
+
+    sampling = inputs.sampling
+    assert sampling.num_rows == 2
+    assert sampling.logits_indices.tolist() == [0, 5]
+    assert sampling.temperature.tolist() == [0.5, 0.0]
+    assert sampling.top_k.tolist() == [3, 0]
+    assert sampling.top_p.tolist() == [0.75, 1.0]
+    assert sampling.min_p.tolist() == [0.25, 0.0]
+    assert sampling.seed.tolist() == [2**64 - 1, 0]
+    assert sampling.choice_index.tolist() == [1, 0]
+    assert sampling.output_position.tolist() == [2, 0]
+    assert sampling.banned == [(0, 3)]  # two of three are out; the other may stop at once
+
+
+def test_no_row_samples() -> None:
+    chunk = standing([1, 2, 3, 4], greedy(), block_table=[0], num_computed_tokens=0)
+    inputs = build_inputs([row_of(chunk, 3)], BLOCK_SIZE)
+    assert inputs.sampling.num_rows == 0
+    assert inputs.sampling.banned == []
+
+
+def test_dtypes_are_as_the_seam_says_even_when_empty() -> None:
+    chunk = standing([1, 2], greedy(), block_table=[0], num_computed_tokens=0)
+    for num_tokens in (1, 2):
+        inputs = build_inputs([row_of(chunk, num_tokens)], BLOCK_SIZE)
+        flat = (inputs.input_ids, inputs.positions, inputs.slot_mapping, inputs.query_lens)
+        assert {array.dtype for array in flat} == {np.dtype(np.int64)}
+        assert inputs.context_lens.dtype == inputs.block_tables.dtype == np.int64
+        sampling = inputs.sampling
+        assert sampling.logits_indices.dtype == sampling.top_k.dtype == np.int64
+        assert sampling.choice_index.dtype == sampling.output_position.dtype == np.int64
+        assert sampling.seed.dtype == np.uint64
+        floats = (sampling.temperature, sampling.top_p, sampling.min_p)
+        assert {array.dtype for array in floats} == {np.dtype(np.float32)}
+
+
+def test_the_tables_are_a_copy_that_a_later_change_does_not_reach() -> None:
+    chunk = standing([1, 2], greedy(), block_table=[6], num_computed_tokens=0)
+    inputs = build_inputs([row_of(chunk, 2)], BLOCK_SIZE)
+    chunk.block_table[0] = 1
+    chunk.token_ids[0] = 99
+    assert inputs.block_tables.tolist() == [[6]]
+    assert inputs.input_ids.tolist() == [1, 2]

@@ -1,0 +1,153 @@
+"""A token's bits depend neither on its batch nor on how its prompt was cut into chunks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shared.engine.runners.model_runner import ModelRunner
+from tests.shared.engine.checkpoints import write_llama, write_model
+from tests.shared.engine.steps import Blocks, Line, advance, prefill
+from tests.threads import computing_threads
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "group 2, head_dim 20": {"head_dim": 20, "hidden_size": 80},
+    "group 7, one KV head": {
+        "num_attention_heads": 7,
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "hidden_size": 56,
+    },
+    # inner sizes from which the CPU's matrix products pick other kernels for few rows
+    "wide": {
+        "hidden_size": 256,
+        "intermediate_size": 2048,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "attention_bias": True,
+    },
+    "window, soft caps": {
+        "architecture": "Gemma2ForCausalLM",
+        "sliding_window": 200,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 5.0,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 20,
+        "intermediate_size": 77,
+    },
+    "window, head norms": {
+        "architecture": "Gemma3ForCausalLM",
+        "sliding_window": 21,
+        "sliding_window_pattern": 2,
+        "head_dim": 10,
+    },
+}
+PROMPT_TOKENS = 150
+
+
+def _load(folder: Path, shape: str, dtype: str) -> ModelRunner:
+    write_model(folder, **{"architecture": "LlamaForCausalLM", **SHAPES[shape]})
+    return ModelRunner.load(folder, dtype=dtype, kv_cache_bytes=64 << 20)
+
+
+@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
+def num_threads(request: pytest.FixtureRequest) -> Any:
+    with computing_threads(request.param):
+        yield request.param
+
+
+def _prompt(seed: int, num_tokens: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 199, (num_tokens,), generator=generator).tolist()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_are_bit_equal_for_every_chunking(
+    tmp_path: Path, shape: str, dtype: str, num_threads: int
+) -> None:
+    runner = _load(tmp_path, shape, dtype)
+    blocks = Blocks(runner.num_blocks)
+    prompt = _prompt(1, PROMPT_TOKENS)
+    whole = prefill(runner, blocks.line(prompt), PROMPT_TOKENS)
+    assert torch.isfinite(whole).all()
+    for chunk in (1, 7, 64):
+        logits = prefill(runner, blocks.line(prompt), chunk)
+        assert torch.equal(logits, whole), f"chunks of {chunk}"
+
+
+def test_tiles_left_out_before_a_window_change_no_bit(tmp_path: Path) -> None:
+    """More of them the smaller the chunk, and an odd number at times."""
+    runner = _load(tmp_path, "window, soft caps", "float32")
+    blocks = Blocks(runner.num_blocks)
+    prompt = _prompt(1, 400)
+    whole = prefill(runner, blocks.line(prompt), 400)
+    for chunk in (1, 7, 64):
+        assert torch.equal(prefill(runner, blocks.line(prompt), chunk), whole), f"chunks of {chunk}"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_are_bit_equal_for_every_batch(
+    tmp_path: Path, shape: str, dtype: str, num_threads: int
+) -> None:
+    """Decode rows of contexts of all lengths, beside a prefill chunk or not."""
+    runner = _load(tmp_path, shape, dtype)
+    lengths = [1 + (37 * index) % 300 for index in range(32)]
+    prompts = [_prompt(10 + index, length) for index, length in enumerate(lengths)]
+    alone = []
+    blocks = Blocks(runner.num_blocks)
+    for prompt in prompts:
+        logits = prefill(runner, blocks.line(prompt), 64)
+        alone.append(logits[-1])
+    for batch_size in (7, 32):
+        blocks = Blocks(runner.num_blocks, seed=batch_size)
+        lines = [blocks.line(prompt) for prompt in prompts[:batch_size]]
+        for line in lines:
+            _prefill_all_but_last(runner, line)
+        beside = blocks.line(_prompt(5, 20))
+        work = [(line, 1) for line in lines]
+        work.insert(3, (beside, 20))
+        logits = advance(runner, work)
+        logits = torch.cat((logits[:3], logits[23:]))
+        for index in range(batch_size):
+            assert torch.equal(logits[index], alone[index]), f"row {index} of {batch_size}"
+
+
+def _prefill_all_but_last(runner: ModelRunner, line: Line) -> None:
+    num_tokens = len(line.token_ids) - 1
+    if num_tokens:
+        advance(runner, [(line, num_tokens)])
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MistralForCausalLM"])
+@pytest.mark.parametrize("block_size", [4, 64, 128])
+def test_block_size_changes_no_bit(tmp_path: Path, block_size: int, architecture: str) -> None:
+    write_model(tmp_path, architecture, sliding_window=30)
+    prompt = _prompt(2, 200)
+    logits = []
+    for size in (16, block_size):
+        runner = ModelRunner.load(
+            tmp_path, dtype="float32", kv_cache_bytes=4 << 20, block_size=size
+        )
+        line = Blocks(runner.num_blocks).line(prompt, block_size=size)
+        logits.append(prefill(runner, line, 33))
+    assert torch.equal(logits[0], logits[1])
+
+
+def test_stale_kv_behind_the_end_is_not_seen(tmp_path: Path) -> None:
+    """Blocks are not cleaned between sequences."""
+    write_llama(tmp_path)
+    runner = ModelRunner.load(tmp_path, dtype="float32", kv_cache_bytes=4 << 20)
+    blocks = Blocks(runner.num_blocks)
+    prompt = _prompt(3, 70)
+    fresh = prefill(runner, blocks.line(prompt), 70)
+    used = blocks.line(_prompt(4, 80))
+    prefill(runner, used, 80)
+    again = prefill(runner, Line(prompt, used.block_table), 13)
+    assert torch.equal(fresh, again)

@@ -1,0 +1,296 @@
+"""The loop around an engine, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from shared.engine.batching.sequence import Sequence, SequenceState
+from shared.engine.engine import Engine, Progress
+from shared.engine.loop import IDLE_TICK_S, EngineLoop
+from shared.engine.runner import StepInputs
+from shared.engine.runners.timing_runner import StepCost, TimingRunner
+from tests.shared.engine.rig import BLOCK_SIZE, VOCAB_SIZE, greedy, new_sequence, prompt, solo
+from tests.simulation.clock import VirtualClock, run
+
+STEP_S = 0.01
+
+
+class RecordingRunner(TimingRunner):
+    """Notes when each step began; fails the steps that compute a chosen token."""
+
+    def __init__(self, *, step_s: float = STEP_S, poison: int = -1) -> None:
+        cost = StepCost(base_s=step_s, per_token_s=0.0, per_context_token_s=0.0)
+        super().__init__(
+            VirtualClock(),
+            num_blocks=64,
+            block_size=BLOCK_SIZE,
+            vocab_size=VOCAB_SIZE,
+            cost=cost,
+        )
+        self.poison = poison
+        self.began_s: list[float] = []
+        self.num_done = 0
+        self.is_closed = False
+
+    async def run(self, inputs: StepInputs) -> list[int]:
+        self.began_s.append(VirtualClock().now())
+        if self.poison in inputs.input_ids:
+            raise RuntimeError("the device says no")
+        drawn = await super().run(inputs)
+        self.num_done += 1
+        return drawn
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+class Bench:
+    def __init__(self, runner: RecordingRunner, *, max_sequences: int = 8) -> None:
+        self.runner = runner
+        self.engine = Engine(
+            num_blocks=runner.num_blocks,
+            block_size=BLOCK_SIZE,
+            max_context_tokens=runner.max_context_tokens,
+            max_batch_tokens=64,
+            max_sequences=max_sequences,
+        )
+        self.loop = EngineLoop(self.engine, runner, VirtualClock())
+        self.loop.listen(self._note)
+        self.told: list[Progress] = []
+        self.changed = asyncio.Event()
+
+    def _note(self, progress: list[Progress]) -> None:
+        self.told += progress
+        self.changed.set()
+
+    def add(self, sequence: Sequence) -> Sequence:
+        self.engine.add(sequence)
+        self.loop.wake()
+        return sequence
+
+    async def reached(self, sequence: Sequence, state: SequenceState) -> None:
+        async with asyncio.timeout(100):
+            while sequence.state is not state:
+                self.changed.clear()
+                await self.changed.wait()
+
+    async def ended(self, sequence: Sequence) -> Progress:
+        await self.reached(sequence, SequenceState.FINISHED)
+        return next(p for p in reversed(self.told) if p.sequence is sequence)
+
+    def tokens(self, sequence: Sequence) -> list[int]:
+        return [t for each in self.told if each.sequence is sequence for t in each.token_ids]
+
+
+@asynccontextmanager
+async def running(runner: RecordingRunner, *, max_sequences: int = 8) -> AsyncIterator[Bench]:
+    bench = Bench(runner, max_sequences=max_sequences)
+    bench.loop.start()
+    try:
+        yield bench
+    finally:
+        await bench.loop.stop()
+
+
+def test_runs_what_it_is_given() -> None:
+    async def scenario() -> None:
+        async with running(RecordingRunner()) as bench:
+            sequences = [bench.add(new_sequence(prompt(n + 1), greedy())) for n in range(5)]
+            for n, sequence in enumerate(sequences):
+                assert (await bench.ended(sequence)).finish_reason == "length"
+                assert bench.tokens(sequence) == solo(tuple(prompt(n + 1)), greedy())
+            assert bench.engine.is_idle
+
+    run(scenario())
+
+
+def test_the_step_counter_ticks_when_idle() -> None:
+    async def scenario() -> None:
+        async with running(RecordingRunner()) as bench:
+            await asyncio.sleep(10 * IDLE_TICK_S + IDLE_TICK_S / 2)
+            load = bench.loop.load()
+            assert load.step == 10
+            assert load.step_budget_s == IDLE_TICK_S
+            assert bench.runner.began_s == []
+
+    run(scenario())
+
+
+def test_a_wake_is_heard_at_once() -> None:
+    async def scenario() -> None:
+        async with running(RecordingRunner()) as bench:
+            await asyncio.sleep(IDLE_TICK_S / 3)
+            woken_s = VirtualClock().now()
+            await bench.ended(bench.add(new_sequence(prompt(3), greedy(1))))
+            assert bench.runner.began_s == [woken_s]
+            assert VirtualClock().now() - woken_s == pytest.approx(STEP_S)
+
+    run(scenario())
+
+
+def test_a_wake_during_a_step_is_not_lost() -> None:
+    async def scenario() -> None:
+        async with running(RecordingRunner()) as bench:
+            first = bench.add(new_sequence(prompt(3), greedy(1)))
+            await asyncio.sleep(STEP_S / 2)
+            second = bench.add(new_sequence(prompt(5), greedy(1)))
+            await bench.ended(first)
+            await bench.ended(second)
+            assert bench.runner.began_s == [0.0, pytest.approx(STEP_S)]
+
+    run(scenario())
+
+
+def test_a_wake_is_heard_once() -> None:
+    async def scenario() -> None:
+        async with running(RecordingRunner()) as bench:
+            await bench.ended(bench.add(new_sequence(prompt(3), greedy(1))))
+            bench.loop.wake()
+            num_steps = bench.loop.load().step
+            for _ in range(100):  # no time passes
+                await asyncio.sleep(0)
+            assert bench.loop.load().step - num_steps <= 2
+
+    run(scenario())
+
+
+def test_the_budget_of_the_step_under_way_is_announced() -> None:
+    async def scenario() -> None:
+        async with running(RecordingRunner(step_s=30.0)) as bench:
+            bench.add(new_sequence(prompt(3), greedy(1)))
+            await asyncio.sleep(1.0)
+            load = bench.loop.load()
+            assert (load.step, load.num_running) == (0, 1)
+            assert load.step_budget_s == pytest.approx(300.0)
+            assert load.num_total_blocks - load.num_free_blocks == 1
+            await asyncio.sleep(30.0)
+            assert bench.loop.load().step_budget_s == IDLE_TICK_S
+
+    run(scenario())
+
+
+def test_load_counts_what_waits_runs_and_is_reserved() -> None:
+    async def scenario() -> None:
+        async with running(RecordingRunner(step_s=1.0), max_sequences=1) as bench:
+            bench.add(new_sequence(prompt(9), greedy()))
+            bench.add(new_sequence(prompt(7, start=500), greedy()))
+            assert bench.engine.reserve(new_sequence(prompt(5, start=700), greedy()))
+            await asyncio.sleep(1.5)
+            load = bench.loop.load()
+            assert (load.step, load.num_running, load.num_waiting) == (1, 1, 1)
+            assert (load.num_total_blocks, load.num_free_blocks) == (64, 64 - 3 - 2)
+            assert load.num_reserved_blocks == 2
+            assert (load.prefill_tokens_in_flight, load.decode_tokens_in_flight) == (7, 9)
+
+    run(scenario())
+
+
+def test_a_step_that_raises_fails_its_sequences_and_the_loop_goes_on() -> None:
+    async def scenario() -> None:
+        async with running(RecordingRunner(poison=999), max_sequences=2) as bench:
+            bad = bench.add(new_sequence([1, 2, 999], greedy()))
+            beside = bench.add(new_sequence(prompt(3), greedy()))
+            behind = bench.add(new_sequence(prompt(6), greedy()))
+            for sequence in (bad, beside):
+                assert (await bench.ended(sequence)).finish_reason == "failed"
+            assert (await bench.ended(behind)).finish_reason == "length"
+            assert bench.tokens(behind) == solo(tuple(prompt(6)), greedy())
+            assert bench.engine.is_idle
+            bench.engine.pool.check()
+            assert bench.engine.pool.num_free_blocks == 64
+
+    run(scenario())
+
+
+def test_a_prefill_found_in_the_cache_is_told_without_a_step() -> None:
+    async def scenario() -> None:
+        async with running(RecordingRunner()) as bench:
+            for num_steps in (1, 1):
+                prefill = bench.add(new_sequence(prompt(8), None))
+                await bench.reached(prefill, SequenceState.HELD)
+                assert len(bench.runner.began_s) == num_steps
+                bench.engine.release(prefill)
+
+    run(scenario())
+
+
+def test_stop_lets_the_step_end_and_leaves_no_task() -> None:
+    async def scenario() -> None:
+        async with running(RecordingRunner()) as bench:
+            sequence = bench.add(new_sequence(prompt(3), greedy()))
+            await asyncio.sleep(STEP_S / 2)
+            assert sequence.is_in_step
+            await bench.loop.stop()
+            assert bench.runner.num_done == 1
+            assert bench.tokens(sequence) == solo(tuple(prompt(3)), greedy())[:1]
+            assert bench.runner.is_closed
+            assert not sequence.is_in_step
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+            bench.engine.abort(sequence)
+            assert bench.engine.pool.num_free_blocks == 64
+
+    run(scenario())
+
+
+def test_stop_when_idle_is_prompt_and_leaves_no_task() -> None:
+    async def scenario() -> None:
+        async with running(RecordingRunner()) as bench:
+            await asyncio.sleep(1.0)
+            before_s = VirtualClock().now()
+            await bench.loop.stop()
+            assert VirtualClock().now() == before_s
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run(scenario())
+
+
+def test_idling_leaves_no_task_behind() -> None:
+    async def scenario() -> None:
+        async with running(RecordingRunner()) as bench:
+            await asyncio.sleep(50 * IDLE_TICK_S)
+            # the test, the loop, and what the loop waits for: the tick and the wake
+            assert len(asyncio.all_tasks()) <= 4
+            assert bench.loop.load().step >= 49
+
+    run(scenario())
+
+
+def test_stop_before_start_closes_the_runner() -> None:
+    async def scenario() -> None:
+        bench = Bench(RecordingRunner())
+        await bench.loop.stop()
+        assert bench.runner.is_closed
+
+    run(scenario())
+
+
+def test_the_load_counts_tokens_since_the_start() -> None:
+    async def scenario() -> None:
+        async with running(RecordingRunner()) as bench:
+            for num_cached in (0, 2 * BLOCK_SIZE):
+                before = bench.loop.load()
+                await bench.ended(bench.add(new_sequence(prompt(2 * BLOCK_SIZE + 3), greedy(5))))
+                load = bench.loop.load()
+                assert load.num_generated_tokens - before.num_generated_tokens == 5
+                assert load.num_prompt_tokens - before.num_prompt_tokens == 2 * BLOCK_SIZE + 3
+                assert load.num_cached_prompt_tokens == num_cached
+                num_computed = load.num_computed_prompt_tokens - before.num_computed_prompt_tokens
+                assert num_computed == 2 * BLOCK_SIZE + 3 - num_cached
+
+    run(scenario())
+
+
+def test_output_drawn_by_an_earlier_try_is_computed_but_is_no_prompt() -> None:
+    async def scenario() -> None:
+        async with running(RecordingRunner()) as bench:
+            sequence = new_sequence(prompt(6), greedy(8), output_ids=prompt(3, start=500))
+            await bench.ended(bench.add(sequence))
+            load = bench.loop.load()
+            assert load.num_computed_prompt_tokens == 6
+            assert load.num_generated_tokens == 5
+
+    run(scenario())

@@ -1,0 +1,76 @@
+"""Greedy tokens equal those of transformers, in FP32, on checkpoints of odd shapes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shared.engine.runners.model_runner import ModelRunner
+from tests.shared.engine.checkpoints import LLAMA3_ROPE, write_llama
+from tests.shared.engine.reference import margin_checked_prompt
+from tests.shared.engine.steps import Blocks, generate, prefill
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "head_dim 20, group 2": {"head_dim": 20},
+    "group 7, head_dim 24": {
+        "num_attention_heads": 7,
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "hidden_size": 56,
+    },
+    "group 7, two KV heads": {
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "hidden_size": 56,
+    },
+    "tied": {"tie_word_embeddings": True},
+    "llama3 rope, biases": {
+        "rope_parameters": LLAMA3_ROPE,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "linear rope": {
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+    },
+    "no grouping, head_dim from hidden": {"num_key_value_heads": 4, "head_dim": None},
+}
+NUM_TOKENS = 12
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_greedy_tokens_equal_transformers(tmp_path: Path, shape: str) -> None:
+    model = write_llama(tmp_path, **SHAPES[shape])
+    runner = ModelRunner.load(tmp_path, dtype="float32", kv_cache_bytes=8 << 20)
+    blocks = Blocks(runner.num_blocks)
+    for num_tokens in (1, 15, 16, 17, 1000):
+        prompt, expected = margin_checked_prompt(model, num_tokens, runner.vocab_size, NUM_TOKENS)
+        line = blocks.line(prompt, room=NUM_TOKENS)
+        assert generate(runner, line, NUM_TOKENS) == expected, f"prompt of {num_tokens}"
+        is_tied = "tied" in shape  # such a model repeats itself
+        assert is_tied or len(set(expected)) > 3, "proves nothing"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_are_close_to_transformers(tmp_path: Path, shape: str) -> None:
+    model = write_llama(tmp_path, **SHAPES[shape])
+    runner = ModelRunner.load(tmp_path, dtype="float32", kv_cache_bytes=4 << 20)
+    prompt = torch.randint(3, 199, (150,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt])).logits[0]
+    actual = prefill(runner, Blocks(runner.num_blocks).line(prompt), 64)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
+    model = write_llama(tmp_path, dtype=torch.bfloat16)
+    runner = ModelRunner.load(tmp_path, dtype="bfloat16", kv_cache_bytes=4 << 20)
+    prompt = torch.randint(3, 199, (100,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt])).logits[0]
+    actual = prefill(runner, Blocks(runner.num_blocks).line(prompt), 64)
+    error = (actual - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt()
+    assert error < 0.03

@@ -1,0 +1,171 @@
+"""A bundle is a checkpoint to the engine: the same tensors, logits and revision."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shared.engine.codec.compress import compress_folder
+from shared.engine.codec.manifest import MANIFEST
+from shared.engine.codec.safetensors_layout import map_safetensors
+from shared.engine.codec.savings_report import rows_by_kind, tensors_of, total_row
+from shared.engine.runners.model_runner import ModelRunner
+from shared.engine.weights.load import open_checkpoint, weights_digest
+from shared.errors import CheckpointError
+from tests.shared.engine.checkpoints import write_llama
+from tests.shared.engine.codec.folders import Silent
+from tests.shared.engine.steps import Blocks, prefill
+
+PROMPT = list(range(5, 60))
+SHAPE = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+
+
+def _bundled(folder: Path, target: Path, **options) -> Path:
+    write_llama(folder, **SHAPE, **options)
+    compress_folder(folder, target, Silent())
+    return target
+
+
+def _logits(folder: Path, dtype: str = "bfloat16") -> tuple[torch.Tensor, str]:
+    runner = ModelRunner.load(folder, dtype=dtype, kv_cache_bytes=1 << 20)
+    return prefill(runner, Blocks(runner.num_blocks).line(PROMPT), 64), runner.revision
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_logits_and_revision_are_those_of_the_plain_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, is_tied: bool
+) -> None:
+    plain = tmp_path / "plain"
+    options = {"dtype": getattr(torch, dtype), "tie_word_embeddings": is_tied}
+    bundle = _bundled(plain, tmp_path / "bundle", max_shard_size="100KB", **options)
+    assert len(list(bundle.glob("*.hearth.safetensors"))) > 1
+    expected, revision = _logits(plain, dtype)
+    for cache in ("cache", "cache/config.json"):  # weights that are mapped, and ones that are not
+        monkeypatch.setenv("HEARTH_CACHE_DIR", str(tmp_path / cache))
+        (tmp_path / "cache").mkdir(exist_ok=True)
+        (tmp_path / "cache" / "config.json").touch()
+        logits, of_bundle = _logits(bundle, dtype)
+        assert torch.equal(logits, expected)
+        assert of_bundle == revision
+
+
+@pytest.fixture(scope="module")
+def one_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
+    """A plain folder and its bundle; copy what you change."""
+    folder = tmp_path_factory.mktemp("one_file")
+    bundle = _bundled(folder / "plain", folder / "bundle", dtype=torch.bfloat16)
+    yield folder / "plain", bundle
+
+
+def test_tensors_are_those_of_the_plain_file(one_file: tuple[Path, Path]) -> None:
+    plain, bundle = one_file
+    with open_checkpoint(plain) as expected, open_checkpoint(bundle) as found:
+        assert found.names() == expected.names()
+        for name in expected.names():
+            tensor, like = found.read(name), expected.read(name)
+            assert (tensor.dtype, tensor.shape) == (like.dtype, like.shape)
+            assert torch.equal(tensor.view(torch.int16), like.view(torch.int16))
+            assert found.content(name) == expected.content(name)
+            assert found.path(name) == bundle / "model.hearth.safetensors"
+        assert weights_digest(found, b"x") == weights_digest(expected, b"x")
+        assert set(found.files()) == {bundle / MANIFEST, bundle / "model.hearth.safetensors"}
+
+
+def _copied(one_file: tuple[Path, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(one_file[1], tmp_path / "bundle"))
+
+
+def test_a_spoilt_or_missing_shard_is_named(one_file: tuple[Path, Path], tmp_path: Path) -> None:
+    bundle = _copied(one_file, tmp_path)
+    path = bundle / "model.hearth.safetensors"
+    content = path.read_bytes()
+    last = "model.norm.weight"  # their order is that of the file
+    for spoilt, message in (
+        (content[:-1] + bytes([content[-1] ^ 1]), f"tensor {last}: damaged: its checksum"),
+        (content[:-1], f"tensor {last}.whole is cut off"),
+        (content[:100], "its header is cut off"),
+        ((one_file[0] / "model.safetensors").read_bytes(), "there is no .*\\.sign_mantissa"),
+    ):
+        path.write_bytes(spoilt)
+        with pytest.raises(CheckpointError, match=f"{path}: .*{message}") as caught:
+            _logits(bundle)
+        assert "\n" not in caught.value.message
+    path.unlink()
+    with pytest.raises(CheckpointError, match=f"{path}: no such file"):
+        _logits(bundle)
+
+
+def test_an_index_that_names_another_shard_is_refused(
+    one_file: tuple[Path, Path], tmp_path: Path
+) -> None:
+    bundle = _copied(one_file, tmp_path)
+    (bundle / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}')
+    with pytest.raises(CheckpointError, match=r"b\.hearth\.safetensors: not one of the bundle's"):
+        _logits(bundle)
+    index = '{"weight_map": {"a": "model.safetensors"}}'
+    (bundle / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match=r"model\.hearth\.safetensors: tensor a of .*missing"):
+        _logits(bundle)
+
+
+def test_what_is_saved_is_told_by_kind_of_layer(tmp_path: Path) -> None:
+    write_llama(tmp_path / "plain", **SHAPE, dtype=torch.bfloat16)
+    manifest = compress_folder(tmp_path / "plain", tmp_path / "bundle", Silent())
+    tensors = tensors_of(manifest)
+    rows = {row.kind: row for row in rows_by_kind(tensors)}
+    assert {"model.embed_tokens", "lm_head", "mlp.up_proj", "input_layernorm"} <= set(rows)
+    up = rows["mlp.up_proj"]
+    assert (up.num_tensors, up.num_coded, up.num_weights) == (2, 2, 2 * 128 * 64)
+    assert up.num_raw_bytes == up.num_weights < up.entropy_bytes < up.num_stored_bytes
+    assert 10 < up.entropy_bits_per_weight < up.bits_per_weight < 11.5
+    assert 0 < up.excess_over_entropy < 0.1
+    norm = rows["input_layernorm"]
+    assert (norm.num_coded, norm.saved_share, norm.bits_per_weight) == (0, 0.0, 16.0)
+    assert norm.excess_over_entropy == 0
+    total = total_row(tensors)
+    assert total.num_bytes == sum(row.num_bytes for row in rows.values())
+    assert total.num_stored_bytes == sum(row.num_stored_bytes for row in rows.values())
+
+
+def _with_tensor(folder: Path, name: str, tensor: torch.Tensor) -> None:
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | {name: tensor}, path)
+
+
+def _spoilt(bundle: Path, tensor: str) -> None:
+    """So that nobody can read the tensor without noticing."""
+    path = bundle / "model.hearth.safetensors"
+    header = map_safetensors(path).header
+    _, end = next(
+        span.data_offsets for name, span in header.spans.items() if name.startswith(f"{tensor}.")
+    )
+    content = bytearray(path.read_bytes())
+    content[header.data_start + end - 1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("model.norm.weight", torch.zeros(1 << 20).bfloat16(), "has shape \\[1048576\\], the"),
+        ("model.norm.weight", torch.zeros(64, dtype=torch.int8), "is I8; only BF16, F16 and F32"),
+        ("lm_head.weight", torch.zeros(1 << 20).bfloat16(), "is not part of the model"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_it_is_decoded(
+    tmp_path: Path, name: str, tensor: torch.Tensor, message: str
+) -> None:
+    """The tensor is spoilt, too: who decodes it says that instead."""
+    plain, bundle = tmp_path / "plain", tmp_path / "bundle"
+    write_llama(plain, **SHAPE, dtype=torch.bfloat16, tie_word_embeddings=True)
+    _with_tensor(plain, name, tensor)
+    compress_folder(plain, bundle, Silent())
+    _spoilt(bundle, name)
+    with pytest.raises(CheckpointError, match=f"tensor {name} {message}"):
+        _logits(bundle)
