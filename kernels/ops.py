@@ -1,56 +1,55 @@
 """The engine's operations, each by the kernel for its tensors' device: the one place that chooses.
 
-CUDA       Triton: `kernels.<op>`
-CPU        what is compiled for it: `kernels.cpu.<op>`; under Triton's interpreter, Triton
-otherwise  PyTorch: `kernels.reference.<op>`, where shapes and formulas are described
+CUDA       Triton: `kernels/gpu/`
+CPU        what is compiled for it: `kernels/cpu/`; under Triton's interpreter, Triton
+otherwise  PyTorch: `kernels/torch_ops/` and `kernels/reference/`, with shapes and formulas
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from kernels.cpu import add_rms_norm as cpu_add_rms_norm
-from kernels.cpu import compressed_linear as cpu_compressed_linear
-from kernels.cpu import decode_attention as cpu_decode_attention
-from kernels.cpu import gated as cpu_gated
-from kernels.cpu import linear as cpu_linear
-from kernels.cpu import prefill_attention as cpu_prefill_attention
-from kernels.cpu import rms_norm as cpu_rms_norm
-from kernels.cpu import rotate_and_store as cpu_rotate_and_store
-from kernels.cpu.argmax import packed_argmax
-from kernels.cpu.compressed_weight import CompressedWeight
-from kernels.cpu.compressed_weight import compress_weight as cpu_compress_weight
-from kernels.cpu.layer import PackedLayer, packed_layer
-from kernels.cpu.packed_linear import for_products, packed_linear
-from kernels.cpu.plain_rows import select_rows as select_compressed_rows
+from kernels.cpu.attention import decode_attention as cpu_decode_attention
+from kernels.cpu.attention import prefill_attention as cpu_prefill_attention
+from kernels.cpu.attention import rotate_and_store as cpu_rotate_and_store
+from kernels.cpu.gemm import compressed_linear as cpu_compressed_linear
+from kernels.cpu.gemm import linear as cpu_linear
+from kernels.cpu.gemm.argmax import packed_argmax
+from kernels.cpu.gemm.compressed_weight import CompressedWeight
+from kernels.cpu.gemm.compressed_weight import compress_weight as cpu_compress_weight
+from kernels.cpu.gemm.decompress_rows import select_rows as select_compressed_rows
+from kernels.cpu.gemm.packed_linear import for_products, packed_linear
+from kernels.cpu.layer import add_rms_norm as cpu_add_rms_norm
+from kernels.cpu.layer import gated as cpu_gated
+from kernels.cpu.layer import rms_norm as cpu_rms_norm
+from kernels.cpu.layer.fused_layer import PackedLayer, packed_layer
 from kernels.device import IS_INTERPRETED, has_triton_device
 from kernels.reference.add_rms_norm import add_rms_norm as reference_add_rms_norm
 from kernels.reference.compressed_linear import compressed_linear as reference_compressed_linear
-from kernels.reference.copy_blocks import copy_blocks as reference_copy_blocks
 from kernels.reference.decode_attention import decode_attention as reference_decode_attention
 from kernels.reference.decompress import decompress as reference_decompress
 from kernels.reference.decompress import select_rows as select_split_rows
-from kernels.reference.gather_blocks import gather_blocks as reference_gather_blocks
 from kernels.reference.gelu_and_mul import gelu_and_mul as reference_gelu_and_mul
-from kernels.reference.likeliest import likeliest as reference_likeliest
 from kernels.reference.linear import linear as reference_linear
-from kernels.reference.penalize import penalize as reference_penalize
 from kernels.reference.prefill_attention import prefill_attention as reference_prefill_attention
 from kernels.reference.rms_norm import rms_norm as reference_rms_norm
 from kernels.reference.rotary import rotary as reference_rotary
 from kernels.reference.rotate_and_store import rotate_and_store as reference_rotate_and_store
-from kernels.reference.sample import argmax
-from kernels.reference.sample import sample as reference_sample
-from kernels.reference.scatter_blocks import scatter_blocks as reference_scatter_blocks
 from kernels.reference.silu_and_mul import silu_and_mul as reference_silu_and_mul
 from kernels.reference.store_kv import store_kv as reference_store_kv
 from kernels.split_weight import SplitWeight, split_weight
+from kernels.torch_ops.copy_blocks import copy_blocks as reference_copy_blocks
+from kernels.torch_ops.gather_blocks import gather_blocks as reference_gather_blocks
+from kernels.torch_ops.penalize import penalize as reference_penalize
+from kernels.torch_ops.sample import argmax
+from kernels.torch_ops.sample import sample as reference_sample
+from kernels.torch_ops.scatter_blocks import scatter_blocks as reference_scatter_blocks
+from kernels.torch_ops.top_k import likeliest as reference_likeliest
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,11 +58,30 @@ Compressed = CompressedWeight | SplitWeight
 Weight = Tensor | CompressedWeight | SplitWeight
 LayerKernel = PackedLayer
 layer_kernel = packed_layer
+# Where each operation's Triton kernel is, below `kernels/gpu/`.
+TRITON_MODULES = {
+    "add_rms_norm": "rows.add_rms_norm",
+    "copy_blocks": "kv.copy_blocks",
+    "decode_attention": "attention.decode_attention",
+    "gather_blocks": "kv.gather_blocks",
+    "gelu_and_mul": "rows.gelu_and_mul",
+    "likeliest": "sampling.top_k",
+    "linear": "gemm.linear",
+    "penalize": "sampling.penalize",
+    "prefill_attention": "attention.prefill_attention",
+    "rms_norm": "rows.rms_norm",
+    "rotary": "kv.rotary",
+    "rotate_and_store": "kv.rotate_and_store",
+    "sample": "sampling.sample",
+    "scatter_blocks": "kv.scatter_blocks",
+    "silu_and_mul": "rows.silu_and_mul",
+    "store_kv": "kv.store_kv",
+}
 HAS_TRITON = has_triton_device()
 if HAS_TRITON:
-    from kernels.compressed_linear import compressed_linear as _fused_linear
-    from kernels.decompress import decompress as _triton_decompress
-    from kernels.fused_rows import fused_rows
+    from kernels.gpu.gemm.compressed_linear import compressed_linear as _fused_linear
+    from kernels.gpu.gemm.decompress import decompress as _triton_decompress
+    from kernels.gpu.gemm.fused_rows import fused_rows
 
 
 def _chosen(reference: Op[P, R], on_cpu: Op[P, R] | None = None) -> Op[P, R]:
@@ -79,9 +97,7 @@ def _chosen(reference: Op[P, R], on_cpu: Op[P, R] | None = None) -> Op[P, R]:
 
 def _on_triton(reference: Op[P, R]) -> Op[P, R]:
     name = reference.__name__
-    if find_spec(f"kernels.{name}") is None:
-        return reference
-    found: Op[P, R] = getattr(import_module(f"kernels.{name}"), name)
+    found: Op[P, R] = getattr(import_module(f"kernels.gpu.{TRITON_MODULES[name]}"), name)
     return found
 
 

@@ -44,7 +44,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from kernels.expect import BadTensor
+from kernels.check_tensor import BadTensor
 
 GROUP = 64  # of K: whose halves share bytes
 HALF = GROUP // 2

@@ -112,7 +112,7 @@ def test_a_file_imports_what_its_folder_may(path: Path) -> None:
         ("shared/transport/bus.py", "shared.engine.runner"),
         ("shared/transport/bus.py", "services.gateway"),
         ("shared/engine/runner.py", "services.decode"),
-        ("kernels/rms_norm.py", "shared.packing"),
+        ("kernels/gpu/rows/rms_norm.py", "shared.packing"),
         ("shared/packing.py", "tests.servers"),
     ],
 )

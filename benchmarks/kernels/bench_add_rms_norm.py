@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.kernels.timing import by_bandwidth, random
 from benchmarks.report import Bar, Row, at_least
-from kernels.add_rms_norm import add_rms_norm
+from kernels.gpu.rows.add_rms_norm import add_rms_norm
 
 SHAPES = ((32_768, 4096), (16_384, 8192))
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from benchmarks.kernels.timing import random, seconds
 from benchmarks.report import Bar, Row, at_least
 from kernels import ops
-from kernels.compressed_linear import compressed_linear
-from kernels.linear import linear
+from kernels.gpu.gemm.compressed_linear import compressed_linear
+from kernels.gpu.gemm.linear import linear
 from kernels.split_weight import SplitWeight, split_weight
 
 # q, k and v in one, o, gate and up in one, down

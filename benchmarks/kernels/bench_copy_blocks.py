@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.kernels.timing import by_bandwidth, random
 from benchmarks.report import Bar, Row, at_least
-from kernels.copy_blocks import copy_blocks
+from kernels.gpu.kv.copy_blocks import copy_blocks
 
 NUM_COPIES = (1, 8, 128, 512)
 LARGE_BYTES = 256 << 20

@@ -13,7 +13,7 @@ import torch
 from benchmarks.kernels.contexts import HEAD_DIM, NUM_HEADS, SCALE, Batch, batch
 from benchmarks.kernels.timing import by_bandwidth, random
 from benchmarks.report import Bar, Row, at_least
-from kernels.decode_attention import decode_attention
+from kernels.gpu.attention.decode_attention import decode_attention
 
 BARS = {"64 x 8k": 0.85, "1 x 128k": 0.8}
 INVARIANT = ", invariant"

@@ -7,7 +7,7 @@ import torch
 from benchmarks.kernels.bench_compressed_linear import split
 from benchmarks.kernels.timing import by_bandwidth, random
 from benchmarks.report import Bar, Row, at_least
-from kernels.decompress import decompress
+from kernels.gpu.gemm.decompress import decompress
 
 SHAPES = ((4096, 4096), (28_672, 4096), (4096, 14_336), (128_256, 4096))
 

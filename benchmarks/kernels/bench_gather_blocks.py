@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from benchmarks.kernels.wire import CASES, Run
 from benchmarks.report import Bar, Row, at_least
-from kernels.gather_blocks import gather_blocks
+from kernels.gpu.kv.gather_blocks import gather_blocks
 
 
 def rows() -> list[Row]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.kernels.timing import by_bandwidth, random
 from benchmarks.report import Bar, Row, at_least
-from kernels.gelu_and_mul import gelu_and_mul
+from kernels.gpu.rows.gelu_and_mul import gelu_and_mul
 
 WIDTHS = (14_336, 28_672, 1376)  # Llama 3's 8B and 70B; the last: 11,008 on eight GPUs
 NUM_ELEMENTS = 128 << 20  # of gate and of up

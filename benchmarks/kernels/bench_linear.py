@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.kernels.timing import by_bandwidth, random, seconds
 from benchmarks.report import Bar, Row, at_least, at_most
-from kernels.linear import linear
+from kernels.gpu.gemm.linear import linear
 
 SHAPES = ((6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336), (128_256, 4096))
 NUM_ROWS = (1, 8, 64)

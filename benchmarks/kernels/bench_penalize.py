@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.kernels.timing import by_bandwidth, random
 from benchmarks.report import Bar, Row, at_least
-from kernels.penalize import penalize
+from kernels.gpu.sampling.penalize import penalize
 
 NUM_ROWS, VOCAB_SIZE = 64, 128_256
 BYTES = 24 + 2 * 32

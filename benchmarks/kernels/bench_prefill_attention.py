@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.kernels.contexts import HEAD_DIM, NUM_HEADS, SCALE, batch
 from benchmarks.kernels.timing import random, seconds
 from benchmarks.report import Bar, Row, at_least
-from kernels.prefill_attention import prefill_attention
+from kernels.gpu.attention.prefill_attention import prefill_attention
 
 CONTEXT_LEN = 8192
 WHOLE, PREFIX = "8k causal", "4k behind a paged prefix of 4k"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.kernels.timing import by_bandwidth, random
 from benchmarks.report import Bar, Row, at_least
-from kernels.rms_norm import rms_norm
+from kernels.gpu.rows.rms_norm import rms_norm
 
 SHAPES = ((32_768, 4096), (16_384, 8192), (1_048_576, 128))  # the last: norms of heads
 

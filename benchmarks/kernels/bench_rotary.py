@@ -8,7 +8,7 @@ from __future__ import annotations
 from benchmarks.kernels.paged import angles
 from benchmarks.kernels.timing import by_bandwidth, random
 from benchmarks.report import Bar, Row, at_least
-from kernels.rotary import rotary
+from kernels.gpu.kv.rotary import rotary
 
 SHAPES = ((32, 128, 128), (8, 128, 128), (32, 80, 32), (8, 256, 256))  # heads, head, rotary dim
 NUM_ELEMENTS = 128 << 20

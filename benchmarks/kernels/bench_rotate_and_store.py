@@ -13,7 +13,7 @@ import torch
 from benchmarks.kernels.paged import FP8, angles, layer_cache, scales, scattered_slots
 from benchmarks.kernels.timing import by_bandwidth, random
 from benchmarks.report import Bar, Row, at_least
-from kernels.rotate_and_store import rotate_and_store
+from kernels.gpu.kv.rotate_and_store import rotate_and_store
 
 NUM_ELEMENTS = 192 << 20
 DECODE = "a decode step of 64"

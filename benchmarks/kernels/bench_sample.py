@@ -13,8 +13,8 @@ import torch
 
 from benchmarks.kernels.timing import random, seconds
 from benchmarks.report import Bar, Row, at_most
-from kernels.reference.sample import sample as reference_sample
-from kernels.sample import sample
+from kernels.gpu.sampling.sample import sample
+from kernels.torch_ops.sample import sample as reference_sample
 
 NUM_ROWS, VOCAB_SIZE = 64, 128_256
 MOST_US = 100.0

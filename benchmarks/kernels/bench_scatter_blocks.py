@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from benchmarks.kernels.wire import CASES, Run
 from benchmarks.report import Bar, Row, at_least
-from kernels.scatter_blocks import scatter_blocks
+from kernels.gpu.kv.scatter_blocks import scatter_blocks
 
 
 def rows() -> list[Row]:

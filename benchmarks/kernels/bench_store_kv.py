@@ -10,7 +10,7 @@ import torch
 from benchmarks.kernels.paged import FP8, layer_cache, scales, scattered_slots
 from benchmarks.kernels.timing import by_bandwidth, random
 from benchmarks.report import Bar, Row, at_least
-from kernels.store_kv import store_kv
+from kernels.gpu.kv.store_kv import store_kv
 
 SHAPES = ((8, 128), (4, 256), (8, 80))  # KV heads, head_dim
 NUM_ELEMENTS = 128 << 20  # of keys and of values

@@ -13,7 +13,7 @@ credited with its own cache. A worker with the longest prefix, or the one that t
 names, is kept unless it costs more than twice the best: affinity must not make a queue. Who has
 enough to do gets nothing: what waits here can still go elsewhere, and in a fair order.
 
-It is a plain scan of all workers (`scan.py`).
+It is a plain scan of all workers (`cost_kernel.py`).
 """
 
 from __future__ import annotations

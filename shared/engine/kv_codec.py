@@ -2,9 +2,9 @@
 
 Of trained models the exponents of KV carry about 2.6 bits, nearly the same in every layer, head and
 channel, so one base for 1024 words serves (measured: a base for each channel saves 0.04 bits a word
-more). BF16 goes as weights do in memory, see kernels.cpu.high_bytes: 11.3 bits a word where the
-entropy of its upper bytes allows 10.9. FP16, of whose upper bytes five bits are exponent, and FP32
-have no codec. A coded frame:
+more). BF16 goes as weights do in memory, see kernels.cpu.codec.bf16_codec: 11.3 bits a word
+where the entropy of its upper bytes allows 10.9. FP16, of whose upper bytes five bits are
+exponent, and FP32 have no codec. A coded frame:
 
     [num_blocks]               base of each block of 1024 words
     [num_blocks, RECORD_BYTES] records
@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.cpu.compiled import compiled, compiling_alone
-from kernels.cpu.high_bytes import (
+from kernels.cpu.codec.bf16_codec import (
     BLOCK,
     LANES,
     RECORD_BYTES,
@@ -28,6 +27,7 @@ from kernels.cpu.high_bytes import (
     decode_block,
     encode_block,
 )
+from kernels.cpu.compile import compiled, compiling_alone
 
 BLOCK_WORDS = BLOCK * BLOCK
 BLOCK_BYTES = 2 * BLOCK_WORDS

@@ -21,38 +21,38 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def _launch_rms_norm() -> None:
-    from kernels.rms_norm import rms_norm
+    from kernels.gpu.rows.rms_norm import rms_norm
 
     rms_norm(_empty(64, 4096), _empty(4096), 1e-5)
 
 
 def _launch_add_rms_norm() -> None:
-    from kernels.add_rms_norm import add_rms_norm
+    from kernels.gpu.rows.add_rms_norm import add_rms_norm
 
     x = _empty(64, 4096)
     add_rms_norm(x, x, _empty(4096), 1e-5, has_unit_offset=True)
 
 
 def _launch_silu_and_mul() -> None:
-    from kernels.silu_and_mul import silu_and_mul
+    from kernels.gpu.rows.silu_and_mul import silu_and_mul
 
     silu_and_mul(_empty(64, 2 * 14336))
 
 
 def _launch_gelu_and_mul() -> None:
-    from kernels.gelu_and_mul import gelu_and_mul
+    from kernels.gpu.rows.gelu_and_mul import gelu_and_mul
 
     gelu_and_mul(_empty(64, 2 * 9216))
 
 
 def _launch_rotary() -> None:
-    from kernels.rotary import rotary
+    from kernels.gpu.kv.rotary import rotary
 
     rotary(_empty(64, 32, 128), _empty(64, 64, dtype=FP32), _empty(64, 64, dtype=FP32))
 
 
 def _launch_store_kv(dtype: torch.dtype = BF16) -> None:
-    from kernels.store_kv import store_kv
+    from kernels.gpu.kv.store_kv import store_kv
 
     heads = _empty(64, 2, 8, 128)
     cache = _empty(2, 100, 8, 16, 128, dtype=dtype)
@@ -62,7 +62,7 @@ def _launch_store_kv(dtype: torch.dtype = BF16) -> None:
 
 def _launch_rotate_and_store(dtype: torch.dtype = BF16) -> None:
     """Llama 3's heads, and Qwen3's with their norms."""
-    from kernels.rotate_and_store import rotate_and_store
+    from kernels.gpu.kv.rotate_and_store import rotate_and_store
 
     heads, angles = _empty(64, 32 + 8 + 8, 128), _empty(64, 64, dtype=FP32)
     cache, slots = _empty(2, 100, 8, 16, 128, dtype=dtype), _empty(64, dtype=torch.int64)
@@ -73,13 +73,13 @@ def _launch_rotate_and_store(dtype: torch.dtype = BF16) -> None:
 
 
 def _launch_gather_blocks(dtype: torch.dtype = BF16) -> None:
-    from kernels.gather_blocks import gather_blocks
+    from kernels.gpu.kv.gather_blocks import gather_blocks
 
     _move(gather_blocks, dtype)
 
 
 def _launch_scatter_blocks(dtype: torch.dtype = BF16) -> None:
-    from kernels.scatter_blocks import scatter_blocks
+    from kernels.gpu.kv.scatter_blocks import scatter_blocks
 
     _move(scatter_blocks, dtype)
 
@@ -92,7 +92,7 @@ def _move(op: Callable[..., None], dtype: torch.dtype) -> None:
 
 
 def _launch_copy_blocks() -> None:
-    from kernels.copy_blocks import copy_blocks
+    from kernels.gpu.kv.copy_blocks import copy_blocks
 
     cache, ids = _empty(2, 2, 9, 8, 16, 128), _empty(512, dtype=torch.int64)
     for num_copies in (1, 16, 512):
@@ -100,7 +100,7 @@ def _launch_copy_blocks() -> None:
 
 
 def _launch_linear() -> None:
-    from kernels.linear import linear
+    from kernels.gpu.gemm.linear import linear
 
     for num_columns, width in ((4096, 4096), (28672, 4096)):
         weight = _empty(num_columns, width)
@@ -111,7 +111,7 @@ def _launch_linear() -> None:
 
 
 def _launch_compressed_linear() -> None:
-    from kernels.compressed_linear import compressed_linear
+    from kernels.gpu.gemm.compressed_linear import compressed_linear
 
     for shape in ((4096, 4096), (28672, 4096)):
         for num_rows in (1, 64, 512):
@@ -122,27 +122,27 @@ def _launch_compressed_linear() -> None:
 
 
 def _launch_decompress() -> None:
-    from kernels.decompress import decompress
+    from kernels.gpu.gemm.decompress import decompress
 
     decompress(_empty_split(4096, 14336))
     decompress(_empty_split(63, 100))
 
 
 def _launch_likeliest() -> None:
-    from kernels.likeliest import likeliest
+    from kernels.gpu.sampling.top_k import likeliest
 
     likeliest(_empty(64, 128_256, dtype=torch.float32), 20)
 
 
 def _launch_penalize() -> None:
-    from kernels.penalize import penalize
+    from kernels.gpu.sampling.penalize import penalize
 
     floats, integers = _empty(5000, dtype=torch.float32), _empty(5000, dtype=torch.int64)
     penalize(_empty(64, 128_256, dtype=torch.float32), integers, integers, floats, floats)
 
 
 def _launch_sample() -> None:
-    from kernels.sample import sample
+    from kernels.gpu.sampling.sample import sample
 
     floats, integers = _empty(64, dtype=torch.float32), _empty(64, dtype=torch.int64)
     logits = _empty(64, 128_256, dtype=torch.float32)
@@ -158,7 +158,7 @@ WAYS_TO_ATTEND: tuple[tuple[int, dict[str, Any]], ...] = (
 
 
 def _launch_prefill_attention(dtype: torch.dtype = BF16) -> None:
-    from kernels.prefill_attention import prefill_attention
+    from kernels.gpu.attention.prefill_attention import prefill_attention
 
     for num_heads, options in WAYS_TO_ATTEND if dtype == BF16 else WAYS_TO_ATTEND[:1]:
         query, cache, tables, lens, scales = _attention(300, num_heads, 3, dtype)
@@ -167,7 +167,7 @@ def _launch_prefill_attention(dtype: torch.dtype = BF16) -> None:
 
 
 def _launch_decode_attention(dtype: torch.dtype = BF16) -> None:
-    from kernels.decode_attention import decode_attention
+    from kernels.gpu.attention.decode_attention import decode_attention
 
     for num_heads, options in WAYS_TO_ATTEND if dtype == BF16 else WAYS_TO_ATTEND[:1]:
         query, cache, tables, lens, scales = _attention(64, num_heads, 64, dtype)
@@ -240,8 +240,8 @@ def test_a_split_weight_meets_the_tensor_cores_as_a_dense_one(
     num_rows: int, is_batch_invariant: bool, capability: int
 ) -> None:
     """The same instructions on operands laid out alike, or their sums would round elsewhere."""
-    from kernels.compressed_linear import compressed_linear
-    from kernels.linear import linear
+    from kernels.gpu.gemm.compressed_linear import compressed_linear
+    from kernels.gpu.gemm.linear import linear
 
     x = _empty(num_rows, 4096)
     with compiling(capability) as found:

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels.fused_rows import DEFAULT, NUM_ROWS, FusedRows, fused_rows, most_fused
+from kernels.gpu.gemm.fused_rows import DEFAULT, NUM_ROWS, FusedRows, fused_rows, most_fused
 
 
 @pytest.mark.parametrize("limit", [0, 16, 100, 5000])

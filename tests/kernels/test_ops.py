@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu import add_rms_norm as cpu_add_rms_norm
-from kernels.cpu import decode_attention as cpu_decode_attention
-from kernels.cpu import gated as cpu_gated
-from kernels.cpu import prefill_attention as cpu_prefill_attention
-from kernels.cpu import rms_norm as cpu_rms_norm
-from kernels.cpu import rotate_and_store as cpu_rotate_and_store
+from kernels.cpu.attention import decode_attention as cpu_decode_attention
+from kernels.cpu.attention import prefill_attention as cpu_prefill_attention
+from kernels.cpu.attention import rotate_and_store as cpu_rotate_and_store
+from kernels.cpu.layer import add_rms_norm as cpu_add_rms_norm
+from kernels.cpu.layer import gated as cpu_gated
+from kernels.cpu.layer import rms_norm as cpu_rms_norm
 from kernels.reference import add_rms_norm as plain_add_rms_norm
 from kernels.reference import decode_attention as plain_decode_attention
 from kernels.reference import gelu_and_mul as plain_gelu_and_mul
@@ -22,12 +22,12 @@ from kernels.reference import prefill_attention as plain_prefill_attention
 from kernels.reference import rms_norm as plain_rms_norm
 from kernels.reference import rotate_and_store as plain_rotate_and_store
 from kernels.reference import silu_and_mul as plain_silu_and_mul
-from kernels.reference.copy_blocks import copy_blocks
-from kernels.reference.gather_blocks import gather_blocks
-from kernels.reference.payload_checksum import payload_checksum
 from kernels.reference.rotary import rotary
-from kernels.reference.scatter_blocks import scatter_blocks
 from kernels.reference.store_kv import store_kv
+from kernels.torch_ops.copy_blocks import copy_blocks
+from kernels.torch_ops.gather_blocks import gather_blocks
+from kernels.torch_ops.payload_checksum import payload_checksum
+from kernels.torch_ops.scatter_blocks import scatter_blocks
 from tests.threads import computing_threads
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}

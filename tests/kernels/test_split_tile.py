@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 pytest.importorskip("triton")
 
-from kernels.split_tile import FIRST_HALF, SECOND_HALF
+from kernels.gpu.gemm.split_tile import FIRST_HALF, SECOND_HALF
 
 Words = NDArray[np.uint32]
 

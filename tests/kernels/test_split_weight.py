@@ -8,8 +8,8 @@ from torch import Tensor
 
 from kernels import ops
 from kernels import split_weight as form
+from kernels.check_tensor import BadTensor
 from kernels.device import IS_INTERPRETED
-from kernels.expect import BadTensor
 from kernels.reference.decompress import decompress, select_rows
 from kernels.split_weight import GROUP, SplitWeight, exponent_entropy, split_weight
 from tests.kernels.split_weights import all_bit_patterns, bits_of, normal_weight, with_outliers
@@ -150,7 +150,7 @@ def test_entropy_of_exponents() -> None:
     assert exponent_entropy(normal_weight(100, 4096)) == pytest.approx(2.55, abs=0.03)
 
 
-@pytest.mark.skipif(IS_INTERPRETED, reason="tests/kernels/triton has this")
+@pytest.mark.skipif(IS_INTERPRETED, reason="tests/kernels/gpu has this")
 def test_the_engine_multiplies_with_it() -> None:
     weight = normal_weight(48, 96)
     x, split = normal_weight(5, 96, seed=1), _split(weight)

@@ -1,6 +1,6 @@
 """Writes one HTTP answer: a body at the end, or server-sent events on the way.
 
-What is in them is the dialect's part (`chat_answer.py` and its neighbours). The response starts
+What is in them is the dialect's part (`chat_response.py` and its neighbours). The response starts
 with the first piece of the answer, so whatever goes wrong before has a proper HTTP status; what
 goes wrong later is an `error` event, after which the stream ends. A client that leaves is noticed
 at once, and its request closed.

@@ -1,4 +1,4 @@
-"""The answer of a chat completion, as `answer.py` writes it."""
+"""The answer of a chat completion, as `response.py` writes it."""
 
 from __future__ import annotations
 

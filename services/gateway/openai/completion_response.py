@@ -1,4 +1,4 @@
-"""The answer of a text completion, as `answer.py` writes it."""
+"""The answer of a text completion, as `response.py` writes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The answer of an embeddings request, as `answer.py` writes it."""
+"""The answer of an embeddings request, as `response.py` writes it."""
 
 from __future__ import annotations
 

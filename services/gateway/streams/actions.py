@@ -1,4 +1,4 @@
-"""What the recovery core wants done; `recovery.py` does it."""
+"""What the recovery core wants done; `stream_driver.py` does it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.cpu.compiled import compiled
+from kernels.cpu.compile import compiled
 
 Bytes = NDArray[np.uint8]
 Words = NDArray[np.uint16]

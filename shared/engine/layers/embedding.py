@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.ops import Weight, argmax_logits, logits, pack_weight, select_rows
-from kernels.reference.sample import argmax
+from kernels.torch_ops.sample import argmax
 from shared.engine.layers.linear import parameter_of, replace_weight
 
 

@@ -19,10 +19,10 @@ import structlog
 import torch
 from torch import Tensor
 
-from kernels.cpu.compiled import compiling_alone
-from kernels.cpu.lanes import FEW_ROWS
-from kernels.cpu.layer import MANY_ROWS
-from kernels.cpu.vector_attention import SEGMENT
+from kernels.cpu.attention.vector_attention import SEGMENT
+from kernels.cpu.compile import compiling_alone
+from kernels.cpu.layer.fused_layer import MANY_ROWS
+from kernels.cpu.simd.intrinsics import FEW_ROWS
 from kernels.device import IS_INTERPRETED
 from kernels.ops import copy_blocks, gather_blocks, has_own_product, scatter_blocks
 from shared.clock import Clock, MonotonicClock

@@ -36,7 +36,7 @@ class StepThreads:
             # torch's threads hold on to their cores for a while, in the way of our kernels' own.
             torch.set_num_threads(1 if self.has_own_products else num_threads)
             numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
-            numba.set_parallel_chunksize(1)  # see kernels.cpu.tasks
+            numba.set_parallel_chunksize(1)  # see kernels.cpu.simd.tasks
             self._num_set = num_threads
 
     def seconds_alone(self, num_tokens: int) -> float:

@@ -3,9 +3,9 @@
 A logit goes through these in order; greedy takes the largest after the third, noise or not:
 
     1. logit_bias is added
-    2. repetition, then frequency and presence penalty   kernels/reference/penalize.py
+    2. repetition, then frequency and presence penalty   kernels/torch_ops/penalize.py
     3. banned tokens become -inf: stop tokens before min_tokens, last tokens of bad words
-    4. temperature, top-k, top-p, min-p, Gumbel noise    kernels/reference/sample.py
+    4. temperature, top-k, top-p, min-p, Gumbel noise    kernels/torch_ops/sample.py
 
 vLLM has the same order of bias and penalties. Everything is a function of the logits, the tokens
 so far and the parameters alone, so a resumed sequence draws what it would have drawn.
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.ops import penalize, sample
-from kernels.reference.sample import argmax, scale
+from kernels.torch_ops.sample import argmax, scale
 from shared.engine.runner import SamplingInputs
 from shared.engine.sampling.logprobs import token_logprobs
 from shared.messages import TokenLogprobs

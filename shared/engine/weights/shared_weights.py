@@ -1,9 +1,10 @@
 """One copy of a model's weights in a host's memory, however many processes serve it.
 
-The weights lie in a packed file (packed_file.py) as the model computes with them: fused, in the
-compute dtype, the linear ones as `kernels.cpu.linear` packs them, or compressed. Processes map it
-read-only and compute with views of the mapping, so that the kernel's page cache holds the one copy.
-The file's header keeps the revision: a second start neither converts nor hashes.
+The weights lie in a packed file (shared_file.py) as the model computes with them: fused, in the
+compute dtype, the linear ones as `kernels.cpu.gemm.linear` packs them, or compressed.
+Processes map it read-only and compute with views of the mapping, so that the kernel's page cache
+holds the one copy. The file's header keeps the revision: a second start neither converts nor
+hashes.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from kernels.cpu.amx import has_amx
-from kernels.cpu.compressed_weight import CompressedWeight
-from kernels.cpu.float_products import has_avx512
-from kernels.cpu.linear import is_packed
-from kernels.cpu.pair_products import has_pair_products
+from kernels.cpu.gemm.avx512_bf16_gemm import has_pair_products
+from kernels.cpu.gemm.avx512_fp32_gemm import has_avx512
+from kernels.cpu.gemm.compressed_weight import CompressedWeight
+from kernels.cpu.gemm.linear import is_packed
+from kernels.cpu.simd.amx_tiles import has_amx
 from kernels.device import IS_INTERPRETED
 from kernels.ops import pack_weight
 from shared.engine.layers.linear import parameter_of, replace_weight

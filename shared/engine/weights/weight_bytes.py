@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from kernels.cpu.compressed_weight import CompressedWeight, Order
+from kernels.cpu.gemm.compressed_weight import CompressedWeight, Order
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _I64, _I32, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p

@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from kernels.cpu.amx import has_amx
+from kernels.cpu.simd.amx_tiles import has_amx
 from kernels.ops import Compressed
 from shared.config import WEIGHT_FORMS
 from shared.engine.codec.manifest import is_bundle

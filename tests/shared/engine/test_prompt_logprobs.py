@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from kernels.cpu.linear import linear
+from kernels.cpu.gemm.linear import linear
 from shared.engine.batching.sequence import Sequence
 from shared.engine.runner import PromptSuccessors
 from shared.engine.sampling.hidden_state_outputs import prompt_logprobs

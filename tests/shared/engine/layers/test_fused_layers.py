@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.half_products import has_half_products
+from kernels.cpu.gemm.bf16_gemm import has_half_products
 from shared.engine.layers.fused_layer import FusedLayer
 from shared.engine.models.decoder import Decoder
 from shared.engine.runner import LogitBias, Penalties

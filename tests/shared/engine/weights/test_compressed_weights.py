@@ -13,10 +13,10 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from kernels.cpu import compressed_weight, linear
-from kernels.cpu.amx import has_amx
-from kernels.cpu.compressed_weight import CompressedWeight
-from kernels.cpu.plain_rows import select_rows
+from kernels.cpu.gemm import compressed_weight, linear
+from kernels.cpu.gemm.compressed_weight import CompressedWeight
+from kernels.cpu.gemm.decompress_rows import select_rows
+from kernels.cpu.simd.amx_tiles import has_amx
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
 from shared.engine.runners.model_runner import ModelRunner

@@ -1,0 +1,43 @@
+"""Attention of one new token per sequence over its paged context: softmax(q·Kᵀ·scale)·V."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.attention.amx_attention import amx_attention, can_attend_on_amx
+from kernels.cpu.attention.vector_attention import vector_attention
+from kernels.reference.decode_attention import decode_attention as reference_decode_attention
+
+
+def decode_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    kv_scales: Tensor | None = None,
+    is_batch_invariant: bool = False,
+) -> Tensor:
+    """As kernels.reference.decode_attention; a token's bits are those of `prefill_attention`."""
+    if kv_scales is not None or kv_cache.dtype == torch.float8_e4m3fn:
+        return reference_decode_attention(
+            query,
+            kv_cache,
+            block_tables,
+            context_lens,
+            scale,
+            window=window,
+            softcap=softcap,
+            kv_scales=kv_scales,
+        )
+    attend = amx_attention if can_attend_on_amx(kv_cache) else vector_attention
+    query_lens = torch.ones_like(context_lens)
+    return attend(
+        *(query, kv_cache, block_tables, query_lens, context_lens, scale),
+        window=window,
+        softcap=softcap,
+    )

@@ -1,0 +1,44 @@
+"""Attention of runs of new tokens over their paged contexts, causal: softmax(q·Kᵀ·scale)·V."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.attention.amx_attention import amx_attention, can_attend_on_amx
+from kernels.cpu.attention.vector_attention import vector_attention
+from kernels.reference.prefill_attention import prefill_attention as reference_prefill_attention
+
+
+def prefill_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    cu_seqlens_q: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    kv_scales: Tensor | None = None,
+    is_batch_invariant: bool = False,
+) -> Tensor:
+    """As kernels.reference.prefill_attention; a token's bits are those of `decode_attention`."""
+    if kv_scales is not None or kv_cache.dtype == torch.float8_e4m3fn:
+        return reference_prefill_attention(
+            query,
+            kv_cache,
+            block_tables,
+            cu_seqlens_q,
+            context_lens,
+            scale,
+            window=window,
+            softcap=softcap,
+            kv_scales=kv_scales,
+        )
+    attend = amx_attention if can_attend_on_amx(kv_cache) else vector_attention
+    return attend(
+        *(query, kv_cache, block_tables, cu_seqlens_q.diff(), context_lens, scale),
+        window=window,
+        softcap=softcap,
+    )

@@ -1,0 +1,25 @@
+"""How a batch's new tokens are cut into runs that are attended to together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kernels.cpu.compile import compiled
+
+
+@compiled()
+def runs_of(query_lens: Any, context_lens: Any, max_tokens: int) -> Any:
+    """[n, 4]: sequence, first row and row after the last one in the flat batch, first position."""
+    num_runs = ((query_lens + max_tokens - 1) // max_tokens).sum()
+    runs = np.empty((num_runs, 4), np.int64)
+    run, row = 0, 0
+    for seq in range(len(query_lens)):
+        end = row + query_lens[seq]
+        shift = context_lens[seq] - end
+        for low in range(row, end, max_tokens):
+            runs[run] = seq, low, min(low + max_tokens, end), low + shift
+            run += 1
+        row = end
+    return runs

@@ -1,0 +1,420 @@
+"""Attention over a paged cache in FP32 lanes: softmax(q·Kᵀ·scale)·V, causal; any dtype and size.
+
+One task a run of new tokens and KV head, decoding and prefill alike: the rows of a run read each
+key and value once. A score is one chain of fused multiply-adds over the head's dimensions, an
+output element one over each SEGMENT of keys; what a row does not see adds zeros. So no row's bits
+depend on another's, nor on where runs are cut.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import torch
+from numba import prange
+from torch import Tensor
+
+from kernels.cpu.attention.query_runs import runs_of
+from kernels.cpu.compile import compiled
+from kernels.cpu.simd.amx_tiles import aligned
+from kernels.cpu.simd.dtype_convert import load_numbers, store_numbers
+from kernels.cpu.simd.f32x32 import (
+    NUM_FLOATS,
+    exp2_floats,
+    larger,
+    largest,
+    load_floats,
+    masked,
+    same,
+    store_floats,
+    tanh_floats,
+    total,
+)
+from kernels.cpu.simd.intrinsics import (
+    LOG2_E,
+    SIDE,
+    add_chains,
+    array,
+    expect_load,
+    transpose_words,
+)
+
+TILE = 64  # keys whose scores are computed together; a multiple of NUM_FLOATS
+LINE_BYTES = 64
+SEGMENT = 512  # keys whose values are summed in one chain; a multiple of TILE
+MAX_RUN_ROWS = 64  # beyond it a key's way into the lanes is a small part of what is done with it
+MIN_RUNS = 4  # for each thread; with fewer, they could not share them evenly
+FEW_ROWS = 16  # memory is what they wait for; with more, it comes in time anyway
+
+_f32 = np.float32
+
+
+def vector_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    query_lens: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """As kernels.cpu.attention.amx_attention, of any dtype, head_dim and block_size."""
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads, block_size = kv_cache.shape[2:4]
+    grouped = query.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    out = torch.empty_like(grouped, memory_format=torch.contiguous_format)
+    max_run_tokens = max(MAX_RUN_ROWS // grouped.shape[2], 1)
+    key, value = kv_cache.unbind(0)
+    is_direct = kv_cache.dtype == torch.float32 and block_size % SIDE == 0 and head_dim % SIDE == 0
+    _attend(
+        array(grouped.contiguous()),
+        Cache(array(key), array(value), is_direct),
+        block_tables.numpy(),
+        runs_of(query_lens.numpy(), context_lens.numpy(), max_run_tokens),
+        Mask(0 if window is None else window, _f32(0.0 if softcap is None else softcap)),
+        _f32(scale if softcap is not None else scale * LOG2_E),
+        numba.get_num_threads(),
+        array(out),
+    )
+    return out.view(num_tokens, num_heads, head_dim)
+
+
+class Cache(NamedTuple):
+    key: Any  # [num_blocks, H, block_size, D]
+    value: Any
+    is_direct: bool  # FP32, of whole squares: it is computed with where it lies
+
+
+class Mask(NamedTuple):
+    """`window` and `softcap` 0: none."""
+
+    window: int
+    softcap: Any
+
+
+class Scratch(NamedTuple):
+    """One thread's memory, for a run of R rows; D' is D in whole SIDEs.
+
+    What is accessed in whole Floats ends with room for one more. Loops need their own names for
+    the arrays: in parallel code numba takes `scratch.tops[row] = x` for dead, and leaves it out.
+    """
+
+    rows: Any  # [R · D], the queries
+    gathered: Any  # [TILE · D], keys or values
+    keys: Any  # [D' · TILE], transposed: a lane a key
+    scores: Any  # [R · the context in whole TILEs], then the weights
+    tops: Any  # [R], the largest scores
+    totals: Any  # [R], the sums of the weights
+    chain: Any  # [R · D'], weighted values of a SEGMENT,
+    sums: Any  # [R · D'], and of those before it
+
+
+@compiled()
+def _scratch(num_rows: int, head_dim: int, num_scores: int) -> Any:
+    width = _whole(head_dim, SIDE)
+    return Scratch(
+        _floats(num_rows * head_dim + NUM_FLOATS),
+        _floats(TILE * head_dim + NUM_FLOATS),
+        _floats(width * TILE),
+        _floats(num_scores),
+        _floats(num_rows),
+        _floats(num_rows),
+        _floats(num_rows * width + NUM_FLOATS),
+        _floats(num_rows * width + NUM_FLOATS),
+    )
+
+
+@compiled()
+def _floats(count: int) -> Any:
+    return aligned(count * 4).view(_f32)
+
+
+@compiled()
+def _whole(count: int, size: int) -> int:
+    return (count + size - 1) // size * size
+
+
+@compiled(parallel=True)
+def _attend(
+    query: Any,  # [T, H, G, D]
+    cache: Any,
+    block_tables: Any,
+    runs: Any,
+    mask: Any,
+    scale: Any,
+    num_tasks: int,
+    out: Any,  # [T, H, G, D]
+) -> None:
+    _, num_kv_heads, group, head_dim = query.shape
+    max_rows, num_scores = 0, 0
+    for _, low, high, position in runs:
+        num_rows, end = (high - low) * group, position + high - low
+        max_rows = max(max_rows, num_rows)
+        num_scores = max(num_scores, num_rows * _whole(end - _start(position, mask), TILE))
+    # Heads of a run lie next to each other in a block: one thread reads them all, as far as there
+    # are enough runs for each.
+    num_together = num_kv_heads if len(runs) >= MIN_RUNS * num_tasks else 1
+    num_items = len(runs) * num_kv_heads // num_together
+    for task in prange(num_tasks):
+        scratch = _scratch(max_rows, head_dim, num_scores)
+        # Each task takes every so many items: neighbours attend to equally long contexts.
+        for item in range(task, num_items, num_tasks):
+            first = item * num_together
+            seq, low, high, position = runs[first // num_kv_heads]
+            block_table, num_tokens = block_tables[seq], high - low
+            for head in range(first % num_kv_heads, first % num_kv_heads + num_together):
+                _begin(query, head, low, num_tokens, scale, scratch)
+                _score(cache, block_table, head, position, num_tokens, group, mask, scratch)
+                _weigh(position, num_tokens, group, mask, scratch)
+                _add_values(cache, block_table, head, position, num_tokens, group, mask, scratch)
+                _divide(scratch, head, low, num_tokens, out)
+
+
+@compiled()
+def _start(position: int, mask: Any) -> int:
+    """Of the tiles that a run from `position` on sees."""
+    return (max(0, position + 1 - mask.window) if mask.window else 0) // TILE * TILE
+
+
+@compiled(is_inlined=True)
+def _begin(query: Any, head: int, low: int, num_tokens: int, scale: Any, scratch: Any) -> None:
+    """The queries of one KV head, of tokens from `low` on."""
+    rows, _, _, _, _, _, chain, sums = scratch
+    _, num_heads, group, head_dim = query.shape
+    num_elements = group * head_dim
+    for token in range(num_tokens):
+        place = ((low + token) * num_heads + head) * num_elements
+        query_at = query.ctypes.data + place * query.itemsize
+        rows_at = rows.ctypes.data + token * num_elements * 4
+        for i in range(0, num_elements, NUM_FLOATS):
+            x = load_numbers(query_at + i * query.itemsize, query.dtype, num_elements - i)
+            store_floats(x * scale, rows_at + i * 4)
+    zeros = same(_f32(0.0))
+    for i in range(0, num_tokens * group * _whole(head_dim, SIDE), NUM_FLOATS):
+        store_floats(zeros, chain.ctypes.data + i * 4)
+        store_floats(zeros, sums.ctypes.data + i * 4)
+
+
+@compiled(is_inlined=True)
+def _score(
+    cache: Any,
+    block_table: Any,
+    head: int,
+    position: int,  # of the first token
+    num_tokens: int,
+    group: int,
+    mask: Any,
+    scratch: Any,
+) -> None:
+    """scores [R, keys of whole tiles]; those behind the context's end hold no number."""
+    rows, gathered, keys, scores, _, _, _, _ = scratch
+    head_dim, end = cache.key.shape[3], position + num_tokens
+    start = _start(position, mask)
+    row_bytes, num_rows = _whole(end - start, TILE) * 4, num_tokens * group
+    factors = rows.ctypes.data, head_dim * 4
+    keys_at, key_bytes = keys.ctypes.data, TILE * 4
+    packed = keys_at, key_bytes
+    for token in range(start, end, TILE):
+        count = min(TILE, end - token)
+        if num_rows <= FEW_ROWS:
+            _expect(cache.key, block_table, head, token + TILE, min(token + 2 * TILE, end))
+            _expect(cache.value, block_table, head, token, token + count)
+        if not cache.is_direct:
+            _gather(cache.key, block_table, head, token, count, scratch)
+        for low in range(0, count, SIDE):
+            if cache.is_direct:
+                key_at = _address(cache.key, block_table, head, token + low)
+            else:
+                key_at = gathered.ctypes.data + low * head_dim * 4
+            for d in range(0, head_dim, SIDE):
+                transpose_words(
+                    key_at + d * 4, head_dim * 4, keys_at + low * 4 + d * key_bytes, key_bytes
+                )
+        sums = scores.ctypes.data + (token - start) * 4, row_bytes
+        if count > NUM_FLOATS:
+            add_chains(sums, factors, packed, head_dim, num_rows, 64, 4, True)
+        else:
+            add_chains(sums, factors, packed, head_dim, num_rows, 32, 4, True)
+
+
+@compiled(is_inlined=True)
+def _address(plane: Any, block_table: Any, head: int, token: int) -> int:
+    _, num_heads, block_size, head_dim = plane.shape
+    block, offset = block_table[token // block_size], token % block_size
+    row = (block * num_heads + head) * block_size + offset
+    return plane.ctypes.data + row * head_dim * plane.itemsize
+
+
+@compiled(is_inlined=True)
+def _expect(plane: Any, block_table: Any, head: int, token: int, end: int) -> None:
+    """Fetches a head's keys or values [token, end): no prefetcher knows the block table."""
+    block_size, row_bytes = plane.shape[2], plane.shape[3] * plane.itemsize
+    while token < end:
+        count = min(block_size - token % block_size, end - token)
+        at = _address(plane, block_table, head, token)
+        for line in range(0, count * row_bytes, LINE_BYTES):
+            expect_load(at + line)
+        token += count
+
+
+@compiled(is_inlined=True)
+def _gather(
+    plane: Any, block_table: Any, head: int, token: int, num_tokens: int, scratch: Any
+) -> None:
+    """A head's keys or values from `token` on, widened; a block's are one piece."""
+    _, gathered, _, _, _, _, _, _ = scratch
+    block_size, head_dim = plane.shape[2:]
+    done = 0
+    while done < num_tokens:
+        count = min(block_size - (token + done) % block_size, num_tokens - done)
+        at = _address(plane, block_table, head, token + done)
+        gathered_at = gathered.ctypes.data + done * head_dim * 4
+        for i in range(0, count * head_dim, NUM_FLOATS):
+            x = load_numbers(at + i * plane.itemsize, plane.dtype, count * head_dim - i)
+            store_floats(x, gathered_at + i * 4)
+        done += count
+
+
+@compiled(is_inlined=True)
+def _weigh(position: int, num_tokens: int, group: int, mask: Any, scratch: Any) -> None:
+    """Turns scores into weights 2**(score - top); a second loop, for no row to wait for its top.
+
+    Their sum runs in NUM_FLOATS interleaved chains over absolute positions, so that leaving out
+    keys which a row does not see changes no bit.
+    """
+    _, _, _, scores, tops, totals, _, _ = scratch
+    start = _start(position, mask)
+    row_bytes = _whole(position + num_tokens - start, TILE) * 4
+    if mask.softcap > 0.0:
+        _cap(scores.ctypes.data, num_tokens * group * row_bytes // 4, mask.softcap)
+    row_at, row = scores.ctypes.data, 0
+    for token in range(num_tokens):
+        last = position + token + 1 - start
+        first = max(0, last - mask.window) if mask.window else 0
+        for _ in range(group):
+            seen = same(_f32(-np.inf))
+            for i in range(first // NUM_FLOATS * NUM_FLOATS, last, NUM_FLOATS):
+                seen = larger(_seen(row_at, i, first, last), seen)
+            tops[row] = largest(seen)
+            row_at += row_bytes
+            row += 1
+    num_columns = _whole(position + num_tokens - start, NUM_FLOATS)
+    row_at, row = scores.ctypes.data, 0
+    for token in range(num_tokens):
+        last = position + token + 1 - start
+        first = max(0, last - mask.window) if mask.window else 0
+        for _ in range(group):
+            summed = same(_f32(0.0))
+            for i in range(0, num_columns, NUM_FLOATS):
+                if i + NUM_FLOATS <= first or i >= last:
+                    weights = same(_f32(0.0))
+                else:
+                    seen = _seen(row_at, i, first, last)
+                    weights = exp2_floats(seen - tops[row])
+                    summed = summed + weights
+                store_floats(weights, row_at + i * 4)
+            totals[row] = total(summed)
+            row_at += row_bytes
+            row += 1
+
+
+@compiled(is_inlined=True)
+def _seen(row_at: int, column: int, first: int, last: int) -> Any:
+    """Scores of the columns from `column` on, of which [first, last) are visible."""
+    seen = load_floats(row_at + column * 4)
+    if column < first or column + NUM_FLOATS > last:
+        seen = masked(seen, first - column, last - column)
+    return seen
+
+
+@compiled()
+def _cap(scores_at: int, num_scores: int, softcap: Any) -> None:
+    """Into softcap · tanh(score / softcap), as exponents of 2."""
+    for i in range(0, num_scores, NUM_FLOATS):
+        at = scores_at + i * 4
+        x = tanh_floats(load_floats(at) / softcap) * softcap
+        store_floats(x * _f32(LOG2_E), at)
+
+
+@compiled(is_inlined=True)
+def _add_values(
+    cache: Any,
+    block_table: Any,
+    head: int,
+    position: int,
+    num_tokens: int,
+    group: int,
+    mask: Any,
+    scratch: Any,
+) -> None:
+    """Weights · values, a chain for each SEGMENT of absolute positions."""
+    _, gathered, _, scores, _, _, chain, sums = scratch
+    block_size, head_dim = cache.value.shape[2:]
+    start, end, num_rows = _start(position, mask), position + num_tokens, num_tokens * group
+    width, row_bytes = _whole(head_dim, SIDE), _whole(end - start, TILE) * 4
+    into = chain.ctypes.data, width * 4
+    for token in range(start, end, TILE):
+        count = min(TILE, end - token)
+        weights_at = scores.ctypes.data + (token - start) * 4
+        if cache.is_direct:
+            done = 0
+            while done < count:
+                piece = min(block_size - (token + done) % block_size, count - done)
+                values = _address(cache.value, block_table, head, token + done), head_dim * 4
+                weights = weights_at + done * 4, row_bytes
+                _add_rows(into, weights, values, piece, num_rows, width)
+                done += piece
+        else:
+            _gather(cache.value, block_table, head, token, count, scratch)
+            values = gathered.ctypes.data, head_dim * 4
+            _add_rows(into, (weights_at, row_bytes), values, count, num_rows, width)
+        if (token + TILE) % SEGMENT == 0:
+            for i in range(0, num_rows * width, NUM_FLOATS):
+                chain_at = chain.ctypes.data + i * 4
+                sums_at = sums.ctypes.data + i * 4
+                store_floats(load_floats(sums_at) + load_floats(chain_at), sums_at)
+                store_floats(same(_f32(0.0)), chain_at)
+
+
+@compiled(is_inlined=True)
+def _divide(scratch: Any, head: int, low: int, num_tokens: int, out: Any) -> None:
+    _, _, _, _, _, totals, chain, sums = scratch
+    _, num_heads, group, head_dim = out.shape
+    width = _whole(head_dim, SIDE)
+    for token in range(num_tokens):
+        for member in range(group):
+            row = token * group + member
+            factor = _f32(1.0) / totals[row]
+            place = ((low + token) * num_heads + head) * group + member
+            out_at = out.ctypes.data + place * head_dim * out.itemsize
+            for d in range(0, head_dim, NUM_FLOATS):
+                offset = (row * width + d) * 4
+                x = load_floats(sums.ctypes.data + offset)
+                x = x + load_floats(chain.ctypes.data + offset)
+                store_numbers(x * factor, out_at + d * out.itemsize, out.dtype, head_dim - d)
+
+
+@compiled()
+def _add_rows(sums: Any, factors: Any, rows: Any, num_rows: int, num_sums: int, width: int) -> None:
+    """sums [num_sums, width] += factors [num_sums, num_rows] · rows, in as few chains as it takes.
+
+    Arrays are (address, distance of rows).
+    """
+    sums_at, sums_bytes = sums
+    rows_at, row_bytes = rows
+    d = 0
+    while d < width:
+        into, of = (sums_at + d * 4, sums_bytes), (rows_at + d * 4, row_bytes)
+        if d + 64 <= width:
+            add_chains(into, factors, of, num_rows, num_sums, 64, 4, False)
+            d += 64
+        elif d + 32 <= width:
+            add_chains(into, factors, of, num_rows, num_sums, 32, 4, False)
+            d += 32
+        else:
+            add_chains(into, factors, of, num_rows, num_sums, 16, 4, False)
+            d += 16

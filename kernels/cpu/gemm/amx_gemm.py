@@ -1,0 +1,196 @@
+"""Products of BF16 on AMX's tiles: a block of 32 x 32 outputs is summed in four of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import types
+from numba.extending import overload
+from torch import Tensor
+
+from kernels.cpu.compile import compiled
+from kernels.cpu.gemm.gemm_common import BLOCK, SUM_BYTES, num_blocks, num_steps, sum_products
+from kernels.cpu.simd.amx_tiles import (
+    TILE_ROWS,
+    has_amx,
+    tile_config,
+    tile_configure,
+    tile_load,
+    tile_multiply,
+    tile_release,
+    tile_store,
+    tile_zero,
+)
+from kernels.cpu.simd.intrinsics import expect_load
+
+NUM_DIMS = 5  # of a packed weight
+STEP_BYTES = 2048  # of 32 columns, for 32 of K
+ROW_BYTES = BLOCK * 2  # of a row's 32 of K
+PIECE_STEPS = 8
+LINE_BYTES = 64
+STEP_LINES = STEP_BYTES // LINE_BYTES
+MAX_AHEAD = 8  # of a step: with more, they stand in the way of what is needed now
+
+# Configurations by the number of rows of a block, less one.
+_CONFIGS = np.stack(
+    [tile_config(min(rows, TILE_ROWS), max(rows - TILE_ROWS, 1)) for rows in range(1, BLOCK + 1)]
+)
+
+
+def can_pack_for_amx(weight: Tensor) -> bool:
+    """Of a weight [N, K] in a host's memory, if its CPU has AMX."""
+    is_whole = weight.is_cpu and all(size % BLOCK == 0 for size in weight.shape)
+    return is_whole and weight.dtype == torch.bfloat16 and has_amx()
+
+
+def is_packed_for_amx(weight: Tensor) -> bool:
+    return weight.dim() == NUM_DIMS
+
+
+def pack_for_amx(weight: Tensor) -> Tensor:
+    """weight [N, K] -> [N / 32, K / 32, 16, 32, 2]: pairs of K next to each other."""
+    num_rows, num_columns = weight.shape
+    blocks = weight.view(num_rows // BLOCK, BLOCK, num_columns // BLOCK, BLOCK // 2, 2)
+    return blocks.permute(0, 2, 3, 1, 4).contiguous()
+
+
+def _is_packed(weight: Any) -> bool:
+    return isinstance(weight, types.Array) and weight.ndim == NUM_DIMS
+
+
+@overload(num_blocks, strict=False)
+def _num_blocks(weight: Any) -> Any:
+    return (lambda weight: weight.shape[0]) if _is_packed(weight) else None
+
+
+@overload(num_steps, strict=False)
+def _num_steps(weight: Any) -> Any:
+    return (lambda weight: weight.shape[1]) if _is_packed(weight) else None
+
+
+@overload(sum_products, strict=False)
+def _sum_products(rows: Any, num_rows: Any, weight: Any, block: Any, sums_at: Any) -> Any:
+    if not _is_packed(weight):
+        return None
+    return lambda rows, num_rows, weight, block, sums_at: _sum(
+        rows, num_rows, weight, block, sums_at
+    )
+
+
+@compiled()
+def _sum(rows: Any, num_rows: int, weight: Any, block: int, sums_at: int) -> None:
+    """Where there are more rows than one block has, K is cut so that a piece of the weight stays in
+    the first cache while they go by, and the next piece is fetched meanwhile.
+    """
+    all_steps = weight.shape[1]
+    num_row_blocks = (num_rows + BLOCK - 1) // BLOCK
+    num_pieces = (all_steps + PIECE_STEPS - 1) // PIECE_STEPS if num_row_blocks > 1 else 1
+    # A single block of rows waits for memory in any case, which fetches in its own order best.
+    num_ahead = min(STEP_LINES // num_row_blocks, MAX_AHEAD) if num_row_blocks > 1 else 0
+    configured = 0
+    for piece in range(num_pieces):
+        step = all_steps * piece // num_pieces
+        piece_steps = all_steps * (piece + 1) // num_pieces - step
+        columns_at = weight.ctypes.data + (block * all_steps + step) * STEP_BYTES
+        ahead_at = columns_at + piece_steps * STEP_BYTES
+        for index in range(num_row_blocks):
+            block_rows = min(BLOCK, num_rows - index * BLOCK)
+            if block_rows != configured:
+                configure_for(block_rows)
+                configured = block_rows
+            multiply_block(
+                rows.address + index * rows.block_bytes + step * rows.step_bytes,
+                rows.row_bytes,
+                columns_at,
+                piece_steps,
+                block_rows,
+                sums_at + index * BLOCK * SUM_BYTES,
+                SUM_BYTES,
+                piece == 0,
+                ahead_at,
+                num_ahead,
+                rows.step_bytes,
+            )
+            ahead_at += piece_steps * num_ahead * LINE_BYTES
+    tile_release()
+
+
+@compiled()
+def configure_for(num_rows: int) -> None:
+    """The tiles, for a block of so many rows."""
+    tile_configure(_CONFIGS[num_rows - 1].ctypes.data)
+
+
+@compiled()
+def multiply_block(
+    rows_at: int,
+    row_bytes: int,
+    columns_at: int,
+    num_steps: int,
+    num_rows: int,
+    sums_at: int,
+    sum_bytes: int,
+    is_first: bool,
+    ahead_at: int = 0,
+    num_ahead: int = 0,
+    step_bytes: int = ROW_BYTES,
+) -> None:
+    """Up to 32 rows of BF16 by columns [num_steps, 16, 32, 2], as FP32 to `sums_at`.
+
+    The tiles are configured for `num_rows`; rows lie `row_bytes` and `sum_bytes` apart. Unless it
+    is the first product, it is added to what the sums hold. At each step `num_ahead` cache lines
+    are fetched, from `ahead_at` on: of what is multiplied later.
+    """
+    is_tall = num_rows > TILE_ROWS
+    load_sums(sums_at, sum_bytes, is_tall, is_first)
+    for step in range(num_steps):
+        for line in range(num_ahead):
+            expect_load(ahead_at + (step * num_ahead + line) * LINE_BYTES)
+        multiply_step(
+            rows_at + step * step_bytes, row_bytes, columns_at + step * STEP_BYTES, is_tall
+        )
+    store_sums(sums_at, sum_bytes, is_tall)
+
+
+@compiled()
+def load_sums(sums_at: int, sum_bytes: int, is_tall: bool, is_first: bool) -> None:
+    """To the tiles; zeros for the first product."""
+    if is_first:
+        tile_zero(0)
+        tile_zero(1)
+        if is_tall:
+            tile_zero(2)
+            tile_zero(3)
+    else:
+        tile_load(0, sums_at, sum_bytes)
+        tile_load(1, sums_at + 64, sum_bytes)
+        if is_tall:
+            lower_at = sums_at + TILE_ROWS * sum_bytes
+            tile_load(2, lower_at, sum_bytes)
+            tile_load(3, lower_at + 64, sum_bytes)
+
+
+@compiled()
+def multiply_step(rows_at: int, row_bytes: int, columns_at: int, is_tall: bool) -> None:
+    """Adds the product of one step of K to the sums."""
+    tile_load(4, rows_at, row_bytes)
+    tile_load(6, columns_at, 128)
+    tile_load(7, columns_at + 64, 128)
+    tile_multiply(0, 4, 6)
+    tile_multiply(1, 4, 7)
+    if is_tall:
+        tile_load(5, rows_at + TILE_ROWS * row_bytes, row_bytes)
+        tile_multiply(2, 5, 6)
+        tile_multiply(3, 5, 7)
+
+
+@compiled()
+def store_sums(sums_at: int, sum_bytes: int, is_tall: bool) -> None:
+    tile_store(0, sums_at, sum_bytes)
+    tile_store(1, sums_at + 64, sum_bytes)
+    if is_tall:
+        lower_at = sums_at + TILE_ROWS * sum_bytes
+        tile_store(2, lower_at, sum_bytes)
+        tile_store(3, lower_at + 64, sum_bytes)

@@ -1,0 +1,185 @@
+"""Products of BF16 on AVX-512's dot products of pairs, where there is no AMX: eight rows by 32
+columns at a time, their sums in registers.
+
+An instruction adds two products to each of 16 sums, in FP32; subnormals count as 0. (Intel 64
+Architectures Software Developer's Manual, volume 2, VDPBF16PS.)
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
+from torch import Tensor
+
+from kernels.cpu.compile import compiled
+from kernels.cpu.gemm.gemm_common import BLOCK, SUM_BYTES, num_blocks, num_steps, sum_products
+from kernels.cpu.simd.intrinsics import Strided, in_groups
+
+NUM_DIMS = 4  # of a packed weight
+STEP_BYTES = 2048  # of 32 columns, for 32 of K
+PIECE_STEPS = 8  # so much of a block of columns stays in the first cache while rows go by
+MOST_ROWS = 8  # 16 sums in registers keep the multipliers busy; with more, there is more to compile
+PAIRS = BLOCK // 2
+
+_WORD, _ADDRESS = ir.IntType(32), ir.IntType(64)
+_LANES = 16
+_WORDS, _FLOATS = ir.VectorType(_WORD, _LANES), ir.VectorType(ir.FloatType(), _LANES)
+_HALVES = 0, SUM_BYTES // 2  # of a row's sums, and of a row of columns: each fills a register
+
+
+@cache
+def has_pair_products() -> bool:
+    return bool(get_host_cpu_features().get("avx512bf16"))
+
+
+def can_pack_pairs(weight: Tensor) -> bool:
+    """Of a weight [N, K] in a host's memory, if its CPU multiplies pairs of BF16."""
+    is_whole = weight.is_cpu and all(size % BLOCK == 0 for size in weight.shape)
+    return is_whole and weight.dtype == torch.bfloat16 and has_pair_products()
+
+
+def is_packed_pairs(weight: Tensor) -> bool:
+    return weight.dim() == NUM_DIMS
+
+
+def pack_pairs(weight: Tensor) -> Tensor:
+    """weight [N, K] -> [N / 32, K / 2, 32, 2]: pairs of K next to each other."""
+    pairs = weight.view(len(weight) // BLOCK, BLOCK, -1, 2)
+    return pairs.transpose(1, 2).contiguous()
+
+
+def _is_packed(weight: Any) -> bool:
+    return isinstance(weight, types.Array) and weight.ndim == NUM_DIMS
+
+
+@overload(num_blocks, strict=False)
+def _num_blocks(weight: Any) -> Any:
+    return (lambda weight: weight.shape[0]) if _is_packed(weight) else None
+
+
+@overload(num_steps, strict=False)
+def _num_steps(weight: Any) -> Any:
+    return (lambda weight: weight.shape[1] // PAIRS) if _is_packed(weight) else None
+
+
+@overload(sum_products, strict=False)
+def _sum_products(rows: Any, num_rows: Any, weight: Any, block: Any, sums_at: Any) -> Any:
+    if not _is_packed(weight):
+        return None
+    return lambda rows, num_rows, weight, block, sums_at: _sum(
+        rows, num_rows, weight, block, sums_at
+    )
+
+
+@compiled()
+def _sum(rows: Any, num_rows: int, weight: Any, block: int, sums_at: int) -> None:
+    all_steps = weight.shape[1] // PAIRS
+    block_at = weight.ctypes.data + block * all_steps * STEP_BYTES
+    for step in range(0, all_steps, PIECE_STEPS):
+        piece_steps = min(PIECE_STEPS, all_steps - step)
+        columns_at = block_at + step * STEP_BYTES
+        multiply_piece(rows, num_rows, step, columns_at, piece_steps, sums_at)
+
+
+@compiled()
+def multiply_piece(
+    rows: Any, num_rows: int, step: int, columns_at: int, num_steps: int, sums_at: int
+) -> None:
+    """Adds the products of some steps of K to the sums [num_rows, 32], which begin with step 0.
+
+    `columns_at`: of these steps, [num_steps, 16, 32, 2].
+    """
+    for first in range(0, num_rows, BLOCK):
+        rows_at = rows.address + first // BLOCK * rows.block_bytes + step * rows.step_bytes
+        factors = rows_at, rows.row_bytes, rows.step_bytes
+        block_rows = min(BLOCK, num_rows - first)
+        at, is_first = sums_at + first * SUM_BYTES, step == 0
+        add_pairs(at, factors, columns_at, num_steps, block_rows, is_first)
+
+
+@intrinsic
+def add_pairs(
+    _: Any, sums: Any, factors: Any, columns: Any, num_steps: Any, num_rows: Any, is_first: Any
+) -> Any:
+    """sums [num_rows, 32] += factors · columns [num_steps, 16, 32, 2]; the first time, =.
+
+    `factors`: an address, and the distances in bytes from row to row and from step to step.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        sums, factors, columns, num_steps, num_rows, is_first = args
+        at, row_bytes, step_bytes = cgutils.unpack_tuple(builder, factors, 3)
+        sums, factors = Strided(builder, sums, _ADDRESS(SUM_BYTES)), Strided(builder, at, row_bytes)
+
+        def add(first: Any, count: int) -> None:
+            group = _Group(builder, sums.below(first), factors.below(first), count)
+            group.load(is_first)
+            with cgutils.for_range(builder, num_steps) as step:
+                factors_at = builder.mul(step.index, step_bytes)
+                columns_at = builder.add(columns, builder.mul(step.index, _ADDRESS(STEP_BYTES)))
+                with cgutils.for_range(builder, _ADDRESS(PAIRS)) as pair:
+                    offset = builder.add(factors_at, builder.mul(pair.index, _ADDRESS(4)))
+                    group.add(offset, Strided(builder, columns_at, _ADDRESS(SUM_BYTES)), pair.index)
+            group.store()
+
+        in_groups(builder, num_rows, MOST_ROWS, add)
+        return context.get_dummy_value()
+
+    whole = types.int64
+    places = whole, types.UniTuple(whole, 3), whole
+    return types.void(*places, whole, whole, types.boolean), generate
+
+
+class _Group:
+    """Rows whose sums are in registers, in code that is made."""
+
+    def __init__(self, builder: Any, sums: Strided, factors: Strided, count: int) -> None:
+        self._builder, self._factors = builder, factors
+        self._rows = [_ADDRESS(index) for index in range(count)]
+        self._places = [
+            sums.place(row, _FLOATS, _ADDRESS(half)) for row in self._rows for half in _HALVES
+        ]
+        self._held = [cgutils.alloca_once(builder, _FLOATS) for _ in self._places]
+
+    def load(self, is_first: Any) -> None:
+        builder, zeros = self._builder, ir.Constant(_FLOATS, None)
+        for place, held in zip(self._places, self._held, strict=True):
+            begun = builder.select(is_first, zeros, builder.load(place, align=4))
+            builder.store(begun, held)
+
+    def add(self, offset: Any, columns: Strided, pair: Any) -> None:
+        builder = self._builder
+        halves = [
+            builder.load(columns.place(pair, _WORDS, _ADDRESS(half)), align=4) for half in _HALVES
+        ]
+        for index, row in enumerate(self._rows):
+            factor = _spread(
+                builder, builder.load(self._factors.place(row, _WORD, offset), align=4)
+            )
+            for half, held in zip(halves, self._held[2 * index :], strict=False):
+                builder.store(_multiply_add(builder, builder.load(held), factor, half), held)
+
+    def store(self) -> None:
+        for place, held in zip(self._places, self._held, strict=True):
+            self._builder.store(self._builder.load(held), place, align=4)
+
+
+def _spread(builder: Any, word: Any) -> Any:
+    one = builder.insert_element(ir.Constant(_WORDS, ir.Undefined), word, _WORD(0))
+    return builder.shuffle_vector(one, one, ir.Constant(_WORDS, [0] * _LANES))
+
+
+def _multiply_add(builder: Any, sums: Any, factors: Any, columns: Any) -> Any:
+    name = "llvm.x86.avx512bf16.dpbf16ps.512"
+    operands = [sums, factors, columns]
+    function = builder.module.globals.get(name) or ir.Function(
+        builder.module, ir.FunctionType(_FLOATS, [each.type for each in operands]), name
+    )
+    return builder.call(function, operands)

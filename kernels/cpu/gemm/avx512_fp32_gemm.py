@@ -1,0 +1,82 @@
+"""Products of FP32 on AVX-512: twelve rows by 32 columns at a time, their sums in registers."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite.binding import get_host_cpu_features
+from numba import types
+from numba.extending import overload
+from torch import Tensor
+
+from kernels.cpu.compile import compiled
+from kernels.cpu.gemm.gemm_common import BLOCK, SUM_BYTES, num_blocks, num_steps, sum_products
+from kernels.cpu.simd.f32x32 import same, store_floats
+from kernels.cpu.simd.intrinsics import add_chains
+
+_f32 = np.float32
+
+NUM_DIMS = 3  # of a packed weight
+PIECE = 256  # of K: so much of a block of columns stays in the first cache while rows go by
+MOST_ROWS = 12  # of 32 registers 24 are sums
+
+
+@cache
+def has_avx512() -> bool:
+    """Of fewer and narrower registers the library makes more."""
+    return bool(get_host_cpu_features().get("avx512f"))
+
+
+def can_pack_floats(weight: Tensor) -> bool:
+    """Of a weight [N, K] in a host's memory, if its CPU has AVX-512."""
+    is_whole = weight.is_cpu and all(size % BLOCK == 0 for size in weight.shape)
+    return is_whole and weight.dtype == torch.float32 and has_avx512()
+
+
+def is_packed_floats(weight: Tensor) -> bool:
+    return weight.dim() == NUM_DIMS
+
+
+def pack_floats(weight: Tensor) -> Tensor:
+    """weight [N, K] -> [N / 32, K, 32]."""
+    return weight.view(len(weight) // BLOCK, BLOCK, -1).transpose(1, 2).contiguous()
+
+
+def _is_packed(weight: Any) -> bool:
+    return isinstance(weight, types.Array) and weight.ndim == NUM_DIMS
+
+
+@overload(num_blocks, strict=False)
+def _num_blocks(weight: Any) -> Any:
+    return (lambda weight: weight.shape[0]) if _is_packed(weight) else None
+
+
+@overload(num_steps, strict=False)
+def _num_steps(weight: Any) -> Any:
+    return (lambda weight: weight.shape[1] // BLOCK) if _is_packed(weight) else None
+
+
+@overload(sum_products, strict=False)
+def _sum_products(rows: Any, num_rows: Any, weight: Any, block: Any, sums_at: Any) -> Any:
+    if not _is_packed(weight):
+        return None
+    return lambda rows, num_rows, weight, block, sums_at: _sum(
+        rows, num_rows, weight, block, sums_at
+    )
+
+
+@compiled()
+def _sum(rows: Any, num_rows: int, weight: Any, block: int, sums_at: int) -> None:
+    """Rows of FP32 are as far from each other across blocks as within one: all go by together."""
+    width, sums = weight.shape[1], (sums_at, SUM_BYTES)
+    for row in range(num_rows):
+        store_floats(same(_f32(0.0)), sums_at + row * SUM_BYTES)
+    block_at = weight.ctypes.data + block * width * SUM_BYTES
+    for first in range(0, width, PIECE):
+        factors = rows.address + first * 4, rows.row_bytes
+        columns = block_at + first * SUM_BYTES, SUM_BYTES
+        length = min(PIECE, width - first)
+        add_chains(sums, factors, columns, length, num_rows, BLOCK, MOST_ROWS, False)

@@ -1,0 +1,31 @@
+"""What BF16 is multiplied with on this machine: AMX's tiles, else AVX-512's products of pairs."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kernels.cpu.gemm.amx_gemm import can_pack_for_amx, is_packed_for_amx, pack_for_amx
+from kernels.cpu.gemm.avx512_bf16_gemm import (
+    can_pack_pairs,
+    has_pair_products,
+    is_packed_pairs,
+    pack_pairs,
+)
+from kernels.cpu.simd.amx_tiles import has_amx
+
+
+def has_half_products() -> bool:
+    return has_amx() or has_pair_products()
+
+
+def can_pack_halves(weight: Tensor) -> bool:
+    return can_pack_for_amx(weight) or can_pack_pairs(weight)
+
+
+def pack_halves(weight: Tensor) -> Tensor:
+    """The same bytes for either, in another shape."""
+    return pack_for_amx(weight) if can_pack_for_amx(weight) else pack_pairs(weight)
+
+
+def is_packed_halves(weight: Tensor) -> bool:
+    return is_packed_for_amx(weight) or is_packed_pairs(weight)

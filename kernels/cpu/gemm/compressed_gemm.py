@@ -1,0 +1,186 @@
+"""Products with a compressed weight, as `amx_products` or `pair_products` with a packed one.
+
+A block of the weight is decoded into a core's first cache just before it is multiplied by, and
+summed in the same order: the bits are those of the plain weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import types
+from numba.extending import overload
+
+from kernels.cpu.codec.bf16_codec import RECORD_BYTES, decode_block
+from kernels.cpu.compile import compiled
+from kernels.cpu.gemm.amx_gemm import (
+    LINE_BYTES,
+    PIECE_STEPS,
+    STEP_BYTES,
+    configure_for,
+    load_sums,
+    multiply_block,
+    multiply_step,
+    store_sums,
+)
+from kernels.cpu.gemm.avx512_bf16_gemm import multiply_piece
+from kernels.cpu.gemm.compressed_weight import ROW_OF_LANE, CompressedWeight, spread_bases
+from kernels.cpu.gemm.gemm_common import BLOCK, SUM_BYTES, num_blocks, num_steps, sum_products
+from kernels.cpu.simd.amx_tiles import TILE_ROWS, aligned, has_amx, tile_release
+from kernels.cpu.simd.intrinsics import expect_load
+
+AHEAD = 4  # blocks that are fetched before they are decoded
+VERBATIM_AHEAD_BYTES = 256  # what so many blocks take of the stream
+RECORD_LINES = RECORD_BYTES // LINE_BYTES
+MIN_OTHERS = 3  # blocks of rows: with less, too much would be fetched at each step
+
+_ROW_OF_LANE = ROW_OF_LANE["tiles"]
+
+
+def planes_for_tiles(weight: CompressedWeight) -> Any:
+    """As `sum_products` takes it; None if it is not in the order of a packed weight."""
+    return weight.planes if weight.order == "tiles" else None
+
+
+@overload(num_blocks, strict=False)
+def _num_blocks(weight: Any) -> Any:
+    return (lambda weight: len(weight.bases)) if _is_planes(weight) else None
+
+
+@overload(num_steps, strict=False)
+def _num_steps(weight: Any) -> Any:
+    return (lambda weight: weight.records.shape[1]) if _is_planes(weight) else None
+
+
+@overload(sum_products, strict=False)
+def _sum_products(rows: Any, num_rows: Any, weight: Any, block: Any, sums_at: Any) -> Any:
+    if not _is_planes(weight):
+        return None
+    if has_amx():
+        return lambda rows, num_rows, weight, block, sums_at: _sum_on_tiles(
+            rows, num_rows, weight, block, sums_at
+        )
+    return lambda rows, num_rows, weight, block, sums_at: _sum_by_pairs(
+        rows, num_rows, weight, block, sums_at
+    )
+
+
+def _is_planes(weight: Any) -> bool:
+    return isinstance(weight, types.BaseNamedTuple)
+
+
+@compiled()
+def _sum_by_pairs(rows: Any, num_rows: int, planes: Any, strip: int, sums_at: int) -> None:
+    """FP32 sums [num_rows, 32] of rows by a strip, a piece of which is decoded before all rows are
+    multiplied by it.
+    """
+    all_steps = planes.records.shape[1]
+    lanes = spread_bases(planes.bases, strip, _ROW_OF_LANE)
+    scratch = aligned(PIECE_STEPS * STEP_BYTES)
+    verbatim_at = planes.verbatim.ctypes.data + planes.starts[strip]
+    for first in range(0, all_steps, PIECE_STEPS):
+        piece_steps = min(PIECE_STEPS, all_steps - first)
+        for step in range(piece_steps):
+            record_at = planes.records[strip, first + step].ctypes.data
+            for line in range(RECORD_LINES):
+                expect_load(record_at + AHEAD * RECORD_BYTES + line * LINE_BYTES)
+            expect_load(verbatim_at + VERBATIM_AHEAD_BYTES)
+            tile_at = scratch.ctypes.data + step * STEP_BYTES
+            verbatim_at = decode_block(record_at, verbatim_at, lanes.ctypes.data, 0, tile_at, 64)
+        multiply_piece(rows, num_rows, first, scratch.ctypes.data, piece_steps, sums_at)
+
+
+@compiled()
+def _sum_on_tiles(rows: Any, num_rows: int, planes: Any, strip: int, sums_at: int) -> None:
+    """FP32 sums [num_rows, 32] of rows by a strip.
+
+    A piece of it is decoded while the first 32 rows are multiplied by it, and stays in the first
+    cache while the others go by. For 32 or less, all of it is one piece.
+    """
+    all_steps = planes.records.shape[1]
+    num_row_blocks = (num_rows + BLOCK - 1) // BLOCK
+    num_pieces = (all_steps + PIECE_STEPS - 1) // PIECE_STEPS if num_row_blocks > 1 else 1
+    lanes = spread_bases(planes.bases, strip, _ROW_OF_LANE)
+    scratch = aligned(PIECE_STEPS * STEP_BYTES)
+    verbatim_at = planes.verbatim.ctypes.data + planes.starts[strip]
+    lanes_at, scratch_at, configured = lanes.ctypes.data, scratch.ctypes.data, 0
+    # Many rows leave time to fetch the next piece while they go by.
+    num_others = num_row_blocks - 1
+    num_ahead = (RECORD_LINES + num_others - 1) // num_others if num_others >= MIN_OTHERS else 0
+    for piece in range(num_pieces):
+        step = all_steps * piece // num_pieces
+        piece_steps = all_steps * (piece + 1) // num_pieces - step
+        record_at = planes.records.ctypes.data + (strip * all_steps + step) * RECORD_BYTES
+        ahead_at = record_at + piece_steps * RECORD_BYTES
+        for index in range(num_row_blocks):
+            block_rows = min(BLOCK, num_rows - index * BLOCK)
+            if block_rows != configured:
+                configure_for(block_rows)
+                configured = block_rows
+            rows_at = rows.address + index * rows.block_bytes + step * rows.step_bytes
+            at = sums_at + index * BLOCK * SUM_BYTES
+            if index == 0:
+                is_tall = block_rows > TILE_ROWS
+                load_sums(at, SUM_BYTES, is_tall, piece == 0)
+                verbatim_at = _decode_and_multiply(
+                    record_at,
+                    verbatim_at,
+                    lanes_at,
+                    scratch_at,
+                    piece_steps,
+                    rows_at,
+                    rows.row_bytes,
+                    rows.step_bytes,
+                    is_tall,
+                    num_ahead == 0,
+                )
+                store_sums(at, SUM_BYTES, is_tall)
+            else:
+                multiply_block(
+                    rows_at,
+                    rows.row_bytes,
+                    scratch_at,
+                    piece_steps,
+                    block_rows,
+                    at,
+                    SUM_BYTES,
+                    piece == 0,
+                    ahead_at,
+                    num_ahead,
+                    rows.step_bytes,
+                )
+                ahead_at += piece_steps * num_ahead * LINE_BYTES
+    tile_release()
+
+
+@compiled()
+def _decode_and_multiply(
+    records_at: int,
+    verbatim_at: int,
+    lanes_at: int,
+    scratch_at: int,
+    num_steps: int,
+    rows_at: int,
+    row_bytes: int,
+    step_bytes: int,
+    is_tall: bool,
+    fetches: bool,
+) -> int:
+    """A block is decoded while the one before it is multiplied by; the last PIECE_STEPS of them
+    stay in the scratch. With `fetches` those some steps ahead are fetched.
+
+    Returns where the next block's verbatim bytes are.
+    """
+    for step in range(num_steps + 1):
+        if step < num_steps:
+            record_at = records_at + step * RECORD_BYTES
+            if fetches:
+                for line in range(RECORD_LINES):
+                    expect_load(record_at + AHEAD * RECORD_BYTES + line * LINE_BYTES)
+            expect_load(verbatim_at + VERBATIM_AHEAD_BYTES)
+            tile_at = scratch_at + step % PIECE_STEPS * STEP_BYTES
+            verbatim_at = decode_block(record_at, verbatim_at, lanes_at, 0, tile_at, 64)
+        if step > 0:
+            tile_at = scratch_at + (step - 1) % PIECE_STEPS * STEP_BYTES
+            multiply_step(rows_at + (step - 1) * step_bytes, row_bytes, tile_at, is_tall)
+    return verbatim_at

@@ -1,0 +1,99 @@
+"""y = x · weightᵀ + bias, with output rows that do not depend on how many rows there are.
+
+On a CPU a weight is packed once. Of whole blocks of 32, BF16 with AMX or AVX-512 BF16 and FP32 with
+AVX-512 go to `packed_linear`. FP32 takes 0.3 to 0.9 of oneDNN's time for one row, about as much for
+64, and 1.0 to 1.3 of it for 1,000 (a Xeon, one thread, N and K from 256 to 4,096); BF16 without AMX
+0.5 to 0.9 for one row, and 0.9 to 1.1 for 16 and more (an EPYC, one thread, N up to 32,000).
+
+Others are packed into the blocked layout that oneDNN multiplies with; without it every product
+rearranges the whole weight first. Measured on an EPYC with AVX-512 BF16, 768 x 4096: 2.3 times as
+fast for one row and 1.6 times for 64 in BF16. A row's bits are the same for every number of rows
+from two on, with any number of threads, and for a single row as long as K <= SPLIT_K (measured, K
+up to 11,008): beyond it, one row gets another kernel, so it is computed with a row of zeros beside
+it. Plain weights need more care. With AMX oneDNN cuts K by the number of rows, in one way for two
+to AMX_ROWS of them (measured on a Xeon, same K), so that many are taken at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.gemm.avx512_fp32_gemm import can_pack_floats, pack_floats
+from kernels.cpu.gemm.bf16_gemm import can_pack_halves, pack_halves
+from kernels.cpu.gemm.packed_linear import is_packed_for_products, packed_linear
+from kernels.cpu.simd.amx_tiles import has_amx
+from kernels.cpu.simd.intrinsics import array
+
+SPLIT_K = 1024
+# Plain weights: below PLAIN_ROWS rows are padded to a multiple, from there on any count will do.
+PLAIN_ROWS = 16
+PLAIN_MULTIPLE = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 16}
+AMX_ROWS = 32
+PACKABLE = (torch.float32, torch.bfloat16)
+
+
+def pack_weight(weight: Tensor) -> Tensor:
+    """weight [N, K] -> the same in our products' or oneDNN's layout, or as it is.
+
+    A packed weight takes the same number of bytes and is good for `linear` only; one that is packed
+    already stays as it is.
+    """
+    if is_packed(weight):
+        return weight
+    if can_pack_halves(weight):
+        return pack_halves(weight)
+    if can_pack_floats(weight):
+        return pack_floats(weight)
+    is_packable = weight.device.type == "cpu" and weight.dtype in PACKABLE
+    if not is_packable or not torch.backends.mkldnn.is_available():
+        return weight
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    return packed
+
+
+def is_packed(weight: Tensor) -> bool:
+    return weight.is_mkldnn or is_packed_for_products(weight)
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, is_batch_invariant: bool = False
+) -> Tensor:
+    """x [T, K], weight [N, K] plain or packed, bias [N] -> [T, N] in the dtype of x.
+
+    The bias is added after the product is rounded: a fused one changes the kernel that runs.
+    Rows do not depend on their number, whether `is_batch_invariant` asks for it or not.
+    """
+    if is_packed_for_products(weight):
+        y = packed_linear(x, array(weight))
+    elif x.shape[0] > AMX_ROWS and _is_on_amx(weight):
+        y = torch.cat([_product(rows, weight) for rows in x.split(AMX_ROWS)])
+    else:
+        y = _product(x, weight)
+    return y if bias is None else y.add_(bias)
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    num_rows = x.shape[0]
+    num_padded = _padded_rows(num_rows, weight)
+    if num_padded != num_rows:
+        x = torch.nn.functional.pad(x, (0, 0, 0, num_padded - num_rows))
+    if weight.is_mkldnn:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    else:
+        y = torch.nn.functional.linear(x, weight)
+    return y[:num_rows]
+
+
+def _is_on_amx(weight: Tensor) -> bool:
+    return weight.dtype == torch.bfloat16 and has_amx()
+
+
+def _padded_rows(num_rows: int, weight: Tensor) -> int:
+    if weight.is_mkldnn:
+        is_apart = num_rows == 1 and (weight.shape[1] > SPLIT_K or _is_on_amx(weight))
+        return 2 if is_apart else num_rows
+    if num_rows >= PLAIN_ROWS:
+        return num_rows
+    multiple = PLAIN_MULTIPLE[weight.dtype]
+    return -(-num_rows // multiple) * multiple

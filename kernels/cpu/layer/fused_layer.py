@@ -1,0 +1,306 @@
+"""A decoder layer around its attention: all that is done to a token's row alone.
+
+One call for what comes before attention and one for what comes behind it, instead of one for each
+operation. Of many rows each thread takes its share through all of it: a chunk of rows stays in its
+core's second cache from one product to the next. Of few rows the weights are what takes the time,
+so the threads share each product's columns. A row has the same bits both ways, and those of the
+single operations (`linear`, `add_rms_norm`, `rotate_and_store`, `gated`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import torch
+from numba import prange
+from torch import Tensor
+
+from kernels.cpu.compile import compiled
+from kernels.cpu.gemm.gemm_common import (
+    BLOCK,
+    SUM_BYTES,
+    chunk_rows,
+    num_blocks,
+    num_steps,
+    padded,
+    plain_rows,
+    work_bytes,
+    work_rows,
+)
+from kernels.cpu.gemm.packed_linear import for_products, multiply_rows
+from kernels.cpu.layer.layer_rows import (
+    add_normed,
+    add_or_keep,
+    gate_products,
+    norm_rows,
+    place_heads,
+)
+from kernels.cpu.simd.amx_tiles import aligned
+from kernels.cpu.simd.intrinsics import array
+from kernels.cpu.simd.tasks import num_tasks
+
+# For each thread. With fewer, reading all weights in every thread takes longer than it saves.
+MANY_ROWS = 160
+
+
+class Before(NamedTuple):
+    """What a layer has ahead of its attention, beside the weight of queries, keys and values."""
+
+    norm: Any  # [hidden]
+    eps: Any  # FP32
+    has_unit_offset: bool
+    bias: Any  # [N], or [0] for none
+    query_norm: Any  # [D], or [0]
+    key_norm: Any
+
+
+class Behind(NamedTuple):
+    """What it has behind it, beside the weights."""
+
+    norm: Any  # [hidden]
+    attention_norm: Any  # of what attention adds, [hidden], or [0]
+    mlp_norm: Any  # of what the MLP adds
+    eps: Any
+    has_unit_offset: bool
+    is_gelu: bool
+
+
+class Weights(NamedTuple):
+    """Each as `sum_products` takes it."""
+
+    qkv: Any
+    output: Any
+    gate_up: Any
+    down: Any
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayer:
+    _before: Before
+    _behind: Behind
+    _weights: Weights
+
+    def before(
+        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> Tensor:
+        """x [T, hidden] -> rotated queries [T, num_heads, D]; keys and values go to the cache.
+
+        cos, sin [T, rotary_dim / 2] FP32; kv_cache and slot_mapping as in `rotate_and_store`.
+        """
+        num_kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
+        num_heads = num_blocks(self._weights.qkv) * BLOCK // head_dim - 2 * num_kv_heads
+        query = x.new_empty(x.shape[0], num_heads, head_dim)
+        key, value = kv_cache.unbind(0)
+        run = _before_by_rows if _has_many_rows(x) else _before_by_columns
+        run(
+            array(x),
+            self._weights.qkv,
+            self._before,
+            cos.contiguous().numpy(),
+            sin.contiguous().numpy(),
+            slot_mapping.numpy(),
+            array(query),
+            array(key),
+            array(value),
+            _num_tasks(x),
+        )
+        return query
+
+    def behind(self, x: Tensor, attended: Tensor) -> Tensor:
+        """x [T, hidden], attended [T, num_heads, D] -> [T, hidden] behind the layer."""
+        y = torch.empty_like(x)
+        run = _behind_by_rows if _has_many_rows(x) else _behind_by_columns
+        rows = array(attended.flatten(1))
+        run(array(x), rows, *self._weights[1:], self._behind, array(y), _num_tasks(x))
+        return y
+
+
+def _has_many_rows(x: Tensor) -> bool:
+    return len(x) >= MANY_ROWS * numba.get_num_threads()
+
+
+def _num_tasks(x: Tensor) -> int:
+    """Of many rows, a task reads all weights: no more of them than threads."""
+    return numba.get_num_threads() if _has_many_rows(x) else num_tasks(x.shape[1] // BLOCK)
+
+
+def packed_layer(
+    norms: tuple[Tensor, Tensor],
+    weights: Sequence[Any],
+    *,
+    qkv_bias: Tensor | None,
+    head_norms: Sequence[Tensor],
+    post_norms: Sequence[Tensor],
+    eps: float,
+    has_unit_offset: bool,
+    activation: str,
+) -> PackedLayer | None:
+    """`weights`: of queries, keys and values; output; gate and up; down. None where it cannot be.
+
+    `norms`: before attention and before the MLP, [hidden]; `head_norms` [D] of queries and keys, or
+    none; `post_norms` [hidden] of what attention and of what the MLP adds, or none.
+    """
+    found = [for_products(each) for each in weights]
+    if any(each is None for each in found):
+        return None
+    none = array(norms[0][:0])
+    bias = none if qkv_bias is None else array(qkv_bias)
+    query_norm, key_norm = map(array, head_norms) if head_norms else (none, none)
+    attention_norm, mlp_norm = map(array, post_norms) if post_norms else (none, none)
+    shared = np.float32(eps), has_unit_offset
+    return PackedLayer(
+        Before(array(norms[0]), *shared, bias, query_norm, key_norm),
+        Behind(array(norms[1]), attention_norm, mlp_norm, *shared, activation != "silu"),
+        Weights(*found),
+    )
+
+
+@compiled(parallel=True)
+def _before_by_rows(
+    x: Any,
+    qkv: Any,
+    before: Any,
+    cos: Any,
+    sin: Any,
+    slots: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    num_tasks: int,
+) -> None:
+    hidden, size, most_rows = x.shape[1], x.itemsize, chunk_rows(x.itemsize)
+    num_columns = num_blocks(qkv)
+    for task in prange(num_tasks):
+        normed = aligned(work_bytes(most_rows, hidden, size))
+        heads = np.empty((most_rows, query.shape[1] + 2 * key.shape[1], query.shape[2]), x.dtype)
+        sums = aligned(most_rows * SUM_BYTES)
+        first, end = share_of_rows(len(x), task, num_tasks)
+        for low in range(first, end, most_rows):
+            high = min(low + most_rows, end)
+            num_rows = high - low
+            rows = work_rows(normed.ctypes.data, hidden, size)
+            norm_rows(x, low, high, before, rows, 0)
+            multiply_rows(rows, num_rows, qkv, 0, num_columns, sums, heads, x.dtype)
+            place_heads(heads, low, 0, num_rows, before, cos, sin, slots, query, key, value)
+
+
+@compiled(parallel=True)
+def _before_by_columns(
+    x: Any,
+    qkv: Any,
+    before: Any,
+    cos: Any,
+    sin: Any,
+    slots: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    num_tasks: int,
+) -> None:
+    num_rows, hidden, num_columns, size = len(x), x.shape[1], num_blocks(qkv), x.itemsize
+    num_sharing = num_tasks if num_rows > BLOCK else 1
+    normed = aligned(work_bytes(num_rows, hidden, size))
+    heads = np.empty((num_rows, query.shape[1] + 2 * key.shape[1], query.shape[2]), x.dtype)
+    for task in prange(num_sharing):
+        first, end = share_of_rows(num_rows, task, num_sharing)
+        norm_rows(x, first, end, before, work_rows(normed.ctypes.data, hidden, size), first)
+    for task in prange(num_tasks):
+        rows = work_rows(normed.ctypes.data, hidden, size)
+        sums = aligned(padded(num_rows) * SUM_BYTES)
+        first, end = num_columns * task // num_tasks, num_columns * (task + 1) // num_tasks
+        multiply_rows(rows, num_rows, qkv, first, end, sums, heads, x.dtype)
+    for task in prange(num_sharing):
+        first, end = share_of_rows(num_rows, task, num_sharing)
+        place_heads(heads, 0, first, end, before, cos, sin, slots, query, key, value)
+
+
+@compiled(parallel=True)
+def _behind_by_rows(
+    x: Any,
+    attended: Any,
+    output: Any,
+    gate_up: Any,
+    down: Any,
+    behind: Any,
+    y: Any,
+    num_tasks: int,
+) -> None:
+    hidden, inner, size = x.shape[1], num_steps(down) * BLOCK, x.itemsize
+    num_columns, num_inner = hidden // BLOCK, inner // BLOCK
+    most_rows = chunk_rows(size)
+    for task in prange(num_tasks):
+        normed = aligned(work_bytes(most_rows, hidden, size))
+        gated = aligned(work_bytes(most_rows, inner, size))
+        added = np.empty((most_rows, min(len(behind.mlp_norm), hidden)), x.dtype)
+        sums = aligned(2 * padded(most_rows) * SUM_BYTES)
+        first, end = share_of_rows(len(x), task, num_tasks)
+        for low in range(first, end, most_rows):
+            high = min(low + most_rows, end)
+            num_rows, x_rows, y_rows = high - low, x[low:high], y[low:high]
+            rows = plain_rows(attended[low:].ctypes.data, attended.shape[1], size)
+            add_or_keep(rows, num_rows, output, 0, num_columns, sums, added, x_rows, y_rows)
+            add_normed(added, 0, num_rows, behind.attention_norm, behind, x_rows, y_rows)
+            normed_rows = work_rows(normed.ctypes.data, hidden, size)
+            norm_rows(y_rows, 0, num_rows, behind, normed_rows, 0)
+            rows = work_rows(gated.ctypes.data, inner, size)
+            is_gelu = behind.is_gelu
+            gate_products(
+                normed_rows, num_rows, gate_up, is_gelu, 0, num_inner, sums, rows, x.dtype
+            )
+            add_or_keep(rows, num_rows, down, 0, num_columns, sums, added, y_rows, y_rows)
+            add_normed(added, 0, num_rows, behind.mlp_norm, behind, y_rows, y_rows)
+
+
+@compiled(parallel=True)
+def _behind_by_columns(
+    x: Any,
+    attended: Any,
+    output: Any,
+    gate_up: Any,
+    down: Any,
+    behind: Any,
+    y: Any,
+    num_tasks: int,
+) -> None:
+    num_rows, hidden, inner, size = len(x), x.shape[1], num_steps(down) * BLOCK, x.itemsize
+    normed = aligned(work_bytes(num_rows, hidden, size))
+    gated = aligned(work_bytes(num_rows, inner, size))
+    added = np.empty((num_rows, min(len(behind.mlp_norm), hidden)), x.dtype)
+    num_columns, num_inner = hidden // BLOCK, inner // BLOCK
+    num_sharing = num_tasks if num_rows > BLOCK else 1
+    for task in prange(num_tasks):
+        rows = plain_rows(attended.ctypes.data, attended.shape[1], size)
+        sums = aligned(padded(num_rows) * SUM_BYTES)
+        first, end = num_columns * task // num_tasks, num_columns * (task + 1) // num_tasks
+        add_or_keep(rows, num_rows, output, first, end, sums, added, x, y)
+    for task in prange(num_sharing):
+        first, end = share_of_rows(num_rows, task, num_sharing)
+        add_normed(added, first, end, behind.attention_norm, behind, x, y)
+        norm_rows(y, first, end, behind, work_rows(normed.ctypes.data, hidden, size), first)
+    for task in prange(num_tasks):
+        normed_rows = work_rows(normed.ctypes.data, hidden, size)
+        rows = work_rows(gated.ctypes.data, inner, size)
+        sums = aligned(2 * padded(num_rows) * SUM_BYTES)
+        first, end = num_inner * task // num_tasks, num_inner * (task + 1) // num_tasks
+        is_gelu = behind.is_gelu
+        gate_products(normed_rows, num_rows, gate_up, is_gelu, first, end, sums, rows, x.dtype)
+    for task in prange(num_tasks):
+        rows = work_rows(gated.ctypes.data, inner, size)
+        sums = aligned(padded(num_rows) * SUM_BYTES)
+        first, end = num_columns * task // num_tasks, num_columns * (task + 1) // num_tasks
+        add_or_keep(rows, num_rows, down, first, end, sums, added, y, y)
+    for task in prange(num_sharing if added.size else 0):
+        first, end = share_of_rows(num_rows, task, num_sharing)
+        add_normed(added, first, end, behind.mlp_norm, behind, y, y)
+
+
+@compiled()
+def share_of_rows(num_rows: int, task: int, num_tasks: int) -> Any:
+    """[first, end): whole blocks, but for the last task's last one."""
+    first = (num_rows * task // num_tasks + BLOCK // 2) // BLOCK * BLOCK
+    end = (num_rows * (task + 1) // num_tasks + BLOCK // 2) // BLOCK * BLOCK
+    return min(first, num_rows), num_rows if task == num_tasks - 1 else min(end, num_rows)

@@ -1,0 +1,272 @@
+"""Online softmax over tiles of paged keys and values: what prefill and decode have in common.
+
+    score = q · k · scale        or softcap · tanh(q · k · scale / softcap)
+    out   = Σ 2^(score · log2 e - top) · v / Σ 2^(score · log2 e - top)
+
+`top` is the largest score so far, in units of log2; all sums are FP32 (Milakov and Gimelshein,
+Online normalizer calculation for softmax, 2018). Tiles lie at fixed multiples of BLOCK_N. A tile
+that a row does not see changes none of its bits, and multiply-adds are fused only where it says so,
+so that the same tiles give the same bits in every kernel (launch with `enable_fp_fusion=False`).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels import device as devices
+from kernels.check_tensor import FLOATS, INDICES, BadTensor, expect
+from kernels.gpu.gemm.tile_dot import dot
+
+MAX_HEAD_DIM = 256
+SEGMENT = 1024  # tokens summed apart where bits must not depend on chunks and splits
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+def expect_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    kv_scales: Tensor | None,
+) -> None:
+    """What both wrappers take. Raises BadTensor, ValueError."""
+    device = query.device
+    expect("query", query, (None, None, None), dtype=FLOATS)
+    num_heads, head_dim = query.shape[1:]
+    expect(
+        *("kv_cache", kv_cache, (2, None, None, None, head_dim)),
+        dtype=(query.dtype, torch.float8_e4m3fn),
+        device=device,
+    )
+    expect("kv_cache[0]", kv_cache[0], kv_cache.shape[1:], is_contiguous=True)
+    num_kv_heads = kv_cache.shape[2]
+    expect("context_lens", context_lens, (None,), dtype=INDICES, device=device, is_contiguous=True)
+    expect("block_tables", block_tables, (len(context_lens), None), dtype=INDICES, device=device)
+    if kv_scales is not None:
+        expect(
+            *("kv_scales", kv_scales, (2, num_kv_heads)),
+            dtype=torch.float32,
+            device=device,
+            is_contiguous=True,
+        )
+    if not num_kv_heads or num_heads % num_kv_heads:
+        raise BadTensor(f"query has {num_heads} heads for {num_kv_heads} KV heads")
+    if head_dim > MAX_HEAD_DIM:
+        raise BadTensor(f"query has head_dim {head_dim}, more than {MAX_HEAD_DIM}")
+    if kv_cache[0].numel() // head_dim >= 2**31:
+        raise BadTensor(f"kv_cache of {list(kv_cache.shape)} has more rows than 32 bits can count")
+    if scale <= 0:
+        raise ValueError(f"scale is {scale}, not positive")
+
+
+def block_n(
+    head_dim: int, dtype: torch.dtype, device: torch.device, is_batch_invariant: bool
+) -> int:
+    """Tokens of a tile, as many as memory (three stages beside a query) and registers hold.
+
+    Before Hopper, keys and values take registers, too.
+    """
+    if devices.compute_capability(device) >= 90:
+        most, key_bytes = 64, 16384
+    else:
+        most, key_bytes = 32, 4096 if is_batch_invariant else 8192
+    return max(16, min(most, key_bytes // dtype.itemsize // padded(head_dim)))
+
+
+def padded(head_dim: int) -> int:
+    """The columns of a tile."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+@triton.jit
+def scales(scale, softcap, kv_scales_ptr, head, num_kv_heads):
+    """What makes q·k a score in log2, or the argument of tanh; and a stored value a value."""
+    key_scale = scale
+    value_scale = 1.0
+    if kv_scales_ptr is not None:
+        key_scale = scale * tl.load(kv_scales_ptr + head)
+        value_scale = tl.load(kv_scales_ptr + num_kv_heads + head)
+    if softcap is not None:
+        score_scale = key_scale / softcap
+    else:
+        score_scale = key_scale * LOG2_E
+    return score_scale, value_scale
+
+
+@triton.jit
+def attend(
+    q,  # [BLOCK_M, BLOCK_D]
+    position,  # [BLOCK_M]: a row sees tokens up to its own
+    span,  # tokens of [lowest, stop) are seen; of [first_full, end_full), whole tiles, by each row
+    paged,  # of one KV head and sequence: key_ptr, value_ptr, table_ptr, rows of a block
+    scoring,  # score_scale, softcap, window
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """top [BLOCK_M], total [BLOCK_M] and acc [BLOCK_M, BLOCK_D] of a span of tokens.
+
+    `lowest` is a multiple of BLOCK_N, unless there is a window.
+    """
+    lowest, first_full, end_full, stop = span
+    readable = (lowest, stop)
+    first = lowest // BLOCK_N * BLOCK_N
+    end = tl.cdiv(stop, BLOCK_N) * BLOCK_N
+    first_full = tl.maximum(first, tl.minimum(first_full, end))
+    end_full = tl.maximum(first_full, tl.minimum(end_full, end))
+    state = _fresh(q, first, readable, paged, BLOCK_SIZE, BLOCK_N)
+    if scoring[2] is not None:
+        state = _attend_tiles(
+            *(q, position, state, first, first_full, readable, paged, scoring),
+            *(HEAD_DIM, BLOCK_SIZE, BLOCK_N, True),
+        )
+    state = _attend_tiles(
+        *(q, position, state, first_full, end_full, readable, paged, scoring),
+        *(HEAD_DIM, BLOCK_SIZE, BLOCK_N, False),
+    )
+    # One tile more, of which no row sees a token: with it come the last one's values.
+    state = _attend_tiles(
+        *(q, position, state, end_full, end + BLOCK_N, readable, paged, scoring),
+        *(HEAD_DIM, BLOCK_SIZE, BLOCK_N, True),
+    )
+    return state[0]
+
+
+@triton.jit
+def _fresh(q, first, readable, paged, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The state of rows that have seen nothing before `first`."""
+    top = tl.full((q.shape[0],), float("-inf"), tl.float32)
+    total = tl.zeros((q.shape[0],), tl.float32)
+    acc = tl.zeros((q.shape[0], q.shape[1]), tl.float32)
+    weight = tl.zeros((q.shape[0], BLOCK_N), tl.int32 if q.dtype == tl.float32 else tl.int16)
+    # Zero weights meet the first values: of tokens that are there, for 0 · NaN is not 0.
+    block = _block_ids(first, first + BLOCK_N, readable, paged, BLOCK_SIZE, BLOCK_N)
+    return (top, total, acc), (weight, total, block * paged[3])
+
+
+@triton.jit
+def _attend_tiles(
+    q,
+    position,
+    state,
+    first,  # a multiple of BLOCK_N
+    end,
+    readable,
+    paged,
+    scoring,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    IS_MASKED: tl.constexpr,  # else every row sees every token of the tiles
+):
+    """Weighs the tiles of [first, end), and adds the values of all but the last to `state`.
+
+    Values are added one tile late: the tensor cores do it while the next weights are computed.
+    Block ids are read one tile early, so that addresses wait for nothing.
+    """
+    running, pending = state
+    top, total, acc = running
+    weight, kept, last_row = pending
+    score_scale, softcap, window = scoring
+    key_ptr, value_ptr, _, block_rows = paged
+    # Weights go around the loop as bare bits: as floats they would take the way of shared memory.
+    BITS: tl.constexpr = weight.dtype
+    column = tl.arange(0, q.shape[1])[None, :]  # [1, BLOCK_D]
+    last_seen = tl.minimum(position, readable[1] - 1)  # [BLOCK_M]
+    block = _block_ids(first, end, readable, paged, BLOCK_SIZE, BLOCK_N)
+    for start in tl.range(first, end, BLOCK_N):
+        next_block = _block_ids(start + BLOCK_N, end, readable, paged, BLOCK_SIZE, BLOCK_N)
+        token = start + tl.arange(0, BLOCK_N)  # [BLOCK_N]
+        row = block * block_rows + token % BLOCK_SIZE  # [BLOCK_N]
+        key = _load_rows(key_ptr, row, start, column, readable, HEAD_DIM, IS_MASKED)
+        value = _load_rows(
+            *(value_ptr, last_row, start - BLOCK_N, column, readable, HEAD_DIM),
+            IS_MASKED or window is not None,
+        )
+        block = next_block
+        last_row = row
+
+        score = dot(q, tl.trans(key.to(q.dtype)), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
+        acc = dot(weight.to(q.dtype, bitcast=True), value.to(q.dtype), acc * kept[:, None])
+        factor = score_scale
+        if softcap is not None:
+            score = _capped(score * score_scale, softcap)
+            factor = 1.0
+        if IS_MASKED:
+            is_seen = token[None, :] <= last_seen[:, None]  # [BLOCK_M, BLOCK_N]
+            if window is not None:
+                is_seen &= token[None, :] > position[:, None] - window
+            score = tl.where(is_seen, score, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, axis=1) * factor)  # [BLOCK_M]
+        finite = tl.where(higher == float("-inf"), 0.0, higher)  # of a row that saw nothing yet
+        grown = tl.exp2(tl.fma(score, factor, -finite[:, None]))  # [BLOCK_M, BLOCK_N]
+        kept = tl.exp2(top - finite)
+        total = tl.fma(total, kept, tl.sum(grown, axis=1))
+        weight = grown.to(q.dtype).to(BITS, bitcast=True)
+        top = higher
+    return (top, total, acc), (weight, kept, last_row)
+
+
+@triton.jit
+def _block_ids(start, end, readable, paged, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[BLOCK_N] of the tile at `start`, if it is before `end`."""
+    lowest, stop = readable
+    token = start + tl.arange(0, BLOCK_N)
+    is_read = (token >= lowest) & (token < tl.minimum(stop, end))
+    return tl.load(paged[2] + token // BLOCK_SIZE, mask=is_read, other=0).to(tl.int32)
+
+
+@triton.jit
+def _load_rows(
+    ptr,
+    row,  # [BLOCK_N]
+    start,
+    column,  # [1, BLOCK_D]
+    readable,
+    HEAD_DIM: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):
+    """[BLOCK_N, BLOCK_D] of the tile at `start`; zero outside of `readable`."""
+    lowest, stop = readable
+    at = ptr + (row.to(tl.int64) * HEAD_DIM)[:, None] + column
+    if IS_MASKED:
+        token = start + tl.arange(0, row.shape[0])[:, None]
+        is_read = (token >= lowest) & (token < stop) & (column < HEAD_DIM)
+        rows = tl.load(at, mask=is_read, other=0.0)
+    elif column.shape[1] > HEAD_DIM:
+        rows = tl.load(at, mask=column < HEAD_DIM, other=0.0)
+    else:
+        rows = tl.load(at)
+    return rows
+
+
+@triton.jit
+def _capped(x, softcap):
+    """softcap · tanh(x) · log2 e; tanh(x) = 1 - 2 / (1 + e^2x)"""
+    grown = tl.exp2(x * (2.0 * LOG2_E))
+    return (softcap * LOG2_E) * (1.0 - 2.0 / (1.0 + grown))
+
+
+@triton.jit
+def merge(state, more):
+    """Two states as one."""
+    top, total, acc = state
+    more_top, more_total, more_acc = more
+    higher = tl.maximum(top, more_top)
+    finite = tl.where(higher == float("-inf"), 0.0, higher)
+    kept = tl.exp2(top - finite)
+    added = tl.exp2(more_top - finite)
+    total = tl.fma(more_total, added, total * kept)
+    acc = tl.fma(more_acc, added[:, None], acc * kept[:, None])
+    return higher, total, acc
+
+
+@triton.jit
+def normalized(total, acc, value_scale):
+    """A row that saw nothing is zero."""
+    return acc * (value_scale / tl.where(total == 0.0, 1.0, total))[:, None]

@@ -1,0 +1,328 @@
+"""Attention of one new token per sequence over its paged context: softmax(q·Kᵀ·scale)·V.
+
+Bound by the reading of keys and values: the query heads that share a KV head are the rows of one
+tile, and contexts are split so that every processor reads all the time. Splits follow the lengths,
+which only the device knows: each program derives the same plan from them and finds its part in it.
+A second kernel joins the parts of a sequence, in their order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.check_tensor import expect
+from kernels.device import num_processors
+from kernels.gpu.attention.attention_tile import (
+    SEGMENT,
+    attend,
+    block_n,
+    expect_attention,
+    merge,
+    normalized,
+    padded,
+    scales,
+)
+
+PROGRAMS_PER_PROCESSOR = 6  # two or three at a time: loads of one cover the others' ends
+PARTS_AT_ONCE = 16  # loads under way in the kernel that joins
+
+
+def decode_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    kv_scales: Tensor | None = None,
+    is_batch_invariant: bool = False,
+) -> Tensor:
+    """As kernels.reference.decode_attention. Raises BadTensor."""
+    expect_attention(query, kv_cache, block_tables, context_lens, scale, kv_scales)
+    num_seqs, num_heads, head_dim = query.shape
+    expect("context_lens", context_lens, (num_seqs,))
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    if not out.numel():
+        return out
+    num_kv_heads, block_size = kv_cache.shape[2:4]
+    group = num_heads // num_kv_heads
+    tile_tokens = _tile_tokens(query, kv_cache, is_batch_invariant)
+    max_units = triton.cdiv(
+        block_tables.shape[1] * block_size, SEGMENT if is_batch_invariant else tile_tokens
+    )
+    num_splits = triton.cdiv(PROGRAMS_PER_PROCESSOR * num_processors(query.device), num_kv_heads)
+    num_splits = max(1, min(num_splits, num_seqs * max_units))
+    num_items = num_splits + num_seqs  # every sequence may need one more than its share
+    num_parts = num_seqs * max_units if is_batch_invariant else num_items
+    parts = sums = None
+    if max_units > 1:
+        parts = query.new_empty((num_parts, num_heads, head_dim), dtype=torch.float32)
+        sums = query.new_empty((2, num_parts, num_heads), dtype=torch.float32)
+    # Invariant: at least the rows of a warp group, as in prefill_attention.
+    block_m = max(64 if is_batch_invariant else 16, triton.next_power_of_2(group))
+    plan = {
+        "BLOCK_SEQS": triton.next_power_of_2(num_seqs),
+        "UNIT": SEGMENT if is_batch_invariant else tile_tokens,
+        "IS_INVARIANT": is_batch_invariant,
+    }
+    _decode_attention_kernel[(num_kv_heads, num_items)](
+        *(query, kv_cache, block_tables, context_lens, kv_scales, out, parts, sums),
+        *(query.stride(0), query.stride(1), kv_cache.stride(0), block_tables.stride(0)),
+        *(num_seqs, num_splits, max_units, num_parts, scale, softcap, window),
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        GROUP=group,
+        BLOCK_M=block_m,
+        BLOCK_N=tile_tokens,
+        BLOCK_D=padded(head_dim),
+        **plan,
+        num_warps=_num_warps(block_m, query.dtype) if is_batch_invariant else 4,
+        num_stages=3,
+        enable_fp_fusion=False,
+    )
+    if parts is not None:
+        _join_kernel[(num_seqs, num_heads)](
+            *(context_lens, kv_scales, out, parts, sums),
+            *(num_seqs, num_splits, max_units, num_parts, window),
+            HEAD_DIM=head_dim,
+            GROUP=group,
+            BLOCK_D=padded(head_dim),
+            PARTS_AT_ONCE=PARTS_AT_ONCE,
+            **plan,
+            num_warps=max(1, padded(head_dim) // 32),
+            enable_fp_fusion=False,
+        )
+    return out
+
+
+def _tile_tokens(query: Tensor, kv_cache: Tensor, is_batch_invariant: bool) -> int:
+    """16 KiB of keys: so that two or three programs of several stages share a processor."""
+    if is_batch_invariant:
+        return block_n(query.shape[2], query.dtype, query.device, is_batch_invariant)
+    row_bytes = padded(query.shape[2]) * kv_cache.dtype.itemsize
+    return max(16, min(128, 16384 // row_bytes))
+
+
+def _num_warps(block_m: int, dtype: torch.dtype) -> int:
+    """As in prefill_attention: rows lie in its warps as they do there, and are summed alike."""
+    return 8 if dtype == torch.float32 else block_m // 16
+
+
+# Of the batch's shape, which changes from step to step: not to be compiled for.
+VARYING = ["num_seqs", "num_splits", "max_units", "num_parts", "stride_table"]
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _decode_attention_kernel(
+    query_ptr,
+    kv_cache_ptr,
+    block_tables_ptr,
+    context_lens_ptr,
+    kv_scales_ptr,
+    out_ptr,
+    parts_ptr,
+    sums_ptr,
+    stride_query_seq,
+    stride_query_head,
+    stride_value,
+    stride_table,
+    num_seqs,
+    num_splits,
+    max_units,
+    num_parts,
+    scale,
+    softcap,
+    window,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr,
+    UNIT: tl.constexpr,
+    IS_INVARIANT: tl.constexpr,
+):
+    head = tl.program_id(0).to(tl.int64)
+    item = tl.program_id(1)
+    units, share, ends = _plan(context_lens_ptr, num_seqs, num_splits, window, BLOCK_SEQS, UNIT)
+    if item >= tl.max(ends):
+        return
+    is_before = ends <= item
+    seq = tl.sum(is_before.to(tl.int32))
+    split = item - tl.max(tl.where(is_before, ends, 0))
+    num_units = _at(units, seq)
+    num_own = _at(share, seq)
+    length = tl.load(context_lens_ptr + seq).to(tl.int32)
+    lowest = _lowest(length, window)
+    first_unit = lowest // UNIT + split * num_own
+    end_unit = tl.minimum(first_unit + num_own, lowest // UNIT + num_units)
+
+    row = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_D)[None, :]  # [1, BLOCK_D]
+    is_inside = (row < GROUP)[:, None] & (column < HEAD_DIM)  # [BLOCK_M, BLOCK_D]
+    q_offset = seq.to(tl.int64) * stride_query_seq + (head * GROUP + row) * stride_query_head
+    q = tl.load(query_ptr + q_offset[:, None] + column, mask=is_inside, other=0.0)
+
+    score_scale, value_scale = scales(scale, softcap, kv_scales_ptr, head, tl.num_programs(0))
+    scoring = (score_scale, softcap, window)
+    key_ptr = kv_cache_ptr + head * BLOCK_SIZE * HEAD_DIM
+    table_ptr = block_tables_ptr + seq.to(tl.int64) * stride_table
+    paged = (key_ptr, key_ptr + stride_value, table_ptr, tl.num_programs(0) * BLOCK_SIZE)
+    position = tl.full((BLOCK_M,), length - 1, tl.int32)
+    first_full = tl.cdiv(lowest, BLOCK_N) * BLOCK_N
+    end_full = length // BLOCK_N * BLOCK_N
+    num_heads = tl.num_programs(0) * GROUP
+    target = (out_ptr, parts_ptr, sums_ptr, seq.to(tl.int64), head, num_heads, num_parts)
+    if IS_INVARIANT:
+        for unit in tl.range(first_unit, tl.maximum(end_unit, first_unit + 1)):
+            start = tl.maximum(lowest, unit * UNIT)
+            span = (start, first_full, end_full, tl.minimum((unit + 1) * UNIT, length))
+            state = attend(q, position, span, paged, scoring, HEAD_DIM, BLOCK_SIZE, BLOCK_N)
+            part = seq * max_units + unit
+            _store(state, value_scale, target, part, num_units, is_inside, HEAD_DIM, GROUP)
+    else:
+        start = tl.maximum(lowest, first_unit * UNIT)
+        span = (start, first_full, end_full, tl.minimum(end_unit * UNIT, length))
+        state = attend(q, position, span, paged, scoring, HEAD_DIM, BLOCK_SIZE, BLOCK_N)
+        num_splits_of_seq = tl.cdiv(num_units, num_own)
+        _store(state, value_scale, target, item, num_splits_of_seq, is_inside, HEAD_DIM, GROUP)
+
+
+@triton.jit
+def _store(
+    state,
+    value_scale,
+    target,
+    part,
+    num_parts_of_seq,
+    is_inside,
+    HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """The result, where a sequence is of one part, or the part."""
+    top, total, acc = state
+    out_ptr, parts_ptr, sums_ptr, seq, head, num_heads, num_parts = target
+    row = tl.arange(0, acc.shape[0])
+    column = tl.arange(0, acc.shape[1])[None, :]
+    row_head = head * GROUP + row
+    if parts_ptr is not None:
+        is_part = num_parts_of_seq + row > row + 1  # [BLOCK_M]
+        at = part.to(tl.int64) * num_heads + row_head
+        total_at = sums_ptr + num_parts.to(tl.int64) * num_heads + at
+        acc_at = parts_ptr + (at * HEAD_DIM)[:, None] + column
+        tl.store(acc_at, acc, mask=is_inside & is_part[:, None])
+        tl.store(sums_ptr + at, top, mask=(row < GROUP) & is_part)
+        tl.store(total_at, total, mask=(row < GROUP) & is_part)
+        is_inside &= ~is_part[:, None]
+    out = normalized(total, acc, value_scale).to(out_ptr.dtype.element_ty)
+    out_offset = (seq * num_heads + row_head) * HEAD_DIM
+    tl.store(out_ptr + out_offset[:, None] + column, out, mask=is_inside)
+
+
+@triton.jit(do_not_specialize=VARYING[:-1])
+def _join_kernel(
+    context_lens_ptr,
+    kv_scales_ptr,
+    out_ptr,
+    parts_ptr,
+    sums_ptr,
+    num_seqs,
+    num_splits,
+    max_units,
+    num_parts,
+    window,
+    HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PARTS_AT_ONCE: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr,
+    UNIT: tl.constexpr,
+    IS_INVARIANT: tl.constexpr,
+):
+    """One head of one sequence: its parts one after another, as if one program had seen all."""
+    seq = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    num_heads = tl.num_programs(1)
+    units, share, ends = _plan(context_lens_ptr, num_seqs, num_splits, window, BLOCK_SEQS, UNIT)
+    num_units = _at(units, seq)
+    if IS_INVARIANT:
+        count = num_units
+        length = tl.load(context_lens_ptr + seq).to(tl.int32)
+        first = seq * max_units + _lowest(length, window) // UNIT
+    else:
+        count = tl.cdiv(num_units, _at(share, seq))
+        first = _at(ends, seq) - count
+    if count <= 1:
+        return
+    one = tl.arange(0, 1)  # [1]
+    column = tl.arange(0, BLOCK_D)[None, :]  # [1, BLOCK_D]
+    top = tl.full((1,), float("-inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    acc = tl.zeros((1, BLOCK_D), tl.float32)
+    for done in tl.range(0, count, PARTS_AT_ONCE):
+        parts = ()
+        for index in tl.static_range(PARTS_AT_ONCE):  # all are loaded before the first is used
+            is_part = done + index + one < count
+            at = (first + done + index).to(tl.int64) * num_heads + head + one
+            total_at = sums_ptr + num_parts.to(tl.int64) * num_heads + at
+            acc_at = parts_ptr + at[:, None] * HEAD_DIM + column
+            is_inside = is_part[:, None] & (column < HEAD_DIM)
+            part = (
+                tl.load(sums_ptr + at, mask=is_part, other=float("-inf")),
+                tl.load(total_at, mask=is_part, other=0.0),
+                tl.load(acc_at, mask=is_inside, other=0.0),
+            )
+            parts = parts + (part,)  # type: ignore[assignment]  # noqa: RUF005
+        for index in tl.static_range(PARTS_AT_ONCE):
+            top, total, acc = merge((top, total, acc), parts[index])
+    value_scale = 1.0
+    if kv_scales_ptr is not None:
+        value_scale = tl.load(kv_scales_ptr + num_heads // GROUP + head // GROUP)
+    out = normalized(total, acc, value_scale).to(out_ptr.dtype.element_ty)
+    at = (seq.to(tl.int64) * num_heads + head) * HEAD_DIM + column
+    tl.store(out_ptr + at, out, mask=column < HEAD_DIM)
+
+
+@triton.jit
+def _plan(
+    context_lens_ptr,
+    num_seqs,
+    num_splits,
+    window,
+    BLOCK_SEQS: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Of each sequence [BLOCK_SEQS]: its units, the units of one of its splits, and its last split.
+
+    All splits of a batch are near the same size, and at most num_splits + num_seqs; a sequence
+    without tokens has one.
+    """
+    seq = tl.arange(0, BLOCK_SEQS)
+    length = tl.load(context_lens_ptr + seq, mask=seq < num_seqs, other=0).to(tl.int32)
+    units = tl.cdiv(length, UNIT) - _lowest(length, window) // UNIT
+    largest = tl.maximum(tl.cdiv(tl.sum(units), num_splits), 1)
+    splits = tl.maximum(tl.cdiv(units, largest), 1)
+    share = tl.maximum(tl.cdiv(units, splits), 1)
+    splits = tl.where(seq < num_seqs, tl.maximum(tl.cdiv(units, share), 1), 0)
+    return units, share, tl.cumsum(splits)
+
+
+@triton.jit
+def _lowest(length, window):
+    """The first token that the last one of `length` sees."""
+    lowest = length * 0
+    if window is not None:
+        lowest = tl.maximum(length - window, 0)
+    return lowest
+
+
+@triton.jit
+def _at(x, index):
+    """x[index] of x [N]."""
+    return tl.sum(tl.where(tl.arange(0, x.shape[0]) == index, x, 0))

@@ -1,0 +1,210 @@
+"""Attention of runs of new tokens over their paged contexts, causal: softmax(q·Kᵀ·scale)·V.
+
+A program takes a tile of rows of one sequence and KV head; a row is a query head of a token, and
+the heads that share a KV head stand together, so that a tile reads each key and value once for all.
+How many tiles there are is known on the device only: the grid is an upper bound, and a program
+finds its sequence by a binary search.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.check_tensor import INDICES, expect
+from kernels.gpu.attention.attention_tile import (
+    SEGMENT,
+    attend,
+    block_n,
+    expect_attention,
+    merge,
+    normalized,
+    padded,
+    scales,
+)
+
+
+def prefill_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_tables: Tensor,
+    cu_seqlens_q: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    kv_scales: Tensor | None = None,
+    is_batch_invariant: bool = False,
+) -> Tensor:
+    """As kernels.reference.prefill_attention. Raises BadTensor."""
+    expect_attention(query, kv_cache, block_tables, context_lens, scale, kv_scales)
+    num_seqs, num_tokens = len(context_lens), len(query)
+    expect(
+        *("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,)),
+        dtype=INDICES,
+        device=query.device,
+        is_contiguous=True,
+    )
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    if not out.numel():
+        return out
+    num_kv_heads, block_size, head_dim = kv_cache.shape[2:]
+    group = query.shape[1] // num_kv_heads
+    block_m = max(64 if query.dtype == torch.float32 else 128, triton.next_power_of_2(group))
+    num_tiles = triton.cdiv(num_tokens, block_m // group) + num_seqs  # enough, however they lie
+    has_segments = is_batch_invariant and block_tables.shape[1] * block_size > SEGMENT
+    done = torch.empty_like(out, dtype=torch.float32) if has_segments else None
+    _prefill_attention_kernel[(num_tiles, num_kv_heads)](
+        *(query, kv_cache, block_tables, cu_seqlens_q, context_lens, kv_scales, out, done),
+        *(query.stride(0), query.stride(1), kv_cache.stride(0), block_tables.stride(0)),
+        *(out.stride(0), num_seqs, scale, softcap, window),
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        GROUP=group,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n(head_dim, query.dtype, query.device, is_batch_invariant),
+        BLOCK_D=padded(head_dim),
+        SEGMENT=SEGMENT if has_segments else None,
+        num_warps=8,  # 16 rows each: sums and scores just fit into their registers
+        num_stages=3,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_seqs", "stride_table"])  # they change from step to step
+def _prefill_attention_kernel(
+    query_ptr,
+    kv_cache_ptr,
+    block_tables_ptr,
+    cu_seqlens_q_ptr,
+    context_lens_ptr,
+    kv_scales_ptr,
+    out_ptr,
+    done_ptr,
+    stride_query_token,
+    stride_query_head,
+    stride_value,
+    stride_table,
+    stride_out_token,
+    num_seqs,
+    scale,
+    softcap,
+    window,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SEGMENT: tl.constexpr,
+):
+    TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
+    # Heavy tiles first: a sequence's last tokens see the most.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    seq = _sequence_of(tile, cu_seqlens_q_ptr, num_seqs, TILE_TOKENS)
+    begin = tl.load(cu_seqlens_q_ptr + seq).to(tl.int32)
+    query_len = tl.load(cu_seqlens_q_ptr + seq + 1).to(tl.int32) - begin
+    token = (tile - begin // TILE_TOKENS - seq) * TILE_TOKENS  # of the sequence's new ones
+    if token >= query_len:
+        return
+    before = tl.load(context_lens_ptr + seq).to(tl.int32) - query_len
+    row_index, row_head, is_inside = _rows(
+        cu_seqlens_q_ptr, seq, tile, head, HEAD_DIM, GROUP, BLOCK_M, BLOCK_D
+    )
+    column = tl.arange(0, BLOCK_D)[None, :]  # [1, BLOCK_D]
+    q_offset = row_index * stride_query_token + row_head * stride_query_head
+    q = tl.load(query_ptr + q_offset[:, None] + column, mask=is_inside, other=0.0)
+
+    score_scale, value_scale = scales(scale, softcap, kv_scales_ptr, head, tl.num_programs(1))
+    scoring = (score_scale, softcap, window)
+    key_ptr = kv_cache_ptr + head * BLOCK_SIZE * HEAD_DIM
+    table_ptr = block_tables_ptr + seq.to(tl.int64) * stride_table
+    paged = (key_ptr, key_ptr + stride_value, table_ptr, tl.num_programs(1) * BLOCK_SIZE)
+
+    position = before + token + tl.arange(0, BLOCK_M) // GROUP  # [BLOCK_M]
+    first_position = before + token
+    stop = tl.maximum(tl.minimum(first_position + TILE_TOKENS, before + query_len), 0)
+    end_full = (first_position + 1) // BLOCK_N * BLOCK_N
+    lowest = 0
+    first_full = 0
+    if window is not None:
+        lowest = tl.maximum(first_position - window + 1, 0)
+        first_full = tl.cdiv(tl.maximum(stop - window, 0), BLOCK_N) * BLOCK_N
+    if SEGMENT is None:
+        span = (lowest, first_full, end_full, stop)
+        _, total, acc = attend(q, position, span, paged, scoring, HEAD_DIM, BLOCK_SIZE, BLOCK_N)
+    else:
+        # A segment at a time, as decode_attention's programs do, and joined in the same order. What
+        # is done waits in memory: two sums of a tile do not fit into registers.
+        top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        first = lowest // SEGMENT * SEGMENT
+        for start in tl.range(first, stop, SEGMENT):
+            end = tl.minimum(start + SEGMENT, stop)
+            span = (tl.maximum(lowest, start), first_full, end_full, end)
+            segment = attend(q, position, span, paged, scoring, HEAD_DIM, BLOCK_SIZE, BLOCK_N)
+            row_index, row_head, is_inside = _rows(
+                cu_seqlens_q_ptr, seq, tile, head, HEAD_DIM, GROUP, BLOCK_M, BLOCK_D
+            )
+            done_at = done_ptr + (row_index * stride_out_token + row_head * HEAD_DIM)[:, None]
+            is_later = tl.full((1, 1), start - first, tl.int32) > 0
+            done = tl.load(done_at + column, mask=is_inside & is_later, other=0.0)
+            top, total, acc = merge((top, total, done), segment)
+            tl.store(done_at + column, acc, mask=is_inside)
+            tl.debug_barrier()  # the threads that store an element need not be those that load it
+    row_index, row_head, is_inside = _rows(
+        cu_seqlens_q_ptr, seq, tile, head, HEAD_DIM, GROUP, BLOCK_M, BLOCK_D
+    )
+    out_offset = row_index * stride_out_token + row_head * HEAD_DIM
+    out = normalized(total, acc, value_scale).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + out_offset[:, None] + column, out, mask=is_inside)
+
+
+@triton.jit
+def _rows(
+    cu_seqlens_q_ptr,
+    seq,
+    tile,
+    head,
+    HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Tokens [BLOCK_M] and heads [BLOCK_M] of a tile's rows, and their elements [BLOCK_M, BLOCK_D].
+
+    Read anew wherever needed: kept over the loops, they would take registers of the sums.
+    """
+    TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
+    begin = tl.load(cu_seqlens_q_ptr + seq, volatile=True).to(tl.int32)
+    end = tl.load(cu_seqlens_q_ptr + seq + 1, volatile=True).to(tl.int32)
+    row = tl.arange(0, BLOCK_M)
+    index = begin + (tile - begin // TILE_TOKENS - seq) * TILE_TOKENS + row // GROUP
+    is_row = (row < TILE_TOKENS * GROUP) & (index < end)
+    is_inside = is_row[:, None] & (tl.arange(0, BLOCK_D)[None, :] < HEAD_DIM)
+    return index.to(tl.int64), head * GROUP + row % GROUP, is_inside
+
+
+@triton.jit
+def _sequence_of(tile, cu_seqlens_q_ptr, num_seqs, TILE_TOKENS: tl.constexpr):
+    """The last sequence whose tiles begin at or before `tile`.
+
+    Sequence i's begin at cu_seqlens_q[i] // TILE_TOKENS + i: there is room for each one's last,
+    partial tile.
+    """
+    low = 0
+    high = num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        begin = tl.load(cu_seqlens_q_ptr + middle).to(tl.int32) // TILE_TOKENS + middle
+        if begin <= tile:
+            low = middle
+        else:
+            high = middle
+    return low

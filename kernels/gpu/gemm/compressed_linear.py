@@ -1,0 +1,175 @@
+"""y = x · weightᵀ + bias with a split weight, whose tiles are decoded on their way into the dot.
+
+Tiles, steps, segments and the order of sums are those of `kernels/gpu/gemm/linear.py`, and a
+decoded tile is the dense one, laid out alike for the tensor cores: the result is that of `linear`
+to the last bit, in its batch-invariant mode, too.
+
+Memory-bound up to some 64 rows, as `linear` is, with three quarters of its bytes. A weight takes
+two and a half integer instructions; an H200 has the time for five while 12 bits arrive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.check_tensor import BadTensor
+from kernels.gpu.gemm.linear_tile import (
+    HALF_SHARED_BYTES,
+    MAX_STAGES,
+    Tiling,
+    expect_product,
+    multiply,
+    segment_steps,
+    store_tile,
+    tile_place,
+    tiling,
+)
+from kernels.gpu.gemm.split_tile import (
+    first_half,
+    join_halves,
+    second_half,
+    upper_codes,
+    weight_index,
+)
+from kernels.gpu.gemm.tile_dot import dot
+from kernels.split_weight import HALF, SplitWeight
+
+WEIGHT_BYTES = 2  # of a stage: what wide groups need has its place
+BLOCK_N = 64  # beyond 16 rows: a decoded tile must fit the registers beside the sums
+
+
+def compressed_linear(
+    x: Tensor, weight: SplitWeight, bias: Tensor | None = None, *, is_batch_invariant: bool = False
+) -> Tensor:
+    """As kernels.reference.compressed_linear. Raises BadTensor."""
+    num_columns, width = weight.shape
+    expect_product(x, weight.shape, bias)
+    expect_split(weight, x)
+    out = torch.empty((len(x), num_columns), dtype=x.dtype, device=x.device)
+    if not out.numel():
+        return out
+    tiled = _tiling((len(x), num_columns, width), is_batch_invariant=is_batch_invariant)
+    operands = (x, *weight.planes().values())
+    strides = x.stride(0), weight.exponents.shape[1], weight.is_wide.shape[1]
+    multiply(
+        *(_compressed_linear_kernel, tiled, operands, strides, bias, out),
+        is_batch_invariant=is_batch_invariant,
+        HALF=HALF,
+    )
+    return out
+
+
+def _tiling(shape: tuple[int, int, int], *, is_batch_invariant: bool) -> Tiling:
+    """That of `linear` in all that decides on the order of sums.
+
+    Stages are twice as many: half of them pass before it is known which wide groups to load.
+    """
+    tiled = tiling(shape, torch.bfloat16, is_batch_invariant=is_batch_invariant)
+    block_n = tiled.block_n if tiled.block_m <= 16 else BLOCK_N
+    stage_bytes = (tiled.block_m * 2 + block_n * WEIGHT_BYTES) * tiled.block_k
+    depth = max(2, min(MAX_STAGES, HALF_SHARED_BYTES // stage_bytes))
+    return replace(tiled, block_n=block_n, num_stages=2 * depth)
+
+
+def expect_split(weight: SplitWeight, x: Tensor) -> None:
+    """That x can be multiplied by it. Raises BadTensor."""
+    if x.dtype != weight.dtype:
+        raise BadTensor(f"x is {x.dtype}, not {weight.dtype}, which a split weight is of")
+    if x.shape[-1] != weight.shape[1]:
+        raise BadTensor(f"x has shape {list(x.shape)}, not [any, {weight.shape[1]}]")
+    if x.device != weight.device:
+        raise BadTensor(f"weight is on {weight.device}, not on {x.device}")
+
+
+@triton.jit
+def _compressed_linear_kernel(
+    x_ptr,
+    sign_mantissa_ptr,
+    exponents_ptr,
+    base_ptr,
+    is_wide_ptr,
+    wide_start_ptr,
+    wide_exponents_ptr,
+    bias_ptr,
+    out_ptr,
+    stride_x_row,
+    row_bytes,
+    num_words,
+    num_rows,
+    num_columns,
+    width,
+    HAS_BIAS: tl.constexpr,
+    IS_CUT: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    IS_EVEN_K: tl.constexpr,
+    NUM_SEGMENTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    first_row, first_column = tile_place(num_rows, num_columns, GROUP, BLOCK_M, BLOCK_N)
+    row = first_row + tl.arange(0, BLOCK_M)
+    column = first_column + tl.arange(0, BLOCK_N)
+    step_k = tl.arange(0, BLOCK_K)
+    BYTES: tl.constexpr = BLOCK_K // 2  # of exponents, in a row of a step
+    step_byte = tl.arange(0, BYTES)
+    is_row = row[:, None] < num_rows  # [BLOCK_M, 1]
+    x_row_ptr = x_ptr + row[:, None].to(tl.int64) * stride_x_row  # [BLOCK_M, 1]
+    # columns beyond the last are computed from the first, and not stored
+    weight_row = column % num_columns  # [BLOCK_N]
+    rest_row_ptr = sign_mantissa_ptr + weight_row[:, None].to(tl.int64) * width  # [BLOCK_N, 1]
+    lower_row_ptr = exponents_ptr + weight_row[:, None].to(tl.int64) * row_bytes
+    base_bits = tl.load(base_ptr + weight_row[:, None]).to(tl.int16) << 7
+
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    first, last, steps = segment_steps(width, IS_SPLIT, NUM_SEGMENTS, BLOCK_K)
+    end = steps  # of the segment
+    for step in range(first, last):
+        k = (step * BLOCK_K + step_k)[None, :]  # [1, BLOCK_K]
+        byte = (step * BYTES + step_byte)[None, :]  # [1, BYTES]
+        weight_k = weight_index(byte)
+        if IS_EVEN_K:
+            x = tl.load(x_row_ptr + k, mask=is_row, other=0.0)
+            lower = tl.load(lower_row_ptr + byte)  # [BLOCK_N, BYTES]
+            first_rest = tl.load(rest_row_ptr + weight_k)
+            second_rest = tl.load(rest_row_ptr + weight_k + HALF)
+        else:
+            x = tl.load(x_row_ptr + k, mask=is_row & (k < width), other=0.0)
+            lower = tl.load(lower_row_ptr + byte, mask=byte < row_bytes, other=0)
+            first_rest = tl.load(rest_row_ptr + weight_k, mask=weight_k < width, other=0)
+            second_rest = tl.load(
+                rest_row_ptr + weight_k + HALF, mask=weight_k + HALF < width, other=0
+            )
+        first_group = step * (BYTES // HALF)
+        upper = upper_codes(
+            is_wide_ptr,
+            wide_start_ptr,
+            wide_exponents_ptr,
+            weight_row,
+            first_group,
+            num_words,
+            BYTES,
+        )
+        weight = join_halves(
+            first_half(first_rest, lower, upper, base_bits),
+            second_half(second_rest, lower, upper, base_bits),
+            BLOCK_N,
+            BYTES,
+        )  # [BLOCK_N, BLOCK_K]
+        acc = dot(x, tl.trans(weight), acc)  # [BLOCK_M, BLOCK_N]
+        if IS_CUT:  # noqa: SIM102  one is decided at compile time, one at run time
+            if step + 1 == end:
+                total += acc
+                acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                end += steps
+    if IS_CUT:
+        acc = total + acc
+    store_tile(acc, bias_ptr, out_ptr, row, column, num_rows, num_columns, HAS_BIAS, IS_SPLIT)

@@ -1,0 +1,107 @@
+"""y = x · weightᵀ + bias for few rows: a dense tiled product, the measure of compressed weights.
+
+    product[m, n] = Σ_s Σ_{k in segment s} x[m, k] · weight[n, k],   y = round(product) + bias
+
+Both sums run in FP32. The inner one is a chain of tensor-core products over rising k; K is cut into
+`NUM_SEGMENTS` segments where the tiles of y alone would leave multiprocessors idle: each segment's
+sum is written out and a second kernel adds them in their order, without atomics.
+
+Batch-invariant: K is always cut into the same segments, by one program or by several, whose sums
+add up in the same order; and a tile has at least `INVARIANT_ROWS` rows, from which on Hopper
+multiplies by its warp-group instruction, so that each element is the same chain of the same
+instruction. How many rows and columns lie beside it in a tile is no part of that chain.
+
+Memory-bound up to some 64 rows: the weight is read once, and its stream is the time.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.check_tensor import expect
+from kernels.gpu.gemm.linear_tile import (
+    expect_product,
+    multiply,
+    segment_steps,
+    store_tile,
+    tile_place,
+    tiling,
+)
+from kernels.gpu.gemm.tile_dot import dot
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, is_batch_invariant: bool = False
+) -> Tensor:
+    """As kernels.reference.linear. Raises BadTensor."""
+    num_rows, width, num_columns = len(x), x.shape[-1], len(weight)
+    expect_product(x, (num_columns, width), bias)
+    expect("weight", weight, (None, width), dtype=x.dtype, device=x.device)
+    out = torch.empty((num_rows, num_columns), dtype=x.dtype, device=x.device)
+    if not out.numel():
+        return out
+    shape = (num_rows, num_columns, width)
+    tiled = tiling(shape, x.dtype, is_batch_invariant=is_batch_invariant)
+    strides = x.stride(0), weight.stride(0)
+    multiply(
+        *(_linear_kernel, tiled, (x, weight), strides, bias, out),
+        is_batch_invariant=is_batch_invariant,
+    )
+    return out
+
+
+@triton.jit
+def _linear_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    stride_x_row,
+    stride_weight_row,
+    num_rows,
+    num_columns,
+    width,
+    HAS_BIAS: tl.constexpr,
+    IS_CUT: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    IS_EVEN_K: tl.constexpr,
+    NUM_SEGMENTS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    first_row, first_column = tile_place(num_rows, num_columns, GROUP, BLOCK_M, BLOCK_N)
+    row = first_row + tl.arange(0, BLOCK_M)
+    column = first_column + tl.arange(0, BLOCK_N)
+    step_k = tl.arange(0, BLOCK_K)
+    is_row = row[:, None] < num_rows  # [BLOCK_M, 1]
+    x_row_ptr = x_ptr + row[:, None].to(tl.int64) * stride_x_row  # [BLOCK_M, 1]
+    # columns beyond the last are computed from the first, and not stored
+    weight_row = (column % num_columns)[:, None].to(tl.int64)  # [BLOCK_N, 1]
+    weight_row_ptr = weight_ptr + weight_row * stride_weight_row
+
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    first, last, steps = segment_steps(width, IS_SPLIT, NUM_SEGMENTS, BLOCK_K)
+    end = steps  # of the segment
+    for step in range(first, last):
+        k = (step * BLOCK_K + step_k)[None, :]  # [1, BLOCK_K]
+        if IS_EVEN_K:
+            x = tl.load(x_row_ptr + k, mask=is_row, other=0.0)
+            weight = tl.load(weight_row_ptr + k)
+        else:
+            x = tl.load(x_row_ptr + k, mask=is_row & (k < width), other=0.0)
+            weight = tl.load(weight_row_ptr + k, mask=k < width, other=0.0)
+        acc = dot(x, tl.trans(weight), acc)  # [BLOCK_M, BLOCK_N]
+        if IS_CUT:  # noqa: SIM102  one is decided at compile time, one at run time
+            if step + 1 == end:
+                total += acc
+                acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                end += steps
+    if IS_CUT:
+        acc = total + acc
+    store_tile(acc, bias_ptr, out_ptr, row, column, num_rows, num_columns, HAS_BIAS, IS_SPLIT)

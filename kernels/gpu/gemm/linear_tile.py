@@ -1,0 +1,191 @@
+"""What products of few rows by a weight have in common, however the weight is stored: their tiles,
+where K is cut, and how the sums end up in y. kernels/gpu/gemm/linear.py says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.check_tensor import FLOATS, expect
+
+NUM_SEGMENTS = 4
+INVARIANT_ROWS = 64
+NUM_MULTIPROCESSORS = 132  # of an H200; others have about as many
+# Of the stages of one program: what an A100's multiprocessor has, or half of what an H200's has.
+SHARED_BYTES, HALF_SHARED_BYTES = 160 << 10, 112 << 10
+MAX_STAGES = 6
+MAX_REGISTERS = 255  # unless told, the assembler spills to keep more programs resident than fit
+GROUP_ROWS = 8  # tiles of rows that read a weight's tile at about the same time
+REDUCE_BLOCK = 1024
+
+
+@dataclass(frozen=True)
+class Tiling:
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    is_split: bool  # a tile's segments are computed by as many programs
+
+
+def expect_product(x: Tensor, shape: tuple[int, int], bias: Tensor | None) -> None:
+    """That x [M, K] and bias [N] fit a weight of `shape`. Raises BadTensor."""
+    expect("x", x, (None, None), dtype=FLOATS)
+    if bias is not None:
+        expect("bias", bias, shape[:1], dtype=x.dtype, device=x.device)
+
+
+def tiling(shape: tuple[int, int, int], dtype: torch.dtype, *, is_batch_invariant: bool) -> Tiling:
+    """Few rows get narrow tiles, enough for all multiprocessors to stream weights with no second
+    kernel. With more rows a tile reads more of x, from the L2 cache, and is wider to make up for
+    it. `shape` is [M, N, K].
+    """
+    num_rows, num_columns, width = shape
+    if dtype == torch.float32:  # no tensor cores: what a thread multiplies must fit its registers
+        block_m, block_n, block_k = 16, 32, 64
+    else:
+        block_m = 128 if num_rows > 64 else max(16, triton.next_power_of_2(num_rows))
+        block_m = max(block_m, INVARIANT_ROWS if is_batch_invariant else 16)
+        block_n = 32 if num_rows <= 16 else 128
+        if num_rows <= 16 and num_columns >= 64 * 3 * NUM_MULTIPROCESSORS:
+            block_n = 64
+        # a step of 16 rows is short: more of K, so that fewer of its barriers are waited for
+        block_k = 256 if block_m <= 16 else 128
+    num_tiles = triton.cdiv(num_rows, block_m) * triton.cdiv(num_columns, block_n)
+    is_idle = num_tiles < NUM_MULTIPROCESSORS * 3 // 4
+    is_split = is_idle and width > 2 * block_k  # less is done sooner by one program
+    num_programs = num_tiles * (NUM_SEGMENTS if is_split else 1)
+    stage_bytes = (block_m + block_n) * block_k * dtype.itemsize
+    is_paired = num_programs > NUM_MULTIPROCESSORS and 3 * stage_bytes <= HALF_SHARED_BYTES
+    room = HALF_SHARED_BYTES if is_paired else SHARED_BYTES
+    return Tiling(
+        *(block_m, block_n, block_k),
+        is_split=is_split,
+        num_warps=8 if block_m > 64 else 4,
+        num_stages=min(MAX_STAGES, room // stage_bytes),
+    )
+
+
+def multiply(
+    kernel: Any,
+    tiled: Tiling,
+    operands: Sequence[Tensor],
+    strides: Sequence[int],
+    bias: Tensor | None,
+    out: Tensor,
+    *,
+    is_batch_invariant: bool,
+    **constants: int,
+) -> None:
+    """Fills y with `kernel`'s products of x, the first operand, and the others: a weight. Segments
+    that are split add up in a second kernel.
+    """
+    (num_rows, num_columns), width = out.shape, operands[0].shape[1]
+    num_tiles = triton.cdiv(num_rows, tiled.block_m) * triton.cdiv(num_columns, tiled.block_n)
+    sums = out
+    if tiled.is_split:
+        sums = out.new_empty((NUM_SEGMENTS, *out.shape), dtype=torch.float32)
+    kernel[(num_tiles, NUM_SEGMENTS if tiled.is_split else 1)](
+        *(*operands, bias, sums, *strides, num_rows, num_columns, width),
+        HAS_BIAS=bias is not None,
+        IS_CUT=is_batch_invariant and not tiled.is_split,
+        IS_SPLIT=tiled.is_split,
+        IS_EVEN_K=width % tiled.block_k == 0,
+        NUM_SEGMENTS=NUM_SEGMENTS,
+        GROUP=GROUP_ROWS,
+        BLOCK_M=tiled.block_m,
+        BLOCK_N=tiled.block_n,
+        BLOCK_K=tiled.block_k,
+        num_warps=tiled.num_warps,
+        num_stages=tiled.num_stages,
+        maxnreg=MAX_REGISTERS,
+        **constants,
+    )
+    if tiled.is_split:
+        _add_segments_kernel[(triton.cdiv(out.numel(), REDUCE_BLOCK),)](
+            *(sums, bias, out, out.numel(), num_columns),
+            HAS_BIAS=bias is not None,
+            NUM=NUM_SEGMENTS,
+            BLOCK=REDUCE_BLOCK,
+        )
+
+
+@triton.jit
+def tile_place(
+    num_rows, num_columns, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """This program's first row and first column of y."""
+    tile = tl.program_id(0)
+    row_tiles, column_tiles = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_columns, BLOCK_N)
+    first_tile = tile // (GROUP * column_tiles) * GROUP
+    group = min(row_tiles - first_tile, GROUP)
+    within = tile % (GROUP * column_tiles)
+    return (first_tile + within % group) * BLOCK_M, (within // group) * BLOCK_N
+
+
+@triton.jit
+def segment_steps(width, IS_SPLIT: tl.constexpr, NUM: tl.constexpr, BLOCK_K: tl.constexpr):
+    """This program's first step of K, the step at which it ends, and how many a segment has."""
+    num_steps = tl.cdiv(width, BLOCK_K)
+    steps = tl.cdiv(num_steps, NUM)
+    first = tl.program_id(1) * steps
+    last = min(first + steps, num_steps) if IS_SPLIT else num_steps
+    return first, last, steps
+
+
+@triton.jit
+def store_tile(
+    acc,
+    bias_ptr,
+    out_ptr,
+    row,
+    column,
+    num_rows,
+    num_columns,
+    HAS_BIAS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+):
+    """acc [BLOCK_M, BLOCK_N] to the segment's sums, or rounded and with the bias to y."""
+    is_inside = (row[:, None] < num_rows) & (column[None, :] < num_columns)
+    place = row[:, None].to(tl.int64) * num_columns + column[None, :]
+    if IS_SPLIT:
+        place += tl.program_id(1) * num_rows * num_columns
+        tl.store(out_ptr + place, acc, mask=is_inside)
+    else:
+        y = acc.to(out_ptr.dtype.element_ty)
+        if HAS_BIAS:
+            bias = tl.load(bias_ptr + column, mask=column < num_columns, other=0.0)
+            y = (y.to(tl.float32) + bias.to(tl.float32)[None, :]).to(y.dtype)
+        tl.store(out_ptr + place, y, mask=is_inside)
+
+
+@triton.jit
+def _add_segments_kernel(
+    sums_ptr,
+    bias_ptr,
+    out_ptr,
+    size,
+    num_columns,
+    HAS_BIAS: tl.constexpr,
+    NUM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """sums [NUM, M, N] -> out [M, N], flat. As few elements as are split fit 32 bits."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = place < size
+    total = tl.zeros((BLOCK,), tl.float32)
+    for segment in tl.static_range(NUM):
+        total += tl.load(sums_ptr + segment * size + place, mask=is_inside, other=0.0)
+    y = total.to(out_ptr.dtype.element_ty)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + place % num_columns, mask=is_inside, other=0.0)
+        y = (y.to(tl.float32) + bias.to(tl.float32)).to(y.dtype)
+    tl.store(out_ptr + place, y, mask=is_inside)

@@ -1,0 +1,66 @@
+"""Copies whole blocks of the paged cache, in all layers at once, after all sources are read.
+
+A block may be read for one copy and written by another. So a program owns the same few words of all
+blocks: it reads them for all copies, and only then writes. Programs have no words in common.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.check_tensor import INDICES, expect
+from kernels.gpu.kv.kv_copy import as_words
+from kernels.torch_ops.copy_blocks import copy_blocks as copy_by_way_of_a_buffer
+
+TILE_WORDS = 4096  # of 8 bytes: 16 a thread of eight warps, in its registers
+MAX_WORDS = 1024  # of one block: a few copies are spread over many programs
+MAX_COPIES = 512  # with 64 bytes of each block, two sectors
+WORDS_PER_WARP = 512
+
+
+def copy_blocks(kv_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
+    """As kernels.torch_ops.copy_blocks. Raises BadTensor."""
+    expect("kv_cache", kv_cache, (None, 2, None, None, None, None), is_contiguous=True)
+    expect("sources", sources, (None,), dtype=INDICES, device=kv_cache.device)
+    expect("destinations", destinations, sources.shape, dtype=INDICES, device=kv_cache.device)
+    num_copies, num_planes = len(sources), kv_cache.shape[0] * 2
+    if not num_copies or not kv_cache.numel():
+        return
+    if num_copies > MAX_COPIES:
+        copy_by_way_of_a_buffer(as_words(kv_cache), sources, destinations)
+        return
+    words = as_words(kv_cache.view(num_planes, kv_cache.shape[2], -1))
+    num_words = words.shape[2]
+    block_copies = triton.next_power_of_2(num_copies)
+    block_words = min(TILE_WORDS // block_copies, MAX_WORDS, triton.next_power_of_2(num_words))
+    _copy_blocks_kernel[(triton.cdiv(num_words, block_words), num_planes)](
+        *(words, sources, destinations, words.stride(0), num_copies),
+        BLOCK_LENGTH=num_words,
+        BLOCK_COPIES=block_copies,
+        BLOCK_WORDS=block_words,
+        num_warps=max(1, block_copies * block_words // WORDS_PER_WARP),
+    )
+
+
+@triton.jit(do_not_specialize=["num_copies"])
+def _copy_blocks_kernel(
+    kv_cache_ptr,
+    sources_ptr,
+    destinations_ptr,
+    stride_plane,
+    num_copies,
+    BLOCK_LENGTH: tl.constexpr,
+    BLOCK_COPIES: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+):
+    copy = tl.arange(0, BLOCK_COPIES)[:, None]  # [BLOCK_COPIES, 1]
+    source = tl.load(sources_ptr + copy, mask=copy < num_copies, other=0).to(tl.int64)
+    destination = tl.load(destinations_ptr + copy, mask=copy < num_copies, other=0).to(tl.int64)
+    word = tl.program_id(0) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)[None, :]  # [1, BLOCK_WORDS]
+    is_copied = (copy < num_copies) & (word < BLOCK_LENGTH)  # [BLOCK_COPIES, BLOCK_WORDS]
+    words_ptr = kv_cache_ptr + tl.program_id(1).to(tl.int64) * stride_plane
+    words = tl.load(words_ptr + source * BLOCK_LENGTH + word, mask=is_copied)
+    tl.debug_barrier()  # no thread writes what another has yet to read
+    tl.store(words_ptr + destination * BLOCK_LENGTH + word, words, mask=is_copied)

@@ -1,0 +1,149 @@
+"""Runs of tokens between the paged cache and the wire: who lies where, and their checksum.
+
+Both sides consist of rows, the elements of one head of one token, moved as 64-bit words where they
+are whole ones. Programs take rows in the order of the cache: one side of a tile is a contiguous
+piece of a block, the other pieces of a few heads each, of neighbouring tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.check_tensor import INDICES, BadTensor, expect
+from kernels.torch_ops.payload_checksum import FACTORS, GOLDEN, WORD_BYTES
+
+TILE_WORDS = 2048  # of 8 bytes: 8 a thread, four loads of 16 bytes
+NUM_WARPS = 8
+
+_GOLDEN = tl.constexpr(GOLDEN)
+_FIRST_FACTOR, _SECOND_FACTOR = (tl.constexpr(factor) for factor in FACTORS)
+
+
+def move(
+    kernel: Any,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    first_token: int,
+    num_tokens: int,
+    wire: Tensor,
+    checksum: Tensor | None,
+) -> None:
+    """Launches `kernel` for a run. Raises BadTensor."""
+    _expect(kv_cache, block_table, first_token, num_tokens, wire, checksum)
+    if checksum is not None:
+        checksum.zero_()
+    if not wire.numel():
+        return
+    num_layers, _, _, num_kv_heads, block_size, _ = kv_cache.shape
+    cache_words, wire_words = as_words(kv_cache), as_words(wire)
+    row_words = cache_words.shape[-1]
+    block_words = triton.next_power_of_2(row_words)
+    block_rows = max(1, TILE_WORDS // block_words)
+    first_block, end_block = (
+        first_token // block_size,
+        _num_blocks(first_token, num_tokens, kv_cache),
+    )
+    num_rows = (end_block - first_block) * num_kv_heads * block_size
+    kernel[(triton.cdiv(num_rows, block_rows), num_layers * 2)](
+        *(cache_words, block_table, wire_words, checksum),
+        *(cache_words.stride(1), first_token, num_tokens, num_rows),
+        NUM_KV_HEADS=num_kv_heads,
+        BLOCK_SIZE=block_size,
+        ROW_WORDS=row_words,
+        HAS_CHECKSUM=checksum is not None,
+        BLOCK_ROWS=block_rows,
+        BLOCK_WORDS=block_words,
+        num_warps=NUM_WARPS,
+    )
+
+
+def as_words(tensor: Tensor) -> Tensor:
+    """The same bytes, in the widest words that its last dimension is made of."""
+    row_bytes = tensor.shape[-1] * tensor.element_size()
+    for word in (torch.int64, torch.int32):
+        if row_bytes % word.itemsize == 0:
+            return tensor.view(word)
+    return tensor.view(torch.uint8)
+
+
+def _expect(
+    kv_cache: Tensor,
+    block_table: Tensor,
+    first_token: int,
+    num_tokens: int,
+    wire: Tensor,
+    checksum: Tensor | None,
+) -> None:
+    expect("kv_cache", kv_cache, (None, 2, None, None, None, None), is_contiguous=True)
+    num_layers, _, _, num_kv_heads, _, head_dim = kv_cache.shape
+    expect("block_table", block_table, (None,), dtype=INDICES, device=kv_cache.device)
+    expect(
+        "payload",
+        wire,
+        (num_layers, 2, num_tokens, num_kv_heads, head_dim),
+        dtype=kv_cache.dtype,
+        device=kv_cache.device,
+        is_contiguous=True,
+    )
+    num_needed = _num_blocks(first_token, num_tokens, kv_cache)
+    if first_token < 0 or num_needed > len(block_table):
+        raise BadTensor(
+            f"tokens [{first_token}, {first_token + num_tokens}) lie outside of the "
+            f"{len(block_table)} blocks of block_table"
+        )
+    if checksum is not None:
+        expect("checksum", checksum, (1,), dtype=torch.int64, device=kv_cache.device)
+        if head_dim * kv_cache.element_size() % WORD_BYTES:
+            raise BadTensor(f"a checksum is of 64-bit words, of which {head_dim} elements are none")
+
+
+def _num_blocks(first_token: int, num_tokens: int, kv_cache: Tensor) -> int:
+    """As many as a sequence has up to the end of the run."""
+    return triton.cdiv(first_token + num_tokens, kv_cache.shape[4])
+
+
+@triton.jit
+def places(
+    block_table_ptr,
+    stride_cache_plane,
+    first_token,
+    num_tokens,
+    num_rows,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+):
+    """Of this program's rows: their first words in the cache and in the payload, and which of them
+    there are. [BLOCK_ROWS, 1] each
+    """
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    plane = tl.program_id(1).to(tl.int64)  # layer * 2, + 1 for values
+    block_index = first_token // BLOCK_SIZE + row // (NUM_KV_HEADS * BLOCK_SIZE)
+    token = block_index * BLOCK_SIZE + row % BLOCK_SIZE - first_token
+    is_moved = (row < num_rows) & (token >= 0) & (token < num_tokens)
+    block_id = tl.load(block_table_ptr + block_index, mask=is_moved, other=0).to(tl.int64)
+    in_block = row % (NUM_KV_HEADS * BLOCK_SIZE)
+    cached = plane * stride_cache_plane
+    cached += (block_id * (NUM_KV_HEADS * BLOCK_SIZE) + in_block) * ROW_WORDS
+    sent = (plane * num_tokens + token) * NUM_KV_HEADS + in_block // BLOCK_SIZE
+    return cached, sent * ROW_WORDS, is_moved
+
+
+@triton.jit
+def add_checksum(checksum_ptr, words, first_place, place, is_moved):
+    """Adds the words' part of `payload_checksum`; words [R, W] lie at first_place [R, 1] + place
+    [1, W] of the payload.
+    """
+    mixed = words.to(tl.uint64, bitcast=True)
+    mixed += first_place.to(tl.uint64) * _GOLDEN + (place + 1).to(tl.uint64) * _GOLDEN
+    mixed = (mixed ^ (mixed >> 33)) * _FIRST_FACTOR
+    mixed = (mixed ^ (mixed >> 33)) * _SECOND_FACTOR
+    mixed = mixed ^ (mixed >> 33)
+    part = tl.sum(tl.where(is_moved, mixed, 0).to(tl.int64, bitcast=True))
+    tl.atomic_add(checksum_ptr, part, sem="relaxed")

@@ -1,0 +1,12 @@
+"""The gate of a GeGLU block: gelu(gate) · up, with the tanh form of gelu."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kernels.gpu.rows.gated import gated
+
+
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    """As kernels.reference.gelu_and_mul. Raises BadTensor."""
+    return gated(gate_up, is_gelu=True)

@@ -1,0 +1,37 @@
+"""Copies a run of tokens in the layout of the wire into the paged cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.torch_ops.payload_checksum import payload_checksum
+
+
+def scatter_blocks(
+    kv_cache: Tensor,
+    block_table: Tensor,
+    first_token: int,
+    num_tokens: int,
+    payload: Tensor,
+    *,
+    checksum: Tensor | None = None,
+) -> None:
+    """The reverse of `gather_blocks`; touches no token outside the run.
+
+    payload [num_layers, 2, num_tokens, num_kv_heads, head_dim] in the dtype of kv_cache
+    [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim].
+    checksum [1] int64 becomes the `payload_checksum` of the payload as it was read.
+    """
+    num_layers, _, num_blocks, num_kv_heads, block_size, head_dim = kv_cache.shape
+    device = kv_cache.device
+    positions = torch.arange(first_token, first_token + num_tokens, device=device)
+    planes = torch.arange(num_layers * 2, device=device).view(-1, 1, 1) * num_blocks
+    blocks = planes + block_table[positions // block_size].unsqueeze(1)  # [planes, tokens, 1]
+    heads = blocks * num_kv_heads + torch.arange(num_kv_heads, device=device)
+    rows = (heads * block_size + (positions % block_size).unsqueeze(1)).view(-1)
+    if kv_cache.element_size() == 1:  # torch copies no FP8 by index
+        kv_cache, payload = kv_cache.view(torch.uint8), payload.view(torch.uint8)
+    kv_cache.view(-1, head_dim).index_copy_(0, rows, payload.reshape(-1, head_dim))
+    if checksum is not None:
+        checksum.copy_(payload_checksum(payload))

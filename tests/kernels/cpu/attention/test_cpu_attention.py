@@ -1,0 +1,155 @@
+"""The compiled attention kernels: right against FP64, and the same bits however work is cut."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.cpu.attention.decode_attention import decode_attention
+from kernels.cpu.attention.prefill_attention import prefill_attention
+from kernels.cpu.attention.vector_attention import SEGMENT
+from tests.threads import computing_threads
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+DTYPES = list(TOLERANCE)
+
+
+class Paged:
+    """A context of `num_tokens` in blocks of random order; NaN wherever nothing is stored."""
+
+    def __init__(
+        self, num_tokens: int, *, heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+    ) -> None:
+        draw = torch.Generator().manual_seed(num_tokens)
+        num_blocks = -(-num_tokens // block_size)
+        self.table = torch.randperm(num_blocks + 3, generator=draw)[:num_blocks]
+        shape = (2, num_blocks + 3, heads, block_size, head_dim)
+        self.cache = torch.full(shape, torch.nan, dtype=dtype)
+        self.kv = torch.randn(2, num_tokens, heads, head_dim, generator=draw).to(dtype)
+        for token in range(num_tokens):
+            block = self.table[token // block_size]
+            self.cache[:, block, :, token % block_size] = self.kv[:, token]
+
+    def attend(self, query: Tensor, position: int, window: int | None, cap: float | None) -> Tensor:
+        """query [num_heads, D] at `position`, in FP64."""
+        start = 0 if window is None else max(0, position + 1 - window)
+        group = query.shape[0] // self.kv.shape[2]
+        key, value = self.kv[:, start : position + 1].double().repeat_interleave(group, dim=2)
+        scores = torch.einsum("hd,thd->ht", query.double(), key) / math.sqrt(query.shape[1])
+        if cap is not None:
+            scores = cap * torch.tanh(scores / cap)
+        return torch.einsum("ht,thd->hd", scores.softmax(-1), value)
+
+
+def prefill(
+    paged: Paged, query: Tensor, context_len: int, window: int | None, cap: float | None
+) -> Tensor:
+    return prefill_attention(
+        query,
+        paged.cache,
+        paged.table.unsqueeze(0),
+        torch.tensor([0, len(query)]),
+        torch.tensor([context_len]),
+        query.shape[2] ** -0.5,
+        window=window,
+        softcap=cap,
+    )
+
+
+def decode(
+    paged: Paged, query: Tensor, context_lens: Tensor, window: int | None, cap: float | None
+) -> Tensor:
+    return decode_attention(
+        query,
+        paged.cache,
+        paged.table.expand(len(query), -1),
+        context_lens,
+        query.shape[2] ** -0.5,
+        window=window,
+        softcap=cap,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (1, None), (37, 2.5), (None, 2.5)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "block_size"),
+    [(1, 1, 10, 4), (7, 1, 64, 16), (6, 2, 80, 64), (8, 1, 96, 32)],
+)
+def test_both_equal_the_formula_and_each_other(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    window: int | None,
+    cap: float | None,
+    dtype: torch.dtype,
+) -> None:
+    num_tokens = 131
+    paged = Paged(
+        num_tokens, heads=num_kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype
+    )
+    query = (torch.randn(num_tokens, num_heads, head_dim) * 2).to(dtype)
+    whole = prefill(paged, query, num_tokens, window, cap)
+    expected = torch.stack([paged.attend(q, i, window, cap) for i, q in enumerate(query)])
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(whole.double(), expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(decode(paged, query, torch.arange(1, 132), window, cap), whole)
+
+
+@pytest.mark.parametrize("window", [None, 300, SEGMENT])
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 16), (torch.bfloat16, 32)])
+def test_bits_do_not_depend_on_chunks_across_segments(
+    dtype: torch.dtype, head_dim: int, window: int | None
+) -> None:
+    num_tokens = 2 * SEGMENT + 100
+    paged = Paged(num_tokens, heads=2, head_dim=head_dim, block_size=16, dtype=dtype)
+    query = torch.randn(num_tokens, 4, head_dim).to(dtype)
+    whole = prefill(paged, query, num_tokens, window, None)
+    singly = decode(paged, query, torch.arange(1, num_tokens + 1), window, None)
+    assert torch.equal(singly, whole)
+    for size in (7, 64, 500):
+        cuts = range(0, num_tokens, size)
+        pieces = [
+            prefill(paged, query[cut : cut + size], min(cut + size, num_tokens), window, None)
+            for cut in cuts
+        ]
+        assert torch.equal(torch.cat(pieces), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sequences_of_one_batch_do_not_touch_each_other(dtype: torch.dtype) -> None:
+    paged = Paged(90, heads=2, head_dim=32, block_size=16, dtype=dtype)
+    query = torch.randn(57, 4, 32).to(dtype)
+    tables, lens = paged.table.expand(3, -1), torch.tensor([90, 33, 24])
+    together = prefill_attention(
+        query, paged.cache, tables, torch.tensor([0, 30, 33, 57]), lens, 32**-0.5
+    )
+    alone = [
+        prefill(paged, query[low:high], context_len, None, None)
+        for low, high, context_len in ((0, 30, 90), (30, 33, 33), (33, 57, 24))
+    ]
+    assert torch.equal(together, torch.cat(alone))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None:
+    paged = Paged(700, heads=2, head_dim=64, block_size=16, dtype=dtype)
+    query = torch.randn(300, 4, 64).to(dtype)
+    outputs = []
+    for num_threads in (1, 2):
+        with computing_threads(num_threads):
+            outputs.append(prefill(paged, query, 700, None, None))
+    assert torch.equal(*outputs)
+
+
+def test_a_fully_masked_lane_and_large_scores_stay_finite() -> None:
+    paged = Paged(70, heads=1, head_dim=16, block_size=16, dtype=torch.float32)
+    query = torch.full((70, 1, 16), 1e4)
+    out = prefill(paged, query, 70, None, None)
+    assert out.isfinite().all()
+    nearest = torch.stack([(paged.kv[0, : i + 1, 0].sum(-1)).argmax() for i in range(70)])
+    torch.testing.assert_close(out[:, 0], paged.kv[1, nearest, 0], rtol=1e-4, atol=1e-4)

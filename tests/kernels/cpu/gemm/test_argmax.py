@@ -1,0 +1,61 @@
+"""The largest column of a product that is never written down."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.cpu.gemm.avx512_fp32_gemm import has_avx512
+from kernels.cpu.gemm.bf16_gemm import has_half_products
+from kernels.cpu.gemm.compressed_weight import CompressedWeight
+from kernels.cpu.gemm.gemm_common import HALF_CHUNK_ROWS
+from kernels.ops import argmax_logits, compress_weight, logits, pack_weight
+from tests.threads import computing_threads
+
+BF16 = pytest.mark.skipif(not has_half_products(), reason="needs products of BF16")
+AVX512 = pytest.mark.skipif(not has_avx512(), reason="needs a CPU with AVX-512")
+each_dtype = pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(torch.bfloat16, marks=BF16), pytest.param(torch.float32, marks=AVX512)],
+    ids=str,
+)
+draw = torch.Generator().manual_seed(0)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, generator=draw).to(dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("num_rows", [1, 31, 33, HALF_CHUNK_ROWS + 1])
+def test_the_largest_logit(num_rows: int, num_threads: int, dtype: torch.dtype) -> None:
+    x, weight = random(num_rows, 64, dtype=dtype), pack_weight(random(2048, 64, dtype=dtype))
+    with computing_threads(num_threads):
+        got = argmax_logits(x, weight)
+    assert torch.equal(got, logits(x, weight).argmax(-1))
+
+
+@BF16
+def test_of_a_compressed_weight() -> None:
+    x, weight = random(40, 256), random(512, 256)
+    compressed = compress_weight(weight)
+    assert isinstance(compressed, CompressedWeight)
+    assert torch.equal(argmax_logits(x, compressed), argmax_logits(x, pack_weight(weight)))
+    assert torch.equal(logits(x, compressed), logits(x, pack_weight(weight)))
+
+
+@each_dtype
+def test_of_equal_ones_the_first(dtype: torch.dtype) -> None:
+    weight = random(32, 64, dtype=dtype).repeat(9, 1)  # each logit nine times, in every task's part
+    x = random(5, 64, dtype=dtype)
+    assert torch.equal(
+        argmax_logits(x, pack_weight(weight)), argmax_logits(x, pack_weight(weight[:32].clone()))
+    )
+    assert argmax_logits(x, pack_weight(torch.zeros(288, 64, dtype=dtype))).tolist() == [0] * 5
+
+
+@each_dtype
+def test_rows_of_no_numbers_get_the_first_column(dtype: torch.dtype) -> None:
+    x = torch.full((2, 64), torch.nan, dtype=dtype)
+    assert argmax_logits(x, pack_weight(random(96, 64, dtype=dtype))).tolist() == [0, 0]

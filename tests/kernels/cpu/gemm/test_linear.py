@@ -1,0 +1,133 @@
+"""Products are right, and a row's bits do not depend on how many rows there are, on any CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.cpu.gemm.avx512_bf16_gemm import PIECE_STEPS, has_pair_products, pack_pairs
+from kernels.cpu.gemm.avx512_fp32_gemm import has_avx512
+from kernels.cpu.gemm.linear import is_packed, linear, pack_weight
+from kernels.cpu.simd.amx_tiles import has_amx
+from kernels.ops import has_own_product
+from tests.kernels.tolerance import assert_near
+from tests.threads import computing_threads
+
+# (K, N): whole tiles of AMX and others, a K that oneDNN splits, fewer columns than a block
+SHAPES = [(48, 80), (64, 32), (60, 191), (96, 256), (768, 160), (1100, 64), (2048, 96)]
+NUM_ROWS = 320
+
+
+@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
+def num_threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    with computing_threads(request.param):
+        yield
+
+
+def _operands(shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(sum(shape))
+    num_columns, num_outputs = shape
+    x = torch.randn(NUM_ROWS, num_columns, generator=generator).to(dtype)
+    return x, torch.randn(num_outputs, num_columns, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_are_rounded_once(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x, weight = _operands(shape, dtype)
+    bias = torch.randn(shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
+    exact = x.double() @ weight.double().T
+    tolerance = 4e-6 if dtype == torch.float32 else 2**-8
+    bound = exact.abs() * tolerance + 1e-5 * shape[0] ** 0.5
+    for prepared in (weight, pack_weight(weight)):
+        y = linear(x, prepared)
+        assert y.dtype == dtype
+        assert ((y.double() - exact).abs() <= bound).all()
+        assert torch.equal(linear(x, prepared, bias), y + bias)
+
+
+@pytest.mark.usefixtures("num_threads")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bits_do_not_depend_on_the_number_of_rows(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    x, weight = _operands(shape, dtype)
+    packed = pack_weight(weight)
+    whole = linear(x, packed)
+    for num_rows in (1, 2, 5, 16, 17, 31, 33, 64, 129):
+        parts = [linear(part, packed) for part in x.split(num_rows)]
+        assert torch.equal(torch.cat(parts), whole), f"{num_rows} rows"
+
+
+def test_rows_between_others_are_taken() -> None:
+    x, weight = _operands((64, 32), torch.bfloat16)
+    wide = torch.cat([x, x.neg()], dim=1)
+    packed = pack_weight(weight)
+    assert torch.equal(linear(wide[:, :64], packed), linear(x, packed))
+
+
+def test_what_is_not_a_number_stays_in_its_row() -> None:
+    x, weight = _operands((64, 32), torch.bfloat16)
+    packed = pack_weight(weight)
+    expected = linear(x, packed)
+    x[7, 3], x[8, 3] = float("nan"), float("inf")
+    y = linear(x, packed)
+    assert y[7].isnan().all()
+    assert y[8].isinf().all()
+    others = [row for row in range(NUM_ROWS) if row not in (7, 8)]
+    assert torch.equal(y[others], expected[others])
+
+
+@pytest.mark.skipif(not has_amx(), reason="this CPU has no AMX")
+def test_whole_tiles_are_packed_for_amx() -> None:
+    packed = pack_weight(_operands((64, 96), torch.bfloat16)[1])
+    assert is_packed(packed)
+    assert has_own_product(packed)
+    assert packed.shape == (3, 2, 16, 32, 2)
+    assert pack_weight(packed) is packed
+
+
+@pytest.mark.skipif(not has_pair_products(), reason="this CPU has no products of pairs")
+def test_pairs_are_packed_next_to_each_other() -> None:
+    weight = _operands((64, 96), torch.bfloat16)[1]
+    packed = pack_pairs(weight)
+    assert packed.shape == (3, 32, 32, 2)
+    assert torch.equal(packed[1, 5], weight[32:64, 10:12])
+    assert pack_weight(packed) is packed
+    assert torch.equal(pack_weight(weight).flatten(), packed.flatten())  # the same bytes for AMX
+
+
+@pytest.mark.skipif(not has_pair_products(), reason="this CPU has no products of pairs")
+def test_products_of_pairs() -> None:
+    """Also where AMX would have been chosen; of rows that lie in steps, see test_fused_layer.py."""
+    for shape in ((64, 96), (32 * (PIECE_STEPS + 3), 32)):
+        x, weight = _operands(shape, torch.bfloat16)
+        packed = pack_pairs(weight)
+        whole = linear(x, packed)
+        assert_near(whole, x.double() @ weight.double().T)
+        for num_rows in (1, 2, 3, 7, 12, 31):
+            parts = [linear(part, packed) for part in x.split(num_rows)]
+            assert torch.equal(torch.cat(parts), whole), f"{num_rows} rows"
+
+
+@pytest.mark.skipif(not has_avx512(), reason="this CPU has no AVX-512")
+def test_whole_blocks_of_fp32_are_packed_for_our_own_product() -> None:
+    weight = _operands((64, 96), torch.float32)[1]
+    packed = pack_weight(weight)
+    assert is_packed(packed)
+    assert has_own_product(packed)
+    assert packed.shape == (3, 64, 32)
+    assert torch.equal(packed[1, 5], weight[32:64, 5])
+    assert pack_weight(packed) is packed
+
+
+@pytest.mark.parametrize("shape", [(64, 40), (40, 96)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_products_are_the_librarys(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight = _operands(shape, dtype)[1]
+    assert not has_own_product(weight)
+    assert not has_own_product(pack_weight(weight))

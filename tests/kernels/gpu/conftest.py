@@ -1,0 +1,48 @@
+"""The Triton kernels beside their references: interpreted on a CPU, compiled on a GPU.
+
+    TRITON_INTERPRET=1 pytest tests/kernels/gpu      small shapes, FP32 and FP16
+    pytest tests/kernels/gpu -m gpu                  real shapes and BF16, on CUDA
+
+Without either there is nothing to run them on, and they are not collected.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.device import IS_INTERPRETED, has_triton_device
+
+HERE = Path(__file__).parent
+DTYPES = [torch.float32, torch.float16] + ([] if IS_INTERPRETED else [torch.bfloat16])
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    return None if has_triton_device() else True
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not IS_INTERPRETED and HERE in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The interpreter computes BF16 wrongly, without an error."""
+    if "dtype" in metafunc.fixturenames:
+        metafunc.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cpu" if IS_INTERPRETED else "cuda")
+
+
+@pytest.fixture
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contexts of several segments, though the interpreter is slow."""
+    if IS_INTERPRETED:
+        monkeypatch.setattr("kernels.gpu.attention.prefill_attention.SEGMENT", 128)
+        monkeypatch.setattr("kernels.gpu.attention.decode_attention.SEGMENT", 128)

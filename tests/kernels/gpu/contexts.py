@@ -1,0 +1,66 @@
+"""Contexts in a paged cache, in which whatever must not be read cannot be read unnoticed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tests.kernels.gpu.inputs import random
+
+NO_BLOCK = 2**30  # far outside of every cache
+
+
+@dataclass(frozen=True)
+class Paged:
+    cache: Tensor  # NaN wherever no token is stored, as in all of block 0
+    tables: Tensor  # blocks in random order; behind each context, ids that are none
+    context_lens: Tensor
+
+    def rows(self, chosen: Sequence[int]) -> Paged:
+        index = torch.tensor(chosen, dtype=torch.int64, device=self.tables.device)
+        return Paged(self.cache, self.tables[index], self.context_lens[index])
+
+    def without(self, before: Sequence[int]) -> Paged:
+        """Blocks that hold only tokens before those are gone: their ids and what they held."""
+        cache, tables = self.cache.clone(), self.tables.clone()
+        for table, end in zip(tables, before, strict=True):
+            count = max(0, end) // cache.shape[3]
+            cache[:, table[:count].long()] = torch.nan
+            table[:count] = NO_BLOCK
+        return Paged(cache, tables, self.context_lens)
+
+    def up_to(self, context_lens: Sequence[int]) -> Paged:
+        """The same sequences when they were shorter."""
+        lens = torch.tensor(context_lens).to(self.context_lens)
+        return Paged(self.cache, self.tables, lens)
+
+
+def paged(
+    context_lens: Sequence[int],
+    *,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    index_dtype: torch.dtype = torch.int64,
+) -> Paged:
+    counts = [-(-length // block_size) for length in context_lens]
+    shape = (2, sum(counts) + 1, num_kv_heads, block_size, head_dim)
+    tokens = random(*shape, like=torch.device("cpu"), dtype=torch.float32, seed=7)
+    cache = torch.full(shape, torch.nan)
+    tables = torch.full((len(counts), max(counts) + 2), NO_BLOCK, dtype=index_dtype)
+    order = 1 + torch.randperm(sum(counts), generator=torch.Generator().manual_seed(8))
+    used = 0
+    for seq, (length, count) in enumerate(zip(context_lens, counts, strict=True)):
+        blocks = order[used : used + count]
+        used += count
+        tables[seq, :count] = blocks
+        for index, block in enumerate(blocks.tolist()):
+            stored = min(block_size, length - index * block_size)
+            cache[:, block, :, :stored] = tokens[:, block, :, :stored]
+    lens = torch.tensor(context_lens, dtype=index_dtype)
+    return Paged(cache.to(device, dtype), tables.to(device), lens.to(device))

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import ops
+from kernels.check_tensor import BadTensor
+from kernels.device import IS_INTERPRETED
+from kernels.gpu.gemm.linear import linear
+from kernels.reference.linear import linear as reference_linear
+from tests.kernels.gpu.inputs import poisoned_outputs, random
+from tests.kernels.tolerance import assert_near
+
+# (N, K): less than a tile, tiles and a rest
+SHAPES = [(1, 1), (63, 100), (100, 600)]
+if not IS_INTERPRETED:
+    SHAPES += [(6144, 4096), (4096, 4096), (4096, 14336), (28672, 4096)]
+MOST_ROWS = 130 if IS_INTERPRETED else 3000
+
+
+@pytest.fixture(params=[True, False], ids=["split", "not split"])
+def is_split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """On a GPU with hardly a multiprocessor, the segments of a small product are not split."""
+    if not request.param:
+        monkeypatch.setattr("kernels.gpu.gemm.linear_tile.NUM_MULTIPROCESSORS", 1)
+    return bool(request.param)
+
+
+def _operands(
+    num_rows: int, shape: tuple[int, int], device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of such a size that the products' deviation is 1."""
+    num_columns, width = shape
+    x = random(num_rows, width, like=device, dtype=dtype)
+    weight = random(num_columns, width, like=device, dtype=torch.float32, seed=1) * width**-0.5
+    return x, weight.to(dtype), random(num_columns, like=device, dtype=dtype, seed=2)
+
+
+@pytest.mark.usefixtures("is_split")
+@pytest.mark.parametrize("is_batch_invariant", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 63, 100])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_linear(
+    shape: tuple[int, int],
+    num_rows: int,
+    has_bias: bool,
+    is_batch_invariant: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    x, weight, bias = _operands(num_rows, shape, device, dtype)
+    given = bias if has_bias else None
+    with poisoned_outputs():
+        y = linear(x, weight, given, is_batch_invariant=is_batch_invariant)
+    exact = x.double().cpu() @ weight.double().cpu().T
+    assert y.dtype == dtype
+    assert_near(y, exact + (bias.double().cpu() if has_bias else 0))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_rows_bits_do_not_depend_on_the_number_of_rows(
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor on whether a program computes all segments or one."""
+    x, weight, bias = _operands(MOST_ROWS, shape, device, dtype)
+    together = linear(x, weight, bias, is_batch_invariant=True)
+    monkeypatch.setattr("kernels.gpu.gemm.linear_tile.NUM_MULTIPROCESSORS", 4)
+    for num_rows in (1, 7, 63, 100):
+        for first in {0, MOST_ROWS - num_rows}:
+            rows = slice(first, first + num_rows)
+            alone = linear(x[rows], weight, bias, is_batch_invariant=True)
+            assert torch.equal(alone, together[rows]), num_rows
+
+
+@pytest.mark.parametrize("is_batch_invariant", [False, True])
+def test_a_segment_adds_up_before_it_is_added(
+    is_batch_invariant: bool, is_split: bool, device: torch.device
+) -> None:
+    """2**24 + 1 + 1 is 2**24 in FP32; 2**24 + (1 + 1) is not."""
+    x = torch.ones(1, 1024, device=device)
+    weight = torch.zeros(1, 1024, device=device)
+    weight[:, 0], weight[:, 256], weight[:, 320] = 2.0**24, 1.0, 1.0
+    y = linear(x, weight, is_batch_invariant=is_batch_invariant)
+    assert y.item() - 2.0**24 == (2.0 if is_batch_invariant or is_split else 0.0)
+
+
+@pytest.mark.usefixtures("is_split")
+def test_the_bias_is_added_to_the_rounded_product(device: torch.device) -> None:
+    """1 + 2**-11 + 2**-11 is 1 in FP16, if it is rounded after each sum."""
+    x = torch.tensor([[1.0, 2.0**-11]], device=device, dtype=torch.float16)
+    weight = torch.ones(5, 2, device=device, dtype=torch.float16)
+    bias = torch.full((5,), 2.0**-11, device=device, dtype=torch.float16)
+    for op in (linear, reference_linear):
+        assert op(x, weight, bias).tolist() == [[1.0] * 5]
+
+
+def test_rows_with_a_gap_between_them(dtype: torch.dtype, device: torch.device) -> None:
+    x, weight, _ = _operands(5, (40, 96), device, dtype)
+    wide, tall = torch.cat((x, x), dim=1), torch.cat((weight, weight), dim=1)
+    assert torch.equal(linear(wide[:, :96], tall[:, :96]), linear(x, weight))
+
+
+def test_what_is_not_a_number_stays_in_its_row(dtype: torch.dtype, device: torch.device) -> None:
+    x, weight, _ = _operands(20, (40, 100), device, dtype)
+    expected = linear(x, weight)
+    x[7, 3] = float("nan")
+    y = linear(x, weight)
+    assert y[7].isnan().all()
+    others = [row for row in range(20) if row != 7]
+    assert torch.equal(y[others], expected[others])
+
+
+def test_the_engine_multiplies_here(device: torch.device) -> None:
+    """Interpreted, weights stay plain; on CUDA, only the batch-invariant product is this one."""
+    x, weight, bias = _operands(5, (64, 96), device, torch.float32)
+    y = ops.linear(x, ops.pack_weight(weight), bias, is_batch_invariant=True)
+    assert torch.equal(y, linear(x, weight, bias, is_batch_invariant=True))
+    assert_near(ops.linear(x, ops.pack_weight(weight), bias), y)
+
+
+def test_nothing_to_multiply(device: torch.device) -> None:
+    weight = torch.ones(3, 8, device=device)
+    assert linear(torch.ones(0, 8, device=device), weight).shape == (0, 3)
+
+
+def test_what_does_not_fit_is_named(device: torch.device) -> None:
+    x, weight = torch.ones(2, 8, device=device), torch.ones(3, 8, device=device)
+    with pytest.raises(BadTensor, match=r"weight has shape \[3, 7\], not \[any, 8\]"):
+        linear(x, weight[:, :7])
+    with pytest.raises(BadTensor, match=r"weight is torch.float16, not torch.float32"):
+        linear(x, weight.half())
+    with pytest.raises(BadTensor, match=r"bias has shape \[2\], not \[3\]"):
+        linear(x, weight, torch.ones(2, device=device))
+    with pytest.raises(BadTensor, match=r"weight is not dense in its last dimension"):
+        linear(x, torch.ones(8, 3, device=device).t())
+    with pytest.raises(BadTensor, match=r"x has shape \[2, 1, 8\], not \[any, any\]"):
+        linear(x[:, None], weight)

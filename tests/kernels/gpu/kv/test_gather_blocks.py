@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.check_tensor import BadTensor
+from kernels.device import IS_INTERPRETED
+from kernels.gpu.kv.gather_blocks import gather_blocks
+from kernels.torch_ops.gather_blocks import gather_blocks as reference_gather_blocks
+from kernels.torch_ops.payload_checksum import payload_checksum
+from tests.kernels.gpu.inputs import random
+from tests.kernels.gpu.paged import assert_same_bits
+
+NUM_LAYERS = 2 if IS_INTERPRETED else 32
+RUNS = [(0, 1), (15, 1), (0, 63), (5, 63), (7, 100), (64, 64)]  # first token, number of tokens
+SHAPES = [(1, 64, 16), (3, 80, 32), (2, 96, 64), (8, 128, 16), (2, 256, 16), (3, 6, 5)]
+
+
+def paged(
+    num_tokens: int, num_kv_heads: int, block_size: int, head_dim: int, like: torch.device
+) -> tuple[Tensor, Tensor]:
+    """A cache of all layers in FP32, and a sequence's block table in random order."""
+    num_blocks = -(-num_tokens // block_size)
+    order = torch.randperm(num_blocks + 2, generator=torch.Generator().manual_seed(4))
+    shape = (NUM_LAYERS, 2, num_blocks + 2, num_kv_heads, block_size, head_dim)
+    return random(*shape, like=like, dtype=torch.float32), order[:num_blocks].to(like)
+
+
+def payload_of(cache: Tensor, num_tokens: int) -> Tensor:
+    """All ones in its bits, which are NaN."""
+    shape = (cache.shape[0], 2, num_tokens, cache.shape[3], cache.shape[5])
+    return torch.full(
+        (*shape, cache.element_size()), 255, dtype=torch.uint8, device=cache.device
+    ).view(cache.dtype)[..., 0]
+
+
+@pytest.mark.parametrize(("first", "count"), RUNS)
+@pytest.mark.parametrize(("num_kv_heads", "head_dim", "block_size"), SHAPES)
+def test_gather_blocks(
+    first: int,
+    count: int,
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    cache, table = paged(first + count + 3, num_kv_heads, block_size, head_dim, device)
+    cache = cache.to(dtype)
+    out, expected = payload_of(cache, count), payload_of(cache, count)
+    gather_blocks(cache, table, first, count, out)
+    reference_gather_blocks(cache, table, first, count, expected)
+    assert_same_bits(out, expected)
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float32])
+@pytest.mark.parametrize(("first", "count"), RUNS)
+def test_checksum(first: int, count: int, cache_dtype: torch.dtype, device: torch.device) -> None:
+    cache, table = paged(first + count, 3, 16, 80, device)
+    cache = cache.to(cache_dtype)
+    out, checksum = payload_of(cache, count), torch.tensor([77], device=device)
+    gather_blocks(cache, table.int(), first, count, out, checksum=checksum)
+    assert torch.equal(checksum, payload_checksum(out))
+    expected = payload_of(cache, count)
+    reference_gather_blocks(cache, table, first, count, expected)
+    assert_same_bits(out, expected)
+
+
+def test_no_tokens(device: torch.device) -> None:
+    cache, table = paged(5, 2, 16, 64, device)
+    checksum = torch.tensor([77], device=device)
+    gather_blocks(cache, table, 3, 0, payload_of(cache, 0), checksum=checksum)
+    assert torch.equal(checksum, payload_checksum(payload_of(cache, 0)))
+
+
+def test_what_does_not_fit_is_named(device: torch.device) -> None:
+    cache, table = paged(30, 2, 16, 64, device)
+    out = payload_of(cache, 20)
+    for match, arguments in {
+        r"kv_cache has shape \[2, ": (cache[0], table, 0, 20, out),
+        r"kv_cache is not contiguous": (cache[:, :, ::2], table, 0, 20, out),
+        r"block_table is torch.float32": (cache, table.float(), 0, 20, out),
+        r"payload has shape \[2, 2, 20, 2, 64\], not \[2, 2, 19, 2, 64\]": (
+            *(cache[:2], table, 0, 19, out[:2]),
+        ),
+        r"payload is torch.float32, not torch.float16": (cache.half(), table, 0, 20, out),
+        r"tokens \[13, 33\) lie outside of the 2 blocks": (cache, table, 13, 20, out),
+        r"tokens \[-1, 19\) lie outside": (cache, table, -1, 20, out),
+    }.items():
+        with pytest.raises(BadTensor, match=match):
+            gather_blocks(*arguments)
+    with pytest.raises(BadTensor, match=r"checksum is torch.int32"):
+        gather_blocks(cache, table, 0, 20, out, checksum=torch.zeros(1, dtype=torch.int32))
+    narrow = cache[..., :3].contiguous()
+    with pytest.raises(BadTensor, match=r"a checksum is of 64-bit words"):
+        gather_blocks(
+            *(narrow, table, 0, 20, payload_of(narrow, 20)),
+            checksum=torch.zeros(1, dtype=torch.int64, device=device),
+        )

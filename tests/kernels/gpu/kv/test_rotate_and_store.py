@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.check_tensor import BadTensor
+from kernels.device import IS_INTERPRETED
+from kernels.gpu.kv.rotate_and_store import rotate_and_store
+from kernels.reference.rotate_and_store import rotate_and_store as reference_rotate_and_store
+from kernels.reference.store_kv import store_kv as reference_store_kv
+from tests.kernels.gpu.inputs import poisoned_outputs, random
+from tests.kernels.gpu.kv.test_rotary import angles_of
+from tests.kernels.gpu.paged import assert_same_bits, empty_cache, slots_of
+from tests.kernels.tolerance import assert_near
+
+FP8 = torch.float8_e4m3fn
+LENGTHS = [1, 63] if IS_INTERPRETED else [1, 63, 100, 4096]
+SHAPES = [  # query heads, KV heads, head_dim, rotary_dim, block_size
+    (1, 1, 64, 64, 16),
+    (7, 1, 80, 80, 32),
+    (8, 2, 80, 32, 16),
+    (4, 4, 96, 96, 64),
+    (8, 1, 128, 128, 16) if IS_INTERPRETED else (32, 8, 128, 128, 16),
+    (2, 1, 256, 256, 16),
+    (6, 3, 16, 10, 8),
+]
+
+
+def norms_of(head_dim: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    return {
+        "query_norm": random(head_dim, like=device, dtype=dtype, seed=11),
+        "key_norm": random(head_dim, like=device, dtype=dtype, seed=12),
+        "eps": 1e-6,
+    }
+
+
+@pytest.mark.parametrize("num_tokens", LENGTHS)
+@pytest.mark.parametrize("norm", ["none", "plain", "offset"])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "rotary_dim", "block_size"), SHAPES
+)
+def test_rotate_and_store(
+    num_tokens: int,
+    norm: str,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    num_all = num_heads + 2 * num_kv_heads
+    heads = random(num_tokens, num_all, head_dim, like=device, dtype=dtype)
+    cos, sin = angles_of(num_tokens, rotary_dim // 2, device)
+    cache = empty_cache(num_tokens, num_kv_heads, block_size, heads, dtype)
+    slots = slots_of(num_tokens, cache.shape[1] * block_size, device)
+    options = {} if norm == "none" else norms_of(head_dim, dtype, device)
+    options["has_unit_offset"] = norm == "offset"
+    # with a norm, which rounds within, in the same dtype
+    wide = torch.float32 if norm == "none" else dtype
+    expected = cache.to(wide)
+    with poisoned_outputs():
+        query = rotate_and_store(heads, cos, sin, cache, slots, **options)
+    expected_query = reference_rotate_and_store(
+        heads.to(wide), cos, sin, expected, slots, **options
+    )
+    assert query.shape == (num_tokens, num_heads, head_dim)
+    assert query.dtype == dtype
+    assert_near(query, expected_query)
+    assert torch.equal(cache.isnan(), expected.isnan())
+    assert_near(cache.nan_to_num(), expected.nan_to_num())
+    assert_same_bits(cache[1], expected[1].to(dtype))  # values, as they are
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("rotary_dim", [64, 24])
+def test_fp8_cache(
+    rotary_dim: int, index: torch.dtype, dtype: torch.dtype, device: torch.device
+) -> None:
+    """What is stored is what the plain cache would hold, scaled."""
+    heads = random(30, 10, 64, like=device, dtype=dtype) * 30
+    cos, sin = angles_of(30, rotary_dim // 2, device)
+    scales = torch.tensor([[0.25, 1.0], [0.1, 7.0]], device=device)
+    plain, cache = (empty_cache(30, 2, 16, heads, each) for each in (dtype, FP8))
+    slots = slots_of(30, 64, device).to(index)
+    options = norms_of(64, dtype, device)
+    plain_query = rotate_and_store(heads, cos, sin, plain, slots, **options)
+    with poisoned_outputs():
+        query = rotate_and_store(heads, cos, sin, cache, slots, **options, kv_scales=scales)
+    assert torch.equal(query, plain_query)
+    by_slot = plain.transpose(2, 3).flatten(1, 2)  # [2, slots, num_kv_heads, D]
+    tokens = torch.nonzero(slots >= 0).squeeze(1)
+    key, value = by_slot[:, slots[tokens]]
+    expected = empty_cache(30, 2, 16, heads, FP8)
+    reference_store_kv(key, value, expected, slots[tokens], kv_scales=scales)
+    assert int(expected.float().abs().eq(448).sum()) > 10
+    assert_same_bits(cache, expected)
+
+
+def test_a_token_does_not_depend_on_the_others(dtype: torch.dtype, device: torch.device) -> None:
+    heads = random(100, 7, 80, like=device, dtype=dtype)
+    cos, sin = angles_of(100, 40, device)
+    cache = torch.zeros(2, 7, 1, 16, 80, dtype=dtype, device=device)
+    slots = torch.arange(100, device=device)
+    options = norms_of(80, dtype, device)
+    together = rotate_and_store(heads, cos, sin, cache, slots, **options)
+    kept = cache.clone()
+    for rows in (slice(0, 1), slice(31, 38), slice(99, 100)):
+        alone = rotate_and_store(heads[rows], cos[rows], sin[rows], cache, slots[rows], **options)
+        assert torch.equal(alone, together[rows])
+    assert torch.equal(cache, kept)
+
+
+def test_no_tokens(device: torch.device) -> None:
+    cos, sin = angles_of(0, 8, device)
+    cache = torch.zeros(2, 1, 2, 16, 16, device=device)
+    slots = torch.empty(0, dtype=torch.int64, device=device)
+    heads = torch.empty(0, 6, 16, device=device)
+    assert rotate_and_store(heads, cos, sin, cache, slots).shape == (0, 2, 16)
+
+
+def test_what_does_not_fit_is_named(device: torch.device) -> None:
+    heads = torch.ones(3, 6, 16, device=device)
+    cos, sin = angles_of(3, 8, device)
+    cache = torch.zeros(2, 4, 2, 16, 16, device=device)
+    slots = torch.arange(3, device=device)
+    norm = torch.ones(16, device=device)
+    for match, arguments in {
+        r"heads has shape \[3, 96\]": (heads.view(3, 96), cos, sin, cache, slots),
+        r"cos has shape \[2, 8\], not \[3, any\]": (heads, cos[:2], sin, cache, slots),
+        r"kv_cache has shape .* not \[2, any, 2, any, 16\]": (
+            *(heads, cos, sin, cache[..., :8], slots),
+        ),
+        r"kv_cache has shape \[2, 4, 2\]": (heads, cos, sin, cache[..., 0, 0], slots),
+        r"slot_mapping has shape \[2\], not \[3\]": (heads, cos, sin, cache, slots[:2]),
+        r"heads has 4 heads: no query beside 2": (heads[:, :4], cos, sin, cache, slots),
+    }.items():
+        with pytest.raises(BadTensor, match=match):
+            rotate_and_store(*arguments)
+    for match, options in {
+        r"one of query_norm and key_norm is missing": {"query_norm": norm},
+        r"key_norm has shape \[15\]": {"query_norm": norm, "key_norm": norm[:15]},
+        r"query_norm is torch.float16": {"query_norm": norm.half(), "key_norm": norm},
+        r"not torch.float8_e4m3fn": {"kv_scales": torch.ones(2, 2, device=device)},
+    }.items():
+        with pytest.raises(BadTensor, match=match):
+            rotate_and_store(heads, cos, sin, cache, slots, **options)

@@ -1,0 +1,137 @@
+"""A whole engine on Triton's kernels gives the tokens that transformers does."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+
+from kernels import ops
+from kernels.device import IS_INTERPRETED
+from kernels.split_weight import SplitWeight
+from kernels.torch_ops.sample import sample
+from shared.engine.runners.model_runner import ModelRunner
+from tests.shared.engine.checkpoints import write_model
+from tests.shared.engine.steps import Blocks, advance, generate, prefill, step_of
+
+NUM_PROMPT, NUM_NEW = 13, 5
+SMALL = {"hidden_size": 32, "head_dim": 16}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "Qwen3ForCausalLM": {},  # norms of heads
+    "Gemma2ForCausalLM": {"sliding_window": 7, "attn_logit_softcapping": 3.0},
+}
+
+
+def prompt_of(num_tokens: int) -> list[int]:
+    return torch.randint(3, 199, (num_tokens,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+@pytest.fixture(params=FAMILIES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, list[int]]:
+    """With the tokens that transformers continues a prompt with."""
+    model = write_model(
+        tmp_path,
+        request.param,
+        hidden_size=32,
+        head_dim=16,
+        vocab_size=203,
+        **FAMILIES[request.param],
+    )
+    token_ids = prompt_of(NUM_PROMPT)
+    for _ in range(NUM_NEW):
+        with torch.inference_mode():
+            token_ids.append(int(model(torch.tensor([token_ids])).logits[0, -1].argmax()))
+    return tmp_path, token_ids[-NUM_NEW:]
+
+
+def test_greedy_tokens(checkpoint: tuple[Path, list[int]], device: torch.device) -> None:
+    assert ops.HAS_TRITON
+    folder, expected = checkpoint
+    runner = ModelRunner.load(
+        folder, dtype="float32", kv_cache_bytes=1 << 20, device=str(device), num_threads=1
+    )
+    blocks, prompt = Blocks(runner.num_blocks), prompt_of(NUM_PROMPT)
+    assert generate(runner, blocks.line(prompt, room=NUM_NEW), NUM_NEW) == expected
+    # in chunks, and beside another
+    line, other = blocks.line(prompt, room=NUM_NEW), blocks.line(prompt_of(5), room=NUM_NEW)
+    prefill(runner, line, 8)
+    prefill(runner, other, 2)
+    other.token_ids.append(7)
+    line.token_ids.append(expected[0])
+    logits = advance(runner, [(other, 1), (line, 1)])
+    assert int(logits[1].argmax()) == expected[1]
+
+
+@pytest.mark.parametrize("family", ["LlamaForCausalLM", "Gemma2ForCausalLM"])
+def test_logits_are_bit_equal_for_every_batch_and_chunking(
+    tmp_path: Path, family: str, device: torch.device, small_segments: None
+) -> None:
+    """At a context of two segments; the default of the engine, on every device."""
+    write_model(tmp_path, family, **SMALL, vocab_size=203, **FAMILIES[family])
+    dtype = "float32" if IS_INTERPRETED else "bfloat16"
+    num_tokens = 131 if IS_INTERPRETED else 1100
+    runner = ModelRunner.load(
+        tmp_path, dtype=dtype, kv_cache_bytes=1 << 22, device=str(device), num_threads=1
+    )
+    blocks, prompt = Blocks(runner.num_blocks), prompt_of(num_tokens)
+    whole = prefill(runner, blocks.line(prompt), num_tokens)
+    chunked = prefill(runner, blocks.line(prompt), 64)
+    assert torch.equal(chunked, whole)
+    line, others = blocks.line(prompt), [blocks.line(prompt_of(n)) for n in (9, 3)]
+    advance(runner, [(line, num_tokens - 2)])
+    for position in (num_tokens - 2, num_tokens - 1):  # as prefill saw them, one token at a time
+        logits = advance(runner, [(others[0], 1), (line, 1), (others[1], 1)])
+        assert torch.equal(logits[1], whole[position])
+
+
+def test_drawn_tokens(tmp_path: Path, device: torch.device) -> None:
+    write_model(tmp_path, "LlamaForCausalLM", **SMALL)
+    runner = ModelRunner.load(
+        tmp_path, dtype="float32", kv_cache_bytes=1 << 20, device=str(device), num_threads=1
+    )
+    inputs = step_of([(Blocks(runner.num_blocks).line(prompt_of(9)), 9)])
+    sampling = replace(
+        inputs.sampling,
+        temperature=np.full(9, 0.9, dtype=np.float32),
+        top_k=np.full(9, 20, dtype=np.int64),
+        top_p=np.full(9, 0.8, dtype=np.float32),
+        seed=np.arange(9, dtype=np.uint64),
+    )
+    drawn = asyncio.run(runner.run(replace(inputs, sampling=sampling))).token_ids
+    columns = (
+        torch.from_numpy(column).to(device)
+        for column in (
+            *(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p),
+            *(sampling.seed.view(np.int64), sampling.choice_index, sampling.output_position),
+        )
+    )
+    assert drawn == sample(runner.step_logits(inputs), *columns).tolist()
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_split_weights_give_the_same_logits(
+    tmp_path: Path, is_tied: bool, device: torch.device
+) -> None:
+    """Linear layers, the output head and the rows that an embedding looks up."""
+    shape = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+    write_model(tmp_path, "LlamaForCausalLM", **shape, tie_word_embeddings=is_tied)
+    logits = []
+    for weights in ("dense", "compressed"):
+        runner = ModelRunner.load(
+            tmp_path,
+            dtype="bfloat16",
+            kv_cache_bytes=1 << 20,
+            device=str(device),
+            num_threads=1,
+            weights=weights,
+        )
+        blocks, prompt = Blocks(runner.num_blocks), prompt_of(NUM_PROMPT)
+        logits.append(prefill(runner, blocks.line(prompt), 8))
+    assert isinstance(runner._model.lm_head.weight, SplitWeight)
+    assert torch.equal(*logits)
