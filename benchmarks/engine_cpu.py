@@ -31,7 +31,7 @@ from benchmarks.report import Row, at_least, write_result
 from shared.block_hash import root_hash
 from shared.clock import MonotonicClock
 from shared.engine.batching.sequence import Sequence
-from shared.engine.engine import Engine, Progress
+from shared.engine.engine import Engine, StepProgress
 from shared.engine.loop import EngineLoop
 from shared.engine.runners.model_runner import ModelRunner
 from shared.messages import SamplingParams
@@ -120,7 +120,7 @@ class Hearth:
         self.loop.wake()
         await self._done.wait()
 
-    def _on_progress(self, progress: list[Progress]) -> None:
+    def _on_progress(self, progress: list[StepProgress]) -> None:
         self._num_left -= sum(each.finish_reason is not None for each in progress)
         if self._num_left == 0:
             self._done.set()

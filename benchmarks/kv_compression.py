@@ -31,7 +31,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.kv_transfer import PLACEMENT, Bytes, Swallow, fill_from, frame_header, process
 from benchmarks.report import Bar, Row, at_least, write_result
-from shared.engine.kv_codec import HighBytesCodec
+from shared.engine.kv_codec import Bf16FrameCodec
 from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.kv_server import KvServer
 from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY
@@ -52,7 +52,7 @@ NEVER_SLOWER = 0.95
 
 def receive_frames(pipe: Connection) -> None:
     async def serve() -> None:
-        server = await KvServer.start(instance_id=b"receiver--------", codec=HighBytesCodec())
+        server = await KvServer.start(instance_id=b"receiver--------", codec=Bf16FrameCodec())
         server.expect(PLACEMENT, Swallow())
         pipe.send_bytes(msgspec.msgpack.encode(server.address))
         await asyncio.get_running_loop().run_in_executor(None, pipe.recv_bytes)
@@ -117,7 +117,7 @@ async def measure_link(
     num_frames = MAX_FRAMES
     if bandwidth is not None:
         num_frames = min(MAX_FRAMES, max(MIN_FRAMES, int(bandwidth * seconds / kv[0].size)))
-    codecs = {"plain": None, "auto": HighBytesCodec()}
+    codecs = {"plain": None, "auto": Bf16FrameCodec()}
     rates: dict[str, list[float]] = {name: [] for name in codecs}
     num_compressed = 0
     for _ in range(repetitions):
@@ -140,7 +140,7 @@ async def measure_link(
 
 def measure_codec(kv: list[Bytes]) -> Row:
     """CPU seconds of the best of several frames."""
-    codec, best = HighBytesCodec(), {"encode": np.inf, "decode": np.inf}
+    codec, best = Bf16FrameCodec(), {"encode": np.inf, "decode": np.inf}
     coded, plain = bytearray(kv[0].size), bytearray(kv[0].size)
     num_bytes: list[int] = []
     for frame in kv:

@@ -39,7 +39,7 @@ from services.kv_index.service import build_kv_index
 from shared import subjects
 from shared.clock import MonotonicClock
 from shared.config import KvIndexConfig
-from shared.lifecycle.heartbeat import Heart
+from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import (
     BlockPage,
     BlocksRemoved,
@@ -301,7 +301,7 @@ class Peer:
         self._bus = bus
         self.num_events = 0
         self.is_listed = asyncio.Event()
-        self.heart = Heart(
+        self.heart = HealthMonitor(
             bus,
             MonotonicClock(),
             SystemRandomness(),

@@ -21,14 +21,14 @@ import uvloop
 
 from benchmarks.report import Row, write_result
 from services.gateway.tenancy.limits import Limits
-from services.gateway.tenancy.request_cost import Demand
+from services.gateway.tenancy.request_cost import RequestCost
 from shared.clock import MonotonicClock
 from shared.store import RedisStore
 from shared.tenancy.tenant import TenantRecord
 from tests.servers import RedisServer, free_port
 
 AMPLE = 10**12
-DEMAND = Demand(500, 200)
+DEMAND = RequestCost(500, 200)
 
 
 def records(num_tenants: int, *, is_limited: bool) -> list[TenantRecord]:

@@ -15,7 +15,7 @@ from shared.config import WorkerConfig, check
 from shared.engine.engine import Engine
 from shared.engine.loop import EngineLoop
 from shared.engine.runner import Runner
-from shared.engine.worker import Served, Worker
+from shared.engine.worker import EngineWorker, ServedModel
 from shared.kv_wire.compression import FrameCodec
 from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.kv_server import KvServer
@@ -38,7 +38,7 @@ class WorkerProcess:
     """Leaves the fleet before its handlers drain; ready once all of them serve."""
 
     def __init__(
-        self, worker: Worker, handlers: list[PrefillService | DecodeService], bus: NatsBus
+        self, worker: EngineWorker, handlers: list[PrefillService | DecodeService], bus: NatsBus
     ) -> None:
         self._worker = worker
         self._handlers = handlers
@@ -86,9 +86,9 @@ def load_codec(config: WorkerConfig, dtype: str) -> FrameCodec | None:
     if config.kv_compression == "off" or dtype != "bfloat16":
         return None
     try:
-        from shared.engine.kv_codec import HighBytesCodec  # numba, which other runners do not need
+        from shared.engine.kv_codec import Bf16FrameCodec  # numba, which other runners do not need
 
-        return HighBytesCodec()
+        return Bf16FrameCodec()
     except Exception:
         log.exception("kv_codec_unavailable")
         return None
@@ -123,7 +123,7 @@ async def build_worker(
             advertised_host=config.data_plane_advertised_host or None,
             codec=codec,
         )
-    worker = Worker(
+    worker = EngineWorker(
         bus=bus,
         clock=clock,
         randomness=randomness,
@@ -143,7 +143,7 @@ async def build_worker(
     return WorkerProcess(worker, handlers, bus)
 
 
-def _served(config: WorkerConfig, runner: ModelledRunner, engine: Engine) -> Served:
+def _served(config: WorkerConfig, runner: ModelledRunner, engine: Engine) -> ServedModel:
     card = ModelCard(
         name=config.served_name,
         revision=runner.revision,
@@ -153,4 +153,4 @@ def _served(config: WorkerConfig, runner: ModelledRunner, engine: Engine) -> Ser
         vocab_size=runner.vocab_size,
         kv_bytes_per_token=runner.kv_format.bytes_per_token,
     )
-    return Served(card=card, eos_token_ids=frozenset(runner.eos_token_ids))
+    return ServedModel(card=card, eos_token_ids=frozenset(runner.eos_token_ids))

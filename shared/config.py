@@ -29,7 +29,7 @@ class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
             yield f"process_id {self.process_id!r} must be a non-empty name without spaces . * >"
 
 
-class ModelConfig(ProcessConfig, frozen=True, kw_only=True):
+class ModelProcessConfig(ProcessConfig, frozen=True, kw_only=True):
     """The checkpoint directory, and the name that clients call it by (default: the directory's)."""
 
     model_dir: Path
@@ -45,7 +45,7 @@ class ModelConfig(ProcessConfig, frozen=True, kw_only=True):
             yield f"model_dir {self.model_dir} is not a directory"
 
 
-class GatewayConfig(ModelConfig, frozen=True, kw_only=True):
+class GatewayConfig(ModelProcessConfig, frozen=True, kw_only=True):
     redis_url: str
     http_host: str = "127.0.0.1"
     http_port: int = 8000
@@ -94,7 +94,7 @@ class KvIndexConfig(ProcessConfig, frozen=True, kw_only=True):
         yield from positive_problems(self, "max_prefixes_per_tenant", "prefix_ttl_s")
 
 
-class WorkerConfig(ModelConfig, frozen=True, kw_only=True):
+class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     """A prefill worker, a decode worker, or both over one engine."""
 
     dtype: str = "auto"

@@ -9,7 +9,7 @@ and OpenAI's error `type`. `bus.py` turns an exception into a `Failure` message 
     │   ├── PayloadTooLarge       413
     │   └── UnknownModel          404
     ├── AuthenticationFailed      401
-    ├── Impostor                  403  a process spoke in another's name
+    ├── SenderMismatch            403  a process spoke in another's name
     ├── Overloaded                429  queues are full: retry later
     ├── NoCapacity                503  no worker can serve this now
     ├── DependencyUnavailable     503  NATS, Redis or a peer does not answer
@@ -72,7 +72,7 @@ class AuthenticationFailed(HearthError):
     openai_type = "authentication_error"
 
 
-class Impostor(HearthError):
+class SenderMismatch(HearthError):
     code = "impostor"
     http_status = 403
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from services.scheduler.placement import LocalPrefill, Needs, Target, Workers, place
+from services.scheduler.placement import LocalPrefill, RequestSize, Target, Workers, place
 from services.scheduler.worker_table import WorkerTable
 
 
@@ -26,7 +26,7 @@ class Policy(ABC):
     @abstractmethod
     def choose(
         self,
-        needs: Needs,
+        needs: RequestSize,
         workers: Workers,
         num_cached_blocks: Mapping[str, int],
         tried: Collection[str],
@@ -47,7 +47,7 @@ class Hearth(Policy):
 
     def choose(
         self,
-        needs: Needs,
+        needs: RequestSize,
         workers: Workers,
         num_cached_blocks: Mapping[str, int],
         tried: Collection[str],
@@ -72,7 +72,7 @@ class RoundRobin(Policy):
 
     def choose(
         self,
-        needs: Needs,
+        needs: RequestSize,
         workers: Workers,
         num_cached_blocks: Mapping[str, int],
         tried: Collection[str],
@@ -97,7 +97,7 @@ class LeastLoaded(Policy):
 
     def choose(
         self,
-        needs: Needs,
+        needs: RequestSize,
         workers: Workers,
         num_cached_blocks: Mapping[str, int],
         tried: Collection[str],
@@ -121,7 +121,7 @@ class PrefixOnly(Policy):
 
     def choose(
         self,
-        needs: Needs,
+        needs: RequestSize,
         workers: Workers,
         num_cached_blocks: Mapping[str, int],
         tried: Collection[str],
@@ -144,7 +144,7 @@ class PrefixOnly(Policy):
         return target_of(needs, workers, decode, prefill, num_cached)
 
 
-def with_room(needs: Needs, decodes: WorkerTable, tried: Collection[str]) -> np.ndarray:
+def with_room(needs: RequestSize, decodes: WorkerTable, tried: Collection[str]) -> np.ndarray:
     rows = np.flatnonzero(decodes.free_tokens > needs.num_tokens)
     if tried:
         rows = np.array([row for row in rows if decodes.ids[row] not in tried], dtype=np.intp)
@@ -161,7 +161,7 @@ def deepest(
 
 
 def target_of(
-    needs: Needs, workers: Workers, decode: int, prefill: int, num_cached_blocks: int
+    needs: RequestSize, workers: Workers, decode: int, prefill: int, num_cached_blocks: int
 ) -> Target:
     decodes, prefills = workers.decodes, workers.prefills
     num_cached = int(num_cached_blocks * prefills.block_sizes[prefill])
@@ -173,5 +173,5 @@ def target_of(
     )
 
 
-def without_affinity(needs: Needs) -> Needs:
+def without_affinity(needs: RequestSize) -> RequestSize:
     return replace(needs, affinity_key="")

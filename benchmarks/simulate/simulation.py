@@ -31,9 +31,9 @@ from benchmarks.simulate.sites import (
 from benchmarks.simulate.trace import BLOCK_TOKENS, TraceRequest
 from services.kv_index.index import PrefixIndex
 from services.scheduler.admission import Admission
-from services.scheduler.backlog import Ticket
+from services.scheduler.backlog import QueuedRequest
 from services.scheduler.fleet import WorkerFleet
-from services.scheduler.placement import Needs
+from services.scheduler.placement import RequestSize
 from shared.errors import Overloaded
 from shared.lifecycle.health import Fleet
 from shared.messages import (
@@ -117,7 +117,7 @@ class Simulation:
         self._index = PrefixIndex()
         self._sites: dict[str, Site] = {}
         self._names = count()
-        self._traces: dict[Ticket, TraceRequest] = {}
+        self._traces: dict[QueuedRequest, TraceRequest] = {}
         self._is_blocked = False
         self._deciding_ns = 0  # since a request was placed last
         self._open = 0  # requests that have come and not ended
@@ -236,7 +236,7 @@ class Simulation:
                 return
             self._place(ticket)
 
-    def _place(self, ticket: Ticket) -> None:
+    def _place(self, ticket: QueuedRequest) -> None:
         num_cached_blocks = self._match(ticket)
         tried: set[str] = set()
         while True:
@@ -271,7 +271,7 @@ class Simulation:
             self._workers.avoid(target.decode_id)
             tried.add(target.decode_id)
 
-    def _match(self, ticket: Ticket) -> dict[str, int]:
+    def _match(self, ticket: QueuedRequest) -> dict[str, int]:
         if not self._policy.asks_index:
             return {}
         hashes = [hash_of(each) for each in self._traces[ticket].hash_ids]
@@ -308,7 +308,7 @@ def submission_of(trace: TraceRequest, name: str, deadline_s: float) -> SubmitRe
     return SubmitRequest(request=request, affinity_key=trace.session)
 
 
-def needs_of(ticket: Ticket) -> Needs:
+def needs_of(ticket: QueuedRequest) -> RequestSize:
     request = ticket.request
     num_tokens = len(request.prompt_token_ids) // TOKEN_ID_BYTES
-    return Needs(num_tokens, num_tokens, affinity_key=ticket.submit.affinity_key)
+    return RequestSize(num_tokens, num_tokens, affinity_key=ticket.submit.affinity_key)

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from services.cli.chat import find_door
 from services.cli.tables import table_console
-from services.cli.up import StartBoard
+from services.cli.up import StartupDisplay
 from services.client.http_client import Sample
 from services.client.load_test import LoadOptions, Row, measure
 from services.local.cluster import LocalCluster
@@ -70,7 +70,7 @@ async def _bench(
 ) -> list[Row]:
     console = Console(stderr=True, highlight=False)
     async with target(given, up_options, console=console) as (url, api_key):
-        with LoadBoard(console, options) as board:
+        with LoadDisplay(console, options) as board:
             rows = await measure(url, api_key, options, board.report)
     print_rows(rows)
     line = {"url": url, "options": options, "rows": rows}
@@ -91,7 +91,7 @@ async def target(
         assert given is not None
         yield given
         return
-    board = StartBoard(console, MonotonicClock())
+    board = StartupDisplay(console, MonotonicClock())
     try:
         async with _cluster(up_options, board.report) as cluster:
             board.close()
@@ -109,7 +109,7 @@ def _cluster(options: UpOptions, report: Report) -> LocalCluster:
     )
 
 
-class LoadBoard:
+class LoadDisplay:
     """One bar a load: by requests where their number is given, else by time."""
 
     def __init__(self, console: Console, options: LoadOptions) -> None:
@@ -127,7 +127,7 @@ class LoadBoard:
             refresh_per_second=4,  # it shares the core with the client
         )
 
-    def __enter__(self) -> LoadBoard:
+    def __enter__(self) -> LoadDisplay:
         self._progress.start()
         return self
 

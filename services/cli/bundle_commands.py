@@ -30,10 +30,10 @@ def compress(
 
     Every tensor is decoded again and compared. Stopped halfway, the same command goes on.
     """
-    from services.cli.compression_progress import Board, show_savings
+    from services.cli.compression_progress import ProgressDisplay, show_savings
     from shared.engine.codec.compress import compress_folder
 
-    with Board() as board:
+    with ProgressDisplay() as board:
         manifest = compress_folder(local_copy(model), out, board, num_threads=threads)
     show_savings(manifest, out)
 
@@ -49,9 +49,9 @@ def decompress(
     threads: Threads = None,
 ) -> None:
     """Make the checkpoint again that a bundle was made of, byte by byte."""
-    from services.cli.compression_progress import Board
+    from services.cli.compression_progress import ProgressDisplay
     from shared.engine.codec.decompress import decompress_folder
 
-    with Board() as board:
+    with ProgressDisplay() as board:
         decompress_folder(local_copy(bundle), directory, board, num_threads=threads)
     print(f"{directory}: every file is as it was when it was bundled")

@@ -26,7 +26,7 @@ from shared.engine.codec.savings_report import KindRow, rows_by_kind, tensors_of
 COLUMNS = ("dtype", "tensors", "coded", "bits a\nweight", "entropy\nbound", "saved")
 
 
-class Board:
+class ProgressDisplay:
     """A bar on a terminal; elsewhere a line for each file."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Board:
         )
         self._task = self._bar.add_task("", total=None)
 
-    def __enter__(self) -> Board:
+    def __enter__(self) -> ProgressDisplay:
         self._bar.start()
         return self
 

@@ -49,7 +49,7 @@ class ProcessView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 @dataclass(slots=True)
-class _Known:
+class _KnownProcess:
     heartbeat: Heartbeat
     loads: deque[tuple[float, WorkerLoad]] = field(default_factory=deque)
     loss: Loss | None = None
@@ -59,7 +59,7 @@ class _Known:
 class FleetView:
     def __init__(self) -> None:
         self._fleet = Fleet(_OWN_ID)
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _KnownProcess] = {}
 
     def observe(self, heartbeat: Heartbeat, now: float) -> None:
         loss = self._fleet.observe(heartbeat, now)
@@ -70,7 +70,7 @@ class FleetView:
         if self._fleet.heartbeat_of(heartbeat.process_id) is None:  # one too many
             return
         if known is None or loss is Loss.RESTARTED:
-            known = self._known[heartbeat.process_id] = _Known(heartbeat)
+            known = self._known[heartbeat.process_id] = _KnownProcess(heartbeat)
         known.heartbeat = heartbeat
         is_stuck = self._fleet.is_lost(heartbeat.process_id)  # it speaks: it cannot be silent
         known.loss, known.lost_at = (Loss.STUCK, now) if is_stuck else (None, 0.0)
@@ -102,7 +102,7 @@ class FleetView:
             known.loads.clear()
 
 
-def _note_load(known: _Known, now: float) -> None:
+def _note_load(known: _KnownProcess, now: float) -> None:
     load = known.heartbeat.load
     if load is None:
         return
@@ -119,7 +119,7 @@ def _rank(view: ProcessView) -> int:
     return next((rank for rank, role in enumerate(_ORDER) if role == first), len(_ORDER))
 
 
-def _view(known: _Known) -> ProcessView:
+def _view(known: _KnownProcess) -> ProcessView:
     heartbeat, load = known.heartbeat, known.heartbeat.load
     view = ProcessView(
         process_id=heartbeat.process_id,

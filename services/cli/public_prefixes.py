@@ -27,7 +27,7 @@ T = TypeVar("T")
 TIMEOUT_S = 2.0
 
 
-class Message(msgspec.Struct, frozen=True):
+class PrefixMessage(msgspec.Struct, frozen=True):
     role: Literal["system", "user", "assistant"]
     content: str
 
@@ -91,7 +91,7 @@ def _row(entry: Entry) -> dict[str, Any]:
 
 def _messages(text: str) -> list[dict[str, Any]]:
     try:
-        messages = msgspec.json.decode(text, type=list[Message])
+        messages = msgspec.json.decode(text, type=list[PrefixMessage])
     except msgspec.MsgspecError as error:
         raise ConfigError(f"the file is no list of messages: {error}") from error
     if not messages:

@@ -11,7 +11,7 @@ import typer
 from services.cli.commands import OPERATE
 from services.cli.tenant_options import with_limits
 from shared.errors import ConfigError
-from shared.tenancy.tenant_admin import TenantOffice, new_api_key
+from shared.tenancy.tenant_admin import TenantAdmin, new_api_key
 
 app = typer.Typer()
 tenant_app = typer.Typer(
@@ -57,7 +57,7 @@ def show(tenant: Tenant, redis_url: RedisUrl = None, json: Json = False) -> None
     """Show a tenant: limits, what is used of them now, and its keys by their ids."""
     from services.cli import tenant_tables
 
-    async def look(office: TenantOffice) -> tuple[Any, Any, Any]:
+    async def look(office: TenantAdmin) -> tuple[Any, Any, Any]:
         record = await office.one(tenant)
         return record, await office.reading(record), await office.keys(tenant)
 
@@ -121,7 +121,7 @@ def limits(tenant: Tenant, changes: dict[str, Any], redis_url: RedisUrl = None) 
     if not changes:
         raise ConfigError("no limit is named: see `hearth tenant limits --help`")
 
-    async def change(office: TenantOffice) -> tuple[Any, Any]:
+    async def change(office: TenantAdmin) -> tuple[Any, Any]:
         record = await office.change(tenant, changes)
         return record, await office.reading(record)
 
@@ -158,7 +158,7 @@ def usage(
 
     wanted = last_days(days, time.time())
 
-    async def look(office: TenantOffice) -> Any:
+    async def look(office: TenantAdmin) -> Any:
         if tenant is not None:
             await office.one(tenant)
         return await office.usage([tenant] if tenant else list(await office.all()), wanted)

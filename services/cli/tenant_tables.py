@@ -18,23 +18,23 @@ from shared.clock import MonotonicClock
 from shared.config import url_problems
 from shared.errors import ConfigError
 from shared.store import RedisStore
-from shared.tenancy.rate_limit import Reading
+from shared.tenancy.rate_limit import LimitState
 from shared.tenancy.tenant import LIMITS, USAGE_KINDS, ApiKeyRecord, TenantRecord, UsageRow
-from shared.tenancy.tenant_admin import TenantOffice
+from shared.tenancy.tenant_admin import TenantAdmin
 
 T = TypeVar("T")
 
 TIMEOUT_S = 2.0
 
 
-def visit(redis_url: str | None, errand: Callable[[TenantOffice], Awaitable[T]]) -> T:
+def visit(redis_url: str | None, errand: Callable[[TenantAdmin], Awaitable[T]]) -> T:
     """Raises ConfigError, or StoreUnavailable if Redis does not answer."""
     url = find_redis(redis_url)
 
     async def go() -> T:
         store = RedisStore(url, MonotonicClock(), timeout_s=TIMEOUT_S)
         try:
-            return await errand(TenantOffice(store, time.time))
+            return await errand(TenantAdmin(store, time.time))
         finally:
             await store.close()
 
@@ -78,7 +78,7 @@ def table_of_tenants(records: Mapping[str, TenantRecord | None]) -> Table:
     return table
 
 
-def table_of_limits(record: TenantRecord, reading: Reading) -> Table:
+def table_of_limits(record: TenantRecord, reading: LimitState) -> Table:
     table = _table(record.tenant_id, "limit", "used now")
     for name in LIMITS:
         used = f"{reading.used[name]:.0f}" if name in reading.used else ""

@@ -31,7 +31,7 @@ def run_up(options: UpOptions, *, is_check: bool) -> None:
 
 async def _up(options: UpOptions, *, is_check: bool) -> None:
     console, clock = Console(highlight=False), MonotonicClock()
-    board = StartBoard(console, clock)
+    board = StartupDisplay(console, clock)
     cluster = LocalCluster(
         options,
         clock,
@@ -49,7 +49,7 @@ async def _up(options: UpOptions, *, is_check: bool) -> None:
 
 
 async def _serve(
-    cluster: LocalCluster, board: StartBoard, console: Console, clock: Clock, *, is_check: bool
+    cluster: LocalCluster, board: StartupDisplay, console: Console, clock: Clock, *, is_check: bool
 ) -> None:
     async with cluster:
         board.close()
@@ -79,7 +79,7 @@ def _stop_on_signals(serving: asyncio.Task[None], cluster: LocalCluster) -> None
         asyncio.get_running_loop().add_signal_handler(each, on_signal)
 
 
-class StartBoard:
+class StartupDisplay:
     """Shows how the start goes: a spinner a process on a terminal, a line each elsewhere."""
 
     def __init__(self, console: Console, clock: Clock) -> None:

@@ -51,12 +51,12 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
-class _Model(msgspec.Struct):
+class _ModelEntry(msgspec.Struct):
     id: str
 
 
 class _Models(msgspec.Struct):
-    data: list[_Model] | None = None
+    data: list[_ModelEntry] | None = None
 
 
 def door(url: str, api_key: str) -> httpx.AsyncClient:

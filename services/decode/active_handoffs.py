@@ -9,8 +9,8 @@ import msgspec
 import structlog
 
 from services.decode.handoff import Handoff
-from services.decode.running_request import Placement
-from shared.engine.worker import Worker
+from services.decode.running_request import RunningRequest
+from shared.engine.worker import EngineWorker
 from shared.errors import WorkerBusy
 from shared.kv_wire.link import KvReceiver
 from shared.messages import AbortRequest, PrefillAccepted, RenewLease, RunPrefill, WorkerLoad
@@ -23,12 +23,12 @@ PREFILL_ACK_S = 0.25
 PREFILL_LEASE_S = 3.0
 
 
-class Handoffs:
+class ActiveHandoffs:
     def __init__(
         self,
-        worker: Worker,
+        worker: EngineWorker,
         receiver: KvReceiver,
-        on_ended: Callable[[Placement, Handoff, int], None],
+        on_ended: Callable[[RunningRequest, Handoff, int], None],
     ) -> None:
         """`on_ended(placement, handoff, num_held_tokens)`, however a handoff ended."""
         self._worker = worker
@@ -43,7 +43,7 @@ class Handoffs:
             load, num_handoffs=self._num_accepted, handoff_ack_s=self._ack_s
         )
 
-    def start(self, placement: Placement, candidates: tuple[str, ...]) -> None:
+    def start(self, placement: RunningRequest, candidates: tuple[str, ...]) -> None:
         handoff = placement.handoff = self._handoff(placement, candidates)
         self._under_way[handoff] = asyncio.create_task(self._run(placement, handoff))
 
@@ -76,7 +76,7 @@ class Handoffs:
             )
             self._worker.outbox.post(control("prefill", worker_id), message)
 
-    def _handoff(self, placement: Placement, candidates: tuple[str, ...]) -> Handoff:
+    def _handoff(self, placement: RunningRequest, candidates: tuple[str, ...]) -> Handoff:
         return Handoff(
             placement.prompt,
             candidates,
@@ -89,7 +89,7 @@ class Handoffs:
             abandon=self._abandon,
         )
 
-    async def _run(self, placement: Placement, handoff: Handoff) -> None:
+    async def _run(self, placement: RunningRequest, handoff: Handoff) -> None:
         num_held = placement.prompt.num_computed_tokens
         try:
             await self._worker.loop.zero_freed_blocks()  # before frames are written there
@@ -103,7 +103,7 @@ class Handoffs:
         self._on_ended(placement, handoff, num_held)
 
     async def _ask(
-        self, placement: Placement, worker_id: str, placement_id: bytes, first_token: int
+        self, placement: RunningRequest, worker_id: str, placement_id: bytes, first_token: int
     ) -> PrefillAccepted:
         """Raises HearthError if the worker cannot take it."""
         if self._worker.heart.fleet.is_lost(worker_id):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from services.decode.kv_writer import Receipt
+from services.decode.kv_writer import KvWriter
 from shared.engine.batching.sequence import Sequence
 from shared.engine.runner import Runner
 from shared.errors import HearthError
@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Delivery:
+class HandoffResult:
     """How far the KV has come, and from whom."""
 
     num_held_tokens: int
@@ -60,7 +60,7 @@ class Handoff:
         self._randomness = randomness
         self._ask = ask
         self._abandon = abandon
-        self._receipt: Receipt | None = None
+        self._receipt: KvWriter | None = None
 
     def cancel(self) -> None:
         self.is_cancelled = True
@@ -71,7 +71,7 @@ class Handoff:
         if self._receipt is not None:
             self._receipt.fail(reason)
 
-    async def run(self) -> Delivery:
+    async def run(self) -> HandoffResult:
         num_cached = num_held = self._sequence.num_computed_tokens
         for worker_id in self._candidates:
             if self.is_cancelled:
@@ -79,15 +79,15 @@ class Handoff:
             receipt = await self._try(worker_id, num_held)
             if receipt.is_complete:
                 pushed = receipt.num_held_tokens - num_cached
-                return Delivery(
+                return HandoffResult(
                     receipt.num_held_tokens, worker_id, pushed, receipt.num_cached_tokens
                 )
             num_held = self._whole_blocks(receipt.num_held_tokens)
-        return Delivery(num_held, num_pushed_tokens=num_held - num_cached)
+        return HandoffResult(num_held, num_pushed_tokens=num_held - num_cached)
 
-    async def _try(self, worker_id: str, num_held_tokens: int) -> Receipt:
+    async def _try(self, worker_id: str, num_held_tokens: int) -> KvWriter:
         placement_id = self._randomness.bytes(16)
-        receipt = Receipt(self._sequence, self._runner, num_held_tokens=num_held_tokens)
+        receipt = KvWriter(self._sequence, self._runner, num_held_tokens=num_held_tokens)
         self._receipt, self.current = receipt, (worker_id, placement_id)
         self._receiver.expect(placement_id, receipt)
         reason: str | None

@@ -10,7 +10,7 @@ from shared.errors import FrameRefused
 from shared.kv_wire.link import FrameHeader
 
 
-class Receipt:
+class KvWriter:
     """A FrameSink. KV arrives in order; `num_held_tokens` is how far it is good.
 
     `ended` gives None when all KV is here, or what went wrong.

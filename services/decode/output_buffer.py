@@ -42,7 +42,7 @@ class Output:
         )
 
 
-class Emitter:
+class OutputBuffer:
     def __init__(self) -> None:
         self._outputs: dict[bytes, dict[int, Output]] = {}
         self._news: dict[Output, None] = {}

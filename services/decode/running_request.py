@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from services.decode.handoff import Delivery, Handoff
+from services.decode.handoff import Handoff, HandoffResult
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.errors import InvalidRequest
 from shared.messages import Choice, ModelCard, Request, SamplingParams, Served
@@ -29,7 +29,7 @@ _PROMPT_ID = b"\xff" * CHOICE_ID_BYTES  # of no choice: they are below 2**63
 
 
 @dataclass(slots=True, kw_only=True)
-class Placement:
+class RunningRequest:
     placement_id: bytes
     request: Request
     prompt: Sequence  # a lone choice is its own prompt
@@ -37,7 +37,7 @@ class Placement:
     deadline_at: float
     told_at: float  # when its gateway last heard of it
     handoff: Handoff | None = None
-    delivery: Delivery | None = None
+    delivery: HandoffResult | None = None
 
     @property
     def is_forked(self) -> bool:
@@ -50,7 +50,7 @@ class Placement:
         return list(self.choices.values()) if self.is_forked else [self.prompt]
 
     def served(self, sequence: Sequence) -> Served:
-        delivery = Delivery(num_held_tokens=0) if self.delivery is None else self.delivery
+        delivery = HandoffResult(num_held_tokens=0) if self.delivery is None else self.delivery
         is_local = delivery.prefill_worker_id is None
         num_cached = self.prompt.num_cached_tokens if is_local else delivery.num_cached_tokens
         return Served(

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from services.decode.active_handoffs import Handoffs
+from services.decode.active_handoffs import ActiveHandoffs
 from services.decode.handoff import Handoff
-from services.decode.output_buffer import Emitter, Output
-from services.decode.running_request import Placement, placement_id_of, sequences_of
-from services.decode.token_flusher import Teller
+from services.decode.output_buffer import Output, OutputBuffer
+from services.decode.running_request import RunningRequest, placement_id_of, sequences_of
+from services.decode.token_flusher import TokenFlusher
 from shared.background import Background
 from shared.engine.batching.sequence import Sequence, SequenceState
-from shared.engine.engine import Progress
-from shared.engine.worker import Worker
+from shared.engine.engine import StepProgress
+from shared.engine.worker import EngineWorker
 from shared.errors import HearthError, WorkerBusy
 from shared.kv_wire.link import KvReceiver
 from shared.lifecycle.health import Loss
@@ -54,17 +54,19 @@ class Ended:
 
 
 class DecodeService:
-    def __init__(self, worker: Worker, receiver: KvReceiver) -> None:
+    def __init__(self, worker: EngineWorker, receiver: KvReceiver) -> None:
         self._worker = worker
         self._engine = worker.loop.engine
-        self._emitter = Emitter()
-        self._teller = Teller(worker, self._emitter)
-        self._placements: dict[bytes, Placement] = {}
-        self._drawing: dict[Sequence, tuple[Placement, Output]] = {}  # choices that have not ended
+        self._emitter = OutputBuffer()
+        self._teller = TokenFlusher(worker, self._emitter)
+        self._placements: dict[bytes, RunningRequest] = {}
+        self._drawing: dict[
+            Sequence, tuple[RunningRequest, Output]
+        ] = {}  # choices that have not ended
         self._ended: dict[bytes, Ended] = {}
         self._fenced: OrderedDict[bytes, None] = OrderedDict()  # aborted, maybe before they came
         self._orphaned_since: dict[str, float] = {}
-        self._handoffs = Handoffs(worker, receiver, self._on_handoff_ended)
+        self._handoffs = ActiveHandoffs(worker, receiver, self._on_handoff_ended)
         self._background = Background()
 
     async def start(self) -> None:
@@ -112,7 +114,7 @@ class DecodeService:
         for sequence in choices.values():
             self._engine.accept(sequence)
         now = self._worker.clock.now()
-        placement = Placement(
+        placement = RunningRequest(
             placement_id=placement_id,
             request=request,
             prompt=prompt,
@@ -139,7 +141,7 @@ class DecodeService:
         if num_waiting >= MAX_WAITING:
             raise WorkerBusy(f"{worker_id} has {num_waiting} requests waiting", retry_after_s=1.0)
 
-    def _admit(self, placement: Placement, candidates: tuple[str, ...]) -> None:
+    def _admit(self, placement: RunningRequest, candidates: tuple[str, ...]) -> None:
         prompt, first = placement.prompt, placement.in_engine
         is_local = prompt.num_prefill_tokens == 0 or prompt.pooling is not None
         if not candidates or len(first) > 1 or is_local:
@@ -153,7 +155,7 @@ class DecodeService:
             return
         self._handoffs.start(placement, candidates)
 
-    def _on_handoff_ended(self, placement: Placement, handoff: Handoff, num_held: int) -> None:
+    def _on_handoff_ended(self, placement: RunningRequest, handoff: Handoff, num_held: int) -> None:
         """The choices get into the batch or, if the placement was aborted, are gone."""
         if handoff.is_cancelled:
             self._engine.abort(placement.prompt)
@@ -161,16 +163,16 @@ class DecodeService:
             self._activate(placement, num_held)
         self._worker.loop.wake()
 
-    def _activate(self, placement: Placement, num_held_tokens: int) -> None:
+    def _activate(self, placement: RunningRequest, num_held_tokens: int) -> None:
         self._engine.activate(placement.prompt, num_held_tokens)
         self._fork(placement)
 
-    def _fork(self, placement: Placement) -> None:
+    def _fork(self, placement: RunningRequest) -> None:
         """Once all that its choices share is computed."""
         if placement.prompt.state is SequenceState.HELD:
             self._engine.fork(placement.prompt, list(placement.choices.values()))
 
-    def _started(self, placement: Placement) -> DecodeStarted:
+    def _started(self, placement: RunningRequest) -> DecodeStarted:
         return DecodeStarted(
             placement_id=placement.placement_id,
             num_cached_tokens=placement.prompt.num_cached_tokens,
@@ -198,7 +200,7 @@ class DecodeService:
 
     # ── tokens ───────────────────────────────────────────────────────────────────────────────────
 
-    def _on_step(self, progress: list[Progress]) -> None:
+    def _on_step(self, progress: list[StepProgress]) -> None:
         now = self._worker.clock.now()
         for each in progress:
             drawing = self._drawing.get(each.sequence)
@@ -208,7 +210,7 @@ class DecodeService:
                 self._emit(*drawing, each, now)
         self._teller.step_ended()
 
-    def _on_prompt(self, progress: Progress, now: float) -> None:
+    def _on_prompt(self, progress: StepProgress, now: float) -> None:
         """What choices share is computed; else it is somebody else's, or nobody's any more."""
         placement = self._placements.get(placement_id_of(progress.sequence))
         if placement is None or not progress.sequence.is_prefill_only:
@@ -218,10 +220,12 @@ class DecodeService:
             return
         self._engine.release(placement.prompt)
         for sequence in list(placement.choices.values()):
-            failed = Progress(sequence, finish_reason=progress.finish_reason)
+            failed = StepProgress(sequence, finish_reason=progress.finish_reason)
             self._emit(*self._drawing[sequence], failed, now)
 
-    def _emit(self, placement: Placement, output: Output, progress: Progress, now: float) -> None:
+    def _emit(
+        self, placement: RunningRequest, output: Output, progress: StepProgress, now: float
+    ) -> None:
         placement.told_at = now
         if output.served is None:
             output.served = placement.served(progress.sequence)
@@ -237,7 +241,7 @@ class DecodeService:
             prompt_logprobs=progress.prompt_logprobs,
         )
 
-    def _end_choice(self, placement: Placement, sequence: Sequence) -> None:
+    def _end_choice(self, placement: RunningRequest, sequence: Sequence) -> None:
         """With the last of its choices the placement has ended."""
         del placement.choices[sequence.choice_index]
         del self._drawing[sequence]
@@ -344,7 +348,7 @@ class DecodeService:
         return overdue
 
 
-def _finish_of(placement: Placement, progress: Progress, reason: FinishReason) -> Finish:
+def _finish_of(placement: RunningRequest, progress: StepProgress, reason: FinishReason) -> Finish:
     embedding, is_failed = progress.embedding, reason == "failed"
     failure = Failure(code=HearthError.code, message="the step failed") if is_failed else None
     return Finish(
@@ -356,5 +360,5 @@ def _finish_of(placement: Placement, progress: Progress, reason: FinishReason) -
     )
 
 
-def _owner(placement: Placement) -> str:
+def _owner(placement: RunningRequest) -> str:
     return placement.request.gateway_id

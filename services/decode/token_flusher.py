@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 from math import inf
 
-from services.decode.output_buffer import Emitter, apart
-from shared.engine.worker import Worker
+from services.decode.output_buffer import OutputBuffer, apart
+from shared.engine.worker import EngineWorker
 from shared.messages import TokenBatch, TokenEntry
 from shared.subjects import tokens
 
@@ -21,8 +21,8 @@ INTERVAL_S = 0.002
 ENTRY_INTERVAL_S = 20e-6  # for each entry, if that is more
 
 
-class Teller:
-    def __init__(self, worker: Worker, emitter: Emitter) -> None:
+class TokenFlusher:
+    def __init__(self, worker: EngineWorker, emitter: OutputBuffer) -> None:
         self._worker = worker
         self._emitter = emitter
         self._told_at = -inf

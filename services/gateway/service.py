@@ -15,28 +15,28 @@ from services.gateway.app import build_app
 from services.gateway.catalog import Catalog, Readiness
 from services.gateway.http.server import WebServer
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.prefixes.prefix_tokenizer import Messages, PrefixReader
-from services.gateway.prefixes.public_prefix_watcher import PublicWatcher
-from services.gateway.prefixes.store import Shelf
-from services.gateway.request.generation_request import Generation, scoped_affinity_key
-from services.gateway.request.preparation import Preparation, Prepared
+from services.gateway.prefixes.prefix_tokenizer import Messages, PrefixTokenizer
+from services.gateway.prefixes.public_prefix_watcher import PublicPrefixWatcher
+from services.gateway.prefixes.store import PrefixStore
+from services.gateway.request.generation_request import GenerationRequest, scoped_affinity_key
+from services.gateway.request.preparation import Preparation, PreparedRequest
 from services.gateway.request.prompt import ChatPrompt
 from services.gateway.request.public_prefixes import PublicPrefixes
-from services.gateway.request.request_output import ClientGone, Delivery
-from services.gateway.request.reservation import Permit, delivered_of
-from services.gateway.streams.stream_driver import Recovery
+from services.gateway.request.request_output import ClientGone, RequestOutput
+from services.gateway.request.reservation import Reservation, delivered_of
+from services.gateway.streams.stream_driver import StreamDriver
 from services.gateway.tenancy.api_keys import ApiKeys
 from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.permissions import check_model, check_regions
-from services.gateway.tenancy.request_cost import Demand, Grant
-from services.gateway.tenancy.usage_counter import Usage
+from services.gateway.tenancy.request_cost import LimitLease, RequestCost
+from services.gateway.tenancy.usage_counter import UsageCounter
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.template_renderer import Renderer
 from shared.background import Background
 from shared.clock import Clock, MonotonicClock
 from shared.config import GatewayConfig, check
 from shared.errors import NoCapacity, Overloaded
-from shared.lifecycle.heartbeat import Heart
+from shared.lifecycle.heartbeat import HealthMonitor
 from shared.randomness import Randomness, SystemRandomness
 from shared.store import RedisStore, Store
 from shared.tenancy.tenant import TenantRecord
@@ -73,7 +73,9 @@ class GatewayService:
         self.files = files
         self._clock = clock
         self._randomness = randomness
-        self._heart = Heart(bus, clock, randomness, roles=("gateway",), region=config.region)
+        self._heart = HealthMonitor(
+            bus, clock, randomness, roles=("gateway",), region=config.region
+        )
         self._is_draining = False
         public = PublicPrefixes()
         self._preparation = Preparation(config, files, randomness, public)
@@ -82,10 +84,10 @@ class GatewayService:
         self.api_keys = ApiKeys(store, clock)
         self._limits = Limits(store, clock)
         writer_id = f"{config.process_id}-{randomness.bytes(8).hex()}"
-        self._usage = Usage(store, clock, writer_id=writer_id, now=wall_clock)
+        self._usage = UsageCounter(store, clock, writer_id=writer_id, now=wall_clock)
         self.catalog = Catalog(self._heart.fleet, config.served_name)
-        reader = PrefixReader(self._render, files.tokenizer, lambda: bus.max_payload_bytes)
-        self.shelf = Shelf(
+        reader = PrefixTokenizer(self._render, files.tokenizer, lambda: bus.max_payload_bytes)
+        self.shelf = PrefixStore(
             bus,
             self._shelf_store,
             fleet=self._heart.fleet,
@@ -93,7 +95,7 @@ class GatewayService:
             reader=reader,
             wall_clock=wall_clock,
         )
-        self._public_watcher = PublicWatcher(
+        self._public_watcher = PublicPrefixWatcher(
             public,
             self._shelf_store,
             clock,
@@ -103,7 +105,7 @@ class GatewayService:
         )
         self._background = Background()
         self.metrics = GatewayMetrics()
-        self._recovery = Recovery(
+        self._recovery = StreamDriver(
             bus, clock, self._heart, on_resubmitted=self.metrics.count_resubmissions
         )
         self.metrics.watch_open_streams(lambda: len(self._recovery))
@@ -168,8 +170,8 @@ class GatewayService:
         )
 
     async def prepare(
-        self, tenant: TenantRecord, request_id: str, generation: Generation
-    ) -> Prepared:
+        self, tenant: TenantRecord, request_id: str, generation: GenerationRequest
+    ) -> PreparedRequest:
         self._check_admission()
         if generation.model == self.catalog.name:
             check_model(tenant, generation.model)
@@ -189,9 +191,9 @@ class GatewayService:
         return prepare()
 
     async def admit(
-        self, tenant: TenantRecord, request_id: str, prepared: Sequence[Prepared]
-    ) -> Permit:
-        demand = Demand(
+        self, tenant: TenantRecord, request_id: str, prepared: Sequence[PreparedRequest]
+    ) -> Reservation:
+        demand = RequestCost(
             num_input_tokens=sum(len(each.prompt_token_ids) for each in prepared),
             num_output_tokens=sum(each.max_output_tokens for each in prepared),
             input_param=prepared[0].generation.prompt.param,
@@ -202,12 +204,14 @@ class GatewayService:
             grant = await self._limits.admit(tenant, request_id, demand)
         finally:
             self._num_preparing -= len(prepared)
-        return Permit(grant, self._close)
+        return Reservation(grant, self._close)
 
-    def open(self, prepared: Prepared, permit: Permit) -> Delivery:
+    def open(self, prepared: PreparedRequest, permit: Reservation) -> RequestOutput:
         self._check_admission()
         assemblers = [self._preparation.assembler(prepared) for _ in prepared.request.choices]
-        delivery = Delivery(prepared, assemblers, self.metrics, self._clock, on_end=permit.ended)
+        delivery = RequestOutput(
+            prepared, assemblers, self.metrics, self._clock, on_end=permit.ended
+        )
         permit.opened()
         affinity_key = scoped_affinity_key(
             prepared.request.tenant_id, prepared.generation.affinity_key
@@ -215,12 +219,12 @@ class GatewayService:
         self._recovery.open(prepared.request, delivery, affinity_key=affinity_key)
         return delivery
 
-    def _close(self, grant: Grant, deliveries: Sequence[Delivery]) -> None:
+    def _close(self, grant: LimitLease, deliveries: Sequence[RequestOutput]) -> None:
         """Every prompt of an answer has ended: what it took is known."""
         self._limits.settle(grant, sum(each.num_output_tokens for each in deliveries))
         self._usage.count(grant.tenant.tenant_id, self.catalog.name, delivered_of(deliveries))
 
-    async def _rendered(self, generation: Generation) -> Generation:
+    async def _rendered(self, generation: GenerationRequest) -> GenerationRequest:
         prompt = generation.prompt
         if not isinstance(prompt, ChatPrompt):
             return generation
@@ -240,7 +244,7 @@ class GatewayService:
         error = ClientGone("the client closed the connection")
         self._recovery.close(request_id, "client_gone", error)
 
-    async def _prepare_on_thread(self, prepare: Callable[[], Prepared]) -> Prepared:
+    async def _prepare_on_thread(self, prepare: Callable[[], PreparedRequest]) -> PreparedRequest:
         self._num_preparing += 1
         try:
             return await asyncio.to_thread(prepare)

@@ -45,7 +45,7 @@ class Outcome(Enum):
     NEEDS_RESYNC = "needs resync"
 
 
-class State(Enum):
+class SyncState(Enum):
     STALE = "stale"
     RESYNCING = "resyncing"
     EXACT = "exact"
@@ -71,7 +71,7 @@ class _Worker:
     revision: str
     kv_format: str
     slot: int
-    state: State = State.STALE
+    state: SyncState = SyncState.STALE
     epoch: int | None = None
     sequence_number: int = 0
     announced: tuple[int, int] = (0, 0)  # by its last heartbeat: epoch, number of its last events
@@ -101,7 +101,7 @@ class PrefixIndex:
 
     @property
     def num_inexact_workers(self) -> int:
-        return sum(worker.state is not State.EXACT for worker in self._workers.values())
+        return sum(worker.state is not SyncState.EXACT for worker in self._workers.values())
 
     # ── workers ──────────────────────────────────────────────────────────────────────────────────
 
@@ -125,7 +125,7 @@ class PrefixIndex:
             if worker.resync is not None:
                 self._retire(worker.resync.slot)
 
-    def state_of(self, worker_id: str) -> State | None:
+    def state_of(self, worker_id: str) -> SyncState | None:
         worker = self._workers.get(worker_id)
         return None if worker is None else worker.state
 
@@ -145,12 +145,12 @@ class PrefixIndex:
         if worker.resync is not None:
             worker.resync.keep(events)
             return Outcome.KEPT
-        if worker.state is State.STALE:
+        if worker.state is SyncState.STALE:
             return Outcome.NEEDS_RESYNC
         if events.epoch == worker.epoch and events.sequence_number <= worker.sequence_number:
             return Outcome.IGNORED
         if not self._follows(worker, events):
-            self._become(worker, State.STALE)
+            self._become(worker, SyncState.STALE)
             return Outcome.NEEDS_RESYNC
         self._take_in(worker, events)
         return Outcome.APPLIED
@@ -164,9 +164,9 @@ class PrefixIndex:
             return Outcome.IGNORED
         due, worker.announced = worker.announced, (epoch, num_events)
         is_missing = due[0] == worker.epoch and worker.sequence_number < due[1]
-        if worker.state is not State.EXACT or not is_missing:
+        if worker.state is not SyncState.EXACT or not is_missing:
             return Outcome.APPLIED
-        self._become(worker, State.STALE)
+        self._become(worker, SyncState.STALE)
         return Outcome.NEEDS_RESYNC
 
     def begin_resync(self, worker_id: str) -> None:
@@ -175,7 +175,7 @@ class PrefixIndex:
         if worker.resync is not None:
             self._retire(worker.resync.slot)
         worker.resync = _Resync(self._take_slot(worker_id))
-        self._become(worker, State.RESYNCING)
+        self._become(worker, SyncState.RESYNCING)
 
     def add_page(self, page: BlockPage) -> bool:
         """False if the page cannot belong to this resync, which must begin anew."""
@@ -202,12 +202,12 @@ class PrefixIndex:
         worker = self._workers[worker_id]
         resync = worker.resync
         if resync is None or resync.epoch is None or resync.sequence_number is None:
-            self._become(worker, State.STALE)
+            self._become(worker, SyncState.STALE)
             return Outcome.NEEDS_RESYNC
         self._retire(worker.slot)
         worker.slot, worker.resync = resync.slot, None
         worker.epoch, worker.sequence_number = resync.epoch, resync.sequence_number
-        self._become(worker, State.EXACT)
+        self._become(worker, SyncState.EXACT)
         outcomes = [self.apply(events) for events in resync.kept]
         lost = Outcome.NEEDS_RESYNC in outcomes
         return Outcome.NEEDS_RESYNC if lost else Outcome.APPLIED
@@ -218,7 +218,7 @@ class PrefixIndex:
         if worker is not None and worker.resync is not None:
             self._retire(worker.resync.slot)
             worker.resync = None
-            self._become(worker, State.STALE)
+            self._become(worker, SyncState.STALE)
 
     # ── questions ────────────────────────────────────────────────────────────────────────────────
 
@@ -257,7 +257,7 @@ class PrefixIndex:
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────
 
-    def _become(self, worker: _Worker, state: State) -> None:
+    def _become(self, worker: _Worker, state: SyncState) -> None:
         worker.state = state
         self._serving_of.clear()
 
@@ -316,7 +316,7 @@ class PrefixIndex:
         for worker in self._workers.values():
             if (worker.model, worker.revision) == (model, revision):
                 mask |= 1 << worker.slot
-                is_exact &= worker.state is State.EXACT
+                is_exact &= worker.state is SyncState.EXACT
         return mask, "exact" if is_exact else "degraded"
 
     def _matches(self, mask: int, num_blocks: int) -> Iterator[PrefixMatch]:

@@ -16,7 +16,7 @@ from functools import partial
 
 import structlog
 
-from services.kv_index.index import Outcome, PrefixIndex, State
+from services.kv_index.index import Outcome, PrefixIndex, SyncState
 from services.kv_index.pin_keeper import ROUND_S, PinKeeper
 from services.kv_index.registry import PrefixRegistry
 from shared import subjects
@@ -25,7 +25,7 @@ from shared.clock import Clock, MonotonicClock
 from shared.config import KvIndexConfig, check
 from shared.errors import HearthError, InvalidRequest
 from shared.lifecycle.health import Loss
-from shared.lifecycle.heartbeat import Heart
+from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import (
     BlockPage,
     BlocksCleared,
@@ -65,7 +65,7 @@ class KvIndexService:
         *,
         wall_clock: Callable[[], float],
     ) -> None:
-        self.heart = Heart(
+        self.heart = HealthMonitor(
             bus,
             clock,
             randomness,
@@ -239,7 +239,7 @@ class KvIndexService:
         """Of one whose blocks are not known exactly, the end of its resync will tell."""
         if not self.heart.fleet.is_live(worker_id):
             return False
-        is_exact = self.index.state_of(worker_id) is State.EXACT
+        is_exact = self.index.state_of(worker_id) is SyncState.EXACT
         return self.index.holds(worker_id, block_hash) or not is_exact
 
     def _note_runs(self, page: BlockPage) -> None:

@@ -38,7 +38,7 @@ class PushCounts:
             self.busy_s += now - self._busy_since
 
 
-class Push:
+class KvSender:
     """`run` returns True when the receiver holds KV of all tokens, False after `cancel`."""
 
     def __init__(

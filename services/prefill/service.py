@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import msgspec
 import structlog
 
-from services.prefill.kv_sender import Push, PushCounts
+from services.prefill.kv_sender import KvSender, PushCounts
 from shared.background import Background
 from shared.engine.batching.sequence import Sequence
-from shared.engine.engine import Progress
-from shared.engine.worker import Worker
+from shared.engine.engine import StepProgress
+from shared.engine.worker import EngineWorker
 from shared.errors import HearthError, InvalidRequest, UnknownPlacement, WorkerBusy
 from shared.kv_wire.link import KvDialer
 from shared.messages import (
@@ -42,14 +42,14 @@ MAX_QUEUED_PREFILLS = 256
 class Prefill:
     request: RunPrefill
     sequence: Sequence
-    push: Push
+    push: KvSender
     lease_until: float
     deadline_at: float
     task: asyncio.Task[None]
 
 
 class PrefillService:
-    def __init__(self, worker: Worker, dialer: KvDialer) -> None:
+    def __init__(self, worker: EngineWorker, dialer: KvDialer) -> None:
         self._worker = worker
         self._dialer = dialer
         self._prefills: dict[bytes, Prefill] = {}
@@ -85,7 +85,7 @@ class PrefillService:
         sequence = _sequence_of(request, self._worker.served.card.block_size)
         self._worker.check_tokens(sequence)
         self._worker.loop.engine.add(sequence)
-        push = Push(
+        push = KvSender(
             request.placement_id,
             sequence,
             first_token=request.first_token,
@@ -114,7 +114,7 @@ class PrefillService:
         self._worker.check_model(request.model, request.revision)
         self._worker.check_kv_format(request.kv_format)
 
-    async def _deliver(self, request: RunPrefill, sequence: Sequence, push: Push) -> None:
+    async def _deliver(self, request: RunPrefill, sequence: Sequence, push: KvSender) -> None:
         try:
             await push.run()
         except HearthError as error:
@@ -128,7 +128,7 @@ class PrefillService:
             self._worker.loop.engine.release(sequence)
             self._worker.loop.wake()
 
-    def _on_step(self, progress: list[Progress]) -> None:
+    def _on_step(self, progress: list[StepProgress]) -> None:
         for each in progress:
             sequence_id = each.sequence.sequence_id
             prefill = self._prefills.get(sequence_id)

@@ -13,7 +13,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection
 
-from services.scheduler.backlog import Backlog, Lane, Ticket, Usage, retry_within_limits
+from services.scheduler.backlog import (
+    Backlog,
+    Lane,
+    QueuedRequest,
+    QueuedTokens,
+    retry_within_limits,
+)
 from shared.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from shared.messages import CancelQueued, Request, SubmitRequest
 from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES
@@ -35,11 +41,11 @@ class Admission:
         self.max_requests = max_requests
         self.max_tokens = max_tokens
         self._lanes: dict[Lane, Backlog] = {}
-        self._held: dict[str, Ticket] = {}
-        self._of_gateway: dict[str, dict[str, Ticket]] = {}
-        self._usage = Usage()
-        self._usage_of_tenant: dict[str, Usage] = {}
-        self._deadlines: list[tuple[float, int, Ticket]] = []
+        self._held: dict[str, QueuedRequest] = {}
+        self._of_gateway: dict[str, dict[str, QueuedRequest]] = {}
+        self._usage = QueuedTokens()
+        self._usage_of_tenant: dict[str, QueuedTokens] = {}
+        self._deadlines: list[tuple[float, int, QueuedRequest]] = []
         self._next_sequence_number = 0
 
     def __len__(self) -> int:
@@ -49,7 +55,7 @@ class Admission:
     def num_tokens(self) -> int:
         return self._usage.num_tokens
 
-    def enqueue(self, submit: SubmitRequest, now: float) -> Ticket:
+    def enqueue(self, submit: SubmitRequest, now: float) -> QueuedRequest:
         """Raises InvalidRequest, DeadlineExceeded, or Overloaded with a time to retry after.
 
         A request that is held already is replaced: its gateway has given up the earlier try.
@@ -62,7 +68,7 @@ class Admission:
         self.remove(request.request_id)
         num_tokens = request_tokens(request)
         number, deadline_at = self._next_sequence_number, now + request.deadline_s
-        ticket = Ticket(submit, Lane.of(request), number, num_tokens, now, deadline_at)
+        ticket = QueuedRequest(submit, Lane.of(request), number, num_tokens, now, deadline_at)
         lane = self._lanes.get(ticket.lane) or Backlog(now)
         lane.advance(now)
         self._check_room(ticket, lane)
@@ -73,7 +79,7 @@ class Admission:
         lane.queue.push(ticket, now)
         return ticket
 
-    def pop(self, now: float, blocked: Collection[Lane] = ()) -> Ticket | None:
+    def pop(self, now: float, blocked: Collection[Lane] = ()) -> QueuedRequest | None:
         """The next to place; lanes take turns."""
         for name, lane in list(self._lanes.items()):
             if name in blocked or not len(lane.queue):
@@ -85,20 +91,20 @@ class Admission:
                 return ticket
         return None
 
-    def requeue(self, ticket: Ticket, now: float) -> None:
+    def requeue(self, ticket: QueuedRequest, now: float) -> None:
         """Back to its old place, unless it was removed meanwhile."""
         if not ticket.is_gone:
             lane = self._lanes[ticket.lane]
             lane.advance(now)
             lane.queue.push_back(ticket, now)
 
-    def placed(self, ticket: Ticket, now: float) -> None:
+    def placed(self, ticket: QueuedRequest, now: float) -> None:
         lane = self._lanes[ticket.lane]
         lane.advance(now)
         lane.rate.tokens += ticket.num_tokens
         self._forget(ticket)
 
-    def remove(self, request_id: str) -> Ticket | None:
+    def remove(self, request_id: str) -> QueuedRequest | None:
         ticket = self._held.get(request_id)
         if ticket is not None:
             self._forget(ticket)
@@ -112,7 +118,7 @@ class Admission:
         if message.attempt is None or ticket.submit.attempt <= message.attempt:
             self._forget(ticket)
 
-    def remove_expired(self, now: float) -> list[Ticket]:
+    def remove_expired(self, now: float) -> list[QueuedRequest]:
         expired = []
         while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].is_gone):
             _, _, ticket = heapq.heappop(self._deadlines)
@@ -124,38 +130,38 @@ class Admission:
             heapq.heapify(self._deadlines)
         return expired
 
-    def remove_of_gateway(self, gateway_id: str) -> list[Ticket]:
+    def remove_of_gateway(self, gateway_id: str) -> list[QueuedRequest]:
         tickets = list(self._of_gateway.get(gateway_id, {}).values())
         for ticket in tickets:
             self._forget(ticket)
         return tickets
 
-    def held(self) -> list[Ticket]:
+    def held(self) -> list[QueuedRequest]:
         return list(self._held.values())
 
     def request_ids_by_gateway(self) -> dict[str, tuple[str, ...]]:
         return {gateway_id: tuple(held) for gateway_id, held in self._of_gateway.items()}
 
-    def _check_room(self, ticket: Ticket, lane: Backlog) -> None:
+    def _check_room(self, ticket: QueuedRequest, lane: Backlog) -> None:
         room = self.max_requests - self._usage.num_requests
         token_room = self.max_tokens - self._usage.num_tokens
-        usage = self._usage_of_tenant.get(ticket.tenant_id, Usage())
+        usage = self._usage_of_tenant.get(ticket.tenant_id, QueuedTokens())
         if room <= 0 or (ticket.num_tokens > token_room and self._held):
             raise Overloaded("the queue is full", retry_after_s=lane.retry_after_s())
         over_requests = usage.num_requests >= TENANT_SHARE * room
         if over_requests or usage.num_tokens >= TENANT_SHARE * max(token_room, 1):
             raise Overloaded("this tenant's queue is full", retry_after_s=lane.retry_after_s())
 
-    def _hold(self, ticket: Ticket, lane: Backlog) -> None:
+    def _hold(self, ticket: QueuedRequest, lane: Backlog) -> None:
         request = ticket.request
         self._held[request.request_id] = ticket
         self._of_gateway.setdefault(request.gateway_id, {})[request.request_id] = ticket
         self._usage.add(ticket)
-        self._usage_of_tenant.setdefault(request.tenant_id, Usage()).add(ticket)
+        self._usage_of_tenant.setdefault(request.tenant_id, QueuedTokens()).add(ticket)
         heapq.heappush(self._deadlines, (ticket.deadline_at, ticket.sequence_number, ticket))
         lane.add(ticket)
 
-    def _forget(self, ticket: Ticket) -> None:
+    def _forget(self, ticket: QueuedRequest) -> None:
         ticket.is_gone = True
         request = ticket.request
         del self._held[request.request_id]
@@ -174,7 +180,7 @@ class Admission:
             del self._lanes[ticket.lane]
 
 
-def _check_deadline(ticket: Ticket, lane: Backlog) -> None:
+def _check_deadline(ticket: QueuedRequest, lane: Backlog) -> None:
     """Refuses at once what would only wait for its deadline."""
     wait_s, deadline_s = lane.wait_s(ticket), ticket.request.deadline_s
     if wait_s > deadline_s:

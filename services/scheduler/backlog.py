@@ -24,11 +24,11 @@ class Lane(NamedTuple):
         return cls(request.model, request.revision, request.allowed_regions)
 
     @property
-    def served(self) -> Served:
+    def served(self) -> ModelKey:
         return self.model, self.revision
 
 
-Served = tuple[str, str]  # model and revision: what a worker offers
+ModelKey = tuple[str, str]  # model and revision: what a worker offers
 
 MIN_RETRY_S = 0.5
 MAX_RETRY_S = 60.0
@@ -37,7 +37,7 @@ MIN_BACKLOG_S = 1.0  # of waiting within the window, before the rate says anythi
 
 
 @dataclass(eq=False, slots=True)
-class Ticket:
+class QueuedRequest:
     """A request from its submission to its placement or failure."""
 
     submit: SubmitRequest
@@ -67,17 +67,17 @@ class Ticket:
 
 
 @dataclass(slots=True)
-class Usage:
+class QueuedTokens:
     num_requests: int = 0
     num_tokens: int = 0
 
-    def add(self, ticket: Ticket, sign: int = 1) -> None:
+    def add(self, ticket: QueuedRequest, sign: int = 1) -> None:
         self.num_requests += sign
         self.num_tokens += sign * ticket.num_tokens
 
 
 @dataclass(slots=True)
-class Rate:
+class ServiceRate:
     """Tokens a second that leave a queue while requests wait in it, forgotten over RATE_WINDOW_S.
     What is placed without having had to wait counts, too: a short wait tells of no lack.
     """
@@ -101,38 +101,38 @@ class Rate:
 
 
 @dataclass(slots=True)
-class Share:
+class TenantShareOfQueue:
     """What one tenant has in a lane."""
 
     weight: float  # with that of its class
-    usage: Usage = field(default_factory=Usage)
+    usage: QueuedTokens = field(default_factory=QueuedTokens)
 
 
 class Backlog:
     """The requests of one lane."""
 
     def __init__(self, now: float) -> None:
-        self.queue: FairQueue[Ticket] = FairQueue()
-        self.rate = Rate(counted_at=now)
-        self.usage = Usage()
-        self._shares: dict[str, Share] = {}
+        self.queue: FairQueue[QueuedRequest] = FairQueue()
+        self.rate = ServiceRate(counted_at=now)
+        self.usage = QueuedTokens()
+        self._shares: dict[str, TenantShareOfQueue] = {}
         self._weight = 0.0
 
     def advance(self, now: float) -> None:
         """Call before the queue changes."""
         self.rate.advance(now, is_backlogged=len(self.queue) > 0)
 
-    def add(self, ticket: Ticket) -> None:
+    def add(self, ticket: QueuedRequest) -> None:
         share = self._shares.get(ticket.tenant_id)
         if share is None:
-            share = self._shares[ticket.tenant_id] = Share(0.0)
+            share = self._shares[ticket.tenant_id] = TenantShareOfQueue(0.0)
         weight = _weight_of(ticket)
         self._weight += weight - share.weight
         share.weight = weight
         self.usage.add(ticket)
         share.usage.add(ticket)
 
-    def remove(self, ticket: Ticket) -> None:
+    def remove(self, ticket: QueuedRequest) -> None:
         self.queue.discard(ticket)
         share = self._shares[ticket.tenant_id]
         self.usage.add(ticket, -1)
@@ -141,7 +141,7 @@ class Backlog:
             self._weight -= share.weight
             del self._shares[ticket.tenant_id]
 
-    def wait_s(self, ticket: Ticket) -> float:
+    def wait_s(self, ticket: QueuedRequest) -> float:
         """Until the ticket's turn: what its tenant has before it, at the tenant's share of the
         rate; 0 where the rate is not known.
         """
@@ -159,7 +159,7 @@ class Backlog:
         return retry_within_limits(self.usage.num_tokens / 2 / rate)
 
 
-def _weight_of(ticket: Ticket) -> float:
+def _weight_of(ticket: QueuedRequest) -> float:
     return float(ticket.weight * CLASS_WEIGHT ** class_of(ticket.priority))
 
 

@@ -26,7 +26,7 @@ CLOSED_S = 1e6  # added to those that have enough to do: the others come first
 MAX_FORMATS = 4  # in one model's fleet; with more, a kind of decode worker may be looked at twice
 
 
-class Columns(NamedTuple):
+class WorkerColumns(NamedTuple):
     """The first `size` of the rows are in use."""
 
     floats: NDArray[np.float64]  # [10, rows]
@@ -34,16 +34,16 @@ class Columns(NamedTuple):
     size: int
 
 
-class Side(NamedTuple):
+class RoleWorkers(NamedTuple):
     """The workers of one role, as one request sees them."""
 
-    columns: Columns
+    columns: WorkerColumns
     holders: NDArray[np.int64]  # rows with a cached prefix
     held_tokens: NDArray[np.float64]  # of the prompt, by holder
     is_allowed: NDArray[np.bool_]  # by row; of no rows: all
 
 
-class Terms(NamedTuple):
+class RequestTerms(NamedTuple):
     """What the request asks for, in tokens and seconds."""
 
     todo: float  # tokens to compute before the last
@@ -62,7 +62,7 @@ def _compiled(function: Any) -> Any:
 
 
 @_compiled
-def _uncached(side: Side, terms: Terms) -> Any:
+def _uncached(side: RoleWorkers, terms: RequestTerms) -> Any:
     uncached = np.full(side.columns.size, terms.todo)
     for holder in range(len(side.holders)):
         uncached[side.holders[holder]] -= side.held_tokens[holder]
@@ -71,7 +71,12 @@ def _uncached(side: Side, terms: Terms) -> Any:
 
 @_compiled
 def nearest_prefills(
-    prefills: Side, terms: Terms, format_code: int, lack: float, first_row: int, num: int
+    prefills: RoleWorkers,
+    terms: RequestTerms,
+    format_code: int,
+    lack: float,
+    first_row: int,
+    num: int,
 ) -> Any:
     """The `num` best to compute the prompt for a decode worker that lacks `lack` of its tokens.
 
@@ -84,9 +89,9 @@ def nearest_prefills(
 
 @_compiled
 def _nearest(
-    prefills: Side,
+    prefills: RoleWorkers,
     uncached: NDArray[np.float64],
-    terms: Terms,
+    terms: RequestTerms,
     format_code: int,
     lack: float,
     first_row: int,
@@ -118,7 +123,7 @@ def _nearest(
 
 @_compiled
 def costs_of_decodes(
-    decodes: Side, prefills: Side, terms: Terms, excluded: NDArray[np.int64]
+    decodes: RoleWorkers, prefills: RoleWorkers, terms: RequestTerms, excluded: NDArray[np.int64]
 ) -> Any:
     """Seconds by row, infinite where the request cannot go now; whether with a handoff; and the
     first row of the least cost, with how many cost as much.
@@ -196,9 +201,9 @@ def _alone() -> Iterator[None]:
 
 
 def _compile() -> None:
-    columns = Columns(np.zeros((10, 1)), np.zeros((3, 1), dtype=np.uint64), 0)
+    columns = WorkerColumns(np.zeros((10, 1)), np.zeros((3, 1), dtype=np.uint64), 0)
     nobody = np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0, dtype=np.bool_)
-    side, terms = Side(columns, *nobody), Terms(*[0.0] * 6)
+    side, terms = RoleWorkers(columns, *nobody), RequestTerms(*[0.0] * 6)
     costs_of_decodes(side, side, terms, nobody[0])
     nearest_prefills(side, terms, np.uint64(0), 0.0, 0, 1)
 

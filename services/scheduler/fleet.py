@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from services.scheduler.backlog import Served
-from services.scheduler.placement import Needs, Target, Workers
-from services.scheduler.throughput import ModelSpeeds, Speed
-from services.scheduler.worker_table import Worker, WorkerTable
+from services.scheduler.backlog import ModelKey
+from services.scheduler.placement import RequestSize, Target, Workers
+from services.scheduler.throughput import ModelThroughput, Speed
+from services.scheduler.worker_table import WorkerRow, WorkerTable
 from shared.lifecycle.health import Fleet
 from shared.messages import Heartbeat, ModelCard, WorkerLoad
 
@@ -34,7 +34,7 @@ class Assignment:
         prefill = self.prefill_worker_id
         return (self.worker_id,) if prefill is None else (self.worker_id, prefill)
 
-    def count(self, worker: Worker, now: float, sign: int = 1) -> None:
+    def count(self, worker: WorkerRow, now: float, sign: int = 1) -> None:
         """Adds to what `worker` is thought to have, or takes it away."""
         if self.worker_id == worker.worker_id:
             worker.num_free_blocks -= sign * self.num_blocks
@@ -46,10 +46,10 @@ class Assignment:
 
 
 @dataclass(eq=False, slots=True)
-class _Known:
-    lane: Served
+class _KnownWorker:
+    lane: ModelKey
     roles: tuple[str, ...]
-    worker: Worker
+    worker: WorkerRow
     assignments: dict[Assignment, None] = field(default_factory=dict)
 
 
@@ -58,9 +58,9 @@ class _LaneWorkers:
 
     def __init__(self) -> None:
         self.decodes, self.prefills = WorkerTable(), WorkerTable()
-        self.speeds = ModelSpeeds()
+        self.speeds = ModelThroughput()
 
-    def put(self, known: _Known) -> None:
+    def put(self, known: _KnownWorker) -> None:
         if "decode" in known.roles:
             self.decodes.put(known.worker)
         if "prefill" in known.roles:
@@ -81,10 +81,10 @@ class WorkerFleet:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._known: dict[str, _Known] = {}
-        self._lanes: dict[Served, _LaneWorkers] = {}
+        self._known: dict[str, _KnownWorker] = {}
+        self._lanes: dict[ModelKey, _LaneWorkers] = {}
 
-    def lane(self, lane: Served) -> Workers:
+    def lane(self, lane: ModelKey) -> Workers:
         """Live workers that serve the model and take work, with their estimated load."""
         workers = self._lanes.get(lane)
         if workers is None:
@@ -92,7 +92,7 @@ class WorkerFleet:
         return Workers(workers.decodes, workers.prefills, workers.speeds.hop_s)
 
     def has_worker(
-        self, lane: Served, excluded: Collection[str], regions: Collection[str] = ()
+        self, lane: ModelKey, excluded: Collection[str], regions: Collection[str] = ()
     ) -> bool:
         """Whether any could decode, were there room."""
         workers = self._lanes.get(lane)
@@ -100,14 +100,14 @@ class WorkerFleet:
             return False
         return workers.decodes.has_any(regions, but=excluded)
 
-    def could_hold(self, lane: Served, needs: Needs) -> bool:
+    def could_hold(self, lane: ModelKey, needs: RequestSize) -> bool:
         """False if every live worker's whole cache is too small."""
         workers = self._lanes.get(lane)
         if workers is None or not len(workers.decodes):
             return True
         return bool(workers.decodes.total_tokens.max() > needs.num_tokens)
 
-    def assign(self, target: Target, needs: Needs, now: float) -> Assignment:
+    def assign(self, target: Target, needs: RequestSize, now: float) -> Assignment:
         prefill = target.prefill_candidates[0] if target.prefill_candidates else None
         assignment = Assignment(
             worker_id=target.decode_id,
@@ -159,7 +159,7 @@ class WorkerFleet:
             workers = self._lanes[lane] = _LaneWorkers()
         worker = _worker_of(heartbeat, card, load, workers.speeds.observe(worker_id, load), now)
         if known is None:
-            known = self._known[worker_id] = _Known(lane, heartbeat.roles, worker)
+            known = self._known[worker_id] = _KnownWorker(lane, heartbeat.roles, worker)
         known.worker = worker
         known.assignments = _unsettled(known.assignments, now)
         for assignment in known.assignments:
@@ -174,15 +174,15 @@ class WorkerFleet:
             if workers.is_empty:
                 del self._lanes[known.lane]
 
-    def _involved(self, assignment: Assignment) -> list[_Known]:
+    def _involved(self, assignment: Assignment) -> list[_KnownWorker]:
         found = (self._known.get(worker_id) for worker_id in assignment.involved)
         return [known for known in found if known is not None]
 
 
 def _worker_of(
     heartbeat: Heartbeat, card: ModelCard, load: WorkerLoad, speed: Speed, now: float
-) -> Worker:
-    return Worker(
+) -> WorkerRow:
+    return WorkerRow(
         worker_id=heartbeat.process_id,
         kv_format=card.kv_format,
         block_size=card.block_size,

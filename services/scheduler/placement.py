@@ -24,7 +24,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from services.scheduler.cost_kernel import FORMAT, Side, Terms, costs_of_decodes, nearest_prefills
+from services.scheduler.cost_kernel import (
+    FORMAT,
+    RequestTerms,
+    RoleWorkers,
+    costs_of_decodes,
+    nearest_prefills,
+)
 from services.scheduler.worker_table import WorkerTable, code_of
 
 MAX_COST_RATIO = 2.0
@@ -35,7 +41,7 @@ Draw = Callable[[int], int]  # uniform in [0, limit)
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class RequestSize:
     """`num_tokens` need KV before the first new token: the prompt and all received outputs."""
 
     num_prompt_tokens: int
@@ -75,7 +81,7 @@ class Workers:
 
 
 def place(
-    needs: Needs,
+    needs: RequestSize,
     workers: Workers,
     num_cached_blocks: Mapping[str, int],
     *,
@@ -94,7 +100,7 @@ class Decision:
 
     def __init__(
         self,
-        needs: Needs,
+        needs: RequestSize,
         workers: Workers,
         num_cached_blocks: Mapping[str, int],
         local_prefill: LocalPrefill,
@@ -106,7 +112,7 @@ class Decision:
         seen_by = num_cached_blocks, needs.num_prompt_tokens - 1, needs.allowed_regions
         self._decode_side = workers.decodes.side(*seen_by)
         self._prefill_side = workers.prefills.side(*seen_by)
-        self._terms = Terms(
+        self._terms = RequestTerms(
             todo=float(needs.num_tokens - 1),  # the last token is decode's in any case
             num_tokens=float(needs.num_tokens),
             always_local=float(local_prefill.always),
@@ -188,7 +194,7 @@ class Decision:
         others = [each for each in rows.tolist() if each >= 0 and each != itself]
         return others[:MAX_PREFILL_CANDIDATES]
 
-    def _num_uncached(self, side: Side, row: int) -> float:
+    def _num_uncached(self, side: RoleWorkers, row: int) -> float:
         if not len(side.holders):
             return self._terms.todo
         return self._terms.todo - float(side.held_tokens[side.holders == row].sum())

@@ -15,9 +15,9 @@ import msgspec
 import structlog
 
 from services.scheduler.admission import Admission
-from services.scheduler.backlog import Lane, Ticket
+from services.scheduler.backlog import Lane, QueuedRequest
 from services.scheduler.fleet import WorkerFleet
-from services.scheduler.placement import LocalPrefill, Needs, Target, place
+from services.scheduler.placement import LocalPrefill, RequestSize, Target, place
 from shared import subjects
 from shared.background import Background
 from shared.clock import Clock, MonotonicClock
@@ -33,7 +33,7 @@ from shared.errors import (
     WorkerBusy,
 )
 from shared.lifecycle.health import Loss
-from shared.lifecycle.heartbeat import Heart
+from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import (
     AbortReason,
     AbortRequest,
@@ -72,7 +72,9 @@ class SchedulerService:
     def __init__(
         self, config: SchedulerConfig, bus: Bus, clock: Clock, randomness: Randomness
     ) -> None:
-        self.heart = Heart(bus, clock, randomness, roles=("scheduler",), region=config.region)
+        self.heart = HealthMonitor(
+            bus, clock, randomness, roles=("scheduler",), region=config.region
+        )
         self._config = config
         self._bus = bus
         self._clock = clock
@@ -82,10 +84,10 @@ class SchedulerService:
         self._local_prefill = LocalPrefill(
             always=config.local_prefill_tokens, at_most=config.max_local_prefill_tokens
         )
-        self._blocked: dict[Lane, Needs] = {}  # by the smallest request that found no room
+        self._blocked: dict[Lane, RequestSize] = {}  # by the smallest request that found no room
         self._probing: set[Lane] = set()  # may try one request; the others follow its success
         self._opening: set[Lane] = set()  # blocked ones that will be tried when a worker opens
-        self._parked: dict[Ticket, None] = {}
+        self._parked: dict[QueuedRequest, None] = {}
         self._wake = asyncio.Event()
         self._background = Background()
         self._placing: set[asyncio.Task[None]] = set()
@@ -202,7 +204,7 @@ class SchedulerService:
             else:
                 self._unblock(lane)
 
-    def _look_at_parked(self, ticket: Ticket, now: float) -> None:
+    def _look_at_parked(self, ticket: QueuedRequest, now: float) -> None:
         assert ticket.unservable_since is not None
         if ticket.is_gone:
             del self._parked[ticket]
@@ -226,7 +228,7 @@ class SchedulerService:
 
     # ── placing ──────────────────────────────────────────────────────────────────────────────────
 
-    async def _place(self, ticket: Ticket) -> None:
+    async def _place(self, ticket: QueuedRequest) -> None:
         """Tries workers, best first, until the request is settled or none has room."""
         try:
             num_cached_blocks = await self._match(ticket.request)
@@ -263,7 +265,7 @@ class SchedulerService:
         return {match.worker_id: match.num_blocks for match in reply.matches}
 
     def _best_target(
-        self, ticket: Ticket, num_cached_blocks: Mapping[str, int], tried: set[str]
+        self, ticket: QueuedRequest, num_cached_blocks: Mapping[str, int], tried: set[str]
     ) -> Target | None:
         """None: the ticket is back in the queue, or parked. Raises PromptTooLong."""
         excluded = ticket.submit.excluded_workers
@@ -287,7 +289,7 @@ class SchedulerService:
             self._block(ticket, needs)
         return target
 
-    def _block(self, ticket: Ticket, needs: Needs) -> None:
+    def _block(self, ticket: QueuedRequest, needs: RequestSize) -> None:
         """Back to the queue, until a worker opens or a heartbeat tells of room."""
         lane, now = ticket.lane, self._clock.now()
         opens_in_s = self._workers.lane(lane.served).decodes.opens_at - now
@@ -307,7 +309,7 @@ class SchedulerService:
             self._probing.add(lane)
             self._wake.set()
 
-    def _has_worker(self, ticket: Ticket) -> bool:
+    def _has_worker(self, ticket: QueuedRequest) -> bool:
         """Where it may be: no region outside of those allowed is ever tried."""
         lane = ticket.lane
         return self._workers.has_worker(lane.served, ticket.submit.excluded_workers, lane.regions)
@@ -317,7 +319,7 @@ class SchedulerService:
         if self._blocked.pop(lane, None) is not None:
             self._wake.set()
 
-    async def _start(self, ticket: Ticket, target: Target) -> None:
+    async def _start(self, ticket: QueuedRequest, target: Target) -> None:
         """One try on one worker, under an id of its own. Raises what no other worker can cure."""
         worker_id = target.decode_id
         placement_id = self._randomness.bytes(NUM_PLACEMENT_ID_BYTES)
@@ -340,7 +342,7 @@ class SchedulerService:
         self._unblock(ticket.lane)
         await self._started(ticket, worker_id, placement_id)
 
-    async def _started(self, ticket: Ticket, worker_id: str, placement_id: bytes) -> None:
+    async def _started(self, ticket: QueuedRequest, worker_id: str, placement_id: bytes) -> None:
         if ticket.is_gone:  # cancelled, expired or its gateway lost while the worker was asked
             await self._abort(worker_id, placement_id, "client_gone")
             return
@@ -351,7 +353,9 @@ class SchedulerService:
         )
         await self._tell(subjects.placement(request.gateway_id), placed)
 
-    def _start_message(self, ticket: Ticket, target: Target, placement_id: bytes) -> StartDecode:
+    def _start_message(
+        self, ticket: QueuedRequest, target: Target, placement_id: bytes
+    ) -> StartDecode:
         remaining_s = ticket.deadline_at - self._clock.now()
         if remaining_s <= 0:
             raise DeadlineExceeded("the deadline passed while it was placed")
@@ -363,13 +367,13 @@ class SchedulerService:
 
     # ── what goes out ────────────────────────────────────────────────────────────────────────────
 
-    def _fail(self, ticket: Ticket, error: Exception) -> None:
+    def _fail(self, ticket: QueuedRequest, error: Exception) -> None:
         """Nothing, if the ticket has ended otherwise meanwhile."""
         if not ticket.is_gone:
             self._admission.remove(ticket.request.request_id)
             self._tell_failed(ticket, error)
 
-    def _tell_failed(self, ticket: Ticket, error: Exception) -> None:
+    def _tell_failed(self, ticket: QueuedRequest, error: Exception) -> None:
         request = ticket.request
         failed = PlacementFailed(
             request_id=request.request_id,
@@ -393,13 +397,13 @@ class SchedulerService:
             log.warning("not_told", subject=subject, error=error.message)
 
 
-def _needs(ticket: Ticket) -> Needs:
+def _needs(ticket: QueuedRequest) -> RequestSize:
     request = ticket.request
     num_prompt_tokens = len(request.prompt_token_ids) // TOKEN_ID_BYTES
     num_output_tokens = sum(
         len(choice.output_token_ids) // TOKEN_ID_BYTES for choice in request.choices
     )
-    return Needs(
+    return RequestSize(
         num_prompt_tokens,
         num_prompt_tokens + num_output_tokens,
         affinity_key=ticket.submit.affinity_key,

@@ -93,7 +93,7 @@ class LeastSquares:
         return (p - xy * b - xz * c) / xx, b, c
 
 
-class WorkerSpeed:
+class WorkerThroughput:
     """One worker's, from its successive loads. A counter that falls or leaps says nothing."""
 
     def __init__(self, prior: Speed) -> None:
@@ -143,12 +143,12 @@ class WorkerSpeed:
         return True
 
 
-class ModelSpeeds:
+class ModelThroughput:
     """Those of all workers of one model, and what a handoff between two costs besides."""
 
     def __init__(self) -> None:
         self.mean = Speed()
-        self._workers: dict[str, WorkerSpeed] = {}
+        self._workers: dict[str, WorkerThroughput] = {}
         self._handoffs: dict[str, tuple[int, float]] = {}  # last counters of a decode worker
         self._ack = RunningRatio(0.002, 4.0)
 
@@ -160,7 +160,7 @@ class ModelSpeeds:
     def observe(self, worker_id: str, load: WorkerLoad) -> Speed:
         worker = self._workers.get(worker_id)
         if worker is None:
-            worker = self._workers[worker_id] = WorkerSpeed(self.mean)
+            worker = self._workers[worker_id] = WorkerThroughput(self.mean)
         if worker.observe(load) and worker.speed.is_measured:
             self.mean = _mixed(self.mean, worker.speed)
         self._observe_handoffs(worker_id, load)

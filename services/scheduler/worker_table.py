@@ -25,8 +25,8 @@ from services.scheduler.cost_kernel import (
     NAME,
     REGION,
     TOTAL_TOKENS,
-    Columns,
-    Side,
+    RoleWorkers,
+    WorkerColumns,
 )
 from services.scheduler.throughput import Speed
 
@@ -41,7 +41,7 @@ _EVERYONE = np.zeros(0, dtype=np.bool_)
 
 
 @dataclass(slots=True)
-class Worker:
+class WorkerRow:
     """A live worker as placement sees it: its last heartbeat and what was placed since."""
 
     worker_id: str
@@ -85,7 +85,7 @@ def code_of(name: str) -> int:
 class WorkerTable:
     """The named columns are views of the rows in use; do not keep any over a change."""
 
-    def __init__(self, workers: Iterable[Worker] = ()) -> None:
+    def __init__(self, workers: Iterable[WorkerRow] = ()) -> None:
         self.ids: list[str] = []
         self._row_of: dict[str, int] = {}
         self._floats = np.zeros((10, FIRST_ROWS))
@@ -115,19 +115,19 @@ class WorkerTable:
         num_cached_blocks: Mapping[str, int],
         max_cached_tokens: int,
         allowed_regions: Collection[str],
-    ) -> Side:
+    ) -> RoleWorkers:
         """With the workers that have cached blocks: tokens in them, at most so many."""
         is_allowed = self.in_regions(allowed_regions) if allowed_regions else _EVERYONE
         row_of = self._row_of
         held = {row_of[name]: num for name, num in num_cached_blocks.items() if name in row_of}
         if not held:
-            return Side(self.columns, _NO_ROWS, _NO_TOKENS, is_allowed)
+            return RoleWorkers(self.columns, _NO_ROWS, _NO_TOKENS, is_allowed)
         rows = np.fromiter(held, dtype=np.int64, count=len(held))
         num_blocks = np.fromiter(held.values(), dtype=np.float64, count=len(held))
         held_tokens = np.minimum(num_blocks * self.block_sizes[rows], float(max_cached_tokens))
-        return Side(self.columns, rows, held_tokens, is_allowed)
+        return RoleWorkers(self.columns, rows, held_tokens, is_allowed)
 
-    def put(self, worker: Worker) -> None:
+    def put(self, worker: WorkerRow) -> None:
         """Adds the worker, or writes its row anew."""
         row = self._row_of.get(worker.worker_id)
         if row is None:
@@ -190,7 +190,7 @@ class WorkerTable:
         return row
 
     def _use(self, size: int) -> None:
-        self.columns = Columns(self._floats, self._codes, size)
+        self.columns = WorkerColumns(self._floats, self._codes, size)
         # What a worker that refused lately has free is -1: too little for anything.
         self.block_sizes = self._floats[BLOCK_SIZE, :size]
         self.free_tokens = self._floats[FREE_TOKENS, :size]

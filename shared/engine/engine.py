@@ -23,7 +23,7 @@ from shared.errors import InvalidRequest
 from shared.messages import FinishReason, TokenLogprobs
 
 
-class Progress(msgspec.Struct, frozen=True):
+class StepProgress(msgspec.Struct, frozen=True):
     """What one step did for one sequence. A stop token is told, not part of `token_ids`."""
 
     sequence: Sequence
@@ -189,15 +189,15 @@ class Engine:
             return
         self._finish(sequence)
 
-    def schedule(self) -> tuple[list[ScheduledSequence], list[Progress]]:
+    def schedule(self) -> tuple[list[ScheduledSequence], list[StepProgress]]:
         """The rows of the next step (none: nothing to do), and prefills that needed no step."""
         rows, found = self.batcher.schedule()
         for row in rows:
             row.sequence.is_in_step = True
         self._held.update(found)
-        return rows, [Progress(sequence) for sequence in found]
+        return rows, [StepProgress(sequence) for sequence in found]
 
-    def apply(self, rows: list[ScheduledSequence], output: StepOutput) -> list[Progress]:
+    def apply(self, rows: list[ScheduledSequence], output: StepOutput) -> list[StepProgress]:
         """Takes in a computed step; it drew one token for each row that samples, in order."""
         draws = zip(output.token_ids, output.logprobs or repeat(None), strict=False)
         block_size = self.pool.block_size
@@ -225,7 +225,7 @@ class Engine:
                 progress.append(self._advance(sequence, token_id, logprobs))
         return progress
 
-    def fail(self, rows: list[ScheduledSequence]) -> list[Progress]:
+    def fail(self, rows: list[ScheduledSequence]) -> list[StepProgress]:
         """The step could not be computed: its sequences end, the others go on.
 
         A prefill keeps its blocks until `release`: a push may still read them.
@@ -239,12 +239,12 @@ class Engine:
             else:
                 self._hold(sequence)
             if not sequence.is_aborted:
-                progress.append(Progress(sequence, finish_reason="failed"))
+                progress.append(StepProgress(sequence, finish_reason="failed"))
         return progress
 
     def _advance(
         self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None
-    ) -> Progress:
+    ) -> StepProgress:
         params = sequence.sampling
         assert params is not None
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
@@ -252,7 +252,7 @@ class Engine:
             prompt_logprobs, sequence.prompt_logprobs = tuple(sequence.prompt_logprobs), None
         if token_id in sequence.stop_token_ids and sequence.num_output_tokens >= params.min_tokens:
             self._finish(sequence)
-            return Progress(
+            return StepProgress(
                 sequence,
                 finish_reason="stop",
                 stop_token_id=token_id,
@@ -264,7 +264,7 @@ class Engine:
         is_over = is_long or num_tokens >= self.max_context_tokens
         if is_over:
             self._finish(sequence)
-        return Progress(
+        return StepProgress(
             sequence,
             (token_id,),
             finish_reason="length" if is_over else None,
@@ -272,18 +272,18 @@ class Engine:
             prompt_logprobs=prompt_logprobs,
         )
 
-    def _advance_undrawn(self, sequence: Sequence) -> Progress:
+    def _advance_undrawn(self, sequence: Sequence) -> StepProgress:
         """A chunk, or the end of what never draws."""
         if sequence.num_uncomputed_tokens > 0:
-            return Progress(sequence)
+            return StepProgress(sequence)
         if sequence.is_prefill_only:
             self._hold(sequence)
-            return Progress(sequence)
+            return StepProgress(sequence)
         assert sequence.pooled is not None
         num_pooled = sequence.num_tokens if sequence.pooling == "mean" else 1
         self._finish(sequence)
         embedding = (sequence.pooled / num_pooled).astype(np.float32)
-        return Progress(sequence, finish_reason="stop", embedding=embedding)
+        return StepProgress(sequence, finish_reason="stop", embedding=embedding)
 
     def _leave_step(self, row: ScheduledSequence) -> None:
         row.sequence.is_in_step = False

@@ -37,7 +37,7 @@ _NUM_MAGNITUDES = 128  # of an upper byte without its sign
 _REACH = BLOCK_WORDS + LANES  # no block reads further into the verbatim bytes
 
 
-class HighBytesCodec:
+class Bf16FrameCodec:
     """For BF16. Both methods leave Python's lock, and are compiled before the first frame."""
 
     name = "bf16-high-bytes"

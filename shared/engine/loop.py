@@ -14,7 +14,7 @@ import structlog
 from shared.background import Background
 from shared.clock import Clock
 from shared.engine.batching.batcher import ScheduledSequence
-from shared.engine.engine import Engine, Progress
+from shared.engine.engine import Engine, StepProgress
 from shared.engine.inputs import build_inputs
 from shared.engine.runner import Runner
 from shared.messages import WorkerLoad
@@ -24,7 +24,7 @@ log = structlog.get_logger(__name__)
 IDLE_TICK_S = 0.1
 ZEROED_BYTES = 64 << 20  # at once: a few milliseconds, after which the step counter moves
 
-Listener = Callable[[list[Progress]], None]
+Listener = Callable[[list[StepProgress]], None]
 
 
 class EngineLoop:
@@ -118,7 +118,7 @@ class EngineLoop:
                 await self._idle()
             self._step += 1
 
-    async def _compute(self, rows: list[ScheduledSequence]) -> list[Progress]:
+    async def _compute(self, rows: list[ScheduledSequence]) -> list[StepProgress]:
         try:
             inputs = build_inputs(rows, self.engine.pool.block_size)
             self._step_budget_s = self.runner.step_budget_s(inputs)
@@ -145,6 +145,6 @@ class EngineLoop:
             await self._clock.sleep(IDLE_TICK_S)
             self.wake()
 
-    def _tell(self, progress: list[Progress]) -> None:
+    def _tell(self, progress: list[StepProgress]) -> None:
         for listener in self._listeners:
             listener(progress)

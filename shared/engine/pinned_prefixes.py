@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from shared.block_hash import extend_chain
 from shared.clock import Clock
 from shared.engine.batching.sequence import Sequence
-from shared.engine.engine import Engine, Progress
+from shared.engine.engine import Engine, StepProgress
 from shared.errors import InvalidRequest, WorkerBusy
 from shared.messages import KeepPins, PinPrefix, PinsKept, PrefixPinned
 from shared.packing import pack_hashes, unpack_hashes, unpack_token_ids
@@ -76,7 +76,7 @@ class PinnedPrefixes:
         for tip in [each for each, pin in self._pins.items() if pin.until < now]:
             self._let_go(tip)
 
-    def on_step(self, progress: list[Progress]) -> None:
+    def on_step(self, progress: list[StepProgress]) -> None:
         if not self._computing:  # as a rule
             return
         for each in progress:

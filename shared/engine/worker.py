@@ -20,7 +20,7 @@ from shared.engine.loop import EngineLoop
 from shared.engine.pinned_prefixes import PinnedPrefixes, sequence_of
 from shared.errors import InvalidRequest, UnknownModel, WorkerBusy
 from shared.kv_wire.expected_pushes import ReceiverCounts
-from shared.lifecycle.heartbeat import Heart
+from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import (
     BlockPage,
     DataPlaneAddress,
@@ -45,14 +45,14 @@ BLOCKS_PER_PAGE = 20_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class ServedModel:
     """The model behind the engine."""
 
     card: ModelCard
     eos_token_ids: frozenset[int]
 
 
-class Worker:
+class EngineWorker:
     def __init__(
         self,
         *,
@@ -60,7 +60,7 @@ class Worker:
         clock: Clock,
         randomness: Randomness,
         loop: EngineLoop,
-        served: Served,
+        served: ServedModel,
         roles: tuple[Role, ...],
         region: str = "",
         data_plane: DataPlaneAddress | None = None,
@@ -74,7 +74,7 @@ class Worker:
         self.served = served
         self.roles = roles
         self.outbox = Outbox(bus)
-        self.heart = Heart(
+        self.heart = HealthMonitor(
             bus,
             clock,
             randomness,

@@ -36,7 +36,7 @@ class _Expected:
     carrier: object | None = None  # the connection that last carried a frame of it
 
 
-class Placements:
+class ExpectedPushes:
     def __init__(self) -> None:
         self.counts = ReceiverCounts()
         self._expected: dict[bytes, _Expected] = {}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from shared.clock import Clock
 from shared.errors import LinkLost
-from shared.kv_wire.expected_pushes import Placements, TakeCopy
+from shared.kv_wire.expected_pushes import ExpectedPushes, TakeCopy
 from shared.kv_wire.frames import (
     MAX_REASON_CHARS,
     Ack,
@@ -34,10 +34,10 @@ class Arrival:
     decode_s: float = 0.0
 
 
-class Deliveries:
+class FrameDelivery:
     """Takes arrivals in order, answers each; its task lives as long as the connection."""
 
-    def __init__(self, placements: Placements, stream: RecordStream, clock: Clock) -> None:
+    def __init__(self, placements: ExpectedPushes, stream: RecordStream, clock: Clock) -> None:
         self._placements = placements
         self._stream = stream
         self._clock = clock

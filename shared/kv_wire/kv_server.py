@@ -16,7 +16,7 @@ from shared.clock import Clock, MonotonicClock
 from shared.errors import LinkLost
 from shared.kv_wire import tcp
 from shared.kv_wire.compression import FrameCodec
-from shared.kv_wire.expected_pushes import Placements, ReceiverCounts
+from shared.kv_wire.expected_pushes import ExpectedPushes, ReceiverCounts
 from shared.kv_wire.frames import MAX_FRAME_BYTES, ProtocolError, Welcome, goodbye
 from shared.kv_wire.handshake import hear_hello, send_welcome
 from shared.kv_wire.link import FrameSink
@@ -54,7 +54,7 @@ class KvServer:
         self._directory = directory
         self._codec = codec
         self._clock = clock
-        self._placements = Placements()
+        self._placements = ExpectedPushes()
         self._receptions: set[Reception] = set()
         self._handshakes: set[asyncio.Task[None]] = set()
         self._listeners = listeners

@@ -17,8 +17,8 @@ import os
 from shared.clock import Clock
 from shared.errors import LinkLost
 from shared.kv_wire.checked_copy import copy_and_sum, grown
-from shared.kv_wire.expected_pushes import Placements
-from shared.kv_wire.frame_delivery import Arrival, Deliveries
+from shared.kv_wire.expected_pushes import ExpectedPushes
+from shared.kv_wire.frame_delivery import Arrival, FrameDelivery
 from shared.kv_wire.frames import MAX_FRAME_BYTES, Frame, ProtocolError, Record, sealed_sum
 from shared.kv_wire.link import FrameHeader
 from shared.kv_wire.record_stream import RecordStream
@@ -89,14 +89,14 @@ class SharedMemoryReception:
     """The receiver's end: copies out of a slot into one private buffer, summing the copy."""
 
     def __init__(
-        self, placements: Placements, clock: Clock, fd: int, num_slots: int, slot_bytes: int
+        self, placements: ExpectedPushes, clock: Clock, fd: int, num_slots: int, slot_bytes: int
     ) -> None:
         self._mapping = _Mapping(fd, num_slots, slot_bytes, mmap.ACCESS_READ)
         self._num_slots = num_slots
         self._private = memoryview(b"")
         self._held_slots: set[int] = set()
         self.stream = RecordStream(self)
-        self.deliveries = Deliveries(placements, self.stream, clock)
+        self.deliveries = FrameDelivery(placements, self.stream, clock)
         self.deliveries.task.add_done_callback(lambda _: self._mapping.close())
 
     def record_arrived(self, record: Record) -> None:

@@ -16,8 +16,8 @@ from shared.clock import Clock
 from shared.errors import LinkLost
 from shared.kv_wire.checked_copy import checksum_of, grown, to_the_end
 from shared.kv_wire.compression import FrameCodec
-from shared.kv_wire.expected_pushes import Placements
-from shared.kv_wire.frame_delivery import Arrival, Deliveries
+from shared.kv_wire.expected_pushes import ExpectedPushes
+from shared.kv_wire.frame_delivery import Arrival, FrameDelivery
 from shared.kv_wire.frames import Frame, ProtocolError, Record, sealed_sum
 from shared.kv_wire.link import FrameHeader
 from shared.kv_wire.record_stream import RecordStream
@@ -67,10 +67,10 @@ class TcpReception:
     """The receiver's end of one connection: owner of its stream and its buffers."""
 
     def __init__(
-        self, placements: Placements, clock: Clock, codec: FrameCodec | None = None
+        self, placements: ExpectedPushes, clock: Clock, codec: FrameCodec | None = None
     ) -> None:
         self.stream = RecordStream(self)
-        self.deliveries = Deliveries(placements, self.stream, clock)
+        self.deliveries = FrameDelivery(placements, self.stream, clock)
         self._codec = codec
         self._clock = clock
         self._decoded = memoryview(b"")

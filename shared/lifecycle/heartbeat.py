@@ -32,7 +32,7 @@ ALIVE_TIMEOUT_S = 0.2
 LostHandler = Callable[[str, Loss], None]
 
 
-class Heart:
+class HealthMonitor:
     """`load` and `index` are asked at each beat: a heartbeat shows where engine and index stand."""
 
     def __init__(

@@ -6,8 +6,8 @@ bucket.) A request under way holds a lease, so that the requests of a gateway th
 counting; output tokens are charged as reserved and given back as far as they were not drawn, once,
 with the lease.
 
-`Meter` is the limit of one gateway while Redis is away. `CARRY_OUT` is the same in Redis, for all
-gateways at once: what holds for one holds for the other, and a test compares them.
+`RateLimitCounter` is the limit of one gateway while Redis is away. `CARRY_OUT` is the same in
+Redis, for all gateways at once: a test compares them.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ class Settled(msgspec.Struct, frozen=True, array_like=True):
     num_unused_tokens: int
 
 
-class Asked(msgspec.Struct, frozen=True, array_like=True):
+class RequestedTokens(msgspec.Struct, frozen=True, array_like=True):
     """A request that wants in. `costs`: of each rate."""
 
     lease_id: str
     costs: dict[str, int]
 
 
-class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class LimitCommand(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one step does, in this order. `limits`: those that the tenant has."""
 
     limits: dict[str, int]
     lease_s: float
     settled: tuple[Settled, ...] = ()
     renewed: tuple[str, ...] = ()
-    asked: Asked | None = None
+    asked: RequestedTokens | None = None
 
 
-class Reading(msgspec.Struct, frozen=True):
+class LimitState(msgspec.Struct, frozen=True):
     """`refused_by`: the limit that makes a request wait longest, and how long; else empty."""
 
     refused_by: str
@@ -63,7 +63,7 @@ class Reading(msgspec.Struct, frozen=True):
     num_open: int
 
 
-class Meter:
+class RateLimitCounter:
     def __init__(self) -> None:
         self._used = dict.fromkeys(RATES, 0.0)
         self._at: float | None = None
@@ -72,7 +72,7 @@ class Meter:
     def is_idle(self, now: float) -> bool:
         return not self._leases and (self._at is None or now - self._at > IDLE_S)
 
-    def carry_out(self, order: Order, now: float, *, is_forced: bool = False) -> Reading:
+    def carry_out(self, order: LimitCommand, now: float, *, is_forced: bool = False) -> LimitState:
         """`is_forced`: who asks is already in, and is only counted."""
         self._drain(order.limits, now)
         for each in order.settled:
@@ -87,7 +87,7 @@ class Meter:
             refused_by, wait_s = self._verdict(order.asked, order.limits)
             if is_forced or not refused_by:
                 self._charge(order.asked, order, now)
-        return Reading(refused_by, wait_s, dict(self._used), len(self._leases))
+        return LimitState(refused_by, wait_s, dict(self._used), len(self._leases))
 
     def _drain(self, limits: dict[str, int], now: float) -> None:
         elapsed_s = 0.0 if self._at is None else max(0.0, now - self._at)
@@ -97,7 +97,7 @@ class Meter:
             rest = min(limit, self._used[name]) - elapsed_s * limit / MINUTE_S
             self._used[name] = max(0.0, rest)
 
-    def _verdict(self, asked: Asked, limits: dict[str, int]) -> tuple[str, float]:
+    def _verdict(self, asked: RequestedTokens, limits: dict[str, int]) -> tuple[str, float]:
         refused_by, wait_s = "", 0.0
         if "concurrency" in limits and len(self._leases) >= limits["concurrency"]:
             refused_by, wait_s = "concurrency", CONCURRENCY_RETRY_S
@@ -109,7 +109,7 @@ class Meter:
                 refused_by, wait_s = name, excess * MINUTE_S / limits[name]
         return refused_by, wait_s
 
-    def _charge(self, asked: Asked, order: Order, now: float) -> None:
+    def _charge(self, asked: RequestedTokens, order: LimitCommand, now: float) -> None:
         for name in RATES:
             if name in order.limits:
                 self._used[name] += asked.costs[name]
@@ -179,9 +179,9 @@ return reply
 """
 
 
-def reading_of(reply: list[bytes | int]) -> Reading:
+def reading_of(reply: list[bytes | int]) -> LimitState:
     """What `CARRY_OUT` replied."""
     refused_by, wait_s, num_open, *used = reply
     assert isinstance(refused_by, bytes)
     amounts = dict(zip(RATES, map(float, used), strict=True))
-    return Reading(refused_by.decode(), float(wait_s), amounts, int(num_open))
+    return LimitState(refused_by.decode(), float(wait_s), amounts, int(num_open))

@@ -15,7 +15,14 @@ import msgspec
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError
 from shared.store import Command, RedisStore, Store
-from shared.tenancy.rate_limit import CARRY_OUT, LEASE_S, Order, Reading, enforced, reading_of
+from shared.tenancy.rate_limit import (
+    CARRY_OUT,
+    LEASE_S,
+    LimitCommand,
+    LimitState,
+    enforced,
+    reading_of,
+)
 from shared.tenancy.tenant import (
     TENANTS,
     USAGE_KINDS,
@@ -79,7 +86,7 @@ def _key_commands(api_key: str, tenant_id: str, created_at: float) -> list[Comma
     ]
 
 
-class TenantOffice:
+class TenantAdmin:
     """`now` gives unix seconds. Every method raises StoreUnavailable if Redis does not answer, and
     ConfigError for a tenant or key that does not exist or whose record is unreadable.
     """
@@ -118,9 +125,9 @@ class TenantOffice:
                 return changed
         raise ConfigError(f"the tenant {tenant_id!r} is being changed by others all the time")
 
-    async def reading(self, tenant: TenantRecord) -> Reading:
+    async def reading(self, tenant: TenantRecord) -> LimitState:
         """What is used up now of the limits that the gateways enforce."""
-        order = msgspec.json.encode(Order(limits=enforced(tenant), lease_s=LEASE_S))
+        order = msgspec.json.encode(LimitCommand(limits=enforced(tenant), lease_s=LEASE_S))
         keys = [meter_of(tenant.tenant_id), open_requests_of(tenant.tenant_id)]
         return reading_of(await self._store.evaluate(CARRY_OUT, keys, [order]))
 

@@ -24,17 +24,17 @@ from shared.errors import (
     ERROR_BY_CODE,
     DependencyUnavailable,
     HearthError,
-    Impostor,
     InvalidRequest,
     NoResponders,
     Overloaded,
     PayloadTooLarge,
     RequestTimeout,
+    SenderMismatch,
 )
 from shared.messages import Failure, Message
 from shared.subjects import from_anyone, inbox_prefix, sender_of, sent_by
 from shared.transport.nats_client import DirectClient
-from shared.transport.sender_check import Identities
+from shared.transport.sender_check import SenderCheck
 from shared.transport.wire_errors import UNREADABLE
 
 log = structlog.get_logger(__name__)
@@ -130,7 +130,7 @@ def begin_reply(
         request = decode(data)
     except UNREADABLE as error:
         return failure_of(InvalidRequest(f"not a valid message: {error}"))
-    except Impostor as error:
+    except SenderMismatch as error:
         log.warning("impostor", error=error.message)
         return failure_of(error)
     try:
@@ -172,7 +172,7 @@ def hand_over(
     except UNREADABLE as error:
         log.warning("bad_message", subject=subject, error=str(error))
         return
-    except Impostor as error:
+    except SenderMismatch as error:
         log.warning("impostor", subject=subject, error=error.message)
         return
     handler(message)
@@ -214,7 +214,7 @@ class NatsBus:
     def __init__(self, client: DirectClient, process_id: str) -> None:
         self.process_id = process_id
         self._client = client
-        self._identities = Identities()
+        self._identities = SenderCheck()
         self._tasks: set[asyncio.Task[None]] = set()
         self._reply_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 
@@ -289,7 +289,7 @@ class NatsBus:
         try:
             decoded = self._reply_decoder(reply_type).decode(reply)
             self._identities.check_reply(subject, decoded)
-        except (*UNREADABLE, Impostor) as error:
+        except (*UNREADABLE, SenderMismatch) as error:
             raise DependencyUnavailable(f"a reply on {subject} makes no sense: {error}") from None
         if isinstance(decoded, Failure):
             raise error_of(decoded)

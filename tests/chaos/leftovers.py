@@ -5,19 +5,19 @@ from __future__ import annotations
 # Objects that live for one request, one try or one connection, by where they are.
 PER_REQUEST = frozenset(
     {
-        "services.gateway.http.response.Answer",
+        "services.gateway.http.response.GenerationResponse",
         "services.gateway.streams.choice_tokens.ChoiceTokens",
-        "services.gateway.request.request_output.Delivery",
-        "services.gateway.request.output_merger.Gathering",
-        "services.gateway.streams.early_entries.Early",
-        "services.gateway.streams.stream.Placement",
+        "services.gateway.request.request_output.RequestOutput",
+        "services.gateway.request.output_merger.OutputMerger",
+        "services.gateway.streams.early_entries.EarlyEntry",
+        "services.gateway.streams.stream.CurrentPlacement",
         "services.gateway.streams.stream.Stream",
-        "services.scheduler.backlog.Ticket",
+        "services.scheduler.backlog.QueuedRequest",
         "services.decode.output_buffer.Output",
         "services.decode.handoff.Handoff",
-        "services.decode.running_request.Placement",
-        "services.decode.kv_writer.Receipt",
-        "services.prefill.kv_sender.Push",
+        "services.decode.running_request.RunningRequest",
+        "services.decode.kv_writer.KvWriter",
+        "services.prefill.kv_sender.KvSender",
         "services.prefill.service.Prefill",
         "shared.engine.batching.batcher.ScheduledSequence",
         "shared.engine.batching.sequence.Sequence",
@@ -27,13 +27,13 @@ PER_REQUEST = frozenset(
 # A link from each prefill worker to each decode worker stays open once it was needed, with its
 # staging memory and a task.
 MAX_LINKS = 2
-LINK_TASK = "task Deliveries._run"
+LINK_TASK = "task FrameDelivery._run"
 # Of listening, polling and one connection to each peer, which open when they are first needed.
 MORE_DESCRIPTORS = 6
 # What an idle process starts and ends all the time (a census makes others late, who are asked), and
 # the inbox of its first own request.
 MORE_TASKS = {
-    "task Heart._ask": 10,
+    "task HealthMonitor._ask": 10,
     "task Event.wait": 1,
     "task MonotonicClock.sleep": 1,
     "task Subscription._wait_for_msgs": 1,

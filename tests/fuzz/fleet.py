@@ -10,9 +10,9 @@ from typing import Any
 
 import structlog.testing
 
-from services.gateway.request.generation_request import Generation
+from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.prompt import TextPrompt
-from services.gateway.request.request_output import Delivery
+from services.gateway.request.request_output import RequestOutput
 from services.gateway.request.sampling import Sampling
 from services.gateway.service import GatewayService
 from services.gateway.text.model_files import ModelFiles
@@ -104,8 +104,8 @@ class Fleet:
         max_tokens: int,
         num_choices: int = 1,
         tenant_id: str = "tenant-1",
-    ) -> Delivery:
-        generation = Generation(
+    ) -> RequestOutput:
+        generation = GenerationRequest(
             model=MODEL,
             prompt=TextPrompt(PROMPT, "prompt"),
             sampling=Sampling(max_tokens=max_tokens, seed=7, ignore_eos=True, num_logprobs=1),
@@ -118,7 +118,7 @@ class Fleet:
         permit.seal()
         return delivery
 
-    async def ended(self, delivery: Delivery) -> HearthError | None:
+    async def ended(self, delivery: RequestOutput) -> HearthError | None:
         async with asyncio.timeout(120):  # virtual
             while delivery.end is None:
                 assert self.is_each_placement_of_one

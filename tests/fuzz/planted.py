@@ -11,8 +11,8 @@ from typing import Any
 from hypothesis import Phase, settings
 
 import services.gateway.streams.streams as streams
-from services.decode.active_handoffs import Handoffs
-from services.decode.output_buffer import Emitter
+from services.decode.active_handoffs import ActiveHandoffs
+from services.decode.output_buffer import OutputBuffer
 from services.decode.service import DecodeService
 from services.gateway.streams.early_entries import EarlyEntries
 from services.gateway.streams.streams import Streams
@@ -28,7 +28,7 @@ def _nothing(right: Any) -> Any:
 
 
 def _not_idempotent(right: Any) -> Any:
-    def drop_choice(self: Emitter, placement_id: bytes, choice_index: int) -> None:
+    def drop_choice(self: OutputBuffer, placement_id: bytes, choice_index: int) -> None:
         del self._outputs[placement_id][choice_index]
         self._outputs[placement_id][choice_index] = None  # type: ignore[assignment]
         right(self, placement_id, choice_index)
@@ -54,7 +54,7 @@ def _control_of_unknown(right: Any) -> Any:
 
 
 def _try_of_unknown(right: Any) -> Any:
-    def fail_try(self: Handoffs, placement_id: bytes, reason: str) -> None:
+    def fail_try(self: ActiveHandoffs, placement_id: bytes, reason: str) -> None:
         next(each for each in self._under_way if each.current and each.current[1] == placement_id)
         right(self, placement_id, reason)
 
@@ -94,7 +94,7 @@ def _keepalive_of_unknown(right: Any) -> Any:
 
 
 def _resend_of_unknown(right: Any) -> Any:
-    def resend(self: Emitter, placement_id: bytes, choice_index: int, position: int) -> Any:
+    def resend(self: OutputBuffer, placement_id: bytes, choice_index: int, position: int) -> Any:
         self._outputs[placement_id][choice_index]
         return right(self, placement_id, choice_index, position)
 
@@ -120,13 +120,13 @@ def _placement_again(right: Any) -> Any:
 BUGS = (
     Bug("a worker may send more than it was asked for", streams, "_fault_of", _nothing),
     Bug("a kept request is unknown", Streams, "on_keepalive", _keepalive_of_unknown),
-    Bug("tokens of an unknown placement", Emitter, "resend", _resend_of_unknown),
+    Bug("tokens of an unknown placement", OutputBuffer, "resend", _resend_of_unknown),
     Bug("a prefill comes twice", PrefillService, "_run_prefill", _prefill_again),
     Bug("a placement comes twice", DecodeService, "_start_decode", _placement_again),
-    Bug("an output is dropped once only", Emitter, "drop_choice", _not_idempotent),
+    Bug("an output is dropped once only", OutputBuffer, "drop_choice", _not_idempotent),
     Bug("an unknown placement is aborted", DecodeService, "_abort", _abort_of_unknown),
     Bug("an unknown prefill is renewed", PrefillService, "_on_control", _control_of_unknown),
-    Bug("an unknown try fails", Handoffs, "fail_try", _try_of_unknown),
+    Bug("an unknown try fails", ActiveHandoffs, "fail_try", _try_of_unknown),
     Bug("one placement for two requests", Streams, "on_placed", _placement_of_another),
     Bug("half a block hash", KvIndexService, "_take_events", _bad_hashes_raise),
     Bug("early tokens wait for ever", EarlyEntries, "expire", _never_expired),

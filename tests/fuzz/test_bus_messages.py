@@ -15,7 +15,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.request.request_output import Delivery
+from services.gateway.request.request_output import RequestOutput
 from services.gateway.text.model_files import ModelFiles
 from shared.errors import NoCapacity, Overloaded
 from tests.fuzz.fleet import fleet
@@ -34,7 +34,7 @@ def files() -> tuple[Path, ModelFiles]:
     return directory, ModelFiles(directory)
 
 
-def text_of(delivery: Delivery) -> str:
+def text_of(delivery: RequestOutput) -> str:
     return "".join(piece.text for piece in delivery.take())
 
 
@@ -70,7 +70,7 @@ def test_services_bear_what_others_say(plan: Plan, data: st.DataObject) -> None:
 
     expected = undisturbed()
 
-    def check(delivery: Delivery, error: Exception | None) -> None:
+    def check(delivery: RequestOutput, error: Exception | None) -> None:
         """Others may have said that there is no room for it; it never gets a wrong answer."""
         assert error is None or isinstance(error, NoCapacity | Overloaded), error
         if error is None:

@@ -17,7 +17,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.engine.kv_codec import BLOCK_BYTES, HighBytesCodec
+from shared.engine.kv_codec import BLOCK_BYTES, Bf16FrameCodec
 from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.frames import (
     MAGIC,
@@ -51,7 +51,7 @@ from tests.shared.kv_wire.support import (
 PLACEMENT_ID, OTHER_ID = b"placement-a", b"placement-b"
 PAYLOADS = tuple(random.Random(seed).randbytes(size) for seed, size in enumerate((1, 1000, 5000)))
 SLOT_BYTES = MAX_FRAME_BYTES
-CODEC = HighBytesCodec()
+CODEC = Bf16FrameCodec()
 SHRINKING = bytes(random.Random(9).choice((0x3F, 0x40, 0xBF)) for _ in range(3 * BLOCK_BYTES + 5))
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.decode.kv_writer import Receipt
-from services.prefill.kv_sender import Push, PushCounts
+from services.decode.kv_writer import KvWriter
+from services.prefill.kv_sender import KvSender, PushCounts
 from shared.engine.batching.sequence import Sequence
 from shared.kv_wire.compression_gate import NUM_NEEDED, NUM_PAIRS
 from shared.kv_wire.link import PushLink
@@ -60,14 +60,14 @@ async def hand_off(both: Sides, pair: ThrottledPair, address: DataPlaneAddress) 
     source, target = new_sequence(PROMPT[:-1], None), new_sequence(PROMPT, GREEDY)
     await both.prefill.run(source)
     assert both.decode.engine.reserve(target)
-    receipt = Receipt(target, both.decode.runner, num_held_tokens=0)
+    receipt = KvWriter(target, both.decode.runner, num_held_tokens=0)
     pair.server.expect(PLACEMENT, receipt)
     link = await pair.dialer.link(address)
 
     async def dial() -> PushLink:
         return link
 
-    push = Push(
+    push = KvSender(
         PLACEMENT,
         source,
         first_token=0,

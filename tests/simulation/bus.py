@@ -28,14 +28,14 @@ import structlog
 
 from shared.errors import (
     DependencyUnavailable,
-    Impostor,
     NoResponders,
     PayloadTooLarge,
     RequestTimeout,
+    SenderMismatch,
 )
 from shared.messages import Failure, Message
 from shared.transport.bus import Unsubscribe, error_of, hand_over, reply_to
-from shared.transport.sender_check import Identities
+from shared.transport.sender_check import SenderCheck
 from shared.transport.wire_errors import UNREADABLE
 from tests.simulation.process import SimulatedProcess
 
@@ -383,7 +383,7 @@ class SimulatedBus:
         self._network = network
         self._connection = connection
         self._process = connection.process
-        self._identities = Identities()
+        self._identities = SenderCheck()
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._is_closed = False
 
@@ -437,7 +437,7 @@ class SimulatedBus:
         try:
             decoded = _decoder_of(reply_type | Failure).decode(answer)
             self._identities.check_reply(subject, decoded)
-        except (*UNREADABLE, Impostor) as error:
+        except (*UNREADABLE, SenderMismatch) as error:
             raise DependencyUnavailable(f"a reply on {subject} makes no sense: {error}") from None
         if isinstance(decoded, Failure):
             raise error_of(decoded)

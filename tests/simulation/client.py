@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from services.gateway.streams.stream import End
+from services.gateway.streams.stream import StreamEnd
 from shared import block_hash
 from shared.errors import HearthError
 from shared.messages import Choice, Finish, Request, Served, TokenLogprobs
@@ -39,7 +39,7 @@ class Client:
         self.asked_at = 0.0
         self.opened_at: float | None = None  # accepted
         self.refused: HearthError | None = None  # at the door
-        self.end: End | None = None
+        self.end: StreamEnd | None = None
         self.ended_at = 0.0
         self.left = False
         self.lost_gateway = False  # which died with it
@@ -76,7 +76,7 @@ class Client:
             self.wrongs.append(f"choice {choice_index}: a second ending")
         told.finish = finish
 
-    def on_end(self, end: End) -> None:
+    def on_end(self, end: StreamEnd) -> None:
         if self.end is not None:
             self.wrongs.append("a second end of the request")
         self.end = end

@@ -13,7 +13,7 @@ from shared.messages import Role
 from shared.packing import pack_token_ids
 from shared.tenancy import pinned_prefix
 from shared.tenancy.pinned_prefix import PinnedPrefix
-from shared.tenancy.tenant_admin import TenantOffice, store_api_key
+from shared.tenancy.tenant_admin import TenantAdmin, store_api_key
 from tests.simulation.bus import SimulatedNetwork
 from tests.simulation.client import Client
 from tests.simulation.excuses import Trouble
@@ -67,7 +67,7 @@ class Fleet:
     async def start(self) -> None:
         for tenant_id in TENANTS:
             await store_api_key(self.store, tenant_id, tenant_id)
-            await TenantOffice(self.store, self.store.now).change(tenant_id, AMPLE)
+            await TenantAdmin(self.store, self.store.now).change(tenant_id, AMPLE)
         if self.plan.seed % 2:  # workers compute it, and again when they have lost it
             await pinned_prefix.save(self.store, PINNED, 0.0)
         for role, process_ids in self.plan.fleet.process_ids.items():

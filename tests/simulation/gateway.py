@@ -6,13 +6,13 @@ from collections.abc import Callable
 from functools import partial
 
 from services.gateway.streams.early_entries import RetiredPlacements
-from services.gateway.streams.stream_driver import Recovery
+from services.gateway.streams.stream_driver import StreamDriver
 from services.gateway.tenancy.api_keys import ApiKeys
 from services.gateway.tenancy.limits import Limits
-from services.gateway.tenancy.request_cost import Demand, Grant
-from services.gateway.tenancy.usage_counter import Usage
+from services.gateway.tenancy.request_cost import LimitLease, RequestCost
+from services.gateway.tenancy.usage_counter import UsageCounter
 from shared.errors import HearthError, NoCapacity
-from shared.lifecycle.heartbeat import Heart
+from shared.lifecycle.heartbeat import HealthMonitor
 from tests.simulation.bus import SimulatedNetwork
 from tests.simulation.client import Client
 from tests.simulation.leaks import not_empty
@@ -51,8 +51,8 @@ class SimulatedGateway:
         self.process = SimulatedProcess(gateway_id)
         clock, randomness = ProcessClock(self.process), SeededRandomness(seed)
         self.bus = network.bus(gateway_id, self.process)
-        self.heart = Heart(self.bus, clock, randomness, roles=("gateway",))
-        self.recovery = Recovery(self.bus, clock, self.heart)
+        self.heart = HealthMonitor(self.bus, clock, randomness, roles=("gateway",))
+        self.recovery = StreamDriver(self.bus, clock, self.heart)
         self.streams = self.recovery._streams
         self.streams._retired = WatchedPlacements(on_given_up)
         self.clients: list[Client] = []
@@ -60,7 +60,7 @@ class SimulatedGateway:
         self._api_keys = ApiKeys(connection, clock)
         self._limits = Limits(connection, clock)
         writer_id = f"{gateway_id}-{seed}"
-        self._usage = Usage(connection, clock, writer_id=writer_id, now=store.now)
+        self._usage = UsageCounter(connection, clock, writer_id=writer_id, now=store.now)
         self._clock = clock
 
     async def start(self) -> None:
@@ -105,7 +105,7 @@ class SimulatedGateway:
         await self.heart.stop()
         await self.bus.close()
 
-    def _close(self, grant: Grant, client: Client) -> None:
+    def _close(self, grant: LimitLease, client: Client) -> None:
         self._limits.settle(grant, client.num_output_tokens)
         model, counts = client.plan.request_id, {"requests": 1}
         counts["output_tokens"] = client.num_output_tokens
@@ -126,7 +126,7 @@ class SimulatedGateway:
         )
 
 
-def demand_of(client: Client) -> Demand:
+def demand_of(client: Client) -> RequestCost:
     plan = client.plan
     num_output = 0 if plan.pooling is not None else plan.num_choices * plan.sampling.max_tokens
-    return Demand(len(plan.prompt), num_output)
+    return RequestCost(len(plan.prompt), num_output)

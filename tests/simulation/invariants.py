@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shared.engine.batching.sequence import Sequence
-from shared.tenancy.rate_limit import Meter
+from shared.tenancy.rate_limit import RateLimitCounter
 from tests.simulation.client import Client
 from tests.simulation.excuses import unexplained
 from tests.simulation.expected import Expected, expected_of, expected_prompt_logprobs
@@ -87,7 +87,7 @@ def wrongs_of_accounts(fleet: Fleet) -> list[str]:
             found.append(f"{client.plan.request_id}: used {counts}, not {expected}")
     found += [f"{request_id}: was never answered, but used" for request_id in written]
     for meter in fleet.store.data.values():
-        if isinstance(meter, Meter):
+        if isinstance(meter, RateLimitCounter):
             found += [
                 f"{lease_id} is still counted as under way"
                 for lease_id, until in meter._leases.items()

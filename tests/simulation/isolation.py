@@ -7,7 +7,11 @@ from collections import defaultdict
 from contextlib import asynccontextmanager
 from typing import Any
 
-from services.gateway.request.generation_request import Generation, Origin, build_request
+from services.gateway.request.generation_request import (
+    GenerationRequest,
+    RequestContext,
+    build_request,
+)
 from services.gateway.request.prompt import TokenPrompt
 from services.gateway.request.sampling import Sampling
 from shared import subjects
@@ -79,7 +83,7 @@ class Isolation:
     ) -> tuple[Request, int]:
         """As a gateway makes it of a body."""
         sampling = SamplingParams(seed=1, max_tokens=options.pop("max_tokens", 3), temperature=0.0)
-        generation = Generation(
+        generation = GenerationRequest(
             model="timing",
             prompt=TokenPrompt(tokens, "prompt"),
             sampling=Sampling(),
@@ -87,7 +91,9 @@ class Isolation:
             num_choices=options.pop("num_choices", 1),
         )
         tenant = TenantRecord(tenant_id=tenant_id)
-        origin = Origin(request_id="r", tenant=tenant, gateway_id="gateway-1", timeout_s=60.0)
+        origin = RequestContext(
+            request_id="r", tenant=tenant, gateway_id="gateway-1", timeout_s=60.0
+        )
         card = self.workers["decode-1"].worker.served.card
         request = build_request(generation, tokens, sampling, card, origin)
         if options:

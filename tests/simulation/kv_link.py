@@ -17,7 +17,7 @@ from shared.errors import LinkLost
 from shared.kv_wire import tcp
 from shared.kv_wire.checked_copy import checksum_of
 from shared.kv_wire.dialer import Dialer
-from shared.kv_wire.expected_pushes import Placements, ReceiverCounts
+from shared.kv_wire.expected_pushes import ExpectedPushes, ReceiverCounts
 from shared.kv_wire.frames import Frame, sealed_sum
 from shared.kv_wire.link import FrameHeader, FrameSink
 from shared.kv_wire.push_link import StagedLink
@@ -177,7 +177,7 @@ class SimulatedReceiver:
         self.process = process
         self.is_closed = False
         self._plane = plane if isinstance(plane, DataPlane) else plane.plane
-        self._placements = Placements()
+        self._placements = ExpectedPushes()
         self._ends: dict[_End, TcpReception] = {}
         self._to_corrupt: set[bytes] = set()
         self._forgotten: set[bytes] = set()

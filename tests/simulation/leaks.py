@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sized
 from typing import TYPE_CHECKING
 
-from services.kv_index.index import State
+from services.kv_index.index import SyncState
 from services.kv_index.registry import HOLDER
 from services.scheduler.service import SchedulerService
 from shared.tenancy.pinned_prefix import record_key
@@ -89,7 +89,7 @@ def of_index(index: PrefixIndex, workers: list[SimulatedWorker]) -> list[str]:
     found = []
     for worker in workers:
         state = index.state_of(worker.worker_id)
-        if state is not State.EXACT:
+        if state is not SyncState.EXACT:
             found.append(f"{worker.worker_id}'s cache is {state}")
             continue
         bit = 1 << index._workers[worker.worker_id].slot

@@ -20,7 +20,7 @@ from tests.simulation.workers import SimulatedWorker
 
 if TYPE_CHECKING:
     from services.gateway.streams.stream import Stream
-    from services.scheduler.backlog import Ticket
+    from services.scheduler.backlog import QueuedRequest
     from services.scheduler.placement import Target
 
 # The tasks of a process that has nothing to do; one of each, but for deliveries: one a link.
@@ -29,8 +29,8 @@ IDLE_TASKS = frozenset(
         "DecodeService._sweep",
         "EngineLoop._run",
         "EngineLoop._tick",
-        "Heart._beat",
-        "Heart._watch",
+        "HealthMonitor._beat",
+        "HealthMonitor._watch",
         "KvIndexService._keep_pins",
         "KvIndexService._sweep",
         "KvIndexService._write_behind",
@@ -39,17 +39,17 @@ IDLE_TASKS = frozenset(
         "Outbox._run",
         "PrefillService._sweep",
         "ProcessClock.sleep",
-        "Recovery._tick",
+        "StreamDriver._tick",
         "SchedulerService._dispatch",
         "SchedulerService._keep_alive",
         "SchedulerService._tick",
-        "Teller.run",
-        "Usage._run",
-        "Worker._expire_pins",
-        "Worker._tell_kv_events",
+        "TokenFlusher.run",
+        "UsageCounter._run",
+        "EngineWorker._expire_pins",
+        "EngineWorker._tell_kv_events",
     }
 )
-DELIVERIES = "Deliveries._run"
+DELIVERIES = "FrameDelivery._run"
 CLIENT_TASK = "SimulatedGateway.serve"  # the simulation's own
 
 
@@ -120,7 +120,7 @@ class Monitor:
     def _watch_exclusions(self, scheduler: SimulatedScheduler) -> None:
         start = scheduler.service._start
 
-        async def watched(ticket: Ticket, target: Target) -> None:
+        async def watched(ticket: QueuedRequest, target: Target) -> None:
             if target.decode_id in ticket.submit.excluded_workers:
                 self.note("a request went to a worker that it excludes")
             await start(ticket, target)

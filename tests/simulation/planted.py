@@ -14,7 +14,7 @@ from itertools import count
 from typing import Any
 from unittest.mock import patch
 
-from services.decode.active_handoffs import Handoffs
+from services.decode.active_handoffs import ActiveHandoffs
 from services.decode.handoff import Handoff
 from services.gateway.streams import streams
 from services.gateway.streams.actions import Actions
@@ -30,7 +30,7 @@ from shared.engine import inputs
 from shared.engine.batching.batcher import Batcher
 from shared.engine.engine import Engine
 from shared.engine.runner import PoolingInputs
-from shared.kv_wire.expected_pushes import Placements
+from shared.kv_wire.expected_pushes import ExpectedPushes
 from shared.lifecycle.health import Fleet
 
 
@@ -113,7 +113,9 @@ def _gaps_overlooked(right: Any) -> Any:
 
 
 def _checksum_not_compared(right: Any) -> Any:
-    async def hand_over(self: Placements, sink: Any, header: Any, payload: Any, sum: int) -> Any:
+    async def hand_over(
+        self: ExpectedPushes, sink: Any, header: Any, payload: Any, sum: int
+    ) -> Any:
         return await right(self, sink, header, payload, header.checksum)
 
     return hand_over
@@ -165,7 +167,7 @@ def _queue_without_bound(right: Any) -> Any:
 
 BUGS = (
     Bug("the gateway's fence is gone", Streams, "on_token_batch", _late_tokens_accepted, 8665),
-    Bug("decode renews no prefill lease", Handoffs, "renew_leases", _nothing, 85),
+    Bug("decode renews no prefill lease", ActiveHandoffs, "renew_leases", _nothing, 85),
     Bug("blocks are freed while a step writes them", Engine, "abort", _blocks_freed_in_step, 3),
     Bug("a late KV frame is accepted", Handoff, "_try", _one_id_for_all_tries, 25),
     Bug("acknowledged before the end", Streams, "_accept", _acknowledged_at_once, 0),
@@ -173,7 +175,7 @@ BUGS = (
     Bug("a gap in the tokens is overlooked", ChoiceTokens, "accept", _gaps_overlooked, 22),
     Bug("the gateway aborts nothing", Actions, "abort", _nothing, 0),
     Bug("an excluded worker is chosen", Decision, "target", _exclusion_ignored, 161),
-    Bug("the checksum is not compared", Placements, "_hand_over", _checksum_not_compared, 55),
+    Bug("the checksum is not compared", ExpectedPushes, "_hand_over", _checksum_not_compared, 55),
     Bug("tenants share one hash root", block_hash, "root_hash", _root_without_tenant, 1),
     Bug("a silent bus is taken for dead peers", Fleet, "can_judge", _bus_always_trusted, 4),
     Bug("a prefill keeps its blocks", PrefillService, "_deliver", _push_never_released, 0),

@@ -12,7 +12,7 @@ import msgspec
 from services.gateway.tenancy.api_keys import LOOK_UP
 from services.gateway.tenancy.usage_counter import ADD_UP
 from shared.store import StoreRefused
-from shared.tenancy.rate_limit import CARRY_OUT, RATES, Meter, Order
+from shared.tenancy.rate_limit import CARRY_OUT, RATES, LimitCommand, RateLimitCounter
 from shared.tenancy.tenant_admin import SWAP
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ def _look_up(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> l
 
 
 def _carry_out(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> list[Any]:
-    meter = store.data.setdefault(keys[0], Meter())
-    if not isinstance(meter, Meter):
+    meter = store.data.setdefault(keys[0], RateLimitCounter())
+    if not isinstance(meter, RateLimitCounter):
         raise StoreRefused("WRONGTYPE")
-    order = msgspec.json.decode(arguments[0], type=Order)
+    order = msgspec.json.decode(arguments[0], type=LimitCommand)
     reading = meter.carry_out(order, store.now())
     used = [str(reading.used[name]).encode() for name in RATES]
     return [reading.refused_by.encode(), str(reading.wait_s).encode(), reading.num_open, *used]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.decode.kv_writer import Receipt
+from services.decode.kv_writer import KvWriter
 from services.gateway.request import generation_request as target
 from services.kv_index import registry
 from services.kv_index.service import KvIndexService
@@ -183,13 +183,13 @@ def _any_block_matches(patch: pytest.MonkeyPatch) -> None:
 
 def _frames_go_to_another(patch: pytest.MonkeyPatch) -> None:
     """A sink that keeps the first payload it saw, as a staging slot does that is used too early."""
-    right, first = Receipt.frame, {}
+    right, first = KvWriter.frame, {}
 
-    async def frame(self: Receipt, header: Any, payload: memoryview) -> None:
+    async def frame(self: KvWriter, header: Any, payload: memoryview) -> None:
         kept = first.setdefault(len(payload), bytes(payload))
         await right(self, header, memoryview(kept))
 
-    patch.setattr(Receipt, "frame", frame)
+    patch.setattr(KvWriter, "frame", frame)
 
 
 def _index_answers_all_with_the_first(patch: pytest.MonkeyPatch) -> None:

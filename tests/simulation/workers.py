@@ -14,8 +14,8 @@ from shared.clock import Clock
 from shared.engine.engine import Engine
 from shared.engine.loop import EngineLoop
 from shared.engine.runners.timing_runner import StepCost, TimingRunner
-from shared.engine.worker import Served, Worker
-from shared.lifecycle.heartbeat import Heart
+from shared.engine.worker import EngineWorker, ServedModel
+from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import (
     AbortRequest,
     AckFinished,
@@ -124,12 +124,12 @@ class SimulatedWorker:
             max_context_tokens=self.engine.max_context_tokens,
             vocab_size=self.runner.vocab_size,
         )
-        self.worker = Worker(
+        self.worker = EngineWorker(
             bus=self.bus,
             clock=clock,
             randomness=randomness,
             loop=EngineLoop(self.engine, self.runner, clock),
-            served=Served(card=card, eos_token_ids=frozenset({2})),
+            served=ServedModel(card=card, eos_token_ids=frozenset({2})),
             roles=roles,
             data_plane=self.receiver.address,
         )
@@ -201,7 +201,9 @@ class Peer:
 
     def __init__(self, network: SimulatedNetwork, gateway_id: str = "gateway-1") -> None:
         self.bus = network.bus(gateway_id)
-        self.heart = Heart(self.bus, VirtualClock(), SeededRandomness(7), roles=("gateway",))
+        self.heart = HealthMonitor(
+            self.bus, VirtualClock(), SeededRandomness(7), roles=("gateway",)
+        )
         self.received: dict[tuple[bytes, int], Received] = {}
         self._num_placements = 0
 

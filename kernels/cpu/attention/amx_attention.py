@@ -88,10 +88,10 @@ def amx_attention(
     num_together = num_kv_heads if len(runs) >= MIN_RUNS * numba.get_num_threads() else 1
     _attend(
         array(grouped),
-        Cache(array(key), array(value)),
+        AmxCache(array(key), array(value)),
         block_tables.numpy(),
         runs,
-        Mask(
+        AmxMask(
             0 if window is None else window,
             _f32(0.0 if softcap is None else softcap),
             _f32(scale),
@@ -104,12 +104,12 @@ def amx_attention(
     return out.view(num_tokens, num_heads, head_dim)
 
 
-class Cache(NamedTuple):
+class AmxCache(NamedTuple):
     key: Any  # [num_blocks, H, block_size, D]
     value: Any
 
 
-class Mask(NamedTuple):
+class AmxMask(NamedTuple):
     """What becomes of a score. `window` and `softcap` 0: none."""
 
     window: int
@@ -118,7 +118,7 @@ class Mask(NamedTuple):
     factor: Any  # behind it, into the exponent of 2
 
 
-class Scratch(NamedTuple):
+class AmxScratch(NamedTuple):
     """One thread's memory, for a run of R rows."""
 
     rows: Any  # [R, D], the queries
@@ -134,7 +134,7 @@ class Scratch(NamedTuple):
 @compiled()
 def _scratch(num_rows: int, head_dim: int) -> Any:
     num_blocks, depth = SEGMENT // BLOCK, head_dim // BLOCK
-    return Scratch(
+    return AmxScratch(
         aligned(num_rows * head_dim * 2).view(np.uint16).reshape((num_rows, head_dim)),
         aligned(SEGMENT * head_dim * 2)
         .view(np.uint16)

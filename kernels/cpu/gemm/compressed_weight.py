@@ -34,13 +34,13 @@ from kernels.cpu.gemm.bf16_gemm import can_pack_halves
 from kernels.cpu.simd.amx_tiles import aligned
 from kernels.cpu.simd.intrinsics import SIDE, array, transpose_words
 
-Order = Literal["tiles", "rows"]
+WeightLayout = Literal["tiles", "rows"]
 ALIGNMENT = 64
 _NUM_BASES = 128 - WINDOW + 1
 _NUM_TABLES = 4  # of a row's counters: its words are so alike that one table would be waited for
 
 # The row of a block whose base a lane takes, by group.
-ROW_OF_LANE: dict[Order, Any] = {
+ROW_OF_LANE: dict[WeightLayout, Any] = {
     "tiles": np.empty((1, LANES), np.int64),
     "rows": np.empty((NUM_GROUPS, LANES), np.int64),
 }
@@ -63,7 +63,7 @@ class CompressedWeight:
     """`memory` [num_bytes] uint8 holds all planes, each from a multiple of 64 bytes on."""
 
     shape: tuple[int, int]  # N, K
-    order: Order
+    order: WeightLayout
     num_verbatim: int
     memory: Tensor
 
@@ -108,7 +108,7 @@ def compress_weight(weight: Tensor) -> CompressedWeight | None:
     """weight [N, K] -> the same, smaller; None where it would not be, or is not BF16 on a CPU."""
     if weight.dtype != torch.bfloat16 or not weight.is_cpu or not weight.numel():
         return None
-    order: Order = "tiles" if can_pack_halves(weight) else "rows"
+    order: WeightLayout = "tiles" if can_pack_halves(weight) else "rows"
     num_rows, width = weight.shape
     num_strips = -(-num_rows // BLOCK)
     words = array(weight.contiguous())

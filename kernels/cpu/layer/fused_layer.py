@@ -47,7 +47,7 @@ from kernels.cpu.simd.tasks import num_tasks
 MANY_ROWS = 160
 
 
-class Before(NamedTuple):
+class PreAttention(NamedTuple):
     """What a layer has ahead of its attention, beside the weight of queries, keys and values."""
 
     norm: Any  # [hidden]
@@ -58,7 +58,7 @@ class Before(NamedTuple):
     key_norm: Any
 
 
-class Behind(NamedTuple):
+class PostAttention(NamedTuple):
     """What it has behind it, beside the weights."""
 
     norm: Any  # [hidden]
@@ -80,8 +80,8 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackedLayer:
-    _before: Before
-    _behind: Behind
+    _before: PreAttention
+    _behind: PostAttention
     _weights: Weights
 
     def before(
@@ -153,8 +153,8 @@ def packed_layer(
     attention_norm, mlp_norm = map(array, post_norms) if post_norms else (none, none)
     shared = np.float32(eps), has_unit_offset
     return PackedLayer(
-        Before(array(norms[0]), *shared, bias, query_norm, key_norm),
-        Behind(array(norms[1]), attention_norm, mlp_norm, *shared, activation != "silu"),
+        PreAttention(array(norms[0]), *shared, bias, query_norm, key_norm),
+        PostAttention(array(norms[1]), attention_norm, mlp_norm, *shared, activation != "silu"),
         Weights(*found),
     )
 

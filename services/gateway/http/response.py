@@ -18,8 +18,8 @@ from litestar.types import Receive, Scope, Send
 
 from services.gateway.http import sse
 from services.gateway.openai.errors import envelope, error_headers
-from services.gateway.request.output_merger import Gathering
-from services.gateway.request.request_output import Piece
+from services.gateway.request.output_merger import OutputMerger
+from services.gateway.request.request_output import OutputDelta
 from services.gateway.text.scored_tokens import ScoredToken
 from shared.errors import HearthError
 
@@ -38,10 +38,10 @@ class ChoiceResult:
     finish_reason: str = ""
 
 
-class Events(Protocol):
+class EventRenderer(Protocol):
     """What a streamed answer tells, as server-sent events."""
 
-    def events(self, piece: Piece) -> bytes: ...
+    def events(self, piece: OutputDelta) -> bytes: ...
 
     def closing(self) -> bytes:
         """After the last piece."""
@@ -49,18 +49,18 @@ class Events(Protocol):
 
 
 # The whole answer, of the results by index. Raises HearthError if it cannot be given.
-Whole = Callable[[list[ChoiceResult]], Any]
+BodyRenderer = Callable[[list[ChoiceResult]], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class GenerationResponse:
     """An ASGI application for one response. `leave` is called when the client is gone.
 
     `content`: how the answer is told, as events or as a whole. `headers` go with any outcome.
     """
 
-    gathering: Gathering
-    content: Events | Whole
+    gathering: OutputMerger
+    content: EventRenderer | BodyRenderer
     headers: Mapping[str, str]
     leave: Callable[[], None]
 
@@ -80,7 +80,7 @@ class Answer:
             pass
         self.leave()
 
-    async def _send_body(self, send: Send, body_of: Whole) -> None:
+    async def _send_body(self, send: Send, body_of: BodyRenderer) -> None:
         try:
             results = await self._results()
             if len(results) > MAX_INLINE_RESULTS:
@@ -108,7 +108,7 @@ class Answer:
             result.text = "".join(texts[index])
         return [results[index] for index in sorted(results)]
 
-    async def _send_events(self, send: Send, told: Events) -> None:
+    async def _send_events(self, send: Send, told: EventRenderer) -> None:
         try:
             pieces = await self.gathering.next()
         except HearthError as error:

@@ -18,7 +18,7 @@ from services.gateway.openai.sampling_fields import (
     sampling_of,
 )
 from services.gateway.openai.usage import HearthInfo, Usage
-from services.gateway.request.generation_request import Generation
+from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.prompt import ChatPrompt
 from shared.errors import InvalidRequest
 
@@ -64,11 +64,11 @@ class ChatCompletionRequest(SamplingFields, frozen=True, kw_only=True):
 CHAT_FIELDS = SupportedFields(ChatCompletionRequest, CHAT_NEUTRAL_VALUES)
 
 
-def generation_of(body: ChatCompletionRequest, default_model: str) -> Generation:
+def generation_of(body: ChatCompletionRequest, default_model: str) -> GenerationRequest:
     """Raises InvalidRequest where fields contradict each other."""
     if body.best_of not in (None, 1, body.num_choices):
         raise InvalidRequest("best_of is for text completions", param="best_of")
-    return Generation(
+    return GenerationRequest(
         model=default_model if body.model is None else body.model,
         prompt=ChatPrompt(messages_of(body.messages)),
         sampling=sampling_of(body, max_tokens=_max_tokens(body), num_logprobs=_num_logprobs(body)),

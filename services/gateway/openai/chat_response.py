@@ -17,17 +17,17 @@ from services.gateway.openai.chat import (
 )
 from services.gateway.openai.logprobs import ChatLogprobs, chat_logprobs
 from services.gateway.openai.usage import hearth_info_of, usage_of
-from services.gateway.request.output_merger import Gathering
-from services.gateway.request.request_output import Piece
+from services.gateway.request.output_merger import OutputMerger
+from services.gateway.request.request_output import OutputDelta
 from services.gateway.text.scored_tokens import ScoredToken
 from services.gateway.text.token_bytes import TokenBytes
 
 
 @dataclass(frozen=True, slots=True)
-class ChatAnswer:
-    """`answer.Events`, and with `body` an `answer.Whole`."""
+class ChatRenderer:
+    """`response.EventRenderer`, and with `body` an `response.BodyRenderer`."""
 
-    gathering: Gathering
+    gathering: OutputMerger
     token_bytes: TokenBytes
     request_id: str
     model: str
@@ -37,7 +37,7 @@ class ChatAnswer:
     _begun: set[int] = field(default_factory=set)  # choices whose role is told
     _text_events: dict[int, sse.TextEvent] = field(default_factory=dict)  # by choice
 
-    def events(self, piece: Piece) -> bytes:
+    def events(self, piece: OutputDelta) -> bytes:
         """One for each text; a choice's first tells the role, its last why the choice has ended."""
         index, texts = piece.choice_index, list(piece.texts)
         says_more = self.has_logprobs or piece.finish_reason is not None

@@ -16,20 +16,20 @@ from services.gateway.openai.logprobs import (
     prompt_logprobs,
 )
 from services.gateway.openai.usage import hearth_info_of, usage_of
-from services.gateway.request.output_merger import Gathering
-from services.gateway.request.request_output import Delivery, Piece
+from services.gateway.request.output_merger import OutputMerger
+from services.gateway.request.request_output import OutputDelta, RequestOutput
 from services.gateway.text.scored_tokens import ScoredToken
 from services.gateway.text.token_bytes import TokenBytes
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionAnswer:
-    """`answer.Events`, and with `body` an `answer.Whole`.
+class CompletionRenderer:
+    """`response.EventRenderer`, and with `body` an `response.BodyRenderer`.
 
     Of the choices drawn for a prompt, the best `num_shown` are shown.
     """
 
-    gathering: Gathering
+    gathering: OutputMerger
     token_bytes: TokenBytes
     request_id: str
     model: str
@@ -40,7 +40,7 @@ class CompletionAnswer:
     _echoed: set[int] = field(default_factory=set)  # choices whose prompt is told
     _text_events: dict[int, sse.TextEvent] = field(default_factory=dict)  # by choice
 
-    def events(self, piece: Piece) -> bytes:
+    def events(self, piece: OutputDelta) -> bytes:
         """One for each text, the last of which tells why the choice has ended."""
         index, is_echo_due, last = piece.choice_index, self._is_echo_due(piece.choice_index), b""
         texts = [piece.text] if is_echo_due else list(piece.texts)
@@ -99,14 +99,16 @@ class CompletionAnswer:
                 logprobs = joined(told, logprobs)
         return CompletionChoice(index=index, text=text, logprobs=logprobs)
 
-    def _logprobs(self, delivery: Delivery, tokens: Sequence[ScoredToken]) -> CompletionLogprobs:
+    def _logprobs(
+        self, delivery: RequestOutput, tokens: Sequence[ScoredToken]
+    ) -> CompletionLogprobs:
         first_offset = 0 if delivery.echo is None else len(delivery.echo.text)
         return completion_logprobs(tokens, self.token_bytes, first_offset=first_offset)
 
     def _is_echo_due(self, index: int) -> bool:
         return self._delivery(index).echo is not None and index not in self._echoed
 
-    def _delivery(self, index: int) -> Delivery:
+    def _delivery(self, index: int) -> RequestOutput:
         return self.gathering.deliveries[index // self.gathering.num_choices]
 
     def _text_event(self, index: int) -> sse.TextEvent:

@@ -19,7 +19,7 @@ from services.gateway.openai.sampling_fields import (
     sampling_of,
 )
 from services.gateway.openai.usage import HearthInfo, Usage
-from services.gateway.request.generation_request import Generation
+from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.sampling import Sampling
 from shared.errors import InvalidRequest
 
@@ -42,7 +42,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
 COMPLETION_FIELDS = SupportedFields(CompletionRequest, COMPLETION_NEUTRAL_VALUES)
 
 
-def generations_of(body: CompletionRequest, default_model: str) -> list[Generation]:
+def generations_of(body: CompletionRequest, default_model: str) -> list[GenerationRequest]:
     """One for each prompt. Raises InvalidRequest where fields contradict each other."""
     prompts = prompts_of("prompt", body.prompt, add_special_tokens=body.add_special_tokens)
     num_choices = num_drawn(body)
@@ -51,7 +51,7 @@ def generations_of(body: CompletionRequest, default_model: str) -> list[Generati
         raise InvalidRequest(f"{message}{MAX_ALL_CHOICES} choices", param="n")
     sampling = _sampling(body)
     return [
-        Generation(
+        GenerationRequest(
             model=default_model if body.model is None else body.model,
             prompt=prompt,
             sampling=sampling,

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from services.gateway.http.response import ChoiceResult
 from services.gateway.openai.embeddings import Embedding, EmbeddingList, EmbeddingUsage
 from services.gateway.openai.usage import hearth_info_of
-from services.gateway.request.output_merger import Gathering
-from services.gateway.request.request_output import Delivery
+from services.gateway.request.output_merger import OutputMerger
+from services.gateway.request.request_output import RequestOutput
 from shared.errors import HearthError
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingAnswer:
-    """Its `body` is an `answer.Whole`; there is nothing to stream."""
+class EmbeddingRenderer:
+    """Its `body` is an `response.BodyRenderer`; there is nothing to stream."""
 
-    gathering: Gathering
+    gathering: OutputMerger
     request_id: str
     model: str
     is_base64: bool
@@ -40,7 +40,7 @@ class EmbeddingAnswer:
             hearth=hearth_info_of(self.request_id, deliveries),
         )
 
-    def _vector(self, delivery: Delivery) -> list[float] | str:
+    def _vector(self, delivery: RequestOutput) -> list[float] | str:
         if not delivery.embedding or len(delivery.embedding) % 4:
             raise HearthError("the worker sent no embedding")
         vector = _little_endian(array("f", delivery.embedding))

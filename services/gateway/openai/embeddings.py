@@ -15,7 +15,7 @@ from services.gateway.http.body import SupportedFields
 from services.gateway.openai.prompts import Prompts, prompts_of
 from services.gateway.openai.sampling_fields import MAX_INT
 from services.gateway.openai.usage import HearthInfo
-from services.gateway.request.generation_request import Generation
+from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.sampling import Sampling
 from shared.errors import InvalidRequest
 from shared.messages import Pooling
@@ -45,7 +45,7 @@ EMBEDDING_FIELDS = SupportedFields(EmbeddingRequest, EMBEDDING_NEUTRAL_VALUES)
 
 def generations_of(
     body: EmbeddingRequest, default_model: str, hidden_size: int | None
-) -> list[Generation]:
+) -> list[GenerationRequest]:
     """One for each input. Raises InvalidRequest for what cannot be served."""
     if body.dimensions is not None and body.dimensions != hidden_size:
         raise InvalidRequest(
@@ -53,7 +53,7 @@ def generations_of(
         )
     prompts = prompts_of("input", body.input, add_special_tokens=body.add_special_tokens)
     return [
-        Generation(
+        GenerationRequest(
             model=default_model if body.model is None else body.model,
             prompt=prompt,
             sampling=Sampling(max_tokens=1),

@@ -13,19 +13,19 @@ from litestar.params import Body
 
 from services.gateway.catalog import Catalog
 from services.gateway.http.body import StrictBody
-from services.gateway.http.response import Answer, Events, Whole
+from services.gateway.http.response import BodyRenderer, EventRenderer, GenerationResponse
 from services.gateway.openai import chat, completions, embeddings
 from services.gateway.openai.chat import ChatCompletionRequest
-from services.gateway.openai.chat_response import ChatAnswer
-from services.gateway.openai.completion_response import CompletionAnswer
+from services.gateway.openai.chat_response import ChatRenderer
+from services.gateway.openai.completion_response import CompletionRenderer
 from services.gateway.openai.completions import CompletionRequest
-from services.gateway.openai.embedding_response import EmbeddingAnswer
+from services.gateway.openai.embedding_response import EmbeddingRenderer
 from services.gateway.openai.embeddings import EmbeddingRequest
-from services.gateway.request.generation_request import Generation
-from services.gateway.request.output_merger import Gathering
-from services.gateway.request.preparation import Prepared
-from services.gateway.request.request_output import Delivery
-from services.gateway.request.reservation import Permit
+from services.gateway.request.generation_request import GenerationRequest
+from services.gateway.request.output_merger import OutputMerger
+from services.gateway.request.preparation import PreparedRequest
+from services.gateway.request.request_output import RequestOutput
+from services.gateway.request.reservation import Reservation
 from services.gateway.text.model_files import ModelFiles
 from shared.tenancy.tenant import TenantRecord
 
@@ -51,18 +51,18 @@ class Generator(Protocol):
     files: ModelFiles
 
     async def prepare(
-        self, tenant: TenantRecord, request_id: str, generation: Generation
-    ) -> Prepared:
+        self, tenant: TenantRecord, request_id: str, generation: GenerationRequest
+    ) -> PreparedRequest:
         """Raises the HearthError with which the request is refused."""
         ...
 
     async def admit(
-        self, tenant: TenantRecord, request_id: str, prepared: Sequence[Prepared]
-    ) -> Permit:
+        self, tenant: TenantRecord, request_id: str, prepared: Sequence[PreparedRequest]
+    ) -> Reservation:
         """For all prompts of one answer. Raises the HearthError with which it is refused."""
         ...
 
-    def open(self, prepared: Prepared, permit: Permit) -> Delivery:
+    def open(self, prepared: PreparedRequest, permit: Reservation) -> RequestOutput:
         """Raises the HearthError with which the request is refused."""
         ...
 
@@ -80,11 +80,11 @@ class OpenAIRoutes:
 
     async def chat_completions(
         self, request: Request[Any, Any, Any], data: Annotated[ChatCompletionRequest, Body()]
-    ) -> Answer:
+    ) -> GenerationResponse:
         """With `stream`, server-sent events of `chat.completion.chunk`, then `[DONE]`."""
         generation = chat.generation_of(data, self._gateway.catalog.name)
         gathering = await self._open(request, [generation])
-        told = ChatAnswer(
+        told = ChatRenderer(
             gathering=gathering,
             token_bytes=self._gateway.files.tokenizer.token_bytes,
             request_id=request.state.request_id,
@@ -97,11 +97,11 @@ class OpenAIRoutes:
 
     async def completions(
         self, request: Request[Any, Any, Any], data: Annotated[CompletionRequest, Body()]
-    ) -> Answer:
+    ) -> GenerationResponse:
         """With `stream`, server-sent events of `text_completion`, then `[DONE]`."""
         generations = completions.generations_of(data, self._gateway.catalog.name)
         gathering = await self._open(request, generations)
-        told = CompletionAnswer(
+        told = CompletionRenderer(
             gathering=gathering,
             token_bytes=self._gateway.files.tokenizer.token_bytes,
             request_id=request.state.request_id,
@@ -115,13 +115,13 @@ class OpenAIRoutes:
 
     async def embeddings(
         self, request: Request[Any, Any, Any], data: Annotated[EmbeddingRequest, Body()]
-    ) -> Answer:
+    ) -> GenerationResponse:
         """Of the model's last hidden state, at the last token or over all of them."""
         hidden_size = self._gateway.files.limits.hidden_size
         name = self._gateway.catalog.name
         generations = embeddings.generations_of(data, name, hidden_size)
         gathering = await self._open(request, generations)
-        told = EmbeddingAnswer(
+        told = EmbeddingRenderer(
             gathering=gathering,
             request_id=request.state.request_id,
             model=generations[0].model,
@@ -131,8 +131,8 @@ class OpenAIRoutes:
         return self._answer(gathering, told.body, request)
 
     async def _open(
-        self, request: Request[Any, Any, Any], generations: Sequence[Generation]
-    ) -> Gathering:
+        self, request: Request[Any, Any, Any], generations: Sequence[GenerationRequest]
+    ) -> OutputMerger:
         """All are admitted or none is: no worker hears of a list in which one prompt is bad.
 
         Running streams get their turn between two of them.
@@ -142,7 +142,7 @@ class OpenAIRoutes:
         session = request.headers.get(AFFINITY_HEADER)
         if session:
             generations = [msgspec.structs.replace(g, affinity_key=session) for g in generations]
-        prepared: list[Prepared] = []
+        prepared: list[PreparedRequest] = []
         for index, generation in enumerate(generations):
             if index:
                 await asyncio.sleep(0)
@@ -150,7 +150,7 @@ class OpenAIRoutes:
             prepared.append(await self._gateway.prepare(tenant, own_id, generation))
         permit = await self._gateway.admit(tenant, request_id, prepared)
         state.limit_headers = permit.headers
-        deliveries: list[Delivery] = []
+        deliveries: list[RequestOutput] = []
         try:
             for each in prepared:
                 if deliveries:
@@ -161,16 +161,19 @@ class OpenAIRoutes:
             raise
         finally:
             permit.seal()
-        return Gathering(deliveries, num_choices=generations[0].num_choices)
+        return OutputMerger(deliveries, num_choices=generations[0].num_choices)
 
     def _answer(
-        self, gathering: Gathering, content: Events | Whole, request: Request[Any, Any, Any]
-    ) -> Answer:
+        self,
+        gathering: OutputMerger,
+        content: EventRenderer | BodyRenderer,
+        request: Request[Any, Any, Any],
+    ) -> GenerationResponse:
         leave = partial(self._leave, gathering.deliveries)
         state = request.state
         headers = {"x-request-id": state.request_id, **state.limit_headers}
-        return Answer(gathering, content, headers, leave)
+        return GenerationResponse(gathering, content, headers, leave)
 
-    def _leave(self, deliveries: Sequence[Delivery]) -> None:
+    def _leave(self, deliveries: Sequence[RequestOutput]) -> None:
         for delivery in deliveries:
             self._gateway.leave(delivery.request_id)

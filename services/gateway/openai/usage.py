@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from services.gateway.request.request_output import Delivery
+from services.gateway.request.request_output import RequestOutput
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class HearthInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_resubmissions: int
 
 
-def usage_of(deliveries: Sequence[Delivery]) -> Usage:
+def usage_of(deliveries: Sequence[RequestOutput]) -> Usage:
     """A prompt counts once, however many choices go on from it; every choice drawn counts."""
     num_prompt = sum(each.num_prompt_tokens for each in deliveries)
     num_output = sum(each.num_output_tokens for each in deliveries)
@@ -48,7 +48,7 @@ def usage_of(deliveries: Sequence[Delivery]) -> Usage:
     )
 
 
-def hearth_info_of(request_id: str, deliveries: Sequence[Delivery]) -> HearthInfo:
+def hearth_info_of(request_id: str, deliveries: Sequence[RequestOutput]) -> HearthInfo:
     ends = [each.end for each in deliveries]
     served = [each.served for each in deliveries]
     return HearthInfo(

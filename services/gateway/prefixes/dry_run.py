@@ -16,19 +16,19 @@ from services.gateway.prefixes.bodies import (
     DryRunRequest,
     WorkerPrefix,
 )
-from services.gateway.prefixes.store import Shelf
-from services.gateway.request.generation_request import Generation
-from services.gateway.request.preparation import Prepared
+from services.gateway.prefixes.store import PrefixStore
+from services.gateway.request.generation_request import GenerationRequest
+from services.gateway.request.preparation import PreparedRequest
 from services.gateway.text.tokenizer import PromptTokenizer
 from shared.errors import InvalidRequest
 from shared.messages import ModelCard
 
 CONTEXT_TOKENS = 8  # shown before the place where two prompts part
 
-Prepare = Callable[[Generation], Awaitable[Prepared]]
+Prepare = Callable[[GenerationRequest], Awaitable[PreparedRequest]]
 
 
-def generation_of(body: dict[str, Any], param: str, default_model: str) -> Generation:
+def generation_of(body: dict[str, Any], param: str, default_model: str) -> GenerationRequest:
     """Raises InvalidRequest, as the route that the body is for."""
     data = msgspec.json.encode(body)
     if "messages" in body:
@@ -45,7 +45,7 @@ async def dry_run(
     tenant_id: str,
     *,
     prepare: Prepare,
-    shelf: Shelf,
+    shelf: PrefixStore,
     tokenizer: PromptTokenizer,
     card_of: Callable[[str], ModelCard],
     default_model: str,
@@ -66,7 +66,9 @@ async def dry_run(
     return DryRunReport(request=runs[0], other=runs[1], divergence=divergence)
 
 
-async def _run(prepared: Prepared, tenant_id: str, shelf: Shelf, card: ModelCard) -> DryRun:
+async def _run(
+    prepared: PreparedRequest, tenant_id: str, shelf: PrefixStore, card: ModelCard
+) -> DryRun:
     request, num_tokens = prepared.request, len(prepared.prompt_token_ids)
     found = await shelf.held(tenant_id, card, request.block_hashes)
     # the last token is computed in any case, so that there is something to draw from

@@ -39,7 +39,7 @@ async def prefix_tokens(
     return [column[0] for column in same]
 
 
-class PrefixReader:
+class PrefixTokenizer:
     def __init__(
         self, render: Render, tokenizer: PromptTokenizer, max_payload_bytes: Callable[[], int]
     ) -> None:

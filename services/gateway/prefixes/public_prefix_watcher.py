@@ -7,7 +7,7 @@ from collections.abc import Callable
 import structlog
 
 from services.gateway.catalog import Catalog
-from services.gateway.prefixes.prefix_tokenizer import PrefixReader
+from services.gateway.prefixes.prefix_tokenizer import PrefixTokenizer
 from services.gateway.request.public_prefixes import PublicPrefixes
 from shared.block_hash import PUBLIC_TENANT_ID
 from shared.clock import Clock
@@ -21,7 +21,7 @@ log = structlog.get_logger(__name__)
 LOOK_S = 1.0  # how soon a gateway knows of one
 
 
-class PublicWatcher:
+class PublicPrefixWatcher:
     def __init__(
         self,
         public: PublicPrefixes,
@@ -29,7 +29,7 @@ class PublicWatcher:
         clock: Clock,
         *,
         catalog: Catalog,
-        reader: PrefixReader,
+        reader: PrefixTokenizer,
         wall_clock: Callable[[], float],
     ) -> None:
         self._public = public

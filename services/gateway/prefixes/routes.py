@@ -18,9 +18,9 @@ from services.gateway.prefixes.bodies import (
     PrefixRequest,
 )
 from services.gateway.prefixes.dry_run import dry_run
-from services.gateway.prefixes.store import Shelf
-from services.gateway.request.generation_request import Generation
-from services.gateway.request.preparation import Prepared
+from services.gateway.prefixes.store import PrefixStore
+from services.gateway.request.generation_request import GenerationRequest
+from services.gateway.request.preparation import PreparedRequest
 from services.gateway.text.model_files import ModelFiles
 from shared.tenancy.tenant import TenantRecord
 
@@ -30,11 +30,11 @@ class PrefixGateway(Protocol):
 
     catalog: Catalog
     files: ModelFiles
-    shelf: Shelf
+    shelf: PrefixStore
 
     async def prepare(
-        self, tenant: TenantRecord, request_id: str, generation: Generation
-    ) -> Prepared:
+        self, tenant: TenantRecord, request_id: str, generation: GenerationRequest
+    ) -> PreparedRequest:
         """Raises the HearthError with which the request is refused."""
         ...
 

@@ -21,7 +21,7 @@ from services.gateway.prefixes.errors import (
     UnknownPrefix,
     ZeroRetentionRefused,
 )
-from services.gateway.prefixes.prefix_tokenizer import PrefixReader
+from services.gateway.prefixes.prefix_tokenizer import PrefixTokenizer
 from services.gateway.tenancy.permissions import check_model, check_regions
 from shared.block_hash import PUBLIC_TENANT_ID, extend_chain, public_root, root_hash
 from shared.errors import HearthError, InvalidRequest
@@ -40,7 +40,7 @@ log = structlog.get_logger(__name__)
 MATCH_TIMEOUT_S = 0.25
 
 
-class Shelf:
+class PrefixStore:
     def __init__(
         self,
         bus: Bus,
@@ -48,7 +48,7 @@ class Shelf:
         *,
         fleet: Fleet,
         catalog: Catalog,
-        reader: PrefixReader,
+        reader: PrefixTokenizer,
         wall_clock: Callable[[], float],
     ) -> None:
         """`wall_clock`: unix seconds, which outlive this process."""

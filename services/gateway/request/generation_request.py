@@ -21,7 +21,7 @@ ENVELOPE_BYTES = 16 * 1024
 LOGPROB_BYTES = 14  # a token id and a float, as msgpack writes them
 
 
-class Generation(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt and what is wanted of it. `pooling`: an embedding, and no token."""
 
     model: str
@@ -41,7 +41,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
         return not isinstance(self.prompt, ChatPrompt)
 
 
-class Origin(msgspec.Struct, frozen=True, kw_only=True):
+class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
     """Who asks, through which gateway, and until when."""
 
     request_id: str
@@ -51,7 +51,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def max_output_tokens(
-    generation: Generation, num_prompt_tokens: int, card: ModelCard, default: int
+    generation: GenerationRequest, num_prompt_tokens: int, card: ModelCard, default: int
 ) -> int:
     """Raises PromptTooLong, or InvalidRequest if prompt and answer together do not fit."""
     context, param = card.max_context_tokens, generation.prompt.param
@@ -106,11 +106,11 @@ def scoped_affinity_key(tenant_id: str, affinity_key: str) -> str:
 
 
 def build_request(
-    generation: Generation,
+    generation: GenerationRequest,
     prompt_token_ids: list[int],
     sampling: SamplingParams,
     card: ModelCard,
-    origin: Origin,
+    origin: RequestContext,
     public: PublicPrefixes | None = None,
 ) -> Request:
     tenant = origin.tenant

@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from functools import partial
 
-from services.gateway.request.request_output import Delivery, Piece
+from services.gateway.request.request_output import OutputDelta, RequestOutput
 
 
-class Gathering:
+class OutputMerger:
     """`next` gives what any of the deliveries has to tell; choices count on over the prompts."""
 
-    def __init__(self, deliveries: Sequence[Delivery], *, num_choices: int = 1) -> None:
+    def __init__(self, deliveries: Sequence[RequestOutput], *, num_choices: int = 1) -> None:
         """`num_choices`: of each prompt."""
         self.deliveries = tuple(deliveries)
         self.num_choices = num_choices
@@ -28,7 +28,7 @@ class Gathering:
         """`next` has given all that there was, and none of the requests failed."""
         return not self._num_open
 
-    async def next(self) -> list[Piece]:
+    async def next(self) -> list[OutputDelta]:
         """What came since the last call, at least one piece; empty when all is told.
 
         Raises the HearthError that ended one of the requests, once nothing else is left to tell.
@@ -40,7 +40,7 @@ class Gathering:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
 
-    def _take(self) -> list[Piece]:
+    def _take(self) -> list[OutputDelta]:
         fresh, self._fresh = self._fresh, {}
         pieces = [piece for delivery in fresh for piece in delivery.take()]
         for delivery in fresh:
@@ -48,7 +48,7 @@ class Gathering:
                 self._close(delivery, has_more=bool(pieces))
         return pieces
 
-    def _close(self, delivery: Delivery, *, has_more: bool) -> None:
+    def _close(self, delivery: RequestOutput, *, has_more: bool) -> None:
         assert delivery.end is not None
         error = delivery.end.error
         if error is None:
@@ -58,7 +58,7 @@ class Gathering:
         else:
             raise error
 
-    def _wake(self, delivery: Delivery) -> None:
+    def _wake(self, delivery: RequestOutput) -> None:
         self._fresh[delivery] = None
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from services.gateway.request.generation_request import (
-    Generation,
-    Origin,
+    GenerationRequest,
+    RequestContext,
     build_request,
     check_payload,
     max_output_tokens,
@@ -26,8 +26,8 @@ CONTEXT_TOKENS = 8  # of the prompt, enough for a decoder to see that its text g
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    generation: Generation
+class PreparedRequest:
+    generation: GenerationRequest
     request: Request
     prompt_token_ids: list[int]
     echo: Echo | None
@@ -57,18 +57,18 @@ class Preparation:
 
     def prepare(
         self,
-        generation: Generation,
+        generation: GenerationRequest,
         card: ModelCard,
         *,
         tenant: TenantRecord,
         request_id: str,
         max_payload_bytes: int,
-    ) -> Prepared:
+    ) -> PreparedRequest:
         """Raises the InvalidRequest with which the request is refused."""
         prompt = tokenize(generation.prompt, self._files, card)
         default = self._default_max_tokens(generation, tenant)
         max_tokens = max_output_tokens(generation, len(prompt), card, default)
-        origin = Origin(
+        origin = RequestContext(
             request_id=request_id,
             tenant=tenant,
             gateway_id=self._config.process_id,
@@ -79,9 +79,9 @@ class Preparation:
         request = build_request(generation, prompt, sampling, card, origin, self._public)
         check_payload(request, generation.prompt.param, max_payload_bytes)
         echo = echo_of(generation.prompt, self._files) if generation.has_echo else None
-        return Prepared(generation, request, prompt, echo)
+        return PreparedRequest(generation, request, prompt, echo)
 
-    def assembler(self, prepared: Prepared) -> TextAssembler:
+    def assembler(self, prepared: PreparedRequest) -> TextAssembler:
         context = prepared.prompt_token_ids if prepared.generation.continues_text else []
         tokenizer = self._files.tokenizer
         detokenizer = Detokenizer(
@@ -90,7 +90,7 @@ class Preparation:
         sampling = prepared.generation.sampling
         return TextAssembler(detokenizer, sampling.stop, min_tokens=sampling.min_tokens)
 
-    def _default_max_tokens(self, generation: Generation, tenant: TenantRecord) -> int:
+    def _default_max_tokens(self, generation: GenerationRequest, tenant: TenantRecord) -> int:
         """Who does not say how much it wants is not refused for wanting more than it may have."""
         of_model = self._files.defaults.max_new_tokens
         default = self._config.default_max_tokens if of_model is None else of_model

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.request.preparation import Prepared
-from services.gateway.streams.stream import End
+from services.gateway.request.preparation import PreparedRequest
+from services.gateway.streams.stream import StreamEnd
 from services.gateway.text.scored_tokens import ScoredToken
 from services.gateway.text.text_assembler import TextAssembler
 from shared.clock import Clock
@@ -30,7 +30,7 @@ class ClientGone(HearthError):
     http_status = 499
 
 
-class Piece(msgspec.Struct, frozen=True):
+class OutputDelta(msgspec.Struct, frozen=True):
     """`texts`: of a token each, or joined. `tokens`: those of the text, where logprobs were asked
     for.
     """
@@ -65,7 +65,7 @@ class _ChoiceText:
         return tokens
 
 
-class Delivery:
+class RequestOutput:
     """A `stream.Receiver` on one side, `take()` on the other.
 
     `first_choice_index` is where its choices begin in an answer of several requests.
@@ -73,18 +73,18 @@ class Delivery:
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: PreparedRequest,
         assemblers: Sequence[TextAssembler],
         metrics: GatewayMetrics,
         clock: Clock,
         *,
-        on_end: Callable[[Delivery], None] = lambda delivery: None,
+        on_end: Callable[[RequestOutput], None] = lambda delivery: None,
     ) -> None:
         sampling = prepared.request.sampling
         self.request_id = prepared.request.request_id
         self.num_prompt_tokens = len(prepared.prompt_token_ids)
         self.echo = prepared.echo
-        self.end: End | None = None
+        self.end: StreamEnd | None = None
         self.embedding: bytes | None = None
         self.prompt_logprobs: Sequence[TokenLogprobs] = ()
         self.first_choice_index = 0
@@ -119,7 +119,7 @@ class Delivery:
         is_whole = self.end is not None and self.end.error is None
         return is_whole or self.num_output_tokens > 0
 
-    def take(self) -> list[Piece]:
+    def take(self) -> list[OutputDelta]:
         """What came since the last call; nothing before the prompt's logprobs, if they are due."""
         if self._lacks_prompt and self.end is None:
             return []
@@ -128,7 +128,7 @@ class Delivery:
             is_ending = text.finish_reason is not None and not text.is_taken
             if text.texts or text.tokens or is_ending:
                 texts = text.take_texts()
-                taken.append(Piece(index, texts, text.finish_reason, text.take_tokens()))
+                taken.append(OutputDelta(index, texts, text.finish_reason, text.take_tokens()))
                 text.is_taken = is_ending
         return taken
 
@@ -173,7 +173,7 @@ class Delivery:
         self.embedding = finish.embedding
         self.on_news()
 
-    def on_end(self, end: End) -> None:
+    def on_end(self, end: StreamEnd) -> None:
         self.end = end
         if end.error is None:
             self._metrics.count_request(self._texts[0].finish_reason or "stop")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from services.gateway.tenancy.request_cost import Grant
+from services.gateway.tenancy.request_cost import LimitLease
 from shared.tenancy.tenant import UsageKind
 
 if TYPE_CHECKING:
-    from services.gateway.request.request_output import Delivery
+    from services.gateway.request.request_output import RequestOutput
 
 
-def delivered_of(deliveries: Sequence[Delivery]) -> dict[UsageKind, int]:
+def delivered_of(deliveries: Sequence[RequestOutput]) -> dict[UsageKind, int]:
     """What counts of an answer; nothing, where it failed before anything of it was there."""
     delivered = [each for each in deliveries if each.has_delivered]
     return {
@@ -23,16 +23,18 @@ def delivered_of(deliveries: Sequence[Delivery]) -> dict[UsageKind, int]:
     }
 
 
-class Permit:
+class Reservation:
     """open ──sealed, and every delivery has ended──▶ closed, which is told once."""
 
-    def __init__(self, grant: Grant, on_close: Callable[[Grant, Sequence[Delivery]], None]) -> None:
+    def __init__(
+        self, grant: LimitLease, on_close: Callable[[LimitLease, Sequence[RequestOutput]], None]
+    ) -> None:
         self._grant = grant
         self._on_close = on_close
         self._num_open = 0
         self._is_sealed = False
         self._is_closed = False
-        self._ended: list[Delivery] = []
+        self._ended: list[RequestOutput] = []
 
     @property
     def headers(self) -> Mapping[str, str]:
@@ -41,7 +43,7 @@ class Permit:
     def opened(self) -> None:
         self._num_open += 1
 
-    def ended(self, delivery: Delivery) -> None:
+    def ended(self, delivery: RequestOutput) -> None:
         self._num_open -= 1
         self._ended.append(delivery)
         self._close_if_due()

@@ -20,14 +20,14 @@ ANSWER_EVERY_S = 1.0
 
 
 @dataclass(slots=True)
-class Early:
+class EarlyEntry:
     since: float
     entries: list[TokenEntry] = field(default_factory=list)
 
 
 class EarlyEntries:
     def __init__(self) -> None:
-        self._by_placement: OrderedDict[tuple[bytes, str], Early] = OrderedDict()
+        self._by_placement: OrderedDict[tuple[bytes, str], EarlyEntry] = OrderedDict()
         self._num_entries = 0
         self._num_values = 0
 
@@ -39,7 +39,7 @@ class EarlyEntries:
         key = entry.placement_id, worker_id
         early = self._by_placement.get(key)
         if early is None:
-            early = self._by_placement[key] = Early(now)
+            early = self._by_placement[key] = EarlyEntry(now)
         early.entries.append(entry)
         self._num_entries += 1
         self._num_values += _num_values(entry)

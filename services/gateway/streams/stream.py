@@ -25,18 +25,18 @@ from shared.messages import Choice, Finish, Request, Served, TokenLogprobs
 from shared.packing import pack_token_ids
 
 
-class State(Enum):
+class StreamState(Enum):
     SUBMITTING = "submitting"
     QUEUED = "queued"
     RUNNING = "running"
     ENDED = "ended"
 
 
-TRANSITIONS: dict[State, frozenset[State]] = {
-    State.SUBMITTING: frozenset({State.QUEUED, State.RUNNING, State.ENDED}),
-    State.QUEUED: frozenset({State.SUBMITTING, State.RUNNING, State.ENDED}),
-    State.RUNNING: frozenset({State.SUBMITTING, State.ENDED}),
-    State.ENDED: frozenset(),
+TRANSITIONS: dict[StreamState, frozenset[StreamState]] = {
+    StreamState.SUBMITTING: frozenset({StreamState.QUEUED, StreamState.RUNNING, StreamState.ENDED}),
+    StreamState.QUEUED: frozenset({StreamState.SUBMITTING, StreamState.RUNNING, StreamState.ENDED}),
+    StreamState.RUNNING: frozenset({StreamState.SUBMITTING, StreamState.ENDED}),
+    StreamState.ENDED: frozenset(),
 }
 
 
@@ -45,7 +45,7 @@ class IllegalTransition(HearthError):
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class StreamEnd:
     """The one ending. `error` is None when every choice has finished."""
 
     error: HearthError | None
@@ -72,11 +72,11 @@ class Receiver(Protocol):
 
     def on_finish(self, choice_index: int, finish: Finish) -> None: ...
 
-    def on_end(self, end: End) -> None: ...
+    def on_end(self, end: StreamEnd) -> None: ...
 
 
 @dataclass(slots=True)
-class Placement:
+class CurrentPlacement:
     placement_id: bytes
     worker_id: str
     heard_at: float
@@ -99,7 +99,7 @@ class Stream:
             choice.choice_index: ChoiceTokens(choice.choice_index) for choice in request.choices
         }
         self.has_logprobs = request.sampling.num_logprobs is not None
-        self.state = State.SUBMITTING
+        self.state = StreamState.SUBMITTING
         self.attempt = 0
         self.num_resubmissions = 0
         self.excluded_workers: set[str] = set()
@@ -110,7 +110,7 @@ class Stream:
         self.num_tries = 0  # since `give_up_at` was set
         self.scheduler_id: str | None = None
         self.keepalive_at = now
-        self.placement: Placement | None = None
+        self.placement: CurrentPlacement | None = None
         self.last_worker_id: str | None = None
 
     @property
@@ -134,7 +134,7 @@ class Stream:
             for choice in self.choices.values()
         )
 
-    def become(self, state: State) -> None:
+    def become(self, state: StreamState) -> None:
         """Raises IllegalTransition; a bug, never a peer's doing."""
         if state not in TRANSITIONS[self.state]:
             raise IllegalTransition(f"{self.request_id}: {self.state.value} to {state.value}")

@@ -16,7 +16,7 @@ from shared.background import Background
 from shared.clock import Clock
 from shared.errors import HearthError, NoResponders
 from shared.lifecycle.health import TICK_S, Loss
-from shared.lifecycle.heartbeat import Heart
+from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import (
     AbortReason,
     Placed,
@@ -35,14 +35,14 @@ SUBMIT_TIMEOUT_S = 0.25
 RESEND_TIMEOUT_S = 0.5
 
 
-class Recovery:
+class StreamDriver:
     """All open requests of one gateway, kept going; the heart is its owner's to start and stop."""
 
     def __init__(
         self,
         bus: Bus,
         clock: Clock,
-        heart: Heart,
+        heart: HealthMonitor,
         *,
         on_resubmitted: Callable[[int], None] = lambda number: None,
     ) -> None:

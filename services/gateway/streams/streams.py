@@ -18,7 +18,13 @@ from __future__ import annotations
 from services.gateway.streams.actions import Action, Actions
 from services.gateway.streams.choice_tokens import ChoiceTokens
 from services.gateway.streams.early_entries import ANSWER_EVERY_S, EarlyEntries, RetiredPlacements
-from services.gateway.streams.stream import End, Placement, Receiver, State, Stream
+from services.gateway.streams.stream import (
+    CurrentPlacement,
+    Receiver,
+    Stream,
+    StreamEnd,
+    StreamState,
+)
 from shared.errors import (
     DeadlineExceeded,
     DependencyUnavailable,
@@ -113,7 +119,7 @@ class Streams:
         stream = self._by_request.get(request_id)
         if stream is None:
             self._actions.cancel(reply.scheduler_id, request_id, attempt)
-        elif stream.state is State.SUBMITTING and stream.attempt == attempt:
+        elif stream.state is StreamState.SUBMITTING and stream.attempt == attempt:
             self._queue(stream, reply.scheduler_id, now)
 
     def on_refused(
@@ -126,7 +132,11 @@ class Streams:
         is_bus_trusted: bool = True,
     ) -> None:
         stream = self._by_request.get(request_id)
-        if stream is None or stream.state is not State.SUBMITTING or stream.attempt != attempt:
+        if (
+            stream is None
+            or stream.state is not StreamState.SUBMITTING
+            or stream.attempt != attempt
+        ):
             return
         is_patient = stream.is_recovering or error.retry_after_s == 0  # 0: it asks for another try
         is_hopeful = isinstance(error, _TRANSIENT) or (is_patient and isinstance(error, _PATIENT))
@@ -164,8 +174,8 @@ class Streams:
         stream = self._by_request.get(failed.request_id)
         if stream is None or not _is_present(failed, stream):
             return
-        if stream.state is State.QUEUED:
-            stream.become(State.SUBMITTING)
+        if stream.state is StreamState.QUEUED:
+            stream.become(StreamState.SUBMITTING)
             self._open_window(stream, now)
         self.on_refused(failed.request_id, stream.attempt, error_of(failed.failure), now)
 
@@ -173,9 +183,9 @@ class Streams:
         for request_id in keepalive.request_ids:
             stream = self._by_request.get(request_id)
             attempt = None if stream is None else stream.attempt
-            if stream is None or stream.state is State.RUNNING:
+            if stream is None or stream.state is StreamState.RUNNING:
                 self._actions.cancel(keepalive.scheduler_id, request_id, attempt)
-            elif stream.state is State.SUBMITTING:  # its ack came too late or got lost
+            elif stream.state is StreamState.SUBMITTING:  # its ack came too late or got lost
                 self._queue(stream, keepalive.scheduler_id, now)
             elif stream.scheduler_id == keepalive.scheduler_id:
                 stream.keepalive_at = now
@@ -184,7 +194,7 @@ class Streams:
 
     def on_scheduler_lost(self, scheduler_id: str, now: float) -> None:
         for stream in list(self._by_request.values()):
-            if stream.state is State.QUEUED and stream.scheduler_id == scheduler_id:
+            if stream.state is StreamState.QUEUED and stream.scheduler_id == scheduler_id:
                 self._resubmit(stream, now)
 
     def on_bus_back(self, now: float) -> None:
@@ -193,7 +203,7 @@ class Streams:
         A queued request may have been placed without our being told: it is submitted anew.
         """
         for stream in list(self._by_request.values()):
-            if stream.state is State.QUEUED:
+            if stream.state is StreamState.QUEUED:
                 self._resubmit(stream, now)
             for choice in stream.choices.values():
                 choice.heard_at = min(choice.heard_at, now - QUIET_LIMIT_S + RESEND_RETRY_S)
@@ -256,9 +266,9 @@ class Streams:
             if now >= stream.deadline_at:
                 error = DeadlineExceeded("the request did not finish before its deadline")
                 self._end(stream, error, "deadline", now)
-            elif stream.state is State.RUNNING:
+            elif stream.state is StreamState.RUNNING:
                 self._watch_running(stream, now)
-            elif stream.state is State.QUEUED:
+            elif stream.state is StreamState.QUEUED:
                 self._watch_queued(stream, now, is_bus_trusted)
             elif stream.submit_at is not None and now >= stream.submit_at:
                 self._submit(stream, now)
@@ -296,18 +306,18 @@ class Streams:
         stream.num_tries = 0
 
     def _queue(self, stream: Stream, scheduler_id: str, now: float) -> None:
-        stream.become(State.QUEUED)
+        stream.become(StreamState.QUEUED)
         stream.was_accepted = True
         stream.scheduler_id = scheduler_id
         stream.keepalive_at = now
         stream.submit_at = None
 
     def _run(self, stream: Stream, placed: Placed, now: float) -> None:
-        stream.become(State.RUNNING)
+        stream.become(StreamState.RUNNING)
         stream.was_accepted = True
         stream.scheduler_id = None
         stream.submit_at = None
-        stream.placement = Placement(placed.placement_id, placed.worker_id, heard_at=now)
+        stream.placement = CurrentPlacement(placed.placement_id, placed.worker_id, heard_at=now)
         stream.last_worker_id = placed.worker_id
         self._by_placement[placed.placement_id] = stream
         for choice in stream.choices.values():
@@ -333,8 +343,8 @@ class Streams:
             return
         stream.num_resubmissions += 1
         self.num_resubmissions += 1
-        if stream.state is not State.SUBMITTING:
-            stream.become(State.SUBMITTING)
+        if stream.state is not StreamState.SUBMITTING:
+            stream.become(StreamState.SUBMITTING)
         self._open_window(stream, now)
         self._submit(stream, now)
 
@@ -367,7 +377,7 @@ class Streams:
             if choice.has_gap:
                 self._ask_again(stream, choice)
             return
-        if stream.state is State.RUNNING and stream.is_finished:
+        if stream.state is StreamState.RUNNING and stream.is_finished:
             self._end(stream, None, "stop", now)
 
     def _tell(self, stream: Stream, choice: ChoiceTokens, entry: TokenEntry) -> None:
@@ -390,7 +400,7 @@ class Streams:
             self._abort_choice(stream.placement, choice)
 
     def _stop_again(
-        self, placement: Placement, choice: ChoiceTokens, entry: TokenEntry, now: float
+        self, placement: CurrentPlacement, choice: ChoiceTokens, entry: TokenEntry, now: float
     ) -> None:
         """What still comes of a stopped choice was under way, or its abort was lost."""
         stopped_at = placement.stopped_at.get(choice.choice_index)
@@ -399,7 +409,7 @@ class Streams:
         placement.stopped_at[choice.choice_index] = now
         self._abort_choice(placement, choice)
 
-    def _abort_choice(self, placement: Placement, choice: ChoiceTokens) -> None:
+    def _abort_choice(self, placement: CurrentPlacement, choice: ChoiceTokens) -> None:
         worker_id, placement_id = placement.worker_id, placement.placement_id
         self._actions.abort(worker_id, placement_id, "stop", choice.choice_index)
 
@@ -422,13 +432,13 @@ class Streams:
         self, stream: Stream, error: HearthError | None, reason: AbortReason, now: float
     ) -> None:
         self._leave(stream, reason, now)
-        stream.become(State.ENDED)
+        stream.become(StreamState.ENDED)
         del self._by_request[stream.request_id]
-        stream.receiver.on_end(End(error, stream.last_worker_id, stream.num_resubmissions))
+        stream.receiver.on_end(StreamEnd(error, stream.last_worker_id, stream.num_resubmissions))
 
     def _leave(self, stream: Stream, reason: AbortReason, now: float) -> None:
         """Tells queue or worker that this stream is no longer theirs."""
-        if stream.state is State.QUEUED and stream.scheduler_id is not None:
+        if stream.state is StreamState.QUEUED and stream.scheduler_id is not None:
             self._actions.cancel(stream.scheduler_id, stream.request_id, stream.attempt)
         stream.scheduler_id = None
         is_told = stream.has_every_ending
@@ -472,9 +482,9 @@ def _is_present(failed: PlacementFailed, stream: Stream) -> bool:
     """Of the try that the stream waits for; what is queued may be an earlier one (its ack was late,
     a keepalive told of it).
     """
-    if stream.state is State.QUEUED:
+    if stream.state is StreamState.QUEUED:
         return failed.scheduler_id == stream.scheduler_id
-    return stream.state is State.SUBMITTING and failed.attempt == stream.attempt
+    return stream.state is StreamState.SUBMITTING and failed.attempt == stream.attempt
 
 
 def _fault_of(entry: TokenEntry, stream: Stream) -> str | None:

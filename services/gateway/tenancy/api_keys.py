@@ -38,7 +38,7 @@ return {key, tenant or false, redis.call('TIME')[1]}
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _CachedTenant:
     tenant: TenantRecord
     checked_at: float
     expires_at: float  # of the gateway's clock
@@ -50,7 +50,7 @@ class ApiKeys:
     def __init__(self, store: Store, clock: Clock) -> None:
         self._store = store
         self._clock = clock
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _CachedTenant] = {}
         self._lookups: dict[str, asyncio.Task[TenantRecord]] = {}
 
     async def warm_up(self) -> None:
@@ -104,7 +104,7 @@ class ApiKeys:
                 "API keys cannot be checked at the moment", retry_after_s=1.0
             ) from None
 
-    def _judge(self, reply: list[Any]) -> _Known:
+    def _judge(self, reply: list[Any]) -> _CachedTenant:
         fields, tenant, redis_time = reply
         if not fields:
             raise AuthenticationFailed("the API key is not valid")
@@ -123,11 +123,11 @@ class ApiKeys:
             raise _unreadable("it is another tenant's")
         left_s = inf if key.expires_at is None else key.expires_at - float(redis_time)
         now = self._clock.now()
-        known = _Known(record, now, now + left_s)
+        known = _CachedTenant(record, now, now + left_s)
         self._unexpired(known)
         return known
 
-    def _unexpired(self, known: _Known) -> TenantRecord:
+    def _unexpired(self, known: _CachedTenant) -> TenantRecord:
         if self._clock.now() >= known.expires_at:
             raise AuthenticationFailed("the API key has expired: it was replaced by a newer one")
         return known.tenant

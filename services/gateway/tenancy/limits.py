@@ -23,7 +23,7 @@ import structlog
 
 from services.gateway.tenancy.errors import EXHAUSTED
 from services.gateway.tenancy.ratelimit_headers import headers_of
-from services.gateway.tenancy.request_cost import Demand, Grant, check_size, check_zeros
+from services.gateway.tenancy.request_cost import LimitLease, RequestCost, check_size, check_zeros
 from shared.background import Background
 from shared.clock import Clock
 from shared.store import BREAKER_S, Store, StoreRefused, StoreUnavailable
@@ -31,10 +31,10 @@ from shared.tenancy.rate_limit import (
     CARRY_OUT,
     LEASE_S,
     RATES,
-    Asked,
-    Meter,
-    Order,
-    Reading,
+    LimitCommand,
+    LimitState,
+    RateLimitCounter,
+    RequestedTokens,
     Settled,
     enforced,
     reading_of,
@@ -54,8 +54,8 @@ class _Account:
     """What this gateway knows of a tenant with limits: `tenant` as it was last seen."""
 
     tenant: TenantRecord
-    meter: Meter = field(default_factory=Meter)
-    open: dict[str, Grant] = field(default_factory=dict)
+    meter: RateLimitCounter = field(default_factory=RateLimitCounter)
+    open: dict[str, LimitLease] = field(default_factory=dict)
     unsettled: dict[str, tuple[Settled, float]] = field(default_factory=dict)  # till it is over
     closed: tuple[int, float] = (0, 0.0)  # a limit of requests, and until when none gets in
 
@@ -92,28 +92,28 @@ class Limits:
         left_s = until - self._clock.now()
         if left_s > 0:
             used = {**dict.fromkeys(RATES, 0.0), "requests_per_min": float(limit)}
-            reading = Reading("requests_per_min", left_s, used, 0)
+            reading = LimitState("requests_per_min", left_s, used, 0)
             _refuse(reading, {"requests_per_min": limit})
 
-    async def admit(self, tenant: TenantRecord, lease_id: str, demand: Demand) -> Grant:
+    async def admit(self, tenant: TenantRecord, lease_id: str, demand: RequestCost) -> LimitLease:
         """Raises LimitIsZero, ExceedsLimit or RateLimited. A tenant without limits never waits."""
         self.check(tenant)
         check_size(tenant, demand)
         if not enforced(tenant):
-            return Grant(tenant, lease_id, demand, False, {})
+            return LimitLease(tenant, lease_id, demand, False, {})
         account = self._accounts.setdefault(tenant.tenant_id, _Account(tenant))
         account.tenant = tenant
-        reading, is_charged = await self._ask(account, Asked(lease_id, demand.costs))
+        reading, is_charged = await self._ask(account, RequestedTokens(lease_id, demand.costs))
         if reading.refused_by == "requests_per_min":
             account.closed = (tenant.requests_per_min or 0, self._clock.now() + reading.wait_s)
         if reading.refused_by:
             _refuse(reading, enforced(tenant))
         headers = headers_of(enforced(tenant), reading)
-        grant = Grant(tenant, lease_id, demand, is_charged, headers)
+        grant = LimitLease(tenant, lease_id, demand, is_charged, headers)
         self._accounts.setdefault(tenant.tenant_id, account).open[lease_id] = grant
         return grant
 
-    def settle(self, grant: Grant, num_output_tokens: int) -> None:
+    def settle(self, grant: LimitLease, num_output_tokens: int) -> None:
         """The request has ended; nothing happens when it is said again."""
         account = self._accounts.get(grant.tenant.tenant_id)
         if account is None or account.open.pop(grant.lease_id, None) is None:
@@ -124,7 +124,7 @@ class Limits:
         # what this gateway let in by itself was not charged in Redis: nothing to give back there
         self._leave(account, settled if grant.is_charged else Settled(grant.lease_id, 0))
 
-    async def _ask(self, account: _Account, asked: Asked) -> tuple[Reading, bool]:
+    async def _ask(self, account: _Account, asked: RequestedTokens) -> tuple[LimitState, bool]:
         """Of the meter in Redis and True, or of this gateway's own."""
         own = _own_order(account, asked=asked)
         whole = Settled(asked.lease_id, asked.costs["output_tokens_per_min"])
@@ -199,11 +199,15 @@ class Limits:
         return True
 
     async def _order(
-        self, account: _Account, *, renewed: tuple[str, ...] = (), asked: Asked | None = None
-    ) -> Reading:
+        self,
+        account: _Account,
+        *,
+        renewed: tuple[str, ...] = (),
+        asked: RequestedTokens | None = None,
+    ) -> LimitState:
         """Raises StoreUnavailable."""
         tenant = account.tenant
-        order = Order(
+        order = LimitCommand(
             limits=enforced(tenant),
             lease_s=LEASE_S,
             settled=tuple(settled for settled, _ in islice(account.unsettled.values(), MAX_TOLD)),
@@ -229,13 +233,13 @@ class Limits:
 
 
 def _own_order(
-    account: _Account, *, settled: tuple[Settled, ...] = (), asked: Asked | None = None
-) -> Order:
+    account: _Account, *, settled: tuple[Settled, ...] = (), asked: RequestedTokens | None = None
+) -> LimitCommand:
     """For the meter of this gateway, which knows itself which of its requests are under way."""
-    return Order(limits=enforced(account.tenant), lease_s=inf, settled=settled, asked=asked)
+    return LimitCommand(limits=enforced(account.tenant), lease_s=inf, settled=settled, asked=asked)
 
 
-def _refuse(reading: Reading, limits: dict[str, int]) -> NoReturn:
+def _refuse(reading: LimitState, limits: dict[str, int]) -> NoReturn:
     name, limit = reading.refused_by, limits[reading.refused_by]
     used = reading.num_open if name == "concurrency" else round(reading.used[name])
     raise EXHAUSTED[name](

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from shared.tenancy.rate_limit import MINUTE_S, ROUNDING, Reading
+from shared.tenancy.rate_limit import MINUTE_S, ROUNDING, LimitState
 
 _NAMES = {
     "requests_per_min": "requests",
@@ -19,7 +19,7 @@ _NAMES = {
 }
 
 
-def headers_of(limits: Mapping[str, int], reading: Reading) -> dict[str, str]:
+def headers_of(limits: Mapping[str, int], reading: LimitState) -> dict[str, str]:
     """Nothing of a limit that the tenant has not."""
     headers: dict[str, str] = {}
     tokens = [name for name in _NAMES if name != "requests_per_min" and name in limits]

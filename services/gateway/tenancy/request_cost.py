@@ -10,7 +10,7 @@ from shared.tenancy.tenant import LIMITS, TenantRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class RequestCost:
     """What a request may take at most; `param`: the fields that ask for it."""
 
     num_input_tokens: int
@@ -28,12 +28,12 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class LimitLease:
     """One request that was let in. `is_charged`: by Redis. `headers`: how the limits stand."""
 
     tenant: TenantRecord
     lease_id: str
-    demand: Demand
+    demand: RequestCost
     is_charged: bool
     headers: Mapping[str, str]
 
@@ -45,7 +45,7 @@ def check_zeros(tenant: TenantRecord) -> None:
             raise LimitIsZero(f"this tenant's limit {name} is 0: it may not ask for anything")
 
 
-def check_size(tenant: TenantRecord, demand: Demand) -> None:
+def check_size(tenant: TenantRecord, demand: RequestCost) -> None:
     """Raises ExceedsLimit for what would never be let in."""
     params = {
         "input_tokens_per_min": demand.input_param,

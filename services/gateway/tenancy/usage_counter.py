@@ -62,7 +62,7 @@ def day_of(unix_s: float) -> str:
     return datetime.fromtimestamp(unix_s, UTC).date().isoformat()
 
 
-class Usage:
+class UsageCounter:
     """`writer_id` names one life of one process; `now` gives unix seconds, for the day."""
 
     def __init__(

@@ -5,7 +5,7 @@ ever or take all memory. This process has a bound for memory, and an alarm that 
 template that takes too much of the processor, even if nobody is left who waits for it.
 
     TemplateSource ──▶          once
-    Order ───────────▶          ◀── Rendered, Refused or Late
+    RenderJob ───────▶          ◀── Rendered, Refused or Late
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_PROMPT_CHARS = 64 * 1024 * 1024
 SIZE = struct.Struct("!I")
 
 
-class Order(msgspec.Struct, frozen=True, array_like=True):
+class RenderJob(msgspec.Struct, frozen=True, array_like=True):
     """What is to be rendered. Nobody wants it any more if its turn has not begun by
     `latest_start`, by this host's monotonic clock.
     """
@@ -67,12 +67,12 @@ def main() -> None:
     template = msgspec.msgpack.decode(source, type=TemplateSource).compiled()
     while (order := _read()) is not None:
         signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
-        reply = reply_to(template, msgspec.msgpack.decode(order, type=Order))
+        reply = reply_to(template, msgspec.msgpack.decode(order, type=RenderJob))
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         _write(encode(reply))
 
 
-def reply_to(template: ChatTemplate, order: Order) -> Reply:
+def reply_to(template: ChatTemplate, order: RenderJob) -> Reply:
     if time.monotonic() > order.latest_start:
         return Late()
     try:

@@ -16,7 +16,7 @@ import msgspec
 
 import services
 from services.gateway.text.chat_template import ChatTemplate, LiteralText, TemplateSource
-from services.gateway.text.template_process import LIMIT_S, SIZE, Late, Order, Refused, Reply
+from services.gateway.text.template_process import LIMIT_S, SIZE, Late, Refused, RenderJob, Reply
 from shared.background import Background
 from shared.errors import HearthError, InvalidRequest, NoCapacity, Overloaded
 from shared.lifecycle.child_process import send_signal
@@ -59,7 +59,7 @@ class Renderer:
         if self._template is None:
             raise InvalidRequest("this model has no chat template", param="messages")
         loop = asyncio.get_running_loop()
-        order = Order(messages, tools, latest_start=time.monotonic() + MAX_WAIT_S)
+        order = RenderJob(messages, tools, latest_start=time.monotonic() + MAX_WAIT_S)
         waiting = _Waiting(_frame(order), loop.create_future())
         self._waiting.append(waiting)
         if not self._is_asking:
@@ -174,7 +174,7 @@ def _fail(waiting: _Waiting, error: HearthError) -> None:
         waiting.reply.set_exception(error)
 
 
-def _frame(message: Order | TemplateSource) -> bytes:
+def _frame(message: RenderJob | TemplateSource) -> bytes:
     data = _encode(message)
     return SIZE.pack(len(data)) + data
 

@@ -21,7 +21,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from shared.engine.batching.cached_block import CachedBlock, runs_of
-from shared.engine.batching.tenant_quota import TenantShare
+from shared.engine.batching.tenant_quota import TenantQuota
 from shared.messages import BlocksCleared, BlocksRemoved, BlocksStored
 from shared.packing import pack_hashes
 
@@ -41,7 +41,7 @@ class BlockPool:
         self._pins: Counter[bytes] = Counter()  # by block hash, whether it is here or not
         self._known: list[CachedBlock | None] = [None] * num_blocks
         self._block_ids: dict[bytes, int] = {}
-        self._shares: dict[str, TenantShare] = {}
+        self._shares: dict[str, TenantQuota] = {}
         self._freed: set[int] = set()
         self._events: list[KvEvent] = []
         self._removed: list[bytes] = []  # forgotten after the last of them
@@ -170,7 +170,7 @@ class BlockPool:
                 new.append(block)
             parent_hash = block_hash
         if new:
-            self._shares.setdefault(tenant_id, TenantShare()).num_blocks += len(new)
+            self._shares.setdefault(tenant_id, TenantQuota()).num_blocks += len(new)
             self._end_removal()
             self._events += runs_of(new)
             self.on_event()
@@ -245,7 +245,7 @@ class BlockPool:
         assert block is not None
         return block.tenant_id
 
-    def _share_of(self, block_id: int) -> TenantShare:
+    def _share_of(self, block_id: int) -> TenantQuota:
         return self._shares[self._tenant_of(block_id)]
 
     def _take(self) -> int:
@@ -255,7 +255,7 @@ class BlockPool:
         self._evict(block_id)
         return block_id
 
-    def _trim(self, share: TenantShare) -> None:
+    def _trim(self, share: TenantQuota) -> None:
         while share.has_to_give:
             others = (each for each in share.evictable if each in self._evictable)
             block_id = next(others, None)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class TenantShare:
+class TenantQuota:
     num_blocks: int = 0  # findable, also those that running sequences and pins hold
     max_blocks: int | None = None  # None: no quota
     evictable: OrderedDict[int, None] = field(default_factory=OrderedDict)  # oldest first

@@ -16,7 +16,7 @@ from typing import Annotated
 import msgspec
 import xxhash
 
-from shared.engine.codec.safetensors_layout import Header, parse_header
+from shared.engine.codec.safetensors_layout import SafetensorsHeader, parse_header
 from shared.errors import CheckpointError
 from shared.transport.wire_errors import UNREADABLE, one_line
 
@@ -126,7 +126,7 @@ def _checked(path: Path, encoded: bytes) -> Manifest:
     return manifest
 
 
-def check_shard(path: Path, shard: StoredShard) -> Header:
+def check_shard(path: Path, shard: StoredShard) -> SafetensorsHeader:
     """Whether header and tensors agree; `path` is where they were read. Raises CheckpointError."""
     try:
         header = parse_header(shard.header.encode())

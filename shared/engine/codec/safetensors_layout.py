@@ -33,7 +33,7 @@ MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 _Offset = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Span(msgspec.Struct, frozen=True):
+class ByteSpan(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[_Offset, ...]
     data_offsets: tuple[_Offset, _Offset]
@@ -43,11 +43,11 @@ class Span(msgspec.Struct, frozen=True):
         return self.data_offsets[1] - self.data_offsets[0]
 
 
-class Header(msgspec.Struct, frozen=True):
+class SafetensorsHeader(msgspec.Struct, frozen=True):
     """`spans` in the order of their bytes."""
 
     text: str
-    spans: dict[str, Span]
+    spans: dict[str, ByteSpan]
     metadata: dict[str, str]
 
     @property
@@ -62,7 +62,7 @@ class Header(msgspec.Struct, frozen=True):
 class MappedFile:
     """A safetensors file in memory; its arrays are read-only and live as long as they are held."""
 
-    def __init__(self, path: Path, header: Header, data: Bytes) -> None:
+    def __init__(self, path: Path, header: SafetensorsHeader, data: Bytes) -> None:
         self.path = path
         self.header = header
         self._data = data
@@ -73,13 +73,13 @@ class MappedFile:
         return self._data[start:end]
 
 
-def parse_header(encoded: bytes) -> Header:
+def parse_header(encoded: bytes) -> SafetensorsHeader:
     """Raises ValueError of one line."""
     try:
         text = encoded.decode()
         fields = msgspec.json.decode(text, type=dict[str, Any])
         metadata = msgspec.convert(fields.pop(METADATA, {}), dict[str, str])
-        spans = msgspec.convert(fields, dict[str, Span])
+        spans = msgspec.convert(fields, dict[str, ByteSpan])
     except UNREADABLE as error:
         raise ValueError(f"its header cannot be read: {one_line(error)}") from None
     ordered = dict(sorted(spans.items(), key=lambda each: each[1].data_offsets))
@@ -91,7 +91,7 @@ def parse_header(encoded: bytes) -> Header:
         if item_bytes is not None and span.num_bytes != item_bytes * math.prod(span.shape):
             raise ValueError(f"tensor {name} has not the bytes of its shape")
         end = span.data_offsets[1]
-    return Header(text, ordered, metadata)
+    return SafetensorsHeader(text, ordered, metadata)
 
 
 def map_safetensors(path: Path) -> MappedFile:

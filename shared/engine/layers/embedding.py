@@ -8,7 +8,7 @@ from kernels.torch_ops.sample import argmax
 from shared.engine.layers.linear import parameter_of, replace_weight
 
 
-class Embedding(nn.Module):
+class TokenEmbedding(nn.Module):
     """Token vectors by id, times `scale` rounded to `dtype`."""
 
     weight: Weight
@@ -44,7 +44,7 @@ class OutputHead(nn.Module):
     is_batch_invariant = True  # see kernels.ops.linear
 
     def __init__(
-        self, embedding: Embedding, *, is_tied: bool, softcap: float | None = None
+        self, embedding: TokenEmbedding, *, is_tied: bool, softcap: float | None = None
     ) -> None:
         super().__init__()
         self.softcap = softcap

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from shared.engine.layers.attention import Attention
 from shared.engine.layers.attention_inputs import AttentionInputs
-from shared.engine.layers.embedding import Embedding, OutputHead
+from shared.engine.layers.embedding import OutputHead, TokenEmbedding
 from shared.engine.layers.fused_layer import FusedLayer, fused_layer
 from shared.engine.layers.linear import Linear, parameter_of
 from shared.engine.layers.mlp import GatedMlp
@@ -90,7 +90,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, num_positions: int) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = Embedding(
+        self.embed_tokens = TokenEmbedding(
             config.vocab_size, config.hidden_size, scale=config.embedding_scale, dtype=dtype
         )
         layer_class = SandwichLayer if config.has_post_norms else DecoderLayer

@@ -68,7 +68,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
             return False
 
 
-class Span(msgspec.Struct, frozen=True, kw_only=True):
+class RegionSpan(msgspec.Struct, frozen=True, kw_only=True):
     """Where some bytes of the payload lie; `form` if they are a weight as it is computed with."""
 
     offset: NumBytes
@@ -76,11 +76,11 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     form: PackedForm | CompressedForm | None = None
 
 
-class Header(msgspec.Struct, frozen=True, kw_only=True):
+class SharedFileHeader(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     revision: str
     sources: tuple[Source, ...]
-    spans: dict[str, Span]
+    spans: dict[str, RegionSpan]
     num_payload_bytes: int
     payload_digest: str
     sealed_ns: int  # the file's mtime as long as nobody has written to it
@@ -89,7 +89,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 class PackedFile:
     """An open file: the mapping lives as long as this object or a tensor over it."""
 
-    def __init__(self, header: Header, payload: Tensor) -> None:
+    def __init__(self, header: SharedFileHeader, payload: Tensor) -> None:
         self.header = header
         self._payload = payload
 
@@ -122,7 +122,7 @@ def open_packed(path: Path, key: str) -> PackedFile | None:
     return PackedFile(header, payload)
 
 
-def _read_header(file: IO[bytes]) -> Header | None:
+def _read_header(file: IO[bytes]) -> SharedFileHeader | None:
     """None for a file that was cut off, or whose end is not that of a packed file."""
     size = os.fstat(file.fileno()).st_size
     if size < _TRAILER.size:
@@ -137,7 +137,7 @@ def _read_header(file: IO[bytes]) -> Header | None:
     if xxhash.xxh3_128_digest(encoded) != digest:
         return None
     try:
-        header = msgspec.json.decode(encoded, type=Header)
+        header = msgspec.json.decode(encoded, type=SharedFileHeader)
     except UNREADABLE:
         return None
     ends = (span.offset + span.num_bytes for span in header.spans.values())
@@ -165,7 +165,7 @@ class PayloadWriter:
     """Appends spans; no more than one of them needs to be in memory."""
 
     def __init__(self, file: IO[bytes]) -> None:
-        self.spans: dict[str, Span] = {}
+        self.spans: dict[str, RegionSpan] = {}
         self.num_bytes = 0
         self._file = file
         self._digest = xxhash.xxh3_128()
@@ -179,7 +179,7 @@ class PayloadWriter:
     ) -> None:
         """`data` is [num_bytes] uint8."""
         self._write(bytes(-self.num_bytes % ALIGNMENT))
-        self.spans[name] = Span(offset=self.num_bytes, num_bytes=data.numel(), form=form)
+        self.spans[name] = RegionSpan(offset=self.num_bytes, num_bytes=data.numel(), form=form)
         self._write(data.numpy().data)
 
     def _write(self, data: bytes | memoryview) -> None:
@@ -246,7 +246,7 @@ def _write_file(
             os.fchmod(file.fileno(), 0o600)
             writer = PayloadWriter(file)
             revision = write(writer)
-            header = Header(
+            header = SharedFileHeader(
                 key=key,
                 revision=revision,
                 sources=sources,

@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from kernels.cpu.gemm.compressed_weight import CompressedWeight, Order
+from kernels.cpu.gemm.compressed_weight import CompressedWeight, WeightLayout
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _I64, _I32, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
@@ -35,7 +35,7 @@ class PackedForm(msgspec.Struct, frozen=True, kw_only=True, tag="packed"):
 
 class CompressedForm(msgspec.Struct, frozen=True, kw_only=True, tag="compressed"):
     shape: tuple[int, int]
-    order: Order
+    order: WeightLayout
     num_verbatim: int
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.ops import Compressed, compress_weight
-from shared.engine.layers.embedding import Embedding, OutputHead
+from shared.engine.layers.embedding import OutputHead, TokenEmbedding
 from shared.engine.layers.linear import Linear, parameter_of, replace_weight
 from shared.engine.weights.load import CheckpointTensors, copy_tensor
 
@@ -27,7 +27,7 @@ class Region:
     num_bytes: int
     tensors: dict[str, Tensor] = field(default_factory=dict)
     linears: dict[str, Linear | OutputHead] = field(default_factory=dict)
-    embeddings: dict[str, Embedding] = field(default_factory=dict)
+    embeddings: dict[str, TokenEmbedding] = field(default_factory=dict)
     destinations: dict[str, Tensor] = field(default_factory=dict)
     has_other_readers: bool = False
 
@@ -80,7 +80,7 @@ def regions_of(model: nn.Module, destinations: Mapping[str, Tensor]) -> list[Reg
 def _add_reader(region: Region, name: str, module: nn.Module, tensor: Tensor) -> None:
     if isinstance(module, Linear | OutputHead) and tensor is module.weight:
         region.linears[name] = module
-    elif isinstance(module, Embedding):
+    elif isinstance(module, TokenEmbedding):
         region.embeddings[name] = module
     else:
         region.has_other_readers = True

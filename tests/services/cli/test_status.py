@@ -10,7 +10,7 @@ import pytest
 
 from services.cli.status import FIRST_BEAT_TIMEOUT_S, FIRST_LOOK_S
 from shared.clock import MonotonicClock
-from shared.lifecycle.heartbeat import Heart
+from shared.lifecycle.heartbeat import HealthMonitor
 from shared.randomness import SystemRandomness
 from shared.transport.bus import NatsBus
 from tests.servers import NatsServer
@@ -31,7 +31,7 @@ async def test_a_table_waits_for_the_first_heartbeat(tmp_path: Path, observed: N
     with pytest.raises(subprocess.TimeoutExpired):  # it waits
         status.wait(2 * FIRST_LOOK_S)
     bus = await NatsBus.connect(observed.url("gateway-1"), process_id="gateway-1")
-    heart = Heart(bus, MonotonicClock(), SystemRandomness(), roles=("gateway",))
+    heart = HealthMonitor(bus, MonotonicClock(), SystemRandomness(), roles=("gateway",))
     await heart.start()
     try:
         output = await asyncio.to_thread(status.communicate, timeout=WAIT_S)

@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from services.cli.tenant_tables import last_days
-from services.gateway.tenancy.usage_counter import Usage
+from services.gateway.tenancy.usage_counter import UsageCounter
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError
 from shared.store import RedisStore
@@ -113,7 +113,7 @@ def test_usage(hearth: Hearth, redis_server: RedisServer) -> None:
 
     async def use() -> None:
         store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
-        usage = Usage(store, MonotonicClock(), writer_id="w", now=time.time)
+        usage = UsageCounter(store, MonotonicClock(), writer_id="w", now=time.time)
         for tenant_id, amount in (("team-a", 1200), ("team-b", 30)):
             usage.count(tenant_id, "m", {"requests": 1, "input_tokens": amount})
         await usage.stop()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from services.decode.kv_writer import Receipt
+from services.decode.kv_writer import KvWriter
 from shared.engine.batching.sequence import Sequence
 from shared.engine.runners.timing_runner import STATE_BYTES, TimingRunner
 from shared.errors import FrameRefused
@@ -42,7 +42,7 @@ def test_a_frame_that_comes_twice_at_once_counts_once() -> None:
             num_cached_tokens=0,
             payload_bytes=16 * STATE_BYTES,
         )
-        receipt = Receipt(sequence, runner, num_held_tokens=0)
+        receipt = KvWriter(sequence, runner, num_held_tokens=0)
         payload = memoryview(bytes(header.payload_bytes))
         taken = [receipt.frame(header, payload) for _ in range(2)]
         results = await asyncio.gather(*taken, return_exceptions=True)

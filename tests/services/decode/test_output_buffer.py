@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.decode.output_buffer import Emitter, Output, apart
+from services.decode.output_buffer import Output, OutputBuffer, apart
 from shared.errors import UnknownPlacement
 from shared.messages import Finish, Served, TokenEntry, TokenLogprobs
 
@@ -11,8 +11,8 @@ SERVED = Served(num_cached_tokens=3, prefill_worker_id="prefill-1")
 STOP = Finish(reason="stop", served=SERVED)
 
 
-def emitter() -> tuple[Emitter, Output, Output]:
-    made = Emitter()
+def emitter() -> tuple[OutputBuffer, Output, Output]:
+    made = OutputBuffer()
     first, second = made.open(P, "gateway-1", 0, 5), made.open(Q, "gateway-2", 1, 0)
     first.served = second.served = SERVED
     return made, first, second
@@ -110,7 +110,7 @@ def test_large_entries_are_messages_of_their_own():
 
 
 def test_choices_of_one_placement_are_numbered_each_and_dropped_together():
-    it = Emitter()
+    it = OutputBuffer()
     first, other = it.open(P, "gateway-1", 0, 5), it.open(P, "gateway-1", 2, 0)
     first.served = other.served = SERVED
     it.add(first, (1,))

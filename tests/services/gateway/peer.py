@@ -18,7 +18,7 @@ import msgspec
 from shared import subjects
 from shared.clock import MonotonicClock
 from shared.errors import HearthError, NoCapacity, UnknownPlacement
-from shared.lifecycle.heartbeat import Heart
+from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import (
     AbortRequest,
     AckFinished,
@@ -141,7 +141,7 @@ class PeerDecode:
         self.step = 0
         self.is_hung = False
         self.tasks: set[asyncio.Task[None]] = set()
-        self.heart = Heart(
+        self.heart = HealthMonitor(
             self.bus,
             MonotonicClock(),
             SystemRandomness(),
@@ -253,7 +253,9 @@ class PeerScheduler:
         self.queued: dict[str, SubmitRequest] = {}
         self.submitted: list[SubmitRequest] = []
         self.task: asyncio.Task[None] | None = None
-        self.heart = Heart(self.bus, MonotonicClock(), SystemRandomness(), roles=("scheduler",))
+        self.heart = HealthMonitor(
+            self.bus, MonotonicClock(), SystemRandomness(), roles=("scheduler",)
+        )
 
     async def start(self) -> None:
         await self.bus.serve(

@@ -9,7 +9,7 @@ from services.kv_index.service import KvIndexService
 from shared import subjects
 from shared.clock import Clock
 from shared.config import KvIndexConfig
-from shared.lifecycle.heartbeat import Heart
+from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import (
     BlockPage,
     BlocksRemoved,
@@ -68,7 +68,9 @@ class CacheWorker:
             vocab_size=1000,
         )
         randomness = SeededRandomness(epoch)
-        self.heart = Heart(bus, clock, randomness, roles=(role,), load=self._load, model=card)
+        self.heart = HealthMonitor(
+            bus, clock, randomness, roles=(role,), load=self._load, model=card
+        )
         self.heart.epoch = epoch
 
     async def join(self) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.kv_index.index import Outcome, PrefixIndex, State
+from services.kv_index.index import Outcome, PrefixIndex, SyncState
 from shared.messages import BlockPage, BlocksCleared, BlocksRemoved, BlocksStored, KvEvents
 from shared.packing import pack_hashes
 
@@ -133,7 +133,7 @@ def test_a_gap_within_the_resync_asks_for_another() -> None:
     index.apply(events("w0", 3, stored(3)))
     index.add_page(page("w0", 1, stored(1)))
     assert index.finish_resync("w0") is Outcome.NEEDS_RESYNC
-    assert index.state_of("w0") is State.STALE
+    assert index.state_of("w0") is SyncState.STALE
 
 
 def test_another_epoch_needs_a_resync_and_pages_of_two_epochs_do_not_mix() -> None:

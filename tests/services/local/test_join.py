@@ -18,7 +18,7 @@ from services.local.state import ClusterState, StateDir, clusters_dir
 from services.local.supervisor import Supervisor
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError
-from shared.lifecycle.heartbeat import Heart
+from shared.lifecycle.heartbeat import HealthMonitor
 from shared.randomness import SystemRandomness
 from shared.subjects import HEARTBEATS, SUBMIT, from_anyone, heartbeat, sent_by
 from shared.transport.bus import NatsBus
@@ -115,7 +115,7 @@ async def test_a_process_is_healthy_while_it_beats(environ: dict[str, str]) -> N
     url = environ["url"]
     assert not await hears_heartbeat(url, "decode-1", timeout_s=0.4)
     bus = await NatsBus.connect(url, process_id="decode-1")
-    heart = Heart(bus, MonotonicClock(), SystemRandomness(), roles=("decode",))
+    heart = HealthMonitor(bus, MonotonicClock(), SystemRandomness(), roles=("decode",))
     await heart.start()
     assert not await hears_heartbeat(url, "decode-1", timeout_s=0.4)  # still starting
     await heart.become("ready")
@@ -137,7 +137,9 @@ async def test_an_observer_hears_heartbeats_and_may_say_nothing(environ: dict[st
     member = await NatsBus.connect(environ["url"], process_id="decode-1")
     heard = await observer.subscribe(from_anyone(HEARTBEATS))
     await observer.flush()
-    await Heart(member, MonotonicClock(), SystemRandomness(), roles=("decode",)).become("ready")
+    await HealthMonitor(member, MonotonicClock(), SystemRandomness(), roles=("decode",)).become(
+        "ready"
+    )
     subject = (await heard.next_msg(timeout=20.0)).subject
     assert subject == sent_by(heartbeat("decode", "decode-1"), "decode-1")
     for subject in (SUBMIT, heartbeat("decode", "decode-1")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 
-from services.prefill.kv_sender import Push, PushCounts
+from services.prefill.kv_sender import KvSender, PushCounts
 from shared.engine.batching.sequence import Sequence
 from shared.engine.runners.timing_runner import TimingRunner
 from shared.errors import LinkLost
@@ -28,7 +28,7 @@ class BreakingLink:
         raise LinkLost(f"frame {header.sequence_number}")
 
 
-def _push_over(link: BreakingLink) -> Push:
+def _push_over(link: BreakingLink) -> KvSender:
     async def dial() -> BreakingLink:
         return link
 
@@ -41,7 +41,7 @@ def _push_over(link: BreakingLink) -> Push:
         block_table=[0, 1, 2],
     )
     runner = TimingRunner(VirtualClock(), num_blocks=4, block_size=BLOCK_SIZE)
-    return Push(
+    return KvSender(
         b"p",
         sequence,
         first_token=0,

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from services.scheduler.placement import MAX_COST_RATIO, NEAR_DEEPEST, LocalPrefill, Needs
-from services.scheduler.worker_table import MAX_AHEAD_S, Worker
+from services.scheduler.placement import MAX_COST_RATIO, NEAR_DEEPEST, LocalPrefill, RequestSize
+from services.scheduler.worker_table import MAX_AHEAD_S, WorkerRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,30 +21,30 @@ class Way:
 
 @dataclass(frozen=True)
 class PlainScan:
-    needs: Needs
-    decodes: Sequence[Worker]
-    prefills: Sequence[Worker]
+    needs: RequestSize
+    decodes: Sequence[WorkerRow]
+    prefills: Sequence[WorkerRow]
     num_cached_blocks: Mapping[str, int]
     hop_s: float
     local_prefill: LocalPrefill
     now: float
     excluded: frozenset[str] = frozenset()
 
-    def uncached(self, worker: Worker) -> int:
+    def uncached(self, worker: WorkerRow) -> int:
         cached = self.num_cached_blocks.get(worker.worker_id, 0) * worker.block_size
         return self.needs.num_tokens - 1 - min(cached, self.needs.num_prompt_tokens - 1)
 
-    def first_s(self, worker: Worker) -> float:
+    def first_s(self, worker: WorkerRow) -> float:
         return max(0.0, worker.busy_until - self.now) + worker.speed.step_s
 
-    def has_time(self, worker: Worker) -> bool:
+    def has_time(self, worker: WorkerRow) -> bool:
         return not worker.speed.is_measured or worker.busy_until - MAX_AHEAD_S <= self.now
 
-    def is_allowed(self, worker: Worker) -> bool:
+    def is_allowed(self, worker: WorkerRow) -> bool:
         regions = self.needs.allowed_regions
         return not regions or (worker.region != "" and worker.region in regions)
 
-    def handoffs(self, decode: Worker) -> list[tuple[bool, float, str]]:
+    def handoffs(self, decode: WorkerRow) -> list[tuple[bool, float, str]]:
         """(has no time, seconds, worker id), best first."""
         found = []
         for prefill in self.prefills:
@@ -62,7 +62,7 @@ class PlainScan:
                 found.append((not self.has_time(prefill), seconds, prefill.worker_id))
         return sorted(found)
 
-    def way(self, decode: Worker) -> Way:
+    def way(self, decode: WorkerRow) -> Way:
         uncached = self.uncached(decode)
         local = Way(
             self.first_s(decode) + uncached * decode.local_token_s, self.has_time(decode), False
@@ -75,7 +75,7 @@ class PlainScan:
             return Way(seconds, not has_no_time, True)
         return local
 
-    def cost(self, decode: Worker) -> float:
+    def cost(self, decode: WorkerRow) -> float:
         """Infinite: not this one now."""
         has_room = self.needs.num_blocks(decode.block_size) <= decode.num_free_blocks
         is_usable = has_room and not decode.is_avoided and self.is_allowed(decode)

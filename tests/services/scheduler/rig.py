@@ -11,7 +11,7 @@ import msgspec
 from services.scheduler.service import SchedulerService
 from shared import subjects
 from shared.config import SchedulerConfig
-from shared.lifecycle.heartbeat import Heart
+from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import (
     AbortRequest,
     DecodeStarted,
@@ -73,7 +73,7 @@ class Worker:
             vocab_size=1000,
         )
         clock, randomness = VirtualClock(), SeededRandomness(hash_of(worker_id))
-        self.heart = Heart(
+        self.heart = HealthMonitor(
             self.bus,
             clock,
             randomness,

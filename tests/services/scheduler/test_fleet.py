@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from services.scheduler.fleet import WorkerFleet
-from services.scheduler.placement import LocalPrefill, Needs, Target, place
+from services.scheduler.placement import LocalPrefill, RequestSize, Target, place
 from shared.lifecycle.health import Fleet, Loss
 from shared.messages import Heartbeat, ModelCard, Role, WorkerLoad
 from tests.simulation.randomness import SeededRandomness
@@ -20,7 +20,7 @@ CARD = ModelCard(
     max_context_tokens=100_000,
     vocab_size=1000,
 )
-NEEDS = Needs(num_prompt_tokens=1600, num_tokens=1600)
+NEEDS = RequestSize(num_prompt_tokens=1600, num_tokens=1600)
 
 
 class Rig:
@@ -51,7 +51,7 @@ class Rig:
         self.workers.heard(heartbeat, now)
         return heartbeat
 
-    def place(self, now: float, needs: Needs = NEEDS) -> Target | None:
+    def place(self, now: float, needs: RequestSize = NEEDS) -> Target | None:
         return place(
             needs,
             self.workers.lane(LANE),

@@ -7,16 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.placement import LocalPrefill, Needs, Target, Workers, place
+from services.scheduler.placement import LocalPrefill, RequestSize, Target, Workers, place
 from services.scheduler.throughput import Speed
-from services.scheduler.worker_table import Worker, WorkerTable
+from services.scheduler.worker_table import WorkerRow, WorkerTable
 from tests.services.scheduler.plain_placement import PlainScan, is_close
 from tests.simulation.randomness import SeededRandomness
 
-D1 = Worker("d1", "bf16/b16", 16, num_free_blocks=1000, num_total_blocks=1000)
+D1 = WorkerRow("d1", "bf16/b16", 16, num_free_blocks=1000, num_total_blocks=1000)
 D2, D3 = replace(D1, worker_id="d2"), replace(D1, worker_id="d3")
 P1, P2 = replace(D1, worker_id="p1"), replace(D1, worker_id="p2")
-LONG = Needs(num_prompt_tokens=1600, num_tokens=1600)  # 100 blocks, and one for the next token
+LONG = RequestSize(
+    num_prompt_tokens=1600, num_tokens=1600
+)  # 100 blocks, and one for the next token
 MEASURED = Speed(is_measured=True)  # 5 ms a step, 0.1 ms a token
 HOP_S = 0.004
 NOW = 50.0
@@ -24,9 +26,9 @@ LEARNED = LocalPrefill(always=4, at_most=1_000_000)
 
 
 def placed(
-    needs: Needs,
-    decodes: list[Worker],
-    prefills: list[Worker],
+    needs: RequestSize,
+    decodes: list[WorkerRow],
+    prefills: list[WorkerRow],
     cached: dict[str, int] | None = None,
     *,
     local_prefill: LocalPrefill = LEARNED,
@@ -44,11 +46,11 @@ def placed(
     )
 
 
-def prompt(num_tokens: int) -> Needs:
-    return Needs(num_tokens, num_tokens)
+def prompt(num_tokens: int) -> RequestSize:
+    return RequestSize(num_tokens, num_tokens)
 
 
-def busy_s(worker: Worker, seconds: float) -> Worker:
+def busy_s(worker: WorkerRow, seconds: float) -> WorkerRow:
     return replace(worker, busy_until=NOW + seconds)
 
 
@@ -119,8 +121,8 @@ def busy_s(worker: Worker, seconds: float) -> Worker:
 )
 def test_placement_table(
     name: str,
-    decodes: list[Worker],
-    prefills: list[Worker],
+    decodes: list[WorkerRow],
+    prefills: list[WorkerRow],
     cached: dict[str, int],
     expected: tuple[str, tuple[str, ...]] | None,
 ) -> None:
@@ -159,7 +161,7 @@ def test_a_wholly_cached_prompt_needs_no_prefill_worker() -> None:
 
 
 def test_received_outputs_need_room_too() -> None:
-    resumed = Needs(num_prompt_tokens=1600, num_tokens=1632)
+    resumed = RequestSize(num_prompt_tokens=1600, num_tokens=1632)
     assert placed(resumed, [replace(D1, num_free_blocks=102)], []) is None
     assert placed(resumed, [replace(D1, num_free_blocks=103)], []).num_blocks == 103
 
@@ -262,11 +264,11 @@ speeds = st.builds(
 
 
 @st.composite
-def workers(draw: st.DrawFn) -> list[Worker]:
+def workers(draw: st.DrawFn) -> list[WorkerRow]:
     chosen = draw(st.lists(st.sampled_from(names), unique=True, max_size=6))
     counts = st.sampled_from([0, 1, 100, 5000])
     return [
-        Worker(
+        WorkerRow(
             worker_id=name,
             kv_format=draw(st.sampled_from(["bf16", "fp8"])),
             block_size=draw(st.sampled_from([16, 32])),
@@ -295,8 +297,8 @@ def workers(draw: st.DrawFn) -> list[Worker]:
     st.sampled_from([LEARNED, LocalPrefill(0, 0), LocalPrefill(100, 300)]),
 )
 def test_equals_the_plain_scan(
-    decodes: list[Worker],
-    prefills: list[Worker],
+    decodes: list[WorkerRow],
+    prefills: list[WorkerRow],
     num_prompt_tokens: int,
     num_output_tokens: int,
     cached: dict[str, int],
@@ -304,7 +306,9 @@ def test_equals_the_plain_scan(
     excluded: frozenset[str],
     local_prefill: LocalPrefill,
 ) -> None:
-    needs = Needs(num_prompt_tokens, num_prompt_tokens + num_output_tokens, allowed_regions=regions)
+    needs = RequestSize(
+        num_prompt_tokens, num_prompt_tokens + num_output_tokens, allowed_regions=regions
+    )
     scan = PlainScan(needs, decodes, prefills, cached, HOP_S, local_prefill, NOW, excluded)
     target = placed(
         needs, decodes, prefills, cached, local_prefill=local_prefill, excluded=excluded
@@ -332,7 +336,7 @@ def test_equals_the_plain_scan(
 
 @given(st.lists(st.tuples(st.sampled_from(names), st.booleans(), st.integers(0, 99))))
 def test_a_table_holds_what_was_put_last(steps: list[tuple[str, bool, int]]) -> None:
-    table, held = WorkerTable(), dict[str, Worker]()
+    table, held = WorkerTable(), dict[str, WorkerRow]()
     for name, is_put, number in steps:
         if is_put:
             region = f"region-{number % 3}"

@@ -9,7 +9,7 @@ import pytest
 from shared import subjects
 from shared.errors import InvalidRequest, NoResponders, Overloaded, WorkerBusy
 from shared.lifecycle.health import SILENCE_LIMIT_S
-from shared.lifecycle.heartbeat import Heart
+from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import (
     CancelQueued,
     DecodeStarted,
@@ -427,7 +427,7 @@ def test_a_lost_gateways_requests_are_dropped() -> None:
     async def test(rig: Rig) -> None:
         worker = await rig.worker("decode-0", num_free_blocks=NO_ROOM)
         bus = await rig.gateway("gateway-1")
-        heart = Heart(bus, VirtualClock(), SeededRandomness(9), roles=("gateway",))
+        heart = HealthMonitor(bus, VirtualClock(), SeededRandomness(9), roles=("gateway",))
         await heart.start()
         await heart.become("ready")
         await asyncio.sleep(1.5)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from services.scheduler.throughput import (
     PRIOR_WEIGHTS,
     LeastSquares,
-    ModelSpeeds,
+    ModelThroughput,
     Speed,
-    WorkerSpeed,
+    WorkerThroughput,
 )
 from shared.messages import WorkerLoad
 
@@ -42,7 +42,7 @@ def loads_of(
 
 @pytest.mark.parametrize(("step_s", "token_s"), [(0.005, 1e-4), (0.02, 5e-4), (0.001, 2e-6)])
 def test_steps_and_tokens_are_told_apart(step_s: float, token_s: float) -> None:
-    worker = WorkerSpeed(Speed())
+    worker = WorkerThroughput(Speed())
     for each in loads_of(step_s, token_s, drawn_s=2e-5):
         worker.observe(each)
     assert worker.speed.is_measured
@@ -51,7 +51,7 @@ def test_steps_and_tokens_are_told_apart(step_s: float, token_s: float) -> None:
 
 
 def test_a_worker_that_becomes_slow_is_known_to_be_so_within_seconds() -> None:
-    worker = WorkerSpeed(Speed())
+    worker = WorkerThroughput(Speed())
     *_, last = [each for each in loads_of(0.005, 1e-4) if not worker.observe(each) or each]
     before = worker.speed.token_s
     for each in loads_of(0.005, 1e-3, num=40):
@@ -68,14 +68,14 @@ def test_a_worker_that_becomes_slow_is_known_to_be_so_within_seconds() -> None:
 
 
 def test_nothing_is_measured_without_prompts() -> None:
-    worker = WorkerSpeed(Speed())
+    worker = WorkerThroughput(Speed())
     for number in range(50):
         worker.observe(load(num_busy_steps=number, num_generated_tokens=number, busy_s=number / 9))
     assert not worker.speed.is_measured
 
 
 def test_counters_that_fall_begin_a_new_history() -> None:
-    worker = WorkerSpeed(Speed())
+    worker = WorkerThroughput(Speed())
     for each in loads_of(0.005, 1e-4):
         worker.observe(each)
     known = worker.speed
@@ -84,7 +84,7 @@ def test_counters_that_fall_begin_a_new_history() -> None:
 
 
 def test_a_new_worker_is_believed_to_be_like_the_others() -> None:
-    speeds = ModelSpeeds()
+    speeds = ModelThroughput()
     for each in loads_of(0.02, 5e-4):
         speeds.observe("old", each)
     speed = speeds.observe("new", load())
@@ -93,7 +93,7 @@ def test_a_new_worker_is_believed_to_be_like_the_others() -> None:
 
 
 def test_what_a_handoff_and_a_link_take_is_learned() -> None:
-    speeds = ModelSpeeds()
+    speeds = ModelThroughput()
     assert speeds.hop_s == pytest.approx(0.004)
     for number in range(200):
         speeds.observe("decode", load(num_handoffs=2 * number, handoff_ack_s=2 * number * 0.03))
@@ -126,7 +126,7 @@ seconds = st.floats(0, 1e12)
     )
 )
 def test_whatever_a_heartbeat_says_speeds_stay_sane(loads: list[WorkerLoad]) -> None:
-    speeds = ModelSpeeds()
+    speeds = ModelThroughput()
     for each in loads:
         speed = speeds.observe("w", each)
         assert 0 <= speed.step_s <= 60 and 0 < speed.token_s <= 60

@@ -6,7 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from shared.engine.batching.sequence import Sequence
-from shared.engine.engine import Engine, Progress
+from shared.engine.engine import Engine, StepProgress
 from shared.engine.inputs import build_inputs
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.runners.model_runner import ModelRunner
@@ -33,7 +33,7 @@ class Worker:
         self.tokens: dict[bytes, list[int]] = defaultdict(list)
         self.logprobs: dict[bytes, list[TokenLogprobs]] = defaultdict(list)
         self.prompt_logprobs: dict[bytes, tuple[TokenLogprobs, ...]] = {}
-        self.endings: dict[bytes, Progress] = {}
+        self.endings: dict[bytes, StepProgress] = {}
         self.num_computed_tokens = 0
 
     async def run(self, *sequences: Sequence) -> list[int]:
@@ -52,7 +52,7 @@ class Worker:
                 self._record(each)
             self.engine.pool.check()
 
-    def _record(self, progress: Progress) -> None:
+    def _record(self, progress: StepProgress) -> None:
         sequence_id = progress.sequence.sequence_id
         self.tokens[sequence_id] += progress.token_ids
         self.logprobs[sequence_id] += progress.logprobs

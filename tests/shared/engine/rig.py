@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from shared.block_hash import root_hash
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.batching.sequence import Sequence, SequenceState
-from shared.engine.engine import Engine, Progress
+from shared.engine.engine import Engine, StepProgress
 from shared.engine.inputs import build_inputs
 from shared.engine.runners.timing_runner import TimingRunner
 from shared.messages import Pooling, SamplingParams, TokenLogprobs
@@ -120,7 +120,7 @@ class Rig:
         self.tokens: dict[bytes, list[int]] = defaultdict(list)
         self.logprobs: dict[bytes, list[TokenLogprobs]] = defaultdict(list)
         self.prompt_logprobs: dict[bytes, tuple[TokenLogprobs, ...]] = {}
-        self.endings: dict[bytes, Progress] = {}
+        self.endings: dict[bytes, StepProgress] = {}
         self.num_computed_tokens = 0
 
     def add(self, sequence: Sequence) -> Sequence:
@@ -151,7 +151,7 @@ class Rig:
         check_writes(rows, self.sequences)
         return rows
 
-    def fail(self, rows: list[ScheduledSequence]) -> list[Progress]:
+    def fail(self, rows: list[ScheduledSequence]) -> list[StepProgress]:
         self.rows = []
         progress = self.engine.fail(rows)
         self.check()
@@ -226,7 +226,7 @@ class Rig:
         if engine.is_idle:
             assert pool.num_free_blocks == pool.num_blocks
 
-    def _record(self, progress: list[Progress]) -> None:
+    def _record(self, progress: list[StepProgress]) -> None:
         for each in progress:
             sequence_id = each.sequence.sequence_id
             assert sequence_id not in self.endings, "progress after the ending"

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from transformers import LlamaForCausalLM
 
 from shared.engine.batching.sequence import Sequence, SequenceState
-from shared.engine.engine import Progress
+from shared.engine.engine import StepProgress
 from shared.messages import Pooling
 from tests.shared.engine.checkpoints import write_llama
 from tests.shared.engine.model_worker import Worker
@@ -32,7 +32,7 @@ def model(model_dir: Path) -> LlamaForCausalLM:
     return write_llama(model_dir, num_attention_heads=7, num_key_value_heads=1, hidden_size=84)
 
 
-def embedding_of(ending: Progress) -> NDArray[np.float32]:
+def embedding_of(ending: StepProgress) -> NDArray[np.float32]:
     assert ending.finish_reason == "stop"
     assert ending.embedding is not None
     assert ending.embedding.dtype == np.float32

@@ -8,7 +8,7 @@ import pytest
 
 from shared.block_hash import extend_chain
 from shared.engine.batching.sequence import TRANSITIONS, Sequence, SequenceState
-from shared.engine.engine import Progress
+from shared.engine.engine import StepProgress
 from shared.errors import InvalidRequest
 from shared.messages import BlocksStored, SamplingParams
 from tests.shared.engine.rig import (
@@ -32,7 +32,7 @@ def test_max_tokens(max_tokens: int) -> None:
     rig = Rig()
     sequence = new_sequence(PROMPT, greedy(max_tokens))
     assert rig.complete(sequence) == TOKENS[:max_tokens]
-    assert rig.endings[sequence.sequence_id] == Progress(
+    assert rig.endings[sequence.sequence_id] == StepProgress(
         sequence, (TOKENS[max_tokens - 1],), finish_reason="length"
     )
     assert sequence.state is S.FINISHED
@@ -43,7 +43,7 @@ def test_a_stop_token_is_told_and_not_part_of_the_output(stop_index: int) -> Non
     rig = Rig()
     sequence = new_sequence(PROMPT, greedy(30), stop=(5, TOKENS[stop_index]))
     assert rig.complete(sequence) == TOKENS[:stop_index]
-    assert rig.endings[sequence.sequence_id] == Progress(
+    assert rig.endings[sequence.sequence_id] == StepProgress(
         sequence, finish_reason="stop", stop_token_id=TOKENS[stop_index]
     )
 
@@ -344,7 +344,7 @@ def test_a_failed_step_ends_its_sequences_and_no_others() -> None:
     waiting = rig.add(new_sequence(PROMPT, greedy()))
     rows = rig.begin()
     rig.engine.abort(failing[1])
-    assert rig.engine.fail(rows) == [Progress(failing[0], finish_reason="failed")]
+    assert rig.engine.fail(rows) == [StepProgress(failing[0], finish_reason="failed")]
     rig.check()
     assert [sequence.state for sequence in failing] == [S.FINISHED] * 2
     rig.run()

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from shared.engine.kv_codec import BLOCK_BYTES, HighBytesCodec
+from shared.engine.kv_codec import BLOCK_BYTES, Bf16FrameCodec
 from tests.guarded import guarded
 
 Bytes = NDArray[np.uint8]
-CODEC = HighBytesCodec()
+CODEC = Bf16FrameCodec()
 
 
 def bf16(values: NDArray[np.float32]) -> Bytes:

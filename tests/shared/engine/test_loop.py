@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from shared.engine.batching.sequence import Sequence, SequenceState
-from shared.engine.engine import Engine, Progress
+from shared.engine.engine import Engine, StepProgress
 from shared.engine.loop import IDLE_TICK_S, EngineLoop
 from shared.engine.runner import StepInputs
 from shared.engine.runners.timing_runner import StepCost, TimingRunner
@@ -60,10 +60,10 @@ class Bench:
         )
         self.loop = EngineLoop(self.engine, runner, VirtualClock())
         self.loop.listen(self._note)
-        self.told: list[Progress] = []
+        self.told: list[StepProgress] = []
         self.changed = asyncio.Event()
 
-    def _note(self, progress: list[Progress]) -> None:
+    def _note(self, progress: list[StepProgress]) -> None:
         self.told += progress
         self.changed.set()
 
@@ -78,7 +78,7 @@ class Bench:
                 self.changed.clear()
                 await self.changed.wait()
 
-    async def ended(self, sequence: Sequence) -> Progress:
+    async def ended(self, sequence: Sequence) -> StepProgress:
         await self.reached(sequence, SequenceState.FINISHED)
         return next(p for p in reversed(self.told) if p.sequence is sequence)
 

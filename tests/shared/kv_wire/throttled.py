@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from shared.engine.kv_codec import HighBytesCodec
+from shared.engine.kv_codec import Bf16FrameCodec
 from shared.kv_wire.compression import FrameCodec
 from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.kv_server import KvServer
 from shared.messages import DataPlaneAddress
 from tests.shared.kv_wire.support import DEADLINE_S, INSTANCE
 
-CODEC = HighBytesCodec()
+CODEC = Bf16FrameCodec()
 
 
 class SpentClock:

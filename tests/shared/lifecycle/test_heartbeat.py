@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, Loss
-from shared.lifecycle.heartbeat import Heart
+from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import Heartbeat, WorkerLoad
 from tests.simulation.bus import SimulatedNetwork
 from tests.simulation.clock import VirtualClock, run
@@ -17,7 +17,7 @@ class Process:
         self.lost: list[tuple[str, Loss]] = []
         self.heard: list[Heartbeat] = []
         self.bus = network.bus(process_id)
-        self.heart = Heart(
+        self.heart = HealthMonitor(
             self.bus,
             VirtualClock(),
             SeededRandomness(seed),

@@ -17,10 +17,10 @@ from shared.tenancy.rate_limit import (
     CARRY_OUT,
     IDLE_S,
     RATES,
-    Asked,
-    Meter,
-    Order,
-    Reading,
+    LimitCommand,
+    LimitState,
+    RateLimitCounter,
+    RequestedTokens,
     Settled,
     reading_of,
 )
@@ -30,15 +30,17 @@ LEASE_S = 15.0
 UNLIMITED: dict[str, int] = {}
 
 
-def asked(lease_id: str, requests: int = 1, inputs: int = 0, outputs: int = 0) -> Asked:
-    return Asked(lease_id, dict(zip(RATES, (requests, inputs, outputs), strict=True)))
+def asked(lease_id: str, requests: int = 1, inputs: int = 0, outputs: int = 0) -> RequestedTokens:
+    return RequestedTokens(lease_id, dict(zip(RATES, (requests, inputs, outputs), strict=True)))
 
 
-def order(limits: dict[str, int], **parts: Any) -> Order:
-    return Order(limits=limits, lease_s=LEASE_S, **parts)
+def order(limits: dict[str, int], **parts: Any) -> LimitCommand:
+    return LimitCommand(limits=limits, lease_s=LEASE_S, **parts)
 
 
-def admitted(meter: Meter, limits: dict[str, int], number: int, now: float) -> Reading:
+def admitted(
+    meter: RateLimitCounter, limits: dict[str, int], number: int, now: float
+) -> LimitState:
     return meter.carry_out(order(limits, asked=asked(f"r{number}")), now)
 
 
@@ -46,7 +48,7 @@ def admitted(meter: Meter, limits: dict[str, int], number: int, now: float) -> R
 
 
 def test_a_minute_holds_its_limit_and_fills_evenly() -> None:
-    meter, limits = Meter(), {"requests_per_min": 7}
+    meter, limits = RateLimitCounter(), {"requests_per_min": 7}
     assert all(not admitted(meter, limits, n, 0.0).refused_by for n in range(7))
     refused = admitted(meter, limits, 7, 0.0)
     assert refused.refused_by == "requests_per_min"
@@ -62,7 +64,7 @@ def test_a_minute_holds_its_limit_and_fills_evenly() -> None:
 
 def test_what_waits_longest_is_named() -> None:
     limits = {"requests_per_min": 60, "input_tokens_per_min": 60, "concurrency": 1}
-    meter = Meter()
+    meter = RateLimitCounter()
     meter.carry_out(order(limits, asked=asked("a", 60, 30)), 0.0)
     read = meter.carry_out(order(limits, asked=asked("b", 1, 40)), 0.0)
     assert (read.refused_by, read.wait_s) == ("input_tokens_per_min", pytest.approx(10))
@@ -71,7 +73,7 @@ def test_what_waits_longest_is_named() -> None:
 
 
 def test_places_are_given_back_once_and_heal_by_themselves() -> None:
-    meter, limits = Meter(), {"concurrency": 2}
+    meter, limits = RateLimitCounter(), {"concurrency": 2}
     for name in ("a", "b"):
         assert not meter.carry_out(order(limits, asked=asked(name)), 0.0).refused_by
     assert meter.carry_out(order(limits, asked=asked("c")), 0.0).refused_by == "concurrency"
@@ -85,7 +87,7 @@ def test_places_are_given_back_once_and_heal_by_themselves() -> None:
 
 
 def test_reserved_output_is_given_back_as_far_as_it_was_not_drawn() -> None:
-    meter, limits = Meter(), {"output_tokens_per_min": 600}
+    meter, limits = RateLimitCounter(), {"output_tokens_per_min": 600}
     meter.carry_out(order(limits, asked=asked("a", outputs=500)), 0.0)
     assert meter.carry_out(order(limits, asked=asked("b", outputs=200)), 0.0).refused_by
     read = meter.carry_out(order(limits, settled=(Settled("a", 400),)), 0.0)
@@ -95,15 +97,15 @@ def test_reserved_output_is_given_back_as_far_as_it_was_not_drawn() -> None:
 
 
 def test_a_lowered_limit_is_not_paid_for_by_a_longer_wait() -> None:
-    meter = Meter()
+    meter = RateLimitCounter()
     meter.carry_out(order({"requests_per_min": 1000}, asked=asked("a", 1000)), 0.0)
     read = meter.carry_out(order({"requests_per_min": 10}, asked=asked("b")), 0.0)
     assert read.wait_s == pytest.approx(6)
 
 
 def test_a_meter_is_idle_when_it_is_empty_and_nothing_is_under_way() -> None:
-    meter = Meter()
-    meter.carry_out(Order(limits={"concurrency": 1}, lease_s=1e9, asked=asked("a")), 0.0)
+    meter = RateLimitCounter()
+    meter.carry_out(LimitCommand(limits={"concurrency": 1}, lease_s=1e9, asked=asked("a")), 0.0)
     assert not meter.is_idle(2 * IDLE_S)
     meter.carry_out(order({"concurrency": 1}, settled=(Settled("a", 0),)), 1.0)
     assert not meter.is_idle(IDLE_S)
@@ -113,7 +115,7 @@ def test_a_meter_is_idle_when_it_is_empty_and_nothing_is_under_way() -> None:
 def test_headers_are_openai_s() -> None:
     used = {"requests_per_min": 10.0, "input_tokens_per_min": 75.5, "output_tokens_per_min": 30.0}
     limits = {"requests_per_min": 60, "input_tokens_per_min": 100, "output_tokens_per_min": 120}
-    headers = headers_of(limits, Reading("", 0.0, used, 0))
+    headers = headers_of(limits, LimitState("", 0.0, used, 0))
     assert headers == {
         "x-ratelimit-limit-requests": "60",
         "x-ratelimit-remaining-requests": "50",
@@ -128,7 +130,7 @@ def test_headers_are_openai_s() -> None:
         "x-ratelimit-remaining-output-tokens": "90",
         "x-ratelimit-reset-output-tokens": "15s",
     }
-    assert headers_of({"concurrency": 3}, Reading("", 0.0, used, 1)) == {}
+    assert headers_of({"concurrency": 3}, LimitState("", 0.0, used, 1)) == {}
 
 
 @pytest.mark.parametrize(
@@ -165,7 +167,7 @@ def client(redis_server: RedisServer) -> Iterator[redis.Redis]:
 def test_redis_reads_what_the_meter_reads(client: redis.Redis, steps: list[Any]) -> None:
     assert TIMED != CARRY_OUT
     client.delete("meter", "open")
-    meter, now = Meter(), 1_700_000_000
+    meter, now = RateLimitCounter(), 1_700_000_000
     for each, pause_s in steps:
         now += pause_s
         own = meter.carry_out(each, float(now))

@@ -12,9 +12,9 @@ import pytest
 
 from shared import subjects
 from shared.clock import MonotonicClock
-from shared.errors import DependencyUnavailable, Impostor
+from shared.errors import DependencyUnavailable, SenderMismatch
 from shared.lifecycle.health import Loss
-from shared.lifecycle.heartbeat import Heart
+from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import (
     BlockPage,
     CancelQueued,
@@ -191,7 +191,7 @@ async def test_what_is_asked_in_anothers_name_is_refused_and_counted(
 
     await serving.serve(subject, type(make(client)), serve)
     await serving.flush()
-    with pytest.raises(Impostor, match="in the name of another"):
+    with pytest.raises(SenderMismatch, match="in the name of another"):
         await asking.request(subject, make("another"), Done, timeout_s=5)
     await asking.request(subject, make(client), Done, timeout_s=5)
     assert served == [make(client)]
@@ -217,11 +217,11 @@ async def test_the_goodbye_of_another_loses_nobody(connect: Connect) -> None:
         await connect("decode-1"),
     )
     lost: list[tuple[str, Loss]] = []
-    watcher = Heart(watching, MonotonicClock(), SystemRandomness(), roles=("gateway",))
+    watcher = HealthMonitor(watching, MonotonicClock(), SystemRandomness(), roles=("gateway",))
     watcher.on_lost(lambda process_id, loss: lost.append((process_id, loss)))
     await watcher.start()
     await watching.flush()
-    heart = Heart(good, MonotonicClock(), SystemRandomness(), roles=("decode",))
+    heart = HealthMonitor(good, MonotonicClock(), SystemRandomness(), roles=("decode",))
     await heart.start()
     await heart.become("ready")
     subject = subjects.heartbeat("decode", "decode-2")

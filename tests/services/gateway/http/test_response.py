@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from services.gateway.http.response import Answer
-from services.gateway.request.output_merger import Gathering
-from services.gateway.request.request_output import Piece
-from services.gateway.streams.stream import End
+from services.gateway.http.response import GenerationResponse
+from services.gateway.request.output_merger import OutputMerger
+from services.gateway.request.request_output import OutputDelta
+from services.gateway.streams.stream import StreamEnd
 from services.gateway.text.model_files import ModelFiles
 from shared.config import GatewayConfig
 from shared.errors import HearthError
@@ -19,7 +19,7 @@ BODY = "http.response.body"
 class Told:
     """Events that tell no more than what they are of."""
 
-    def events(self, piece: Piece) -> bytes:
+    def events(self, piece: OutputDelta) -> bytes:
         return f"({piece.text})".encode()
 
     def closing(self) -> bytes:
@@ -31,7 +31,7 @@ async def bodies_of(
 ) -> list[Any]:
     """Of an answer whose last token came together with its ending."""
     delivery = delivery_of(config, files, max_tokens=8)
-    answer = Answer(Gathering([delivery]), Told(), {}, lambda: None)
+    answer = GenerationResponse(OutputMerger([delivery]), Told(), {}, lambda: None)
     messages: list[Any] = []
 
     async def receive() -> Any:
@@ -43,7 +43,7 @@ async def bodies_of(
     delivery.on_tokens(0, files.tokenizer.encode(["a"]), ())
     if error is None:
         delivery.on_finish(0, LENGTH)
-    delivery.on_end(End(error, "w", 0))
+    delivery.on_end(StreamEnd(error, "w", 0))
     await answer({}, receive, send)  # type: ignore[typeddict-item, arg-type]
     return [(each["body"], each["more_body"]) for each in messages if each["type"] == BODY]
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from services.gateway.prefixes.errors import PrefixTooShort
-from services.gateway.prefixes.prefix_tokenizer import Messages, PrefixReader
+from services.gateway.prefixes.prefix_tokenizer import Messages, PrefixTokenizer
 from services.gateway.prefixes.public_prefix_watcher import LOOK_S
 from services.gateway.request.generation_request import scoped_affinity_key
 from services.gateway.text.model_files import ModelFiles
@@ -23,7 +23,7 @@ from shared.subjects import KV_INDEX_GROUP, MATCH
 from shared.tenancy import pinned_prefix
 from shared.tenancy.pinned_prefix import PinnedPrefix
 from shared.tenancy.tenant import TENANTS
-from shared.tenancy.tenant_admin import TenantOffice, store_api_key
+from shared.tenancy.tenant_admin import TenantAdmin, store_api_key
 from shared.transport.bus import NatsBus
 from tests.servers import NatsServer
 from tests.services.gateway.conftest import API_KEY, Cluster, until
@@ -54,7 +54,7 @@ async def _forget_all(store: RedisStore) -> None:
 async def tenant_with(store: RedisStore, **limits: object) -> dict[str, str]:
     """tenant-2; gives the headers of its requests."""
     await store.write([("HDEL", TENANTS, "tenant-2")])
-    office, api_key = TenantOffice(store, lambda: 1_000.0), f"key-{sorted(limits)}"
+    office, api_key = TenantAdmin(store, lambda: 1_000.0), f"key-{sorted(limits)}"
     await office.add("tenant-2", limits, api_key)
     return {"authorization": f"Bearer {api_key}"}
 
@@ -217,7 +217,7 @@ async def test_what_is_less_than_a_block_cannot_be_pinned(model_files: ModelFile
     async def render(messages: Messages, tools: Messages) -> list[str]:
         return [str(message["content"]) for message in messages]
 
-    reader = PrefixReader(render, model_files.tokenizer, lambda: 1 << 20)
+    reader = PrefixTokenizer(render, model_files.tokenizer, lambda: 1 << 20)
     prefix = PinnedPrefix(
         name="n",
         tenant_id="t",
@@ -230,7 +230,7 @@ async def test_what_is_less_than_a_block_cannot_be_pinned(model_files: ModelFile
     large = msgspec.structs.replace(CARD, block_size=num_tokens + 1)
     with pytest.raises(PrefixTooShort, match="less than one block"):
         await reader.read(prefix, large)
-    small = PrefixReader(render, model_files.tokenizer, lambda: 100)
+    small = PrefixTokenizer(render, model_files.tokenizer, lambda: 100)
     with pytest.raises(PromptTooLong, match="carries at most 100"):
         await small.read(prefix, CARD)
 

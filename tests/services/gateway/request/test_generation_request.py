@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from tokenizers.processors import ByteLevel, TemplateProcessing
 
-from services.gateway.request.generation_request import Generation, max_output_tokens
+from services.gateway.request.generation_request import GenerationRequest, max_output_tokens
 from services.gateway.request.preparation import Preparation
 from services.gateway.request.prompt import Echo, TextPrompt, TokenPrompt, echo_of, tokenize
 from services.gateway.request.sampling import Sampling, sampling_params
@@ -77,7 +77,7 @@ def test_max_tokens(
         default_max_tokens=33,
     )
     prepared = Preparation(config, ModelFiles(model_dir), SystemRandomness()).prepare(
-        Generation(
+        GenerationRequest(
             model="tiny", prompt=TextPrompt("a", "prompt"), sampling=Sampling(max_tokens=given)
         ),
         CARD,
@@ -156,7 +156,7 @@ def test_a_prompt_fills_the_context_where_nothing_is_shown_behind_it(
     options: dict[str, Any], longest: int
 ) -> None:
     prompt, sampling = TextPrompt("a", "prompt"), Sampling(max_tokens=1)
-    generation = Generation(model="tiny", prompt=prompt, sampling=sampling, **options)
+    generation = GenerationRequest(model="tiny", prompt=prompt, sampling=sampling, **options)
     card = msgspec.structs.replace(CARD, max_context_tokens=512)
     assert max_output_tokens(generation, longest, card, default=9) == 1
     with pytest.raises(PromptTooLong, match="prompt: a prompt of"):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.request.generation_request import Generation
+from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.preparation import Preparation
 from services.gateway.request.prompt import TokenPrompt
-from services.gateway.request.request_output import MAX_TEXTS, Delivery
+from services.gateway.request.request_output import MAX_TEXTS, RequestOutput
 from services.gateway.request.sampling import Sampling
 from services.gateway.text.model_files import ModelFiles
 from shared.clock import MonotonicClock
@@ -21,9 +21,9 @@ from tests.services.gateway.peer import CARD
 LENGTH = Finish(reason="length", served=Served(num_cached_tokens=0, prefill_worker_id=None))
 
 
-def delivery_of(config: GatewayConfig, files: ModelFiles, **sampling: object) -> Delivery:
+def delivery_of(config: GatewayConfig, files: ModelFiles, **sampling: object) -> RequestOutput:
     preparation = Preparation(config, files, SystemRandomness())
-    generation = Generation(
+    generation = GenerationRequest(
         model=CARD.name, prompt=TokenPrompt([5], "prompt"), sampling=Sampling(**sampling)
     )
     prepared = preparation.prepare(
@@ -34,7 +34,7 @@ def delivery_of(config: GatewayConfig, files: ModelFiles, **sampling: object) ->
         max_payload_bytes=1 << 20,
     )
     assembler = preparation.assembler(prepared)
-    return Delivery(prepared, [assembler], GatewayMetrics(), MonotonicClock())
+    return RequestOutput(prepared, [assembler], GatewayMetrics(), MonotonicClock())
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from services.gateway.streams import streams as core
 from services.gateway.streams.actions import Publish, Resend, Submit
-from services.gateway.streams.stream import End
+from services.gateway.streams.stream import StreamEnd
 from services.gateway.streams.streams import Streams
 from shared.errors import RequestTimeout, UnknownPlacement
 from shared.messages import (
@@ -90,7 +90,7 @@ def test_one_choice_is_stopped_alone_and_the_last_takes_the_placement() -> None:
     rig.told(1, 0, 7, finish=STOP)
     assert rig.published() == [abort("w1", P1, "stop")]  # the first abort may be lost
     assert rig.client.by_choice == {0: [5, 6], 1: [7]}
-    assert rig.client.ends == [End(None, "w1", 0)]
+    assert rig.client.ends == [StreamEnd(None, "w1", 0)]
 
 
 def test_a_lost_stop_is_said_again_when_the_choice_goes_on() -> None:

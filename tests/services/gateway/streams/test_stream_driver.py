@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from services.gateway.streams.stream_driver import Recovery
+from services.gateway.streams.stream_driver import StreamDriver
 from shared.lifecycle.health import TICK_S
-from shared.lifecycle.heartbeat import Heart
+from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import (
     AbortRequest,
     AckFinished,
@@ -32,8 +32,8 @@ class Cluster:
         network, clock = SimulatedNetwork(), VirtualClock()
         self.gateway, self.scheduler = network.bus("gateway-1"), network.bus("scheduler-1")
         self.worker = network.bus("decode-1")
-        heart = Heart(self.gateway, clock, SeededRandomness(1), roles=("gateway",))
-        self.recovery = Recovery(self.gateway, clock, heart)
+        heart = HealthMonitor(self.gateway, clock, SeededRandomness(1), roles=("gateway",))
+        self.recovery = StreamDriver(self.gateway, clock, heart)
         self.acknowledged: list[tuple[bytes, ...]] = []
 
     async def start(self) -> None:

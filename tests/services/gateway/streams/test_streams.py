@@ -18,7 +18,13 @@ from services.gateway.streams.early_entries import (
     EarlyEntries,
     RetiredPlacements,
 )
-from services.gateway.streams.stream import TRANSITIONS, End, IllegalTransition, State, Stream
+from services.gateway.streams.stream import (
+    TRANSITIONS,
+    IllegalTransition,
+    Stream,
+    StreamEnd,
+    StreamState,
+)
 from services.gateway.streams.streams import Streams
 from shared.errors import (
     DeadlineExceeded,
@@ -79,7 +85,7 @@ class Recorder:
     def __init__(self, stops_at: int | None = None) -> None:
         self.tokens: list[int] = []
         self.finishes: list[Finish] = []
-        self.ends: list[End] = []
+        self.ends: list[StreamEnd] = []
         self.served: list[Served] = []
         self.prompt_logprobs: list[list[TokenLogprobs]] = []
         self.stops_at = stops_at
@@ -99,7 +105,7 @@ class Recorder:
     def on_finish(self, choice_index: int, finish: Finish) -> None:
         self.finishes.append(finish)
 
-    def on_end(self, end: End) -> None:
+    def on_end(self, end: StreamEnd) -> None:
         self.ends.append(end)
 
     @property
@@ -188,7 +194,7 @@ def test_the_plain_life_of_a_request() -> None:
     rig.tokens(2, 7, finish=STOP)
     assert rig.client.tokens == [5, 6, 7]
     assert rig.client.finishes == [STOP]
-    assert rig.client.ends == [End(None, "w1", 0)]
+    assert rig.client.ends == [StreamEnd(None, "w1", 0)]
     ack = AckFinished(placement_ids=(P1,))
     assert rig.published() == [(control("decode", "w1"), ack)]
     assert len(rig.streams) == 0
@@ -319,7 +325,7 @@ def test_lost_worker_is_fenced_and_replaced() -> None:
     rig.tokens(2, 70, placement_id=P2, worker_id="w2")
     assert rig.client.tokens == [5, 6, 70]  # nor what waited of the old one
     rig.tokens(3, 80, finish=STOP, placement_id=P2, worker_id="w2")
-    assert rig.client.ends == [End(None, "w2", 1)]
+    assert rig.client.ends == [StreamEnd(None, "w2", 1)]
 
 
 def test_placed_on_an_excluded_worker_is_refused() -> None:
@@ -581,7 +587,7 @@ def test_late_answers_to_a_request_that_is_gone() -> None:
     error = HearthError("left")
     rig.streams.close("r1", "client_gone", error, rig.now)
     rig.streams.close("r1", "client_gone", error, rig.now)
-    assert rig.client.ends == [End(error, None, 0)]
+    assert rig.client.ends == [StreamEnd(error, None, 0)]
     rig.actions()
     rig.queue()
     rig.place()
@@ -652,7 +658,7 @@ def test_logprobs_that_nobody_asked_for_are_no_answer() -> None:
 
 def test_illegal_moves_raise() -> None:
     for state, allowed in TRANSITIONS.items():
-        for target in State:
+        for target in StreamState:
             stream = Stream(request(), Recorder(), 0.0)
             stream.state = state
             if target in allowed:

@@ -13,7 +13,7 @@ from shared.clock import MonotonicClock
 from shared.errors import AuthenticationFailed, ConfigError, DependencyUnavailable
 from shared.store import RedisStore, Store
 from shared.tenancy.tenant import TENANTS, TenantRecord, api_key_record, digest_of, keys_of
-from shared.tenancy.tenant_admin import TenantOffice, key_id_of, store_api_key
+from shared.tenancy.tenant_admin import TenantAdmin, key_id_of, store_api_key
 from tests.servers import RedisServer
 from tests.simulation.store import MemoryStore
 
@@ -41,8 +41,8 @@ async def store(redis_server: RedisServer) -> AsyncIterator[RedisStore]:
 
 
 @pytest.fixture
-def office(store: RedisStore) -> TenantOffice:
-    return TenantOffice(store, lambda: NOW)
+def office(store: RedisStore) -> TenantAdmin:
+    return TenantAdmin(store, lambda: NOW)
 
 
 async def asked(keys: ApiKeys, api_key: str) -> TenantRecord:
@@ -62,7 +62,7 @@ async def everything_in(store: RedisStore) -> bytes:
     return text
 
 
-async def test_key_to_tenant(store: RedisStore, office: TenantOffice) -> None:
+async def test_key_to_tenant(store: RedisStore, office: TenantAdmin) -> None:
     await office.add("acme", {"concurrency": 0, "allowed_models": ("m",)}, "secret-key")
     record = await asked(ApiKeys(store, HandClock()), "secret-key")
     assert record == TenantRecord(
@@ -79,7 +79,7 @@ async def test_strangers(store: RedisStore, header: str | None) -> None:
 
 
 async def test_a_revoked_key_stops_working_within_a_second_and_no_other_does(
-    store: RedisStore, office: TenantOffice
+    store: RedisStore, office: TenantAdmin
 ) -> None:
     clock = HandClock()
     keys = ApiKeys(store, clock)
@@ -101,7 +101,7 @@ async def test_a_revoked_key_stops_working_within_a_second_and_no_other_does(
 
 
 async def test_a_changed_limit_holds_within_a_second(
-    store: RedisStore, office: TenantOffice
+    store: RedisStore, office: TenantAdmin
 ) -> None:
     clock = HandClock()
     keys = ApiKeys(store, clock)
@@ -117,7 +117,7 @@ async def test_rotation_keeps_the_old_key_for_its_grace_period_only(
     store: RedisStore, redis_server: RedisServer
 ) -> None:
     redis_time = float(await store.evaluate("return redis.call('TIME')[1]", [], []))
-    office, clock = TenantOffice(store, lambda: redis_time), HandClock()
+    office, clock = TenantAdmin(store, lambda: redis_time), HandClock()
     keys = ApiKeys(store, clock)
     await office.add("acme", {}, "old")
     replaced = await office.rotate("acme", "new", keep_s=60, key_id=None)
@@ -136,7 +136,7 @@ async def test_rotation_keeps_the_old_key_for_its_grace_period_only(
 
 
 async def test_a_second_rotation_does_not_lengthen_a_life(
-    store: RedisStore, office: TenantOffice
+    store: RedisStore, office: TenantAdmin
 ) -> None:
     await office.add("acme", {}, "k1")
     await office.rotate("acme", "k2", keep_s=10, key_id=None)
@@ -146,7 +146,7 @@ async def test_a_second_rotation_does_not_lengthen_a_life(
 
 
 async def test_a_key_that_rotation_has_ended_is_refused(
-    store: RedisStore, office: TenantOffice
+    store: RedisStore, office: TenantAdmin
 ) -> None:
     await office.add("acme", {}, "k1")
     await office.rotate("acme", "k2", keep_s=0, key_id=None)  # long ago, by Redis' clock
@@ -160,7 +160,7 @@ async def test_without_redis_known_keys_work_with_what_was_last_known() -> None:
     clock = HandClock()
     store = RedisStore(server.url, clock)
     patient = RedisStore(server.url, clock, timeout_s=2.0)
-    await TenantOffice(patient, lambda: NOW).add("acme", {"requests_per_min": 7}, "k3")
+    await TenantAdmin(patient, lambda: NOW).add("acme", {"requests_per_min": 7}, "k3")
     keys = ApiKeys(store, clock)
     await asked(keys, "k3")
     server.stop()
@@ -237,7 +237,7 @@ async def test_an_unreadable_record_is_its_own_tenants_trouble_only(
 # ── the office ───────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_add_refuses_what_is_there_and_what_cannot_be(office: TenantOffice) -> None:
+async def test_add_refuses_what_is_there_and_what_cannot_be(office: TenantAdmin) -> None:
     await office.add("acme", {"requests_per_min": 5}, "k1")
     with pytest.raises(ConfigError, match="exists"):
         await office.add("acme", {}, "k2")
@@ -252,7 +252,7 @@ async def test_add_refuses_what_is_there_and_what_cannot_be(office: TenantOffice
     assert list(await office.all()) == ["acme"]
 
 
-async def test_unknown_tenants_and_keys(office: TenantOffice) -> None:
+async def test_unknown_tenants_and_keys(office: TenantAdmin) -> None:
     await office.add("acme", {}, "k1")
     for errand in (
         office.one("nobody"),
@@ -267,7 +267,7 @@ async def test_unknown_tenants_and_keys(office: TenantOffice) -> None:
 
 
 async def test_operators_at_once_do_not_undo_each_other(
-    store: RedisStore, office: TenantOffice, monkeypatch: pytest.MonkeyPatch
+    store: RedisStore, office: TenantAdmin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await office.add("acme", {}, "k1")
     names = ("requests_per_min", "input_tokens_per_min", "output_tokens_per_min", "concurrency")
@@ -277,7 +277,7 @@ async def test_operators_at_once_do_not_undo_each_other(
 
 
 async def test_an_unreadable_tenant_does_not_hide_the_others(
-    store: RedisStore, office: TenantOffice
+    store: RedisStore, office: TenantAdmin
 ) -> None:
     await office.add("acme", {}, "k1")
     await store.write([("HSET", TENANTS, "broken", "{")])

@@ -19,12 +19,12 @@ from services.gateway.tenancy.errors import (
     RequestsExhausted,
 )
 from services.gateway.tenancy.limits import RENEW_S, Limits
-from services.gateway.tenancy.request_cost import Demand, Grant
+from services.gateway.tenancy.request_cost import LimitLease, RequestCost
 from shared.clock import MonotonicClock
 from shared.store import RedisStore, StoreUnavailable
-from shared.tenancy.rate_limit import LEASE_S, Reading
+from shared.tenancy.rate_limit import LEASE_S, LimitState
 from shared.tenancy.tenant import TenantRecord, meter_of, open_requests_of
-from shared.tenancy.tenant_admin import TenantOffice
+from shared.tenancy.tenant_admin import TenantAdmin
 from tests.servers import RedisServer
 from tests.services.gateway.conftest import until
 
@@ -78,12 +78,12 @@ def tenant(**fields: Any) -> TenantRecord:
     return TenantRecord(tenant_id="acme", **fields)
 
 
-async def reading(store: RedisStore, record: TenantRecord) -> Reading:
-    return await TenantOffice(store, lambda: 0.0).reading(record)
+async def reading(store: RedisStore, record: TenantRecord) -> LimitState:
+    return await TenantAdmin(store, lambda: 0.0).reading(record)
 
 
-async def admit(limits: Limits, record: TenantRecord, name: str, *tokens: int) -> Grant:
-    return await limits.admit(record, name, Demand(*(tokens or (1, 1))))
+async def admit(limits: Limits, record: TenantRecord, name: str, *tokens: int) -> LimitLease:
+    return await limits.admit(record, name, RequestCost(*(tokens or (1, 1))))
 
 
 async def test_no_limits_no_question(limits: Limits, store: RedisStore) -> None:
@@ -320,10 +320,10 @@ async def test_an_unreadable_meter_is_one_tenant_s_trouble(
     with pytest.raises(RequestsExhausted):
         await admit(limits, record, "r2")
     sound = TenantRecord(tenant_id="sound", requests_per_min=1)
-    limits.settle(await limits.admit(sound, "s", Demand(1, 1)), 0)
+    limits.settle(await limits.admit(sound, "s", RequestCost(1, 1)), 0)
     await until(lambda: not limits.num_unsettled)
     with pytest.raises(RequestsExhausted):
-        await limits.admit(sound, "t", Demand(1, 1))
+        await limits.admit(sound, "t", RequestCost(1, 1))
 
 
 async def test_while_no_request_can_get_in_nobody_is_asked(

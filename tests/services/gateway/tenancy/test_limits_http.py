@@ -20,7 +20,7 @@ from shared.errors import Overloaded
 from shared.messages import Request
 from shared.store import RedisStore
 from shared.tenancy.tenant import TENANTS, UsageRow
-from shared.tenancy.tenant_admin import TenantOffice
+from shared.tenancy.tenant_admin import TenantAdmin
 from tests.servers import NatsServer, RedisServer
 from tests.services.gateway.conftest import Cluster, until
 from tests.services.gateway.openai.test_chat_http import BODY, CHAT
@@ -38,7 +38,7 @@ class Acme:
         self.store = store
         self.http = http
         self.cluster = cluster
-        self.office = TenantOffice(store, lambda: 1.7e9)
+        self.office = TenantAdmin(store, lambda: 1.7e9)
 
     async def become(self, **changes: Any) -> None:
         """With new limits, and a clean sheet."""

@@ -14,14 +14,14 @@ from services.gateway.tenancy.usage_counter import (
     ADD_UP,
     MAX_PER_BATCH,
     RETRY_REFUSED_S,
-    Usage,
+    UsageCounter,
     day_of,
     last_batch_of,
 )
 from shared.clock import MonotonicClock
 from shared.store import RedisStore, StoreUnavailable
 from shared.tenancy.tenant import UsageKind, UsageRow, usage_of
-from shared.tenancy.tenant_admin import TenantOffice
+from shared.tenancy.tenant_admin import TenantAdmin
 from tests.servers import RedisServer
 from tests.simulation.store import MemoryStore
 
@@ -92,12 +92,12 @@ def wall() -> WallClock:
 
 
 @pytest.fixture
-def usage(store: Faulty, wall: WallClock) -> Usage:
-    return Usage(store, HandClock(), writer_id="gateway-1-x", now=wall)
+def usage(store: Faulty, wall: WallClock) -> UsageCounter:
+    return UsageCounter(store, HandClock(), writer_id="gateway-1-x", now=wall)
 
 
 async def rows(store: Any, *tenant_ids: str, days: Sequence[str] = (DAY,)) -> list[UsageRow]:
-    return await TenantOffice(store, lambda: NOON).usage(tenant_ids or ("acme",), days)
+    return await TenantAdmin(store, lambda: NOON).usage(tenant_ids or ("acme",), days)
 
 
 def row(day: str = DAY, tenant_id: str = "acme", model: str = "m", times: int = 1) -> UsageRow:
@@ -105,7 +105,9 @@ def row(day: str = DAY, tenant_id: str = "acme", model: str = "m", times: int = 
     return UsageRow(tenant_id=tenant_id, day=day, model=model, **amounts)
 
 
-async def test_counts_by_tenant_model_and_day(usage: Usage, store: Faulty, wall: WallClock) -> None:
+async def test_counts_by_tenant_model_and_day(
+    usage: UsageCounter, store: Faulty, wall: WallClock
+) -> None:
     for tenant_id, model in (("acme", "m"), ("acme", "org/m:1"), ("other", "m"), ("acme", "m")):
         usage.count(tenant_id, model, COUNTS)
     wall.seconds += DAY_S / 2
@@ -122,7 +124,7 @@ async def test_counts_by_tenant_model_and_day(usage: Usage, store: Faulty, wall:
 
 
 async def test_a_batch_whose_answer_is_lost_is_not_counted_twice(
-    usage: Usage, store: Faulty
+    usage: UsageCounter, store: Faulty
 ) -> None:
     usage.count("acme", "m", COUNTS)
     store.loses_answers = 3
@@ -133,7 +135,7 @@ async def test_a_batch_whose_answer_is_lost_is_not_counted_twice(
     assert await rows(store) == [row(times=4)]
 
 
-async def test_a_batch_that_never_arrived_is_not_lost(usage: Usage, store: Faulty) -> None:
+async def test_a_batch_that_never_arrived_is_not_lost(usage: UsageCounter, store: Faulty) -> None:
     usage.count("acme", "m", COUNTS)
     store.loses_questions = 2
     assert not await usage.flush()
@@ -145,13 +147,13 @@ async def test_a_batch_that_never_arrived_is_not_lost(usage: Usage, store: Fault
 
 async def test_two_writers_and_two_lives_of_one_add_up(store: Faulty, wall: WallClock) -> None:
     for writer_id in ("gateway-1-a", "gateway-2-b", "gateway-1-c"):
-        one = Usage(store, HandClock(), writer_id=writer_id, now=wall)
+        one = UsageCounter(store, HandClock(), writer_id=writer_id, now=wall)
         one.count("acme", "m", COUNTS)
         await one.stop()
     assert await rows(store) == [row(times=3)]
 
 
-async def test_many_counts_go_in_several_batches(usage: Usage, store: Faulty) -> None:
+async def test_many_counts_go_in_several_batches(usage: UsageCounter, store: Faulty) -> None:
     tenants = [f"t{number}" for number in range(MAX_PER_BATCH)]
     for tenant_id in tenants:
         usage.count(tenant_id, "m", COUNTS)
@@ -161,7 +163,7 @@ async def test_many_counts_go_in_several_batches(usage: Usage, store: Faulty) ->
     assert int(last[b"number"]) == 3  # three kinds that are not zero
 
 
-async def test_what_is_pending_at_the_end_is_flushed(usage: Usage, store: Faulty) -> None:
+async def test_what_is_pending_at_the_end_is_flushed(usage: UsageCounter, store: Faulty) -> None:
     usage.start()
     usage.count("acme", "m", COUNTS)
     store.loses_answers = store.loses_questions = 2
@@ -169,7 +171,7 @@ async def test_what_is_pending_at_the_end_is_flushed(usage: Usage, store: Faulty
     assert await rows(store) == [row()]
 
 
-async def test_what_redis_never_took_is_in_the_log(usage: Usage, store: Faulty) -> None:
+async def test_what_redis_never_took_is_in_the_log(usage: UsageCounter, store: Faulty) -> None:
     usage.count("acme", "m", COUNTS)
     store.loses_questions = 10**9
     assert not await usage.flush()
@@ -181,7 +183,7 @@ async def test_what_redis_never_took_is_in_the_log(usage: Usage, store: Faulty) 
 
 
 async def test_an_unreadable_record_keeps_its_counts_and_nobody_else_s(
-    usage: Usage, store: Faulty
+    usage: UsageCounter, store: Faulty
 ) -> None:
     name = usage_of("acme", DAY)
     await store.write([("SET", name, "text"), ("HSET", usage_of("other", DAY), "requests:m", "x")])
@@ -202,7 +204,7 @@ async def test_an_unreadable_record_keeps_its_counts_and_nobody_else_s(
 
 
 async def test_what_gathers_is_bounded(
-    usage: Usage, store: Faulty, monkeypatch: pytest.MonkeyPatch
+    usage: UsageCounter, store: Faulty, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(usage_module, "MAX_PENDING", 3)
     usage.count("acme", "m", COUNTS)

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from services.gateway.text import template_renderer as renderer_module
 from services.gateway.text.chat_template import ChatTemplate, LiteralText
-from services.gateway.text.template_process import Late, Order, Rendered, reply_to
+from services.gateway.text.template_process import Late, Rendered, RenderJob, reply_to
 from services.gateway.text.template_renderer import MAX_ROUND, Renderer
 from shared.errors import InvalidRequest, NoCapacity, Overloaded
 
@@ -164,8 +164,8 @@ async def test_only_whose_turn_it_is_waits_for_a_process_that_hangs(
 
 def test_an_order_that_nobody_waits_for_is_passed_over() -> None:
     template = ChatTemplate(GOOD, special_tokens=["<s>"], variables={"bos_token": "<s>"})
-    assert reply_to(template, Order(MESSAGES, latest_start=time.monotonic() - 1.0)) == Late()
-    assert isinstance(reply_to(template, Order(MESSAGES)), Rendered)
+    assert reply_to(template, RenderJob(MESSAGES, latest_start=time.monotonic() - 1.0)) == Late()
+    assert isinstance(reply_to(template, RenderJob(MESSAGES)), Rendered)
 
 
 async def test_who_waits_when_it_is_closed_is_told(make: Make) -> None:

@@ -12,7 +12,7 @@ import pytest
 from shared.clock import MonotonicClock
 from shared.engine.batching.block_pool import BlockPool
 from shared.engine.batching.sequence import Sequence, SequenceState
-from shared.engine.engine import Engine, Progress
+from shared.engine.engine import Engine, StepProgress
 from shared.engine.loop import EngineLoop
 from shared.engine.runner import StepInputs, StepOutput
 from shared.engine.runners.model_runner import ModelRunner
@@ -51,7 +51,7 @@ class Bench:
         self.loop.listen(self._note)
         self.changed = asyncio.Event()
 
-    def _note(self, progress: list[Progress]) -> None:
+    def _note(self, progress: list[StepProgress]) -> None:
         self.changed.set()
 
     async def complete(self, sequence: Sequence) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from shared.engine.layers.embedding import Embedding
+from shared.engine.layers.embedding import TokenEmbedding
 from shared.engine.runners.model_runner import ModelRunner
 from tests.shared.engine.families import FAMILIES
 from tests.shared.engine.reference import margin_checked_prompt
@@ -94,7 +94,7 @@ def test_greedy_tokens_are_those_of_transformers(checkpoint: Checkpoint, family:
 def test_the_embedding_scale_is_rounded_as_in_transformers() -> None:
     """The root of 48 lies between two BF16 numbers."""
     ids = torch.arange(9)
-    embedding = Embedding(9, 48, scale=48**0.5, dtype=torch.bfloat16)
+    embedding = TokenEmbedding(9, 48, scale=48**0.5, dtype=torch.bfloat16)
     torch.nn.init.normal_(embedding.weight)
     assert torch.equal(embedding(ids), embedding.weight * torch.tensor(48**0.5).bfloat16())
     assert not torch.equal(embedding(ids), embedding.weight * 48**0.5)
