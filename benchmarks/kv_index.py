@@ -301,7 +301,7 @@ class Peer:
         self._bus = bus
         self.num_events = 0
         self.is_listed = asyncio.Event()
-        self.heart = HealthMonitor(
+        self.health_monitor = HealthMonitor(
             bus,
             MonotonicClock(),
             SystemRandomness(),
@@ -309,13 +309,13 @@ class Peer:
             load=lambda: WorkerLoad(step=0, step_budget_s=60.0, num_kv_events=self.num_events),
             model=CARD,
         )
-        self.heart.epoch = 1
+        self.health_monitor.epoch = 1
 
     async def join(self) -> None:
         subject = subjects.list_blocks("prefill", self._bus.process_id)
         await self._bus.serve(subject, ListBlocks, self._page)
-        await self.heart.start()
-        await self.heart.become("ready")
+        await self.health_monitor.start()
+        await self.health_monitor.transition_to("ready")
 
     def _page(self, _: ListBlocks) -> BlockPage:
         self.is_listed.set()
@@ -340,7 +340,7 @@ async def over_nats(num_blocks: int, seconds: float) -> tuple[float, float]:
         stack.push_async_callback(asker.close)
         peer = Peer(worker)
         await peer.join()
-        stack.push_async_callback(peer.heart.stop)
+        stack.push_async_callback(peer.health_monitor.stop)
         events = await _tell(peer, asker, pid, num_blocks)
         return await _ask(asker, pid, num_blocks, seconds), events
 

@@ -21,7 +21,7 @@ import uvloop
 
 from benchmarks.report import Row, at_most, write_result
 from services.cli.service_options import DEMO_MODEL_DIR
-from services.client.chat_request import Reply, ask, door, first_model
+from services.client.chat_request import Reply, first_model, gateway_client, stream_chat
 from services.local.cluster import LocalCluster
 from services.local.plan import UpOptions
 from services.local.state import clusters_dir
@@ -49,12 +49,12 @@ async def run(model_dir: Path, num_words: int, num_rounds: int) -> list[Row]:
     num_shared = int(CACHED_SHARE * num_words)
     cold: list[Reply] = []
     warm: list[Reply] = []
-    async with cluster, door(cluster.url, cluster.api_key) as client:
+    async with cluster, gateway_client(cluster.url, cluster.api_key) as client:
         model = await first_model(client)
 
         async def reply_to(prompt: str) -> Reply:
             messages = [{"role": "user", "content": prompt}]
-            return await ask(client, model, messages, clock, lambda _: None)
+            return await stream_chat(client, model, messages, clock, lambda _: None)
 
         for _ in range(num_rounds):
             shared = words(num_shared)

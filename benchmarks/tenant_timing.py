@@ -146,7 +146,7 @@ class Audit:
         await asyncio.sleep(EVENTS_S)
         self._random.shuffle(probes)
         for probe in probes:
-            self._note(probe, await self._asker_of(probe).ask(probe.prompt))
+            self._record(probe, await self._asker_of(probe).ask(probe.prompt))
 
     def _asker_of(self, probe: Probe) -> Asker:
         return self._victim if probe.is_control else self._attacker
@@ -166,7 +166,7 @@ class Audit:
 
         await asyncio.gather(*(serve(asker) for asker in self._feeders))
 
-    def _note(self, probe: Probe, sample: Sample) -> None:
+    def _record(self, probe: Probe, sample: Sample) -> None:
         if sample.error:
             self.num_without_text += 1
             return

@@ -49,7 +49,7 @@ from kernels.torch_ops.penalize import penalize as reference_penalize
 from kernels.torch_ops.sample import argmax
 from kernels.torch_ops.sample import sample as reference_sample
 from kernels.torch_ops.scatter_blocks import scatter_blocks as reference_scatter_blocks
-from kernels.torch_ops.top_k import likeliest as reference_likeliest
+from kernels.torch_ops.top_k import top_k as reference_top_k
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -65,7 +65,7 @@ TRITON_MODULES = {
     "decode_attention": "attention.decode_attention",
     "gather_blocks": "kv.gather_blocks",
     "gelu_and_mul": "rows.gelu_and_mul",
-    "likeliest": "sampling.top_k",
+    "top_k": "sampling.top_k",
     "linear": "gemm.linear",
     "penalize": "sampling.penalize",
     "prefill_attention": "attention.prefill_attention",
@@ -106,7 +106,7 @@ copy_blocks = _chosen(reference_copy_blocks)
 decode_attention = _chosen(reference_decode_attention, cpu_decode_attention.decode_attention)
 gather_blocks = _chosen(reference_gather_blocks)
 gelu_and_mul = _chosen(reference_gelu_and_mul, cpu_gated.gelu_and_mul)
-likeliest = _chosen(reference_likeliest)
+top_k = _chosen(reference_top_k)
 penalize = _chosen(reference_penalize)
 prefill_attention = _chosen(reference_prefill_attention, cpu_prefill_attention.prefill_attention)
 rms_norm = _chosen(reference_rms_norm, cpu_rms_norm.rms_norm)
@@ -197,7 +197,7 @@ def pack_weight(weight: Tensor) -> Tensor:
     return weight if IS_INTERPRETED else cpu_linear.pack_weight(weight)
 
 
-def has_own_product(weight: Weight) -> bool:
+def has_custom_gemm(weight: Weight) -> bool:
     """Whether `linear` multiplies by it with a kernel of ours; else torch's library does."""
     return isinstance(weight, SplitWeight) or for_products(weight) is not None
 

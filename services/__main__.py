@@ -120,7 +120,7 @@ def _add_services() -> None:
         app.command(name, help=about, epilog=epilog, rich_help_panel=SERVICES)(command)
 
     worker = WorkerConfig
-    add("gateway", service_command(GatewayConfig, "gateway", _run_gateway), "The HTTP door.")
+    add("gateway", service_command(GatewayConfig, "gateway", _run_gateway), "HTTP gateway.")
     add(
         "scheduler",
         service_command(SchedulerConfig, "scheduler", _run_scheduler),

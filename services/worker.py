@@ -48,10 +48,10 @@ class WorkerProcess:
         await self._worker.start()
         for handler in self._handlers:
             await handler.start()
-        await self._worker.heart.become("ready")
+        await self._worker.health_monitor.transition_to("ready")
 
     async def drain(self) -> None:
-        await self._worker.heart.become("draining")
+        await self._worker.health_monitor.transition_to("draining")
         await asyncio.gather(*(handler.drain() for handler in self._handlers))
 
     async def stop(self) -> None:
@@ -112,7 +112,7 @@ async def build_worker(
         max_batch_tokens=config.max_batch_tokens,
         max_sequences=config.max_sequences,
         max_reserved_share=config.max_reserved_share,
-        reach=runner.reach,
+        attention_span=runner.attention_span,
         zeroes_freed_blocks=config.zero_freed_blocks,
     )
     receiver = None

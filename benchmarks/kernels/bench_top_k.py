@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from benchmarks.kernels.timing import by_bandwidth, random, seconds
 from benchmarks.report import Bar, Row, at_least
-from kernels.gpu.sampling.top_k import likeliest
-from kernels.torch_ops.top_k import likeliest as reference_likeliest
+from kernels.gpu.sampling.top_k import top_k
+from kernels.torch_ops.top_k import top_k as reference_top_k
 
 VOCAB_SIZE = 128_256
 
@@ -19,8 +19,8 @@ def rows() -> list[Row]:
 
 def _row(num_rows: int, k: int) -> Row:
     x = random(num_rows, VOCAB_SIZE).float()
-    row = by_bandwidth(f"{k} of {num_rows} x {VOCAB_SIZE}", lambda: likeliest(x, k), x.nbytes)
-    by_topk_s = seconds(lambda: reference_likeliest(x, k))
+    row = by_bandwidth(f"{k} of {num_rows} x {VOCAB_SIZE}", lambda: top_k(x, k), x.nbytes)
+    by_topk_s = seconds(lambda: reference_top_k(x, k))
     return {**row, "of_topk": round(by_topk_s * 1e6 / row["us"], 2)}
 
 

@@ -167,7 +167,7 @@ async def load(
         try:
             while time.perf_counter() < until:
                 await connection.ask(target.request(next(prompts), num_output_tokens))
-                _note(tally, connection)
+                _record(tally, connection)
         except OSError as error:
             tally.faults.append(str(error))
         finally:
@@ -177,7 +177,7 @@ async def load(
     return tally
 
 
-def _note(tally: Tally, connection: Connection) -> None:
+def _record(tally: Tally, connection: Connection) -> None:
     if connection.num_events == tally.num_events:
         tally.num_requests += 1
         tally.ttft_s.append(connection.first_text_at - connection.started)

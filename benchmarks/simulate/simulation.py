@@ -178,7 +178,7 @@ class Simulation:
         )
         began = time.perf_counter_ns()
         self._health.observe(heartbeat, now)
-        self._workers.heard(heartbeat, now)
+        self._workers.on_heartbeat(heartbeat, now)
         self.outcome.hearing_ns += time.perf_counter_ns() - began
         self.outcome.num_heartbeats += 1
         wait_s = self._random.random() * HEARTBEAT_S if is_first else HEARTBEAT_S

@@ -33,7 +33,9 @@ class Costs:
     decode_sequence_s: float = 30e-6
     decode_kv_token_s: float = 25e-9
     push_token_s: float = 42e-6
-    hop_s: float = 0.002  # until a prefill worker has answered, or a last frame has its receipt
+    handoff_overhead_s: float = (
+        0.002  # until a prefill worker has answered, or a last frame has its receipt
+    )
     num_blocks: int = 400  # of 512 tokens: 25 GiB of KV
 
     def prefill_s(self, num_tokens: int) -> float:
@@ -218,7 +220,7 @@ class Prefill(Site):
         push_s = num_pushed * self.costs.push_token_s
         self.num_pushed += num_pushed
         self.push_s += push_s
-        left_s = max(0.0, self.begun_at + push_s - now) + self.costs.hop_s
+        left_s = max(0.0, self.begun_at + push_s - now) + self.costs.handoff_overhead_s
         self.later(left_s, job.decode.activate, job)
         self.current = None
         if self.queue:
@@ -237,7 +239,7 @@ class Decode(Site):
     num_running: int = 0
     num_kv_tokens: int = 0
     num_local_tokens: int = 0
-    num_drawn: float = 0.0
+    num_sampled: float = 0.0
     num_handoffs: int = 0
     handoff_ack_s: float = 0.0
     ends: list[tuple[float, int, Job]] = field(default_factory=list)
@@ -252,8 +254,8 @@ class Decode(Site):
             self._compute(now, job)
         else:
             self.num_handoffs += 1
-            self.handoff_ack_s += self.costs.hop_s / 2
-            self.later(self.costs.hop_s, job.prefill.enqueue, job)
+            self.handoff_ack_s += self.costs.handoff_overhead_s / 2
+            self.later(self.costs.handoff_overhead_s, job.prefill.enqueue, job)
         return True
 
     def activate(self, now: float, job: Job) -> None:
@@ -277,7 +279,7 @@ class Decode(Site):
             prefill_tokens_in_flight=self.num_local_tokens,
             decode_tokens_in_flight=self.num_kv_tokens,
             num_computed_prompt_tokens=self.num_computed,
-            num_generated_tokens=int(self.num_drawn),
+            num_generated_tokens=int(self.num_sampled),
             num_busy_steps=int(self.num_busy_steps),
             busy_s=self.busy_s,
             num_handoffs=self.num_handoffs,
@@ -314,7 +316,7 @@ class Decode(Site):
             self.num_steps += num_steps
             self.busy_s += moved_s
             self.num_busy_steps += num_steps
-            self.num_drawn += num_steps * self.num_running
+            self.num_sampled += num_steps * self.num_running
 
     def _await_end(self, now: float) -> None:
         self.version += 1

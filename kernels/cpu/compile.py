@@ -79,7 +79,7 @@ class _SharedCache(FunctionCache):
 
 
 @contextmanager
-def compiling_alone() -> Iterator[None]:
+def compile_lock() -> Iterator[None]:
     """Of several processes that start at once, one compiles and the others load its code."""
     with _locked(Path(numba.config.CACHE_DIR, "compiling.lock")):
         yield

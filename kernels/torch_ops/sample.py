@@ -47,15 +47,15 @@ def uniform(seed: Tensor, choice_index: Tensor, output_position: Tensor, vocab_s
         row = _mix_((row ^ word.int()) * 5 + _signed(0xE6546B64))
     salt = _mix_(row + _signed(_GOLDEN))
     tokens = torch.arange(vocab_size, dtype=torch.int32, device=seed.device) * _signed(_GOLDEN)
-    drawn = torch.empty((len(seed), vocab_size), dtype=torch.float32, device=seed.device)
+    sampled = torch.empty((len(seed), vocab_size), dtype=torch.float32, device=seed.device)
     num_rows = max(1, PIECE // vocab_size)
     for first in range(0, len(seed), num_rows):
         piece = slice(first, first + num_rows)
         bits = _mix_(row[piece].unsqueeze(1) ^ tokens)
         bits = _mix_(bits.bitwise_xor_(salt[piece].unsqueeze(1)))
         # 23 bits and a half: the largest is 1 - 2**-24, which FP32 holds.
-        drawn[piece] = bits >> 9 & 0x7FFFFF
-    return drawn.mul_(2.0**-23).add_(2.0**-24)
+        sampled[piece] = bits >> 9 & 0x7FFFFF
+    return sampled.mul_(2.0**-23).add_(2.0**-24)
 
 
 def sample(
@@ -79,12 +79,14 @@ def sample(
     if mask is not None:
         logits = logits.masked_fill(~_allowed(mask, logits.shape[1]), float("-inf"))
     tokens = argmax(logits)
-    drawn = torch.nonzero(temperature > 0).squeeze(1)
-    if not len(drawn):
+    sampled = torch.nonzero(temperature > 0).squeeze(1)
+    if not len(sampled):
         return tokens
-    scaled = scale(logits[drawn], temperature[drawn], top_k[drawn], top_p[drawn], min_p[drawn])
-    noise = uniform(seed[drawn], choice_index[drawn], output_position[drawn], logits.shape[1])
-    tokens[drawn] = argmax(scaled.sub_(noise.log_().neg_().log_()))
+    scaled = scale(
+        logits[sampled], temperature[sampled], top_k[sampled], top_p[sampled], min_p[sampled]
+    )
+    noise = uniform(seed[sampled], choice_index[sampled], output_position[sampled], logits.shape[1])
+    tokens[sampled] = argmax(scaled.sub_(noise.log_().neg_().log_()))
     return tokens
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-def likeliest(x: Tensor, k: int) -> Tensor:
+def top_k(x: Tensor, k: int) -> Tensor:
     """x [R, n] FP32 -> [R, min(k, n)] int64 indices, of falling x."""
     num_columns = x.shape[1]
     if k == 0:

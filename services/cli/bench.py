@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from services.cli.chat import find_door
+from services.cli.chat import find_gateway
 from services.cli.tables import table_console
 from services.cli.up import StartupDisplay
 from services.client.http_client import Sample
@@ -57,7 +57,7 @@ def run_bench(
     options.check()
     if up_options is not None and url is not None:
         raise ConfigError("--model starts a cluster, --url names a running one: give one of them")
-    given = find_door(url, api_key) if up_options is None else None
+    given = find_gateway(url, api_key) if up_options is None else None
     rows = uvloop.run(_bench(given, up_options, options))
     num_errors = sum(row["num_errors"] for row in rows)
     return 0 if num_errors == 0 else 1
@@ -70,8 +70,8 @@ async def _bench(
 ) -> list[Row]:
     console = Console(stderr=True, highlight=False)
     async with target(given, up_options, console=console) as (url, api_key):
-        with LoadDisplay(console, options) as board:
-            rows = await measure(url, api_key, options, board.report)
+        with LoadDisplay(console, options) as display:
+            rows = await measure(url, api_key, options, display.report)
     print_rows(rows)
     line = {"url": url, "options": options, "rows": rows}
     print(msgspec.json.encode(line).decode())
@@ -91,13 +91,13 @@ async def target(
         assert given is not None
         yield given
         return
-    board = StartupDisplay(console, MonotonicClock())
+    display = StartupDisplay(console, MonotonicClock())
     try:
-        async with _cluster(up_options, board.report) as cluster:
-            board.close()
+        async with _cluster(up_options, display.report) as cluster:
+            display.close()
             yield cluster.url, cluster.api_key
     finally:
-        board.close()
+        display.close()
 
 
 def _cluster(options: UpOptions, report: Report) -> LocalCluster:

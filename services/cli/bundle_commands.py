@@ -11,7 +11,9 @@ from services.cli.commands import OPERATE
 from services.local.hub_download import local_copy
 
 app = typer.Typer()
-Threads = Annotated[int | None, typer.Option(min=1, help="Threads that code (one a CPU).")]
+Threads = Annotated[
+    int | None, typer.Option(min=1, help="Number of encoder threads (default: one per CPU).")
+]
 
 
 @app.command(
@@ -23,7 +25,7 @@ def compress(
     model: Annotated[
         Path, typer.Argument(metavar="DIR", help="Checkpoint directory, or a hub id.")
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Bundle; must not be there yet.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Output directory; must not exist.")],
     threads: Threads = None,
 ) -> None:
     """Make a checkpoint smaller, without loss; `hearth up --model OUT` serves it as it is.
@@ -33,8 +35,8 @@ def compress(
     from services.cli.compression_progress import ProgressDisplay, show_savings
     from shared.engine.codec.compress import compress_folder
 
-    with ProgressDisplay() as board:
-        manifest = compress_folder(local_copy(model), out, board, num_threads=threads)
+    with ProgressDisplay() as display:
+        manifest = compress_folder(local_copy(model), out, display, num_threads=threads)
     show_savings(manifest, out)
 
 
@@ -52,6 +54,6 @@ def decompress(
     from services.cli.compression_progress import ProgressDisplay
     from shared.engine.codec.decompress import decompress_folder
 
-    with ProgressDisplay() as board:
-        decompress_folder(local_copy(bundle), directory, board, num_threads=threads)
+    with ProgressDisplay() as display:
+        decompress_folder(local_copy(bundle), directory, display, num_threads=threads)
     print(f"{directory}: every file is as it was when it was bundled")

@@ -9,7 +9,7 @@ import httpx
 from rich.console import Console
 
 from services.cli.up import describe, text_printer
-from services.client.chat_request import ask, door, first_model
+from services.client.chat_request import first_model, gateway_client, stream_chat
 from services.local.state import clusters_dir, running_cluster
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError, HearthError
@@ -17,7 +17,7 @@ from shared.errors import ConfigError, HearthError
 HINT = "/new starts afresh, /quit or Ctrl-D ends"
 
 
-def find_door(url: str | None, api_key: str | None) -> tuple[str, str]:
+def find_gateway(url: str | None, api_key: str | None) -> tuple[str, str]:
     """URL and API key as given, else those of the local cluster. Raises ConfigError."""
     if url is not None:
         if api_key is None:
@@ -31,9 +31,9 @@ def find_door(url: str | None, api_key: str | None) -> tuple[str, str]:
 
 def run_chat(url: str | None, api_key: str | None) -> None:
     """Returns when the user ends it. A refused question is shown and the talk goes on."""
-    found_url, found_key = find_door(url, api_key)
+    found_url, found_key = find_gateway(url, api_key)
     with asyncio.Runner() as runner:
-        client = door(found_url, found_key)
+        client = gateway_client(found_url, found_key)
         try:
             _converse(runner, client, runner.run(first_model(client)))
         finally:
@@ -55,7 +55,7 @@ def _converse(runner: asyncio.Runner, client: httpx.AsyncClient, model: str) -> 
         question = {"role": "user", "content": line}
         try:
             reply = runner.run(
-                ask(client, model, [*history, question], clock, text_printer(console))
+                stream_chat(client, model, [*history, question], clock, text_printer(console))
             )
         except HearthError as error:
             console.print(f"\n{error.message}", style="red", markup=False)

@@ -44,13 +44,18 @@ def up(
     ] = "",
     prefill: Annotated[int | None, typer.Option(help="Prefill workers (1).")] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers (1).")] = None,
-    both: Annotated[int | None, typer.Option(help="Workers that do both (0).")] = None,
+    both: Annotated[
+        int | None, typer.Option(help="Workers that run prefill and decode (default: 0).")
+    ] = None,
     role: Annotated[
         UpRole, typer.Option(help="both: one worker that does prefill and decode.")
     ] = UpRole.apart,
     http: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="HTTP door (127.0.0.1:8000, or a free port)."),
+        typer.Option(
+            metavar="HOST:PORT",
+            help="HTTP listen address (default: 127.0.0.1:8000, or a free port).",
+        ),
     ] = None,
     nats: Annotated[
         str | None, typer.Option(metavar="URL", envvar="HEARTH_NATS_URL", help="A running NATS.")
@@ -67,7 +72,10 @@ def up(
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     weights: Annotated[
         str,
-        typer.Option(envvar="HEARTH_WEIGHTS", help="auto, dense or compressed: fewer bytes."),
+        typer.Option(
+            envvar="HEARTH_WEIGHTS",
+            help="Weight format in memory: auto, dense or compressed (lossless).",
+        ),
     ] = "auto",
     check: Annotated[bool, typer.Option("--check", help="Ask one question, then stop.")] = False,
 ) -> None:
@@ -112,7 +120,8 @@ def _host_and_port(text: str) -> tuple[str, int]:
 )
 def chat(
     url: Annotated[
-        str | None, typer.Option(envvar="HEARTH_URL", help="Gateway; else the local cluster.")
+        str | None,
+        typer.Option(envvar="HEARTH_URL", help="Gateway URL (default: the local cluster)."),
     ] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="HEARTH_API_KEY", help="Key; else the local cluster's.")
@@ -131,10 +140,11 @@ def chat(
 )
 def bench(
     url: Annotated[
-        str | None, typer.Option(envvar="HEARTH_URL", help="Gateway; else the local cluster.")
+        str | None,
+        typer.Option(envvar="HEARTH_URL", help="Gateway URL (default: the local cluster)."),
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option("--api-key", "--key", envvar="HEARTH_API_KEY", help="Its key.")
+        str | None, typer.Option("--api-key", "--key", envvar="HEARTH_API_KEY", help="API key.")
     ] = None,
     model: Annotated[
         Path | None, typer.Option(help="Start a cluster with it: a directory or a hub id.")
@@ -148,10 +158,11 @@ def bench(
         str, typer.Option(envvar="HEARTH_WEIGHTS", help="Of that cluster.")
     ] = "auto",
     concurrency: Annotated[
-        str, typer.Option(metavar="N,N...", help="Users at once; each number is a load.")
+        str, typer.Option(metavar="N,N...", help="Concurrency levels to run, comma-separated.")
     ] = "1,16,64",
     rate: Annotated[
-        float | None, typer.Option(help="Requests a second (Poisson) instead of users.")
+        float | None,
+        typer.Option(help="Poisson arrival rate in requests/s, instead of a fixed concurrency."),
     ] = None,
     requests: Annotated[
         int | None, typer.Option(help="Requests of each load, instead of a duration.")
@@ -159,8 +170,10 @@ def bench(
     duration_s: Annotated[float, typer.Option(help="Seconds that each load lasts.")] = 10.0,
     input_tokens: Annotated[int, typer.Option(help="Prompt tokens, about.")] = 100,
     output_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 64,
-    temperature: Annotated[float, typer.Option(help="Of the sampling.")] = 0.0,
-    ttft_s: Annotated[float, typer.Option(help="Goodput: longest time to first token.")] = 0.5,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 0.0,
+    ttft_s: Annotated[
+        float, typer.Option(help="Goodput threshold: time to first token, in seconds.")
+    ] = 0.5,
     itl_s: Annotated[float, typer.Option(help="Goodput: longest mean gap between tokens.")] = 0.05,
     seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
 ) -> None:
@@ -216,7 +229,7 @@ def status(
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print one table, then end.")] = False,
     json: Annotated[bool, typer.Option("--json", help="A JSON line instead of a table.")] = False,
-    interval_s: Annotated[float, typer.Option(help="Seconds between two looks.")] = 1.0,
+    interval_s: Annotated[float, typer.Option(help="Poll interval in seconds.")] = 1.0,
 ) -> None:
     """Show the workers and other processes of a cluster until Ctrl-C."""
     from services.cli.status import run_status

@@ -74,7 +74,7 @@ class FleetView:
         known.heartbeat = heartbeat
         is_stuck = self._fleet.is_lost(heartbeat.process_id)  # it speaks: it cannot be silent
         known.loss, known.lost_at = (Loss.STUCK, now) if is_stuck else (None, 0.0)
-        _note_load(known, now)
+        _record_load(known, now)
 
     def echo(self, now: float) -> None:
         """The server has just answered: silence since then is a peer's, not the network's."""
@@ -102,7 +102,7 @@ class FleetView:
             known.loads.clear()
 
 
-def _note_load(known: _KnownProcess, now: float) -> None:
+def _record_load(known: _KnownProcess, now: float) -> None:
     load = known.heartbeat.load
     if load is None:
         return

@@ -11,7 +11,7 @@ from shared.subjects import HEARTBEATS
 from shared.transport.bus import NatsBus
 
 
-async def hears_heartbeat(nats_url: str, process_id: str, *, timeout_s: float) -> bool:
+async def receives_heartbeat(nats_url: str, process_id: str, *, timeout_s: float) -> bool:
     """True once a `ready` heartbeat of `process_id` arrives. Raises DependencyUnavailable."""
     bus = await NatsBus.connect(nats_url, process_id=process_id, timeout_s=timeout_s)
     heard = asyncio.Event()
@@ -36,4 +36,4 @@ def run_probe(nats_url: str, process_id: str | None, *, timeout_s: float) -> boo
     name = urlsplit(nats_url).username if process_id is None else process_id
     if not name:
         raise ConfigError("--process-id is needed where the NATS URL has no user")
-    return asyncio.run(hears_heartbeat(nats_url, name, timeout_s=timeout_s))
+    return asyncio.run(receives_heartbeat(nats_url, name, timeout_s=timeout_s))

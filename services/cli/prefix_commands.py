@@ -16,7 +16,7 @@ prefix_app = typer.Typer(
     "hearth prefix list  ·  hearth prefix remove house-rules",
 )
 
-Name = Annotated[str, typer.Argument(help="Its name.")]
+Name = Annotated[str, typer.Argument(help="Prefix name.")]
 RedisUrl = Annotated[
     str | None,
     typer.Option(envvar="HEARTH_REDIS_URL", help="Redis server; else the local cluster's."),

@@ -70,13 +70,13 @@ async def _status(nats_url: str, *, is_once: bool, is_json: bool, interval_s: fl
     bus = await NatsBus.connect(nats_url, process_id=process_id, timeout_s=CONNECT_TIMEOUT_S)
     is_heard = asyncio.Event()
 
-    def hear(beat: Heartbeat) -> None:
+    def on_heartbeat(beat: Heartbeat) -> None:
         view.observe(beat, clock.now())
         if view.rows():
             is_heard.set()
 
     try:
-        await bus.subscribe(HEARTBEATS, Heartbeat, hear)
+        await bus.subscribe(HEARTBEATS, Heartbeat, on_heartbeat)
         background.start(_judge(bus, view, clock))
         if is_once:
             await _first_beat(is_heard, nats_url)

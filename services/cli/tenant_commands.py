@@ -21,7 +21,7 @@ tenant_app = typer.Typer(
     "hearth tenant rotate team-a",
 )
 
-Tenant = Annotated[str, typer.Argument(help="Its id.")]
+Tenant = Annotated[str, typer.Argument(help="Tenant id.")]
 RedisUrl = Annotated[
     str | None,
     typer.Option(envvar="HEARTH_REDIS_URL", help="Redis server; else the local cluster's."),
@@ -36,19 +36,19 @@ def add(tenant: Tenant, changes: dict[str, Any], redis_url: RedisUrl = None) -> 
 
     What is not said is unlimited, and 0 allows nothing.
     """
-    from services.cli.tenant_tables import visit
+    from services.cli.tenant_tables import with_tenant_admin
 
     api_key = new_api_key()
-    visit(redis_url, lambda it: it.add(tenant, changes, api_key))
+    with_tenant_admin(redis_url, lambda it: it.add(tenant, changes, api_key))
     print(api_key)
 
 
 @tenant_app.command("list", epilog="Example:  hearth tenant list --json | jq")
 def list_tenants(redis_url: RedisUrl = None, json: Json = False) -> None:
     """List the tenants and their limits."""
-    from services.cli.tenant_tables import print_json, show, table_of_tenants, visit
+    from services.cli.tenant_tables import print_json, show, table_of_tenants, with_tenant_admin
 
-    records = visit(redis_url, lambda office: office.all())
+    records = with_tenant_admin(redis_url, lambda admin: admin.all())
     print_json(records) if json else show(table_of_tenants(records))
 
 
@@ -57,16 +57,16 @@ def show(tenant: Tenant, redis_url: RedisUrl = None, json: Json = False) -> None
     """Show a tenant: limits, what is used of them now, and its keys by their ids."""
     from services.cli import tenant_tables
 
-    async def look(office: TenantAdmin) -> tuple[Any, Any, Any]:
-        record = await office.one(tenant)
-        return record, await office.reading(record), await office.keys(tenant)
+    async def look(admin: TenantAdmin) -> tuple[Any, Any, Any]:
+        record = await admin.one(tenant)
+        return record, await admin.state(record), await admin.keys(tenant)
 
-    record, reading, keys = tenant_tables.visit(redis_url, look)
+    record, state, keys = tenant_tables.with_tenant_admin(redis_url, look)
     if json:
-        now = {"used": reading.used, "open_requests": reading.num_open}
+        now = {"used": state.used, "open_requests": state.num_open}
         tenant_tables.print_json({"tenant": record, "now": now, "keys": keys})
     else:
-        limits = tenant_tables.table_of_limits(record, reading)
+        limits = tenant_tables.table_of_limits(record, state)
         tenant_tables.show(limits, "", tenant_tables.table_of_keys(keys, time.time()))
 
 
@@ -80,14 +80,14 @@ def rotate(
     redis_url: RedisUrl = None,
 ) -> None:
     """Print a new API key; the old ones work on until --keep-s is over, or they are revoked."""
-    from services.cli.tenant_tables import visit
+    from services.cli.tenant_tables import with_tenant_admin
 
     if not 0 <= keep_s <= 366 * 86_400:
         raise ConfigError(f"--keep-s {keep_s:g} is not from 0 to a year")
     api_key = new_api_key()
-    replaced = visit(
+    replaced = with_tenant_admin(
         redis_url,
-        lambda office: office.rotate(tenant, api_key, keep_s=keep_s, key_id=key),
+        lambda admin: admin.rotate(tenant, api_key, keep_s=keep_s, key_id=key),
     )
     print(api_key)
     note = f"{', '.join(replaced)} ends in {keep_s:g} s" if replaced else "no key was valid"
@@ -102,11 +102,11 @@ def revoke(
     redis_url: RedisUrl = None,
 ) -> None:
     """Take an API key back: within a second no gateway accepts it."""
-    from services.cli.tenant_tables import visit
+    from services.cli.tenant_tables import with_tenant_admin
 
     if (key is None) is not all_keys:
         raise ConfigError("say which: --key ID or --all")
-    revoked = visit(redis_url, lambda it: it.revoke(tenant, key))
+    revoked = with_tenant_admin(redis_url, lambda it: it.revoke(tenant, key))
     if not revoked:
         raise ConfigError("nothing to revoke: no key of these is valid any more")
     print("\n".join(revoked))
@@ -121,12 +121,12 @@ def limits(tenant: Tenant, changes: dict[str, Any], redis_url: RedisUrl = None) 
     if not changes:
         raise ConfigError("no limit is named: see `hearth tenant limits --help`")
 
-    async def change(office: TenantAdmin) -> tuple[Any, Any]:
-        record = await office.change(tenant, changes)
-        return record, await office.reading(record)
+    async def change(admin: TenantAdmin) -> tuple[Any, Any]:
+        record = await admin.change(tenant, changes)
+        return record, await admin.state(record)
 
-    record, reading = tenant_tables.visit(redis_url, change)
-    tenant_tables.show(tenant_tables.table_of_limits(record, reading))
+    record, state = tenant_tables.with_tenant_admin(redis_url, change)
+    tenant_tables.show(tenant_tables.table_of_limits(record, state))
 
 
 @app.command(
@@ -137,10 +137,10 @@ def api_key(
     redis_url: RedisUrl = None,
 ) -> None:
     """Create one more API key, and its tenant if it is new: prints it once."""
-    from services.cli.tenant_tables import visit
+    from services.cli.tenant_tables import with_tenant_admin
 
     api_key = new_api_key()
-    visit(redis_url, lambda office: office.add_key(tenant, api_key))
+    with_tenant_admin(redis_url, lambda admin: admin.add_key(tenant, api_key))
     print(api_key)
 
 
@@ -148,20 +148,26 @@ def api_key(
     rich_help_panel=OPERATE, epilog="Examples:  hearth usage  ·  hearth usage --days 30 --json"
 )
 def usage(
-    tenant: Annotated[str | None, typer.Option(help="Only this one's.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Only this tenant.")] = None,
     days: Annotated[int, typer.Option(help="Days back, today included; they are UTC.")] = 7,
     redis_url: RedisUrl = None,
     json: Json = False,
 ) -> None:
     """Show requests and tokens by tenant, model and day, as they were delivered."""
-    from services.cli.tenant_tables import last_days, print_json, show, table_of_usage, visit
+    from services.cli.tenant_tables import (
+        last_days,
+        print_json,
+        show,
+        table_of_usage,
+        with_tenant_admin,
+    )
 
     wanted = last_days(days, time.time())
 
-    async def look(office: TenantAdmin) -> Any:
+    async def look(admin: TenantAdmin) -> Any:
         if tenant is not None:
-            await office.one(tenant)
-        return await office.usage([tenant] if tenant else list(await office.all()), wanted)
+            await admin.one(tenant)
+        return await admin.usage([tenant] if tenant else list(await admin.all()), wanted)
 
-    rows = visit(redis_url, look)
+    rows = with_tenant_admin(redis_url, look)
     print_json(rows) if json else show(table_of_usage(rows))

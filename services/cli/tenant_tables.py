@@ -27,14 +27,14 @@ T = TypeVar("T")
 TIMEOUT_S = 2.0
 
 
-def visit(redis_url: str | None, errand: Callable[[TenantAdmin], Awaitable[T]]) -> T:
+def with_tenant_admin(redis_url: str | None, action: Callable[[TenantAdmin], Awaitable[T]]) -> T:
     """Raises ConfigError, or StoreUnavailable if Redis does not answer."""
     url = find_redis(redis_url)
 
     async def go() -> T:
         store = RedisStore(url, MonotonicClock(), timeout_s=TIMEOUT_S)
         try:
-            return await errand(TenantAdmin(store, time.time))
+            return await action(TenantAdmin(store, time.time))
         finally:
             await store.close()
 
@@ -78,12 +78,12 @@ def table_of_tenants(records: Mapping[str, TenantRecord | None]) -> Table:
     return table
 
 
-def table_of_limits(record: TenantRecord, reading: LimitState) -> Table:
+def table_of_limits(record: TenantRecord, state: LimitState) -> Table:
     table = _table(record.tenant_id, "limit", "used now")
     for name in LIMITS:
-        used = f"{reading.used[name]:.0f}" if name in reading.used else ""
+        used = f"{state.used[name]:.0f}" if name in state.used else ""
         if name == "concurrency":
-            used = str(reading.num_open)
+            used = str(state.num_open)
         is_limited = getattr(record, name) is not None
         table.add_row(_heading(name), _limit(record, name), used if is_limited else "")
     table.add_row("models", _names(record.allowed_models))

@@ -13,7 +13,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from services.client.chat_request import Reply, ask, door, first_model
+from services.client.chat_request import Reply, first_model, gateway_client, stream_chat
 from services.local.cluster import LocalCluster
 from services.local.plan import UpOptions
 from services.local.state import clusters_dir
@@ -31,33 +31,38 @@ def run_up(options: UpOptions, *, is_check: bool) -> None:
 
 async def _up(options: UpOptions, *, is_check: bool) -> None:
     console, clock = Console(highlight=False), MonotonicClock()
-    board = StartupDisplay(console, clock)
+    display = StartupDisplay(console, clock)
     cluster = LocalCluster(
         options,
         clock,
         state_parent=clusters_dir(),
-        report=board.report,
+        report=display.report,
     )
-    serving = asyncio.create_task(_serve(cluster, board, console, clock, is_check=is_check))
+    serving = asyncio.create_task(_serve(cluster, display, console, clock, is_check=is_check))
     _stop_on_signals(serving, cluster)
     try:
         await serving
     except asyncio.CancelledError:
         console.print("stopped")
     finally:
-        board.close()
+        display.close()
 
 
 async def _serve(
-    cluster: LocalCluster, board: StartupDisplay, console: Console, clock: Clock, *, is_check: bool
+    cluster: LocalCluster,
+    display: StartupDisplay,
+    console: Console,
+    clock: Clock,
+    *,
+    is_check: bool,
 ) -> None:
     async with cluster:
-        board.close()
+        display.close()
         try:
-            await ask_first(cluster.url, cluster.api_key, console, clock, is_check=is_check)
-            console.print(f"ready in {board.elapsed_s:.1f} s   {cluster.url}/v1", style="bold")
+            await first_request(cluster.url, cluster.api_key, console, clock, is_check=is_check)
+            console.print(f"ready in {display.elapsed_s:.1f} s   {cluster.url}/v1", style="bold")
             if not is_check:
-                _show_door(cluster, console)
+                _show_gateway(cluster, console)
                 await asyncio.Event().wait()
         finally:
             console.print("stopping …", style="dim")
@@ -122,7 +127,7 @@ class StartupDisplay:
             self._progress.stop()
 
 
-async def ask_first(
+async def first_request(
     url: str, api_key: str, console: Console, clock: Clock, *, is_check: bool
 ) -> None:
     """Shows the first answer. A cluster mends itself, so it outlives a question that fails; a check
@@ -138,15 +143,15 @@ async def ask_first(
 
 async def _show_first_answer(url: str, api_key: str, console: Console, clock: Clock) -> None:
     messages = [{"role": "user", "content": QUESTION}]
-    async with door(url, api_key) as client:
+    async with gateway_client(url, api_key) as client:
         model = await first_model(client)
         console.print(f"\n[bold]{model}[/bold] > {QUESTION}")
-        reply = await ask(client, model, messages, clock, text_printer(console))
+        reply = await stream_chat(client, model, messages, clock, text_printer(console))
     console.print("\n")
     console.print(describe(reply), style="dim", soft_wrap=True)
 
 
-def _show_door(cluster: LocalCluster, console: Console) -> None:
+def _show_gateway(cluster: LocalCluster, console: Console) -> None:
     body = {"messages": [{"role": "user", "content": QUESTION}], "stream": True}
     curl = (
         f"curl -N {cluster.url}/v1/chat/completions"

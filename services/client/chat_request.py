@@ -59,7 +59,7 @@ class _Models(msgspec.Struct):
     data: list[_ModelEntry] | None = None
 
 
-def door(url: str, api_key: str) -> httpx.AsyncClient:
+def gateway_client(url: str, api_key: str) -> httpx.AsyncClient:
     """A client of the gateway at `url`, with or without its `/v1`."""
     return httpx.AsyncClient(
         base_url=url.rstrip("/").removesuffix("/v1"),
@@ -82,7 +82,7 @@ async def first_model(client: httpx.AsyncClient) -> str:
     return models[0].id
 
 
-async def ask(
+async def stream_chat(
     client: httpx.AsyncClient,
     model: str,
     messages: list[dict[str, str]],

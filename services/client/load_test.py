@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from services.client.chat_request import door, first_model
+from services.client.chat_request import first_model, gateway_client
 from services.client.http_client import Connection, Sample, http_request
 from shared.errors import ConfigError, HearthError
 
@@ -123,7 +123,7 @@ async def measure(
     options.check()
     randomness = random.Random(options.seed)
     url = url.rstrip("/").removesuffix("/v1")
-    async with door(url, api_key) as client:
+    async with gateway_client(url, api_key) as client:
         model = await first_model(client)
     load = Load(
         url=url,

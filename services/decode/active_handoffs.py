@@ -83,7 +83,7 @@ class ActiveHandoffs:
             runner=self._worker.loop.runner,
             receiver=self._receiver,
             randomness=self._worker.randomness,
-            ask=lambda worker_id, placement_id, first_token: self._ask(
+            request_prefill=lambda worker_id, placement_id, first_token: self._request_prefill(
                 placement, worker_id, placement_id, first_token
             ),
             abandon=self._abandon,
@@ -96,17 +96,17 @@ class ActiveHandoffs:
             placement.delivery = await handoff.run()
             num_held = placement.delivery.num_held_tokens
         except Exception:  # the service's edge: local prefill is always possible
-            log.exception("handoff_broke")
+            log.exception("handoff_crashed")
         finally:
             del self._under_way[handoff]
         placement.handoff = None
         self._on_ended(placement, handoff, num_held)
 
-    async def _ask(
+    async def _request_prefill(
         self, placement: RunningRequest, worker_id: str, placement_id: bytes, first_token: int
     ) -> PrefillAccepted:
         """Raises HearthError if the worker cannot take it."""
-        if self._worker.heart.fleet.is_lost(worker_id):
+        if self._worker.health_monitor.fleet.is_lost(worker_id):
             raise WorkerBusy(f"{worker_id} is not alive")
         worker, request, prompt = self._worker, placement.request, placement.prompt
         command = RunPrefill(

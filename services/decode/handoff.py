@@ -44,10 +44,10 @@ class Handoff:
         runner: Runner,
         receiver: KvReceiver,
         randomness: Randomness,
-        ask: Callable[[str, bytes, int], Awaitable[object]],
+        request_prefill: Callable[[str, bytes, int], Awaitable[object]],
         abandon: Callable[[str, bytes], None],
     ) -> None:
-        """`ask(worker_id, placement_id, first_token)` sends RunPrefill and raises if refused;
+        """`request_prefill(worker_id, placement_id, first_token)` sends RunPrefill, or raises;
         `abandon(worker_id, placement_id)` tells a worker to stop.
         """
         self.current: tuple[str, bytes] | None = None  # worker and placement id of this try
@@ -58,7 +58,7 @@ class Handoff:
         self._runner = runner
         self._receiver = receiver
         self._randomness = randomness
-        self._ask = ask
+        self._request_prefill = request_prefill
         self._abandon = abandon
         self._receipt: KvWriter | None = None
 
@@ -76,25 +76,25 @@ class Handoff:
         for worker_id in self._candidates:
             if self.is_cancelled:
                 break
-            receipt = await self._try(worker_id, num_held)
-            if receipt.is_complete:
-                pushed = receipt.num_held_tokens - num_cached
+            kv_writer = await self._try(worker_id, num_held)
+            if kv_writer.is_complete:
+                pushed = kv_writer.num_held_tokens - num_cached
                 return HandoffResult(
-                    receipt.num_held_tokens, worker_id, pushed, receipt.num_cached_tokens
+                    kv_writer.num_held_tokens, worker_id, pushed, kv_writer.num_cached_tokens
                 )
-            num_held = self._whole_blocks(receipt.num_held_tokens)
+            num_held = self._whole_blocks(kv_writer.num_held_tokens)
         return HandoffResult(num_held, num_pushed_tokens=num_held - num_cached)
 
     async def _try(self, worker_id: str, num_held_tokens: int) -> KvWriter:
         placement_id = self._randomness.bytes(16)
-        receipt = KvWriter(self._sequence, self._runner, num_held_tokens=num_held_tokens)
-        self._receipt, self.current = receipt, (worker_id, placement_id)
-        self._receiver.expect(placement_id, receipt)
+        kv_writer = KvWriter(self._sequence, self._runner, num_held_tokens=num_held_tokens)
+        self._receipt, self.current = kv_writer, (worker_id, placement_id)
+        self._receiver.expect(placement_id, kv_writer)
         reason: str | None
         try:
-            await self._ask(worker_id, placement_id, num_held_tokens)
+            await self._request_prefill(worker_id, placement_id, num_held_tokens)
             self.lease = self.current
-            reason = await receipt.ended
+            reason = await kv_writer.ended
         except HearthError as error:
             reason = error.message
         finally:
@@ -102,9 +102,9 @@ class Handoff:
             await self._receiver.quiet(placement_id)
             self._receipt = self.current = self.lease = None
         if reason is not None:
-            log.warning("prefill_try_failed", prefill=worker_id, reason=reason)
+            log.warning("prefill_attempt_failed", prefill=worker_id, reason=reason)
             self._abandon(worker_id, placement_id)
-        return receipt
+        return kv_writer
 
     def _whole_blocks(self, num_tokens: int) -> int:
         size = self._runner.kv_format.block_size

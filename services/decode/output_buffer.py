@@ -88,7 +88,7 @@ class OutputBuffer:
         if not output.num_emitted:
             self._first[output] = None
 
-    def tell_again(self, placement_id: bytes) -> None:
+    def resend_overdue(self, placement_id: bytes) -> None:
         """The next `take` names all its choices, with their endings, without tokens told before."""
         self._news |= dict.fromkeys(self._outputs.get(placement_id, {}).values())
 

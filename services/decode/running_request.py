@@ -35,7 +35,7 @@ class RunningRequest:
     prompt: Sequence  # a lone choice is its own prompt
     choices: dict[int, Sequence]  # by choice_index, those that have not ended
     deadline_at: float
-    told_at: float  # when its gateway last heard of it
+    flushed_at: float  # when its gateway last heard of it
     handoff: Handoff | None = None
     delivery: HandoffResult | None = None
 
@@ -70,7 +70,7 @@ def sequences_of(
     Raises InvalidRequest for a request that cannot be run.
     """
     _check_choices(request)
-    _check_told(request.sampling, len(request.prompt_token_ids) // TOKEN_ID_BYTES)
+    _check_sent(request.sampling, len(request.prompt_token_ids) // TOKEN_ID_BYTES)
     _check_sizes(request, card)
     prompt = unpack_token_ids(request.prompt_token_ids)
     if not prompt:
@@ -116,7 +116,7 @@ def _check_sizes(request: Request, card: ModelCard) -> None:
         )
 
 
-def _check_told(sampling: SamplingParams, num_prompt_tokens: int) -> None:
+def _check_sent(sampling: SamplingParams, num_prompt_tokens: int) -> None:
     if sampling.num_prompt_logprobs is None:
         return
     num_told = num_prompt_tokens * (1 + sampling.num_prompt_logprobs)

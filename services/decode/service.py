@@ -50,15 +50,15 @@ class Ended:
 
     gateway_id: str
     at: float
-    told_at: float
+    flushed_at: float
 
 
 class DecodeService:
     def __init__(self, worker: EngineWorker, receiver: KvReceiver) -> None:
         self._worker = worker
         self._engine = worker.loop.engine
-        self._emitter = OutputBuffer()
-        self._teller = TokenFlusher(worker, self._emitter)
+        self._output_buffer = OutputBuffer()
+        self._token_flusher = TokenFlusher(worker, self._output_buffer)
         self._placements: dict[bytes, RunningRequest] = {}
         self._drawing: dict[
             Sequence, tuple[RunningRequest, Output]
@@ -66,14 +66,14 @@ class DecodeService:
         self._ended: dict[bytes, Ended] = {}
         self._fenced: OrderedDict[bytes, None] = OrderedDict()  # aborted, maybe before they came
         self._orphaned_since: dict[str, float] = {}
-        self._handoffs = ActiveHandoffs(worker, receiver, self._on_handoff_ended)
+        self._active_handoffs = ActiveHandoffs(worker, receiver, self._on_handoff_ended)
         self._background = Background()
 
     async def start(self) -> None:
         worker, bus = self._worker, self._worker.bus
-        worker.count(self._handoffs.counted)
+        worker.count(self._active_handoffs.counted)
         worker.loop.listen(self._on_step)
-        worker.heart.on_lost(self._on_peer_lost)
+        worker.health_monitor.on_lost(self._on_peer_lost)
         await bus.subscribe(
             control("decode", worker.worker_id),
             AbortRequest | AckFinished | PrefillFailed,
@@ -81,19 +81,19 @@ class DecodeService:
         )
         await bus.serve(resend(worker.worker_id), ResendTokens, self._resend)
         await bus.serve(start_decode(worker.worker_id), StartDecode, self._start_decode)
-        self._background.start(self._teller.run())
+        self._background.start(self._token_flusher.run())
         self._background.start(self._sweep())
 
     async def drain(self) -> None:
         """Returns when every placement has ended and its ending was acknowledged."""
-        while self._placements or self._emitter:
+        while self._placements or self._output_buffer:
             await self._worker.clock.sleep(SWEEP_S)
 
     async def stop(self) -> None:
         await self._background.stop()
         for placement_id in list(self._placements):
             self._abort(placement_id)
-        await self._handoffs.stop()
+        await self._active_handoffs.stop()
 
     # ── commands ─────────────────────────────────────────────────────────────────────────────────
 
@@ -120,13 +120,15 @@ class DecodeService:
             prompt=prompt,
             choices=choices,
             deadline_at=now + request.deadline_s,
-            told_at=now,
+            flushed_at=now,
         )
         self._admit(placement, command.prefill_candidates)
         self._placements[placement_id] = placement
         for index, sequence in choices.items():
             first_position = sequence.num_output_tokens
-            output = self._emitter.open(placement_id, request.gateway_id, index, first_position)
+            output = self._output_buffer.open(
+                placement_id, request.gateway_id, index, first_position
+            )
             self._drawing[sequence] = placement, output
         self._worker.loop.wake()
         return self._started(placement)
@@ -153,7 +155,7 @@ class DecodeService:
         if prompt.num_computed_tokens == prompt.num_prefill_tokens:  # all is in the cache
             self._activate(placement, prompt.num_computed_tokens)
             return
-        self._handoffs.start(placement, candidates)
+        self._active_handoffs.start(placement, candidates)
 
     def _on_handoff_ended(self, placement: RunningRequest, handoff: Handoff, num_held: int) -> None:
         """The choices get into the batch or, if the placement was aborted, are gone."""
@@ -179,7 +181,7 @@ class DecodeService:
         )
 
     def _resend(self, command: ResendTokens) -> TokenBatch:
-        entry = self._emitter.resend(
+        entry = self._output_buffer.resend(
             command.placement_id, command.choice_index, command.from_position
         )
         return TokenBatch(worker_id=self._worker.worker_id, entries=(entry,))
@@ -194,9 +196,9 @@ class DecodeService:
             case AckFinished(placement_ids=placement_ids):
                 for placement_id in placement_ids:
                     self._ended.pop(placement_id, None)
-                    self._emitter.drop(placement_id)
+                    self._output_buffer.drop(placement_id)
             case PrefillFailed(placement_id=placement_id, failure=failure):
-                self._handoffs.fail_try(placement_id, failure.message)
+                self._active_handoffs.fail_try(placement_id, failure.message)
 
     # ── tokens ───────────────────────────────────────────────────────────────────────────────────
 
@@ -208,7 +210,7 @@ class DecodeService:
                 self._on_prompt(each, now)
             elif each.token_ids or each.finish_reason:
                 self._emit(*drawing, each, now)
-        self._teller.step_ended()
+        self._token_flusher.step_ended()
 
     def _on_prompt(self, progress: StepProgress, now: float) -> None:
         """What choices share is computed; else it is somebody else's, or nobody's any more."""
@@ -226,14 +228,14 @@ class DecodeService:
     def _emit(
         self, placement: RunningRequest, output: Output, progress: StepProgress, now: float
     ) -> None:
-        placement.told_at = now
+        placement.flushed_at = now
         if output.served is None:
             output.served = placement.served(progress.sequence)
         finish = None
         if progress.finish_reason is not None:
             finish = _finish_of(placement, progress, progress.finish_reason)
             self._end_choice(placement, progress.sequence)
-        self._emitter.add(
+        self._output_buffer.add(
             output,
             progress.token_ids,
             finish,
@@ -249,12 +251,12 @@ class DecodeService:
             return
         del self._placements[placement.placement_id]
         now = self._worker.clock.now()
-        self._ended[placement.placement_id] = Ended(_owner(placement), now, told_at=now)
+        self._ended[placement.placement_id] = Ended(_owner(placement), now, flushed_at=now)
 
     # ── endings ──────────────────────────────────────────────────────────────────────────────────
 
     def _on_peer_lost(self, process_id: str, loss: Loss) -> None:
-        self._handoffs.fail_worker(process_id, f"{process_id} is {loss.value}")
+        self._active_handoffs.fail_worker(process_id, f"{process_id} is {loss.value}")
         if loss in (Loss.RESTARTED, Loss.STOPPED):  # a gateway that forgot its requests
             self._drop_gateway(process_id)
 
@@ -266,7 +268,7 @@ class DecodeService:
 
     def _abort(self, placement_id: bytes) -> None:
         """Idempotent. Blocks are free once no frame is copied into them and no step reads them."""
-        self._emitter.drop(placement_id)
+        self._output_buffer.drop(placement_id)
         self._ended.pop(placement_id, None)
         placement = self._placements.pop(placement_id, None)
         if placement is None:
@@ -282,8 +284,8 @@ class DecodeService:
 
     def _abort_choice(self, placement_id: bytes, choice_index: int) -> None:
         """The others go on, or wait for their acknowledgement if they have ended. Idempotent."""
-        self._emitter.drop_choice(placement_id, choice_index)
-        if placement_id not in self._emitter:  # it was all that anybody still wanted
+        self._output_buffer.drop_choice(placement_id, choice_index)
+        if placement_id not in self._output_buffer:  # it was all that anybody still wanted
             self._fence(placement_id)
             self._abort(placement_id)
             return
@@ -305,26 +307,26 @@ class DecodeService:
         while True:
             await self._worker.clock.sleep(SWEEP_S)
             now = self._worker.clock.now()
-            self._handoffs.renew_leases()
+            self._active_handoffs.renew_leases()
             for placement_id in self._overdue(now):
                 self._fence(placement_id)
                 self._abort(placement_id)
-            self._tell_again(now)
+            self._resend_overdue(now)
 
-    def _tell_again(self, now: float) -> None:
+    def _resend_overdue(self, now: float) -> None:
         """What the gateway answers by an acknowledgement, or by aborting what it has given up: the
         first one may have been lost, and it may not know of a placement that has no tokens yet.
         """
         for held in (self._placements, self._ended):
             for placement_id, each in held.items():
-                if now - each.told_at >= RETELL_S:
-                    each.told_at = now
-                    self._emitter.tell_again(placement_id)
-        self._teller.tell()
+                if now - each.flushed_at >= RETELL_S:
+                    each.flushed_at = now
+                    self._output_buffer.resend_overdue(placement_id)
+        self._token_flusher.flush()
 
     def _overdue(self, now: float) -> list[bytes]:
         """Placements past their deadline, without a gateway, or ended and never acknowledged."""
-        fleet = self._worker.heart.fleet
+        fleet = self._worker.health_monitor.fleet
         gateways = {_owner(placement) for placement in self._placements.values()}
         gateways |= {ended.gateway_id for ended in self._ended.values()}
         if fleet.can_judge(now):

@@ -22,38 +22,38 @@ ENTRY_INTERVAL_S = 20e-6  # for each entry, if that is more
 
 
 class TokenFlusher:
-    def __init__(self, worker: EngineWorker, emitter: OutputBuffer) -> None:
+    def __init__(self, worker: EngineWorker, output_buffer: OutputBuffer) -> None:
         self._worker = worker
-        self._emitter = emitter
+        self._output_buffer = output_buffer
         self._told_at = -inf
-        self._has_news = asyncio.Event()
+        self._has_updates = asyncio.Event()
 
     def step_ended(self) -> None:
         if self._worker.clock.now() >= self._due_at():
-            self.tell()
+            self.flush()
         else:
-            self._send(self._emitter.take_first())
-            if self._emitter.num_waiting:
-                self._has_news.set()
+            self._send(self._output_buffer.take_first())
+            if self._output_buffer.num_waiting:
+                self._has_updates.set()
 
-    def tell(self) -> None:
-        self._has_news.clear()
-        if not self._emitter.num_waiting:
+    def flush(self) -> None:
+        self._has_updates.clear()
+        if not self._output_buffer.num_waiting:
             return
         self._told_at = self._worker.clock.now()
-        self._send(self._emitter.take())
+        self._send(self._output_buffer.take())
 
     async def run(self) -> None:
         """Tells what no later step told in time."""
         while True:
-            await self._has_news.wait()
-            told_at = self._told_at
+            await self._has_updates.wait()
+            flushed_at = self._told_at
             await self._worker.clock.sleep(self._due_at() - self._worker.clock.now())
-            if told_at == self._told_at:
-                self.tell()
+            if flushed_at == self._told_at:
+                self.flush()
 
     def _due_at(self) -> float:
-        return self._told_at + max(INTERVAL_S, self._emitter.num_waiting * ENTRY_INTERVAL_S)
+        return self._told_at + max(INTERVAL_S, self._output_buffer.num_waiting * ENTRY_INTERVAL_S)
 
     def _send(self, batches: dict[str, list[TokenEntry]]) -> None:
         for gateway_id, entries in batches.items():

@@ -46,7 +46,7 @@ log = structlog.get_logger(__name__)
 
 # A longer prompt is tokenized on a thread, so that running streams do not wait for it.
 MAX_INLINE_CHARS = 8192
-SHELF_TIMEOUT_S = 2.0
+PREFIX_STORE_TIMEOUT_S = 2.0
 
 
 class GatewayService:
@@ -62,18 +62,18 @@ class GatewayService:
         clock: Clock,
         randomness: Randomness,
         renderer: Renderer | None = None,
-        shelf_store: Store | None = None,
+        prefix_redis: Store | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`shelf_store`: a connection for what no request waits for; default: `store`."""
+        """`prefix_redis`: a connection for what no request waits for; default: `store`."""
         self._config = config
         self._bus = bus
         self._store = store
-        self._shelf_store = store if shelf_store is None else shelf_store
+        self._prefix_redis = store if prefix_redis is None else prefix_redis
         self.files = files
         self._clock = clock
         self._randomness = randomness
-        self._heart = HealthMonitor(
+        self._health_monitor = HealthMonitor(
             bus, clock, randomness, roles=("gateway",), region=config.region
         )
         self._is_draining = False
@@ -85,19 +85,19 @@ class GatewayService:
         self._limits = Limits(store, clock)
         writer_id = f"{config.process_id}-{randomness.bytes(8).hex()}"
         self._usage = UsageCounter(store, clock, writer_id=writer_id, now=wall_clock)
-        self.catalog = Catalog(self._heart.fleet, config.served_name)
+        self.catalog = Catalog(self._health_monitor.fleet, config.served_name)
         reader = PrefixTokenizer(self._render, files.tokenizer, lambda: bus.max_payload_bytes)
-        self.shelf = PrefixStore(
+        self.prefix_store = PrefixStore(
             bus,
-            self._shelf_store,
-            fleet=self._heart.fleet,
+            self._prefix_redis,
+            fleet=self._health_monitor.fleet,
             catalog=self.catalog,
             reader=reader,
             wall_clock=wall_clock,
         )
         self._public_watcher = PublicPrefixWatcher(
             public,
-            self._shelf_store,
+            self._prefix_redis,
             clock,
             catalog=self.catalog,
             reader=reader,
@@ -105,11 +105,11 @@ class GatewayService:
         )
         self._background = Background()
         self.metrics = GatewayMetrics()
-        self._recovery = StreamDriver(
-            bus, clock, self._heart, on_resubmitted=self.metrics.count_resubmissions
+        self._driver = StreamDriver(
+            bus, clock, self._health_monitor, on_resubmitted=self.metrics.count_resubmissions
         )
-        self.metrics.watch_open_streams(lambda: len(self._recovery))
-        self.metrics.watch_fleet(self._heart.fleet.everyone)
+        self.metrics.watch_open_streams(lambda: len(self._driver))
+        self.metrics.watch_fleet(self._health_monitor.fleet.everyone)
         app = build_app(
             self,
             wall_clock=wall_clock,
@@ -127,37 +127,37 @@ class GatewayService:
     # ── process.Service ──────────────────────────────────────────────────────────────────────────
 
     async def start(self) -> None:
-        await self._recovery.start()
-        self._heart.on_heard(self.catalog.observe)
+        await self._driver.start()
+        self._health_monitor.on_heartbeat(self.catalog.observe)
         await self.api_keys.warm_up()
         self._limits.start()
         self._usage.start()
-        await self._heart.start()
+        await self._health_monitor.start()
         self._background.start(self._public_watcher.run())
         await self._web_server.start()
-        await self._heart.become("ready")
+        await self._health_monitor.transition_to("ready")
         log.info("listening", http_address=self.http_address)
 
     async def drain(self) -> None:
         """New requests are refused; running ones end, at their deadline at the latest."""
         self._is_draining = True
-        await self._heart.become("draining")
-        await self._recovery.idle()
+        await self._health_monitor.transition_to("draining")
+        await self._driver.idle()
         await self._usage.flush()
 
     async def stop(self) -> None:
         self._is_draining = True
-        self._recovery.close_all(NoCapacity("the gateway stops", retry_after_s=1.0))
+        self._driver.close_all(NoCapacity("the gateway stops", retry_after_s=1.0))
         await self._web_server.stop()
         await self._background.stop()
-        await self._recovery.stop()
+        await self._driver.stop()
         await self._limits.stop()
         await self._usage.stop()
-        await self._heart.stop()
+        await self._health_monitor.stop()
         await self._renderer.close()
         await self._bus.close()
         await self._store.close()
-        await self._shelf_store.close()
+        await self._prefix_redis.close()
 
     # ── routes.Gateway ───────────────────────────────────────────────────────────────────────────
 
@@ -193,7 +193,7 @@ class GatewayService:
     async def admit(
         self, tenant: TenantRecord, request_id: str, prepared: Sequence[PreparedRequest]
     ) -> Reservation:
-        demand = RequestCost(
+        request_cost = RequestCost(
             num_input_tokens=sum(len(each.prompt_token_ids) for each in prepared),
             num_output_tokens=sum(each.max_output_tokens for each in prepared),
             input_param=prepared[0].generation.prompt.param,
@@ -201,28 +201,28 @@ class GatewayService:
         self._check_admission()
         self._num_preparing += len(prepared)
         try:
-            grant = await self._limits.admit(tenant, request_id, demand)
+            lease = await self._limits.admit(tenant, request_id, request_cost)
         finally:
             self._num_preparing -= len(prepared)
-        return Reservation(grant, self._close)
+        return Reservation(lease, self._close)
 
-    def open(self, prepared: PreparedRequest, permit: Reservation) -> RequestOutput:
+    def open(self, prepared: PreparedRequest, reservation: Reservation) -> RequestOutput:
         self._check_admission()
         assemblers = [self._preparation.assembler(prepared) for _ in prepared.request.choices]
         delivery = RequestOutput(
-            prepared, assemblers, self.metrics, self._clock, on_end=permit.ended
+            prepared, assemblers, self.metrics, self._clock, on_end=reservation.ended
         )
-        permit.opened()
+        reservation.opened()
         affinity_key = scoped_affinity_key(
             prepared.request.tenant_id, prepared.generation.affinity_key
         )
-        self._recovery.open(prepared.request, delivery, affinity_key=affinity_key)
+        self._driver.open(prepared.request, delivery, affinity_key=affinity_key)
         return delivery
 
-    def _close(self, grant: LimitLease, deliveries: Sequence[RequestOutput]) -> None:
+    def _close(self, lease: LimitLease, outputs: Sequence[RequestOutput]) -> None:
         """Every prompt of an answer has ended: what it took is known."""
-        self._limits.settle(grant, sum(each.num_output_tokens for each in deliveries))
-        self._usage.count(grant.tenant.tenant_id, self.catalog.name, delivered_of(deliveries))
+        self._limits.settle(lease, sum(each.num_output_tokens for each in outputs))
+        self._usage.count(lease.tenant.tenant_id, self.catalog.name, delivered_of(outputs))
 
     async def _rendered(self, generation: GenerationRequest) -> GenerationRequest:
         prompt = generation.prompt
@@ -240,9 +240,9 @@ class GatewayService:
         finally:
             self._num_preparing -= 1
 
-    def leave(self, request_id: str) -> None:
+    def cancel(self, request_id: str) -> None:
         error = ClientGone("the client closed the connection")
-        self._recovery.close(request_id, "client_gone", error)
+        self._driver.close(request_id, "client_gone", error)
 
     async def _prepare_on_thread(self, prepare: Callable[[], PreparedRequest]) -> PreparedRequest:
         self._num_preparing += 1
@@ -254,7 +254,7 @@ class GatewayService:
     def _check_admission(self) -> None:
         if self._is_draining:
             raise NoCapacity("the gateway is draining", retry_after_s=1.0)
-        if len(self._recovery) + self._num_preparing >= self._config.max_requests:
+        if len(self._driver) + self._num_preparing >= self._config.max_requests:
             raise Overloaded("too many requests are open at this gateway", retry_after_s=1.0)
 
 
@@ -268,7 +268,7 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
     bus = await NatsBus.connect(config.nats_url, process_id=config.process_id)
     store = RedisStore(config.redis_url, clock)
     # texts may be long, and a slow answer to them must not close the breaker that keys depend on
-    shelf_store = RedisStore(config.redis_url, clock, timeout_s=SHELF_TIMEOUT_S)
+    prefix_redis = RedisStore(config.redis_url, clock, timeout_s=PREFIX_STORE_TIMEOUT_S)
     return GatewayService(
         config,
         bus,
@@ -277,7 +277,7 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
         clock=clock,
         randomness=SystemRandomness(),
         renderer=renderer,
-        shelf_store=shelf_store,
+        prefix_redis=prefix_redis,
     )
 
 

@@ -150,7 +150,7 @@ class PrefixIndex:
         if events.epoch == worker.epoch and events.sequence_number <= worker.sequence_number:
             return Outcome.IGNORED
         if not self._follows(worker, events):
-            self._become(worker, SyncState.STALE)
+            self._transition_to(worker, SyncState.STALE)
             return Outcome.NEEDS_RESYNC
         self._take_in(worker, events)
         return Outcome.APPLIED
@@ -166,7 +166,7 @@ class PrefixIndex:
         is_missing = due[0] == worker.epoch and worker.sequence_number < due[1]
         if worker.state is not SyncState.EXACT or not is_missing:
             return Outcome.APPLIED
-        self._become(worker, SyncState.STALE)
+        self._transition_to(worker, SyncState.STALE)
         return Outcome.NEEDS_RESYNC
 
     def begin_resync(self, worker_id: str) -> None:
@@ -175,7 +175,7 @@ class PrefixIndex:
         if worker.resync is not None:
             self._retire(worker.resync.slot)
         worker.resync = _Resync(self._take_slot(worker_id))
-        self._become(worker, SyncState.RESYNCING)
+        self._transition_to(worker, SyncState.RESYNCING)
 
     def add_page(self, page: BlockPage) -> bool:
         """False if the page cannot belong to this resync, which must begin anew."""
@@ -202,12 +202,12 @@ class PrefixIndex:
         worker = self._workers[worker_id]
         resync = worker.resync
         if resync is None or resync.epoch is None or resync.sequence_number is None:
-            self._become(worker, SyncState.STALE)
+            self._transition_to(worker, SyncState.STALE)
             return Outcome.NEEDS_RESYNC
         self._retire(worker.slot)
         worker.slot, worker.resync = resync.slot, None
         worker.epoch, worker.sequence_number = resync.epoch, resync.sequence_number
-        self._become(worker, SyncState.EXACT)
+        self._transition_to(worker, SyncState.EXACT)
         outcomes = [self.apply(events) for events in resync.kept]
         lost = Outcome.NEEDS_RESYNC in outcomes
         return Outcome.NEEDS_RESYNC if lost else Outcome.APPLIED
@@ -218,7 +218,7 @@ class PrefixIndex:
         if worker is not None and worker.resync is not None:
             self._retire(worker.resync.slot)
             worker.resync = None
-            self._become(worker, SyncState.STALE)
+            self._transition_to(worker, SyncState.STALE)
 
     # ── questions ────────────────────────────────────────────────────────────────────────────────
 
@@ -257,7 +257,7 @@ class PrefixIndex:
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────
 
-    def _become(self, worker: _Worker, state: SyncState) -> None:
+    def _transition_to(self, worker: _Worker, state: SyncState) -> None:
         worker.state = state
         self._serving_of.clear()
 

@@ -63,17 +63,17 @@ class PinKeeper:
         try:
             await self._reload()
         except StoreUnavailable as error:  # what is known is kept warm meanwhile
-            log.debug("pins_not_read", reason=error.message)
+            log.debug("pins_read_failed", reason=error.message)
         if not self._is_loaded:
             return
         workers = self._workers()
-        self._note(workers)
+        self._record(workers)
         self._round += 1
         if self._leads():
             self._told &= {each.process_id for each in workers}
             for first in range(0, len(workers), MAX_AT_ONCE):
                 some = workers[first : first + MAX_AT_ONCE]
-                await asyncio.gather(*(self._keep(worker) for worker in some))
+                await asyncio.gather(*(self._retain(worker) for worker in some))
 
     # ── what is pinned ───────────────────────────────────────────────────────────────────────────
 
@@ -105,7 +105,7 @@ class PinKeeper:
             self.pins.add(prefix)
         return True
 
-    def _note(self, workers: list[Heartbeat]) -> None:
+    def _record(self, workers: list[Heartbeat]) -> None:
         """In the records of prefixes, where their hits are counted."""
         cards = {each.model.revision: each.model for each in workers if each.model is not None}
         wanted = self.pins.wanted(cards.values())
@@ -131,7 +131,7 @@ class PinKeeper:
         }
         return [found[process_id] for process_id in sorted(found)]
 
-    async def _keep(self, worker: Heartbeat) -> None:
+    async def _retain(self, worker: Heartbeat) -> None:
         assert worker.model is not None
         worker_id = worker.process_id
         wanted = self.pins.wanted_of(worker.model, worker.region)
@@ -147,7 +147,7 @@ class PinKeeper:
                 pin = cold[self._round % len(cold)]
                 await self._bus.request(subject, pin.command, PrefixPinned, timeout_s=PIN_TIMEOUT_S)
         except HearthError as error:  # the next round tries again, another prefix first
-            log.debug("not_pinned", worker=worker_id, reason=error.message)
+            log.debug("pin_failed", worker=worker_id, reason=error.message)
 
     def _cold(
         self, worker_id: str, wanted: dict[bytes, WantedPin], kept: PinsKept

@@ -132,19 +132,19 @@ class PrefixRegistry:
             return
         for block_hash in [each for each in unpack_hashes(block_hashes) if each in held]:
             held.discard(block_hash)
-            self._let_go(worker_id, block_hash)
+            self._release(worker_id, block_hash)
 
     def cleared(self, worker_id: str) -> None:
         """The worker is lost, or its cache was emptied."""
         for block_hash in self._held_by.pop(worker_id, set()):
-            self._let_go(worker_id, block_hash)
+            self._release(worker_id, block_hash)
 
     def checked(self, worker_id: str, is_held: Callable[[bytes], bool]) -> None:
         """All that the worker holds is known again; what it was believed to hold may be gone."""
         held = self._held_by.get(worker_id, set())
         for block_hash in sorted(each for each in held if not is_held(each)):
             held.discard(block_hash)
-            self._let_go(worker_id, block_hash)
+            self._release(worker_id, block_hash)
 
     def matched(self, tenant_id: str, block_hashes: Sequence[bytes], num_blocks: int) -> None:
         """Counts a hit on the deepest known tip among the first `num_blocks`, and on every pinned
@@ -192,7 +192,7 @@ class PrefixRegistry:
         try:
             await self._store.write(self._commands(batch))
         except StoreRefused as error:  # the others are done, and must not be done twice
-            log.warning("prefix_records_refused", reason=str(error))
+            log.warning("prefix_records_rejected", reason=str(error))
         except StoreUnavailable:
             self._restore(batch)
             return False
@@ -232,8 +232,8 @@ class PrefixRegistry:
 
     def _record_commands(self, delta: _Delta) -> Iterable[Command]:
         record, key = delta.record, record_key(delta.record.tenant_id, delta.record.block_hash)
-        let_go = [HOLDER + each for each, is_held in delta.holders.items() if not is_held]
-        for names in _in_pieces(let_go, MAX_PARTS):
+        release = [HOLDER + each for each, is_held in delta.holders.items() if not is_held]
+        for names in _in_pieces(release, MAX_PARTS):
             yield ("HDEL", key, *names)
         if not delta.is_used:  # it may be deleted already, and is not to come back
             return
@@ -348,7 +348,7 @@ class PrefixRegistry:
             self._by_tenant[record.tenant_id].pop(record.block_hash, None)
             self._forget(record)
 
-    def _let_go(self, worker_id: str, block_hash: bytes) -> None:
+    def _release(self, worker_id: str, block_hash: bytes) -> None:
         record = self._records.get(block_hash)
         if record is not None:
             record.hold(worker_id, is_held=False)

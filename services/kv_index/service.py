@@ -65,7 +65,7 @@ class KvIndexService:
         *,
         wall_clock: Callable[[], float],
     ) -> None:
-        self.heart = HealthMonitor(
+        self.health_monitor = HealthMonitor(
             bus,
             clock,
             randomness,
@@ -83,7 +83,7 @@ class KvIndexService:
             ttl_s=config.prefix_ttl_s,
         )
         self._keeper = PinKeeper(
-            bus, store, self.heart.fleet, self.index, self._registry, wall_clock=wall_clock
+            bus, store, self.health_monitor.fleet, self.index, self._registry, wall_clock=wall_clock
         )
         self._bus = bus
         self._store = store
@@ -95,28 +95,28 @@ class KvIndexService:
     # ── life ─────────────────────────────────────────────────────────────────────────────────────
 
     async def start(self) -> None:
-        self.heart.on_lost(self._peer_lost)
-        self.heart.on_heard(self._heard)
+        self.health_monitor.on_lost(self._peer_lost)
+        self.health_monitor.on_heartbeat(self._on_heartbeat)
         await self._bus.subscribe(subjects.KV_EVENTS, KvEvents, self._take_events)
-        await self.heart.start()
+        await self.health_monitor.start()
         self._leave_group = await self._bus.serve(
             subjects.MATCH, MatchPrefix, self._match, queue=subjects.KV_INDEX_GROUP
         )
         self._background.start(self._sweep())
         self._background.start(self._write_behind())
         self._background.start(self._keep_pins())
-        await self.heart.become("ready")
+        await self.health_monitor.transition_to("ready")
 
     async def drain(self) -> None:
         if self._leave_group is not None:
             await self._leave_group()
-        await self.heart.become("draining")
+        await self.health_monitor.transition_to("draining")
         while self._registry.num_pending and await self._registry.flush():
             pass
 
     async def stop(self) -> None:
         await self._background.stop()
-        await self.heart.stop()
+        await self.health_monitor.stop()
         await self._bus.close()
         await self._store.close()
 
@@ -150,13 +150,13 @@ class KvIndexService:
             if outcome is Outcome.NEEDS_RESYNC:
                 self._start_resync(message.worker_id)
             elif outcome is not Outcome.IGNORED:
-                self._note(message)
+                self._record(message)
         except InvalidRequest as error:  # its next event shows a gap
-            log.warning("bad_kv_events", worker=message.worker_id, error=error.message)
+            log.warning("kv_events_invalid", worker=message.worker_id, error=error.message)
 
-    def _heard(self, heartbeat: Heartbeat) -> None:
+    def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
         worker_id, card, load = heartbeat.process_id, heartbeat.model, heartbeat.load
-        if card is None or load is None or not self.heart.fleet.is_live(worker_id):
+        if card is None or load is None or not self.health_monitor.fleet.is_live(worker_id):
             return
         known = self.index.state_of(worker_id) is not None
         if self.index.add_worker(worker_id, card.name, card.revision, card.kv_format):
@@ -187,7 +187,7 @@ class KvIndexService:
         self._resyncs.pop(worker_id, None)
 
     async def _try_resync(self, worker_id: str) -> bool:
-        heartbeat = self.heart.fleet.heartbeat_of(worker_id)
+        heartbeat = self.health_monitor.fleet.heartbeat_of(worker_id)
         if heartbeat is None or self.index.state_of(worker_id) is None:
             return True  # gone; hearing it again starts another
         subject = subjects.list_blocks(heartbeat.roles[0], worker_id)
@@ -202,7 +202,7 @@ class KvIndexService:
                 )
                 if page.worker_id != worker_id or not self.index.add_page(page):
                     return self._resync_failed(worker_id, "the pages do not fit together")
-                self._note_runs(page)
+                self._record_runs(page)
                 if page.next_cursor is None:
                     return self._finish_resync(worker_id)
                 if page.next_cursor <= cursor:
@@ -225,11 +225,11 @@ class KvIndexService:
 
     # ── the registry ─────────────────────────────────────────────────────────────────────────────
 
-    def _note(self, message: KvEvents) -> None:
+    def _record(self, message: KvEvents) -> None:
         for event in message.events:
             match event:
                 case BlocksStored():
-                    self._note_run(message, event)
+                    self._record_run(message, event)
                 case BlocksRemoved():
                     self._registry.removed(message.worker_id, event.block_hashes)
                 case BlocksCleared():
@@ -237,17 +237,17 @@ class KvIndexService:
 
     def _may_hold(self, worker_id: str, block_hash: bytes) -> bool:
         """Of one whose blocks are not known exactly, the end of its resync will tell."""
-        if not self.heart.fleet.is_live(worker_id):
+        if not self.health_monitor.fleet.is_live(worker_id):
             return False
         is_exact = self.index.state_of(worker_id) is SyncState.EXACT
         return self.index.holds(worker_id, block_hash) or not is_exact
 
-    def _note_runs(self, page: BlockPage) -> None:
+    def _record_runs(self, page: BlockPage) -> None:
         for run in page.stored:
-            self._note_run(page, run)
+            self._record_run(page, run)
 
-    def _note_run(self, source: KvEvents | BlockPage, run: BlocksStored) -> None:
-        heartbeat = self.heart.fleet.heartbeat_of(source.worker_id)
+    def _record_run(self, source: KvEvents | BlockPage, run: BlocksStored) -> None:
+        heartbeat = self.health_monitor.fleet.heartbeat_of(source.worker_id)
         if heartbeat is None or heartbeat.model is None or not run.block_hashes:
             return
         num_blocks = run.first_block_index + len(run.block_hashes) // BLOCK_HASH_BYTES

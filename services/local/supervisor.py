@@ -59,7 +59,7 @@ class Supervisor:
         From then on its end is a failure, or, while serving, makes it start again.
         """
         await self._start(spec)
-        self._keepers.append(asyncio.create_task(self._keep(spec, on_up)))
+        self._keepers.append(asyncio.create_task(self._keep_running(spec, on_up)))
         await self._wait_until_up(spec, on_up)
 
     def serve(self) -> None:
@@ -103,7 +103,9 @@ class Supervisor:
         if on_up is not None:
             await on_up()
 
-    async def _keep(self, spec: ProcessSpec, on_up: Callable[[], Awaitable[None]] | None) -> None:
+    async def _keep_running(
+        self, spec: ProcessSpec, on_up: Callable[[], Awaitable[None]] | None
+    ) -> None:
         pause_s = MIN_PAUSE_S
         while True:
             child, started = self._children[spec.process_id], self._clock.now()

@@ -119,10 +119,10 @@ class PrefillService:
             await push.run()
         except HearthError as error:
             log.warning("push_failed", error=error.message, decode=request.decode_worker_id)
-            self._tell_failed(request.decode_worker_id, request.placement_id, error)
+            self._send_failed(request.decode_worker_id, request.placement_id, error)
         except Exception as error:  # the service's edge
-            log.exception("push_broke", decode=request.decode_worker_id)
-            self._tell_failed(request.decode_worker_id, request.placement_id, error)
+            log.exception("push_link_lost", decode=request.decode_worker_id)
+            self._send_failed(request.decode_worker_id, request.placement_id, error)
         finally:
             del self._prefills[request.placement_id]
             self._worker.loop.engine.release(sequence)
@@ -137,7 +137,7 @@ class PrefillService:
             if each.finish_reason == "failed":
                 prefill.push.cancel()
                 error = HearthError("the engine failed on this prompt")
-                self._tell_failed(prefill.request.decode_worker_id, sequence_id, error)
+                self._send_failed(prefill.request.decode_worker_id, sequence_id, error)
             else:
                 prefill.push.computed(each.sequence.num_computed_tokens)
 
@@ -158,9 +158,9 @@ class PrefillService:
                 prefill.lease_until = until
             else:
                 error = UnknownPlacement("this worker does not hold that prefill")
-                self._tell_failed(message.decode_worker_id, placement_id, error)
+                self._send_failed(message.decode_worker_id, placement_id, error)
 
-    def _tell_failed(self, decode_worker_id: str, placement_id: bytes, error: Exception) -> None:
+    def _send_failed(self, decode_worker_id: str, placement_id: bytes, error: Exception) -> None:
         message = PrefillFailed(
             placement_id=placement_id,
             prefill_worker_id=self._worker.worker_id,

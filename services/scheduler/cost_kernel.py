@@ -46,11 +46,11 @@ class RoleWorkers(NamedTuple):
 class RequestTerms(NamedTuple):
     """What the request asks for, in tokens and seconds."""
 
-    todo: float  # tokens to compute before the last
+    num_tokens_to_compute: float  # tokens to compute before the last
     num_tokens: float
-    always_local: float
-    most_local: float
-    hop_s: float
+    free_local_tokens: float
+    max_local_tokens: float
+    handoff_overhead_s: float
     now: float
 
 
@@ -63,7 +63,7 @@ def _compiled(function: Any) -> Any:
 
 @_compiled
 def _uncached(side: RoleWorkers, terms: RequestTerms) -> Any:
-    uncached = np.full(side.columns.size, terms.todo)
+    uncached = np.full(side.columns.size, terms.num_tokens_to_compute)
     for holder in range(len(side.holders)):
         uncached[side.holders[holder]] -= side.held_tokens[holder]
     return uncached
@@ -74,17 +74,17 @@ def nearest_prefills(
     prefills: RoleWorkers,
     terms: RequestTerms,
     format_code: int,
-    lack: float,
+    num_missing_tokens: float,
     first_row: int,
     num: int,
 ) -> Any:
-    """The `num` best to compute the prompt for a decode worker that lacks `lack` of its tokens.
+    """The `num` best to compute the prompt of a decode worker without `num_missing_tokens` of it.
 
     Returns rows and seconds, best first; -1 and infinite beyond the last that can. Equal ones come
     in the order of their rows, from `first_row` on and around.
     """
     uncached = _uncached(prefills, terms)
-    return _nearest(prefills, uncached, terms, format_code, lack, first_row, num)
+    return _nearest(prefills, uncached, terms, format_code, num_missing_tokens, first_row, num)
 
 
 @_compiled
@@ -93,7 +93,7 @@ def _nearest(
     uncached: NDArray[np.float64],
     terms: RequestTerms,
     format_code: int,
-    lack: float,
+    num_missing_tokens: float,
     first_row: int,
     num: int,
 ) -> Any:
@@ -108,7 +108,7 @@ def _nearest(
         # computing and pushing go on at once: the slower one counts
         compute_s = uncached[row] * floats[TOKEN_S, row]
         each_s = max(floats[BUSY_UNTIL, row] - now, 0.0) + floats[STEP_S, row]
-        each_s += max(compute_s, lack * floats[PUSH_TOKEN_S, row])
+        each_s += max(compute_s, num_missing_tokens * floats[PUSH_TOKEN_S, row])
         if floats[CLOSED_UNTIL, row] > now:
             each_s += CLOSED_S
         place = num
@@ -133,7 +133,7 @@ def costs_of_decodes(
     cost, is_remote = np.full(size, inf), np.full(size, False)
     # The best handoffs to workers of one format that lack as many tokens: there are few such kinds.
     max_kinds = MAX_FORMATS * (len(decodes.holders) + 1)
-    formats, lacks = np.zeros(max_kinds, dtype=np.uint64), np.full(max_kinds, -1.0)
+    formats, missing_tokens = np.zeros(max_kinds, dtype=np.uint64), np.full(max_kinds, -1.0)
     nearest, nearest_s = np.full((max_kinds, 2), -1), np.full((max_kinds, 2), inf)
     prefill_uncached = _uncached(prefills, terms)
     kind = num_kinds = 0
@@ -142,28 +142,30 @@ def costs_of_decodes(
         best_s = max(floats[BUSY_UNTIL, row] - now, 0.0) + step_s
         best_s += uncached[row] * floats[LOCAL_TOKEN_S, row]
         is_open = floats[CLOSED_UNTIL, row] <= now
-        if prefills.columns.size and uncached[row] > terms.always_local:
-            format_code, lack = codes[FORMAT, row], uncached[row]
-            if lacks[kind] != lack or formats[kind] != format_code:
+        if prefills.columns.size and uncached[row] > terms.free_local_tokens:
+            format_code, num_missing_tokens = codes[FORMAT, row], uncached[row]
+            if missing_tokens[kind] != num_missing_tokens or formats[kind] != format_code:
                 kind = 0
-                while kind < num_kinds and (lacks[kind] != lack or formats[kind] != format_code):
+                while kind < num_kinds and (
+                    missing_tokens[kind] != num_missing_tokens or formats[kind] != format_code
+                ):
                     kind += 1
             if kind == num_kinds:
                 kind = min(num_kinds, max_kinds - 1)
                 num_kinds = kind + 1
-                formats[kind], lacks[kind] = format_code, lack
+                formats[kind], missing_tokens[kind] = format_code, num_missing_tokens
                 nearest[kind], nearest_s[kind] = _nearest(
-                    prefills, prefill_uncached, terms, format_code, lack, 0, 2
+                    prefills, prefill_uncached, terms, format_code, num_missing_tokens, 0, 2
                 )
             first = nearest[kind, 0]
             # nobody pushes to itself
-            is_twin = first >= 0 and prefills.columns.codes[NAME, first] == codes[NAME, row]
-            each_s = nearest_s[kind, 1 if is_twin else 0]
-            each_s += terms.hop_s + step_s  # the last token takes a step of its own
+            is_same_process = first >= 0 and prefills.columns.codes[NAME, first] == codes[NAME, row]
+            each_s = nearest_s[kind, 1 if is_same_process else 0]
+            each_s += terms.handoff_overhead_s + step_s  # the last token takes a step of its own
             has_time = each_s < CLOSED_S
             if not has_time:
                 each_s -= CLOSED_S
-            if each_s < best_s or (uncached[row] > terms.most_local and each_s < inf):
+            if each_s < best_s or (uncached[row] > terms.max_local_tokens and each_s < inf):
                 best_s, is_open, is_remote[row] = each_s, has_time, True
         is_allowed = not len(decodes.is_allowed) or decodes.is_allowed[row]
         if is_open and is_allowed and floats[FREE_TOKENS, row] > terms.num_tokens:

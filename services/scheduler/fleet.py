@@ -89,7 +89,7 @@ class WorkerFleet:
         workers = self._lanes.get(lane)
         if workers is None:
             return Workers(WorkerTable(), WorkerTable(), 0.0)
-        return Workers(workers.decodes, workers.prefills, workers.speeds.hop_s)
+        return Workers(workers.decodes, workers.prefills, workers.speeds.handoff_overhead_s)
 
     def has_worker(
         self, lane: ModelKey, excluded: Collection[str], regions: Collection[str] = ()
@@ -139,7 +139,7 @@ class WorkerFleet:
             known.worker.is_avoided = True
             self._lanes[known.lane].put(known)
 
-    def heard(self, heartbeat: Heartbeat, now: float) -> None:
+    def on_heartbeat(self, heartbeat: Heartbeat, now: float) -> None:
         """Call when the fleet has taken the heartbeat in."""
         worker_id = heartbeat.process_id
         if self._fleet.heartbeat_of(worker_id) is not heartbeat:  # old, or one peer too many

@@ -73,11 +73,11 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """The live workers of one model; `hop_s` is what a handoff costs beyond computing."""
+    """The live workers of one model; `handoff_overhead_s`: a handoff's cost beyond computing."""
 
     decodes: WorkerTable
     prefills: WorkerTable
-    hop_s: float
+    handoff_overhead_s: float
 
 
 def place(
@@ -113,11 +113,13 @@ class Decision:
         self._decode_side = workers.decodes.side(*seen_by)
         self._prefill_side = workers.prefills.side(*seen_by)
         self._terms = RequestTerms(
-            todo=float(needs.num_tokens - 1),  # the last token is decode's in any case
+            num_tokens_to_compute=float(
+                needs.num_tokens - 1
+            ),  # the last token is decode's in any case
             num_tokens=float(needs.num_tokens),
-            always_local=float(local_prefill.always),
-            most_local=float(local_prefill.at_most),
-            hop_s=workers.hop_s,
+            free_local_tokens=float(local_prefill.always),
+            max_local_tokens=float(local_prefill.at_most),
+            handoff_overhead_s=workers.handoff_overhead_s,
             now=now,
         )
 
@@ -196,8 +198,10 @@ class Decision:
 
     def _num_uncached(self, side: RoleWorkers, row: int) -> float:
         if not len(side.holders):
-            return self._terms.todo
-        return self._terms.todo - float(side.held_tokens[side.holders == row].sum())
+            return self._terms.num_tokens_to_compute
+        return self._terms.num_tokens_to_compute - float(
+            side.held_tokens[side.holders == row].sum()
+        )
 
 
 def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:

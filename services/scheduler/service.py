@@ -72,7 +72,7 @@ class SchedulerService:
     def __init__(
         self, config: SchedulerConfig, bus: Bus, clock: Clock, randomness: Randomness
     ) -> None:
-        self.heart = HealthMonitor(
+        self.health_monitor = HealthMonitor(
             bus, clock, randomness, roles=("scheduler",), region=config.region
         )
         self._config = config
@@ -80,7 +80,7 @@ class SchedulerService:
         self._clock = clock
         self._randomness = randomness
         self._admission = Admission(config.max_queued_requests, config.max_queued_tokens)
-        self._workers = WorkerFleet(self.heart.fleet)
+        self._workers = WorkerFleet(self.health_monitor.fleet)
         self._local_prefill = LocalPrefill(
             always=config.local_prefill_tokens, at_most=config.max_local_prefill_tokens
         )
@@ -91,16 +91,16 @@ class SchedulerService:
         self._wake = asyncio.Event()
         self._background = Background()
         self._placing: set[asyncio.Task[None]] = set()
-        self._telling: set[asyncio.Task[None]] = set()
+        self._sending: set[asyncio.Task[None]] = set()
         self._leave: list[Unsubscribe] = []  # ends what brings new requests
         self._is_draining = False
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────
 
     async def start(self) -> None:
-        self.heart.on_lost(self._peer_lost)
-        self.heart.on_heard(self._heard)
-        await self.heart.start()
+        self.health_monitor.on_lost(self._peer_lost)
+        self.health_monitor.on_heartbeat(self._on_heartbeat)
+        await self.health_monitor.start()
         own_cancel = subjects.cancel(self._bus.process_id)
         await self._bus.subscribe(own_cancel, CancelQueued, self._cancel)
         own_submit = subjects.submit_to(self._bus.process_id)
@@ -109,24 +109,24 @@ class SchedulerService:
             self._leave.append(leave)
         for loop in (self._dispatch(), self._tick(), self._keep_alive()):
             self._background.start(loop)
-        await self.heart.become("ready")
+        await self.health_monitor.transition_to("ready")
 
     async def drain(self) -> None:
         """Places what is queued; what finds no place in DRAIN_S goes back to its gateway."""
         self._is_draining = True
         for leave in self._leave:
             await leave()
-        await self.heart.become("draining")
+        await self.health_monitor.transition_to("draining")
         give_up_at = self._clock.now() + DRAIN_S
         while len(self._admission) and self._clock.now() < give_up_at:
             await self._clock.sleep(TICK_S)
         for ticket in self._admission.held():
             self._fail(ticket, NoCapacity("this scheduler is leaving", retry_after_s=0.0))
-        await asyncio.gather(*self._placing, *self._telling)
+        await asyncio.gather(*self._placing, *self._sending)
 
     async def stop(self) -> None:
         await self._background.stop()
-        await self.heart.stop()
+        await self.health_monitor.stop()
         await self._bus.close()
 
     # ── what comes in ────────────────────────────────────────────────────────────────────────────
@@ -144,8 +144,8 @@ class SchedulerService:
     def _cancel(self, message: CancelQueued) -> None:
         self._admission.cancel(message)
 
-    def _heard(self, heartbeat: Heartbeat) -> None:
-        self._workers.heard(heartbeat, self._clock.now())
+    def _on_heartbeat(self, heartbeat: Heartbeat) -> None:
+        self._workers.on_heartbeat(heartbeat, self._clock.now())
         if heartbeat.model is None or heartbeat.load is None:
             return
         served = (heartbeat.model.name, heartbeat.model.revision)
@@ -188,15 +188,15 @@ class SchedulerService:
     async def _tick(self) -> None:
         while True:
             await self._clock.sleep(TICK_S)
-            self._look_at_waiting(self._clock.now())
+            self._retry_waiting(self._clock.now())
 
-    def _look_at_waiting(self, now: float) -> None:
+    def _retry_waiting(self, now: float) -> None:
         """A function of its own: a loop's last ticket would live on between two ticks."""
         for ticket in self._admission.remove_expired(now):
             error = DeadlineExceeded("the deadline passed while it was queued")
-            self._tell_failed(ticket, error)
+            self._send_failed(ticket, error)
         for ticket in list(self._parked):
-            self._look_at_parked(ticket, now)
+            self._retry_parked(ticket, now)
         for lane in list(self._blocked):
             if self._workers.has_worker(lane.served, (), lane.regions):
                 self._probing.add(lane)  # workers get done by the clock, too
@@ -204,7 +204,7 @@ class SchedulerService:
             else:
                 self._unblock(lane)
 
-    def _look_at_parked(self, ticket: QueuedRequest, now: float) -> None:
+    def _retry_parked(self, ticket: QueuedRequest, now: float) -> None:
         assert ticket.unservable_since is not None
         if ticket.is_gone:
             del self._parked[ticket]
@@ -224,7 +224,7 @@ class SchedulerService:
                 keepalive = QueueKeepalive(
                     scheduler_id=self._bus.process_id, request_ids=request_ids
                 )
-                await self._tell(subjects.placement(gateway_id), keepalive)
+                await self._send(subjects.placement(gateway_id), keepalive)
 
     # ── placing ──────────────────────────────────────────────────────────────────────────────────
 
@@ -260,7 +260,7 @@ class SchedulerService:
                 subjects.MATCH, question, PrefixMatches, timeout_s=MATCH_TIMEOUT_S
             )
         except HearthError as error:
-            log.debug("no_prefix_knowledge", reason=error.code)
+            log.debug("prefix_index_unavailable", reason=error.code)
             return {}
         return {match.worker_id: match.num_blocks for match in reply.matches}
 
@@ -333,7 +333,7 @@ class SchedulerService:
             self._workers.release(assignment, self._clock.now())
             if isinstance(error, InvalidRequest | DeadlineExceeded):
                 raise
-            log.info("worker_refused", worker=worker_id, reason=error.code)
+            log.info("start_decode_rejected", worker=worker_id, reason=error.code)
             self._workers.avoid(worker_id)
             if isinstance(error, RequestTimeout):
                 await self._abort(worker_id, placement_id, "superseded")
@@ -351,7 +351,7 @@ class SchedulerService:
         placed = Placed(
             request_id=request.request_id, placement_id=placement_id, worker_id=worker_id
         )
-        await self._tell(subjects.placement(request.gateway_id), placed)
+        await self._send(subjects.placement(request.gateway_id), placed)
 
     def _start_message(
         self, ticket: QueuedRequest, target: Target, placement_id: bytes
@@ -371,9 +371,9 @@ class SchedulerService:
         """Nothing, if the ticket has ended otherwise meanwhile."""
         if not ticket.is_gone:
             self._admission.remove(ticket.request.request_id)
-            self._tell_failed(ticket, error)
+            self._send_failed(ticket, error)
 
-    def _tell_failed(self, ticket: QueuedRequest, error: Exception) -> None:
+    def _send_failed(self, ticket: QueuedRequest, error: Exception) -> None:
         request = ticket.request
         failed = PlacementFailed(
             request_id=request.request_id,
@@ -382,19 +382,19 @@ class SchedulerService:
             failure=failure_of(error),
         )
         subject = subjects.placement(request.gateway_id)
-        task = self._background.start(self._tell(subject, failed))
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
+        task = self._background.start(self._send(subject, failed))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
 
     async def _abort(self, worker_id: str, placement_id: bytes, reason: AbortReason) -> None:
         message = AbortRequest(placement_id=placement_id, reason=reason)
-        await self._tell(subjects.control("decode", worker_id), message)
+        await self._send(subjects.control("decode", worker_id), message)
 
-    async def _tell(self, subject: str, message: Message) -> None:
+    async def _send(self, subject: str, message: Message) -> None:
         try:
             await self._bus.publish(subject, message)
         except DependencyUnavailable as error:  # the gateway notices by itself and resubmits
-            log.warning("not_told", subject=subject, error=error.message)
+            log.warning("publish_failed", subject=subject, error=error.message)
 
 
 def _needs(ticket: QueuedRequest) -> RequestSize:

@@ -153,7 +153,7 @@ class ModelThroughput:
         self._ack = RunningRatio(0.002, 4.0)
 
     @property
-    def hop_s(self) -> float:
+    def handoff_overhead_s(self) -> float:
         """Asking and answering, and about as much again for the last frame and its receipt."""
         return 2 * self._ack.value
 

@@ -45,12 +45,12 @@ class Engine:
         max_batch_tokens: int,
         max_sequences: int,
         max_reserved_share: float = 0.5,
-        reach: int | None = None,
+        attention_span: int | None = None,
         zeroes_freed_blocks: bool = False,
     ) -> None:
         """A context longer than the whole pool could never be computed, so the pool bounds it.
-        `reach` is the runner's. With `zeroes_freed_blocks` the owner has the runner zero what the
-        pool frees before anything is written there: see `EngineLoop.zero_freed_blocks`.
+        `attention_span` is the runner's. With `zeroes_freed_blocks` the owner has the runner zero
+        freed blocks before anything is written there: see `EngineLoop.zero_freed_blocks`.
         """
         self.pool = BlockPool(num_blocks, block_size, notes_freed=zeroes_freed_blocks)
         self.batcher = Batcher(
@@ -59,7 +59,7 @@ class Engine:
         self.max_context_tokens = min(max_context_tokens, num_blocks * block_size)
         self.num_generated_tokens = 0  # since the start
         self.num_computed_prompt_tokens = 0
-        self._reach = reach
+        self._attention_span = attention_span
         self._max_reserved_blocks = int(num_blocks * max_reserved_share)
         self._reserved: set[Sequence] = set()
         self._held: set[Sequence] = set()
@@ -90,7 +90,7 @@ class Engine:
         given later; what may be missing of its block hashes is added.
         """
         self.check_fits(sequence.num_tokens)
-        check_drawable(sequence)
+        check_samplable(sequence)
         full = sequence.num_tokens // self.pool.block_size
         if len(sequence.block_hashes) > full:
             raise InvalidRequest(
@@ -145,11 +145,11 @@ class Engine:
                 f"{num_before} were there"
             )
         self._reserved.remove(sequence)
-        sequence.become(SequenceState.WAITING)
+        sequence.transition_to(SequenceState.WAITING)
         sequence.num_computed_tokens = num_computed_tokens
         self._commit_full_blocks(sequence)
         if sequence.num_uncomputed_tokens == 0:
-            sequence.become(SequenceState.HELD)
+            sequence.transition_to(SequenceState.HELD)
             self._held.add(sequence)
         else:
             self.batcher.add(sequence)
@@ -216,10 +216,10 @@ class Engine:
             sequence.num_computed_tokens += row.num_scheduled_tokens
             if sequence.num_computed_tokens >= (sequence.num_committed_blocks + 1) * block_size:
                 self._commit_full_blocks(sequence)
-            if self._reach is not None:
-                self._drop_unseen_blocks(sequence, self._reach)
+            if self._attention_span is not None:
+                self._drop_unseen_blocks(sequence, self._attention_span)
             if token_id is None:
-                progress.append(self._advance_undrawn(sequence))
+                progress.append(self._advance_unsampled(sequence))
             else:
                 self.num_generated_tokens += 1
                 progress.append(self._advance(sequence, token_id, logprobs))
@@ -272,7 +272,7 @@ class Engine:
             prompt_logprobs=prompt_logprobs,
         )
 
-    def _advance_undrawn(self, sequence: Sequence) -> StepProgress:
+    def _advance_unsampled(self, sequence: Sequence) -> StepProgress:
         """A chunk, or the end of what never draws."""
         if sequence.num_uncomputed_tokens > 0:
             return StepProgress(sequence)
@@ -297,7 +297,7 @@ class Engine:
 
     def _hold(self, sequence: Sequence) -> None:
         self.batcher.remove(sequence)
-        sequence.become(SequenceState.HELD)
+        sequence.transition_to(SequenceState.HELD)
         self._held.add(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
@@ -305,7 +305,7 @@ class Engine:
         self._reserved.discard(sequence)
         self._held.discard(sequence)
         self.batcher.give_back(sequence)
-        sequence.become(SequenceState.FINISHED)
+        sequence.transition_to(SequenceState.FINISHED)
 
     def _commit_full_blocks(self, sequence: Sequence) -> None:
         first = sequence.num_committed_blocks
@@ -329,11 +329,13 @@ class Engine:
                 kv_quota_tokens=0 if tenant_id == PUBLIC_TENANT_ID else sequence.kv_quota_tokens,
             )
 
-    def _drop_unseen_blocks(self, sequence: Sequence, reach: int) -> None:
+    def _drop_unseen_blocks(self, sequence: Sequence, attention_span: int) -> None:
         """They stay in the cache while there is room. A prefill's have yet to be pushed."""
         if sequence.is_prefill_only:
             return
-        num_unseen = max(0, sequence.num_computed_tokens + 1 - reach) // self.pool.block_size
+        num_unseen = (
+            max(0, sequence.num_computed_tokens + 1 - attention_span) // self.pool.block_size
+        )
         first = sequence.num_dropped_blocks
         if num_unseen > first:
             self.pool.release(sequence.block_table[first:num_unseen])
@@ -356,7 +358,7 @@ def _collect(sequence: Sequence, index: int, output: StepOutput) -> None:
     sequence.pooled = output.pooled.get(index)
 
 
-def check_drawable(sequence: Sequence) -> None:
+def check_samplable(sequence: Sequence) -> None:
     """Raises InvalidRequest for what would fail, or draw a token too many, in a shared step."""
     params = sequence.sampling
     if sequence.num_tokens == 0:

@@ -27,7 +27,7 @@ from kernels.cpu.codec.bf16_codec import (
     decode_block,
     encode_block,
 )
-from kernels.cpu.compile import compiled, compiling_alone
+from kernels.cpu.compile import compile_lock, compiled
 
 BLOCK_WORDS = BLOCK * BLOCK
 BLOCK_BYTES = 2 * BLOCK_WORDS
@@ -43,7 +43,7 @@ class Bf16FrameCodec:
     name = "bf16-high-bytes"
 
     def __init__(self) -> None:
-        with compiling_alone():
+        with compile_lock():
             plain, coded = memoryview(bytearray(BLOCK_BYTES)), memoryview(bytearray(BLOCK_BYTES))
             num_bytes = self.encode(plain, coded)
             self.decode(coded[:num_bytes], plain)

@@ -78,7 +78,7 @@ class EngineLoop:
                 try:
                     await self.runner.zero_blocks(freed[:num_at_once])
                 except BaseException:
-                    pool.note_freed(freed)
+                    pool.record_freed(freed)
                     raise
                 self._step += 1
                 del freed[:num_at_once]
@@ -107,10 +107,10 @@ class EngineLoop:
         while not self._is_stopping:
             rows, progress = self.engine.schedule()
             if progress:
-                self._tell(progress)
+                self._report(progress)
             if rows:
                 began_at = self._clock.now()
-                self._tell(await self._compute(rows))
+                self._report(await self._compute(rows))
                 self._num_busy_steps += 1
                 self._busy_s += self._clock.now() - began_at
             elif not progress:
@@ -145,6 +145,6 @@ class EngineLoop:
             await self._clock.sleep(IDLE_TICK_S)
             self.wake()
 
-    def _tell(self, progress: list[StepProgress]) -> None:
+    def _report(self, progress: list[StepProgress]) -> None:
         for listener in self._listeners:
             listener(progress)

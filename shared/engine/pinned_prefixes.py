@@ -59,12 +59,12 @@ class PinnedPrefixes:
         is_computing = num_cached < len(hashes) and self._compute(sequence)
         return PrefixPinned(num_cached_blocks=num_cached, is_computing=is_computing)
 
-    def keep(self, command: KeepPins) -> PinsKept:
+    def renew(self, command: KeepPins) -> PinsKept:
         """Lets go of what is not named."""
         until = self._clock.now() + command.lease_s
         named = dict.fromkeys(unpack_hashes(command.tip_hashes))
         for tip in [each for each in self._pins if each not in named]:
-            self._let_go(tip)
+            self._release(tip)
         for tip in named:
             if tip in self._pins:
                 self._pins[tip].until = until
@@ -74,7 +74,7 @@ class PinnedPrefixes:
     def expire(self) -> None:
         now = self._clock.now()
         for tip in [each for each, pin in self._pins.items() if pin.until < now]:
-            self._let_go(tip)
+            self._release(tip)
 
     def on_step(self, progress: list[StepProgress]) -> None:
         if not self._computing:  # as a rule
@@ -103,7 +103,7 @@ class PinnedPrefixes:
         self._computing[sequence.sequence_id] = sequence
         return True
 
-    def _let_go(self, tip: bytes) -> None:
+    def _release(self, tip: bytes) -> None:
         self._engine.pool.unpin(self._pins.pop(tip).block_hashes)
 
 

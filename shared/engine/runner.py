@@ -61,18 +61,18 @@ class SamplingInputs(msgspec.Struct, frozen=True):
         return len(self.logits_indices)
 
     @property
-    def wants_likeliest_only(self) -> bool:
+    def is_plain_greedy(self) -> bool:
         """Every row is greedy, and nothing is to be told of or done to its logits."""
         is_touched = self.banned or self.bias is not None or self.penalties is not None
-        is_told = self.raw_logprobs or self.processed_logprobs
-        return not (is_touched or is_told or self.temperature.any())
+        wants_logprobs = self.raw_logprobs or self.processed_logprobs
+        return not (is_touched or wants_logprobs or self.temperature.any())
 
 
 class PromptSuccessors(msgspec.Struct, frozen=True):
     """The prompt tokens that follow the first N tokens of a chunk; the last is not part of it."""
 
     token_ids: NDArray[np.int64]  # [N]
-    num_likeliest: int  # how many likeliest tokens to tell beside each
+    num_top_logprobs: int  # how many likeliest tokens to tell beside each
 
 
 class PoolingInputs(msgspec.Struct, frozen=True):
@@ -113,7 +113,9 @@ class Runner(Protocol):
     num_blocks: int
     max_context_tokens: int
     vocab_size: int
-    reach: int | None  # a step reads the KV of so many last tokens, its first among them; None: all
+    attention_span: (
+        int | None
+    )  # a step reads the KV of so many last tokens, its first among them; None: all
 
     def step_budget_s(self, inputs: StepInputs) -> float:
         """An upper bound for `run`, announced before it: beyond it the worker is suspect."""

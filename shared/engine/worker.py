@@ -74,7 +74,7 @@ class EngineWorker:
         self.served = served
         self.roles = roles
         self.outbox = Outbox(bus)
-        self.heart = HealthMonitor(
+        self.health_monitor = HealthMonitor(
             bus,
             clock,
             randomness,
@@ -99,7 +99,7 @@ class EngineWorker:
 
     @property
     def is_draining(self) -> bool:
-        return self.heart.state in ("draining", "stopped")
+        return self.health_monitor.state in ("draining", "stopped")
 
     def count(self, counter: Callable[[WorkerLoad], WorkerLoad]) -> None:
         """`counter` adds its figures to the load that each heartbeat shows."""
@@ -137,14 +137,14 @@ class EngineWorker:
     async def start(self) -> None:
         self.outbox.start()
         self.loop.start()
-        await self.heart.start()
+        await self.health_monitor.start()
         await self.bus.serve(
             list_blocks(self.roles[0], self.worker_id), ListBlocks, self._block_page
         )
         self.loop.listen(self._pins.on_step)
         subject = pins(self.roles[0], self.worker_id)
         await self.bus.serve(subject, PinPrefix | KeepPins, self._on_pins)
-        self._background.start(self._tell_kv_events())
+        self._background.start(self._send_kv_events())
         self._background.start(self._expire_pins())
 
     async def stop(self) -> None:
@@ -152,7 +152,7 @@ class EngineWorker:
         self._pins.stop()
         await self.loop.stop()
         await self.outbox.stop()
-        await self.heart.stop()
+        await self.health_monitor.stop()
 
     def _load(self) -> WorkerLoad:
         counts = self._frame_counts
@@ -171,7 +171,7 @@ class EngineWorker:
 
     def _on_pins(self, command: PinPrefix | KeepPins) -> PrefixPinned | PinsKept:
         if isinstance(command, KeepPins):
-            return self._pins.keep(command)
+            return self._pins.renew(command)
         if self.is_draining:
             raise WorkerBusy(f"{self.worker_id} is draining")
         self.check_model(command.model, command.revision)
@@ -186,7 +186,7 @@ class EngineWorker:
             await self.clock.sleep(EXPIRE_PINS_S)
             self._pins.expire()
 
-    async def _tell_kv_events(self) -> None:
+    async def _send_kv_events(self) -> None:
         while True:
             await self._has_kv_events.wait()
             self._post_kv_events()
@@ -201,7 +201,7 @@ class EngineWorker:
         card = self.served.card
         message = KvEvents(
             worker_id=self.worker_id,
-            epoch=self.heart.epoch,
+            epoch=self.health_monitor.epoch,
             sequence_number=self._event_number,
             model=card.name,
             revision=card.revision,
@@ -222,7 +222,7 @@ class EngineWorker:
         card = self.served.card
         return BlockPage(
             worker_id=self.worker_id,
-            epoch=self.heart.epoch,
+            epoch=self.health_monitor.epoch,
             sequence_number=sequence_number,
             model=card.name,
             revision=card.revision,

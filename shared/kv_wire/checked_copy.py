@@ -26,7 +26,7 @@ def checksum_of(payload: memoryview) -> int:
     return xxhash.xxh3_64_intdigest(payload)
 
 
-async def copy_and_sum(destination: memoryview, source: memoryview) -> int:
+async def copy_and_checksum(destination: memoryview, source: memoryview) -> int:
     """Copies and returns the xxh3-64 of the copy, piece by piece while a piece is still cached.
 
     Only the copy is summed: the writer could change the source between two reads of it.

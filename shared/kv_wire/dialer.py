@@ -12,7 +12,7 @@ from shared.errors import LinkLost
 from shared.kv_wire import tcp
 from shared.kv_wire.compression import FrameCodec, LinkCompression
 from shared.kv_wire.frames import ProtocolError, Welcome
-from shared.kv_wire.handshake import say_hello
+from shared.kv_wire.handshake import send_hello
 from shared.kv_wire.link import CompressionCounts
 from shared.kv_wire.push_link import StagedLink, Staging
 from shared.kv_wire.shared_memory import SharedMemoryStaging
@@ -115,7 +115,7 @@ class Dialer:
             start = self._clock.now()
             await loop.sock_connect(sock, address)  # type: ignore[arg-type]
             round_trip_s = self._clock.now() - start  # between two kernels, however busy the peer
-            welcome, fd = await say_hello(sock, instance_id)
+            welcome, fd = await send_hello(sock, instance_id)
             staging = _staging(sock, welcome, fd)
             link = StagedLink(staging, on_end, self._compression(welcome, round_trip_s))
             if family == socket.AF_UNIX:

@@ -28,7 +28,7 @@ from shared.kv_wire.frames import (
 Receive = Callable[[int], Awaitable[bytes]]
 
 
-async def say_hello(sock: socket.socket, instance_id: bytes) -> tuple[Welcome, int | None]:
+async def send_hello(sock: socket.socket, instance_id: bytes) -> tuple[Welcome, int | None]:
     """The sender's part. Returns the welcome and, if it came, the memory: the caller's to close."""
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(sock, encode_record(Hello(instance_id)))
@@ -53,7 +53,7 @@ async def say_hello(sock: socket.socket, instance_id: bytes) -> tuple[Welcome, i
     return welcome, fds[0] if fds else None
 
 
-async def hear_hello(sock: socket.socket, instance_id: bytes) -> None:
+async def read_hello(sock: socket.socket, instance_id: bytes) -> None:
     """The receiver's part. Raises ProtocolError, whose message is the reason to send back."""
     loop = asyncio.get_running_loop()
     hello = await _read_record(lambda num_bytes: loop.sock_recv(sock, num_bytes))

@@ -18,7 +18,7 @@ from shared.kv_wire import tcp
 from shared.kv_wire.compression import FrameCodec
 from shared.kv_wire.expected_pushes import ExpectedPushes, ReceiverCounts
 from shared.kv_wire.frames import MAX_FRAME_BYTES, ProtocolError, Welcome, goodbye
-from shared.kv_wire.handshake import hear_hello, send_welcome
+from shared.kv_wire.handshake import read_hello, send_welcome
 from shared.kv_wire.link import FrameSink
 from shared.kv_wire.shared_memory import (
     NUM_SLOTS,
@@ -154,12 +154,12 @@ class KvServer:
         sock.setblocking(False)
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                await hear_hello(sock, self._address.instance_id)
+                await read_hello(sock, self._address.instance_id)
                 reception = await self._open(sock)
         except (LinkLost, OSError, TimeoutError) as error:
             self.counts.num_bad_peers += 1
             reason = "no hello in time" if isinstance(error, TimeoutError) else str(error)
-            log.info("kv_peer_refused", reason=reason)
+            log.info("kv_peer_rejected", reason=reason)
             _dismiss(sock, reason if isinstance(error, ProtocolError | TimeoutError) else None)
         except BaseException:
             sock.close()

@@ -16,7 +16,7 @@ import os
 
 from shared.clock import Clock
 from shared.errors import LinkLost
-from shared.kv_wire.checked_copy import copy_and_sum, grown
+from shared.kv_wire.checked_copy import copy_and_checksum, grown
 from shared.kv_wire.expected_pushes import ExpectedPushes
 from shared.kv_wire.frame_delivery import Arrival, FrameDelivery
 from shared.kv_wire.frames import MAX_FRAME_BYTES, Frame, ProtocolError, Record, sealed_sum
@@ -125,5 +125,5 @@ class SharedMemoryReception:
         num_bytes = header.payload_bytes
         self._private = grown(self._private, num_bytes)
         copy = self._private[:num_bytes]
-        payload_sum = await copy_and_sum(copy, self._mapping.view(slot_index, num_bytes))
+        payload_sum = await copy_and_checksum(copy, self._mapping.view(slot_index, num_bytes))
         return copy, sealed_sum(header, payload_sum)

@@ -44,7 +44,7 @@ class Loss(Enum):
 @dataclass(slots=True)
 class Peer:
     heartbeat: Heartbeat
-    heard_at: float
+    last_heartbeat_at: float
     progressed_at: float
     is_suspect: bool = False
 
@@ -62,7 +62,7 @@ class Fleet:
     def observe(self, heartbeat: Heartbeat, now: float) -> Loss | None:
         """Takes in a heartbeat; tells if it means that the process as known before is lost."""
         if heartbeat.process_id == self._own_process_id:
-            self._hear_echo(now)
+            self._on_echo(now)
             return None
         known = self._peers.get(heartbeat.process_id)
         if known is not None and _is_stale(heartbeat, known.heartbeat):
@@ -89,7 +89,7 @@ class Fleet:
             if loss is not None and not peer.is_suspect:
                 peer.is_suspect = True
                 lost.append((process_id, loss))
-            if now - peer.heard_at > FORGET_AFTER_S:
+            if now - peer.last_heartbeat_at > FORGET_AFTER_S:
                 del self._peers[process_id]
         return lost
 
@@ -100,7 +100,7 @@ class Fleet:
         return [
             peer.heartbeat
             for peer in self._peers.values()
-            if not peer.is_suspect and now - peer.heard_at > LATE_S
+            if not peer.is_suspect and now - peer.last_heartbeat_at > LATE_S
         ]
 
     def bus_was_away(self, now: float) -> None:
@@ -146,7 +146,7 @@ class Fleet:
         peer = self._peers.get(process_id)
         return None if peer is None else peer.heartbeat
 
-    def _hear_echo(self, now: float) -> None:
+    def _on_echo(self, now: float) -> None:
         if now - self._last_echo_at > MAX_ECHO_GAP_S:
             self.bus_was_away(now)
         self._last_echo_at = now
@@ -154,7 +154,7 @@ class Fleet:
     @staticmethod
     def _updated(known: Peer | None, heartbeat: Heartbeat, now: float) -> Peer:
         if known is None or _has_moved(known.heartbeat, heartbeat):
-            return Peer(heartbeat, heard_at=now, progressed_at=now)
+            return Peer(heartbeat, last_heartbeat_at=now, progressed_at=now)
         return Peer(heartbeat, now, known.progressed_at, is_suspect=known.is_suspect)
 
 
@@ -171,7 +171,7 @@ def _has_moved(known: Heartbeat, heartbeat: Heartbeat) -> bool:
 
 
 def _loss_of(peer: Peer, now: float) -> Loss | None:
-    if now - peer.heard_at > SILENCE_LIMIT_S:
+    if now - peer.last_heartbeat_at > SILENCE_LIMIT_S:
         return Loss.SILENT
     load = peer.heartbeat.load
     if load is not None and now - peer.progressed_at > load.step_budget_s + SILENCE_LIMIT_S:

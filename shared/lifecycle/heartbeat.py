@@ -68,7 +68,7 @@ class HealthMonitor:
     def on_lost(self, handler: LostHandler) -> None:
         self._lost_handlers.append(handler)
 
-    def on_heard(self, handler: Callable[[Heartbeat], None]) -> None:
+    def on_heartbeat(self, handler: Callable[[Heartbeat], None]) -> None:
         self._heard_handlers.append(handler)
 
     async def start(self) -> None:
@@ -78,14 +78,14 @@ class HealthMonitor:
         self._background.start(self._beat())
         self._background.start(self._watch())
 
-    async def become(self, state: ProcessState) -> None:
+    async def transition_to(self, state: ProcessState) -> None:
         """Changes the announced state at once rather than at the next beat."""
         self.state = state
         await self._send()
 
     async def stop(self) -> None:
         await self._background.stop()
-        await self.become("stopped")
+        await self.transition_to("stopped")
 
     def _hear(self, message: Heartbeat) -> None:
         loss = self.fleet.observe(message, self._clock.now())
@@ -115,9 +115,9 @@ class HealthMonitor:
                 self._lost(process_id, loss)
             for last in self.fleet.late(self._clock.now()):
                 if last.process_id not in self._asking:
-                    self._background.start(self._ask(last))
+                    self._background.start(self._request(last))
 
-    async def _ask(self, last: Heartbeat) -> None:
+    async def _request(self, last: Heartbeat) -> None:
         """A process that hangs says nothing, and its silence is judged by its length."""
         subject = alive(last.roles[0], last.process_id)
         self._asking.add(last.process_id)
@@ -130,7 +130,7 @@ class HealthMonitor:
             if loss is not None:
                 self._lost(last.process_id, loss)
         except HearthError as error:
-            log.debug("late_peer_is_silent", peer=last.process_id, reason=error.code)
+            log.debug("peer_unresponsive", peer=last.process_id, reason=error.code)
         finally:
             self._asking.discard(last.process_id)
 
@@ -153,4 +153,4 @@ class HealthMonitor:
         try:
             await self._bus.publish(heartbeat(self._roles[0], self._bus.process_id), message)
         except DependencyUnavailable as error:
-            log.warning("heartbeat_not_sent", error=error.message)
+            log.warning("heartbeat_send_failed", error=error.message)

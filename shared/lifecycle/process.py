@@ -62,20 +62,20 @@ async def _live(build: Callable[[], Awaitable[Service]], drain_timeout_s: float)
     service = await build()
     try:
         await service.start()
-        _spare_what_stays()
+        _freeze_gc_heap()
         log.info("ready")
         await stopping.wait()
         log.info("draining")
         async with asyncio.timeout(drain_timeout_s):
             await service.drain()
     except TimeoutError:
-        log.warning("drain_cut_short", drain_timeout_s=drain_timeout_s)
+        log.warning("drain_interrupted", drain_timeout_s=drain_timeout_s)
     finally:
         await service.stop()
     log.info("stopped")
 
 
-def _spare_what_stays() -> None:
+def _freeze_gc_heap() -> None:
     """Modules and tables live as long as the process: the collector need not go through them."""
     gc.collect()
     gc.freeze()

@@ -6,7 +6,7 @@ bucket.) A request under way holds a lease, so that the requests of a gateway th
 counting; output tokens are charged as reserved and given back as far as they were not drawn, once,
 with the lease.
 
-`RateLimitCounter` is the limit of one gateway while Redis is away. `CARRY_OUT` is the same in
+`RateLimitCounter` is the limit of one gateway while Redis is away. `APPLY_LUA` is the same in
 Redis, for all gateways at once: a test compares them.
 """
 
@@ -24,7 +24,7 @@ CONCURRENCY_RETRY_S = 1.0  # nobody knows when a request ends
 IDLE_S = 120  # after twice a minute an unused meter is empty
 
 
-def enforced(tenant: TenantRecord) -> dict[str, int]:
+def enforced_limits(tenant: TenantRecord) -> dict[str, int]:
     """The limits that the meter knows."""
     named = {name: getattr(tenant, name) for name in LIMITS if name != "kv_quota_tokens"}
     return {name: limit for name, limit in named.items() if limit is not None}
@@ -72,21 +72,21 @@ class RateLimitCounter:
     def is_idle(self, now: float) -> bool:
         return not self._leases and (self._at is None or now - self._at > IDLE_S)
 
-    def carry_out(self, order: LimitCommand, now: float, *, is_forced: bool = False) -> LimitState:
+    def apply(self, command: LimitCommand, now: float, *, is_forced: bool = False) -> LimitState:
         """`is_forced`: who asks is already in, and is only counted."""
-        self._drain(order.limits, now)
-        for each in order.settled:
+        self._drain(command.limits, now)
+        for each in command.settled:
             if self._leases.pop(each.lease_id, None) is not None:
                 rest = self._used["output_tokens_per_min"] - each.num_unused_tokens
                 self._used["output_tokens_per_min"] = max(0.0, rest)
-        for lease_id in order.renewed:
-            self._leases[lease_id] = now + order.lease_s
+        for lease_id in command.renewed:
+            self._leases[lease_id] = now + command.lease_s
         self._leases = {name: until for name, until in self._leases.items() if until > now}
         refused_by, wait_s = "", 0.0
-        if order.asked is not None:
-            refused_by, wait_s = self._verdict(order.asked, order.limits)
+        if command.asked is not None:
+            refused_by, wait_s = self._verdict(command.asked, command.limits)
             if is_forced or not refused_by:
-                self._charge(order.asked, order, now)
+                self._charge(command.asked, command, now)
         return LimitState(refused_by, wait_s, dict(self._used), len(self._leases))
 
     def _drain(self, limits: dict[str, int], now: float) -> None:
@@ -109,15 +109,15 @@ class RateLimitCounter:
                 refused_by, wait_s = name, excess * MINUTE_S / limits[name]
         return refused_by, wait_s
 
-    def _charge(self, asked: RequestedTokens, order: LimitCommand, now: float) -> None:
+    def _charge(self, asked: RequestedTokens, command: LimitCommand, now: float) -> None:
         for name in RATES:
-            if name in order.limits:
+            if name in command.limits:
                 self._used[name] += asked.costs[name]
-        self._leases[asked.lease_id] = now + order.lease_s
+        self._leases[asked.lease_id] = now + command.lease_s
 
 
 # KEYS: the tenant's meter, its open requests. ARGV: the order as JSON.
-CARRY_OUT = """
+APPLY_LUA = """
 local order = cjson.decode(ARGV[1])
 local limits = order.limits
 local rates = {'requests_per_min', 'input_tokens_per_min', 'output_tokens_per_min'}
@@ -179,8 +179,8 @@ return reply
 """
 
 
-def reading_of(reply: list[bytes | int]) -> LimitState:
-    """What `CARRY_OUT` replied."""
+def to_limit_state(reply: list[bytes | int]) -> LimitState:
+    """What `APPLY_LUA` replied."""
     refused_by, wait_s, num_open, *used = reply
     assert isinstance(refused_by, bytes)
     amounts = dict(zip(RATES, map(float, used), strict=True))

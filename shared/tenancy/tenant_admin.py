@@ -16,12 +16,12 @@ from shared.clock import MonotonicClock
 from shared.errors import ConfigError
 from shared.store import Command, RedisStore, Store
 from shared.tenancy.rate_limit import (
-    CARRY_OUT,
+    APPLY_LUA,
     LEASE_S,
     LimitCommand,
     LimitState,
-    enforced,
-    reading_of,
+    enforced_limits,
+    to_limit_state,
 )
 from shared.tenancy.tenant import (
     TENANTS,
@@ -123,13 +123,13 @@ class TenantAdmin:
             changed = _changed(record, changes)
             if await self._swap(tenant_id, before, msgspec.json.encode(changed)):
                 return changed
-        raise ConfigError(f"the tenant {tenant_id!r} is being changed by others all the time")
+        raise ConfigError(f"the tenant {tenant_id!r} was modified concurrently; try again")
 
-    async def reading(self, tenant: TenantRecord) -> LimitState:
+    async def state(self, tenant: TenantRecord) -> LimitState:
         """What is used up now of the limits that the gateways enforce."""
-        order = msgspec.json.encode(LimitCommand(limits=enforced(tenant), lease_s=LEASE_S))
+        command = msgspec.json.encode(LimitCommand(limits=enforced_limits(tenant), lease_s=LEASE_S))
         keys = [meter_of(tenant.tenant_id), open_requests_of(tenant.tenant_id)]
-        return reading_of(await self._store.evaluate(CARRY_OUT, keys, [order]))
+        return to_limit_state(await self._store.evaluate(APPLY_LUA, keys, [command]))
 
     # ── keys ─────────────────────────────────────────────────────────────────────────────────────
 

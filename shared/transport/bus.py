@@ -131,7 +131,7 @@ def begin_reply(
     except UNREADABLE as error:
         return failure_of(InvalidRequest(f"not a valid message: {error}"))
     except SenderMismatch as error:
-        log.warning("impostor", error=error.message)
+        log.warning("sender_mismatch", error=error.message)
         return failure_of(error)
     try:
         reply: Message | Awaitable[Message] = handler(request)
@@ -170,10 +170,10 @@ def hand_over(
     try:
         message = decode(data)
     except UNREADABLE as error:
-        log.warning("bad_message", subject=subject, error=str(error))
+        log.warning("message_invalid", subject=subject, error=str(error))
         return
     except SenderMismatch as error:
-        log.warning("impostor", subject=subject, error=error.message)
+        log.warning("sender_mismatch", subject=subject, error=error.message)
         return
     handler(message)
 
@@ -214,7 +214,7 @@ class NatsBus:
     def __init__(self, client: DirectClient, process_id: str) -> None:
         self.process_id = process_id
         self._client = client
-        self._identities = SenderCheck()
+        self._sender_check = SenderCheck()
         self._tasks: set[asyncio.Task[None]] = set()
         self._reply_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 
@@ -265,7 +265,7 @@ class NatsBus:
 
     @property
     def num_impostors(self) -> int:
-        return self._identities.num_impostors
+        return self._sender_check.num_impostors
 
     async def publish(self, subject: str, message: Message) -> None:
         try:
@@ -277,7 +277,7 @@ class NatsBus:
         self, subject: str, message: Message, reply_type: type[M], *, timeout_s: float
     ) -> M:
         try:
-            reply = await self._client.ask(
+            reply = await self._client.request_bytes(
                 sent_by(subject, self.process_id), self._payload(message), timeout_s=timeout_s
             )
         except nats.errors.NoRespondersError:
@@ -288,7 +288,7 @@ class NatsBus:
             raise DependencyUnavailable(f"cannot request on NATS: {error!r}") from error
         try:
             decoded = self._reply_decoder(reply_type).decode(reply)
-            self._identities.check_reply(subject, decoded)
+            self._sender_check.check_reply(subject, decoded)
         except (*UNREADABLE, SenderMismatch) as error:
             raise DependencyUnavailable(f"a reply on {subject} makes no sense: {error}") from None
         if isinstance(decoded, Failure):
@@ -301,7 +301,7 @@ class NatsBus:
         decode = msgspec.msgpack.Decoder(message_type).decode
 
         async def take(wire_subject: str, reply: str, data: bytes) -> None:
-            checked = self._identities.checked(decode, sender_of(wire_subject))
+            checked = self._sender_check.checked(decode, sender_of(wire_subject))
             try:
                 hand_over(wire_subject, handler, checked, data)
             except Exception:  # the service's edge: one bad message must not end the subscription
@@ -327,7 +327,7 @@ class NatsBus:
                 refusal = Overloaded("too many requests at once", retry_after_s=1.0)
                 await answer(reply_to, failure_of(refusal))
                 return
-            checked = self._identities.checked(decode, sender_of(wire_subject))
+            checked = self._sender_check.checked(decode, sender_of(wire_subject))
             reply = begin_reply(handler, checked, data)
             if isinstance(reply, Message):
                 await answer(reply_to, reply)

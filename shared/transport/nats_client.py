@@ -40,7 +40,7 @@ class DirectClient(Client):
         self._takers[subscription._id] = take
         return subscription
 
-    async def ask(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
+    async def request_bytes(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
         """The reply. Raises NoRespondersError, or TimeoutError, or as `publish`."""
         if not self._reply_prefix:
             await self._listen_for_replies()

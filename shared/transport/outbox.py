@@ -55,4 +55,6 @@ class Outbox:
 
     def _drop(self, subject: str, reason: str) -> None:
         self.num_dropped += 1
-        log.warning("not_sent", subject=subject, error=reason, num_dropped=self.num_dropped)
+        log.warning(
+            "outbox_message_dropped", subject=subject, error=reason, num_dropped=self.num_dropped
+        )

@@ -46,7 +46,7 @@ def test_one_request_takes_what_its_parts_take() -> None:
     costs = shape.costs
     step_s = costs.decode_step_s + costs.decode_sequence_s + 2012 * costs.decode_kv_token_s
     prefill_s = costs.prefill_s(2000)
-    assert outcome.ttft_s[0] == pytest.approx(prefill_s + 2 * costs.hop_s + step_s)
+    assert outcome.ttft_s[0] == pytest.approx(prefill_s + 2 * costs.handoff_overhead_s + step_s)
     assert outcome.tpot_s[0] == pytest.approx(step_s)
 
 

@@ -124,4 +124,4 @@ async def _counted(chaos: Chaos) -> list[int]:
 
 def _num_failed_tries(chaos: Chaos) -> int:
     names = chaos.cluster.named("decode")
-    return sum(len([*events(chaos.cluster, name, "prefill_try_failed", 0.0)]) for name in names)
+    return sum(len([*events(chaos.cluster, name, "prefill_attempt_failed", 0.0)]) for name in names)

@@ -33,7 +33,7 @@ MORE_DESCRIPTORS = 6
 # What an idle process starts and ends all the time (a census makes others late, who are asked), and
 # the inbox of its first own request.
 MORE_TASKS = {
-    "task HealthMonitor._ask": 10,
+    "task HealthMonitor._request": 10,
     "task Event.wait": 1,
     "task MonotonicClock.sleep": 1,
     "task Subscription._wait_for_msgs": 1,

@@ -12,7 +12,7 @@ from tests.chaos.chaos import Asked, Chaos
 
 LONGEST_STAY_S = 1.0
 NUM_CLIENTS = 16
-ENDLESS = 4000  # tokens: what is not dropped would take a minute
+RENDER_TIMEOUT = 4000  # tokens: what is not dropped would take a minute
 
 
 @dataclass
@@ -79,7 +79,7 @@ async def _leave_after(chaos: Chaos, number: int, stay_s: float, chance: float) 
     path, body = chaos.requests[number % len(chaos.requests)]
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-    endless = {**body, "max_tokens": ENDLESS, "stop": None}
+    endless = {**body, "max_tokens": RENDER_TIMEOUT, "stop": None}
     if chance < 0.7:
         endless["cache_salt"] = f"leaves {number}"
     writer.write(http_request(url, chaos.cluster.api_key, path, endless))

@@ -39,6 +39,6 @@ def given_up(cluster: ChaosCluster, prefill: str, since: float) -> list[float]:
     return [
         told["at"]
         for name in cluster.named("decode")
-        for told in events(cluster, name, "prefill_try_failed", since)
+        for told in events(cluster, name, "prefill_attempt_failed", since)
         if told["prefill"] == prefill and not any(w in told["reason"] for w in NEVER_BEGUN)
     ]

@@ -65,7 +65,7 @@ class Passing:
 
     def pass_on(self, frame: Frame, payload: bytes) -> Passed:
         """What the receiver gets in the place of this frame. Raises Broken."""
-        self._note(frame, payload)
+        self._record(frame, payload)
         fate = self._spoiler.fate()
         if self._held and self._held[0][0].header.placement_id == frame.header.placement_id:
             self._spoiler.done["swap"] += 1
@@ -86,7 +86,7 @@ class Passing:
         held, self._held = self._held, []
         return held
 
-    def _note(self, frame: Frame, payload: bytes) -> None:
+    def _record(self, frame: Frame, payload: bytes) -> None:
         placement_id = frame.header.placement_id
         if all(past.header.placement_id != placement_id for past, _ in self._past):
             self._past.append((frame, payload))

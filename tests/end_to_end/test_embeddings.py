@@ -12,7 +12,7 @@ import pytest
 from tests.end_to_end.cluster import Cluster
 
 TEXTS = ["What is the KV cache?", "How do I start Hearth?", "x"]
-ENDLESS = {"max_tokens": 4000, "ignore_eos": True}
+RENDER_TIMEOUT = {"max_tokens": 4000, "ignore_eos": True}
 EITHER = pytest.mark.parametrize("pooling", ["last", "mean"])
 
 
@@ -62,8 +62,8 @@ def test_poolings_differ_unless_there_is_one_token(cluster):
 @EITHER
 def test_they_share_steps_with_an_answer_and_neither_changes(cluster, pooling):
     alone = embed(cluster, TEXTS, pooling=pooling)
-    expected = "".join(beginning_of(cluster.stream(TEXTS[0], **ENDLESS), 60))
-    with contextlib.closing(cluster.stream(TEXTS[0], **ENDLESS)) as stream:
+    expected = "".join(beginning_of(cluster.stream(TEXTS[0], **RENDER_TIMEOUT), 60))
+    with contextlib.closing(cluster.stream(TEXTS[0], **RENDER_TIMEOUT)) as stream:
         text = "".join(beginning_of(stream, 30))
         assert embed(cluster, TEXTS * 20, pooling=pooling) == alone * 20
         text += "".join(beginning_of(stream, 30))  # it is not over yet

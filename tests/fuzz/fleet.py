@@ -113,21 +113,21 @@ class Fleet:
         )
         tenant = TenantRecord(tenant_id=tenant_id)
         prepared = await self.gateway.prepare(tenant, request_id, generation)
-        permit = await self.gateway.admit(tenant, request_id, [prepared])
-        delivery = self.gateway.open(prepared, permit)
-        permit.seal()
-        return delivery
+        reservation = await self.gateway.admit(tenant, request_id, [prepared])
+        output = self.gateway.open(prepared, reservation)
+        reservation.close_submissions()
+        return output
 
-    async def ended(self, delivery: RequestOutput) -> HearthError | None:
+    async def ended(self, output: RequestOutput) -> HearthError | None:
         async with asyncio.timeout(120):  # virtual
-            while delivery.end is None:
+            while output.end is None:
                 assert self.is_each_placement_of_one
                 await asyncio.sleep(0.05)
-        return delivery.end.error
+        return output.end.error
 
     @property
     def is_each_placement_of_one(self) -> bool:
-        streams = self.gateway._recovery._streams
+        streams = self.gateway._driver._streams
         return all(
             each.placement is None or streams._by_placement[each.placement.placement_id] is each
             for each in streams._by_request.values()
@@ -136,8 +136,8 @@ class Fleet:
     def left(self) -> dict[str, Any]:
         """What is held for some request."""
         found: dict[str, Any] = {
-            "streams": len(self.gateway._recovery),
-            "early entries": len(self.gateway._recovery._streams._early),
+            "streams": len(self.gateway._driver),
+            "early entries": len(self.gateway._driver._streams._early),
             "queued": len(self.scheduler._admission),
             "placing": len(self.scheduler._placing),
             "parked": len(self.scheduler._parked),
@@ -150,8 +150,8 @@ class Fleet:
                 decode, expected = worker.decode, worker.receiver._placements
                 found[f"{worker.worker_id} placements"] = len(decode._placements)
                 found[f"{worker.worker_id} endings"] = len(decode._ended)
-                found[f"{worker.worker_id} outputs"] = len(decode._emitter)
-                found[f"{worker.worker_id} handoffs"] = len(decode._handoffs._under_way)
+                found[f"{worker.worker_id} outputs"] = len(decode._output_buffer)
+                found[f"{worker.worker_id} handoffs"] = len(decode._active_handoffs._under_way)
                 found[f"{worker.worker_id} staging"] = len(expected._expected)
                 found[f"{worker.worker_id} copies"] = len(expected._num_copying)
         return {name: count for name, count in found.items() if count}

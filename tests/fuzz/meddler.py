@@ -88,7 +88,7 @@ class Meddler:
         self, connection: Any, subject: str, parcel: Parcel, send: Callable[[Parcel], None]
     ) -> None:
         data, kind = parcel.data, subject.rpartition(".")[2]
-        self._note(kind, data)
+        self._record(kind, data)
         how = self._how(kind, data)
         if how in (None, "after", "twice", "late", "elsewhere"):
             send(parcel)
@@ -107,7 +107,7 @@ class Meddler:
         number, self._seen[kind] = self._seen[kind], self._seen[kind] + 1
         return self._plan.get((kind, number))
 
-    def _note(self, kind: str, data: bytes) -> None:
+    def _record(self, kind: str, data: bytes) -> None:
         """The placements of the spared request."""
         if kind in ("start", "run", "placement") and any(name in data for name in self._spared):
             told = msgspec.msgpack.decode(data)

@@ -34,17 +34,17 @@ def files() -> tuple[Path, ModelFiles]:
     return directory, ModelFiles(directory)
 
 
-def text_of(delivery: RequestOutput) -> str:
-    return "".join(piece.text for piece in delivery.take())
+def text_of(output: RequestOutput) -> str:
+    return "".join(piece.text for piece in output.take())
 
 
 @cache
 def undisturbed() -> str:
     async def main() -> str:
         async with fleet(*files()) as it:
-            delivery = await it.open(SPARED, max_tokens=40, tenant_id=SPARED)
-            assert await it.ended(delivery) is None
-            return text_of(delivery)
+            output = await it.open(SPARED, max_tokens=40, tenant_id=SPARED)
+            assert await it.ended(output) is None
+            return text_of(output)
 
     return run(main())
 
@@ -70,10 +70,10 @@ def test_services_bear_what_others_say(plan: Plan, data: st.DataObject) -> None:
 
     expected = undisturbed()
 
-    def check(delivery: RequestOutput, error: Exception | None) -> None:
+    def check(output: RequestOutput, error: Exception | None) -> None:
         """Others may have said that there is no room for it; it never gets a wrong answer."""
         assert error is None or isinstance(error, NoCapacity | Overloaded), error
         if error is None:
-            assert text_of(delivery) == expected
+            assert text_of(output) == expected
 
     run(main())

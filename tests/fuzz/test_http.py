@@ -188,7 +188,7 @@ class Door:
         with structlog.testing.capture_logs() as logs:
             answer = await self.ask(data)
             async with asyncio.timeout(ANSWER_S):
-                while len(self.gateway._recovery):
+                while len(self.gateway._driver):
                     await asyncio.sleep(0.001)
         health = await self.ask_again(request_of("GET", "/health", (), b""))
         assert health.startswith(b"HTTP/1.1 200"), health
@@ -209,7 +209,7 @@ GOOD_BODY = json.dumps({"prompt": "x", "max_tokens": 9}).encode()
 
 
 @cache
-def door(patience_s: float) -> Door:
+def gateway_client(patience_s: float) -> Door:
     return Door(patience_s)
 
 
@@ -269,7 +269,7 @@ def hardly(draw: st.DrawFn) -> bytes:
 @fuzz(500)
 @given(asked())
 def test_bodies(data: bytes) -> None:
-    patient = door(PATIENT_S)
+    patient = gateway_client(PATIENT_S)
     answer = patient.runner.run(patient.play(data))
     assert answer
     check(answer)
@@ -278,7 +278,7 @@ def test_bodies(data: bytes) -> None:
 @fuzz(250)
 @given(told())
 def test_methods_paths_headers_and_sizes(data: bytes) -> None:
-    impatient = door(IMPATIENT_S)
+    impatient = gateway_client(IMPATIENT_S)
     answer = impatient.runner.run(impatient.play(data))
     if answer:
         check(answer)
@@ -287,7 +287,7 @@ def test_methods_paths_headers_and_sizes(data: bytes) -> None:
 @fuzz(120)
 @given(hardly())
 def test_what_is_hardly_http(data: bytes) -> None:
-    impatient = door(IMPATIENT_S)
+    impatient = gateway_client(IMPATIENT_S)
     answer = impatient.runner.run(impatient.play(data))
     if answer:
         check(answer)

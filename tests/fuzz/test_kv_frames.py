@@ -156,7 +156,7 @@ class Hostile:
         with contextlib.suppress(OSError):  # it has been shown the door
             await asyncio.get_running_loop().sock_sendall(self.sock, data)
 
-    async def leave(self) -> None:
+    async def cancel(self) -> None:
         """Reads until the other side has ended, having said that no more comes."""
         loop = asyncio.get_running_loop()
         with contextlib.suppress(OSError):
@@ -182,7 +182,7 @@ async def play(data: bytes, cuts: list[int], *, is_unix: bool) -> None:
     for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
         await hostile.send(data[start:end])
         await asyncio.sleep(0)
-    await hostile.leave()
+    await hostile.cancel()
     await eventually(lambda: server.num_connections == 0)
     num_served = sum(len(sink.frames) for sink in sinks.values())
     assert server.counts.num_frames == num_served

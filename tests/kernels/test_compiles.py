@@ -128,10 +128,10 @@ def _launch_decompress() -> None:
     decompress(_empty_split(63, 100))
 
 
-def _launch_likeliest() -> None:
-    from kernels.gpu.sampling.top_k import likeliest
+def _launch_top_k() -> None:
+    from kernels.gpu.sampling.top_k import top_k
 
-    likeliest(_empty(64, 128_256, dtype=torch.float32), 20)
+    top_k(_empty(64, 128_256, dtype=torch.float32), 20)
 
 
 def _launch_penalize() -> None:
@@ -195,7 +195,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "decompress": _launch_decompress,
     "gather_blocks": _launch_gather_blocks,
     "gelu_and_mul": _launch_gelu_and_mul,
-    "likeliest": _launch_likeliest,
+    "top_k": _launch_top_k,
     "linear": _launch_linear,
     "penalize": _launch_penalize,
     "sample": _launch_sample,

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernels.gpu.gemm.fused_rows import DEFAULT, NUM_ROWS, FusedRows, fused_rows, most_fused
+from kernels.gpu.gemm.fused_rows import DEFAULT, NUM_ROWS, FusedRows, fused_rows, max_fused_rows
 
 
 @pytest.mark.parametrize("limit", [0, 16, 100, 5000])
@@ -19,7 +19,7 @@ def test_the_last_number_before_it_is_slower(limit: int) -> None:
         asked.append(num_rows)
         return num_rows <= limit
 
-    assert most_fused(is_fused_faster) == max((n for n in NUM_ROWS if n <= limit), default=0)
+    assert max_fused_rows(is_fused_faster) == max((n for n in NUM_ROWS if n <= limit), default=0)
     assert len(asked) == min(len(NUM_ROWS), sum(n <= limit for n in NUM_ROWS) + 1)
 
 

@@ -60,8 +60,8 @@ async def hand_off(both: Sides, pair: ThrottledPair, address: DataPlaneAddress) 
     source, target = new_sequence(PROMPT[:-1], None), new_sequence(PROMPT, GREEDY)
     await both.prefill.run(source)
     assert both.decode.engine.reserve(target)
-    receipt = KvWriter(target, both.decode.runner, num_held_tokens=0)
-    pair.server.expect(PLACEMENT, receipt)
+    kv_writer = KvWriter(target, both.decode.runner, num_held_tokens=0)
+    pair.server.expect(PLACEMENT, kv_writer)
     link = await pair.dialer.link(address)
 
     async def dial() -> PushLink:
@@ -81,10 +81,10 @@ async def hand_off(both: Sides, pair: ThrottledPair, address: DataPlaneAddress) 
         for num_tokens in range(CHUNK, len(PROMPT), CHUNK):
             push.computed(num_tokens)
             await eventually(
-                lambda: receipt.num_held_tokens == num_tokens and link.num_unacked == 0  # noqa: B023
+                lambda: kv_writer.num_held_tokens == num_tokens and link.num_unacked == 0  # noqa: B023
             )
         assert await running
-    both.decode.engine.activate(target, receipt.num_held_tokens)
+    both.decode.engine.activate(target, kv_writer.num_held_tokens)
     return target
 
 

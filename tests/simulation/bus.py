@@ -383,7 +383,7 @@ class SimulatedBus:
         self._network = network
         self._connection = connection
         self._process = connection.process
-        self._identities = SenderCheck()
+        self._sender_check = SenderCheck()
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._is_closed = False
 
@@ -397,7 +397,7 @@ class SimulatedBus:
 
     @property
     def num_impostors(self) -> int:
-        return self._identities.num_impostors
+        return self._sender_check.num_impostors
 
     def publish_bytes(self, subject: str, data: bytes) -> None:
         """Whatever it is."""
@@ -436,7 +436,7 @@ class SimulatedBus:
             raise NoResponders(f"nobody serves {subject}")
         try:
             decoded = _decoder_of(reply_type | Failure).decode(answer)
-            self._identities.check_reply(subject, decoded)
+            self._sender_check.check_reply(subject, decoded)
         except (*UNREADABLE, SenderMismatch) as error:
             raise DependencyUnavailable(f"a reply on {subject} makes no sense: {error}") from None
         if isinstance(decoded, Failure):
@@ -452,7 +452,7 @@ class SimulatedBus:
             return parcel.decoded(message_type, decode)
 
         def take(parcel: Parcel) -> None:
-            checked = self._identities.checked(decoded, parcel.sender_id)
+            checked = self._sender_check.checked(decoded, parcel.sender_id)
             try:
                 hand_over(subject, handler, checked, parcel)
             except Exception:  # as the real bus: one bad message does not end the subscription
@@ -466,7 +466,7 @@ class SimulatedBus:
         decode = _decoder_of(message_type).decode
 
         async def answer(parcel: Parcel) -> None:
-            checked = self._identities.checked(decode, parcel.sender_id)
+            checked = self._sender_check.checked(decode, parcel.sender_id)
             encoded = _encode(await reply_to(handler, checked, parcel.data))
             if not self._is_closed:
                 parcel.reply(self._connection, encoded)

@@ -38,7 +38,7 @@ from tests.simulation.plan import PATIENT_S, Fault, Plan
 REJOIN_S = 0.4  # to be connected and heard again
 WORK_S = 90.0  # more than all requests of a plan take together
 LATE_S = 0.3
-LOOK_S = 0.3  # how much sooner than its window a gateway stops looking
+POLL_INTERVAL_S = 0.3  # how much sooner than its window a gateway stops looking
 NATS_FAULTS = ("nats_restart", "nats_hang")
 PROCESS_FAULTS = ("kill", "drain", "freeze", "cut_off", "deaf", "slow", "wedge")
 
@@ -138,7 +138,7 @@ def _no_capacity(
     if "no scheduler" in error.message:
         spans += _swallowing(plan, troubles)
     lacked_s = _covered(spans, client.opened_at, client.ended_at)
-    if lacked_s >= _patience_s(client.end.num_resubmissions, error) - LOOK_S:
+    if lacked_s >= _patience_s(client.end.num_resubmissions, error) - POLL_INTERVAL_S:
         return None
     touching = [
         each

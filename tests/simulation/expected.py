@@ -72,8 +72,8 @@ def expected_choice(plan: RequestPlan, choice_index: int, state: bytes) -> Expec
         state = _next_state(state, token_id, position)
 
 
-def _draw(params: SamplingParams, processed: bytes, num_drawn: int) -> int:
-    banned = {*params.stop_token_ids, *EOS} if num_drawn < params.min_tokens else ()
+def _draw(params: SamplingParams, processed: bytes, num_sampled: int) -> int:
+    banned = {*params.stop_token_ids, *EOS} if num_sampled < params.min_tokens else ()
     first = _token_id(processed, 0)
     for rank in range(NUM_TOKENS):
         token_id = FIRST_TOKEN_ID + (first - FIRST_TOKEN_ID + rank) % NUM_TOKENS
@@ -131,9 +131,9 @@ def _token_id(state: bytes, rank: int) -> int:
     return FIRST_TOKEN_ID + (number + rank) % NUM_TOKENS
 
 
-def _told(state: bytes, token_id: int, num_likeliest: int) -> TokenLogprobs:
+def _told(state: bytes, token_id: int, num_top_logprobs: int) -> TokenLogprobs:
     rank = (token_id - _token_id(state, 0)) % NUM_TOKENS
-    ranks = range(num_likeliest)
+    ranks = range(num_top_logprobs)
     return TokenLogprobs(
         -(rank + 1) * math.log(2),
         tuple(_token_id(state, each) for each in ranks),

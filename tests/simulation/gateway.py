@@ -51,9 +51,9 @@ class SimulatedGateway:
         self.process = SimulatedProcess(gateway_id)
         clock, randomness = ProcessClock(self.process), SeededRandomness(seed)
         self.bus = network.bus(gateway_id, self.process)
-        self.heart = HealthMonitor(self.bus, clock, randomness, roles=("gateway",))
-        self.recovery = StreamDriver(self.bus, clock, self.heart)
-        self.streams = self.recovery._streams
+        self.health_monitor = HealthMonitor(self.bus, clock, randomness, roles=("gateway",))
+        self.driver = StreamDriver(self.bus, clock, self.health_monitor)
+        self.streams = self.driver._streams
         self.streams._retired = WatchedPlacements(on_given_up)
         self.clients: list[Client] = []
         connection = ProcessStore(store, self.process)
@@ -64,12 +64,12 @@ class SimulatedGateway:
         self._clock = clock
 
     async def start(self) -> None:
-        await self.recovery.start()
+        await self.driver.start()
         await self._api_keys.warm_up()
         self._limits.start()
         self._usage.start()
-        await self.heart.start()
-        await self.heart.become("ready")
+        await self.health_monitor.start()
+        await self.health_monitor.transition_to("ready")
 
     async def serve(self, client: Client) -> None:
         """From the client's request to its answer's end, or to its leaving."""
@@ -77,39 +77,39 @@ class SimulatedGateway:
         plan, client.was_asked, client.asked_at = client.plan, True, self._clock.now()
         try:
             record = await self._api_keys.tenant_of(f"Bearer {plan.tenant_id}")
-            grant = await self._limits.admit(record, plan.request_id, demand_of(client))
-            if self.heart.state != "ready":
-                self._limits.settle(grant, 0)
+            lease = await self._limits.admit(record, plan.request_id, demand_of(client))
+            if self.health_monitor.state != "ready":
+                self._limits.settle(lease, 0)
                 raise NoCapacity("the gateway is draining", retry_after_s=1.0)
         except HearthError as error:
             client.refused, client.ended_at = error, self._clock.now()
             return
         client.gateway_id = self.process.process_id
         client.opened_at = self._clock.now()
-        client.on_ended = partial(self._close, grant)
-        self.recovery.open(client.request(record.tenant_id, client.gateway_id), client)
+        client.on_ended = partial(self._close, lease)
+        self.driver.open(client.request(record.tenant_id, client.gateway_id), client)
         if plan.leaves_after_s is not None:
             await self._clock.sleep(plan.leaves_after_s)
             client.left = client.end is None
-            self.recovery.close(plan.request_id, "client_gone", ClientGone("gone"))
+            self.driver.close(plan.request_id, "client_gone", ClientGone("gone"))
 
     async def drain(self) -> None:
-        await self.heart.become("draining")
-        await self.recovery.idle()
+        await self.health_monitor.transition_to("draining")
+        await self.driver.idle()
 
     async def stop(self) -> None:
-        self.recovery.close_all(NoCapacity("the gateway stops", retry_after_s=1.0))
-        await self.recovery.stop()
+        self.driver.close_all(NoCapacity("the gateway stops", retry_after_s=1.0))
+        await self.driver.stop()
         await self._limits.stop()
         await self._usage.stop()
-        await self.heart.stop()
+        await self.health_monitor.stop()
         await self.bus.close()
 
-    def _close(self, grant: LimitLease, client: Client) -> None:
-        self._limits.settle(grant, client.num_output_tokens)
+    def _close(self, lease: LimitLease, client: Client) -> None:
+        self._limits.settle(lease, client.num_output_tokens)
         model, counts = client.plan.request_id, {"requests": 1}
         counts["output_tokens"] = client.num_output_tokens
-        self._usage.count(grant.tenant.tenant_id, model, counts)  # type: ignore[arg-type]
+        self._usage.count(lease.tenant.tenant_id, model, counts)  # type: ignore[arg-type]
 
     def drop_links(self) -> None:
         """It has none."""

@@ -30,7 +30,7 @@ def held_too_long(fleet: Fleet) -> list[str]:
     lost because its step takes longer than announced is unknown to an index until that has ended.
     """
     is_forgetful = any(fault.kind in FORGETFUL for fault in fleet.plan.faults)
-    kept = ("ended", "emitter") if is_forgetful else ()
+    kept = ("ended", "output_buffer") if is_forgetful else ()
     busy = [
         f"{worker.worker_id}: {name}: "
         for worker in fleet.workers()
@@ -42,7 +42,7 @@ def held_too_long(fleet: Fleet) -> list[str]:
         f"{index.process.process_id}: {worker.worker_id}'s cache is None"
         for index in fleet.indices()
         for worker in fleet.workers()
-        if index.service.heart.fleet.is_lost(worker.worker_id)
+        if index.service.health_monitor.fleet.is_lost(worker.worker_id)
         and any(each.is_in_step for each in worker.engine.batcher.running)
     ]
     return [each for each in fleet.leaks() if not each.startswith((*busy, *allowed))]

@@ -42,10 +42,10 @@ def of_worker(worker: SimulatedWorker) -> list[str]:
         found += not_empty(
             placements=decode._placements,
             ended=decode._ended,
-            emitter=decode._emitter,
-            unsent_entries=decode._emitter._news,
+            output_buffer=decode._output_buffer,
+            unsent_entries=decode._output_buffer._news,
             drawing=decode._drawing,
-            handoffs=decode._handoffs._under_way,
+            handoffs=decode._active_handoffs._under_way,
         )
     return found
 

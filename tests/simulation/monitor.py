@@ -35,7 +35,7 @@ IDLE_TASKS = frozenset(
         "KvIndexService._sweep",
         "KvIndexService._write_behind",
         "Limits._renew_leases",
-        "Limits._tell_endings",
+        "Limits._flush_endings",
         "Outbox._run",
         "PrefillService._sweep",
         "ProcessClock.sleep",
@@ -46,7 +46,7 @@ IDLE_TASKS = frozenset(
         "TokenFlusher.run",
         "UsageCounter._run",
         "EngineWorker._expire_pins",
-        "EngineWorker._tell_kv_events",
+        "EngineWorker._send_kv_events",
     }
 )
 DELIVERIES = "FrameDelivery._run"
@@ -57,7 +57,7 @@ class Monitor:
     def __init__(self) -> None:
         self.wrongs: dict[str, None] = {}
 
-    def note(self, wrong: str) -> None:
+    def record(self, wrong: str) -> None:
         self.wrongs[wrong] = None
 
     def watch(self, host: AnyHost) -> None:
@@ -73,7 +73,7 @@ class Monitor:
         for host in hosts:
             for name, size, limit in _bounds(host):
                 if size > limit:
-                    self.note(f"{host.process.process_id}: {size} {name}, at most {limit}")
+                    self.record(f"{host.process.process_id}: {size} {name}, at most {limit}")
 
     def _watch_kv(self, worker: SimulatedWorker) -> None:
         engine = worker.engine
@@ -85,7 +85,7 @@ class Monitor:
             for block_id in sequence.block_table[: sequence.num_committed_blocks]:
                 block = pool._known[block_id]
                 if block is None or block.tenant_id != sequence.tenant_id:
-                    self.note(f"{worker.worker_id}: a prefix of another tenant was hit")
+                    self.record(f"{worker.worker_id}: a prefix of another tenant was hit")
             self._check_kv(worker, sequence, "the prefix cache")
             return is_allocated
 
@@ -103,7 +103,7 @@ class Monitor:
         def watched(stream: Stream, entry: TokenEntry, now: float) -> None:
             placement = stream.placement
             if placement is None or placement.placement_id != entry.placement_id:
-                self.note(f"{gateway.process.process_id}: took what another placement sent")
+                self.record(f"{gateway.process.process_id}: took what another placement sent")
             accept(stream, entry, now)
 
         streams._accept = watched  # type: ignore[method-assign]
@@ -115,14 +115,14 @@ class Monitor:
         slots = (table[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).ravel()[:count]
         expected = b"".join(states_of(sequence.token_ids[:count]))
         if worker.runner._kv[slots].tobytes() != expected:
-            self.note(f"{worker.worker_id}: wrong KV from {source}")
+            self.record(f"{worker.worker_id}: wrong KV from {source}")
 
     def _watch_exclusions(self, scheduler: SimulatedScheduler) -> None:
         start = scheduler.service._start
 
         async def watched(ticket: QueuedRequest, target: Target) -> None:
             if target.decode_id in ticket.submit.excluded_workers:
-                self.note("a request went to a worker that it excludes")
+                self.record("a request went to a worker that it excludes")
             await start(ticket, target)
 
         scheduler.service._start = watched  # type: ignore[method-assign]

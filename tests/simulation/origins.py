@@ -42,14 +42,14 @@ class Origins:
         self.hashes_of: dict[str, dict[bytes, set[str]]] = defaultdict(lambda: defaultdict(set))
         self.tenant_of_stored: dict[bytes, str] = {}
 
-    def note(self, text: str) -> None:
+    def record(self, text: str) -> None:
         self.found.append(text)
 
     def declare(self, request: Request, cache_salt: str) -> int:
         key = (request.tenant_id, request.cache_root)
         number = self._numbers.setdefault(key, len(self._numbers) + 1)
         if self._salts.setdefault(number, cache_salt) != cache_salt:
-            self.note("two salts of a tenant have one root")
+            self.record("two salts of a tenant have one root")
         self.tenant_of[number] = request.tenant_id
         return number
 
@@ -67,21 +67,21 @@ class Origins:
     def check_kv(self, what: str, number: int, marks: np.ndarray) -> None:
         self.num_checked += len(marks)
         if (marks != number).any():
-            self.note(f"{what}: KV of {sorted(set(marks.tolist()))} for {number}")
+            self.record(f"{what}: KV of {sorted(set(marks.tolist()))} for {number}")
 
     def check_hit(self, what: str, worker_id: str, number: int, tokens: list[int]) -> None:
         self.num_checked += bool(tokens)
         if tokens and (number, tuple(tokens)) not in self.had[worker_id]:
-            self.note(f"{what}: {worker_id} never had {len(tokens)} tokens of {number}")
+            self.record(f"{what}: {worker_id} never had {len(tokens)} tokens of {number}")
 
     def take_events(self, message: KvEvents) -> None:
         for event in message.events:
             if isinstance(event, BlocksStored):
                 for each in unpack_hashes(event.block_hashes):
                     if self.tenant_of_stored.setdefault(each, event.tenant_id) != event.tenant_id:
-                        self.note("events: two tenants stored one block")
+                        self.record("events: two tenants stored one block")
                     if each not in self.hashes_of[event.tenant_id]:
-                        self.note("events: a block that was not computed for its tenant")
+                        self.record("events: a block that was not computed for its tenant")
 
     def check_registry(self, store: MemoryStore, num_asked: dict[str, int]) -> None:
         told: set[str] = set()
@@ -97,14 +97,14 @@ class Origins:
                     names = [name.decode() for name in record]
                     holders = {each.removeprefix(HOLDER) for each in names if HOLDER in each}
                     if not holders <= workers:
-                        self.note(f"registry: {holders - workers} never had it for its tenant")
+                        self.record(f"registry: {holders - workers} never had it for its tenant")
             listed = store.data.get(f"{key}:prefixes", {})
             if not {bytes.fromhex(each.decode()) for each in listed} <= set(hashes):
-                self.note("registry: a tenant's list names a block that is not its own")
+                self.record("registry: a tenant's list names a block that is not its own")
             if num_hits > num_asked.get(tenant_id, 0):
-                self.note(f"registry: {num_hits} hits of {num_asked.get(tenant_id, 0)} questions")
+                self.record(f"registry: {num_hits} hits of {num_asked.get(tenant_id, 0)} questions")
         if not set(store.data) <= told:
-            self.note(f"registry: {sorted(set(store.data) - told)} are no tenant's")
+            self.record(f"registry: {sorted(set(store.data) - told)} are no tenant's")
 
 
 class MarkedRunner(CopyingRunner):

@@ -12,7 +12,7 @@ import msgspec
 from services.gateway.tenancy.api_keys import LOOK_UP
 from services.gateway.tenancy.usage_counter import ADD_UP
 from shared.store import StoreRefused
-from shared.tenancy.rate_limit import CARRY_OUT, RATES, LimitCommand, RateLimitCounter
+from shared.tenancy.rate_limit import APPLY_LUA, RATES, LimitCommand, RateLimitCounter
 from shared.tenancy.tenant_admin import SWAP
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def _carry_out(store: MemoryStore, keys: Sequence[str], arguments: Arguments) ->
     if not isinstance(meter, RateLimitCounter):
         raise StoreRefused("WRONGTYPE")
     order = msgspec.json.decode(arguments[0], type=LimitCommand)
-    reading = meter.carry_out(order, store.now())
+    reading = meter.apply(order, store.now())
     used = [str(reading.used[name]).encode() for name in RATES]
     return [reading.refused_by.encode(), str(reading.wait_s).encode(), reading.num_open, *used]
 
@@ -73,7 +73,7 @@ def _swap(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> int:
 
 SCRIPTS: dict[str, Callable[[MemoryStore, Sequence[str], Arguments], Any]] = {
     LOOK_UP: _look_up,
-    CARRY_OUT: _carry_out,
+    APPLY_LUA: _carry_out,
     ADD_UP: _add_up,
     SWAP: _swap,
 }

@@ -20,7 +20,7 @@ from tests.simulation.invariants import SETTLE_S, SOON_S, held_too_long, wrongs_
 from tests.simulation.plan import Plan
 
 LIMIT_S = 400.0
-LOOK_S = 0.05
+POLL_INTERVAL_S = 0.05
 
 
 @dataclass
@@ -92,10 +92,10 @@ async def _run(plan: Plan, taken: Journal) -> Outcome:
     loop, fleet = asyncio.get_running_loop(), Fleet(plan)
     digest = blake2b(digest_size=8)
 
-    def note(sender: str, subject: str, data: bytes) -> None:
+    def record(sender: str, subject: str, data: bytes) -> None:
         digest.update(f"{loop.time()!r} {sender} {subject} ".encode() + data)
 
-    fleet.network.taps.append(note)
+    fleet.network.taps.append(record)
     outcome = Outcome(plan.seed, [], "")
     await _live(fleet, outcome)
     await _settle(fleet, outcome)
@@ -116,7 +116,7 @@ async def _live(fleet: Fleet, outcome: Outcome) -> None:
             busy = asyncio.gather(fleet.serve(), fleet.suffer())
             while not busy.done() or any(client.is_open for client in fleet.clients):
                 fleet.monitor.look(fleet.hosts())
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_INTERVAL_S)
             busy.result()
     except TimeoutError:
         outcome.wrongs.append(f"requests are open after {LIMIT_S:g} s")
@@ -126,7 +126,7 @@ async def _settle(fleet: Fleet, outcome: Outcome) -> None:
     loop = asyncio.get_running_loop()
     ended_at, is_late = loop.time(), False
     while fleet.leaks() and loop.time() < ended_at + SETTLE_S:
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_INTERVAL_S)
         if not is_late and loop.time() > ended_at + SOON_S:
             is_late = True
             outcome.wrongs += [f"held too long: {each}" for each in held_too_long(fleet)]

@@ -27,7 +27,7 @@ def run_seeds(seeds: Iterable[int]) -> Tally:
     try:
         for seed in seeds:
             plan = plan_of(seed)
-            tally.note(plan, run_plan(plan))
+            tally.record(plan, run_plan(plan))
     finally:
         gc.unfreeze()
         gc.enable()

@@ -18,7 +18,7 @@ class Tally:
     faults: Counter[str] = field(default_factory=Counter)
     failed: list[Outcome] = field(default_factory=list)
 
-    def note(self, plan: Plan, outcome: Outcome) -> None:
+    def record(self, plan: Plan, outcome: Outcome) -> None:
         self.num_schedules += 1
         self.virtual_s += outcome.virtual_s
         self.endings += outcome.endings

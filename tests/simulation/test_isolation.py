@@ -94,14 +94,14 @@ async def play(it: Isolation, operations: list[Operation]) -> None:
 async def visit(it: Isolation, tenant_id: str, tokens: list[int], worker_id: str) -> None:
     """Somebody who was never here finds nothing, whoever asked the same before."""
     if await it.match(tenant_id, "", tokens):
-        it.origins.note("index: a stranger has a match")
+        it.origins.record("index: a stranger has a match")
     request, number = it.request(tenant_id, "", tokens, max_tokens=1)
     placement_id = await it.place(worker_id, request, number, ("prefill-1",))
     if placement_id is not None:
         (received,) = await it.finish(placement_id, request)
         assert received.finish is not None
         if received.finish.served.num_cached_tokens:
-            it.origins.note("usage: a stranger has cached tokens")
+            it.origins.record("usage: a stranger has cached tokens")
 
 
 def found(operations: list[Operation]) -> tuple[list[str], int]:

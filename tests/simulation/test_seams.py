@@ -22,11 +22,11 @@ def test_time_jumps_and_timers_keep_their_order() -> None:
     async def scenario() -> list[tuple[float, str]]:
         clock, seen = VirtualClock(), []
 
-        async def note(delay_s: float, name: str) -> None:
+        async def record(delay_s: float, name: str) -> None:
             await clock.sleep(delay_s)
             seen.append((clock.now(), name))
 
-        await asyncio.gather(note(3000.0, "late"), note(0.5, "soon"), note(0.0, "now"))
+        await asyncio.gather(record(3000.0, "late"), record(0.5, "soon"), record(0.0, "now"))
         return seen
 
     assert run(scenario()) == [(0.0, "now"), (0.5, "soon"), (3000.0, "late")]
@@ -140,12 +140,12 @@ def test_two_runs_are_equal() -> None:
     async def scenario() -> tuple[list[str], list[tuple[float, str, str]]]:
         network, taken = SimulatedNetwork(seed=3), list[str]()
 
-        def note(name: str, message: AbortRequest) -> None:
+        def record(name: str, message: AbortRequest) -> None:
             taken.append(name)
 
         for name in ("a", "b", "c"):
             bus = network.bus(name)
-            await bus.subscribe("s", AbortRequest, partial(note, name), queue="group")
+            await bus.subscribe("s", AbortRequest, partial(record, name), queue="group")
         client = network.bus("client")
         for _ in range(50):
             await client.publish("s", ABORT)

@@ -156,10 +156,10 @@ class SimulatedWorker:
         await self.worker.start()
         for handler in self.handlers:
             await handler.start()
-        await self.worker.heart.become("ready")
+        await self.worker.health_monitor.transition_to("ready")
 
     async def drain(self) -> None:
-        await self.worker.heart.become("draining")
+        await self.worker.health_monitor.transition_to("draining")
         await asyncio.gather(*(handler.drain() for handler in self.handlers))
 
     async def stop(self) -> None:
@@ -201,7 +201,7 @@ class Peer:
 
     def __init__(self, network: SimulatedNetwork, gateway_id: str = "gateway-1") -> None:
         self.bus = network.bus(gateway_id)
-        self.heart = HealthMonitor(
+        self.health_monitor = HealthMonitor(
             self.bus, VirtualClock(), SeededRandomness(7), roles=("gateway",)
         )
         self.received: dict[tuple[bytes, int], Received] = {}
@@ -209,11 +209,11 @@ class Peer:
 
     async def start(self) -> None:
         await self.bus.subscribe(tokens(self.bus.process_id), TokenBatch, self.take)
-        await self.heart.start()
-        await self.heart.become("ready")
+        await self.health_monitor.start()
+        await self.health_monitor.transition_to("ready")
 
     async def stop(self) -> None:
-        await self.heart.stop()
+        await self.health_monitor.stop()
         await self.bus.close()
 
     def take(self, batch: TokenBatch) -> None:

@@ -84,7 +84,7 @@ class PackedLayer:
     _behind: PostAttention
     _weights: Weights
 
-    def before(
+    def pre_attention(
         self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> Tensor:
         """x [T, hidden] -> rotated queries [T, num_heads, D]; keys and values go to the cache.
@@ -95,7 +95,7 @@ class PackedLayer:
         num_heads = num_blocks(self._weights.qkv) * BLOCK // head_dim - 2 * num_kv_heads
         query = x.new_empty(x.shape[0], num_heads, head_dim)
         key, value = kv_cache.unbind(0)
-        run = _before_by_rows if _has_many_rows(x) else _before_by_columns
+        run = _pre_attention_by_rows if _has_many_rows(x) else _pre_attention_by_columns
         run(
             array(x),
             self._weights.qkv,
@@ -110,10 +110,10 @@ class PackedLayer:
         )
         return query
 
-    def behind(self, x: Tensor, attended: Tensor) -> Tensor:
+    def post_attention(self, x: Tensor, attended: Tensor) -> Tensor:
         """x [T, hidden], attended [T, num_heads, D] -> [T, hidden] behind the layer."""
         y = torch.empty_like(x)
-        run = _behind_by_rows if _has_many_rows(x) else _behind_by_columns
+        run = _post_attention_by_rows if _has_many_rows(x) else _post_attention_by_columns
         rows = array(attended.flatten(1))
         run(array(x), rows, *self._weights[1:], self._behind, array(y), _num_tasks(x))
         return y
@@ -160,10 +160,10 @@ def packed_layer(
 
 
 @compiled(parallel=True)
-def _before_by_rows(
+def _pre_attention_by_rows(
     x: Any,
     qkv: Any,
-    before: Any,
+    pre_attention: Any,
     cos: Any,
     sin: Any,
     slots: Any,
@@ -183,16 +183,16 @@ def _before_by_rows(
             high = min(low + most_rows, end)
             num_rows = high - low
             rows = work_rows(normed.ctypes.data, hidden, size)
-            norm_rows(x, low, high, before, rows, 0)
+            norm_rows(x, low, high, pre_attention, rows, 0)
             multiply_rows(rows, num_rows, qkv, 0, num_columns, sums, heads, x.dtype)
-            place_heads(heads, low, 0, num_rows, before, cos, sin, slots, query, key, value)
+            place_heads(heads, low, 0, num_rows, pre_attention, cos, sin, slots, query, key, value)
 
 
 @compiled(parallel=True)
-def _before_by_columns(
+def _pre_attention_by_columns(
     x: Any,
     qkv: Any,
-    before: Any,
+    pre_attention: Any,
     cos: Any,
     sin: Any,
     slots: Any,
@@ -207,7 +207,7 @@ def _before_by_columns(
     heads = np.empty((num_rows, query.shape[1] + 2 * key.shape[1], query.shape[2]), x.dtype)
     for task in prange(num_sharing):
         first, end = share_of_rows(num_rows, task, num_sharing)
-        norm_rows(x, first, end, before, work_rows(normed.ctypes.data, hidden, size), first)
+        norm_rows(x, first, end, pre_attention, work_rows(normed.ctypes.data, hidden, size), first)
     for task in prange(num_tasks):
         rows = work_rows(normed.ctypes.data, hidden, size)
         sums = aligned(padded(num_rows) * SUM_BYTES)
@@ -215,17 +215,17 @@ def _before_by_columns(
         multiply_rows(rows, num_rows, qkv, first, end, sums, heads, x.dtype)
     for task in prange(num_sharing):
         first, end = share_of_rows(num_rows, task, num_sharing)
-        place_heads(heads, 0, first, end, before, cos, sin, slots, query, key, value)
+        place_heads(heads, 0, first, end, pre_attention, cos, sin, slots, query, key, value)
 
 
 @compiled(parallel=True)
-def _behind_by_rows(
+def _post_attention_by_rows(
     x: Any,
     attended: Any,
     output: Any,
     gate_up: Any,
     down: Any,
-    behind: Any,
+    post_attention: Any,
     y: Any,
     num_tasks: int,
 ) -> None:
@@ -235,7 +235,7 @@ def _behind_by_rows(
     for task in prange(num_tasks):
         normed = aligned(work_bytes(most_rows, hidden, size))
         gated = aligned(work_bytes(most_rows, inner, size))
-        added = np.empty((most_rows, min(len(behind.mlp_norm), hidden)), x.dtype)
+        added = np.empty((most_rows, min(len(post_attention.mlp_norm), hidden)), x.dtype)
         sums = aligned(2 * padded(most_rows) * SUM_BYTES)
         first, end = share_of_rows(len(x), task, num_tasks)
         for low in range(first, end, most_rows):
@@ -243,33 +243,35 @@ def _behind_by_rows(
             num_rows, x_rows, y_rows = high - low, x[low:high], y[low:high]
             rows = plain_rows(attended[low:].ctypes.data, attended.shape[1], size)
             add_or_keep(rows, num_rows, output, 0, num_columns, sums, added, x_rows, y_rows)
-            add_normed(added, 0, num_rows, behind.attention_norm, behind, x_rows, y_rows)
+            add_normed(
+                added, 0, num_rows, post_attention.attention_norm, post_attention, x_rows, y_rows
+            )
             normed_rows = work_rows(normed.ctypes.data, hidden, size)
-            norm_rows(y_rows, 0, num_rows, behind, normed_rows, 0)
+            norm_rows(y_rows, 0, num_rows, post_attention, normed_rows, 0)
             rows = work_rows(gated.ctypes.data, inner, size)
-            is_gelu = behind.is_gelu
+            is_gelu = post_attention.is_gelu
             gate_products(
                 normed_rows, num_rows, gate_up, is_gelu, 0, num_inner, sums, rows, x.dtype
             )
             add_or_keep(rows, num_rows, down, 0, num_columns, sums, added, y_rows, y_rows)
-            add_normed(added, 0, num_rows, behind.mlp_norm, behind, y_rows, y_rows)
+            add_normed(added, 0, num_rows, post_attention.mlp_norm, post_attention, y_rows, y_rows)
 
 
 @compiled(parallel=True)
-def _behind_by_columns(
+def _post_attention_by_columns(
     x: Any,
     attended: Any,
     output: Any,
     gate_up: Any,
     down: Any,
-    behind: Any,
+    post_attention: Any,
     y: Any,
     num_tasks: int,
 ) -> None:
     num_rows, hidden, inner, size = len(x), x.shape[1], num_steps(down) * BLOCK, x.itemsize
     normed = aligned(work_bytes(num_rows, hidden, size))
     gated = aligned(work_bytes(num_rows, inner, size))
-    added = np.empty((num_rows, min(len(behind.mlp_norm), hidden)), x.dtype)
+    added = np.empty((num_rows, min(len(post_attention.mlp_norm), hidden)), x.dtype)
     num_columns, num_inner = hidden // BLOCK, inner // BLOCK
     num_sharing = num_tasks if num_rows > BLOCK else 1
     for task in prange(num_tasks):
@@ -279,14 +281,14 @@ def _behind_by_columns(
         add_or_keep(rows, num_rows, output, first, end, sums, added, x, y)
     for task in prange(num_sharing):
         first, end = share_of_rows(num_rows, task, num_sharing)
-        add_normed(added, first, end, behind.attention_norm, behind, x, y)
-        norm_rows(y, first, end, behind, work_rows(normed.ctypes.data, hidden, size), first)
+        add_normed(added, first, end, post_attention.attention_norm, post_attention, x, y)
+        norm_rows(y, first, end, post_attention, work_rows(normed.ctypes.data, hidden, size), first)
     for task in prange(num_tasks):
         normed_rows = work_rows(normed.ctypes.data, hidden, size)
         rows = work_rows(gated.ctypes.data, inner, size)
         sums = aligned(2 * padded(num_rows) * SUM_BYTES)
         first, end = num_inner * task // num_tasks, num_inner * (task + 1) // num_tasks
-        is_gelu = behind.is_gelu
+        is_gelu = post_attention.is_gelu
         gate_products(normed_rows, num_rows, gate_up, is_gelu, first, end, sums, rows, x.dtype)
     for task in prange(num_tasks):
         rows = work_rows(gated.ctypes.data, inner, size)
@@ -295,7 +297,7 @@ def _behind_by_columns(
         add_or_keep(rows, num_rows, down, first, end, sums, added, y, y)
     for task in prange(num_sharing if added.size else 0):
         first, end = share_of_rows(num_rows, task, num_sharing)
-        add_normed(added, first, end, behind.mlp_norm, behind, y, y)
+        add_normed(added, first, end, post_attention.mlp_norm, post_attention, y, y)
 
 
 @compiled()

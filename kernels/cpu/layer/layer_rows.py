@@ -1,7 +1,7 @@
 """What a decoder layer does to rows between its products: norms, gates, rotary positions.
 
 Each has the bits of the operation over whole tensors that its docstring names. Rows are addressed
-by number; `before` and `layer` are a layer's `Before` or `Behind`.
+by number; `pre_attention` and `layer` are a layer's `Before` or `Behind`.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def place_heads(
     low: int,
     first: int,
     end: int,
-    before: Any,
+    pre_attention: Any,
     cos: Any,
     sin: Any,
     slots: Any,
@@ -176,19 +176,22 @@ def place_heads(
     num_heads, num_kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[2]
     half, block_size, head_bytes = cos.shape[1], key.shape[2], head_dim * query.itemsize
     num_rotated = num_heads + num_kv_heads
-    query_norm_at, key_norm_at = before.query_norm.ctypes.data, before.key_norm.ctypes.data
+    query_norm_at, key_norm_at = (
+        pre_attention.query_norm.ctypes.data,
+        pre_attention.key_norm.ctypes.data,
+    )
     step_bytes = BLOCK * query.itemsize
     for row in range(first, end):
         token = low + row
         heads_at = heads.ctypes.data + row * heads.shape[1] * head_bytes
         angles = cos.ctypes.data + token * half * 4, sin.ctypes.data + token * half * 4
-        add_bias(heads_at, before.bias)
+        add_bias(heads_at, pre_attention.bias)
         query_at = query.ctypes.data + token * num_heads * head_bytes
-        if len(before.query_norm):
+        if len(pre_attention.query_norm):
             for head in range(num_rotated):
                 at = heads_at + head * head_bytes
                 weight_at = query_norm_at if head < num_heads else key_norm_at
-                norm_row(at, head_dim, weight_at, before, at, step_bytes, query)
+                norm_row(at, head_dim, weight_at, pre_attention, at, step_bytes, query)
         for head in range(num_heads):
             at = head * head_bytes
             rotate(heads_at + at, angles, half, query_at + at, query)

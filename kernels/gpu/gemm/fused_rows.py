@@ -51,7 +51,7 @@ class FusedRows:
         return self._measured[case]
 
 
-def most_fused(is_fused_faster: Callable[[int], bool]) -> int:
+def max_fused_rows(is_fused_faster: Callable[[int], bool]) -> int:
     """The last of NUM_ROWS before one at which the fused product is slower; 0: at none faster."""
     most = 0
     for num_rows in NUM_ROWS:
@@ -80,7 +80,7 @@ def fused_rows(
         return _milliseconds(lambda: fused(x)) <= _milliseconds(lambda: dense(x))
 
     try:
-        return known.of(case, lambda: most_fused(is_fused_faster))
+        return known.of(case, lambda: max_fused_rows(is_fused_faster))
     except torch.OutOfMemoryError:  # the cache of KV left no room to measure in
         return DEFAULT
 

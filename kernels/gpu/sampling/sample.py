@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.check_tensor import BadTensor, expect
-from kernels.gpu.sampling.sample_draw import draw_kernel
+from kernels.gpu.sampling.sample_draw import sample_draw_kernel
 from kernels.gpu.sampling.sample_noise import noise_key
 from kernels.gpu.sampling.sample_scores import (
     INFINITY,
@@ -121,7 +121,7 @@ def sample(
         CAPACITY=CAPACITY,
         num_warps=8,
     )
-    draw_kernel[(num_rows,)](
+    sample_draw_kernel[(num_rows,)](
         *source,
         *options,
         *rows,

@@ -77,7 +77,7 @@ def _best(
 
 
 @triton.jit
-def draw_kernel(
+def sample_draw_kernel(
     logits_ptr,
     mask_ptr,
     stride_logits_row,

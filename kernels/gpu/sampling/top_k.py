@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.check_tensor import expect
-from kernels.torch_ops.top_k import likeliest as reference_likeliest
+from kernels.torch_ops.top_k import top_k as reference_top_k
 
 PIECE = 4096
 MOST = 64  # beyond it, taking one at a time is slower than ordering
@@ -23,14 +23,14 @@ MOST_MERGED = 16_384  # keys of one program
 _LEAST = tl.constexpr(-(1 << 63))
 
 
-def likeliest(x: Tensor, k: int) -> Tensor:
+def top_k(x: Tensor, k: int) -> Tensor:
     """As kernels.torch_ops.top_k. Raises BadTensor."""
     expect("x", x, (None, None), dtype=torch.float32)
     num_rows, num_columns = x.shape
     num_pieces = triton.cdiv(num_columns, PIECE)
     k = min(k, num_columns)
     if not k or not num_rows or k > MOST or num_pieces * k > MOST_MERGED:
-        return reference_likeliest(x, k)
+        return reference_top_k(x, k)
     keys = torch.empty((num_rows, num_pieces, k), dtype=torch.int64, device=x.device)
     indices = torch.empty((num_rows, k), dtype=torch.int64, device=x.device)
     _piece_kernel[(num_pieces, num_rows)](

@@ -41,7 +41,7 @@ class ChoiceResult:
 class EventRenderer(Protocol):
     """What a streamed answer tells, as server-sent events."""
 
-    def events(self, piece: OutputDelta) -> bytes: ...
+    def events(self, delta: OutputDelta) -> bytes: ...
 
     def closing(self) -> bytes:
         """After the last piece."""
@@ -54,15 +54,15 @@ BodyRenderer = Callable[[list[ChoiceResult]], Any]
 
 @dataclass(frozen=True, slots=True)
 class GenerationResponse:
-    """An ASGI application for one response. `leave` is called when the client is gone.
+    """An ASGI application for one response. `cancel` is called when the client is gone.
 
     `content`: how the answer is told, as events or as a whole. `headers` go with any outcome.
     """
 
-    gathering: OutputMerger
+    merger: OutputMerger
     content: EventRenderer | BodyRenderer
     headers: Mapping[str, str]
-    leave: Callable[[], None]
+    cancel: Callable[[], None]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch(receive))
@@ -73,12 +73,12 @@ class GenerationResponse:
                 await self._send_events(send, self.content)
         finally:
             watcher.cancel()
-            self.leave()  # changes nothing after an ending
+            self.cancel()  # changes nothing after an ending
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self.leave()
+        self.cancel()
 
     async def _send_body(self, send: Send, body_of: BodyRenderer) -> None:
         try:
@@ -96,21 +96,21 @@ class GenerationResponse:
     async def _results(self) -> list[ChoiceResult]:
         results: dict[int, ChoiceResult] = {}
         texts: dict[int, list[str]] = {}
-        while pieces := await self.gathering.next():
-            for piece in pieces:
-                index = piece.choice_index
+        while deltas := await self.merger.next():
+            for delta in deltas:
+                index = delta.choice_index
                 result = results.setdefault(index, ChoiceResult(index))
-                texts.setdefault(index, []).extend(piece.texts)
-                result.tokens += piece.tokens
-                if piece.finish_reason is not None:
-                    result.finish_reason = piece.finish_reason
+                texts.setdefault(index, []).extend(delta.texts)
+                result.tokens += delta.tokens
+                if delta.finish_reason is not None:
+                    result.finish_reason = delta.finish_reason
         for index, result in results.items():
             result.text = "".join(texts[index])
         return [results[index] for index in sorted(results)]
 
-    async def _send_events(self, send: Send, told: EventRenderer) -> None:
+    async def _send_events(self, send: Send, renderer: EventRenderer) -> None:
         try:
-            pieces = await self.gathering.next()
+            deltas = await self.merger.next()
         except HearthError as error:
             await self._send_error(send, error)
             return
@@ -118,14 +118,14 @@ class GenerationResponse:
         await self._start(send, 200, headers)
         events = b""
         try:
-            while pieces:
-                events = b"".join([told.events(piece) for piece in pieces])
-                if self.gathering.is_told:  # what ends the answer leaves with its last piece
+            while deltas:
+                events = b"".join([renderer.events(delta) for delta in deltas])
+                if self.merger.is_complete:  # what ends the answer leaves with its last piece
                     break
                 await send({"type": "http.response.body", "body": events, "more_body": True})
                 events = b""
-                pieces = await self.gathering.next()
-            ending = events + told.closing() + sse.DONE
+                deltas = await self.merger.next()
+            ending = events + renderer.closing() + sse.DONE
         except HearthError as error:
             ending = sse.event(envelope(error))
         await send({"type": "http.response.body", "body": ending, "more_body": False})

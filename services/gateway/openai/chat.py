@@ -15,7 +15,7 @@ from services.gateway.openai.sampling_fields import (
     MAX_LOGPROBS,
     NEUTRAL_VALUES,
     SamplingFields,
-    sampling_of,
+    to_sampling,
 )
 from services.gateway.openai.usage import HearthInfo, Usage
 from services.gateway.request.generation_request import GenerationRequest
@@ -64,14 +64,14 @@ class ChatCompletionRequest(SamplingFields, frozen=True, kw_only=True):
 CHAT_FIELDS = SupportedFields(ChatCompletionRequest, CHAT_NEUTRAL_VALUES)
 
 
-def generation_of(body: ChatCompletionRequest, default_model: str) -> GenerationRequest:
+def to_generation_request(body: ChatCompletionRequest, default_model: str) -> GenerationRequest:
     """Raises InvalidRequest where fields contradict each other."""
     if body.best_of not in (None, 1, body.num_choices):
         raise InvalidRequest("best_of is for text completions", param="best_of")
     return GenerationRequest(
         model=default_model if body.model is None else body.model,
         prompt=ChatPrompt(messages_of(body.messages)),
-        sampling=sampling_of(body, max_tokens=_max_tokens(body), num_logprobs=_num_logprobs(body)),
+        sampling=to_sampling(body, max_tokens=_max_tokens(body), num_logprobs=_num_logprobs(body)),
         num_choices=body.num_choices,
         cache_salt="" if body.cache_salt is None else body.cache_salt,
         affinity_key=body.prompt_cache_key or "",

@@ -16,7 +16,7 @@ from services.gateway.openai.chat import (
     Delta,
 )
 from services.gateway.openai.logprobs import ChatLogprobs, chat_logprobs
-from services.gateway.openai.usage import hearth_info_of, usage_of
+from services.gateway.openai.usage import hearth_info_of, to_usage
 from services.gateway.request.output_merger import OutputMerger
 from services.gateway.request.request_output import OutputDelta
 from services.gateway.text.scored_tokens import ScoredToken
@@ -27,7 +27,7 @@ from services.gateway.text.token_bytes import TokenBytes
 class ChatRenderer:
     """`response.EventRenderer`, and with `body` an `response.BodyRenderer`."""
 
-    gathering: OutputMerger
+    merger: OutputMerger
     token_bytes: TokenBytes
     request_id: str
     model: str
@@ -37,10 +37,10 @@ class ChatRenderer:
     _begun: set[int] = field(default_factory=set)  # choices whose role is told
     _text_events: dict[int, sse.TextEvent] = field(default_factory=dict)  # by choice
 
-    def events(self, piece: OutputDelta) -> bytes:
+    def events(self, delta: OutputDelta) -> bytes:
         """One for each text; a choice's first tells the role, its last why the choice has ended."""
-        index, texts = piece.choice_index, list(piece.texts)
-        says_more = self.has_logprobs or piece.finish_reason is not None
+        index, texts = delta.choice_index, list(delta.texts)
+        says_more = self.has_logprobs or delta.finish_reason is not None
         first = last = b""
         if index not in self._begun and len(texts) > says_more:
             first = self._event(ChunkChoice(index=index, delta=self._delta(index, texts.pop(0))))
@@ -48,8 +48,8 @@ class ChatRenderer:
             choice = ChunkChoice(
                 index=index,
                 delta=self._delta(index, texts.pop() if texts else None),
-                finish_reason=piece.finish_reason,
-                logprobs=self._logprobs(piece.tokens) if piece.tokens else None,
+                finish_reason=delta.finish_reason,
+                logprobs=self._logprobs(delta.tokens) if delta.tokens else None,
             )
             last = self._event(choice)
         return first + self._text_event(index).of(texts) + last
@@ -57,20 +57,20 @@ class ChatRenderer:
     def closing(self) -> bytes:
         if not self.has_usage:
             return b""
-        deliveries = self.gathering.deliveries
+        outputs = self.merger.outputs
         chunk = ChatCompletionChunk(
             id=f"chatcmpl-{self.request_id}",
             object="chat.completion.chunk",
             created=self.created,
             model=self.model,
             choices=(),
-            usage=usage_of(deliveries),
-            hearth=hearth_info_of(self.request_id, deliveries),
+            usage=to_usage(outputs),
+            hearth=hearth_info_of(self.request_id, outputs),
         )
         return sse.event(chunk)
 
     def body(self, results: list[ChoiceResult]) -> ChatCompletion:
-        deliveries = self.gathering.deliveries
+        outputs = self.merger.outputs
         return ChatCompletion(
             id=f"chatcmpl-{self.request_id}",
             created=self.created,
@@ -84,8 +84,8 @@ class ChatRenderer:
                 )
                 for each in results
             ],
-            usage=usage_of(deliveries),
-            hearth=hearth_info_of(self.request_id, deliveries),
+            usage=to_usage(outputs),
+            hearth=hearth_info_of(self.request_id, outputs),
         )
 
     def _text_event(self, index: int) -> sse.TextEvent:

@@ -15,7 +15,7 @@ from services.gateway.openai.logprobs import (
     mean_logprob,
     prompt_logprobs,
 )
-from services.gateway.openai.usage import hearth_info_of, usage_of
+from services.gateway.openai.usage import hearth_info_of, to_usage
 from services.gateway.request.output_merger import OutputMerger
 from services.gateway.request.request_output import OutputDelta, RequestOutput
 from services.gateway.text.scored_tokens import ScoredToken
@@ -29,7 +29,7 @@ class CompletionRenderer:
     Of the choices drawn for a prompt, the best `num_shown` are shown.
     """
 
-    gathering: OutputMerger
+    merger: OutputMerger
     token_bytes: TokenBytes
     request_id: str
     model: str
@@ -40,76 +40,74 @@ class CompletionRenderer:
     _echoed: set[int] = field(default_factory=set)  # choices whose prompt is told
     _text_events: dict[int, sse.TextEvent] = field(default_factory=dict)  # by choice
 
-    def events(self, piece: OutputDelta) -> bytes:
+    def events(self, delta: OutputDelta) -> bytes:
         """One for each text, the last of which tells why the choice has ended."""
-        index, is_echo_due, last = piece.choice_index, self._is_echo_due(piece.choice_index), b""
-        texts = [piece.text] if is_echo_due else list(piece.texts)
-        if is_echo_due or self.has_logprobs or piece.finish_reason is not None:
-            choice = self._choice(index, texts.pop() if texts else "", piece.tokens)
-            last = sse.event(self._chunk(_finished(choice, index, piece.finish_reason)))
+        index, is_echo_due, last = delta.choice_index, self._is_echo_due(delta.choice_index), b""
+        texts = [delta.text] if is_echo_due else list(delta.texts)
+        if is_echo_due or self.has_logprobs or delta.finish_reason is not None:
+            choice = self._choice(index, texts.pop() if texts else "", delta.tokens)
+            last = sse.event(self._chunk(_finished(choice, index, delta.finish_reason)))
         return self._text_event(index).of(texts) + last
 
     def closing(self) -> bytes:
         if not self.has_usage:
             return b""
-        deliveries = self.gathering.deliveries
+        outputs = self.merger.outputs
         chunk = CompletionChunk(
             id=f"cmpl-{self.request_id}",
             object="text_completion",
             created=self.created,
             model=self.model,
             choices=(),
-            usage=usage_of(deliveries),
-            hearth=hearth_info_of(self.request_id, deliveries),
+            usage=to_usage(outputs),
+            hearth=hearth_info_of(self.request_id, outputs),
         )
         return sse.event(chunk)
 
     def body(self, results: list[ChoiceResult]) -> Completion:
-        deliveries = self.gathering.deliveries
+        outputs = self.merger.outputs
         return Completion(
             id=f"cmpl-{self.request_id}",
             created=self.created,
             model=self.model,
             choices=self._best(results),
-            usage=usage_of(deliveries),
-            hearth=hearth_info_of(self.request_id, deliveries),
+            usage=to_usage(outputs),
+            hearth=hearth_info_of(self.request_id, outputs),
         )
 
     def _best(self, results: list[ChoiceResult]) -> list[CompletionChoice]:
         shown: list[CompletionChoice] = []
-        num_drawn = self.gathering.num_choices
-        for start in range(0, len(results), num_drawn):
-            drawn = results[start : start + num_drawn]
-            if self.num_shown < num_drawn:
-                drawn.sort(key=lambda each: mean_logprob(each.tokens), reverse=True)
-            for each in drawn[: self.num_shown]:
+        num_sampled = self.merger.num_choices
+        for start in range(0, len(results), num_sampled):
+            sampled = results[start : start + num_sampled]
+            if self.num_shown < num_sampled:
+                sampled.sort(key=lambda each: mean_logprob(each.tokens), reverse=True)
+            for each in sampled[: self.num_shown]:
                 choice = self._choice(each.index, each.text, each.tokens)
                 shown.append(_finished(choice, len(shown), each.finish_reason))
         return shown
 
     def _choice(self, index: int, text: str, tokens: Sequence[ScoredToken]) -> CompletionChoice:
         """With the prompt, where it is wanted and this is the first that is told of the choice."""
-        delivery = self._delivery(index)
-        logprobs = self._logprobs(delivery, tokens) if self.has_logprobs else None
-        if delivery.echo is not None and self._is_echo_due(index):
+        output = self._delivery(index)
+        logprobs = self._logprobs(output, tokens) if self.has_logprobs else None
+        if output.echo is not None and self._is_echo_due(index):
             self._echoed.add(index)
-            text = delivery.echo.text + text
+            text = output.echo.text + text
             if logprobs is not None:
-                told = prompt_logprobs(delivery.echo, delivery.prompt_logprobs, self.token_bytes)
+                told = prompt_logprobs(output.echo, output.prompt_logprobs, self.token_bytes)
                 logprobs = joined(told, logprobs)
         return CompletionChoice(index=index, text=text, logprobs=logprobs)
 
-    def _logprobs(
-        self, delivery: RequestOutput, tokens: Sequence[ScoredToken]
-    ) -> CompletionLogprobs:
-        first_offset = 0 if delivery.echo is None else len(delivery.echo.text)
+    def _logprobs(self, output: RequestOutput, tokens: Sequence[ScoredToken]) -> CompletionLogprobs:
+        first_offset = 0 if output.echo is None else len(output.echo.text)
         return completion_logprobs(tokens, self.token_bytes, first_offset=first_offset)
 
     def _is_echo_due(self, index: int) -> bool:
         return self._delivery(index).echo is not None and index not in self._echoed
 
     def _delivery(self, index: int) -> RequestOutput:
-        return self.gathering.deliveries[index // self.gathering.num_choices]
+        return self.merger.outputs[index // self.merger.num_choices]
 
     def _text_event(self, index: int) -> sse.TextEvent:
         known = self._text_events.get(index)

@@ -10,13 +10,13 @@ from msgspec import Meta
 
 from services.gateway.http.body import SupportedFields
 from services.gateway.openai.logprobs import CompletionLogprobs
-from services.gateway.openai.prompts import Prompts, prompts_of
+from services.gateway.openai.prompts import Prompts, to_prompts
 from services.gateway.openai.sampling_fields import (
     MAX_INT,
     MAX_LOGPROBS,
     NEUTRAL_VALUES,
     SamplingFields,
-    sampling_of,
+    to_sampling,
 )
 from services.gateway.openai.usage import HearthInfo, Usage
 from services.gateway.request.generation_request import GenerationRequest
@@ -42,10 +42,10 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
 COMPLETION_FIELDS = SupportedFields(CompletionRequest, COMPLETION_NEUTRAL_VALUES)
 
 
-def generations_of(body: CompletionRequest, default_model: str) -> list[GenerationRequest]:
+def to_generation_requests(body: CompletionRequest, default_model: str) -> list[GenerationRequest]:
     """One for each prompt. Raises InvalidRequest where fields contradict each other."""
-    prompts = prompts_of("prompt", body.prompt, add_special_tokens=body.add_special_tokens)
-    num_choices = num_drawn(body)
+    prompts = to_prompts("prompt", body.prompt, add_special_tokens=body.add_special_tokens)
+    num_choices = num_sampled(body)
     if len(prompts) * num_choices > MAX_ALL_CHOICES:
         message = f"{len(prompts)} prompts with {num_choices} choices each are more than "
         raise InvalidRequest(f"{message}{MAX_ALL_CHOICES} choices", param="n")
@@ -66,7 +66,7 @@ def generations_of(body: CompletionRequest, default_model: str) -> list[Generati
     ]
 
 
-def num_drawn(body: CompletionRequest) -> int:
+def num_sampled(body: CompletionRequest) -> int:
     """Choices drawn for each prompt; of those, `n` are shown."""
     best_of = body.num_choices if body.best_of is None else body.best_of
     if best_of < body.num_choices:
@@ -81,9 +81,9 @@ def _sampling(body: CompletionRequest) -> Sampling:
         raise InvalidRequest("max_tokens=0 makes sense only with echo", param="max_tokens")
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     num_logprobs = body.logprobs
-    if num_logprobs is None and num_drawn(body) > body.num_choices:
+    if num_logprobs is None and num_sampled(body) > body.num_choices:
         num_logprobs = 0  # to know the best by
-    return sampling_of(
+    return to_sampling(
         body,
         max_tokens=max(max_tokens, 1),  # a worker draws at least one
         num_logprobs=num_logprobs,

@@ -20,7 +20,7 @@ from shared.errors import HearthError
 class EmbeddingRenderer:
     """Its `body` is an `response.BodyRenderer`; there is nothing to stream."""
 
-    gathering: OutputMerger
+    merger: OutputMerger
     request_id: str
     model: str
     is_base64: bool
@@ -28,22 +28,22 @@ class EmbeddingRenderer:
 
     def body(self, results: list[ChoiceResult]) -> EmbeddingList:
         """Raises HearthError if a worker ended a request without its embedding."""
-        deliveries = self.gathering.deliveries
-        num_tokens = sum(each.num_prompt_tokens for each in deliveries)
+        outputs = self.merger.outputs
+        num_tokens = sum(each.num_prompt_tokens for each in outputs)
         return EmbeddingList(
             data=[
-                Embedding(index=index, embedding=self._vector(delivery))
-                for index, delivery in enumerate(deliveries)
+                Embedding(index=index, embedding=self._vector(output))
+                for index, output in enumerate(outputs)
             ],
             model=self.model,
             usage=EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
-            hearth=hearth_info_of(self.request_id, deliveries),
+            hearth=hearth_info_of(self.request_id, outputs),
         )
 
-    def _vector(self, delivery: RequestOutput) -> list[float] | str:
-        if not delivery.embedding or len(delivery.embedding) % 4:
+    def _vector(self, output: RequestOutput) -> list[float] | str:
+        if not output.embedding or len(output.embedding) % 4:
             raise HearthError("the worker sent no embedding")
-        vector = _little_endian(array("f", delivery.embedding))
+        vector = _little_endian(array("f", output.embedding))
         if self.is_normalized:
             vector = normalized(vector)
         return b64encode(_little_endian(vector)).decode() if self.is_base64 else vector.tolist()

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from services.gateway.http.body import SupportedFields
-from services.gateway.openai.prompts import Prompts, prompts_of
+from services.gateway.openai.prompts import Prompts, to_prompts
 from services.gateway.openai.sampling_fields import MAX_INT
 from services.gateway.openai.usage import HearthInfo
 from services.gateway.request.generation_request import GenerationRequest
@@ -43,7 +43,7 @@ EMBEDDING_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 EMBEDDING_FIELDS = SupportedFields(EmbeddingRequest, EMBEDDING_NEUTRAL_VALUES)
 
 
-def generations_of(
+def to_generation_requests(
     body: EmbeddingRequest, default_model: str, hidden_size: int | None
 ) -> list[GenerationRequest]:
     """One for each input. Raises InvalidRequest for what cannot be served."""
@@ -51,7 +51,7 @@ def generations_of(
         raise InvalidRequest(
             f"dimensions: this model's embeddings have {hidden_size}", param="dimensions"
         )
-    prompts = prompts_of("input", body.input, add_special_tokens=body.add_special_tokens)
+    prompts = to_prompts("input", body.input, add_special_tokens=body.add_special_tokens)
     return [
         GenerationRequest(
             model=default_model if body.model is None else body.model,

@@ -15,7 +15,7 @@ TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Prompts = str | list[str | TokenId | list[TokenId]]
 
 
-def prompts_of(
+def to_prompts(
     param: str, given: Prompts, *, add_special_tokens: bool = True
 ) -> list[TextPrompt | TokenPrompt]:
     """Each knows its place, `prompt[3]`, so that whoever refuses it can name it.

@@ -62,11 +62,11 @@ class Generator(Protocol):
         """For all prompts of one answer. Raises the HearthError with which it is refused."""
         ...
 
-    def open(self, prepared: PreparedRequest, permit: Reservation) -> RequestOutput:
+    def open(self, prepared: PreparedRequest, reservation: Reservation) -> RequestOutput:
         """Raises the HearthError with which the request is refused."""
         ...
 
-    def leave(self, request_id: str) -> None:
+    def cancel(self, request_id: str) -> None:
         """The client is gone; nothing happens if the request has ended."""
         ...
 
@@ -82,10 +82,10 @@ class OpenAIRoutes:
         self, request: Request[Any, Any, Any], data: Annotated[ChatCompletionRequest, Body()]
     ) -> GenerationResponse:
         """With `stream`, server-sent events of `chat.completion.chunk`, then `[DONE]`."""
-        generation = chat.generation_of(data, self._gateway.catalog.name)
-        gathering = await self._open(request, [generation])
-        told = ChatRenderer(
-            gathering=gathering,
+        generation = chat.to_generation_request(data, self._gateway.catalog.name)
+        merger = await self._open(request, [generation])
+        renderer = ChatRenderer(
+            merger=merger,
             token_bytes=self._gateway.files.tokenizer.token_bytes,
             request_id=request.state.request_id,
             model=generation.model,
@@ -93,16 +93,16 @@ class OpenAIRoutes:
             has_usage=data.has_usage,
             has_logprobs=bool(data.logprobs),
         )
-        return self._answer(gathering, told if data.stream else told.body, request)
+        return self._answer(merger, renderer if data.stream else renderer.body, request)
 
     async def completions(
         self, request: Request[Any, Any, Any], data: Annotated[CompletionRequest, Body()]
     ) -> GenerationResponse:
         """With `stream`, server-sent events of `text_completion`, then `[DONE]`."""
-        generations = completions.generations_of(data, self._gateway.catalog.name)
-        gathering = await self._open(request, generations)
-        told = CompletionRenderer(
-            gathering=gathering,
+        generations = completions.to_generation_requests(data, self._gateway.catalog.name)
+        merger = await self._open(request, generations)
+        renderer = CompletionRenderer(
+            merger=merger,
             token_bytes=self._gateway.files.tokenizer.token_bytes,
             request_id=request.state.request_id,
             model=generations[0].model,
@@ -111,7 +111,7 @@ class OpenAIRoutes:
             has_logprobs=data.logprobs is not None,
             num_shown=data.num_choices,
         )
-        return self._answer(gathering, told if data.stream else told.body, request)
+        return self._answer(merger, renderer if data.stream else renderer.body, request)
 
     async def embeddings(
         self, request: Request[Any, Any, Any], data: Annotated[EmbeddingRequest, Body()]
@@ -119,16 +119,16 @@ class OpenAIRoutes:
         """Of the model's last hidden state, at the last token or over all of them."""
         hidden_size = self._gateway.files.limits.hidden_size
         name = self._gateway.catalog.name
-        generations = embeddings.generations_of(data, name, hidden_size)
-        gathering = await self._open(request, generations)
-        told = EmbeddingRenderer(
-            gathering=gathering,
+        generations = embeddings.to_generation_requests(data, name, hidden_size)
+        merger = await self._open(request, generations)
+        renderer = EmbeddingRenderer(
+            merger=merger,
             request_id=request.state.request_id,
             model=generations[0].model,
             is_base64=data.encoding_format == "base64",
             is_normalized=data.normalize is not False,
         )
-        return self._answer(gathering, told.body, request)
+        return self._answer(merger, renderer.body, request)
 
     async def _open(
         self, request: Request[Any, Any, Any], generations: Sequence[GenerationRequest]
@@ -148,32 +148,32 @@ class OpenAIRoutes:
                 await asyncio.sleep(0)
             own_id = f"{request_id}-{index}" if index else request_id
             prepared.append(await self._gateway.prepare(tenant, own_id, generation))
-        permit = await self._gateway.admit(tenant, request_id, prepared)
-        state.limit_headers = permit.headers
-        deliveries: list[RequestOutput] = []
+        reservation = await self._gateway.admit(tenant, request_id, prepared)
+        state.limit_headers = reservation.headers
+        outputs: list[RequestOutput] = []
         try:
             for each in prepared:
-                if deliveries:
+                if outputs:
                     await asyncio.sleep(0)
-                deliveries.append(self._gateway.open(each, permit))
+                outputs.append(self._gateway.open(each, reservation))
         except BaseException:
-            self._leave(deliveries)
+            self._cancel(outputs)
             raise
         finally:
-            permit.seal()
-        return OutputMerger(deliveries, num_choices=generations[0].num_choices)
+            reservation.close_submissions()
+        return OutputMerger(outputs, num_choices=generations[0].num_choices)
 
     def _answer(
         self,
-        gathering: OutputMerger,
+        merger: OutputMerger,
         content: EventRenderer | BodyRenderer,
         request: Request[Any, Any, Any],
     ) -> GenerationResponse:
-        leave = partial(self._leave, gathering.deliveries)
+        cancel = partial(self._cancel, merger.outputs)
         state = request.state
         headers = {"x-request-id": state.request_id, **state.limit_headers}
-        return GenerationResponse(gathering, content, headers, leave)
+        return GenerationResponse(merger, content, headers, cancel)
 
-    def _leave(self, deliveries: Sequence[RequestOutput]) -> None:
-        for delivery in deliveries:
-            self._gateway.leave(delivery.request_id)
+    def _cancel(self, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            self._gateway.cancel(output.request_id)

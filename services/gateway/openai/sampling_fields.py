@@ -84,7 +84,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-def sampling_of(
+def to_sampling(
     body: SamplingFields,
     *,
     max_tokens: int | None,

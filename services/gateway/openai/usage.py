@@ -35,11 +35,11 @@ class HearthInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_resubmissions: int
 
 
-def usage_of(deliveries: Sequence[RequestOutput]) -> Usage:
+def to_usage(outputs: Sequence[RequestOutput]) -> Usage:
     """A prompt counts once, however many choices go on from it; every choice drawn counts."""
-    num_prompt = sum(each.num_prompt_tokens for each in deliveries)
-    num_output = sum(each.num_output_tokens for each in deliveries)
-    num_cached = _sum(each.num_cached_tokens for each in deliveries)
+    num_prompt = sum(each.num_prompt_tokens for each in outputs)
+    num_output = sum(each.num_output_tokens for each in outputs)
+    num_cached = _sum(each.num_cached_tokens for each in outputs)
     return Usage(
         prompt_tokens=num_prompt,
         completion_tokens=num_output,
@@ -48,9 +48,9 @@ def usage_of(deliveries: Sequence[RequestOutput]) -> Usage:
     )
 
 
-def hearth_info_of(request_id: str, deliveries: Sequence[RequestOutput]) -> HearthInfo:
-    ends = [each.end for each in deliveries]
-    served = [each.served for each in deliveries]
+def hearth_info_of(request_id: str, outputs: Sequence[RequestOutput]) -> HearthInfo:
+    ends = [each.end for each in outputs]
+    served = [each.served for each in outputs]
     return HearthInfo(
         request_id=request_id,
         decode_worker=_same(None if each is None else each.worker_id for each in ends),

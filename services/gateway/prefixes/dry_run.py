@@ -28,13 +28,15 @@ CONTEXT_TOKENS = 8  # shown before the place where two prompts part
 Prepare = Callable[[GenerationRequest], Awaitable[PreparedRequest]]
 
 
-def generation_of(body: dict[str, Any], param: str, default_model: str) -> GenerationRequest:
+def to_generation_request(
+    body: dict[str, Any], param: str, default_model: str
+) -> GenerationRequest:
     """Raises InvalidRequest, as the route that the body is for."""
     data = msgspec.json.encode(body)
     if "messages" in body:
-        return chat.generation_of(chat.CHAT_FIELDS.decode(data), default_model)
+        return chat.to_generation_request(chat.CHAT_FIELDS.decode(data), default_model)
     completion = completions.COMPLETION_FIELDS.decode(data)
-    generations = completions.generations_of(completion, default_model)
+    generations = completions.to_generation_requests(completion, default_model)
     if len(generations) != 1:
         raise InvalidRequest(f"{param}: one prompt at a time", param=param)
     return generations[0]
@@ -45,7 +47,7 @@ async def dry_run(
     tenant_id: str,
     *,
     prepare: Prepare,
-    shelf: PrefixStore,
+    prefix_store: PrefixStore,
     tokenizer: PromptTokenizer,
     card_of: Callable[[str], ModelCard],
     default_model: str,
@@ -54,10 +56,10 @@ async def dry_run(
     named = [("request", body.request)] + ([] if body.other is None else [("other", body.other)])
     runs, prompts, sizes = [], [], []
     for param, given in named:
-        generation = generation_of(given, param, default_model)
+        generation = to_generation_request(given, param, default_model)
         prepared = await prepare(generation)
         card = card_of(generation.model)
-        runs.append(await _run(prepared, tenant_id, shelf, card))
+        runs.append(await _run(prepared, tenant_id, prefix_store, card))
         prompts.append(prepared.prompt_token_ids)
         sizes.append(card.block_size)
     if len(runs) == 1:
@@ -67,10 +69,10 @@ async def dry_run(
 
 
 async def _run(
-    prepared: PreparedRequest, tenant_id: str, shelf: PrefixStore, card: ModelCard
+    prepared: PreparedRequest, tenant_id: str, prefix_store: PrefixStore, card: ModelCard
 ) -> DryRun:
     request, num_tokens = prepared.request, len(prepared.prompt_token_ids)
-    found = await shelf.held(tenant_id, card, request.block_hashes)
+    found = await prefix_store.held(tenant_id, card, request.block_hashes)
     # the last token is computed in any case, so that there is something to draw from
     workers = [
         WorkerPrefix(

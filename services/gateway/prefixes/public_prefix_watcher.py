@@ -18,7 +18,7 @@ from shared.tenancy.pinned_prefix import PinnedPrefix
 
 log = structlog.get_logger(__name__)
 
-LOOK_S = 1.0  # how soon a gateway knows of one
+POLL_INTERVAL_S = 1.0  # how soon a gateway knows of one
 
 
 class PublicPrefixWatcher:
@@ -45,12 +45,12 @@ class PublicPrefixWatcher:
         """For ever. While Redis is away those that are known stay."""
         while True:
             try:
-                await self._look()
+                await self._poll()
             except HearthError as error:
-                log.debug("public_prefixes_not_read", reason=error.message)
-            await self._clock.sleep(LOOK_S)
+                log.debug("public_prefixes_read_failed", reason=error.message)
+            await self._clock.sleep(POLL_INTERVAL_S)
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         version = await self._store.get(pinned_prefix.VERSION_KEY)
         if self._is_loaded and version == self._version:
             return

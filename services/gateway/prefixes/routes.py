@@ -30,7 +30,7 @@ class PrefixGateway(Protocol):
 
     catalog: Catalog
     files: ModelFiles
-    shelf: PrefixStore
+    prefix_store: PrefixStore
 
     async def prepare(
         self, tenant: TenantRecord, request_id: str, generation: GenerationRequest
@@ -48,20 +48,20 @@ class PrefixRoutes:
     ) -> Response[Prefix]:
         """Pins it, in the place of one with the same name; it is warm soon after."""
         name = str(request.path_params["name"])
-        prefix = await self._gateway.shelf.put(request.state.tenant, name, data)
+        prefix = await self._gateway.prefix_store.put(request.state.tenant, name, data)
         return _response(request, prefix)
 
     async def get(self, request: Request[Any, Any, Any]) -> Response[Prefix]:
         name = str(request.path_params["name"])
-        return _response(request, await self._gateway.shelf.get(request.state.tenant, name))
+        return _response(request, await self._gateway.prefix_store.get(request.state.tenant, name))
 
     async def list(self, request: Request[Any, Any, Any]) -> Response[PrefixList]:
         """The tenant's own, then the public ones."""
-        return _response(request, await self._gateway.shelf.list(request.state.tenant))
+        return _response(request, await self._gateway.prefix_store.list(request.state.tenant))
 
     async def delete(self, request: Request[Any, Any, Any]) -> Response[DeletedPrefix]:
         name = str(request.path_params["name"])
-        await self._gateway.shelf.delete(request.state.tenant, name)
+        await self._gateway.prefix_store.delete(request.state.tenant, name)
         return _response(request, DeletedPrefix(name=name))
 
     async def dry_run(
@@ -73,7 +73,7 @@ class PrefixRoutes:
             data,
             tenant.tenant_id,
             prepare=partial(gateway.prepare, tenant, request.state.request_id),
-            shelf=gateway.shelf,
+            prefix_store=gateway.prefix_store,
             tokenizer=gateway.files.tokenizer,
             card_of=gateway.catalog.card,
             default_model=gateway.catalog.name,

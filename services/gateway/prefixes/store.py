@@ -91,14 +91,14 @@ class PrefixStore:
         )
         prefix = await self._reader.read(prefix, card)
         await pinned_prefix.save(self._store, prefix, now)
-        return await self._told(prefix, card)
+        return await self._stored(prefix, card)
 
     async def get(self, tenant: TenantRecord, name: str) -> Prefix:
         """The tenant's own, else a public one. Raises UnknownPrefix, StoreUnavailable."""
         for tenant_id in (tenant.tenant_id, PUBLIC_TENANT_ID):
             prefix = await pinned_prefix.load(self._store, tenant_id, name)
             if prefix is not None:
-                return await self._told(prefix, self._catalog.card(prefix.model))
+                return await self._stored(prefix, self._catalog.card(prefix.model))
         raise UnknownPrefix(f"there is no prefix {name!r}", param="name")
 
     async def delete(self, tenant: TenantRecord, name: str) -> None:
@@ -143,7 +143,7 @@ class PrefixStore:
                 MATCH, question, PrefixMatches, timeout_s=MATCH_TIMEOUT_S
             )
         except HearthError as error:
-            log.debug("no_prefix_knowledge", reason=error.code)
+            log.debug("prefix_index_unavailable", reason=error.code)
             return None
 
     async def _check_room(self, tenant_id: str, name: str) -> None:
@@ -151,7 +151,7 @@ class PrefixStore:
         if len(others) >= MAX_PER_TENANT:
             raise TooManyPrefixes(f"a tenant can have {MAX_PER_TENANT} prefixes: delete one first")
 
-    async def _told(self, prefix: PinnedPrefix, card: ModelCard) -> Prefix:
+    async def _stored(self, prefix: PinnedPrefix, card: ModelCard) -> Prefix:
         hashes = _hashes(prefix, card)
         found = await self.held(prefix.tenant_id, card, pack_hashes(hashes))
         counts = await self._counts(prefix.tenant_id, hashes)

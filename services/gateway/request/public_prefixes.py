@@ -35,9 +35,9 @@ class PublicPrefixes:
         packed = pack_token_ids(token_ids)
         for prefix, hashes in self._public_chains(card):
             if packed.startswith(prefix):
-                behind = root_after_public(root, hashes[-1])
+                after = root_after_public(root, hashes[-1])
                 rest = token_ids[len(hashes) * card.block_size :]
-                return [*hashes, *extend_chain(behind, rest, card.block_size)], len(hashes)
+                return [*hashes, *extend_chain(after, rest, card.block_size)], len(hashes)
         return extend_chain(root, token_ids, card.block_size), 0
 
     def _public_chains(self, card: ModelCard) -> list[tuple[bytes, list[bytes]]]:

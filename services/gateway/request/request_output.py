@@ -53,7 +53,7 @@ class _ChoiceText:
         self.finish_reason: str | None = None
         self.is_taken = False  # with its finish reason
         self.served: Served | None = None
-        self.heard_at: float | None = None
+        self.last_token_at: float | None = None
 
     def take_texts(self) -> list[str]:
         """Those of tokens with logprobs are joined, as the tokens are."""
@@ -78,7 +78,7 @@ class RequestOutput:
         metrics: GatewayMetrics,
         clock: Clock,
         *,
-        on_end: Callable[[RequestOutput], None] = lambda delivery: None,
+        on_end: Callable[[RequestOutput], None] = lambda output: None,
     ) -> None:
         sampling = prepared.request.sampling
         self.request_id = prepared.request.request_id
@@ -88,7 +88,7 @@ class RequestOutput:
         self.embedding: bytes | None = None
         self.prompt_logprobs: Sequence[TokenLogprobs] = ()
         self.first_choice_index = 0
-        self.on_news: Callable[[], None] = lambda: None
+        self.on_update: Callable[[], None] = lambda: None
         self._texts = [_ChoiceText(each) for each in assemblers]
         self._shows_output = prepared.generation.shows_output
         self._lacks_prompt = sampling.num_prompt_logprobs is not None and self.num_prompt_tokens > 1
@@ -146,10 +146,10 @@ class RequestOutput:
             text.tokens += text.assembler.take_scored()
         text.texts += fresh
         if fresh or text.tokens:
-            self.on_news()
+            self.on_update()
         if text.assembler.is_stopped:
             text.finish_reason = "stop"
-            self.on_news()
+            self.on_update()
             return False
         return True
 
@@ -160,7 +160,7 @@ class RequestOutput:
         if self._lacks_prompt:
             self.prompt_logprobs = logprobs
             self._lacks_prompt = False
-            self.on_news()
+            self.on_update()
 
     def on_finish(self, choice_index: int, finish: Finish) -> None:
         text = self._texts[choice_index]
@@ -171,7 +171,7 @@ class RequestOutput:
         text.finish_reason = self._finish_reason(text, finish)
         text.served = finish.served
         self.embedding = finish.embedding
-        self.on_news()
+        self.on_update()
 
     def on_end(self, end: StreamEnd) -> None:
         self.end = end
@@ -185,7 +185,7 @@ class RequestOutput:
             output=self.num_output_tokens,
         )
         self._on_end(self)
-        self.on_news()
+        self.on_update()
 
     # ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -197,8 +197,8 @@ class RequestOutput:
     def _observe_gap(self, text: _ChoiceText) -> None:
         """The first token of any choice is that of the request; gaps are those of a choice."""
         now = self._clock.now()
-        if text.heard_at is not None:
-            self._metrics.observe_itl(now - text.heard_at)
-        elif all(each.heard_at is None for each in self._texts):
+        if text.last_token_at is not None:
+            self._metrics.observe_itl(now - text.last_token_at)
+        elif all(each.last_token_at is None for each in self._texts):
             self._metrics.observe_ttft(now - self._opened_at)
-        text.heard_at = now
+        text.last_token_at = now

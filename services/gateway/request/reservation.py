@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from services.gateway.request.request_output import RequestOutput
 
 
-def delivered_of(deliveries: Sequence[RequestOutput]) -> dict[UsageKind, int]:
+def delivered_of(outputs: Sequence[RequestOutput]) -> dict[UsageKind, int]:
     """What counts of an answer; nothing, where it failed before anything of it was there."""
-    delivered = [each for each in deliveries if each.has_delivered]
+    delivered = [each for each in outputs if each.has_delivered]
     return {
         "requests": 1 if delivered else 0,
         "input_tokens": sum(each.num_prompt_tokens for each in delivered),
@@ -27,9 +27,9 @@ class Reservation:
     """open ──sealed, and every delivery has ended──▶ closed, which is told once."""
 
     def __init__(
-        self, grant: LimitLease, on_close: Callable[[LimitLease, Sequence[RequestOutput]], None]
+        self, lease: LimitLease, on_close: Callable[[LimitLease, Sequence[RequestOutput]], None]
     ) -> None:
-        self._grant = grant
+        self._grant = lease
         self._on_close = on_close
         self._num_open = 0
         self._is_sealed = False
@@ -43,12 +43,12 @@ class Reservation:
     def opened(self) -> None:
         self._num_open += 1
 
-    def ended(self, delivery: RequestOutput) -> None:
+    def ended(self, output: RequestOutput) -> None:
         self._num_open -= 1
-        self._ended.append(delivery)
+        self._ended.append(output)
         self._close_if_due()
 
-    def seal(self) -> None:
+    def close_submissions(self) -> None:
         """No more deliveries will come."""
         self._is_sealed = True
         self._close_if_due()

@@ -39,7 +39,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sampling_params(
-    given: Sampling, max_tokens: int, card: ModelCard, files: ModelFiles, drawn_seed: int
+    given: Sampling, max_tokens: int, card: ModelCard, files: ModelFiles, default_seed: int
 ) -> SamplingParams:
     """Raises InvalidRequest for sampling that contradicts itself or the vocabulary."""
     if given.min_tokens > max_tokens:
@@ -52,7 +52,7 @@ def sampling_params(
     defaults = files.defaults
     eos = () if given.ignore_eos else defaults.eos_token_ids
     return SamplingParams(
-        seed=(drawn_seed if given.seed is None else given.seed) & (2**64 - 1),
+        seed=(default_seed if given.seed is None else given.seed) & (2**64 - 1),
         max_tokens=max_tokens,
         temperature=_temperature(given, defaults),
         top_k=max(_first(given.top_k, defaults.top_k, 0), 0),

@@ -20,7 +20,7 @@ _NOTHING: Fresh = ((), ())
 class ChoiceTokens:
     def __init__(self, choice_index: int) -> None:
         self.choice_index = choice_index
-        self.heard_at = 0.0  # of the placement that runs it
+        self.last_token_at = 0.0  # of the placement that runs it
         self.served: Served | None = None
         self.token_ids: list[int] = []
         self.finish: Finish | None = None

@@ -79,7 +79,7 @@ class Receiver(Protocol):
 class CurrentPlacement:
     placement_id: bytes
     worker_id: str
-    heard_at: float
+    last_token_at: float
     resends: set[int] = field(default_factory=set)  # choices with a resend under way
     num_failed_resends: Counter[int] = field(default_factory=Counter)  # by choice
     stopped_at: dict[int, float] = field(default_factory=dict)  # choices that met a stop string
@@ -134,7 +134,7 @@ class Stream:
             for choice in self.choices.values()
         )
 
-    def become(self, state: StreamState) -> None:
+    def transition_to(self, state: StreamState) -> None:
         """Raises IllegalTransition; a bug, never a peer's doing."""
         if state not in TRANSITIONS[self.state]:
             raise IllegalTransition(f"{self.request_id}: {self.state.value} to {state.value}")

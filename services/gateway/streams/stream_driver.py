@@ -42,13 +42,13 @@ class StreamDriver:
         self,
         bus: Bus,
         clock: Clock,
-        heart: HealthMonitor,
+        health_monitor: HealthMonitor,
         *,
         on_resubmitted: Callable[[int], None] = lambda number: None,
     ) -> None:
         self._bus = bus
         self._clock = clock
-        self._heart = heart
+        self._health_monitor = health_monitor
         self._on_resubmitted = on_resubmitted
         self._num_told_resubmissions = 0
         self._streams = Streams(bus.process_id)
@@ -65,7 +65,7 @@ class StreamDriver:
         await self._bus.subscribe(tokens(own), TokenBatch, self._on_token_batch)
         messages = Placed | PlacementFailed | QueueKeepalive
         await self._bus.subscribe(placement(own), messages, self._on_placement)
-        self._heart.on_lost(self._on_lost)
+        self._health_monitor.on_lost(self._on_lost)
         self._outbox.start()
         self._background.start(self._tick())
 
@@ -120,7 +120,7 @@ class StreamDriver:
         self._perform()
 
     async def _tick(self) -> None:
-        fleet, was_connected = self._heart.fleet, True
+        fleet, was_connected = self._health_monitor.fleet, True
         while True:
             await self._clock.sleep(TICK_S)
             now, is_connected = self._clock.now(), self._bus.is_connected
@@ -157,19 +157,19 @@ class StreamDriver:
     async def _submit(self, action: Submit) -> None:
         message = action.message
         request_id, attempt = message.request.request_id, message.attempt
-        live = sorted(each.process_id for each in self._heart.fleet.live("scheduler"))
+        live = sorted(each.process_id for each in self._health_monitor.fleet.live("scheduler"))
         subject = submit_subject(message, live)
         try:
-            reply = await self._ask_scheduler(subject, message)
+            reply = await self._request_from_scheduler(subject, message)
         except HearthError as error:
             now = self._clock.now()
-            is_trusted = self._heart.fleet.can_judge(now)
+            is_trusted = self._health_monitor.fleet.can_judge(now)
             self._streams.on_refused(request_id, attempt, error, now, is_bus_trusted=is_trusted)
         else:
             self._streams.on_queued(request_id, attempt, reply, self._clock.now())
         self._perform()
 
-    async def _ask_scheduler(self, subject: str, message: SubmitRequest) -> Queued:
+    async def _request_from_scheduler(self, subject: str, message: SubmitRequest) -> Queued:
         """Raises NoResponders only if there is none at all."""
         try:
             return await self._bus.request(subject, message, Queued, timeout_s=SUBMIT_TIMEOUT_S)
@@ -186,7 +186,7 @@ class StreamDriver:
             )
         except HearthError as error:
             now = self._clock.now()
-            is_trusted = self._heart.fleet.can_judge(now)
+            is_trusted = self._health_monitor.fleet.can_judge(now)
             self._streams.on_resend_failed(action.message, error, now, is_bus_trusted=is_trusted)
         else:
             self._streams.on_resent(action.message, batch, self._clock.now())

@@ -94,7 +94,7 @@ class Streams:
         return {
             placement.worker_id
             for placement in placements
-            if placement is not None and now - placement.heard_at >= SILENCE_S
+            if placement is not None and now - placement.last_token_at >= SILENCE_S
         }
 
     # ── the gateway's own wishes ─────────────────────────────────────────────────────────────────
@@ -175,7 +175,7 @@ class Streams:
         if stream is None or not _is_present(failed, stream):
             return
         if stream.state is StreamState.QUEUED:
-            stream.become(StreamState.SUBMITTING)
+            stream.transition_to(StreamState.SUBMITTING)
             self._open_window(stream, now)
         self.on_refused(failed.request_id, stream.attempt, error_of(failed.failure), now)
 
@@ -206,7 +206,9 @@ class Streams:
             if stream.state is StreamState.QUEUED:
                 self._resubmit(stream, now)
             for choice in stream.choices.values():
-                choice.heard_at = min(choice.heard_at, now - QUIET_LIMIT_S + RESEND_RETRY_S)
+                choice.last_token_at = min(
+                    choice.last_token_at, now - QUIET_LIMIT_S + RESEND_RETRY_S
+                )
 
     # ── workers ──────────────────────────────────────────────────────────────────────────────────
 
@@ -227,8 +229,8 @@ class Streams:
             return
         stream.placement.resends.discard(resend.choice_index)
         stream.placement.num_failed_resends.clear()
-        stream.placement.heard_at = now
-        stream.choices[resend.choice_index].heard_at = now
+        stream.placement.last_token_at = now
+        stream.choices[resend.choice_index].last_token_at = now
         self.on_token_batch(batch, now)
 
     def on_resend_failed(
@@ -246,7 +248,7 @@ class Streams:
         if isinstance(error, UnknownPlacement):
             self._resubmit(stream, now)
             return
-        choice.heard_at = now - QUIET_LIMIT_S + RESEND_RETRY_S
+        choice.last_token_at = now - QUIET_LIMIT_S + RESEND_RETRY_S
         if is_bus_trusted:
             placement.num_failed_resends[index] += 1
         if placement.num_failed_resends[index] >= MAX_FAILED_RESENDS:
@@ -277,8 +279,8 @@ class Streams:
 
     def _watch_running(self, stream: Stream, now: float) -> None:
         for choice in stream.choices.values():
-            if now - choice.heard_at >= QUIET_LIMIT_S and not choice.is_finished:
-                self._ask_again(stream, choice)
+            if now - choice.last_token_at >= QUIET_LIMIT_S and not choice.is_finished:
+                self._request_again(stream, choice)
 
     def _watch_queued(self, stream: Stream, now: float, is_bus_trusted: bool) -> None:
         if not is_bus_trusted:
@@ -306,22 +308,24 @@ class Streams:
         stream.num_tries = 0
 
     def _queue(self, stream: Stream, scheduler_id: str, now: float) -> None:
-        stream.become(StreamState.QUEUED)
+        stream.transition_to(StreamState.QUEUED)
         stream.was_accepted = True
         stream.scheduler_id = scheduler_id
         stream.keepalive_at = now
         stream.submit_at = None
 
     def _run(self, stream: Stream, placed: Placed, now: float) -> None:
-        stream.become(StreamState.RUNNING)
+        stream.transition_to(StreamState.RUNNING)
         stream.was_accepted = True
         stream.scheduler_id = None
         stream.submit_at = None
-        stream.placement = CurrentPlacement(placed.placement_id, placed.worker_id, heard_at=now)
+        stream.placement = CurrentPlacement(
+            placed.placement_id, placed.worker_id, last_token_at=now
+        )
         stream.last_worker_id = placed.worker_id
         self._by_placement[placed.placement_id] = stream
         for choice in stream.choices.values():
-            choice.heard_at = now
+            choice.last_token_at = now
         for entry in self._early.take(placed.placement_id, placed.worker_id):
             if stream.placement is not None:
                 self._accept(stream, entry, now)
@@ -344,7 +348,7 @@ class Streams:
         stream.num_resubmissions += 1
         self.num_resubmissions += 1
         if stream.state is not StreamState.SUBMITTING:
-            stream.become(StreamState.SUBMITTING)
+            stream.transition_to(StreamState.SUBMITTING)
         self._open_window(stream, now)
         self._submit(stream, now)
 
@@ -360,7 +364,7 @@ class Streams:
         choice, placement = stream.choices.get(entry.choice_index), stream.placement
         if choice is None or placement is None:
             return
-        placement.heard_at = choice.heard_at = now
+        placement.last_token_at = choice.last_token_at = now
         if choice.is_finished:
             self._stop_again(placement, choice, entry, now)
             return
@@ -368,19 +372,19 @@ class Streams:
         if fault is not None:
             self._end(stream, HearthError(fault), "failed", now)
             return
-        self._tell(stream, choice, entry)
+        self._send(stream, choice, entry)
         if choice.finish is not None:
             self._finish(stream, choice, choice.finish, now)
         elif choice.is_stopped:
             self._stop(stream, choice, now)
         else:
             if choice.has_gap:
-                self._ask_again(stream, choice)
+                self._request_again(stream, choice)
             return
         if stream.state is StreamState.RUNNING and stream.is_finished:
             self._end(stream, None, "stop", now)
 
-    def _tell(self, stream: Stream, choice: ChoiceTokens, entry: TokenEntry) -> None:
+    def _send(self, stream: Stream, choice: ChoiceTokens, entry: TokenEntry) -> None:
         receiver, index = stream.receiver, choice.choice_index
         if entry.served is not None:
             choice.served = entry.served
@@ -432,7 +436,7 @@ class Streams:
         self, stream: Stream, error: HearthError | None, reason: AbortReason, now: float
     ) -> None:
         self._leave(stream, reason, now)
-        stream.become(StreamState.ENDED)
+        stream.transition_to(StreamState.ENDED)
         del self._by_request[stream.request_id]
         stream.receiver.on_end(StreamEnd(error, stream.last_worker_id, stream.num_resubmissions))
 
@@ -441,12 +445,12 @@ class Streams:
         if stream.state is StreamState.QUEUED and stream.scheduler_id is not None:
             self._actions.cancel(stream.scheduler_id, stream.request_id, stream.attempt)
         stream.scheduler_id = None
-        is_told = stream.has_every_ending
+        is_complete = stream.has_every_ending
         placement, stream.placement = stream.placement, None
         if placement is None:
             return
         del self._by_placement[placement.placement_id]
-        if is_told:
+        if is_complete:
             self._retired.add(placement.placement_id, is_finished=True, now=now)
             self._actions.acknowledge(placement.worker_id, placement.placement_id)
         else:
@@ -454,7 +458,7 @@ class Streams:
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────
 
-    def _ask_again(self, stream: Stream, choice: ChoiceTokens) -> None:
+    def _request_again(self, stream: Stream, choice: ChoiceTokens) -> None:
         placement = stream.placement
         if placement is None or choice.choice_index in placement.resends:
             return

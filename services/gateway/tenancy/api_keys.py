@@ -75,7 +75,7 @@ class ApiKeys:
 
     async def _look_up(self, digest: str) -> TenantRecord:
         try:
-            reply = await self._ask(digest)
+            reply = await self._request(digest)
         except StoreRefused as error:
             raise _unreadable(error) from error
         except StoreUnavailable:
@@ -87,7 +87,7 @@ class ApiKeys:
         self._known[digest] = known
         return known.tenant
 
-    async def _ask(self, digest: str) -> list[Any]:
+    async def _request(self, digest: str) -> list[Any]:
         keys = [api_key_record(digest), TENANTS]
         reply: list[Any] = await self._store.evaluate(LOOK_UP, keys, [])
         return reply
@@ -96,7 +96,7 @@ class ApiKeys:
         """A short timeout can be our own doing, as when many requests arrive at once."""
         await self._clock.sleep(SECOND_TRY_S)
         try:
-            return await self._ask(digest)
+            return await self._request(digest)
         except StoreRefused as error:
             raise _unreadable(error) from error
         except StoreUnavailable:

@@ -22,13 +22,13 @@ import msgspec
 import structlog
 
 from services.gateway.tenancy.errors import EXHAUSTED
-from services.gateway.tenancy.ratelimit_headers import headers_of
+from services.gateway.tenancy.ratelimit_headers import ratelimit_headers
 from services.gateway.tenancy.request_cost import LimitLease, RequestCost, check_size, check_zeros
 from shared.background import Background
 from shared.clock import Clock
 from shared.store import BREAKER_S, Store, StoreRefused, StoreUnavailable
 from shared.tenancy.rate_limit import (
-    CARRY_OUT,
+    APPLY_LUA,
     LEASE_S,
     RATES,
     LimitCommand,
@@ -36,15 +36,15 @@ from shared.tenancy.rate_limit import (
     RateLimitCounter,
     RequestedTokens,
     Settled,
-    enforced,
-    reading_of,
+    enforced_limits,
+    to_limit_state,
 )
 from shared.tenancy.tenant import TenantRecord, meter_of, open_requests_of
 
 log = structlog.get_logger(__name__)
 
 RENEW_S = LEASE_S / 3
-MAX_TOLD = 256  # endings in one order; the rest follow
+MAX_SETTLED = 256  # endings in one order; the rest follow
 
 _encode = msgspec.json.Encoder().encode
 
@@ -54,7 +54,7 @@ class _Account:
     """What this gateway knows of a tenant with limits: `tenant` as it was last seen."""
 
     tenant: TenantRecord
-    meter: RateLimitCounter = field(default_factory=RateLimitCounter)
+    counter: RateLimitCounter = field(default_factory=RateLimitCounter)
     open: dict[str, LimitLease] = field(default_factory=dict)
     unsettled: dict[str, tuple[Settled, float]] = field(default_factory=dict)  # till it is over
     closed: tuple[int, float] = (0, 0.0)  # a limit of requests, and until when none gets in
@@ -67,8 +67,8 @@ class Limits:
         self._store = store
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
-        self._has_news = asyncio.Event()
-        self._telling = asyncio.Lock()  # a lease that is given up must not be renewed behind that
+        self._has_updates = asyncio.Event()
+        self._flushing = asyncio.Lock()  # a lease that is given up must not be renewed behind that
         self._background = Background()
 
     @property
@@ -92,113 +92,117 @@ class Limits:
         left_s = until - self._clock.now()
         if left_s > 0:
             used = {**dict.fromkeys(RATES, 0.0), "requests_per_min": float(limit)}
-            reading = LimitState("requests_per_min", left_s, used, 0)
-            _refuse(reading, {"requests_per_min": limit})
+            state = LimitState("requests_per_min", left_s, used, 0)
+            _reject(state, {"requests_per_min": limit})
 
-    async def admit(self, tenant: TenantRecord, lease_id: str, demand: RequestCost) -> LimitLease:
+    async def admit(
+        self, tenant: TenantRecord, lease_id: str, request_cost: RequestCost
+    ) -> LimitLease:
         """Raises LimitIsZero, ExceedsLimit or RateLimited. A tenant without limits never waits."""
         self.check(tenant)
-        check_size(tenant, demand)
-        if not enforced(tenant):
-            return LimitLease(tenant, lease_id, demand, False, {})
+        check_size(tenant, request_cost)
+        if not enforced_limits(tenant):
+            return LimitLease(tenant, lease_id, request_cost, False, {})
         account = self._accounts.setdefault(tenant.tenant_id, _Account(tenant))
         account.tenant = tenant
-        reading, is_charged = await self._ask(account, RequestedTokens(lease_id, demand.costs))
-        if reading.refused_by == "requests_per_min":
-            account.closed = (tenant.requests_per_min or 0, self._clock.now() + reading.wait_s)
-        if reading.refused_by:
-            _refuse(reading, enforced(tenant))
-        headers = headers_of(enforced(tenant), reading)
-        grant = LimitLease(tenant, lease_id, demand, is_charged, headers)
-        self._accounts.setdefault(tenant.tenant_id, account).open[lease_id] = grant
-        return grant
+        state, is_charged = await self._decide(
+            account, RequestedTokens(lease_id, request_cost.costs)
+        )
+        if state.refused_by == "requests_per_min":
+            account.closed = (tenant.requests_per_min or 0, self._clock.now() + state.wait_s)
+        if state.refused_by:
+            _reject(state, enforced_limits(tenant))
+        headers = ratelimit_headers(enforced_limits(tenant), state)
+        lease = LimitLease(tenant, lease_id, request_cost, is_charged, headers)
+        self._accounts.setdefault(tenant.tenant_id, account).open[lease_id] = lease
+        return lease
 
-    def settle(self, grant: LimitLease, num_output_tokens: int) -> None:
+    def settle(self, lease: LimitLease, num_output_tokens: int) -> None:
         """The request has ended; nothing happens when it is said again."""
-        account = self._accounts.get(grant.tenant.tenant_id)
-        if account is None or account.open.pop(grant.lease_id, None) is None:
+        account = self._accounts.get(lease.tenant.tenant_id)
+        if account is None or account.open.pop(lease.lease_id, None) is None:
             return
-        unused = max(0, grant.demand.num_output_tokens - num_output_tokens)
-        settled = Settled(grant.lease_id, unused)
-        account.meter.carry_out(_own_order(account, settled=(settled,)), self._clock.now())
+        unused = max(0, lease.request_cost.num_output_tokens - num_output_tokens)
+        settled = Settled(lease.lease_id, unused)
+        account.counter.apply(_own_command(account, settled=(settled,)), self._clock.now())
         # what this gateway let in by itself was not charged in Redis: nothing to give back there
-        self._leave(account, settled if grant.is_charged else Settled(grant.lease_id, 0))
+        self._leave(account, settled if lease.is_charged else Settled(lease.lease_id, 0))
 
-    async def _ask(self, account: _Account, asked: RequestedTokens) -> tuple[LimitState, bool]:
+    async def _decide(self, account: _Account, asked: RequestedTokens) -> tuple[LimitState, bool]:
         """Of the meter in Redis and True, or of this gateway's own."""
-        own = _own_order(account, asked=asked)
+        own = _own_command(account, asked=asked)
         whole = Settled(asked.lease_id, asked.costs["output_tokens_per_min"])
         try:
-            reading = await self._order(account, asked=asked)
+            state = await self._apply(account, asked=asked)
         except StoreUnavailable:
-            reading = account.meter.carry_out(own, self._clock.now())
-            if reading.refused_by:
+            state = account.counter.apply(own, self._clock.now())
+            if state.refused_by:
                 self._leave(account, whole)  # Redis may have let it in and not said so in time
-            return reading, False
+            return state, False
         except BaseException:
             self._leave(account, whole)
             raise
-        if not reading.refused_by:
-            account.meter.carry_out(own, self._clock.now(), is_forced=True)
-        return reading, True
+        if not state.refused_by:
+            account.counter.apply(own, self._clock.now(), is_forced=True)
+        return state, True
 
     def _leave(self, account: _Account, settled: Settled) -> None:
         account.unsettled[settled.lease_id] = (settled, self._clock.now() + LEASE_S)
         self._accounts.setdefault(account.tenant.tenant_id, account)
-        self._has_news.set()
+        self._has_updates.set()
 
     # ── Redis ────────────────────────────────────────────────────────────────────────────────────
 
     def start(self) -> None:
-        self._background.start(self._tell_endings())
+        self._background.start(self._flush_endings())
         self._background.start(self._renew_leases())
 
     async def stop(self) -> None:
         """What has ended is told once more; what is not heard heals with its lease."""
         await self._background.stop()
-        await self.tell()
+        await self.flush()
 
-    async def tell(self) -> bool:
+    async def flush(self) -> bool:
         """Tells Redis what has ended; False if it is away."""
         for account in [each for each in self._accounts.values() if each.unsettled]:
-            told = list(account.unsettled)[:MAX_TOLD]
-            if not await self._keep(account):
+            sent = list(account.unsettled)[:MAX_SETTLED]
+            if not await self._settle_and_renew(account):
                 return False
-            for lease_id in told:
+            for lease_id in sent:
                 account.unsettled.pop(lease_id, None)
             if account.unsettled:
-                self._has_news.set()
+                self._has_updates.set()
         return True
 
-    async def _tell_endings(self) -> None:
+    async def _flush_endings(self) -> None:
         while True:
-            await self._has_news.wait()
-            self._has_news.clear()
-            if not await self.tell():
+            await self._has_updates.wait()
+            self._has_updates.clear()
+            if not await self.flush():
                 await self._clock.sleep(BREAKER_S)
-                self._has_news.set()
+                self._has_updates.set()
             self._forget()
 
     async def _renew_leases(self) -> None:
         while True:
             await self._clock.sleep(RENEW_S)
             for account in [each for each in self._accounts.values() if each.open]:
-                if not await self._keep(account, has_renewal=True):
+                if not await self._settle_and_renew(account, has_renewal=True):
                     break
             self._forget()
 
-    async def _keep(self, account: _Account, *, has_renewal: bool = False) -> bool:
+    async def _settle_and_renew(self, account: _Account, *, has_renewal: bool = False) -> bool:
         """False if Redis is away. A tenant's bad record is no reason to keep others waiting."""
-        async with self._telling:
+        async with self._flushing:
             try:
-                await self._order(account, renewed=tuple(account.open) if has_renewal else ())
+                await self._apply(account, renewed=tuple(account.open) if has_renewal else ())
             except StoreRefused:
                 return True
             except StoreUnavailable:
                 return False
         return True
 
-    async def _order(
+    async def _apply(
         self,
         account: _Account,
         *,
@@ -207,16 +211,18 @@ class Limits:
     ) -> LimitState:
         """Raises StoreUnavailable."""
         tenant = account.tenant
-        order = LimitCommand(
-            limits=enforced(tenant),
+        command = LimitCommand(
+            limits=enforced_limits(tenant),
             lease_s=LEASE_S,
-            settled=tuple(settled for settled, _ in islice(account.unsettled.values(), MAX_TOLD)),
+            settled=tuple(
+                settled for settled, _ in islice(account.unsettled.values(), MAX_SETTLED)
+            ),
             renewed=renewed,
             asked=asked,
         )
         keys = [meter_of(tenant.tenant_id), open_requests_of(tenant.tenant_id)]
         try:
-            return reading_of(await self._store.evaluate(CARRY_OUT, keys, [_encode(order)]))
+            return to_limit_state(await self._store.evaluate(APPLY_LUA, keys, [_encode(command)]))
         except StoreRefused as error:
             log.error("limits_unreadable", tenant_id=tenant.tenant_id, error=error.message)
             raise
@@ -228,23 +234,25 @@ class Limits:
             for lease_id, (_, over_at) in list(account.unsettled.items()):
                 if over_at <= now:
                     del account.unsettled[lease_id]
-            if not account.open and not account.unsettled and account.meter.is_idle(now):
+            if not account.open and not account.unsettled and account.counter.is_idle(now):
                 del self._accounts[tenant_id]
 
 
-def _own_order(
+def _own_command(
     account: _Account, *, settled: tuple[Settled, ...] = (), asked: RequestedTokens | None = None
 ) -> LimitCommand:
     """For the meter of this gateway, which knows itself which of its requests are under way."""
-    return LimitCommand(limits=enforced(account.tenant), lease_s=inf, settled=settled, asked=asked)
+    return LimitCommand(
+        limits=enforced_limits(account.tenant), lease_s=inf, settled=settled, asked=asked
+    )
 
 
-def _refuse(reading: LimitState, limits: dict[str, int]) -> NoReturn:
-    name, limit = reading.refused_by, limits[reading.refused_by]
-    used = reading.num_open if name == "concurrency" else round(reading.used[name])
+def _reject(state: LimitState, limits: dict[str, int]) -> NoReturn:
+    name, limit = state.refused_by, limits[state.refused_by]
+    used = state.num_open if name == "concurrency" else round(state.used[name])
     raise EXHAUSTED[name](
         f"this tenant's limit {name} of {limit} is reached ({used} used); "
-        f"try again in {max(reading.wait_s, 0.001):.3f} s",
-        retry_after_s=reading.wait_s,
-        headers=headers_of(limits, reading),
+        f"try again in {max(state.wait_s, 0.001):.3f} s",
+        retry_after_s=state.wait_s,
+        headers=ratelimit_headers(limits, state),
     )

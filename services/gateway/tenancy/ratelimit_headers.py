@@ -19,16 +19,16 @@ _NAMES = {
 }
 
 
-def headers_of(limits: Mapping[str, int], reading: LimitState) -> dict[str, str]:
+def ratelimit_headers(limits: Mapping[str, int], state: LimitState) -> dict[str, str]:
     """Nothing of a limit that the tenant has not."""
     headers: dict[str, str] = {}
     tokens = [name for name in _NAMES if name != "requests_per_min" and name in limits]
     for name, suffix in _NAMES.items():
         if name in limits:
-            headers |= _headers(suffix, limits[name], reading.used[name])
+            headers |= _headers(suffix, limits[name], state.used[name])
     if tokens:
-        scarce = min(tokens, key=lambda name: 1 - reading.used[name] / limits[name])
-        headers |= _headers("tokens", limits[scarce], reading.used[scarce])
+        scarce = min(tokens, key=lambda name: 1 - state.used[name] / limits[name])
+        headers |= _headers("tokens", limits[scarce], state.used[scarce])
     return headers
 
 

@@ -33,7 +33,7 @@ class LimitLease:
 
     tenant: TenantRecord
     lease_id: str
-    demand: RequestCost
+    request_cost: RequestCost
     is_charged: bool
     headers: Mapping[str, str]
 
@@ -42,17 +42,19 @@ def check_zeros(tenant: TenantRecord) -> None:
     """Raises LimitIsZero."""
     for name in LIMITS:
         if getattr(tenant, name) == 0:
-            raise LimitIsZero(f"this tenant's limit {name} is 0: it may not ask for anything")
+            raise LimitIsZero(
+                f"this tenant's limit {name} is 0: requests are disabled for this tenant"
+            )
 
 
-def check_size(tenant: TenantRecord, demand: RequestCost) -> None:
+def check_size(tenant: TenantRecord, request_cost: RequestCost) -> None:
     """Raises ExceedsLimit for what would never be let in."""
     params = {
-        "input_tokens_per_min": demand.input_param,
-        "output_tokens_per_min": demand.output_param,
+        "input_tokens_per_min": request_cost.input_param,
+        "output_tokens_per_min": request_cost.output_param,
     }
     for name, param in params.items():
-        limit, cost = getattr(tenant, name), demand.costs[name]
+        limit, cost = getattr(tenant, name), request_cost.costs[name]
         if limit is not None and cost > limit:
             raise ExceedsLimit(
                 f"{param}: this request may take {cost} of {name}, and this tenant has {limit}",

@@ -24,7 +24,7 @@ from shared.lifecycle.child_process import send_signal
 MAX_ROUND = 12  # orders that are sent together
 MAX_WAIT_S = 5.0  # for others; its own turn, once it has begun, is a request's to the end
 HANG_S = 10.0  # of wall time for one turn: it ends after LIMIT_S, unless something holds it
-ENDLESS = f"the chat template does not end on these messages in {LIMIT_S:g} s"
+RENDER_TIMEOUT = f"the chat template does not end on these messages in {LIMIT_S:g} s"
 ROOT = Path(services.__file__).resolve().parents[1]
 
 _decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
@@ -106,12 +106,12 @@ class Renderer:
         longer than to render.
         """
         while self._waiting:
-            self._ask_next()
+            self._request_next()
             if self._asked:
                 await self._take_round(template)
         self._is_asking = False
 
-    def _ask_next(self) -> None:
+    def _request_next(self) -> None:
         while self._waiting and len(self._asked) < MAX_ROUND:
             each = self._waiting.popleft()
             if not each.reply.done():
@@ -133,7 +133,7 @@ class Renderer:
         except (ConnectionError, EOFError):
             if self._process is process:  # it ended by itself
                 await self._end_process()
-                _settle(asked.popleft(), Refused(ENDLESS))
+                _settle(asked.popleft(), Refused(RENDER_TIMEOUT))
         except (TimeoutError, OSError, RuntimeError, msgspec.DecodeError):  # uvloop: a closed pipe
             await self._end_process()
             _fail(asked.popleft(), NoCapacity("the process that renders hangs", retry_after_s=1.0))

@@ -57,7 +57,7 @@ class Batcher:
     def add(self, sequence: Sequence) -> None:
         """The sequence is WAITING. One that brings its KV along needs no admission of blocks."""
         if sequence.block_table and len(self.running) < self._max_sequences:
-            sequence.become(SequenceState.RUNNING)
+            sequence.transition_to(SequenceState.RUNNING)
             self.running.append(sequence)
         elif sequence.block_table:
             self.waiting.appendleft(sequence)
@@ -192,7 +192,7 @@ class Batcher:
 
     def preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        sequence.become(SequenceState.WAITING)
+        sequence.transition_to(SequenceState.WAITING)
         self.give_back(sequence)
         sequence.num_computed_tokens = 0
         sequence.num_committed_blocks = 0
@@ -218,10 +218,10 @@ class Batcher:
             self.waiting.popleft()
             num_lacking = sequence.num_uncomputed_tokens
             if num_lacking == 0:
-                sequence.become(SequenceState.HELD)
+                sequence.transition_to(SequenceState.HELD)
                 found.append(sequence)
                 continue
-            sequence.become(SequenceState.RUNNING)
+            sequence.transition_to(SequenceState.RUNNING)
             self.running.append(sequence)
             count = min(num_lacking, budget)
             rows.append(ScheduledSequence(sequence, count, count == num_lacking))

@@ -137,7 +137,7 @@ class BlockPool:
             known = self._known[block_id]
             if known is None:
                 self._empty.append(block_id)
-                self.note_freed((block_id,))
+                self.record_freed((block_id,))
             else:
                 share = self._share_of(block_id)
                 self._evictable_with(known)[block_id] = share.evictable[block_id] = None
@@ -201,7 +201,7 @@ class BlockPool:
         events, self._events = self._events, []
         return events
 
-    def note_freed(self, block_ids: Iterable[int]) -> None:
+    def record_freed(self, block_ids: Iterable[int]) -> None:
         """Their content is to be cleared; of no effect without `notes_freed`."""
         if self.notes_freed:
             self._freed.update(block_ids)
@@ -270,7 +270,7 @@ class BlockPool:
         del self._evictable_with(block)[block_id]
         del self._block_ids[block.block_hash]
         self._known[block_id] = None
-        self.note_freed((block_id,))
+        self.record_freed((block_id,))
         share = self._shares[block.tenant_id]
         del share.evictable[block_id]
         share.num_blocks -= 1

@@ -151,7 +151,7 @@ class Sequence:
         """Whether what it asks for comes from all its prompt's tokens, also those in a cache."""
         return self.prompt_logprobs is not None or self.pooling == "mean"
 
-    def become(self, state: SequenceState) -> None:
+    def transition_to(self, state: SequenceState) -> None:
         """Raises ValueError for a move that the diagram does not have."""
         if state not in TRANSITIONS[self.state]:
             raise ValueError(f"a sequence cannot go from {self.state.value} to {state.value}")

@@ -64,7 +64,7 @@ class OutputHead(nn.Module):
             return scores
         return scores.div_(self.softcap).tanh_().mul_(self.softcap)
 
-    def likeliest(self, hidden: Tensor) -> Tensor:
+    def argmax_tokens(self, hidden: Tensor) -> Tensor:
         """The column of each row's largest logit, of equal ones the first: [R] int64."""
         if self.softcap is None:
             return argmax_logits(hidden, self.weight, is_batch_invariant=self.is_batch_invariant)

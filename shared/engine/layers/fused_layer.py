@@ -38,9 +38,9 @@ class FusedLayer(nn.Module):
         kv_cache: Tensor,
         inputs: AttentionInputs,
     ) -> tuple[Tensor, None]:
-        query = self.kernel.before(x, cos, sin, kv_cache, inputs.slot_mapping)
+        query = self.kernel.pre_attention(x, cos, sin, kv_cache, inputs.slot_mapping)
         attended = self.self_attn.attend(query, kv_cache, inputs)
-        return self.kernel.behind(x, attended), None
+        return self.kernel.post_attention(x, attended), None
 
 
 def fused_layer(
@@ -55,14 +55,14 @@ def fused_layer(
     linears = self_attn.qkv_proj, self_attn.o_proj, mlp.gate_up_proj, mlp.down_proj
     if any(each.bias is not None for each in linears[1:]):
         return None
-    before_attention, before_mlp, *behind = norms
+    before_attention, before_mlp, *post_attention = norms
     head_norms = self_attn.q_norm, self_attn.k_norm
     kernel = layer_kernel(
         (before_attention.weight, before_mlp.weight),
         [each.weight for each in linears],
         qkv_bias=linears[0].bias,
         head_norms=[each.weight for each in head_norms if each is not None],
-        post_norms=[each.weight for each in behind],
+        post_norms=[each.weight for each in post_attention],
         eps=before_attention.eps,
         has_unit_offset=before_attention.has_unit_offset,
         activation=mlp.activation,

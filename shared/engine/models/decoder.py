@@ -79,8 +79,8 @@ class SandwichLayer(DecoderLayer):
 
     def fused(self) -> FusedLayer | None:
         before = self.input_layernorm, self.pre_feedforward_layernorm
-        behind = self.post_attention_layernorm, self.post_feedforward_layernorm
-        return fused_layer(self.self_attn, self.mlp, (*before, *behind))
+        after = self.post_attention_layernorm, self.post_feedforward_layernorm
+        return fused_layer(self.self_attn, self.mlp, (*before, *after))
 
 
 class Decoder(nn.Module):
@@ -131,9 +131,9 @@ class Decoder(nn.Module):
         """hidden [R, hidden] -> [R, vocab_size] FP32."""
         return self.lm_head(self.norm(hidden))
 
-    def likeliest(self, hidden: Tensor) -> Tensor:
+    def argmax_tokens(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden] -> [R] ids of the largest logits."""
-        return self.lm_head.likeliest(self.norm(hidden))
+        return self.lm_head.argmax_tokens(self.norm(hidden))
 
     def weight_destinations(self) -> dict[str, Tensor]:
         """The checkpoint's tensor names -> where each goes; fused parameters are cut up."""

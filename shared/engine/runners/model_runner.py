@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.attention.vector_attention import SEGMENT
-from kernels.cpu.compile import compiling_alone
+from kernels.cpu.compile import compile_lock
 from kernels.cpu.layer.fused_layer import MANY_ROWS
 from kernels.cpu.simd.intrinsics import FEW_ROWS
 from kernels.device import IS_INTERPRETED
-from kernels.ops import copy_blocks, gather_blocks, has_own_product, scatter_blocks
+from kernels.ops import copy_blocks, gather_blocks, has_custom_gemm, scatter_blocks
 from shared.clock import Clock, MonotonicClock
 from shared.engine.kv_cache import allocate_kv_cache, num_blocks_for
 from shared.engine.layers.attention import Attention
@@ -38,7 +38,7 @@ from shared.engine.runner import SamplingInputs, StepInputs, StepOutput
 from shared.engine.runners.step_deadline import StepBudget
 from shared.engine.runners.step_threads import StepThreads
 from shared.engine.sampling.hidden_state_outputs import pooled, prompt_logprobs
-from shared.engine.sampling.sampler import draw_tokens
+from shared.engine.sampling.sampler import sample_tokens
 from shared.engine.weights.load import (
     CheckpointTensors,
     load_weights,
@@ -122,7 +122,7 @@ class ModelRunner:
         self.max_context_tokens = model.cos.shape[0]
         self.vocab_size = config.vocab_size
         self.eos_token_ids = config.eos_token_ids
-        self.reach = _reach(config)
+        self.attention_span = _attention_span(config)
         self._model = model
         self._kv_cache = kv_cache
         self._device = kv_cache.device
@@ -131,7 +131,7 @@ class ModelRunner:
             num_threads or torch.get_num_threads(),
             _num_weights(model),
             kv_cache.dtype,
-            has_own_products=all(has_own_product(each.weight) for each in _products(model)),
+            has_custom_gemm=all(has_custom_gemm(each.weight) for each in _products(model)),
         )
         self._clock = clock
         self._step_thread = ThreadPoolExecutor(1, "engine-step", initializer=_keep_freed_memory)
@@ -192,7 +192,7 @@ class ModelRunner:
             num_threads=num_threads,
             clock=MonotonicClock() if clock is None else clock,
         )
-        with compiling_alone():
+        with compile_lock():
             runner._warm_up()  # whoever is ready has its kernels compiled
         return runner
 
@@ -239,7 +239,7 @@ class ModelRunner:
         block_size, num_threads = self.kv_format.block_size, numba.get_num_threads()
         hidden = self._hidden(_idle_step(block_size, FEW_ROWS + 1))
         self._model.logits(hidden[:1])
-        self._model.likeliest(hidden[:1])
+        self._model.argmax_tokens(hidden[:1])
         numba.set_num_threads(1)
         self._hidden(_idle_step(block_size, MANY_ROWS))
         numba.set_num_threads(num_threads)
@@ -249,15 +249,15 @@ class ModelRunner:
         """Computes a step on the calling thread. Returns [R, vocab_size] FP32."""
         return self._model.logits(self._sampled(self._hidden(inputs), inputs))
 
-    def _draw(
+    def _sample(
         self, hidden: Tensor, inputs: StepInputs
     ) -> tuple[list[int], list[TokenLogprobs | None]]:
         if not inputs.sampling.num_rows:
             return [], []
         sampled = self._sampled(hidden, inputs)
-        if inputs.sampling.wants_likeliest_only:
-            return self._model.likeliest(sampled).tolist(), []
-        return draw_tokens(self._model.logits(sampled), inputs.sampling)
+        if inputs.sampling.is_plain_greedy:
+            return self._model.argmax_tokens(sampled).tolist(), []
+        return sample_tokens(self._model.logits(sampled), inputs.sampling)
 
     def _sampled(self, hidden: Tensor, inputs: StepInputs) -> Tensor:
         """The rows that a token is drawn from."""
@@ -281,7 +281,7 @@ class ModelRunner:
         self._threads.set_for(len(inputs.input_ids))
         started = self._clock.now()
         hidden = self._hidden(inputs)
-        token_ids, logprobs = self._draw(hidden, inputs)
+        token_ids, logprobs = self._sample(hidden, inputs)
         output = StepOutput(
             token_ids,
             logprobs,
@@ -404,7 +404,7 @@ def _shares_weights(device: torch.device) -> bool:
     return device.type == "cpu" and not IS_INTERPRETED
 
 
-def _reach(config: ModelConfig) -> int | None:
+def _attention_span(config: ModelConfig) -> int | None:
     """As far as the widest window, if all layers have one, and the segment that it begins in."""
     windows = [layer.window for layer in config.layers if layer.window is not None]
     return max(windows) + SEGMENT - 1 if len(windows) == config.num_layers else None

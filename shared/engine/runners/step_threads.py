@@ -18,7 +18,7 @@ OWN_WORTHWHILE_S = 2e-3  # where few calls hand out their tasks: a 4 M model's 1
 
 @dataclass
 class StepThreads:
-    """`num_weights`: of all products with weights; `has_own_products`: those are our kernels', and
+    """`num_weights`: of all products with weights; `has_custom_gemm`: those are our kernels', and
     torch has only small things to compute. `set_for` is to be called on the step thread, whose
     number OpenMP and numba keep apart from those of others.
     """
@@ -26,15 +26,15 @@ class StepThreads:
     num_threads: int
     num_weights: int
     dtype: torch.dtype
-    has_own_products: bool = False
+    has_custom_gemm: bool = False
     _num_set: int = 0
 
     def set_for(self, num_tokens: int) -> None:
-        worthwhile_s = OWN_WORTHWHILE_S if self.has_own_products else WORTHWHILE_S
+        worthwhile_s = OWN_WORTHWHILE_S if self.has_custom_gemm else WORTHWHILE_S
         num_threads = self.num_threads if self.seconds_alone(num_tokens) > worthwhile_s else 1
         if num_threads != self._num_set:
             # torch's threads hold on to their cores for a while, in the way of our kernels' own.
-            torch.set_num_threads(1 if self.has_own_products else num_threads)
+            torch.set_num_threads(1 if self.has_custom_gemm else num_threads)
             numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
             numba.set_parallel_chunksize(1)  # see kernels.cpu.simd.tasks
             self._num_set = num_threads

@@ -58,7 +58,7 @@ class TimingRunner:
         self.num_blocks = num_blocks
         self.max_context_tokens = max_context_tokens
         self.vocab_size = vocab_size
-        self.reach: int | None = None
+        self.attention_span: int | None = None
         self._clock = clock
         self._cost = StepCost() if cost is None else cost
         self._kv = np.zeros((num_blocks * block_size, STATE_BYTES), dtype=np.uint8)
@@ -126,17 +126,17 @@ class TimingRunner:
         logprobs: list[TokenLogprobs | None] = []
         for row, index in enumerate(sampling.logits_indices.tolist()):
             processed = states[index] + _noise(sampling, row) + _adjustments(sampling, row)
-            token_ids.append(self._draw(processed, sampling, row))
+            token_ids.append(self._sample_state(processed, sampling, row))
             told = None
             if row in sampling.raw_logprobs:
-                told = self._told(states[index], token_ids[-1], sampling.raw_logprobs[row])
+                told = self._logprobs(states[index], token_ids[-1], sampling.raw_logprobs[row])
             elif row in sampling.processed_logprobs:
-                told = self._told(processed, token_ids[-1], sampling.processed_logprobs[row])
+                told = self._logprobs(processed, token_ids[-1], sampling.processed_logprobs[row])
             logprobs.append(told)
         is_asked = sampling.raw_logprobs or sampling.processed_logprobs
         return token_ids, logprobs if is_asked else []
 
-    def _draw(self, state: bytes, sampling: SamplingInputs, row: int) -> int:
+    def _sample_state(self, state: bytes, sampling: SamplingInputs, row: int) -> int:
         """The first token that is not banned; where all are, the first."""
         banned = {token_id for each, token_id in sampling.banned if each == row}
         following = (self._token_id(state, rank) for rank in range(self._num_tokens))
@@ -148,14 +148,14 @@ class TimingRunner:
     ) -> dict[int, list[TokenLogprobs]]:
         return {
             index: [
-                self._told(state, token_id, asked.num_likeliest)
+                self._logprobs(state, token_id, asked.num_top_logprobs)
                 for state, token_id in zip(chunks[index], asked.token_ids.tolist(), strict=False)
             ]
             for index, asked in inputs.prompt_logprobs.items()
         }
 
-    def _told(self, state: bytes, token_id: int, num_likeliest: int) -> TokenLogprobs:
-        ranks = range(min(num_likeliest, self._num_tokens))
+    def _logprobs(self, state: bytes, token_id: int, num_top_logprobs: int) -> TokenLogprobs:
+        ranks = range(min(num_top_logprobs, self._num_tokens))
         rank = (token_id - self._token_id(state, 0)) % self._num_tokens
         return TokenLogprobs(
             _logprob(rank),

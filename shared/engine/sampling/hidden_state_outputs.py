@@ -43,7 +43,9 @@ def _successor_logprobs(
     pieces = zip(chunk[: len(token_ids)].split(num_rows), token_ids.split(num_rows), strict=True)
     told: list[TokenLogprobs] = []
     for piece, following in pieces:
-        told += token_logprobs(logits_of(piece), following, [asked.num_likeliest] * len(following))
+        told += token_logprobs(
+            logits_of(piece), following, [asked.num_top_logprobs] * len(following)
+        )
     return told
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.ops import likeliest
+from kernels.ops import top_k
 from shared.messages import TokenLogprobs
 
 
 def token_logprobs(
-    logits: Tensor, token_ids: Tensor, num_likeliest: list[int]
+    logits: Tensor, token_ids: Tensor, num_top_logprobs: list[int]
 ) -> list[TokenLogprobs]:
     """logits [R, vocab_size] FP32, token_ids and num_likeliest [R] -> [R].
 
@@ -17,12 +17,12 @@ def token_logprobs(
     """
     logprobs = logits.log_softmax(-1)
     logprobs.masked_fill_(logprobs.isnan(), float("-inf"))
-    top = likeliest(logprobs, max(num_likeliest))
+    top = top_k(logprobs, max(num_top_logprobs))
     columns = zip(
         logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1).tolist(),
         top.tolist(),
         logprobs.gather(1, top).tolist(),
-        num_likeliest,
+        num_top_logprobs,
         strict=True,
     )
     return [

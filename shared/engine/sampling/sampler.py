@@ -29,7 +29,7 @@ from shared.engine.sampling.logprobs import token_logprobs
 from shared.messages import TokenLogprobs
 
 
-def draw_tokens(
+def sample_tokens(
     logits: Tensor, inputs: SamplingInputs
 ) -> tuple[list[int], list[TokenLogprobs | None]]:
     """logits [R, vocab_size] FP32, overwritten -> [R] token ids, and as many logprobs or, if no row
@@ -38,15 +38,15 @@ def draw_tokens(
     raw = _rows(logits, inputs.raw_logprobs)
     _adjust(logits, inputs)
     processed = _rows(logits, inputs.processed_logprobs)
-    token_ids = _draw(logits, inputs)
+    token_ids = _sample(logits, inputs)
     if raw is None and processed is None:
         return token_ids, []
     told: list[TokenLogprobs | None] = [None] * len(token_ids)
     if raw is not None:
-        _tell(told, raw, inputs.raw_logprobs, token_ids)
+        _add_logprobs(told, raw, inputs.raw_logprobs, token_ids)
     if processed is not None:
         rows = list(inputs.processed_logprobs)
-        _tell(told, _scale(processed, rows, inputs), inputs.processed_logprobs, token_ids)
+        _add_logprobs(told, _scale(processed, rows, inputs), inputs.processed_logprobs, token_ids)
     return token_ids, told
 
 
@@ -71,7 +71,7 @@ def _adjust(logits: Tensor, inputs: SamplingInputs) -> None:
         logits[rows, token_ids] = float("-inf")
 
 
-def _draw(logits: Tensor, inputs: SamplingInputs) -> list[int]:
+def _sample(logits: Tensor, inputs: SamplingInputs) -> list[int]:
     if not inputs.temperature.any():
         return argmax(logits).tolist()
     columns = _on(
@@ -100,15 +100,15 @@ def _scale(logits: Tensor, rows: list[int], inputs: SamplingInputs) -> Tensor:
     return scale(logits, *columns)
 
 
-def _tell(
+def _add_logprobs(
     told: list[TokenLogprobs | None],
     logits: Tensor,
     asking: Mapping[int, int],
     token_ids: list[int],
 ) -> None:
     """logits: those of the rows that ask, in their order."""
-    drawn = torch.tensor([token_ids[row] for row in asking], device=logits.device)
-    each = token_logprobs(logits, drawn, list(asking.values()))
+    sampled = torch.tensor([token_ids[row] for row in asking], device=logits.device)
+    each = token_logprobs(logits, sampled, list(asking.values()))
     for row, logprobs in zip(asking, each, strict=True):
         told[row] = logprobs
 

@@ -158,7 +158,7 @@ def _seal(path: Path, sealed_ns: int) -> None:
     try:
         os.utime(path, ns=(sealed_ns, sealed_ns))
     except (OSError, OverflowError) as error:  # it stays usable, at the price of a digest a start
-        log.info("packed_weights_not_sealed", path=str(path), reason=str(error))
+        log.info("shared_weights_seal_failed", path=str(path), reason=str(error))
 
 
 class PayloadWriter:

@@ -87,7 +87,7 @@ def map_weights(
             regions, tensors, config, revision, cache_dir, is_compressed=is_compressed
         )
     except OSError as error:
-        log.warning("weights_not_shared", cache=str(cache_dir), reason=one_line(error))
+        log.warning("shared_weights_unavailable", cache=str(cache_dir), reason=one_line(error))
         return None
     for region in regions:
         _adopt(region, packed)

@@ -31,12 +31,12 @@ async def test_a_table_waits_for_the_first_heartbeat(tmp_path: Path, observed: N
     with pytest.raises(subprocess.TimeoutExpired):  # it waits
         status.wait(2 * FIRST_LOOK_S)
     bus = await NatsBus.connect(observed.url("gateway-1"), process_id="gateway-1")
-    heart = HealthMonitor(bus, MonotonicClock(), SystemRandomness(), roles=("gateway",))
-    await heart.start()
+    health_monitor = HealthMonitor(bus, MonotonicClock(), SystemRandomness(), roles=("gateway",))
+    await health_monitor.start()
     try:
         output = await asyncio.to_thread(status.communicate, timeout=WAIT_S)
     finally:
-        await heart.stop()
+        await health_monitor.stop()
         await bus.close()
     assert status.returncode == 0, output[0]
     assert [row["process_id"] for row in json.loads(output[0])["services"]] == ["gateway-1"]

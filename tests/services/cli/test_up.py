@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from services.cli.up import ask_first
+from services.cli.up import first_request
 from services.local.servers import free_port
 from services.local.state import ClusterState, StateDir
 from shared.clock import MonotonicClock
@@ -174,10 +174,10 @@ def test_what_is_killed_is_started_again_and_the_cluster_answers(running: Up, co
 async def test_a_first_question_that_fails_ends_only_a_check() -> None:
     url = f"http://127.0.0.1:{free_port('127.0.0.1')}"  # nobody listens there
     console = Console(file=io.StringIO(), width=200)
-    await ask_first(url, "key", console, MonotonicClock(), is_check=False)
+    await first_request(url, "key", console, MonotonicClock(), is_check=False)
     assert f"no answer: cannot reach {url}" in console.file.getvalue()
     with pytest.raises(DependencyUnavailable):
-        await ask_first(url, "key", console, MonotonicClock(), is_check=True)
+        await first_request(url, "key", console, MonotonicClock(), is_check=True)
 
 
 @pytest.fixture

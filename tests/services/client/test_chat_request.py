@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Callable
 import httpx
 import pytest
 
-from services.client.chat_request import Reply, ask, door, first_model
+from services.client.chat_request import Reply, first_model, gateway_client, stream_chat
 from shared.errors import DependencyUnavailable, HearthError
 
 QUESTION = [{"role": "user", "content": "What is Hearth?"}]
@@ -49,7 +49,7 @@ def client(answer: Answer) -> httpx.AsyncClient:
 async def asked(body: str, *, status: int = 200) -> tuple[Reply, list[str]]:
     heard: list[str] = []
     async with client(lambda request: httpx.Response(status, text=body)) as gateway:
-        reply = await ask(gateway, "demo", QUESTION, StepClock(), heard.append)
+        reply = await stream_chat(gateway, "demo", QUESTION, StepClock(), heard.append)
     return reply, heard
 
 
@@ -92,7 +92,7 @@ async def test_a_broken_connection_is_an_error() -> None:
 
     async with client(lambda request: httpx.Response(200, stream=Broken())) as gateway:
         with pytest.raises(DependencyUnavailable, match="connection broke"):
-            await ask(gateway, "demo", QUESTION, StepClock(), lambda text: None)
+            await stream_chat(gateway, "demo", QUESTION, StepClock(), lambda text: None)
 
 
 async def test_the_first_model_is_asked_for() -> None:
@@ -109,7 +109,7 @@ async def test_the_first_model_is_asked_for() -> None:
 
 async def test_a_door_takes_the_url_with_or_without_v1() -> None:
     for url in ("http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/"):
-        async with door(url, "key") as made:
+        async with gateway_client(url, "key") as made:
             assert str(made.base_url) in ("http://a:1", "http://a:1/")
             assert made.headers["authorization"] == "Bearer key"
 
@@ -119,7 +119,7 @@ STRANGE = (b"[]", b"5", b'{"choices": 5}', b'{"choices": [{"delta": 7}]}', b'"\x
 
 @pytest.mark.parametrize("body", [*STRANGE, b'{"data": [{"name": "x"}]}'])
 async def test_another_servers_models_are_one_clear_error(body: bytes) -> None:
-    client = door("http://x", "key")
+    client = gateway_client("http://x", "key")
     client._transport = httpx.MockTransport(lambda request: httpx.Response(200, content=body))
     with pytest.raises(HearthError):
         await first_model(client)
@@ -128,7 +128,7 @@ async def test_another_servers_models_are_one_clear_error(body: bytes) -> None:
 @pytest.mark.parametrize("body", STRANGE)
 async def test_another_servers_events_are_one_clear_error(body: bytes) -> None:
     content = b"data: " + body + b"\n\n"
-    client = door("http://x", "key")
+    client = gateway_client("http://x", "key")
     client._transport = httpx.MockTransport(lambda request: httpx.Response(200, content=content))
     with pytest.raises(HearthError):
-        await ask(client, "m", QUESTION, StepClock(), lambda text: None)
+        await stream_chat(client, "m", QUESTION, StepClock(), lambda text: None)

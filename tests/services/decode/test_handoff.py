@@ -285,9 +285,9 @@ def test_an_ending_is_told_again_until_it_is_acknowledged():
             placement_id = await it.peer.place("decode-1", request_of(PROMPT), ())
             received = await it.peer.finished(placement_id)
             for _ in range(2):
-                told_at, received.finish = asyncio.get_running_loop().time(), None
+                flushed_at, received.finish = asyncio.get_running_loop().time(), None
                 await it.peer.finished(placement_id)
-                assert asyncio.get_running_loop().time() - told_at < 2.5
+                assert asyncio.get_running_loop().time() - flushed_at < 2.5
             assert len(received.token_ids) == 20  # and nothing twice
             await it.peer.acknowledge("decode-1", placement_id)
             received.finish = None

@@ -42,12 +42,12 @@ def test_a_frame_that_comes_twice_at_once_counts_once() -> None:
             num_cached_tokens=0,
             payload_bytes=16 * STATE_BYTES,
         )
-        receipt = KvWriter(sequence, runner, num_held_tokens=0)
+        kv_writer = KvWriter(sequence, runner, num_held_tokens=0)
         payload = memoryview(bytes(header.payload_bytes))
-        taken = [receipt.frame(header, payload) for _ in range(2)]
+        taken = [kv_writer.frame(header, payload) for _ in range(2)]
         results = await asyncio.gather(*taken, return_exceptions=True)
         assert [type(each) for each in results] == [type(None), FrameRefused]
-        assert receipt.num_held_tokens == 16
-        assert not receipt.is_complete
+        assert kv_writer.num_held_tokens == 16
+        assert not kv_writer.is_complete
 
     run(main())

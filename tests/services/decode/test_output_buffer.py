@@ -11,7 +11,7 @@ SERVED = Served(num_cached_tokens=3, prefill_worker_id="prefill-1")
 STOP = Finish(reason="stop", served=SERVED)
 
 
-def emitter() -> tuple[OutputBuffer, Output, Output]:
+def output_buffer() -> tuple[OutputBuffer, Output, Output]:
     made = OutputBuffer()
     first, second = made.open(P, "gateway-1", 0, 5), made.open(Q, "gateway-2", 1, 0)
     first.served = second.served = SERVED
@@ -19,7 +19,7 @@ def emitter() -> tuple[OutputBuffer, Output, Output]:
 
 
 def test_one_batch_a_gateway_and_only_what_is_new():
-    it, p, q = emitter()
+    it, p, q = output_buffer()
     it.add(p, (1,))
     it.add(q, (7,))
     it.add(p, (2,))
@@ -34,7 +34,7 @@ def test_one_batch_a_gateway_and_only_what_is_new():
 
 
 def test_first_tokens_are_taken_alone():
-    it, p, q = emitter()
+    it, p, q = output_buffer()
     it.add(p, (1,))
     assert it.take_first() == {"gateway-1": [TokenEntry(P, 0, 5, (1,), None, SERVED)]}
     it.add(p, (2,))
@@ -47,7 +47,7 @@ def test_first_tokens_are_taken_alone():
 
 
 def test_what_was_taken_dropped_or_sent_again_is_no_first_any_more():
-    it, p, q = emitter()
+    it, p, q = output_buffer()
     it.add(p, (1,))
     assert it.take() and it.take_first() == {}
     it.add(q, (1,))
@@ -61,22 +61,22 @@ def test_what_was_taken_dropped_or_sent_again_is_no_first_any_more():
 
 
 def test_one_without_tokens_that_was_told_again_has_its_first_yet_to_come():
-    it, p, _ = emitter()
-    it.tell_again(P)
+    it, p, _ = output_buffer()
+    it.resend_overdue(P)
     it.add(p, (1,))
     assert it.take_first() == {"gateway-1": [TokenEntry(P, 0, 5, (1,), None, SERVED)]}
     assert it.take() == {}
 
 
 def test_an_ending_without_tokens_is_told():
-    it, p, _ = emitter()
+    it, p, _ = output_buffer()
     it.add(p, (), STOP)
     assert it.take() == {"gateway-1": [TokenEntry(P, 0, 5, (), STOP, SERVED)]}
 
 
 @pytest.mark.parametrize("position, token_ids", [(0, (1, 2, 3)), (6, (2, 3)), (8, ()), (99, ())])
 def test_resend_from_any_position(position, token_ids):
-    it, p, _ = emitter()
+    it, p, _ = output_buffer()
     it.add(p, (1, 2, 3), STOP)
     entry = it.resend(P, 0, position)
     assert entry.token_ids == token_ids and entry.finish == STOP
@@ -88,7 +88,7 @@ L1, L2, L3 = (TokenLogprobs(-float(n), (n,), (-0.5,)) for n in (1, 2, 3))
 
 
 def test_logprobs_go_with_their_tokens_and_those_of_the_prompt_with_the_first():
-    it, p, _ = emitter()
+    it, p, _ = output_buffer()
     it.add(p, (1,), logprobs=(L1,), prompt_logprobs=(L3, L2))
     first = TokenEntry(P, 0, 5, (1,), None, SERVED, logprobs=(L1,), prompt_logprobs=(L3, L2))
     assert it.take() == {"gateway-1": [first]}
@@ -138,7 +138,7 @@ def test_choices_of_one_placement_are_numbered_each_and_dropped_together():
 
 
 def test_what_is_dropped_or_never_held_is_unknown():
-    it, p, _ = emitter()
+    it, p, _ = output_buffer()
     it.add(p, (1,))
     it.drop(P)
     it.drop(P)

@@ -86,9 +86,9 @@ def test_a_long_step_does_not_hold_back_what_short_ones_drew_before():
             await it.peer.has_tokens(placement_id, 5)
             it.decode.runner._cost = every_step(0.5)
             await asyncio.sleep(3 * INTERVAL_S)  # virtual: the last short step, the wait, the way
-            num_drawn = it.decode.engine.num_generated_tokens
-            assert 5 < num_drawn < 20
-            assert len(it.peer.of(placement_id).output) == num_drawn
+            num_sampled = it.decode.engine.num_generated_tokens
+            assert 5 < num_sampled < 20
+            assert len(it.peer.of(placement_id).output) == num_sampled
 
     run(main())
 

@@ -141,7 +141,7 @@ class PeerDecode:
         self.step = 0
         self.is_hung = False
         self.tasks: set[asyncio.Task[None]] = set()
-        self.heart = HealthMonitor(
+        self.health_monitor = HealthMonitor(
             self.bus,
             MonotonicClock(),
             SystemRandomness(),
@@ -159,13 +159,13 @@ class PeerDecode:
         await self.bus.subscribe(
             subjects.control("decode", self.worker_id), AbortRequest | AckFinished, self._control
         )
-        await self.heart.start()
-        await self.heart.become("ready")
+        await self.health_monitor.start()
+        await self.health_monitor.transition_to("ready")
 
     async def stop(self) -> None:
         for task in self.tasks:
             task.cancel()
-        await self.heart.stop()
+        await self.health_monitor.stop()
         await self.bus.close()
 
     async def die(self) -> None:
@@ -253,7 +253,7 @@ class PeerScheduler:
         self.queued: dict[str, SubmitRequest] = {}
         self.submitted: list[SubmitRequest] = []
         self.task: asyncio.Task[None] | None = None
-        self.heart = HealthMonitor(
+        self.health_monitor = HealthMonitor(
             self.bus, MonotonicClock(), SystemRandomness(), roles=("scheduler",)
         )
 
@@ -269,13 +269,13 @@ class PeerScheduler:
             lambda message: self.cancels.put_nowait(message.request_id),
         )
         self.task = asyncio.create_task(self._serve_queue())
-        await self.heart.start()
-        await self.heart.become("ready")
+        await self.health_monitor.start()
+        await self.health_monitor.transition_to("ready")
 
     async def stop(self) -> None:
         assert self.task is not None
         self.task.cancel()
-        await self.heart.stop()
+        await self.health_monitor.stop()
         await self.bus.close()
 
     def _submit(self, message: SubmitRequest) -> Queued:

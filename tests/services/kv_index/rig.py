@@ -68,16 +68,16 @@ class CacheWorker:
             vocab_size=1000,
         )
         randomness = SeededRandomness(epoch)
-        self.heart = HealthMonitor(
+        self.health_monitor = HealthMonitor(
             bus, clock, randomness, roles=(role,), load=self._load, model=card
         )
-        self.heart.epoch = epoch
+        self.health_monitor.epoch = epoch
 
     async def join(self) -> None:
         subject = subjects.list_blocks(self.role, self.bus.process_id)
         self._leave = await self.bus.serve(subject, ListBlocks, self.page)
-        await self.heart.start()
-        await self.heart.become("ready")
+        await self.health_monitor.start()
+        await self.health_monitor.transition_to("ready")
 
     async def store(self, *numbers: int) -> None:
         self.held |= dict.fromkeys(numbers)

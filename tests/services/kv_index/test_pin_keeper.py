@@ -65,7 +65,7 @@ class PinRig(Rig):
         self, worker_id: str, role: Role = "prefill", *, region: str = ""
     ) -> SimulatedWorker:
         worker = SimulatedWorker(self.network, self.plane, worker_id, (role,), num_blocks=64)
-        worker.worker.heart._region = region
+        worker.worker.health_monitor._region = region
         await worker.start()
         return worker
 

@@ -203,7 +203,7 @@ def test_a_restarted_worker_starts_anew() -> None:
         await worker.store(1, 2)
         await rig.exact(1)
         rig.network.disconnect("prefill-0")
-        await worker.heart._background.stop()
+        await worker.health_monitor._background.stop()
         again = await rig.worker("prefill-0", epoch=2)
         await again.store(2)
         await asyncio.sleep(0.1)
@@ -365,7 +365,7 @@ async def test_over_real_servers(nats_server: NatsServer, redis_server: RedisSer
         worker = CacheWorker(prefill, MonotonicClock())  # type: ignore[arg-type]
         worker.held = dict.fromkeys(range(1, 7))
         await worker.join()
-        stack.push_async_callback(worker.heart.stop)
+        stack.push_async_callback(worker.health_monitor.stop)
         scheduler = await NatsBus.connect(nats_server.url("scheduler-1"), process_id="scheduler-1")
         stack.push_async_callback(scheduler.close)
         await _answers(scheduler, {"prefill-1": 6}, *range(1, 7))

@@ -9,7 +9,7 @@ import nats
 import nats.errors
 import pytest
 
-from services.cli.health_check import hears_heartbeat
+from services.cli.health_check import receives_heartbeat
 from services.local.child_processes import ProcessSpec
 from services.local.credentials import Credential, nats_config
 from services.local.join import add_credential, signalled_process
@@ -113,14 +113,14 @@ def test_without_a_cluster_it_says_how_to_start_one(tmp_path: Path) -> None:
 
 async def test_a_process_is_healthy_while_it_beats(environ: dict[str, str]) -> None:
     url = environ["url"]
-    assert not await hears_heartbeat(url, "decode-1", timeout_s=0.4)
+    assert not await receives_heartbeat(url, "decode-1", timeout_s=0.4)
     bus = await NatsBus.connect(url, process_id="decode-1")
-    heart = HealthMonitor(bus, MonotonicClock(), SystemRandomness(), roles=("decode",))
-    await heart.start()
-    assert not await hears_heartbeat(url, "decode-1", timeout_s=0.4)  # still starting
-    await heart.become("ready")
-    assert await hears_heartbeat(url, "decode-1", timeout_s=5.0)
-    await heart.stop()
+    health_monitor = HealthMonitor(bus, MonotonicClock(), SystemRandomness(), roles=("decode",))
+    await health_monitor.start()
+    assert not await receives_heartbeat(url, "decode-1", timeout_s=0.4)  # still starting
+    await health_monitor.transition_to("ready")
+    assert await receives_heartbeat(url, "decode-1", timeout_s=5.0)
+    await health_monitor.stop()
     await bus.close()
 
 
@@ -137,9 +137,9 @@ async def test_an_observer_hears_heartbeats_and_may_say_nothing(environ: dict[st
     member = await NatsBus.connect(environ["url"], process_id="decode-1")
     heard = await observer.subscribe(from_anyone(HEARTBEATS))
     await observer.flush()
-    await HealthMonitor(member, MonotonicClock(), SystemRandomness(), roles=("decode",)).become(
-        "ready"
-    )
+    await HealthMonitor(
+        member, MonotonicClock(), SystemRandomness(), roles=("decode",)
+    ).transition_to("ready")
     subject = (await heard.next_msg(timeout=20.0)).subject
     assert subject == sent_by(heartbeat("decode", "decode-1"), "decode-1")
     for subject in (SUBMIT, heartbeat("decode", "decode-1")):

@@ -25,7 +25,7 @@ class PlainScan:
     decodes: Sequence[WorkerRow]
     prefills: Sequence[WorkerRow]
     num_cached_blocks: Mapping[str, int]
-    hop_s: float
+    handoff_overhead_s: float
     local_prefill: LocalPrefill
     now: float
     excluded: frozenset[str] = frozenset()
@@ -55,7 +55,7 @@ class PlainScan:
                 push_s = self.uncached(decode) * prefill.speed.push_token_s
                 seconds = (
                     decode.speed.step_s
-                    + self.hop_s
+                    + self.handoff_overhead_s
                     + self.first_s(prefill)
                     + max(compute_s, push_s)
                 )

@@ -73,7 +73,7 @@ class Worker:
             vocab_size=1000,
         )
         clock, randomness = VirtualClock(), SeededRandomness(hash_of(worker_id))
-        self.heart = HealthMonitor(
+        self.health_monitor = HealthMonitor(
             self.bus,
             clock,
             randomness,
@@ -85,8 +85,8 @@ class Worker:
         await self.bus.serve(subjects.start_decode(worker_id), StartDecode, self._start)
         control = subjects.control("decode", worker_id)
         await self.bus.subscribe(control, AbortRequest, self.aborted.append)
-        await self.heart.start()
-        await self.heart.become("ready")
+        await self.health_monitor.start()
+        await self.health_monitor.transition_to("ready")
 
     def _load(self) -> WorkerLoad:
         self.step += 1
@@ -121,7 +121,7 @@ class Rig:
             config, self.network.bus("scheduler-0"), VirtualClock(), SeededRandomness(5)
         )
         self.told: dict[str, list[Told]] = {}
-        self.told_at: list[float] = []
+        self.flushed_at: list[float] = []
         self.workers: dict[str, Worker] = {}
         self.matches: tuple[PrefixMatch, ...] = ()
 
@@ -135,7 +135,7 @@ class Rig:
 
         def note(message: Told) -> None:
             told.append(message)
-            self.told_at.append(asyncio.get_running_loop().time())
+            self.flushed_at.append(asyncio.get_running_loop().time())
 
         await bus.subscribe(subjects.placement(gateway_id), Told, note)
         self.buses = getattr(self, "buses", {}) | {gateway_id: bus}
@@ -152,7 +152,7 @@ class Rig:
         worker = Worker(self.network.bus(worker_id), role, **options)  # type: ignore[arg-type]
         await worker.join()
         self.workers[worker_id] = worker
-        live = self.service.heart.fleet
+        live = self.service.health_monitor.fleet
         await eventually(lambda: any(each.process_id == worker_id for each in live.live(role)))
         return worker
 

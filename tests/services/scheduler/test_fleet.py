@@ -48,7 +48,7 @@ class Rig:
         )
         heartbeat = msgspec.structs.replace(heartbeat, **changes)
         self.health.observe(heartbeat, now)
-        self.workers.heard(heartbeat, now)
+        self.workers.on_heartbeat(heartbeat, now)
         return heartbeat
 
     def place(self, now: float, needs: RequestSize = NEEDS) -> Target | None:
@@ -148,7 +148,7 @@ def test_an_old_heartbeat_changes_nothing() -> None:
     rig = Rig()
     first = rig.beat("d1", 0.0)
     rig.beat("d1", 0.25, state="draining")
-    rig.workers.heard(first, 0.3)
+    rig.workers.on_heartbeat(first, 0.3)
     assert not rig.workers.has_worker(LANE, ())
 
 

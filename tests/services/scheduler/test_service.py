@@ -427,9 +427,9 @@ def test_a_lost_gateways_requests_are_dropped() -> None:
     async def test(rig: Rig) -> None:
         worker = await rig.worker("decode-0", num_free_blocks=NO_ROOM)
         bus = await rig.gateway("gateway-1")
-        heart = HealthMonitor(bus, VirtualClock(), SeededRandomness(9), roles=("gateway",))
-        await heart.start()
-        await heart.become("ready")
+        health_monitor = HealthMonitor(bus, VirtualClock(), SeededRandomness(9), roles=("gateway",))
+        await health_monitor.start()
+        await health_monitor.transition_to("ready")
         await asyncio.sleep(1.5)
         await rig.submit(submit_of("r0", gateway_id="gateway-1"))
         await rig.submit(submit_of("r1"))

@@ -32,7 +32,7 @@ async def test_a_request_is_placed_over_nats(nats_server: NatsServer) -> None:
         await scheduler.start()
         worker = Worker(await connect("decode-1"), "decode")  # type: ignore[arg-type]
         await worker.join()
-        stack.push_async_callback(worker.heart.stop)
+        stack.push_async_callback(worker.health_monitor.stop)
         gateway, told = await connect("gateway-1"), list[Told]()
         await gateway.subscribe(
             subjects.placement("gateway-1"), Placed | PlacementFailed | QueueKeepalive, told.append

@@ -94,12 +94,12 @@ def test_a_new_worker_is_believed_to_be_like_the_others() -> None:
 
 def test_what_a_handoff_and_a_link_take_is_learned() -> None:
     speeds = ModelThroughput()
-    assert speeds.hop_s == pytest.approx(0.004)
+    assert speeds.handoff_overhead_s == pytest.approx(0.004)
     for number in range(200):
         speeds.observe("decode", load(num_handoffs=2 * number, handoff_ack_s=2 * number * 0.03))
         pushed = 1000 * number
         speed = speeds.observe("prefill", load(num_pushed_tokens=pushed, push_s=pushed * 2e-5))
-    assert speeds.hop_s == pytest.approx(0.06, rel=0.1)
+    assert speeds.handoff_overhead_s == pytest.approx(0.06, rel=0.1)
     assert speed.push_token_s == pytest.approx(2e-5, rel=0.1)
 
 
@@ -131,7 +131,7 @@ def test_whatever_a_heartbeat_says_speeds_stay_sane(loads: list[WorkerLoad]) -> 
         speed = speeds.observe("w", each)
         assert 0 <= speed.step_s <= 60 and 0 < speed.token_s <= 60
         assert 0 <= speed.push_token_s <= 60
-        assert 0 <= speeds.hop_s <= 2
+        assert 0 <= speeds.handoff_overhead_s <= 2
 
 
 triples = st.tuples(*[st.floats(0, 1000) for _ in range(4)])

@@ -28,7 +28,7 @@ class Worker:
             max_context_tokens=self.runner.max_context_tokens,
             max_batch_tokens=budget,
             max_sequences=16,
-            reach=self.runner.reach,
+            attention_span=self.runner.attention_span,
         )
         self.tokens: dict[bytes, list[int]] = defaultdict(list)
         self.logprobs: dict[bytes, list[TokenLogprobs]] = defaultdict(list)

@@ -9,26 +9,26 @@ MARGIN = 1e-4
 
 
 def margin_checked_prompt(
-    model: PreTrainedModel, num_tokens: int, vocab_size: int, num_drawn: int
+    model: PreTrainedModel, num_tokens: int, vocab_size: int, num_sampled: int
 ) -> tuple[list[int], list[int]]:
     """A random prompt and its greedy continuation, each of whose tokens wins by MARGIN."""
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
         prompt = torch.randint(3, vocab_size, (num_tokens,), generator=generator).tolist()
-        expected, margin = _continuation(model, prompt, num_drawn)
+        expected, margin = _continuation(model, prompt, num_sampled)
         if margin > MARGIN:
             return prompt, expected
     raise AssertionError("no prompt with a margin found")
 
 
 def _continuation(
-    model: PreTrainedModel, prompt: list[int], num_drawn: int
+    model: PreTrainedModel, prompt: list[int], num_sampled: int
 ) -> tuple[list[int], float]:
     """Greedy tokens, and the least distance of a winner to its runner-up."""
     token_ids, margin = list(prompt), float("inf")
     with torch.inference_mode():
         out = model(torch.tensor([prompt]), use_cache=True)
-        for _ in range(num_drawn):
+        for _ in range(num_sampled):
             first, second = out.logits[0, -1].topk(2).values.tolist()
             margin = min(margin, first - second)
             token_ids.append(int(out.logits[0, -1].argmax()))

@@ -96,7 +96,7 @@ class Rig:
         max_sequences: int = 8,
         max_context_tokens: int = 4096,
         vocab_size: int = VOCAB_SIZE,
-        reach: int | None = None,
+        attention_span: int | None = None,
     ) -> None:
         self.runner = TimingRunner(
             InstantClock(),
@@ -111,7 +111,7 @@ class Rig:
             max_context_tokens=max_context_tokens,
             max_batch_tokens=max_batch_tokens,
             max_sequences=max_sequences,
-            reach=reach,
+            attention_span=attention_span,
         )
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences

@@ -67,7 +67,7 @@ def site(request: pytest.FixtureRequest, model_dir: Path) -> Iterator[Site]:
         asyncio.run(worker.runner.close())
 
 
-def sampling_of(mode: LogprobsMode) -> SamplingParams:
+def to_sampling(mode: LogprobsMode) -> SamplingParams:
     return SamplingParams(
         seed=3,
         max_tokens=NUM_TOKENS,
@@ -101,7 +101,7 @@ async def alone(worker: Worker, sampling: SamplingParams, choice_index: int) -> 
 def test_choices_of_a_pushed_prompt_tell_what_each_tells_alone(
     site: Site, is_crowded: bool, num_received: tuple[int, ...], mode: LogprobsMode
 ) -> None:
-    sampling = sampling_of(mode)
+    sampling = to_sampling(mode)
     worker = site.crowded if is_crowded else site.roomy
 
     async def main() -> None:

@@ -369,8 +369,8 @@ def test_only_moves_of_the_diagram(state: SequenceState, target: SequenceState) 
     sequence = new_sequence(PROMPT, greedy())
     sequence.state = state
     if target in TRANSITIONS[state]:
-        sequence.become(target)
+        sequence.transition_to(target)
         assert sequence.state is target
     else:
         with pytest.raises(ValueError, match=f"from {state.value} to {target.value}"):
-            sequence.become(target)
+            sequence.transition_to(target)

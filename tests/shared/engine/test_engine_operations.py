@@ -48,15 +48,15 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(
         budget=st.sampled_from([1, 5, 64]),
         num_sequences=st.sampled_from([1, 2, 5]),
-        reach=st.sampled_from([None, 2, 9]),
+        attention_span=st.sampled_from([None, 2, 9]),
     )
-    def start(self, budget: int, num_sequences: int, reach: int | None) -> None:
+    def start(self, budget: int, num_sequences: int, attention_span: int | None) -> None:
         self.rig = Rig(
             num_blocks=NUM_BLOCKS,
             max_batch_tokens=budget,
             max_sequences=num_sequences,
             vocab_size=VOCAB_SIZE,
-            reach=reach,
+            attention_span=attention_span,
         )
         self.rows: list[ScheduledSequence] = []
         self.expected: dict[Sequence, list[int]] = {}

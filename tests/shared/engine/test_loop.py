@@ -59,11 +59,11 @@ class Bench:
             max_sequences=max_sequences,
         )
         self.loop = EngineLoop(self.engine, runner, VirtualClock())
-        self.loop.listen(self._note)
+        self.loop.listen(self._record)
         self.told: list[StepProgress] = []
         self.changed = asyncio.Event()
 
-    def _note(self, progress: list[StepProgress]) -> None:
+    def _record(self, progress: list[StepProgress]) -> None:
         self.told += progress
         self.changed.set()
 

@@ -66,7 +66,7 @@ def command(num_blocks: int, *, start: int = 100) -> PinPrefix:
     )
 
 
-def keep(*commands: PinPrefix) -> KeepPins:
+def renew(*commands: PinPrefix) -> KeepPins:
     return KeepPins(
         tip_hashes=b"".join(each.block_hashes[-16:] for each in commands), lease_s=LEASE_S
     )
@@ -87,7 +87,7 @@ def test_an_unpinned_one_goes() -> None:
     pinned = Pinned()
     pinned.pin(command(3))
     pinned.run()
-    assert pinned.pins.keep(keep()).missing_tip_hashes == b""
+    assert pinned.pins.renew(renew()).missing_tip_hashes == b""
     pinned.fill(1000)
     assert pinned.pin(command(3)).num_cached_blocks == 0
 
@@ -96,7 +96,7 @@ def test_a_lease_that_nobody_renews_runs_out() -> None:
     pinned = Pinned()
     pinned.pin(command(2))
     pinned.clock.at = LEASE_S - 1
-    pinned.pins.keep(keep(command(2)))
+    pinned.pins.renew(renew(command(2)))
     pinned.clock.at = LEASE_S + 1
     pinned.pins.expire()
     assert len(pinned.pins) == 1
@@ -109,7 +109,7 @@ def test_keeping_tells_what_is_missing() -> None:
     pinned = Pinned()
     pinned.pin(command(2))
     other = command(1, start=700)
-    kept = pinned.pins.keep(keep(command(2), other))
+    kept = pinned.pins.renew(renew(command(2), other))
     assert kept.missing_tip_hashes == other.block_hashes
 
 
@@ -129,7 +129,7 @@ def test_pinning_again_costs_nothing() -> None:
     assert len(pinned.rig.engine.batcher.waiting) == 1
     pinned.run()
     assert not pinned.pin(command(3)).is_computing
-    pinned.pins.keep(keep())
+    pinned.pins.renew(renew())
     assert pinned.rig.engine.pool.num_pinned_blocks == 0
 
 

@@ -17,23 +17,23 @@ class Process:
         self.lost: list[tuple[str, Loss]] = []
         self.heard: list[Heartbeat] = []
         self.bus = network.bus(process_id)
-        self.heart = HealthMonitor(
+        self.health_monitor = HealthMonitor(
             self.bus,
             VirtualClock(),
             SeededRandomness(seed),
             roles=("decode",),
             load=self.load,
         )
-        self.heart.on_lost(lambda peer, loss: self.lost.append((peer, loss)))
-        self.heart.on_heard(self.heard.append)
+        self.health_monitor.on_lost(lambda peer, loss: self.lost.append((peer, loss)))
+        self.health_monitor.on_heartbeat(self.heard.append)
 
     def load(self) -> WorkerLoad:
         self.step += not self.is_wedged
         return WorkerLoad(step=self.step, step_budget_s=0.5)
 
     async def join(self) -> None:
-        await self.heart.start()
-        await self.heart.become("ready")
+        await self.health_monitor.start()
+        await self.health_monitor.transition_to("ready")
 
 
 async def three() -> tuple[SimulatedNetwork, list[Process]]:
@@ -49,7 +49,7 @@ def test_hearts_know_each_other() -> None:
     async def scenario() -> None:
         _, processes = await three()
         for process in processes:
-            assert len(list(process.heart.fleet.live("decode"))) == 2
+            assert len(list(process.health_monitor.fleet.live("decode"))) == 2
             assert process.lost == []
         own = [each for each in processes[0].heard if each.process_id == "decode-0"]
         assert 8 <= len(own) <= 10
@@ -69,8 +69,8 @@ def test_frozen_wedged_and_stopped_are_told_apart() -> None:
         assert first.lost[1:] == [("decode-2", Loss.STUCK)]
         network.thaw("decode-1")
         await asyncio.sleep(0.5)
-        assert first.heart.fleet.is_live("decode-1")
-        await second.heart.stop()
+        assert first.health_monitor.fleet.is_live("decode-1")
+        await second.health_monitor.stop()
         await asyncio.sleep(0.01)
         assert first.lost[2:] == [("decode-1", Loss.STOPPED)]
 

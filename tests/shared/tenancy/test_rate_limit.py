@@ -12,9 +12,9 @@ import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.gateway.tenancy.ratelimit_headers import duration, headers_of
+from services.gateway.tenancy.ratelimit_headers import duration, ratelimit_headers
 from shared.tenancy.rate_limit import (
-    CARRY_OUT,
+    APPLY_LUA,
     IDLE_S,
     RATES,
     LimitCommand,
@@ -22,7 +22,7 @@ from shared.tenancy.rate_limit import (
     RateLimitCounter,
     RequestedTokens,
     Settled,
-    reading_of,
+    to_limit_state,
 )
 from tests.servers import RedisServer
 
@@ -34,29 +34,29 @@ def asked(lease_id: str, requests: int = 1, inputs: int = 0, outputs: int = 0) -
     return RequestedTokens(lease_id, dict(zip(RATES, (requests, inputs, outputs), strict=True)))
 
 
-def order(limits: dict[str, int], **parts: Any) -> LimitCommand:
+def command(limits: dict[str, int], **parts: Any) -> LimitCommand:
     return LimitCommand(limits=limits, lease_s=LEASE_S, **parts)
 
 
 def admitted(
-    meter: RateLimitCounter, limits: dict[str, int], number: int, now: float
+    counter: RateLimitCounter, limits: dict[str, int], number: int, now: float
 ) -> LimitState:
-    return meter.carry_out(order(limits, asked=asked(f"r{number}")), now)
+    return counter.apply(command(limits, asked=asked(f"r{number}")), now)
 
 
 # ── by itself ────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_minute_holds_its_limit_and_fills_evenly() -> None:
-    meter, limits = RateLimitCounter(), {"requests_per_min": 7}
-    assert all(not admitted(meter, limits, n, 0.0).refused_by for n in range(7))
-    refused = admitted(meter, limits, 7, 0.0)
+    counter, limits = RateLimitCounter(), {"requests_per_min": 7}
+    assert all(not admitted(counter, limits, n, 0.0).refused_by for n in range(7))
+    refused = admitted(counter, limits, 7, 0.0)
     assert refused.refused_by == "requests_per_min"
     assert refused.wait_s == pytest.approx(60 / 7)
-    assert admitted(meter, limits, 8, 60 / 7 - 0.001).refused_by
-    assert not admitted(meter, limits, 9, 60 / 7).refused_by
-    assert admitted(meter, limits, 10, 60 / 7).refused_by
-    assert [not admitted(meter, limits, n, 1000.0).refused_by for n in range(20, 28)] == [
+    assert admitted(counter, limits, 8, 60 / 7 - 0.001).refused_by
+    assert not admitted(counter, limits, 9, 60 / 7).refused_by
+    assert admitted(counter, limits, 10, 60 / 7).refused_by
+    assert [not admitted(counter, limits, n, 1000.0).refused_by for n in range(20, 28)] == [
         *[True] * 7,
         False,
     ]
@@ -64,58 +64,58 @@ def test_a_minute_holds_its_limit_and_fills_evenly() -> None:
 
 def test_what_waits_longest_is_named() -> None:
     limits = {"requests_per_min": 60, "input_tokens_per_min": 60, "concurrency": 1}
-    meter = RateLimitCounter()
-    meter.carry_out(order(limits, asked=asked("a", 60, 30)), 0.0)
-    read = meter.carry_out(order(limits, asked=asked("b", 1, 40)), 0.0)
+    counter = RateLimitCounter()
+    counter.apply(command(limits, asked=asked("a", 60, 30)), 0.0)
+    read = counter.apply(command(limits, asked=asked("b", 1, 40)), 0.0)
     assert (read.refused_by, read.wait_s) == ("input_tokens_per_min", pytest.approx(10))
-    read = meter.carry_out(order(limits, asked=asked("b", 1, 0)), 14.0)
+    read = counter.apply(command(limits, asked=asked("b", 1, 0)), 14.0)
     assert (read.refused_by, read.wait_s) == ("concurrency", 1.0)
 
 
 def test_places_are_given_back_once_and_heal_by_themselves() -> None:
-    meter, limits = RateLimitCounter(), {"concurrency": 2}
+    counter, limits = RateLimitCounter(), {"concurrency": 2}
     for name in ("a", "b"):
-        assert not meter.carry_out(order(limits, asked=asked(name)), 0.0).refused_by
-    assert meter.carry_out(order(limits, asked=asked("c")), 0.0).refused_by == "concurrency"
+        assert not counter.apply(command(limits, asked=asked(name)), 0.0).refused_by
+    assert counter.apply(command(limits, asked=asked("c")), 0.0).refused_by == "concurrency"
     twice = (Settled("a", 0), Settled("a", 0), Settled("nobody", 0))
-    read = meter.carry_out(order(limits, settled=twice, asked=asked("c")), 1.0)
+    read = counter.apply(command(limits, settled=twice, asked=asked("c")), 1.0)
     assert (read.refused_by, read.num_open) == ("", 2)
-    read = meter.carry_out(order(limits, renewed=("b",)), 14.0)
+    read = counter.apply(command(limits, renewed=("b",)), 14.0)
     assert read.num_open == 2
-    assert meter.carry_out(order(limits), 1.0 + LEASE_S).num_open == 1  # c's gateway has died
-    assert meter.carry_out(order(limits), 14.0 + LEASE_S).num_open == 0
+    assert counter.apply(command(limits), 1.0 + LEASE_S).num_open == 1  # c's gateway has died
+    assert counter.apply(command(limits), 14.0 + LEASE_S).num_open == 0
 
 
 def test_reserved_output_is_given_back_as_far_as_it_was_not_drawn() -> None:
-    meter, limits = RateLimitCounter(), {"output_tokens_per_min": 600}
-    meter.carry_out(order(limits, asked=asked("a", outputs=500)), 0.0)
-    assert meter.carry_out(order(limits, asked=asked("b", outputs=200)), 0.0).refused_by
-    read = meter.carry_out(order(limits, settled=(Settled("a", 400),)), 0.0)
+    counter, limits = RateLimitCounter(), {"output_tokens_per_min": 600}
+    counter.apply(command(limits, asked=asked("a", outputs=500)), 0.0)
+    assert counter.apply(command(limits, asked=asked("b", outputs=200)), 0.0).refused_by
+    read = counter.apply(command(limits, settled=(Settled("a", 400),)), 0.0)
     assert read.used["output_tokens_per_min"] == 100
-    read = meter.carry_out(order(limits, settled=(Settled("a", 400),)), 0.0)
+    read = counter.apply(command(limits, settled=(Settled("a", 400),)), 0.0)
     assert read.used["output_tokens_per_min"] == 100
 
 
 def test_a_lowered_limit_is_not_paid_for_by_a_longer_wait() -> None:
-    meter = RateLimitCounter()
-    meter.carry_out(order({"requests_per_min": 1000}, asked=asked("a", 1000)), 0.0)
-    read = meter.carry_out(order({"requests_per_min": 10}, asked=asked("b")), 0.0)
+    counter = RateLimitCounter()
+    counter.apply(command({"requests_per_min": 1000}, asked=asked("a", 1000)), 0.0)
+    read = counter.apply(command({"requests_per_min": 10}, asked=asked("b")), 0.0)
     assert read.wait_s == pytest.approx(6)
 
 
 def test_a_meter_is_idle_when_it_is_empty_and_nothing_is_under_way() -> None:
-    meter = RateLimitCounter()
-    meter.carry_out(LimitCommand(limits={"concurrency": 1}, lease_s=1e9, asked=asked("a")), 0.0)
-    assert not meter.is_idle(2 * IDLE_S)
-    meter.carry_out(order({"concurrency": 1}, settled=(Settled("a", 0),)), 1.0)
-    assert not meter.is_idle(IDLE_S)
-    assert meter.is_idle(2 + IDLE_S)
+    counter = RateLimitCounter()
+    counter.apply(LimitCommand(limits={"concurrency": 1}, lease_s=1e9, asked=asked("a")), 0.0)
+    assert not counter.is_idle(2 * IDLE_S)
+    counter.apply(command({"concurrency": 1}, settled=(Settled("a", 0),)), 1.0)
+    assert not counter.is_idle(IDLE_S)
+    assert counter.is_idle(2 + IDLE_S)
 
 
 def test_headers_are_openai_s() -> None:
     used = {"requests_per_min": 10.0, "input_tokens_per_min": 75.5, "output_tokens_per_min": 30.0}
     limits = {"requests_per_min": 60, "input_tokens_per_min": 100, "output_tokens_per_min": 120}
-    headers = headers_of(limits, LimitState("", 0.0, used, 0))
+    headers = ratelimit_headers(limits, LimitState("", 0.0, used, 0))
     assert headers == {
         "x-ratelimit-limit-requests": "60",
         "x-ratelimit-remaining-requests": "50",
@@ -130,7 +130,7 @@ def test_headers_are_openai_s() -> None:
         "x-ratelimit-remaining-output-tokens": "90",
         "x-ratelimit-reset-output-tokens": "15s",
     }
-    assert headers_of({"concurrency": 3}, LimitState("", 0.0, used, 1)) == {}
+    assert ratelimit_headers({"concurrency": 3}, LimitState("", 0.0, used, 1)) == {}
 
 
 @pytest.mark.parametrize(
@@ -143,11 +143,11 @@ def test_durations(seconds: float, text: str) -> None:
 
 # ── and in Redis ─────────────────────────────────────────────────────────────────────────────────
 
-TIMED = CARRY_OUT.replace("redis.call('TIME')", "{ARGV[2], '0'}")
+TIMED = APPLY_LUA.replace("redis.call('TIME')", "{ARGV[2], '0'}")
 names = st.sampled_from("abcde")
 limit = st.integers(1, 50)
 orders = st.builds(
-    order,
+    command,
     st.fixed_dictionaries({}, optional=dict.fromkeys((*RATES, "concurrency"), limit)),
     settled=st.lists(st.builds(Settled, names, st.integers(0, 30)), max_size=2).map(tuple),
     renewed=st.lists(names, max_size=2).map(tuple),
@@ -165,17 +165,17 @@ def client(redis_server: RedisServer) -> Iterator[redis.Redis]:
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(steps=steps)
 def test_redis_reads_what_the_meter_reads(client: redis.Redis, steps: list[Any]) -> None:
-    assert TIMED != CARRY_OUT
+    assert TIMED != APPLY_LUA
     client.delete("meter", "open")
-    meter, now = RateLimitCounter(), 1_700_000_000
+    counter, now = RateLimitCounter(), 1_700_000_000
     for each, pause_s in steps:
         now += pause_s
-        own = meter.carry_out(each, float(now))
+        own = counter.apply(each, float(now))
         # Redis' own expiry runs on its own time: what it would have dropped is empty anyway
         reply = client.eval(TIMED, 2, "meter", "open", msgspec.json.encode(each), now)
         client.persist("meter")
         client.persist("open")
-        read = reading_of(reply)
+        read = to_limit_state(reply)
         assert (read.refused_by, read.num_open) == (own.refused_by, own.num_open)
         assert read.wait_s == pytest.approx(own.wait_s, abs=1e-4)
         assert read.used == pytest.approx(own.used, abs=1e-4)
@@ -185,9 +185,9 @@ def test_what_cannot_be_in_the_record_is_mended_within_a_minute(client: redis.Re
     for text, is_refused in ((b"nan", True), (b"inf", True), (b"-5", False), (b"x", False)):
         client.delete("meter", "open")
         client.hset("meter", mapping={"at": text, "requests_per_min": text})
-        whole = order({"requests_per_min": 5}, asked=asked("a", 5))
-        reply = client.eval(CARRY_OUT, 2, "meter", "open", msgspec.json.encode(whole))
-        read = reading_of(reply)
+        whole = command({"requests_per_min": 5}, asked=asked("a", 5))
+        reply = client.eval(APPLY_LUA, 2, "meter", "open", msgspec.json.encode(whole))
+        read = to_limit_state(reply)
         assert bool(read.refused_by) is is_refused, text
         assert read.wait_s <= 60
     client.delete("meter", "open")
@@ -200,9 +200,9 @@ async def test_many_gateways_at_once_let_in_exactly_the_limit(redis_server: Redi
         with redis.Redis.from_url(redis_server.url) as own:
             found = []
             for turn in range(20):
-                one = order(limits, asked=asked(f"{number}-{turn}", outputs=3))
-                reply = own.eval(CARRY_OUT, 2, "m:meter", "m:open", msgspec.json.encode(one))
-                found.append(reading_of(reply).refused_by)
+                one = command(limits, asked=asked(f"{number}-{turn}", outputs=3))
+                reply = own.eval(APPLY_LUA, 2, "m:meter", "m:open", msgspec.json.encode(one))
+                found.append(to_limit_state(reply).refused_by)
             return found
 
     lists = await asyncio.gather(*(asyncio.to_thread(gateway, number) for number in range(4)))

@@ -68,7 +68,9 @@ async def test_messages_and_replies_take_the_shorter_way(connect: Connect) -> No
     """nats-py counts those that take its own; else only time would tell."""
     asker, worker = await connect("kv_index-1"), await connect("prefill-1")
     await answer_on(worker, bytes.upper)
-    asked = [asker.ask(SUBJECT, b"%d: abc" % n, timeout_s=5) for n in range(20)]  # the first ones
+    asked = [
+        asker.request_bytes(SUBJECT, b"%d: abc" % n, timeout_s=5) for n in range(20)
+    ]  # the first ones
     assert await asyncio.gather(*asked) == [b"%d: ABC" % n for n in range(20)]
     assert (asker.stats["in_msgs"], worker.stats["in_msgs"]) == (0, 0)
 
@@ -79,7 +81,7 @@ async def test_without_it_they_take_nats_pys(
     monkeypatch.delattr(DirectClient, "_process_msg")
     asker, worker = await connect("kv_index-1"), await connect("prefill-1")
     await answer_on(worker, bytes.upper)
-    assert await asker.ask(SUBJECT, b"abc", timeout_s=5) == b"ABC"
+    assert await asker.request_bytes(SUBJECT, b"abc", timeout_s=5) == b"ABC"
     assert (asker.stats["in_msgs"], worker.stats["in_msgs"]) == (1, 1)
 
 
@@ -97,24 +99,24 @@ async def test_a_reply_that_comes_too_late_is_nobody_elses(connect: Connect) -> 
     await worker.subscribe(SUBJECT, cb=answer)
     await flushed(worker)
     with pytest.raises(TimeoutError):
-        await asker.ask(SUBJECT, b"", timeout_s=0.05)
-    assert await asker.ask(SUBJECT, b"", timeout_s=5) == b"second"
+        await asker.request_bytes(SUBJECT, b"", timeout_s=0.05)
+    assert await asker.request_bytes(SUBJECT, b"", timeout_s=5) == b"second"
     assert asker._asked == {}
 
 
 async def test_nobody_listens(connect: Connect) -> None:
     asker = await connect("kv_index-1")
     with pytest.raises(NoRespondersError):
-        await asker.ask(SUBJECT, b"", timeout_s=5)
+        await asker.request_bytes(SUBJECT, b"", timeout_s=5)
     with pytest.raises(BadSubjectError):
-        await asker.ask("a b", b"", timeout_s=5)
+        await asker.request_bytes("a b", b"", timeout_s=5)
     assert asker._asked == {}
 
 
 async def test_who_asks_may_leave(connect: Connect) -> None:
     asker, worker = await connect("kv_index-1"), await connect("prefill-1")
     await answer_on(worker, lambda data: None)
-    asking = asyncio.create_task(asker.ask(SUBJECT, b"", timeout_s=60))
+    asking = asyncio.create_task(asker.request_bytes(SUBJECT, b"", timeout_s=60))
     while not asker._asked:
         await asyncio.sleep(0)
     asking.cancel()
@@ -132,10 +134,10 @@ async def test_what_a_taker_raises_ends_nothing(connect: Connect, errors: Errors
         return data
 
     await answer_on(worker, answer)
-    bad = asyncio.create_task(asker.ask(SUBJECT, b"bad", timeout_s=60))
+    bad = asyncio.create_task(asker.request_bytes(SUBJECT, b"bad", timeout_s=60))
     while not asker._asked:
         await asyncio.sleep(0)
-    assert await asker.ask(SUBJECT, b"good", timeout_s=5) == b"good"
+    assert await asker.request_bytes(SUBJECT, b"good", timeout_s=5) == b"good"
     bad.cancel()
     assert errors.seen == ["a bug"]
 
@@ -168,4 +170,4 @@ async def test_a_flush_that_is_given_up_ends_nothing(connect: Connect) -> None:
         flush.cancel()
         await asyncio.gather(flush, return_exceptions=True)
         await flushed(client)  # the first PONG is of the flush that was given up
-    assert await asker.ask(SUBJECT, b"abc", timeout_s=5) == b"ABC"
+    assert await asker.request_bytes(SUBJECT, b"abc", timeout_s=5) == b"ABC"

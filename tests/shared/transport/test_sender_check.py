@@ -221,17 +221,19 @@ async def test_the_goodbye_of_another_loses_nobody(connect: Connect) -> None:
     watcher.on_lost(lambda process_id, loss: lost.append((process_id, loss)))
     await watcher.start()
     await watching.flush()
-    heart = HealthMonitor(good, MonotonicClock(), SystemRandomness(), roles=("decode",))
-    await heart.start()
-    await heart.become("ready")
+    health_monitor = HealthMonitor(good, MonotonicClock(), SystemRandomness(), roles=("decode",))
+    await health_monitor.start()
+    await health_monitor.transition_to("ready")
     subject = subjects.heartbeat("decode", "decode-2")
-    await hostile.publish(subject, heartbeat("decode-1", epoch=heart.epoch, state="stopped"))
+    await hostile.publish(
+        subject, heartbeat("decode-1", epoch=health_monitor.epoch, state="stopped")
+    )
     async with asyncio.timeout(5):
         while not watching.num_impostors or not watcher.fleet.is_live("decode-1"):
             await asyncio.sleep(0)
     assert lost == []
     await watcher.stop()
-    await heart.stop()
+    await health_monitor.stop()
 
 
 async def test_the_server_lets_nobody_sign_as_another(connect: Connect) -> None:

@@ -12,7 +12,7 @@ from kernels.cpu.gemm.avx512_bf16_gemm import PIECE_STEPS, has_pair_products, pa
 from kernels.cpu.gemm.avx512_fp32_gemm import has_avx512
 from kernels.cpu.gemm.linear import is_packed, linear, pack_weight
 from kernels.cpu.simd.amx_tiles import has_amx
-from kernels.ops import has_own_product
+from kernels.ops import has_custom_gemm
 from tests.kernels.tolerance import assert_near
 from tests.threads import computing_threads
 
@@ -86,7 +86,7 @@ def test_what_is_not_a_number_stays_in_its_row() -> None:
 def test_whole_tiles_are_packed_for_amx() -> None:
     packed = pack_weight(_operands((64, 96), torch.bfloat16)[1])
     assert is_packed(packed)
-    assert has_own_product(packed)
+    assert has_custom_gemm(packed)
     assert packed.shape == (3, 2, 16, 32, 2)
     assert pack_weight(packed) is packed
 
@@ -119,7 +119,7 @@ def test_whole_blocks_of_fp32_are_packed_for_our_own_product() -> None:
     weight = _operands((64, 96), torch.float32)[1]
     packed = pack_weight(weight)
     assert is_packed(packed)
-    assert has_own_product(packed)
+    assert has_custom_gemm(packed)
     assert packed.shape == (3, 64, 32)
     assert torch.equal(packed[1, 5], weight[32:64, 5])
     assert pack_weight(packed) is packed
@@ -129,5 +129,5 @@ def test_whole_blocks_of_fp32_are_packed_for_our_own_product() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_products_are_the_librarys(shape: tuple[int, int], dtype: torch.dtype) -> None:
     weight = _operands(shape, dtype)[1]
-    assert not has_own_product(weight)
-    assert not has_own_product(pack_weight(weight))
+    assert not has_custom_gemm(weight)
+    assert not has_custom_gemm(pack_weight(weight))

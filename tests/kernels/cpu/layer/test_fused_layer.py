@@ -82,14 +82,14 @@ class Layer:
             activation=self.activation,
         )
 
-    def before(self, x: Tensor, *cached: Tensor) -> Tensor:
+    def pre_attention(self, x: Tensor, *cached: Tensor) -> Tensor:
         normed = rms_norm(x, self.norms[0], EPS, has_unit_offset=self.has_unit_offset)
         heads = linear(normed, self.weights[0], self.bias).view(len(x), -1, self.head_dim)
         norms = dict(zip(("query_norm", "key_norm"), self.head_norms, strict=False))
         options: dict[str, Any] = {"eps": EPS, "has_unit_offset": self.has_unit_offset}
         return rotate_and_store(heads, *cached, **norms, **options)
 
-    def behind(self, x: Tensor, attended: Tensor) -> Tensor:
+    def post_attention(self, x: Tensor, attended: Tensor) -> Tensor:
         options: dict[str, Any] = {"eps": EPS, "has_unit_offset": self.has_unit_offset}
         update = linear(attended.flatten(1), self.weights[1])
         if self.has_post_norms:
@@ -141,10 +141,10 @@ def check(layer: Layer, num_rows: int) -> None:
     expected_cache = kv_cache.clone()
     attended = layer.random(num_rows, NUM_HEADS, layer.head_dim)
 
-    query = fused.before(x, *angles, kv_cache, slots)
-    assert torch.equal(query, layer.before(x, *angles, expected_cache, slots))
+    query = fused.pre_attention(x, *angles, kv_cache, slots)
+    assert torch.equal(query, layer.pre_attention(x, *angles, expected_cache, slots))
     assert torch.equal(kv_cache, expected_cache)
-    assert torch.equal(fused.behind(x, attended), layer.behind(x, attended))
+    assert torch.equal(fused.post_attention(x, attended), layer.post_attention(x, attended))
 
 
 @each_dtype

@@ -5,8 +5,8 @@ import torch
 
 from kernels.check_tensor import BadTensor
 from kernels.device import IS_INTERPRETED
-from kernels.gpu.sampling.top_k import likeliest
-from kernels.torch_ops.top_k import likeliest as reference_likeliest
+from kernels.gpu.sampling.top_k import top_k
+from kernels.torch_ops.top_k import top_k as reference_top_k
 from tests.kernels.gpu.inputs import poisoned_outputs, random
 
 WIDTHS = [1, 63, 1000] + ([] if IS_INTERPRETED else [32_000, 128_256])
@@ -27,9 +27,9 @@ def test_the_largest_by_falling_value_and_rising_index(
     x = random(4, num_columns, like=device, dtype=torch.float32, seed=k) * 3
     x[:2] = x[:2].round().div(4)
     with poisoned_outputs():
-        found = likeliest(x, k)
+        found = top_k(x, k)
     assert found.dtype == torch.int64
-    assert found.tolist() == reference_likeliest(x, k).tolist()
+    assert found.tolist() == reference_top_k(x, k).tolist()
 
 
 def test_close_values_and_infinities(device: torch.device) -> None:
@@ -38,18 +38,18 @@ def test_close_values_and_infinities(device: torch.device) -> None:
         [-1.0, -1.0 + 2**-24, -1e-45, -0.0, 0.0, -3e38, -infinity, 1e-45, 5.0],
         [-infinity, -infinity, -infinity, -2.0, -infinity, infinity, -infinity, infinity, 0.0],
     ]
-    found = likeliest(torch.tensor(rows, device=device), 9).tolist()
+    found = top_k(torch.tensor(rows, device=device), 9).tolist()
     assert found == [[8, 7, 3, 4, 2, 1, 0, 5, 6], [5, 7, 8, 3, 0, 1, 2, 4, 6]]
 
 
 def test_rows_with_a_gap_between_them(device: torch.device) -> None:
     wide = random(3, 300, like=device, dtype=torch.float32)
-    assert torch.equal(likeliest(wide[:, :100], 5), likeliest(wide[:, :100].clone(), 5))
-    assert likeliest(wide[:0], 5).shape == (0, 5)
+    assert torch.equal(top_k(wide[:, :100], 5), top_k(wide[:, :100].clone(), 5))
+    assert top_k(wide[:0], 5).shape == (0, 5)
 
 
 def test_what_does_not_fit_is_named(device: torch.device) -> None:
     with pytest.raises(BadTensor, match=r"x is torch.float16, not torch.float32"):
-        likeliest(torch.ones(2, 8, device=device).half(), 3)
+        top_k(torch.ones(2, 8, device=device).half(), 3)
     with pytest.raises(BadTensor, match=r"x has shape \[8\], not \[any, any\]"):
-        likeliest(torch.ones(8, device=device), 3)
+        top_k(torch.ones(8, device=device), 3)

@@ -30,8 +30,8 @@ async def bodies_of(
     config: GatewayConfig, files: ModelFiles, error: HearthError | None
 ) -> list[Any]:
     """Of an answer whose last token came together with its ending."""
-    delivery = delivery_of(config, files, max_tokens=8)
-    answer = GenerationResponse(OutputMerger([delivery]), Told(), {}, lambda: None)
+    output = delivery_of(config, files, max_tokens=8)
+    answer = GenerationResponse(OutputMerger([output]), Told(), {}, lambda: None)
     messages: list[Any] = []
 
     async def receive() -> Any:
@@ -40,10 +40,10 @@ async def bodies_of(
     async def send(message: Any) -> None:
         messages.append(message)
 
-    delivery.on_tokens(0, files.tokenizer.encode(["a"]), ())
+    output.on_tokens(0, files.tokenizer.encode(["a"]), ())
     if error is None:
-        delivery.on_finish(0, LENGTH)
-    delivery.on_end(StreamEnd(error, "w", 0))
+        output.on_finish(0, LENGTH)
+    output.on_end(StreamEnd(error, "w", 0))
     await answer({}, receive, send)  # type: ignore[typeddict-item, arg-type]
     return [(each["body"], each["more_body"]) for each in messages if each["type"] == BODY]
 

@@ -113,7 +113,7 @@ async def test_one_refused_prompt_is_named_and_nobody_hears_of_the_others(
     response = await cluster.http.post(ROUTE, json={"prompt": prompt, "max_tokens": 5})
     check_envelope(response, status, code, "prompt[1]")
     assert "prompt[1]" in response.json()["error"]["message"]
-    assert len(cluster.gateway._recovery) == 0
+    assert len(cluster.gateway._driver) == 0
     assert cluster.scheduler.submits.empty()
 
 
@@ -125,10 +125,10 @@ async def test_one_prompt_that_fails_later_ends_all(cluster: Cluster) -> None:
     )
     await cluster.scheduler.submits.get()
     request = (await cluster.scheduler.submits.get()).request
-    recovery = cluster.gateway._recovery
-    await until(lambda: len(recovery._streams._by_placement) == 2)
+    driver = cluster.gateway._driver
+    await until(lambda: len(driver._streams._by_placement) == 2)
     async with asyncio.timeout(5):
-        recovery.close(request.request_id, "failed", Overloaded("too much"))
+        driver.close(request.request_id, "failed", Overloaded("too much"))
         check_envelope(await running, 429, "overloaded", None)
         reasons = {(await decode.aborts.get()).reason for _ in range(2)}
     assert reasons == {"failed", "client_gone"}

@@ -12,7 +12,7 @@ import httpx
 import msgspec
 import pytest
 
-from services.gateway.openai.chat import ChatCompletionRequest, generation_of
+from services.gateway.openai.chat import ChatCompletionRequest, to_generation_request
 from services.gateway.service import MAX_INLINE_CHARS, build_gateway
 from shared.config import GatewayConfig
 from shared.errors import NoCapacity, Overloaded
@@ -127,7 +127,7 @@ async def test_a_long_head_is_served(cluster: Cluster) -> None:
 
 async def test_many_empty_messages_are_a_long_prompt() -> None:
     body = {"messages": [{"role": "user", "content": ""}] * 1000}
-    generation = generation_of(msgspec.convert(body, ChatCompletionRequest), "tiny")
+    generation = to_generation_request(msgspec.convert(body, ChatCompletionRequest), "tiny")
     assert generation.prompt.num_chars > MAX_INLINE_CHARS
 
 
@@ -217,7 +217,7 @@ async def test_scheduler_refuses(
 
 
 async def test_no_scheduler(cluster: Cluster) -> None:
-    await cluster.scheduler.heart.stop()
+    await cluster.scheduler.health_monitor.stop()
     await cluster.scheduler.bus.close()
     await until(lambda: cluster.gateway.readiness().reason == "no live scheduler")
     assert (await cluster.http.get("/ready")).status_code == 503
@@ -228,7 +228,7 @@ async def test_no_scheduler(cluster: Cluster) -> None:
 
 async def test_known_model_without_workers_lacks_capacity(cluster: Cluster) -> None:
     for decode in cluster.decodes:
-        await decode.heart.stop()
+        await decode.health_monitor.stop()
     cluster.scheduler.workers.clear()
     await until(lambda: cluster.gateway.readiness().reason == "no live decode worker")
     response = await cluster.http.post(CHAT, json=BODY)

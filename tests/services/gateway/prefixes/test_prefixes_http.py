@@ -10,7 +10,7 @@ import pytest
 
 from services.gateway.prefixes.errors import PrefixTooShort
 from services.gateway.prefixes.prefix_tokenizer import Messages, PrefixTokenizer
-from services.gateway.prefixes.public_prefix_watcher import LOOK_S
+from services.gateway.prefixes.public_prefix_watcher import POLL_INTERVAL_S
 from services.gateway.request.generation_request import scoped_affinity_key
 from services.gateway.text.model_files import ModelFiles
 from shared.block_hash import PUBLIC_TENANT_ID, extend_chain, public_root, root_hash
@@ -54,8 +54,8 @@ async def _forget_all(store: RedisStore) -> None:
 async def tenant_with(store: RedisStore, **limits: object) -> dict[str, str]:
     """tenant-2; gives the headers of its requests."""
     await store.write([("HDEL", TENANTS, "tenant-2")])
-    office, api_key = TenantAdmin(store, lambda: 1_000.0), f"key-{sorted(limits)}"
-    await office.add("tenant-2", limits, api_key)
+    admin, api_key = TenantAdmin(store, lambda: 1_000.0), f"key-{sorted(limits)}"
+    await admin.add("tenant-2", limits, api_key)
     return {"authorization": f"Bearer {api_key}"}
 
 
@@ -267,7 +267,7 @@ async def publish(cluster: Cluster, store: RedisStore, name: str = "house") -> l
     await pinned_prefix.save(store, prefix, 1_000)
     public = cluster.gateway._preparation._public
     assert public is not None
-    await until(lambda: public._prefixes, timeout_s=10 * LOOK_S)
+    await until(lambda: public._prefixes, timeout_s=10 * POLL_INTERVAL_S)
     return unpack_token_ids(public._prefixes[0].token_ids)
 
 
@@ -327,7 +327,7 @@ async def test_what_is_no_longer_published_is_no_longer_shared(
     await pinned_prefix.delete(store, PUBLIC_TENANT_ID, "house")
     public = cluster.gateway._preparation._public
     assert public is not None
-    await until(lambda: not public._prefixes, timeout_s=10 * LOOK_S)
+    await until(lambda: not public._prefixes, timeout_s=10 * POLL_INTERVAL_S)
     assert (await asked(cluster)).num_public_blocks == 0
 
 

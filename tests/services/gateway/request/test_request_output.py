@@ -46,41 +46,41 @@ def letters(model_files: ModelFiles) -> list[int]:
 def test_each_token_is_a_text_however_it_comes_and_however_late_it_is_taken(
     gateway_config: GatewayConfig, model_files: ModelFiles, letters: list[int], num_at_once: int
 ) -> None:
-    delivery = delivery_of(gateway_config, model_files, max_tokens=64)
+    output = delivery_of(gateway_config, model_files, max_tokens=64)
     for first in range(0, 3, num_at_once):
-        delivery.on_tokens(0, letters[first : min(first + num_at_once, 3)], ())
-    delivery.on_finish(0, LENGTH)
-    (piece,) = delivery.take()
+        output.on_tokens(0, letters[first : min(first + num_at_once, 3)], ())
+    output.on_finish(0, LENGTH)
+    (piece,) = output.take()
     decode = model_files.tokenizer.tokenizer.decode
     assert piece.texts == [decode([letter]) for letter in letters[:3]]
     assert piece.finish_reason == "length"
-    assert delivery.take() == []
+    assert output.take() == []
 
 
 def test_an_ending_without_text_is_a_piece(
     gateway_config: GatewayConfig, model_files: ModelFiles
 ) -> None:
-    delivery = delivery_of(gateway_config, model_files, max_tokens=8)
-    delivery.on_finish(0, LENGTH)
-    assert [(piece.text, piece.finish_reason) for piece in delivery.take()] == [("", "length")]
+    output = delivery_of(gateway_config, model_files, max_tokens=8)
+    output.on_finish(0, LENGTH)
+    assert [(piece.text, piece.finish_reason) for piece in output.take()] == [("", "length")]
 
 
 def test_more_than_a_few_texts_leave_in_one(
     gateway_config: GatewayConfig, model_files: ModelFiles, letters: list[int]
 ) -> None:
-    delivery = delivery_of(gateway_config, model_files, max_tokens=400)
+    output = delivery_of(gateway_config, model_files, max_tokens=400)
     for num_texts, num_told in [(MAX_TEXTS + 1, 1), (MAX_TEXTS, MAX_TEXTS)]:
-        delivery.on_tokens(0, (letters * 2)[:num_texts], ())
-        (piece,) = delivery.take()
+        output.on_tokens(0, (letters * 2)[:num_texts], ())
+        (piece,) = output.take()
         assert len(piece.texts) == num_told
 
 
 def test_tokens_with_logprobs_stay_with_their_text(
     gateway_config: GatewayConfig, model_files: ModelFiles, letters: list[int]
 ) -> None:
-    delivery = delivery_of(gateway_config, model_files, max_tokens=64, num_logprobs=0)
+    output = delivery_of(gateway_config, model_files, max_tokens=64, num_logprobs=0)
     for token_id in letters[:2]:
-        delivery.on_tokens(0, (token_id,), (TokenLogprobs(-0.5),))
-    (piece,) = delivery.take()
+        output.on_tokens(0, (token_id,), (TokenLogprobs(-0.5),))
+    (piece,) = output.take()
     assert [token.token_id for token in piece.tokens] == letters[:2]
     assert piece.text == model_files.tokenizer.tokenizer.decode(letters[:2])

@@ -74,7 +74,7 @@ async def test_worker_that_says_goodbye_is_replaced_at_once(cluster: Cluster) ->
     await emitted(cluster, 0, 4)
     await first_token_seen(cluster)
     cluster.scheduler.workers = cluster.decodes[1:]
-    await first.heart.stop()
+    await first.health_monitor.stop()
     async with asyncio.timeout(WAIT_S):
         assert text_of(await running) == ANSWER
 

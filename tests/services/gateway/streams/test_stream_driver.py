@@ -32,12 +32,12 @@ class Cluster:
         network, clock = SimulatedNetwork(), VirtualClock()
         self.gateway, self.scheduler = network.bus("gateway-1"), network.bus("scheduler-1")
         self.worker = network.bus("decode-1")
-        heart = HealthMonitor(self.gateway, clock, SeededRandomness(1), roles=("gateway",))
-        self.recovery = StreamDriver(self.gateway, clock, heart)
+        health_monitor = HealthMonitor(self.gateway, clock, SeededRandomness(1), roles=("gateway",))
+        self.driver = StreamDriver(self.gateway, clock, health_monitor)
         self.acknowledged: list[tuple[bytes, ...]] = []
 
     async def start(self) -> None:
-        await self.recovery.start()
+        await self.driver.start()
         queued = Queued(scheduler_id="scheduler-1", num_ahead=0)
         await self.scheduler.serve(SUBMIT, SubmitRequest, lambda _: queued)
         messages = AbortRequest | AckFinished
@@ -50,14 +50,14 @@ class Cluster:
     async def answer(self, number: int) -> bytes:
         """One request, from its submission to its end; its placement id."""
         receiver, placement_id = Recorder(), bytes([number]) * 16
-        self.recovery.open(request(f"r{number}"), receiver)
+        self.driver.open(request(f"r{number}"), receiver)
         placed = Placed(request_id=f"r{number}", placement_id=placement_id, worker_id="decode-1")
         await self.scheduler.publish(placement("gateway-1"), placed)
         entry = TokenEntry(placement_id, 0, 0, (7,), LENGTH)
         await self.worker.publish(
             tokens("gateway-1"), TokenBatch(worker_id="decode-1", entries=(entry,))
         )
-        await self.recovery.idle()
+        await self.driver.idle()
         assert [end.error for end in receiver.ends] == [None]
         return placement_id
 
@@ -70,7 +70,7 @@ def test_what_ended_between_two_ticks_is_acknowledged_in_one_message() -> None:
         assert it.acknowledged == []
         await asyncio.sleep(2 * TICK_S)
         assert it.acknowledged == [tuple(ended)]
-        await it.recovery.stop()
+        await it.driver.stop()
 
     run(main())
 
@@ -80,7 +80,7 @@ def test_who_stops_acknowledges_before() -> None:
         it = Cluster()
         await it.start()
         ended = await it.answer(1)
-        await it.recovery.stop()
+        await it.driver.stop()
         await asyncio.sleep(TICK_S / 2)
         assert it.acknowledged == [(ended,)]
 

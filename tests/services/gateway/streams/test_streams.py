@@ -662,10 +662,10 @@ def test_illegal_moves_raise() -> None:
             stream = Stream(request(), Recorder(), 0.0)
             stream.state = state
             if target in allowed:
-                stream.become(target)
+                stream.transition_to(target)
             else:
                 with pytest.raises(IllegalTransition):
-                    stream.become(target)
+                    stream.transition_to(target)
 
 
 def test_early_entries_are_bounded_by_what_they_hold() -> None:

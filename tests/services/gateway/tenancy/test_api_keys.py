@@ -41,7 +41,7 @@ async def store(redis_server: RedisServer) -> AsyncIterator[RedisStore]:
 
 
 @pytest.fixture
-def office(store: RedisStore) -> TenantAdmin:
+def admin(store: RedisStore) -> TenantAdmin:
     return TenantAdmin(store, lambda: NOW)
 
 
@@ -62,8 +62,8 @@ async def everything_in(store: RedisStore) -> bytes:
     return text
 
 
-async def test_key_to_tenant(store: RedisStore, office: TenantAdmin) -> None:
-    await office.add("acme", {"concurrency": 0, "allowed_models": ("m",)}, "secret-key")
+async def test_key_to_tenant(store: RedisStore, admin: TenantAdmin) -> None:
+    await admin.add("acme", {"concurrency": 0, "allowed_models": ("m",)}, "secret-key")
     record = await asked(ApiKeys(store, HandClock()), "secret-key")
     assert record == TenantRecord(
         tenant_id="acme", concurrency=0, allowed_models=("m",), created_at=NOW
@@ -79,35 +79,33 @@ async def test_strangers(store: RedisStore, header: str | None) -> None:
 
 
 async def test_a_revoked_key_stops_working_within_a_second_and_no_other_does(
-    store: RedisStore, office: TenantAdmin
+    store: RedisStore, admin: TenantAdmin
 ) -> None:
     clock = HandClock()
     keys = ApiKeys(store, clock)
-    await office.add("acme", {}, "k1")
-    await office.add_key("acme", "k2")
+    await admin.add("acme", {}, "k1")
+    await admin.add_key("acme", "k2")
     for key in ("k1", "k2"):
         await asked(keys, key)
-    assert await office.revoke("acme", key_id_of("k1")) == [key_id_of("k1")]
+    assert await admin.revoke("acme", key_id_of("k1")) == [key_id_of("k1")]
     assert REFRESH_S <= 0.9
     clock.time += REFRESH_S
     with pytest.raises(AuthenticationFailed, match="revoked"):
         await asked(keys, "k1")
     assert (await asked(keys, "k2")).tenant_id == "acme"
-    assert await office.revoke("acme", None) == [key_id_of("k2")]
-    assert await office.revoke("acme", None) == []
+    assert await admin.revoke("acme", None) == [key_id_of("k2")]
+    assert await admin.revoke("acme", None) == []
     clock.time += REFRESH_S
     with pytest.raises(AuthenticationFailed, match="revoked"):
         await asked(keys, "k2")
 
 
-async def test_a_changed_limit_holds_within_a_second(
-    store: RedisStore, office: TenantAdmin
-) -> None:
+async def test_a_changed_limit_holds_within_a_second(store: RedisStore, admin: TenantAdmin) -> None:
     clock = HandClock()
     keys = ApiKeys(store, clock)
-    await office.add("acme", {"requests_per_min": 5}, "k1")
+    await admin.add("acme", {"requests_per_min": 5}, "k1")
     assert (await asked(keys, "k1")).requests_per_min == 5
-    await office.change("acme", {"requests_per_min": None, "is_zero_retention": True})
+    await admin.change("acme", {"requests_per_min": None, "is_zero_retention": True})
     clock.time += REFRESH_S
     record = await asked(keys, "k1")
     assert record.requests_per_min is None and record.is_zero_retention
@@ -117,10 +115,10 @@ async def test_rotation_keeps_the_old_key_for_its_grace_period_only(
     store: RedisStore, redis_server: RedisServer
 ) -> None:
     redis_time = float(await store.evaluate("return redis.call('TIME')[1]", [], []))
-    office, clock = TenantAdmin(store, lambda: redis_time), HandClock()
+    admin, clock = TenantAdmin(store, lambda: redis_time), HandClock()
     keys = ApiKeys(store, clock)
-    await office.add("acme", {}, "old")
-    replaced = await office.rotate("acme", "new", keep_s=60, key_id=None)
+    await admin.add("acme", {}, "old")
+    replaced = await admin.rotate("acme", "new", keep_s=60, key_id=None)
     assert replaced == [key_id_of("old")]
     for key in ("old", "new"):
         assert (await asked(keys, key)).tenant_id == "acme"
@@ -136,23 +134,23 @@ async def test_rotation_keeps_the_old_key_for_its_grace_period_only(
 
 
 async def test_a_second_rotation_does_not_lengthen_a_life(
-    store: RedisStore, office: TenantAdmin
+    store: RedisStore, admin: TenantAdmin
 ) -> None:
-    await office.add("acme", {}, "k1")
-    await office.rotate("acme", "k2", keep_s=10, key_id=None)
-    await office.rotate("acme", "k3", keep_s=1000, key_id=key_id_of("k1"))
-    ends = {key.key_id: key.expires_at for key in await office.keys("acme")}
+    await admin.add("acme", {}, "k1")
+    await admin.rotate("acme", "k2", keep_s=10, key_id=None)
+    await admin.rotate("acme", "k3", keep_s=1000, key_id=key_id_of("k1"))
+    ends = {key.key_id: key.expires_at for key in await admin.keys("acme")}
     assert ends == {key_id_of("k1"): NOW + 10, key_id_of("k2"): None, key_id_of("k3"): None}
 
 
 async def test_a_key_that_rotation_has_ended_is_refused(
-    store: RedisStore, office: TenantAdmin
+    store: RedisStore, admin: TenantAdmin
 ) -> None:
-    await office.add("acme", {}, "k1")
-    await office.rotate("acme", "k2", keep_s=0, key_id=None)  # long ago, by Redis' clock
+    await admin.add("acme", {}, "k1")
+    await admin.rotate("acme", "k2", keep_s=0, key_id=None)  # long ago, by Redis' clock
     with pytest.raises(AuthenticationFailed, match="expired"):
         await asked(ApiKeys(store, HandClock()), "k1")
-    assert await office.rotate("acme", "k3", keep_s=0, key_id=None) == [key_id_of("k2")]
+    assert await admin.rotate("acme", "k3", keep_s=0, key_id=None) == [key_id_of("k2")]
 
 
 async def test_without_redis_known_keys_work_with_what_was_last_known() -> None:
@@ -237,56 +235,56 @@ async def test_an_unreadable_record_is_its_own_tenants_trouble_only(
 # ── the office ───────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_add_refuses_what_is_there_and_what_cannot_be(office: TenantAdmin) -> None:
-    await office.add("acme", {"requests_per_min": 5}, "k1")
+async def test_add_refuses_what_is_there_and_what_cannot_be(admin: TenantAdmin) -> None:
+    await admin.add("acme", {"requests_per_min": 5}, "k1")
     with pytest.raises(ConfigError, match="exists"):
-        await office.add("acme", {}, "k2")
-    assert (await office.one("acme")).requests_per_min == 5
-    assert len(await office.keys("acme")) == 1
+        await admin.add("acme", {}, "k2")
+    assert (await admin.one("acme")).requests_per_min == 5
+    assert len(await admin.keys("acme")) == 1
     for tenant_id in ("", "a:b", "-a", "ä", "a b", "a\n", "a" * 129):
         with pytest.raises(ConfigError, match="cannot name a tenant"):
-            await office.add(tenant_id, {}, "k")
+            await admin.add(tenant_id, {}, "k")
     for changes in ({"concurrency": -1}, {"weight": 0.0}, {"priority": 5}, {"concurrency": "1"}):
         with pytest.raises(ConfigError, match="cannot be"):
-            await office.add("other", changes, "k")
-    assert list(await office.all()) == ["acme"]
+            await admin.add("other", changes, "k")
+    assert list(await admin.all()) == ["acme"]
 
 
-async def test_unknown_tenants_and_keys(office: TenantAdmin) -> None:
-    await office.add("acme", {}, "k1")
+async def test_unknown_tenants_and_keys(admin: TenantAdmin) -> None:
+    await admin.add("acme", {}, "k1")
     for errand in (
-        office.one("nobody"),
-        office.change("nobody", {"weight": 2.0}),
-        office.rotate("nobody", "k", keep_s=0, key_id=None),
-        office.revoke("nobody", None),
+        admin.one("nobody"),
+        admin.change("nobody", {"weight": 2.0}),
+        admin.rotate("nobody", "k", keep_s=0, key_id=None),
+        admin.revoke("nobody", None),
     ):
         with pytest.raises(ConfigError, match="no tenant 'nobody'"):
             await errand
     with pytest.raises(ConfigError, match="no key 'x'"):
-        await office.revoke("acme", "x")
+        await admin.revoke("acme", "x")
 
 
 async def test_operators_at_once_do_not_undo_each_other(
-    store: RedisStore, office: TenantAdmin, monkeypatch: pytest.MonkeyPatch
+    store: RedisStore, admin: TenantAdmin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await office.add("acme", {}, "k1")
+    await admin.add("acme", {}, "k1")
     names = ("requests_per_min", "input_tokens_per_min", "output_tokens_per_min", "concurrency")
-    await asyncio.gather(*(office.change("acme", {name: 3}) for name in names))
-    record = await office.one("acme")
+    await asyncio.gather(*(admin.change("acme", {name: 3}) for name in names))
+    record = await admin.one("acme")
     assert [getattr(record, name) for name in names] == [3, 3, 3, 3]
 
 
 async def test_an_unreadable_tenant_does_not_hide_the_others(
-    store: RedisStore, office: TenantAdmin
+    store: RedisStore, admin: TenantAdmin
 ) -> None:
-    await office.add("acme", {}, "k1")
+    await admin.add("acme", {}, "k1")
     await store.write([("HSET", TENANTS, "broken", "{")])
-    assert [(name, each is None) for name, each in (await office.all()).items()] == [
+    assert [(name, each is None) for name, each in (await admin.all()).items()] == [
         ("acme", False),
         ("broken", True),
     ]
     with pytest.raises(ConfigError, match="unreadable"):
-        await office.one("broken")
+        await admin.one("broken")
 
 
 async def test_the_simulated_look_up_is_that_of_redis(store: RedisStore) -> None:

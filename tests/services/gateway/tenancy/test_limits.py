@@ -78,8 +78,8 @@ def tenant(**fields: Any) -> TenantRecord:
     return TenantRecord(tenant_id="acme", **fields)
 
 
-async def reading(store: RedisStore, record: TenantRecord) -> LimitState:
-    return await TenantAdmin(store, lambda: 0.0).reading(record)
+async def state(store: RedisStore, record: TenantRecord) -> LimitState:
+    return await TenantAdmin(store, lambda: 0.0).state(record)
 
 
 async def admit(limits: Limits, record: TenantRecord, name: str, *tokens: int) -> LimitLease:
@@ -87,9 +87,9 @@ async def admit(limits: Limits, record: TenantRecord, name: str, *tokens: int) -
 
 
 async def test_no_limits_no_question(limits: Limits, store: RedisStore) -> None:
-    grant = await admit(limits, tenant(kv_quota_tokens=5), "a", 10**9, 10**9)
-    assert grant.headers == {}
-    limits.settle(grant, 5)
+    lease = await admit(limits, tenant(kv_quota_tokens=5), "a", 10**9, 10**9)
+    assert lease.headers == {}
+    limits.settle(lease, 5)
     assert limits.num_open == limits.num_unsettled == 0
     assert await store.evaluate("return redis.call('DBSIZE')", [], []) == 0
 
@@ -150,9 +150,9 @@ async def test_two_gateways_share_one_limit(
         with pytest.raises(ConcurrencyExhausted):
             await admit(each, record, "d")
     other.settle(grants[1], 1)
-    assert await other.tell()
+    assert await other.flush()
     await admit(limits, record, "e")
-    read = await reading(store, record)
+    read = await state(store, record)
     assert read.num_open == 3
     assert 3.5 < read.used["requests_per_min"] <= 4
 
@@ -162,35 +162,35 @@ async def test_whoever_has_an_answer_in_hand_finds_its_place_free(
 ) -> None:
     limits, record = Limits(store, clock), tenant(concurrency=1)  # and nobody tells Redis
     for number in range(5):
-        grant = await admit(limits, record, f"r{number}")
-        limits.settle(grant, 0)
-        limits.settle(grant, 0)
-    assert (await reading(store, record)).num_open == 1  # of the last, told with the next
+        lease = await admit(limits, record, f"r{number}")
+        limits.settle(lease, 0)
+        limits.settle(lease, 0)
+    assert (await state(store, record)).num_open == 1  # of the last, told with the next
     await limits.stop()
-    assert (await reading(store, record)).num_open == 0
+    assert (await state(store, record)).num_open == 0
     assert limits.num_unsettled == 0
 
 
 async def test_what_was_not_drawn_is_given_back_once(limits: Limits, store: RedisStore) -> None:
     record = tenant(output_tokens_per_min=1000)
-    grant = await admit(limits, record, "a", 1, 900)
+    lease = await admit(limits, record, "a", 1, 900)
     with pytest.raises(OutputTokensExhausted):
         await admit(limits, record, "b", 1, 200)
-    limits.settle(grant, 100)
-    limits.settle(grant, 0)
+    limits.settle(lease, 100)
+    limits.settle(lease, 0)
     await until(lambda: not limits.num_unsettled)
-    await limits.tell()
-    used = (await reading(store, record)).used["output_tokens_per_min"]
+    await limits.flush()
+    used = (await state(store, record)).used["output_tokens_per_min"]
     assert 80 < used <= 100  # and what has drained since
 
 
 async def test_endings_reach_redis_by_themselves(limits: Limits, store: RedisStore) -> None:
     record = tenant(concurrency=500)
     grants = [await admit(limits, record, f"r{n}") for n in range(400)]
-    for grant in grants:
-        limits.settle(grant, 0)
+    for lease in grants:
+        limits.settle(lease, 0)
     await until(lambda: not limits.num_unsettled)
-    assert (await reading(store, record)).num_open == 0
+    assert (await state(store, record)).num_open == 0
 
 
 async def test_leases_are_renewed_and_those_of_the_dead_are_not(
@@ -205,7 +205,7 @@ async def test_leases_are_renewed_and_those_of_the_dead_are_not(
     await store.write([("ZADD", name, 1, "a", 1, "b")])  # as if the lease had passed
     clock.advance(RENEW_S)
     await until_renewed(store, name)
-    assert (await reading(store, record)).num_open == 1
+    assert (await state(store, record)).num_open == 1
     await alive.stop()
 
 
@@ -220,7 +220,7 @@ async def test_a_client_that_gives_up_while_redis_thinks_leaves_nothing(
     redis_server: RedisServer, clock: PacedClock, store: RedisStore
 ) -> None:
     limits, record = Limits(store, clock), tenant(concurrency=1, output_tokens_per_min=10)
-    await reading(store, record)
+    await state(store, record)
     os.kill(redis_server.pid, signal.SIGSTOP)
     try:
         asking = asyncio.create_task(admit(limits, record, "a", 1, 10))
@@ -237,7 +237,7 @@ async def test_a_client_that_gives_up_while_redis_thinks_leaves_nothing(
 
 async def until_told(limits: Limits) -> None:
     async with asyncio.timeout(5):
-        while not await limits.tell():
+        while not await limits.flush():
             await asyncio.sleep(0.01)
 
 
@@ -257,19 +257,19 @@ async def test_without_redis_the_gateway_s_own_count_decides_and_it_has_counted_
     store = RedisStore(own_server.url, MonotonicClock())
     limits = Limits(store, clock)
     record = tenant(requests_per_min=3, output_tokens_per_min=1000)
-    grant = await admit(limits, record, "a", 1, 600)
+    lease = await admit(limits, record, "a", 1, 600)
     own_server.stop()
     second = await admit(limits, record, "b", 1, 400)
     with pytest.raises(OutputTokensExhausted):
         await admit(limits, record, "c", 1, 100)
-    limits.settle(grant, 0)
+    limits.settle(lease, 0)
     await admit(limits, record, "c", 1, 600)
     with pytest.raises(RequestsExhausted) as caught:
         await admit(limits, record, "d", 1, 1)
     assert caught.value.headers["x-ratelimit-limit-requests"] == "3"
     limits.settle(second, 400)
     assert limits.num_unsettled  # kept for when Redis is back
-    assert not await limits.tell()
+    assert not await limits.flush()
     own_server.start()
     await until_told(limits)
     assert limits.num_unsettled == 0
@@ -304,7 +304,7 @@ async def test_what_the_gateway_let_in_by_itself_gives_nothing_back_in_redis(
     await until_open(store, record, 2)
     limits.settle(lonely, 0)
     await until(lambda: not limits.num_unsettled)
-    read = await reading(store, record)
+    read = await state(store, record)
     assert read.used["output_tokens_per_min"] > 300
     assert read.num_open == 1
     await limits.stop()
@@ -355,9 +355,9 @@ async def test_endings_that_redis_never_heard_of_are_dropped_with_their_leases(
     store = RedisStore(own_server.url, MonotonicClock())
     limits = Limits(store, clock)
     limits.start()
-    grant = await admit(limits, tenant(concurrency=1), "a")
+    lease = await admit(limits, tenant(concurrency=1), "a")
     own_server.stop()
-    limits.settle(grant, 0)
+    limits.settle(lease, 0)
     await asyncio.sleep(0)
     clock.advance(LEASE_S + 1)
     await until(lambda: not limits.num_unsettled)
@@ -367,5 +367,5 @@ async def test_endings_that_redis_never_heard_of_are_dropped_with_their_leases(
 
 async def until_open(store: RedisStore, record: TenantRecord, num_open: int) -> None:
     async with asyncio.timeout(5):
-        while (await reading(store, record)).num_open != num_open:
+        while (await state(store, record)).num_open != num_open:
             await asyncio.sleep(0.01)

@@ -38,13 +38,13 @@ class Acme:
         self.store = store
         self.http = http
         self.cluster = cluster
-        self.office = TenantAdmin(store, lambda: 1.7e9)
+        self.admin = TenantAdmin(store, lambda: 1.7e9)
 
-    async def become(self, **changes: Any) -> None:
+    async def transition_to(self, **changes: Any) -> None:
         """With new limits, and a clean sheet."""
         await self.store.write([("FLUSHALL",)])
         self.cluster.gateway._limits._accounts.clear()
-        await self.office.add("acme", changes, KEY)
+        await self.admin.add("acme", changes, KEY)
         self.cluster.gateway.api_keys._known.clear()
 
     async def ask(self, **fields: Any) -> httpx.Response:
@@ -54,11 +54,11 @@ class Acme:
         return (await self.cluster.scheduler.submits.get()).request
 
     async def num_open(self) -> int:
-        return (await self.office.reading(await self.office.one("acme"))).num_open
+        return (await self.admin.state(await self.admin.one("acme"))).num_open
 
     async def usage(self) -> list[UsageRow]:
         assert await self.cluster.gateway._usage.flush()
-        return await self.office.usage(["acme"], [day_of(time.time())])
+        return await self.admin.usage(["acme"], [day_of(time.time())])
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ async def acme(cluster: Cluster, redis_server: RedisServer) -> AsyncIterator[Acm
 
 
 async def test_limits_stand_in_the_headers_of_every_answer(acme: Acme) -> None:
-    await acme.become(requests_per_min=60, output_tokens_per_min=6000)
+    await acme.transition_to(requests_per_min=60, output_tokens_per_min=6000)
     for stream in (False, True):
         response = await acme.ask(stream=stream, max_tokens=20)
         assert response.status_code == 200
@@ -88,13 +88,13 @@ async def test_limits_stand_in_the_headers_of_every_answer(acme: Acme) -> None:
     refused = await acme.ask()
     check_envelope(refused, 429, "overloaded", None)
     assert refused.headers["x-ratelimit-limit-requests"] == "60"
-    await acme.become()
+    await acme.transition_to()
     acme.cluster.scheduler.refusal = None
     assert not [name for name in (await acme.ask()).headers if name.startswith("x-ratelimit")]
 
 
 async def test_too_many_requests_are_told_why_and_when(acme: Acme) -> None:
-    await acme.become(requests_per_min=2)
+    await acme.transition_to(requests_per_min=2)
     for _ in range(2):
         assert (await acme.ask()).status_code == 200
     for _ in range(2):  # the second is refused without a question to Redis
@@ -109,7 +109,7 @@ async def test_too_many_requests_are_told_why_and_when(acme: Acme) -> None:
 
 @pytest.mark.parametrize("name", ["requests_per_min", "concurrency", "kv_quota_tokens"])
 async def test_a_limit_of_zero_is_a_refusal(acme: Acme, name: str) -> None:
-    await acme.become(**{name: 0})
+    await acme.transition_to(**{name: 0})
     response = await acme.ask()
     check_envelope(response, 403, "limit_is_zero", None)
     assert name in response.json()["error"]["message"]
@@ -118,7 +118,7 @@ async def test_a_limit_of_zero_is_a_refusal(acme: Acme, name: str) -> None:
 
 
 async def test_a_request_that_never_fits(acme: Acme) -> None:
-    await acme.become(output_tokens_per_min=30, input_tokens_per_min=90)
+    await acme.transition_to(output_tokens_per_min=30, input_tokens_per_min=90)
     check_envelope(await acme.ask(max_tokens=31), 400, "exceeds_limit", "max_tokens")
     check_envelope(await acme.ask(max_tokens=11, n=3), 400, "exceeds_limit", "max_tokens")
     long = {"messages": [{"role": "user", "content": "x y " * 60}]}
@@ -129,7 +129,7 @@ async def test_a_request_that_never_fits(acme: Acme) -> None:
 
 
 async def test_a_permit_ends_once_however_its_request_does(acme: Acme) -> None:
-    await acme.become(concurrency=1)
+    await acme.transition_to(concurrency=1)
     decode, scheduler = acme.cluster.decodes[0], acme.cluster.scheduler
     for _ in range(3):  # one after another there is always room
         assert (await acme.ask(stream=True)).status_code == 200
@@ -154,7 +154,7 @@ async def test_a_permit_ends_once_however_its_request_does(acme: Acme) -> None:
 
 
 async def test_several_prompts_are_one_request_of_one_permit(acme: Acme) -> None:
-    await acme.become(concurrency=1, requests_per_min=5)
+    await acme.transition_to(concurrency=1, requests_per_min=5)
     body = {"model": "tiny", "prompt": ["a b", "c", "d e f"], "max_tokens": 5}
     response = await acme.http.post(COMPLETIONS, json=body)
     assert response.status_code == 200
@@ -167,12 +167,12 @@ async def test_several_prompts_are_one_request_of_one_permit(acme: Acme) -> None
 
 
 async def test_of_what_was_reserved_only_what_was_delivered_is_used(acme: Acme) -> None:
-    await acme.become(output_tokens_per_min=500)
+    await acme.transition_to(output_tokens_per_min=500)
     for _ in range(4):
         response = await acme.ask(max_tokens=400)
         assert response.status_code == 200, response.text
     await until(lambda: not acme.cluster.gateway._limits.num_unsettled)
-    read = await acme.office.reading(await acme.office.one("acme"))
+    read = await acme.admin.state(await acme.admin.one("acme"))
     drawn = response.json()["usage"]["completion_tokens"]
     assert 0 < read.used["output_tokens_per_min"] <= 4 * drawn
     decode = acme.cluster.decodes[0]
@@ -185,7 +185,7 @@ async def test_of_what_was_reserved_only_what_was_delivered_is_used(acme: Acme) 
 
 
 async def test_usage_is_what_was_delivered_once(acme: Acme) -> None:
-    await acme.become()
+    await acme.transition_to()
     told = [(await acme.ask()).json()["usage"] for _ in range(3)]
     answer = (await acme.ask(max_tokens=3)).json()["usage"]
     # a worker that dies in mid-answer: the request is submitted again
@@ -213,17 +213,17 @@ def open_runs(decode: PeerDecode) -> list[Run]:
 
 
 async def test_a_client_that_leaves_has_used_what_came_until_then(acme: Acme) -> None:
-    await acme.become()
+    await acme.transition_to()
     acme.cluster.decodes[0].hold_at = 3
     with contextlib.suppress(httpx.ReadTimeout):
         await acme.http.post(CHAT, json={**BODY, "stream": True}, timeout=0.5)
-    await until(lambda: not len(acme.cluster.gateway._recovery))
+    await until(lambda: not len(acme.cluster.gateway._driver))
     (row,) = await acme.usage()
     assert (row.requests, row.output_tokens) == (1, 3)
 
 
 async def test_embeddings_draw_no_output(acme: Acme) -> None:
-    await acme.become(output_tokens_per_min=1)
+    await acme.transition_to(output_tokens_per_min=1)
     body = {"model": "tiny", "input": ["a", "b"]}
     for _ in range(3):
         assert (await acme.http.post(EMBEDDINGS, json=body)).status_code == 200
@@ -233,7 +233,7 @@ async def test_embeddings_draw_no_output(acme: Acme) -> None:
 
 
 async def test_only_allowed_models(acme: Acme) -> None:
-    await acme.become(allowed_models=("other",))
+    await acme.transition_to(allowed_models=("other",))
     assert (await acme.http.get("/v1/models")).json()["data"] == []
     check_envelope(await acme.http.get("/v1/models/tiny"), 403, "model_not_allowed", "model")
     check_envelope(await acme.http.get("/v1/models/huge"), 404, "model_not_found", "model")
@@ -241,13 +241,13 @@ async def test_only_allowed_models(acme: Acme) -> None:
         response = await acme.http.post(CHAT, json=body)
         check_envelope(response, 403, "model_not_allowed", "model")
     check_envelope(await acme.ask(model="huge"), 404, "model_not_found", "model")
-    await acme.become(allowed_models=("tiny", "other"))
+    await acme.transition_to(allowed_models=("tiny", "other"))
     assert [each["id"] for each in (await acme.http.get("/v1/models")).json()["data"]] == ["tiny"]
     assert (await acme.ask()).status_code == 200
 
 
 async def test_a_request_carries_what_its_tenant_has(acme: Acme) -> None:
-    await acme.become(
+    await acme.transition_to(
         allowed_regions=("eu", "ch"),
         kv_quota_tokens=4096,
         weight=2.5,
@@ -261,7 +261,7 @@ async def test_a_request_carries_what_its_tenant_has(acme: Acme) -> None:
     assert request.allowed_regions == ("eu", "ch")
     assert (request.kv_quota_tokens, request.weight) == (4096, 2.5)
     assert request.is_zero_retention
-    await acme.become()
+    await acme.transition_to()
     assert (await acme.ask(priority=1)).status_code == 200
     request = await acme.request()
     assert (request.allowed_regions, request.kv_quota_tokens, request.priority) == ((), 0, 0)
@@ -269,12 +269,12 @@ async def test_a_request_carries_what_its_tenant_has(acme: Acme) -> None:
 
 
 async def test_no_region_at_all_is_not_every_region(acme: Acme) -> None:
-    await acme.become(allowed_regions=())
+    await acme.transition_to(allowed_regions=())
     check_envelope(await acme.ask(), 403, "no_region_allowed", None)
 
 
 async def test_no_body_field_changes_the_tenant(acme: Acme) -> None:
-    await acme.become(priority=-1)
+    await acme.transition_to(priority=-1)
     fields = {"tenant_id": "other", "weight": 99, "allowed_regions": [], "kv_quota_tokens": 1}
     assert (await acme.ask(**fields)).status_code == 200
     request = await acme.request()
@@ -282,7 +282,7 @@ async def test_no_body_field_changes_the_tenant(acme: Acme) -> None:
 
 
 async def test_unknown_tenant_and_broken_record(acme: Acme) -> None:
-    await acme.become()
+    await acme.transition_to()
     await acme.store.write([("HDEL", TENANTS, "acme")])
     check_envelope(await acme.ask(), 403, "unknown_tenant", None)
     await acme.store.write([("HSET", TENANTS, "acme", "{")])
@@ -292,7 +292,7 @@ async def test_unknown_tenant_and_broken_record(acme: Acme) -> None:
 async def test_what_is_pending_is_flushed_when_the_gateway_drains(
     acme: Acme, gateway_config: GatewayConfig, nats_server: NatsServer
 ) -> None:
-    await acme.become(concurrency=5)
+    await acme.transition_to(concurrency=5)
     config = msgspec.structs.replace(
         gateway_config, nats_url=nats_server.url("gateway-2"), process_id="gateway-2"
     )

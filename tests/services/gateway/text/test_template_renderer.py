@@ -19,7 +19,7 @@ from shared.errors import InvalidRequest, NoCapacity, Overloaded
 
 MESSAGES = [{"role": "user", "content": "hello <s>"}]
 GOOD = "{{ bos_token }}{% for each in messages %}{{ each.content }}{% endfor %}"
-ENDLESS = (
+RENDER_TIMEOUT = (
     "{% if messages|length > 1 %}{% for a in range(99999) %}{% for b in range(99999) %}"
     "{% endfor %}{% endfor %}{% endif %}" + GOOD
 )
@@ -27,7 +27,7 @@ GREEDY = "{% set box = namespace(text='x' * 1000) %}" + (
     "{% if messages|length > 1 %}{% for a in range(40) %}"
     "{% set box.text = box.text ~ box.text %}{% endfor %}{% endif %}" + GOOD
 )
-SLOW = ENDLESS.replace("range(99999)", "range(99)", 1)  # some tenths of a second
+SLOW = RENDER_TIMEOUT.replace("range(99999)", "range(99)", 1)  # some tenths of a second
 Make = Callable[[str], Awaitable[Renderer]]
 
 
@@ -53,7 +53,7 @@ async def test_it_renders_as_the_template_does(make: Make) -> None:
     assert [isinstance(piece, LiteralText) for piece in pieces] == [False, True]
 
 
-@pytest.mark.parametrize("source", [ENDLESS, GREEDY])
+@pytest.mark.parametrize("source", [RENDER_TIMEOUT, GREEDY])
 async def test_what_does_not_end_is_refused_and_holds_up_nobody(make: Make, source: str) -> None:
     renderer = await make(source)
     assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
@@ -85,7 +85,7 @@ async def test_orders_of_one_round_are_answered_apart(
 ) -> None:
     """Also those behind one that does not end, and those behind one that is refused."""
     monkeypatch.setattr(renderer_module, "MAX_WAIT_S", 60.0)
-    renderer = await make(ENDLESS)
+    renderer = await make(RENDER_TIMEOUT)
     orders = [[{"role": "user", "content": f"{number} "}] for number in range(3 * MAX_ROUND)]
     orders[1] = MESSAGES * 2
     orders[MAX_ROUND] = [{"role": "user"}]
@@ -113,7 +113,7 @@ async def test_who_leaves_when_the_reply_is_there_spoils_nobodys_turn(make: Make
 async def test_who_waits_too_long_for_others_is_told(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    renderer = await make(ENDLESS)
+    renderer = await make(RENDER_TIMEOUT)
     await renderer.render(MESSAGES)  # the process is there: to start it takes a while
     monkeypatch.setattr(renderer_module, "MAX_WAIT_S", 1.0)
     first = [MESSAGES * 2] + [MESSAGES] * (MAX_ROUND - 1)
@@ -169,7 +169,7 @@ def test_an_order_that_nobody_waits_for_is_passed_over() -> None:
 
 
 async def test_who_waits_when_it_is_closed_is_told(make: Make) -> None:
-    renderer = await make(ENDLESS)
+    renderer = await make(RENDER_TIMEOUT)
     await renderer.start()
     asked = [asyncio.create_task(renderer.render(MESSAGES * 2)) for _ in range(2 * MAX_ROUND)]
     await asyncio.sleep(0.05)
@@ -179,7 +179,7 @@ async def test_who_waits_when_it_is_closed_is_told(make: Make) -> None:
 
 
 async def test_who_leaves_in_the_middle_spoils_nobodys_answer(make: Make) -> None:
-    renderer = await make(ENDLESS)
+    renderer = await make(RENDER_TIMEOUT)
     await renderer.render(MESSAGES)
     leaving = asyncio.create_task(renderer.render(MESSAGES * 2))
     await asyncio.sleep(0)

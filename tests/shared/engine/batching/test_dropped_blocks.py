@@ -31,14 +31,14 @@ def run_to_end(rig: Rig, sequence: Sequence) -> int:
 
 @pytest.mark.parametrize("budget", [5, 64])
 def test_a_long_answer_holds_what_its_next_token_sees(budget: int) -> None:
-    rig = Rig(reach=REACH, max_batch_tokens=budget)
+    rig = Rig(attention_span=REACH, max_batch_tokens=budget)
     sequence = rig.add(new_sequence(prompt(30), greedy(60)))
     assert run_to_end(rig, sequence) == 3  # of four tokens each
     assert rig.output(sequence) == solo(tuple(prompt(30)), greedy(60))
 
 
 def test_sequences_run_together_that_had_no_room_together() -> None:
-    rig = Rig(num_blocks=20, reach=REACH)
+    rig = Rig(num_blocks=20, attention_span=REACH)
     sequences = [rig.add(new_sequence(prompt(30, start=n), greedy(40))) for n in (100, 200, 300)]
     rig.run()
     assert all(each.num_preemptions == 0 for each in sequences)
@@ -47,7 +47,7 @@ def test_sequences_run_together_that_had_no_room_together() -> None:
 
 
 def test_a_cached_prefix_is_found_behind_the_reach_too() -> None:
-    rig = Rig(reach=REACH)
+    rig = Rig(attention_span=REACH)
     rig.complete(new_sequence(prompt(41), greedy(30)))
     again = new_sequence(prompt(41), greedy(30))
     assert rig.complete(again) == solo(tuple(prompt(41)), greedy(30))
@@ -57,7 +57,7 @@ def test_a_cached_prefix_is_found_behind_the_reach_too() -> None:
 @pytest.mark.parametrize("num_taken", [0, 1, 7, 15])
 def test_what_an_answer_leaves_is_evicted_tail_first(num_taken: int) -> None:
     """Though its first blocks were given back first."""
-    rig = Rig(num_blocks=16, reach=REACH)
+    rig = Rig(num_blocks=16, attention_span=REACH)
     sequence = rig.add(new_sequence(prompt(30), greedy(32)))
     hashes = sequence.block_hashes
     run_to_end(rig, sequence)
@@ -70,7 +70,7 @@ def test_what_an_answer_leaves_is_evicted_tail_first(num_taken: int) -> None:
 
 
 def test_a_preempted_one_begins_with_what_is_cached() -> None:
-    rig = Rig(reach=REACH)
+    rig = Rig(attention_span=REACH)
     sequence = rig.add(new_sequence(prompt(30), seeded(40)))
     for _ in range(20):
         rig.step()
@@ -83,7 +83,7 @@ def test_a_preempted_one_begins_with_what_is_cached() -> None:
 
 
 def test_a_prefill_keeps_what_is_to_be_pushed() -> None:
-    rig = Rig(reach=REACH, max_batch_tokens=5)
+    rig = Rig(attention_span=REACH, max_batch_tokens=5)
     sequence = rig.add(new_sequence(prompt(30), None))
     rig.run()
     assert (sequence.state, len(sequence.held_blocks)) == (SequenceState.HELD, 8)
@@ -133,7 +133,7 @@ async def poisoned_step(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "options", "reach"),
+    ("architecture", "options", "attention_span"),
     [
         ("LlamaForCausalLM", {}, None),
         ("MistralForCausalLM", {"sliding_window": WINDOW}, WINDOW + 511),
@@ -141,8 +141,8 @@ async def poisoned_step(worker: Worker) -> None:
     ],
 )
 def test_the_reach_of_a_model(
-    tmp_path: Path, architecture: str, options: dict[str, int], reach: int | None
+    tmp_path: Path, architecture: str, options: dict[str, int], attention_span: int | None
 ) -> None:
     write_model(tmp_path, architecture, **options)
     runner = ModelRunner.load(tmp_path, dtype="float32", kv_cache_bytes=4 << 20)
-    assert runner.reach == reach
+    assert runner.attention_span == attention_span

@@ -48,10 +48,10 @@ class Bench:
             zeroes_freed_blocks=zeroes_freed_blocks,
         )
         self.loop = EngineLoop(self.engine, runner, MonotonicClock())
-        self.loop.listen(self._note)
+        self.loop.listen(self._record)
         self.changed = asyncio.Event()
 
-    def _note(self, progress: list[StepProgress]) -> None:
+    def _record(self, progress: list[StepProgress]) -> None:
         self.changed.set()
 
     async def complete(self, sequence: Sequence) -> None:

@@ -76,7 +76,7 @@ def test_a_greedy_step_draws_the_largest_logits(tmp_path: Path) -> None:
     write_model(tmp_path, "LlamaForCausalLM", **SHAPE)
     runner = load(tmp_path)
     step = step_of([(Blocks(runner.num_blocks).line(range(40)), 40)])
-    assert step.sampling.wants_likeliest_only
+    assert step.sampling.is_plain_greedy
     expected = runner.step_logits(step).argmax(-1).tolist()
     assert runner._run(step).token_ids == expected
     told = msgspec.structs.replace(step.sampling, raw_logprobs={3: 2})
@@ -98,5 +98,5 @@ def test_a_greedy_step_draws_the_largest_logits(tmp_path: Path) -> None:
 )
 def test_logits_are_needed_where_something_is_done_to_them(touched: dict[str, Any]) -> None:
     sampling = greedy([0, 1])
-    assert sampling.wants_likeliest_only
-    assert not msgspec.structs.replace(sampling, **touched).wants_likeliest_only
+    assert sampling.is_plain_greedy
+    assert not msgspec.structs.replace(sampling, **touched).is_plain_greedy

@@ -84,9 +84,9 @@ def test_greedy_tokens_are_those_of_transformers(checkpoint: Checkpoint, family:
     folder, model = checkpoint(family, "float32")
     runner = _load(folder, "float32")
     blocks = Blocks(runner.num_blocks)
-    for num_tokens, num_drawn in ((50, 24), (300, 8)):
-        prompt, expected = margin_checked_prompt(model, num_tokens, runner.vocab_size, num_drawn)
-        assert generate(runner, blocks.line(prompt, room=num_drawn), num_drawn) == expected
+    for num_tokens, num_sampled in ((50, 24), (300, 8)):
+        prompt, expected = margin_checked_prompt(model, num_tokens, runner.vocab_size, num_sampled)
+        assert generate(runner, blocks.line(prompt, room=num_sampled), num_sampled) == expected
         is_tied = "tied" in family  # such a model repeats itself
         assert is_tied or len(set(expected)) > 3, "proves nothing"
 

@@ -35,7 +35,7 @@ def test_small_steps_run_alone(num_weights: int, num_tokens: int, expected: int)
 
 def test_kernels_that_share_their_tasks_are_worth_a_thread_sooner() -> None:
     with computing_threads(2):
-        threads = StepThreads(2, 4_400_000, torch.float32, has_own_products=True)
+        threads = StepThreads(2, 4_400_000, torch.float32, has_custom_gemm=True)
         threads.set_for(16)
         assert (torch.get_num_threads(), numba.get_num_threads()) == (1, 2)
         threads.set_for(1)
@@ -50,7 +50,7 @@ def test_never_more_threads_than_told() -> None:
 
 def test_torch_keeps_to_one_thread_where_it_has_little_to_compute() -> None:
     with computing_threads(2):
-        StepThreads(2, LARGE, torch.bfloat16, has_own_products=True).set_for(1)
+        StepThreads(2, LARGE, torch.bfloat16, has_custom_gemm=True).set_for(1)
         assert (torch.get_num_threads(), numba.get_num_threads()) == (1, 2)
 
 

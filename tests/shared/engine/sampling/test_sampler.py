@@ -14,7 +14,7 @@ from torch import Tensor
 from shared.engine.batching.sequence import Sequence
 from shared.engine.inputs import build_inputs
 from shared.engine.runner import SamplingInputs
-from shared.engine.sampling.sampler import draw_tokens
+from shared.engine.sampling.sampler import sample_tokens
 from shared.messages import SamplingParams
 from tests.shared.engine.rig import new_sequence, row_of
 
@@ -89,7 +89,7 @@ def test_processed_logprobs_are_those_of_the_formulas(name: str) -> None:
     sequence = sequence_with(**OPTIONS[name], **WITH_PROCESSED)
     logits = logits_of(1)
     expected = torch.tensor(oracle(logits[0].tolist(), sequence)).log_softmax(-1)
-    (token_id,), (told,) = draw_tokens(logits, inputs_of(sequence))
+    (token_id,), (told,) = sample_tokens(logits, inputs_of(sequence))
     assert told is not None
     assert token_id == int(expected.argmax())
     values, ids = expected.sort(descending=True, stable=True)
@@ -103,11 +103,11 @@ def test_each_row_has_its_own_options_and_rows_without_any_are_untouched() -> No
     logits = logits_of(len(OPTIONS), seed=4)
     for row, options in enumerate(OPTIONS.values()):
         sequence = sequence_with(**options, temperature=0.8)
-        alone += draw_tokens(logits[row : row + 1].clone(), inputs_of(sequence))[0]
+        alone += sample_tokens(logits[row : row + 1].clone(), inputs_of(sequence))[0]
     sequences = [sequence_with(**each, temperature=0.8) for each in OPTIONS.values()]
     inputs = inputs_of(*sequences)
     together = logits.clone()
-    assert draw_tokens(together, inputs) == (alone, [])
+    assert sample_tokens(together, inputs) == (alone, [])
     assert torch.equal(together[0], logits[0])
     assert inputs.penalties is not None and 0 not in inputs.penalties.rows
 
@@ -115,7 +115,7 @@ def test_each_row_has_its_own_options_and_rows_without_any_are_untouched() -> No
 def test_a_bias_of_a_hundred_decides() -> None:
     for temperature in (0.0, 1.0):
         sequence = sequence_with(logit_bias=((33, 100.0),), temperature=temperature)
-        assert draw_tokens(logits_of(1), inputs_of(sequence))[0] == [33]
+        assert sample_tokens(logits_of(1), inputs_of(sequence))[0] == [33]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_bias_of_a_hundred_decides() -> None:
 def test_a_bad_word_is_never_completed(word: tuple[int, ...], is_banned: bool) -> None:
     """Across the prompt's end, too."""
     sequence = sequence_with(bad_words=(word,), logit_bias=((8, 1000.0),))
-    (token_id,), _ = draw_tokens(logits_of(1), inputs_of(sequence))
+    (token_id,), _ = sample_tokens(logits_of(1), inputs_of(sequence))
     assert (token_id != 8) is is_banned
 
 
@@ -148,7 +148,7 @@ def test_raw_logprobs_are_the_models_own(temperature: float, k: int) -> None:
     sequence = sequence_with(**OPTIONS["all"], temperature=temperature, num_logprobs=k)
     logits = logits_of(1, seed=2)
     expected = logits[0].log_softmax(-1)
-    (token_id,), (told,) = draw_tokens(logits, inputs_of(sequence))
+    (token_id,), (told,) = sample_tokens(logits, inputs_of(sequence))
     assert told is not None
     assert token_id != int(expected.argmax()), "the options should have changed the token"
     assert told.logprob == pytest.approx(float(expected[token_id]), abs=1e-6)
@@ -161,7 +161,7 @@ def test_processed_logprobs_know_temperature_and_truncation() -> None:
     logits = logits_of(1, seed=3)
     kept = logits[0].topk(3)
     expected = (kept.values / 2.0).log_softmax(-1).tolist()
-    (token_id,), (told,) = draw_tokens(logits, inputs_of(sequence_with(**options)))
+    (token_id,), (told,) = sample_tokens(logits, inputs_of(sequence_with(**options)))
     assert told is not None
     assert told.top_token_ids[:3] == tuple(kept.indices.tolist())
     assert told.top_logprobs[:3] == pytest.approx(expected, abs=1e-6)
@@ -177,7 +177,7 @@ def test_greedy_processed_logprobs_are_at_temperature_one_and_untruncated() -> N
     logits = logits_of(2, seed=5)
     expected = logits[0].log_softmax(-1).sort(descending=True).values[:20].tolist()
     greedy = sequence_with(top_k=2, top_p=0.1, min_p=0.9, **WITH_PROCESSED)
-    _, told = draw_tokens(logits, inputs_of(greedy, sequence_with(temperature=3.0)))
+    _, told = sample_tokens(logits, inputs_of(greedy, sequence_with(temperature=3.0)))
     assert told[1] is None
     assert told[0] is not None
     assert told[0].top_logprobs == pytest.approx(expected, abs=1e-5)
@@ -193,7 +193,7 @@ def test_only_rows_that_ask_are_told() -> None:
     sequences = [sequence_with(**each, temperature=1.0) for each in asking]
     logits = logits_of(4)
     expected = logits.log_softmax(-1)
-    token_ids, told = draw_tokens(logits, inputs_of(*sequences))
+    token_ids, told = sample_tokens(logits, inputs_of(*sequences))
     sizes = [None if each is None else len(each.top_token_ids) for each in told]
     assert sizes == [None, 2, 0, None]
     for row in (1, 2):  # at temperature 1 and without options both modes are the same
@@ -206,7 +206,7 @@ def test_where_all_is_banned_a_token_is_drawn_and_nothing_is_nan() -> None:
     bad_words = tuple((token_id,) for token_id in range(VOCAB_SIZE))
     for temperature in (0.0, 1.0):
         sequence = sequence_with(bad_words=bad_words, temperature=temperature, **WITH_PROCESSED)
-        (token_id,), (told,) = draw_tokens(logits_of(1), inputs_of(sequence))
+        (token_id,), (told,) = sample_tokens(logits_of(1), inputs_of(sequence))
         assert 0 <= token_id < VOCAB_SIZE
         assert told is not None
         assert told.logprob == -INFINITY

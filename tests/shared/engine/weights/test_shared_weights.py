@@ -241,7 +241,7 @@ def test_a_copy_that_is_whole_is_used_and_sealed_again(cache: Path, checkpoint: 
 def test_without_a_usable_cache_there_is_one_warning(checkpoint: Path) -> None:
     with capture_logs() as logs:
         private(checkpoint)
-    assert [entry["event"] for entry in logs] == ["weights_not_shared"]
+    assert [entry["event"] for entry in logs] == ["shared_weights_unavailable"]
     assert "Not a directory" in logs[0]["reason"]
 
 
@@ -254,7 +254,7 @@ def test_a_disk_that_is_full_leaves_nothing_behind(cache: Path, checkpoint: Path
             runner = load(checkpoint)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert [entry["event"] for entry in logs] == ["weights_not_shared"]
+    assert [entry["event"] for entry in logs] == ["shared_weights_unavailable"]
     assert [each.name for each in cache.iterdir()] == ["lock"]
     assert torch.equal(logits(runner), logits(expected))
 
