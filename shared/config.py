@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -11,7 +12,16 @@ import msgspec
 from shared.errors import ConfigError
 
 WEIGHT_FORMS = ("auto", "dense", "compressed")
+LOAD_FORMATS = ("auto", "dummy")
 KV_COMPRESSIONS = ("auto", "off")
+DEVICES = "auto, cpu, cuda or cuda:N"
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
+CPU_KV_CACHE_BYTES = 256 * 1024 * 1024
+CPU_BATCH_TOKENS = 512
+# On CUDA a step of 512 tokens is bound by launches, not by arithmetic; decode shares its steps with
+# tokens that users wait for.
+CUDA_BATCH_TOKENS = 2048
+CUDA_PREFILL_BATCH_TOKENS = 8192
 
 
 class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,13 +108,14 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     """A prefill worker, a decode worker, or both over one engine."""
 
     dtype: str = "auto"
-    device: str = "cpu"
+    device: str = "auto"  # CUDA where there is a device
+    load_format: str = "auto"  # what the directory has, or "dummy": made from its config.json
     weights: str = "auto"  # dense, or kept compressed: the same bits, fewer bytes
     num_threads: int = 0  # 0: share the cores of this host
     is_batch_invariant: bool = True  # False: faster on CUDA, but resumed answers may differ
     block_size: int = 16
-    kv_cache_bytes: int = 256 * 1024 * 1024
-    max_batch_tokens: int = 512
+    kv_cache_bytes: int | None = None  # None: 256 MiB on the CPU, 0.9 of what is free on CUDA
+    max_batch_tokens: int | None = None  # None: 512 on the CPU, 2048 or (prefill) 8192 on CUDA
     max_sequences: int = 256
     max_reserved_share: float = 0.5
     zero_freed_blocks: bool = False
@@ -120,6 +131,10 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
         )
         if self.dtype not in ("auto", "bfloat16", "float16", "float32"):
             yield f"dtype {self.dtype!r} is not auto, bfloat16, float16 or float32"
+        if not is_device_name(self.device):
+            yield f"device {self.device!r} is not {DEVICES}"
+        if self.load_format not in LOAD_FORMATS:
+            yield f"load_format {self.load_format!r} is none of {', '.join(LOAD_FORMATS)}"
         if self.weights not in WEIGHT_FORMS:
             yield f"weights {self.weights!r} is none of {', '.join(WEIGHT_FORMS)}"
         if self.kv_compression not in KV_COMPRESSIONS:
@@ -130,6 +145,27 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
             yield f"max_reserved_share {self.max_reserved_share} is not in (0, 1]"
         if not 0 <= self.max_pinned_share <= 1:
             yield f"max_pinned_share {self.max_pinned_share} is not in [0, 1]"
+
+    def with_defaults_of(self, device: str, *, is_prefill_only: bool) -> WorkerConfig:
+        """`device` is "cpu", "cuda" or "cuda:N". On CUDA `kv_cache_bytes` stays None: the runner
+        measures what is free.
+        """
+        kv_cache_bytes, max_batch_tokens = self.kv_cache_bytes, self.max_batch_tokens
+        if device == "cpu":
+            kv_cache_bytes = CPU_KV_CACHE_BYTES if kv_cache_bytes is None else kv_cache_bytes
+        if max_batch_tokens is None:
+            on_cuda = CUDA_PREFILL_BATCH_TOKENS if is_prefill_only else CUDA_BATCH_TOKENS
+            max_batch_tokens = CPU_BATCH_TOKENS if device == "cpu" else on_cuda
+        return msgspec.structs.replace(
+            self,
+            device=device,
+            kv_cache_bytes=kv_cache_bytes,
+            max_batch_tokens=max_batch_tokens,
+        )
+
+
+def is_device_name(name: str) -> bool:
+    return _DEVICE.fullmatch(name) is not None
 
 
 def check(config: ProcessConfig) -> None:
@@ -151,6 +187,8 @@ def url_problems(name: str, url: str, *, schemes: tuple[str, ...]) -> Iterator[s
 
 
 def positive_problems(config: ProcessConfig, *names: str) -> Iterator[str]:
+    """None is a default that is chosen later."""
     for name in names:
-        if getattr(config, name) <= 0:
-            yield f"{name} must be positive, not {getattr(config, name)}"
+        value = getattr(config, name)
+        if value is not None and value <= 0:
+            yield f"{name} must be positive, not {value}"

@@ -51,6 +51,11 @@ def test_good_ones_pass(tmp_path: Path) -> None:
         (3, {"dtype": "int8"}, "dtype"),
         (3, {"num_threads": -1}, "num_threads"),
         (3, {"weights": "small"}, "weights"),
+        (3, {"device": "abacus"}, "device 'abacus' is not auto, cpu, cuda or cuda:N"),
+        (3, {"device": "cuda:x"}, "device"),
+        (3, {"load_format": "gguf"}, "load_format 'gguf' is none of auto, dummy"),
+        (3, {"kv_cache_bytes": 0}, "kv_cache_bytes"),
+        (3, {"max_batch_tokens": -1}, "max_batch_tokens"),
         (3, {"max_reserved_share": 0.0}, "max_reserved_share"),
         (3, {"block_size": 0}, "block_size"),
     ],
@@ -67,3 +72,35 @@ def test_all_problems_are_named_at_once() -> None:
     with pytest.raises(ConfigError) as refused:
         check(config)
     assert len(refused.value.message.split("; ")) == 3
+
+
+@pytest.mark.parametrize(
+    ("device", "is_prefill_only", "kv_cache_bytes", "max_batch_tokens"),
+    [
+        ("cpu", False, 256 << 20, 512),
+        ("cpu", True, 256 << 20, 512),
+        ("cuda", False, None, 2048),  # None: measured
+        ("cuda:1", True, None, 8192),
+    ],
+)
+def test_a_device_has_defaults_of_its_own(
+    tmp_path: Path,
+    device: str,
+    is_prefill_only: bool,
+    kv_cache_bytes: int | None,
+    max_batch_tokens: int,
+) -> None:
+    config = WorkerConfig(nats_url=NATS, process_id="w", model_dir=tmp_path)
+    assert config.device == "auto"
+    found = config.with_defaults_of(device, is_prefill_only=is_prefill_only)
+    assert found.device == device
+    assert (found.kv_cache_bytes, found.max_batch_tokens) == (kv_cache_bytes, max_batch_tokens)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_is_given_stays(tmp_path: Path, device: str) -> None:
+    config = WorkerConfig(
+        nats_url=NATS, process_id="w", model_dir=tmp_path, kv_cache_bytes=5, max_batch_tokens=7
+    )
+    found = config.with_defaults_of(device, is_prefill_only=True)
+    assert (found.kv_cache_bytes, found.max_batch_tokens) == (5, 7)

@@ -66,6 +66,10 @@ class CheckpointTensors:
         """Raises CheckpointError."""
         return self._files[self._path_of[name]].read(name)
 
+    def copy_to(self, name: str, destination: Tensor) -> None:
+        """Converts to the destination's dtype and moves to its device. Raises CheckpointError."""
+        destination.copy_(self.read(name))
+
     def content(self, name: str) -> Content:
         """Raises CheckpointError."""
         return self._files[self._path_of[name]].content(name)
@@ -117,7 +121,7 @@ def _file_names(model_dir: Path, index: dict[str, str] | None) -> list[str]:
 def load_weights(tensors: CheckpointTensors, destinations: Mapping[str, Tensor]) -> None:
     """Copies every tensor into the view of the model's parameters that bears its name."""
     for name in matched_names(tensors, destinations):
-        copy_tensor(tensors, name, destinations[name])
+        tensors.copy_to(name, destinations[name])
 
 
 def matched_names(tensors: CheckpointTensors, destinations: Mapping[str, Tensor]) -> list[str]:
@@ -160,11 +164,6 @@ def weights_digest(tensors: CheckpointTensors, config: bytes) -> str:
     for name in tensors.names():
         digest.update(msgspec.json.encode([name, tensors.content(name)]))
     return digest.hexdigest()
-
-
-def copy_tensor(tensors: CheckpointTensors, name: str, destination: Tensor) -> None:
-    """One of the matched names, converted to the destination's dtype. Raises CheckpointError."""
-    destination.copy_(tensors.read(name))
 
 
 def _is_tied_copy(

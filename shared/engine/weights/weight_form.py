@@ -37,14 +37,18 @@ class WeightsReport(msgspec.Struct, frozen=True, kw_only=True):
     verbatim_share: float
 
 
-def wants_compressed(weights: str, model_dir: Path, device: torch.device) -> bool:
-    """Raises ConfigError."""
+def wants_compressed(
+    weights: str, model_dir: Path, device: torch.device, load_format: str = "auto"
+) -> bool:
+    """Raises ConfigError. A folder's bundle does not matter to weights that are not read."""
     if weights not in WEIGHT_FORMS:
         raise ConfigError(
             f"weights {weights!r} is none of {', '.join(WEIGHT_FORMS)}", param="weights"
         )
+    if weights != "auto" or load_format == "dummy":
+        return weights == "compressed"
     is_quick = has_amx() if device.type == "cpu" else True
-    return weights == "compressed" or (weights == "auto" and is_quick and is_bundle(model_dir))
+    return is_quick and is_bundle(model_dir)
 
 
 def weights_report(model: nn.Module) -> WeightsReport:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kernels.ops import Compressed, compress_weight
 from shared.engine.layers.embedding import OutputHead, TokenEmbedding
 from shared.engine.layers.linear import Linear, parameter_of, replace_weight
-from shared.engine.weights.load import CheckpointTensors, copy_tensor
+from shared.engine.weights.load import CheckpointTensors
 
 
 @dataclass
@@ -104,7 +104,7 @@ def filled_bytes(region: Region, tensors: CheckpointTensors) -> Tensor:
         first = next(iter(region.tensors.values()))
         filled.copy_(torch.empty(0, dtype=torch.uint8).set_(first.untyped_storage()))
     for name, destination in region.destinations.items():
-        copy_tensor(tensors, name, view_of(filled, destination))
+        tensors.copy_to(name, view_of(filled, destination))
     return filled
 
 
