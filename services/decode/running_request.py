@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import msgspec
 
 from services.decode.handoff import Handoff, HandoffResult
-from shared.engine.batching.sequence import Sequence, SequenceState
+from shared.engine.batching.sequence import Sequence, SequenceState, build_sequence
 from shared.errors import InvalidRequest
 from shared.messages import Choice, ModelCard, Request, SamplingParams, Served
-from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, unpack_hashes, unpack_token_ids
+from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, unpack_token_ids
 
 # Values that tell of a prompt, which go to the gateway in one message: some 15 bytes each.
 MAX_PROMPT_LOGPROBS = 200_000
@@ -141,14 +141,11 @@ def _choice_of(
 ) -> Sequence:
     sampling = request.sampling
     stop_token_ids = frozenset(sampling.stop_token_ids)
-    return Sequence(
+    return build_sequence(
+        request,
+        prompt + unpack_token_ids(choice.output_token_ids),
         sequence_id=placement_id + choice.choice_index.to_bytes(CHOICE_ID_BYTES, "big"),
-        tenant_id=request.tenant_id,
-        cache_root=request.cache_root,
-        token_ids=prompt + unpack_token_ids(choice.output_token_ids),
         num_prompt_tokens=len(prompt),
-        block_hashes=unpack_hashes(request.block_hashes),
-        num_public_blocks=request.num_public_blocks,
         sampling=sampling if request.pooling is None else None,
         pooling=request.pooling,
         choice_index=choice.choice_index,
@@ -161,15 +158,11 @@ def _shared_prompt(
     placement_id: bytes, request: Request, prompt: list[int], block_size: int
 ) -> Sequence:
     *token_ids, last_token_id = prompt
-    num_blocks = len(token_ids) // block_size
-    return Sequence(
+    return build_sequence(
+        request,
+        token_ids,
         sequence_id=placement_id + _PROMPT_ID,
-        tenant_id=request.tenant_id,
-        cache_root=request.cache_root,
-        token_ids=token_ids,
-        num_prompt_tokens=len(token_ids),
-        block_hashes=unpack_hashes(request.block_hashes)[:num_blocks],
-        num_public_blocks=min(request.num_public_blocks, num_blocks),
+        num_blocks=len(token_ids) // block_size,
         kv_quota_tokens=request.kv_quota_tokens,
         num_prompt_logprobs=request.sampling.num_prompt_logprobs,
         next_token_id=last_token_id,

@@ -15,7 +15,7 @@ import structlog
 
 from services.prefill.kv_sender import KvSender, PushCounts
 from shared.background import Background
-from shared.engine.batching.sequence import Sequence
+from shared.engine.batching.sequence import Sequence, build_sequence
 from shared.engine.engine import StepProgress
 from shared.engine.worker import EngineWorker
 from shared.errors import HearthError, InvalidRequest, UnknownPlacement, WorkerBusy
@@ -28,7 +28,7 @@ from shared.messages import (
     RunPrefill,
     WorkerLoad,
 )
-from shared.packing import unpack_hashes, unpack_token_ids
+from shared.packing import unpack_token_ids
 from shared.subjects import control, run_prefill
 from shared.transport.bus import failure_of
 
@@ -192,18 +192,14 @@ class PrefillService:
 def _sequence_of(request: RunPrefill, block_size: int) -> Sequence:
     """Raises InvalidRequest."""
     token_ids = unpack_token_ids(request.token_ids)
-    num_full = len(token_ids) // block_size
     if request.first_token > len(token_ids):
         raise InvalidRequest(
             f"first_token {request.first_token} of {len(token_ids)} tokens", param="first_token"
         )
-    return Sequence(
+    return build_sequence(
+        request,
+        token_ids,
         sequence_id=request.placement_id,
-        tenant_id=request.tenant_id,
-        cache_root=request.cache_root,
-        token_ids=token_ids,
-        num_prompt_tokens=len(token_ids),
-        block_hashes=unpack_hashes(request.block_hashes)[:num_full],
+        num_blocks=len(token_ids) // block_size,
         kv_quota_tokens=request.kv_quota_tokens,
-        num_public_blocks=min(request.num_public_blocks, num_full),
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from shared.block_hash import extend_chain
 from shared.clock import Clock
-from shared.engine.batching.sequence import Sequence
+from shared.engine.batching.sequence import Sequence, build_sequence
 from shared.engine.engine import Engine, StepProgress
 from shared.errors import InvalidRequest, WorkerBusy
 from shared.messages import KeepPins, PinPrefix, PinsKept, PrefixPinned
@@ -118,12 +118,4 @@ def sequence_of(command: PinPrefix, block_size: int) -> Sequence:
         raise InvalidRequest(f"{command.num_public_blocks} public blocks of {len(hashes)}")
     if extend_chain(command.cache_root, token_ids, block_size) != hashes:
         raise InvalidRequest("the hashes are not those of the tokens to pin")
-    return Sequence(
-        sequence_id=_ID_PREFIX + hashes[-1],
-        tenant_id=command.tenant_id,
-        cache_root=command.cache_root,
-        token_ids=token_ids,
-        num_prompt_tokens=len(token_ids),
-        block_hashes=hashes,
-        num_public_blocks=command.num_public_blocks,
-    )
+    return build_sequence(command, token_ids, sequence_id=_ID_PREFIX + hashes[-1])

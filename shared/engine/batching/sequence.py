@@ -19,6 +19,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,15 @@ from numpy.typing import NDArray
 from shared.block_hash import root_after_public
 from shared.engine.sampling.sampling_row import SamplingRow, sampling_row
 from shared.engine.sampling.token_counts import TokenCounts
-from shared.messages import Pooling, SamplingParams, TokenLogprobs
+from shared.messages import (
+    PinPrefix,
+    Pooling,
+    Request,
+    RunPrefill,
+    SamplingParams,
+    TokenLogprobs,
+)
+from shared.packing import unpack_hashes
 
 
 class SequenceState(Enum):
@@ -156,3 +165,31 @@ class Sequence:
         if state not in TRANSITIONS[self.state]:
             raise ValueError(f"a sequence cannot go from {self.state.value} to {state.value}")
         self.state = state
+
+
+def build_sequence(
+    message: Request | RunPrefill | PinPrefix,
+    token_ids: list[int],
+    *,
+    sequence_id: bytes,
+    num_blocks: int | None = None,
+    **fields: Any,
+) -> Sequence:
+    """The sequence that computes `token_ids` for the tenant and cache root of a message.
+
+    `num_blocks`: full blocks of `token_ids` where these end before the message's prompt does.
+    `fields` are the others of `Sequence`; without `sampling` and `pooling` it is a prefill.
+    """
+    fields = {"num_prompt_tokens": len(token_ids), **fields}
+    num_public_blocks = message.num_public_blocks
+    if num_blocks is not None:
+        num_public_blocks = min(num_public_blocks, num_blocks)
+    return Sequence(
+        sequence_id=sequence_id,
+        tenant_id=message.tenant_id,
+        cache_root=message.cache_root,
+        token_ids=token_ids,
+        block_hashes=unpack_hashes(message.block_hashes)[:num_blocks],
+        num_public_blocks=num_public_blocks,
+        **fields,
+    )
