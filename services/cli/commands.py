@@ -13,8 +13,9 @@ from typing import Annotated
 import typer
 
 from services.cli.service_options import DEMO_MODEL_DIR, model_name_for
+from services.local.gpus import count_gpus
 from services.local.hub_download import local_copy
-from services.local.plan import UpOptions
+from services.local.plan import UpOptions, worker_counts
 from shared.errors import ConfigError
 
 START = "Start and use"
@@ -45,11 +46,13 @@ def up(
     prefill: Annotated[int | None, typer.Option(help="Prefill workers (1).")] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers (1).")] = None,
     both: Annotated[
-        int | None, typer.Option(help="Workers that run prefill and decode (default: 0).")
+        int | None,
+        typer.Option(help="Workers that run prefill and decode (default: 0; on a single GPU 1)."),
     ] = None,
     role: Annotated[
-        UpRole, typer.Option(help="both: one worker that does prefill and decode.")
-    ] = UpRole.apart,
+        UpRole | None,
+        typer.Option(help="both: one worker that does prefill and decode; apart: one of each."),
+    ] = None,
     http: Annotated[
         str | None,
         typer.Option(
@@ -69,7 +72,20 @@ def up(
         typer.Option(metavar="HOST", help="This machine's address for workers on other hosts."),
     ] = "127.0.0.1",
     dtype: Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")] = "auto",
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    device: Annotated[
+        str,
+        typer.Option(
+            envvar="HEARTH_DEVICE",
+            help="auto (one GPU a worker, else the CPU), cpu, cuda or cuda:N.",
+        ),
+    ] = "auto",
+    load_format: Annotated[
+        str,
+        typer.Option(
+            envvar="HEARTH_LOAD_FORMAT",
+            help="auto, or dummy: seeded weights from config.json alone.",
+        ),
+    ] = "auto",
     weights: Annotated[
         str,
         typer.Option(
@@ -77,6 +93,20 @@ def up(
             help="Weight format in memory: auto, dense or compressed (lossless).",
         ),
     ] = "auto",
+    kv_cache_bytes: Annotated[
+        int | None,
+        typer.Option(
+            envvar="HEARTH_KV_CACHE_BYTES",
+            help="KV cache of each worker (default: 256 MiB on the CPU, free memory on CUDA).",
+        ),
+    ] = None,
+    max_batch_tokens: Annotated[
+        int | None,
+        typer.Option(
+            envvar="HEARTH_MAX_BATCH_TOKENS",
+            help="Tokens of a step (default: 512; on CUDA 2048, prefill alone 8192).",
+        ),
+    ] = None,
     check: Annotated[bool, typer.Option("--check", help="Ask one question, then stop.")] = False,
 ) -> None:
     """Start a cluster on this machine, ask it a first question, and keep it until Ctrl-C.
@@ -85,16 +115,19 @@ def up(
     """
     from services.cli.up import run_up
 
-    if both is None:
+    if both is None and role is not None:
         both = int(role is UpRole.both)
-    default = int(both == 0)
+    num_gpus = count_gpus() if device != "cpu" else 0
+    num_prefill, num_decode, num_both = worker_counts(
+        prefill, decode, both, device=device, num_gpus=num_gpus
+    )
     host, port = ("127.0.0.1", None) if http is None else _host_and_port(http)
     options = UpOptions(
-        model_dir=local_copy(model),
+        model_dir=local_copy(model, needs_weights=load_format != "dummy"),
         model_name=model_name_for(model, name),
-        num_prefill=default if prefill is None else prefill,
-        num_decode=default if decode is None else decode,
-        num_both=both,
+        num_prefill=num_prefill,
+        num_decode=num_decode,
+        num_both=num_both,
         http_host=host,
         http_port=port,
         nats_url=nats,
@@ -102,7 +135,11 @@ def up(
         advertise_host=advertise,
         dtype=dtype,
         device=device,
+        num_gpus=num_gpus,
+        load_format=load_format,
         weights=weights,
+        kv_cache_bytes=kv_cache_bytes,
+        max_batch_tokens=max_batch_tokens,
     )
     run_up(options, is_check=check)
 
@@ -149,11 +186,15 @@ def bench(
     model: Annotated[
         Path | None, typer.Option(help="Start a cluster with it: a directory or a hub id.")
     ] = None,
-    prefill: Annotated[int, typer.Option(help="Prefill workers of that cluster.")] = 1,
-    decode: Annotated[int, typer.Option(help="Decode workers of that cluster.")] = 1,
-    both: Annotated[int, typer.Option(help="Workers of that cluster that do both.")] = 0,
+    prefill: Annotated[
+        int | None, typer.Option(help="Prefill workers of that cluster (1).")
+    ] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode workers of that cluster (1).")] = None,
+    both: Annotated[
+        int | None, typer.Option(help="Workers of that cluster that do both (0).")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="Of that cluster.")] = "auto",
-    device: Annotated[str, typer.Option(help="Of that cluster.")] = "cpu",
+    device: Annotated[str, typer.Option(envvar="HEARTH_DEVICE", help="Of that cluster.")] = "auto",
     weights: Annotated[
         str, typer.Option(envvar="HEARTH_WEIGHTS", help="Of that cluster.")
     ] = "auto",
@@ -183,15 +224,20 @@ def bench(
 
     up_options = None
     if model is not None:
+        num_gpus = count_gpus() if device != "cpu" else 0
+        num_prefill, num_decode, num_both = worker_counts(
+            prefill, decode, both, device=device, num_gpus=num_gpus
+        )
         up_options = UpOptions(
             model_dir=local_copy(model),
             model_name=model_name_for(model, ""),
-            num_prefill=prefill,
-            num_decode=decode,
-            num_both=both,
+            num_prefill=num_prefill,
+            num_decode=num_decode,
+            num_both=num_both,
             http_port=0,
             dtype=dtype,
             device=device,
+            num_gpus=num_gpus,
             weights=weights,
         )
     options = LoadOptions(

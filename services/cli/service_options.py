@@ -43,15 +43,19 @@ HELP = {
     "max_prefixes_per_tenant": "Prefixes whose metadata is kept in Redis for each tenant.",
     "prefix_ttl_s": "Seconds after its last use that a prefix's metadata is kept.",
     "dtype": "auto (as in the checkpoint), bfloat16, float16 or float32.",
-    "device": "cpu, cuda or cuda:N.",
+    "device": "auto (CUDA where there is a device), cpu, cuda or cuda:N.",
+    "load_format": "auto (what the directory has) or dummy: seeded weights from config.json alone, "
+    "for measurements.",
     "weights": "auto (compressed if the checkpoint is), dense, or compressed: matrices in some "
     "11.4 bits a weight instead of 16, the same bits when they are used.",
     "num_threads": "Math threads; 0 shares the cores of this host.",
     "is_batch_invariant": "A token's bits depend neither on its batch nor on chunking. Without "
     "it CUDA is a little faster, and a resumed answer may go on differently.",
     "block_size": "Tokens in a KV block.",
-    "kv_cache_bytes": "Memory for the KV cache.",
-    "max_batch_tokens": "Tokens computed in one step.",
+    "kv_cache_bytes": "Memory for the KV cache (default: 256 MiB on the CPU; on CUDA 0.9 of "
+    "what is free after weights and the largest step).",
+    "max_batch_tokens": "Tokens computed in one step (default: 512 on the CPU; on CUDA 2048, and "
+    "8192 for prefill alone).",
     "max_sequences": "Sequences running at once.",
     "max_reserved_share": "Share of the KV cache that waiting handoffs may hold.",
     "zero_freed_blocks": "Zero the KV of blocks that nobody can find or holds any more.",
@@ -90,7 +94,8 @@ def service_command(
         if options["process_id"] is None:
             options["process_id"] = process_id_for(role, options["nats_url"])
         if "model_dir" in options:
-            given, needs_weights = options["model_dir"], issubclass(config_type, WorkerConfig)
+            given, is_worker = options["model_dir"], issubclass(config_type, WorkerConfig)
+            needs_weights = is_worker and options["load_format"] != "dummy"
             options["model_name"] = model_name_for(given, options["model_name"])
             options["model_dir"] = local_copy(given, needs_weights=needs_weights)
         config = config_type(**options)

@@ -12,7 +12,7 @@ import services
 from services.local.child_processes import ProcessSpec
 from services.local.credentials import Credential, random_process_id
 from services.local.servers import LOOPBACK
-from shared.config import WEIGHT_FORMS
+from shared.config import DEVICES, LOAD_FORMATS, WEIGHT_FORMS, is_device_name
 from shared.errors import ConfigError
 from shared.subjects import CredentialRole
 
@@ -41,8 +41,12 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     redis_url: str | None = None
     advertise_host: str = LOOPBACK  # NATS and the KV data plane listen here
     dtype: str = "auto"
-    device: str = "cpu"
+    device: str = "auto"
+    num_gpus: int = 0  # that this machine shows; "auto" is the CPU where it shows none
+    load_format: str = "auto"
     weights: str = "auto"
+    kv_cache_bytes: int | None = None  # None: the worker's own default
+    max_batch_tokens: int | None = None
     tenant_id: str = "default"
 
 
@@ -80,8 +84,73 @@ def check_options(options: UpOptions) -> None:
         problems.append(f"--model {options.model_dir} is not a directory")
     if options.weights not in WEIGHT_FORMS:
         problems.append(f"--weights {options.weights!r} is none of {', '.join(WEIGHT_FORMS)}")
+    if options.load_format not in LOAD_FORMATS:
+        problems.append(
+            f"--load-format {options.load_format!r} is none of {', '.join(LOAD_FORMATS)}"
+        )
+    for name in ("kv_cache_bytes", "max_batch_tokens"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            problems.append(f"--{name.replace('_', '-')} {value} is not positive")
+    problems += _device_problems(options)
     if problems:
         raise ConfigError("; ".join(problems))
+
+
+def _device_problems(options: UpOptions) -> list[str]:
+    device, num_gpus = options.device, options.num_gpus
+    if not is_device_name(device):
+        return [f"--device {device!r} is not {DEVICES}"]
+    if not device.startswith("cuda") and (device == "cpu" or num_gpus == 0):
+        return []
+    if num_gpus == 0:
+        return [f"--device {device}: this machine shows no CUDA device to torch"]
+    index = device.partition(":")[2]
+    if index and int(index) >= num_gpus:
+        return [f"--device {device}: there are {num_gpus} CUDA devices, 0 to {num_gpus - 1}"]
+    num_workers = options.num_prefill + options.num_decode + options.num_both
+    num_usable = 1 if index else num_gpus
+    if num_workers > num_usable and options.kv_cache_bytes is None:
+        return [
+            f"{num_workers} workers on {num_usable} CUDA device(s): each sizes its KV cache by the "
+            "memory that is free; start at most one a device (--both 1), or give --kv-cache-bytes"
+        ]
+    return []
+
+
+def worker_counts(
+    prefill: int | None,
+    decode: int | None,
+    both: int | None,
+    *,
+    device: str,
+    num_gpus: int,
+) -> tuple[int, int, int]:
+    """Prefill, decode and both-role workers where some are not given.
+
+    A role each, but one worker for both on a single GPU, which two would share by turns.
+    """
+    is_on_cuda = device.startswith("cuda") or (device == "auto" and num_gpus > 0)
+    is_single = is_on_cuda and (":" in device or num_gpus == 1)
+    if prefill is None and decode is None and both is None and is_single:
+        return 0, 0, 1
+    num_both = 0 if both is None else both
+    default = int(num_both == 0)
+    return (
+        default if prefill is None else prefill,
+        default if decode is None else decode,
+        num_both,
+    )
+
+
+def worker_devices(options: UpOptions, num_workers: int) -> list[str]:
+    """The device of each worker: one GPU each, in turn where there are more workers."""
+    device = options.device
+    if device == "auto":
+        device = "cuda" if options.num_gpus else "cpu"
+    if device != "cuda":
+        return [device] * num_workers
+    return [f"cuda:{number % options.num_gpus}" for number in range(num_workers)]
 
 
 def plan_credentials(options: UpOptions) -> tuple[Credential, ...]:
@@ -119,10 +188,18 @@ def plan_services(
     num_cores: int,
     environ: Mapping[str, str],
 ) -> list[ProcessSpec]:
-    num_workers = sum(each.role in _WORKER_ROLES for each in credentials)
-    num_threads = max(1, num_cores // num_workers)
+    workers = [each for each in credentials if each.role in _WORKER_ROLES]
+    num_threads = max(1, num_cores // len(workers))
+    devices = dict(zip(workers, worker_devices(options, len(workers)), strict=True))
     return [
-        _service(each, options, endpoints, num_threads=num_threads, environ=environ)
+        _service(
+            each,
+            options,
+            endpoints,
+            device=devices.get(each),
+            num_threads=num_threads,
+            environ=environ,
+        )
         for each in credentials
     ]
 
@@ -132,18 +209,23 @@ def _service(
     options: UpOptions,
     endpoints: Endpoints,
     *,
+    device: str | None,
     num_threads: int,
     environ: Mapping[str, str],
 ) -> ProcessSpec:
-    is_worker = credential.role in _WORKER_ROLES
+    """`device` is a worker's, None for other services."""
     arguments = ["--process-id", credential.process_id]
     arguments += ["--drain-timeout-s", f"{DRAIN_TIMEOUT_S:g}"]
-    if is_worker or credential.role == "gateway":
+    if device is not None or credential.role == "gateway":
         arguments += ["--model-dir", str(options.model_dir.resolve())]
         arguments += ["--model-name", options.model_name]
-    if is_worker:
-        arguments += ["--dtype", options.dtype, "--device", options.device]
-        arguments += ["--weights", options.weights]
+    if device is not None:
+        arguments += ["--dtype", options.dtype, "--device", device]
+        arguments += ["--weights", options.weights, "--load-format", options.load_format]
+        if options.kv_cache_bytes is not None:
+            arguments += ["--kv-cache-bytes", str(options.kv_cache_bytes)]
+        if options.max_batch_tokens is not None:
+            arguments += ["--max-batch-tokens", str(options.max_batch_tokens)]
         arguments += ["--num-threads", str(num_threads)]
         arguments += ["--data-plane-host", options.advertise_host]
     if credential.role == "gateway":
@@ -153,7 +235,7 @@ def _service(
         argv=(sys.executable, "-m", "services", _COMMANDS[credential.role], *arguments),
         environ={
             **environ,
-            **thread_environ(num_threads if is_worker else 1),
+            **thread_environ(1 if device is None else num_threads),
             "PYTHONPATH": python_path(environ),
             "HEARTH_NATS_URL": endpoints.nats_url_of(credential),
             "HEARTH_REDIS_URL": endpoints.redis_url,

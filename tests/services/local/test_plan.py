@@ -10,6 +10,7 @@ from services.local.plan import (
     expected_workers,
     plan_credentials,
     plan_services,
+    worker_counts,
 )
 from shared.errors import ConfigError
 
@@ -111,3 +112,98 @@ def test_the_url_of_a_door_open_to_all_is_dialled_on_loopback() -> None:
 
     open_door = msgspec.structs.replace(ENDPOINTS, http_host="0.0.0.0")
     assert open_door.http_url == "http://127.0.0.1:8123"
+
+
+def devices_of(chosen: UpOptions) -> list[str]:
+    check_options(chosen)
+    specs = plan_services(chosen, plan_credentials(chosen), ENDPOINTS, num_cores=2, environ={})
+    return [spec.argv[spec.argv.index("--device") + 1] for spec in specs if "--device" in spec.argv]
+
+
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "expected"),
+    [
+        ("auto", 0, ["cpu", "cpu"]),
+        ("auto", 2, ["cuda:0", "cuda:1"]),
+        ("cuda", 4, ["cuda:0", "cuda:1"]),
+        ("cpu", 2, ["cpu", "cpu"]),
+    ],
+)
+def test_workers_have_a_gpu_each(
+    tmp_path: Path, device: str, num_gpus: int, expected: list[str]
+) -> None:
+    assert devices_of(options(tmp_path, device=device, num_gpus=num_gpus)) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "num_gpus", "expected"),
+    [
+        ((None, None, None), "auto", 0, (1, 1, 0)),
+        ((None, None, None), "auto", 1, (0, 0, 1)),  # two would share the one GPU by turns
+        ((None, None, None), "auto", 2, (1, 1, 0)),
+        ((None, None, None), "cuda:1", 2, (0, 0, 1)),
+        ((None, None, None), "cpu", 1, (1, 1, 0)),
+        ((None, 2, None), "auto", 1, (1, 2, 0)),
+        ((None, None, 2), "auto", 0, (0, 0, 2)),
+        ((None, None, 0), "auto", 1, (1, 1, 0)),
+    ],
+)
+def test_a_single_gpu_has_one_worker_for_both_unless_told_otherwise(
+    given: tuple[int | None, int | None, int | None],
+    device: str,
+    num_gpus: int,
+    expected: tuple[int, int, int],
+) -> None:
+    assert worker_counts(*given, device=device, num_gpus=num_gpus) == expected
+
+
+def test_workers_share_a_gpu_only_where_the_size_of_their_caches_is_given(tmp_path: Path) -> None:
+    shared = options(tmp_path, num_gpus=1, kv_cache_bytes=1 << 30)
+    assert devices_of(shared) == ["cuda:0", "cuda:0"]
+    with pytest.raises(ConfigError, match=r"2 workers on 1 CUDA .*--both 1.*--kv-cache-bytes"):
+        check_options(options(tmp_path, num_gpus=1))
+    with pytest.raises(ConfigError, match="2 workers on 1 CUDA"):
+        check_options(options(tmp_path, device="cuda:1", num_gpus=2))
+
+
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "message"),
+    [
+        ("tpu", 0, "--device 'tpu' is not auto, cpu, cuda or cuda:N"),
+        ("cuda", 0, "this machine shows no CUDA device"),
+        ("cuda:2", 2, "there are 2 CUDA devices, 0 to 1"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused(
+    tmp_path: Path, device: str, num_gpus: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_options(options(tmp_path, device=device, num_gpus=num_gpus))
+
+
+def test_sizes_and_formats_reach_the_workers_alone(tmp_path: Path) -> None:
+    chosen = options(tmp_path, kv_cache_bytes=1 << 30, max_batch_tokens=4096, load_format="dummy")
+    specs = plan_services(chosen, plan_credentials(chosen), ENDPOINTS, num_cores=2, environ={})
+    wanted = "--load-format dummy --kv-cache-bytes 1073741824 --max-batch-tokens 4096"
+    assert {spec.argv[3] for spec in specs if wanted in " ".join(spec.argv)} == {
+        "prefill",
+        "decode",
+    }
+    plain = options(tmp_path)
+    specs = plan_services(plain, plan_credentials(plain), ENDPOINTS, num_cores=2, environ={})
+    assert not any("--kv-cache-bytes" in spec.argv for spec in specs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"load_format": "gguf"}, "--load-format 'gguf' is none of auto, dummy"),
+        ({"kv_cache_bytes": 0}, "--kv-cache-bytes 0 is not positive"),
+        ({"max_batch_tokens": -1}, "--max-batch-tokens -1 is not positive"),
+    ],
+)
+def test_bad_sizes_and_formats_are_refused(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_options(options(tmp_path, **changes))

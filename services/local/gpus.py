@@ -1,0 +1,45 @@
+"""How many CUDA devices a worker on this machine could use."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+
+_DRIVER = "libcuda.so.1"
+_QUESTION = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
+_TIMEOUT_S = 60.0
+
+
+def count_gpus(driver_name: str = _DRIVER) -> int:
+    """As torch would count them, CUDA_VISIBLE_DEVICES applied; 0 without a driver.
+
+    torch itself, which takes seconds to import, is asked in a child process, and only where the
+    driver has devices: it may be built without CUDA.
+    """
+    return _count_by_torch() if _count_by_driver(driver_name) else 0
+
+
+def _count_by_driver(name: str) -> int:
+    try:
+        driver = ctypes.CDLL(name)
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
+
+
+def _count_by_torch() -> int:
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", _QUESTION],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=True,
+        )
+        return int(child.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return 0
