@@ -28,6 +28,7 @@ import uvloop
 from benchmarks.checkpoints import LLAMA_125M, write_random_llama
 from benchmarks.engine_cpu import Case, Hearth
 from benchmarks.report import Bar, Row, at_least, at_most, write_result
+from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_runner import ModelRunner
 
 FORMS = ("dense", "compressed")
@@ -55,9 +56,7 @@ def make_cases(vocab_size: int, seed: int, num_output_tokens: int) -> list[Case]
 async def compare(model_dir: Path, options: argparse.Namespace) -> tuple[list[Row], list[Bar]]:
     engines, sizes = {}, {}
     for form in FORMS:
-        runner = ModelRunner.load(
-            model_dir, dtype="bfloat16", num_threads=options.threads, weights=form
-        )
+        runner = load_runner(model_dir, dtype="bfloat16", num_threads=options.threads, weights=form)
         engines[form] = (Hearth(runner), runner)
         engines[form][0].loop.start()
         sizes[form] = mapped_bytes() - sum(sizes.values())

@@ -33,6 +33,7 @@ from shared.clock import MonotonicClock
 from shared.engine.batching.sequence import Sequence
 from shared.engine.engine import Engine, StepProgress
 from shared.engine.loop import EngineLoop
+from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_runner import ModelRunner
 from shared.messages import SamplingParams
 
@@ -145,7 +146,7 @@ def sequences_of(case: Case) -> list[Sequence]:
 async def compare(model_dir: Path, options: argparse.Namespace) -> list[Row]:
     """A row a case: both rates (tokens/s), and the median of the rounds' ratios."""
     peer = Peer(model_dir, options.dtype, options.threads)
-    runner = ModelRunner.load(model_dir, dtype=options.dtype, num_threads=options.threads)
+    runner = load_runner(model_dir, dtype=options.dtype, num_threads=options.threads)
     hearth = Hearth(runner)
     hearth.loop.start()
     rates: dict[str, list[tuple[float, float]]] = {}

@@ -38,7 +38,8 @@ from benchmarks.report import Row, at_most, write_result
 from shared.engine.engine import Engine
 from shared.engine.inputs import build_inputs
 from shared.engine.runner import StepInputs, StepOutput
-from shared.engine.runners.model_runner import ModelRunner
+from shared.engine.runners.cpu_runner import CpuRunner
+from shared.engine.runners.model_loading import LoadOptions
 
 BATCH = 64
 MAX_OVERHEAD = 0.15  # share of the step
@@ -93,7 +94,7 @@ def part_of(frame: FrameType | None) -> str:
     return kernel or "elsewhere"
 
 
-class ProfiledRunner(ModelRunner):
+class ProfiledRunner(CpuRunner):
     calls: Calls | None = None  # of the next step
 
     def _run(self, inputs: StepInputs) -> StepOutput:
@@ -121,7 +122,7 @@ async def step(engine: Engine, runner: ProfiledRunner) -> Times:
 
 async def profile(model_dir: Path, num_steps: int) -> tuple[Times, Times]:
     """Medians: of the parts of a plain step, and of the calls of a timed one."""
-    runner = ProfiledRunner.load(model_dir, dtype="bfloat16", num_threads=1)
+    runner = ProfiledRunner.load(model_dir, LoadOptions(dtype="bfloat16", num_threads=1))
     engine = Engine(
         num_blocks=runner.num_blocks,
         block_size=runner.kv_format.block_size,

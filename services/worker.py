@@ -62,21 +62,32 @@ class WorkerProcess:
 
 
 def load_model(config: WorkerConfig) -> ModelledRunner:
-    """Raises CheckpointError."""
-    from shared.engine.runners.model_runner import (
-        ModelRunner,  # torch, which other runners do not need
-    )
+    """Raises CheckpointError, ConfigError."""
+    from shared.engine.runners.load import load_runner  # torch, which other runners do not need
 
-    return ModelRunner.load(
+    return load_runner(
         config.model_dir,
+        config.device,
         dtype=config.dtype,
         block_size=config.block_size,
         kv_cache_bytes=config.kv_cache_bytes,
-        device=config.device,
+        max_batch_tokens=config.max_batch_tokens,
+        max_sequences=config.max_sequences,
+        load_format=config.load_format,
         num_threads=config.num_threads or None,
         is_batch_invariant=config.is_batch_invariant,
         weights=config.weights,
     )
+
+
+def on_device(config: WorkerConfig, roles: tuple[Role, ...]) -> WorkerConfig:
+    """With the device chosen and its defaults. Raises ConfigError."""
+    device = config.device
+    if device == "auto":
+        from shared.engine.runners.load import resolve_device  # torch
+
+        device = resolve_device(device).type
+    return config.with_defaults_of(device, is_prefill_only="decode" not in roles)
 
 
 def load_codec(config: WorkerConfig, dtype: str) -> FrameCodec | None:
@@ -101,6 +112,8 @@ async def build_worker(
 ) -> Service:
     """Loads the model, then joins. Raises ConfigError, CheckpointError, DependencyUnavailable."""
     check(config)
+    config = await asyncio.to_thread(on_device, config, roles)
+    assert config.max_batch_tokens is not None
     runner = await asyncio.to_thread(load, config)
     codec = await asyncio.to_thread(load_codec, config, runner.kv_format.dtype)
     bus = await NatsBus.connect(config.nats_url, process_id=config.process_id)

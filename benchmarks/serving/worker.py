@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 
+import msgspec
 import typer
 from tokenizers import Tokenizer
 
@@ -34,6 +35,7 @@ class IdleRunner(TimingRunner):
 
     def __init__(self, config: WorkerConfig, step_s: float) -> None:
         tokenizer = Tokenizer.from_file(str(config.model_dir / "tokenizer.json"))
+        assert config.kv_cache_bytes is not None
         super().__init__(
             MonotonicClock(),
             num_blocks=config.kv_cache_bytes // (config.block_size * STATE_BYTES),
@@ -60,6 +62,7 @@ def main() -> None:
     step_s, role = float(sys.argv.pop(1)), sys.argv.pop(1)
 
     def run(config: WorkerConfig) -> int:
+        config = msgspec.structs.replace(config, device="cpu")
         return run_service(
             config.process_id,
             lambda: build_worker(config, ROLES[role], lambda each: IdleRunner(each, step_s)),

@@ -1,7 +1,7 @@
 """The engine seam: what the torch-free engine core asks of whatever computes.
 
-`ModelRunner` (torch) computes with a model; `TimingRunner` with a formula and a cost model. Both
-see the same inputs, so batching, the block pool and the KV paths are the same code.
+`CpuRunner` and `CudaRunner` (torch) compute with a model, `TimingRunner` with a formula and a cost
+model. All see the same inputs, so batching, the block pool and the KV paths are the same code.
 """
 
 from __future__ import annotations

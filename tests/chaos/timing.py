@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import msgspec
 import typer
 
 from services.cli.service_options import service_command
@@ -26,6 +27,7 @@ def run_timing_worker(role: Literal["prefill", "decode"], step_s: float) -> None
     """Takes the options of `hearth ROLE` from the command line."""
 
     def load(config: WorkerConfig) -> ModelledTimingRunner:
+        assert config.kv_cache_bytes is not None
         return ModelledTimingRunner(
             MonotonicClock(),
             num_blocks=config.kv_cache_bytes // (config.block_size * STATE_BYTES),
@@ -35,6 +37,7 @@ def run_timing_worker(role: Literal["prefill", "decode"], step_s: float) -> None
         )
 
     def run(config: WorkerConfig) -> int:
+        config = msgspec.structs.replace(config, device="cpu")
         return run_service(
             config.process_id,
             lambda: build_worker(config, (role,), load),

@@ -101,7 +101,8 @@ class Decoder(nn.Module):
         self.lm_head = OutputHead(
             self.embed_tokens, is_tied=config.has_tied_embeddings, softcap=config.logit_softcap
         )
-        cos, sin = rotary_tables(config.ropes, num_positions)
+        with torch.device("cpu"):  # angles have the same bits whichever device computes with them
+            cos, sin = rotary_tables(config.ropes, num_positions)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 

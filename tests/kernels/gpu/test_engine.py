@@ -15,7 +15,7 @@ from kernels import ops
 from kernels.device import IS_INTERPRETED
 from kernels.split_weight import SplitWeight
 from kernels.torch_ops.sample import sample
-from shared.engine.runners.model_runner import ModelRunner
+from shared.engine.runners.load import load_runner
 from tests.shared.engine.checkpoints import write_model
 from tests.shared.engine.steps import Blocks, advance, generate, prefill, step_of
 
@@ -53,7 +53,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, li
 def test_greedy_tokens(checkpoint: tuple[Path, list[int]], device: torch.device) -> None:
     assert ops.HAS_TRITON
     folder, expected = checkpoint
-    runner = ModelRunner.load(
+    runner = load_runner(
         folder, dtype="float32", kv_cache_bytes=1 << 20, device=str(device), num_threads=1
     )
     blocks, prompt = Blocks(runner.num_blocks), prompt_of(NUM_PROMPT)
@@ -76,7 +76,7 @@ def test_logits_are_bit_equal_for_every_batch_and_chunking(
     write_model(tmp_path, family, **SMALL, vocab_size=203, **FAMILIES[family])
     dtype = "float32" if IS_INTERPRETED else "bfloat16"
     num_tokens = 131 if IS_INTERPRETED else 1100
-    runner = ModelRunner.load(
+    runner = load_runner(
         tmp_path, dtype=dtype, kv_cache_bytes=1 << 22, device=str(device), num_threads=1
     )
     blocks, prompt = Blocks(runner.num_blocks), prompt_of(num_tokens)
@@ -92,7 +92,7 @@ def test_logits_are_bit_equal_for_every_batch_and_chunking(
 
 def test_drawn_tokens(tmp_path: Path, device: torch.device) -> None:
     write_model(tmp_path, "LlamaForCausalLM", **SMALL)
-    runner = ModelRunner.load(
+    runner = load_runner(
         tmp_path, dtype="float32", kv_cache_bytes=1 << 20, device=str(device), num_threads=1
     )
     inputs = step_of([(Blocks(runner.num_blocks).line(prompt_of(9)), 9)])
@@ -123,7 +123,7 @@ def test_split_weights_give_the_same_logits(
     write_model(tmp_path, "LlamaForCausalLM", **shape, tie_word_embeddings=is_tied)
     logits = []
     for weights in ("dense", "compressed"):
-        runner = ModelRunner.load(
+        runner = load_runner(
             tmp_path,
             dtype="bfloat16",
             kv_cache_bytes=1 << 20,
@@ -133,5 +133,5 @@ def test_split_weights_give_the_same_logits(
         )
         blocks, prompt = Blocks(runner.num_blocks), prompt_of(NUM_PROMPT)
         logits.append(prefill(runner, blocks.line(prompt), 8))
-    assert isinstance(runner._model.lm_head.weight, SplitWeight)
+    assert isinstance(runner.executor.model.lm_head.weight, SplitWeight)
     assert torch.equal(*logits)

@@ -9,7 +9,7 @@ from shared.engine.batching.sequence import Sequence
 from shared.engine.engine import Engine, StepProgress
 from shared.engine.inputs import build_inputs
 from shared.engine.models.checkpoint_config import read_config
-from shared.engine.runners.model_runner import ModelRunner
+from shared.engine.runners.load import load_runner
 from shared.messages import TokenLogprobs
 
 
@@ -18,7 +18,7 @@ class Worker:
         config = read_config(model_dir)
         token_bytes = 2 * config.num_kv_heads * config.head_dim * (2 if dtype == "bfloat16" else 4)
         block_bytes = config.num_layers * 16 * token_bytes
-        self.runner = ModelRunner.load(
+        self.runner = load_runner(
             model_dir, dtype=dtype, kv_cache_bytes=num_blocks * block_bytes, num_threads=1
         )
         assert self.runner.num_blocks == num_blocks

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_runner import ModelRunner
 from tests.shared.engine.checkpoints import write_llama, write_model
 from tests.shared.engine.steps import Blocks, Line, advance, prefill
@@ -52,7 +53,7 @@ PROMPT_TOKENS = 150
 
 def _load(folder: Path, shape: str, dtype: str) -> ModelRunner:
     write_model(folder, **{"architecture": "LlamaForCausalLM", **SHAPES[shape]})
-    return ModelRunner.load(folder, dtype=dtype, kv_cache_bytes=64 << 20)
+    return load_runner(folder, dtype=dtype, kv_cache_bytes=64 << 20)
 
 
 @pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
@@ -132,9 +133,7 @@ def test_block_size_changes_no_bit(tmp_path: Path, block_size: int, architecture
     prompt = _prompt(2, 200)
     logits = []
     for size in (16, block_size):
-        runner = ModelRunner.load(
-            tmp_path, dtype="float32", kv_cache_bytes=4 << 20, block_size=size
-        )
+        runner = load_runner(tmp_path, dtype="float32", kv_cache_bytes=4 << 20, block_size=size)
         line = Blocks(runner.num_blocks).line(prompt, block_size=size)
         logits.append(prefill(runner, line, 33))
     assert torch.equal(logits[0], logits[1])
@@ -143,7 +142,7 @@ def test_block_size_changes_no_bit(tmp_path: Path, block_size: int, architecture
 def test_stale_kv_behind_the_end_is_not_seen(tmp_path: Path) -> None:
     """Blocks are not cleaned between sequences."""
     write_llama(tmp_path)
-    runner = ModelRunner.load(tmp_path, dtype="float32", kv_cache_bytes=4 << 20)
+    runner = load_runner(tmp_path, dtype="float32", kv_cache_bytes=4 << 20)
     blocks = Blocks(runner.num_blocks)
     prompt = _prompt(3, 70)
     fresh = prefill(runner, blocks.line(prompt), 70)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shared.engine.runners.model_runner import ModelRunner
+from shared.engine.runners.load import load_runner
 from tests.shared.engine.checkpoints import LLAMA3_ROPE, write_llama
 from tests.shared.engine.reference import margin_checked_prompt
 from tests.shared.engine.steps import Blocks, generate, prefill
@@ -44,7 +44,7 @@ NUM_TOKENS = 12
 @pytest.mark.parametrize("shape", SHAPES)
 def test_greedy_tokens_equal_transformers(tmp_path: Path, shape: str) -> None:
     model = write_llama(tmp_path, **SHAPES[shape])
-    runner = ModelRunner.load(tmp_path, dtype="float32", kv_cache_bytes=8 << 20)
+    runner = load_runner(tmp_path, dtype="float32", kv_cache_bytes=8 << 20)
     blocks = Blocks(runner.num_blocks)
     for num_tokens in (1, 15, 16, 17, 1000):
         prompt, expected = margin_checked_prompt(model, num_tokens, runner.vocab_size, NUM_TOKENS)
@@ -57,7 +57,7 @@ def test_greedy_tokens_equal_transformers(tmp_path: Path, shape: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_are_close_to_transformers(tmp_path: Path, shape: str) -> None:
     model = write_llama(tmp_path, **SHAPES[shape])
-    runner = ModelRunner.load(tmp_path, dtype="float32", kv_cache_bytes=4 << 20)
+    runner = load_runner(tmp_path, dtype="float32", kv_cache_bytes=4 << 20)
     prompt = torch.randint(3, 199, (150,), generator=torch.Generator().manual_seed(1)).tolist()
     with torch.inference_mode():
         expected = model(torch.tensor([prompt])).logits[0]
@@ -67,7 +67,7 @@ def test_logits_are_close_to_transformers(tmp_path: Path, shape: str) -> None:
 
 def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
     model = write_llama(tmp_path, dtype=torch.bfloat16)
-    runner = ModelRunner.load(tmp_path, dtype="bfloat16", kv_cache_bytes=4 << 20)
+    runner = load_runner(tmp_path, dtype="bfloat16", kv_cache_bytes=4 << 20)
     prompt = torch.randint(3, 199, (100,), generator=torch.Generator().manual_seed(1)).tolist()
     with torch.inference_mode():
         expected = model(torch.tensor([prompt])).logits[0]

@@ -10,7 +10,7 @@ import torch
 
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.inputs import build_inputs
-from shared.engine.runners.model_runner import ModelRunner
+from shared.engine.runners.load import load_runner
 from tests.shared.engine.checkpoints import write_model
 from tests.shared.engine.model_worker import Worker
 from tests.shared.engine.rig import BLOCK_SIZE, Rig, greedy, new_sequence, prompt, seeded, solo
@@ -127,7 +127,7 @@ async def poisoned_step(worker: Worker) -> None:
     engine = worker.engine
     rows, _ = engine.schedule()
     free = [n for n in range(engine.pool.num_blocks) if engine.pool.ref_count(n) == 0]
-    worker.runner._kv_cache[:, :, free] = float("nan")
+    worker.runner.executor.kv_cache[:, :, free] = float("nan")
     for each in engine.apply(rows, await worker.runner.run(build_inputs(rows, 16))):
         worker.tokens[each.sequence.sequence_id] += each.token_ids
 
@@ -144,5 +144,5 @@ def test_the_reach_of_a_model(
     tmp_path: Path, architecture: str, options: dict[str, int], attention_span: int | None
 ) -> None:
     write_model(tmp_path, architecture, **options)
-    runner = ModelRunner.load(tmp_path, dtype="float32", kv_cache_bytes=4 << 20)
+    runner = load_runner(tmp_path, dtype="float32", kv_cache_bytes=4 << 20)
     assert runner.attention_span == attention_span

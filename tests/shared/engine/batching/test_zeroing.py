@@ -15,6 +15,7 @@ from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import Engine, StepProgress
 from shared.engine.loop import EngineLoop
 from shared.engine.runner import StepInputs, StepOutput
+from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_runner import ModelRunner
 from shared.errors import WorkerBusy
 from tests.services.decode.test_handoff import cluster
@@ -64,7 +65,7 @@ class Bench:
 
     def filled_blocks(self) -> set[int]:
         """Those whose KV is anything but zeros, in any layer."""
-        by_block = self.runner._kv_cache.float().abs().amax(dim=(0, 1, 3, 4, 5))
+        by_block = self.runner.executor.kv_cache.float().abs().amax(dim=(0, 1, 3, 4, 5))
         return set(by_block.nonzero().flatten().tolist())
 
     def findable_blocks(self) -> set[int]:
@@ -75,7 +76,7 @@ class Bench:
 @asynccontextmanager
 async def bench(model_dir: Path, *, zeroes_freed_blocks: bool) -> AsyncIterator[Bench]:
     size = 2 * 2 * 16 * 2 * 12 * 4  # layers, K and V, tokens, heads, head_dim, FP32
-    runner = ModelRunner.load(model_dir, dtype="float32", kv_cache_bytes=NUM_BLOCKS * size)
+    runner = load_runner(model_dir, dtype="float32", kv_cache_bytes=NUM_BLOCKS * size)
     assert runner.num_blocks == NUM_BLOCKS
     made = Bench(runner, zeroes_freed_blocks=zeroes_freed_blocks)
     made.loop.start()

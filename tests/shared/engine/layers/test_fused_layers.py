@@ -15,6 +15,7 @@ from kernels.cpu.gemm.bf16_gemm import has_half_products
 from shared.engine.layers.fused_layer import FusedLayer
 from shared.engine.models.decoder import Decoder
 from shared.engine.runner import LogitBias, Penalties
+from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_runner import ModelRunner
 from tests.shared.engine.checkpoints import write_model
 from tests.shared.engine.steps import Blocks, advance, greedy, step_of
@@ -39,7 +40,7 @@ FUSED = [
 
 
 def load(folder: Path, dtype: str = "bfloat16") -> ModelRunner:
-    return ModelRunner.load(folder, dtype=dtype, kv_cache_bytes=2 << 20)
+    return load_runner(folder, dtype=dtype, kv_cache_bytes=2 << 20)
 
 
 def logits(runner: ModelRunner) -> list[Tensor]:
@@ -58,10 +59,10 @@ def test_the_same_logits(
 ) -> None:
     write_model(tmp_path, architecture, **SHAPE)
     fused = load(tmp_path, dtype)
-    assert all(isinstance(layer, FusedLayer) for layer in fused._model.layers)
+    assert all(isinstance(layer, FusedLayer) for layer in fused.executor.model.layers)
     monkeypatch.setattr(Decoder, "fuse", lambda model: None)
     single = load(tmp_path, dtype)
-    assert not any(isinstance(layer, FusedLayer) for layer in single._model.layers)
+    assert not any(isinstance(layer, FusedLayer) for layer in single.executor.model.layers)
     for got, expected in zip(logits(fused), logits(single), strict=True):
         assert torch.equal(got, expected)
 
@@ -69,7 +70,7 @@ def test_the_same_logits(
 def test_layers_with_more_to_them_stay(tmp_path: Path) -> None:
     write_model(tmp_path, "LlamaForCausalLM", **SHAPE, mlp_bias=True)
     runner = load(tmp_path)
-    assert not any(isinstance(layer, FusedLayer) for layer in runner._model.layers)
+    assert not any(isinstance(layer, FusedLayer) for layer in runner.executor.model.layers)
 
 
 def test_a_greedy_step_draws_the_largest_logits(tmp_path: Path) -> None:

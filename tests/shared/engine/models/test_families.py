@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shared.engine.layers.embedding import TokenEmbedding
+from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_runner import ModelRunner
 from tests.shared.engine.families import FAMILIES
 from tests.shared.engine.reference import margin_checked_prompt
@@ -41,7 +42,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 def _load(folder: Path, dtype: str) -> ModelRunner:
-    return ModelRunner.load(folder, dtype=dtype, kv_cache_bytes=1 << 20)
+    return load_runner(folder, dtype=dtype, kv_cache_bytes=1 << 20)
 
 
 def _relative_error(actual: Tensor, expected: Tensor) -> float:

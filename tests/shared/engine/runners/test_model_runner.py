@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from shared.engine.runners.model_runner import ModelRunner
+from shared.engine.runners.load import load_runner, resolve_device
 from shared.errors import CheckpointError, ConfigError
 from tests.shared.engine.checkpoints import write_llama
 from tests.shared.engine.steps import Blocks, Line, advance, greedy, prefill, step_of
@@ -27,8 +29,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def test_kv_moved_to_another_runner_gives_the_same_next_token(
     model_dir: Path, dtype: str
 ) -> None:
-    source = ModelRunner.load(model_dir, dtype=dtype, kv_cache_bytes=1 << 20)
-    target = ModelRunner.load(model_dir, dtype=dtype, kv_cache_bytes=2 << 20)
+    source = load_runner(model_dir, dtype=dtype, kv_cache_bytes=1 << 20)
+    target = load_runner(model_dir, dtype=dtype, kv_cache_bytes=2 << 20)
     held = Blocks(source.num_blocks).line(PROMPT)
     moved = Blocks(target.num_blocks, seed=1).line(PROMPT)
     expected = prefill(source, held, 32)[-1]
@@ -43,7 +45,7 @@ async def test_kv_moved_to_another_runner_gives_the_same_next_token(
 
 
 async def test_write_kv_touches_only_its_run(model_dir: Path) -> None:
-    runner = ModelRunner.load(model_dir, kv_cache_bytes=1 << 20)
+    runner = load_runner(model_dir, kv_cache_bytes=1 << 20)
     line = Blocks(runner.num_blocks).line(PROMPT)
     prefill(runner, line, 32)
     token_bytes = runner.kv_format.bytes_per_token
@@ -66,7 +68,7 @@ async def test_write_kv_touches_only_its_run(model_dir: Path) -> None:
 
 
 async def test_kv_of_wrong_length_or_range_is_refused(model_dir: Path) -> None:
-    runner = ModelRunner.load(model_dir, kv_cache_bytes=1 << 20)
+    runner = load_runner(model_dir, kv_cache_bytes=1 << 20)
     with pytest.raises(ValueError, match="bytes are not 2 tokens"):
         await runner.read_kv([0], 0, 2, memoryview(bytearray(3)))
     with pytest.raises(ValueError, match="lie outside"):
@@ -75,7 +77,7 @@ async def test_kv_of_wrong_length_or_range_is_refused(model_dir: Path) -> None:
 
 
 async def test_run_draws_what_the_logits_say_and_learns_its_pace(model_dir: Path) -> None:
-    runner = ModelRunner.load(model_dir, kv_cache_bytes=1 << 20, num_threads=1)
+    runner = load_runner(model_dir, kv_cache_bytes=1 << 20, num_threads=1)
     line = Blocks(runner.num_blocks).line(PROMPT)
     inputs = step_of([(line, len(PROMPT))])
     before = runner.step_budget_s(inputs)
@@ -88,7 +90,7 @@ async def test_run_draws_what_the_logits_say_and_learns_its_pace(model_dir: Path
 
 
 async def test_a_step_that_samples_nothing_draws_nothing(model_dir: Path) -> None:
-    runner = ModelRunner.load(model_dir, kv_cache_bytes=1 << 20)
+    runner = load_runner(model_dir, kv_cache_bytes=1 << 20)
     line = Blocks(runner.num_blocks).line(PROMPT)
     output = await runner.run(msgspec.structs.replace(step_of([(line, 20)]), sampling=greedy([])))
     assert output.token_ids == []
@@ -96,7 +98,7 @@ async def test_a_step_that_samples_nothing_draws_nothing(model_dir: Path) -> Non
 
 
 async def test_banned_tokens_are_not_drawn(model_dir: Path) -> None:
-    runner = ModelRunner.load(model_dir, kv_cache_bytes=1 << 20)
+    runner = load_runner(model_dir, kv_cache_bytes=1 << 20)
     line = Blocks(runner.num_blocks).line(PROMPT)
     inputs = msgspec.structs.replace(step_of([(line, len(PROMPT))]), sampling=greedy([10, 82]))
     first, second = (await runner.run(inputs)).token_ids
@@ -109,7 +111,7 @@ async def test_banned_tokens_are_not_drawn(model_dir: Path) -> None:
 
 def test_a_slot_of_minus_one_is_skipped(model_dir: Path) -> None:
     """A token whose KV is there already may be computed again without a write."""
-    runner = ModelRunner.load(model_dir, kv_cache_bytes=1 << 20)
+    runner = load_runner(model_dir, kv_cache_bytes=1 << 20)
     line = Blocks(runner.num_blocks).line(PROMPT)
     whole = prefill(runner, line, 83)
     again = step_of([(Line(PROMPT, line.block_table), 83)])
@@ -122,7 +124,7 @@ def test_a_slot_of_minus_one_is_skipped(model_dir: Path) -> None:
 
 
 def test_what_the_runner_says_of_itself(model_dir: Path) -> None:
-    runner = ModelRunner.load(model_dir, dtype="float32", kv_cache_bytes=1 << 20)
+    runner = load_runner(model_dir, dtype="float32", kv_cache_bytes=1 << 20)
     assert runner.kv_format.key == "float32/b16/l2/h2/d12"
     assert runner.num_blocks == (1 << 20) // (16 * 2 * 2 * 2 * 12 * 4)
     assert runner.max_context_tokens == min(2048, runner.num_blocks * 16)
@@ -139,15 +141,30 @@ def test_what_the_runner_says_of_itself(model_dir: Path) -> None:
         ({"kv_cache_bytes": 100}, "holds no block"),
         ({"device": "cuda:99"}, "device .cuda:99. cannot be used"),
         ({"device": "abacus"}, "device .abacus. cannot be used"),
+        ({"device": "meta"}, "device .meta. cannot be used: it is neither the CPU nor CUDA"),
     ],
 )
 def test_bad_options_are_config_errors(
     model_dir: Path, options: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        ModelRunner.load(model_dir, **options)  # type: ignore[arg-type]
+        load_runner(model_dir, **options)  # type: ignore[arg-type]
 
 
 def test_a_missing_folder_is_a_checkpoint_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json: No such file"):
-        ModelRunner.load(tmp_path / "nowhere")
+        load_runner(tmp_path / "nowhere")
+
+
+def test_the_device_is_cuda_where_there_is_one() -> None:
+    assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_a_cuda_worker_loads_nothing_that_is_the_cpus() -> None:
+    code = (
+        "import sys, shared.engine.runners.load, shared.engine.runners.cuda_runner\n"
+        "rooms = ('cpu_runner', 'step_threads')\n"
+        "print([name for name in sys.modules if name.endswith(rooms)])"
+    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert child.stdout.strip() == "[]"

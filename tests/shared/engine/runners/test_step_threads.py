@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from shared.engine.runners.model_runner import ModelRunner
+from shared.engine.runners.load import load_runner
 from shared.engine.runners.step_threads import StepThreads
 from tests.shared.engine.checkpoints import write_llama
 from tests.shared.engine.steps import Blocks, step_of
@@ -57,7 +57,7 @@ def test_torch_keeps_to_one_thread_where_it_has_little_to_compute() -> None:
 async def test_a_runner_takes_more_threads_for_large_steps(tmp_path: Path) -> None:
     """Told by the step thread itself, since each thread has a number of its own."""
     write_llama(tmp_path, max_position_embeddings=4096)
-    runner = ModelRunner.load(tmp_path, dtype="float32", kv_cache_bytes=64 << 20, num_threads=2)
+    runner = load_runner(tmp_path, dtype="float32", kv_cache_bytes=64 << 20, num_threads=2)
     blocks, seen = Blocks(runner.num_blocks), []
     for num_tokens in (8, 3000, 8):
         prompt = np.arange(num_tokens) % 150 + 3

@@ -14,7 +14,7 @@ from shared.engine.codec.compress import compress_folder
 from shared.engine.codec.manifest import MANIFEST
 from shared.engine.codec.safetensors_layout import map_safetensors
 from shared.engine.codec.savings_report import rows_by_kind, tensors_of, total_row
-from shared.engine.runners.model_runner import ModelRunner
+from shared.engine.runners.load import load_runner
 from shared.engine.weights.load import open_checkpoint, weights_digest
 from shared.errors import CheckpointError
 from tests.shared.engine.checkpoints import write_llama
@@ -32,7 +32,7 @@ def _bundled(folder: Path, target: Path, **options) -> Path:
 
 
 def _logits(folder: Path, dtype: str = "bfloat16") -> tuple[torch.Tensor, str]:
-    runner = ModelRunner.load(folder, dtype=dtype, kv_cache_bytes=1 << 20)
+    runner = load_runner(folder, dtype=dtype, kv_cache_bytes=1 << 20)
     return prefill(runner, Blocks(runner.num_blocks).line(PROMPT), 64), runner.revision
 
 

@@ -19,6 +19,7 @@ from kernels.cpu.gemm.decompress_rows import select_rows
 from kernels.cpu.simd.amx_tiles import has_amx
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
+from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_runner import ModelRunner
 from shared.engine.weights.load import load_weights, open_checkpoint
 from shared.engine.weights.shared_weights import compress_in_place
@@ -52,7 +53,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def load(checkpoint: Path, weights: str, dtype: str = "bfloat16") -> ModelRunner:
-    return ModelRunner.load(checkpoint, dtype=dtype, kv_cache_bytes=4 << 20, weights=weights)
+    return load_runner(checkpoint, dtype=dtype, kv_cache_bytes=4 << 20, weights=weights)
 
 
 def logits(runner: ModelRunner, chunk: int = 64) -> torch.Tensor:
@@ -99,14 +100,14 @@ def test_without_products_of_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(module, "can_pack_halves", lambda weight: False)
     write_llama(tmp_path / "model", tie_word_embeddings=True, **WIDE)
     found = load(tmp_path / "model", "compressed")
-    assert found._model.lm_head.weight.order == "rows"
+    assert found.executor.model.lm_head.weight.order == "rows"
     assert_same(found, load(tmp_path / "model", "dense"))
 
 
 def test_a_tied_weight_is_kept_once(tmp_path: Path, cache: Path) -> None:
     write_llama(tmp_path / "model", tie_word_embeddings=True, **WIDE)
     runner = load(tmp_path / "model", "compressed")
-    model, report = runner._model, runner.weights
+    model, report = runner.executor.model, runner.weights
     assert isinstance(model.lm_head.weight, CompressedWeight)
     assert model.lm_head.weight is model.embed_tokens.weight
     (packed,) = cache.glob("*.packed")
@@ -145,7 +146,7 @@ def test_weights_of_ones_own_are_compressed_too(
     expected = load(tmp_path / "model", "dense")
     monkeypatch.setenv("HEARTH_CACHE_DIR", str(tmp_path / "model" / "config.json" / "cache"))
     found = load(tmp_path / "model", "compressed")
-    assert found._model.lm_head.weight is found._model.embed_tokens.weight
+    assert found.executor.model.lm_head.weight is found.executor.model.embed_tokens.weight
     assert found.weights.num_compressed > 100_000
     assert_same(found, expected)
 
@@ -208,6 +209,7 @@ def test_a_form_that_there_is_not(tmp_path: Path) -> None:
 SERVE = """
 import sys
 from pathlib import Path
+from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_runner import ModelRunner
 from tests.shared.engine.steps import Blocks, generate
 
@@ -218,7 +220,7 @@ def memory(field):
 
 def serve(folder):
     options = {"dtype": "bfloat16", "kv_cache_bytes": 4 << 20, "weights": "compressed"}
-    runner = ModelRunner.load(folder, **options)
+    runner = load_runner(folder, **options)
     tokens = generate(runner, Blocks(runner.num_blocks).line(range(3, 70), room=8), 8)
     return runner
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_runner import ModelRunner
 from shared.errors import CheckpointError
 from tests.shared.engine.checkpoints import LLAMA3_ROPE, write_llama
@@ -19,7 +20,7 @@ NORM = "model.layers.1.input_layernorm.weight"
 
 
 def _load(folder: Path, dtype: str = "float32") -> ModelRunner:
-    return ModelRunner.load(folder, dtype=dtype, kv_cache_bytes=1 << 20)
+    return load_runner(folder, dtype=dtype, kv_cache_bytes=1 << 20)
 
 
 def _logits(runner: ModelRunner) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from structlog.testing import capture_logs
 
+from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_runner import ModelRunner
 from shared.engine.weights.load import open_checkpoint
 from shared.engine.weights.shared_weights import map_weights, weights_cache_dir
@@ -41,7 +42,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def load(checkpoint: Path, dtype: str = "float32") -> ModelRunner:
-    return ModelRunner.load(checkpoint, dtype=dtype, kv_cache_bytes=1 << 20)
+    return load_runner(checkpoint, dtype=dtype, kv_cache_bytes=1 << 20)
 
 
 def logits(runner: ModelRunner) -> torch.Tensor:
@@ -87,8 +88,8 @@ def test_the_bits_are_those_of_private_weights(
 
 def test_two_processes_have_one_copy(cache: Path, checkpoint: Path) -> None:
     code = (
-        "import sys; from shared.engine.runners.model_runner import ModelRunner\n"
-        f"runner = ModelRunner.load({str(checkpoint)!r}, dtype='bfloat16', kv_cache_bytes=9**6)\n"
+        "import sys; from shared.engine.runners.load import load_runner\n"
+        f"runner = load_runner({str(checkpoint)!r}, dtype='bfloat16', kv_cache_bytes=9**6)\n"
         "print('loaded', flush=True); sys.stdin.readline()"
     )
     command = [sys.executable, "-c", code]
@@ -124,7 +125,7 @@ def mapping_of(pid: int) -> tuple[str, dict[str, int]]:
 
 
 def test_every_parameter_is_aligned_and_of_the_file(cache: Path, checkpoint: Path) -> None:
-    model = load(checkpoint, "bfloat16")._model
+    model = load(checkpoint, "bfloat16").executor.model
     first, last = address_range(packed_file(cache))
     parameters = list(model.parameters())
     assert len(parameters) > 4

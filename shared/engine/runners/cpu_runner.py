@@ -1,0 +1,157 @@
+"""A model on the CPU: compiled kernels, as many threads as a step is worth, shared weights."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+import numba
+import torch
+
+from kernels.cpu.attention.vector_attention import SEGMENT
+from kernels.cpu.compile import compile_lock
+from kernels.cpu.layer.fused_layer import MANY_ROWS
+from kernels.cpu.simd.intrinsics import FEW_ROWS
+from kernels.device import IS_INTERPRETED
+from kernels.ops import has_custom_gemm
+from shared.clock import Clock
+from shared.engine.kv_cache import allocate_kv_cache, num_blocks_for
+from shared.engine.layers.embedding import OutputHead
+from shared.engine.layers.linear import Linear
+from shared.engine.models.checkpoint_config import read_config
+from shared.engine.models.decoder import Decoder
+from shared.engine.runner import StepInputs, StepOutput
+from shared.engine.runners.model_loading import (
+    LoadOptions,
+    WeightSource,
+    empty_model,
+    finish_model,
+    kv_format_of,
+    open_weights,
+    resolve_dtype,
+)
+from shared.engine.runners.model_runner import ModelExecutor, ModelRunner
+from shared.engine.runners.step_threads import StepThreads
+from shared.engine.runners.warm_up import idle_step
+from shared.engine.weights.load import load_weights
+from shared.engine.weights.shared_weights import (
+    compress_in_place,
+    compress_weights,
+    map_weights,
+    weights_cache_dir,
+)
+from shared.engine.weights.weight_form import wants_compressed
+
+DEFAULT_KV_CACHE_BYTES = 1 << 30
+# malloc.h: M_TRIM_THRESHOLD, and M_MMAP_THRESHOLD at the most that glibc takes
+_MALLOPT = {-1: 256 << 20, -3: 32 << 20}
+_CPU = torch.device("cpu")
+
+
+class CpuRunner(ModelRunner):
+    """Construct with `load`."""
+
+    def __init__(
+        self,
+        executor: ModelExecutor,
+        *,
+        model_name: str,
+        revision: str,
+        num_threads: int | None,
+        clock: Clock,
+    ) -> None:
+        super().__init__(
+            executor,
+            model_name=model_name,
+            revision=revision,
+            attention_segment=SEGMENT,
+            clock=clock,
+            init_step_thread=_keep_freed_memory,
+        )
+        products = list(_products(executor.model))
+        self._threads = StepThreads(
+            num_threads or torch.get_num_threads(),
+            sum(each.weight.numel() for each in products),  # every token takes part in them
+            executor.kv_cache.dtype,
+            has_custom_gemm=all(has_custom_gemm(each.weight) for each in products),
+        )
+
+    @classmethod
+    def load(cls, model_dir: Path, options: LoadOptions) -> Self:
+        """Raises CheckpointError for a bad checkpoint, ConfigError for a bad option."""
+        config = read_config(model_dir)
+        is_compressed = wants_compressed(options.weights, model_dir, _CPU, options.load_format)
+        kv_format = kv_format_of(config, resolve_dtype(options.dtype, _CPU), options.block_size)
+        given = options.kv_cache_bytes
+        num_blocks = num_blocks_for(kv_format, DEFAULT_KV_CACHE_BYTES if given is None else given)
+        num_positions = min(config.max_position_embeddings, num_blocks * kv_format.block_size)
+        model = empty_model(model_dir, config, kv_format.dtype, _CPU, num_positions=num_positions)
+        with open_weights(model_dir, config, model, options.load_format) as source:
+            revision = _fill(model, source, is_compressed=is_compressed)
+        if is_compressed and IS_INTERPRETED:
+            compress_in_place(model, model.weight_destinations())
+        finish_model(
+            model, is_compressed=is_compressed, is_batch_invariant=options.is_batch_invariant
+        )
+        runner = cls(
+            ModelExecutor(model, allocate_kv_cache(kv_format, num_blocks, _CPU), kv_format),
+            model_name=options.served_name(model_dir),
+            revision=revision,
+            num_threads=options.num_threads,
+            clock=options.clock,
+        )
+        with compile_lock():
+            _warm_up(runner.executor)  # whoever is ready has its kernels compiled
+        return runner
+
+    def _run(self, inputs: StepInputs) -> StepOutput:
+        self._threads.set_for(len(inputs.input_ids))
+        return super()._run(inputs)
+
+
+def _fill(model: Decoder, source: WeightSource, *, is_compressed: bool) -> str:
+    """Returns the revision. The processes of a host share one copy where they can."""
+    destinations = model.weight_destinations()
+    if not IS_INTERPRETED:
+        mapped = map_weights(
+            *(model, destinations, source.tensors, source.described, source.revision),
+            weights_cache_dir(),
+            is_compressed=is_compressed,
+        )
+        if mapped is not None:
+            return mapped
+        if is_compressed:
+            compress_weights(model, destinations, source.tensors)
+            return source.revision()
+    load_weights(source.tensors, destinations)
+    return source.revision()
+
+
+@torch.inference_mode()
+def _warm_up(executor: ModelExecutor) -> None:
+    """With as many rows as any kernel asks for to run on all threads, or on rows of its own."""
+    block_size, num_threads = executor.kv_format.block_size, numba.get_num_threads()
+    hidden = executor.hidden(idle_step(block_size, [FEW_ROWS + 1, 1]))
+    executor.model.logits(hidden[:1])
+    executor.model.argmax_tokens(hidden[:1])
+    numba.set_num_threads(1)
+    executor.hidden(idle_step(block_size, [MANY_ROWS, 1]))
+    numba.set_num_threads(num_threads)
+
+
+def _products(model: Decoder) -> Iterator[Linear | OutputHead]:
+    return (each for each in model.modules() if isinstance(each, Linear | OutputHead))
+
+
+def _keep_freed_memory() -> None:
+    """Tells glibc to keep what a step frees for the next one.
+
+    By default it hands buffers of some MiB back to the kernel each time, and their page faults cost
+    more than the arithmetic on them. Other C libraries have no mallopt and are left alone.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for parameter, num_bytes in _MALLOPT.items():
+            mallopt(parameter, num_bytes)

@@ -1,0 +1,33 @@
+"""How many blocks of KV fit a device beside weights and the largest step. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shared.errors import ConfigError
+from shared.kv_format import KvFormat
+
+KV_SHARE = 0.9  # the rest: attention's partial sums over long contexts, fragmentation, the driver
+MAX_BLOCKS = 1 << 20  # the engine keeps records of each block; 16 M tokens serve any batch
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Bytes of one device, measured after weights are loaded and the largest step has run."""
+
+    free: int
+    total: int
+
+
+def num_blocks_in(report: MemoryReport, kv_format: KvFormat) -> int:
+    """Blocks in 0.9 of the free memory, at most 1,048,576. Raises ConfigError if there are none."""
+    num_bytes = int(report.free * KV_SHARE)
+    num_blocks = num_bytes // (kv_format.bytes_per_token * kv_format.block_size)
+    if num_blocks < 1:
+        raise ConfigError(
+            f"{report.free >> 20} MiB of {report.total >> 20} MiB of device memory are free after "
+            "weights and the largest step: no room for KV. Use a larger device, "
+            "--weights compressed, a smaller --max-batch-tokens, or stop what else runs there",
+            param="kv_cache_bytes",
+        )
+    return min(num_blocks, MAX_BLOCKS)

@@ -1,0 +1,48 @@
+"""Chooses the device, and with it the runner, once for a process.
+
+Importing this, or loading on CUDA, imports neither numba nor what is compiled for CPUs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shared.engine.runners.model_loading import LoadOptions
+from shared.engine.runners.model_runner import ModelRunner
+from shared.errors import ConfigError
+
+
+def resolve_device(name: str) -> torch.device:
+    """'auto' is CUDA where there is a device, else the CPU. Raises ConfigError for one that is
+    not there, or is neither.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # the latter: a torch built without CUDA
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"device {name!r} cannot be used: {reason}", param="device") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"device {name!r} cannot be used: it is neither the CPU nor CUDA", param="device"
+        )
+    return device
+
+
+def load_runner(model_dir: Path | str, device: str = "cpu", **options: Any) -> ModelRunner:
+    """`options` are the fields of `LoadOptions`. Raises CheckpointError for a bad checkpoint,
+    ConfigError for a bad option.
+    """
+    model_dir, chosen, target = Path(model_dir), LoadOptions(**options), resolve_device(device)
+    if target.type == "cuda":
+        from shared.engine.runners.cuda_device import cuda_device
+        from shared.engine.runners.cuda_runner import CudaRunner
+
+        return CudaRunner.load(model_dir, chosen, cuda_device(target))
+    from shared.engine.runners.cpu_runner import CpuRunner  # numba
+
+    return CpuRunner.load(model_dir, chosen)

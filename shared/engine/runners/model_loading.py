@@ -1,0 +1,137 @@
+"""What loading a model takes on any device: options, formats, the source of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import structlog
+import torch
+
+from shared.clock import Clock, MonotonicClock
+from shared.config import LOAD_FORMATS
+from shared.engine.layers.attention import Attention
+from shared.engine.layers.embedding import OutputHead
+from shared.engine.layers.linear import Linear
+from shared.engine.model_config import ModelConfig
+from shared.engine.models.decoder import Decoder
+from shared.engine.weights.dummy_weights import DummyTensors
+from shared.engine.weights.load import CheckpointTensors, open_checkpoint, weights_digest
+from shared.engine.weights.multimodal_checkpoint import TextTensors
+from shared.engine.weights.weight_form import weights_report
+from shared.errors import CheckpointError, ConfigError
+from shared.kv_format import KvFormat
+
+log = structlog.get_logger(__name__)
+
+DTYPES = ("bfloat16", "float32", "float16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """`kv_cache_bytes` None: 1 GiB on the CPU, on CUDA what is free after loading.
+
+    `is_batch_invariant`: a token's bits depend neither on its batch nor on chunking, so that a
+    resumed answer goes on as it would have. On the CPU they never do, and it costs nothing.
+    `weights`: see weight_form.py; where tokens are batch-invariant they have the same bits.
+    `max_batch_tokens` and `max_sequences` bound the steps that will be run.
+    """
+
+    dtype: str = "auto"
+    block_size: int = 16
+    kv_cache_bytes: int | None = None
+    max_batch_tokens: int = 512
+    max_sequences: int = 256
+    num_threads: int | None = None
+    is_batch_invariant: bool = True
+    weights: str = "auto"
+    load_format: str = "auto"  # "dummy": seeded weights, from config.json alone
+    model_name: str | None = None  # None: the directory's
+    clock: Clock = field(default_factory=MonotonicClock)
+
+    def served_name(self, model_dir: Path) -> str:
+        return model_dir.resolve().name if self.model_name is None else self.model_name
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> str:
+    """'auto' is BF16 where the hardware multiplies it natively, else FP32. Raises ConfigError."""
+    if dtype == "auto":
+        if device.type == "cuda":
+            return "bfloat16"
+        capabilities = torch.cpu.get_capabilities()
+        has_bf16 = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
+        return "bfloat16" if has_bf16 else "float32"
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is none of auto, {', '.join(DTYPES)}", param="dtype")
+    return dtype
+
+
+def kv_format_of(config: ModelConfig, dtype: str, block_size: int) -> KvFormat:
+    """Raises ConfigError."""
+    if block_size < 1:
+        raise ConfigError(f"block_size {block_size} must be positive", param="block_size")
+    return KvFormat(dtype, block_size, config.num_layers, config.num_kv_heads, config.head_dim)
+
+
+def empty_model(
+    model_dir: Path,
+    config: ModelConfig,
+    dtype: str,
+    device: torch.device,
+    *,
+    num_positions: int,
+) -> Decoder:
+    """Weights unset, made on the device itself. Raises CheckpointError if they do not fit."""
+    try:
+        with device:
+            model = Decoder(config, dtype=getattr(torch, dtype), num_positions=num_positions)
+    except (RuntimeError, MemoryError) as error:  # torch's, for more memory than there is
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"{model_dir}: too large for this machine: {reason}") from None
+    return model.to(device).eval()  # the tables of angles are made on the CPU
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """Tensors by the names that the model wants. `described`: what else the weights follow from."""
+
+    tensors: CheckpointTensors
+    described: bytes
+    revision: Callable[[], str]
+
+
+@contextmanager
+def open_weights(
+    model_dir: Path, config: ModelConfig, model: Decoder, load_format: str
+) -> Iterator[WeightSource]:
+    """Raises CheckpointError, ConfigError for an unknown format."""
+    described = msgspec.json.encode(config)
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError(
+            f"load_format {load_format!r} is none of {', '.join(LOAD_FORMATS)}", param="load_format"
+        )
+    if load_format == "dummy":
+        norm_weight = 0.0 if config.has_unit_offset_norms else 1.0
+        dummy = DummyTensors(model_dir, model.weight_destinations(), norm_weight=norm_weight)
+        described += dummy.identity.encode()
+        yield WeightSource(dummy, described, lambda: weights_digest(dummy, described))
+        return
+    with open_checkpoint(model_dir) as tensors:
+        read = TextTensors(tensors) if config.is_text_part else tensors
+        yield WeightSource(read, described, lambda: weights_digest(tensors, described))
+
+
+def finish_model(model: Decoder, *, is_compressed: bool, is_batch_invariant: bool) -> None:
+    """Of a model that is filled: packs weights as the device computes with them."""
+    if is_compressed:
+        log.info("weights_compressed", **msgspec.structs.asdict(weights_report(model)))
+    for module in model.modules():
+        if isinstance(module, Linear | OutputHead):
+            module.pack()
+    model.fuse()
+    for module in model.modules():
+        if isinstance(module, Linear | OutputHead | Attention):
+            module.is_batch_invariant = is_batch_invariant

@@ -1,0 +1,135 @@
+"""The CUDA runner without a GPU: tensors are on the CPU, and the driver is one that records."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared.engine.runners.cuda_device import CudaDevice
+from shared.engine.runners.cuda_runner import CudaRunner
+from shared.engine.runners.kv_sizing import KV_SHARE
+from shared.engine.runners.load import load_runner
+from shared.engine.runners.model_loading import LoadOptions
+from shared.errors import ConfigError
+from tests.shared.engine.checkpoints import write_llama
+from tests.shared.engine.steps import Blocks, generate, prefill, step_of
+
+INDEX = 3
+PROMPT = list(range(5, 45))
+
+
+@dataclass
+class FakeDriver:
+    """As `torch.cuda`: every thread starts on device 0. `free` is read at each measurement."""
+
+    free: Callable[[], int] = lambda: 1 << 20
+    bound: dict[str, int] = field(default_factory=dict)  # thread name -> device
+    calls: list[str] = field(default_factory=list)
+    _current: threading.local = field(default_factory=threading.local)
+
+    def set_device(self, device: int) -> None:
+        self._current.device = device
+        self.bound[threading.current_thread().name] = device
+
+    def current_device(self) -> int:
+        return getattr(self._current, "device", 0)
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
+
+    def empty_cache(self) -> None:
+        self.calls.append("empty_cache")
+
+    def mem_get_info(self, device: int) -> tuple[int, int]:
+        assert device == INDEX
+        self.calls.append("mem_get_info")
+        return self.free(), 1 << 30
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    write_llama(folder)
+    return folder
+
+
+def load(model_dir: Path, driver: FakeDriver, **options: object) -> CudaRunner:
+    device = CudaDevice(INDEX, torch.device("cpu"), driver)
+    chosen = LoadOptions(dtype="float32", max_batch_tokens=64, max_sequences=4, **options)  # type: ignore[arg-type]
+    return CudaRunner.load(model_dir, chosen, device)
+
+
+def test_the_cache_takes_nine_tenths_of_what_is_free_after_the_largest_step(
+    model_dir: Path,
+) -> None:
+    driver = FakeDriver(free=lambda: 3 << 20)
+    runner = load(model_dir, driver)
+    block_bytes = 16 * runner.kv_format.bytes_per_token
+    assert runner.num_blocks == int((3 << 20) * KV_SHARE) // block_bytes
+    assert runner.max_context_tokens == min(2048, runner.num_blocks * 16)
+    # what loading left behind is given back first; measured once all that was launched has ended
+    assert driver.calls == ["synchronize", "empty_cache", "synchronize", "mem_get_info"]
+
+
+def test_a_given_size_is_taken_and_nothing_measured(model_dir: Path) -> None:
+    driver = FakeDriver()
+    runner = load(model_dir, driver, kv_cache_bytes=1 << 19)
+    assert runner.num_blocks == (1 << 19) // (16 * runner.kv_format.bytes_per_token)
+    assert "mem_get_info" not in driver.calls
+
+
+def test_a_device_without_room_is_a_config_error(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="no room for KV"):
+        load(model_dir, FakeDriver(free=lambda: 100))
+
+
+async def test_every_thread_that_touches_the_device_is_bound_to_it(model_dir: Path) -> None:
+    driver = FakeDriver()
+    runner = load(model_dir, driver)
+    line = Blocks(runner.num_blocks).line(PROMPT)
+    await runner.run(step_of([(line, len(PROMPT))]))
+    wire = bytearray(16 * runner.kv_format.bytes_per_token)
+    await runner.read_kv(line.block_table, 0, 16, memoryview(wire))
+    await runner.write_kv(line.block_table, 0, 16, memoryview(wire))
+    await runner.zero_blocks(line.block_table)
+    await runner.close()
+    assert set(driver.bound.values()) == {INDEX}
+    workers = {name.rpartition("_")[0] for name in driver.bound}
+    assert {"engine-step", "engine-copy"} <= workers
+
+
+async def test_a_thread_on_another_device_launches_nothing(model_dir: Path) -> None:
+    runner = load(model_dir, FakeDriver())
+    line = Blocks(runner.num_blocks).line(PROMPT)
+    wire = memoryview(bytearray(16 * runner.kv_format.bytes_per_token))
+    executor = runner.executor
+    with ThreadPoolExecutor(1, "stray") as stray:
+        for launch in (
+            lambda: executor.run(step_of([(line, len(PROMPT))])),
+            lambda: executor.read_kv(line.block_table, 0, 16, wire),
+            lambda: executor.write_kv(line.block_table, 0, 16, wire),
+            lambda: executor.zero_blocks(line.block_table),
+        ):
+            with pytest.raises(RuntimeError, match=r"'stray_0' is on cuda:0, .* on cuda:3"):
+                await asyncio.wrap_future(stray.submit(launch))
+    await runner.close()
+
+
+def test_tokens_and_revision_are_those_of_the_other_runner(model_dir: Path) -> None:
+    found = load(model_dir, FakeDriver())
+    expected = load_runner(model_dir, dtype="float32", kv_cache_bytes=1 << 20)
+    assert found.revision == expected.revision
+    new = [
+        generate(each, Blocks(each.num_blocks).line(PROMPT, room=8), 8)
+        for each in (found, expected)
+    ]
+    assert new[0] == new[1]
+    lines = [Blocks(each.num_blocks).line(PROMPT) for each in (found, expected)]
+    assert torch.equal(prefill(found, lines[0], 16), prefill(expected, lines[1], 16))
