@@ -38,10 +38,8 @@ from kernels.reference.gelu_and_mul import gelu_and_mul as reference_gelu_and_mu
 from kernels.reference.linear import linear as reference_linear
 from kernels.reference.prefill_attention import prefill_attention as reference_prefill_attention
 from kernels.reference.rms_norm import rms_norm as reference_rms_norm
-from kernels.reference.rotary import rotary as reference_rotary
 from kernels.reference.rotate_and_store import rotate_and_store as reference_rotate_and_store
 from kernels.reference.silu_and_mul import silu_and_mul as reference_silu_and_mul
-from kernels.reference.store_kv import store_kv as reference_store_kv
 from kernels.split_weight import SplitWeight, split_weight
 from kernels.torch_ops.copy_blocks import copy_blocks as reference_copy_blocks
 from kernels.torch_ops.gather_blocks import gather_blocks as reference_gather_blocks
@@ -70,12 +68,10 @@ TRITON_MODULES = {
     "penalize": "sampling.penalize",
     "prefill_attention": "attention.prefill_attention",
     "rms_norm": "rows.rms_norm",
-    "rotary": "kv.rotary",
     "rotate_and_store": "kv.rotate_and_store",
     "sample": "sampling.sample",
     "scatter_blocks": "kv.scatter_blocks",
     "silu_and_mul": "rows.silu_and_mul",
-    "store_kv": "kv.store_kv",
 }
 HAS_TRITON = has_triton_device()
 if HAS_TRITON:
@@ -110,12 +106,10 @@ top_k = _chosen(reference_top_k)
 penalize = _chosen(reference_penalize)
 prefill_attention = _chosen(reference_prefill_attention, cpu_prefill_attention.prefill_attention)
 rms_norm = _chosen(reference_rms_norm, cpu_rms_norm.rms_norm)
-rotary = _chosen(reference_rotary)
 rotate_and_store = _chosen(reference_rotate_and_store, cpu_rotate_and_store.rotate_and_store)
 sample = _chosen(reference_sample)
 scatter_blocks = _chosen(reference_scatter_blocks)
 silu_and_mul = _chosen(reference_silu_and_mul, cpu_gated.silu_and_mul)
-store_kv = _chosen(reference_store_kv)
 _linear = _chosen(reference_linear, cpu_linear.linear)
 
 

@@ -13,6 +13,13 @@ _LARGEST = tl.constexpr(FP8_LARGEST)
 
 
 @triton.jit
+def scaled(x, scale_ptrs, mask):
+    """x [R, D] as FP8, by a scale for each row. scale_ptrs, mask [R, 1]"""
+    inverse = tl.div_rn(1.0, tl.load(scale_ptrs, mask=mask, other=1.0))  # [R, 1]
+    return to_fp8(x.to(tl.float32) * inverse)
+
+
+@triton.jit
 def to_fp8(x):
     """To the nearest even; what is too large saturates, and NaN stays."""
     x = tl.clamp(x, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)

@@ -14,8 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.check_tensor import FLOATS, INDICES, BadTensor, expect
-from kernels.gpu.kv.rotary import NUM_WARPS, angle_unit, expect_angles, rotated, row_blocks
-from kernels.gpu.kv.store_kv import cache_row, expect_cache, scaled
+from kernels.gpu.kv.fp8 import scaled
+
+BLOCK_ELEMENTS = 2048  # of one program: 16 a thread, two loads of 16 bytes
+NUM_WARPS = 4
 
 
 def rotate_and_store(
@@ -40,7 +42,7 @@ def rotate_and_store(
     query = torch.empty((num_tokens, num_heads, head_dim), dtype=heads.dtype, device=heads.device)
     if not heads.numel():
         return query
-    blocks, unit = row_blocks(head_dim, cos.shape[1]), angle_unit(cos, sin)
+    blocks, unit = _row_blocks(head_dim, cos.shape[1]), _angle_unit(cos, sin)
     num_rows = num_tokens * num_all_heads
     _rotate_and_store_kernel[(triton.cdiv(num_rows, blocks["BLOCK_ROWS"]),)](
         *(heads, cos, sin, query_norm, key_norm, kv_cache, kv_scales, slot_mapping, query),
@@ -57,6 +59,7 @@ def rotate_and_store(
         HAS_SCALES=kv_scales is not None,
         **blocks,
         num_warps=NUM_WARPS,
+        enable_fp_fusion=True,
     )
     return query
 
@@ -70,9 +73,9 @@ def _expect(
     kv_scales: Tensor | None,
 ) -> None:
     expect("heads", heads, (None, None, None), dtype=FLOATS)
-    expect_angles(cos, sin, heads)
+    _expect_angles(cos, sin, heads)
     num_kv_heads = kv_cache.shape[2] if kv_cache.ndim == 5 else 1
-    expect_cache(kv_cache, heads, num_kv_heads, kv_scales)
+    _expect_cache(kv_cache, heads, num_kv_heads, kv_scales)
     expect("slot_mapping", slot_mapping, heads.shape[:1], dtype=INDICES, device=heads.device)
     if heads.shape[1] <= 2 * num_kv_heads:
         raise BadTensor(f"heads has {heads.shape[1]} heads: no query beside {num_kv_heads} of KV")
@@ -84,6 +87,53 @@ def _expect_norms(query_norm: Tensor | None, key_norm: Tensor | None, heads: Ten
     for name, norm in (("query_norm", query_norm), ("key_norm", key_norm)):
         if norm is not None:
             expect(name, norm, heads.shape[2:], dtype=heads.dtype, device=heads.device)
+
+
+def _expect_angles(cos: Tensor, sin: Tensor, x: Tensor) -> None:
+    """Raises BadTensor."""
+    expect("cos", cos, (x.shape[0], None), dtype=torch.float32, device=x.device)
+    expect("sin", sin, cos.shape, dtype=torch.float32, device=x.device)
+    if not 0 < 2 * cos.shape[1] <= x.shape[2]:
+        raise BadTensor(f"cos has {cos.shape[1]} columns for heads of {x.shape[2]} elements")
+
+
+def _expect_cache(
+    kv_cache: Tensor, like: Tensor, num_kv_heads: int, kv_scales: Tensor | None
+) -> None:
+    """One layer's cache for heads `like` these; in FP8 with scales, else without. BadTensor."""
+    dtype = like.dtype if kv_scales is None else torch.float8_e4m3fn
+    shape = (2, None, num_kv_heads, None, like.shape[2])
+    expect("kv_cache", kv_cache, shape, dtype=dtype, device=like.device, is_contiguous=True)
+    if kv_scales is None:
+        return
+    if like.is_cuda and torch.cuda.get_device_capability(like.device) < (8, 9):
+        raise BadTensor("kv_cache is in FP8, which takes compute capability 8.9 or more")
+    expect(
+        "kv_scales",
+        kv_scales,
+        (2, num_kv_heads),
+        dtype=torch.float32,
+        device=like.device,
+        is_contiguous=True,
+    )
+
+
+def _angle_unit(cos: Tensor, sin: Tensor) -> int:
+    """Strides are passed in units of 16 bytes where they are whole ones: of a number the compiler
+    learns whether it is a multiple of 16, not of 4, and else it would load each angle by itself.
+    """
+    return 4 if cos.stride(0) % 4 == sin.stride(0) % 4 == 0 else 1
+
+
+def _row_blocks(head_dim: int, half: int) -> dict[str, int]:
+    """Heads as rows in three pieces: both halves of the rotary part, and the rest."""
+    block_half = triton.next_power_of_2(half)
+    block_rest = triton.next_power_of_2(max(1, head_dim - 2 * half))
+    return {
+        "BLOCK_ROWS": max(1, BLOCK_ELEMENTS // max(2 * block_half, block_rest)),
+        "BLOCK_HALF": block_half,
+        "BLOCK_REST": block_rest,
+    }
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -159,7 +209,7 @@ def _rotate_and_store_kernel(
             weight = _weight(query_norm_ptr, key_norm_ptr, column, is_weighed, is_query)
             rest = _normed(rest, scale, weight, dtype, HAS_UNIT_OFFSET)
 
-    first, second = rotated(first, second, cos, sin)
+    first, second = _rotated(first, second, cos, sin)
     first = tl.where(is_value, first_value, first.to(dtype))
     second = tl.where(is_value, second_value, second.to(dtype))
     query_row = query_ptr + (token * NUM_HEADS + head) * HEAD_DIM
@@ -172,7 +222,7 @@ def _rotate_and_store_kernel(
     slot = tl.load(slot_mapping_ptr + token, mask=is_row, other=-1).to(tl.int64)
     is_stored = (slot >= 0) & (is_query == 0)  # [BLOCK_ROWS, 1]
     plane = ((head - NUM_HEADS) // NUM_KV_HEADS).to(tl.int64)  # 0 for keys, 1 for values
-    place = cache_row(slot, (head - NUM_HEADS) % NUM_KV_HEADS, NUM_KV_HEADS, BLOCK_SIZE)
+    place = _cache_row(slot, (head - NUM_HEADS) % NUM_KV_HEADS, NUM_KV_HEADS, BLOCK_SIZE)
     cache_ptrs = kv_cache_ptr + plane * stride_cache_plane + place * HEAD_DIM
     if HAS_SCALES:
         scale_ptrs = kv_scales_ptr + (head - NUM_HEADS)
@@ -202,3 +252,15 @@ def _normed(x, scale, weight, dtype: tl.constexpr, HAS_UNIT_OFFSET: tl.constexpr
     else:
         out = (x * scale).to(dtype).to(tl.float32) * weight
     return out.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _rotated(first, second, cos, sin):
+    """All FP32, of one shape."""
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _cache_row(slot, head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """The row of one token and head in a plane [num_blocks, num_kv_heads, block_size]."""
+    return (slot // BLOCK_SIZE * NUM_KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from kernels.check_tensor import BadTensor
 from kernels.device import IS_INTERPRETED
@@ -11,7 +12,6 @@ from kernels.gpu.kv.rotate_and_store import rotate_and_store
 from kernels.reference.rotate_and_store import rotate_and_store as reference_rotate_and_store
 from kernels.reference.store_kv import store_kv as reference_store_kv
 from tests.kernels.gpu.inputs import poisoned_outputs, random
-from tests.kernels.gpu.kv.test_rotary import angles_of
 from tests.kernels.gpu.paged import assert_same_bits, empty_cache, slots_of
 from tests.kernels.tolerance import assert_near
 
@@ -26,6 +26,12 @@ SHAPES = [  # query heads, KV heads, head_dim, rotary_dim, block_size
     (2, 1, 256, 256, 16),
     (6, 3, 16, 10, 8),
 ]
+
+
+def angles_of(num_tokens: int, half: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines as columns of a wider table, as a model with two frequencies has them."""
+    angles = random(num_tokens, 2, half, like=device, dtype=torch.float32, seed=7)
+    return angles.cos()[:, 1], angles.sin()[:, 1]
 
 
 def norms_of(head_dim: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -100,6 +106,27 @@ def test_fp8_cache(
     assert_same_bits(cache, expected)
 
 
+def test_fp8_rounding(dtype: torch.dtype, device: torch.device) -> None:
+    """Every power of two that FP8 knows, ties, and what saturates: by the values, not rotated."""
+    draw = torch.Generator().manual_seed(3)
+    sizes = 2.0 ** torch.randint(-12, 12, (40, 3, 64), generator=draw).to(device)
+    heads = torch.zeros(80, 7, 64, device=device)
+    heads[:40, 4:] = random(40, 3, 64, like=device, dtype=torch.float32) * sizes
+    heads[40:, 4:] = torch.arange(40 * 3 * 64, device=device).view(40, 3, 64) / 64 - 60
+    heads = heads.to(dtype)
+    if not IS_INTERPRETED:  # which makes a number of NaN
+        heads[3, 5, 5] = torch.nan
+    scales = torch.tensor([[1.0, 1.0, 1.0], [0.1, 1.0, 3.0]], device=device)
+    cos, sin = angles_of(80, 32, device)
+    cache = empty_cache(80, 3, 16, heads, FP8)
+    expected = cache.clone()
+    slots = slots_of(80, cache.shape[1] * 16, device)
+    rotate_and_store(heads, cos, sin, cache, slots, kv_scales=scales)
+    reference_store_kv(heads[:, 1:4], heads[:, 4:], expected, slots, kv_scales=scales)
+    assert int(expected[1].float().abs().eq(448).sum()) > 100
+    assert_same_bits(cache[1], expected[1])
+
+
 def test_a_token_does_not_depend_on_the_others(dtype: torch.dtype, device: torch.device) -> None:
     heads = random(100, 7, 80, like=device, dtype=dtype)
     cos, sin = angles_of(100, 40, device)
@@ -131,6 +158,12 @@ def test_what_does_not_fit_is_named(device: torch.device) -> None:
     for match, arguments in {
         r"heads has shape \[3, 96\]": (heads.view(3, 96), cos, sin, cache, slots),
         r"cos has shape \[2, 8\], not \[3, any\]": (heads, cos[:2], sin, cache, slots),
+        r"cos is torch.float16": (heads, cos.half(), sin, cache, slots),
+        r"sin has shape \[3, 7\], not \[3, 8\]": (heads, cos, sin[:, :7], cache, slots),
+        r"cos has 8 columns for heads of 15": (heads[..., :15], cos, sin, cache, slots),
+        r"kv_cache is torch.float16, not torch.float32": (heads, cos, sin, cache.half(), slots),
+        r"kv_cache is not contiguous": (heads, cos, sin, cache[:, ::2], slots),
+        r"slot_mapping is torch.float32": (heads, cos, sin, cache, slots.float()),
         r"kv_cache has shape .* not \[2, any, 2, any, 16\]": (
             *(heads, cos, sin, cache[..., :8], slots),
         ),
@@ -148,3 +181,6 @@ def test_what_does_not_fit_is_named(device: torch.device) -> None:
     }.items():
         with pytest.raises(BadTensor, match=match):
             rotate_and_store(heads, cos, sin, cache, slots, **options)
+    narrow = torch.ones(2, 1, device=device)
+    with pytest.raises(BadTensor, match=r"kv_scales has shape \[2, 1\], not \[2, 2\]"):
+        rotate_and_store(heads, cos, sin, cache.to(FP8), slots, kv_scales=narrow)
