@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.split_weight import GROUP, HALF, WORD_GROUPS, SplitWeight
+
 
 def normal_weight(num_rows: int, width: int, *, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
@@ -26,3 +28,16 @@ def all_bit_patterns() -> Tensor:
 
 def bits_of(weight: Tensor) -> Tensor:
     return weight.view(torch.int16)
+
+
+def empty_split(num_rows: int, width: int) -> SplitWeight:
+    """No more than the planes' types and sizes."""
+    num_groups = -(-width // GROUP)
+    return SplitWeight(
+        sign_mantissa=torch.empty(num_rows, width, dtype=torch.uint8),
+        exponents=torch.empty(num_rows, num_groups * HALF, dtype=torch.uint8),
+        base=torch.empty(num_rows, dtype=torch.uint8),
+        is_wide=torch.empty(num_rows, -(-num_groups // WORD_GROUPS), dtype=torch.int32),
+        wide_start=torch.empty(num_rows, -(-num_groups // WORD_GROUPS), dtype=torch.int32),
+        wide_exponents=torch.empty(1, HALF, dtype=torch.uint8),
+    )

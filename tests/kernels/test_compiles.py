@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kernels.device import IS_INTERPRETED
-from kernels.split_weight import GROUP, HALF, WORD_GROUPS, SplitWeight
 from tests.kernels.ahead_of_time import compiling
+from tests.kernels.split_weights import empty_split as _empty_split
 
 pytest.importorskip("triton")
 if IS_INTERPRETED:
@@ -43,21 +43,6 @@ def _launch_gelu_and_mul() -> None:
     from kernels.gpu.rows.gelu_and_mul import gelu_and_mul
 
     gelu_and_mul(_empty(64, 2 * 9216))
-
-
-def _launch_rotary() -> None:
-    from kernels.gpu.kv.rotary import rotary
-
-    rotary(_empty(64, 32, 128), _empty(64, 64, dtype=FP32), _empty(64, 64, dtype=FP32))
-
-
-def _launch_store_kv(dtype: torch.dtype = BF16) -> None:
-    from kernels.gpu.kv.store_kv import store_kv
-
-    heads = _empty(64, 2, 8, 128)
-    cache = _empty(2, 100, 8, 16, 128, dtype=dtype)
-    scales = None if dtype == BF16 else _empty(2, 8, dtype=FP32)
-    store_kv(heads[:, 0], heads[:, 1], cache, _empty(64, dtype=torch.int64), kv_scales=scales)
 
 
 def _launch_rotate_and_store(dtype: torch.dtype = BF16) -> None:
@@ -201,17 +186,14 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "sample": _launch_sample,
     "prefill_attention": _launch_prefill_attention,
     "rms_norm": _launch_rms_norm,
-    "rotary": _launch_rotary,
     "rotate_and_store": _launch_rotate_and_store,
     "scatter_blocks": _launch_scatter_blocks,
     "silu_and_mul": _launch_silu_and_mul,
-    "store_kv": _launch_store_kv,
 }
 FP8_LAUNCHES: dict[str, Callable[[torch.dtype], None]] = {
     "decode_attention": _launch_decode_attention,
     "prefill_attention": _launch_prefill_attention,
     "rotate_and_store": _launch_rotate_and_store,
-    "store_kv": _launch_store_kv,
 }
 
 
@@ -250,19 +232,6 @@ def test_a_split_weight_meets_the_tensor_cores_as_a_dense_one(
     by_kernel = {each.name: each.dot_layouts for each in found}
     assert by_kernel["_linear_kernel"]
     assert by_kernel["_compressed_linear_kernel"] == by_kernel["_linear_kernel"]
-
-
-def _empty_split(num_rows: int, width: int) -> SplitWeight:
-    """No more than the planes' types and sizes."""
-    num_groups = -(-width // GROUP)
-    return SplitWeight(
-        sign_mantissa=_empty(num_rows, width, dtype=torch.uint8),
-        exponents=_empty(num_rows, num_groups * HALF, dtype=torch.uint8),
-        base=_empty(num_rows, dtype=torch.uint8),
-        is_wide=_empty(num_rows, -(-num_groups // WORD_GROUPS), dtype=torch.int32),
-        wide_start=_empty(num_rows, -(-num_groups // WORD_GROUPS), dtype=torch.int32),
-        wide_exponents=_empty(1, HALF, dtype=torch.uint8),
-    )
 
 
 def _empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:

@@ -36,6 +36,7 @@ def decompress(weight: SplitWeight, out: Tensor | None = None) -> Tensor:
         BYTES=BLOCK_BYTES,
         HALF=HALF,
         num_warps=NUM_WARPS,
+        enable_fp_fusion=True,
     )
     return out
 

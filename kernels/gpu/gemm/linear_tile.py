@@ -108,6 +108,7 @@ def multiply(
         num_stages=tiled.num_stages,
         maxnreg=MAX_REGISTERS,
         **constants,
+        enable_fp_fusion=True,
     )
     if tiled.is_split:
         _add_segments_kernel[(triton.cdiv(out.numel(), REDUCE_BLOCK),)](
@@ -115,6 +116,7 @@ def multiply(
             HAS_BIAS=bias is not None,
             NUM=NUM_SEGMENTS,
             BLOCK=REDUCE_BLOCK,
+            enable_fp_fusion=True,
         )
 
 

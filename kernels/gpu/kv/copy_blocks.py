@@ -41,6 +41,7 @@ def copy_blocks(kv_cache: Tensor, sources: Tensor, destinations: Tensor) -> None
         BLOCK_COPIES=block_copies,
         BLOCK_WORDS=block_words,
         num_warps=max(1, block_copies * block_words // WORDS_PER_WARP),
+        enable_fp_fusion=True,
     )
 
 

@@ -59,6 +59,7 @@ def move(
         BLOCK_ROWS=block_rows,
         BLOCK_WORDS=block_words,
         num_warps=NUM_WARPS,
+        enable_fp_fusion=True,
     )
 
 

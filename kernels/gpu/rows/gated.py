@@ -37,6 +37,7 @@ def gated(gate_up: Tensor, *, is_gelu: bool) -> Tensor:
         IS_GELU=is_gelu,
         BLOCK_COLUMNS=block,
         num_warps=max(1, block // ELEMENTS_PER_WARP),
+        enable_fp_fusion=True,
     )
     return out
 

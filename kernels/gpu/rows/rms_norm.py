@@ -1,6 +1,8 @@
 """RMS normalisation: y = (x · rsqrt(mean(x²) + eps)) · weight, one row a token.
 
-Memory-bound: a row is read once, kept in registers, and written once.
+Memory-bound: a row is read once, kept in registers, and written once. Batch-invariant: a program
+has one row and a number of warps that follows from its width alone, so that a row's squares are
+added in the same order whatever lies beside it.
 """
 
 from __future__ import annotations
@@ -12,8 +14,8 @@ from torch import Tensor
 
 from kernels.check_tensor import FLOATS, expect
 
-BLOCK_ELEMENTS = 4096  # of one program: short rows share one
 ELEMENTS_PER_WARP = 1024
+MAX_WARPS = 16
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, has_unit_offset: bool = False) -> Tensor:
@@ -35,16 +37,15 @@ def norm(
     if not rows.numel():
         return out, total
     block = triton.next_power_of_2(hidden)
-    block_rows = max(1, min(BLOCK_ELEMENTS // block, triton.next_power_of_2(len(rows))))
-    _rms_norm_kernel[(triton.cdiv(len(rows), block_rows),)](
+    _rms_norm_kernel[(len(rows),)](
         *(rows, added, weight, out, total),
         *(rows.stride(0), added.stride(0)),
-        *(len(rows), hidden, eps),
+        *(hidden, eps),
         HAS_RESIDUAL=residual is not None,
         HAS_UNIT_OFFSET=has_unit_offset,
-        BLOCK_ROWS=block_rows,
-        BLOCK_HIDDEN=block,
-        num_warps=max(1, min(16, block_rows * block // ELEMENTS_PER_WARP)),
+        BLOCK=block,
+        num_warps=max(1, min(MAX_WARPS, block // ELEMENTS_PER_WARP)),
+        enable_fp_fusion=True,
     )
     return out, total
 
@@ -58,18 +59,15 @@ def _rms_norm_kernel(
     total_ptr,
     stride_x_row,
     stride_residual_row,
-    num_rows,
     hidden,
     eps,
     HAS_RESIDUAL: tl.constexpr,
     HAS_UNIT_OFFSET: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    row = row.to(tl.int64)[:, None]  # [BLOCK_ROWS, 1]
-    column = tl.arange(0, BLOCK_HIDDEN)[None, :]  # [1, BLOCK_HIDDEN]
-    is_inside = (row < num_rows) & (column < hidden)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    is_inside = column < hidden  # [BLOCK]
     dtype = out_ptr.dtype.element_ty
     wide = tl.load(x_ptr + row * stride_x_row + column, mask=is_inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
@@ -79,9 +77,9 @@ def _rms_norm_kernel(
         total = (wide + added.to(tl.float32)).to(dtype)
         tl.store(total_ptr + row * hidden + column, total, mask=is_inside)
         wide = total.to(tl.float32)
-    mean = tl.sum(wide * wide, axis=1, keep_dims=True) / hidden  # [BLOCK_ROWS, 1]
+    mean = tl.sum(wide * wide, axis=0) / hidden
     scaled = wide * tl.rsqrt(mean + eps)
-    weight = tl.load(weight_ptr + column, mask=column < hidden, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=is_inside, other=0.0).to(tl.float32)
     if HAS_UNIT_OFFSET:
         out = scaled * (weight + 1.0)
     else:  # the product is rounded as in the checkpoints' own code, which multiplies in their dtype

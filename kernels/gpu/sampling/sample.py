@@ -99,6 +99,7 @@ def sample(
         GROUPS=num_groups,
         GROUP=GROUP,
         num_warps=8,
+        enable_fp_fusion=True,
     )
     _bound_kernel[(num_rows,)](
         *(*options, seed, choice_index, output_position),
@@ -110,6 +111,7 @@ def sample(
         BLOCK_PIECES=triton.next_power_of_2(num_pieces),
         BLOCK_GROUPS=triton.next_power_of_2(num_pieces * num_groups),
         num_warps=8,
+        enable_fp_fusion=True,
     )
     _gather_kernel[(num_pieces, num_rows)](
         *source,
@@ -120,6 +122,7 @@ def sample(
         PIECE=piece,
         CAPACITY=CAPACITY,
         num_warps=8,
+        enable_fp_fusion=True,
     )
     sample_draw_kernel[(num_rows,)](
         *source,
@@ -133,6 +136,7 @@ def sample(
         BLOCK=min(BLOCK, triton.next_power_of_2(vocab_size)),
         num_warps=16,
         maxnreg=DRAW_REGISTERS,
+        enable_fp_fusion=True,
     )
     return tokens
 

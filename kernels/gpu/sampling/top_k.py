@@ -37,11 +37,13 @@ def top_k(x: Tensor, k: int) -> Tensor:
         *(x, keys, x.stride(0), num_columns, k),
         PIECE=min(PIECE, triton.next_power_of_2(num_columns)),
         num_warps=8,
+        enable_fp_fusion=True,
     )
     _merge_kernel[(num_rows,)](
         *(keys, indices, num_pieces * k, k),
         BLOCK=triton.next_power_of_2(num_pieces * k),
         num_warps=4,
+        enable_fp_fusion=True,
     )
     return indices
 

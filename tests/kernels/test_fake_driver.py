@@ -1,0 +1,41 @@
+"""The driver that stands in for a GPU launches as Triton does."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from kernels.device import IS_INTERPRETED
+
+pytest.importorskip("triton")
+if IS_INTERPRETED:
+    pytest.skip("the interpreter launches nothing", allow_module_level=True)
+
+from kernels.gpu.rows.rms_norm import rms_norm
+from tests.kernels.fake_driver import fake_driver
+
+
+def launch(num_rows: int, hidden: int = 64) -> None:
+    rms_norm(torch.zeros(num_rows, hidden), torch.zeros(hidden), 1e-5)
+
+
+def test_each_key_is_compiled_once() -> None:
+    with fake_driver() as fake:
+        for num_rows in (1, 2, 64, 255):  # the grid is no part of the key
+            launch(num_rows)
+        assert (len(fake.compiled), fake.num_launches) == (1, 4)
+        launch(1, hidden=96)
+        assert [each.name for each in fake.compiled] == ["_rms_norm_kernel"] * 2
+    with fake_driver() as another:
+        launch(1)
+        assert len(another.compiled) == 1, "nothing is known of another's kernels"
+
+
+def test_a_thread_launches_on_its_current_device() -> None:
+    with fake_driver() as fake, ThreadPoolExecutor(1) as thread:
+        fake.set_current_device(1)
+        launch(1)
+        thread.submit(launch, 1).result()
+    assert fake.launches == {("_rms_norm_kernel", 1): 1, ("_rms_norm_kernel", 0): 1}

@@ -1,0 +1,36 @@
+"""What every launch of a Triton kernel says, read from the sources."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import kernels.gpu
+
+FOLDER = Path(kernels.gpu.__file__ or "").parent
+
+
+def launches() -> Iterator[tuple[str, ast.Call]]:
+    """`kernel[grid](...)`, with its place."""
+    for path in sorted(FOLDER.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                yield f"{path.relative_to(FOLDER)}:{node.lineno}", node
+
+
+def test_every_launch_says_whether_multiplications_and_additions_are_fused() -> None:
+    """Triton's default is about to change, and with it the bits of whoever relies on it."""
+    found = dict(launches())
+    assert len(found) > 15
+    silent = [
+        place
+        for place, call in found.items()
+        if not any(
+            each.arg == "enable_fp_fusion"
+            and isinstance(each.value, ast.Constant)
+            and type(each.value.value) is bool
+            for each in call.keywords
+        )
+    ]
+    assert silent == []
