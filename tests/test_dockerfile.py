@@ -1,0 +1,48 @@
+"""services/Dockerfile without Docker: its stages, and which of them compose builds."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+DOCKERFILE = (ROOT / "services" / "Dockerfile").read_text()
+SERVICES = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+# name -> (the stage that it goes on from, its instructions)
+STAGES = {
+    name: (base, body)
+    for base, name, body in re.findall(
+        r"^FROM (\S+) AS (\S+)\n(.*?)(?=^FROM |\Z)", DOCKERFILE, re.MULTILINE | re.DOTALL
+    )
+}
+
+
+def test_the_gpu_image_has_the_compiler_that_triton_needs() -> None:
+    base, body = STAGES["gpu"]
+    assert base in STAGES
+    installed = re.search(r"apt-get install [^&]*", body)
+    assert installed
+    assert {"gcc", "libc6-dev"} <= set(installed[0].split())
+
+
+def test_no_stage_ends_as_root() -> None:
+    for name, (_, body) in STAGES.items():
+        users = re.findall(r"^USER (\S+)", body, re.MULTILINE)
+        assert users[-1:] in ([], ["10001"]), name
+
+
+def test_compose_builds_the_gpu_stage_for_gpu_workers_only() -> None:
+    targets = {
+        name: each["build"].get("target") for name, each in SERVICES.items() if "build" in each
+    }
+    assert {name for name, target in targets.items() if target == "gpu"} == {
+        "prefill-gpu",
+        "decode-gpu",
+    }
+
+
+def test_the_default_image_has_no_compiler() -> None:
+    *_, last = STAGES
+    assert STAGES[last] == ("hearth", "")
