@@ -2,7 +2,8 @@
 
 Runs `benchmarks/kernels/bench_<op>.py`, each of which has `rows()`, what was measured, and
 `bars(rows)`, what was promised. An op that fails is reported and the others go on. Written to
-`benchmarks/results/kernels-<device>.json`.
+`benchmarks/results/kernels-<device>.json`. `scripts/gpu_kit` runs these and all else that wants a
+GPU.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import argparse
 import sys
 import traceback
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 from benchmarks.report import Bar, Row, write_result
 
@@ -22,9 +25,15 @@ def op_names() -> list[str]:
     return sorted(path.stem.removeprefix("bench_") for path in KERNELS.glob("bench_*.py"))
 
 
-def run(op_name: str) -> tuple[list[Row], list[Bar]]:
+def rows_of(op_name: str) -> tuple[ModuleType, Iterable[Row]]:
+    """The benchmark, and what it measures, row by row where it takes long."""
     bench = import_module(f"benchmarks.kernels.bench_{op_name}")
-    rows: list[Row] = bench.rows()
+    return bench, bench.rows()
+
+
+def run(op_name: str) -> tuple[list[Row], list[Bar]]:
+    bench, found = rows_of(op_name)
+    rows = list(found)
     return [{"op": op_name, **row} for row in rows], bench.bars(rows)
 
 

@@ -9,7 +9,7 @@ CUDA graph, all layers' weights in memory, so that none is left in the L2 cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -38,10 +38,10 @@ def split(weight: Tensor) -> SplitWeight:
     return found
 
 
-def rows() -> list[Row]:
-    found = [_row(m, n, k) for n, k in (*LAYER, HEAD) for m in NUM_ROWS]
-    found.append(_row(MANY_ROWS, 4096, 4096))
-    return found + [_step_row(m) for m in NUM_ROWS]
+def rows() -> Iterator[Row]:
+    yield from (_row(m, n, k) for n, k in (*LAYER, HEAD) for m in NUM_ROWS)
+    yield _row(MANY_ROWS, 4096, 4096)
+    yield from map(_step_row, NUM_ROWS)
 
 
 def _row(m: int, n: int, k: int) -> Row:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from benchmarks.kernels.bench_compressed_linear import split
@@ -12,8 +14,8 @@ from kernels.gpu.gemm.decompress import decompress
 SHAPES = ((4096, 4096), (28_672, 4096), (4096, 14_336), (128_256, 4096))
 
 
-def rows() -> list[Row]:
-    return [_row(n, k) for n, k in SHAPES]
+def rows() -> Iterator[Row]:
+    yield from (_row(n, k) for n, k in SHAPES)
 
 
 def _row(n: int, k: int) -> Row:

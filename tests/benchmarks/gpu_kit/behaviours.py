@@ -1,0 +1,39 @@
+"""Parts of a kit that behave as real ones might."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.gpu_kit.session import NotBuilt, Session, Unavailable
+
+
+def run(session: Session, behaviour: str, folder: str = "") -> None:
+    session.add(case="begun")
+    match behaviour:
+        case "raise":
+            raise ValueError("three is not four")
+        case "crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "hang":
+            hang(Path(folder))
+        case "not built":
+            raise NotBuilt("no such feature")
+        case "lacks":
+            raise Unavailable("no such tool")
+        case "talk":
+            print("x" * (1 << 20))
+        case "flood":
+            session.add(case="x" * (1 << 20))
+
+
+def hang(folder: Path) -> None:
+    """With a child of its own, deaf to requests to end. Writes the ids of both."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
+    child = subprocess.Popen([sys.executable, "-c", code])
+    (folder / "ids").write_text(f"{os.getpid()} {child.pid}")
+    signal.pause()
