@@ -1,7 +1,8 @@
 """The loops over all workers that a decision takes, as machine code: some µs for a thousand.
 
-They are compiled, or loaded from numba's cache, when this module is imported: never while requests
-wait. The named tuples are what numba takes for arguments.
+`load` compiles them, or loads them from numba's cache, before the scheduler is ready: never while
+requests wait. Until then they run as Python, with the same results. The named tuples are what numba
+takes for arguments.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 # The columns of a table: floats, then codes.
@@ -54,14 +54,31 @@ class RequestTerms(NamedTuple):
     now: float
 
 
-def _compiled(function: Any) -> Any:
-    try:
-        return njit(cache=True)(function)
-    except RuntimeError:  # no folder to keep it in
-        return njit(function)
+def load() -> None:
+    """Replaces the loops of this module by machine code. A second call does nothing."""
+    from numba import njit
+    from numba.core.registry import CPUDispatcher
+
+    if isinstance(_costs_of_decodes, CPUDispatcher):
+        return
+
+    def compiled(function: Any) -> Any:
+        try:
+            return njit(cache=True)(function)
+        except RuntimeError:  # no folder to keep it in
+            return njit(function)
+
+    # Callees first: numba looks them up in the module.
+    for each in (_uncached, _least, _nearest, _nearest_prefills, _costs_of_decodes):
+        globals()[each.__name__] = compiled(each)
+    with _alone():
+        try:
+            _compile()
+        except AttributeError:  # the cache's index names classes of an earlier source
+            _forget()
+            _compile()
 
 
-@_compiled
 def _uncached(side: RoleWorkers, terms: RequestTerms) -> Any:
     uncached = np.full(side.columns.size, terms.num_tokens_to_compute)
     for holder in range(len(side.holders)):
@@ -69,7 +86,6 @@ def _uncached(side: RoleWorkers, terms: RequestTerms) -> Any:
     return uncached
 
 
-@_compiled
 def nearest_prefills(
     prefills: RoleWorkers,
     terms: RequestTerms,
@@ -83,11 +99,21 @@ def nearest_prefills(
     Returns rows and seconds, best first; -1 and infinite beyond the last that can. Equal ones come
     in the order of their rows, from `first_row` on and around.
     """
+    return _nearest_prefills(prefills, terms, format_code, num_missing_tokens, first_row, num)
+
+
+def _nearest_prefills(
+    prefills: RoleWorkers,
+    terms: RequestTerms,
+    format_code: int,
+    num_missing_tokens: float,
+    first_row: int,
+    num: int,
+) -> Any:
     uncached = _uncached(prefills, terms)
     return _nearest(prefills, uncached, terms, format_code, num_missing_tokens, first_row, num)
 
 
-@_compiled
 def _nearest(
     prefills: RoleWorkers,
     uncached: NDArray[np.float64],
@@ -121,13 +147,18 @@ def _nearest(
     return rows, seconds
 
 
-@_compiled
 def costs_of_decodes(
     decodes: RoleWorkers, prefills: RoleWorkers, terms: RequestTerms, excluded: NDArray[np.int64]
 ) -> Any:
     """Seconds by row, infinite where the request cannot go now; whether with a handoff; and the
     first row of the least cost, with how many cost as much.
     """
+    return _costs_of_decodes(decodes, prefills, terms, excluded)
+
+
+def _costs_of_decodes(
+    decodes: RoleWorkers, prefills: RoleWorkers, terms: RequestTerms, excluded: NDArray[np.int64]
+) -> Any:
     floats, codes, size = decodes.columns
     uncached, now = _uncached(decodes, terms), terms.now
     cost, is_remote = np.full(size, inf), np.full(size, False)
@@ -175,7 +206,6 @@ def costs_of_decodes(
     return cost, is_remote, first, num_equal
 
 
-@_compiled
 def _least(cost: NDArray[np.float64]) -> Any:
     first, num_equal = 0, 0
     for row in range(len(cost)):
@@ -193,7 +223,8 @@ def _alone() -> Iterator[None]:
     index, and who reads it meanwhile could get that of an earlier source. The kernel frees the lock
     of a process that dies.
     """
-    folder = costs_of_decodes.stats.cache_path
+    dispatcher: Any = _costs_of_decodes
+    folder = dispatcher.stats.cache_path
     if folder is None:
         yield
         return
@@ -202,13 +233,16 @@ def _alone() -> Iterator[None]:
         yield
 
 
+def _forget() -> None:
+    dispatcher: Any = _costs_of_decodes
+    for path in Path(dispatcher.stats.cache_path).glob("cost_kernel.*.nbi"):
+        path.unlink()
+
+
 def _compile() -> None:
     columns = WorkerColumns(np.zeros((10, 1)), np.zeros((3, 1), dtype=np.uint64), 0)
     nobody = np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0, dtype=np.bool_)
     side, terms = RoleWorkers(columns, *nobody), RequestTerms(*[0.0] * 6)
     costs_of_decodes(side, side, terms, nobody[0])
-    nearest_prefills(side, terms, np.uint64(0), 0.0, 0, 1)
-
-
-with _alone():
-    _compile()
+    format_code: Any = np.uint64(0)
+    nearest_prefills(side, terms, format_code, 0.0, 0, 1)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import msgspec
 import structlog
 
+from services.scheduler import cost_kernel
 from services.scheduler.admission import Admission
 from services.scheduler.backlog import Lane, QueuedRequest
 from services.scheduler.fleet import WorkerFleet
@@ -98,6 +99,7 @@ class SchedulerService:
     # ── life ─────────────────────────────────────────────────────────────────────────────────────
 
     async def start(self) -> None:
+        cost_kernel.load()
         self.health_monitor.on_lost(self._peer_lost)
         self.health_monitor.on_heartbeat(self._on_heartbeat)
         await self.health_monitor.start()

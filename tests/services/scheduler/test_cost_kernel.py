@@ -1,4 +1,4 @@
-"""The compiled loops' place in numba's cache, which several schedulers of a host share."""
+"""The loops are compiled by `load` alone, and share numba's cache with other schedulers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def load_watched(self, key):
     return load(self, key)
 
 IndexDataCacheFile.load = load_watched
-import services.scheduler.cost_kernel
+from services.scheduler import cost_kernel
+cost_kernel.load()
 print(len(found) > 1, all(found))
 """
 
@@ -36,3 +37,49 @@ def test_one_process_at_a_time_reads_and_fills_the_cache() -> None:
         [sys.executable, "-c", SOURCE], capture_output=True, text=True, check=True, timeout=120
     )
     assert done.stdout.split() == ["True", "True"]
+
+
+# Random fleets, decided by Python and then by machine code: exact equality.
+EQUAL = """
+import sys
+import numpy as np
+from services.scheduler import cost_kernel
+from services.scheduler.cost_kernel import *
+
+assert "numba" not in sys.modules
+
+def side(rng, size):
+    floats = rng.uniform(0, 2, (10, size + 2))
+    floats[[BUSY_UNTIL, CLOSED_UNTIL]] *= rng.integers(0, 2, (2, size + 2))
+    floats[[FREE_TOKENS, TOTAL_TOKENS]] *= 100
+    codes = rng.integers(0, 3, (3, size + 2)).astype(np.uint64)
+    codes[NAME] = np.arange(size + 2)
+    holders = rng.permutation(size)[: rng.integers(0, size + 1)].astype(np.int64)
+    allowed = rng.integers(0, 4, size) > 0 if rng.integers(2) else np.zeros(0, np.bool_)
+    held = rng.integers(0, 40, len(holders)).astype(np.float64)
+    return RoleWorkers(WorkerColumns(floats, codes, size), holders, held, allowed)
+
+def decide():
+    found = []
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        decodes, prefills = side(rng, 1 + seed % 9), side(rng, seed % 7)
+        terms = RequestTerms(50.0, 60.0, 10.0, 40.0, 0.01, 0.5)
+        excluded = np.arange(seed % 2)
+        found += costs_of_decodes(decodes, prefills, terms, excluded)
+        found += nearest_prefills(prefills, terms, np.uint64(1), 20.0, 0, 3)
+    return found
+
+plain = decide()
+cost_kernel.load()
+assert "numba" in sys.modules
+compiled = decide()
+print(len(plain), all(np.array_equal(a, b) for a, b in zip(plain, compiled, strict=True)))
+"""
+
+
+def test_python_decides_as_the_machine_code_does() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", EQUAL], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.split() == ["360", "True"]
