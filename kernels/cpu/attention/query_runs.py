@@ -12,7 +12,9 @@ from kernels.cpu.compile import compiled
 @compiled()
 def runs_of(query_lens: Any, context_lens: Any, max_tokens: int) -> Any:
     """[n, 4]: sequence, first row and row after the last one in the flat batch, first position."""
-    num_runs = ((query_lens + max_tokens - 1) // max_tokens).sum()
+    num_runs = 0  # counted by a loop: numba's `sum` brings code for its error texts
+    for query_len in query_lens:
+        num_runs += (query_len + max_tokens - 1) // max_tokens
     runs = np.empty((num_runs, 4), np.int64)
     run, row = 0, 0
     for seq in range(len(query_lens)):

@@ -72,10 +72,11 @@ def vector_attention(
     is_direct = kv_cache.dtype == torch.float32 and block_size % SIDE == 0 and head_dim % SIDE == 0
     _attend(
         array(grouped.contiguous()),
-        Cache(array(key), array(value), is_direct),
+        Cache(array(key), array(value)),
         block_tables.numpy(),
         runs_of(query_lens.numpy(), context_lens.numpy(), max_run_tokens),
-        Mask(0 if window is None else window, _f32(0.0 if softcap is None else softcap)),
+        _mask(window, softcap),
+        True if is_direct else None,
         _f32(scale if softcap is not None else scale * LOG2_E),
         numba.get_num_threads(),
         array(out),
@@ -86,7 +87,6 @@ def vector_attention(
 class Cache(NamedTuple):
     key: Any  # [num_blocks, H, block_size, D]
     value: Any
-    is_direct: bool  # FP32, of whole squares: it is computed with where it lies
 
 
 class Mask(NamedTuple):
@@ -94,6 +94,12 @@ class Mask(NamedTuple):
 
     window: int
     softcap: Any
+
+
+def _mask(window: int | None, softcap: float | None) -> Mask | None:
+    if window is None and softcap is None:
+        return None
+    return Mask(0 if window is None else window, _f32(0.0 if softcap is None else softcap))
 
 
 class Scratch(NamedTuple):
@@ -145,10 +151,16 @@ def _attend(
     block_tables: Any,
     runs: Any,
     mask: Any,
+    direct: Any,
     scale: Any,
     num_tasks: int,
     out: Any,  # [T, H, G, D]
 ) -> None:
+    """`mask` and `direct` are None where a model has no such thing. None has machine code of its
+    own, so that code for what no layer does is not compiled.
+
+    `direct`: a cache of FP32 and of whole squares is computed with where it lies.
+    """
     _, num_kv_heads, group, head_dim = query.shape
     max_rows, num_scores = 0, 0
     for _, low, high, position in runs:
@@ -168,16 +180,27 @@ def _attend(
             block_table, num_tokens = block_tables[seq], high - low
             for head in range(first % num_kv_heads, first % num_kv_heads + num_together):
                 _begin(query, head, low, num_tokens, scale, scratch)
-                _score(cache, block_table, head, position, num_tokens, group, mask, scratch)
-                _weigh(position, num_tokens, group, mask, scratch)
-                _add_values(cache, block_table, head, position, num_tokens, group, mask, scratch)
+                at = head, position, num_tokens, group
+                _score(cache, block_table, at, mask, direct, scratch)
+                _weigh(at, mask, scratch)
+                _add_values(cache, block_table, at, mask, direct, scratch)
                 _divide(scratch, head, low, num_tokens, out)
 
 
 @compiled()
 def _start(position: int, mask: Any) -> int:
     """Of the tiles that a run from `position` on sees."""
-    return (max(0, position + 1 - mask.window) if mask.window else 0) // TILE * TILE
+    if mask is None:
+        return 0
+    return _hidden(position + 1, mask) // TILE * TILE
+
+
+@compiled()
+def _hidden(num_tokens: int, mask: Any) -> int:
+    """Of so many tokens, those that the last one does not see."""
+    if mask is None:
+        return 0
+    return max(0, num_tokens - mask.window) if mask.window else 0
 
 
 @compiled(is_inlined=True)
@@ -200,17 +223,12 @@ def _begin(query: Any, head: int, low: int, num_tokens: int, scale: Any, scratch
 
 
 @compiled(is_inlined=True)
-def _score(
-    cache: Any,
-    block_table: Any,
-    head: int,
-    position: int,  # of the first token
-    num_tokens: int,
-    group: int,
-    mask: Any,
-    scratch: Any,
-) -> None:
-    """scores [R, keys of whole tiles]; those behind the context's end hold no number."""
+def _score(cache: Any, block_table: Any, at: Any, mask: Any, direct: Any, scratch: Any) -> None:
+    """scores [R, keys of whole tiles]; those after the context's end hold no number.
+
+    `at`: head, position of the first token, number of tokens, queries of a token.
+    """
+    head, position, num_tokens, group = at
     rows, gathered, keys, scores, _, _, _, _ = scratch
     head_dim, end = cache.key.shape[3], position + num_tokens
     start = _start(position, mask)
@@ -223,13 +241,13 @@ def _score(
         if num_rows <= FEW_ROWS:
             _expect(cache.key, block_table, head, token + TILE, min(token + 2 * TILE, end))
             _expect(cache.value, block_table, head, token, token + count)
-        if not cache.is_direct:
+        if direct is None:
             _gather(cache.key, block_table, head, token, count, scratch)
         for low in range(0, count, SIDE):
-            if cache.is_direct:
-                key_at = _address(cache.key, block_table, head, token + low)
-            else:
+            if direct is None:
                 key_at = gathered.ctypes.data + low * head_dim * 4
+            else:
+                key_at = _address(cache.key, block_table, head, token + low)
             for d in range(0, head_dim, SIDE):
                 transpose_words(
                     key_at + d * 4, head_dim * 4, keys_at + low * 4 + d * key_bytes, key_bytes
@@ -280,21 +298,23 @@ def _gather(
 
 
 @compiled(is_inlined=True)
-def _weigh(position: int, num_tokens: int, group: int, mask: Any, scratch: Any) -> None:
+def _weigh(at: Any, mask: Any, scratch: Any) -> None:
     """Turns scores into weights 2**(score - top); a second loop, for no row to wait for its top.
 
     Their sum runs in NUM_FLOATS interleaved chains over absolute positions, so that leaving out
     keys which a row does not see changes no bit.
     """
+    _, position, num_tokens, group = at
     _, _, _, scores, tops, totals, _, _ = scratch
     start = _start(position, mask)
     row_bytes = _whole(position + num_tokens - start, TILE) * 4
-    if mask.softcap > 0.0:
-        _cap(scores.ctypes.data, num_tokens * group * row_bytes // 4, mask.softcap)
+    if mask is not None:  # noqa: SIM102 - pruned apart
+        if mask.softcap > 0.0:
+            _cap(scores.ctypes.data, num_tokens * group * row_bytes // 4, mask.softcap)
     row_at, row = scores.ctypes.data, 0
     for token in range(num_tokens):
         last = position + token + 1 - start
-        first = max(0, last - mask.window) if mask.window else 0
+        first = _hidden(last, mask)
         for _ in range(group):
             seen = same(_f32(-np.inf))
             for i in range(first // NUM_FLOATS * NUM_FLOATS, last, NUM_FLOATS):
@@ -306,7 +326,7 @@ def _weigh(position: int, num_tokens: int, group: int, mask: Any, scratch: Any) 
     row_at, row = scores.ctypes.data, 0
     for token in range(num_tokens):
         last = position + token + 1 - start
-        first = max(0, last - mask.window) if mask.window else 0
+        first = _hidden(last, mask)
         for _ in range(group):
             summed = same(_f32(0.0))
             for i in range(0, num_columns, NUM_FLOATS):
@@ -342,16 +362,10 @@ def _cap(scores_at: int, num_scores: int, softcap: Any) -> None:
 
 @compiled(is_inlined=True)
 def _add_values(
-    cache: Any,
-    block_table: Any,
-    head: int,
-    position: int,
-    num_tokens: int,
-    group: int,
-    mask: Any,
-    scratch: Any,
+    cache: Any, block_table: Any, at: Any, mask: Any, direct: Any, scratch: Any
 ) -> None:
     """Weights · values, a chain for each SEGMENT of absolute positions."""
+    head, position, num_tokens, group = at
     _, gathered, _, scores, _, _, chain, sums = scratch
     block_size, head_dim = cache.value.shape[2:]
     start, end, num_rows = _start(position, mask), position + num_tokens, num_tokens * group
@@ -360,7 +374,11 @@ def _add_values(
     for token in range(start, end, TILE):
         count = min(TILE, end - token)
         weights_at = scores.ctypes.data + (token - start) * 4
-        if cache.is_direct:
+        if direct is None:
+            _gather(cache.value, block_table, head, token, count, scratch)
+            values = gathered.ctypes.data, head_dim * 4
+            _add_rows(into, (weights_at, row_bytes), values, count, num_rows, width)
+        else:
             done = 0
             while done < count:
                 piece = min(block_size - (token + done) % block_size, count - done)
@@ -368,10 +386,6 @@ def _add_values(
                 weights = weights_at + done * 4, row_bytes
                 _add_rows(into, weights, values, piece, num_rows, width)
                 done += piece
-        else:
-            _gather(cache.value, block_table, head, token, count, scratch)
-            values = gathered.ctypes.data, head_dim * 4
-            _add_rows(into, (weights_at, row_bytes), values, count, num_rows, width)
         if (token + TILE) % SEGMENT == 0:
             for i in range(0, num_rows * width, NUM_FLOATS):
                 chain_at = chain.ctypes.data + i * 4
