@@ -1,39 +1,37 @@
 """The engine's operations, each by the kernel for its tensors' device: the one place that chooses.
 
 CUDA       Triton: `kernels/gpu/`
-CPU        what is compiled for it: `kernels/cpu/`; under Triton's interpreter, Triton
+CPU        compiled loops: `kernels/cpu/`; under Triton's interpreter, Triton
 otherwise  PyTorch: `kernels/torch_ops/` and `kernels/reference/`, with shapes and formulas
+
+PyTorch also computes what a CPU has no compiled loops for, and everything on a host that cannot
+compile them. `kernels/cpu/`, and numba with it, is imported with the first tensor on a CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
 from importlib import import_module
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Generic,
+    ParamSpec,
+    TypeAlias,
+    TypeGuard,
+    TypeVar,
+)
 
 import torch
 from torch import Tensor
 
-from kernels.cpu.attention import decode_attention as cpu_decode_attention
-from kernels.cpu.attention import prefill_attention as cpu_prefill_attention
-from kernels.cpu.attention import rotate_and_store as cpu_rotate_and_store
-from kernels.cpu.gemm import compressed_linear as cpu_compressed_linear
-from kernels.cpu.gemm import linear as cpu_linear
-from kernels.cpu.gemm.argmax import packed_argmax
-from kernels.cpu.gemm.compressed_weight import CompressedWeight
-from kernels.cpu.gemm.compressed_weight import compress_weight as cpu_compress_weight
-from kernels.cpu.gemm.decompress_rows import select_rows as select_compressed_rows
-from kernels.cpu.gemm.packed_linear import for_products, packed_linear
-from kernels.cpu.layer import add_rms_norm as cpu_add_rms_norm
-from kernels.cpu.layer import gated as cpu_gated
-from kernels.cpu.layer import rms_norm as cpu_rms_norm
-from kernels.cpu.layer.fused_layer import PackedLayer, packed_layer
 from kernels.device import IS_INTERPRETED, has_triton_device
 from kernels.reference.add_rms_norm import add_rms_norm as reference_add_rms_norm
 from kernels.reference.compressed_linear import compressed_linear as reference_compressed_linear
 from kernels.reference.decode_attention import decode_attention as reference_decode_attention
 from kernels.reference.decompress import decompress as reference_decompress
-from kernels.reference.decompress import select_rows as select_split_rows
 from kernels.reference.gelu_and_mul import gelu_and_mul as reference_gelu_and_mul
 from kernels.reference.linear import linear as reference_linear
 from kernels.reference.prefill_attention import prefill_attention as reference_prefill_attention
@@ -41,22 +39,30 @@ from kernels.reference.rms_norm import rms_norm as reference_rms_norm
 from kernels.reference.rotate_and_store import rotate_and_store as reference_rotate_and_store
 from kernels.reference.silu_and_mul import silu_and_mul as reference_silu_and_mul
 from kernels.split_weight import SplitWeight, split_weight
-from kernels.torch_ops.copy_blocks import copy_blocks as reference_copy_blocks
-from kernels.torch_ops.gather_blocks import gather_blocks as reference_gather_blocks
-from kernels.torch_ops.penalize import penalize as reference_penalize
-from kernels.torch_ops.sample import argmax
-from kernels.torch_ops.sample import sample as reference_sample
-from kernels.torch_ops.scatter_blocks import scatter_blocks as reference_scatter_blocks
-from kernels.torch_ops.top_k import top_k as reference_top_k
+from kernels.torch_ops.copy_blocks import copy_blocks as torch_copy_blocks
+from kernels.torch_ops.gather_blocks import gather_blocks as torch_gather_blocks
+from kernels.torch_ops.penalize import penalize as torch_penalize
+from kernels.torch_ops.sample import argmax, scale
+from kernels.torch_ops.sample import sample as torch_sample
+from kernels.torch_ops.scatter_blocks import scatter_blocks as torch_scatter_blocks
+from kernels.torch_ops.select_rows import select_rows as select_split_rows
+from kernels.torch_ops.top_k import top_k as torch_top_k
+
+if TYPE_CHECKING:
+    from kernels.cpu.gemm.compressed_weight import CompressedWeight
+    from kernels.cpu.host import CpuHost
+    from kernels.cpu.layer.fused_layer import PackedLayer
+    from kernels.cpu.warm import CompilePlan as CpuCompilePlan
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Op = Callable[Concatenate[Tensor, P], R]
-Compressed = CompressedWeight | SplitWeight
-Weight = Tensor | CompressedWeight | SplitWeight
-LayerKernel = PackedLayer
-layer_kernel = packed_layer
-# Where each operation's Triton kernel is, below `kernels/gpu/`.
+Compressed: TypeAlias = "CompressedWeight | SplitWeight"
+CpuCompressed: TypeAlias = "CompressedWeight"
+Weight: TypeAlias = "Tensor | CompressedWeight | SplitWeight"
+LayerKernel: TypeAlias = "PackedLayer"
+CompilePlan: TypeAlias = "CpuCompilePlan"
+# Where each operation's kernels are, below `kernels/gpu/` and `kernels/cpu/`.
 TRITON_MODULES = {
     "add_rms_norm": "rows.add_rms_norm",
     "copy_blocks": "kv.copy_blocks",
@@ -73,6 +79,18 @@ TRITON_MODULES = {
     "scatter_blocks": "kv.scatter_blocks",
     "silu_and_mul": "rows.silu_and_mul",
 }
+CPU_MODULES = {
+    "add_rms_norm": "layer.add_rms_norm",
+    "decode_attention": "attention.decode_attention",
+    "gelu_and_mul": "layer.gated",
+    "linear": "gemm.linear",
+    "prefill_attention": "attention.prefill_attention",
+    "rms_norm": "layer.rms_norm",
+    "rotate_and_store": "attention.rotate_and_store",
+    "silu_and_mul": "layer.gated",
+}
+# These need no compiled loops: plain weights and oneDNN's are the library's to multiply by.
+CPU_WITHOUT_LOOPS = frozenset({"linear"})
 HAS_TRITON = has_triton_device()
 if HAS_TRITON:
     from kernels.gpu.gemm.compressed_linear import compressed_linear as _fused_linear
@@ -80,37 +98,64 @@ if HAS_TRITON:
     from kernels.gpu.gemm.fused_rows import fused_rows
 
 
-def _chosen(reference: Op[P, R], on_cpu: Op[P, R] | None = None) -> Op[P, R]:
-    """An operation runs where its first tensor is."""
-    elsewhere = _on_triton(reference) if HAS_TRITON else reference
-    here = elsewhere if IS_INTERPRETED else on_cpu or reference
+@cache
+def cpu_host() -> CpuHost:
+    """The host's CPU. Imports numba; of no use to a worker that computes on another device."""
+    from kernels.cpu.host import CpuHost
 
-    def op(first: Tensor, *args: P.args, **kwargs: P.kwargs) -> R:
-        return (here if first.is_cpu else elsewhere)(first, *args, **kwargs)
-
-    return op
+    return CpuHost()
 
 
-def _on_triton(reference: Op[P, R]) -> Op[P, R]:
-    name = reference.__name__
-    found: Op[P, R] = getattr(import_module(f"kernels.gpu.{TRITON_MODULES[name]}"), name)
-    return found
+@cache
+def _cpu(module: str) -> Any:
+    return import_module(f"kernels.cpu.{module}")
 
 
-add_rms_norm = _chosen(reference_add_rms_norm, cpu_add_rms_norm.add_rms_norm)
-copy_blocks = _chosen(reference_copy_blocks)
-decode_attention = _chosen(reference_decode_attention, cpu_decode_attention.decode_attention)
-gather_blocks = _chosen(reference_gather_blocks)
-gelu_and_mul = _chosen(reference_gelu_and_mul, cpu_gated.gelu_and_mul)
-top_k = _chosen(reference_top_k)
-penalize = _chosen(reference_penalize)
-prefill_attention = _chosen(reference_prefill_attention, cpu_prefill_attention.prefill_attention)
-rms_norm = _chosen(reference_rms_norm, cpu_rms_norm.rms_norm)
-rotate_and_store = _chosen(reference_rotate_and_store, cpu_rotate_and_store.rotate_and_store)
-sample = _chosen(reference_sample)
-scatter_blocks = _chosen(reference_scatter_blocks)
-silu_and_mul = _chosen(reference_silu_and_mul, cpu_gated.silu_and_mul)
-_linear = _chosen(reference_linear, cpu_linear.linear)
+class Operation(Generic[P, R]):
+    """Runs where its first tensor is. A backend's function is found with its first tensor."""
+
+    def __init__(self, library: Op[P, R]) -> None:
+        self.name = library.__name__
+        self.library = library
+
+    def __call__(self, first: Tensor, *args: P.args, **kwargs: P.kwargs) -> R:
+        return (self.on_cpu if first.is_cpu else self.elsewhere)(first, *args, **kwargs)
+
+    @cached_property
+    def on_cpu(self) -> Op[P, R]:
+        if IS_INTERPRETED:
+            return self.elsewhere
+        if self.name not in CPU_MODULES:
+            return self.library
+        if self.name not in CPU_WITHOUT_LOOPS and not cpu_host().has_kernels:
+            return self.library
+        found: Op[P, R] = getattr(_cpu(CPU_MODULES[self.name]), self.name)
+        return found
+
+    @cached_property
+    def elsewhere(self) -> Op[P, R]:
+        if not HAS_TRITON:
+            return self.library
+        module = import_module(f"kernels.gpu.{TRITON_MODULES[self.name]}")
+        found: Op[P, R] = getattr(module, self.name)
+        return found
+
+
+add_rms_norm = Operation(reference_add_rms_norm)
+copy_blocks = Operation(torch_copy_blocks)
+decode_attention = Operation(reference_decode_attention)
+gather_blocks = Operation(torch_gather_blocks)
+gelu_and_mul = Operation(reference_gelu_and_mul)
+top_k = Operation(torch_top_k)
+penalize = Operation(torch_penalize)
+prefill_attention = Operation(reference_prefill_attention)
+rms_norm = Operation(reference_rms_norm)
+rotate_and_store = Operation(reference_rotate_and_store)
+sample = Operation(torch_sample)
+scatter_blocks = Operation(torch_scatter_blocks)
+silu_and_mul = Operation(reference_silu_and_mul)
+_linear = Operation(reference_linear)
+scale_logits = scale
 
 
 def linear(
@@ -121,10 +166,11 @@ def linear(
     is_batch_invariant: bool = False,
 ) -> Tensor:
     """On CUDA the library multiplies, unless a row's bits may not depend on the others."""
-    if isinstance(weight, CompressedWeight):
-        return cpu_compressed_linear.compressed_linear(x, weight, bias)
     if isinstance(weight, SplitWeight):
         return compressed_linear(x, weight, bias, is_batch_invariant=is_batch_invariant)
+    if not isinstance(weight, Tensor):
+        y: Tensor = _cpu("gemm.compressed_linear").compressed_linear(x, weight, bias)
+        return y
     if x.is_cuda and not is_batch_invariant:
         return torch.nn.functional.linear(x, weight, bias)
     return _linear(x, weight, bias, is_batch_invariant=is_batch_invariant)
@@ -132,27 +178,30 @@ def linear(
 
 def logits(x: Tensor, weight: Weight, *, is_batch_invariant: bool = False) -> Tensor:
     """`linear`, its result as FP32."""
-    packed = for_products(weight)
+    packed = _packed(weight)
     if packed is not None:
-        return packed_linear(x, packed, dtype=torch.float32)
+        y: Tensor = _cpu("gemm.packed_linear").packed_linear(x, packed, dtype=torch.float32)
+        return y
     return linear(x, weight, is_batch_invariant=is_batch_invariant).float()
 
 
 def argmax_logits(x: Tensor, weight: Weight, *, is_batch_invariant: bool = False) -> Tensor:
     """argmax(`logits`), [T] int64; of equal ones the first."""
-    packed = for_products(weight)
+    packed = _packed(weight)
     if packed is not None:
-        return packed_argmax(x, packed)
+        columns: Tensor = _cpu("gemm.argmax").packed_argmax(x, packed)
+        return columns
     return argmax(logits(x, weight, is_batch_invariant=is_batch_invariant))
 
 
 def select_rows(weight: Weight, row_ids: Tensor) -> Tensor:
     """weight [N, K], row_ids [T] -> [T, K]."""
-    if isinstance(weight, CompressedWeight):
-        return select_compressed_rows(weight, row_ids)
     if isinstance(weight, SplitWeight):
         return select_split_rows(weight, row_ids)
-    return weight.index_select(0, row_ids)
+    if isinstance(weight, Tensor):
+        return weight.index_select(0, row_ids)
+    rows: Tensor = _cpu("gemm.decompress_rows").select_rows(weight, row_ids)
+    return rows
 
 
 def decompress(weight: SplitWeight, out: Tensor | None = None) -> Tensor:
@@ -186,14 +235,28 @@ def _is_for_triton(device: torch.device) -> bool:
     return HAS_TRITON and (IS_INTERPRETED or device.type != "cpu")
 
 
+def _is_for_loops(tensor: Tensor) -> bool:
+    """Whether the compiled loops compute with it, or the library on a host that has none."""
+    return tensor.is_cpu and not IS_INTERPRETED
+
+
+def _packed(weight: Weight) -> Any:
+    """A weight in a layout of the compiled loops, as their GEMMs take it; else None."""
+    if isinstance(weight, SplitWeight):
+        return None
+    if isinstance(weight, Tensor) and not _is_for_loops(weight):
+        return None
+    return _cpu("gemm.packed_linear").for_products(weight)
+
+
 def pack_weight(weight: Tensor) -> Tensor:
     """weight [N, K] in the form that `linear` multiplies with."""
-    return weight if IS_INTERPRETED else cpu_linear.pack_weight(weight)
+    return cpu_host().pack_weight(weight) if _is_for_loops(weight) else weight
 
 
 def has_custom_gemm(weight: Weight) -> bool:
     """Whether `linear` multiplies by it with a kernel of ours; else torch's library does."""
-    return isinstance(weight, SplitWeight) or for_products(weight) is not None
+    return isinstance(weight, SplitWeight) or _packed(weight) is not None
 
 
 def compress_weight(weight: Tensor) -> Compressed | None:
@@ -203,4 +266,26 @@ def compress_weight(weight: Tensor) -> Compressed | None:
     """
     if _is_for_triton(weight.device):
         return split_weight(weight)
-    return cpu_compress_weight(weight) if weight.is_cpu else None
+    return cpu_host().compress_weight(weight) if weight.is_cpu else None
+
+
+def is_compressed(weight: object) -> TypeGuard[Compressed]:
+    """Whether it is one of `compress_weight`."""
+    if isinstance(weight, SplitWeight):
+        return True
+    if weight is None or isinstance(weight, Tensor):
+        return False
+    return isinstance(weight, _cpu("gemm.compressed_weight").CompressedWeight)
+
+
+def layer_kernel(
+    norms: tuple[Tensor, Tensor], weights: Sequence[Weight], **options: Any
+) -> LayerKernel | None:
+    """All of a decoder layer but its attention, see kernels.cpu.layer.fused_layer.packed_layer.
+
+    None where no backend has one for such weights.
+    """
+    if not _is_for_loops(norms[0]):
+        return None
+    kernel: LayerKernel | None = _cpu("layer.fused_layer").packed_layer(norms, weights, **options)
+    return kernel

@@ -16,6 +16,7 @@ from shared.engine.engine import Engine
 from shared.engine.loop import EngineLoop
 from shared.engine.runner import Runner
 from shared.engine.worker import EngineWorker, ServedModel
+from shared.errors import DependencyUnavailable
 from shared.kv_wire.compression import FrameCodec
 from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.kv_server import KvServer
@@ -100,6 +101,9 @@ def load_codec(config: WorkerConfig, dtype: str) -> FrameCodec | None:
         from shared.engine.kv_codec import Bf16FrameCodec  # numba, which other runners do not need
 
         return Bf16FrameCodec()
+    except DependencyUnavailable as error:  # the runner has warned, if it is on this CPU
+        log.info("kv_codec_unavailable", reason=error.message)
+        return None
     except Exception:
         log.exception("kv_codec_unavailable")
         return None

@@ -50,6 +50,7 @@ RULES = {
         but_not="shared.engine",
     ),
     "services/cli/bundle_commands.py": rule("services.cli services.local shared", BASE, TERMINAL),
+    "services/cli/warm_command.py": rule("services.cli services.local shared", BASE, TERMINAL),
     "services/cli/compression_progress.py": rule("services.cli shared", BASE, TERMINAL),
     "services/client": rule("services.client shared", BASE, TERMINAL, but_not="shared.engine"),
     "services/local": rule("services.local shared", BASE, TERMINAL, HUB, but_not="shared.engine"),

@@ -22,6 +22,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,12 +36,17 @@ from numba.core.caching import FunctionCache
 
 from kernels.cache import cache_root
 
+_ROOT = Path(__file__).resolve().parents[2]
 
-def _cache_dir() -> Path:
+
+def _digest_of_sources() -> str:
     digest = blake2b(digest_size=8)
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
-    return cache_root() / "kernels" / digest.hexdigest()
+    return digest.hexdigest()
+
+
+SOURCES_DIGEST = _digest_of_sources()
 
 
 def _load_tbb() -> None:
@@ -51,7 +57,19 @@ def _load_tbb() -> None:
 
 _load_tbb()
 if not os.environ.get("NUMBA_CACHE_DIR"):
-    numba.config.CACHE_DIR = str(_cache_dir())
+    numba.config.CACHE_DIR = str(cache_root() / "kernels" / SOURCES_DIGEST)
+
+
+# Loops are parallel where they say so: to search for others only takes time.
+_ONLY_PRANGE = {
+    "prange": True,
+    "comprehension": False,
+    "fusion": False,
+    "numpy": False,
+    "reduction": False,
+    "setitem": False,
+    "stencil": False,
+}
 
 
 def compiled(*, parallel: bool = False, is_inlined: bool = False) -> Callable[[Any], Any]:
@@ -64,7 +82,8 @@ def compiled(*, parallel: bool = False, is_inlined: bool = False) -> Callable[[A
 
     def decorate(function: Any) -> Any:
         inline = "always" if is_inlined else "never"
-        options = {"parallel": parallel, "inline": inline, "error_model": "numpy"}
+        threads = _ONLY_PRANGE if parallel else False
+        options = {"parallel": threads, "inline": inline, "error_model": "numpy"}
         dispatcher = njit(nogil=True, **options)(function)
         dispatcher._cache = _SharedCache(function)  # what cache=True does, with a cache of ours
         return dispatcher
@@ -74,19 +93,38 @@ def compiled(*, parallel: bool = False, is_inlined: bool = False) -> Callable[[A
 
 class _SharedCache(FunctionCache):
     def save_overload(self, sig: Any, data: Any) -> None:
-        with _locked(Path(self.cache_path, "writing.lock")):
+        with locked(Path(self.cache_path, "writing.lock")):
             super().save_overload(sig, data)
 
 
 @contextmanager
 def compile_lock() -> Iterator[None]:
     """Of several processes that start at once, one compiles and the others load its code."""
-    with _locked(Path(numba.config.CACHE_DIR, "compiling.lock")):
+    with locked(Path(cache_dir(), "compiling.lock")):
         yield
 
 
+def start_child(module: str, *arguments: str, niceness: int = 0) -> subprocess.Popen[str]:
+    """Runs a module of this package in a process of its own, with one thread and this cache."""
+    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+    one_thread = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        ["nice", "-n", str(niceness), sys.executable, "-m", module, *arguments],
+        env={**os.environ, **one_thread, "PYTHONPATH": path, "NUMBA_CACHE_DIR": cache_dir()},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def cache_dir() -> str:
+    """Of machine code. It may be changed while a process runs."""
+    return str(numba.config.CACHE_DIR)
+
+
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """The kernel frees the lock of a process that dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:

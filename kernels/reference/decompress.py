@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.split_weight import HALF, WORD_GROUPS, SplitWeight
+from kernels.split_weight import HALF, SplitWeight
+from kernels.torch_ops.select_rows import join_exponents
 
 
 def decompress(weight: SplitWeight, out: Tensor | None = None) -> Tensor:
@@ -14,29 +15,5 @@ def decompress(weight: SplitWeight, out: Tensor | None = None) -> Tensor:
     lower = weight.exponents.view(*is_wide.shape, HALF)
     upper = torch.zeros_like(lower)
     upper[is_wide] = weight.wide_exponents
-    dense = _joined(lower, upper, weight.base, weight.sign_mantissa)
+    dense = join_exponents(lower, upper, weight.base, weight.sign_mantissa)
     return dense if out is None else out.copy_(dense)
-
-
-def select_rows(weight: SplitWeight, row_ids: Tensor) -> Tensor:
-    """row_ids [T] -> those rows [T, K]. No shape depends on data: it can be captured in a graph."""
-    base, rest = weight.base[row_ids], weight.sign_mantissa[row_ids]
-    lower = weight.exponents[row_ids].unflatten(1, (-1, HALF))
-    upper = torch.zeros_like(lower)
-    if len(weight.wide_exponents):
-        num_groups, bit = lower.shape[1], torch.arange(WORD_GROUPS, device=weight.device)
-        is_wide = weight.is_wide[row_ids][:, :, None] >> bit & 1  # [T, words, groups of a word]
-        before = is_wide.cumsum(-1) - is_wide
-        place = (weight.wide_start[row_ids][:, :, None] + before).flatten(1)[:, :num_groups]
-        is_wide = is_wide.flatten(1)[:, :num_groups]
-        found = weight.wide_exponents[place.clamp_(max=len(weight.wide_exponents) - 1)]
-        upper = found * is_wide[:, :, None].to(torch.uint8)
-    return _joined(lower, upper, base, rest)
-
-
-def _joined(lower: Tensor, upper: Tensor, base: Tensor, rest: Tensor) -> Tensor:
-    """lower, upper [R, groups, 32] of codes, base [R], sign and mantissa [R, K] -> [R, K] BF16."""
-    codes = torch.cat((lower & 15 | upper << 4, lower >> 4 | upper & 0xF0), dim=-1)
-    exponent = (codes.flatten(1)[:, : rest.shape[1]] + base[:, None]).int()
-    bits = (rest.int() & 0x80) << 8 | exponent << 7 | rest.int() & 0x7F
-    return bits.to(torch.int16).view(torch.bfloat16)

@@ -10,8 +10,9 @@ from kernels import ops
 from kernels import split_weight as form
 from kernels.check_tensor import BadTensor
 from kernels.device import IS_INTERPRETED
-from kernels.reference.decompress import decompress, select_rows
+from kernels.reference.decompress import decompress
 from kernels.split_weight import GROUP, SplitWeight, exponent_entropy, split_weight
+from kernels.torch_ops.select_rows import select_rows
 from tests.kernels.split_weights import all_bit_patterns, bits_of, normal_weight, with_outliers
 from tests.kernels.tolerance import assert_near
 

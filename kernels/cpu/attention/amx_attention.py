@@ -24,10 +24,10 @@ from kernels.cpu.simd.amx_tiles import (
     TILE_BYTES,
     TILE_ROWS,
     aligned,
-    has_amx,
     pair_rows,
     tile_release,
 )
+from kernels.cpu.simd.cpu_features import has_amx
 from kernels.cpu.simd.f32x32 import (
     NUM_FLOATS,
     larger,

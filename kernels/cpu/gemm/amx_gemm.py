@@ -14,7 +14,6 @@ from kernels.cpu.compile import compiled
 from kernels.cpu.gemm.gemm_common import BLOCK, SUM_BYTES, num_blocks, num_steps, sum_products
 from kernels.cpu.simd.amx_tiles import (
     TILE_ROWS,
-    has_amx,
     tile_config,
     tile_configure,
     tile_load,
@@ -23,6 +22,7 @@ from kernels.cpu.simd.amx_tiles import (
     tile_store,
     tile_zero,
 )
+from kernels.cpu.simd.cpu_features import has_amx
 from kernels.cpu.simd.intrinsics import expect_load
 
 NUM_DIMS = 5  # of a packed weight

@@ -7,12 +7,10 @@ Architectures Software Developer's Manual, volume 2, VDPBF16PS.)
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from llvmlite import ir
-from llvmlite.binding import get_host_cpu_features
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
@@ -20,6 +18,7 @@ from torch import Tensor
 
 from kernels.cpu.compile import compiled
 from kernels.cpu.gemm.gemm_common import BLOCK, SUM_BYTES, num_blocks, num_steps, sum_products
+from kernels.cpu.simd.cpu_features import has_pair_products
 from kernels.cpu.simd.intrinsics import Strided, in_groups
 
 NUM_DIMS = 4  # of a packed weight
@@ -32,11 +31,6 @@ _WORD, _ADDRESS = ir.IntType(32), ir.IntType(64)
 _LANES = 16
 _WORDS, _FLOATS = ir.VectorType(_WORD, _LANES), ir.VectorType(ir.FloatType(), _LANES)
 _HALVES = 0, SUM_BYTES // 2  # of a row's sums, and of a row of columns: each fills a register
-
-
-@cache
-def has_pair_products() -> bool:
-    return bool(get_host_cpu_features().get("avx512bf16"))
 
 
 def can_pack_pairs(weight: Tensor) -> bool:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from llvmlite.binding import get_host_cpu_features
 from numba import types
 from numba.extending import overload
 from torch import Tensor
 
 from kernels.cpu.compile import compiled
 from kernels.cpu.gemm.gemm_common import BLOCK, SUM_BYTES, num_blocks, num_steps, sum_products
+from kernels.cpu.simd.cpu_features import has_avx512
 from kernels.cpu.simd.f32x32 import same, store_floats
 from kernels.cpu.simd.intrinsics import add_chains
 
@@ -22,12 +21,6 @@ _f32 = np.float32
 NUM_DIMS = 3  # of a packed weight
 PIECE = 256  # of K: so much of a block of columns stays in the first cache while rows go by
 MOST_ROWS = 12  # of 32 registers 24 are sums
-
-
-@cache
-def has_avx512() -> bool:
-    """Of fewer and narrower registers the library makes more."""
-    return bool(get_host_cpu_features().get("avx512f"))
 
 
 def can_pack_floats(weight: Tensor) -> bool:

@@ -7,11 +7,10 @@ from torch import Tensor
 from kernels.cpu.gemm.amx_gemm import can_pack_for_amx, is_packed_for_amx, pack_for_amx
 from kernels.cpu.gemm.avx512_bf16_gemm import (
     can_pack_pairs,
-    has_pair_products,
     is_packed_pairs,
     pack_pairs,
 )
-from kernels.cpu.simd.amx_tiles import has_amx
+from kernels.cpu.simd.cpu_features import has_amx, has_pair_products
 
 
 def has_half_products() -> bool:

@@ -26,7 +26,8 @@ from kernels.cpu.gemm.amx_gemm import (
 from kernels.cpu.gemm.avx512_bf16_gemm import multiply_piece
 from kernels.cpu.gemm.compressed_weight import ROW_OF_LANE, CompressedWeight, spread_bases
 from kernels.cpu.gemm.gemm_common import BLOCK, SUM_BYTES, num_blocks, num_steps, sum_products
-from kernels.cpu.simd.amx_tiles import TILE_ROWS, aligned, has_amx, tile_release
+from kernels.cpu.simd.amx_tiles import TILE_ROWS, aligned, tile_release
+from kernels.cpu.simd.cpu_features import has_amx
 from kernels.cpu.simd.intrinsics import expect_load
 
 AHEAD = 4  # blocks that are fetched before they are decoded

@@ -22,7 +22,7 @@ from torch import Tensor
 from kernels.cpu.gemm.avx512_fp32_gemm import can_pack_floats, pack_floats
 from kernels.cpu.gemm.bf16_gemm import can_pack_halves, pack_halves
 from kernels.cpu.gemm.packed_linear import is_packed_for_products, packed_linear
-from kernels.cpu.simd.amx_tiles import has_amx
+from kernels.cpu.simd.cpu_features import has_amx
 from kernels.cpu.simd.intrinsics import array
 
 SPLIT_K = 1024
@@ -45,6 +45,13 @@ def pack_weight(weight: Tensor) -> Tensor:
         return pack_halves(weight)
     if can_pack_floats(weight):
         return pack_floats(weight)
+    return pack_for_library(weight)
+
+
+def pack_for_library(weight: Tensor) -> Tensor:
+    """weight [N, K] -> the same in oneDNN's layout, or as it is. Needs no compiled loops."""
+    if weight.is_mkldnn:
+        return weight
     is_packable = weight.device.type == "cpu" and weight.dtype in PACKABLE
     if not is_packable or not torch.backends.mkldnn.is_available():
         return weight

@@ -85,17 +85,26 @@ class PackedLayer:
     _weights: Weights
 
     def pre_attention(
-        self, x: Tensor, cos: Tensor, sin: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        is_by_rows: bool | None = None,
     ) -> Tensor:
         """x [T, hidden] -> rotated queries [T, num_heads, D]; keys and values go to the cache.
 
         cos, sin [T, rotary_dim / 2] FP32; kv_cache and slot_mapping as in `rotate_and_store`.
+        `is_by_rows`: if not None, decides how it is computed, whatever the number of rows.
         """
         num_kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
         num_heads = num_blocks(self._weights.qkv) * BLOCK // head_dim - 2 * num_kv_heads
         query = x.new_empty(x.shape[0], num_heads, head_dim)
         key, value = kv_cache.unbind(0)
-        run = _pre_attention_by_rows if _has_many_rows(x) else _pre_attention_by_columns
+        is_by_rows = _goes_by_rows(x) if is_by_rows is None else is_by_rows
+        run = _pre_attention_by_rows if is_by_rows else _pre_attention_by_columns
         run(
             array(x),
             self._weights.qkv,
@@ -106,26 +115,33 @@ class PackedLayer:
             array(query),
             array(key),
             array(value),
-            _num_tasks(x),
+            _num_tasks(x, is_by_rows=is_by_rows),
         )
         return query
 
-    def post_attention(self, x: Tensor, attended: Tensor) -> Tensor:
+    def post_attention(
+        self, x: Tensor, attended: Tensor, *, is_by_rows: bool | None = None
+    ) -> Tensor:
         """x [T, hidden], attended [T, num_heads, D] -> [T, hidden] behind the layer."""
         y = torch.empty_like(x)
-        run = _post_attention_by_rows if _has_many_rows(x) else _post_attention_by_columns
-        rows = array(attended.flatten(1))
-        run(array(x), rows, *self._weights[1:], self._behind, array(y), _num_tasks(x))
+        is_by_rows = _goes_by_rows(x) if is_by_rows is None else is_by_rows
+        run = _post_attention_by_rows if is_by_rows else _post_attention_by_columns
+        rows, num_tasks = array(attended.flatten(1)), _num_tasks(x, is_by_rows=is_by_rows)
+        run(array(x), rows, *self._weights[1:], self._behind, array(y), num_tasks)
         return y
 
 
-def _has_many_rows(x: Tensor) -> bool:
-    return len(x) >= MANY_ROWS * numba.get_num_threads()
+def _goes_by_rows(x: Tensor) -> bool:
+    """Many rows do, as soon as this process has the code: it is not worth a wait for the compiler,
+    as columns give the same bits.
+    """
+    has_many_rows = len(x) >= MANY_ROWS * numba.get_num_threads()
+    return has_many_rows and bool(_post_attention_by_rows.overloads)
 
 
-def _num_tasks(x: Tensor) -> int:
-    """Of many rows, a task reads all weights: no more of them than threads."""
-    return numba.get_num_threads() if _has_many_rows(x) else num_tasks(x.shape[1] // BLOCK)
+def _num_tasks(x: Tensor, *, is_by_rows: bool) -> int:
+    """By rows, a task reads all weights: no more of them than threads."""
+    return numba.get_num_threads() if is_by_rows else num_tasks(x.shape[1] // BLOCK)
 
 
 def packed_layer(

@@ -7,11 +7,9 @@ adds to FP32 [16, 16] the product of BF16 [16, 32] and BF16 [32, 16], whose rows
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -25,12 +23,6 @@ TILE_BYTES = 64  # of a row
 _I8, _I16, _I32, _I64 = (ir.IntType(size) for size in (8, 16, 32, 64))
 _POINTER = _I8.as_pointer()
 _NUM_HALVES = 32
-
-
-@cache
-def has_amx() -> bool:
-    """Whether this process may use BF16 tiles, for which the kernel has to be asked."""
-    return torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
 
 
 def tile_config(first_rows: int, second_rows: int) -> NDArray[np.uint8]:

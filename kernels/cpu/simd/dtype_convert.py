@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from kernels.cpu.gemm.avx512_bf16_gemm import has_pair_products
+from kernels.cpu.simd.cpu_features import has_pair_products
 from kernels.cpu.simd.f32x32 import NUM_FLOATS, floats, narrowed_halves
 from kernels.cpu.simd.intrinsics import bits_of_bf16
 

@@ -3,8 +3,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kernels.ops import Weight, argmax_logits, logits, pack_weight, select_rows
-from kernels.torch_ops.sample import argmax
+from kernels.ops import Weight, argmax, argmax_logits, logits, pack_weight, select_rows
 from shared.engine.layers.linear import parameter_of, replace_weight
 
 

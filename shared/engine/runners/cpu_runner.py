@@ -7,15 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
-import numba
 import torch
 
-from kernels.cpu.attention.vector_attention import SEGMENT
-from kernels.cpu.compile import compile_lock
-from kernels.cpu.layer.fused_layer import MANY_ROWS
-from kernels.cpu.simd.intrinsics import FEW_ROWS
 from kernels.device import IS_INTERPRETED
-from kernels.ops import has_custom_gemm
+from kernels.ops import cpu_host, has_custom_gemm
 from shared.clock import Clock
 from shared.engine.kv_cache import allocate_kv_cache, num_blocks_for
 from shared.engine.layers.embedding import OutputHead
@@ -23,6 +18,7 @@ from shared.engine.layers.linear import Linear
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
 from shared.engine.runner import StepInputs, StepOutput
+from shared.engine.runners.cpu_kernels import RowKernels, compile_kernels, compile_plan
 from shared.engine.runners.model_loading import (
     LoadOptions,
     WeightSource,
@@ -66,10 +62,11 @@ class CpuRunner(ModelRunner):
             executor,
             model_name=model_name,
             revision=revision,
-            attention_segment=SEGMENT,
+            attention_segment=cpu_host().attention_segment,
             clock=clock,
             init_step_thread=_keep_freed_memory,
         )
+        self._row_kernels: RowKernels | None = None
         products = list(_products(executor.model))
         self._threads = StepThreads(
             num_threads or torch.get_num_threads(),
@@ -84,6 +81,10 @@ class CpuRunner(ModelRunner):
         config = read_config(model_dir)
         is_compressed = wants_compressed(options.weights, model_dir, _CPU, options.load_format)
         kv_format = kv_format_of(config, resolve_dtype(options.dtype, _CPU), options.block_size)
+        plan = None
+        if not IS_INTERPRETED:  # before any weight is packed: it decides in which layout
+            plan = compile_plan(config, kv_format, is_compressed=is_compressed)
+            compile_kernels(plan)
         given = options.kv_cache_bytes
         num_blocks = num_blocks_for(kv_format, DEFAULT_KV_CACHE_BYTES if given is None else given)
         num_positions = min(config.max_position_embeddings, num_blocks * kv_format.block_size)
@@ -102,9 +103,17 @@ class CpuRunner(ModelRunner):
             num_threads=options.num_threads,
             clock=options.clock,
         )
-        with compile_lock():
+        with cpu_host().compile_lock():
             _warm_up(runner.executor)  # whoever is ready has its kernels compiled
+        if plan is not None:
+            runner._row_kernels = RowKernels(plan)
+            runner._row_kernels.start()
         return runner
+
+    async def close(self) -> None:
+        if self._row_kernels is not None:
+            self._row_kernels.close()
+        await super().close()
 
     def _run(self, inputs: StepInputs) -> StepOutput:
         self._threads.set_for(len(inputs.input_ids))
@@ -131,14 +140,11 @@ def _fill(model: Decoder, source: WeightSource, *, is_compressed: bool) -> str:
 
 @torch.inference_mode()
 def _warm_up(executor: ModelExecutor) -> None:
-    """With as many rows as any kernel asks for to run on all threads, or on rows of its own."""
-    block_size, num_threads = executor.kv_format.block_size, numba.get_num_threads()
-    hidden = executor.hidden(idle_step(block_size, [FEW_ROWS + 1, 1]))
+    """With as many rows as any kernel asks for to run on all threads."""
+    rows = [cpu_host().few_rows + 1, 1]
+    hidden = executor.hidden(idle_step(executor.kv_format.block_size, rows))
     executor.model.logits(hidden[:1])
     executor.model.argmax_tokens(hidden[:1])
-    numba.set_num_threads(1)
-    executor.hidden(idle_step(block_size, [MANY_ROWS, 1]))
-    numba.set_num_threads(num_threads)
 
 
 def _products(model: Decoder) -> Iterator[Linear | OutputHead]:

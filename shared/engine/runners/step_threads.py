@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numba
 import torch
+
+from kernels.ops import cpu_host
 
 # Of one core, about: what a step would take alone is compared, so a factor of two does not matter.
 MULTIPLICATIONS_PER_S = {torch.float32: 30e9, torch.float16: 30e9, torch.bfloat16: 300e9}
@@ -35,8 +36,7 @@ class StepThreads:
         if num_threads != self._num_set:
             # torch's threads hold on to their cores for a while, in the way of our kernels' own.
             torch.set_num_threads(1 if self.has_custom_gemm else num_threads)
-            numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
-            numba.set_parallel_chunksize(1)  # see kernels.cpu.simd.tasks
+            cpu_host().set_num_threads(num_threads)
             self._num_set = num_threads
 
     def seconds_alone(self, num_tokens: int) -> float:

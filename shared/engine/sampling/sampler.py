@@ -22,8 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.ops import penalize, sample
-from kernels.torch_ops.sample import argmax, scale
+from kernels.ops import argmax, penalize, sample, scale_logits
 from shared.engine.runner import SamplingInputs
 from shared.engine.sampling.logprobs import token_logprobs
 from shared.messages import TokenLogprobs
@@ -97,7 +96,7 @@ def _scale(logits: Tensor, rows: list[int], inputs: SamplingInputs) -> Tensor:
         np.where(is_drawn, inputs.top_p[rows], np.float32(1)),
         np.where(is_drawn, inputs.min_p[rows], np.float32(0)),
     )
-    return scale(logits, *columns)
+    return scale_logits(logits, *columns)
 
 
 def _add_logprobs(

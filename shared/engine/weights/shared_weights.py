@@ -20,13 +20,8 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from kernels.cpu.gemm.avx512_bf16_gemm import has_pair_products
-from kernels.cpu.gemm.avx512_fp32_gemm import has_avx512
-from kernels.cpu.gemm.compressed_weight import CompressedWeight
-from kernels.cpu.gemm.linear import is_packed
-from kernels.cpu.simd.amx_tiles import has_amx
 from kernels.device import IS_INTERPRETED
-from kernels.ops import pack_weight
+from kernels.ops import cpu_host, pack_weight
 from shared.engine.layers.linear import parameter_of, replace_weight
 from shared.engine.weights.load import CheckpointTensors, matched_names
 from shared.engine.weights.shared_file import (
@@ -165,8 +160,8 @@ def _key(
         for region in regions
     ]
     capability = torch.backends.cpu.get_cpu_capability()
-    ours = has_amx(), has_pair_products(), has_avx512()
-    machine = [str(torch.__version__), capability, *ours, can_share_packed(), IS_INTERPRETED]
+    layouts = cpu_host().weight_layouts()
+    machine = [str(torch.__version__), capability, *layouts, can_share_packed(), IS_INTERPRETED]
     described = msgspec.json.encode(
         [MAGIC.decode(), COMPRESSED_VERSION * is_compressed, machine, layout, sources]
     )
@@ -183,14 +178,14 @@ def _write_region(
 ) -> None:
     filled = filled_bytes(region, tensors)
     compressed = region.compressed(filled) if is_compressed else None
-    if isinstance(compressed, CompressedWeight):
+    if cpu_host().is_compressed(compressed):
         writer.append(region.name, compressed.memory, compressed_form(compressed))
         return
     is_needed_plain = region.is_needed_plain
     for name, module in region.linears.items():
         plain = view_of(filled, parameter_of(module))
         weight = pack_weight(plain) if can_share_packed() else plain
-        if is_packed(weight):
+        if cpu_host().is_packed(weight):
             form, data = packed_bytes(weight)
             writer.append(_packed_name(name), data, form)
         else:

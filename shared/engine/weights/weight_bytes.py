@@ -11,12 +11,13 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
 from torch import Tensor
 
-from kernels.cpu.gemm.compressed_weight import CompressedWeight, WeightLayout
+from kernels.ops import CpuCompressed, cpu_host
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _I64, _I32, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
@@ -35,17 +36,17 @@ class PackedForm(msgspec.Struct, frozen=True, kw_only=True, tag="packed"):
 
 class CompressedForm(msgspec.Struct, frozen=True, kw_only=True, tag="compressed"):
     shape: tuple[int, int]
-    order: WeightLayout
+    order: Literal["tiles", "rows"]
     num_verbatim: int
 
 
-def compressed_form(weight: CompressedWeight) -> CompressedForm:
+def compressed_form(weight: CpuCompressed) -> CompressedForm:
     return CompressedForm(shape=weight.shape, order=weight.order, num_verbatim=weight.num_verbatim)
 
 
-def compressed_view(form: CompressedForm, memory: Tensor) -> CompressedWeight:
+def compressed_view(form: CompressedForm, memory: Tensor) -> CpuCompressed:
     """Over `memory` [n] uint8, which it keeps alive; nothing is copied."""
-    return CompressedWeight(form.shape, form.order, form.num_verbatim, memory)
+    return cpu_host().compressed_weight(form.shape, form.order, form.num_verbatim, memory)
 
 
 def packed_bytes(weight: Tensor) -> tuple[PackedForm, Tensor]:

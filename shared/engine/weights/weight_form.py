@@ -16,8 +16,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from kernels.cpu.simd.amx_tiles import has_amx
-from kernels.ops import Compressed
+from kernels.ops import cpu_host, is_compressed
 from shared.config import WEIGHT_FORMS
 from shared.engine.codec.manifest import is_bundle
 from shared.errors import ConfigError
@@ -47,13 +46,12 @@ def wants_compressed(
         )
     if weights != "auto" or load_format == "dummy":
         return weights == "compressed"
-    is_quick = has_amx() if device.type == "cpu" else True
-    return is_quick and is_bundle(model_dir)
+    return is_bundle(model_dir) and (device.type != "cpu" or cpu_host().has_amx)
 
 
 def weights_report(model: nn.Module) -> WeightsReport:
     found = [getattr(module, "weight", None) for module in model.modules()]
-    compressed = {id(each): each for each in found if isinstance(each, Compressed)}.values()
+    compressed = {id(each): each for each in found if is_compressed(each)}.values()
     plain = {id(each): each for each in (*model.parameters(), *found) if isinstance(each, Tensor)}
     num_compressed = sum(each.numel() for each in compressed)
     num_bytes = sum(each.num_bytes for each in compressed)

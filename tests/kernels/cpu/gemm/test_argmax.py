@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.cpu.gemm.avx512_fp32_gemm import has_avx512
 from kernels.cpu.gemm.bf16_gemm import has_half_products
 from kernels.cpu.gemm.compressed_weight import CompressedWeight
 from kernels.cpu.gemm.gemm_common import HALF_CHUNK_ROWS
+from kernels.cpu.simd.cpu_features import has_avx512
 from kernels.ops import argmax_logits, compress_weight, logits, pack_weight
 from tests.threads import computing_threads
 

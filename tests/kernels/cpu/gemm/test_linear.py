@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.gemm.avx512_bf16_gemm import PIECE_STEPS, has_pair_products, pack_pairs
-from kernels.cpu.gemm.avx512_fp32_gemm import has_avx512
+from kernels.cpu.gemm.avx512_bf16_gemm import PIECE_STEPS, pack_pairs
 from kernels.cpu.gemm.linear import is_packed, linear, pack_weight
-from kernels.cpu.simd.amx_tiles import has_amx
+from kernels.cpu.simd.cpu_features import has_amx, has_avx512, has_pair_products
 from kernels.ops import has_custom_gemm
 from tests.kernels.tolerance import assert_near
 from tests.threads import computing_threads

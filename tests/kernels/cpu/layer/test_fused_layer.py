@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cpu.gemm.avx512_fp32_gemm import has_avx512
 from kernels.cpu.gemm.bf16_gemm import has_half_products
 from kernels.cpu.gemm.compressed_weight import CompressedWeight
 from kernels.cpu.layer.fused_layer import MANY_ROWS, PackedLayer, packed_layer
+from kernels.cpu.simd.cpu_features import has_avx512
 from kernels.ops import (
     add_rms_norm,
     compress_weight,
@@ -140,11 +140,15 @@ def check(layer: Layer, num_rows: int) -> None:
     kv_cache = torch.zeros(shape, dtype=layer.dtype)
     expected_cache = kv_cache.clone()
     attended = layer.random(num_rows, NUM_HEADS, layer.head_dim)
+    expected_query = layer.pre_attention(x, *angles, expected_cache, slots)
+    expected = layer.post_attention(x, attended)
 
-    query = fused.pre_attention(x, *angles, kv_cache, slots)
-    assert torch.equal(query, layer.pre_attention(x, *angles, expected_cache, slots))
-    assert torch.equal(kv_cache, expected_cache)
-    assert torch.equal(fused.post_attention(x, attended), layer.post_attention(x, attended))
+    for is_by_rows in (False, True) if num_rows >= MANY_ROWS else (False,):
+        kv_cache.zero_()
+        query = fused.pre_attention(x, *angles, kv_cache, slots, is_by_rows=is_by_rows)
+        assert torch.equal(query, expected_query)
+        assert torch.equal(kv_cache, expected_cache)
+        assert torch.equal(fused.post_attention(x, attended, is_by_rows=is_by_rows), expected)
 
 
 @each_dtype

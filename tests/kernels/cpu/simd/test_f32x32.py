@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from kernels.cpu.compile import compiled
-from kernels.cpu.gemm.avx512_bf16_gemm import has_pair_products
+from kernels.cpu.simd.cpu_features import has_pair_products
 from kernels.cpu.simd.f32x32 import (
     NUM_FLOATS,
     exp2_floats,

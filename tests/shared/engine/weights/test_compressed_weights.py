@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from kernels.cpu.gemm import compressed_weight, linear
 from kernels.cpu.gemm.compressed_weight import CompressedWeight
 from kernels.cpu.gemm.decompress_rows import select_rows
-from kernels.cpu.simd.amx_tiles import has_amx
+from kernels.cpu.simd.cpu_features import has_amx
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.models.decoder import Decoder
 from shared.engine.runners.load import load_runner

@@ -1,0 +1,119 @@
+"""Whether compiled loops work on this host: tried once, in a child process.
+
+LLVM aborts a process that compiles an instruction which its target lacks, and the CPU stops one
+that runs an instruction which the host lacks. `NUMBA_CPU_NAME` can bring about both. The result is
+kept beside the machine code, so that later starts do not try again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+
+import numba
+import torch
+
+from kernels.cpu.compile import SOURCES_DIGEST, cache_dir, locked, start_child
+from kernels.cpu.simd import cpu_features
+
+TIMEOUT_S = 300.0
+WORKS = "works"
+# What a child that was stopped from outside says nothing about.
+_PASSING = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
+
+
+@cache
+def failure() -> str | None:
+    """Why compiled loops cannot be used, in words; None if they can."""
+    if lacks_fma():
+        return f"numba's target {cpu_features.target_cpu()!r} has no fused multiply-add"
+    path = _result_path()
+    try:
+        found = _known(path)
+        if found is None:
+            with locked(path.with_suffix(".lock")):
+                found = _known(path) or _try(path)
+    except OSError as error:
+        return f"no cache for machine code: {error}"
+    return None if found == WORKS else found
+
+
+def lacks_fma() -> bool:
+    """Such a target is not worth a try."""
+    return not cpu_features.has_fma()
+
+
+def known_failure() -> str | None:
+    """`failure`, if it has been found before."""
+    found = _known(_result_path())
+    return None if found == WORKS else found
+
+
+def record(status: int, errors: str) -> None:
+    """Keeps how a child that compiled ended, for this process and later ones."""
+    if status not in _PASSING:
+        _result_path().write_text(WORKS if status == 0 else _reason(status, errors))
+    failure.cache_clear()
+
+
+def _result_path() -> Path:
+    return Path(cache_dir(), f"probe-{target_key()}")
+
+
+def target_key() -> str:
+    """Digests what machine code follows from, beside a function's types."""
+    features = ",".join(sorted(cpu_features.target_features()))
+    target = cpu_features.target_cpu(), features, numba.__version__, SOURCES_DIGEST
+    return blake2b("\n".join(target).encode(), digest_size=8).hexdigest()
+
+
+def _known(path: Path) -> str | None:
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_text() or None
+    return None
+
+
+def _try(path: Path) -> str:
+    child = start_child("kernels.cpu.probe")
+    try:
+        _, errors = child.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.communicate()
+        return f"compiling took more than {TIMEOUT_S:g} s"
+    found = WORKS if child.returncode == 0 else _reason(child.returncode, errors)
+    if child.returncode not in _PASSING:
+        path.write_text(found)
+    return found
+
+
+def _reason(status: int, errors: str) -> str:
+    ending = f"signal {-status}" if status < 0 else f"exit status {status}"
+    lines = errors.strip().splitlines()
+    said = next((each for each in lines if "LLVM" in each), lines[-1] if lines else "no message")
+    return f"compiling for {cpu_features.target_cpu()!r} ended with {ending}: {said.strip()}"
+
+
+def main() -> int:
+    """Compiles a GEMM of this CPU's best form and runs it: 0 if its result is right."""
+    from kernels.cpu.gemm.linear import pack_weight
+    from kernels.cpu.gemm.packed_linear import for_products, packed_linear
+    from kernels.cpu.layer.rms_norm import rms_norm
+
+    is_bf16 = cpu_features.has_pair_products() or cpu_features.has_amx()
+    x = (torch.arange(4 * 32) % 7 - 3).view(4, 32).to(torch.bfloat16 if is_bf16 else torch.float32)
+    weight = (torch.arange(32 * 32) % 5 - 2).view(32, 32).to(x.dtype)
+    packed = for_products(pack_weight(weight))
+    if packed is not None:
+        return int(not torch.equal(packed_linear(x, packed).float(), x.float() @ weight.float().T))
+    ones = torch.ones_like(x)
+    return int(not torch.allclose(rms_norm(ones, ones[0], 0.0), ones))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

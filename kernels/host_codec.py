@@ -1,0 +1,83 @@
+"""Codecs that run on the host's CPU, whatever device a model computes on: bundles and KV frames.
+
+Their loops are compiled. numba is imported by the first call, so that a worker that reads a plain
+checkpoint and sends its KV uncompressed never loads it.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+Words = NDArray[np.uint16]
+
+BLOCK_BYTES = 2 * 32 * 32  # of a KV frame: these words share a base
+
+
+def split_bf16(words: Words, low: Bytes, high: Bytes) -> None:
+    """words [n] -> low [n] sign and mantissa, high [n] exponents."""
+    from kernels.cpu.codec import byte_planes
+
+    byte_planes.split_bf16(words, low, high)
+
+
+def join_bf16(low: Bytes, high: Bytes, words: Words) -> None:
+    """The inverse of `split_bf16`."""
+    from kernels.cpu.codec import byte_planes
+
+    byte_planes.join_bf16(low, high, words)
+
+
+def split_fp16(words: Words, low: Bytes, high: Bytes) -> None:
+    """words [n] -> low [n] lower bytes, high [n] upper bytes."""
+    from kernels.cpu.codec import byte_planes
+
+    byte_planes.split_fp16(words, low, high)
+
+
+def join_fp16(low: Bytes, high: Bytes, words: Words) -> None:
+    """The inverse of `split_fp16`."""
+    from kernels.cpu.codec import byte_planes
+
+    byte_planes.join_fp16(low, high, words)
+
+
+def count_bytes(plane: Bytes, counts: NDArray[np.int64]) -> None:
+    """plane [n]; counts [4, 256], to be summed over its rows, are added to."""
+    from kernels.cpu.codec import byte_planes
+
+    byte_planes.count(plane, counts)
+
+
+def frame_codec_failure() -> str | None:
+    """Why this host cannot code frames, in words; None if it can."""
+    from kernels.cpu import probe
+
+    return probe.failure()
+
+
+def frame_codec_lock() -> AbstractContextManager[None]:
+    """Held while the first frame is coded: one process of a host compiles, the others load."""
+    from kernels.cpu.compile import compile_lock
+
+    return compile_lock()
+
+
+def encode_frame(payload: Bytes, out: Bytes) -> int:
+    """Bytes written to `out`, or 0 if they would not be fewer than the payload's.
+
+    `out` is as long as the payload.
+    """
+    from kernels.cpu.codec import frame_codec
+
+    return int(frame_codec.encode_frame(payload, out))
+
+
+def decode_frame(coded: Bytes, out: Bytes) -> bool:
+    """Fills `out`, as long as the payload was; False if no payload gives `coded`."""
+    from kernels.cpu.codec import frame_codec
+
+    return bool(frame_codec.decode_frame(coded, out))

@@ -1,0 +1,72 @@
+"""Has a model's CPU kernels compiled, and warns where the library must do without them."""
+
+from __future__ import annotations
+
+from threading import Event, Thread
+
+import structlog
+
+from kernels.ops import CompilePlan, cpu_host
+from shared.engine.model_config import ModelConfig
+from shared.kv_format import KvFormat
+
+log = structlog.get_logger(__name__)
+
+_BLOCK = 32
+
+
+def compile_plan(config: ModelConfig, kv_format: KvFormat, *, is_compressed: bool) -> CompilePlan:
+    """What a model's machine code depends on."""
+    widths = (
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_heads * config.head_dim,
+        config.num_kv_heads * config.head_dim,
+    )
+    is_masked = [
+        layer.window is not None or config.attention_softcap is not None for layer in config.layers
+    ]
+    has_layer_kernel = (
+        cpu_host().has_gemm(kv_format.dtype)
+        and all(width % _BLOCK == 0 for width in widths)
+        and not (config.has_output_bias or config.has_mlp_bias)
+    )
+    return cpu_host().compile_plan(
+        dtype=kv_format.dtype,
+        head_dim=kv_format.head_dim,
+        block_size=kv_format.block_size,
+        is_compressed=is_compressed,
+        is_blocked=has_layer_kernel,
+        has_plain_attention=not all(is_masked),
+        has_masked_attention=any(is_masked),
+        has_gelu=config.activation != "silu",
+    )
+
+
+def compile_kernels(plan: CompilePlan) -> None:
+    """Returns once they are compiled, or the library is to serve, which is warned of."""
+    failure = cpu_host().compile_ahead(plan)
+    if failure is not None:
+        log.warning("cpu_kernels_unavailable", reason=failure, backend="torch")
+
+
+class RowKernels:
+    """Compiles what only long prompts use, beside the steps; `close` gives up."""
+
+    def __init__(self, plan: CompilePlan) -> None:
+        self._is_closed = Event()
+        self._thread = Thread(
+            target=cpu_host().compile_rows,
+            args=(plan, self._is_wanted),
+            name="compile-rows",
+            daemon=True,
+        )
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._is_closed.set()
+
+    def _is_wanted(self) -> bool:
+        return not self._is_closed.is_set()

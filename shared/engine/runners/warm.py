@@ -1,0 +1,34 @@
+"""Compiles a model's CPU kernels without loading it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from kernels.ops import cpu_host
+from shared.engine.models.checkpoint_config import read_config
+from shared.engine.runners.cpu_kernels import compile_plan
+from shared.engine.runners.model_loading import kv_format_of, resolve_dtype
+from shared.engine.weights.weight_form import wants_compressed
+from shared.errors import ConfigError
+
+_CPU = torch.device("cpu")
+
+
+def compile_model(
+    model_dir: Path, *, dtype: str, weights: str, block_size: int, has_rows: bool
+) -> None:
+    """Returns once the machine code is in the cache. `has_rows`: also what only long prompts use.
+
+    Raises CheckpointError, and ConfigError for a bad option or a host that cannot compile.
+    """
+    config = read_config(model_dir)
+    kv_format = kv_format_of(config, resolve_dtype(dtype, _CPU), block_size)
+    is_compressed = wants_compressed(weights, model_dir, _CPU)
+    plan = compile_plan(config, kv_format, is_compressed=is_compressed)
+    failure = cpu_host().compile_ahead(plan)
+    if failure is not None:
+        raise ConfigError(f"CPU kernels cannot be compiled here: {failure}")
+    if has_rows:
+        cpu_host().compile_rows(plan, lambda: True)

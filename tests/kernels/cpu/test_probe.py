@@ -1,0 +1,37 @@
+"""What is kept of a child process that compiled, or that could not."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numba
+import pytest
+
+from kernels.cpu import probe
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    probe.failure.cache_clear()
+    yield
+    probe.failure.cache_clear()
+
+
+def test_a_child_that_llvm_aborted_is_a_failure_for_good() -> None:
+    probe.record(-signal.SIGABRT, "LLVM ERROR: Cannot select: intrinsic %llvm.x86.x\nstack dump\n")
+    assert probe.known_failure() == probe.failure()
+    assert "signal 6: LLVM ERROR: Cannot select" in (probe.failure() or "")
+
+
+def test_a_child_that_was_stopped_says_nothing() -> None:
+    probe.record(-signal.SIGKILL, "")
+    assert probe.known_failure() is None
+    assert list(Path(str(numba.config.CACHE_DIR)).iterdir()) == []
+
+
+def test_what_compiled_once_is_not_tried_again() -> None:
+    probe.record(0, "")
+    assert probe.failure() is None

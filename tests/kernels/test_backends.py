@@ -1,0 +1,82 @@
+"""Which function of which backend each operation is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# Operation: its module of the library, of `kernels.cpu` (else the library), of `kernels.gpu`.
+BACKENDS = {
+    "_linear": ("reference.linear", "cpu.gemm.linear", "gpu.gemm.linear"),
+    "add_rms_norm": (
+        "reference.add_rms_norm",
+        "cpu.layer.add_rms_norm",
+        "gpu.rows.add_rms_norm",
+    ),
+    "copy_blocks": ("torch_ops.copy_blocks", None, "gpu.kv.copy_blocks"),
+    "decode_attention": (
+        "reference.decode_attention",
+        "cpu.attention.decode_attention",
+        "gpu.attention.decode_attention",
+    ),
+    "gather_blocks": ("torch_ops.gather_blocks", None, "gpu.kv.gather_blocks"),
+    "gelu_and_mul": ("reference.gelu_and_mul", "cpu.layer.gated", "gpu.rows.gelu_and_mul"),
+    "top_k": ("torch_ops.top_k", None, "gpu.sampling.top_k"),
+    "penalize": ("torch_ops.penalize", None, "gpu.sampling.penalize"),
+    "prefill_attention": (
+        "reference.prefill_attention",
+        "cpu.attention.prefill_attention",
+        "gpu.attention.prefill_attention",
+    ),
+    "rms_norm": ("reference.rms_norm", "cpu.layer.rms_norm", "gpu.rows.rms_norm"),
+    "rotate_and_store": (
+        "reference.rotate_and_store",
+        "cpu.attention.rotate_and_store",
+        "gpu.kv.rotate_and_store",
+    ),
+    "sample": ("torch_ops.sample", None, "gpu.sampling.sample"),
+    "scatter_blocks": ("torch_ops.scatter_blocks", None, "gpu.kv.scatter_blocks"),
+    "silu_and_mul": ("reference.silu_and_mul", "cpu.layer.gated", "gpu.rows.silu_and_mul"),
+}
+SOURCE = """
+import json
+from kernels import ops
+operations = {name: each for name, each in vars(ops).items() if isinstance(each, ops.Operation)}
+print(json.dumps({
+    name: [getattr(each, side).__module__ for side in ("library", "on_cpu", "elsewhere")]
+    for name, each in operations.items()
+}))
+"""
+
+
+def _modules(**environ: str) -> dict[str, list[str]]:
+    inherited = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    child = subprocess.run(
+        [sys.executable, "-c", SOURCE],
+        cwd=ROOT,
+        env=inherited | {"CUDA_VISIBLE_DEVICES": ""} | environ,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found: dict[str, list[str]] = json.loads(child.stdout)
+    return {
+        name: [module.removeprefix("kernels.") for module in modules]
+        for name, modules in found.items()
+    }
+
+
+def test_a_cpu_has_its_loops_and_else_the_library() -> None:
+    assert _modules() == {
+        name: [library, cpu or library, library] for name, (library, cpu, _) in BACKENDS.items()
+    }
+
+
+def test_triton_has_every_operation() -> None:
+    assert _modules(TRITON_INTERPRET="1") == {
+        name: [library, gpu, gpu] for name, (library, _, gpu) in BACKENDS.items()
+    }

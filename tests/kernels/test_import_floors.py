@@ -1,0 +1,108 @@
+"""Which folder of `kernels` may import which: never one above it, nor one beside it."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# From the top down. Those of one line do not import each other.
+FLOORS = [
+    {"kernels.ops", "kernels.host_codec"},
+    {"kernels.cpu", "kernels.gpu"},
+    {"kernels.reference"},
+    {"kernels.torch_ops"},
+    {"kernels.split_weight", "kernels.device", "kernels.cache"},
+    {"kernels.check_tensor"},
+]
+CPU_FLOORS = [
+    {"kernels.cpu.host"},
+    {"kernels.cpu.warm"},
+    {"kernels.cpu.probe"},
+    {"kernels.cpu.attention"},
+    {"kernels.cpu.layer"},
+    {"kernels.cpu.gemm"},
+    {"kernels.cpu.codec"},
+    {"kernels.cpu.simd"},
+    {"kernels.cpu.compile"},
+]
+GPU_FLOORS = [
+    {"kernels.gpu.attention", "kernels.gpu.kv", "kernels.gpu.rows", "kernels.gpu.sampling"},
+    {"kernels.gpu.gemm"},
+]
+# What a worker on CUDA imports for a plain checkpoint and uncompressed KV.
+CUDA_WORKER = """
+import sys
+import kernels.device, kernels.host_codec, kernels.ops
+import services.worker, shared.engine.engine, shared.engine.runners.cuda_runner
+import shared.engine.runners.load, shared.engine.kv_cache
+import shared.engine.layers.fused_layer, shared.engine.models.decoder
+import shared.engine.sampling.sampler, shared.engine.weights.load
+import shared.engine.weights.shared_weights, shared.engine.weights.weight_form
+print(sorted(name for name in sys.modules if name == "numba" or name.startswith("kernels.cpu")))
+"""
+
+
+def imports(folder: str) -> Iterator[tuple[str, str]]:
+    """(module, imported name) of every file of a folder, imports inside functions included."""
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                yield from ((module, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                yield from ((module, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def place(name: str, floors: list[set[str]]) -> tuple[int, str] | None:
+    for floor, rooms in enumerate(floors):
+        for room in rooms:
+            if name == room or name.startswith(f"{room}."):
+                return floor, room
+    return None
+
+
+def offenders(folder: str, floors: list[set[str]]) -> list[str]:
+    found = []
+    for module, name in imports(folder):
+        here, there = place(module, floors), place(name, floors)
+        if here and there and here != there and there[0] <= here[0]:
+            found.append(f"{module} imports {name}")
+    return found
+
+
+def test_no_folder_imports_upward() -> None:
+    assert offenders("kernels", FLOORS) == []
+    assert offenders("kernels/cpu", CPU_FLOORS) == []
+    assert offenders("kernels/gpu", GPU_FLOORS) == []
+
+
+def test_every_room_has_a_floor() -> None:
+    entries = [*ROOT.glob("kernels/*"), *ROOT.glob("kernels/cpu/*"), *ROOT.glob("kernels/gpu/*")]
+    names = {
+        ".".join(each.relative_to(ROOT).with_suffix("").parts)
+        for each in entries
+        if each.stem not in ("__init__", "__pycache__")
+    }
+    known = set().union(*FLOORS, *CPU_FLOORS, *GPU_FLOORS)
+    assert names - known == set()
+
+
+def test_the_engine_knows_three_modules_of_kernels() -> None:
+    allowed = ("kernels.ops.", "kernels.device.", "kernels.host_codec.")
+    found = [
+        f"{module} imports {name}"
+        for module, name in imports("shared")
+        if name.startswith("kernels") and not name.startswith(allowed)
+    ]
+    assert found == []
+
+
+def test_a_worker_on_cuda_does_not_load_numba() -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", CUDA_WORKER], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert child.stdout.strip() == "[]"
