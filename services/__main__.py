@@ -14,7 +14,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from services.cli import bundle_commands, commands, tenant_commands
+from services.cli import bundle_commands, commands, tenant_commands, warm_command
 from services.cli.prefix_commands import prefix_app
 from services.cli.service_options import service_command
 from services.local.plan import thread_environ
@@ -153,6 +153,7 @@ app.add_typer(prefix_app, name="prefix", rich_help_panel=commands.OPERATE)
 app.registered_commands += tenant_commands.app.registered_commands
 app.add_typer(tenant_commands.tenant_app, name="tenant", rich_help_panel=commands.OPERATE)
 app.registered_commands += bundle_commands.app.registered_commands
+app.registered_commands += warm_command.app.registered_commands
 _add_services()
 
 

@@ -11,7 +11,7 @@ from types import TracebackType
 import httpx
 import msgspec
 
-from services.local.child_processes import ProcessSpec
+from services.local.child_processes import Child, ProcessSpec, kill_children, start_child
 from services.local.credentials import Credential, nats_config
 from services.local.plan import (
     Endpoints,
@@ -20,6 +20,7 @@ from services.local.plan import (
     expected_workers,
     plan_credentials,
     plan_services,
+    plan_warming,
 )
 from services.local.servers import (
     LOOPBACK,
@@ -68,6 +69,7 @@ class LocalCluster:
         self._observer = Credential("observer", OBSERVER_ID)  # of `hearth status`
         self._state = StateDir.create(state_parent)
         self._supervisor = Supervisor(clock, self._state.path, self._state.logs, report)
+        self._warming: Child | None = None
         self.url = self._endpoints.http_url
 
     @property
@@ -108,6 +110,7 @@ class LocalCluster:
             await starting
         except BaseException as error:
             starting.cancel()
+            self._stop_warming()
             await asyncio.gather(starting, return_exceptions=True)
             await self._supervisor.abandon(grace_s=START_GRACE_S)
             self._state.close(keep_logs=not isinstance(error, asyncio.CancelledError))
@@ -119,14 +122,22 @@ class LocalCluster:
 
     async def stop(self) -> None:
         """Stops what was started, in reverse order, and nothing else."""
+        self._stop_warming()
         await self._supervisor.stop(grace_s=GRACE_S)
         self._state.close(keep_logs=False)
+
+    def _stop_warming(self) -> None:
+        if self._warming is not None:
+            kill_children([self._warming])
 
     def kill(self) -> None:
         """Cuts short a stop that is under way."""
         self._supervisor.kill()
 
     async def _start(self) -> None:
+        warming = plan_warming(self._options, os.environ)
+        if warming is not None:
+            self._warming = await start_child(warming, self._state.path, self._state.logs)
         if self._nats is not None:
             await self._supervisor.launch(self._nats_spec(self._nats))
         if self._redis is not None:  # it starts empty, also after a crash

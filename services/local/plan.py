@@ -244,6 +244,25 @@ def _service(
     )
 
 
+def plan_warming(options: UpOptions, environ: Mapping[str, str]) -> ProcessSpec | None:
+    """The process that compiles CPU kernels beside the start of the rest, on a first start.
+
+    None where machine code has been compiled before: should it be that of another model or release,
+    the workers compile their own.
+    """
+    home = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", ""), ".cache")
+    root = Path(environ.get("HEARTH_CACHE_DIR") or Path(home, "hearth"))
+    if options.device not in ("cpu", "auto") or any(root.glob("kernels/*/compiled-start-*")):
+        return None
+    arguments = ["--model", str(options.model_dir.resolve()), "--dtype", options.dtype]
+    arguments += ["--weights", options.weights, "--no-rows"]
+    return ProcessSpec(
+        process_id="warm",
+        argv=(sys.executable, "-m", "services", "warm", *arguments),
+        environ={**environ, **thread_environ(1), "PYTHONPATH": python_path(environ)},
+    )
+
+
 def thread_environ(num_threads: int) -> dict[str, str]:
     """Few cores, several processes: no more math threads than cores, and none of them spins."""
     return {

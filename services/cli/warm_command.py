@@ -1,0 +1,51 @@
+"""`hearth warm`: machine code for a model before its first start, for images and CI."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from services.cli.service_options import DEMO_MODEL_DIR
+from services.local.hub_download import local_copy
+from shared.clock import MonotonicClock
+
+OPERATE = "Operate"
+
+app = typer.Typer()
+
+
+@app.command(
+    rich_help_panel=OPERATE,
+    epilog="Examples:  hearth warm  ·  hearth warm --model ~/models/tiny --dtype float32",
+)
+def warm(
+    model: Annotated[
+        Path, typer.Option(help="Checkpoint directory, or a hub id such as org/name.")
+    ] = DEMO_MODEL_DIR,
+    dtype: Annotated[
+        str, typer.Option(help="auto, bfloat16, float16 or float32, as the worker has it.")
+    ] = "auto",
+    weights: Annotated[
+        str,
+        typer.Option(
+            envvar="HEARTH_WEIGHTS", help="Weight format in memory: auto, dense or compressed."
+        ),
+    ] = "auto",
+    block_size: Annotated[int, typer.Option(help="Tokens in a KV block.")] = 16,
+    rows: Annotated[bool, typer.Option(help="Also compile what only long prompts use.")] = True,
+) -> None:
+    """Compile the CPU kernels of a model into the cache directory."""
+    from shared.engine.runners.warm import compile_model
+
+    clock = MonotonicClock()
+    started = clock.now()
+    compile_model(
+        local_copy(model, needs_weights=False),
+        dtype=dtype,
+        weights=weights,
+        block_size=block_size,
+        has_rows=rows,
+    )
+    print(f"CPU kernels compiled in {clock.now() - started:.1f} s")
