@@ -21,7 +21,7 @@ from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig, WorkerC
 
 COMMANDS = [
     *("up", "chat", "status", "bench", "credential", "api-key", "tenant", "usage"),
-    *("nats-config", "health"),
+    *("nats-config", "health", "warm"),
     *("prefix", "compress", "decompress"),
     *("gateway", "scheduler", "kv-index", "prefill", "decode", "worker"),
 ]

@@ -1,0 +1,21 @@
+"""When `hearth up` compiles CPU kernels beside the start of the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.local.plan import UpOptions, plan_warming
+
+
+def test_a_first_start_on_a_cpu_compiles_and_a_later_one_does_not(tmp_path: Path) -> None:
+    environ = {"HEARTH_CACHE_DIR": str(tmp_path)}
+    spec = plan_warming(UpOptions(model_dir=tmp_path, dtype="float32"), environ)
+    assert spec is not None
+    assert spec.argv[3:] == (
+        *("warm", "--model", str(tmp_path), "--dtype", "float32", "--weights", "auto", "--no-rows"),
+    )
+    assert plan_warming(UpOptions(model_dir=tmp_path, device="cuda"), environ) is None
+    marker = tmp_path / "kernels" / "0f" / "compiled-start-1"
+    marker.parent.mkdir(parents=True)
+    marker.touch()
+    assert plan_warming(UpOptions(model_dir=tmp_path), environ) is None
