@@ -19,7 +19,6 @@ from tests.simulation.simulation import run_plan, simulate
 from tests.simulation.tally import Tally
 
 ROOT = Path(__file__).parents[2]
-MAX_SEEDS = 800  # in which a planted bug must show
 FAILED_ONCE = (1552, 2052, 22780, 33687, 44227, 75419, 134256, 154519, 171387, 192826)
 DIGESTS = """
 from tests.simulation.simulation import simulate
@@ -72,11 +71,11 @@ def test_seeds_that_failed_once(seed: int) -> None:
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug: Bug) -> None:
-    """The seed that found it last is tried first: one schedule, as long as nothing has changed."""
+    """By its stored seed, which is stale once the code that draws from it has changed."""
     assert simulate(bug.found_by).wrongs == []
     with bug.planted():
-        seeds = [bug.found_by, *range(MAX_SEEDS)]
-        assert any(simulate(seed).wrongs for seed in seeds), f"{MAX_SEEDS} seeds show nothing"
+        is_found = bool(simulate(bug.found_by).wrongs)
+    assert is_found, f"seed {bug.found_by} is stale; this command finds a new one: {bug.search}"
 
 
 def test_the_saved_pieces_of_a_sweep_add_up() -> None:
