@@ -18,6 +18,7 @@ from services.cli.service_options import (
     service_command,
 )
 from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig, WorkerConfig
+from tests.services.cli.in_process import call_hearth
 
 COMMANDS = [
     *("up", "chat", "status", "bench", "credential", "api-key", "tenant", "usage"),
@@ -27,21 +28,29 @@ COMMANDS = [
 ]
 
 
-def hearth(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def clean_environ(**environ: str) -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("HEARTH_")}
+    return {**clean, "COLUMNS": "200", "XDG_STATE_HOME": "/nonexistent", **environ}
+
+
+def hearth(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return call_hearth(arguments, clean_environ(**environ))
+
+
+def hearth_process(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "services", *arguments],
         capture_output=True,
         text=True,
         timeout=60,
-        env={**clean, "COLUMNS": "200", "XDG_STATE_HOME": "/nonexistent", **environ},
+        env=clean_environ(**environ),
         stdin=subprocess.DEVNULL,
         cwd=Path(__file__).parents[1],
     )
 
 
 def test_help_names_every_command_and_loads_no_engine() -> None:
-    result = hearth("--help")
+    result = hearth_process("--help")
     assert result.returncode == 0
     for command in COMMANDS:
         assert f" {command} " in result.stdout
@@ -64,6 +73,15 @@ def test_a_hub_model_is_called_by_its_id() -> None:
     assert model_name_for(Path("org/name-1.5"), "") == "org/name-1.5"
     assert model_name_for(Path("org/name-1.5"), "mine") == "mine"
     assert model_name_for(Path("services/local"), "") == ""  # a directory here comes first
+
+
+def test_a_process_gives_what_the_other_tests_see() -> None:
+    """They call `main` in the process of the tests; this one starts the command."""
+    for arguments in (["chat"], ["status", "--help"], ["tenant"]):
+        process, called = hearth_process(*arguments), hearth(*arguments)
+        assert process.returncode == called.returncode
+        assert process.stdout == called.stdout
+        assert process.stderr == called.stderr
 
 
 def test_no_argument_is_a_wish_for_help() -> None:

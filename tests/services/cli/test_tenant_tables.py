@@ -18,7 +18,8 @@ from shared.clock import MonotonicClock
 from shared.errors import ConfigError
 from shared.store import RedisStore
 from tests.servers import RedisServer
-from tests.services.cli.running import run_hearth
+from tests.services.cli.in_process import call_hearth
+from tests.services.cli.running import environ_for
 
 Hearth = Callable[..., CompletedProcess[str]]
 
@@ -27,7 +28,8 @@ Hearth = Callable[..., CompletedProcess[str]]
 def hearth(tmp_path: Path, redis_server: RedisServer) -> Iterator[Hearth]:
     with redis.Redis.from_url(redis_server.url) as client:
         client.flushall()
-    yield lambda *arguments: run_hearth(tmp_path, *arguments, "--redis-url", redis_server.url)
+    environ, url = environ_for(tmp_path), redis_server.url
+    yield lambda *arguments: call_hearth((*arguments, "--redis-url", url), environ)
 
 
 def said(result: CompletedProcess[str]) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import pytest_asyncio
 from openai import AsyncOpenAI
 
 from services.gateway.service import GatewayService, build_gateway
@@ -35,6 +36,13 @@ def model_files(model_dir: Path) -> ModelFiles:
     return ModelFiles(model_dir)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of the shared cluster run on the loop on which it was started."""
+    for item in items:
+        if "cluster" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
+
+
 @dataclass
 class Cluster:
     """A gateway with a scheduler and two decode workers as its peers."""
@@ -43,6 +51,22 @@ class Cluster:
     scheduler: PeerScheduler
     decodes: list[PeerDecode]
     http: httpx.AsyncClient
+    answer: list[int]
+
+    async def reset(self) -> None:
+        """Peers as they were at the start; returns once the gateway has no request open."""
+        self.http.cookies.clear()
+        for decode in self.decodes:
+            decode.reset(self.answer)
+        self.scheduler.reset(self.decodes)
+        await until(lambda: not len(self.gateway._driver) and self.is_ready)
+        for each in (*self.decodes, self.scheduler):
+            each.forget()
+
+    @property
+    def is_ready(self) -> bool:
+        readiness = self.gateway.readiness()
+        return readiness.ready and len(readiness.workers.decode) == len(self.decodes)
 
     @property
     def openai(self) -> AsyncOpenAI:
@@ -59,7 +83,7 @@ async def until(condition: object, timeout_s: float = 5.0) -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def gateway_config(
     nats_server: NatsServer, redis_server: RedisServer, model_dir: Path
 ) -> GatewayConfig:
@@ -73,21 +97,76 @@ def gateway_config(
     )
 
 
-@pytest.fixture
-async def cluster(
+@dataclass
+class SharedCluster:
+    """One cluster for all tests of a process. It starts in 0.5 s, and a test takes 0.05 s."""
+
+    nats_server: NatsServer
+    config: GatewayConfig
+    model_files: ModelFiles
+
+    def __post_init__(self) -> None:
+        self._stack = contextlib.AsyncExitStack()
+        self._cluster: Cluster | None = None
+
+    async def open(self) -> Cluster:
+        if self._cluster is None:
+            running = running_cluster(self.nats_server, self.config, self.model_files)
+            self._cluster = await self._stack.enter_async_context(running)
+        return self._cluster
+
+    async def close(self) -> None:
+        self._cluster = None
+        await self._stack.aclose()
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def shared_cluster(
     nats_server: NatsServer, gateway_config: GatewayConfig, model_files: ModelFiles
+) -> AsyncIterator[SharedCluster]:
+    shared = SharedCluster(nats_server, gateway_config, model_files)
+    yield shared
+    await shared.close()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def cluster(
+    request: pytest.FixtureRequest, shared_cluster: SharedCluster
 ) -> AsyncIterator[Cluster]:
-    async with running_cluster(nats_server, gateway_config, model_files) as cluster:
-        yield cluster
+    """The shared cluster, with the peers' defaults.
+
+    A test that stops a part of it, or counts what it did, is marked `own_cluster`: it gets a
+    new one, which nobody uses after it.
+    """
+    is_own = request.node.get_closest_marker("own_cluster") is not None
+    if is_own:
+        await shared_cluster.close()
+    cluster = await shared_cluster.open()
+    cluster.gateway.api_keys._known.clear()
+    await store_key(cluster.gateway._config)
+    yield cluster
+    if is_own:
+        await shared_cluster.close()
+        return
+    try:
+        await cluster.reset()
+    except BaseException:
+        await shared_cluster.close()
+        raise
+
+
+async def store_key(config: GatewayConfig) -> None:
+    """Other tests empty Redis."""
+    store = RedisStore(config.redis_url, MonotonicClock(), timeout_s=2.0)
+    await store_api_key(store, API_KEY, "tenant-1")
+    await store.close()
 
 
 @contextlib.asynccontextmanager
 async def running_cluster(
     nats_server: NatsServer, gateway_config: GatewayConfig, model_files: ModelFiles
 ) -> AsyncIterator[Cluster]:
-    store = RedisStore(gateway_config.redis_url, MonotonicClock(), timeout_s=2.0)
-    await store_api_key(store, API_KEY, "tenant-1")
-    await store.close()
+    await store_key(gateway_config)
     answer = model_files.tokenizer.encode([ANSWER])
     decodes = []
     for name in ("decode-1", "decode-2"):
@@ -102,14 +181,9 @@ async def running_cluster(
     async with httpx.AsyncClient(
         base_url=gateway.http_address, headers=headers, timeout=30
     ) as http:
-        cluster = Cluster(gateway, scheduler, decodes, http)
-        await until(lambda: len(_ids(gateway, "decode")) == 2 and _ids(gateway, "scheduler"))
+        cluster = Cluster(gateway, scheduler, decodes, http, answer)
+        await until(lambda: cluster.is_ready)
         yield cluster
     await gateway.stop()
     for each in (scheduler, *decodes):
         await each.stop()
-
-
-def _ids(gateway: GatewayService, role: str) -> list[str]:
-    readiness = gateway.readiness()
-    return readiness.workers.decode if role == "decode" else readiness.scheduler

@@ -11,7 +11,7 @@ import asyncio
 import secrets
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 
 import msgspec
 
@@ -133,14 +133,13 @@ class PeerDecode:
     )
 
     def __post_init__(self) -> None:
-        self.runs: dict[bytes, dict[int, Run]] = {}  # by placement and choice
-        self.aborts: asyncio.Queue[AbortRequest] = asyncio.Queue()
-        self.acks: asyncio.Queue[bytes] = asyncio.Queue()
-        self.emitted: asyncio.Queue[TokenEntry] = asyncio.Queue()
-        self.released = asyncio.Event()
         self.step = 0
         self.is_hung = False
         self.tasks: set[asyncio.Task[None]] = set()
+        self.placed: set[bytes] = set()
+        self.earlier: set[bytes] = set()  # of these, what is forgotten
+        self.runs: dict[bytes, dict[int, Run]] = {}  # by placement and choice
+        self.forget()
         self.health_monitor = HealthMonitor(
             self.bus,
             MonotonicClock(),
@@ -149,6 +148,27 @@ class PeerDecode:
             load=self._load,
             model=CARD,
         )
+
+    def forget(self) -> None:
+        """Ends all runs. What the gateway still sends about them is ignored."""
+        for task in self.tasks:
+            task.cancel()
+        self.earlier |= self.placed
+        self.runs = {}
+        self.aborts: asyncio.Queue[AbortRequest] = asyncio.Queue()
+        self.acks: asyncio.Queue[bytes] = asyncio.Queue()
+        self.emitted: asyncio.Queue[TokenEntry] = asyncio.Queue()
+        self.released = asyncio.Event()
+
+    def reset(self, answer: list[int]) -> None:
+        """Gives every field its default; runs that are held go on to their end."""
+        for each in fields(self):
+            if each.default is not MISSING:
+                setattr(self, each.name, each.default)
+            elif each.default_factory is not MISSING:
+                setattr(self, each.name, each.default_factory())
+        self.answer, self.is_hung = list(answer), False
+        self.released.set()
 
     @property
     def worker_id(self) -> str:
@@ -176,6 +196,7 @@ class PeerDecode:
 
     def run(self, placement_id: bytes, request: Request) -> None:
         self.runs[placement_id] = {}
+        self.placed.add(placement_id)
         for choice in request.choices:
             index, received = choice.choice_index, unpack_token_ids(choice.output_token_ids)
             answer = self.answers.get(index, self.answer)
@@ -222,6 +243,8 @@ class PeerDecode:
             for placement_id in message.placement_ids:
                 self.acks.put_nowait(placement_id)
             return
+        if message.placement_id in self.earlier:
+            return
         self.aborts.put_nowait(message)
         if message.choice_index is None:
             self.runs.pop(message.placement_id, None)
@@ -248,14 +271,23 @@ class PeerScheduler:
     sends_keepalives: bool = True
 
     def __post_init__(self) -> None:
+        self.task: asyncio.Task[None] | None = None
+        self.forget()
+        self.health_monitor = HealthMonitor(
+            self.bus, MonotonicClock(), SystemRandomness(), roles=("scheduler",)
+        )
+
+    def forget(self) -> None:
+        """What it was sent."""
         self.submits: asyncio.Queue[SubmitRequest] = asyncio.Queue()
         self.cancels: asyncio.Queue[str] = asyncio.Queue()
         self.queued: dict[str, SubmitRequest] = {}
         self.submitted: list[SubmitRequest] = []
-        self.task: asyncio.Task[None] | None = None
-        self.health_monitor = HealthMonitor(
-            self.bus, MonotonicClock(), SystemRandomness(), roles=("scheduler",)
-        )
+
+    def reset(self, workers: list[PeerDecode]) -> None:
+        """Gives the default of every field; what is queued is placed."""
+        self.workers, self.refusal = list(workers), None
+        self.is_holding, self.sends_keepalives = False, True
 
     async def start(self) -> None:
         await self.bus.serve(

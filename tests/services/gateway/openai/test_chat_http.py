@@ -184,6 +184,7 @@ async def test_message_forms(cluster: Cluster) -> None:
     assert response.status_code == 200, response.text
 
 
+@pytest.mark.own_cluster
 async def test_models_health_ready_metrics_openapi(cluster: Cluster) -> None:
     models = (await cluster.http.get("/v1/models")).json()
     assert models["object"] == "list"
@@ -248,6 +249,7 @@ async def test_model_may_be_left_out(cluster: Cluster) -> None:
     assert response.json()["model"] == "tiny"
 
 
+@pytest.mark.own_cluster
 async def test_drain_finishes_what_runs(cluster: Cluster) -> None:
     cluster.decodes[0].hold_at = 5
     running = asyncio.create_task(events_of(cluster))

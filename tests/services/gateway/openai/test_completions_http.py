@@ -259,6 +259,7 @@ async def test_openai_sdk(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.own_cluster
 async def test_a_lost_worker_shows_nowhere(cluster: Cluster, is_stream: bool) -> None:
     """Two prompts of two choices, scored and echoed: the second worker scores the prompt again."""
     fields = {"prompt": ["a b", "c"], "n": 2, "echo": True, "logprobs": 1, "stop": "brown"}

@@ -27,6 +27,7 @@ async def embed(cluster: Cluster, given: Any = "the quick fox", **fields: Any) -
     return response.json()
 
 
+@pytest.mark.own_cluster
 async def test_answer_and_request(cluster: Cluster) -> None:
     body = await embed(cluster)
     request = (await cluster.scheduler.submits.get()).request
@@ -91,6 +92,7 @@ async def test_bad_field(cluster: Cluster, fields: dict[str, Any], param: str) -
     assert cluster.scheduler.submits.empty()
 
 
+@pytest.mark.own_cluster
 async def test_a_lost_worker_is_replaced(cluster: Cluster) -> None:
     cluster.decodes[0].hold_at = 0
     running = asyncio.create_task(embed(cluster))

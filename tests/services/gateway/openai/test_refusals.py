@@ -216,6 +216,7 @@ async def test_scheduler_refuses(
     assert response.headers["retry-after"] == retry_after
 
 
+@pytest.mark.own_cluster
 async def test_no_scheduler(cluster: Cluster) -> None:
     await cluster.scheduler.health_monitor.stop()
     await cluster.scheduler.bus.close()
@@ -226,6 +227,7 @@ async def test_no_scheduler(cluster: Cluster) -> None:
     assert response.headers["retry-after"] == "1"
 
 
+@pytest.mark.own_cluster
 async def test_known_model_without_workers_lacks_capacity(cluster: Cluster) -> None:
     for decode in cluster.decodes:
         await decode.health_monitor.stop()

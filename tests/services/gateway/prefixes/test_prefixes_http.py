@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
+import pytest_asyncio
 
 from services.gateway.prefixes.errors import PrefixTooShort
 from services.gateway.prefixes.prefix_tokenizer import Messages, PrefixTokenizer
@@ -35,7 +36,7 @@ PREFIXES = "/v1/prefixes"
 CHAT = "/v1/chat/completions"
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="session")
 async def store(cluster: Cluster) -> AsyncIterator[RedisStore]:
     """Redis, without any prefix in it before and afterwards."""
     store = RedisStore(cluster.gateway._config.redis_url, MonotonicClock(), timeout_s=2.0)
@@ -245,6 +246,7 @@ async def test_a_tenant_has_so_many_and_no_more(
     assert list(await pinned_prefix.entries(store, "tenant-1")) == ["a", "b"]
 
 
+@pytest.mark.own_cluster
 async def test_it_is_bound_to_its_tenants_regions(cluster: Cluster, store: RedisStore) -> None:
     headers = await tenant_with(store, allowed_regions=("eu",))
     await cluster.http.put(f"{PREFIXES}/house", json={"system": SYSTEM}, headers=headers)
@@ -271,6 +273,7 @@ async def publish(cluster: Cluster, store: RedisStore, name: str = "house") -> l
     return unpack_token_ids(public._prefixes[0].token_ids)
 
 
+@pytest.mark.own_cluster
 async def test_all_tenants_share_a_public_prefix_and_nothing_behind_it(
     cluster: Cluster, store: RedisStore
 ) -> None:
@@ -290,6 +293,7 @@ async def test_all_tenants_share_a_public_prefix_and_nothing_behind_it(
     assert len(hashes) == len(first.prompt_token_ids) // 64
 
 
+@pytest.mark.own_cluster
 async def test_who_salts_or_begins_otherwise_shares_nothing(
     cluster: Cluster, store: RedisStore
 ) -> None:
@@ -307,6 +311,7 @@ async def test_who_salts_or_begins_otherwise_shares_nothing(
         assert unpack_hashes(request.block_hashes) == extend_chain(root, prompt, 16)
 
 
+@pytest.mark.own_cluster
 async def test_the_gateway_gives_a_public_prefix_its_tokens_for_the_index(
     cluster: Cluster, store: RedisStore
 ) -> None:
@@ -320,6 +325,7 @@ async def test_the_gateway_gives_a_public_prefix_its_tokens_for_the_index(
     check_envelope(await cluster.http.delete(f"{PREFIXES}/house"), 404, "prefix_not_found", "name")
 
 
+@pytest.mark.own_cluster
 async def test_what_is_no_longer_published_is_no_longer_shared(
     cluster: Cluster, store: RedisStore
 ) -> None:

@@ -20,6 +20,8 @@ from tests.servers import NatsServer
 from tests.services.gateway.conftest import ANSWER, Cluster, running_cluster, until
 from tests.services.gateway.openai.test_chat_http import BODY, CHAT, events_of, text_of
 
+pytestmark = pytest.mark.own_cluster
+
 WAIT_S = 8
 SLACK_S = 1.5  # of a machine that does other things, too; it took 4 s
 

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+import pytest_asyncio
 
 from services.gateway.service import build_gateway
 from services.gateway.tenancy.usage_counter import day_of
@@ -26,6 +27,8 @@ from tests.services.gateway.conftest import Cluster, until
 from tests.services.gateway.openai.test_chat_http import BODY, CHAT
 from tests.services.gateway.openai.test_refusals import check_envelope
 from tests.services.gateway.peer import PeerDecode, Run
+
+pytestmark = pytest.mark.own_cluster
 
 KEY = "key-of-acme"
 EMBEDDINGS, COMPLETIONS = "/v1/embeddings", "/v1/completions"
@@ -61,7 +64,7 @@ class Acme:
         return await self.admin.usage(["acme"], [day_of(time.time())])
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="session")
 async def acme(cluster: Cluster, redis_server: RedisServer) -> AsyncIterator[Acme]:
     store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
     gateway = cluster.gateway
