@@ -10,18 +10,33 @@ from shared.engine.engine import Engine, StepProgress
 from shared.engine.inputs import build_inputs
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.runners.load import load_runner
+from shared.engine.runners.model_runner import ModelRunner
 from shared.messages import TokenLogprobs
 
 
+def runner_with(model_dir: Path, dtype: str, num_blocks: int) -> ModelRunner:
+    config = read_config(model_dir)
+    token_bytes = 2 * config.num_kv_heads * config.head_dim * (2 if dtype == "bfloat16" else 4)
+    block_bytes = config.num_layers * 16 * token_bytes
+    runner = load_runner(
+        model_dir, dtype=dtype, kv_cache_bytes=num_blocks * block_bytes, num_threads=1
+    )
+    assert runner.num_blocks == num_blocks
+    return runner
+
+
 class Worker:
-    def __init__(self, model_dir: Path, dtype: str, *, num_blocks: int = 64, budget: int = 64):
-        config = read_config(model_dir)
-        token_bytes = 2 * config.num_kv_heads * config.head_dim * (2 if dtype == "bfloat16" else 4)
-        block_bytes = config.num_layers * 16 * token_bytes
-        self.runner = load_runner(
-            model_dir, dtype=dtype, kv_cache_bytes=num_blocks * block_bytes, num_threads=1
-        )
-        assert self.runner.num_blocks == num_blocks
+    def __init__(
+        self,
+        model_dir: Path,
+        dtype: str,
+        *,
+        num_blocks: int = 64,
+        budget: int = 64,
+        runner: ModelRunner | None = None,
+    ):
+        """`runner`: of this model, dtype and number of blocks, which nobody uses meanwhile."""
+        self.runner = runner or runner_with(model_dir, dtype, num_blocks)
         self.engine = Engine(
             num_blocks=num_blocks,
             block_size=16,

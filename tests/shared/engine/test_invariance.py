@@ -51,15 +51,36 @@ SHAPES: dict[str, dict[str, Any]] = {
 PROMPT_TOKENS = 150
 
 
+CASES = [(shape, dtype) for shape in SHAPES for dtype in ("bfloat16", "float32")]
+
+
 def _load(folder: Path, shape: str, dtype: str) -> ModelRunner:
     write_model(folder, **{"architecture": "LlamaForCausalLM", **SHAPES[shape]})
     return load_runner(folder, dtype=dtype, kv_cache_bytes=64 << 20)
 
 
-@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
-def num_threads(request: pytest.FixtureRequest) -> Any:
-    with computing_threads(request.param):
-        yield request.param
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    return _load(tmp_path_factory.mktemp("model"), *request.param)
+
+
+@pytest.fixture(scope="module")
+def whole(runner: ModelRunner) -> torch.Tensor:
+    """The logits of a prompt that one thread computed in one step."""
+    logits = prefill(runner, Blocks(runner.num_blocks).line(_prompt(1, PROMPT_TOKENS)), 150)
+    assert torch.isfinite(logits).all()
+    return logits
+
+
+@pytest.fixture(scope="module")
+def alone(runner: ModelRunner) -> list[torch.Tensor]:
+    """The last logits of each of 32 prompts, by themselves on one thread."""
+    blocks = Blocks(runner.num_blocks)
+    return [prefill(runner, blocks.line(prompt), 64)[-1] for prompt in _prompts()]
+
+
+def _prompts() -> list[list[int]]:
+    return [_prompt(10 + index, 1 + (37 * index) % 300) for index in range(32)]
 
 
 def _prompt(seed: int, num_tokens: int) -> list[int]:
@@ -67,19 +88,20 @@ def _prompt(seed: int, num_tokens: int) -> list[int]:
     return torch.randint(3, 199, (num_tokens,), generator=generator).tolist()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("num_threads", "chunk"),
+    [
+        *((1, chunk) for chunk in (1, 7, 64)),
+        *((2, chunk) for chunk in (64, PROMPT_TOKENS)),
+        *(pytest.param(2, chunk, marks=pytest.mark.long) for chunk in (1, 7)),
+    ],
+)
 def test_logits_are_bit_equal_for_every_chunking(
-    tmp_path: Path, shape: str, dtype: str, num_threads: int
+    runner: ModelRunner, whole: torch.Tensor, num_threads: int, chunk: int
 ) -> None:
-    runner = _load(tmp_path, shape, dtype)
-    blocks = Blocks(runner.num_blocks)
-    prompt = _prompt(1, PROMPT_TOKENS)
-    whole = prefill(runner, blocks.line(prompt), PROMPT_TOKENS)
-    assert torch.isfinite(whole).all()
-    for chunk in (1, 7, 64):
-        logits = prefill(runner, blocks.line(prompt), chunk)
-        assert torch.equal(logits, whole), f"chunks of {chunk}"
+    line = Blocks(runner.num_blocks).line(_prompt(1, PROMPT_TOKENS))
+    with computing_threads(num_threads):
+        assert torch.equal(prefill(runner, line, chunk), whole)
 
 
 def test_tiles_left_out_before_a_window_change_no_bit(tmp_path: Path) -> None:
@@ -92,29 +114,21 @@ def test_tiles_left_out_before_a_window_change_no_bit(tmp_path: Path) -> None:
         assert torch.equal(prefill(runner, blocks.line(prompt), chunk), whole), f"chunks of {chunk}"
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_threads", [1, 2])
 def test_logits_are_bit_equal_for_every_batch(
-    tmp_path: Path, shape: str, dtype: str, num_threads: int
+    runner: ModelRunner, alone: list[torch.Tensor], num_threads: int
 ) -> None:
     """Decode rows of contexts of all lengths, beside a prefill chunk or not."""
-    runner = _load(tmp_path, shape, dtype)
-    lengths = [1 + (37 * index) % 300 for index in range(32)]
-    prompts = [_prompt(10 + index, length) for index, length in enumerate(lengths)]
-    alone = []
-    blocks = Blocks(runner.num_blocks)
-    for prompt in prompts:
-        logits = prefill(runner, blocks.line(prompt), 64)
-        alone.append(logits[-1])
     for batch_size in (7, 32):
         blocks = Blocks(runner.num_blocks, seed=batch_size)
-        lines = [blocks.line(prompt) for prompt in prompts[:batch_size]]
+        lines = [blocks.line(prompt) for prompt in _prompts()[:batch_size]]
         for line in lines:
             _prefill_all_but_last(runner, line)
         beside = blocks.line(_prompt(5, 20))
         work = [(line, 1) for line in lines]
         work.insert(3, (beside, 20))
-        logits = advance(runner, work)
+        with computing_threads(num_threads):
+            logits = advance(runner, work)
         logits = torch.cat((logits[:3], logits[23:]))
         for index in range(batch_size):
             assert torch.equal(logits[index], alone[index]), f"row {index} of {batch_size}"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from shared.engine.runners.model_runner import ModelRunner
 from shared.messages import SamplingParams
 from tests.shared.engine.families import FAMILIES, Family
-from tests.shared.engine.model_worker import Worker
+from tests.shared.engine.model_worker import Worker, runner_with
 from tests.shared.engine.rig import new_sequence
 
 PROMPT = [(7 * n + n * n) % 190 + 3 for n in range(75)]
@@ -55,19 +57,35 @@ def case(request: pytest.FixtureRequest) -> tuple[str, str, str]:
     return request.param
 
 
-@pytest.fixture
-def workers(case: tuple[str, str, str], model_dirs: dict[str, Path]) -> Iterator[type]:
-    """Makes workers, and closes them."""
-    made: list[Worker] = []
+Idle = dict[tuple[str, str, int], list[ModelRunner]]
 
-    def make(**options: int) -> Worker:
+
+@pytest.fixture(scope="module")
+def idle(model_dirs: dict[str, Path]) -> Iterator[Idle]:
+    """Runners that no test uses now, by model, dtype and number of blocks."""
+    idle: Idle = defaultdict(list)
+    yield idle
+    for runners in idle.values():
+        for runner in runners:
+            asyncio.run(runner.close())
+
+
+@pytest.fixture
+def workers(case: tuple[str, str, str], model_dirs: dict[str, Path], idle: Idle) -> Iterator[type]:
+    """Makes workers: new engines over runners that may have computed other things before."""
+    taken: list[tuple[tuple[str, str, int], ModelRunner]] = []
+
+    def make(num_blocks: int = 64, budget: int = 64) -> Worker:
         model, dtype, _ = case
-        made.append(Worker(model_dirs[model], dtype, **options))
-        return made[-1]
+        key = model, dtype, num_blocks
+        runner = idle[key].pop() if idle[key] else runner_with(model_dirs[model], dtype, num_blocks)
+        taken.append((key, runner))
+        folder = model_dirs[model]
+        return Worker(folder, dtype, num_blocks=num_blocks, budget=budget, runner=runner)
 
     yield make  # type: ignore[misc]
-    for worker in made:
-        asyncio.run(worker.runner.close())
+    for key, runner in taken:
+        idle[key].append(runner)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from structlog.testing import capture_logs
 
+from kernels.cache import cache_root
 from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_runner import ModelRunner
 from shared.engine.weights.load import open_checkpoint
@@ -31,6 +32,9 @@ FIELDS = ("Rss", "Pss", "Private_Dirty", "Private_Clean")
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of weights; compiled kernels are those of the test run."""
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "kernels").symlink_to(cache_root() / "kernels")
     monkeypatch.setenv("HEARTH_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache" / "weights"
 
