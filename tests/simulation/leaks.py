@@ -59,7 +59,7 @@ def of_scheduler(service: SchedulerService) -> list[str]:
         usage=admission._usage_of_tenant,
         parked=service._parked,
         placing=service._placing,
-        telling=service._telling,
+        sending=service._sending,
         assignments=[
             each for known in service._workers._known.values() for each in known.assignments
         ],
