@@ -16,16 +16,45 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# The slowest first, by CPU seconds: a long file that begins last leaves the other process idle.
+SLOW_FIRST = (
+    "tests/simulation/test_schedules.py",
+    "tests/kernels/test_interpreted.py",
+    "tests/kernels/test_compiles.py",
+    "tests/kernels/cpu",
+    "tests/chaos",
+    "tests/end_to_end",
+    "tests/services/cli/test_up.py",
+    "tests/fuzz",
+    "tests/shared/engine",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sorts slow files to the front; the order within a file stays."""
+    root = Path(__file__).parents[1]
+
+    def rank(item: pytest.Item) -> int:
+        path = item.path.relative_to(root).as_posix() if item.path.is_relative_to(root) else ""
+        return next(
+            (index for index, each in enumerate(SLOW_FIRST) if path.startswith(each)),
+            len(SLOW_FIRST),
+        )
+
+    items.sort(key=rank)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Packed weights of a test run are gone with it; compiled kernels stay for the next."""
+    """Packed weights of a test run are gone with it; what is compiled stays for the next."""
     with pytest.MonkeyPatch.context() as patch:
         home = tmp_path_factory.mktemp("cache")
         own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        kernels = own / "hearth" / "kernels"
-        kernels.mkdir(parents=True, exist_ok=True)
         (home / "hearth").mkdir()
-        (home / "hearth" / "kernels").symlink_to(kernels)
+        for name in ("kernels", "passed"):  # compiled kernels; tests/kernels/passed.py
+            kept = own / "hearth" / name
+            kept.mkdir(parents=True, exist_ok=True)
+            (home / "hearth" / name).symlink_to(kept)
         patch.setenv("XDG_CACHE_HOME", str(home))
         patch.delenv("HEARTH_CACHE_DIR", raising=False)
         yield home

@@ -148,27 +148,72 @@ def test_a_failed_installation_is_tried_again(machine: Machine) -> None:
     assert any("[servers]" in call for call in machine.calls)
 
 
-def test_ci_runs_tests_lint_format_and_types(machine: Machine) -> None:
+PYTEST = "pytest -n 2 --dist worksteal"
+CHECKS = ["ruff check", "ruff format --check", "mypy "]
+
+
+def calls_of(machine: Machine) -> list[str]:
+    return [call for call in machine.calls if not call.startswith("pip")]
+
+
+def test_arguments_choose_tests(machine: Machine) -> None:
     machine.add_venv()
     assert machine.run(".ci/run", "tests/shared").returncode == 0
-    assert [call for call in machine.calls if not call.startswith("pip")] == [
-        "pytest -n 2 --dist loadfile tests/shared",
-        "ruff check",
-        "ruff format --check",
-        "mypy ",
-    ]
+    assert calls_of(machine) == [f"{PYTEST} tests/shared", *CHECKS]
 
 
-def test_a_whole_run_interprets_the_kernels_with_the_newest_and_the_oldest_triton(
-    machine: Machine,
-) -> None:
+def test_ci_runs_everything_short_and_then_outside_clients(machine: Machine) -> None:
     machine.add_venv()
-    record = f'echo "pytest ${{TRITON_INTERPRET:-0}} ${{PYTHONPATH:-}}" >> {machine.calls_path}'
-    machine.add("pytest", record, machine.root / ".venv" / "bin")
-    assert machine.run("scripts/test").returncode == 0
-    oldest = machine.root / ".venv" / "oldest"
+    (machine.root / "tests" / "clients").mkdir(parents=True)
+    assert machine.run(".ci/run").returncode == 0
+    assert calls_of(machine) == [PYTEST, *CHECKS, "pytest tests/clients"]
+
+
+@pytest.mark.parametrize("failing", ["-n", "tests/clients"])
+def test_ci_fails_if_either_fails_and_runs_both(machine: Machine, failing: str) -> None:
+    machine.add_venv()
+    (machine.root / "tests" / "clients").mkdir(parents=True)
+    text = f'echo "pytest $1" >> {machine.calls_path}; [[ "$1" != "{failing}" ]]'
+    machine.add("pytest", text, machine.root / ".venv" / "bin")
+    assert machine.run(".ci/run").returncode == 1
     runs = [call for call in machine.calls if call.startswith("pytest")]
-    assert runs == ["pytest 0 ", "pytest 1 ", f"pytest 1 {oldest}"]
+    assert runs == ["pytest -n", "pytest tests/clients"]
+
+
+@pytest.mark.parametrize(("status", "expected"), [("0", 0), ("1", 1), ("2", 1), ("4", 1), ("5", 0)])
+def test_no_clients_at_all_is_a_success(machine: Machine, status: str, expected: int) -> None:
+    """pytest ends with 5 where it collects nothing."""
+    machine.add_venv()
+    machine.add("pytest", f"exit {status}", machine.root / ".venv" / "bin")
+    assert "nothing to run" in machine.run("scripts/test", "--clients").stdout
+    (machine.root / "tests" / "clients").mkdir(parents=True)
+    result = machine.run("scripts/test", "--clients")
+    assert result.returncode == expected
+    assert ("tests/clients is empty" in result.stdout) == (status == "5")
+
+
+def test_the_long_run_repeats(machine: Machine) -> None:
+    machine.add_venv()
+    where = machine.root / ".venv" / "bin"
+    variables = "${TRITON_INTERPRET:-} ${PYTHONPATH:-} ${HEARTH_COMPILE_AGAIN:-}"
+    machine.add("pytest", f'echo "pytest $* {variables}" >> {machine.calls_path}', where)
+    machine.add("python", f'echo "python $*" >> {machine.calls_path}; exit 1', where)
+    assert machine.run("scripts/test", "--long").returncode == 1
+    oldest = machine.root / ".venv" / "oldest"
+    runs = [" ".join(call.split()) for call in calls_of(machine)]
+    assert runs == [
+        f"{PYTEST} -m long",
+        f"{PYTEST} -m long or not long tests/kernels/test_compiles.py 1",
+        f"{PYTEST} -m long or not long tests/kernels/gpu 1",
+        f"{PYTEST} -m long or not long tests/kernels/gpu 1 {oldest}",
+        "python -m tests.simulation.sweep --first 0 --seeds 10000",
+        "python -m tests.simulation.planted",
+        "python -m tests.fuzz.planted",
+        "python -m tests.fuzz.run --seconds 1800",
+        "python -m tests.chaos --fault kill",
+        "python -m tests.chaos --frames",
+        "python -m tests.chaos --soak-minutes 15",
+    ]
     assert any(f"--target {oldest} triton==3.6.0" in call for call in machine.calls)
 
 

@@ -65,7 +65,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--frames", action="store_true", help=about)
     about = "no faults: a steady load, and whether anybody suspects anybody"
     parser.add_argument("--soak-minutes", type=float, metavar="N", help=about)
-    parser.add_argument("--save", action="store_true", help="the result of a part, too")
+    parser.add_argument("--save", action="store_true", help="the result of a part or a soak, too")
     parser.add_argument("--keep-logs", action="store_true")
     options = parser.parse_args()
     is_part = options.victim or options.fault or options.phase or options.frames
@@ -130,7 +130,8 @@ async def _soak(options: argparse.Namespace) -> int:
         at_most("suspicions of anybody", len(suspected), 0, "suspicions"),
         at_most("failed", len(load.failed), 0, "requests"),
     ]
-    _save("chaos_soak", options, [row], bars)
+    if options.save:
+        _save("chaos_soak", options, [row], bars)
     return int(bool(load.failed or suspected))
 
 

@@ -8,6 +8,17 @@ import torch
 from tests.threads import computing_threads
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """CPU kernels of float16 are compiled in the long run: 35 s for a dtype that no model has."""
+    for item in items:
+        call = getattr(item, "callspec", None)
+        if call is None or call.params.get("dtype") is not torch.float16:
+            continue
+        if "Compiled" in call.id or item.path.name == "test_cpu_attention.py":
+            item.add_marker(pytest.mark.long)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread_computes() -> Iterator[None]:
     """Unless a test says otherwise: test runs share a machine's cores."""

@@ -1,6 +1,6 @@
 """The Triton kernels beside their references: interpreted on a CPU, compiled on a GPU.
 
-    TRITON_INTERPRET=1 pytest tests/kernels/gpu      small shapes, FP32 and FP16
+    TRITON_INTERPRET=1 pytest tests/kernels/gpu      small shapes, FP32; with -m long FP16
     pytest tests/kernels/gpu -m gpu                  real shapes and BF16, on CUDA
 
 Without either there is nothing to run them on, and they are not collected.
@@ -23,10 +23,17 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
     return None if has_triton_device() else True
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The interpreter takes 0.3 s a case: FP32 in every run, FP16 in the long one."""
     for item in items:
-        if not IS_INTERPRETED and HERE in item.path.parents:
+        if HERE not in item.path.parents:
+            continue
+        call = getattr(item, "callspec", None)
+        if not IS_INTERPRETED:
             item.add_marker(pytest.mark.gpu)
+        elif call is not None and call.params.get("dtype") is torch.float16:
+            item.add_marker(pytest.mark.long)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -1,0 +1,35 @@
+"""The Triton kernels of `tests/kernels/gpu`, run by Triton's interpreter on the CPU.
+
+The interpreter is chosen by a variable when Triton is imported, so each folder has a process.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("this is the interpreter", allow_module_level=True)
+
+ROOT = Path(__file__).parents[2]
+GPU_TESTS = Path(__file__).parent / "gpu"
+PARTS = sorted(
+    path.name
+    for path in GPU_TESTS.iterdir()
+    if path.name.startswith("test_") or any(path.glob("test_*.py"))
+)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_kernels_agree_with_their_references(part: str) -> None:
+    environ = {**os.environ, "TRITON_INTERPRET": "1"}
+    environ = {name: value for name, value in environ.items() if not name.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(GPU_TESTS / part)]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
