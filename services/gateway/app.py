@@ -1,11 +1,11 @@
-"""The HTTP surface: which route asks what of the gateway."""
+"""The HTTP application: routes, error responses and the OpenAPI document."""
 
 from __future__ import annotations
 
 import hmac
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import structlog
@@ -18,7 +18,7 @@ from litestar.openapi.plugins import JsonRenderPlugin
 from litestar.openapi.spec import Components, SecurityScheme
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from services.gateway.catalog import Readiness
+from services.gateway.catalog import Catalog, Readiness
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai.chat import ChatCompletion
 from services.gateway.openai.completions import Completion
@@ -28,7 +28,6 @@ from services.gateway.openai.routes import (
     ChatBody,
     CompletionBody,
     EmbeddingBody,
-    Generator,
     OpenAIRoutes,
 )
 from services.gateway.prefixes.bodies import (
@@ -39,9 +38,12 @@ from services.gateway.prefixes.bodies import (
     PrefixBody,
     PrefixList,
 )
-from services.gateway.prefixes.routes import PrefixGateway, PrefixRoutes
+from services.gateway.prefixes.routes import PrefixRoutes
+from services.gateway.prefixes.store import PrefixStore
+from services.gateway.request.submission import Submission
 from services.gateway.tenancy.api_keys import ApiKeys, bearer_of
 from services.gateway.tenancy.permissions import check_model, may_use
+from services.gateway.text.model_files import ModelFiles
 from shared.errors import AuthenticationFailed, HearthError
 from shared.messages import ModelCard
 
@@ -51,17 +53,6 @@ Connection = ASGIConnection[Any, Any, Any, Any]
 METRICS_TYPE = CONTENT_TYPE_LATEST.removesuffix("; charset=utf-8")  # Litestar adds it
 BEARER = "api_key"
 REFUSALS = (400, 401, 403, 404, 413, 429, 503, 504)
-
-
-class Gateway(Generator, PrefixGateway, Protocol):
-    """What all routes need of the service behind them."""
-
-    api_keys: ApiKeys
-    metrics: GatewayMetrics
-
-    def new_request_id(self) -> str: ...
-
-    def readiness(self) -> Readiness: ...
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,9 +77,21 @@ class Routes:
     """The handlers, bound to one gateway. `wall_clock`: seconds since 1970, for `created`."""
 
     def __init__(
-        self, gateway: Gateway, wall_clock: Callable[[], float], metrics_token: str
+        self,
+        *,
+        api_keys: ApiKeys,
+        catalog: Catalog,
+        metrics: GatewayMetrics,
+        readiness: Callable[[], Readiness],
+        new_request_id: Callable[[], str],
+        wall_clock: Callable[[], float],
+        metrics_token: str,
     ) -> None:
-        self._gateway = gateway
+        self._api_keys = api_keys
+        self._catalog = catalog
+        self._metrics = metrics
+        self._readiness = readiness
+        self._new_request_id = new_request_id
         self._metrics_token = metrics_token.encode()
         self._wall_clock = wall_clock
         self._started_at = int(wall_clock())
@@ -98,9 +101,9 @@ class Routes:
         Litestar copies the route's handler.
         """
         state = connection.state
-        state.request_id = self._gateway.new_request_id()
+        state.request_id = self._new_request_id()
         header = connection.headers.get("authorization")
-        state.tenant = await self._gateway.api_keys.tenant_of(header)
+        state.tenant = await self._api_keys.tenant_of(header)
 
     async def authorize_metrics(self, connection: Connection, _: BaseRouteHandler) -> None:
         """They add up what all tenants do: the difference of two looks is what others just did."""
@@ -110,7 +113,7 @@ class Routes:
 
     async def models(self, request: Request[Any, Any, Any]) -> Response[ModelList]:
         """Those that the tenant may use."""
-        cards = self._gateway.catalog.live_cards()
+        cards = self._catalog.live_cards()
         entries = [self._entry(card) for card in cards if may_use(request.state.tenant, card.name)]
         headers = {"x-request-id": request.state.request_id}
         return Response(ModelList(data=entries), headers=headers)
@@ -120,9 +123,9 @@ class Routes:
         use; 503 before any worker serves it.
         """
         model_id = str(request.path_params["model_id"]).removeprefix("/")
-        if model_id == self._gateway.catalog.name:
+        if model_id == self._catalog.name:
             check_model(request.state.tenant, model_id)
-        card = self._gateway.catalog.card(model_id)
+        card = self._catalog.card(model_id)
         headers = {"x-request-id": request.state.request_id}
         return Response(self._entry(card), headers=headers)
 
@@ -140,19 +143,19 @@ class Routes:
 
     async def ready(self) -> Response[Readiness]:
         """200 only when a request that came now would be served."""
-        readiness = self._gateway.readiness()
+        readiness = self._readiness()
         return Response(readiness, status_code=200 if readiness.ready else 503)
 
     async def metrics(self) -> Response[bytes]:
-        return Response(self._gateway.metrics.render(), media_type=METRICS_TYPE)
+        return Response(self._metrics.render(), media_type=METRICS_TYPE)
 
     async def openapi(self, request: Request[Any, Any, Any]) -> Response[dict[str, Any]]:
         return Response(request.app.openapi_schema.to_schema())
 
     def refuse_ours(self, request: Request[Any, Any, Any], error: HearthError) -> Response[Any]:
         if request.method == "POST":
-            self._gateway.metrics.count_request(error.code)
-        request_id = request.state.get("request_id") or self._gateway.new_request_id()
+            self._metrics.count_request(error.code)
+        request_id = request.state.get("request_id") or self._new_request_id()
         return error_response(error, request_id)
 
     def refuse_http(self, request: Request[Any, Any, Any], error: HTTPException) -> Response[Any]:
@@ -166,35 +169,50 @@ class Routes:
 
 
 def build_app(
-    gateway: Gateway,
     *,
+    submission: Submission,
+    prefix_store: PrefixStore,
+    api_keys: ApiKeys,
+    catalog: Catalog,
+    files: ModelFiles,
+    metrics: GatewayMetrics,
+    readiness: Callable[[], Readiness],
+    new_request_id: Callable[[], str],
     wall_clock: Callable[[], float],
     max_body_bytes: int,
     version: str,
     metrics_token: str = "",
 ) -> Litestar:
-    routes = Routes(gateway, wall_clock, metrics_token)
-    asking = OpenAIRoutes(gateway, wall_clock)
+    routes = Routes(
+        api_keys=api_keys,
+        catalog=catalog,
+        metrics=metrics,
+        readiness=readiness,
+        new_request_id=new_request_id,
+        wall_clock=wall_clock,
+        metrics_token=metrics_token,
+    )
+    openai = OpenAIRoutes(submission, catalog, files, wall_clock)
     known: dict[str, Any] = {
         "before_request": routes.authenticate,
         "security": [{BEARER: []}],
     }
-    ask = partial(post, return_dto=None, status_code=200, **known)
-    look = partial(route, http_method=[HttpMethod.GET, HttpMethod.HEAD])
-    chat = ask(
+    submits = partial(post, return_dto=None, status_code=200, **known)
+    reads = partial(route, http_method=[HttpMethod.GET, HttpMethod.HEAD])
+    chat = submits(
         path="/v1/chat/completions", dto=ChatBody, responses=_responses(ChatCompletion, *REFUSALS)
     )
-    texts = ask(
+    texts = submits(
         path="/v1/completions", dto=CompletionBody, responses=_responses(Completion, *REFUSALS)
     )
-    embeddings = ask(
+    embeddings = submits(
         path="/v1/embeddings", dto=EmbeddingBody, responses=_responses(EmbeddingList, *REFUSALS)
     )
-    models = look("/v1/models", responses=_responses(ModelList, 401, 403, 503), **known)
-    model = look(
+    models = reads("/v1/models", responses=_responses(ModelList, 401, 403, 503), **known)
+    model = reads(
         "/v1/models/{model_id:path}", responses=_responses(ModelEntry, 401, 403, 404, 503), **known
     )
-    prefixes = PrefixRoutes(gateway)
+    prefixes = PrefixRoutes(submission, prefix_store, catalog, files)
     pinned = {"path": "/v1/prefixes/{name:str}", "return_dto": None, **known}
     put_prefix = put(dto=PrefixBody, responses=_responses(Prefix, *REFUSALS), **pinned)
     get_prefix = get(responses=_responses(Prefix, 401, 404, 503), **pinned)
@@ -202,7 +220,7 @@ def build_app(
         responses=_responses(DeletedPrefix, 401, 404, 503), status_code=200, **pinned
     )
     list_prefixes = get("/v1/prefixes", responses=_responses(PrefixList, 401, 503), **known)
-    try_prefix = ask(
+    try_prefix = submits(
         path="/v1/prefixes/dry_run", dto=DryRunBody, responses=_responses(DryRunReport, *REFUSALS)
     )
     return Litestar(
@@ -212,17 +230,17 @@ def build_app(
             delete_prefix(prefixes.delete),
             list_prefixes(prefixes.list),
             try_prefix(prefixes.dry_run),
-            chat(asking.chat_completions),
-            texts(asking.completions),
-            embeddings(asking.embeddings),
+            chat(openai.chat_completions),
+            texts(openai.completions),
+            embeddings(openai.embeddings),
             models(routes.models),
             model(routes.model),
-            look("/health")(routes.health),
-            look("/ready", responses=_responses(Readiness))(routes.ready),
-            look("/metrics", include_in_schema=False, guards=[routes.authorize_metrics])(
+            reads("/health")(routes.health),
+            reads("/ready", responses=_responses(Readiness))(routes.ready),
+            reads("/metrics", include_in_schema=False, guards=[routes.authorize_metrics])(
                 routes.metrics
             ),
-            look("/openapi.json", include_in_schema=False)(routes.openapi),
+            reads("/openapi.json", include_in_schema=False)(routes.openapi),
         ],
         exception_handlers={
             HearthError: routes.refuse_ours,

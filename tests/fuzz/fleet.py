@@ -112,9 +112,9 @@ class Fleet:
             num_choices=num_choices,
         )
         tenant = TenantRecord(tenant_id=tenant_id)
-        prepared = await self.gateway.prepare(tenant, request_id, generation)
-        reservation = await self.gateway.admit(tenant, request_id, [prepared])
-        output = self.gateway.open(prepared, reservation)
+        prepared = await self.gateway.submission.prepare(tenant, request_id, generation)
+        reservation = await self.gateway.submission.admit(tenant, request_id, [prepared])
+        output = self.gateway.submission.open(prepared, reservation)
         reservation.close_submissions()
         return output
 

@@ -1,76 +1,59 @@
-"""Writes one HTTP answer: a body at the end, or server-sent events on the way.
+"""Writes one HTTP response: a body at the end, or server-sent events as deltas come.
 
-What is in them is the dialect's part (`chat_response.py` and its neighbours). The response starts
-with the first piece of the answer, so whatever goes wrong before has a proper HTTP status; what
-goes wrong later is an `error` event, after which the stream ends. A client that leaves is noticed
-at once, and its request closed.
+The content is the `Dialect`'s. The response starts with the first delta, so an error before it has
+a proper HTTP status; a later one is an error event, after which the stream ends. A client that
+disconnects is noticed at once, and its request is cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
 
 import msgspec
 from litestar.types import Receive, Scope, Send
 
-from services.gateway.http import sse
-from services.gateway.openai.errors import envelope, error_headers
+from services.gateway.http.dialect import ChoiceResult, Dialect
 from services.gateway.request.output_merger import OutputMerger
-from services.gateway.request.request_output import OutputDelta
-from services.gateway.text.scored_tokens import ScoredToken
-from shared.errors import HearthError
+from services.gateway.tenancy.errors import RateLimited
+from shared.errors import HearthError, NoCapacity, Overloaded
 
 _encode = msgspec.json.Encoder().encode
 # An answer of more choices is put together on a thread, so that running streams do not wait for it.
 MAX_INLINE_RESULTS = 16
+DEFAULT_RETRY_AFTER_S = 1.0
 
 
-@dataclass(slots=True)
-class ChoiceResult:
-    """All that one choice has told."""
-
-    index: int
-    text: str = ""
-    tokens: list[ScoredToken] = field(default_factory=list)
-    finish_reason: str = ""
-
-
-class EventRenderer(Protocol):
-    """What a streamed answer tells, as server-sent events."""
-
-    def events(self, delta: OutputDelta) -> bytes: ...
-
-    def closing(self) -> bytes:
-        """After the last piece."""
-        ...
-
-
-# The whole answer, of the results by index. Raises HearthError if it cannot be given.
-BodyRenderer = Callable[[list[ChoiceResult]], Any]
+def error_headers(error: HearthError) -> dict[str, str]:
+    """Retry-After wherever trying again makes sense, in whole seconds, rounded up; and limits."""
+    headers = dict(error.headers) if isinstance(error, RateLimited) else {}
+    retry_after_s = error.retry_after_s
+    if retry_after_s is None and isinstance(error, (NoCapacity, Overloaded)):
+        retry_after_s = DEFAULT_RETRY_AFTER_S
+    if retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
+    return headers
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationResponse:
     """An ASGI application for one response. `cancel` is called when the client is gone.
 
-    `content`: how the answer is told, as events or as a whole. `headers` go with any outcome.
+    `headers` go with any outcome.
     """
 
     merger: OutputMerger
-    content: EventRenderer | BodyRenderer
+    dialect: Dialect
+    is_streamed: bool
     headers: Mapping[str, str]
     cancel: Callable[[], None]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch(receive))
         try:
-            if callable(self.content):
-                await self._send_body(send, self.content)
-            else:
-                await self._send_events(send, self.content)
+            await (self._send_events(send) if self.is_streamed else self._send_body(send))
         finally:
             watcher.cancel()
             self.cancel()  # changes nothing after an ending
@@ -80,13 +63,13 @@ class GenerationResponse:
             pass
         self.cancel()
 
-    async def _send_body(self, send: Send, body_of: BodyRenderer) -> None:
+    async def _send_body(self, send: Send) -> None:
         try:
             results = await self._results()
             if len(results) > MAX_INLINE_RESULTS:
-                body = await asyncio.to_thread(lambda: _encode(body_of(results)))
+                body = await asyncio.to_thread(lambda: _encode(self.dialect.body(results)))
             else:
-                body = _encode(body_of(results))
+                body = _encode(self.dialect.body(results))
         except HearthError as error:
             await self._send_error(send, error)
             return
@@ -108,7 +91,7 @@ class GenerationResponse:
             result.text = "".join(texts[index])
         return [results[index] for index in sorted(results)]
 
-    async def _send_events(self, send: Send, renderer: EventRenderer) -> None:
+    async def _send_events(self, send: Send) -> None:
         try:
             deltas = await self.merger.next()
         except HearthError as error:
@@ -119,19 +102,19 @@ class GenerationResponse:
         events = b""
         try:
             while deltas:
-                events = b"".join([renderer.events(delta) for delta in deltas])
-                if self.merger.is_complete:  # what ends the answer leaves with its last piece
+                events = b"".join([self.dialect.event(delta) for delta in deltas])
+                if self.merger.is_complete:  # what ends the answer leaves with its last delta
                     break
                 await send({"type": "http.response.body", "body": events, "more_body": True})
                 events = b""
                 deltas = await self.merger.next()
-            ending = events + renderer.closing() + sse.DONE
+            ending = events + self.dialect.closing()
         except HearthError as error:
-            ending = sse.event(envelope(error))
+            ending = self.dialect.error_event(error)
         await send({"type": "http.response.body", "body": ending, "more_body": False})
 
     async def _send_error(self, send: Send, error: HearthError) -> None:
-        body = _encode(envelope(error))
+        body = _encode(self.dialect.error_body(error))
         headers = [(b"content-type", b"application/json")]
         headers += [(key.encode(), text.encode()) for key, text in error_headers(error).items()]
         await self._start(send, error.http_status, headers, len(body))

@@ -1,4 +1,4 @@
-"""The answer of a chat completion, as `response.py` writes it."""
+"""The response of a chat completion, as a dialect of `http/response.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.gateway.http import sse
-from services.gateway.http.response import ChoiceResult
+from services.gateway.http.dialect import ChoiceResult
 from services.gateway.openai.chat import (
     AssistantMessage,
     ChatChoice,
@@ -15,6 +15,7 @@ from services.gateway.openai.chat import (
     ChunkChoice,
     Delta,
 )
+from services.gateway.openai.errors import OpenAIDialect
 from services.gateway.openai.logprobs import ChatLogprobs, chat_logprobs
 from services.gateway.openai.usage import hearth_info_of, to_usage
 from services.gateway.request.output_merger import OutputMerger
@@ -24,9 +25,7 @@ from services.gateway.text.token_bytes import TokenBytes
 
 
 @dataclass(frozen=True, slots=True)
-class ChatRenderer:
-    """`response.EventRenderer`, and with `body` an `response.BodyRenderer`."""
-
+class ChatRenderer(OpenAIDialect):
     merger: OutputMerger
     token_bytes: TokenBytes
     request_id: str
@@ -37,7 +36,7 @@ class ChatRenderer:
     _begun: set[int] = field(default_factory=set)  # choices whose role is told
     _text_events: dict[int, sse.TextEvent] = field(default_factory=dict)  # by choice
 
-    def events(self, delta: OutputDelta) -> bytes:
+    def event(self, delta: OutputDelta) -> bytes:
         """One for each text; a choice's first tells the role, its last why the choice has ended."""
         index, texts = delta.choice_index, list(delta.texts)
         says_more = self.has_logprobs or delta.finish_reason is not None
@@ -56,7 +55,7 @@ class ChatRenderer:
 
     def closing(self) -> bytes:
         if not self.has_usage:
-            return b""
+            return sse.DONE
         outputs = self.merger.outputs
         chunk = ChatCompletionChunk(
             id=f"chatcmpl-{self.request_id}",
@@ -67,7 +66,7 @@ class ChatRenderer:
             usage=to_usage(outputs),
             hearth=hearth_info_of(self.request_id, outputs),
         )
-        return sse.event(chunk)
+        return sse.event(chunk) + sse.DONE
 
     def body(self, results: list[ChoiceResult]) -> ChatCompletion:
         outputs = self.merger.outputs

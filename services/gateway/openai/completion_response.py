@@ -1,4 +1,4 @@
-"""The answer of a text completion, as `response.py` writes it."""
+"""The response of a text completion, as a dialect of `http/response.py`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.gateway.http import sse
-from services.gateway.http.response import ChoiceResult
+from services.gateway.http.dialect import ChoiceResult
 from services.gateway.openai.completions import Completion, CompletionChoice, CompletionChunk
+from services.gateway.openai.errors import OpenAIDialect
 from services.gateway.openai.logprobs import (
     CompletionLogprobs,
     completion_logprobs,
@@ -23,11 +24,8 @@ from services.gateway.text.token_bytes import TokenBytes
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionRenderer:
-    """`response.EventRenderer`, and with `body` an `response.BodyRenderer`.
-
-    Of the choices drawn for a prompt, the best `num_shown` are shown.
-    """
+class CompletionRenderer(OpenAIDialect):
+    """Of the choices sampled for a prompt, the best `num_shown` are shown."""
 
     merger: OutputMerger
     token_bytes: TokenBytes
@@ -40,7 +38,7 @@ class CompletionRenderer:
     _echoed: set[int] = field(default_factory=set)  # choices whose prompt is told
     _text_events: dict[int, sse.TextEvent] = field(default_factory=dict)  # by choice
 
-    def events(self, delta: OutputDelta) -> bytes:
+    def event(self, delta: OutputDelta) -> bytes:
         """One for each text, the last of which tells why the choice has ended."""
         index, is_echo_due, last = delta.choice_index, self._is_echo_due(delta.choice_index), b""
         texts = [delta.text] if is_echo_due else list(delta.texts)
@@ -51,7 +49,7 @@ class CompletionRenderer:
 
     def closing(self) -> bytes:
         if not self.has_usage:
-            return b""
+            return sse.DONE
         outputs = self.merger.outputs
         chunk = CompletionChunk(
             id=f"cmpl-{self.request_id}",
@@ -62,7 +60,7 @@ class CompletionRenderer:
             usage=to_usage(outputs),
             hearth=hearth_info_of(self.request_id, outputs),
         )
-        return sse.event(chunk)
+        return sse.event(chunk) + sse.DONE
 
     def body(self, results: list[ChoiceResult]) -> Completion:
         outputs = self.merger.outputs
@@ -89,7 +87,7 @@ class CompletionRenderer:
 
     def _choice(self, index: int, text: str, tokens: Sequence[ScoredToken]) -> CompletionChoice:
         """With the prompt, where it is wanted and this is the first that is told of the choice."""
-        output = self._delivery(index)
+        output = self._output_of(index)
         logprobs = self._logprobs(output, tokens) if self.has_logprobs else None
         if output.echo is not None and self._is_echo_due(index):
             self._echoed.add(index)
@@ -104,9 +102,9 @@ class CompletionRenderer:
         return completion_logprobs(tokens, self.token_bytes, first_offset=first_offset)
 
     def _is_echo_due(self, index: int) -> bool:
-        return self._delivery(index).echo is not None and index not in self._echoed
+        return self._output_of(index).echo is not None and index not in self._echoed
 
-    def _delivery(self, index: int) -> RequestOutput:
+    def _output_of(self, index: int) -> RequestOutput:
         return self.merger.outputs[index // self.merger.num_choices]
 
     def _text_event(self, index: int) -> sse.TextEvent:

@@ -1,4 +1,4 @@
-"""The answer of an embeddings request, as `response.py` writes it."""
+"""The response of an embeddings request, as a dialect of `http/response.py`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from array import array
 from base64 import b64encode
 from dataclasses import dataclass
 
-from services.gateway.http.response import ChoiceResult
+from services.gateway.http.dialect import ChoiceResult
 from services.gateway.openai.embeddings import Embedding, EmbeddingList, EmbeddingUsage
+from services.gateway.openai.errors import OpenAIDialect
 from services.gateway.openai.usage import hearth_info_of
 from services.gateway.request.output_merger import OutputMerger
 from services.gateway.request.request_output import RequestOutput
@@ -17,9 +18,7 @@ from shared.errors import HearthError
 
 
 @dataclass(frozen=True, slots=True)
-class EmbeddingRenderer:
-    """Its `body` is an `response.BodyRenderer`; there is nothing to stream."""
-
+class EmbeddingRenderer(OpenAIDialect):
     merger: OutputMerger
     request_id: str
     model: str

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 from litestar import Response
 from litestar.exceptions import HTTPException, ValidationException
 
-from services.gateway.tenancy.errors import RateLimited
-from shared.errors import HearthError, InvalidRequest, NoCapacity, Overloaded, PayloadTooLarge
-
-DEFAULT_RETRY_AFTER_S = 1.0
+from services.gateway.http import sse
+from services.gateway.http.response import error_headers
+from services.gateway.request.request_output import OutputDelta
+from shared.errors import HearthError, InvalidRequest, PayloadTooLarge
 
 
 class RouteNotFound(InvalidRequest):
@@ -39,15 +37,23 @@ def envelope(error: HearthError) -> ErrorEnvelope:
     return ErrorEnvelope(ErrorBody(error.message, error.openai_type, error.param, error.code))
 
 
-def error_headers(error: HearthError) -> dict[str, str]:
-    """Retry-After wherever trying again makes sense, in whole seconds, rounded up; and limits."""
-    headers = dict(error.headers) if isinstance(error, RateLimited) else {}
-    retry_after_s = error.retry_after_s
-    if retry_after_s is None and isinstance(error, (NoCapacity, Overloaded)):
-        retry_after_s = DEFAULT_RETRY_AFTER_S
-    if retry_after_s is not None:
-        headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
-    return headers
+class OpenAIDialect:
+    """What all of OpenAI's responses have in common."""
+
+    __slots__ = ()
+
+    def event(self, delta: OutputDelta) -> bytes:
+        """Nothing, for responses that are never streamed."""
+        return b""
+
+    def closing(self) -> bytes:
+        return sse.DONE
+
+    def error_body(self, error: HearthError) -> ErrorEnvelope:
+        return envelope(error)
+
+    def error_event(self, error: HearthError) -> bytes:
+        return sse.event(envelope(error))
 
 
 def error_response(error: HearthError, request_id: str) -> Response[ErrorEnvelope]:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import takewhile
-from typing import Any
 
 import msgspec
 
 from services.gateway.prefixes.errors import PrefixTooShort
+from services.gateway.text.template_renderer import Messages
 from services.gateway.text.tokenizer import PromptTokenizer
 from shared.errors import PromptTooLong
 from shared.messages import ModelCard
 from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, pack_token_ids
 from shared.tenancy.pinned_prefix import PinnedPrefix
 
-Messages = Sequence[Mapping[str, Any]]
 Render = Callable[[Messages, Messages], Awaitable[Sequence[str]]]
 
 ENVELOPE_BYTES = 4096  # of the message that pins, besides tokens and hashes

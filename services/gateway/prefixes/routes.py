@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from litestar import Request, Response
 from litestar.params import Body
@@ -19,64 +19,57 @@ from services.gateway.prefixes.bodies import (
 )
 from services.gateway.prefixes.dry_run import dry_run
 from services.gateway.prefixes.store import PrefixStore
-from services.gateway.request.generation_request import GenerationRequest
-from services.gateway.request.preparation import PreparedRequest
+from services.gateway.request.submission import Submission
 from services.gateway.text.model_files import ModelFiles
-from shared.tenancy.tenant import TenantRecord
-
-
-class PrefixGateway(Protocol):
-    """What these routes need of the service behind them."""
-
-    catalog: Catalog
-    files: ModelFiles
-    prefix_store: PrefixStore
-
-    async def prepare(
-        self, tenant: TenantRecord, request_id: str, generation: GenerationRequest
-    ) -> PreparedRequest:
-        """Raises the HearthError with which the request is refused."""
-        ...
 
 
 class PrefixRoutes:
-    def __init__(self, gateway: PrefixGateway) -> None:
-        self._gateway = gateway
+    def __init__(
+        self,
+        submission: Submission,
+        prefix_store: PrefixStore,
+        catalog: Catalog,
+        files: ModelFiles,
+    ) -> None:
+        self._submission = submission
+        self._prefix_store = prefix_store
+        self._catalog = catalog
+        self._files = files
 
     async def put(
         self, request: Request[Any, Any, Any], data: Annotated[PrefixRequest, Body()]
     ) -> Response[Prefix]:
         """Pins it, in the place of one with the same name; it is warm soon after."""
         name = str(request.path_params["name"])
-        prefix = await self._gateway.prefix_store.put(request.state.tenant, name, data)
+        prefix = await self._prefix_store.put(request.state.tenant, name, data)
         return _response(request, prefix)
 
     async def get(self, request: Request[Any, Any, Any]) -> Response[Prefix]:
         name = str(request.path_params["name"])
-        return _response(request, await self._gateway.prefix_store.get(request.state.tenant, name))
+        return _response(request, await self._prefix_store.get(request.state.tenant, name))
 
     async def list(self, request: Request[Any, Any, Any]) -> Response[PrefixList]:
         """The tenant's own, then the public ones."""
-        return _response(request, await self._gateway.prefix_store.list(request.state.tenant))
+        return _response(request, await self._prefix_store.list(request.state.tenant))
 
     async def delete(self, request: Request[Any, Any, Any]) -> Response[DeletedPrefix]:
         name = str(request.path_params["name"])
-        await self._gateway.prefix_store.delete(request.state.tenant, name)
+        await self._prefix_store.delete(request.state.tenant, name)
         return _response(request, DeletedPrefix(name=name))
 
     async def dry_run(
         self, request: Request[Any, Any, Any], data: Annotated[DryRunRequest, Body()]
     ) -> Response[DryRunReport]:
         """Which tokens would hit now, and at which token two prompts part. Nothing is run."""
-        gateway, tenant = self._gateway, request.state.tenant
+        tenant = request.state.tenant
         report = await dry_run(
             data,
             tenant.tenant_id,
-            prepare=partial(gateway.prepare, tenant, request.state.request_id),
-            prefix_store=gateway.prefix_store,
-            tokenizer=gateway.files.tokenizer,
-            card_of=gateway.catalog.card,
-            default_model=gateway.catalog.name,
+            prepare=partial(self._submission.prepare, tenant, request.state.request_id),
+            prefix_store=self._prefix_store,
+            tokenizer=self._files.tokenizer,
+            card_of=self._catalog.card,
+            default_model=self._catalog.name,
         )
         return _response(request, report)
 

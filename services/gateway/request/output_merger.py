@@ -1,20 +1,27 @@
-"""All deliveries of one answer: a request with several prompts is several requests inside."""
+"""All outputs of one response: a request with several prompts is several requests inside."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from services.gateway.request.request_output import OutputDelta, RequestOutput
 
 
 class OutputMerger:
-    """`next` gives what any of the deliveries has to tell; choices count on over the prompts."""
+    """`next` returns the deltas of any of the outputs; choices count on over the prompts."""
 
-    def __init__(self, outputs: Sequence[RequestOutput], *, num_choices: int = 1) -> None:
-        """`num_choices`: of each prompt."""
+    def __init__(
+        self,
+        outputs: Sequence[RequestOutput],
+        *,
+        num_choices: int = 1,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """`num_choices`: of each prompt. `headers`: the state of the tenant's limits."""
         self.outputs = tuple(outputs)
+        self.headers = {} if headers is None else headers
         self.num_choices = num_choices
         self._fresh = dict.fromkeys(self.outputs)
         self._num_open = len(self.outputs)
@@ -29,9 +36,9 @@ class OutputMerger:
         return not self._num_open
 
     async def next(self) -> list[OutputDelta]:
-        """What came since the last call, at least one piece; empty when all is told.
+        """Waits for the next deltas. Returns an empty list once all requests are complete.
 
-        Raises the HearthError that ended one of the requests, once nothing else is left to tell.
+        Raises the HearthError that ended one of the requests, after the deltas before it.
         """
         while True:
             deltas = self._take()

@@ -1,15 +1,12 @@
-"""The permit of one answer: it travels with its deliveries, and ends with the last of them."""
+"""The reservation of one response: it travels with its outputs and ends with the last of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from services.gateway.request.request_output import RequestOutput
 from services.gateway.tenancy.request_cost import LimitLease
 from shared.tenancy.tenant import UsageKind
-
-if TYPE_CHECKING:
-    from services.gateway.request.request_output import RequestOutput
 
 
 def delivered_of(outputs: Sequence[RequestOutput]) -> dict[UsageKind, int]:
@@ -24,21 +21,21 @@ def delivered_of(outputs: Sequence[RequestOutput]) -> dict[UsageKind, int]:
 
 
 class Reservation:
-    """open ──sealed, and every delivery has ended──▶ closed, which is told once."""
+    """open ──no more submissions, and every output has ended──▶ closed, reported once."""
 
     def __init__(
         self, lease: LimitLease, on_close: Callable[[LimitLease, Sequence[RequestOutput]], None]
     ) -> None:
-        self._grant = lease
+        self._lease = lease
         self._on_close = on_close
         self._num_open = 0
-        self._is_sealed = False
+        self._is_closing = False
         self._is_closed = False
         self._ended: list[RequestOutput] = []
 
     @property
     def headers(self) -> Mapping[str, str]:
-        return self._grant.headers
+        return self._lease.headers
 
     def opened(self) -> None:
         self._num_open += 1
@@ -49,11 +46,11 @@ class Reservation:
         self._close_if_due()
 
     def close_submissions(self) -> None:
-        """No more deliveries will come."""
-        self._is_sealed = True
+        """No more outputs will be opened."""
+        self._is_closing = True
         self._close_if_due()
 
     def _close_if_due(self) -> None:
-        if self._is_sealed and not self._num_open and not self._is_closed:
+        if self._is_closing and not self._num_open and not self._is_closed:
             self._is_closed = True
-            self._on_close(self._grant, self._ended)
+            self._on_close(self._lease, self._ended)

@@ -21,6 +21,8 @@ from shared.background import Background
 from shared.errors import HearthError, InvalidRequest, NoCapacity, Overloaded
 from shared.lifecycle.child_process import send_signal
 
+Messages = Sequence[Mapping[str, Any]]
+
 MAX_ROUND = 12  # orders that are sent together
 MAX_WAIT_S = 5.0  # for others; its own turn, once it has begun, is a request's to the end
 HANG_S = 10.0  # of wall time for one turn: it ends after LIMIT_S, unless something holds it
@@ -50,9 +52,7 @@ class Renderer:
         if self._template is not None:
             await self._started(self._template)
 
-    async def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
-    ) -> list[str]:
+    async def render(self, messages: Messages, tools: Messages = ()) -> list[str]:
         """As ChatTemplate.render. Raises InvalidRequest, also for what takes too long or too much
         memory; Overloaded, after MAX_WAIT_S, if others take that long; NoCapacity.
         """

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from services.gateway.http.dialect import ChoiceResult
 from services.gateway.http.response import GenerationResponse
+from services.gateway.openai.errors import OpenAIDialect
 from services.gateway.request.output_merger import OutputMerger
 from services.gateway.request.request_output import OutputDelta
 from services.gateway.streams.stream import StreamEnd
@@ -16,14 +18,17 @@ from tests.services.gateway.request.test_request_output import LENGTH, delivery_
 BODY = "http.response.body"
 
 
-class Told:
-    """Events that tell no more than what they are of."""
+class ShortDialect(OpenAIDialect):
+    """Each delta's text in parentheses."""
 
-    def events(self, piece: OutputDelta) -> bytes:
-        return f"({piece.text})".encode()
+    def event(self, delta: OutputDelta) -> bytes:
+        return f"({delta.text})".encode()
 
     def closing(self) -> bytes:
         return b"(closing)"
+
+    def body(self, results: list[ChoiceResult]) -> Any:
+        return [each.text for each in results]
 
 
 async def bodies_of(
@@ -31,7 +36,9 @@ async def bodies_of(
 ) -> list[Any]:
     """Of an answer whose last token came together with its ending."""
     output = delivery_of(config, files, max_tokens=8)
-    answer = GenerationResponse(OutputMerger([output]), Told(), {}, lambda: None)
+    answer = GenerationResponse(
+        OutputMerger([output]), ShortDialect(), is_streamed=True, headers={}, cancel=lambda: None
+    )
     messages: list[Any] = []
 
     async def receive() -> Any:
@@ -52,7 +59,7 @@ async def test_the_ending_leaves_with_the_last_piece(
     gateway_config: GatewayConfig, model_files: ModelFiles
 ) -> None:
     bodies = await bodies_of(gateway_config, model_files, None)
-    assert bodies == [(b"(a)(closing)data: [DONE]\n\n", False)]
+    assert bodies == [(b"(a)(closing)", False)]
 
 
 async def test_what_came_before_a_failure_is_told_before_it(

@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 from services.gateway.openai.chat import ChatCompletionRequest, to_generation_request
-from services.gateway.service import MAX_INLINE_CHARS, build_gateway
+from services.gateway.request.submission import MAX_INLINE_CHARS
+from services.gateway.service import build_gateway
 from shared.config import GatewayConfig
 from shared.errors import NoCapacity, Overloaded
 from shared.messages import Failure, Finish, Served
@@ -296,10 +297,8 @@ async def test_too_many_requests_and_deadline(
 async def test_long_prompts_under_preparation_count_as_open(
     cluster: Cluster, gateway_config: GatewayConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        cluster.gateway, "_config", msgspec.structs.replace(gateway_config, max_requests=1)
-    )
-    preparation = cluster.gateway._preparation
+    monkeypatch.setattr(cluster.gateway.submission, "_max_requests", 1)
+    preparation = cluster.gateway.submission._preparation
     prepare, is_preparing, may_end = preparation.prepare, asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 

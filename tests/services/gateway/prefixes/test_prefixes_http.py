@@ -267,7 +267,7 @@ async def publish(cluster: Cluster, store: RedisStore, name: str = "house") -> l
         created_at=1_000,
     )
     await pinned_prefix.save(store, prefix, 1_000)
-    public = cluster.gateway._preparation._public
+    public = cluster.gateway.submission._preparation._public
     assert public is not None
     await until(lambda: public._prefixes, timeout_s=10 * POLL_INTERVAL_S)
     return unpack_token_ids(public._prefixes[0].token_ids)
@@ -331,7 +331,7 @@ async def test_what_is_no_longer_published_is_no_longer_shared(
 ) -> None:
     await publish(cluster, store)
     await pinned_prefix.delete(store, PUBLIC_TENANT_ID, "house")
-    public = cluster.gateway._preparation._public
+    public = cluster.gateway.submission._preparation._public
     assert public is not None
     await until(lambda: not public._prefixes, timeout_s=10 * POLL_INTERVAL_S)
     assert (await asked(cluster)).num_public_blocks == 0

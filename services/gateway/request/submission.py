@@ -1,0 +1,187 @@
+"""The way of a tenant's requests into the system: prepare, admit, open, cancel.
+
+Every dialect submits `GenerationRequest`s here and reads their deltas from the `OutputMerger`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import msgspec
+
+from services.gateway.catalog import Catalog
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.request.generation_request import GenerationRequest, scoped_affinity_key
+from services.gateway.request.output_merger import OutputMerger
+from services.gateway.request.preparation import Preparation, PreparedRequest
+from services.gateway.request.prompt import ChatPrompt
+from services.gateway.request.request_output import ClientGone, RequestOutput
+from services.gateway.request.reservation import Reservation, delivered_of
+from services.gateway.streams.stream_driver import StreamDriver
+from services.gateway.tenancy.limits import Limits
+from services.gateway.tenancy.permissions import check_model, check_regions
+from services.gateway.tenancy.request_cost import LimitLease, RequestCost
+from services.gateway.tenancy.usage_counter import UsageCounter
+from services.gateway.text.template_renderer import Messages, Renderer
+from shared.clock import Clock
+from shared.errors import NoCapacity, Overloaded
+from shared.tenancy.tenant import TenantRecord
+
+# A longer prompt is tokenized on a thread, so that running streams do not wait for it.
+MAX_INLINE_CHARS = 8192
+
+
+class Submission:
+    """`max_requests`: requests that may be open or in preparation here at the same time."""
+
+    def __init__(
+        self,
+        *,
+        max_requests: int,
+        preparation: Preparation,
+        renderer: Renderer,
+        limits: Limits,
+        usage: UsageCounter,
+        catalog: Catalog,
+        driver: StreamDriver,
+        metrics: GatewayMetrics,
+        clock: Clock,
+        max_payload_bytes: Callable[[], int],
+    ) -> None:
+        self._max_requests = max_requests
+        self._preparation = preparation
+        self._renderer = renderer
+        self._limits = limits
+        self._usage = usage
+        self._catalog = catalog
+        self._driver = driver
+        self._metrics = metrics
+        self._clock = clock
+        self._max_payload_bytes = max_payload_bytes
+        self._num_preparing = 0
+        self.is_draining = False
+
+    async def submit(
+        self, tenant: TenantRecord, request_id: str, generations: Sequence[GenerationRequest]
+    ) -> OutputMerger:
+        """All are admitted or none is: no worker receives a part of a list with a bad prompt.
+
+        Running streams get their turn between two of them. Raises the HearthError with which the
+        request is rejected.
+        """
+        prepared: list[PreparedRequest] = []
+        for index, generation in enumerate(generations):
+            if index:
+                await asyncio.sleep(0)
+            own_id = f"{request_id}-{index}" if index else request_id
+            prepared.append(await self.prepare(tenant, own_id, generation))
+        reservation = await self.admit(tenant, request_id, prepared)
+        outputs: list[RequestOutput] = []
+        try:
+            for each in prepared:
+                if outputs:
+                    await asyncio.sleep(0)
+                outputs.append(self.open(each, reservation))
+        except BaseException:
+            self.cancel(outputs)
+            raise
+        finally:
+            reservation.close_submissions()
+        num_choices = generations[0].num_choices
+        return OutputMerger(outputs, num_choices=num_choices, headers=reservation.headers)
+
+    async def prepare(
+        self, tenant: TenantRecord, request_id: str, generation: GenerationRequest
+    ) -> PreparedRequest:
+        """Checked, rendered and tokenized. Raises the HearthError with which it is rejected."""
+        self._check_admission()
+        if generation.model == self._catalog.name:
+            check_model(tenant, generation.model)
+        check_regions(tenant)
+        self._limits.check(tenant)
+        generation = await self._rendered(generation)
+        prepare = partial(
+            self._preparation.prepare,
+            generation,
+            self._catalog.card(generation.model),
+            tenant=tenant,
+            request_id=request_id,
+            max_payload_bytes=self._max_payload_bytes(),
+        )
+        if generation.prompt.num_chars > MAX_INLINE_CHARS:
+            return await self._prepare_on_thread(prepare)
+        return prepare()
+
+    async def admit(
+        self, tenant: TenantRecord, request_id: str, prepared: Sequence[PreparedRequest]
+    ) -> Reservation:
+        """For all prompts of one response. Raises the HearthError with which it is rejected."""
+        request_cost = RequestCost(
+            num_input_tokens=sum(len(each.prompt_token_ids) for each in prepared),
+            num_output_tokens=sum(each.max_output_tokens for each in prepared),
+            input_param=prepared[0].generation.prompt.param,
+        )
+        self._check_admission()
+        self._num_preparing += len(prepared)
+        try:
+            lease = await self._limits.admit(tenant, request_id, request_cost)
+        finally:
+            self._num_preparing -= len(prepared)
+        return Reservation(lease, self._settle)
+
+    def open(self, prepared: PreparedRequest, reservation: Reservation) -> RequestOutput:
+        """Raises the HearthError with which the request is rejected."""
+        self._check_admission()
+        assemblers = [self._preparation.assembler(prepared) for _ in prepared.request.choices]
+        output = RequestOutput(
+            prepared, assemblers, self._metrics, self._clock, on_end=reservation.ended
+        )
+        reservation.opened()
+        affinity_key = scoped_affinity_key(
+            prepared.request.tenant_id, prepared.generation.affinity_key
+        )
+        self._driver.open(prepared.request, output, affinity_key=affinity_key)
+        return output
+
+    def cancel(self, outputs: Sequence[RequestOutput]) -> None:
+        """The client is gone; changes nothing for requests that have ended."""
+        error = ClientGone("the client closed the connection")
+        for output in outputs:
+            self._driver.close(output.request_id, "client_gone", error)
+
+    async def render(self, messages: Messages, tools: Messages) -> Sequence[str]:
+        """The chat template's pieces; the conversation counts as in preparation meanwhile."""
+        self._num_preparing += 1
+        try:
+            return await self._renderer.render(messages, tools)
+        finally:
+            self._num_preparing -= 1
+
+    def _settle(self, lease: LimitLease, outputs: Sequence[RequestOutput]) -> None:
+        """Every prompt of a response has ended: what it took is known."""
+        self._limits.settle(lease, sum(each.num_output_tokens for each in outputs))
+        self._usage.count(lease.tenant.tenant_id, self._catalog.name, delivered_of(outputs))
+
+    async def _rendered(self, generation: GenerationRequest) -> GenerationRequest:
+        prompt = generation.prompt
+        if not isinstance(prompt, ChatPrompt):
+            return generation
+        pieces = await self.render(prompt.messages, ())
+        self._check_admission()
+        rendered = msgspec.structs.replace(prompt, pieces=tuple(pieces))
+        return msgspec.structs.replace(generation, prompt=rendered)
+
+    async def _prepare_on_thread(self, prepare: Callable[[], PreparedRequest]) -> PreparedRequest:
+        self._num_preparing += 1
+        try:
+            return await asyncio.to_thread(prepare)
+        finally:
+            self._num_preparing -= 1
+
+    def _check_admission(self) -> None:
+        if self.is_draining:
+            raise NoCapacity("the gateway is draining", retry_after_s=1.0)
+        if len(self._driver) + self._num_preparing >= self._max_requests:
+            raise Overloaded("too many requests are open at this gateway", retry_after_s=1.0)
