@@ -64,7 +64,8 @@ def receive_frames(pipe: Connection) -> None:
 async def demo_kv() -> list[Bytes]:
     """Frames as a prefill worker would push them."""
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
-    paths = [ROOT / "README.md", *sorted((ROOT / "shared" / "kv_wire").glob("*.py"))]
+    pages = [ROOT / name / "README.md" for name in ("", "services", "kernels", "benchmarks")]
+    paths = [*pages, *sorted((ROOT / "shared" / "kv_wire").glob("*.py"))]
     text = "\n".join(path.read_text() for path in paths)
     worker = Worker(DEMO_MODEL, "bfloat16", num_blocks=NUM_SEQUENCES * 512, budget=512)
     per_token = worker.runner.kv_format.bytes_per_token

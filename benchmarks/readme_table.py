@@ -1,14 +1,15 @@
-"""Prints the README's table of measured figures from the committed results.
+"""The READMEs' tables of measured figures, from the committed results.
 
-python -m benchmarks.readme_table            print it
-python -m benchmarks.readme_table --write    put it into README.md
+python -m benchmarks.readme_table            print them
+python -m benchmarks.readme_table --write    put six rows into README.md, all tables into
+                                             benchmarks/README.md
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,18 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
             "raw loopback socket": "raw_tcp_gbps",
         },
     ),
+    "tenant_limits": (
+        "What limits of tenants in Redis cost a request",
+        {
+            "case": "case",
+            "at once": "at once",
+            "requests/s": "requests/s",
+            "wait p50 us": "wait p50 us",
+            "wait p99 us": "wait p99 us",
+            "gateway CPU us": "gateway CPU us",
+            "Redis CPU us": "redis CPU us",
+        },
+    ),
 }
 # What fault of which process: its worst row in any phase of a request.
 CHAOS = (
@@ -73,19 +86,22 @@ CHAOS = (
 )
 # Results with more rows than a reader wants: their bars, kept or missed.
 BARS = {
+    "prefix_and_memory": "A cached prefix, and what a cluster holds in memory",
     "control_plane": "The whole control plane, engines that take no time, beside a peer",
     "simulate": "Placement, fair queue and index on a virtual clock",
     "kv_index": "The prefix index",
-    "tenant_limits": "Limits of tenants in Redis",
     "tenant_timing": "What a tenant's timing tells of another's cache",
     "compression": "Weights at rest, and how fast",
     "compression_memory": "Weights in memory for CUDA",
     "compression_engine": "Compressed weights beside dense ones on a CPU",
     "kv_compression": "KV over TCP of stated bandwidths, compression left to the link",
+    "chaos_soak": "Half an hour of load without a fault",
 }
 BAR_COLUMNS = {"what": "name", "measured": "value", "bar": "bar", "unit": "unit", "holds": "holds"}
-BEGIN = "<!-- table: benchmarks/readme_table.py -->\n"
+BEGIN = "<!-- table: {} -->\n"
 END = "<!-- end of table -->"
+SUMMARY = "summary (benchmarks/readme_table.py)"
+RESULTS = "results (benchmarks/readme_table.py)"
 
 
 def path_of(name: str) -> Path:
@@ -96,19 +112,30 @@ def result(name: str) -> dict[str, Any]:
     return json.loads(path_of(name).read_text())
 
 
-def table() -> str:
-    """Markdown; one block of rows a result file, each with its command and commit."""
+def summary() -> str:
+    """Markdown: the six rows of README.md, each with the command that measures it."""
+    lines = ["| what | measured | command |", "| --- | --- | --- |"]
+    for what, name, measured in SUMMARY_ROWS:
+        found = result(name)
+        lines.append(f"| {what} | {measured(found)} | `{found['command']}` |")
+    return "\n".join(lines) + "\n"
+
+
+def tables() -> str:
+    """Markdown: one block of rows a result file, each with its command and commit."""
     parts = [block(result(name), *of) for name, of in TABLES.items()]
     for name, title in BARS.items():
-        if path_of(name).exists():
-            found = result(name)
-            parts.append(block(found | {"rows": found["bars"]}, title, BAR_COLUMNS))
+        found = result(name)
+        parts.append(block(found | {"rows": found["bars"]}, title, BAR_COLUMNS))
     chaos = result("chaos")
     parts.append(block(chaos | {"rows": worst_of(chaos["rows"])}, *CHAOS))
     return "\n".join(parts)
 
 
 def block(found: dict[str, Any], title: str, columns: dict[str, str]) -> str:
+    """Raises ValueError for a result without rows: an empty table tells nothing."""
+    if not found["rows"]:
+        raise ValueError(f"the table {title!r} of {found['command']!r} would have no rows")
     lines = [
         f"**{title}** — {machine_of(found)}, commit `{found['commit']}`, `{found['command']}`",
         "",
@@ -156,18 +183,91 @@ def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def replaced(readme: str) -> str:
-    before, rest = readme.split(BEGIN)
-    _, after = rest.split(END)
-    return before + BEGIN + "\n" + table() + "\n" + END + after
+def _row(found: dict[str, Any], key: str, value: object) -> dict[str, Any]:
+    """The row, or the bar, whose `key` is `value`."""
+    return next(each for each in [*found["rows"], *found["bars"]] if each.get(key) == value)
+
+
+def _throughput(found: dict[str, Any]) -> str:
+    row = _row(found, "load", "closed 64")
+    return f"{row['tokens_per_s']:,.0f} tokens/s, {row['requests_per_s']:.0f} requests/s"
+
+
+def _ttft(found: dict[str, Any]) -> str:
+    each = (_row(found, "load", f"closed {users}") for users in (1, 16))
+    alone, busy = (f"{row['ttft_p50_ms']:.0f} / {row['ttft_p99_ms']:.0f} ms" for row in each)
+    return f"p50 / p99 {alone} alone, {busy} with 16 clients"
+
+
+def _beside_peer(found: dict[str, Any]) -> str:
+    """Requests per second over the peer's, by shape: the lowest and the highest of all loads."""
+    rates: dict[tuple[str, int, str], dict[str, float]] = {}
+    for row in found["rows"]:
+        load = (row["shape"], row["concurrency"], row["client"])
+        rates.setdefault(load, {})[row["server"]] = row["requests_per_s"]
+    spans = []
+    for shape, name in (("split", "prefill and decode apart"), ("one", "one worker")):
+        of_shape = [each for load, each in rates.items() if load[0] == shape]
+        ratios = sorted(each["hearth"] / each["dynamo"] for each in of_shape)
+        spans.append(f"{name} {ratios[0]:.2f} to {ratios[-1]:.2f} x")
+    return "requests/s over Dynamo's: " + ", ".join(spans)
+
+
+def _worst_pause(found: dict[str, Any]) -> str:
+    rows = worst_of(found["rows"])
+    pause = max(row["pause_s"] for row in rows)
+    streams, faults = (sum(row[name] for row in rows) for name in ("streams", "num_faults"))
+    lost, altered = (sum(row[name] for row in rows) for name in ("lost", "altered"))
+    return (
+        f"{pause:.2f} s beyond outage and recomputation; {streams:,} streams, {faults} faults, "
+        f"{lost} lost, {altered} altered"
+    )
+
+
+def _weight_bytes(found: dict[str, Any]) -> str:
+    bits = _row(found, "name", "8B shapes, usual: bits a weight at rest")["value"]
+    smaller = _row(found, "name", "8B shapes, usual: bundle smaller by")["value"]
+    return f"{bits:.1f} bits a BF16 weight, files {smaller:.0%} smaller, bit for bit the same"
+
+
+def _beside_transformers(found: dict[str, Any]) -> str:
+    cases = (("batch 1", "decode at batch 1"), ("batch 64", "at 64"), ("prefill 4096", "prefill"))
+    return ", ".join(f"{name} {_row(found, 'case', case)['ratio']:.2f} x" for case, name in cases)
+
+
+SUMMARY_ROWS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
+    ("Cluster over HTTP, demo model, 64 clients", "serve", _throughput),
+    ("Time to first token, 100-token prompts", "serve", _ttft),
+    ("Control plane beside Dynamo, no engine time", "control_plane", _beside_peer),
+    ("Worst pause of a stream under kills and freezes", "chaos", _worst_pause),
+    ("Weight bytes at rest, shapes of Llama 3.1 8B", "compression", _weight_bytes),
+    ("CPU engine beside transformers, 125 M, BF16", "engine_cpu", _beside_transformers),
+)
+
+
+def replaced(readme: str, name: str, content: str) -> str:
+    """The README with `content` between the markers of the table `name`."""
+    begin = BEGIN.format(name)
+    before, rest = readme.split(begin)
+    _, after = rest.split(END, 1)
+    return before + begin + content + END + after
+
+
+def written() -> dict[Path, str]:
+    """The READMEs that hold figures, as they should be."""
+    front, results = ROOT / "README.md", ROOT / "benchmarks" / "README.md"
+    return {
+        front: replaced(front.read_text(), SUMMARY, summary()),
+        results: replaced(results.read_text(), RESULTS, tables()),
+    }
 
 
 def main() -> None:
     if "--write" in sys.argv:
-        path = ROOT / "README.md"
-        path.write_text(replaced(path.read_text()))
+        for path, text in written().items():
+            path.write_text(text)
     else:
-        print(table())
+        print(summary(), tables(), sep="\n")
 
 
 if __name__ == "__main__":

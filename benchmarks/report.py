@@ -77,11 +77,11 @@ def write_result(
 
 
 def commit() -> str:
-    """The commit that ran, marked if tracked files other than results and README had changed."""
+    """The commit that ran, marked if tracked files other than results and READMEs had changed."""
     described = _git("rev-parse", "--short=12", "HEAD")
     if described is None:
         return "unknown"
-    unrelated = (":!benchmarks/results", ":!README.md")
+    unrelated = (":!benchmarks/results", ":!README.md", ":!benchmarks/README.md")
     return (
         f"{described}-dirty"
         if _git("diff", "--name-only", "HEAD", "--", ".", *unrelated)

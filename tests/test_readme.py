@@ -1,51 +1,150 @@
-"""The README tells the truth: its paths exist, its figures are those of the committed results."""
+"""The READMEs tell the truth: paths and commands exist, figures are those of committed results."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import typer
 
-from benchmarks.readme_table import block, replaced
+from benchmarks import readme_table
 from services.__main__ import app
+from tests import error_table
 
 MACHINE = {"cpu": "AMD EPYC 9B14", "num_cpus": 2, "memory_gib": 24}
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text()
+FOLDERS = ("services", "shared", "kernels", "benchmarks", "tests", "scripts")
+MAX_FRONT_LINES = 160
+MAX_MAP_LINES = 40
+MAX_FILES_WITHOUT_MAP = 8
 PATH = re.compile(
-    r"`((?:services|shared|kernels|tests|benchmarks|scripts)/[\w./-]*|[\w-]+\.(?:yml|toml)|LICENSE)`"
+    r"`((?:services|shared|kernels|tests|benchmarks|scripts)/[\w./-]*|[\w/]+\.(?:py|md|yml|toml)"
+    r"|[\w/]+/|LICENSE|Dockerfile)`"
 )
+HEARTH = re.compile(r"(?:^|`)(?:HEARTH_\S+ )?hearth (\w[\w-]*)([^#\n`]*)", re.MULTILINE)
+SCRIPT = re.compile(r"(?:^|`)(scripts/[\w.]+)", re.MULTILINE)
+MODULE = re.compile(r"python -m ((?:benchmarks|tests|services)[\w.]*)")
+OPTION = re.compile(r"`(--[\w-]+)[^`]*`")
+STARTS_EMPTY = {"clients/"}  # a folder without a file is not in a checkout
+FOREIGN_OPTIONS = {"--profile"}  # of docker compose
 
 
-@pytest.mark.parametrize("path", sorted(set(PATH.findall(README))))
-def test_path_exists(path):
-    assert (ROOT / path).exists()
+def readmes() -> list[Path]:
+    found = [path for name in FOLDERS for path in sorted((ROOT / name).rglob("README.md"))]
+    assert len(found) > 20
+    return [ROOT / "README.md", *found]
+
+
+def found_in_readmes(pattern: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:
+    for readme in readmes():
+        for match in pattern.finditer(readme.read_text()):
+            yield readme, match
+
+
+def shown(readme: Path, text: str) -> str:
+    return f"{readme.relative_to(ROOT)}: {text}"
+
+
+def test_every_path_exists():
+    """From the root of the repository, or from the README's folder."""
+    missing = [
+        shown(readme, path)
+        for readme, match in found_in_readmes(PATH)
+        if not (ROOT / (path := match[1])).exists()
+        and not (readme.parent / path).exists()
+        and path not in STARTS_EMPTY
+    ]
+    assert missing == []
 
 
 def test_figures_are_those_of_the_results():
-    assert replaced(README) == README, "run: python -m benchmarks.readme_table --write"
+    stale = [path for path, text in readme_table.written().items() if path.read_text() != text]
+    assert stale == [], "run: python -m benchmarks.readme_table --write"
+
+
+def test_errors_are_those_of_the_classes():
+    text = error_table.README.read_text()
+    assert error_table.written() == text, "run: python -m tests.error_table --write"
+
+
+def test_no_table_is_empty():
+    header_alone = re.compile(r"^\|[ |-]*---[ |-]*\|\n(?!\|)", re.MULTILINE)
+    assert [shown(readme, match[0]) for readme, match in found_in_readmes(header_alone)] == []
+
+
+def test_a_result_without_rows_is_no_table():
+    found = {"commit": "c", "command": "run", "machine": MACHINE, "rows": []}
+    with pytest.raises(ValueError, match="would have no rows"):
+        readme_table.block(found, "title", {"what": "name"})
 
 
 def test_a_bar_in_a_cell_does_not_end_it():
     found = {"commit": "c", "command": "run", "machine": MACHINE, "rows": [{"name": "|x|"}]}
-    assert r"| \|x\| |" in block(found, "title", {"what": "name"})
+    assert r"| \|x\| |" in readme_table.block(found, "title", {"what": "name"})
+
+
+def test_the_front_page_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_FRONT_LINES
+
+
+def test_large_folders_have_a_short_map():
+    """A map is what stands before a README's first section."""
+    folders = {path.parent for name in FOLDERS[:4] for path in (ROOT / name).rglob("*.py")}
+    large = [each for each in folders if len(list(each.glob("*.py"))) > MAX_FILES_WITHOUT_MAP]
+    missing = [each for each in large if not (each / "README.md").exists()]
+    assert missing == []
+    for readme in readmes()[1:]:
+        map_lines, *_ = re.split(r"^## ", readme.read_text(), maxsplit=1, flags=re.MULTILINE)
+        assert len(map_lines.splitlines()) <= MAX_MAP_LINES, shown(readme, "the map is too long")
 
 
 def test_every_option_of_a_command_exists():
     group = typer.main.get_command(app)
-    used = re.findall(r"^(?:HEARTH_\S+ )?hearth ([\w-]+)([^#\n]*)", README, re.MULTILINE)
-    assert used
-    for name, rest in used:
+    unknown = []
+    for readme, match in found_in_readmes(HEARTH):
+        name, rest = match.groups()
         command = group.commands[name]
-        if hasattr(command, "commands"):  # a group of commands: `hearth tenant add`
-            command = command.commands[rest.split()[0]]
-        options = (each.opts + each.secondary_opts for each in command.params)
-        known = {option for each in options for option in each} | {"--help"}
-        assert set(re.findall(r"--[\w-]+", rest)) <= known, name
+        words = rest.split()
+        if hasattr(command, "commands") and words:  # a group of commands: `hearth tenant add`
+            command = command.commands[words[0]]
+        options = set(re.findall(r"--[\w-]+", rest)) - options_of(command)
+        unknown += [shown(readme, f"hearth {name} {each}") for each in options]
+    assert unknown == []
 
 
-def test_every_command_exists():
-    scripts = set(re.findall(r"^(scripts/\w+)", README, re.MULTILINE))
-    assert scripts == {"scripts/up", "scripts/test"}
+def test_every_option_that_is_named_exists():
+    """Of any command or service; where `services/` describes them."""
+    known = set(FOREIGN_OPTIONS)
+    for command in typer.main.get_command(app).commands.values():
+        for each in getattr(command, "commands", {"": command}).values():
+            known |= options_of(each)
+    unknown = [
+        shown(readme, match[1])
+        for readme, match in found_in_readmes(OPTION)
+        if (ROOT / "services") in readme.parents and match[1] not in known
+    ]
+    assert unknown == []
+
+
+def options_of(command) -> set[str]:
+    options = (each.opts + each.secondary_opts for each in command.params)
+    return {option for each in options for option in each} | {"--help"}
+
+
+def test_every_script_and_module_exists():
+    front = (ROOT / "README.md").read_text()
+    assert {"scripts/up", "scripts/test"} <= set(SCRIPT.findall(front))
+    missing = [shown(*each) for each in missing_programs()]
+    assert missing == []
+
+
+def missing_programs() -> Iterator[tuple[Path, str]]:
+    for readme, match in found_in_readmes(SCRIPT):
+        if not (ROOT / match[1]).exists():
+            yield readme, match[1]
+    for readme, match in found_in_readmes(MODULE):
+        path = ROOT.joinpath(*match[1].rstrip(".").split("."))
+        if not path.with_suffix(".py").exists() and not (path / "__main__.py").exists():
+            yield readme, match[1]

@@ -1,0 +1,102 @@
+"""The gateway's errors by code, as its README has them: from the classes, with what each means.
+
+python -m tests.error_table            print the table
+python -m tests.error_table --write    put it into services/gateway/README.md
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import services.gateway.openai.errors
+import services.gateway.prefixes.errors
+import services.gateway.tenancy.errors
+import shared.errors
+from benchmarks.readme_table import replaced
+from shared.errors import HearthError
+
+README = Path(__file__).resolve().parent.parent / "services" / "gateway" / "README.md"
+MARKER = "errors (tests/error_table.py)"
+MODULES = (
+    shared.errors,
+    services.gateway.openai.errors,
+    services.gateway.prefixes.errors,
+    services.gateway.tenancy.errors,
+)
+MEANING = {
+    "invalid_request": "the body is wrong; `param` names the field",
+    "exceeds_limit": "this request alone is more than a limit of the tenant allows",
+    "prefix_too_short": "the prefix does not fill one block",
+    "invalid_api_key": "no API key, or an unknown one",
+    "permission_denied": "the tenant may not do this",
+    "unknown_tenant": "the key is known, its tenant is not",
+    "limit_is_zero": "requests are disabled for this tenant by a limit of 0",
+    "model_not_allowed": "the tenant may not use this model",
+    "no_region_allowed": "the tenant's data may be in no region",
+    "zero_retention": "tenants with zero retention cannot have named prefixes",
+    "impostor": "a process used another's name (between processes)",
+    "model_not_found": "the gateway does not serve this model",
+    "not_found": "no such route",
+    "prefix_not_found": "no prefix of this name",
+    "method_not_allowed": "the route does not take this method",
+    "too_many_prefixes": "the tenant has as many prefixes as allowed: delete one",
+    "unknown_placement": "the worker does not hold the request any more (between processes)",
+    "context_length_exceeded": "the prompt does not fit the context of the model",
+    "payload_too_large": "the body is larger than `--max-body-bytes`",
+    "overloaded": "a queue or the gateway is full, or the wait is longer than the deadline",
+    "rate_limit_exceeded": "a limit of the tenant; the four codes below name it",
+    "requests_per_min_exceeded": "the tenant's requests of this minute are used up",
+    "input_tokens_per_min_exceeded": "the tenant's prompt tokens of this minute are used up",
+    "output_tokens_per_min_exceeded": "the tenant's output tokens of this minute are used up",
+    "concurrency_exceeded": "the tenant has as many requests open as allowed",
+    "internal_error": "a defect of Hearth; the log has the request's id",
+    "no_capacity": "no worker can serve this now",
+    "dependency_unavailable": "NATS, Redis or a peer does not answer",
+    "no_responders": "no process listens, for example no scheduler",
+    "request_timeout": "a process did not reply in time",
+    "link_lost": "the KV connection ended (between processes)",
+    "frame_refused": "the receiver rejected KV (between processes)",
+    "worker_busy": "a worker has no room (between processes)",
+    "deadline_exceeded": "the request took longer than `--request-timeout-s`",
+}
+STARTING = {"config_error", "checkpoint_error"}  # they stop a start and answer no request
+
+
+def error_classes() -> list[type[HearthError]]:
+    """Every class of the four modules whose code a response can carry."""
+    modules = {module.__name__ for module in MODULES}
+    found = [each for each in _descendants(HearthError) if each.__module__ in modules]
+    return [each for each in found if each.code not in STARTING]
+
+
+def _descendants(root: type[HearthError]) -> Iterator[type[HearthError]]:
+    yield root
+    for child in root.__subclasses__():
+        yield from _descendants(child)
+
+
+def table() -> str:
+    """Markdown, by status. Raises KeyError for a code without a meaning."""
+    lines = ["| status | `code` | `type` | meaning |", "| --- | --- | --- | --- |"]
+    rows = [(each.http_status, each.code, each.openai_type) for each in error_classes()]
+    for status, code, kind in sorted(rows, key=lambda row: row[0]):
+        lines.append(f"| {status} | `{code}` | `{kind}` | {MEANING[code]} |")
+    return "\n".join(lines) + "\n"
+
+
+def written() -> str:
+    """The README as it should be."""
+    return replaced(README.read_text(), MARKER, table())
+
+
+def main() -> None:
+    if "--write" in sys.argv:
+        README.write_text(written())
+    else:
+        print(table())
+
+
+if __name__ == "__main__":
+    main()
