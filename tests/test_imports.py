@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -95,10 +98,93 @@ def is_allowed(name: str, rule: Rule) -> bool:
     return top in sys.stdlib_module_names or top in rule.outside
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_a_file_imports_what_its_folder_may(path: Path) -> None:
-    rule = rule_of(path)
-    assert [name for name in imported(path) if not is_allowed(name, rule)] == []
+def test_every_file_imports_what_its_folder_may() -> None:
+    offenders = {
+        path.relative_to(ROOT).as_posix(): found
+        for path in sources()
+        if (found := [name for name in imported(path) if not is_allowed(name, rule_of(path))])
+    }
+    assert offenders == {}
+
+
+# Of a folder's rooms, from the top down: each imports only what stands after it. Rooms of one line
+# do not import each other.
+FLOORS = {
+    "services": "__main__ | cli | local client worker | decode prefill gateway scheduler kv_index",
+    "services/gateway": (
+        "service | app | prefixes | openai | http | request | streams tenancy | text | catalog |"
+        " metrics"
+    ),
+    "shared": "engine | kv_wire | lifecycle tenancy | transport",
+    "shared/engine": (
+        "worker | pinned_prefixes | loop | inputs | engine | batching | runners | models | weights"
+        " | layers | sampling | kv_cache codec"
+    ),
+}
+MAX_FILES = 16
+
+
+def folder_rooms(path: Path, folder: str) -> str | None:
+    """The room of `folder` that a module lies in; None for one outside of it."""
+    parts, inside = path.with_suffix("").parts, Path(folder).parts
+    return (
+        parts[len(inside)] if parts[: len(inside)] == inside and len(parts) > len(inside) else None
+    )
+
+
+def module_file(name: str) -> Path | None:
+    """Of a dotted name, which may go on with something that the module defines."""
+    parts = name.split(".")
+    while parts:
+        for path in (Path(*parts).with_suffix(".py"), Path(*parts, "__init__.py")):
+            if (ROOT / path).is_file():
+                return path
+        parts.pop()
+    return None
+
+
+def own_imports() -> list[tuple[Path, Path]]:
+    """(file, file that it imports), relative to the root."""
+    pairs = (
+        (path.relative_to(ROOT), module_file(name)) for path in sources() for name in imported(path)
+    )
+    return sorted({(importer, found) for importer, found in pairs if found and found != importer})
+
+
+def test_no_import_runs_upward() -> None:
+    offenders = []
+    for folder, rows in FLOORS.items():
+        floor_of = {room: i for i, row in enumerate(rows.split("|")) for room in row.split()}
+        for importer, found in own_imports():
+            above, below = folder_rooms(importer, folder), folder_rooms(found, folder)
+            is_placed = above != below and above in floor_of and below in floor_of
+            if is_placed and floor_of[above] >= floor_of[below]:
+                offenders.append(f"{folder}: {importer} imports {found}")
+    assert offenders == []
+
+
+def test_no_import_goes_in_a_circle_at_any_level() -> None:
+    """Among the files and folders of each folder."""
+    graphs: dict[Path, dict[str, set[str]]] = {}
+    for importer, found in own_imports():
+        level = Path(os.path.commonpath([importer.parent, found.parent]))
+        if found.name == "__init__.py" and found.parent == level:
+            continue
+        depth = 0 if level == Path() else len(level.parts)
+        here, there = importer.parts[depth], found.parts[depth]
+        if here != there:
+            graphs.setdefault(level, {}).setdefault(here, set()).add(there)
+    for level, graph in graphs.items():
+        try:
+            tuple(TopologicalSorter(graph).static_order())
+        except CycleError as error:
+            pytest.fail(f"{level}: {error.args[1]}")
+
+
+def test_no_folder_is_crowded() -> None:
+    counts = Counter(path.parent for path in sources() if path.name != "__init__.py")
+    crowded = {folder: count for folder, count in counts.items() if count > MAX_FILES}
+    assert crowded == {}
 
 
 @pytest.mark.parametrize(

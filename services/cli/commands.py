@@ -343,6 +343,6 @@ def health(
     timeout_s: Annotated[float, typer.Option(help="Longest wait for a heartbeat.")] = 3.0,
 ) -> None:
     """Tell whether a process is ready, by its heartbeat on NATS."""
-    from services.cli.health_check import run_probe
+    from services.client.health_check import run_probe
 
     raise typer.Exit(0 if run_probe(nats_url, process_id, timeout_s=timeout_s) else 1)

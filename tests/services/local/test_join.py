@@ -9,7 +9,7 @@ import nats
 import nats.errors
 import pytest
 
-from services.cli.health_check import receives_heartbeat
+from services.client.health_check import receives_heartbeat
 from services.local.child_processes import ProcessSpec
 from services.local.credentials import Credential, nats_config
 from services.local.join import add_credential, signalled_process
