@@ -343,7 +343,7 @@ class NatsBus:
         """What the server sends until it has seen that nobody subscribes is still answered."""
         try:
             # nats-py's own drain forgets the subscription before the server has (see `flush`)
-            await self._client._send_unsubscribe(subscription._id)
+            await self._client.unsubscribe_at_server(subscription)
             await self.flush()
             await subscription.drain()
         except (nats.errors.Error, OSError) as error:

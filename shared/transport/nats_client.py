@@ -1,9 +1,12 @@
-"""nats-py's client, with a shorter way for messages and replies.
+"""nats-py's client, with a shorter path for messages and replies.
 
-nats-py queues each message for a task of its subscription; here it is handed over where it is
-parsed, without a queue, an object or a switch of tasks. A request of nats-py's takes two random
-names and two futures; here it takes a number and one. Nothing but time depends on the first: where
-nats-py calls `_process_msg` no more, messages take its own way to the same function.
+nats-py queues each message for a task of its subscription; here the handler is called where the
+message is parsed, without a queue, an object or a task switch. A request of nats-py takes two
+random names and two futures; here it takes a number and one future. This is an optimisation only: if
+nats-py stops calling `_process_msg`, messages reach the handler through its normal queue.
+
+All that Hearth overrides or calls of nats-py's internals is in this file. pyproject.toml admits the
+minor release that it was tested with, and a test compares the internals with `INTERNALS`.
 """
 
 from __future__ import annotations
@@ -19,6 +22,18 @@ from nats.js.api import Header
 
 Take = Callable[[str, str, bytes], Awaitable[None]]  # subject, where to reply or "", data
 
+TESTED_RELEASE = "2.16"
+# Methods of nats-py's Client that are overridden or called here, with their parameters.
+INTERNALS = {
+    "_process_msg": ("self", "sid", "subject", "reply", "data", "headers"),
+    "_process_pong": ("self",),
+    "_remove_sub": ("self", "sid", "max_msgs"),
+    "_send_unsubscribe": ("self", "sid", "limit"),
+}
+# Attributes of a Client and of a Subscription that are read or written here.
+CLIENT_ATTRIBUTES = ("_subs", "_pongs", "_error_cb")
+SUBSCRIPTION_ATTRIBUTES = ("_id", "pending_msgs")
+
 
 class DirectClient(Client):
     def __init__(self) -> None:
@@ -29,7 +44,7 @@ class DirectClient(Client):
         self._reply_prefix = ""
 
     async def listen(self, subject: str, take: Take, *, queue: str = "") -> Subscription:
-        """`take` is called in the order of arrival, and holds up all that comes behind: it awaits
+        """`take` is called in the order of arrival and delays all that comes after: it awaits
         nothing but `publish`. What it raises goes to `error_cb`.
         """
 
@@ -39,6 +54,10 @@ class DirectClient(Client):
         subscription = await self.subscribe(subject, queue=queue, cb=on_message)
         self._takers[subscription._id] = take
         return subscription
+
+    async def unsubscribe_at_server(self, subscription: Subscription) -> None:
+        """The server sends nothing more; what it has sent is still handled here."""
+        await self._send_unsubscribe(subscription._id)
 
     async def request_bytes(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
         """The reply. Raises NoRespondersError, or TimeoutError, or as `publish`."""
@@ -84,12 +103,12 @@ class DirectClient(Client):
             return
         try:
             await take(subject.decode(), reply.decode(), data)
-        except Exception as error:  # as for any callback: what comes behind is to be heard
+        except Exception as error:  # as for any callback: later messages must be handled
             await self._error_cb(error)
 
     async def _process_pong(self) -> None:
-        """nats-py sets the result also where nobody awaits it any more: an error that would end its
-        reading, and nothing be heard until the connection is found stale.
+        """nats-py also sets the result of a PONG that nobody awaits any more. That error would end
+        its read loop, and no message would arrive until the connection is found stale.
         """
         if self._pongs and self._pongs[0].done():
             self._pongs[0] = asyncio.get_running_loop().create_future()

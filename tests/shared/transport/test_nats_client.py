@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
+from importlib.metadata import version
 
 import pytest
+from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import BadSubjectError, NoRespondersError, TimeoutError
 
 from shared import subjects
+from shared.transport import nats_client
 from shared.transport.nats_client import DirectClient
 from tests.servers import NatsServer
 
@@ -171,3 +175,21 @@ async def test_a_flush_that_is_given_up_ends_nothing(connect: Connect) -> None:
         await asyncio.gather(flush, return_exceptions=True)
         await flushed(client)  # the first PONG is of the flush that was given up
     assert await asker.request_bytes(SUBJECT, b"abc", timeout_s=5) == b"ABC"
+
+
+def test_nats_py_has_the_internals_that_are_overridden() -> None:
+    """A release that moves them must be looked at before it is admitted."""
+    assert version("nats-py").startswith(f"{nats_client.TESTED_RELEASE}.")
+    found = {
+        name: tuple(inspect.signature(getattr(Client, name)).parameters)
+        for name in nats_client.INTERNALS
+    }
+    assert found == nats_client.INTERNALS
+
+
+async def test_nats_py_has_the_attributes_that_are_used(connect: Connect) -> None:
+    client = await connect("kv_index-1")
+    subscription = await client.subscribe(SUBJECT)
+    assert [name for name in nats_client.CLIENT_ATTRIBUTES if not hasattr(client, name)] == []
+    missing = [n for n in nats_client.SUBSCRIPTION_ATTRIBUTES if not hasattr(subscription, n)]
+    assert missing == []
