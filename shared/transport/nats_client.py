@@ -2,8 +2,8 @@
 
 nats-py queues each message for a task of its subscription; here the handler is called where the
 message is parsed, without a queue, an object or a task switch. A request of nats-py takes two
-random names and two futures; here it takes a number and one future. This is an optimisation only: if
-nats-py stops calling `_process_msg`, messages reach the handler through its normal queue.
+random names and two futures; here it takes a number and one future. This is an optimisation only:
+if nats-py stops calling `_process_msg`, messages reach the handler through its normal queue.
 
 All that Hearth overrides or calls of nats-py's internals is in this file. pyproject.toml admits the
 minor release that it was tested with, and a test compares the internals with `INTERNALS`.

@@ -7,12 +7,15 @@ on another one, kernels would run on the wrong GPU.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from kernels.device import TritonUnusable, check_triton
 from shared.engine.runners.kv_sizing import MemoryReport
+from shared.errors import ConfigError
 
 
 class CudaDriver(Protocol):
@@ -27,15 +30,27 @@ class CudaDriver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CudaDevice:
-    """`tensors_on`: where tensors live, `torch.device("cuda", index)` but for tests."""
+    """`tensors_on`: where tensors live, `torch.device("cuda", index)` but for tests. `try_kernel`
+    runs a kernel there, or raises TritonUnusable.
+    """
 
     index: int
     tensors_on: torch.device
     driver: CudaDriver
+    try_kernel: Callable[[torch.device], None] = check_triton
 
     def bind(self) -> None:
         """Makes it the calling thread's current device."""
         self.driver.set_device(self.index)
+
+    def check_kernels(self) -> None:
+        """Raises ConfigError if no kernel can be compiled, loaded and run: at the start, where an
+        operator sees it, and not with each request.
+        """
+        try:
+            self.try_kernel(self.tensors_on)
+        except TritonUnusable as error:
+            raise ConfigError(str(error), param="device") from error
 
     def check_bound(self) -> None:
         """Raises RuntimeError if the calling thread would launch on another device."""

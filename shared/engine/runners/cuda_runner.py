@@ -56,9 +56,10 @@ class CudaRunner(ModelRunner):
     @classmethod
     def load(cls, model_dir: Path, options: LoadOptions, device: CudaDevice) -> Self:
         """Binds the calling thread. Raises CheckpointError for a bad checkpoint, ConfigError for a
-        bad option or a device without room for KV.
+        bad option or a device that runs no kernels or has no room for KV.
         """
         device.bind()
+        device.check_kernels()  # before minutes are spent on reading a model
         target, config = device.tensors_on, read_config(model_dir)
         is_compressed = wants_compressed(options.weights, model_dir, target, options.load_format)
         kv_format = kv_format_of(config, resolve_dtype(options.dtype, target), options.block_size)

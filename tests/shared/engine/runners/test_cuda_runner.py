@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.device import TritonUnusable
 from shared.engine.runners.cuda_device import CudaDevice
 from shared.engine.runners.cuda_runner import CudaRunner
 from shared.engine.runners.kv_sizing import KV_SHARE
@@ -60,8 +61,17 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def load(model_dir: Path, driver: FakeDriver, **options: object) -> CudaRunner:
-    device = CudaDevice(INDEX, torch.device("cpu"), driver)
+def no_compiler(device: torch.device) -> None:
+    raise TritonUnusable("there is no C compiler")
+
+
+def load(
+    model_dir: Path,
+    driver: FakeDriver,
+    try_kernel: Callable[[torch.device], None] = lambda _: None,
+    **options: object,
+) -> CudaRunner:
+    device = CudaDevice(INDEX, torch.device("cpu"), driver, try_kernel)
     chosen = LoadOptions(dtype="float32", max_batch_tokens=64, max_sequences=4, **options)  # type: ignore[arg-type]
     return CudaRunner.load(model_dir, chosen, device)
 
@@ -88,6 +98,11 @@ def test_a_given_size_is_taken_and_nothing_measured(model_dir: Path) -> None:
 def test_a_device_without_room_is_a_config_error(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match="no room for KV"):
         load(model_dir, FakeDriver(free=lambda: 100))
+
+
+def test_a_device_that_runs_no_kernels_is_a_config_error_before_a_model_is_read() -> None:
+    with pytest.raises(ConfigError, match="no C compiler"):
+        load(Path("/there/is/no/model"), FakeDriver(), no_compiler)
 
 
 async def test_every_thread_that_touches_the_device_is_bound_to_it(model_dir: Path) -> None:
