@@ -156,6 +156,8 @@ class FairQueue(Generic[Q]):
     def __init__(self) -> None:
         self._classes: dict[int, _Class[Q]] = {}
         self._present = 0.0  # virtual time of the class that was served last
+        # of the last `pop`: its request's number, and what it changed beside virtual times
+        self._before_pop = (-1, 0.0, 0.0)
 
     def __len__(self) -> int:
         return sum(each.num_waiting for each in self._classes.values())
@@ -167,18 +169,25 @@ class FairQueue(Generic[Q]):
         queue_class.add(request, is_back=False)
 
     def push_back(self, request: Q, now: float) -> None:
-        """Undoes `pop`: the request gets its old place and its tokens are not counted."""
+        """Undoes `pop`: the request gets its old place and its tokens are not counted. Undone at
+        once, its class has also waited for as long as before.
+        """
         queue_class = self._class_of(request, now)
         queue_class.charge(request, -1)
         queue_class.add(request, is_back=True)
+        if self._before_pop[0] == request.sequence_number:
+            _, self._present, queue_class.waits_since = self._before_pop
 
     def pop(self, now: float) -> Q | None:
         waiting = [each for each in self._classes.values() if each.num_waiting]
         if not waiting:
             return None
         first = min(waiting, key=lambda each: (each.due(self._present, now), -each.level))
-        self._present = max(self._present, first.due(self._present, now))
-        return first.take(now)
+        present, waits_since = self._present, first.waits_since
+        self._present = max(present, first.due(present, now))
+        request = first.take(now)
+        self._before_pop = (request.sequence_number, present, waits_since)
+        return request
 
     def discard(self, request: Q) -> None:
         """Takes a waiting request out wherever it stands; its tenant is not charged."""

@@ -11,6 +11,8 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from unittest.mock import patch
 
+import structlog
+
 from services.__main__ import main
 
 ROOT = Path(__file__).parents[3]
@@ -20,7 +22,9 @@ def call_hearth(arguments: tuple[str, ...], environ: Mapping[str, str]) -> Compl
     """Calls what the console script calls, with this environment and nothing on standard input."""
     output, errors = io.StringIO(), io.StringIO()
     status = 0
+    # A command sets up logging for its process: other tests in this one must see their own logs.
     with (
+        patch.object(structlog, "configure"),
         contextlib.chdir(ROOT),
         contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(errors),

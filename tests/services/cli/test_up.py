@@ -165,6 +165,10 @@ def test_a_worker_joins_with_a_new_credential_and_leaves_again(
 
 @pytest.mark.parametrize("command", ["decode", "redis-server", "nats-server"])
 def test_what_is_killed_is_started_again_and_the_cluster_answers(running: Up, command: str) -> None:
+    kill_and_wait(running, command)
+
+
+def kill_and_wait(running: Up, command: str) -> None:
     pid = running.pid_of(command)
     os.kill(pid, signal.SIGKILL)
     eventually(lambda: set(running.pids_of(command)) - {pid}, f"a new {command}")
@@ -214,6 +218,7 @@ def answers(state: ClusterState) -> bool:
 
 
 def test_sigterm_ends_all_with_status_0_and_leaves_nothing(running: Up) -> None:
+    kill_and_wait(running, "decode")
     output = running.stop()
     assert running.process.returncode == 0, output
     assert "decode-1 ended (SIGKILL" in output
