@@ -16,10 +16,20 @@ from shared.engine.runner import (
     SamplingInputs,
     StepInputs,
 )
-from shared.engine.sampling.sampling_row import ROW_TYPE
 from shared.messages import LogprobsMode, SamplingParams
 
 Drawing = tuple[int, Sequence, SamplingParams]  # its row among those that draw
+
+_SAMPLING_ROW = np.dtype(
+    [
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("top_k", np.int64),
+        ("choice_index", np.int64),
+        ("seed", np.uint64),
+    ]
+)
 
 
 def build_inputs(rows: list[ScheduledSequence], block_size: int) -> StepInputs:
@@ -78,8 +88,8 @@ def _sampling_inputs(
 ) -> SamplingInputs:
     indices = [index for index, row in enumerate(rows) if row.samples]
     drawing = [rows[index].sequence for index in indices]
-    prepared = [sequence.sampling_row for sequence in drawing]
-    packed = np.frombuffer(b"".join([each.packed for each in prepared]), dtype=ROW_TYPE)
+    prepared = [each.packed_sampling or _pack_sampling(each) for each in drawing]
+    packed = np.frombuffer(b"".join([row for row, _ in prepared]), dtype=_SAMPLING_ROW)
     # one call for both: of a few rows, an array's making costs more than its content
     drawing_rows, num_prompt_tokens = np.array(
         (indices, [sequence.num_prompt_tokens for sequence in drawing]), dtype=np.int64
@@ -87,7 +97,7 @@ def _sampling_inputs(
     asking = [
         (draw, sequence, sequence.sampling)
         for draw, sequence in enumerate(drawing)
-        if prepared[draw].has_extras and sequence.sampling is not None
+        if prepared[draw][1] and sequence.sampling is not None
     ]
     return SamplingInputs(
         logits_indices=last_rows[drawing_rows],
@@ -99,6 +109,34 @@ def _sampling_inputs(
         choice_index=packed["choice_index"].copy(),
         output_position=context_lens[drawing_rows] - num_prompt_tokens,
         **(_extras(asking) if asking else {}),
+    )
+
+
+def _pack_sampling(sequence: Sequence) -> tuple[bytes, bool]:
+    """`Sequence.packed_sampling`, made once: sampling is the same at each step of a sequence."""
+    params = sequence.sampling
+    assert params is not None
+    row = (
+        params.temperature,
+        params.top_p,
+        params.min_p,
+        params.top_k,
+        sequence.choice_index,
+        params.seed,
+    )
+    has_extras = (
+        bool(params.bad_words or params.min_tokens or params.logit_bias)
+        or _is_penalized(params)
+        or params.num_logprobs is not None
+    )
+    packed = np.array([row], dtype=_SAMPLING_ROW).tobytes()
+    sequence.packed_sampling = (packed, has_extras)
+    return sequence.packed_sampling
+
+
+def _is_penalized(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1 or bool(
+        params.frequency_penalty or params.presence_penalty
     )
 
 
@@ -148,7 +186,7 @@ def _penalties(asking: list[Drawing]) -> Penalties | None:
     penalized = [
         _penalties_of(draw, sequence, params)
         for draw, sequence, params in asking
-        if params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty
+        if _is_penalized(params)
     ]
     if not penalized:
         return None

@@ -13,7 +13,7 @@ import structlog.testing
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.prompt import TextPrompt
 from services.gateway.request.request_output import RequestOutput
-from services.gateway.request.sampling import Sampling
+from services.gateway.request.sampling import SamplingFields
 from services.gateway.service import GatewayService
 from services.gateway.text.model_files import ModelFiles
 from services.kv_index.service import KvIndexService
@@ -108,7 +108,9 @@ class Fleet:
         generation = GenerationRequest(
             model=MODEL,
             prompt=TextPrompt(PROMPT, "prompt"),
-            sampling=Sampling(max_tokens=max_tokens, seed=7, ignore_eos=True, num_logprobs=1),
+            sampling=SamplingFields(seed=7, ignore_eos=True),
+            max_tokens=max_tokens,
+            num_logprobs=1,
             num_choices=num_choices,
         )
         tenant = TenantRecord(tenant_id=tenant_id)

@@ -13,7 +13,7 @@ from services.gateway.request.generation_request import (
     build_request,
 )
 from services.gateway.request.prompt import TokenPrompt
-from services.gateway.request.sampling import Sampling
+from services.gateway.request.sampling import SamplingFields
 from shared import subjects
 from shared.errors import HearthError
 from shared.messages import (
@@ -86,7 +86,7 @@ class Isolation:
         generation = GenerationRequest(
             model="timing",
             prompt=TokenPrompt(tokens, "prompt"),
-            sampling=Sampling(),
+            sampling=SamplingFields(),
             cache_salt=cache_salt,
             num_choices=options.pop("num_choices", 1),
         )

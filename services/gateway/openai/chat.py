@@ -10,16 +10,15 @@ from msgspec import Meta
 
 from services.gateway.http.body import SupportedFields
 from services.gateway.openai.logprobs import ChatLogprobs
-from services.gateway.openai.sampling_fields import (
-    MAX_INT,
-    MAX_LOGPROBS,
+from services.gateway.openai.request_fields import (
     NEUTRAL_VALUES,
-    SamplingFields,
-    to_sampling,
+    RequestFields,
+    check_stream_options,
 )
 from services.gateway.openai.usage import HearthInfo, Usage
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.prompt import ChatPrompt
+from services.gateway.request.sampling import MAX_INT, MAX_LOGPROBS
 from shared.errors import InvalidRequest
 
 CHAT_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
@@ -53,7 +52,7 @@ class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     tool_calls: list[Any] | None = None  # only null or empty
 
 
-class ChatCompletionRequest(SamplingFields, frozen=True, kw_only=True):
+class ChatCompletionRequest(RequestFields, frozen=True, kw_only=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1, le=MAX_INT)] | None = None
@@ -68,10 +67,13 @@ def to_generation_request(body: ChatCompletionRequest, default_model: str) -> Ge
     """Raises InvalidRequest where fields contradict each other."""
     if body.best_of not in (None, 1, body.num_choices):
         raise InvalidRequest("best_of is for text completions", param="best_of")
+    check_stream_options(body)
     return GenerationRequest(
         model=default_model if body.model is None else body.model,
         prompt=ChatPrompt(messages_of(body.messages)),
-        sampling=to_sampling(body, max_tokens=_max_tokens(body), num_logprobs=_num_logprobs(body)),
+        sampling=body,
+        max_tokens=_max_tokens(body),
+        num_logprobs=_num_logprobs(body),
         num_choices=body.num_choices,
         cache_salt="" if body.cache_salt is None else body.cache_salt,
         affinity_key=body.prompt_cache_key or "",

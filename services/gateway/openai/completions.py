@@ -11,16 +11,14 @@ from msgspec import Meta
 from services.gateway.http.body import SupportedFields
 from services.gateway.openai.logprobs import CompletionLogprobs
 from services.gateway.openai.prompts import Prompts, to_prompts
-from services.gateway.openai.sampling_fields import (
-    MAX_INT,
-    MAX_LOGPROBS,
+from services.gateway.openai.request_fields import (
     NEUTRAL_VALUES,
-    SamplingFields,
-    to_sampling,
+    RequestFields,
+    check_stream_options,
 )
 from services.gateway.openai.usage import HearthInfo, Usage
 from services.gateway.request.generation_request import GenerationRequest
-from services.gateway.request.sampling import Sampling
+from services.gateway.request.sampling import MAX_INT, MAX_LOGPROBS
 from shared.errors import InvalidRequest
 
 DEFAULT_MAX_TOKENS = 16
@@ -29,7 +27,7 @@ MAX_ALL_CHOICES = 1024  # over all prompts
 COMPLETION_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {**NEUTRAL_VALUES, "suffix": (None, "")}
 
 
-class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
+class CompletionRequest(RequestFields, frozen=True, kw_only=True):
     """`prompt`: a text, tokens, or a list of either; each is answered by itself."""
 
     prompt: Prompts
@@ -49,12 +47,18 @@ def to_generation_requests(body: CompletionRequest, default_model: str) -> list[
     if len(prompts) * num_choices > MAX_ALL_CHOICES:
         message = f"{len(prompts)} prompts with {num_choices} choices each are more than "
         raise InvalidRequest(f"{message}{MAX_ALL_CHOICES} choices", param="n")
-    sampling = _sampling(body)
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidRequest("max_tokens=0 makes sense only with echo", param="max_tokens")
+    check_stream_options(body)
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     return [
         GenerationRequest(
             model=default_model if body.model is None else body.model,
             prompt=prompt,
-            sampling=sampling,
+            sampling=body,
+            max_tokens=max(max_tokens, 1),  # a worker samples at least one
+            num_logprobs=_num_logprobs(body),
+            num_prompt_logprobs=body.logprobs if body.echo else None,
             num_choices=num_choices,
             cache_salt="" if body.cache_salt is None else body.cache_salt,
             affinity_key=body.prompt_cache_key or "",
@@ -76,19 +80,10 @@ def num_sampled(body: CompletionRequest) -> int:
     return best_of
 
 
-def _sampling(body: CompletionRequest) -> Sampling:
-    if body.max_tokens == 0 and not body.echo:
-        raise InvalidRequest("max_tokens=0 makes sense only with echo", param="max_tokens")
-    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    num_logprobs = body.logprobs
-    if num_logprobs is None and num_sampled(body) > body.num_choices:
-        num_logprobs = 0  # to know the best by
-    return to_sampling(
-        body,
-        max_tokens=max(max_tokens, 1),  # a worker draws at least one
-        num_logprobs=num_logprobs,
-        num_prompt_logprobs=body.logprobs if body.echo else None,
-    )
+def _num_logprobs(body: CompletionRequest) -> int | None:
+    if body.logprobs is None and num_sampled(body) > body.num_choices:
+        return 0  # `best_of` ranks choices by their logprobs
+    return body.logprobs
 
 
 # ── answers ──────────────────────────────────────────────────────────────────────────────────────

@@ -13,10 +13,9 @@ from msgspec import Meta
 
 from services.gateway.http.body import SupportedFields
 from services.gateway.openai.prompts import Prompts, to_prompts
-from services.gateway.openai.sampling_fields import MAX_INT
 from services.gateway.openai.usage import HearthInfo
 from services.gateway.request.generation_request import GenerationRequest
-from services.gateway.request.sampling import Sampling
+from services.gateway.request.sampling import MAX_INT, SamplingFields
 from shared.errors import InvalidRequest
 from shared.messages import Pooling
 
@@ -56,7 +55,8 @@ def to_generation_requests(
         GenerationRequest(
             model=default_model if body.model is None else body.model,
             prompt=prompt,
-            sampling=Sampling(max_tokens=1),
+            sampling=SamplingFields(),
+            max_tokens=1,
             cache_salt="" if body.cache_salt is None else body.cache_salt,
             priority=body.priority,
             pooling="last" if body.pooling is None else body.pooling,

@@ -8,7 +8,7 @@ import msgspec
 
 from services.gateway.request.prompt import ChatPrompt, Prompt
 from services.gateway.request.public_prefixes import PublicPrefixes
-from services.gateway.request.sampling import Sampling
+from services.gateway.request.sampling import SamplingFields
 from services.gateway.tenancy.permissions import priority_of
 from shared.block_hash import extend_chain, root_hash
 from shared.errors import InvalidRequest, PromptTooLong
@@ -26,7 +26,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     prompt: Prompt
-    sampling: Sampling
+    sampling: SamplingFields
+    max_tokens: int | None = None  # None: the model's default
+    num_logprobs: int | None = None  # None: none; k: of the sampled token and of the top k
+    num_prompt_logprobs: int | None = None
     num_choices: int = 1
     cache_salt: str = ""
     affinity_key: str = ""  # of a session whose requests had best go where its last one went
@@ -65,16 +68,16 @@ def max_output_tokens(
             f"must hold it{more}",
             param=param,
         )
-    given = generation.sampling
-    if given.max_tokens is None:
-        return max(min(default, room), min(given.min_tokens, room))
-    if given.max_tokens > room:
+    max_tokens = generation.max_tokens
+    if max_tokens is None:
+        return min(max(default, generation.sampling.min_tokens or 0), room)
+    if max_tokens > room:
         raise InvalidRequest(
-            f"{num_prompt_tokens} prompt tokens and max_tokens={given.max_tokens} exceed "
+            f"{num_prompt_tokens} prompt tokens and max_tokens={max_tokens} exceed "
             f"this model's context of {context}",
             param="max_tokens",
         )
-    return given.max_tokens
+    return max_tokens
 
 
 def check_payload(request: Request, param: str, limit: int) -> None:

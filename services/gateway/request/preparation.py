@@ -13,7 +13,6 @@ from services.gateway.request.generation_request import (
 )
 from services.gateway.request.prompt import Echo, echo_of, tokenize
 from services.gateway.request.public_prefixes import PublicPrefixes
-from services.gateway.request.sampling import sampling_params
 from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.text_assembler import TextAssembler
@@ -75,7 +74,14 @@ class Preparation:
             timeout_s=self._config.request_timeout_s,
         )
         seed = int.from_bytes(self._randomness.bytes(8), "little")
-        sampling = sampling_params(generation.sampling, max_tokens, card, self._files, seed)
+        sampling = generation.sampling.resolve(
+            max_tokens=max_tokens,
+            num_logprobs=generation.num_logprobs,
+            num_prompt_logprobs=generation.num_prompt_logprobs,
+            default_seed=seed,
+            card=card,
+            files=self._files,
+        )
         request = build_request(generation, prompt, sampling, card, origin, self._public)
         check_payload(request, generation.prompt.param, max_payload_bytes)
         echo = echo_of(generation.prompt, self._files) if generation.has_echo else None
@@ -88,7 +94,8 @@ class Preparation:
             tokenizer.tokenizer, context[-CONTEXT_TOKENS:], whole_texts=tokenizer.whole_texts
         )
         sampling = prepared.generation.sampling
-        return TextAssembler(detokenizer, sampling.stop, min_tokens=sampling.min_tokens)
+        min_tokens = prepared.request.sampling.min_tokens
+        return TextAssembler(detokenizer, sampling.stop_strings, min_tokens=min_tokens)
 
     def _default_max_tokens(self, generation: GenerationRequest, tenant: TenantRecord) -> int:
         """Who does not say how much it wants is not refused for wanting more than it may have."""

@@ -1,87 +1,113 @@
-"""How a caller wants tokens drawn, free of any HTTP dialect, and the wire's form of it."""
+"""Sampling options of a request, free of any HTTP dialect, and their resolution for the wire."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from collections.abc import Iterable
+from typing import Annotated, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from services.gateway.text.model_files import GenerationDefaults, ModelFiles
 from services.gateway.text.tokenizer import PromptTokenizer
 from shared.errors import InvalidRequest
 from shared.messages import LogprobsMode, ModelCard, SamplingParams
 
+MAX_LOGPROBS = 20
+MAX_BIASED_TOKENS = 1024
+MAX_BAD_WORDS = 128
+MAX_STOP_STRINGS = 16
+MAX_STRING_CHARS = 256  # of stop strings and bad words: bounds the work for each delta of text
+MAX_STOP_TOKEN_IDS = 64
+MAX_INT = 2**31 - 1
+
 T = TypeVar("T")
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STRING_CHARS)]
+BadWord = Annotated[str, Meta(pattern=r"\S", max_length=MAX_STRING_CHARS)]  # not blank
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """None: not given, the model's default holds. Zeros are values."""
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Options as a client sends them, with their bounds. None: the model's default holds.
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    repetition_penalty: float | None = None
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = {}
-    bad_words: tuple[str, ...] = ()
-    num_logprobs: int | None = None
-    num_prompt_logprobs: int | None = None
-    logprobs_mode: LogprobsMode = "raw"
+    An HTTP dialect inherits from this Struct where its field names are the same, or fills it.
+    """
 
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_INT)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
+    ignore_eos: bool | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    logit_bias: Annotated[dict[int, Bias], Meta(max_length=MAX_BIASED_TOKENS)] | None = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    logprobs_mode: LogprobsMode | None = None
 
-def sampling_params(
-    given: Sampling, max_tokens: int, card: ModelCard, files: ModelFiles, default_seed: int
-) -> SamplingParams:
-    """Raises InvalidRequest for sampling that contradicts itself or the vocabulary."""
-    if given.min_tokens > max_tokens:
-        raise InvalidRequest(
-            f"min_tokens={given.min_tokens} is more than max_tokens={max_tokens}",
-            param="min_tokens",
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def resolve(
+        self,
+        *,
+        max_tokens: int,
+        num_logprobs: int | None,
+        num_prompt_logprobs: int | None,
+        default_seed: int,
+        card: ModelCard,
+        files: ModelFiles,
+    ) -> SamplingParams:
+        """The wire's form, with the defaults of the model's files.
+
+        Raises InvalidRequest for options that contradict each other or the vocabulary.
+        """
+        min_tokens = self.min_tokens or 0
+        if min_tokens > max_tokens:
+            raise InvalidRequest(
+                f"min_tokens={min_tokens} is more than max_tokens={max_tokens}", param="min_tokens"
+            )
+        stop_token_ids, logit_bias = self.stop_token_ids or (), self.logit_bias or {}
+        _check_vocabulary("stop_token_ids", stop_token_ids, card)
+        _check_vocabulary("logit_bias", logit_bias, card)
+        defaults = files.defaults
+        eos = () if self.ignore_eos else defaults.eos_token_ids
+        return SamplingParams(
+            seed=(default_seed if self.seed is None else self.seed) & (2**64 - 1),
+            max_tokens=max_tokens,
+            temperature=self._temperature(defaults),
+            top_k=max(_first(self.top_k, defaults.top_k, 0), 0),
+            top_p=_first(self.top_p, defaults.top_p, 1.0),
+            min_p=_first(self.min_p, defaults.min_p, 0.0),
+            min_tokens=min_tokens,
+            ignore_eos=bool(self.ignore_eos),
+            stop_token_ids=tuple(dict.fromkeys((*stop_token_ids, *eos))),
+            repetition_penalty=_first(self.repetition_penalty, defaults.repetition_penalty, 1.0),
+            frequency_penalty=self.frequency_penalty or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            logit_bias=tuple(logit_bias.items()),
+            bad_words=_bad_words(self.bad_words or (), files.tokenizer),
+            num_logprobs=num_logprobs,
+            num_prompt_logprobs=num_prompt_logprobs,
+            logprobs_mode="raw" if self.logprobs_mode is None else self.logprobs_mode,
         )
-    _check_vocabulary("stop_token_ids", given.stop_token_ids, card)
-    _check_vocabulary("logit_bias", given.logit_bias, card)
-    defaults = files.defaults
-    eos = () if given.ignore_eos else defaults.eos_token_ids
-    return SamplingParams(
-        seed=(default_seed if given.seed is None else given.seed) & (2**64 - 1),
-        max_tokens=max_tokens,
-        temperature=_temperature(given, defaults),
-        top_k=max(_first(given.top_k, defaults.top_k, 0), 0),
-        top_p=_first(given.top_p, defaults.top_p, 1.0),
-        min_p=_first(given.min_p, defaults.min_p, 0.0),
-        min_tokens=given.min_tokens,
-        ignore_eos=given.ignore_eos,
-        stop_token_ids=tuple(dict.fromkeys((*given.stop_token_ids, *eos))),
-        repetition_penalty=_first(given.repetition_penalty, defaults.repetition_penalty, 1.0),
-        frequency_penalty=given.frequency_penalty,
-        presence_penalty=given.presence_penalty,
-        logit_bias=tuple(given.logit_bias.items()),
-        bad_words=_bad_words(given.bad_words, files.tokenizer),
-        num_logprobs=given.num_logprobs,
-        num_prompt_logprobs=given.num_prompt_logprobs,
-        logprobs_mode=given.logprobs_mode,
-    )
+
+    def _temperature(self, defaults: GenerationDefaults) -> float:
+        """Without any sampling option, a model whose files say `do_sample: false` is greedy."""
+        given = (self.temperature, self.top_p, self.top_k, self.min_p)
+        if defaults.do_sample is False and all(value is None for value in given):
+            return 0.0
+        return _first(self.temperature, defaults.temperature, 1.0)
 
 
-def _temperature(given: Sampling, defaults: GenerationDefaults) -> float:
-    """A model that says `do_sample: false` is greedy for whoever says nothing about sampling."""
-    named = (given.temperature, given.top_p, given.top_k, given.min_p)
-    if defaults.do_sample is False and all(value is None for value in named):
-        return 0.0
-    return _first(given.temperature, defaults.temperature, 1.0)
-
-
-def _bad_words(words: tuple[str, ...], tokenizer: PromptTokenizer) -> tuple[tuple[int, ...], ...]:
-    return tuple(spelled for word in words for spelled in tokenizer.bad_word_tokens(word))
+def _bad_words(words: Iterable[str], tokenizer: PromptTokenizer) -> tuple[tuple[int, ...], ...]:
+    return tuple(token_ids for word in words for token_ids in tokenizer.bad_word_tokens(word))
 
 
 def _check_vocabulary(param: str, token_ids: Iterable[int], card: ModelCard) -> None:

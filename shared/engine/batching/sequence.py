@@ -25,7 +25,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.block_hash import root_after_public
-from shared.engine.sampling.sampling_row import SamplingRow, sampling_row
 from shared.engine.sampling.token_counts import TokenCounts
 from shared.messages import (
     PinPrefix,
@@ -96,7 +95,8 @@ class Sequence:
     # of the second to the last computed prompt token; None: not asked for, or told
     prompt_logprobs: list[TokenLogprobs] | None = field(default=None, init=False)
     pooled: NDArray[np.float64] | None = field(default=None, init=False)  # so far
-    _sampling_row: SamplingRow | None = field(default=None, init=False)
+    # of `inputs.py`: its sampling as one packed row, and whether it has penalties, bans or logprobs
+    packed_sampling: tuple[bytes, bool] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if self.sampling is not None:
@@ -128,14 +128,6 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def sampling_row(self) -> SamplingRow:
-        """Of one that draws."""
-        if self._sampling_row is None:
-            assert self.sampling is not None
-            self._sampling_row = sampling_row(self.sampling, self.choice_index)
-        return self._sampling_row
 
     @property
     def num_prefill_tokens(self) -> int:

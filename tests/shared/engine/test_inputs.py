@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import numpy as np
+import pytest
 
 from shared.engine.batching.sequence import Sequence
 from shared.engine.inputs import build_inputs
@@ -107,3 +109,25 @@ def test_the_tables_are_a_copy_that_a_later_change_does_not_reach() -> None:
     chunk.token_ids[0] = 99
     assert inputs.block_tables.tolist() == [[6]]
     assert inputs.input_ids.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("extra", "field"),
+    [
+        ({"bad_words": ((5,),)}, "banned"),
+        ({"min_tokens": 1}, "banned"),
+        ({"logit_bias": ((5, 1.0),)}, "bias"),
+        ({"repetition_penalty": 1.1}, "penalties"),
+        ({"frequency_penalty": 0.1}, "penalties"),
+        ({"presence_penalty": -0.1}, "penalties"),
+        ({"num_logprobs": 0}, "raw_logprobs"),
+    ],
+    ids=str,
+)
+def test_each_option_beyond_a_packed_row_reaches_its_field(
+    extra: dict[str, Any], field: str
+) -> None:
+    params = SamplingParams(seed=1, max_tokens=9, **extra)
+    sequence = standing([10, 11], params, block_table=[1], num_computed_tokens=0, stop=(3,))
+    for _ in range(2):  # the second step takes the cached row
+        assert getattr(build_inputs([row_of(sequence, 2)], BLOCK_SIZE).sampling, field)

@@ -83,9 +83,9 @@ def check_envelope(response: httpx.Response, status: int, code: str, param: str 
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
         ({"logit_bias": {str(number): 1 for number in range(1025)}}, "logit_bias"),
         ({"bad_words": "x"}, "bad_words"),
-        ({"bad_words": [" "]}, "bad_words"),
+        ({"bad_words": [" "]}, "bad_words[0]"),
         ({"bad_words": ["x"] * 129}, "bad_words"),
-        ({"bad_words": ["x" * 257]}, "bad_words"),
+        ({"bad_words": ["x" * 257]}, "bad_words[0]"),
     ],
 )
 async def test_bad_field(cluster: Cluster, fields: dict[str, Any], param: str) -> None:

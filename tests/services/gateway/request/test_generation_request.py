@@ -13,7 +13,7 @@ from tokenizers.processors import ByteLevel, TemplateProcessing
 from services.gateway.request.generation_request import GenerationRequest, max_output_tokens
 from services.gateway.request.preparation import Preparation
 from services.gateway.request.prompt import Echo, TextPrompt, TokenPrompt, echo_of, tokenize
-from services.gateway.request.sampling import Sampling, sampling_params
+from services.gateway.request.sampling import SamplingFields
 from services.gateway.text.model_files import ModelFiles
 from shared.config import GatewayConfig
 from shared.errors import InvalidRequest, PromptTooLong
@@ -27,7 +27,14 @@ from tests.services.gateway.peer import CARD
 def params(tmp_path: Path, defaults: dict[str, Any], **given: Any) -> SamplingParams:
     model_dir = write_model_dir(tmp_path / "m")
     (model_dir / "generation_config.json").write_text(json.dumps(defaults))
-    return sampling_params(Sampling(**given), 8, CARD, ModelFiles(model_dir), 11)
+    return SamplingFields(**given).resolve(
+        max_tokens=8,
+        num_logprobs=None,
+        num_prompt_logprobs=None,
+        default_seed=11,
+        card=CARD,
+        files=ModelFiles(model_dir),
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,7 +85,10 @@ def test_max_tokens(
     )
     prepared = Preparation(config, ModelFiles(model_dir), SystemRandomness()).prepare(
         GenerationRequest(
-            model="tiny", prompt=TextPrompt("a", "prompt"), sampling=Sampling(max_tokens=given)
+            model="tiny",
+            prompt=TextPrompt("a", "prompt"),
+            sampling=SamplingFields(),
+            max_tokens=given,
         ),
         CARD,
         tenant=TenantRecord(tenant_id="t"),
@@ -92,7 +102,7 @@ def test_a_bad_word_is_banned_with_and_without_its_space(
     tmp_path: Path, model_files: ModelFiles
 ) -> None:
     decode = model_files.tokenizer.tokenizer.decode
-    banned = params(tmp_path, {}, bad_words=("  fox", "<|im_end|>")).bad_words
+    banned = params(tmp_path, {}, bad_words=["  fox", "<|im_end|>"]).bad_words
     spelled = [decode(list(each), skip_special_tokens=False) for each in banned]
     assert spelled == ["fox", " fox", "<|im_end|>", " <|im_end|>"]
     assert all(2 not in each for each in banned)  # as text: the special token can be drawn
@@ -155,8 +165,13 @@ def test_a_tokenizer_that_adds_a_first_token(tmp_path: Path) -> None:
 def test_a_prompt_fills_the_context_where_nothing_is_shown_behind_it(
     options: dict[str, Any], longest: int
 ) -> None:
-    prompt, sampling = TextPrompt("a", "prompt"), Sampling(max_tokens=1)
-    generation = GenerationRequest(model="tiny", prompt=prompt, sampling=sampling, **options)
+    generation = GenerationRequest(
+        model="tiny",
+        prompt=TextPrompt("a", "prompt"),
+        sampling=SamplingFields(),
+        max_tokens=1,
+        **options,
+    )
     card = msgspec.structs.replace(CARD, max_context_tokens=512)
     assert max_output_tokens(generation, longest, card, default=9) == 1
     with pytest.raises(PromptTooLong, match="prompt: a prompt of"):

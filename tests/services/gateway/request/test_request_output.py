@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from services.gateway.metrics import GatewayMetrics
@@ -9,7 +11,7 @@ from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.preparation import Preparation
 from services.gateway.request.prompt import TokenPrompt
 from services.gateway.request.request_output import MAX_TEXTS, RequestOutput
-from services.gateway.request.sampling import Sampling
+from services.gateway.request.sampling import SamplingFields
 from services.gateway.text.model_files import ModelFiles
 from shared.clock import MonotonicClock
 from shared.config import GatewayConfig
@@ -21,10 +23,13 @@ from tests.services.gateway.peer import CARD
 LENGTH = Finish(reason="length", served=Served(num_cached_tokens=0, prefill_worker_id=None))
 
 
-def delivery_of(config: GatewayConfig, files: ModelFiles, **sampling: object) -> RequestOutput:
+def delivery_of(config: GatewayConfig, files: ModelFiles, **options: Any) -> RequestOutput:
     preparation = Preparation(config, files, SystemRandomness())
     generation = GenerationRequest(
-        model=CARD.name, prompt=TokenPrompt([5], "prompt"), sampling=Sampling(**sampling)
+        model=CARD.name,
+        prompt=TokenPrompt([5], "prompt"),
+        sampling=SamplingFields(),
+        **options,
     )
     prepared = preparation.prepare(
         generation,

@@ -1,0 +1,68 @@
+"""The fields that OpenAI's chat and text completions share, with what vLLM adds to them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from services.gateway.request.sampling import MAX_INT, SamplingFields
+from shared.errors import InvalidRequest
+
+MAX_CHOICES = 128
+MAX_CACHE_KEY_CHARS = 256
+
+# Fields that would change the output and that Hearth does not support, with the values that change
+# nothing. Any other unknown field is ignored, since clients send many.
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "include_stop_str_in_output": (None, False),
+    "length_penalty": (None, 1),
+    "logits_processors": (None, []),
+    "prompt_logprobs": (None,),
+    "response_format": (None, {"type": "text"}),
+    "return_token_ids": (None, False),
+    "skip_special_tokens": (None, True),
+    "structured_outputs": (None,),
+    "truncate_prompt_tokens": (None,),
+    "use_beam_search": (None, False),
+}
+
+NumChoices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    include_usage: bool | None = None
+
+
+class RequestFields(SamplingFields, frozen=True, kw_only=True):
+    model: str | None = None  # None: the gateway's only model
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: NumChoices | None = None
+    best_of: NumChoices | None = None
+    user: str | None = None
+    cache_salt: str | None = None
+    prompt_cache_key: Annotated[str, Meta(max_length=MAX_CACHE_KEY_CHARS)] | None = None
+    priority: Annotated[int, Meta(ge=-MAX_INT, le=MAX_INT)] | None = None  # higher goes first
+
+    @property
+    def num_choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def has_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+def check_stream_options(body: RequestFields) -> None:
+    """Raises InvalidRequest for stream options of a request that is not streamed."""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest(
+            "stream_options is only allowed when stream is true", param="stream_options"
+        )
