@@ -4,14 +4,16 @@ A worker's step takes about
 
     step_s + token_s · prompt tokens + drawn_s · generated tokens
 
-The three are fitted by least squares to the differences between heartbeats, older ones forgotten,
-and drawn towards the mean of the model's other workers, so that a new one is believed to be like
-them until it shows otherwise. What a handoff costs beyond computing is learned in the same way:
-seconds until a prefill worker has answered, and seconds that a pushed token keeps its link busy.
+The three are fitted to the differences between heartbeats by least squares with exponential
+forgetting. None of them can be negative: where one would be, the others are fitted without it. The
+mean of the model's other workers is the prior of a new one. The cost of a handoff beyond computing
+is learned in the same way: seconds until a prefill worker accepts, and link seconds per pushed
+token.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 from shared.messages import WorkerLoad
@@ -28,6 +30,10 @@ MAX_ACK_S = 1.0  # nobody waits longer for a prefill worker's word
 DRAWN_S = 1e-4
 
 Triple = tuple[float, float, float]
+Sextuple = tuple[float, float, float, float, float, float]
+Held = tuple[bool, bool, bool]  # which coefficients are held at zero
+_NONE_HELD: Held = (False, False, False)
+_SOME_HELD: list[Held] = list(itertools.product((False, True), (False, True), (False, True)))[1:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +64,10 @@ class RunningRatio:
 
 
 class LeastSquares:
-    """seconds ≈ x·a + y·b + z·c, older equations forgotten, as near to the prior as `weights` say.
+    """Fits seconds ≈ x·a + y·b + z·c with a, b, c >= 0, older equations forgotten.
 
-    Plain floats: at this size a library call costs more than the arithmetic.
+    `weights` say how strongly the prior holds. Plain floats: at this size a library call costs more
+    than the arithmetic.
     """
 
     def __init__(self, prior: Triple, weights: Triple) -> None:
@@ -78,12 +85,41 @@ class LeastSquares:
         ]
 
     def solution(self) -> Triple:
-        """By elimination; the prior keeps the pivots positive."""
+        """(a, b, c): the unconstrained minimum if no coefficient is negative; otherwise the best
+        of the minima with some coefficients held at zero, one of which is the constrained minimum
+        (Lawson & Hanson, Solving Least Squares Problems, 1974, chapter 23).
+        """
+        free = self._minimum(_NONE_HELD)
+        if min(free) >= 0.0:
+            return free
+        candidates = (self._minimum(held) for held in _SOME_HELD)
+        return min((each for each in candidates if min(each) >= 0.0), key=self._loss)
+
+    def _loss(self, coefficients: Triple) -> float:
+        """Half the sum of squared errors, less a constant."""
+        a, b, c = coefficients
+        (xx, xy, xz, yy, yz, zz), (p, q, r) = self._normal_equations()
+        squares = xx * a * a + yy * b * b + zz * c * c
+        return squares / 2 + xy * a * b + xz * a * c + yz * b * c - p * a - q * b - r * c
+
+    def _normal_equations(self) -> tuple[Sextuple, Triple]:
+        """Moments xx, xy, xz, yy, yz, zz and products with seconds, of the equations and prior."""
         xx, xy, xz, yy, yz, zz = self._moments
-        xx, yy, zz = xx + self._base[0], yy + self._base[1], zz + self._base[2]
+        first, second, third = self._base
         p, q, r = (
             old + base for old, base in zip(self._products, self._base_products, strict=True)
         )
+        return (xx + first, xy, xz, yy + second, yz, zz + third), (p, q, r)
+
+    def _minimum(self, is_held: Held) -> Triple:
+        """With some coefficients held at zero, by elimination; the prior keeps pivots positive."""
+        (xx, xy, xz, yy, yz, zz), (p, q, r) = self._normal_equations()
+        if is_held[0]:
+            xy = xz = p = 0.0
+        if is_held[1]:
+            xy = yz = q = 0.0
+        if is_held[2]:
+            xz = yz = r = 0.0
         up, right = xy / xx, xz / xx
         yy, yz, q = yy - up * xy, yz - up * xz, q - up * p
         zz, r = zz - right * xz, r - right * p
@@ -124,7 +160,7 @@ class WorkerThroughput:
         )
         step_s, token_s, _ = self._fit.solution()
         self.speed = Speed(
-            step_s=min(max(step_s, 0.0), MAX_S),
+            step_s=min(step_s, MAX_S),
             token_s=min(max(token_s, MIN_TOKEN_S), MAX_S),
             push_token_s=self.speed.push_token_s,
             is_measured=self._num_tokens >= MIN_MEASURED_TOKENS,

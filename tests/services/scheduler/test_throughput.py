@@ -138,7 +138,10 @@ triples = st.tuples(*[st.floats(0, 1000) for _ in range(4)])
 
 
 @given(st.lists(triples, max_size=10))
-def test_least_squares_solves_what_numpy_solves(equations: list[tuple[float, ...]]) -> None:
+def test_least_squares_is_the_optimum_over_coefficients_that_are_not_negative(
+    equations: list[tuple[float, ...]],
+) -> None:
+    """By the Karush-Kuhn-Tucker conditions, and numpy's solution where that one is feasible."""
     prior = (0.005, 1e-4, 1e-4)
     fit = LeastSquares(prior, PRIOR_WEIGHTS)
     moments, products = np.zeros((3, 3)), np.zeros(3)
@@ -146,5 +149,23 @@ def test_least_squares_solves_what_numpy_solves(equations: list[tuple[float, ...
         fit.add(y, *xs)
         moments, products = 0.97 * moments + np.outer(xs, xs), 0.97 * products + np.array(xs) * y
     base = np.array(PRIOR_WEIGHTS) ** 2
-    wanted = np.linalg.solve(moments + np.diag(base), products + base * prior)
-    assert fit.solution() == pytest.approx(wanted, rel=1e-6, abs=1e-9)
+    matrix, vector = moments + np.diag(base), products + base * prior
+    found = np.array(fit.solution())
+    free = np.linalg.solve(matrix, vector)
+    if (free >= 0).all():
+        assert found == pytest.approx(free, rel=1e-6, abs=1e-9)
+    gradient = matrix @ found - vector
+    scale = 1e-8 * (np.abs(matrix) @ np.abs(found) + np.abs(vector) + 1)
+    assert (found >= 0).all()
+    assert (gradient >= -scale).all()
+    assert (np.abs(gradient[found > 0]) <= scale[found > 0]).all()
+
+
+def test_a_coefficient_that_would_be_negative_leaves_the_rest_to_the_others() -> None:
+    """Steps that take no time of their own: clamped, the other two would stay wrong."""
+    fit = LeastSquares((0.0, 0.0, 0.0), (1e-6, 1e-6, 1e-6))
+    for x, y in ((1.0, 10.0), (2.0, 11.0), (8.0, 12.0)):  # 0.1 y exactly, and less with more x
+        fit.add(0.1 * y - 0.01 * x, x, y, 0.0)
+    a, b, c = fit.solution()
+    assert (a, c) == (0.0, 0.0)
+    assert 0.09 < b < 0.1
