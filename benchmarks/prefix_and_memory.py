@@ -50,7 +50,7 @@ async def run(model_dir: Path, num_words: int, num_rounds: int) -> list[Row]:
     cold: list[Reply] = []
     warm: list[Reply] = []
     async with cluster, gateway_client(cluster.url, cluster.api_key) as client:
-        model = await first_model(client)
+        model = (await first_model(client)).id
 
         async def reply_to(prompt: str) -> Reply:
             messages = [{"role": "user", "content": prompt}]

@@ -8,8 +8,8 @@ import sys
 import httpx
 from rich.console import Console
 
-from services.cli.up import describe, text_printer
 from services.client.chat_request import first_model, gateway_client, stream_chat
+from services.client.first_answers import describe, text_printer
 from services.local.state import clusters_dir, running_cluster
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError, HearthError
@@ -35,7 +35,7 @@ def run_chat(url: str | None, api_key: str | None) -> None:
     with asyncio.Runner() as runner:
         client = gateway_client(found_url, found_key)
         try:
-            _converse(runner, client, runner.run(first_model(client)))
+            _converse(runner, client, runner.run(first_model(client)).id)
         finally:
             runner.run(client.aclose())
 

@@ -6,22 +6,18 @@ import asyncio
 import os
 import shlex
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from services.client.chat_request import Reply, first_model, gateway_client, stream_chat
+from services.client.first_answers import QUESTIONS, first_requests
 from services.local.cluster import LocalCluster
 from services.local.plan import UpOptions
 from services.local.state import clusters_dir
 from services.local.supervisor import Event
 from shared.clock import Clock, MonotonicClock
-from shared.errors import HearthError
-
-QUESTION = "What is Hearth?"
 
 
 def run_up(options: UpOptions, *, is_check: bool) -> None:
@@ -59,7 +55,14 @@ async def _serve(
     async with cluster:
         display.close()
         try:
-            await first_request(cluster.url, cluster.api_key, console, clock, is_check=is_check)
+            await first_requests(
+                cluster.url,
+                cluster.api_key,
+                console,
+                clock,
+                observer=cluster.observer,
+                is_check=is_check,
+            )
             console.print(f"ready in {display.elapsed_s:.1f} s   {cluster.url}/v1", style="bold")
             if not is_check:
                 _show_gateway(cluster, console)
@@ -127,32 +130,8 @@ class StartupDisplay:
             self._progress.stop()
 
 
-async def first_request(
-    url: str, api_key: str, console: Console, clock: Clock, *, is_check: bool
-) -> None:
-    """Shows the first answer. A cluster mends itself, so it outlives a question that fails; a check
-    does not: HearthError.
-    """
-    try:
-        await _show_first_answer(url, api_key, console, clock)
-    except HearthError as error:
-        if is_check:
-            raise
-        console.print(f"\nno answer: {error}", style="red", markup=False)
-
-
-async def _show_first_answer(url: str, api_key: str, console: Console, clock: Clock) -> None:
-    messages = [{"role": "user", "content": QUESTION}]
-    async with gateway_client(url, api_key) as client:
-        model = await first_model(client)
-        console.print(f"\n[bold]{model}[/bold] > {QUESTION}")
-        reply = await stream_chat(client, model, messages, clock, text_printer(console))
-    console.print("\n")
-    console.print(describe(reply), style="dim", soft_wrap=True)
-
-
 def _show_gateway(cluster: LocalCluster, console: Console) -> None:
-    body = {"messages": [{"role": "user", "content": QUESTION}], "stream": True}
+    body = {"messages": [{"role": "user", "content": QUESTIONS[0]}], "stream": True}
     curl = (
         f"curl -N {cluster.url}/v1/chat/completions"
         f" -H 'Authorization: Bearer {cluster.api_key}' -H 'Content-Type: application/json'"
@@ -163,28 +142,6 @@ def _show_gateway(cluster: LocalCluster, console: Console) -> None:
     console.print("chat     hearth chat")
     console.print(curl, soft_wrap=True, markup=False)
     console.print("Ctrl-C stops everything", style="dim")
-
-
-def text_printer(console: Console) -> Callable[[str], None]:
-    """Writes pieces of text as they come; formatting each would delay the next."""
-
-    def on_text(text: str) -> None:
-        console.file.write(text)
-        console.file.flush()
-
-    return on_text
-
-
-def describe(reply: Reply) -> str:
-    """One line: times, cache, and who did the work."""
-    prompt = reply.usage.get("prompt_tokens", 0)
-    prefill = reply.hearth.get("prefill_worker") or "none (computed by decode)"
-    return (
-        f"first token {reply.ttft_s * 1e3:.1f} ms · between tokens "
-        f"{reply.median_itl_s * 1e3:.1f} ms (median) · "
-        f"cached {reply.num_cached_tokens} of {prompt} prompt tokens · "
-        f"prefill {prefill} · decode {reply.hearth.get('decode_worker')}"
-    )
 
 
 def _short(path: Path) -> str:

@@ -30,6 +30,11 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
         return statistics.median(self.itl_s) if self.itl_s else 0.0
 
     @property
+    def num_prompt_tokens(self) -> int:
+        prompt = self.usage.get("prompt_tokens")
+        return prompt if isinstance(prompt, int) else 0
+
+    @property
     def num_cached_tokens(self) -> int:
         details = self.usage.get("prompt_tokens_details")
         cached = details.get("cached_tokens") if isinstance(details, dict) else None
@@ -51,12 +56,13 @@ class _Event(msgspec.Struct):
     error: Any = None
 
 
-class _ModelEntry(msgspec.Struct):
+class ServedModel(msgspec.Struct, frozen=True):
     id: str
+    max_context: int = 0  # tokens; 0: the server does not say
 
 
 class _Models(msgspec.Struct):
-    data: list[_ModelEntry] | None = None
+    data: list[ServedModel] | None = None
 
 
 def gateway_client(url: str, api_key: str) -> httpx.AsyncClient:
@@ -69,8 +75,7 @@ def gateway_client(url: str, api_key: str) -> httpx.AsyncClient:
     )
 
 
-async def first_model(client: httpx.AsyncClient) -> str:
-    """The id of the first served model."""
+async def first_model(client: httpx.AsyncClient) -> ServedModel:
     try:
         response = await client.get("/v1/models")
     except httpx.HTTPError as error:
@@ -79,7 +84,7 @@ async def first_model(client: httpx.AsyncClient) -> str:
     models = _decoded(response.content, _Models).data
     if not models:
         raise DependencyUnavailable(f"no model is served at {client.base_url}")
-    return models[0].id
+    return models[0]
 
 
 async def stream_chat(

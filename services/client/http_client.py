@@ -1,17 +1,19 @@
-"""A streaming HTTP client that costs little: one asyncio protocol, and JSON read once a request.
+"""Streaming HTTP clients of low cost: raw asyncio protocols on keep-alive connections.
 
-The client shares the machine with the server it measures, so an event is only searched for the mark
-of text and given a time; usage is decoded from the last event. TCP_NODELAY and TCP_QUICKACK are
-set: delayed acknowledgements would show up as 40 ms gaps of the server's.
+A client shares the machine with the server that it measures. `Connection` searches each event for
+text and records its time; it decodes usage from the last event. `CountingConnection` only counts
+events. TCP_NODELAY and TCP_QUICKACK are set: delayed acknowledgements would show up as 40 ms gaps
+in the server's stream.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import socket
 import time
-from typing import Any, cast
+from typing import Any, Self, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -20,6 +22,8 @@ from shared.errors import DependencyUnavailable
 from shared.transport.wire_errors import UNREADABLE
 
 _TEXT = re.compile(rb'"(?:content|text)":\s*"(?!")')
+_EVENT = re.compile(rb"data: (\{[^\n]*\})\n\n")
+_LAST_CHUNK = b"0\r\n\r\n"
 _USAGE = re.compile(rb'"usage":\s*\{')
 _QUICKACK = getattr(socket, "TCP_QUICKACK", None)
 
@@ -97,23 +101,26 @@ class BodyReader:
         return b"".join(pieces)
 
 
-class Connection(asyncio.Protocol):
-    """One keep-alive connection; one request at a time."""
+class _KeepAlive(asyncio.Protocol):
+    """`has_quickack`: each segment is acknowledged at once, not up to 40 ms later."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_quickack: bool = True) -> None:
+        self._has_quickack = has_quickack and _QUICKACK is not None
         self._transport: asyncio.Transport | None = None
         self._socket: Any = None
-        self._answer: asyncio.Future[Sample] | None = None
 
     @classmethod
-    async def open(cls, url: str) -> Connection:
-        """Raises DependencyUnavailable."""
+    async def open(cls, url: str, **options: Any) -> Self:
+        """`options` are the constructor's. Raises DependencyUnavailable."""
         parts = urlsplit(url)
         is_secure = parts.scheme == "https"
         port = (443 if is_secure else 80) if parts.port is None else parts.port
         try:
             _, connection = await asyncio.get_running_loop().create_connection(
-                cls, parts.hostname or "127.0.0.1", port, ssl=is_secure or None
+                lambda: cls(**options),
+                parts.hostname or "127.0.0.1",
+                port,
+                ssl=is_secure or None,
             )
         except OSError as error:
             raise DependencyUnavailable(f"cannot reach {url}: {error}") from None
@@ -123,6 +130,27 @@ class Connection(asyncio.Protocol):
     def is_open(self) -> bool:
         """A server may close a connection that idles."""
         return self._transport is not None and not self._transport.is_closing()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._socket = transport.get_extra_info("socket")
+        if self._socket is not None:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._acknowledge_quickly()
+
+    def _acknowledge_quickly(self) -> None:
+        if self._has_quickack:  # the kernel resets it after each use
+            self._socket.setsockopt(socket.IPPROTO_TCP, _QUICKACK, 1)
+
+
+class Connection(_KeepAlive):
+    """One request at a time; each response becomes a Sample."""
+
+    _answer: asyncio.Future[Sample] | None = None
 
     async def request(self, message: bytes) -> Sample:
         """Sends a whole HTTP request; returns when its answer has ended. Errors are in it."""
@@ -134,19 +162,9 @@ class Connection(asyncio.Protocol):
         self._transport.write(message)
         return await self._answer
 
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        self._socket = transport.get_extra_info("socket")
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._acknowledge_quickly()
-
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
-        self._acknowledge_quickly()  # the kernel forgets it after each use
+        self._acknowledge_quickly()
         if self._answer is None:
             return
         *events, self._rest = (self._rest + self._reader.feed(data)).split(b"\n\n")
@@ -161,10 +179,6 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if self._answer is not None:
             self._finish(time.perf_counter(), f"the connection ended: {error}")
-
-    def _acknowledge_quickly(self) -> None:
-        if _QUICKACK is not None:
-            self._socket.setsockopt(socket.IPPROTO_TCP, _QUICKACK, 1)
 
     def _finish(self, now: float, error: str) -> None:
         assert self._answer is not None
@@ -188,6 +202,69 @@ class Connection(asyncio.Protocol):
                 error=error,
             )
         )
+
+
+class EventCount(msgspec.Struct, frozen=True, kw_only=True):
+    """One streamed response; times in seconds of the client's monotonic clock."""
+
+    started: float
+    first_text_at: float
+    num_events: int
+    beginning: bytes  # of the response, at least to its first text
+
+
+class CountingConnection(_KeepAlive):
+    """Counts the events of a chunked response by their blank lines.
+
+    `parses`: decodes the JSON of every event, as an application's client does.
+    """
+
+    def __init__(self, *, has_quickack: bool = True, parses: bool = False) -> None:
+        super().__init__(has_quickack=has_quickack)
+        self._parses = parses
+        self._ended: asyncio.Future[None] | None = None
+
+    async def request(self, message: bytes) -> EventCount:
+        """Returns when the response has ended. Raises ConnectionError."""
+        assert self._transport is not None
+        self._first_text_at, self._num_events = 0.0, 0
+        self._beginning, self._tail = bytearray(), b""
+        self._ended = asyncio.get_running_loop().create_future()
+        started = time.perf_counter()
+        self._transport.write(message)
+        await self._ended
+        return EventCount(
+            started=started,
+            first_text_at=self._first_text_at,
+            num_events=self._num_events,
+            beginning=bytes(self._beginning),
+        )
+
+    def data_received(self, data: bytes) -> None:
+        self._acknowledge_quickly()
+        if not self._first_text_at:  # the head and the first event may arrive apart
+            self._beginning += data
+            if _TEXT.search(self._beginning):
+                self._first_text_at = time.perf_counter()
+        if self._parses:
+            for event in _EVENT.findall(data):
+                json.loads(event)
+        self._num_events += data.count(b"\n\n")
+        if self._tail.endswith(b"\n") and data.startswith(b"\n"):
+            self._num_events += 1
+        self._tail = (self._tail + data)[-len(_LAST_CHUNK) :]
+        if self._tail == _LAST_CHUNK and self._ended is not None and not self._ended.done():
+            self._ended.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_exception(ConnectionError(f"the connection ended: {error}"))
+
+
+def text_events(response: bytes) -> tuple[int, int]:
+    """How many events a streamed response has, and how many of them carry text."""
+    events = response.split(b"\n\n")[:-1]
+    return len(events), sum(_TEXT.search(event) is not None for event in events)
 
 
 def http_request(url: str, api_key: str, path: str, body: dict[str, Any]) -> bytes:

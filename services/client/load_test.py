@@ -124,7 +124,7 @@ async def measure(
     randomness = random.Random(options.seed)
     url = url.rstrip("/").removesuffix("/v1")
     async with gateway_client(url, api_key) as client:
-        model = await first_model(client)
+        model = (await first_model(client)).id
     load = Load(
         url=url,
         api_key=api_key,

@@ -80,6 +80,13 @@ class LocalCluster:
     def process_ids(self) -> tuple[str, ...]:
         return tuple(each.process_id for each in self._credentials)
 
+    @property
+    def observer(self) -> tuple[str, str] | None:
+        """NATS URL and process id of a reader of heartbeats; None with an external NATS."""
+        if self._nats is None:
+            return None
+        return self._endpoints.nats_url_of(self._observer), self._observer.process_id
+
     def pid_of(self, process_id: str) -> int:
         return self._supervisor.pid_of(process_id)
 

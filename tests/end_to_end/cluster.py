@@ -32,6 +32,7 @@ class Cluster:
     process: subprocess.Popen[str]
     state: ClusterState
     client: httpx.Client
+    startup: str  # what `hearth up` printed until it was ready
 
     @property
     def url(self) -> str:
@@ -185,11 +186,21 @@ def run_cluster(folder: Path, *options: str) -> Iterator[Cluster]:
         state = _wait_for_state(process, folder / "hearth" / "clusters")
         headers = {"Authorization": f"Bearer {state.api_key}"}
         with httpx.Client(base_url=state.url, headers=headers, timeout=120) as client:
-            yield Cluster(process, state, client)
+            yield Cluster(process, state, client, _read_startup(process))
     finally:
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
+
+
+def _read_startup(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("ready in"):
+            return "".join(lines)
+    raise AssertionError(f"the cluster ended: {''.join(lines)}")
 
 
 def _wait_for_state(process: subprocess.Popen[str], clusters: Path) -> ClusterState:

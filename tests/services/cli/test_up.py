@@ -9,12 +9,13 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from services.cli.up import first_request
+from services.client.first_answers import first_requests
 from services.local.servers import free_port
 from services.local.state import ClusterState, StateDir
 from shared.clock import MonotonicClock
@@ -178,10 +179,11 @@ def kill_and_wait(running: Up, command: str) -> None:
 async def test_a_first_question_that_fails_ends_only_a_check() -> None:
     url = f"http://127.0.0.1:{free_port('127.0.0.1')}"  # nobody listens there
     console = Console(file=io.StringIO(), width=200)
-    await first_request(url, "key", console, MonotonicClock(), is_check=False)
+    ask = partial(first_requests, url, "key", console, MonotonicClock(), observer=None)
+    await ask(is_check=False)
     assert f"no answer: cannot reach {url}" in console.file.getvalue()
     with pytest.raises(DependencyUnavailable):
-        await first_request(url, "key", console, MonotonicClock(), is_check=True)
+        await ask(is_check=True)
 
 
 @pytest.fixture

@@ -98,7 +98,7 @@ async def test_a_broken_connection_is_an_error() -> None:
 async def test_the_first_model_is_asked_for() -> None:
     models = {"data": [{"id": "demo"}, {"id": "other"}]}
     async with client(lambda request: httpx.Response(200, json=models)) as gateway:
-        assert await first_model(gateway) == "demo"
+        assert (await first_model(gateway)).id == "demo"
     async with client(lambda request: httpx.Response(200, json={"data": []})) as gateway:
         with pytest.raises(DependencyUnavailable, match="no model"):
             await first_model(gateway)

@@ -207,3 +207,20 @@ def test_bad_sizes_and_formats_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check_options(options(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("num_prefill", "environ", "expected"),
+    [
+        (1, {}, "512"),
+        (0, {}, None),
+        (1, {"HEARTH_MAX_LOCAL_PREFILL_TOKENS": "4"}, "4"),
+    ],
+)
+def test_long_prompts_go_to_prefill_workers_where_there_are_some(
+    tmp_path: Path, num_prefill: int, environ: dict[str, str], expected: str | None
+) -> None:
+    chosen = options(tmp_path, num_prefill=num_prefill)
+    specs = plan_services(chosen, plan_credentials(chosen), ENDPOINTS, num_cores=2, environ=environ)
+    (scheduler,) = (each for each in specs if each.process_id == "scheduler-1")
+    assert scheduler.environ.get("HEARTH_MAX_LOCAL_PREFILL_TOKENS") == expected

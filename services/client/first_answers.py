@@ -1,0 +1,121 @@
+"""The questions that `hearth up` asks a cluster that has just started.
+
+The first has a long prompt: a prefill worker computes it and pushes its KV to decode. The second
+has the same beginning: its KV is in the prefix cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.resources import files
+
+import httpx
+from rich.console import Console
+
+from services.client.chat_request import (
+    Reply,
+    ServedModel,
+    first_model,
+    gateway_client,
+    stream_chat,
+)
+from services.client.pushed_kv import pushed_kv
+from shared.clock import Clock
+from shared.errors import HearthError
+
+QUESTIONS = ("What is Hearth?", "What is the KV cache?")
+MIN_CONTEXT_TOKENS = 2048  # holds the instructions, a question and its answer
+
+Observer = tuple[str, str]  # NATS URL and process id of one who may read heartbeats
+
+
+def text_printer(console: Console) -> Callable[[str], None]:
+    """Writes each text delta at once; formatting it would delay the next."""
+
+    def on_text(text: str) -> None:
+        console.file.write(text)
+        console.file.flush()
+
+    return on_text
+
+
+def describe(reply: Reply) -> str:
+    """One line: times, cached tokens and the workers that served the request."""
+    prefill = reply.hearth.get("prefill_worker") or "none (computed by decode)"
+    return (
+        f"first token {reply.ttft_s * 1e3:.1f} ms · between tokens "
+        f"{reply.median_itl_s * 1e3:.1f} ms (median) · "
+        f"cached {reply.num_cached_tokens} of {reply.num_prompt_tokens} prompt tokens · "
+        f"prefill {prefill} · decode {reply.hearth.get('decode_worker')}"
+    )
+
+
+async def first_requests(
+    url: str,
+    api_key: str,
+    console: Console,
+    clock: Clock,
+    *,
+    observer: Observer | None,
+    is_check: bool,
+) -> None:
+    """Asks and shows the QUESTIONS. Raises HearthError for a check whose question fails.
+
+    Without `is_check` a failure is shown: the cluster repairs itself and stays up. `observer` None:
+    the time of the push is not shown.
+    """
+    try:
+        async with gateway_client(url, api_key) as client:
+            model = await first_model(client)
+            first, second = QUESTIONS
+            reply = await _show_answer(client, model, first, console, clock)
+            if reply.hearth.get("prefill_worker"):
+                console.print(await _describe_push(reply, observer), soft_wrap=True)
+            reply = await _show_answer(client, model, second, console, clock)
+            console.print(_describe_cache(reply), soft_wrap=True)
+    except HearthError as error:
+        if is_check:
+            raise
+        console.print(f"\nno answer: {error}", style="red", markup=False)
+
+
+async def _show_answer(
+    client: httpx.AsyncClient, model: ServedModel, question: str, console: Console, clock: Clock
+) -> Reply:
+    messages = [{"role": "user", "content": question}]
+    if model.max_context >= MIN_CONTEXT_TOKENS:
+        messages.insert(0, {"role": "system", "content": _instructions()})
+    console.print(f"\n[bold]{model.id}[/bold] > {question}")
+    reply = await stream_chat(client, model.id, messages, clock, text_printer(console))
+    console.print("\n")
+    console.print(describe(reply), style="dim", soft_wrap=True)
+    return reply
+
+
+def _instructions() -> str:
+    return files("services.client").joinpath("first_prompt.txt").read_text().strip()
+
+
+def _describe_cache(reply: Reply) -> str:
+    return (
+        f"the prefix cache held {reply.num_cached_tokens} of {reply.num_prompt_tokens} prompt "
+        "tokens: they were not computed again"
+    )
+
+
+async def _describe_push(reply: Reply, observer: Observer | None) -> str:
+    served = reply.hearth
+    num_tokens = served.get("num_pushed_tokens") or 0
+    text = (
+        f"{served['prefill_worker']} computed the prompt and pushed KV of {num_tokens} tokens "
+        f"to {served.get('decode_worker')}"
+    )
+    if observer is None:
+        return text
+    pushed = await pushed_kv(*observer, served["prefill_worker"], num_tokens=num_tokens)
+    if pushed is None:
+        return text
+    return (
+        f"{text}: {pushed.num_bytes / 1e6:.1f} MB in {pushed.push_s * 1e3:.1f} ms, "
+        f"{pushed.megabytes_per_s:,.0f} MB/s"
+    )
