@@ -50,7 +50,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.report import Bar, Row, at_least, at_most, write_result
 from benchmarks.serving.aiperf import aiperf
-from benchmarks.serving.client import Manner, Tally, Target, load, num_events_of
+from benchmarks.serving.closed_loop import ClientKind, Tally, Target, load, num_events_of
 from benchmarks.serving.dynamo import dynamo
 from benchmarks.serving.hearth import ONE_WORKER, SPLIT, Processes, hearth
 from services.cli.service_options import DEMO_MODEL_DIR
@@ -65,9 +65,9 @@ class Shape:
 SHAPES = {"split": Shape(500, 32), "one": Shape(100, 64)}
 SERVICES = {"split": SPLIT, "one": ONE_WORKER}
 MANNERS = {
-    "quickack": Manner(has_quickack=True),
-    "plain": Manner(),
-    "parsing": Manner(has_quickack=True, parses=True),
+    "quickack": ClientKind(has_quickack=True),
+    "plain": ClientKind(),
+    "parsing": ClientKind(has_quickack=True, parses=True),
 }
 # (shape, clients): requests/s of Dynamo 1.6.1 on 2 cores, under which client; bar
 REFERENCES = {
@@ -109,7 +109,7 @@ class Measurement:
             return await self.row_of_aiperf(aiperf_venv, concurrency)
         return await self.row(concurrency, MANNERS[client])
 
-    async def row(self, concurrency: int, manner: Manner) -> Row:
+    async def row(self, concurrency: int, kind: ClientKind) -> Row:
         source = prompts(self.shape.num_input_tokens, self.seed)
         num_output_tokens = self.shape.num_output_tokens
         num_events = await num_events_of(self.target, next(source), num_output_tokens)
@@ -122,7 +122,7 @@ class Measurement:
                 duration_s=seconds,
                 num_output_tokens=num_output_tokens,
                 num_events=num_events,
-                manner=manner,
+                kind=kind,
             )
 
         await run(WARM_UP_S)

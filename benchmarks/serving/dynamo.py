@@ -21,7 +21,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from benchmarks.serving.client import Target
+from benchmarks.serving.closed_loop import Target
 from benchmarks.serving.hearth import START_TIMEOUT_S, Processes
 from services.cli.service_options import DEMO_MODEL_DIR
 from tests.servers import free_port

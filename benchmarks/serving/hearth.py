@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from benchmarks.serving.client import Target
+from benchmarks.serving.closed_loop import Target
 from services.cli.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
 from services.local.plan import thread_environ
 from shared.subjects import CredentialRole

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.serving.client import Connection, Manner, Target, num_events_of
+from benchmarks.serving.closed_loop import Target, num_events_of
+from services.client.http_client import CountingConnection
 
 EVENTS = [
     b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n',
@@ -28,22 +29,22 @@ class Transport(asyncio.Transport):
 
 @pytest.mark.parametrize("num_bytes", [1, 2, 3, 7, 50, len(ANSWER)])
 async def test_events_are_counted_however_they_are_cut(num_bytes: int) -> None:
-    connection = Connection(Manner())
+    connection = CountingConnection(has_quickack=False)
     connection.connection_made(Transport())
-    asking = asyncio.create_task(connection.ask(b"GET"))
+    asking = asyncio.create_task(connection.request(b"GET"))
     await asyncio.sleep(0)
     for start in range(0, len(ANSWER), num_bytes):
         assert not asking.done()
         connection.data_received(ANSWER[start : start + num_bytes])
-    await asking
-    assert connection.num_events == 4
-    assert connection.first_text_at >= connection.started > 0
+    count = await asking
+    assert count.num_events == 4
+    assert count.first_text_at >= count.started > 0
 
 
 async def test_who_parses_finds_what_is_no_json() -> None:
-    connection = Connection(Manner(parses=True))
+    connection = CountingConnection(has_quickack=False, parses=True)
     connection.connection_made(Transport())
-    asking = asyncio.create_task(connection.ask(b"GET"))
+    asking = asyncio.create_task(connection.request(b"GET"))
     await asyncio.sleep(0)
     with pytest.raises(ValueError, match="Expecting"):
         connection.data_received(ANSWER.replace(b'"a"', b"[a]"))
@@ -52,9 +53,9 @@ async def test_who_parses_finds_what_is_no_json() -> None:
 
 
 async def test_a_connection_that_ends_early_is_no_answer() -> None:
-    connection = Connection(Manner())
+    connection = CountingConnection(has_quickack=False)
     connection.connection_made(Transport())
-    asking = asyncio.create_task(connection.ask(b"GET"))
+    asking = asyncio.create_task(connection.request(b"GET"))
     await asyncio.sleep(0)
     connection.data_received(ANSWER[:-1])
     connection.connection_lost(None)

@@ -1,0 +1,113 @@
+"""A closed loop of clients that only count events, so that the server's cost is what is measured.
+
+The first response shows how many events carry text; every other one must have as many events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from services.client.http_client import (
+    CountingConnection,
+    EventCount,
+    http_request,
+    text_events,
+)
+
+
+@dataclass(frozen=True)
+class ClientKind:
+    """Options of `CountingConnection`."""
+
+    has_quickack: bool = False
+    parses: bool = False
+
+
+@dataclass(frozen=True)
+class Target:
+    url: str
+    api_key: str
+    model: str
+
+    def request(self, prompt: str, num_output_tokens: int) -> bytes:
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": prompt}],
+            "stream": True,
+            "max_tokens": num_output_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
+        return http_request(self.url, self.api_key, "/v1/chat/completions", body)
+
+
+@dataclass
+class Tally:
+    """What the clients of one load received; times in seconds."""
+
+    num_events: int  # of each response
+    ttft_s: list[float] = field(default_factory=list)
+    num_requests: int = 0
+    faults: list[str] = field(default_factory=list)
+
+    def record(self, count: EventCount) -> None:
+        if count.num_events == self.num_events:
+            self.num_requests += 1
+            self.ttft_s.append(count.first_text_at - count.started)
+        else:
+            beginning = count.beginning[:300]
+            self.faults.append(f"{count.num_events} of {self.num_events} events: {beginning!r}")
+
+
+async def num_events_of(target: Target, prompt: str, num_output_tokens: int) -> int:
+    """Events of a response, of which one for each token carries text. Raises ValueError if not."""
+    parts = urlsplit(target.url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    writer.write(target.request(prompt, num_output_tokens))
+    response = b""
+    while not response.endswith(b"0\r\n\r\n"):
+        data = await reader.read(65536)
+        is_rejected = not response and not data.startswith(b"HTTP/1.1 200")
+        if not data or is_rejected:
+            raise ValueError(f"no response from {target.url}: {response + data!r}")
+        response += data
+    writer.close()
+    num_events, num_texts = text_events(response)
+    if num_texts != num_output_tokens:
+        raise ValueError(f"{num_texts} events with text for {num_output_tokens} tokens")
+    return num_events
+
+
+async def load(
+    target: Target,
+    prompts: Iterator[str],
+    *,
+    concurrency: int,
+    duration_s: float,
+    num_output_tokens: int,
+    num_events: int,
+    kind: ClientKind,
+) -> Tally:
+    """Each client sends its next request when the response to the last one has ended."""
+    tally = Tally(num_events)
+    until = time.perf_counter() + duration_s
+
+    async def client() -> None:
+        connection = await CountingConnection.open(
+            target.url, has_quickack=kind.has_quickack, parses=kind.parses
+        )
+        try:
+            while time.perf_counter() < until:
+                message = target.request(next(prompts), num_output_tokens)
+                tally.record(await connection.request(message))
+        except OSError as error:
+            tally.faults.append(str(error))
+        finally:
+            connection.close()
+
+    await asyncio.gather(*(client() for _ in range(concurrency)))
+    return tally
