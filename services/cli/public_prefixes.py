@@ -33,7 +33,13 @@ class PrefixMessage(msgspec.Struct, frozen=True):
 
 
 def publish_prefix(
-    redis_url: str | None, name: str, model: str, text: str, *, is_json: bool
+    redis_url: str | None,
+    name: str,
+    model: str,
+    text: str,
+    *,
+    is_json: bool,
+    max_prefixes: int = MAX_PER_TENANT,
 ) -> None:
     """Raises ConfigError for what no gateway would take, StoreUnavailable."""
     if not re.match(NAME_PATTERN, name):
@@ -53,8 +59,8 @@ def publish_prefix(
 
     async def save(store: Store) -> None:
         others = set(await pinned_prefix.entries(store, PUBLIC_TENANT_ID)) - {name}
-        if len(others) >= MAX_PER_TENANT:
-            raise ConfigError(f"there are {MAX_PER_TENANT} public prefixes: remove one first")
+        if len(others) >= max_prefixes:
+            raise ConfigError(f"there are {max_prefixes} public prefixes: remove one first")
         await pinned_prefix.save(store, prefix, time.time())
 
     _visit(redis_url, save)

@@ -54,6 +54,7 @@ class SyncState(Enum):
 @dataclass(slots=True)
 class _Resync:
     slot: int
+    max_kept_blocks: int
     epoch: int | None = None
     sequence_number: int | None = None  # of the oldest page: later events are replayed
     kept: list[KvEvents] = field(default_factory=list)
@@ -61,7 +62,7 @@ class _Resync:
 
     def keep(self, events: KvEvents) -> None:
         self.num_kept_blocks += _num_blocks(events)
-        if self.num_kept_blocks <= MAX_KEPT_BLOCKS:
+        if self.num_kept_blocks <= self.max_kept_blocks:
             self.kept.append(events)
 
 
@@ -79,7 +80,8 @@ class _Worker:
 
 
 class PrefixIndex:
-    def __init__(self) -> None:
+    def __init__(self, *, max_kept_blocks: int = MAX_KEPT_BLOCKS) -> None:
+        self._max_kept_blocks = max_kept_blocks
         self._holders: dict[bytes, int] = {}
         self._masks: dict[int, int] = {}  # interns: many blocks share few masks
         self._workers: dict[str, _Worker] = {}
@@ -174,7 +176,7 @@ class PrefixIndex:
         worker = self._workers[worker_id]
         if worker.resync is not None:
             self._retire(worker.resync.slot)
-        worker.resync = _Resync(self._take_slot(worker_id))
+        worker.resync = _Resync(self._take_slot(worker_id), self._max_kept_blocks)
         self._transition_to(worker, SyncState.RESYNCING)
 
     def add_page(self, page: BlockPage) -> bool:

@@ -80,13 +80,22 @@ class PrefixRegistry:
     """`now` gives unix seconds: records outlive this process, monotonic time does not."""
 
     def __init__(
-        self, store: Store, now: Callable[[], float], *, max_per_tenant: int, ttl_s: int
+        self,
+        store: Store,
+        now: Callable[[], float],
+        *,
+        max_per_tenant: int,
+        ttl_s: int,
+        max_pending: int = MAX_PENDING,
+        max_tenants: int = MAX_TENANTS,
     ) -> None:
         self.num_dropped = 0
         self._store = store
         self._now = now
         self._max_per_tenant = max_per_tenant
         self._ttl_s = ttl_s
+        self._max_pending = max_pending
+        self._max_tenants = max_tenants
         self._records: dict[bytes, PrefixRecord] = {}
         self._by_tenant: OrderedDict[str, OrderedDict[bytes, PrefixRecord]] = OrderedDict()
         self._held_by: dict[str, set[bytes]] = {}
@@ -334,7 +343,7 @@ class PrefixRegistry:
         self._change(record)
         if len(prefixes) > self._max_per_tenant:
             self._forget(prefixes.popitem(last=False)[1])
-        if len(self._by_tenant) > MAX_TENANTS:
+        if len(self._by_tenant) > self._max_tenants:
             tenant_id, prefixes = self._by_tenant.popitem(last=False)
             self._to_recover.pop(tenant_id, None)
             for each in prefixes.values():
@@ -367,7 +376,7 @@ class PrefixRegistry:
         self._bound_pending()
 
     def _bound_pending(self) -> None:
-        while len(self._pending) > MAX_PENDING:
+        while len(self._pending) > self._max_pending:
             self._taken()
             self.num_dropped += 1
             if self.num_dropped % 1000 == 1:

@@ -66,13 +66,20 @@ class UsageCounter:
     """`writer_id` names one life of one process; `now` gives unix seconds, for the day."""
 
     def __init__(
-        self, store: Store, clock: Clock, *, writer_id: str, now: Callable[[], float]
+        self,
+        store: Store,
+        clock: Clock,
+        *,
+        writer_id: str,
+        now: Callable[[], float],
+        max_pending: int = MAX_PENDING,
     ) -> None:
         self.num_dropped = 0
         self._store = store
         self._clock = clock
         self._writer_id = writer_id
         self._now = now
+        self._max_pending = max_pending
         self._pending: Counter[Place] = Counter()
         self._batch: list[tuple[Place, int]] = []
         self._number = 0
@@ -90,7 +97,7 @@ class UsageCounter:
             place: Place = (tenant_id, day, model, kind)
             if not amount:
                 continue
-            if place in self._pending or len(self._pending) < MAX_PENDING:
+            if place in self._pending or len(self._pending) < self._max_pending:
                 self._pending[place] += amount
             else:
                 self._drop(place, amount)

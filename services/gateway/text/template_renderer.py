@@ -39,7 +39,15 @@ class _Waiting(NamedTuple):
 
 
 class Renderer:
-    def __init__(self, template: ChatTemplate | None) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate | None,
+        *,
+        max_wait_s: float = MAX_WAIT_S,
+        hang_s: float = HANG_S,
+    ) -> None:
+        self.max_wait_s = max_wait_s
+        self.hang_s = hang_s
         self._template = template
         self._process: asyncio.subprocess.Process | None = None
         self._waiting: deque[_Waiting] = deque()
@@ -54,18 +62,18 @@ class Renderer:
 
     async def render(self, messages: Messages, tools: Messages = ()) -> list[str]:
         """As ChatTemplate.render. Raises InvalidRequest, also for what takes too long or too much
-        memory; Overloaded, after MAX_WAIT_S, if others take that long; NoCapacity.
+        memory; Overloaded, after `max_wait_s`, if others take that long; NoCapacity.
         """
         if self._template is None:
             raise InvalidRequest("this model has no chat template", param="messages")
         loop = asyncio.get_running_loop()
-        order = RenderJob(messages, tools, latest_start=time.monotonic() + MAX_WAIT_S)
+        order = RenderJob(messages, tools, latest_start=time.monotonic() + self.max_wait_s)
         waiting = _Waiting(_frame(order), loop.create_future())
         self._waiting.append(waiting)
         if not self._is_asking:
             self._is_asking = True
             self._background.start(self._take_rounds(self._template))
-        patience = loop.call_later(MAX_WAIT_S, self._give_up, waiting)
+        patience = loop.call_later(self.max_wait_s, self._give_up, waiting)
         try:
             reply = await waiting.reply
         except asyncio.CancelledError:
@@ -123,13 +131,13 @@ class Renderer:
         """
         asked, process = self._asked, None
         try:
-            async with asyncio.timeout(HANG_S) as hanging:
+            async with asyncio.timeout(self.hang_s) as hanging:
                 process = await self._started(template)
                 _send(process, b"".join([each.frame for each in asked]))
                 while asked and self._process is process:
                     reply = await _reply_of(process)
                     _settle(asked.popleft(), reply)
-                    hanging.reschedule(asyncio.get_running_loop().time() + HANG_S)
+                    hanging.reschedule(asyncio.get_running_loop().time() + self.hang_s)
         except (ConnectionError, EOFError):
             if self._process is process:  # it ended by itself
                 await self._end_process()

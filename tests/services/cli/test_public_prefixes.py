@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from services.cli import public_prefixes
 from services.cli.public_prefixes import publish_prefix, remove_prefix, show_prefixes
 from shared.block_hash import PUBLIC_TENANT_ID
 from shared.clock import MonotonicClock
@@ -71,11 +70,10 @@ def test_what_no_gateway_would_take_is_refused(
         publish_prefix(redis_server.url, name, "m", text, is_json=is_json)
 
 
-def test_there_are_only_so_many(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(public_prefixes, "MAX_PER_TENANT", 1)
+def test_there_are_only_so_many(redis_server: RedisServer) -> None:
     publish_prefix(redis_server.url, "first", "m", "x", is_json=False)
     with pytest.raises(ConfigError, match="remove one first"):
-        publish_prefix(redis_server.url, "second", "m", "x", is_json=False)
+        publish_prefix(redis_server.url, "second", "m", "x", is_json=False, max_prefixes=1)
     remove_prefix(redis_server.url, "first")
 
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -298,10 +297,9 @@ def resync(
         model.seen[worker_id] = halves[0] | odd
 
 
-def test_what_a_resync_keeps_is_bounded_by_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_resync_keeps_is_bounded_by_its_blocks() -> None:
     """Not by its messages, each of which may name half a million."""
-    monkeypatch.setattr("services.kv_index.index.MAX_KEPT_BLOCKS", 50)
-    index = PrefixIndex()
+    index = PrefixIndex(max_kept_blocks=50)
     index.add_worker("w0", "m", "r1", FORMAT)
     index.begin_resync("w0")
     for number in range(1, 9):

@@ -2,9 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
-
-from services.kv_index import registry as registry_module
 from services.kv_index.registry import PrefixRecord, PrefixRegistry
 from shared.clock import MonotonicClock
 from shared.store import Command, RedisStore, Store, StoreRefused
@@ -26,8 +23,8 @@ def block(number: int) -> bytes:
     return number.to_bytes(16, "big")
 
 
-def registry_on(store: Store, max_per_tenant: int = 3) -> PrefixRegistry:
-    return PrefixRegistry(store, WallClock(), max_per_tenant=max_per_tenant, ttl_s=60)
+def registry_on(store: Store, max_per_tenant: int = 3, **bounds: int) -> PrefixRegistry:
+    return PrefixRegistry(store, WallClock(), max_per_tenant=max_per_tenant, ttl_s=60, **bounds)
 
 
 def store_run(
@@ -167,11 +164,10 @@ def test_redis_away_and_back_loses_no_hit() -> None:
     assert registry.num_pending == 0
 
 
-def test_the_buffer_drops_the_oldest_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry_module, "MAX_PENDING", 5)
+def test_the_buffer_drops_the_oldest_and_counts() -> None:
     store = MemoryStore()
     store.is_away = True
-    registry = registry_on(store, max_per_tenant=100)
+    registry = registry_on(store, max_per_tenant=100, max_pending=5)
     for number in range(8):
         store_run(registry, number)
     run(registry.flush())
@@ -181,9 +177,8 @@ def test_the_buffer_drops_the_oldest_and_counts(monkeypatch: pytest.MonkeyPatch)
     assert set(store.data) == {key(number) for number in range(3, 8)} | {"hearth:t:prefixes"}
 
 
-def test_tenants_beyond_the_bound_are_forgotten_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry_module, "MAX_TENANTS", 2)
-    registry = registry_on(MemoryStore())
+def test_tenants_beyond_the_bound_are_forgotten_here() -> None:
+    registry = registry_on(MemoryStore(), max_tenants=2)
     for number in range(5):
         store_run(registry, number, tenant=f"t{number}")
     assert sorted(registry._records) == [block(3), block(4)]

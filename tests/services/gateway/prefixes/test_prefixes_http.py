@@ -22,7 +22,7 @@ from shared.packing import unpack_hashes, unpack_token_ids
 from shared.store import RedisStore
 from shared.subjects import KV_INDEX_GROUP, MATCH
 from shared.tenancy import pinned_prefix
-from shared.tenancy.pinned_prefix import PinnedPrefix
+from shared.tenancy.pinned_prefix import MAX_PER_TENANT, PinnedPrefix
 from shared.tenancy.tenant import TENANTS
 from shared.tenancy.tenant_admin import TenantAdmin, store_api_key
 from shared.transport.bus import NatsBus
@@ -236,14 +236,12 @@ async def test_what_is_less_than_a_block_cannot_be_pinned(model_files: ModelFile
         await small.read(prefix, CARD)
 
 
-async def test_a_tenant_has_so_many_and_no_more(
-    cluster: Cluster, store: RedisStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("services.gateway.prefixes.store.MAX_PER_TENANT", 2)
-    for name, status in (("a", 200), ("b", 200), ("c", 409), ("b", 200)):
+async def test_a_tenant_has_so_many_and_no_more(cluster: Cluster, store: RedisStore) -> None:
+    names = [f"p{number:02}" for number in range(MAX_PER_TENANT)]
+    for name, status in (*[(each, 200) for each in names], ("more", 409), (names[0], 200)):
         response = await cluster.http.put(f"{PREFIXES}/{name}", json={"system": SYSTEM})
         assert response.status_code == status
-    assert list(await pinned_prefix.entries(store, "tenant-1")) == ["a", "b"]
+    assert sorted(await pinned_prefix.entries(store, "tenant-1")) == names
 
 
 @pytest.mark.own_cluster

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import structlog.testing
 
-from services.gateway.tenancy import usage_counter as usage_module
 from services.gateway.tenancy.usage_counter import (
     ADD_UP,
     MAX_PER_BATCH,
@@ -203,10 +202,8 @@ async def test_an_unreadable_record_keeps_its_counts_and_nobody_else_s(
     assert await rows(store, "acme", "other") == [row(), row(tenant_id="other")]
 
 
-async def test_what_gathers_is_bounded(
-    usage: UsageCounter, store: Faulty, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(usage_module, "MAX_PENDING", 3)
+async def test_what_gathers_is_bounded(store: Faulty, wall: WallClock) -> None:
+    usage = UsageCounter(store, HandClock(), writer_id="gateway-1-x", now=wall, max_pending=3)
     usage.count("acme", "m", COUNTS)
     usage.count("other", "m", COUNTS)
     usage.count("acme", "m", COUNTS)

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 import pytest_asyncio
 
-from services.gateway.text import template_renderer as renderer_module
 from services.gateway.text.chat_template import ChatTemplate, LiteralText
 from services.gateway.text.template_process import Late, Rendered, RenderJob, reply_to
 from services.gateway.text.template_renderer import MAX_ROUND, Renderer
@@ -32,13 +31,13 @@ Make = Callable[[str], Awaitable[Renderer]]
 
 
 @pytest_asyncio.fixture
-async def make(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Make]:
-    monkeypatch.setattr(renderer_module, "HANG_S", 600.0)  # a machine that stands still is no hang
+async def make() -> AsyncIterator[Make]:
     made: list[Renderer] = []
 
     async def renderer(source: str) -> Renderer:
         template = ChatTemplate(source, special_tokens=["<s>"], variables={"bos_token": "<s>"})
-        made.append(Renderer(template))
+        # long enough that a machine that stands still is no hang
+        made.append(Renderer(template, max_wait_s=60.0, hang_s=600.0))
         return made[-1]
 
     yield renderer
@@ -80,11 +79,8 @@ async def test_a_template_that_refuses_says_why(make: Make) -> None:
         await renderer.render(MESSAGES)
 
 
-async def test_orders_of_one_round_are_answered_apart(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_orders_of_one_round_are_answered_apart(make: Make) -> None:
     """Also those behind one that does not end, and those behind one that is refused."""
-    monkeypatch.setattr(renderer_module, "MAX_WAIT_S", 60.0)
     renderer = await make(RENDER_TIMEOUT)
     orders = [[{"role": "user", "content": f"{number} "}] for number in range(3 * MAX_ROUND)]
     orders[1] = MESSAGES * 2
@@ -110,12 +106,10 @@ async def test_who_leaves_when_the_reply_is_there_spoils_nobodys_turn(make: Make
         assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
 
 
-async def test_who_waits_too_long_for_others_is_told(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_waits_too_long_for_others_is_told(make: Make) -> None:
     renderer = await make(RENDER_TIMEOUT)
     await renderer.render(MESSAGES)  # the process is there: to start it takes a while
-    monkeypatch.setattr(renderer_module, "MAX_WAIT_S", 1.0)
+    renderer.max_wait_s = 1.0
     first = [MESSAGES * 2] + [MESSAGES] * (MAX_ROUND - 1)
     asked = [asyncio.create_task(renderer.render(each)) for each in (*first, MESSAGES)]
     replies = await asyncio.gather(*asked, return_exceptions=True)
@@ -123,13 +117,11 @@ async def test_who_waits_too_long_for_others_is_told(
     assert all(isinstance(each, Overloaded) for each in replies[1:])
 
 
-async def test_who_waits_too_long_is_told_in_the_middle_of_a_round(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_waits_too_long_is_told_in_the_middle_of_a_round(make: Make) -> None:
     """None of its orders takes too long, but together they do, and nobody waits for all of them."""
     renderer = await make(SLOW)
     await renderer.render(MESSAGES)  # the process is there: to start it takes a while
-    monkeypatch.setattr(renderer_module, "MAX_WAIT_S", 1.0)
+    renderer.max_wait_s = 1.0
     asked = [asyncio.create_task(renderer.render(MESSAGES * 2)) for _ in range(MAX_ROUND)]
     while not renderer._asked:
         await asyncio.sleep(0)
@@ -140,15 +132,13 @@ async def test_who_waits_too_long_is_told_in_the_middle_of_a_round(
     assert isinstance(replies[-1], Overloaded)
 
 
-async def test_only_whose_turn_it_is_waits_for_a_process_that_hangs(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_only_whose_turn_it_is_waits_for_a_process_that_hangs(make: Make) -> None:
     renderer = await make(GOOD)
     assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
     assert renderer._process is not None
     os.kill(renderer._process.pid, signal.SIGSTOP)
-    monkeypatch.setattr(renderer_module, "MAX_WAIT_S", 0.2)
-    monkeypatch.setattr(renderer_module, "HANG_S", 1.0)
+    renderer.max_wait_s = 0.2
+    renderer.hang_s = 1.0
     told: list[type[BaseException]] = []
 
     async def ask() -> None:
@@ -158,7 +148,7 @@ async def test_only_whose_turn_it_is_waits_for_a_process_that_hangs(
 
     await asyncio.gather(*[ask() for _ in range(3)])
     assert told == [Overloaded, Overloaded, NoCapacity]
-    monkeypatch.setattr(renderer_module, "MAX_WAIT_S", 60.0)
+    renderer.max_wait_s = 60.0
     assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
 
 
