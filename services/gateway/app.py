@@ -97,8 +97,8 @@ class Routes:
         self._started_at = int(wall_clock())
 
     async def authenticate(self, connection: Connection) -> None:
-        """Before the body is read: a stranger gets nothing parsed. No guard, for each of which
-        Litestar copies the route's handler.
+        """Runs before the body is read: unauthenticated bodies are not parsed. Not a guard, since
+        Litestar copies the route's handler for each guard.
         """
         state = connection.state
         state.request_id = self._new_request_id()
@@ -106,21 +106,21 @@ class Routes:
         state.tenant = await self._api_keys.tenant_of(header)
 
     async def authorize_metrics(self, connection: Connection, _: BaseRouteHandler) -> None:
-        """They add up what all tenants do: the difference of two looks is what others just did."""
+        """Protects the metrics: two readings of these sums show the activity of other tenants."""
         given = bearer_of(connection.headers.get("authorization")) if self._metrics_token else ""
         if not hmac.compare_digest(given.encode(), self._metrics_token):
             raise AuthenticationFailed("the token for metrics is not valid")
 
     async def models(self, request: Request[Any, Any, Any]) -> Response[ModelList]:
-        """Those that the tenant may use."""
+        """Lists the models that the tenant may use."""
         cards = self._catalog.live_cards()
         entries = [self._entry(card) for card in cards if may_use(request.state.tenant, card.name)]
         headers = {"x-request-id": request.state.request_id}
         return Response(ModelList(data=entries), headers=headers)
 
     async def model(self, request: Request[Any, Any, Any]) -> Response[ModelEntry]:
-        """404 for a model that this gateway does not serve, 403 for one that the tenant may not
-        use; 503 before any worker serves it.
+        """Returns 404 for a model that this gateway does not serve, 403 for a model that the tenant
+        may not use, 503 before any worker serves the model.
         """
         model_id = str(request.path_params["model_id"]).removeprefix("/")
         if model_id == self._catalog.name:
@@ -138,11 +138,11 @@ class Routes:
         )
 
     async def health(self) -> Health:
-        """The process is alive."""
+        """Returns 200: the process is alive."""
         return Health("ok")
 
     async def ready(self) -> Response[Readiness]:
-        """200 only when a request that came now would be served."""
+        """Returns 200 if a request would be served now, else 503."""
         readiness = self._readiness()
         return Response(readiness, status_code=200 if readiness.ready else 503)
 
@@ -256,7 +256,7 @@ def build_app(
 def _document(version: str) -> OpenAPIConfig:
     bearer = SecurityScheme(type="http", scheme="bearer", description="an API key")
     components = Components(security_schemes={BEARER: bearer})
-    # The pages that Litestar has for people load scripts from elsewhere; the document is enough.
+    # Litestar's HTML pages load external scripts; only the JSON document is served.
     return OpenAPIConfig(
         title="Hearth",
         version=version,
@@ -270,6 +270,6 @@ def _responses(body: type[Any], *refusals: int) -> dict[int, ResponseSpec]:
     described = {200: ResponseSpec(body, generate_examples=False, description="served")}
     for status in refusals:
         described[status] = ResponseSpec(
-            ErrorEnvelope, generate_examples=False, description="refused"
+            ErrorEnvelope, generate_examples=False, description="rejected"
         )
     return described

@@ -1,4 +1,4 @@
-"""The models that the cluster serves, and whether it would serve a request: from heartbeats."""
+"""The models that the cluster serves, and its readiness to serve requests, from heartbeats."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Readiness(msgspec.Struct, frozen=True):
 
 
 class Catalog:
-    """One gateway has the tokenizer of one model, `name`; workers of others are not for it.
+    """A gateway has the tokenizer of one model, `name`, and ignores workers of other models.
 
-    A model without workers lacks capacity, not existence.
+    Without workers, requests of this model raise NoCapacity, not UnknownModel.
     """
 
     def __init__(self, fleet: Fleet, name: str) -> None:
@@ -44,7 +44,7 @@ class Catalog:
         return []
 
     def card(self, model: str) -> ModelCard:
-        """Raises UnknownModel, or NoCapacity if no worker of this model was ever heard."""
+        """Raises UnknownModel, or NoCapacity if no worker of the model ever sent a heartbeat."""
         if model != self.name:
             raise UnknownModel(f"the model {model!r} does not exist", param="model")
         if self._known is None:
@@ -52,7 +52,7 @@ class Catalog:
         return self._known
 
     def readiness(self, *, is_connected: bool, is_draining: bool) -> Readiness:
-        """Ready is what would serve a request that came now."""
+        """Ready means that a request would be served now; `reason` names what is missing."""
         schedulers = self._ids("scheduler")
         reason = None
         if is_draining:

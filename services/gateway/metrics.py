@@ -1,4 +1,4 @@
-"""What the gateway counts, in Prometheus' words."""
+"""The gateway's Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class _FleetCounts(Collector):
 def _counts(heartbeats: Iterable[Heartbeat]) -> Iterator[Metric]:
     frames = CounterMetricFamily(
         "hearth_worker_kv_frames",
-        "KV frames that a worker took, or refused for what was wrong with them.",
+        "KV frames that a worker accepted or rejected, by outcome.",
         labels=["worker", "outcome"],
     )
     saved = CounterMetricFamily(
         "hearth_worker_kv_saved_bytes",
-        "Bytes that a worker did not have to push, as it sent KV compressed.",
+        "Bytes that a worker did not push because KV was sent compressed.",
         labels=["worker"],
     )
     impostors = CounterMetricFamily(
         "hearth_impostor_messages",
-        "Messages that a process refused, as another had sent them than they said.",
+        "Messages that a process rejected because the stated sender had not sent them.",
         labels=["process"],
     )
     for each in heartbeats:
@@ -60,11 +60,11 @@ def _counts(heartbeats: Iterable[Heartbeat]) -> Iterator[Metric]:
 
 
 def _indices(heartbeats: Iterable[Heartbeat]) -> Iterator[Metric]:
-    """Exact: what an index says of every worker is what that worker's events say."""
+    """An index is exact if its state of every worker matches the events of that worker."""
     exact = GaugeMetricFamily("hearth_kv_index_exact", "1: exact; 0: degraded.", labels=["process"])
-    blocks = GaugeMetricFamily("hearth_kv_index_blocks", "Blocks known.", labels=["process"])
+    blocks = GaugeMetricFamily("hearth_kv_index_blocks", "Known blocks.", labels=["process"])
     resyncs = CounterMetricFamily(
-        "hearth_kv_index_resyncs", "Times a worker was asked for all it holds.", labels=["process"]
+        "hearth_kv_index_resyncs", "Requests for a worker's full state.", labels=["process"]
     )
     for each in heartbeats:
         if each.index is not None:
@@ -85,8 +85,8 @@ def _frames(load: WorkerLoad) -> dict[str, int]:
 
 
 class _Durations(Collector):
-    """A histogram for what each token adds to: prometheus_client's takes two locks a value, for
-    which a process with one thread that counts has no need.
+    """A histogram that each token updates: prometheus_client's histogram takes two locks per value,
+    which a process with one counting thread does not need.
     """
 
     def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
@@ -111,7 +111,7 @@ class GatewayMetrics:
         self.registry = CollectorRegistry()
         self._requests = Counter(
             "hearth_gateway_requests",
-            "Requests by their one ending: stop, length, or an error code.",
+            "Ended requests by outcome: stop, length, or an error code.",
             ["outcome"],
             registry=self.registry,
         )
@@ -126,7 +126,7 @@ class GatewayMetrics:
         self._output_tokens = tokens.labels("output")
         self._resubmissions = Counter(
             "hearth_gateway_resubmissions",
-            "Times a request was submitted again after its scheduler or worker was lost.",
+            "Times a request was resubmitted after its scheduler or worker was lost.",
             registry=self.registry,
         )
         self.observe_ttft = self._durations("ttft", "Submit to first token.", _TTFT_BUCKETS)
@@ -137,7 +137,7 @@ class GatewayMetrics:
         gauge.set_function(count)
 
     def watch_fleet(self, heartbeats: Callable[[], Iterable[Heartbeat]]) -> None:
-        """What other processes count, who have no door of their own."""
+        """Exports the counts of other processes, which have no metrics endpoint."""
         self.registry.register(_FleetCounts(heartbeats))
 
     def count_request(self, outcome: str) -> None:

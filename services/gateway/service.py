@@ -54,7 +54,7 @@ class GatewayService:
         prefix_redis: Store | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`prefix_redis`: a connection for what no request waits for; default: `store`."""
+        """`prefix_redis`: a Redis connection outside the request path (default: `store`)."""
         self._config = config
         self._bus = bus
         self._store = store
@@ -146,7 +146,7 @@ class GatewayService:
         log.info("listening", http_address=self.http_address)
 
     async def drain(self) -> None:
-        """New requests are refused; running ones end, at their deadline at the latest."""
+        """Rejects new requests; waits for running ones, at most until their deadlines."""
         self.submission.is_draining = True
         await self._health_monitor.transition_to("draining")
         await self._driver.idle()
@@ -176,7 +176,7 @@ class GatewayService:
 
 
 async def build_gateway(config: GatewayConfig) -> GatewayService:
-    """Raises ConfigError for a bad configuration or model directory, and as NatsBus.connect."""
+    """Raises ConfigError for a bad configuration or model directory, and NatsBus.connect errors."""
     check(config)
     files = ModelFiles(config.model_dir)
     renderer = Renderer(files.chat_template)
@@ -184,7 +184,7 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
     clock = MonotonicClock()
     bus = await NatsBus.connect(config.nats_url, process_id=config.process_id)
     store = RedisStore(config.redis_url, clock)
-    # texts may be long, and a slow answer to them must not close the breaker that keys depend on
+    # prefixes may be long; their slow replies must not trip the breaker of the API key lookups
     prefix_redis = RedisStore(config.redis_url, clock, timeout_s=PREFIX_STORE_TIMEOUT_S)
     return GatewayService(
         config,

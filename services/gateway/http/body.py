@@ -1,7 +1,7 @@
 """Request bodies: strict types, and an error that names the field.
 
-Litestar calls `decode_bytes` in place of its own lenient conversion, and still sees the Struct, so
-that the served OpenAPI document comes from the types that are enforced.
+Litestar calls `decode_bytes` instead of its lenient conversion, and still sees the Struct, so the
+served OpenAPI document is generated from the enforced types.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")
 
 
 class SupportedFields:
-    """Decodes `struct`; a field of `neutral_values` with any other value is refused by name."""
+    """Decodes `struct`; rejects by name a field of `neutral_values` with any other value."""
 
     def __init__(self, struct: type[Any], neutral_values: Mapping[str, tuple[Any, ...]]) -> None:
         self._neutral_values = neutral_values
         self._decoder = msgspec.json.Decoder(struct)
-        # A second look at the same bytes, which skips over everything else.
+        # Decodes the same bytes again and skips all other fields.
         optional = [(name, Any, msgspec.UNSET) for name in neutral_values]
         self._others = msgspec.json.Decoder(msgspec.defstruct("Others", optional))
 
     def decode(self, data: bytes) -> Any:
-        """Raises InvalidRequest with `param` set where one field is to blame."""
+        """Raises InvalidRequest, with `param` set if one field is invalid."""
         try:
             body = self._decoder.decode(data)
             others = self._others.decode(data)
@@ -50,7 +50,7 @@ class SupportedFields:
 
 
 def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """False is not 0 here: a flag is no number."""
+    """Compares booleans and numbers as different: False is not 0."""
     return any(
         value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral
     )
@@ -67,7 +67,7 @@ def _invalid_field(message: str) -> InvalidRequest:
 
 
 class StrictBody(AbstractDTO[Any]):
-    """The base of a dialect's body; a subclass names its fields."""
+    """Base class of a dialect's body; a subclass sets `fields`."""
 
     fields: ClassVar[SupportedFields]
 
@@ -79,7 +79,7 @@ class StrictBody(AbstractDTO[Any]):
 
     @classmethod
     def create_for_field_definition(cls, *args: Any, **kwargs: Any) -> None:
-        """No transfer model: the Struct itself is decoded."""
+        """Creates no transfer model: `decode_bytes` returns the Struct."""
 
     @classmethod
     def create_openapi_schema(

@@ -1,4 +1,4 @@
-"""What the response writer needs of an HTTP dialect; one instance writes one response."""
+"""The interface of HTTP dialects to the response writer; one instance writes one response."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ class ChoiceResult:
 
 class Dialect(Protocol):
     def event(self, delta: OutputDelta) -> bytes:
-        """Server-sent events; empty for what the dialect does not show."""
+        """Returns server-sent events; empty for a delta that the dialect does not show."""
         ...
 
     def closing(self) -> bytes:
-        """The events after the last delta."""
+        """Returns the events after the last delta."""
         ...
 
     def body(self, results: list[ChoiceResult]) -> Any:
-        """The response in one piece, for the JSON encoder; `results` by index. Raises HearthError
-        if it cannot be given.
+        """Returns the complete response for the JSON encoder; `results` sorted by index. Raises
+        HearthError if the response cannot be built.
         """
         ...
 
     def error_body(self, error: HearthError) -> Any:
-        """For the JSON encoder."""
+        """Returns the error response for the JSON encoder."""
         ...
 
     def error_event(self, error: HearthError) -> bytes:
-        """The last event of a stream that fails."""
+        """Returns the last event of a failed stream."""
         ...

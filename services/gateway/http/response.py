@@ -1,8 +1,8 @@
-"""Writes one HTTP response: a body at the end, or server-sent events as deltas come.
+"""Writes one HTTP response: a body at the end, or server-sent events as deltas arrive.
 
-The content is the `Dialect`'s. The response starts with the first delta, so an error before it has
-a proper HTTP status; a later one is an error event, after which the stream ends. A client that
-disconnects is noticed at once, and its request is cancelled.
+The `Dialect` provides the content. The response starts with the first delta, so an error before
+that delta sets the HTTP status; a later error is sent as an event and ends the stream. When a
+client disconnects, its request is cancelled immediately.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from services.gateway.tenancy.errors import RateLimited
 from shared.errors import HearthError, NoCapacity, Overloaded
 
 _encode = msgspec.json.Encoder().encode
-# An answer of more choices is put together on a thread, so that running streams do not wait for it.
+# A response with more choices is built on a thread, so that running streams do not wait.
 MAX_INLINE_RESULTS = 16
 DEFAULT_RETRY_AFTER_S = 1.0
 
 
 def error_headers(error: HearthError) -> dict[str, str]:
-    """Retry-After wherever trying again makes sense, in whole seconds, rounded up; and limits."""
+    """Rate limit headers, and Retry-After for retryable errors, in whole seconds, rounded up."""
     headers = dict(error.headers) if isinstance(error, RateLimited) else {}
     retry_after_s = error.retry_after_s
     if retry_after_s is None and isinstance(error, (NoCapacity, Overloaded)):
@@ -39,9 +39,9 @@ def error_headers(error: HearthError) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class GenerationResponse:
-    """An ASGI application for one response. `cancel` is called when the client is gone.
+    """An ASGI application for one response. Calls `cancel` when the client disconnects.
 
-    `headers` go with any outcome.
+    Successes and errors both have `headers`.
     """
 
     merger: OutputMerger
@@ -56,7 +56,7 @@ class GenerationResponse:
             await (self._send_events(send) if self.is_streamed else self._send_body(send))
         finally:
             watcher.cancel()
-            self.cancel()  # changes nothing after an ending
+            self.cancel()  # no effect on ended requests
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -103,7 +103,7 @@ class GenerationResponse:
         try:
             while deltas:
                 events = b"".join([self.dialect.event(delta) for delta in deltas])
-                if self.merger.is_complete:  # what ends the answer leaves with its last delta
+                if self.merger.is_complete:  # send the closing events with the last delta
                     break
                 await send({"type": "http.response.body", "body": events, "more_body": True})
                 events = b""

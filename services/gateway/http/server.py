@@ -1,7 +1,7 @@
-"""An HTTP server inside our own event loop.
+"""An HTTP server in the gateway's event loop.
 
-uvicorn rather than the faster Granian: Granian's embedded server notices leaving clients and slow
-readers as well, but calls itself experimental and cannot report the port it got for port 0.
+uvicorn rather than the faster Granian: Granian's embedded server detects disconnected clients and
+slow readers as well, but is declared experimental and cannot report the port chosen for port 0.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from shared.errors import ConfigError
 
 LISTEN_BACKLOG = 2048
 GRACE_S = 5
-# Longer than clients keep an idle connection (httpx, and with it OpenAI's SDK, 5 s): who closes it
-# is then the client, and no request meets a connection that is being closed.
+# Longer than the idle timeout of clients (httpx, and so OpenAI's SDK: 5 s): the client closes the
+# connection, and no request is sent on a connection that the server is closing.
 KEEP_ALIVE_S = 75
 MAX_HEAD_BYTES = 64 * 1024
-# A client that takes longer to send a request holds a connection, and memory, for nothing.
+# Limits for slow clients, which occupy a connection and memory.
 HEAD_TIMEOUT_S = 10.0  # from the first byte, or the connection's start, to the last header
-BODY_TIMEOUT_S = 60.0  # then to the last byte
+BODY_TIMEOUT_S = 60.0  # from the last header to the last byte
 
 
 class HeadWithBody:
-    """A transport for one response: its head leaves with the first of its body, in one segment.
+    """A transport that sends the head of one response with its first body bytes, in one segment.
 
-    Not for answers to HEAD, which have no body to go with.
+    Not for responses to HEAD, which have no body.
     """
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
@@ -56,18 +56,18 @@ class HeadWithBody:
 
 
 class _Http(HttpToolsProtocol):
-    """uvicorn's, with bounds on what it waits for and gathers without any: the size of a request's
-    head and trailers, and the time that head and body take.
+    """uvicorn's protocol, plus limits that uvicorn lacks: the size of a request's head and
+    trailers, and the time for head and body.
 
     idle ──first byte──▶ head ──last header──▶ body ──last byte──▶ idle
-    A connection begins in `head`. Idle ones are uvicorn's to close.
+    A connection starts in `head`. uvicorn closes idle connections.
     """
 
     def __init__(self, *args: Any, head_timeout_s: float, body_timeout_s: float, **named: Any):
         super().__init__(*args, **named)
         self._head_timeout_s = head_timeout_s
         self._body_timeout_s = body_timeout_s
-        self._num_gathered_bytes = 0  # since the parser last let go of something
+        self._num_gathered_bytes = 0  # since the parser's last event
         self._is_idle = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -115,14 +115,14 @@ class _Http(HttpToolsProtocol):
             self._timer = None
 
     def _too_slow(self, timeout_s: float) -> None:
-        if self.flow.read_paused:  # it is this side that does not read
+        if self.flow.read_paused:  # the server has paused reading
             self._wait(timeout_s)
         else:
             self.transport.close()
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process; tells when it listens."""
+    """Leaves signals to the process; sets `is_listening` after startup."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -138,7 +138,7 @@ class _Server(uvicorn.Server):
 
 
 class WebServer:
-    """Sockets have TCP_NODELAY, as asyncio sets it: an event leaves at once."""
+    """asyncio sets TCP_NODELAY on its sockets, so events are sent immediately."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class WebServer:
         head_timeout_s: float = HEAD_TIMEOUT_S,
         body_timeout_s: float = BODY_TIMEOUT_S,
     ) -> None:
-        """Port 0 takes a free one. Raises ConfigError if the address cannot be bound."""
+        """Port 0 selects a free port. Raises ConfigError if the address cannot be bound."""
         try:
             self._socket = _bound_socket(host, port)
         except OSError as error:
@@ -164,7 +164,7 @@ class WebServer:
             access_log=False,
             log_config=None,
             server_header=False,
-            proxy_headers=False,  # nobody asks for a client's address
+            proxy_headers=False,  # the client's address is not used
             backlog=LISTEN_BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=GRACE_S,
@@ -178,7 +178,7 @@ class WebServer:
         return host, port
 
     async def start(self) -> None:
-        """Returns when connections are accepted; raises what kept the server from it."""
+        """Returns once the server accepts connections; raises the error of a failed start."""
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         listening = asyncio.create_task(self._server.is_listening.wait())
         await asyncio.wait({self._task, listening}, return_when=asyncio.FIRST_COMPLETED)
@@ -187,7 +187,7 @@ class WebServer:
             self._task.result()
 
     async def stop(self) -> None:
-        """Open responses get a few seconds to be written out."""
+        """Stops the server; open responses have GRACE_S seconds to finish."""
         if self._task is None:
             self._socket.close()
             return

@@ -1,5 +1,5 @@
-"""Server-sent events, encoded. Of an event that differs in one text only, the rest is encoded once:
-most events of most answers are a token's text in the same envelope.
+"""Encodes server-sent events. For events that differ in one text only, the rest is encoded once:
+most events of most responses are a token's text in the same envelope.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def event(body: Any) -> bytes:
 
 
 class TextEvent:
-    """`body_of(text)` with each of some texts, of which no other field may depend on it.
+    """Encodes `body_of(text)` for several texts; no other field may depend on the text.
 
-    The text is the last field of its kind: what stands before it may hold whatever a caller wrote.
+    No client-controlled text may follow the text field; earlier fields may hold any text.
     """
 
     def __init__(self, body_of: Callable[[str], Any]) -> None:
@@ -31,7 +31,7 @@ class TextEvent:
         self._between = self._tail + self._head
 
     def of(self, texts: Sequence[str]) -> bytes:
-        """An event for each."""
+        """Returns one event per text."""
         if not texts:
             return b""
         return b"%b%b%b" % (self._head, self._between.join(map(_encode, texts)), self._tail)

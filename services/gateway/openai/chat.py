@@ -64,7 +64,7 @@ CHAT_FIELDS = SupportedFields(ChatCompletionRequest, CHAT_NEUTRAL_VALUES)
 
 
 def to_generation_request(body: ChatCompletionRequest, default_model: str) -> GenerationRequest:
-    """Raises InvalidRequest where fields contradict each other."""
+    """Raises InvalidRequest if fields contradict each other."""
     if body.best_of not in (None, 1, body.num_choices):
         raise InvalidRequest("best_of is for text completions", param="best_of")
     check_stream_options(body)
@@ -82,7 +82,7 @@ def to_generation_request(body: ChatCompletionRequest, default_model: str) -> Ge
 
 
 def messages_of(messages: Sequence[ChatMessage]) -> tuple[dict[str, Any], ...]:
-    """As chat templates take them. Raises InvalidRequest."""
+    """Converts messages to the dicts of chat templates. Raises InvalidRequest."""
     return tuple(_message(index, each) for index, each in enumerate(messages))
 
 
@@ -119,7 +119,7 @@ def _num_logprobs(body: ChatCompletionRequest) -> int | None:
     return 0 if body.top_logprobs is None else body.top_logprobs
 
 
-# ── answers ──────────────────────────────────────────────────────────────────────────────────────
+# ── responses ────────────────────────────────────────────────────────────────────────────────────
 
 
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,11 +33,11 @@ class ChatRenderer(OpenAIDialect):
     created: int
     has_usage: bool
     has_logprobs: bool
-    _begun: set[int] = field(default_factory=set)  # choices whose role is told
+    _begun: set[int] = field(default_factory=set)  # choices whose role was sent
     _text_events: dict[int, sse.TextEvent] = field(default_factory=dict)  # by choice
 
     def event(self, delta: OutputDelta) -> bytes:
-        """One for each text; a choice's first tells the role, its last why the choice has ended."""
+        """Returns one event per text; a choice's first has the role, its last the finish reason."""
         index, texts = delta.choice_index, list(delta.texts)
         says_more = self.has_logprobs or delta.finish_reason is not None
         first = last = b""

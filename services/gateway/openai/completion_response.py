@@ -25,7 +25,7 @@ from services.gateway.text.token_bytes import TokenBytes
 
 @dataclass(frozen=True, slots=True)
 class CompletionRenderer(OpenAIDialect):
-    """Of the choices sampled for a prompt, the best `num_shown` are shown."""
+    """Returns the best `num_shown` of the choices sampled for a prompt."""
 
     merger: OutputMerger
     token_bytes: TokenBytes
@@ -35,11 +35,11 @@ class CompletionRenderer(OpenAIDialect):
     has_usage: bool
     has_logprobs: bool
     num_shown: int
-    _echoed: set[int] = field(default_factory=set)  # choices whose prompt is told
+    _echoed: set[int] = field(default_factory=set)  # choices whose prompt was sent
     _text_events: dict[int, sse.TextEvent] = field(default_factory=dict)  # by choice
 
     def event(self, delta: OutputDelta) -> bytes:
-        """One for each text, the last of which tells why the choice has ended."""
+        """Returns one event per text; a choice's last has the finish reason."""
         index, is_echo_due, last = delta.choice_index, self._is_echo_due(delta.choice_index), b""
         texts = [delta.text] if is_echo_due else list(delta.texts)
         if is_echo_due or self.has_logprobs or delta.finish_reason is not None:
@@ -86,7 +86,7 @@ class CompletionRenderer(OpenAIDialect):
         return shown
 
     def _choice(self, index: int, text: str, tokens: Sequence[ScoredToken]) -> CompletionChoice:
-        """With the prompt, where it is wanted and this is the first that is told of the choice."""
+        """Includes the prompt if echo is requested and this is the choice's first output."""
         output = self._output_of(index)
         logprobs = self._logprobs(output, tokens) if self.has_logprobs else None
         if output.echo is not None and self._is_echo_due(index):

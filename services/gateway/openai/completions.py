@@ -28,7 +28,7 @@ COMPLETION_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {**NEUTRAL_VALUES, "suff
 
 
 class CompletionRequest(RequestFields, frozen=True, kw_only=True):
-    """`prompt`: a text, tokens, or a list of either; each is answered by itself."""
+    """`prompt`: a text, tokens, or a list of either; each prompt has separate choices."""
 
     prompt: Prompts
     max_tokens: Annotated[int, Meta(ge=0, le=MAX_INT)] | None = None
@@ -41,14 +41,14 @@ COMPLETION_FIELDS = SupportedFields(CompletionRequest, COMPLETION_NEUTRAL_VALUES
 
 
 def to_generation_requests(body: CompletionRequest, default_model: str) -> list[GenerationRequest]:
-    """One for each prompt. Raises InvalidRequest where fields contradict each other."""
+    """Returns one request per prompt. Raises InvalidRequest if fields contradict each other."""
     prompts = to_prompts("prompt", body.prompt, add_special_tokens=body.add_special_tokens)
     num_choices = num_sampled(body)
     if len(prompts) * num_choices > MAX_ALL_CHOICES:
-        message = f"{len(prompts)} prompts with {num_choices} choices each are more than "
+        message = f"{len(prompts)} prompts with {num_choices} choices each exceed "
         raise InvalidRequest(f"{message}{MAX_ALL_CHOICES} choices", param="n")
     if body.max_tokens == 0 and not body.echo:
-        raise InvalidRequest("max_tokens=0 makes sense only with echo", param="max_tokens")
+        raise InvalidRequest("max_tokens=0 requires echo to be true", param="max_tokens")
     check_stream_options(body)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     return [
@@ -71,7 +71,7 @@ def to_generation_requests(body: CompletionRequest, default_model: str) -> list[
 
 
 def num_sampled(body: CompletionRequest) -> int:
-    """Choices drawn for each prompt; of those, `n` are shown."""
+    """Returns the number of choices to sample per prompt, of which `n` are returned."""
     best_of = body.num_choices if body.best_of is None else body.best_of
     if best_of < body.num_choices:
         raise InvalidRequest("best_of must not be less than n", param="best_of")
@@ -86,11 +86,11 @@ def _num_logprobs(body: CompletionRequest) -> int | None:
     return body.logprobs
 
 
-# ── answers ──────────────────────────────────────────────────────────────────────────────────────
+# ── responses ────────────────────────────────────────────────────────────────────────────────────
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """The same in a whole answer and in a chunk, where only the last has a `finish_reason`."""
+    """The same in full responses and in chunks; only the last chunk has a `finish_reason`."""
 
     index: int
     text: str

@@ -49,13 +49,13 @@ class EmbeddingRenderer(OpenAIDialect):
 
 
 def normalized(vector: array[float]) -> array[float]:
-    """To length one; a vector of zeros stays."""
+    """Scales the vector to length one; returns a zero vector unchanged."""
     length = math.hypot(*vector)
     return array("f", [value / length for value in vector]) if length else vector
 
 
 def _little_endian(vector: array[float]) -> array[float]:
-    """To or from the wire's byte order."""
+    """Converts to or from the wire's byte order."""
     if sys.byteorder == "big":
         vector.byteswap()
     return vector

@@ -1,7 +1,7 @@
 """OpenAI's embeddings: the types of the dialect, and their meaning in Hearth's terms.
 
-`dimensions` may only be the model's own hidden size: a shorter vector means something only for a
-model trained for it, and a checkpoint does not say whether it was.
+`dimensions` must be the model's hidden size: a shorter vector is meaningful only if the model was
+trained for this, which a checkpoint does not state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shared.messages import Pooling
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`input`: a text, tokens, or a list of either. `pooling` and `normalize` are Hearth's own."""
+    """`input`: a text, tokens, or a list of either. `pooling`, `normalize`: Hearth extensions."""
 
     model: str | None = None  # the gateway's only model
     input: Prompts
@@ -45,10 +45,10 @@ EMBEDDING_FIELDS = SupportedFields(EmbeddingRequest, EMBEDDING_NEUTRAL_VALUES)
 def to_generation_requests(
     body: EmbeddingRequest, default_model: str, hidden_size: int | None
 ) -> list[GenerationRequest]:
-    """One for each input. Raises InvalidRequest for what cannot be served."""
+    """Returns one request per input. Raises InvalidRequest for unsupported values."""
     if body.dimensions is not None and body.dimensions != hidden_size:
         raise InvalidRequest(
-            f"dimensions: this model's embeddings have {hidden_size}", param="dimensions"
+            f"dimensions: must be {hidden_size} for this model", param="dimensions"
         )
     prompts = to_prompts("input", body.input, add_special_tokens=body.add_special_tokens)
     return [
@@ -66,11 +66,11 @@ def to_generation_requests(
     ]
 
 
-# ── answers ──────────────────────────────────────────────────────────────────────────────────────
+# ── responses ────────────────────────────────────────────────────────────────────────────────────
 
 
 class Embedding(msgspec.Struct, frozen=True, kw_only=True):
-    """Base64 is of little-endian FP32."""
+    """A base64 `embedding` encodes little-endian FP32."""
 
     object: Literal["embedding"] = "embedding"
     index: int

@@ -1,4 +1,4 @@
-"""Every refusal in OpenAI's envelope: {"error": {message, type, param, code}}."""
+"""Every error in OpenAI's envelope: {"error": {message, type, param, code}}."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def envelope(error: HearthError) -> ErrorEnvelope:
 
 
 class OpenAIDialect:
-    """What all of OpenAI's responses have in common."""
+    """The common part of all OpenAI responses."""
 
     __slots__ = ()
 
     def event(self, delta: OutputDelta) -> bytes:
-        """Nothing, for responses that are never streamed."""
+        """Returns no bytes; for responses that are never streamed."""
         return b""
 
     def closing(self) -> bytes:
@@ -66,14 +66,14 @@ def error_response(error: HearthError, request_id: str) -> Response[ErrorEnvelop
 
 
 def error_of_http(error: HTTPException) -> HearthError:
-    """The web framework's own refusals, as ours."""
+    """Converts an error of the web framework to a HearthError."""
     if error.status_code == 404:
         return RouteNotFound("there is no such route")
     if error.status_code == 405:
         return MethodNotAllowed("this route does not take this method")
     if error.status_code == 413:
         return PayloadTooLarge("the request body is too large")
-    if isinstance(error, ValidationException):  # all that it says of a body of no bytes
+    if isinstance(error, ValidationException):  # raised for a body of zero bytes
         return InvalidRequest("the body is empty: send a JSON object")
     if error.status_code < 500:
         return InvalidRequest(error.detail)

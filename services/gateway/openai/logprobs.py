@@ -1,4 +1,4 @@
-"""Logprobs in OpenAI's two shapes: that of chat, and the older one of text completions."""
+"""Logprobs in OpenAI's two shapes: that of chat, and the older shape of text completions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from services.gateway.text.token_bytes import TokenBytes
 from shared.errors import HearthError
 from shared.messages import TokenLogprobs
 
-LOWEST = -9999.0  # what stands for minus infinity, which JSON has no word for
+LOWEST = -9999.0  # replaces minus infinity, which JSON cannot represent
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """Lists of one length; null stands at a prompt's first token, which nothing predicts."""
+    """Lists of equal length; null for a prompt's first token, which has no prediction."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -50,7 +50,7 @@ def chat_logprobs(tokens: Sequence[ScoredToken], token_bytes: TokenBytes) -> Cha
 def completion_logprobs(
     tokens: Sequence[ScoredToken], token_bytes: TokenBytes, *, first_offset: int
 ) -> CompletionLogprobs:
-    """`first_offset`: characters before the output, where the prompt is echoed."""
+    """`first_offset`: number of characters before the output, if the prompt is echoed."""
     return CompletionLogprobs(
         tokens=[_legacy_name(token_bytes[each.token_id]) for each in tokens],
         token_logprobs=[_finite(each.logprobs.logprob) for each in tokens],
@@ -62,9 +62,9 @@ def completion_logprobs(
 def prompt_logprobs(
     echo: Echo, logprobs: Sequence[TokenLogprobs], token_bytes: TokenBytes
 ) -> CompletionLogprobs:
-    """`logprobs`: of the second token onwards. Raises HearthError if they are not as many."""
+    """`logprobs`: from the second token on. Raises HearthError if their number is wrong."""
     if len(logprobs) != len(echo.token_ids) - 1:
-        raise HearthError("the worker sent no logprobs of the prompt")
+        raise HearthError("the worker sent a wrong number of prompt logprobs")
     pairs = list(zip(echo.token_ids[1:], logprobs, strict=True))
     return CompletionLogprobs(
         tokens=[_legacy_name(token_bytes[token_id]) for token_id in echo.token_ids],
@@ -84,7 +84,7 @@ def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionL
 
 
 def mean_logprob(tokens: Sequence[ScoredToken]) -> float:
-    """Per token; an output of none is as likely as can be."""
+    """Mean over the tokens; 0, the maximum, for an output without tokens."""
     return sum(each.logprobs.logprob for each in tokens) / max(len(tokens), 1)
 
 
@@ -99,7 +99,7 @@ def _content(token: ScoredToken, token_bytes: TokenBytes) -> ContentLogprob:
 
 
 def _tops(token_id: int, scores: TokenLogprobs, token_bytes: TokenBytes) -> dict[str, float]:
-    """The likeliest and the token itself. Of ids spelled alike, the likelier one is told."""
+    """The top tokens and the token itself. Of ids with equal text, reports the more likely one."""
     named: dict[str, float] = {}
     own = ((token_id, scores.logprob),)
     for each, logprob in chain(zip(scores.top_token_ids, scores.top_logprobs, strict=True), own):

@@ -1,4 +1,4 @@
-"""What `prompt` of completions and `input` of embeddings may be: one or many, text or tokens."""
+"""`prompt` of completions and `input` of embeddings: one or many prompts, text or tokens."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Prompts = str | list[str | TokenId | list[TokenId]]
 def to_prompts(
     param: str, given: Prompts, *, add_special_tokens: bool = True
 ) -> list[TextPrompt | TokenPrompt]:
-    """Each knows its place, `prompt[3]`, so that whoever refuses it can name it.
+    """Each prompt's `param` is its position, `prompt[3]`, which errors can then name.
 
-    Raises InvalidRequest if `given` mixes kinds, holds nothing or too much.
+    Raises InvalidRequest if `given` mixes kinds, is empty or is too long.
     """
     if isinstance(given, str):
         return [TextPrompt(given, param, add_special_tokens)]
@@ -31,7 +31,7 @@ def to_prompts(
     if kinds == {int}:
         return [TokenPrompt(cast(list[int], given), param)]
     if len(given) > MAX_PROMPTS:
-        raise InvalidRequest(f"{param}: at most {MAX_PROMPTS} at once", param=param)
+        raise InvalidRequest(f"{param}: at most {MAX_PROMPTS} per request", param=param)
     places = [f"{param}[{index}]" for index in range(len(given))]
     if kinds == {str}:
         texts = zip(cast(list[str], given), places, strict=True)

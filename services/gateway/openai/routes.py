@@ -26,7 +26,7 @@ from services.gateway.request.output_merger import OutputMerger
 from services.gateway.request.submission import Submission
 from services.gateway.text.model_files import ModelFiles
 
-AFFINITY_HEADER = "x-session-affinity"  # before the body's prompt_cache_key
+AFFINITY_HEADER = "x-session-affinity"  # overrides the body's prompt_cache_key
 
 
 class ChatBody(StrictBody):
@@ -94,7 +94,7 @@ class OpenAIRoutes:
     async def embeddings(
         self, request: Request[Any, Any, Any], data: Annotated[EmbeddingRequest, Body()]
     ) -> GenerationResponse:
-        """Of the model's last hidden state, at the last token or over all of them."""
+        """Embeddings of the model's last hidden state: of the last token or the mean of all."""
         hidden_size = self._files.limits.hidden_size
         name = self._catalog.name
         generations = embeddings.to_generation_requests(data, name, hidden_size)

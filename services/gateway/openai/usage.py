@@ -1,4 +1,4 @@
-"""What an answer took and who served it: the same in every dialect."""
+"""The token usage and the serving processes of a response, for all dialects."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    # null when a stop string ended the worker's run before it could tell
+    # null if a stop string ended the run before the worker reported the number
     prompt_tokens_details: PromptTokensDetails | None
 
 
 class HearthInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Who served a request, beside OpenAI's fields. Of several prompts: sums, and who did all."""
+    """Details beside OpenAI's fields. Of several prompts: sums; a worker that served them all."""
 
     request_id: str
     decode_worker: str | None
@@ -36,7 +36,7 @@ class HearthInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def to_usage(outputs: Sequence[RequestOutput]) -> Usage:
-    """A prompt counts once, however many choices go on from it; every choice drawn counts."""
+    """Counts each prompt once, however many choices it has, and every sampled choice."""
     num_prompt = sum(each.num_prompt_tokens for each in outputs)
     num_output = sum(each.num_output_tokens for each in outputs)
     num_cached = _sum(each.num_cached_tokens for each in outputs)

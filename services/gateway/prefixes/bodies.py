@@ -1,4 +1,4 @@
-"""What `/v1/prefixes` takes and gives."""
+"""Request and response bodies of `/v1/prefixes`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ MAX_TOOLS = 256
 
 
 class PrefixRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`system` stands before `messages`; `tools` as in chat completions. Without `ttl_s` it stays
-    until it is deleted.
+    """`system` precedes `messages`; `tools` as in chat completions. Without `ttl_s` the prefix
+    remains until it is deleted.
     """
 
     model: str | None = None  # the gateway's only model
@@ -35,8 +35,8 @@ class WorkerPrefix(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prefix(msgspec.Struct, frozen=True, kw_only=True):
-    """`pinned_tokens` are those of whole blocks: what a request can hit. `state`: `warm` on every
-    worker that it may be on, `warming`, or `unknown` while the index does not answer.
+    """`pinned_tokens`: the tokens of full blocks, which a request can hit. `state`: `warm` if all
+    allowed workers hold them, `warming`, or `unknown` if the index does not reply.
     """
 
     object: Literal["prefix"] = "prefix"
@@ -58,7 +58,7 @@ class Prefix(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefixEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the list; `GET /v1/prefixes/{name}` tells the rest."""
+    """One entry of the list; `GET /v1/prefixes/{name}` returns all fields."""
 
     object: Literal["prefix"] = "prefix"
     name: str
@@ -80,14 +80,14 @@ class DeletedPrefix(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DryRunRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Each a body of chat completions, if it has `messages`, or else of completions."""
+    """Each field is a body of chat completions if it has `messages`, else of completions."""
 
     request: dict[str, Any]
     other: dict[str, Any] | None = None
 
 
 class DryRun(msgspec.Struct, frozen=True, kw_only=True):
-    """The first `cached_tokens` tokens would hit on the worker that holds most of them."""
+    """`cached_tokens`: length of the longest cached prefix of the prompt on any worker."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -97,7 +97,7 @@ class DryRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):
-    """The first token in which two prompts differ, from 0; a text is null where one has ended."""
+    """The first token at which two prompts differ, from 0. A text is null if its prompt ended."""
 
     token_index: int
     common_blocks: int
@@ -107,7 +107,7 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DryRunReport(msgspec.Struct, frozen=True, kw_only=True):
-    """`divergence` is null for equal prompts, and where only one was given."""
+    """`divergence` is null for equal prompts and for a single prompt."""
 
     object: Literal["prefix.dry_run"] = "prefix.dry_run"
     request: DryRun
@@ -124,7 +124,7 @@ class DryRunBody(StrictBody):
 
 
 def conversation_of(body: PrefixRequest) -> list[dict[str, Any]]:
-    """Raises InvalidRequest for an empty one."""
+    """Raises InvalidRequest for an empty conversation."""
     system = [] if body.system is None else [ChatMessage(role="system", content=body.system)]
     messages = list(messages_of([*system, *(body.messages or [])]))
     if not messages:

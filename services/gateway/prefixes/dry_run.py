@@ -1,4 +1,4 @@
-"""Tells which tokens of a request would hit, and where two prompts part, without running them."""
+"""Reports the cached tokens of a request and where two prompts diverge, without running them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from services.gateway.text.tokenizer import PromptTokenizer
 from shared.errors import InvalidRequest
 from shared.messages import ModelCard
 
-CONTEXT_TOKENS = 8  # shown before the place where two prompts part
+CONTEXT_TOKENS = 8  # returned as text before the divergence
 
 Prepare = Callable[[GenerationRequest], Awaitable[PreparedRequest]]
 
@@ -31,14 +31,14 @@ Prepare = Callable[[GenerationRequest], Awaitable[PreparedRequest]]
 def to_generation_request(
     body: dict[str, Any], param: str, default_model: str
 ) -> GenerationRequest:
-    """Raises InvalidRequest, as the route that the body is for."""
+    """Raises the same InvalidRequest as the route of the body."""
     data = msgspec.json.encode(body)
     if "messages" in body:
         return chat.to_generation_request(chat.CHAT_FIELDS.decode(data), default_model)
     completion = completions.COMPLETION_FIELDS.decode(data)
     generations = completions.to_generation_requests(completion, default_model)
     if len(generations) != 1:
-        raise InvalidRequest(f"{param}: one prompt at a time", param=param)
+        raise InvalidRequest(f"{param}: a dry run takes exactly one prompt", param=param)
     return generations[0]
 
 
@@ -52,7 +52,7 @@ async def dry_run(
     card_of: Callable[[str], ModelCard],
     default_model: str,
 ) -> DryRunReport:
-    """Raises the HearthError with which the request itself would be refused."""
+    """Raises the HearthError that would reject the request itself."""
     named = [("request", body.request)] + ([] if body.other is None else [("other", body.other)])
     runs, prompts, sizes = [], [], []
     for param, given in named:
@@ -73,7 +73,7 @@ async def _run(
 ) -> DryRun:
     request, num_tokens = prepared.request, len(prepared.prompt_token_ids)
     found = await prefix_store.held(tenant_id, card, request.block_hashes)
-    # the last token is computed in any case, so that there is something to draw from
+    # the last token is never a hit: sampling needs its logits
     workers = [
         WorkerPrefix(
             worker=each.worker_id,

@@ -1,4 +1,4 @@
-"""Why a prefix is refused, beside what any request is refused for."""
+"""Errors of prefixes, in addition to those of all requests."""
 
 from __future__ import annotations
 

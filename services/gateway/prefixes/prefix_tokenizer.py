@@ -1,4 +1,4 @@
-"""A named prefix as tokens: those that all conversations have in common which begin so."""
+"""Tokenizes a named prefix: the tokens shared by all conversations that start with the prefix."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from shared.tenancy.pinned_prefix import PinnedPrefix
 
 Render = Callable[[Messages, Messages], Awaitable[Sequence[str]]]
 
-ENVELOPE_BYTES = 4096  # of the message that pins, besides tokens and hashes
-# How a conversation may go on: the tokens of one beginning can merge with what is before it.
+ENVELOPE_BYTES = 4096  # of the pin message, besides tokens and hashes
+# Possible continuations: the first token of a continuation can merge with the text before it.
 PROBES = ("A", "0", "\u2026", " x")
 
 
 async def prefix_tokens(
     render: Render, tokenizer: PromptTokenizer, messages: Messages, tools: Messages
 ) -> list[int]:
-    """A template writes what it likes around a message, so the end of a prefix is found by asking:
-    what is the same however the conversation goes on. Raises what `render` raises.
+    """Returns the common prefix of the conversation's token ids with each of PROBES appended.
+    Templates write any text around a message, so the end of a prefix is found by experiment.
+    Raises the errors of `render`.
     """
     role = "assistant" if messages[-1]["role"] == "user" else "user"
     prompts = []
@@ -47,28 +48,28 @@ class PrefixTokenizer:
         self._max_payload_bytes = max_payload_bytes
 
     async def read(self, prefix: PinnedPrefix, card: ModelCard) -> PinnedPrefix:
-        """With its tokens. Raises PromptTooLong and PrefixTooShort."""
+        """Returns the prefix with its tokens. Raises PromptTooLong and PrefixTooShort."""
         token_ids = await prefix_tokens(
             self._render, self._tokenizer, prefix.messages, prefix.tools
         )
         num_tokens, context = len(token_ids), card.max_context_tokens
         if num_tokens >= context:
             raise PromptTooLong(
-                f"a prefix of {num_tokens} tokens; this model's context of {context} must hold it "
-                "and at least one more",
+                f"a prefix of {num_tokens} tokens, plus at least one other token, exceeds this "
+                f"model's context of {context}",
                 param="messages",
             )
         if num_tokens < card.block_size:
             raise PrefixTooShort(
                 f"a prefix of {num_tokens} tokens is less than one block of {card.block_size}: "
-                "nothing of it can be shared",
+                "only full blocks are shared",
                 param="messages",
             )
         num_blocks = num_tokens // card.block_size
         num_bytes = num_tokens * TOKEN_ID_BYTES + num_blocks * BLOCK_HASH_BYTES + ENVELOPE_BYTES
         if num_bytes > self._max_payload_bytes():
             raise PromptTooLong(
-                f"the prefix would take {num_bytes} bytes inside the system; it carries at most "
+                f"the prefix takes {num_bytes} bytes as an internal message; the limit is "
                 f"{self._max_payload_bytes()}",
                 param="messages",
             )

@@ -1,4 +1,4 @@
-"""Knows the public prefixes: reads them from Redis as they change, off every request's way."""
+"""Polls Redis for changes of the public prefixes, outside the request path."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shared.tenancy.pinned_prefix import PinnedPrefix
 
 log = structlog.get_logger(__name__)
 
-POLL_INTERVAL_S = 1.0  # how soon a gateway knows of one
+POLL_INTERVAL_S = 1.0  # delay until a gateway uses a new prefix
 
 
 class PublicPrefixWatcher:
@@ -42,7 +42,7 @@ class PublicPrefixWatcher:
         self._is_loaded = False
 
     async def run(self) -> None:
-        """For ever. While Redis is away those that are known stay."""
+        """Runs forever. Retains the current prefixes while Redis is unavailable."""
         while True:
             try:
                 await self._poll()
@@ -64,7 +64,7 @@ class PublicPrefixWatcher:
         self._version, self._is_loaded = version, True
 
     async def _read_public(self, prefix: PinnedPrefix) -> PinnedPrefix:
-        """An operator gives the text; the first gateway of its model gives the tokens."""
+        """The operator provides the text; the first gateway of the model adds the tokens."""
         if prefix.token_ids:
             return prefix
         try:

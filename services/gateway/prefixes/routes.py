@@ -1,4 +1,4 @@
-"""`/v1/prefixes`: named prefixes that stay in the workers' caches."""
+"""`/v1/prefixes`: named prefixes that are pinned in the workers' caches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PrefixRoutes:
     async def put(
         self, request: Request[Any, Any, Any], data: Annotated[PrefixRequest, Body()]
     ) -> Response[Prefix]:
-        """Pins it, in the place of one with the same name; it is warm soon after."""
+        """Pins a prefix and replaces one with the same name. The prefix is warm soon after."""
         name = str(request.path_params["name"])
         prefix = await self._prefix_store.put(request.state.tenant, name, data)
         return _response(request, prefix)
@@ -49,7 +49,7 @@ class PrefixRoutes:
         return _response(request, await self._prefix_store.get(request.state.tenant, name))
 
     async def list(self, request: Request[Any, Any, Any]) -> Response[PrefixList]:
-        """The tenant's own, then the public ones."""
+        """The tenant's prefixes, then the public ones."""
         return _response(request, await self._prefix_store.list(request.state.tenant))
 
     async def delete(self, request: Request[Any, Any, Any]) -> Response[DeletedPrefix]:
@@ -60,7 +60,7 @@ class PrefixRoutes:
     async def dry_run(
         self, request: Request[Any, Any, Any], data: Annotated[DryRunRequest, Body()]
     ) -> Response[DryRunReport]:
-        """Which tokens would hit now, and at which token two prompts part. Nothing is run."""
+        """Returns the tokens that would hit now and where two prompts diverge. Runs no model."""
         tenant = request.state.tenant
         report = await dry_run(
             data,

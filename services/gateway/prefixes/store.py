@@ -1,4 +1,4 @@
-"""A tenant's named prefixes: kept in Redis, pinned on workers by the index, told of here."""
+"""A tenant's named prefixes: stored in Redis, pinned on workers by the index, reported here."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PrefixStore:
         reader: PrefixTokenizer,
         wall_clock: Callable[[], float],
     ) -> None:
-        """`wall_clock`: unix seconds, which outlive this process."""
+        """`wall_clock`: returns unix seconds, which stay valid across restarts."""
         self._bus = bus
         self._store = store
         self._fleet = fleet
@@ -59,19 +59,19 @@ class PrefixStore:
         self._reader = reader
         self._wall_clock = wall_clock
 
-    # ── a tenant's ───────────────────────────────────────────────────────────────────────────────
+    # ── prefixes of a tenant ─────────────────────────────────────────────────────────────────────
 
     async def put(self, tenant: TenantRecord, name: str, body: PrefixRequest) -> Prefix:
-        """Raises InvalidRequest and its kin, ZeroRetentionRefused, NoRegionAllowed,
-        ModelNotAllowed, StoreUnavailable.
+        """Raises InvalidRequest and its subclasses, TooManyPrefixes, ZeroRetentionRefused,
+        NoRegionAllowed, ModelNotAllowed, StoreUnavailable.
         """
         if tenant.is_zero_retention:
-            raise ZeroRetentionRefused("a pinned prefix stores its text, which this tenant forbids")
+            raise ZeroRetentionRefused("pinned prefixes store text; this tenant has zero retention")
         check_regions(tenant)
         if not re.match(NAME_PATTERN, name):
             raise InvalidRequest(
                 "a prefix's name has 1 to 64 letters, digits, dots, dashes and underscores, and "
-                "begins with one of the first two",
+                "starts with a letter or digit",
                 param="name",
             )
         card = self._catalog.card(self._catalog.name if body.model is None else body.model)
@@ -94,7 +94,7 @@ class PrefixStore:
         return await self._stored(prefix, card)
 
     async def get(self, tenant: TenantRecord, name: str) -> Prefix:
-        """The tenant's own, else a public one. Raises UnknownPrefix, StoreUnavailable."""
+        """The tenant's prefix, else a public one. Raises UnknownPrefix, StoreUnavailable."""
         for tenant_id in (tenant.tenant_id, PUBLIC_TENANT_ID):
             prefix = await pinned_prefix.load(self._store, tenant_id, name)
             if prefix is not None:
@@ -128,7 +128,7 @@ class PrefixStore:
     async def held(
         self, tenant_id: str, card: ModelCard, block_hashes: bytes
     ) -> PrefixMatches | None:
-        """Who holds how much; counts as no use. None: the index does not answer."""
+        """Returns the cached blocks per worker, without counting a use. None: index unavailable."""
         if not block_hashes:
             return PrefixMatches(state="exact", matches=())
         question = MatchPrefix(

@@ -1,4 +1,4 @@
-"""A request to generate, free of any HTTP dialect, and how it becomes a `Request` on the wire."""
+"""A generation request, independent of HTTP dialects, and its conversion to a wire `Request`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from shared.messages import Choice, ModelCard, Pooling, Request, SamplingParams
 from shared.packing import TOKEN_ID_BYTES, pack_hashes, pack_token_ids
 from shared.tenancy.tenant import TenantRecord
 
-# What a message holds besides tokens, hashes and sampling: ids, the scheduler's additions.
+# Bytes of a message besides tokens, hashes and sampling: ids, the scheduler's additions.
 ENVELOPE_BYTES = 16 * 1024
-LOGPROB_BYTES = 14  # a token id and a float, as msgpack writes them
+LOGPROB_BYTES = 14  # a token id and a float in msgpack
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt and what is wanted of it. `pooling`: an embedding, and no token."""
+    """One prompt and its options. `pooling`: requests an embedding instead of tokens."""
 
     model: str
     prompt: Prompt
@@ -32,20 +32,20 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_logprobs: int | None = None
     num_choices: int = 1
     cache_salt: str = ""
-    affinity_key: str = ""  # of a session whose requests had best go where its last one went
+    affinity_key: str = ""  # session key: prefer the worker of the session's last request
     pooling: Pooling | None = None
     has_echo: bool = False
-    shows_output: bool = True  # False: what the worker draws is not told
-    priority: int | None = None  # None: its tenant's
+    shows_output: bool = True  # False: sampled tokens are not returned
+    priority: int | None = None  # None: the tenant's priority
 
     @property
     def continues_text(self) -> bool:
-        """Its text goes on where the prompt ends; a conversation's answer begins anew."""
+        """Whether the output continues the prompt's text; a chat response starts a new text."""
         return not isinstance(self.prompt, ChatPrompt)
 
 
 class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
-    """Who asks, through which gateway, and until when."""
+    """The tenant, gateway and timeout of a request."""
 
     request_id: str
     tenant: TenantRecord
@@ -56,16 +56,16 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
 def max_output_tokens(
     generation: GenerationRequest, num_prompt_tokens: int, card: ModelCard, default: int
 ) -> int:
-    """Raises PromptTooLong, or InvalidRequest if prompt and answer together do not fit."""
+    """Raises PromptTooLong, or InvalidRequest if prompt and output exceed the context together."""
     context, param = card.max_context_tokens, generation.prompt.param
     room = context - num_prompt_tokens
-    if not generation.shows_output:  # what is drawn and thrown away needs no room
+    if not generation.shows_output:  # a discarded token takes no room in the context
         room += 1
     if room < 1:
-        more = " and at least one more" if generation.shows_output else ""
+        more = ", plus at least one output token," if generation.shows_output else ""
         raise PromptTooLong(
-            f"{param}: a prompt of {num_prompt_tokens} tokens; this model's context of {context} "
-            f"must hold it{more}",
+            f"{param}: a prompt of {num_prompt_tokens} tokens{more} exceeds this model's "
+            f"context of {context}",
             param=param,
         )
     max_tokens = generation.max_tokens
@@ -81,9 +81,9 @@ def max_output_tokens(
 
 
 def check_payload(request: Request, param: str, limit: int) -> None:
-    """The request must fit in one bus message now, and later with all its output.
+    """Checks that the request, with all its output, fits in one bus message of `limit` bytes.
 
-    So must what comes back of its prompt. Raises PromptTooLong.
+    The prompt logprobs in the reply must fit, too. Raises PromptTooLong.
     """
     sampling = request.sampling
     num_bytes = len(request.prompt_token_ids) + len(request.block_hashes) + ENVELOPE_BYTES
@@ -95,14 +95,13 @@ def check_payload(request: Request, param: str, limit: int) -> None:
         num_bytes = max(num_bytes, answer_bytes + ENVELOPE_BYTES)
     if num_bytes > limit:
         raise PromptTooLong(
-            f"the request would take {num_bytes} bytes inside the system; it carries at most "
-            f"{limit}",
+            f"the request takes {num_bytes} bytes as an internal message; the limit is {limit}",
             param=param,
         )
 
 
 def scoped_affinity_key(tenant_id: str, affinity_key: str) -> str:
-    """No tenant can name another's session; "" stays so."""
+    """Hashes the key with the tenant, so that tenants cannot share sessions. "" stays ""."""
     if not affinity_key:
         return ""
     return blake2b(f"{tenant_id}\0{affinity_key}".encode(), digest_size=16).hexdigest()
@@ -118,7 +117,7 @@ def build_request(
 ) -> Request:
     tenant = origin.tenant
     root = root_hash(tenant.tenant_id, card.revision, cache_salt=generation.cache_salt)
-    if public is None or generation.cache_salt:  # who salts shares with nobody
+    if public is None or generation.cache_salt:  # salted prompts are never shared
         hashes, num_public = extend_chain(root, prompt_token_ids, card.block_size), 0
     else:
         hashes, num_public = public.chain(root, prompt_token_ids, card)

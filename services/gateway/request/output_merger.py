@@ -1,4 +1,4 @@
-"""All outputs of one response: a request with several prompts is several requests inside."""
+"""Merges the outputs of one response: each prompt of an HTTP request is a separate request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.gateway.request.request_output import OutputDelta, RequestOutput
 
 
 class OutputMerger:
-    """`next` returns the deltas of any of the outputs; choices count on over the prompts."""
+    """`next` returns the deltas of all outputs; choice indices continue across the prompts."""
 
     def __init__(
         self,
@@ -19,7 +19,7 @@ class OutputMerger:
         num_choices: int = 1,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """`num_choices`: of each prompt. `headers`: the state of the tenant's limits."""
+        """`num_choices`: choices per prompt. `headers`: the state of the tenant's limits."""
         self.outputs = tuple(outputs)
         self.headers = {} if headers is None else headers
         self.num_choices = num_choices
@@ -32,7 +32,7 @@ class OutputMerger:
 
     @property
     def is_complete(self) -> bool:
-        """`next` has given all that there was, and none of the requests failed."""
+        """Whether `next` has returned all deltas and none of the requests failed."""
         return not self._num_open
 
     async def next(self) -> list[OutputDelta]:
@@ -61,7 +61,7 @@ class OutputMerger:
         if error is None:
             self._num_open -= 1
         elif has_more:
-            self._fresh[output] = None  # what came before the error is told first
+            self._fresh[output] = None  # deltas before the error are returned first
         else:
             raise error
 

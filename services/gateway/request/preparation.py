@@ -1,4 +1,4 @@
-"""From a validated request to what goes on the wire: render, tokenize, hash, fix a seed."""
+"""Turns a validated request into the wire `Request`: tokenize, hash, fix a seed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shared.messages import ModelCard, Request
 from shared.randomness import Randomness
 from shared.tenancy.tenant import TenantRecord
 
-CONTEXT_TOKENS = 8  # of the prompt, enough for a decoder to see that its text goes on
+CONTEXT_TOKENS = 8  # last prompt tokens that the detokenizer needs to continue the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,14 @@ class PreparedRequest:
 
     @property
     def max_output_tokens(self) -> int:
-        """That its caller may see, of all choices."""
+        """Tokens that the client may see, summed over all choices."""
         if not self.generation.shows_output:
             return 0
         return len(self.request.choices) * self.request.sampling.max_tokens
 
 
 class Preparation:
-    """Pure but for the seed; may run on a thread, as tokenizing lets others run meanwhile."""
+    """Pure except for the seed. May run on a thread: tokenizing lets other threads run."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Preparation:
         request_id: str,
         max_payload_bytes: int,
     ) -> PreparedRequest:
-        """Raises the InvalidRequest with which the request is refused."""
+        """Raises the InvalidRequest that rejects the request."""
         prompt = tokenize(generation.prompt, self._files, card)
         default = self._default_max_tokens(generation, tenant)
         max_tokens = max_output_tokens(generation, len(prompt), card, default)
@@ -98,7 +98,7 @@ class Preparation:
         return TextAssembler(detokenizer, sampling.stop_strings, min_tokens=min_tokens)
 
     def _default_max_tokens(self, generation: GenerationRequest, tenant: TenantRecord) -> int:
-        """Who does not say how much it wants is not refused for wanting more than it may have."""
+        """Capped at the tenant's limit, so that the default alone never rejects a request."""
         of_model = self._files.defaults.max_new_tokens
         default = self._config.default_max_tokens if of_model is None else of_model
         if tenant.output_tokens_per_min is None:

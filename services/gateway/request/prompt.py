@@ -1,4 +1,4 @@
-"""What a request gives the model to read: a conversation, a text, or tokens."""
+"""The prompt of a request: a conversation, a text, or tokens."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from services.gateway.text.model_files import ModelFiles
 from shared.errors import InvalidRequest
 from shared.messages import ModelCard
 
-MESSAGE_CHARS = 32  # a message without text takes the template as long as this much text
+MESSAGE_CHARS = 32  # rendering cost of an empty message, in characters of text
 
 
 class Echo(msgspec.Struct, frozen=True):
-    """A prompt as its caller may see it again; `offsets`: where in `text` each token begins."""
+    """A prompt as returned to the client. `offsets`: the start of each token in `text`."""
 
     text: str
     token_ids: list[int]
@@ -24,18 +24,18 @@ class Echo(msgspec.Struct, frozen=True):
 
 class ChatPrompt(msgspec.Struct, frozen=True):
     messages: tuple[Mapping[str, Any], ...]
-    pieces: tuple[str, ...] = ()  # what the model's template has made of them
+    pieces: tuple[str, ...] = ()  # the messages rendered by the model's template
 
     param = "messages"
 
     @property
     def num_chars(self) -> int:
-        """What rendering and tokenizing cost; an empty message is not free either."""
+        """The cost of rendering and tokenizing, in characters; an empty message costs some too."""
         return sum(MESSAGE_CHARS + len(message["content"]) for message in self.messages)
 
 
 class TextPrompt(msgspec.Struct, frozen=True):
-    """`param`: the field of the request that it came in."""
+    """`param`: the request field that holds the prompt."""
 
     text: str
     param: str
@@ -59,7 +59,7 @@ Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 
 def tokenize(prompt: Prompt, files: ModelFiles, card: ModelCard) -> list[int]:
-    """Raises InvalidRequest for a prompt that holds no token."""
+    """Raises InvalidRequest for a prompt without tokens or with one not in the vocabulary."""
     match prompt:
         case ChatPrompt():
             return files.tokenizer.encode(prompt.pieces)
@@ -71,7 +71,7 @@ def tokenize(prompt: Prompt, files: ModelFiles, card: ModelCard) -> list[int]:
 
 
 def echo_of(prompt: Prompt, files: ModelFiles) -> Echo | None:
-    """What is shown of a prompt that has been tokenized; a rendered conversation is not."""
+    """Returns the echo of a tokenized prompt; None for a rendered conversation."""
     match prompt:
         case TextPrompt():
             return Echo(prompt.text, *_text_tokens(prompt, files))

@@ -1,8 +1,8 @@
-"""The public prefixes of this gateway's model, and the block hashes of prompts that begin so.
+"""The public prefixes of this gateway's model, and the block hashes of prompts that start with one.
 
-Their whole blocks have hashes that all tenants have in common; the first block behind them mixes
-the tenant in (`shared/block_hash.py`). A prompt that begins otherwise, or with only a part of one,
-and one with a `cache_salt` are hashed as ever.
+The full blocks of a public prefix have hashes that all tenants share; the first block after them
+mixes the tenant in (`shared/block_hash.py`). Prompts that start otherwise or with only a part of a
+prefix, and prompts with a `cache_salt`, use the tenant's hashes only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _Key = tuple[str, int]  # revision and block size
 
 
 class PublicPrefixes:
-    """May be asked on a thread while `replace` is called: what is asked sees the old or the new."""
+    """`chain` may run on a thread during `replace`: it uses the old prefixes or the new ones."""
 
     def __init__(self) -> None:
         self._prefixes: tuple[PinnedPrefix, ...] = ()
@@ -29,7 +29,7 @@ class PublicPrefixes:
         self._chains = {}
 
     def chain(self, root: bytes, token_ids: list[int], card: ModelCard) -> tuple[list[bytes], int]:
-        """Hashes of the full blocks, and how many of them are public. `root` is the tenant's."""
+        """Returns the full blocks' hashes and the number of public ones. `root`: the tenant's."""
         if not self._prefixes:
             return extend_chain(root, token_ids, card.block_size), 0
         packed = pack_token_ids(token_ids)
@@ -41,7 +41,7 @@ class PublicPrefixes:
         return extend_chain(root, token_ids, card.block_size), 0
 
     def _public_chains(self, card: ModelCard) -> list[tuple[bytes, list[bytes]]]:
-        """Whole blocks as packed tokens, and their hashes; the longest first, then by name."""
+        """Returns (packed tokens, hashes) of the full blocks, longest first, then by name."""
         chains, key = self._chains, (card.revision, card.block_size)
         if key not in chains:
             found = []

@@ -1,8 +1,8 @@
-"""The way of one request's tokens to its client.
+"""Buffers one request's output for the client.
 
-Tokens become text as they arrive, so a stop string is seen at once however slowly the client
-reads. Text waits here until it is taken, each token's apart; what piles up for a slow client is
-bounded by `max_tokens` and leaves in one.
+Tokens are detokenized on arrival, so a stop string is detected at once however slowly the client
+reads. Text is buffered per token until `take`; the backlog of a slow client is bounded by
+`max_tokens` and is joined.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from shared.clock import Clock
 from shared.errors import HearthError
 from shared.messages import Finish, Served, TokenLogprobs
 
-MAX_TEXTS = 64  # of a choice that wait; more are joined
+MAX_TEXTS = 64  # buffered texts of a choice; more are joined
 
 
 class ClientGone(HearthError):
-    """Nobody is left to read this error; its code shows in the metrics."""
+    """Reaches no client, since the client disconnected; its code appears in the metrics."""
 
     code = "client_gone"
     http_status = 499
 
 
 class OutputDelta(msgspec.Struct, frozen=True):
-    """`texts`: of a token each, or joined. `tokens`: those of the text, where logprobs were asked
-    for.
+    """`texts`: one per token, or joined. `tokens`: the tokens of the text, if logprobs were
+    requested.
     """
 
     choice_index: int
@@ -51,12 +51,12 @@ class _ChoiceText:
         self.texts: list[str] = []
         self.tokens: list[ScoredToken] = []
         self.finish_reason: str | None = None
-        self.is_taken = False  # with its finish reason
+        self.is_taken = False  # including the finish reason
         self.served: Served | None = None
         self.last_token_at: float | None = None
 
     def take_texts(self) -> list[str]:
-        """Those of tokens with logprobs are joined, as the tokens are."""
+        """Joins the texts of tokens with logprobs, since one delta holds these tokens together."""
         texts, self.texts = self.texts, []
         return ["".join(texts)] if len(texts) > MAX_TEXTS or self.tokens else texts
 
@@ -66,9 +66,9 @@ class _ChoiceText:
 
 
 class RequestOutput:
-    """A `stream.Receiver` on one side, `take()` on the other.
+    """A `stream.Receiver` that buffers the output until `take()`.
 
-    `first_choice_index` is where its choices begin in an answer of several requests.
+    `first_choice_index`: index of its first choice in a response of several requests.
     """
 
     def __init__(
@@ -103,24 +103,24 @@ class RequestOutput:
 
     @property
     def served(self) -> Served | None:
-        """Of the choice for which the prompt was computed; the others share it."""
+        """`Served` of the choice whose prompt was computed; the other choices share that prompt."""
         known = [text.served for text in self._texts if text.served is not None]
         return min(known, key=lambda served: served.num_cached_tokens, default=None)
 
     @property
     def num_cached_tokens(self) -> int | None:
-        """None when the worker was stopped before it could tell."""
+        """None if the worker was stopped before it reported the number."""
         served = self.served
         return None if served is None else min(served.num_cached_tokens, self.num_prompt_tokens)
 
     @property
     def has_delivered(self) -> bool:
-        """It has ended well, or something of the answer came before it failed."""
+        """Whether the request succeeded, or returned output tokens before it failed."""
         is_whole = self.end is not None and self.end.error is None
         return is_whole or self.num_output_tokens > 0
 
     def take(self) -> list[OutputDelta]:
-        """What came since the last call; nothing before the prompt's logprobs, if they are due."""
+        """Returns the deltas since the last call; empty while prompt logprobs are outstanding."""
         if self._lacks_prompt and self.end is None:
             return []
         taken = []
@@ -190,12 +190,12 @@ class RequestOutput:
     # ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _finish_reason(self, text: _ChoiceText, finish: Finish) -> str:
-        if not self._shows_output:  # no token was wanted, and none is shown
+        if not self._shows_output:  # the client requested no tokens
             return "length"
         return "stop" if text.assembler.is_stopped else finish.reason
 
     def _observe_gap(self, text: _ChoiceText) -> None:
-        """The first token of any choice is that of the request; gaps are those of a choice."""
+        """Observes TTFT at the request's first token, ITL between two tokens of a choice."""
         now = self._clock.now()
         if text.last_token_at is not None:
             self._metrics.observe_itl(now - text.last_token_at)

@@ -1,4 +1,4 @@
-"""The reservation of one response: it travels with its outputs and ends with the last of them."""
+"""The limit reservation of one response, which ends with the last of its outputs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shared.tenancy.tenant import UsageKind
 
 
 def delivered_of(outputs: Sequence[RequestOutput]) -> dict[UsageKind, int]:
-    """What counts of an answer; nothing, where it failed before anything of it was there."""
+    """Returns the usage of a response; outputs that failed before their first token count zero."""
     delivered = [each for each in outputs if each.has_delivered]
     return {
         "requests": 1 if delivered else 0,
@@ -21,7 +21,7 @@ def delivered_of(outputs: Sequence[RequestOutput]) -> dict[UsageKind, int]:
 
 
 class Reservation:
-    """open ──no more submissions, and every output has ended──▶ closed, reported once."""
+    """open ──no more submissions, and every output has ended──▶ closed, `on_close` called once."""
 
     def __init__(
         self, lease: LimitLease, on_close: Callable[[LimitLease, Sequence[RequestOutput]], None]

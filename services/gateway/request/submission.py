@@ -1,4 +1,4 @@
-"""The way of a tenant's requests into the system: prepare, admit, open, cancel.
+"""Submits a tenant's requests: prepare, admit, open, cancel.
 
 Every dialect submits `GenerationRequest`s here and reads their deltas from the `OutputMerger`.
 """
@@ -29,12 +29,12 @@ from shared.clock import Clock
 from shared.errors import NoCapacity, Overloaded
 from shared.tenancy.tenant import TenantRecord
 
-# A longer prompt is tokenized on a thread, so that running streams do not wait for it.
+# Longer prompts are tokenized on a thread, so that running streams do not wait.
 MAX_INLINE_CHARS = 8192
 
 
 class Submission:
-    """`max_requests`: requests that may be open or in preparation here at the same time."""
+    """`max_requests`: limit of the requests open or in preparation at the same time."""
 
     def __init__(
         self,
@@ -66,10 +66,10 @@ class Submission:
     async def submit(
         self, tenant: TenantRecord, request_id: str, generations: Sequence[GenerationRequest]
     ) -> OutputMerger:
-        """All are admitted or none is: no worker receives a part of a list with a bad prompt.
+        """Admits all requests or none: no worker receives part of a list with a bad prompt.
 
-        Running streams get their turn between two of them. Raises the HearthError with which the
-        request is rejected.
+        Yields to running streams between two of the requests. Raises the HearthError with which
+        the request is rejected.
         """
         prepared: list[PreparedRequest] = []
         for index, generation in enumerate(generations):
@@ -95,7 +95,7 @@ class Submission:
     async def prepare(
         self, tenant: TenantRecord, request_id: str, generation: GenerationRequest
     ) -> PreparedRequest:
-        """Checked, rendered and tokenized. Raises the HearthError with which it is rejected."""
+        """Checks, renders and tokenizes. Raises the HearthError that rejects the request."""
         self._check_admission()
         if generation.model == self._catalog.name:
             check_model(tenant, generation.model)
@@ -117,7 +117,7 @@ class Submission:
     async def admit(
         self, tenant: TenantRecord, request_id: str, prepared: Sequence[PreparedRequest]
     ) -> Reservation:
-        """For all prompts of one response. Raises the HearthError with which it is rejected."""
+        """Reserves limits for all prompts of one response. Raises the HearthError that rejects."""
         request_cost = RequestCost(
             num_input_tokens=sum(len(each.prompt_token_ids) for each in prepared),
             num_output_tokens=sum(each.max_output_tokens for each in prepared),
@@ -132,7 +132,7 @@ class Submission:
         return Reservation(lease, self._settle)
 
     def open(self, prepared: PreparedRequest, reservation: Reservation) -> RequestOutput:
-        """Raises the HearthError with which the request is rejected."""
+        """Sends the request to a scheduler. Raises the HearthError that rejects the request."""
         self._check_admission()
         assemblers = [self._preparation.assembler(prepared) for _ in prepared.request.choices]
         output = RequestOutput(
@@ -146,13 +146,13 @@ class Submission:
         return output
 
     def cancel(self, outputs: Sequence[RequestOutput]) -> None:
-        """The client is gone; changes nothing for requests that have ended."""
+        """Cancels the requests of a disconnected client. Does nothing for ended requests."""
         error = ClientGone("the client closed the connection")
         for output in outputs:
             self._driver.close(output.request_id, "client_gone", error)
 
     async def render(self, messages: Messages, tools: Messages) -> Sequence[str]:
-        """The chat template's pieces; the conversation counts as in preparation meanwhile."""
+        """Returns the chat template's pieces. Counts as one request in preparation meanwhile."""
         self._num_preparing += 1
         try:
             return await self._renderer.render(messages, tools)
@@ -160,7 +160,7 @@ class Submission:
             self._num_preparing -= 1
 
     def _settle(self, lease: LimitLease, outputs: Sequence[RequestOutput]) -> None:
-        """Every prompt of a response has ended: what it took is known."""
+        """Settles limits and counts usage, after every prompt of a response has ended."""
         self._limits.settle(lease, sum(each.num_output_tokens for each in outputs))
         self._usage.count(lease.tenant.tenant_id, self._catalog.name, delivered_of(outputs))
 

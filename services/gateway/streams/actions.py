@@ -1,4 +1,4 @@
-"""What the recovery core wants done; `stream_driver.py` does it."""
+"""The actions that the recovery core requests and `stream_driver.py` performs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shared.subjects import SUBMIT, cancel, control, submit_to
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Sent once; a lost message is repaired by the protocol."""
+    """A message that is sent once; the protocol recovers from its loss."""
 
     subject: str
     message: Message
@@ -28,14 +28,14 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """The outcome comes back through `on_queued` or `on_refused`."""
+    """A submission; its outcome is passed to `on_queued` or `on_refused`."""
 
     message: SubmitRequest
 
 
 @dataclass(frozen=True, slots=True)
 class Resend:
-    """The outcome comes back through `on_resent` or `on_resend_failed`."""
+    """A resend request; its outcome is passed to `on_resent` or `on_resend_failed`."""
 
     worker_id: str
     message: ResendTokens
@@ -45,8 +45,8 @@ Action = Publish | Submit | Resend
 
 
 def submit_subject(message: SubmitRequest, scheduler_ids: Sequence[str]) -> str:
-    """Any scheduler takes a first try, further ones go to the live ones by turns: whom chance
-    leads to a scheduler that hangs is not led there twice.
+    """Returns the queue group's subject for the first attempt. Later attempts address the live
+    schedulers in turn, so that a retry avoids a scheduler that hangs.
     """
     if message.attempt == 1 or not scheduler_ids:
         return SUBMIT
@@ -55,8 +55,8 @@ def submit_subject(message: SubmitRequest, scheduler_ids: Sequence[str]) -> str:
 
 
 class Actions:
-    """What is to be done, in order, until it is taken. Endings are acknowledged together, before
-    all else, and need not be at once: a worker waits for 2 s before it tells one again.
+    """Queue of due actions, in order. Acknowledgements of finished placements are batched by
+    worker and go first; they may be late, since a worker resends a Finish only after 2 s.
     """
 
     def __init__(self, gateway_id: str) -> None:

@@ -1,8 +1,8 @@
-"""The tokens of one choice, put in order.
+"""Puts the tokens of one choice in order.
 
-Entries are numbered by `first_position`. What is already known is dropped, what overlaps is cut,
-what comes too early waits in a bounded buffer; what does not fit in there is lost here and comes
-again by a resend. Logprobs stay with their tokens.
+`first_position` is an entry's position. Known tokens are dropped and overlaps cut; entries
+ahead of a gap wait in a bounded buffer. An entry that does not fit the buffer is dropped and
+recovered by a resend. Logprobs stay with their tokens.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _NOTHING: Fresh = ((), ())
 class ChoiceTokens:
     def __init__(self, choice_index: int) -> None:
         self.choice_index = choice_index
-        self.last_token_at = 0.0  # of the placement that runs it
+        self.last_token_at = 0.0  # from the current placement
         self.served: Served | None = None
         self.token_ids: list[int] = []
         self.finish: Finish | None = None
-        self.is_stopped = False  # the receiver has all it wants
+        self.is_stopped = False  # the receiver met a stop string
         self._ahead: dict[int, TokenEntry] = {}
 
     @property
     def is_finished(self) -> bool:
-        """A failed try is no ending: the choice goes on elsewhere, or the request fails."""
+        """False after a failed attempt: the choice is resubmitted, or the request fails."""
         return self.is_stopped or (self.finish is not None and self.finish.reason != "failed")
 
     @property
@@ -37,9 +37,9 @@ class ChoiceTokens:
         return bool(self._ahead)
 
     def accept(self, entry: TokenEntry) -> Fresh:
-        """Returns what is new and in order; sets `finish` when the end is reached.
+        """Returns the new tokens and logprobs, in order; sets `finish` at the end of the choice.
 
-        Not for a choice that is finished.
+        Must not be called for a finished choice.
         """
         if entry.first_position > len(self.token_ids):
             if len(self._ahead) < MAX_AHEAD_ENTRIES:
@@ -51,7 +51,7 @@ class ChoiceTokens:
         return self._with_ahead(fresh)
 
     def restart(self) -> None:
-        """A new placement goes on behind the last token in order."""
+        """Prepares for a new placement, which continues after the last token in order."""
         self._ahead.clear()
         self.finish = None
 

@@ -1,8 +1,8 @@
-"""Placements that are not, or no longer, those of a running stream.
+"""Placements that do not, or no longer, belong to a running stream.
 
-Tokens can overtake the `Placed` that explains them: they wait in `EarlyEntries`, bounded in number
-and in time. What was given up or finished stays in `RetiredPlacements` for a while, so that its
-late tokens are answered rather than mistaken for early ones.
+Tokens can overtake the `Placed` of their placement: `EarlyEntries` buffers them, bounded in number
+and time. `RetiredPlacements` records aborted and finished placements for a while, so that late
+tokens are answered rather than mistaken for early ones.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shared.messages import TokenEntry
 
 EARLY_LIMIT_S = 1.0
 MAX_EARLY_ENTRIES = 4096
-MAX_EARLY_VALUES = 2_000_000  # token ids and logprobs, in all of them
+MAX_EARLY_VALUES = 2_000_000  # token ids and logprobs in all entries
 MAX_RETIRED = 16384
 ANSWER_EVERY_S = 1.0
 
@@ -35,7 +35,7 @@ class EarlyEntries:
         return self._num_entries
 
     def add(self, worker_id: str, entry: TokenEntry, now: float) -> None:
-        """When full, the oldest placement's entries go: if it is ours, they are sent again."""
+        """When full, drops the oldest placement's entries; a resend recovers them if needed."""
         key = entry.placement_id, worker_id
         early = self._by_placement.get(key)
         if early is None:
@@ -55,7 +55,7 @@ class EarlyEntries:
         return early.entries
 
     def expire(self, now: float) -> list[tuple[bytes, str]]:
-        """(placement_id, worker_id) of those that nobody named in time."""
+        """Removes placements not named within EARLY_LIMIT_S. Returns (placement_id, worker_id)s."""
         expired = []
         while self._by_placement:
             (placement_id, worker_id), early = next(iter(self._by_placement.items()))
@@ -92,7 +92,7 @@ class RetiredPlacements:
             self._by_placement.popitem(last=False)
 
     def due_answer(self, placement_id: bytes, now: float) -> bool | None:
-        """True: acknowledge again. False: abort again. None: said so a moment ago."""
+        """Returns True: acknowledge again. False: abort again. None: answered recently."""
         retired = self._by_placement[placement_id]
         if now - retired.answered_at < ANSWER_EVERY_S:
             return None

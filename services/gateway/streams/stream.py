@@ -1,10 +1,10 @@
-"""One request as its owner sees it: the record that survives workers and schedulers.
+"""The gateway's record of one request, which survives the loss of workers and schedulers.
 
     submitting ──Queued, QueueKeepalive──▶ queued ──Placed──▶ running ──last Finish──▶ ended
         │ ▲                                 │  │               │  │
         │ └────── keepalive missing ────────┘  │               │  │
         │ └── worker lost, placement unknown, retryable Finish─┘  │
-        └── refused, deadline, client gone, budget spent ─────────┴──────────────────▶ ended
+        └── rejected, deadline, client gone, budget spent ────────┴──────────────────▶ ended
 
 `Placed` may overtake `Queued`: submitting ──Placed──▶ running. `ended` is entered once.
 """
@@ -46,7 +46,7 @@ class IllegalTransition(HearthError):
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """The one ending. `error` is None when every choice has finished."""
+    """The outcome of a stream, reported once. `error` is None when every choice has finished."""
 
     error: HearthError | None
     worker_id: str | None
@@ -54,20 +54,20 @@ class StreamEnd:
 
 
 class Receiver(Protocol):
-    """Where a stream's tokens go; called in order and at once, must not block."""
+    """Receives a stream's tokens. Methods are called immediately, in order; must not block."""
 
     def on_tokens(
         self, choice_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> bool:
-        """`logprobs` of all of them, or none. False: it has met a stop string, needs no more."""
+        """`logprobs`: of all tokens, or empty. Returns False once the text met a stop string."""
         ...
 
     def on_served(self, choice_index: int, served: Served) -> None:
-        """Once a placement, before its first tokens."""
+        """Called once per placement, before its first tokens."""
         ...
 
     def on_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Before the first tokens; again with another placement."""
+        """Called before the first tokens, and again for each new placement."""
         ...
 
     def on_finish(self, choice_index: int, finish: Finish) -> None: ...
@@ -80,13 +80,13 @@ class CurrentPlacement:
     placement_id: bytes
     worker_id: str
     last_token_at: float
-    resends: set[int] = field(default_factory=set)  # choices with a resend under way
+    resends: set[int] = field(default_factory=set)  # choices with a pending resend
     num_failed_resends: Counter[int] = field(default_factory=Counter)  # by choice
     stopped_at: dict[int, float] = field(default_factory=dict)  # choices that met a stop string
 
 
 class Stream:
-    """Times are readings of the gateway's monotonic clock."""
+    """The state of one request. Times are seconds of the gateway's monotonic clock."""
 
     def __init__(
         self, request: Request, receiver: Receiver, now: float, *, affinity_key: str = ""
@@ -103,10 +103,10 @@ class Stream:
         self.attempt = 0
         self.num_resubmissions = 0
         self.excluded_workers: set[str] = set()
-        self.submit_at: float | None = None  # when the next try is due
+        self.submit_at: float | None = None  # when the next attempt is due
         self.window_opened_at = now
         self.give_up_at = now
-        self.was_accepted = False  # by some scheduler: the request has been let in
+        self.was_accepted = False  # a scheduler has queued or placed the request
         self.num_tries = 0  # since `give_up_at` was set
         self.scheduler_id: str | None = None
         self.keepalive_at = now
@@ -127,7 +127,7 @@ class Stream:
 
     @property
     def has_every_ending(self) -> bool:
-        """The placement has told all that it had to; what was stopped in it has no ending."""
+        """Whether the placement sent every Finish; a choice stopped in the placement sends none."""
         stopped = () if self.placement is None else self.placement.stopped_at
         return all(
             choice.choice_index not in stopped and (choice.is_stopped or choice.finish is not None)
@@ -135,13 +135,13 @@ class Stream:
         )
 
     def transition_to(self, state: StreamState) -> None:
-        """Raises IllegalTransition; a bug, never a peer's doing."""
+        """Raises IllegalTransition, which means a bug in this code, not a fault of a peer."""
         if state not in TRANSITIONS[self.state]:
             raise IllegalTransition(f"{self.request_id}: {self.state.value} to {state.value}")
         self.state = state
 
     def remaining_request(self, now: float) -> Request:
-        """What is left to do, with all that was received."""
+        """Returns the request with its unfinished choices, their tokens and the time left."""
         choices = tuple(
             Choice(
                 choice_index=choice.choice_index,
@@ -150,6 +150,6 @@ class Stream:
             for choice in self.choices.values()
             if not choice.is_finished
         )
-        # rounding can make what is left longer than what was given
+        # rounding can make the remaining time exceed `deadline_s`
         left_s = min(max(self.deadline_at - now, 0.0), self.request.deadline_s)
         return msgspec.structs.replace(self.request, choices=choices, deadline_s=left_s)

@@ -1,7 +1,6 @@
-"""The recovery core on the bus, without web server and tokenizer.
+"""Connects the recovery core to the bus, without web server and tokenizer.
 
-What arrives is handed to `Streams`, whose actions are carried out here; its decisions are all in
-there.
+Passes each message to `Streams` and performs the actions that `Streams` decides on.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ RESEND_TIMEOUT_S = 0.5
 
 
 class StreamDriver:
-    """All open requests of one gateway, kept going; the heart is its owner's to start and stop."""
+    """Drives all open requests of one gateway. The owner starts and stops the HealthMonitor."""
 
     def __init__(
         self,
@@ -57,7 +56,7 @@ class StreamDriver:
         self._is_idle = asyncio.Event()
 
     def __len__(self) -> int:
-        """How many requests are open."""
+        """Returns the number of open requests."""
         return len(self._streams)
 
     async def start(self) -> None:
@@ -86,7 +85,7 @@ class StreamDriver:
         self._perform()
 
     def close(self, request_id: str, reason: AbortReason, error: HearthError) -> None:
-        """Ends a request early; nothing happens if it has ended."""
+        """Ends a request early. Does nothing if the request has ended."""
         self._streams.close(request_id, reason, error, self._clock.now())
         self._perform()
 
@@ -128,7 +127,7 @@ class StreamDriver:
                 self._streams.on_bus_back(now)
             was_connected = is_connected
             for worker_id in self._streams.quiet_workers(now):
-                # the placement may have come just after the loss was announced
+                # `Placed` may arrive just after the loss was reported
                 if fleet.heartbeat_of(worker_id) is not None and not fleet.is_live(worker_id):
                     self._streams.on_worker_lost(worker_id, now, is_excluded=True)
             self._streams.tick(now, is_bus_trusted=fleet.can_judge(now))
@@ -137,7 +136,7 @@ class StreamDriver:
     # ── actions ──────────────────────────────────────────────────────────────────────────────────
 
     def _perform(self, *, with_acknowledgements: bool = False) -> None:
-        """Endings are acknowledged by the tick: all of its time in one message a worker."""
+        """Performs the queued actions. The tick sends AckFinished: one batch message a worker."""
         actions = self._streams.take_actions(with_acknowledgements=with_acknowledgements)
         for action in actions:
             match action:
@@ -170,7 +169,7 @@ class StreamDriver:
         self._perform()
 
     async def _request_from_scheduler(self, subject: str, message: SubmitRequest) -> Queued:
-        """Raises NoResponders only if there is none at all."""
+        """Falls back to SUBMIT. Raises NoResponders only if no scheduler is subscribed to it."""
         try:
             return await self._bus.request(subject, message, Queued, timeout_s=SUBMIT_TIMEOUT_S)
         except NoResponders:

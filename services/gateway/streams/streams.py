@@ -1,15 +1,15 @@
-"""The core of recovery: all open requests, what happens to them, and what to do about it.
+"""The recovery core: the state of all open requests and the actions that each event requires.
 
-Synchronous and without I/O: each method takes in one event and leaves `Action`s to be taken with
-`take_actions`. The states of one request are in `stream.py`. The rules:
+Synchronous and without I/O: each method handles one event and queues `Action`s, which
+`take_actions` returns. The states of one request are in `stream.py`. The rules:
 
-- Only the placement that `Placed` named is believed. Entries that arrive before it wait; a
-  placement that nobody names in time, or that was given up, is answered with AbortRequest.
-- A gap, or silence of a running choice, asks the worker to send again.
-- A choice that met a stop string is aborted alone while others go on, and again if it does not end.
-- A lost worker, an unknown placement or a retryable failure submits the request again, with all
-  tokens received, the worker excluded, within a budget.
-- A scheduler that stops naming a queued request has lost it: submitted again.
+- A stream accepts tokens only from the placement that `Placed` named. Entries that arrive earlier
+  are buffered; AbortRequest answers placements that are not named in time or were given up.
+- A gap, or silence of a running choice, triggers a ResendTokens request to the worker.
+- A choice that met a stop string is aborted while others run, and again if its tokens continue.
+- A lost worker, an unknown placement or a retryable failure resubmits the request with all tokens
+  received, within a budget; a worker that is silent or failed is excluded.
+- A queued request that its scheduler stops naming is lost there and is resubmitted.
 - Every stream ends once, through `_end`.
 """
 
@@ -51,21 +51,21 @@ from shared.messages import (
 )
 from shared.transport.bus import error_of
 
-# How long a new request looks for a scheduler: NATS takes 3 s to see that a member of their queue
-# group hangs, which swallows its share of the tries until then.
+# Submission window of a new request: NATS takes 3 s to detect a hung member of the schedulers'
+# queue group, and that member loses its share of the attempts until then.
 SUBMIT_WINDOW_S = 4.0
-NO_SCHEDULER_WINDOW_S = 0.5  # unless the server says that there is none
-RECOVERY_WINDOW_S = 10.0  # an accepted one looks longer: its client has an answer in hand
+NO_SCHEDULER_WINDOW_S = 0.5  # window when NATS reports no responders
+RECOVERY_WINDOW_S = 10.0  # longer after a loss: the client may have part of its response
 SUBMIT_BACKOFF_S = 0.1
-MIN_TRIES = 3  # a gateway that was frozen finds its window gone by and nothing tried
+MIN_TRIES = 3  # a frozen gateway may resume after the window, without having tried
 KEEPALIVE_LIMIT_S = 1.5
-SILENCE_S = 1.0  # with a lost worker, this much silence is enough
+SILENCE_S = 1.0  # limit when the worker is lost; QUIET_LIMIT_S otherwise
 QUIET_LIMIT_S = 2.0
 RESEND_RETRY_S = 0.3
 MAX_FAILED_RESENDS = 3
 MAX_RESUBMISSIONS = 5
 
-# Refusals that another try may turn; the last two only for a request that was accepted before.
+# Rejections that are retried; `_PATIENT` ones only in recovery or with retry_after_s=0.
 _TRANSIENT = (DependencyUnavailable, WorkerBusy, UnknownPlacement)
 _PATIENT = (NoCapacity, Overloaded)
 
@@ -89,7 +89,7 @@ class Streams:
         return self._actions.take(with_acknowledgements=with_acknowledgements)
 
     def quiet_workers(self, now: float) -> set[str]:
-        """Workers with a placement of ours that has not been heard of for a while."""
+        """Returns the workers with a placement that sent no tokens for SILENCE_S."""
         placements = (stream.placement for stream in self._by_placement.values())
         return {
             placement.worker_id
@@ -97,7 +97,7 @@ class Streams:
             if placement is not None and now - placement.last_token_at >= SILENCE_S
         }
 
-    # ── the gateway's own wishes ─────────────────────────────────────────────────────────────────
+    # ── calls of the gateway ─────────────────────────────────────────────────────────────────────
 
     def open(
         self, request: Request, receiver: Receiver, now: float, *, affinity_key: str = ""
@@ -108,7 +108,7 @@ class Streams:
         self._submit(stream, now)
 
     def close(self, request_id: str, reason: AbortReason, error: HearthError, now: float) -> None:
-        """Ends a stream early; nothing happens if it has ended."""
+        """Ends a stream early. Does nothing if the stream has ended."""
         stream = self._by_request.get(request_id)
         if stream is not None:
             self._end(stream, error, reason, now)
@@ -138,10 +138,10 @@ class Streams:
             or stream.attempt != attempt
         ):
             return
-        is_patient = stream.is_recovering or error.retry_after_s == 0  # 0: it asks for another try
+        is_patient = stream.is_recovering or error.retry_after_s == 0  # 0: retry at once
         is_hopeful = isinstance(error, _TRANSIENT) or (is_patient and isinstance(error, _PATIENT))
         if isinstance(error, NoCapacity):
-            stream.excluded_workers.clear()  # better a worker that was lost than none
+            stream.excluded_workers.clear()  # a worker that was lost may be the only one
         give_up_at = stream.give_up_at
         if isinstance(error, NoResponders) and is_bus_trusted and not stream.was_accepted:
             give_up_at = min(give_up_at, stream.window_opened_at + NO_SCHEDULER_WINDOW_S)
@@ -150,7 +150,7 @@ class Streams:
             stream.submit_at = now + SUBMIT_BACKOFF_S
             return
         if isinstance(error, _TRANSIENT):
-            error = NoCapacity(f"no scheduler took the request: {error}", retry_after_s=1.0)
+            error = NoCapacity(f"no scheduler accepted the request: {error}", retry_after_s=1.0)
         self._end(stream, error, "failed", now)
 
     def on_placed(self, placed: Placed, now: float) -> None:
@@ -164,7 +164,7 @@ class Streams:
             if stream is not None:
                 self._resubmit(stream, now)
             return
-        # too late: aborted as nobody's a while ago; or another request's, which it stays
+        # the placement was aborted already, or it belongs to another request
         if placed.placement_id in self._retired or placed.placement_id in self._by_placement:
             self._resubmit(stream, now)
             return
@@ -185,7 +185,7 @@ class Streams:
             attempt = None if stream is None else stream.attempt
             if stream is None or stream.state is StreamState.RUNNING:
                 self._actions.cancel(keepalive.scheduler_id, request_id, attempt)
-            elif stream.state is StreamState.SUBMITTING:  # its ack came too late or got lost
+            elif stream.state is StreamState.SUBMITTING:  # the `Queued` reply was late or lost
                 self._queue(stream, keepalive.scheduler_id, now)
             elif stream.scheduler_id == keepalive.scheduler_id:
                 stream.keepalive_at = now
@@ -198,9 +198,9 @@ class Streams:
                 self._resubmit(stream, now)
 
     def on_bus_back(self, now: float) -> None:
-        """What was under way when the bus broke is lost: who stays silent is soon asked again.
+        """Recovers messages lost with the connection: silent choices soon trigger a resend.
 
-        A queued request may have been placed without our being told: it is submitted anew.
+        The `Placed` of a queued request may be lost, so queued requests are resubmitted.
         """
         for stream in list(self._by_request.values()):
             if stream.state is StreamState.QUEUED:
@@ -236,14 +236,14 @@ class Streams:
     def on_resend_failed(
         self, resend: ResendTokens, error: HearthError, now: float, *, is_bus_trusted: bool
     ) -> None:
-        """A silent bus says nothing about the worker, so its failures do not count."""
+        """Counts failures only while the bus is trusted: bus faults do not implicate the worker."""
         stream = self._by_placement.get(resend.placement_id)
         if stream is None or stream.placement is None:
             return
         placement, index = stream.placement, resend.choice_index
         placement.resends.discard(index)
         choice = stream.choices[index]
-        if choice.is_finished:  # while it was asked for; a worker forgets a stopped choice
+        if choice.is_finished:  # since the resend request; a worker drops a stopped choice
             return
         if isinstance(error, UnknownPlacement):
             self._resubmit(stream, now)
@@ -255,7 +255,7 @@ class Streams:
             self._resubmit(stream, now, excluded=placement.worker_id)
 
     def on_worker_lost(self, worker_id: str, now: float, *, is_excluded: bool) -> None:
-        """One that has restarted may have the request back, one that hangs may not."""
+        """Resubmits the worker's requests. `is_excluded` is false for a restarted worker."""
         excluded = worker_id if is_excluded else None
         for stream in list(self._by_placement.values()):
             if stream.placement is not None and stream.placement.worker_id == worker_id:
@@ -288,7 +288,7 @@ class Streams:
         elif now - stream.keepalive_at >= KEEPALIVE_LIMIT_S:
             self._resubmit(stream, now)
 
-    # ── moves ────────────────────────────────────────────────────────────────────────────────────
+    # ── transitions ──────────────────────────────────────────────────────────────────────────────
 
     def _submit(self, stream: Stream, now: float) -> None:
         stream.attempt += 1
@@ -331,12 +331,12 @@ class Streams:
                 self._accept(stream, entry, now)
 
     def _resubmit(self, stream: Stream, now: float, *, excluded: str | None = None) -> None:
-        """Leaves queue or worker and starts over with what was received."""
+        """Cancels the queue entry or placement and submits again with all tokens received."""
         self._leave(stream, "superseded", now)
         if excluded is not None:
             stream.excluded_workers.add(excluded)
         if stream.num_resubmissions >= MAX_RESUBMISSIONS:
-            error = NoCapacity("the request lost its place too often", retry_after_s=1.0)
+            error = NoCapacity("the request was resubmitted too often", retry_after_s=1.0)
             self._end(stream, error, "failed", now)
             return
         for choice in stream.choices.values():
@@ -353,7 +353,7 @@ class Streams:
         self._submit(stream, now)
 
     def _restart(self, stream: Stream, choice: ChoiceTokens) -> None:
-        """A choice whose last token has arrived lacks only its ending, which is known."""
+        """Restarts a choice, or finishes it with "length" if it has `max_tokens` tokens."""
         choice.restart()
         if len(choice.token_ids) >= stream.request.sampling.max_tokens:
             served = choice.served or Served(num_cached_tokens=0, prefill_worker_id=None)
@@ -396,7 +396,7 @@ class Streams:
             choice.is_stopped = True
 
     def _stop(self, stream: Stream, choice: ChoiceTokens, now: float) -> None:
-        """The last choice takes the whole placement with it, in `_end`."""
+        """Aborts the choice alone; when it is the last, `_end` aborts the whole placement."""
         if stream.placement is None:
             return
         stream.placement.stopped_at[choice.choice_index] = now
@@ -406,7 +406,7 @@ class Streams:
     def _stop_again(
         self, placement: CurrentPlacement, choice: ChoiceTokens, entry: TokenEntry, now: float
     ) -> None:
-        """What still comes of a stopped choice was under way, or its abort was lost."""
+        """Repeats the abort, every ANSWER_EVERY_S, while a stopped choice still sends tokens."""
         stopped_at = placement.stopped_at.get(choice.choice_index)
         if stopped_at is None or entry.finish is not None or now - stopped_at < ANSWER_EVERY_S:
             return
@@ -441,7 +441,7 @@ class Streams:
         stream.receiver.on_end(StreamEnd(error, stream.last_worker_id, stream.num_resubmissions))
 
     def _leave(self, stream: Stream, reason: AbortReason, now: float) -> None:
-        """Tells queue or worker that this stream is no longer theirs."""
+        """Cancels the stream at its scheduler; acknowledges or aborts it at its worker."""
         if stream.state is StreamState.QUEUED and stream.scheduler_id is not None:
             self._actions.cancel(stream.scheduler_id, stream.request_id, stream.attempt)
         stream.scheduler_id = None
@@ -483,8 +483,8 @@ class Streams:
 
 
 def _is_present(failed: PlacementFailed, stream: Stream) -> bool:
-    """Of the try that the stream waits for; what is queued may be an earlier one (its ack was late,
-    a keepalive told of it).
+    """Returns whether `failed` is about the attempt that the stream waits for. A queued stream
+    compares the scheduler: an earlier attempt may be queued (late reply, then a keepalive).
     """
     if stream.state is StreamState.QUEUED:
         return failed.scheduler_id == stream.scheduler_id
@@ -492,9 +492,9 @@ def _is_present(failed: PlacementFailed, stream: Stream) -> bool:
 
 
 def _fault_of(entry: TokenEntry, stream: Stream) -> str | None:
-    """What no worker sends; to keep it would take memory without bound."""
+    """Returns the protocol violation in `entry`, which could take unbounded memory, or None."""
     if len(entry.logprobs) != (len(entry.token_ids) if stream.has_logprobs else 0):
         return "the worker sent tokens without their logprobs"
     if entry.first_position + len(entry.token_ids) > stream.request.sampling.max_tokens:
-        return "the worker sent more tokens than it was asked for"
+        return "the worker sent more tokens than max_tokens"
     return None

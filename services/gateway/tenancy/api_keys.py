@@ -1,8 +1,8 @@
-"""API keys and the tenants behind them.
+"""API keys and their tenants.
 
-A known key is looked up again after `REFRESH_S`, so a revoked one stops working, and a changed
-limit holds, within that time. While Redis is away known keys keep working with what was last known
-of their tenants; unknown ones cannot be judged.
+A cached key is looked up again after `REFRESH_S`, so a revoked key and a changed limit take effect
+within that time. While Redis is unavailable, cached keys are valid with the cached records of
+their tenants; unknown keys cannot be checked.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from shared.transport.wire_errors import UNREADABLE
 
 log = structlog.get_logger(__name__)
 
-REFRESH_S = 0.5  # with the time that Redis takes, well within a second
+REFRESH_S = 0.5  # below 1 s, including the latency of Redis
 SECOND_TRY_S = BREAKER_S + 0.05
 
-# KEYS: an API key's record, all tenants. Gives the record's fields, its tenant's, and the time.
+# KEYS: an API key's record, all tenants. Returns the key's fields, its tenant's record, the time.
 LOOK_UP = """
 local key = redis.call('HGETALL', KEYS[1])
 local tenant_id = redis.call('HGET', KEYS[1], 'tenant_id')
@@ -45,7 +45,7 @@ class _CachedTenant:
 
 
 class ApiKeys:
-    """The cache holds valid keys only, so strangers cannot fill it."""
+    """Caches valid keys only, so invalid keys cannot fill the cache."""
 
     def __init__(self, store: Store, clock: Clock) -> None:
         self._store = store
@@ -67,7 +67,7 @@ class ApiKeys:
         if known is not None and self._clock.now() - known.checked_at < REFRESH_S:
             return self._unexpired(known)
         lookup = self._lookups.get(digest)
-        if lookup is None:  # one question to Redis, however many requests wait for it
+        if lookup is None:  # concurrent requests share one lookup
             lookup = asyncio.create_task(self._look_up(digest))
             self._lookups[digest] = lookup
             lookup.add_done_callback(lambda _: self._lookups.pop(digest))
@@ -93,7 +93,7 @@ class ApiKeys:
         return reply
 
     async def _second_try(self, digest: str) -> list[Any]:
-        """A short timeout can be our own doing, as when many requests arrive at once."""
+        """Retries once: a burst of requests at this gateway can also cause a short timeout."""
         await self._clock.sleep(SECOND_TRY_S)
         try:
             return await self._request(digest)
@@ -120,7 +120,7 @@ class ApiKeys:
         except UNREADABLE as error:
             raise _unreadable(error) from error
         if record.tenant_id != key.tenant_id:
-            raise _unreadable("it is another tenant's")
+            raise _unreadable("the record belongs to another tenant")
         left_s = inf if key.expires_at is None else key.expires_at - float(redis_time)
         now = self._clock.now()
         known = _CachedTenant(record, now, now + left_s)

@@ -1,11 +1,11 @@
-"""What a tenant may not, or not now; each with a code of its own.
+"""Errors of tenant permissions and limits, each with a separate code.
 
-PermissionDenied          403  trying again does not help
-├── UnknownTenant              its API key is known, the tenant is not
+PermissionDenied          403  a retry does not help
+├── UnknownTenant              the API key exists, its tenant does not
 ├── LimitIsZero
 ├── ModelNotAllowed
 └── NoRegionAllowed
-ExceedsLimit              400  this request alone is more than the limit allows
+ExceedsLimit              400  this request alone exceeds the limit
 RateLimited               429  retry later
 ├── RequestsExhausted, InputTokensExhausted, OutputTokensExhausted
 └── ConcurrencyExhausted
@@ -45,7 +45,7 @@ class ExceedsLimit(InvalidRequest):
 
 
 class RateLimited(HearthError):
-    """`headers`: how the limits stand, in OpenAI's words."""
+    """`headers`: the state of the limits, under OpenAI's names."""
 
     code = "rate_limit_exceeded"
     http_status = 429

@@ -1,13 +1,13 @@
-"""Lets a tenant's requests in, and keeps the account of those under way.
+"""Admits a tenant's requests and accounts for the open ones.
 
-    asked ──let in──▶ open ──settle──▶ unsettled ──told to Redis, or its lease is over──▶ gone
-      └──refused
+    asked ──admitted──▶ open ──settle──▶ unsettled ──sent to Redis, or lease expired──▶ removed
+      └──rejected
 
-Redis decides, for all gateways, in one round trip a request; while it is away this gateway's own
-meter does, which has counted along. Open requests renew their leases, so those of a gateway that
-died stop counting after `LEASE_S`. What has ended is told in the background and besides with the
-tenant's next request: whoever has an answer in hand never finds its own place still taken. Telling
-it twice changes nothing.
+Redis decides for all gateways, in one round trip per request; while Redis is unavailable, this
+gateway's local counter decides, which counts every request too. Open requests renew their leases,
+so the requests of a dead gateway stop counting after `LEASE_S`. Settled requests are sent in the
+background and with the tenant's next request, so a client that has its response never finds that
+request still counted. Settling is idempotent.
 """
 
 from __future__ import annotations
@@ -44,46 +44,46 @@ from shared.tenancy.tenant import TenantRecord, meter_of, open_requests_of
 log = structlog.get_logger(__name__)
 
 RENEW_S = LEASE_S / 3
-MAX_SETTLED = 256  # endings in one order; the rest follow
+MAX_SETTLED = 256  # settled requests per command; the rest follow
 
 _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(slots=True)
 class _Account:
-    """What this gateway knows of a tenant with limits: `tenant` as it was last seen."""
+    """This gateway's state of a tenant with limits. `tenant`: the latest record."""
 
     tenant: TenantRecord
     counter: RateLimitCounter = field(default_factory=RateLimitCounter)
     open: dict[str, LimitLease] = field(default_factory=dict)
-    unsettled: dict[str, tuple[Settled, float]] = field(default_factory=dict)  # till it is over
-    closed: tuple[int, float] = (0, 0.0)  # a limit of requests, and until when none gets in
+    unsettled: dict[str, tuple[Settled, float]] = field(default_factory=dict)  # and its expiry
+    closed: tuple[int, float] = (0, 0.0)  # a requests_per_min, and until when it rejects
 
 
 class Limits:
-    """Between `start` and `stop` endings reach Redis soon, and leases are renewed."""
+    """Between `start` and `stop`, sends settled requests to Redis and renews leases."""
 
     def __init__(self, store: Store, clock: Clock) -> None:
         self._store = store
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
         self._has_updates = asyncio.Event()
-        self._flushing = asyncio.Lock()  # a lease that is given up must not be renewed behind that
+        self._flushing = asyncio.Lock()  # a settled lease must not be renewed afterwards
         self._background = Background()
 
     @property
     def num_open(self) -> int:
-        """Requests under way that hold a lease."""
+        """The number of open requests that hold a lease."""
         return sum(len(each.open) for each in self._accounts.values())
 
     @property
     def num_unsettled(self) -> int:
         return sum(len(each.unsettled) for each in self._accounts.values())
 
-    # ── in and out ───────────────────────────────────────────────────────────────────────────────
+    # ── admission ────────────────────────────────────────────────────────────────────────────────
 
     def check(self, tenant: TenantRecord) -> None:
-        """What can be refused before a prompt is looked at. Raises LimitIsZero or RateLimited."""
+        """Checks that need no prompt. Raises LimitIsZero or RateLimited."""
         check_zeros(tenant)
         account = self._accounts.get(tenant.tenant_id)
         if account is None or account.closed[0] != tenant.requests_per_min:
@@ -98,7 +98,7 @@ class Limits:
     async def admit(
         self, tenant: TenantRecord, lease_id: str, request_cost: RequestCost
     ) -> LimitLease:
-        """Raises LimitIsZero, ExceedsLimit or RateLimited. A tenant without limits never waits."""
+        """Raises LimitIsZero, ExceedsLimit or RateLimited. No Redis call for unlimited tenants."""
         self.check(tenant)
         check_size(tenant, request_cost)
         if not enforced_limits(tenant):
@@ -118,18 +118,18 @@ class Limits:
         return lease
 
     def settle(self, lease: LimitLease, num_output_tokens: int) -> None:
-        """The request has ended; nothing happens when it is said again."""
+        """Ends the request and refunds its unused output tokens. Idempotent."""
         account = self._accounts.get(lease.tenant.tenant_id)
         if account is None or account.open.pop(lease.lease_id, None) is None:
             return
         unused = max(0, lease.request_cost.num_output_tokens - num_output_tokens)
         settled = Settled(lease.lease_id, unused)
         account.counter.apply(_own_command(account, settled=(settled,)), self._clock.now())
-        # what this gateway let in by itself was not charged in Redis: nothing to give back there
+        # Redis did not charge requests that this gateway admitted: nothing to refund there
         self._leave(account, settled if lease.is_charged else Settled(lease.lease_id, 0))
 
     async def _decide(self, account: _Account, asked: RequestedTokens) -> tuple[LimitState, bool]:
-        """Of the meter in Redis and True, or of this gateway's own."""
+        """Returns the state from Redis and True, or from the local counter and False."""
         own = _own_command(account, asked=asked)
         whole = Settled(asked.lease_id, asked.costs["output_tokens_per_min"])
         try:
@@ -137,7 +137,7 @@ class Limits:
         except StoreUnavailable:
             state = account.counter.apply(own, self._clock.now())
             if state.refused_by:
-                self._leave(account, whole)  # Redis may have let it in and not said so in time
+                self._leave(account, whole)  # Redis may have admitted the request, replying late
             return state, False
         except BaseException:
             self._leave(account, whole)
@@ -158,12 +158,12 @@ class Limits:
         self._background.start(self._renew_leases())
 
     async def stop(self) -> None:
-        """What has ended is told once more; what is not heard heals with its lease."""
+        """Sends the settled requests a last time; those that fail expire with their leases."""
         await self._background.stop()
         await self.flush()
 
     async def flush(self) -> bool:
-        """Tells Redis what has ended; False if it is away."""
+        """Sends the settled requests to Redis. Returns False if Redis is unavailable."""
         for account in [each for each in self._accounts.values() if each.unsettled]:
             sent = list(account.unsettled)[:MAX_SETTLED]
             if not await self._settle_and_renew(account):
@@ -192,7 +192,7 @@ class Limits:
             self._forget()
 
     async def _settle_and_renew(self, account: _Account, *, has_renewal: bool = False) -> bool:
-        """False if Redis is away. A tenant's bad record is no reason to keep others waiting."""
+        """Returns False if Redis is unavailable. A tenant's bad record does not block others."""
         async with self._flushing:
             try:
                 await self._apply(account, renewed=tuple(account.open) if has_renewal else ())
@@ -228,7 +228,7 @@ class Limits:
             raise
 
     def _forget(self) -> None:
-        """Endings whose leases are over in Redis, and tenants of whom nothing is left."""
+        """Removes settled requests whose leases expired in Redis, and idle tenants."""
         now = self._clock.now()
         for tenant_id, account in list(self._accounts.items()):
             for lease_id, (_, over_at) in list(account.unsettled.items()):
@@ -241,7 +241,7 @@ class Limits:
 def _own_command(
     account: _Account, *, settled: tuple[Settled, ...] = (), asked: RequestedTokens | None = None
 ) -> LimitCommand:
-    """For the meter of this gateway, which knows itself which of its requests are under way."""
+    """A command for the local counter. Its leases do not expire: the gateway ends them."""
     return LimitCommand(
         limits=enforced_limits(account.tenant), lease_s=inf, settled=settled, asked=asked
     )
@@ -252,7 +252,7 @@ def _reject(state: LimitState, limits: dict[str, int]) -> NoReturn:
     used = state.num_open if name == "concurrency" else round(state.used[name])
     raise EXHAUSTED[name](
         f"this tenant's limit {name} of {limit} is reached ({used} used); "
-        f"try again in {max(state.wait_s, 0.001):.3f} s",
+        f"retry in {max(state.wait_s, 0.001):.3f} s",
         retry_after_s=state.wait_s,
         headers=ratelimit_headers(limits, state),
     )

@@ -1,4 +1,4 @@
-"""What a tenant may ask for at all, whatever it has used."""
+"""A tenant's permissions, independent of its usage."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def check_model(tenant: TenantRecord, model: str) -> None:
 
 
 def check_regions(tenant: TenantRecord) -> None:
-    """On the wire no region means all of them, so no region at all ends here."""
+    """Raises NoRegionAllowed for an empty list, which would mean all regions on the wire."""
     if tenant.allowed_regions is not None and not tenant.allowed_regions:
-        raise NoRegionAllowed("this tenant's data may be in no region: nothing can serve it")
+        raise NoRegionAllowed("this tenant allows no region: no worker can serve its requests")
 
 
 def priority_of(tenant: TenantRecord, asked: int | None) -> int:
-    """Higher goes first; a request may ask for less than its tenant has, never for more."""
+    """A higher priority goes first. A request can lower its tenant's priority, not raise it."""
     return tenant.priority if asked is None else min(asked, tenant.priority)

@@ -1,8 +1,8 @@
-"""How a tenant's limits stand, as response headers: OpenAI's names, and their kin.
+"""The state of a tenant's limits as response headers: OpenAI's names and two similar ones.
 
-OpenAI has one limit of tokens, here are two: `…-tokens` tells of the one of which the smaller share
-is left, `…-input-tokens` and `…-output-tokens` of each. `reset` is how long until all is there
-again, written as OpenAI does: 6m0s, 1.5s, 20ms.
+OpenAI has one token limit, Hearth has two: `…-tokens` reports the one with the smaller remaining
+share, `…-input-tokens` and `…-output-tokens` report each. `reset` is the time until the limit is
+fully available, in OpenAI's format: 6m0s, 1.5s, 20ms.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NAMES = {
 
 
 def ratelimit_headers(limits: Mapping[str, int], state: LimitState) -> dict[str, str]:
-    """Nothing of a limit that the tenant has not."""
+    """Returns the headers of the limits that the tenant has."""
     headers: dict[str, str] = {}
     tokens = [name for name in _NAMES if name != "requests_per_min" and name in limits]
     for name, suffix in _NAMES.items():

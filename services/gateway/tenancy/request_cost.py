@@ -1,4 +1,4 @@
-"""What one request asks of its tenant's limits, and what it is given."""
+"""The cost of one request under its tenant's limits, and the lease that admits it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shared.tenancy.tenant import LIMITS, TenantRecord
 
 @dataclass(frozen=True, slots=True)
 class RequestCost:
-    """What a request may take at most; `param`: the fields that ask for it."""
+    """The maximum cost of a request. `…_param`: the request fields that determine the cost."""
 
     num_input_tokens: int
     num_output_tokens: int
@@ -29,7 +29,7 @@ class RequestCost:
 
 @dataclass(frozen=True, slots=True)
 class LimitLease:
-    """One request that was let in. `is_charged`: by Redis. `headers`: how the limits stand."""
+    """One admitted request. `is_charged`: by Redis. `headers`: the state of the limits."""
 
     tenant: TenantRecord
     lease_id: str
@@ -48,7 +48,7 @@ def check_zeros(tenant: TenantRecord) -> None:
 
 
 def check_size(tenant: TenantRecord, request_cost: RequestCost) -> None:
-    """Raises ExceedsLimit for what would never be let in."""
+    """Raises ExceedsLimit for a request that can never be admitted."""
     params = {
         "input_tokens_per_min": request_cost.input_param,
         "output_tokens_per_min": request_cost.output_param,
@@ -57,6 +57,6 @@ def check_size(tenant: TenantRecord, request_cost: RequestCost) -> None:
         limit, cost = getattr(tenant, name), request_cost.costs[name]
         if limit is not None and cost > limit:
             raise ExceedsLimit(
-                f"{param}: this request may take {cost} of {name}, and this tenant has {limit}",
+                f"{param}: this request may use {cost} of {name}, this tenant's limit is {limit}",
                 param=param,
             )

@@ -1,9 +1,9 @@
-"""What tenants have used: requests and tokens by tenant, model and day, written behind.
+"""Tenants' usage: requests and tokens by tenant, model and day, written to Redis asynchronously.
 
-A request counts once, when it ends, with what was delivered of it, however often it was submitted
-again on the way. Counts gather here and go to Redis in numbered batches. A batch stays as it is
-until Redis has confirmed it, and Redis keeps the number of the last one that it took from this
-process: one that is sent again because the answer got lost is not counted again.
+A request counts once, when it ends, with its delivered tokens, however often it was resubmitted.
+Counts are buffered here and sent to Redis in numbered batches. A batch does not change until Redis
+has confirmed it, and Redis stores the number of the last batch of each process: a batch that is
+sent again because the reply was lost is not counted twice.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ log = structlog.get_logger(__name__)
 
 FLUSH_S = 0.5
 MAX_PER_BATCH = 500
-MAX_PENDING = 100_000  # tenant, day, model and kind; beyond it new ones are dropped, and logged
+MAX_PENDING = 100_000  # counts by tenant, day, model, kind; more are dropped and logged
 KEEP_S = 400 * 86_400
 KEEP_BATCH_S = 30 * 86_400
 RETRY_REFUSED_S = 30.0
 LAST_TRIES = 20
 
-# KEYS: the writer's last batch, then a record for each count. ARGV: the batch's number, how long to
-# keep records and batches, then field and amount of each count. Gives the indices of counts whose
-# records are not what they should be: those stay with the writer.
+# KEYS: the writer's last batch, then a record for each count. ARGV: the batch's number, the TTLs
+# of records and batches in seconds, then field and amount of each count. Returns the indices of
+# counts whose records have the wrong type; the writer retries these counts.
 ADD_UP = """
 local last = redis.call('HMGET', KEYS[1], 'number', 'refused')
 if (tonumber(last[1]) or 0) >= tonumber(ARGV[1]) then return last[2] end
@@ -63,7 +63,7 @@ def day_of(unix_s: float) -> str:
 
 
 class UsageCounter:
-    """`writer_id` names one life of one process; `now` gives unix seconds, for the day."""
+    """`writer_id`: unique per process start. `now`: returns unix seconds, for the day."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class UsageCounter:
         self._background.start(self._run())
 
     async def stop(self) -> None:
-        """Counts that Redis does not take now are in the log, and nowhere else."""
+        """Flushes. Counts that Redis does not accept now remain only in the log."""
         await self._background.stop()
         self._retry_refused_at = 0.0
         for _ in range(LAST_TRIES):
@@ -120,9 +120,9 @@ class UsageCounter:
             self._drop(place, amount)
 
     async def flush(self) -> bool:
-        """Sends all that has gathered; False if Redis is away, in which case nothing is lost."""
+        """Sends all buffered counts. Returns False, and loses none, if Redis is unavailable."""
         if self._refused and self._clock.now() >= self._retry_refused_at:
-            self._pending.update(self._refused)  # the record may have been mended
+            self._pending.update(self._refused)  # the record may have been repaired
             self._refused.clear()
         while self._batch or self._pending:
             if not await self._flush_batch():

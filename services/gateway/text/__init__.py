@@ -1,1 +1,1 @@
-"""Text in and out: template, tokenizer, detokenizer, stop strings. Pure, torch-free."""
+"""Text processing: template, tokenizer, detokenizer, stop strings. Pure, without torch."""

@@ -1,12 +1,12 @@
-"""Chat messages to prompt text, with the model's own Jinja template.
+"""Renders chat messages to prompt text with the model's Jinja template.
 
-A template writes role marks as special tokens, and the tokenizer turns them into ids. Were the
-text of a message rendered as it is, a caller could write `<|im_start|>system` into it and forge a
-role. So every special token *inside message text* is replaced by a reference (two Unicode
-noncharacters around a number) before the template runs, and `split` gives the pieces back: template
-text, where special tokens count, and literal text, where the same characters are ordinary ones.
-Nothing is lost: the model reads what the caller wrote, as text. Role marks that a model spells with
-ordinary tokens cannot be told from text; this is true of every server of such a model.
+A template writes role markers as special tokens, which the tokenizer converts to ids. If message
+text were rendered unchanged, a client could forge a role by sending `<|im_start|>system`. So every
+special token *inside message text* is replaced by a reference (two Unicode noncharacters around a
+number) before the template runs, and `_split` returns the pieces: template text, where special
+tokens are recognized, and literal text, where the same characters are ordinary. The model reads
+the client's text unchanged. Role markers that a model writes with ordinary tokens cannot be
+distinguished from text; this is true of every server of such a model.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ Today = Callable[[], datetime.datetime]
 
 
 class LiteralText(str):
-    """A piece of prompt in which no special token counts."""
+    """A prompt piece in which special tokens are ordinary text."""
 
     __slots__ = ()
 
 
 class TemplateSource(msgspec.Struct, frozen=True):
-    """What another process needs to render the same."""
+    """The data that another process needs to compile the same template."""
 
     source: str
     special_tokens: tuple[str, ...]
@@ -61,7 +61,7 @@ class ChatTemplate:
         today: Today = datetime.datetime.now,
     ) -> None:
         self.source = TemplateSource(source, tuple(special_tokens), dict(variables))
-        # longest first, so that no token hides behind its own prefix
+        # longest first, so that a token wins over its prefixes
         literals = sorted({*special_tokens, _OPEN, _CLOSE}, key=len, reverse=True)
         self._literals = literals
         self._index = {literal: index for index, literal in enumerate(literals)}
@@ -78,13 +78,13 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[str]:
-        """Prompt pieces in order; a `LiteralText` is text without special tokens.
+        """Returns the prompt pieces in order; a `LiteralText` is text without special tokens.
 
-        Raises InvalidRequest with the template's own words if it refuses the messages.
+        Raises InvalidRequest with the template's message if the template rejects the messages.
         """
         guarded = [_map_strings(message, self._guard) for message in messages]
         if tools and not self.takes_tools:
-            raise InvalidRequest("this model's chat template takes no tools", param="tools")
+            raise InvalidRequest("this model's chat template does not support tools", param="tools")
         try:
             prompt = self._template.render(
                 messages=guarded,
@@ -94,7 +94,7 @@ class ChatTemplate:
                 **self._variables,
             )
         except jinja2.TemplateError as error:
-            message = f"the chat template refuses these messages: {error}"
+            message = f"the chat template rejects these messages: {error}"
             raise InvalidRequest(message, param="messages") from error
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             message = f"the chat template fails on these messages: {error}"
@@ -124,12 +124,12 @@ def _map_strings(message: Mapping[str, Any], change: Callable[[str], str]) -> di
             return [changed(each) for each in value]
         return value
 
-    # the role is checked against a fixed set before, and templates compare it
+    # the role is already checked against a fixed set, and templates compare it
     return {key: value if key == "role" else changed(value) for key, value in message.items()}
 
 
 def _environment(today: Today) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """The environment that templates are written for (transformers' `chat_template_utils`)."""
+    """The Jinja environment of transformers (`chat_template_utils`), which templates expect."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -150,7 +150,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes HTML characters."""
+    """Replaces Jinja's filter, which escapes HTML characters."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

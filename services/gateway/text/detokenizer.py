@@ -1,4 +1,4 @@
-"""Token ids to text, piece by piece, never half a character."""
+"""Converts token ids to text incrementally, never splitting a character."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 REPLACEMENT = "\ufffd"
-# An incomplete character is at most three bytes; a longer broken tail will never become one.
+# An incomplete character has at most three bytes; a longer invalid tail never becomes one.
 MAX_PENDING_TOKENS = 8
 
 
 class Detokenizer:
-    """`feed` gives a piece for each token that completes one, and withholds a tail that is not
-    whole UTF-8; `flush` gives it out as U+FFFD.
+    """`feed` returns a piece for each token that completes text, and buffers a tail that is not
+    complete UTF-8; `flush` returns that tail as U+FFFD.
 
-    The pieces together are what `tokenizer.decode` makes of all tokens, by default without special
-    ones. `DecodeStream` does the common case in 0.6 µs; this class adds the ending and the way
-    on after bytes that are no UTF-8 at all. `context` are the tokens before: where text goes on,
-    a decoder must not take its first space away.
+    The joined pieces equal `tokenizer.decode` of all tokens, by default without special tokens.
+    `DecodeStream` handles the common case in 0.6 µs; this class adds the end of the text and the
+    recovery after invalid UTF-8. `context`: the preceding tokens; a decoder must not strip the
+    first space of a continued text.
 
-    `whole_texts`, of `token_bytes`, saves most tokens of many models that: where nothing is
-    withheld, their text is known. The text of the others does not depend on them, so neither
-    `DecodeStream` nor `_context` has to hear of them.
+    `whole_texts`, from `token_bytes`, avoids that cost for most tokens of many models: while no
+    tail is buffered, their text is known. The text of other tokens does not depend on these, so
+    neither `DecodeStream` nor `_context` includes them.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skips = skips_special_tokens
         self._whole_texts = whole_texts
-        self._context = list(context)  # tokens of the last piece given out
+        self._context = list(context)  # tokens of the last piece returned
         if self._context and self._decode(self._context).endswith(REPLACEMENT):
-            self._context = []  # it ends amid a character, and would be given out again with it
+            self._context = []  # a partial character at its end would be returned again
         self._stream = DecodeStream(self._context, skip_special_tokens=self._skips)
-        self._pending: list[int] = []  # tokens not given out yet
+        self._pending: list[int] = []  # tokens not returned yet
 
     def feed(self, token_ids: Sequence[int]) -> list[str]:
         pieces = []
@@ -58,7 +58,7 @@ class Detokenizer:
         return pieces
 
     def flush(self) -> str:
-        """What is left when no token follows."""
+        """Returns the remaining text after the last token."""
         text = self._pending_text()
         self._context, self._pending = self._pending, []
         return text
@@ -73,7 +73,7 @@ class Detokenizer:
         return piece
 
     def _give_up_waiting(self) -> str | None:
-        """A long tail without text: special tokens, or bytes that never become a character."""
+        """Ends a long tail without text: special tokens, or bytes that never form a character."""
         text = self._pending_text()
         if text.endswith(REPLACEMENT) and len(self._pending) < 4 * MAX_PENDING_TOKENS:
             return None

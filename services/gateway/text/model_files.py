@@ -1,4 +1,4 @@
-"""What the gateway reads of a model directory: tokenizer, chat template, default sampling."""
+"""Reads the gateway's files of a model directory: tokenizer, chat template, sampling defaults."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True):
-    """`generation_config.json`: what holds when a request names no value.
+    """`generation_config.json`: the defaults of requests.
 
-    `do_sample`: false makes greedy the default, whatever the file says besides; that it is left
-    out, which means false to transformers' own `generate`, says nothing here.
+    `do_sample`: false makes greedy decoding the default, whatever the other fields are. A missing
+    value, which `generate` of transformers reads as false, has no effect here.
     """
 
     do_sample: bool | None = None
@@ -61,7 +61,7 @@ class _TokenizerConfig(msgspec.Struct, frozen=True):
 
 
 class ModelFiles:
-    """Raises ConfigError for a missing or broken file. A model without a template has None."""
+    """Raises ConfigError for a missing or invalid file. `chat_template`: None if there is none."""
 
     def __init__(self, model_dir: Path) -> None:
         self.name = model_dir.name
@@ -85,7 +85,7 @@ class ModelFiles:
 
 
 def _template_source(model_dir: Path, config: _TokenizerConfig) -> str | None:
-    """The file of its own wins, as in transformers."""
+    """`chat_template.jinja` takes precedence, as in transformers."""
     path = model_dir / "chat_template.jinja"
     if path.is_file():
         try:

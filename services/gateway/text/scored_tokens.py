@@ -1,4 +1,4 @@
-"""Tokens with their logprobs, told no sooner than the text that they belong to."""
+"""Tokens with their logprobs, released no sooner than their text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shared.messages import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """`text_offset` counts characters of the output before this token."""
+    """`text_offset`: number of output characters before this token."""
 
     token_id: int
     logprobs: TokenLogprobs
@@ -18,9 +18,9 @@ class ScoredToken:
 
 
 class HeldTokens:
-    """A token waits until all text decoded up to it is shown.
+    """Holds a token until all text decoded up to it is shown.
 
-    One that ends amid a character waits for the token that completes it.
+    A token that ends within a character waits for the token that completes the character.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class HeldTokens:
         self._released: list[ScoredToken] = []
 
     def add(self, token_id: int, logprobs: TokenLogprobs, text: str) -> None:
-        """`text` is what the detokenizer gave out for this token: none amid a character."""
+        """`text`: the detokenizer's output for this token; empty within a character."""
         self._amid_character.append(ScoredToken(token_id, logprobs, self._num_decoded))
         self._num_decoded += len(text)
         if text:
@@ -44,7 +44,7 @@ class HeldTokens:
             self._released.append(self._waiting.popleft()[0])
 
     def show_all(self) -> None:
-        """At a match or at the end: no text follows that a token could wait for."""
+        """Releases all tokens, at a match or at the end: no more text follows."""
         self._released += [token for token, _ in self._waiting]
         self._released += self._amid_character
         self._waiting.clear()

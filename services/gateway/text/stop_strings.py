@@ -1,8 +1,8 @@
-"""Stop strings over a text that arrives in pieces.
+"""Finds stop strings in a text that arrives in pieces.
 
-A match is the one that *completes* first; of those that complete together, the longest. The result
-does not depend on where the pieces are cut. Text from the start of the match on is never given
-out, nor is a tail that may yet become one.
+The match that *completes* first wins; of matches that complete together, the longest. The result
+does not depend on the piece boundaries. Neither text from the start of a match on nor a tail that
+may become a match is returned.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Fed with text, gives back what is safe to show. Strings must not be empty."""
+    """Takes text and returns the part that is safe to show. Stop strings must not be empty."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = tuple(strings)
@@ -32,7 +32,7 @@ class StopStrings:
         return text[:start]
 
     def flush(self) -> str:
-        """The held-back tail, once it is known that nothing follows."""
+        """Returns the buffered tail at the end of the text; empty after a match."""
         held, self._held = self._held, ""
         return "" if self.matched is not None else held
 
@@ -46,7 +46,7 @@ class StopStrings:
         return None if best is None else best[1]
 
     def _num_held(self, text: str) -> int:
-        """Length of the longest tail of `text` that begins some stop string."""
+        """Length of the longest suffix of `text` that is a proper prefix of a stop string."""
         longest = 0
         for each in self._strings:
             for length in range(min(len(each) - 1, len(text)), longest, -1):

@@ -1,8 +1,8 @@
-"""Renders chat templates, in a process that can be stopped: python -m … [frames on stdin, stdout].
+"""Renders chat templates in a killable process: python -m … [frames on stdin, stdout].
 
-A template is a program that came with a checkpoint: over some messages it may loop for as good as
-ever or take all memory. This process has a bound for memory, and an alarm that ends it with a
-template that takes too much of the processor, even if nobody is left who waits for it.
+A template is a program from a checkpoint: on some messages it may loop almost forever or allocate
+all memory. This process has a memory limit and an alarm that kills it when a template uses too
+much CPU time, even if the request was cancelled.
 
     TemplateSource ──▶          once
     RenderJob ───────▶          ◀── Rendered, Refused or Late
@@ -24,15 +24,15 @@ import msgspec
 from services.gateway.text.chat_template import ChatTemplate, LiteralText, TemplateSource
 from shared.errors import HearthError
 
-LIMIT_S = 2.0  # of the processor: neither a busy machine nor a frozen one counts
+LIMIT_S = 2.0  # CPU time, so that a busy or frozen machine does not matter
 MAX_MEMORY_BYTES = 1 << 30
 MAX_PROMPT_CHARS = 64 * 1024 * 1024
 SIZE = struct.Struct("!I")
 
 
 class RenderJob(msgspec.Struct, frozen=True, array_like=True):
-    """What is to be rendered. Nobody wants it any more if its turn has not begun by
-    `latest_start`, by this host's monotonic clock.
+    """A conversation to render. The job is skipped if it has not started by `latest_start`, in
+    seconds of this host's monotonic clock.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -41,7 +41,7 @@ class RenderJob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Rendered(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Each piece of the prompt, and whether it is literal text."""
+    """The pieces of the prompt, each with a flag for literal text."""
 
     pieces: list[tuple[bool, str]]
 
@@ -51,7 +51,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Late(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Others took too long: it has not been looked at."""
+    """The job was skipped: `latest_start` had passed."""
 
 
 Reply = Rendered | Refused | Late
@@ -60,7 +60,7 @@ encode = msgspec.msgpack.Encoder().encode
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway ends it, when it has drained
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway ends this process after draining
     source = _read()
     if source is None:
         return
@@ -82,7 +82,7 @@ def reply_to(template: ChatTemplate, order: RenderJob) -> Reply:
     except (MemoryError, RecursionError) as error:
         return Refused(f"the chat template fails on these messages: {type(error).__name__}")
     if sum(map(len, pieces)) > MAX_PROMPT_CHARS:
-        return Refused(f"the chat template makes more than {MAX_PROMPT_CHARS} characters of them")
+        return Refused(f"the rendered prompt has more than {MAX_PROMPT_CHARS} characters")
     return Rendered([(isinstance(piece, LiteralText), str(piece)) for piece in pieces])
 
 

@@ -1,4 +1,4 @@
-"""Has chat templates rendered by a process of their own (`template_process.py`), by rounds."""
+"""Renders chat templates in a separate process (`template_process.py`), in rounds of jobs."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from shared.lifecycle.child_process import send_signal
 
 Messages = Sequence[Mapping[str, Any]]
 
-MAX_ROUND = 12  # orders that are sent together
-MAX_WAIT_S = 5.0  # for others; its own turn, once it has begun, is a request's to the end
-HANG_S = 10.0  # of wall time for one turn: it ends after LIMIT_S, unless something holds it
-RENDER_TIMEOUT = f"the chat template does not end on these messages in {LIMIT_S:g} s"
+MAX_ROUND = 12  # jobs that are sent together
+MAX_WAIT_S = 5.0  # in the queue; a job that has started is not timed out by this
+HANG_S = 10.0  # wall time of one job: LIMIT_S ends a job earlier, unless its process hangs
+RENDER_TIMEOUT = f"the chat template exceeded {LIMIT_S:g} s on these messages"
 ROOT = Path(services.__file__).resolve().parents[1]
 
 _decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
@@ -51,18 +51,18 @@ class Renderer:
         self._template = template
         self._process: asyncio.subprocess.Process | None = None
         self._waiting: deque[_Waiting] = deque()
-        self._asked: deque[_Waiting] = deque()  # this round; the first is under way
+        self._asked: deque[_Waiting] = deque()  # this round; the first is being rendered
         self._background = Background()
         self._is_asking = False
 
     async def start(self) -> None:
-        """Before any other call, if at all: the first conversation is not kept waiting."""
+        """Optional first call: starts the process, so that the first conversation does not wait."""
         if self._template is not None:
             await self._started(self._template)
 
     async def render(self, messages: Messages, tools: Messages = ()) -> list[str]:
-        """As ChatTemplate.render. Raises InvalidRequest, also for what takes too long or too much
-        memory; Overloaded, after `max_wait_s`, if others take that long; NoCapacity.
+        """As ChatTemplate.render. Raises InvalidRequest, also for too much time or memory;
+        Overloaded if the job is not started within `max_wait_s`; NoCapacity.
         """
         if self._template is None:
             raise InvalidRequest("this model has no chat template", param="messages")
@@ -96,13 +96,13 @@ class Renderer:
         await self._end_process()
 
     def _leave(self, waiting: _Waiting) -> None:
-        """Those behind need not wait for what nobody waits for."""
+        """Kills the process if it renders a cancelled job, so that the next jobs need not wait."""
         if self._is_turn_of(waiting) and self._process is not None:
-            process, self._process = self._process, None  # whose turn is next gets another
+            process, self._process = self._process, None  # the next job starts another
             send_signal(process, signal.SIGKILL)
 
     def _give_up(self, waiting: _Waiting) -> None:
-        """The other process passes over its order by itself, so that nobody waits for that."""
+        """Fails a job that has not started; the process skips the job after `latest_start`."""
         if not self._is_turn_of(waiting):
             _fail(waiting, _too_many())
 
@@ -110,8 +110,8 @@ class Renderer:
         return bool(self._asked) and self._asked[0] is waiting
 
     async def _take_rounds(self, template: ChatTemplate) -> None:
-        """What comes during a round is sent in one with the next: to wake the other process takes
-        longer than to render.
+        """Sends the jobs that arrive during a round together in the next one: waking the other
+        process takes longer than rendering.
         """
         while self._waiting:
             self._request_next()
@@ -126,8 +126,8 @@ class Renderer:
                 self._asked.append(each)
 
     async def _take_round(self, template: ChatTemplate) -> None:
-        """A process that does not answer is not asked again; who came after the one whose order it
-        was has the next turn.
+        """Ends a process that does not reply and fails its current job. The jobs after that one
+        are first in the next round.
         """
         asked, process = self._asked, None
         try:
@@ -139,12 +139,12 @@ class Renderer:
                     _settle(asked.popleft(), reply)
                     hanging.reschedule(asyncio.get_running_loop().time() + self.hang_s)
         except (ConnectionError, EOFError):
-            if self._process is process:  # it ended by itself
+            if self._process is process:  # not killed by `_leave`
                 await self._end_process()
                 _settle(asked.popleft(), Refused(RENDER_TIMEOUT))
         except (TimeoutError, OSError, RuntimeError, msgspec.DecodeError):  # uvloop: a closed pipe
             await self._end_process()
-            _fail(asked.popleft(), NoCapacity("the process that renders hangs", retry_after_s=1.0))
+            _fail(asked.popleft(), NoCapacity("the template process hangs", retry_after_s=1.0))
         finally:
             self._waiting.extendleft(reversed(asked))
             asked.clear()
@@ -173,7 +173,7 @@ def _too_many() -> Overloaded:
 
 
 def _settle(waiting: _Waiting, reply: Reply) -> None:
-    if not waiting.reply.done():  # its client left
+    if not waiting.reply.done():  # done: the client disconnected
         waiting.reply.set_result(reply)
 
 
@@ -188,7 +188,7 @@ def _frame(message: RenderJob | TemplateSource) -> bytes:
 
 
 def _send(process: asyncio.subprocess.Process, frames: bytes) -> None:
-    """Not drained: until its replies are read, the other process may not read either."""
+    """Does not drain: the other process may not read until its replies are read."""
     assert process.stdin is not None, "its input is a pipe"
     process.stdin.write(frames)
 

@@ -1,4 +1,4 @@
-"""From the tokens of one choice to the text that its client may see."""
+"""Converts the tokens of one choice to the text that the client may see."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from shared.messages import TokenLogprobs
 
 
 class TextAssembler:
-    """Detokenizer and stop strings in a row; counts the tokens up to the end of a match.
+    """Detokenizer followed by stop strings; counts the tokens up to the end of a match.
 
-    Stop strings count only once `min_tokens` tokens are there. Tokens that come with logprobs are
-    given out by `take_scored`, as many as are counted.
+    Stop strings are matched only from `min_tokens` tokens on. `take_scored` returns the tokens
+    that have logprobs, as many as are counted.
     """
 
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str], *, min_tokens: int) -> None:
@@ -30,8 +30,8 @@ class TextAssembler:
         return self._stop_strings.matched is not None
 
     def feed(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> list[str]:
-        """A piece for each token that has text to show. Those after a match are neither shown nor
-        counted. `logprobs`: of all or of none.
+        """Returns a piece for each token with text to show. Tokens after a match are neither shown
+        nor counted. `logprobs`: of all tokens, or empty.
         """
         if not self._has_stop and not logprobs:
             self.num_tokens += len(token_ids)
@@ -53,13 +53,13 @@ class TextAssembler:
         return pieces
 
     def flush(self) -> str:
-        """All that was held back, when no token follows; a match may still be found in it."""
+        """Returns the buffered text after the last token; may still find a match in it."""
         text = self._show(self._detokenizer.flush())
         self._held.show_all()
         return text + self._stop_strings.flush()
 
     def take_scored(self) -> list[ScoredToken]:
-        """The tokens whose text has been given out since the last call."""
+        """Returns the tokens whose text was released since the last call."""
         return self._held.take()
 
     def _show(self, text: str) -> str:

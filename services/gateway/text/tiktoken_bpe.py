@@ -1,14 +1,14 @@
-"""Text to token ids by tiktoken, several times faster than by tokenizers, for models where it is
-known to give the same: byte-level BPE whose words are cut by a pattern that is named here.
+"""Encodes text with tiktoken, several times faster than tokenizers, for models where both provably
+return the same ids: byte-level BPE whose words are split by one of the patterns below.
 
-tokenizers merges the pairs of a list, in its order; tiktoken merges any two neighbours that make a
-token, in the order of ids. Take a list in the order of the ids that it makes, and of the vocabulary
-only tokens that the list makes of their own text. As long as no merge has crossed the ends of a
-piece of text, what was merged within it is what would be merged in that text alone. So neighbours
-that make a token are the last two that it is made of alone: a pair of the list, and the only one
-for this token that ever comes up. Both take the same steps.
+tokenizers merges the pairs of a list, in list order; tiktoken merges any two neighbours that form
+a token, in id order. Assume a list in the order of the ids that it forms, and only those tokens of
+the vocabulary that the list forms from their text. As long as no merge has crossed the ends of a
+substring, the merges within it equal those of the substring alone. So two neighbours that form a
+token are the last two parts of that token alone: a pair of the list, and the only pair that occurs
+for this token. Both take the same steps.
 
-Neither keeps a cache of words: one tenant could time what others write.
+Neither caches words: from the timing, a tenant could infer the words of others.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers
 
 from services.gateway.text.token_bytes import byte_characters
 
-# Of GPT-2, Llama 3 and Qwen 2. Each finds a word everywhere: tiktoken drops what is in none.
+# Patterns of GPT-2, Llama 3, Qwen 2. Each matches any text: tiktoken drops unmatched characters.
 GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN_2 = LLAMA_3.replace("{1,3}", "")
-# White space of a million characters overflows the stack of tiktoken's pattern matching.
+# A million characters of white space overflow the stack of tiktoken's pattern matching.
 MAX_CHARS = 250_000
 
 Encode = Callable[[str], list[int]]
@@ -63,16 +63,16 @@ class _File(msgspec.Struct, frozen=True):
 
 
 def encoders(source: str, marked: Tokenizer, literal: Tokenizer) -> tuple[Encode, Encode]:
-    """Two views of one `tokenizer.json`, given as its text and as tokenizers reads it: special
-    tokens count, or are ordinary characters. Each by tiktoken where it gives the same. No token is
-    added.
+    """Returns encoders for two views of the `tokenizer.json` `source`: special tokens recognized,
+    or encoded as ordinary characters. Each uses tiktoken where the ids are the same. Neither adds
+    tokens.
     """
     own_marked, own_literal = _encode_of(marked), _encode_of(literal)
     try:
         file = msgspec.json.decode(source, type=_File)
         encode = _encode_words(file)
     except (msgspec.DecodeError, LookupError, ValueError):
-        return own_marked, own_literal  # tokenizers reads more than what is described here
+        return own_marked, own_literal  # a file that `_File` does not cover
     added = marked.get_added_tokens_decoder()
     if encode is None or not _are_found_as_they_are(added.values(), file):
         return own_marked, own_literal
@@ -96,7 +96,7 @@ def _bounded(faster: Encode, own: Encode) -> Encode:
 
 
 def _cut_at(ids: dict[str, int], encode: Encode) -> Encode:
-    """Added tokens where they are found, the longest first, and what is between them."""
+    """Encodes added tokens, matched longest first, and the text between them."""
     if not ids:
         return encode
     literals = sorted(ids, key=len, reverse=True)
@@ -115,7 +115,7 @@ def _cut_at(ids: dict[str, int], encode: Encode) -> Encode:
 
 
 def _are_found_as_they_are(added: Collection[AddedToken], file: _File) -> bool:
-    """All in one look, before the text is normalized, and without the space around them."""
+    """Whether added tokens match in one pass, before normalization, without adjacent spaces."""
     return len({token.normalized for token in added}) <= 1 and not any(
         token.single_word or token.lstrip or token.rstrip or (token.normalized and file.normalizer)
         for token in added
@@ -123,7 +123,7 @@ def _are_found_as_they_are(added: Collection[AddedToken], file: _File) -> bool:
 
 
 def _encode_words(file: _File) -> Encode | None:
-    """Of text without added tokens."""
+    """Returns a tiktoken encoder for text without added tokens, or None if ids could differ."""
     pattern, ranks = _pattern_of(file.pre_tokenizer), _ranks_of(file.model)
     if pattern is None or ranks is None or file.normalizer not in (None, {"type": "NFC"}):
         return None
@@ -152,7 +152,7 @@ def _pattern_of(pre_tokenizer: _PreTokenizer | None) -> str | None:
 
 
 def _ranks_of(model: _Model) -> dict[bytes, int] | None:
-    """Ids of the tokens that can come up, by their bytes."""
+    """Returns the ids of tokens that can occur, by their bytes; None if tiktoken could differ."""
     vocab = model.vocab
     if not isinstance(vocab, dict) or not _is_plain(model):
         return None
@@ -165,12 +165,12 @@ def _ranks_of(model: _Model) -> dict[bytes, int] | None:
     byte_of, ranks = byte_characters(), {}
     for text, token_id in vocab.items():
         if not text or not all(char in byte_of for char in text):
-            continue  # special, and never a word
+            continue  # a special token, never part of a word
         made_of = [each.id for each in merging.tokenize(text)]
-        if made_of == [token_id] or model.ignore_merges:  # then it comes up as a whole word only
+        if made_of == [token_id] or model.ignore_merges:  # the latter: as a complete word only
             ranks[bytes(byte_of[char] for char in text)] = token_id
             if made_of != [token_id] and len(made_of) == 2:
-                return None  # which tiktoken would merge
+                return None  # tiktoken would merge these two
     return ranks if all(bytes([byte]) in ranks for byte in range(256)) else None
 
 
@@ -180,6 +180,6 @@ def _is_plain(model: _Model) -> bool:
 
 
 def _pair_of(merge: str | tuple[str, str]) -> tuple[str, str]:
-    """Older files have both in one text."""
+    """Splits a pair; older files store it as one string."""
     left, right = merge.split(" ") if isinstance(merge, str) else merge
     return left, right

@@ -1,7 +1,7 @@
-"""What bytes one token stands for, also where they are no whole character.
+"""The bytes of one token, including partial characters.
 
-Byte-level vocabularies (GPT-2, Llama 3, Qwen) spell each byte as a printable character;
-SentencePiece ones (Llama 2) write `▁` for a space and `<0xF0>` for a byte.
+Byte-level vocabularies (GPT-2, Llama 3, Qwen) map each byte to a printable character;
+SentencePiece vocabularies (Llama 2) write `▁` for a space and `<0xF0>` for a byte.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _TokenizerFile(msgspec.Struct, frozen=True):
 
 
 def is_byte_level(source: str) -> bool:
-    """`source`: the text of a `tokenizer.json`. Raises msgspec.MsgspecError if it is none."""
+    """`source`: the text of a `tokenizer.json`. Raises msgspec.MsgspecError if it is invalid."""
     decoder = msgspec.json.decode(source, type=_TokenizerFile).decoder
     if decoder is None:
         return False
@@ -32,8 +32,8 @@ def is_byte_level(source: str) -> bool:
 
 
 def whole_texts(source: str, tokenizer: Tokenizer) -> dict[int, str]:
-    """The tokens that are the same text wherever they stand, with that text: of a vocabulary whose
-    decoder only joins bytes those that are whole UTF-8. `source` as in `is_byte_level`.
+    """Returns the text of each token whose text does not depend on its neighbours: the complete
+    UTF-8 tokens, if the decoder only joins bytes; else none. `source` as in `is_byte_level`.
     """
     decoder = msgspec.json.decode(source, type=_TokenizerFile).decoder
     if decoder is None or decoder.type != "ByteLevel":
@@ -51,7 +51,7 @@ def whole_texts(source: str, tokenizer: Tokenizer) -> dict[int, str]:
 
 
 def byte_characters() -> dict[str, int]:
-    """GPT-2's table: printable Latin-1 stands for itself, the rest is counted on from U+0100."""
+    """GPT-2's table: printable Latin-1 maps to itself, other bytes to characters from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}
@@ -59,7 +59,7 @@ def byte_characters() -> dict[str, int]:
 
 
 class TokenBytes:
-    """Looks each id up once; the answers are kept, at most one for each id of the vocabulary."""
+    """Looks each id up once and caches the result, at most one per id of the vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer, *, is_byte_level: bool) -> None:
         self._tokenizer = tokenizer
@@ -68,7 +68,7 @@ class TokenBytes:
         self._known = {token_id: token.content.encode() for token_id, token in added.items()}
 
     def __getitem__(self, token_id: int) -> bytes:
-        """No bytes for an id that the vocabulary does not have."""
+        """Returns no bytes for an id that is not in the vocabulary."""
         known = self._known.get(token_id)
         if known is None:
             piece = self._tokenizer.id_to_token(token_id)

@@ -1,4 +1,4 @@
-"""Prompt pieces to token ids."""
+"""Converts prompt pieces to token ids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shared.errors import ConfigError
 
 
 class PromptTokenizer:
-    """Two views of one `tokenizer.json`: special tokens count, or are ordinary characters."""
+    """Two views of one `tokenizer.json`: special tokens recognized, or ordinary characters."""
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError if the file cannot be read as a tokenizer."""
@@ -30,8 +30,8 @@ class PromptTokenizer:
         for each in (self.tokenizer, self._literal):
             each.no_padding()
             each.no_truncation()
-            # Words that were met before are found faster, whoever sent them: one tenant could time
-            # what others write. Without the cache it takes as long as with all words in it.
+            # The cache speeds up known words of any tenant, so timing would leak the words of
+            # others. Without the cache, encoding takes as long as with all words cached.
             each.model._resize_cache(0)
         self._literal.encode_special_tokens = True
         self._encode, self._encode_literal = encoders(text, self.tokenizer, self._literal)
@@ -47,7 +47,7 @@ class PromptTokenizer:
         return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
 
     def encode(self, pieces: Sequence[str]) -> list[int]:
-        """No token is added: a chat template writes the first one itself."""
+        """Encodes without adding tokens: a chat template includes the BOS token."""
         token_ids: list[int] = []
         for piece in pieces:
             is_literal = isinstance(piece, LiteralText)
@@ -55,10 +55,10 @@ class PromptTokenizer:
         return token_ids
 
     def encode_whole(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[int]]:
-        """A prompt as its caller wrote it: token ids, and where in `text` each begins.
+        """Encodes a client's prompt. Returns token ids and the start of each token in `text`.
 
-        An offset is where the token before ends, since some tokenizers leave a token's space out
-        of its span; all tokens of one character begin with it.
+        An offset is the end of the previous token, since some tokenizers exclude a token's space
+        from its span; all tokens of one character have that character's offset.
         """
         encoding = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         offsets, end = [], 0
@@ -68,7 +68,7 @@ class PromptTokenizer:
         return encoding.ids, offsets
 
     def decode_whole(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
-        """The text of a prompt given in tokens, special ones included, and their offsets."""
+        """Decodes a token prompt, including special tokens. Returns the text and the offsets."""
         detokenizer = Detokenizer(self.tokenizer, skips_special_tokens=False)
         pieces, offsets, end = [], [], 0
         for token_id in token_ids:
@@ -79,7 +79,7 @@ class PromptTokenizer:
         return "".join(pieces), offsets
 
     def bad_word_tokens(self, word: str) -> list[tuple[int, ...]]:
-        """At the start of a text and after a space: what a model may spell the word with."""
+        """Returns the tokens of the word at the start of a text and after a space."""
         bare = word.lstrip()
         spelled = (tuple(self.encode([LiteralText(each)])) for each in (bare, f" {bare}"))
         return list(dict.fromkeys(spelled))

@@ -232,7 +232,7 @@ async def test_what_is_less_than_a_block_cannot_be_pinned(model_files: ModelFile
     with pytest.raises(PrefixTooShort, match="less than one block"):
         await reader.read(prefix, large)
     small = PrefixTokenizer(render, model_files.tokenizer, lambda: 100)
-    with pytest.raises(PromptTooLong, match="carries at most 100"):
+    with pytest.raises(PromptTooLong, match="the limit is 100"):
         await small.read(prefix, CARD)
 
 

@@ -371,5 +371,5 @@ def test_tools_reach_a_template_that_takes_them() -> None:
 def test_tools_are_refused_where_the_template_takes_none() -> None:
     plain = template("{{ messages[0].content }}")
     assert not plain.takes_tools
-    with pytest.raises(InvalidRequest, match="takes no tools"):
+    with pytest.raises(InvalidRequest, match="does not support tools"):
         plain.render([{"role": "user", "content": "x"}], [TOOL])
