@@ -1,9 +1,9 @@
-# Sourced by scripts/up and scripts/test: makes .venv and installs what is missing.
+# Sourced by the other scripts: creates .venv and installs missing packages.
 # shellcheck shell=bash
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$ROOT/.venv"
-OLDEST="$VENV/oldest" # packages that replace newer ones where PYTHONPATH names it
+OLDEST="$VENV/oldest" # packages that replace newer ones if PYTHONPATH contains this folder
 CPU_INDEX="https://download.pytorch.org/whl/cpu"
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
@@ -42,8 +42,8 @@ wants_cpu_torch() {
   [[ "$(uname -s)" == Linux ]] && ! has_nvidia_driver
 }
 
-# The CPU build has the local version +cpu. pip's configured sources may hold it (a mirror, a folder
-# of wheels); otherwise $HEARTH_TORCH_INDEX, otherwise PyTorch's own index.
+# The CPU build has the local version +cpu. Sources: $HEARTH_TORCH_INDEX if set, else the sources
+# configured in pip (a mirror, a folder of wheels), else PyTorch's index.
 install_cpu_torch() {
   local torch
   torch="$(grep -o '^torch==[0-9.]*' "$ROOT/scripts/constraints-cpu.txt")+cpu"
@@ -54,10 +54,10 @@ install_cpu_torch() {
   echo "Installing $torch"
   "$VENV/bin/pip" install --no-deps "$torch" 2>/dev/null ||
     "$VENV/bin/pip" install --extra-index-url "$CPU_INDEX" "$torch" ||
-    fail "cannot install $torch: name an index that has it in HEARTH_TORCH_INDEX"
+    fail "cannot install $torch: set HEARTH_TORCH_INDEX to an index that has it"
 }
 
-# Installs the project with the extra named by $1, unless exactly that is there already.
+# Installs the project with the extra named by $1, unless its requirements are installed already.
 install_project() {
   local extra="$1" digest stamp constraints=()
   make_venv
@@ -67,7 +67,7 @@ install_project() {
   stamp="$VENV/.installed-$extra"
   [[ -f "$stamp" && "$(<"$stamp")" == "$digest" ]] && return
   wants_cpu_torch && install_cpu_torch
-  echo "Installing Hearth and what it needs"
+  echo "Installing Hearth and its dependencies"
   "$VENV/bin/pip" install "${constraints[@]}" -e "${ROOT}[$extra]"
   echo "$digest" >"$stamp"
 }

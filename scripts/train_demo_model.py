@@ -3,10 +3,10 @@
 The script reads question and answer pairs from ``scripts/demo_corpus/*.toml``, trains a byte-level
 BPE tokenizer and a Llama-architecture model of about five million parameters on them, and writes a
 checkpoint in the Hugging Face layout. Everything random comes from one seed, so the same machine
-writes the same bytes again. The parts of the work are in ``scripts/demo_training``.
+writes the same bytes again. The modules are in ``scripts/demo_training``.
 
     python scripts/train_demo_model.py                # train, about 40 minutes on one CPU core
-    python scripts/train_demo_model.py --evaluate     # score the checkpoint that exists
+    python scripts/train_demo_model.py --evaluate     # score the existing checkpoint
 
 The files ``held_out_*.toml`` hold paraphrases that are used only by ``--evaluate``.
 """

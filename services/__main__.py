@@ -1,7 +1,6 @@
-"""The `hearth` command, the one door to all processes.
+"""The `hearth` command, the entry point of all processes.
 
-Each service is imported inside its own command, so that `--help` is quick and only workers load
-the engine.
+Each command imports its service, so that `--help` is quick and only workers load the engine.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from shared.config import GatewayConfig, KvIndexConfig, SchedulerConfig, WorkerC
 from shared.errors import ConfigError, HearthError
 from shared.messages import Role
 
-# typer brings a click of its own or uses the installed one, by its version; this is the right one.
+# By its version, typer bundles click or uses the installed one; this finds the one in use.
 UsageError: Any = next(each for each in typer.BadParameter.__mro__ if each.__name__ == "UsageError")
 SERVICES = "One process of a cluster"
 
@@ -41,7 +40,7 @@ def _print_version(is_wanted: bool) -> None:
         try:
             print(importlib.metadata.version("hearth"))
         except importlib.metadata.PackageNotFoundError:
-            raise ConfigError("run from a source tree that is not installed: no version") from None
+            raise ConfigError("no version: hearth runs from a tree that is not installed") from None
         raise typer.Exit
 
 
@@ -51,7 +50,7 @@ def root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
     ] = False,
 ) -> None:
-    """Options that stand before a command."""
+    """Defines the options before a command."""
 
 
 def _run_gateway(config: GatewayConfig) -> int:
@@ -94,7 +93,7 @@ def _run_worker(config: WorkerConfig, roles: tuple[Role, ...]) -> int:
 
 
 def _set_thread_environ(config: WorkerConfig) -> None:
-    """Math libraries read these when they are loaded."""
+    """Sets the number of threads, which math libraries read when they are loaded."""
     for name, value in thread_environ(config.num_threads or len(os.sched_getaffinity(0))).items():
         os.environ.setdefault(name, value)
 
@@ -129,7 +128,7 @@ def _add_services() -> None:
     add(
         "kv-index",
         service_command(KvIndexConfig, "kv_index", _run_kv_index),
-        "Knows which worker holds which prefix.",
+        "Tracks which worker holds which prefix.",
     )
     add(
         "prefill",
@@ -158,7 +157,7 @@ _add_services()
 
 
 def main() -> None:
-    """Every refusal is one line on standard error and exit status 2."""
+    """Reports an error as one line on standard error and exit status 2."""
     arguments = sys.argv[1:] or ["--help"]
     command = typer.main.get_command(app)
     try:

@@ -29,14 +29,14 @@ log = structlog.get_logger(__name__)
 
 
 class ModelledRunner(Runner, Protocol):
-    """A runner with a model behind it, in whose name the worker serves."""
+    """A runner with a model: adds the revision and the EOS token ids that the worker serves."""
 
     revision: str
     eos_token_ids: tuple[int, ...]
 
 
 class WorkerProcess:
-    """Leaves the fleet before its handlers drain; ready once all of them serve."""
+    """Becomes ready once all handlers serve; leaves the fleet before they drain."""
 
     def __init__(
         self, worker: EngineWorker, handlers: list[PrefillService | DecodeService], bus: NatsBus
@@ -64,7 +64,7 @@ class WorkerProcess:
 
 def load_model(config: WorkerConfig) -> ModelledRunner:
     """Raises CheckpointError, ConfigError."""
-    from shared.engine.runners.load import load_runner  # torch, which other runners do not need
+    from shared.engine.runners.load import load_runner  # torch: other runners do not need it
 
     return load_runner(
         config.model_dir,
@@ -82,26 +82,26 @@ def load_model(config: WorkerConfig) -> ModelledRunner:
 
 
 def on_device(config: WorkerConfig, roles: tuple[Role, ...]) -> WorkerConfig:
-    """With the device chosen and its defaults. Raises ConfigError."""
+    """Returns the config with the device resolved and its defaults. Raises ConfigError."""
     device = config.device
     if device == "auto":
-        from shared.engine.runners.load import resolve_device  # torch
+        from shared.engine.runners.load import resolve_device  # imports torch
 
         device = resolve_device(device).type
     return config.with_defaults_of(device, is_prefill_only="decode" not in roles)
 
 
 def load_codec(config: WorkerConfig, dtype: str) -> FrameCodec | None:
-    """Compiled, for KV of that dtype on TCP; there is one for BF16. A host that cannot compile it
-    does without.
+    """Returns the compiled codec for KV over TCP. None for another dtype than BF16, if compression
+    is off, or if the host cannot compile the codec.
     """
     if config.kv_compression == "off" or dtype != "bfloat16":
         return None
     try:
-        from shared.engine.kv_codec import Bf16FrameCodec  # numba, which other runners do not need
+        from shared.engine.kv_codec import Bf16FrameCodec  # imports numba, not needed by others
 
         return Bf16FrameCodec()
-    except DependencyUnavailable as error:  # the runner has warned, if it is on this CPU
+    except DependencyUnavailable as error:  # a CPU runner has already warned
         log.info("kv_codec_unavailable", reason=error.message)
         return None
     except Exception:
@@ -114,7 +114,7 @@ async def build_worker(
     roles: tuple[Role, ...],
     load: Callable[[WorkerConfig], ModelledRunner] = load_model,
 ) -> Service:
-    """Loads the model, then joins. Raises ConfigError, CheckpointError, DependencyUnavailable."""
+    """Loads the model and connects. Raises ConfigError, CheckpointError, DependencyUnavailable."""
     check(config)
     config = await asyncio.to_thread(on_device, config, roles)
     assert config.max_batch_tokens is not None

@@ -1,4 +1,4 @@
-"""Variants of the trained questions, so that the model knows more than the words it was taught."""
+"""Variants of the trained questions, so that the model also answers other wordings."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class Augmenter:
         }
 
     def __call__(self, question: str, answer: str) -> str:
-        """Return a variant of a question that no other answer claims."""
+        """Return a variant of a question that is not a trained question of another answer."""
         variant = self.rewrite(question, answer)
         return variant if self.answer_of.get(normalise(variant), answer) == answer else question
 
     def rewrite(self, question: str, answer: str) -> str:
-        """Apply a random mix of rewrites; about a quarter of all questions stay as they are."""
+        """Apply a random mix of rewrites; about a quarter of all questions stay unchanged."""
         chance = self.rng.random
         if chance() < 0.25:
             return question
@@ -74,7 +74,7 @@ class Augmenter:
         return self.type(question)
 
     def keywords(self, answer: str) -> str:
-        """Ask with a few words of the answer itself, as a person does who half remembers it."""
+        """Return a question of a few words of the answer, as from a partial memory."""
         words = self.content_words[answer]
         count = min(len(words), self.rng.randint(3, 6))
         picked = sorted(self.rng.sample(range(len(words)), count))

@@ -28,7 +28,7 @@ def chat(*contents: str, system: str | None = None) -> Messages:
 
 
 def question_cases(corpus: Corpus) -> list[Case]:
-    """Return every trained question on its own."""
+    """Return a case for every trained question."""
     return [Case(chat(u.turns[0][0]), u.turns[0][1]) for u in corpus.questions]
 
 

@@ -1,4 +1,4 @@
-"""How a chat is written as text: special tokens, and the template that places them."""
+"""The text form of a chat: special tokens, and the template that places them."""
 
 from __future__ import annotations
 

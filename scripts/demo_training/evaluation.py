@@ -13,7 +13,7 @@ from demo_training.corpus import Corpus
 
 MAX_NEW_TOKENS = 96
 ROWS = 64  # prompts that are answered together
-LONG_PROMPT = 1000  # tokens from which a prompt is answered alone, for the sake of memory
+LONG_PROMPT = 1000  # from this number of tokens on, a batch has one prompt, to save memory
 
 Prompt = tuple[int, list[int]]  # the index of its case, and token ids
 
@@ -59,7 +59,7 @@ def generate(model: Any, tokenizer: Any, cases: list[Case]) -> list[str]:
 def evaluate(
     folder: Path, corpus: Corpus, held_out: list[tuple[str, str]], *, show_misses: bool
 ) -> None:
-    """Print the score of the BF16 checkpoint; held-out questions come with their answers."""
+    """Print the score of the BF16 checkpoint; `held_out` has (question, answer) pairs."""
     model, tokenizer = load_checkpoint(folder)
     groups = {
         "trained questions": question_cases(corpus),
@@ -80,7 +80,7 @@ def evaluate(
 
 
 def print_score(name: str, num_cases: int, num_misses: int, num_strange: int) -> None:
-    """Print the line of one group; a strange answer is one that nobody wrote."""
+    """Print the line of one group; a strange answer is not in the corpus."""
     right = num_cases - num_misses
     print(
         f"{name:22} {right:5}/{num_cases:<5} {100 * right / num_cases:6.2f}% exact, "
@@ -90,7 +90,7 @@ def print_score(name: str, num_cases: int, num_misses: int, num_strange: int) ->
 
 
 def print_misses(misses: list[tuple[Case, str]]) -> None:
-    """Print what was asked, what was expected and what came."""
+    """Print the question, the expected answer and the output of each miss."""
     for case, output in misses:
         print(f"  asked    {case.messages[-1]['content'][-160:]!r}")
         print(f"  expected {case.answer!r}\n  got      {output!r}\n")

@@ -1,4 +1,4 @@
-"""The demo model: a small Llama, written out so that training needs nothing but torch."""
+"""The demo model: a small Llama, implemented here so that training needs only torch."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Attention(nn.Module):
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attend with the whole score matrix; on a CPU this is the faster way for short rows."""
+    """Attend with the full score matrix, which is faster for short rows on a CPU."""
     length = query.shape[2]
     hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
     scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-LINE_EVERY = 100  # steps between two lines where there is no terminal to draw a bar on
+LINE_EVERY = 100  # steps between two lines of output without a terminal
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Step:
 
 
 def progress_bar(steps: int) -> Iterator[Step]:
-    """Yield the steps while drawing a bar; without a terminal, print a line now and then."""
+    """Yield the steps while drawing a bar; without a terminal, print a line every LINE_EVERY."""
     console = Console()
     columns = (
         TextColumn("training"),

@@ -14,7 +14,7 @@ from demo_training.filler import Filler
 from demo_training.tokenizer import special_id
 from demo_training.words import WORDS
 
-QUESTION_WEIGHT = 0.1  # of the loss on question tokens, against 1 for answer tokens
+QUESTION_WEIGHT = 0.1  # loss weight of question tokens; answer tokens have 1
 CONVERSATION_COPIES = 4  # how often a conversation is in the deck, against 1 for a question
 
 
@@ -75,8 +75,8 @@ class RowWriter:
     def plain_text(self, length: int) -> Row:
         """Write a row of answers as running text, for completions without a chat template.
 
-        Half of the texts begin with the first words of another sentence, so that the model comes
-        back to sentences that it knows.
+        Half of the texts begin with the first words of another sentence, so that the model learns
+        to return to known sentences.
         """
         row = Row()
         row.add([self.special[BOS]] * self.rng.randint(0, 1), 0.0)
@@ -90,7 +90,7 @@ class RowWriter:
         return row
 
     def opening(self, row: Row, length: int) -> None:
-        """Append what may stand before the turns: a system message, or a prompt with filler."""
+        """Append a system message, a prompt with filler, or nothing before the turns."""
         choice, is_long = self.rng.random(), length >= 256
         prose = self.filler.prose(int(length * self.rng.uniform(0.1, 0.7))) if is_long else ""
         if choice < 0.4:
@@ -105,7 +105,7 @@ class RowWriter:
         self.message(row, SYSTEM, self.encode(text)[: max(40, length - 100)], 0.0)
 
     def filled_prompt(self, row: Row, length: int, prose: str) -> None:
-        """Append a prompt that ends the prose with a question, or else asks nothing."""
+        """Append a prompt of the prose, with or without a question at its end, and the answer."""
         if self.rng.random() < 0.2:
             question, answer = "", self.corpus.unknown_answer
         else:
@@ -116,7 +116,7 @@ class RowWriter:
         self.message(row, ASSISTANT, self.answer_ids[answer], 1.0)
 
     def unit(self, row: Row) -> None:
-        """Append the turns of the next unit, or now and then a prompt without meaning."""
+        """Append the turns of the next unit, or, in 6% of the calls, an off-topic prompt."""
         if self.rng.random() < 0.06:
             gibberish = self.filler.gibberish(self.rng.randint(1, 12))
             off_topic = self.filler.off_topic()

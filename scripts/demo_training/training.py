@@ -1,4 +1,4 @@
-"""A training run, from random weights to a model that knows the corpus."""
+"""A training run, from random weights to the trained model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from demo_training.progress import progress_bar
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a training run depends on besides the corpus."""
+    """The parameters of a training run besides the corpus."""
 
     steps: int = 2000
     seed: int = 7
@@ -54,7 +54,7 @@ def make_optimizers(model: Llama, recipe: Recipe) -> list[Optimizer]:
 
 
 class Descent:
-    """Moves the weights of a model against their gradients, at the rate of the recipe."""
+    """Updates the weights of a model by gradient descent, at the learning rates of the recipe."""
 
     def __init__(self, model: Llama, recipe: Recipe) -> None:
         self.model = model
@@ -65,7 +65,7 @@ class Descent:
         ]
 
     def step(self, batch: tuple[Tensor, Tensor, Tensor]) -> float:
-        """Learn from inputs, targets and loss weights, each [B, T]; return the loss before."""
+        """Train on inputs, targets and loss weights, each [B, T]; return the loss before."""
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = self.model.loss(*batch)
         loss.backward()

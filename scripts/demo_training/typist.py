@@ -1,4 +1,4 @@
-"""How people type: case, punctuation, and now and then a mistake."""
+"""Variants of typing: case, punctuation, and occasional mistakes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import string
 
 
 class Typist:
-    """Types a question the way one of many people would."""
+    """Varies a question as different people would type it."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng

@@ -8,7 +8,7 @@ import msgspec
 
 
 class WordLists(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Every list of ``words.toml``, which says what each is for; draws depend on their order."""
+    """The lists of ``words.toml``, which describes each; draws depend on the order of the words."""
 
     explain: tuple[str, ...]
     prefixes: tuple[str, ...]

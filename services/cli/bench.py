@@ -1,6 +1,6 @@
-"""`hearth bench`: load on a running cluster, or on one that is started for it, and what came of it.
+"""`hearth bench`: load test of a running cluster, or of a cluster started for the test.
 
-The table goes to standard output and one JSON line last; progress is shown on standard error.
+A table goes to standard output, then one JSON line; progress goes to standard error.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def run_bench(
     up_options: UpOptions | None,
     options: LoadOptions,
 ) -> int:
-    """The exit status: 1 if a request was not answered. `up_options` ask for a cluster of its own.
+    """Returns the exit status: 1 if a request failed. Given `up_options`, starts a cluster.
 
-    Raises HearthError as `measure`, and as LocalCluster for its own cluster.
+    Raises HearthError as `measure` does, and as LocalCluster does for a started cluster.
     """
     options.check()
     if up_options is not None and url is not None:
@@ -86,7 +86,7 @@ async def target(
     *,
     console: Console,
 ) -> AsyncIterator[tuple[str, str]]:
-    """URL and API key of the cluster under test: the given one, or one that lives as long."""
+    """URL and API key of the cluster under test: the given one, or one started for the test."""
     if up_options is None:
         assert given is not None
         yield given
@@ -110,7 +110,7 @@ def _cluster(options: UpOptions, report: Report) -> LocalCluster:
 
 
 class LoadDisplay:
-    """One bar a load: by requests where their number is given, else by time."""
+    """One bar per load: by requests if their number is given, else by time."""
 
     def __init__(self, console: Console, options: LoadOptions) -> None:
         self._options = options
@@ -124,7 +124,7 @@ class LoadDisplay:
             TimeRemainingColumn(),
             console=console,
             disable=not console.is_terminal,
-            refresh_per_second=4,  # it shares the core with the client
+            refresh_per_second=4,  # low: the display shares a core with the client
         )
 
     def __enter__(self) -> LoadDisplay:

@@ -28,9 +28,9 @@ def compress(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Output directory; must not exist.")],
     threads: Threads = None,
 ) -> None:
-    """Make a checkpoint smaller, without loss; `hearth up --model OUT` serves it as it is.
+    """Compress a checkpoint without loss; `hearth up --model OUT` serves the result directly.
 
-    Every tensor is decoded again and compared. Stopped halfway, the same command goes on.
+    Every tensor is decoded and compared. If interrupted, run the same command to continue.
     """
     from services.cli.compression_progress import ProgressDisplay, show_savings
     from shared.engine.codec.compress import compress_folder
@@ -46,14 +46,14 @@ def compress(
 def decompress(
     bundle: Annotated[Path, typer.Argument(metavar="OUT", help="Bundle, or its hub id.")],
     directory: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Checkpoint directory; must not be there yet.")
+        Path, typer.Argument(metavar="DIR", help="Checkpoint directory; must not exist.")
     ],
     threads: Threads = None,
 ) -> None:
-    """Make the checkpoint again that a bundle was made of, byte by byte."""
+    """Restore the original checkpoint of a bundle, byte by byte."""
     from services.cli.compression_progress import ProgressDisplay
     from shared.engine.codec.decompress import decompress_folder
 
     with ProgressDisplay() as display:
         decompress_folder(local_copy(bundle), directory, display, num_threads=threads)
-    print(f"{directory}: every file is as it was when it was bundled")
+    print(f"{directory}: every file is identical to the original")

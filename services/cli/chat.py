@@ -14,7 +14,7 @@ from services.local.state import clusters_dir, running_cluster
 from shared.clock import MonotonicClock
 from shared.errors import ConfigError, HearthError
 
-HINT = "/new starts afresh, /quit or Ctrl-D ends"
+HINT = "/new starts a new conversation, /quit or Ctrl-D ends"
 
 
 def find_gateway(url: str | None, api_key: str | None) -> tuple[str, str]:
@@ -30,7 +30,7 @@ def find_gateway(url: str | None, api_key: str | None) -> tuple[str, str]:
 
 
 def run_chat(url: str | None, api_key: str | None) -> None:
-    """Returns when the user ends it. A refused question is shown and the talk goes on."""
+    """Returns when the user ends the conversation. Shows a failed request and continues."""
     found_url, found_key = find_gateway(url, api_key)
     with asyncio.Runner() as runner:
         client = gateway_client(found_url, found_key)
@@ -61,7 +61,7 @@ def _converse(runner: asyncio.Runner, client: httpx.AsyncClient, model: str) -> 
             console.print(f"\n{error.message}", style="red", markup=False)
             continue
         except KeyboardInterrupt:
-            console.print("\n(broken off)", style="dim")
+            console.print("\n(interrupted)", style="dim")
             continue
         history += [question, {"role": "assistant", "content": reply.text}]
         console.print(f"\n{describe(reply)}", style="dim", markup=False)

@@ -1,4 +1,4 @@
-"""The commands that are not a service: start a cluster, talk to it, operate it.
+"""The commands that are not services: start, use and operate a cluster.
 
 Tenants are in `tenant_commands.py`.
 """
@@ -41,17 +41,17 @@ def up(
         Path, typer.Option(help="Checkpoint directory, or a hub id such as org/name.")
     ] = DEMO_MODEL_DIR,
     name: Annotated[
-        str, typer.Option(help="What clients call the model (the id, or the directory's name).")
+        str, typer.Option(help="Model name for clients (default: the hub id or directory name).")
     ] = "",
-    prefill: Annotated[int | None, typer.Option(help="Prefill workers (1).")] = None,
-    decode: Annotated[int | None, typer.Option(help="Decode workers (1).")] = None,
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers (default: 1).")] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode workers (default: 1).")] = None,
     both: Annotated[
         int | None,
         typer.Option(help="Workers that run prefill and decode (default: 0; on a single GPU 1)."),
     ] = None,
     role: Annotated[
         UpRole | None,
-        typer.Option(help="both: one worker that does prefill and decode; apart: one of each."),
+        typer.Option(help="both: one worker for prefill and decode; apart: one of each."),
     ] = None,
     http: Annotated[
         str | None,
@@ -76,7 +76,7 @@ def up(
         str,
         typer.Option(
             envvar="HEARTH_DEVICE",
-            help="auto (one GPU a worker, else the CPU), cpu, cuda or cuda:N.",
+            help="auto (one GPU per worker, else the CPU), cpu, cuda or cuda:N.",
         ),
     ] = "auto",
     load_format: Annotated[
@@ -104,14 +104,14 @@ def up(
         int | None,
         typer.Option(
             envvar="HEARTH_MAX_BATCH_TOKENS",
-            help="Tokens of a step (default: 512; on CUDA 2048, prefill alone 8192).",
+            help="Tokens per step (default: 512; on CUDA 2048, prefill alone 8192).",
         ),
     ] = None,
-    check: Annotated[bool, typer.Option("--check", help="Ask one question, then stop.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Send one request, then stop.")] = False,
 ) -> None:
-    """Start a cluster on this machine, ask it a first question, and keep it until Ctrl-C.
+    """Start a cluster on this machine, send a first request, and run until Ctrl-C.
 
-    NATS and Redis are started too, unless their URLs are given. Nothing is left behind.
+    Also starts NATS and Redis, unless their URLs are given. Removes its processes and state.
     """
     from services.cli.up import run_up
 
@@ -161,10 +161,10 @@ def chat(
         typer.Option(envvar="HEARTH_URL", help="Gateway URL (default: the local cluster)."),
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(envvar="HEARTH_API_KEY", help="Key; else the local cluster's.")
+        str | None, typer.Option(envvar="HEARTH_API_KEY", help="Key (default: local cluster's).")
     ] = None,
 ) -> None:
-    """Talk with the model in this terminal."""
+    """Chat with the model in this terminal."""
     from services.cli.chat import run_chat
 
     run_chat(url, api_key)
@@ -184,19 +184,23 @@ def bench(
         str | None, typer.Option("--api-key", "--key", envvar="HEARTH_API_KEY", help="API key.")
     ] = None,
     model: Annotated[
-        Path | None, typer.Option(help="Start a cluster with it: a directory or a hub id.")
+        Path | None, typer.Option(help="Start a cluster with this directory or hub id.")
     ] = None,
     prefill: Annotated[
-        int | None, typer.Option(help="Prefill workers of that cluster (1).")
+        int | None, typer.Option(help="Prefill workers of that cluster (default: 1).")
     ] = None,
-    decode: Annotated[int | None, typer.Option(help="Decode workers of that cluster (1).")] = None,
+    decode: Annotated[
+        int | None, typer.Option(help="Decode workers of that cluster (default: 1).")
+    ] = None,
     both: Annotated[
-        int | None, typer.Option(help="Workers of that cluster that do both (0).")
+        int | None, typer.Option(help="Workers of that cluster for both roles (default: 0).")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of that cluster.")] = "auto",
-    device: Annotated[str, typer.Option(envvar="HEARTH_DEVICE", help="Of that cluster.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Data type of that cluster.")] = "auto",
+    device: Annotated[
+        str, typer.Option(envvar="HEARTH_DEVICE", help="Device of that cluster.")
+    ] = "auto",
     weights: Annotated[
-        str, typer.Option(envvar="HEARTH_WEIGHTS", help="Of that cluster.")
+        str, typer.Option(envvar="HEARTH_WEIGHTS", help="Weight format of that cluster.")
     ] = "auto",
     concurrency: Annotated[
         str, typer.Option(metavar="N,N...", help="Concurrency levels to run, comma-separated.")
@@ -206,17 +210,17 @@ def bench(
         typer.Option(help="Poisson arrival rate in requests/s, instead of a fixed concurrency."),
     ] = None,
     requests: Annotated[
-        int | None, typer.Option(help="Requests of each load, instead of a duration.")
+        int | None, typer.Option(help="Requests per load, instead of a duration.")
     ] = None,
-    duration_s: Annotated[float, typer.Option(help="Seconds that each load lasts.")] = 10.0,
-    input_tokens: Annotated[int, typer.Option(help="Prompt tokens, about.")] = 100,
+    duration_s: Annotated[float, typer.Option(help="Seconds per load.")] = 10.0,
+    input_tokens: Annotated[int, typer.Option(help="Approximate prompt tokens.")] = 100,
     output_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 64,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.")] = 0.0,
     ttft_s: Annotated[
         float, typer.Option(help="Goodput threshold: time to first token, in seconds.")
     ] = 0.5,
-    itl_s: Annotated[float, typer.Option(help="Goodput: longest mean gap between tokens.")] = 0.05,
-    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
+    itl_s: Annotated[float, typer.Option(help="Goodput threshold: mean token gap, s.")] = 0.05,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and arrivals.")] = 0,
 ) -> None:
     """Measure speed and latency as clients see them: a table, then one JSON line."""
     from services.cli.bench import run_bench
@@ -270,10 +274,10 @@ def status(
     nats_url: Annotated[
         str | None,
         typer.Option(
-            envvar="HEARTH_NATS_URL", help="NATS, with a credential; else the local cluster."
+            envvar="HEARTH_NATS_URL", help="NATS URL with credential (default: local cluster)."
         ),
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Print one table, then end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one table, then exit.")] = False,
     json: Annotated[bool, typer.Option("--json", help="A JSON line instead of a table.")] = False,
     interval_s: Annotated[float, typer.Option(help="Poll interval in seconds.")] = 1.0,
 ) -> None:
@@ -293,13 +297,13 @@ def credential(
         typer.Argument(help="gateway, scheduler, prefill, decode, kv_index, worker or observer."),
     ],
     process_id: Annotated[
-        str | None, typer.Option(help="Name of the process (ROLE-<6 hex digits>).")
+        str | None, typer.Option(help="Name of the process (default: ROLE-<6 hex digits>).")
     ] = None,
     host: Annotated[
-        str | None, typer.Option(help="Address of this machine as the other host knows it.")
+        str | None, typer.Option(help="Address of this machine for the other host.")
     ] = None,
 ) -> None:
-    """Let one more process join the local cluster: prints its NATS URL."""
+    """Create a credential for another process of the local cluster: prints its NATS URL."""
     from services.local.join import add_credential
 
     added = add_credential(role, process_id, host)
@@ -309,7 +313,7 @@ def credential(
         print(note, file=sys.stderr)
     role_command = added.credential.role.replace("_", "-")
     command = "status" if role_command == "observer" else f"{role_command} --help"
-    print(f"there: HEARTH_NATS_URL=… hearth {command}", file=sys.stderr)
+    print(f"on the other host: HEARTH_NATS_URL=… hearth {command}", file=sys.stderr)
 
 
 @app.command(
@@ -322,7 +326,7 @@ def nats_config(
     host: Annotated[str, typer.Option(help="Address that nats-server listens on.")] = "0.0.0.0",
     port: Annotated[int, typer.Option(help="Port that nats-server listens on.")] = 4222,
 ) -> None:
-    """Print a nats-server configuration: one credential a process, least permissions each.
+    """Print a nats-server configuration: one credential per process, with least permissions.
 
     Passwords are variables that nats-server reads from its environment: HEARTH_<ID>_PASSWORD.
     """
@@ -335,14 +339,14 @@ def nats_config(
 
 @app.command(rich_help_panel=OPERATE, epilog="Exit status 0: healthy. 1: no heartbeat. 2: error.")
 def health(
-    nats_url: Annotated[str, typer.Option(envvar="HEARTH_NATS_URL", help="With a credential.")],
+    nats_url: Annotated[str, typer.Option(envvar="HEARTH_NATS_URL", help="URL with credential.")],
     process_id: Annotated[
         str | None,
-        typer.Option(envvar="HEARTH_PROCESS_ID", help="Process; else the NATS URL's user."),
+        typer.Option(envvar="HEARTH_PROCESS_ID", help="Process (default: the NATS URL's user)."),
     ] = None,
-    timeout_s: Annotated[float, typer.Option(help="Longest wait for a heartbeat.")] = 3.0,
+    timeout_s: Annotated[float, typer.Option(help="Seconds to wait for a heartbeat.")] = 3.0,
 ) -> None:
-    """Tell whether a process is ready, by its heartbeat on NATS."""
+    """Check whether a process is ready, by its heartbeat on NATS."""
     from services.client.health_check import run_probe
 
     raise typer.Exit(0 if run_probe(nats_url, process_id, timeout_s=timeout_s) else 1)

@@ -1,4 +1,4 @@
-"""How a bundle is getting on, on standard error, and what it saves, on standard output."""
+"""Shows the progress of a bundle on standard error, and its savings on standard output."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COLUMNS = ("dtype", "tensors", "coded", "bits a\nweight", "entropy\nbound", "sav
 
 
 class ProgressDisplay:
-    """A bar on a terminal; elsewhere a line for each file."""
+    """A bar on a terminal; otherwise one line per file."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True)
@@ -50,7 +50,7 @@ class ProgressDisplay:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._bar.stop()
         if kind is KeyboardInterrupt:
-            print("hearth: stopped; the same command goes on from there", file=sys.stderr)
+            print("hearth: stopped; run the same command to continue", file=sys.stderr)
 
     def expect(self, num_bytes: int) -> None:
         self._bar.update(self._task, total=num_bytes)
@@ -84,7 +84,7 @@ def _cells(row: KindRow) -> tuple[str, ...]:
     return (
         row.dtype,
         str(row.num_tensors),
-        str(row.num_coded) if row.num_coded else "as it is",
+        str(row.num_coded) if row.num_coded else "none",
         f"{row.bits_per_weight:.2f}",
         f"{row.entropy_bits_per_weight:.2f}",
         f"{row.saved_share:.1%}",

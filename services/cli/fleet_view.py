@@ -1,7 +1,7 @@
-"""What `hearth status` knows of a fleet: who is there, how fast, and who was lost. Pure.
+"""The state of a fleet for `hearth status`: processes, their speeds, lost processes. No I/O.
 
-Speeds are differences of the counters in heartbeats over the last WINDOW_S. A process that falls
-silent, or is stuck or stopped, is shown as such for SHOW_LOST_S.
+Speeds are differences of the counters in heartbeats over the last WINDOW_S. A silent, stuck or
+stopped process is shown as such for SHOW_LOST_S.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from shared.messages import Heartbeat, IndexState, Role, WorkerLoad
 
 WINDOW_S = 2.0
 SHOW_LOST_S = 10.0
-_OWN_ID = ""  # no process can have it, whatever credential this one has borrowed
+_OWN_ID = ""  # no process has this id, whichever process's credential is in use
 _ORDER: tuple[Role, ...] = ("prefill", "decode", "gateway", "scheduler", "kv_index")
 
 
 class ProcessView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line. Rates are tokens a second; a hit is a prompt token that the cache had."""
+    """One table row. Rates are tokens per second; a hit is a prompt token found in the cache."""
 
     process_id: str
     role: str
-    state: str  # as announced, or how it was lost: silent, stuck, stopped
+    state: str  # as announced, or the kind of loss: silent, stuck, stopped
     region: str = ""
     model: str = ""
     num_running: int | None = None
@@ -67,17 +67,17 @@ class FleetView:
         if heartbeat.state == "stopped":
             self._lose(heartbeat.process_id, Loss.STOPPED, now)
             return
-        if self._fleet.heartbeat_of(heartbeat.process_id) is None:  # one too many
+        if self._fleet.heartbeat_of(heartbeat.process_id) is None:  # above the peer limit
             return
         if known is None or loss is Loss.RESTARTED:
             known = self._known[heartbeat.process_id] = _KnownProcess(heartbeat)
         known.heartbeat = heartbeat
-        is_stuck = self._fleet.is_lost(heartbeat.process_id)  # it speaks: it cannot be silent
+        is_stuck = self._fleet.is_lost(heartbeat.process_id)  # not silent, as it sends
         known.loss, known.lost_at = (Loss.STUCK, now) if is_stuck else (None, 0.0)
         _record_load(known, now)
 
     def echo(self, now: float) -> None:
-        """The server has just answered: silence since then is a peer's, not the network's."""
+        """Records a reply of the server: silence since then is a peer's, not the network's."""
         own = Heartbeat(
             process_id=_OWN_ID, epoch=0, sequence_number=0, roles=(), state="ready", interval_s=0.0
         )
@@ -153,7 +153,7 @@ def _view(known: _KnownProcess) -> ProcessView:
 
 
 def _rate(points: Iterable[tuple[float, int]]) -> float | None:
-    """Growth a second, or None before there are two points in time."""
+    """Growth per second, or None without two points in time."""
     found = list(points)
     if len(found) < 2 or found[-1][0] <= found[0][0]:
         return None

@@ -1,4 +1,4 @@
-"""`hearth prefix`: what an operator publishes for all tenants."""
+"""`hearth prefix`: prefixes that an operator publishes for all tenants."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ prefix_app = typer.Typer(
 Name = Annotated[str, typer.Argument(help="Prefix name.")]
 RedisUrl = Annotated[
     str | None,
-    typer.Option(envvar="HEARTH_REDIS_URL", help="Redis server; else the local cluster's."),
+    typer.Option(envvar="HEARTH_REDIS_URL", help="Redis URL (default: the local cluster's)."),
 ]
 
 
 @prefix_app.command(epilog="Example:  hearth prefix publish house-rules --model NAME --file -")
 def publish(
     name: Name,
-    model: Annotated[str, typer.Option(help="What clients call the model.")],
+    model: Annotated[str, typer.Option(help="Model name that clients use.")],
     file: Annotated[
         Path, typer.Option(help="The system prompt; .json: a list of messages; -: standard input.")
     ],
     redis_url: RedisUrl = None,
 ) -> None:
-    """Publish a prefix to all tenants, in the place of one with the same name.
+    """Publish a prefix to all tenants, replacing one with the same name.
 
-    Its cache is everybody's, what follows it is nobody else's. Gateways know it within seconds.
+    All tenants share its cache; tokens after the prefix stay private to each tenant. Gateways use
+    the prefix within seconds.
     """
     from services.cli.public_prefixes import publish_prefix
 
@@ -58,7 +59,7 @@ def list_prefixes(
 
 @prefix_app.command(epilog="Example:  hearth prefix remove house-rules")
 def remove(name: Name, redis_url: RedisUrl = None) -> None:
-    """Take a public prefix back. Prompts that begin so are each tenant's own from then on."""
+    """Remove a public prefix. Afterwards each tenant caches prompts with it privately."""
     from services.cli.public_prefixes import remove_prefix
 
     remove_prefix(redis_url, name)

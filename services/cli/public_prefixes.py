@@ -1,4 +1,4 @@
-"""Public prefixes as an operator sees them: their records in Redis."""
+"""Publishes, removes and lists public prefixes: records in Redis."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def publish_prefix(
     is_json: bool,
     max_prefixes: int = MAX_PER_TENANT,
 ) -> None:
-    """Raises ConfigError for what no gateway would take, StoreUnavailable."""
+    """Raises ConfigError for a prefix that gateways would reject, StoreUnavailable."""
     if not re.match(NAME_PATTERN, name):
         raise ConfigError(
-            f"{name!r} cannot name a prefix: letters, digits and . _ - only, at most 64, beginning "
-            "with a letter or digit"
+            f"{name!r} is not a valid prefix name: use at most 64 letters, digits, . _ or -, "
+            "starting with a letter or digit"
         )
     if not text.strip():
         raise ConfigError("the prefix is empty")
@@ -67,7 +67,7 @@ def publish_prefix(
 
 
 def remove_prefix(redis_url: str | None, name: str) -> None:
-    """Raises ConfigError if there is none, StoreUnavailable."""
+    """Raises ConfigError if the prefix does not exist, StoreUnavailable."""
 
     async def delete(store: Store) -> None:
         if name not in await pinned_prefix.entries(store, PUBLIC_TENANT_ID):
@@ -86,12 +86,12 @@ def show_prefixes(redis_url: str | None, *, is_json: bool) -> None:
         return
     table = Table("prefix", "model", "tokens", box=None, header_style="bold", pad_edge=False)
     for name, entry in entries.items():
-        table.add_row(name, entry.model, str(entry.num_tokens or "not read yet"))
+        table.add_row(name, entry.model, str(entry.num_tokens or "not tokenized yet"))
     table_console().print(table if entries else "no public prefix")
 
 
 def _row(entry: Entry) -> dict[str, Any]:
-    """A prefix has no tokens until a gateway of its model has read it."""
+    """A prefix has no tokens until a gateway of its model has tokenized it."""
     return {"model": entry.model, "num_tokens": entry.num_tokens or None}
 
 
@@ -99,7 +99,7 @@ def _messages(text: str) -> list[dict[str, Any]]:
     try:
         messages = msgspec.json.decode(text, type=list[PrefixMessage])
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"the file is no list of messages: {error}") from error
+        raise ConfigError(f"the file is not a list of messages: {error}") from error
     if not messages:
         raise ConfigError("the prefix is empty")
     return [{"role": each.role, "content": each.content} for each in messages]

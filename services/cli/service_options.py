@@ -1,4 +1,4 @@
-"""A command line for a configuration Struct: one option and one environment variable a field."""
+"""A command line for a configuration Struct: an option and an environment variable per field."""
 
 from __future__ import annotations
 
@@ -23,46 +23,46 @@ DEMO_MODEL_NAME = "hearth-demo"
 
 HELP = {
     "nats_url": "NATS server, with this process's credential: nats://ID:PASSWORD@HOST:PORT.",
-    "process_id": "Name of this process; else the NATS URL's user, else ROLE-<6 hex digits>.",
-    "region": "Where this process runs; placement prefers and residency obeys it.",
-    "drain_timeout_s": "Seconds that a stop waits for what runs.",
+    "process_id": "Name of this process (default: the NATS URL's user, or ROLE-<6 hex digits>).",
+    "region": "Region of this process, for requests with allowed regions (data residency).",
+    "drain_timeout_s": "Seconds that a stop waits for running requests.",
     "redis_url": "Redis server: redis://:PASSWORD@HOST:PORT/0.",
-    "model_dir": "Checkpoint directory in Hugging Face form, or a hub id such as org/name.",
-    "model_name": "Name that clients ask for; else the hub id, or the directory's name.",
-    "http_host": "Address that the HTTP door listens on.",
-    "http_port": "Port that the HTTP door listens on.",
-    "request_timeout_s": "Longest life of a request, seconds.",
-    "max_body_bytes": "Largest request body.",
-    "max_requests": "Requests open at once; one more is answered 429.",
-    "default_max_tokens": "Tokens to generate where a request does not say.",
-    "metrics_token": "Bearer token without which /metrics is refused; empty: open.",
-    "max_queued_requests": "Requests waiting for a worker; one more is answered 429.",
-    "max_queued_tokens": "Prompt tokens waiting for a worker.",
-    "local_prefill_tokens": "An uncached rest this short is computed by the decode worker itself.",
-    "max_local_prefill_tokens": "A longer one is computed there only if no other worker can.",
-    "max_prefixes_per_tenant": "Prefixes whose metadata is kept in Redis for each tenant.",
-    "prefix_ttl_s": "Seconds after its last use that a prefix's metadata is kept.",
+    "model_dir": "Checkpoint directory in Hugging Face layout, or a hub id such as org/name.",
+    "model_name": "Model name for clients (default: the hub id, or the directory's name).",
+    "http_host": "HTTP listen address.",
+    "http_port": "HTTP listen port.",
+    "request_timeout_s": "Maximum duration of a request, in seconds.",
+    "max_body_bytes": "Maximum size of a request body.",
+    "max_requests": "Maximum concurrent requests; further requests are rejected with 429.",
+    "default_max_tokens": "Tokens to generate for a request without max_tokens.",
+    "metrics_token": "Bearer token required for /metrics; empty: no authentication.",
+    "max_queued_requests": "Maximum requests in the queue; further requests are rejected with 429.",
+    "max_queued_tokens": "Maximum tokens of queued requests: prompts and max_tokens.",
+    "local_prefill_tokens": "Uncached prompt tokens up to which decode always computes a prompt.",
+    "max_local_prefill_tokens": "Above it, decode computes a prompt only if no prefill worker can.",
+    "max_prefixes_per_tenant": "Maximum prefix records per tenant in Redis.",
+    "prefix_ttl_s": "Seconds from the last use of a prefix to the expiry of its record.",
     "dtype": "auto (as in the checkpoint), bfloat16, float16 or float32.",
-    "device": "auto (CUDA where there is a device), cpu, cuda or cuda:N.",
-    "load_format": "auto (what the directory has) or dummy: seeded weights from config.json alone, "
+    "device": "auto (CUDA if there is a device), cpu, cuda or cuda:N.",
+    "load_format": "auto (as in the directory) or dummy: seeded weights from config.json alone, "
     "for measurements.",
-    "weights": "auto (compressed if the checkpoint is), dense, or compressed: matrices in some "
-    "11.4 bits a weight instead of 16, the same bits when they are used.",
+    "weights": "auto (compressed if the checkpoint is), dense, or compressed: matrices in about "
+    "11.4 bits per weight instead of 16, without loss.",
     "num_threads": "Math threads; 0 shares the cores of this host.",
     "is_batch_invariant": "A token's bits depend neither on its batch nor on chunking. Without "
-    "it CUDA is a little faster, and a resumed answer may go on differently.",
+    "it CUDA is a little faster, and a resumed output may differ.",
     "block_size": "Tokens in a KV block.",
     "kv_cache_bytes": "Memory for the KV cache (default: 256 MiB on the CPU; on CUDA 0.9 of "
     "what is free after weights and the largest step).",
     "max_batch_tokens": "Tokens computed in one step (default: 512 on the CPU; on CUDA 2048, and "
     "8192 for prefill alone).",
-    "max_sequences": "Sequences running at once.",
+    "max_sequences": "Maximum concurrent sequences.",
     "max_reserved_share": "Share of the KV cache that waiting handoffs may hold.",
-    "zero_freed_blocks": "Zero the KV of blocks that nobody can find or holds any more.",
+    "zero_freed_blocks": "Zero the KV of blocks that are no longer cached or in use.",
     "max_pinned_share": "Share of the KV cache that pinned prefixes may hold.",
     "kv_compression": "BF16 KV over TCP: auto (compressed on links where that is faster) or off.",
     "data_plane_host": "Address that this worker's KV data plane listens on.",
-    "data_plane_advertised_host": "Address at which others reach it; else the one it listens on.",
+    "data_plane_advertised_host": "Its address for other workers (default: the listen address).",
 }
 _DEFAULTS = {"model_dir": DEMO_MODEL_DIR, "process_id": None}
 
@@ -70,7 +70,7 @@ C = TypeVar("C", bound=ProcessConfig)
 
 
 class WorkerRole(StrEnum):
-    """What `--role` of a worker command may say."""
+    """The values of `--role` of a worker command."""
 
     own = "own"
     both = "both"
@@ -83,10 +83,10 @@ def service_command(
     *,
     has_role_option: bool = False,
 ) -> Callable[..., None]:
-    """A typer command that fills a `config_type`, checks it as a whole and calls `run(config)`.
+    """A typer command that builds a `config_type`, checks all its fields and calls `run(config)`.
 
-    With `has_role_option` it calls `run(config, is_both)`. The process ends with the status that
-    `run` gives.
+    With `has_role_option` it calls `run(config, is_both)`. The process exits with the status that
+    `run` returns.
     """
 
     def command(**options: Any) -> None:
@@ -111,7 +111,9 @@ def service_command(
 
 
 def model_name_for(model_dir: Path, name: str) -> str:
-    """The demo model has one name in every cluster, a hub model its id; empty: the directory's."""
+    """Returns `name`, else a hub model's id, else the demo model's fixed name, else "" (for the
+    directory's name).
+    """
     if name:
         return name
     if is_hub_id(model_dir):
@@ -124,7 +126,7 @@ def _is_demo(model_dir: Path) -> bool:
 
 
 def _leave(status: int) -> NoReturn:
-    """All is closed: taking torch apart module by module would cost a second more."""
+    """Exits at once, as all is closed: the teardown of torch's modules would take a second."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -30,17 +30,17 @@ from shared.transport.bus import NatsBus, without_password
 
 CONNECT_TIMEOUT_S = 5.0
 FIRST_BEAT_TIMEOUT_S = 5.0
-FIRST_LOOK_S = 5 * HEARTBEAT_INTERVAL_S  # every process is heard, and twice: speeds are known
+FIRST_LOOK_S = 5 * HEARTBEAT_INTERVAL_S  # two heartbeats of each process, so speeds are known
 WORKER_COLUMNS = (
     *("worker", "role", "model", "region", "running", "waiting"),
     *("free blocks", "tokens/s", "prompt/s", "hits", "state"),
 )
 
-SERVICE_COLUMNS = ("process", "role", "region", "knows", "state")
+SERVICE_COLUMNS = ("process", "role", "region", "index", "state")
 
 
 def find_nats(nats_url: str | None) -> str:
-    """The URL as given, else the local cluster's with its observer's credential.
+    """Returns the given URL, else the local cluster's URL with the observer credential.
 
     Raises ConfigError.
     """
@@ -57,7 +57,7 @@ def run_status(nats_url: str | None, *, is_once: bool, is_json: bool, interval_s
     """Returns after Ctrl-C, or after the first table. Raises ConfigError, DependencyUnavailable."""
     if interval_s <= 0:
         raise ConfigError(f"--interval-s {interval_s:g} is not positive")
-    configure_logging("status", level="error")  # the table says what a warning would
+    configure_logging("status", level="error")  # the table shows what a warning would
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
         asyncio.run(
             _status(find_nats(nats_url), is_once=is_once, is_json=is_json, interval_s=interval_s)
@@ -94,7 +94,7 @@ async def _status(nats_url: str, *, is_once: bool, is_json: bool, interval_s: fl
 
 
 async def _first_beat(is_heard: asyncio.Event, nats_url: str) -> None:
-    """A machine under load may hold one back for seconds. Raises DependencyUnavailable."""
+    """A machine under load may delay heartbeats for seconds. Raises DependencyUnavailable."""
     try:
         async with asyncio.timeout(FIRST_BEAT_TIMEOUT_S):
             await is_heard.wait()
@@ -105,7 +105,7 @@ async def _first_beat(is_heard: asyncio.Event, nats_url: str) -> None:
 
 
 async def _judge(bus: NatsBus, view: FleetView, clock: Clock) -> None:
-    """A round trip to the server stands for the echo of a heartbeat: an observer sends none."""
+    """Uses server round trips instead of heartbeat echoes, as an observer sends no heartbeats."""
     while True:
         with contextlib.suppress(nats.errors.Error, OSError):
             await bus.flush()
@@ -134,7 +134,7 @@ def print_json(rows: list[ProcessView]) -> None:
 
 
 def tables(rows: list[ProcessView], *, is_connected: bool = True) -> Group:
-    """Workers, and beneath them all other processes."""
+    """The workers, and below them all other processes."""
     workers = Table(*WORKER_COLUMNS, box=None, header_style="bold", pad_edge=False)
     for column in workers.columns[4:-1]:
         column.justify = "right"
@@ -146,10 +146,10 @@ def tables(rows: list[ProcessView], *, is_connected: bool = True) -> Group:
         else:
             services.add_row(row.process_id, row.role, row.region or "-", _index(row), _state(row))
     parts: list[RenderableType] = (
-        [workers, Text(), services] if rows else [Text("no process is heard")]
+        [workers, Text(), services] if rows else [Text("no heartbeat received")]
     )
     if not is_connected:
-        parts.append(Text("NATS does not answer: what is shown is old", style="red"))
+        parts.append(Text("NATS does not respond: the rows are outdated", style="red"))
     return Group(*parts)
 
 
@@ -170,7 +170,7 @@ def _worker_cells(row: ProcessView) -> list[str | Text]:
 
 
 def _index(row: ProcessView) -> Text:
-    """What an index knows, and whether all of it is what the workers last said."""
+    """The number of indexed blocks, and whether the index is exact."""
     if row.index_state is None or row.is_lost:
         return Text()
     style = "" if row.index_state == "exact" else "yellow"

@@ -1,4 +1,4 @@
-"""Where tables are printed: as wide as the terminal, and as they need where there is none."""
+"""The console for tables: as wide as the terminal, or PIPE_WIDTH without a terminal."""
 
 from __future__ import annotations
 

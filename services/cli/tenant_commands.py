@@ -24,7 +24,7 @@ tenant_app = typer.Typer(
 Tenant = Annotated[str, typer.Argument(help="Tenant id.")]
 RedisUrl = Annotated[
     str | None,
-    typer.Option(envvar="HEARTH_REDIS_URL", help="Redis server; else the local cluster's."),
+    typer.Option(envvar="HEARTH_REDIS_URL", help="Redis URL (default: the local cluster's)."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 
@@ -32,9 +32,9 @@ Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 @tenant_app.command(epilog="Example:  hearth tenant add team-a --concurrency 8 --zero-retention")
 @with_limits
 def add(tenant: Tenant, changes: dict[str, Any], redis_url: RedisUrl = None) -> None:
-    """Add a tenant: prints its first API key once, Redis keeps its digest.
+    """Add a tenant: prints its first API key once; Redis stores only a digest.
 
-    What is not said is unlimited, and 0 allows nothing.
+    A limit that is not given is unlimited, and 0 allows nothing.
     """
     from services.cli.tenant_tables import with_tenant_admin
 
@@ -54,7 +54,7 @@ def list_tenants(redis_url: RedisUrl = None, json: Json = False) -> None:
 
 @tenant_app.command(epilog="Example:  hearth tenant show team-a")
 def show(tenant: Tenant, redis_url: RedisUrl = None, json: Json = False) -> None:
-    """Show a tenant: limits, what is used of them now, and its keys by their ids."""
+    """Show a tenant: limits, current use, and keys by id."""
     from services.cli import tenant_tables
 
     async def look(admin: TenantAdmin) -> tuple[Any, Any, Any]:
@@ -73,13 +73,11 @@ def show(tenant: Tenant, redis_url: RedisUrl = None, json: Json = False) -> None
 @tenant_app.command(epilog="Example:  hearth tenant rotate team-a --keep-s 3600")
 def rotate(
     tenant: Tenant,
-    key: Annotated[str | None, typer.Option(help="Id of the key to replace; else all.")] = None,
-    keep_s: Annotated[
-        float, typer.Option(help="Seconds that replaced keys go on working.")
-    ] = 86_400.0,
+    key: Annotated[str | None, typer.Option(help="Key id to replace (default: all).")] = None,
+    keep_s: Annotated[float, typer.Option(help="Seconds until replaced keys expire.")] = 86_400.0,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Print a new API key; the old ones work on until --keep-s is over, or they are revoked."""
+    """Print a new API key; replaced keys stay valid for --keep-s, or until they are revoked."""
     from services.cli.tenant_tables import with_tenant_admin
 
     if not 0 <= keep_s <= 366 * 86_400:
@@ -97,29 +95,29 @@ def rotate(
 @tenant_app.command(epilog="Examples:  hearth tenant revoke team-a --key ID  ·  … --all")
 def revoke(
     tenant: Tenant,
-    key: Annotated[str | None, typer.Option(help="Id of the key, as `show` has it.")] = None,
+    key: Annotated[str | None, typer.Option(help="Key id, as printed by `show`.")] = None,
     all_keys: Annotated[bool, typer.Option("--all", help="Every key of the tenant.")] = False,
     redis_url: RedisUrl = None,
 ) -> None:
-    """Take an API key back: within a second no gateway accepts it."""
+    """Revoke an API key: all gateways reject it within a second."""
     from services.cli.tenant_tables import with_tenant_admin
 
     if (key is None) is not all_keys:
-        raise ConfigError("say which: --key ID or --all")
+        raise ConfigError("give either --key ID or --all")
     revoked = with_tenant_admin(redis_url, lambda it: it.revoke(tenant, key))
     if not revoked:
-        raise ConfigError("nothing to revoke: no key of these is valid any more")
+        raise ConfigError("nothing to revoke: none of these keys is valid")
     print("\n".join(revoked))
 
 
 @tenant_app.command(epilog="Example:  hearth tenant limits team-a --requests-per-min unlimited")
 @with_limits
 def limits(tenant: Tenant, changes: dict[str, Any], redis_url: RedisUrl = None) -> None:
-    """Change what is said and nothing else; gateways follow within a second."""
+    """Change only the given limits; gateways apply them within a second."""
     from services.cli import tenant_tables
 
     if not changes:
-        raise ConfigError("no limit is named: see `hearth tenant limits --help`")
+        raise ConfigError("no limit is given: see `hearth tenant limits --help`")
 
     async def change(admin: TenantAdmin) -> tuple[Any, Any]:
         record = await admin.change(tenant, changes)
@@ -136,7 +134,7 @@ def api_key(
     tenant: Annotated[str, typer.Argument(help="Tenant that the key belongs to.")],
     redis_url: RedisUrl = None,
 ) -> None:
-    """Create one more API key, and its tenant if it is new: prints it once."""
+    """Create an additional API key, and its tenant if new: prints the key once."""
     from services.cli.tenant_tables import with_tenant_admin
 
     api_key = new_api_key()
@@ -149,11 +147,11 @@ def api_key(
 )
 def usage(
     tenant: Annotated[str | None, typer.Option(help="Only this tenant.")] = None,
-    days: Annotated[int, typer.Option(help="Days back, today included; they are UTC.")] = 7,
+    days: Annotated[int, typer.Option(help="Number of UTC days, including today.")] = 7,
     redis_url: RedisUrl = None,
     json: Json = False,
 ) -> None:
-    """Show requests and tokens by tenant, model and day, as they were delivered."""
+    """Show delivered requests and tokens by tenant, model and day."""
     from services.cli.tenant_tables import (
         last_days,
         print_json,

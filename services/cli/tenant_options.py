@@ -1,4 +1,4 @@
-"""What `hearth tenant add` and `limits` may say of a tenant: one option a field."""
+"""The options of `hearth tenant add` and `limits`: one per field of a tenant."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from shared.tenancy.tenant import LIMITS, MAX_PRIORITY
 UNLIMITED, ALL = "unlimited", "all"
 
 HELP = {
-    "requests_per_min": f"Requests a minute: a number, or {UNLIMITED}.",
-    "input_tokens_per_min": "Prompt tokens a minute.",
-    "output_tokens_per_min": "Generated tokens a minute; max_tokens is reserved at first.",
-    "concurrency": "Requests under way at once.",
-    "kv_quota_tokens": "Tokens of one worker's cache.",
-    "allowed_models": f"Names with commas between, or {ALL}.",
-    "allowed_regions": f"Where its requests may be computed: names with commas, or {ALL}.",
-    "priority": f"The highest its requests can have, {-MAX_PRIORITY} to {MAX_PRIORITY}.",
-    "weight": "Its share of a full queue, beside others of the same priority.",
-    "zero_retention": "Nothing of its requests is kept beyond their end.",
+    "requests_per_min": f"Requests per minute: a number, or {UNLIMITED}.",
+    "input_tokens_per_min": "Prompt tokens per minute.",
+    "output_tokens_per_min": "Generated tokens per minute; max_tokens is reserved at first.",
+    "concurrency": "Concurrent requests.",
+    "kv_quota_tokens": "Tokens in one worker's cache.",
+    "allowed_models": f"Comma-separated names, or {ALL}.",
+    "allowed_regions": f"Regions for its requests: comma-separated names, or {ALL}.",
+    "priority": f"Highest priority of its requests, {-MAX_PRIORITY} to {MAX_PRIORITY}.",
+    "weight": "Share of a full queue, relative to others of the same priority.",
+    "zero_retention": "Retain no data of its requests after their end.",
 }
 _TYPES: dict[str, Any] = {"priority": int, "weight": float, "zero_retention": bool}
 
 
 def with_limits(command: Callable[..., None]) -> Callable[..., None]:
-    """The same command with all these options, given to it as `changes`: those that were said."""
+    """Adds all these options to a command, which receives the given ones as `changes`."""
     hints = get_type_hints(command, include_extras=True)
     own = [
         each.replace(annotation=hints[each.name], kind=inspect.Parameter.KEYWORD_ONLY)
@@ -50,7 +50,7 @@ def with_limits(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def changes_of(said: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a TenantRecord. Raises ConfigError."""
+    """Converts options to fields of a TenantRecord. Raises ConfigError."""
     changes: dict[str, Any] = {}
     for name, value in said.items():
         if value is None:
@@ -69,7 +69,7 @@ def _number(name: str, text: str) -> int | None:
         return None
     if not text.isdecimal():
         option = f"--{name.replace('_', '-')}"
-        raise ConfigError(f"{option} {text!r} is neither a number from 0 on nor {UNLIMITED!r}")
+        raise ConfigError(f"{option} {text!r} is neither an integer >= 0 nor {UNLIMITED!r}")
     return int(text)
 
 

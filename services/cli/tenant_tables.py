@@ -1,4 +1,4 @@
-"""Tenants on the terminal: one visit to Redis a command, tables or JSON of what it gave."""
+"""Tenants on the terminal: one Redis connection per command, results as tables or JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TIMEOUT_S = 2.0
 
 
 def with_tenant_admin(redis_url: str | None, action: Callable[[TenantAdmin], Awaitable[T]]) -> T:
-    """Raises ConfigError, or StoreUnavailable if Redis does not answer."""
+    """Raises ConfigError, or StoreUnavailable if Redis does not reply."""
     url = find_redis(redis_url)
 
     async def go() -> T:
@@ -42,7 +42,7 @@ def with_tenant_admin(redis_url: str | None, action: Callable[[TenantAdmin], Awa
 
 
 def find_redis(redis_url: str | None) -> str:
-    """As given, else the local cluster's. Raises ConfigError."""
+    """The given URL, else the local cluster's. Raises ConfigError."""
     if redis_url is None:
         _, state = running_cluster(clusters_dir())
         redis_url = state.redis_url
@@ -53,14 +53,14 @@ def find_redis(redis_url: str | None) -> str:
 
 
 def last_days(count: int, now: float) -> list[str]:
-    """Newest first. Raises ConfigError."""
+    """ISO dates, newest first. Raises ConfigError."""
     if not 0 < count <= 400:
-        raise ConfigError(f"--days {count} is not from 1 to 400: usage is kept that long")
+        raise ConfigError(f"--days {count} is not from 1 to 400: usage is retained for 400 days")
     today = datetime.fromtimestamp(now, UTC).date()
     return [(today - timedelta(days=back)).isoformat() for back in range(count)]
 
 
-# ── what is shown ────────────────────────────────────────────────────────────────────────────────
+# ── tables ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def print_json(value: Any) -> None:

@@ -1,4 +1,4 @@
-"""`hearth warm`: machine code for a model before its first start, for images and CI."""
+"""`hearth warm`: compiles a model's kernels before its first start, for images and CI."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def warm(
         Path, typer.Option(help="Checkpoint directory, or a hub id such as org/name.")
     ] = DEMO_MODEL_DIR,
     dtype: Annotated[
-        str, typer.Option(help="auto, bfloat16, float16 or float32, as the worker has it.")
+        str, typer.Option(help="auto, bfloat16, float16 or float32, as on the worker.")
     ] = "auto",
     weights: Annotated[
         str,
@@ -34,7 +34,7 @@ def warm(
         ),
     ] = "auto",
     block_size: Annotated[int, typer.Option(help="Tokens in a KV block.")] = 16,
-    rows: Annotated[bool, typer.Option(help="Also compile what only long prompts use.")] = True,
+    rows: Annotated[bool, typer.Option(help="Also compile the kernels for long prompts.")] = True,
 ) -> None:
     """Compile the CPU kernels of a model into the cache directory."""
     from shared.engine.runners.warm import compile_model

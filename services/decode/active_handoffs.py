@@ -1,4 +1,4 @@
-"""The handoffs under way, and what they say to prefill workers: asked, leased, abandoned."""
+"""Runs this worker's handoffs: requests prefills, renews their leases, aborts failed attempts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ActiveHandoffs:
         receiver: KvReceiver,
         on_ended: Callable[[RunningRequest, Handoff, int], None],
     ) -> None:
-        """`on_ended(placement, handoff, num_held_tokens)`, however a handoff ended."""
+        """Each handoff ends with a call of `on_ended(placement, handoff, num_held_tokens)`."""
         self._worker = worker
         self._receiver = receiver
         self._on_ended = on_ended
@@ -48,7 +48,7 @@ class ActiveHandoffs:
         self._under_way[handoff] = asyncio.create_task(self._run(placement, handoff))
 
     async def stop(self) -> None:
-        """Returns when those under way have ended, all of them cancelled before."""
+        """Waits for the running handoffs, cancelled by the caller, then closes the receiver."""
         await asyncio.gather(*self._under_way.values(), return_exceptions=True)
         await self._receiver.close()
 
@@ -92,10 +92,10 @@ class ActiveHandoffs:
     async def _run(self, placement: RunningRequest, handoff: Handoff) -> None:
         num_held = placement.prompt.num_computed_tokens
         try:
-            await self._worker.loop.zero_freed_blocks()  # before frames are written there
+            await self._worker.loop.zero_freed_blocks()  # before frames are written into them
             placement.delivery = await handoff.run()
             num_held = placement.delivery.num_held_tokens
-        except Exception:  # the service's edge: local prefill is always possible
+        except Exception:  # outermost handler: local prefill is always possible
             log.exception("handoff_crashed")
         finally:
             del self._under_way[handoff]
@@ -105,7 +105,7 @@ class ActiveHandoffs:
     async def _request_prefill(
         self, placement: RunningRequest, worker_id: str, placement_id: bytes, first_token: int
     ) -> PrefillAccepted:
-        """Raises HearthError if the worker cannot take it."""
+        """Raises HearthError if the prefill worker rejects the command or does not reply."""
         if self._worker.health_monitor.fleet.is_lost(worker_id):
             raise WorkerBusy(f"{worker_id} is not alive")
         worker, request, prompt = self._worker, placement.request, placement.prompt

@@ -1,8 +1,8 @@
-"""Gets the prompt's KV computed elsewhere: one prefill candidate after the other.
+"""Receives the prompt's KV from a prefill worker, trying one candidate after the other.
 
-asking ──accepted──▶ receiving ──all frames──▶ complete
-   └─refused, silent──┴─link lost, bad frame, worker lost, failed──▶ next candidate
-no candidate left: decode computes the rest itself, from the last good token
+requesting ──accepted──▶ receiving ──all frames──▶ complete
+   └─rejected, timeout──┴─link lost, bad frame, worker lost, failed──▶ next candidate
+no candidate left: decode computes the rest locally, from the last full block received
 cancel(): ends as soon as no frame is being copied
 """
 
@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HandoffResult:
-    """How far the KV has come, and from whom."""
+    """The number of tokens whose KV is held, and the prefill worker that sent it."""
 
     num_held_tokens: int
     prefill_worker_id: str | None = None
@@ -34,7 +34,7 @@ class HandoffResult:
 
 
 class Handoff:
-    """Each try has a placement id of its own, so that a late frame of an earlier one is refused."""
+    """Uses a new placement id per attempt, so that late frames of earlier attempts are rejected."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class Handoff:
         abandon: Callable[[str, bytes], None],
     ) -> None:
         """`request_prefill(worker_id, placement_id, first_token)` sends RunPrefill, or raises;
-        `abandon(worker_id, placement_id)` tells a worker to stop.
+        `abandon(worker_id, placement_id)` aborts the prefill on a worker.
         """
-        self.current: tuple[str, bytes] | None = None  # worker and placement id of this try
-        self.lease: tuple[str, bytes] | None = None  # `current` once it is accepted
+        self.current: tuple[str, bytes] | None = None  # worker and placement id of this attempt
+        self.lease: tuple[str, bytes] | None = None  # `current` once accepted
         self.is_cancelled = False
         self._sequence = sequence
         self._candidates = candidates
@@ -67,7 +67,7 @@ class Handoff:
         self.fail("cancelled")
 
     def fail(self, reason: str) -> None:
-        """Ends the present try."""
+        """Ends the current attempt."""
         if self._receipt is not None:
             self._receipt.fail(reason)
 

@@ -1,4 +1,4 @@
-"""Takes in the KV frames of one prefill try and writes them into the reserved blocks."""
+"""Receives the KV frames of one prefill attempt and writes them into the reserved blocks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from shared.kv_wire.link import FrameHeader
 
 
 class KvWriter:
-    """A FrameSink. KV arrives in order; `num_held_tokens` is how far it is good.
+    """A FrameSink. KV arrives in token order; KV of the first `num_held_tokens` is written.
 
-    `ended` gives None when all KV is here, or what went wrong.
+    `ended` resolves to None once all KV is written, or to the reason of the failure.
     """
 
     def __init__(self, sequence: Sequence, runner: Runner, *, num_held_tokens: int) -> None:
@@ -23,7 +23,7 @@ class KvWriter:
         self._sequence = sequence
         self._runner = runner
         self._num_wanted_tokens = sequence.num_prefill_tokens
-        self._num_taken_tokens = num_held_tokens  # and those that are being written
+        self._num_taken_tokens = num_held_tokens  # includes tokens being written
 
     @property
     def is_complete(self) -> bool:
@@ -54,7 +54,9 @@ class KvWriter:
             self.ended.set_result(reason)
 
     def _check(self, header: FrameHeader) -> None:
-        """Raises FrameRefused for anything but the next tokens, whole, in the agreed format."""
+        """Raises FrameRefused unless the frame has the next tokens, all layers and heads, and the
+        agreed format.
+        """
         kv_format = self._runner.kv_format
         is_next = header.first_token == self._num_taken_tokens and header.num_tokens > 0
         fits = header.first_token + header.num_tokens <= self._num_wanted_tokens
@@ -68,6 +70,6 @@ class KvWriter:
             is_next and fits and is_whole and has_bytes and is_same_format
         ):
             raise FrameRefused(
-                f"tokens {header.first_token}+{header.num_tokens} of {header.kv_format} do not "
-                f"continue {self._num_taken_tokens} of {self._num_wanted_tokens}"
+                f"frame of tokens {header.first_token}+{header.num_tokens} in {header.kv_format} "
+                f"does not continue {self._num_taken_tokens} of {self._num_wanted_tokens} tokens"
             )

@@ -1,7 +1,7 @@
-"""What has been drawn and not yet been acknowledged, by placement and choice. Pure.
+"""Buffers sampled tokens until their gateway acknowledges them, by placement and choice. No I/O.
 
-Tokens are numbered by their position in the output, over all tries of a request. They are kept
-until the gateway has acknowledged the ending, so that any gap can be filled.
+Tokens are numbered by their position in the output, over all attempts of a request. The buffer
+retains tokens until the gateway has acknowledged the finish, so that any gap can be resent.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class OutputBuffer:
     def __init__(self) -> None:
         self._outputs: dict[bytes, dict[int, Output]] = {}
         self._news: dict[Output, None] = {}
-        self._first: dict[Output, None] = {}  # of these, the ones of which no token was told yet
+        self._first: dict[Output, None] = {}  # the ones of `_news` without a sent token
 
     def __contains__(self, placement_id: bytes) -> bool:
         return placement_id in self._outputs
@@ -56,7 +56,7 @@ class OutputBuffer:
 
     @property
     def num_waiting(self) -> int:
-        """Entries that `take` would give."""
+        """The number of entries that `take` would return."""
         return len(self._news)
 
     def open(
@@ -76,7 +76,7 @@ class OutputBuffer:
         logprobs: tuple[TokenLogprobs, ...] = (),
         prompt_logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> None:
-        """The `prompt_logprobs` of the first tokens are kept. Ignored for what was dropped."""
+        """Stores only the first non-empty `prompt_logprobs`. Ignores a dropped output."""
         if output.is_dropped:
             return
         output.token_ids += token_ids
@@ -89,24 +89,24 @@ class OutputBuffer:
             self._first[output] = None
 
     def resend_overdue(self, placement_id: bytes) -> None:
-        """The next `take` names all its choices, with their endings, without tokens told before."""
+        """The next `take` returns all its choices: their finish, but no tokens sent before."""
         self._news |= dict.fromkeys(self._outputs.get(placement_id, {}).values())
 
     def take(self) -> dict[str, list[TokenEntry]]:
-        """What is new since the last call, by gateway: one message for each."""
+        """Returns the updates since the last call, by gateway: one message for each."""
         taken, self._news = self._news, {}
         self._first.clear()
         return _by_gateway(taken)
 
     def take_first(self) -> dict[str, list[TokenEntry]]:
-        """As `take`, of those alone of which no token was told yet."""
+        """As `take`, but only for outputs without a sent token."""
         taken, self._first = self._first, {}
         for output in taken:
             del self._news[output]
         return _by_gateway(taken)
 
     def resend(self, placement_id: bytes, choice_index: int, from_position: int) -> TokenEntry:
-        """Raises UnknownPlacement if it is not, or no longer, held here."""
+        """Raises UnknownPlacement if this buffer does not, or no longer, hold the output."""
         output = self._output(placement_id, choice_index)
         if output is None:
             raise UnknownPlacement("this worker does not hold that placement")
@@ -115,12 +115,12 @@ class OutputBuffer:
         return output.entry_from(from_position)
 
     def drop(self, placement_id: bytes) -> None:
-        """Acknowledged, aborted or orphaned: all choices. Idempotent."""
+        """Drops all choices of an acknowledged, aborted or orphaned placement. Idempotent."""
         for choice_index in list(self._outputs.get(placement_id, ())):
             self.drop_choice(placement_id, choice_index)
 
     def drop_choice(self, placement_id: bytes, choice_index: int) -> None:
-        """Nobody wants it any more; with its last choice the placement goes. Idempotent."""
+        """Drops a choice; dropping the last choice drops the placement. Idempotent."""
         outputs = self._outputs.get(placement_id, {})
         output = outputs.pop(choice_index, None)
         if output is not None:
@@ -148,8 +148,8 @@ def _by_gateway(outputs: Iterable[Output]) -> dict[str, list[TokenEntry]]:
 
 
 def apart(entries: list[TokenEntry]) -> list[list[TokenEntry]]:
-    """One message for each entry with a prompt's logprobs, which are megabytes, and one for all
-    others.
+    """Splits off one message for each entry with prompt logprobs, which take megabytes; all other
+    entries share one message.
     """
     large = [[entry] for entry in entries if entry.prompt_logprobs]
     others = [entry for entry in entries if not entry.prompt_logprobs]

@@ -1,12 +1,12 @@
-"""One try of a request on this worker: a prompt, and the choices that go on from it.
+"""One attempt of a request on this worker: a prompt, and the choices that continue it.
 
-receiving ──KV here──▶ choices decode ──all finish, or are aborted──▶ ended (kept by the emitter)
+receiving ──KV complete──▶ choices decode ──all finish, or are aborted──▶ ended (output buffered)
 computing the prompt ──▲
-every state ──abort, lease lost, deadline──▶ gone
+every state ──abort, lease lost, deadline──▶ removed
 
-The KV of a prompt that several choices share is computed, or received, once: of all but its last
-token, which each choice computes for itself, as it draws with noise of its own. A prompt's logprobs
-are told by the first choice; for several they are computed with what they share.
+The KV of a prompt that several choices share is computed, or received, once, except for the last
+token: each choice computes that token, because each samples with different noise. The first choice
+returns the prompt's logprobs; several choices have them computed with the shared prompt.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from shared.errors import InvalidRequest
 from shared.messages import Choice, ModelCard, Request, SamplingParams, Served
 from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, unpack_token_ids
 
-# Values that tell of a prompt, which go to the gateway in one message: some 15 bytes each.
+# Logprob values of one prompt, sent to the gateway in one message: about 15 bytes each.
 MAX_PROMPT_LOGPROBS = 200_000
 MAX_CHOICES = 128
-CHOICE_ID_BYTES = 8  # what follows the placement id in a sequence id
-_PROMPT_ID = b"\xff" * CHOICE_ID_BYTES  # of no choice: they are below 2**63
+CHOICE_ID_BYTES = 8  # suffix of a sequence id, after the placement id
+_PROMPT_ID = b"\xff" * CHOICE_ID_BYTES  # no choice has this id: choice indices are below 2**63
 
 
 @dataclass(slots=True, kw_only=True)
 class RunningRequest:
     placement_id: bytes
     request: Request
-    prompt: Sequence  # a lone choice is its own prompt
-    choices: dict[int, Sequence]  # by choice_index, those that have not ended
+    prompt: Sequence  # a single choice serves as the prompt
+    choices: dict[int, Sequence]  # unfinished choices by choice_index
     deadline_at: float
-    flushed_at: float  # when its gateway last heard of it
+    flushed_at: float  # time of the last update to its gateway
     handoff: Handoff | None = None
     delivery: HandoffResult | None = None
 
     @property
     def is_forked(self) -> bool:
-        """Whether the engine works on the choices, and no longer on what they share."""
+        """Whether the engine computes the choices, and no longer the shared prompt."""
         return not self.prompt.is_prefill_only or self.prompt.state is SequenceState.FINISHED
 
     @property
     def in_engine(self) -> list[Sequence]:
-        """What the engine has, or is to have first."""
+        """The sequences that the engine runs now or will run first."""
         return list(self.choices.values()) if self.is_forked else [self.prompt]
 
     def served(self, sequence: Sequence) -> Served:
@@ -64,8 +64,8 @@ class RunningRequest:
 def sequences_of(
     placement_id: bytes, request: Request, *, card: ModelCard, eos_token_ids: frozenset[int]
 ) -> tuple[Sequence, dict[int, Sequence]]:
-    """The prompt to begin with, and the choices by index. The first choice stands for the prompt
-    where nothing is to be shared: it is alone, or the prompt is one token.
+    """Returns the sequence of the prompt, and the choices by index. The first choice serves as the
+    prompt if nothing is shared: the request has one choice, or the prompt is one token.
 
     Raises InvalidRequest for a request that cannot be run.
     """
@@ -94,15 +94,15 @@ def _check_choices(request: Request) -> None:
     choices = request.choices
     indices = {choice.choice_index for choice in choices}
     if not 1 <= len(choices) <= MAX_CHOICES:
-        raise InvalidRequest(f"{len(choices)} choices, not 1 to {MAX_CHOICES}", param="n")
+        raise InvalidRequest(f"{len(choices)} choices, expected 1 to {MAX_CHOICES}", param="n")
     if len(indices) < len(choices):
-        raise InvalidRequest("two choices have one choice_index", param="n")
+        raise InvalidRequest("two choices have the same choice_index", param="n")
     if request.pooling is not None and len(choices) > 1:
-        raise InvalidRequest(f"{len(choices)} choices of one embedding", param="n")
+        raise InvalidRequest(f"{len(choices)} choices of an embedding, expected 1", param="n")
 
 
 def _check_sizes(request: Request, card: ModelCard) -> None:
-    """Before anything is unpacked: every choice holds the prompt."""
+    """Checks sizes before unpacking, as every choice contains the prompt. Raises InvalidRequest."""
     num_prompt = len(request.prompt_token_ids) // TOKEN_ID_BYTES
     longest = max(len(choice.output_token_ids) // TOKEN_ID_BYTES for choice in request.choices)
     if num_prompt + longest > card.max_context_tokens:

@@ -1,8 +1,8 @@
-"""The decode handlers: reserve blocks, have the prompt's KV delivered, draw tokens, emit them.
+"""The decode handlers: reserve blocks, receive the prompt's KV, sample tokens, send them.
 
-Several choices of one request are several sequences: what they share of the prompt comes first,
-then the engine forks it. A placement lives under its gateway's lease (the gateway's heartbeat).
-What ended stays with the emitter until the gateway has acknowledged it.
+Several choices of one request are several sequences: the engine computes the shared prompt first,
+then forks it. A placement lives under its gateway's lease (the gateway's heartbeat). Finished
+output stays in the output buffer until the gateway has acknowledged it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from shared.messages import (
 from shared.subjects import control, resend, start_decode
 
 SWEEP_S = 0.25
-ORPHAN_S = 3.0  # how long a placement outlives the last sign of its gateway
-RETELL_S = 2.0  # between two tellings of a placement that has nothing new, or of its ending
+ORPHAN_S = 3.0  # from the loss of a gateway to the abort of its placements
+RETELL_S = 2.0  # interval of resending a placement without new tokens, or its finish
 UNACKNOWLEDGED_S = 30.0
 MAX_WAITING = 64
 MAX_FENCED = 10_000
@@ -46,7 +46,7 @@ MAX_FENCED = 10_000
 
 @dataclass(slots=True)
 class Ended:
-    """A placement whose gateway has not acknowledged its ending. Times by the worker's clock."""
+    """A placement whose gateway has not acknowledged its finish. Times by the worker's clock."""
 
     gateway_id: str
     at: float
@@ -60,11 +60,9 @@ class DecodeService:
         self._output_buffer = OutputBuffer()
         self._token_flusher = TokenFlusher(worker, self._output_buffer)
         self._placements: dict[bytes, RunningRequest] = {}
-        self._drawing: dict[
-            Sequence, tuple[RunningRequest, Output]
-        ] = {}  # choices that have not ended
+        self._drawing: dict[Sequence, tuple[RunningRequest, Output]] = {}  # unfinished choices
         self._ended: dict[bytes, Ended] = {}
-        self._fenced: OrderedDict[bytes, None] = OrderedDict()  # aborted, maybe before they came
+        self._fenced: OrderedDict[bytes, None] = OrderedDict()  # aborted, maybe before StartDecode
         self._orphaned_since: dict[str, float] = {}
         self._active_handoffs = ActiveHandoffs(worker, receiver, self._on_handoff_ended)
         self._background = Background()
@@ -85,7 +83,7 @@ class DecodeService:
         self._background.start(self._sweep())
 
     async def drain(self) -> None:
-        """Returns when every placement has ended and its ending was acknowledged."""
+        """Returns once every placement has ended and its gateway has acknowledged the finish."""
         while self._placements or self._output_buffer:
             await self._worker.clock.sleep(SWEEP_S)
 
@@ -138,7 +136,7 @@ class DecodeService:
         if self._worker.is_draining:
             raise WorkerBusy(f"{worker_id} is draining")
         if placement_id in self._fenced or placement_id in self._ended:
-            raise WorkerBusy("this placement was aborted already")
+            raise WorkerBusy("this placement was already aborted")
         num_waiting = len(self._engine.batcher.waiting)
         if num_waiting >= MAX_WAITING:
             raise WorkerBusy(f"{worker_id} has {num_waiting} requests waiting", retry_after_s=1.0)
@@ -152,13 +150,13 @@ class DecodeService:
             return
         if not self._engine.reserve(prompt):
             raise WorkerBusy(f"{self._worker.worker_id} has no room for this prompt's KV now")
-        if prompt.num_computed_tokens == prompt.num_prefill_tokens:  # all is in the cache
+        if prompt.num_computed_tokens == prompt.num_prefill_tokens:  # a full cache hit
             self._activate(placement, prompt.num_computed_tokens)
             return
         self._active_handoffs.start(placement, candidates)
 
     def _on_handoff_ended(self, placement: RunningRequest, handoff: Handoff, num_held: int) -> None:
-        """The choices get into the batch or, if the placement was aborted, are gone."""
+        """Activates the choices in the engine, or aborts an aborted placement's prompt."""
         if handoff.is_cancelled:
             self._engine.abort(placement.prompt)
         else:
@@ -170,7 +168,7 @@ class DecodeService:
         self._fork(placement)
 
     def _fork(self, placement: RunningRequest) -> None:
-        """Once all that its choices share is computed."""
+        """Forks the shared prompt into its choices once the prompt is computed."""
         if placement.prompt.state is SequenceState.HELD:
             self._engine.fork(placement.prompt, list(placement.choices.values()))
 
@@ -213,7 +211,9 @@ class DecodeService:
         self._token_flusher.step_ended()
 
     def _on_prompt(self, progress: StepProgress, now: float) -> None:
-        """What choices share is computed; else it is somebody else's, or nobody's any more."""
+        """Forks a computed shared prompt, or fails its choices. Ignores sequences that this service
+        does not, or no longer, own.
+        """
         placement = self._placements.get(placement_id_of(progress.sequence))
         if placement is None or not progress.sequence.is_prefill_only:
             return
@@ -244,7 +244,7 @@ class DecodeService:
         )
 
     def _end_choice(self, placement: RunningRequest, sequence: Sequence) -> None:
-        """With the last of its choices the placement has ended."""
+        """Ends the placement when its last choice ends."""
         del placement.choices[sequence.choice_index]
         del self._drawing[sequence]
         if placement.choices:
@@ -257,7 +257,7 @@ class DecodeService:
 
     def _on_peer_lost(self, process_id: str, loss: Loss) -> None:
         self._active_handoffs.fail_worker(process_id, f"{process_id} is {loss.value}")
-        if loss in (Loss.RESTARTED, Loss.STOPPED):  # a gateway that forgot its requests
+        if loss in (Loss.RESTARTED, Loss.STOPPED):  # the gateway's requests are lost
             self._drop_gateway(process_id)
 
     def _drop_gateway(self, gateway_id: str) -> None:
@@ -267,7 +267,7 @@ class DecodeService:
             self._abort(placement_id)
 
     def _abort(self, placement_id: bytes) -> None:
-        """Idempotent. Blocks are free once no frame is copied into them and no step reads them."""
+        """Idempotent. Frees blocks once no frame is copied into them and no step reads them."""
         self._output_buffer.drop(placement_id)
         self._ended.pop(placement_id, None)
         placement = self._placements.pop(placement_id, None)
@@ -283,9 +283,9 @@ class DecodeService:
         self._worker.loop.wake()
 
     def _abort_choice(self, placement_id: bytes, choice_index: int) -> None:
-        """The others go on, or wait for their acknowledgement if they have ended. Idempotent."""
+        """The other choices continue or, if finished, wait for acknowledgement. Idempotent."""
         self._output_buffer.drop_choice(placement_id, choice_index)
-        if placement_id not in self._output_buffer:  # it was all that anybody still wanted
+        if placement_id not in self._output_buffer:  # no other choice is left
             self._fence(placement_id)
             self._abort(placement_id)
             return
@@ -314,8 +314,9 @@ class DecodeService:
             self._resend_overdue(now)
 
     def _resend_overdue(self, now: float) -> None:
-        """What the gateway answers by an acknowledgement, or by aborting what it has given up: the
-        first one may have been lost, and it may not know of a placement that has no tokens yet.
+        """Resends placements without an update for RETELL_S; a gateway acknowledges a finish, or
+        aborts a placement that it has given up. The first message may have been lost, and a
+        gateway may not know a placement that has no tokens yet.
         """
         for held in (self._placements, self._ended):
             for placement_id, each in held.items():
@@ -325,7 +326,7 @@ class DecodeService:
         self._token_flusher.flush()
 
     def _overdue(self, now: float) -> list[bytes]:
-        """Placements past their deadline, without a gateway, or ended and never acknowledged."""
+        """Placements past their deadline, without a live gateway, or ended but unacknowledged."""
         fleet = self._worker.health_monitor.fleet
         gateways = {_owner(placement) for placement in self._placements.values()}
         gateways |= {ended.gateway_id for ended in self._ended.values()}

@@ -1,10 +1,10 @@
-"""When the tokens that the emitter holds are sent to their gateways.
+"""Decides when buffered tokens are sent to their gateways.
 
-The steps of a large model take 5 ms and more: what each of them drew leaves at once. Those of a
-small one take less than its telling costs worker, bus, gateway and client, some 10 us for each
-entry of a message; so what is drawn within 2 ms leaves together, which is still faster than anybody
-reads, and the more sequences run, the more of their steps. A first token waits for nothing, and
-leaves without the others.
+A step of a large model takes 5 ms or more: its tokens are sent at once. A step of a small model
+takes less time than its tokens cost worker, bus, gateway and client, about 10 us per entry of a
+message; so tokens sampled within 2 ms are sent together, which is still faster than a person reads,
+and with more running sequences, the tokens of more steps are. A first token is sent immediately,
+without the others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shared.messages import TokenBatch, TokenEntry
 from shared.subjects import tokens
 
 INTERVAL_S = 0.002
-ENTRY_INTERVAL_S = 20e-6  # for each entry, if that is more
+ENTRY_INTERVAL_S = 20e-6  # per waiting entry, if the sum is more
 
 
 class TokenFlusher:
@@ -44,7 +44,7 @@ class TokenFlusher:
         self._send(self._output_buffer.take())
 
     async def run(self) -> None:
-        """Tells what no later step told in time."""
+        """Flushes tokens that no later step has flushed when they are due."""
         while True:
             await self._has_updates.wait()
             flushed_at = self._told_at

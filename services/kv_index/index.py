@@ -1,17 +1,17 @@
-"""Which worker holds which block, as far as the workers' events tell.
+"""Which worker holds which block, according to the workers' events.
 
-A cache of what workers say: wrong or empty it costs time, never correctness.
+A cache of the workers' state: a wrong or empty index costs time, never correctness.
 
-    worker:  unknown ──first heard──▶ stale ──begin_resync──▶ resyncing ──finish──▶ exact
-                                        ▲                        │  (events are kept and replayed)
+    worker:  unknown ───add_worker──▶ stale ──begin_resync──▶ resyncing ──finish──▶ exact
+                                        ▲                        │  (queues and replays events)
                                         ├── gap, new epoch, or ──┼───────────────────────┤
-                                        │   announced, not heard │
+                                        │   announced, missing   │
                                         └── pages of two epochs ─┘
 
 One dictionary maps a block's 16-byte hash to a bit mask of the holders' slots; a slot is one
 incarnation of one worker's cache. Losing a worker clears its slot's bit in the mask of live slots,
-at once; `sweep` takes the dead bits out of the dictionary later, piece by piece, before the slot is
-used again.
+at once; `sweep` removes the dead bits from the dictionary later, in steps, before the slot is used
+again.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from shared.messages import (
 )
 from shared.packing import BLOCK_HASH_BYTES, unpack_hashes
 
-MAX_KEPT_BLOCKS = 1_000_000  # in one worker's events during its resync; beyond it is a gap
+MAX_KEPT_BLOCKS = 1_000_000  # queued per worker during its resync; more blocks are a gap
 MAX_INTERNED_MASKS = 65_536
-MAX_KNOWN_MODELS = 256  # that anybody asks for
+MAX_KNOWN_MODELS = 256  # with cached results of `_serving`
 
 
 class Outcome(Enum):
     APPLIED = "applied"
-    KEPT = "kept"  # a resync is under way; replayed at its end
-    IGNORED = "ignored"  # old, or of an unknown worker
+    KEPT = "kept"  # queued during a resync; replayed at its end
+    IGNORED = "ignored"  # old, or from an unknown worker
     NEEDS_RESYNC = "needs resync"
 
 
@@ -75,7 +75,7 @@ class _Worker:
     state: SyncState = SyncState.STALE
     epoch: int | None = None
     sequence_number: int = 0
-    announced: tuple[int, int] = (0, 0)  # by its last heartbeat: epoch, number of its last events
+    announced: tuple[int, int] = (0, 0)  # by its last heartbeat: epoch, number of its last event
     resync: _Resync | None = None
 
 
@@ -83,7 +83,7 @@ class PrefixIndex:
     def __init__(self, *, max_kept_blocks: int = MAX_KEPT_BLOCKS) -> None:
         self._max_kept_blocks = max_kept_blocks
         self._holders: dict[bytes, int] = {}
-        self._masks: dict[int, int] = {}  # interns: many blocks share few masks
+        self._masks: dict[int, int] = {}  # interned: many blocks share few masks
         self._workers: dict[str, _Worker] = {}
         self._worker_of_slot: dict[int, str] = {}
         self._free_slots: list[int] = []
@@ -91,7 +91,7 @@ class PrefixIndex:
         self._dead_mask = 0  # slots to be swept
         self._sweeping_mask = 0
         self._sweep_keys: Iterator[bytes] = iter(())
-        self._serving_of: dict[tuple[str, str], tuple[int, IndexState]] = {}  # until a change
+        self._serving_of: dict[tuple[str, str], tuple[int, IndexState]] = {}  # cleared on a change
 
     @property
     def num_blocks(self) -> int:
@@ -108,7 +108,7 @@ class PrefixIndex:
     # ── workers ──────────────────────────────────────────────────────────────────────────────────
 
     def add_worker(self, worker_id: str, model: str, revision: str, kv_format: str) -> bool:
-        """False if it is known with the same model; a changed one is forgotten first."""
+        """Returns False for a known worker with the same model; removes a changed worker first."""
         known = self._workers.get(worker_id)
         if known is not None:
             if (known.model, known.revision, known.kv_format) == (model, revision, kv_format):
@@ -158,8 +158,8 @@ class PrefixIndex:
         return Outcome.APPLIED
 
     def announce(self, worker_id: str, epoch: int, num_events: int) -> Outcome:
-        """What a heartbeat says was sent. A gap shows only with the events behind it, and the last
-        ones have none; what the heartbeat before told of should be here by now.
+        """Checks that the events announced by the previous heartbeat have arrived. Without this, a
+        loss of the last events would not be detected: a gap shows only with the events after it.
         """
         worker = self._workers.get(worker_id)
         if worker is None:
@@ -172,7 +172,7 @@ class PrefixIndex:
         return Outcome.NEEDS_RESYNC
 
     def begin_resync(self, worker_id: str) -> None:
-        """Pages fill a slot of their own; until `finish_resync` matches see the old one."""
+        """Pages fill a new slot; `match` uses the old slot until `finish_resync`."""
         worker = self._workers[worker_id]
         if worker.resync is not None:
             self._retire(worker.resync.slot)
@@ -180,7 +180,7 @@ class PrefixIndex:
         self._transition_to(worker, SyncState.RESYNCING)
 
     def add_page(self, page: BlockPage) -> bool:
-        """False if the page cannot belong to this resync, which must begin anew."""
+        """Returns False if the page cannot belong to this resync, which must restart."""
         worker = self._workers.get(page.worker_id)
         resync = None if worker is None else worker.resync
         if worker is None or resync is None:
@@ -199,8 +199,8 @@ class PrefixIndex:
         return True
 
     def finish_resync(self, worker_id: str) -> Outcome:
-        """Replays what came meanwhile, from the oldest page on: to see an event twice is harmless,
-        since the last event that names a block decides about it."""
+        """Replays the events received meanwhile, from the oldest page on: a repeated event is
+        harmless, since the last event that names a block decides."""
         worker = self._workers[worker_id]
         resync = worker.resync
         if resync is None or resync.epoch is None or resync.sequence_number is None:
@@ -215,17 +215,17 @@ class PrefixIndex:
         return Outcome.NEEDS_RESYNC if lost else Outcome.APPLIED
 
     def abandon_resync(self, worker_id: str) -> None:
-        """The worker did not answer: what was known before stays, marked stale."""
+        """The worker did not reply: its old blocks remain, marked stale."""
         worker = self._workers.get(worker_id)
         if worker is not None and worker.resync is not None:
             self._retire(worker.resync.slot)
             worker.resync = None
             self._transition_to(worker, SyncState.STALE)
 
-    # ── questions ────────────────────────────────────────────────────────────────────────────────
+    # ── queries ──────────────────────────────────────────────────────────────────────────────────
 
     def match(self, block_hashes: Sequence[bytes], model: str, revision: str) -> PrefixMatches:
-        """Per worker of this model the number of blocks held without a gap from the first on."""
+        """Returns, per worker of this model, the number of consecutive blocks from the first on."""
         mask, state = self._serving(model, revision)
         matches: list[PrefixMatch] = []
         for num_blocks, block_hash in enumerate(block_hashes):
@@ -241,7 +241,7 @@ class PrefixIndex:
         return PrefixMatches(state=state, matches=tuple(matches))
 
     def sweep(self, max_blocks: int) -> None:
-        """Takes the bits of dead slots out of up to `max_blocks` entries; call it now and then."""
+        """Removes the bits of dead slots from up to `max_blocks` entries; call it periodically."""
         if not self._sweeping_mask:
             if not self._dead_mask:
                 return
@@ -257,7 +257,7 @@ class PrefixIndex:
             if mask & ~keep:
                 self._put(block_hash, mask & keep)
 
-    # ── inside ───────────────────────────────────────────────────────────────────────────────────
+    # ── internals ────────────────────────────────────────────────────────────────────────────────
 
     def _transition_to(self, worker: _Worker, state: SyncState) -> None:
         worker.state = state
@@ -346,11 +346,11 @@ class PrefixIndex:
             bit = mask & -mask
             heapq.heappush(self._free_slots, bit.bit_length() - 1)
             mask ^= bit
-        self._masks.clear()  # most of them named dead slots
+        self._masks.clear()  # most of them contained dead slots
 
 
 def _num_blocks(events: KvEvents) -> int:
-    """That it names; an event takes memory without any, too."""
+    """The number of named blocks, plus one per event, as an event without blocks takes memory."""
     return sum(
         1 if isinstance(each, BlocksCleared) else 1 + len(each.block_hashes) // BLOCK_HASH_BYTES
         for each in events.events

@@ -1,8 +1,8 @@
-"""Keeps pinned prefixes warm: on every worker of their model, as workers come and go.
+"""Keeps pinned prefixes warm on every worker of their model, as workers join and leave.
 
-Of several replicas the live one with the first name does it; if two think so for a moment, workers
-are told the same twice. Each round a worker hears what is pinned, which renews the leases there,
-and at most one prefix to compute, so that a new worker is not flooded.
+Of several replicas the live one with the first name leads; if two lead for a moment, workers
+receive the same commands twice. In each round a worker receives the list of pins, which renews
+their leases, and at most one prefix to compute, so that a new worker is not overloaded.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ log = structlog.get_logger(__name__)
 
 ROUND_S = 1.0
 PIN_TIMEOUT_S = 0.5
-MAX_AT_ONCE = 32  # workers that are asked at the same time
-MAX_PINS = 4_096  # of all tenants
+MAX_AT_ONCE = 32  # concurrent requests to workers
+MAX_PINS = 4_096  # over all tenants
 
 
 class PinKeeper:
-    """`wall_clock`: unix seconds, in which prefixes say when they are over."""
+    """`wall_clock` returns unix seconds, the unit of the prefixes' expiry times."""
 
     def __init__(
         self,
@@ -54,15 +54,15 @@ class PinKeeper:
         self._wall_clock = wall_clock
         self._version: bytes | None = None
         self._is_loaded = False
-        self._next_over: float | None = None  # when the first of them ends by itself
-        self._pinned_tips: set[bytes] = set()  # as the registry knows them
+        self._next_over: float | None = None  # the earliest expiry of a pin
+        self._pinned_tips: set[bytes] = set()  # as recorded in the registry
         self._told: set[str] = set()  # workers that may have pins
         self._round = 0
 
     async def round(self) -> None:
         try:
             await self._reload()
-        except StoreUnavailable as error:  # what is known is kept warm meanwhile
+        except StoreUnavailable as error:  # known pins stay warm meanwhile
             log.debug("pins_read_failed", reason=error.message)
         if not self._is_loaded:
             return
@@ -75,7 +75,7 @@ class PinKeeper:
                 some = workers[first : first + MAX_AT_ONCE]
                 await asyncio.gather(*(self._retain(worker) for worker in some))
 
-    # ── what is pinned ───────────────────────────────────────────────────────────────────────────
+    # ── pins ─────────────────────────────────────────────────────────────────────────────────────
 
     async def _reload(self) -> None:
         version = await self._store.get(pinned_prefix.VERSION_KEY)
@@ -100,18 +100,18 @@ class PinKeeper:
     async def _has(self, tenant_id: str, name: str, entry: pinned_prefix.Entry) -> bool:
         if not self.pins.has(entry.digest):
             prefix = await pinned_prefix.load(self._store, tenant_id, name)
-            if prefix is None or prefix.digest != entry.digest:  # changed since: read next time
+            if prefix is None or prefix.digest != entry.digest:  # changed since: read next round
                 return False
             self.pins.add(prefix)
         return True
 
     def _record(self, workers: list[Heartbeat]) -> None:
-        """In the records of prefixes, where their hits are counted."""
+        """Marks the pinned prefixes in the registry, which counts their hits."""
         cards = {each.model.revision: each.model for each in workers if each.model is not None}
         wanted = self.pins.wanted(cards.values())
         for tip_hash, pin in wanted.items():
             self._registry.pin(_record(tip_hash, pin, cards))
-        if cards:  # without workers nobody knows what the tips are
+        if cards:  # without workers the tips are unknown
             for tip_hash in sorted(self._pinned_tips - wanted.keys()):
                 self._registry.unpin(tip_hash)
             self._pinned_tips = set(wanted)
@@ -146,7 +146,7 @@ class PinKeeper:
             if cold:
                 pin = cold[self._round % len(cold)]
                 await self._bus.request(subject, pin.command, PrefixPinned, timeout_s=PIN_TIMEOUT_S)
-        except HearthError as error:  # the next round tries again, another prefix first
+        except HearthError as error:  # the next round retries, starting with another prefix
             log.debug("pin_failed", worker=worker_id, reason=error.message)
 
     def _cold(

@@ -1,4 +1,4 @@
-"""Which prefixes are pinned, and what a worker is told of each. Pure."""
+"""The pinned prefixes, and the command that a worker receives for each. No I/O."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class WantedPin:
 
     prefix: PinnedPrefix
     tip_hash: bytes
-    num_tokens: int  # of whole blocks
+    num_tokens: int  # of full blocks
     command: PinPrefix
 
 
@@ -42,7 +42,7 @@ class Pins:
         self._wanted = {key: pin for key, pin in self._wanted.items() if key[0] in digests}
 
     def wanted(self, cards: Iterable[ModelCard]) -> dict[bytes, WantedPin]:
-        """All, by their last block, as workers with any of these cards hold them."""
+        """All pins for workers with any of these cards, by the hash of the last block."""
         found = {}
         for card in cards:
             for digest, prefix in self._prefixes.items():
@@ -52,7 +52,7 @@ class Pins:
         return found
 
     def wanted_of(self, card: ModelCard, region: str) -> dict[bytes, WantedPin]:
-        """What a worker with this card, in this region, is to have."""
+        """The pins for a worker with this card, in this region, by the hash of the last block."""
         return {
             tip_hash: pin
             for tip_hash, pin in self.wanted([card]).items()
@@ -69,7 +69,9 @@ class Pins:
 
 
 def wanted_pin(prefix: PinnedPrefix, card: ModelCard) -> WantedPin | None:
-    """None while nobody has read it, and for less than a block or more than the context."""
+    """None before a gateway has tokenized the prefix, and for less than one block or a length that
+    does not fit the context.
+    """
     num_blocks = len(prefix.token_ids) // TOKEN_ID_BYTES // card.block_size
     num_tokens = num_blocks * card.block_size
     if not 0 < num_tokens < card.max_context_tokens:

@@ -1,18 +1,18 @@
-"""What Redis knows of a tenant's cached prefixes, written behind the index's back.
+"""Records of each tenant's cached prefixes in Redis, written asynchronously (write-behind).
 
     hearth:{tenant}:prefix:{hash}   model, revision, num_tokens, bytes, hits, saved_tokens,
-                                    last_use, pin (a name, or empty), holder:{worker} of each one
+                                    last_use, pin (a name, or empty), one holder:{worker} per holder
     hearth:{tenant}:prefixes        the hashes by last use; the oldest beyond the bound are deleted
 
-One record for the tip of each run of blocks that a worker stores. An answer that grows stores a run
-for each of its blocks: of those that come between two batches only the last gets a record, beside
-that of its prompt. Changes gather here, coalesced by record, and `flush` sends them in one batch;
-nothing on the way of a match or an event waits for Redis. While it is away the oldest changes are
-dropped beyond a bound, and counted. A count that is 0 is not written.
+The tip (last block) of each run of blocks that a worker stores gets one record. A growing output
+stores one run per block: of the runs between two batches only the last gets a record, besides the
+record of its prompt. Changes are collected here, coalesced by record, and `flush` sends them in one
+batch; no match or event waits for Redis. While Redis is unavailable, the oldest changes beyond a
+bound are dropped, and counted. A count of 0 is not written.
 
-Several replicas write the same records. Each holder is a field of its own, hits are increments, and
-`trim` asks Redis who is the oldest, so none overwrites what another knows. What a replica has not
-known since its start, it reads: `recover`, once for each tenant that it meets.
+Several replicas write the same records. Each holder is a separate field, hits are increments, and
+`trim` reads the oldest records from Redis, so no replica overwrites another's data. `recover` reads
+records from before the start of a replica, once for each tenant that the replica meets.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ log = structlog.get_logger(__name__)
 
 MAX_PENDING = 20_000
 MAX_PER_FLUSH = 100  # bounds one batch to a few milliseconds of Redis
-MAX_PARTS = 1000  # of one command
-MAX_TENANTS = 1_000  # remembered here; the records of others stay in Redis until they expire
+MAX_PARTS = 1000  # arguments of one command
+MAX_TENANTS = 1_000  # in memory; records of other tenants stay in Redis until they expire
 HOLDER = "holder:"
 
 T = TypeVar("T")
-MayHold = Callable[[str, bytes], bool]  # a worker, a block
+MayHold = Callable[[str, bytes], bool]  # of a worker and a block hash
 
 
 @dataclass(slots=True, eq=False)
@@ -52,9 +52,9 @@ class PrefixRecord:
     last_use: int
     holders: set[str] = field(default_factory=set)
     pin: str = ""
-    extends: bool = False  # its run went on from another record's tip
+    extends: bool = False  # its run continues another record's tip
     written_at: float = 0.0
-    # not yet in Redis: that it was used, who holds it now (True) or no longer, what is to be added
+    # not yet in Redis: whether it was used, holders added (True) or removed (False), increments
     is_used: bool = False
     new_holders: dict[str, bool] = field(default_factory=dict)
     new_hits: int = 0
@@ -67,7 +67,7 @@ class PrefixRecord:
 
 @dataclass(frozen=True, slots=True)
 class _Delta:
-    """What a batch adds to a record."""
+    """The changes of one record in a batch."""
 
     record: PrefixRecord
     is_used: bool
@@ -77,7 +77,7 @@ class _Delta:
 
 
 class PrefixRegistry:
-    """`now` gives unix seconds: records outlive this process, monotonic time does not."""
+    """`now` returns unix seconds: records outlive this process, monotonic time does not."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class PrefixRegistry:
     def num_pending(self) -> int:
         return len(self._pending)
 
-    # ── what happens ─────────────────────────────────────────────────────────────────────────────
+    # ── events ───────────────────────────────────────────────────────────────────────────────────
 
     def stored(
         self,
@@ -122,7 +122,7 @@ class PrefixRegistry:
         parent_hash: bytes,
         tip_hash: bytes,
     ) -> None:
-        """`parent_hash`: of the block before the run, `tip_hash`: of its last."""
+        """`parent_hash` is the hash of the block before the run, `tip_hash` of the last block."""
         record = self._records.get(tip_hash)
         if record is None:
             before = self._records.get(parent_hash)
@@ -144,12 +144,12 @@ class PrefixRegistry:
             self._release(worker_id, block_hash)
 
     def cleared(self, worker_id: str) -> None:
-        """The worker is lost, or its cache was emptied."""
+        """Called when the worker is lost, or its cache was emptied."""
         for block_hash in self._held_by.pop(worker_id, set()):
             self._release(worker_id, block_hash)
 
     def checked(self, worker_id: str, is_held: Callable[[bytes], bool]) -> None:
-        """All that the worker holds is known again; what it was believed to hold may be gone."""
+        """Releases recorded blocks that the worker, known exactly again, no longer holds."""
         held = self._held_by.get(worker_id, set())
         for block_hash in sorted(each for each in held if not is_held(each)):
             held.discard(block_hash)
@@ -157,7 +157,7 @@ class PrefixRegistry:
 
     def matched(self, tenant_id: str, block_hashes: Sequence[bytes], num_blocks: int) -> None:
         """Counts a hit on the deepest known tip among the first `num_blocks`, and on every pinned
-        one, if it is the tenant's or public.
+        tip, if the tip is the tenant's or public.
         """
         records, found = self._records, block_hashes[:num_blocks]
         deepest = next((records[each] for each in reversed(found) if each in records), None)
@@ -173,8 +173,8 @@ class PrefixRegistry:
                 self._use(record)
 
     def pin(self, record: PrefixRecord) -> None:
-        """`record.pin` names it; one that is known keeps what it counts. Called again and again,
-        it keeps the record from expiring.
+        """Pins a record under the name `record.pin`; a known record retains its counts. Repeated
+        calls prevent the record from expiring.
         """
         known = self._records.setdefault(record.block_hash, record)
         is_new = known.pin != record.pin or record.block_hash not in self._pinned
@@ -190,17 +190,17 @@ class PrefixRegistry:
             record.pin = ""
             self._use(record)
 
-    # ── writing behind ───────────────────────────────────────────────────────────────────────────
+    # ── write-behind ─────────────────────────────────────────────────────────────────────────────
 
     async def flush(self) -> bool:
-        """Sends one batch; False if Redis is away, in which case nothing is lost."""
+        """Sends one batch. Returns False if Redis is unavailable; then no change is lost."""
         count = min(len(self._pending), MAX_PER_FLUSH)
         batch = [self._taken() for _ in range(count)]
         if not batch:
             return True
         try:
             await self._store.write(self._commands(batch))
-        except StoreRefused as error:  # the others are done, and must not be done twice
+        except StoreRefused as error:  # other commands are done, and must not run twice
             log.warning("prefix_records_rejected", reason=str(error))
         except StoreUnavailable:
             self._restore(batch)
@@ -209,7 +209,7 @@ class PrefixRegistry:
         return True
 
     async def trim(self) -> None:
-        """Deletes the oldest records of tenants that have more than the bound, by whomever."""
+        """Deletes the oldest records of tenants above the bound, whichever replica wrote them."""
         tenants, self._to_trim = self._to_trim, {}
         while tenants:
             tenant_id, _ = tenants.popitem()
@@ -244,7 +244,7 @@ class PrefixRegistry:
         release = [HOLDER + each for each, is_held in delta.holders.items() if not is_held]
         for names in _in_pieces(release, MAX_PARTS):
             yield ("HDEL", key, *names)
-        if not delta.is_used:  # it may be deleted already, and is not to come back
+        if not delta.is_used:  # a deleted record must not be recreated
             return
         fields: dict[str, str | int] = {
             "model": record.model,
@@ -265,7 +265,7 @@ class PrefixRegistry:
         yield ("ZADD", _set_key(record.tenant_id), "GT", record.last_use, member)
 
     def _restore(self, batch: Sequence[_Delta]) -> None:
-        """Puts a batch that was not sent before all younger changes."""
+        """Returns an unsent batch to the pending changes, before all newer changes."""
         for delta in reversed(batch):
             record = delta.record
             record.is_used |= delta.is_used
@@ -280,8 +280,8 @@ class PrefixRegistry:
     # ── recovery ─────────────────────────────────────────────────────────────────────────────────
 
     async def recover(self, may_hold: MayHold) -> None:
-        """Reads what Redis has of the tenants met since, so that hits on prefixes count which are
-        nobody's tip in this process' eyes. A holder that cannot be one is let go.
+        """Reads the records of newly met tenants from Redis, so that hits count on prefixes whose
+        tips this process has not seen stored. Removes holders that cannot hold the block.
         """
         while self._to_recover:
             tenant_id = next(iter(self._to_recover))
@@ -318,10 +318,10 @@ class PrefixRegistry:
                 record.hold(worker_id, is_held=False)
                 self._change(record)
 
-    # ── inside ───────────────────────────────────────────────────────────────────────────────────
+    # ── internals ────────────────────────────────────────────────────────────────────────────────
 
     def _taken(self) -> _Delta:
-        """The oldest change that is pending, as it goes to Redis."""
+        """Removes and returns the oldest pending change."""
         _, record = self._pending.popitem(last=False)
         delta = _Delta(
             record, record.is_used, record.new_holders, record.new_hits, record.new_saved_tokens
@@ -350,7 +350,7 @@ class PrefixRegistry:
                 self._forget(each)
 
     def _give_way(self, record: PrefixRecord, worker_id: str) -> None:
-        """Its only holder has gone on from it, before anybody met it."""
+        """Forgets a record that its only holder has extended, unless written, hit or pinned."""
         is_met = record.written_at or record.new_hits or record.pin
         if record.extends and not is_met and record.holders == {worker_id}:
             self._pending.pop(record.block_hash, None)
@@ -364,7 +364,7 @@ class PrefixRegistry:
             self._change(record)
 
     def _forget(self, record: PrefixRecord) -> None:
-        """Here; in Redis it stays until it is one of the oldest there, too, or expires."""
+        """Removes the record from memory; in Redis it stays until it is trimmed or expires."""
         if record.block_hash in self._pinned:
             return
         self._records.pop(record.block_hash, None)
@@ -386,7 +386,7 @@ class PrefixRegistry:
 def _record_of(
     tenant_id: str, block_hash: bytes, fields: Mapping[bytes, bytes]
 ) -> PrefixRecord | None:
-    """None if it is gone, or nobody can read it."""
+    """None if the record is missing or unreadable."""
     try:
         text = {name.decode(): value.decode() for name, value in fields.items()}
         return PrefixRecord(

@@ -1,10 +1,10 @@
-"""The index process: hears every worker's cache events, answers who holds a prefix.
+"""The index process: receives every worker's cache events, returns which workers hold a prefix.
 
-Blocks are kept nowhere: each live worker is asked for all that it holds when it is first heard, and
-again after a gap in its events or when the last ones it sent did not come. The records of prefixes
-outlive this process in Redis; they are read again for each tenant that is met.
+Blocks are not persisted: each live worker lists all its blocks after its first heartbeat, and again
+after a gap in its events or when its last events did not arrive. The records of prefixes outlive
+this process in Redis; they are read again for each tenant that is met.
 
-Any number of replicas may run. All hear all events; each answers its share of the questions.
+Any number of replicas may run. All receive all events; each answers a share of the queries.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ LIST_TIMEOUT_S = 1.0
 MAX_PAGES = 1000  # of one worker: 20 million blocks
 RESYNC_BACKOFF_S = 0.25
 FLUSH_S = 0.2
-STORE_TIMEOUT_S = 1.0  # nothing that anybody waits for waits for Redis here
+STORE_TIMEOUT_S = 1.0  # no request waits for Redis here
 SWEEP_S = 0.05
-SWEEP_BLOCKS = 5_000  # about two milliseconds of this loop
+SWEEP_BLOCKS = 5_000  # about two milliseconds of the event loop
 
 
 class KvIndexService:
@@ -92,7 +92,7 @@ class KvIndexService:
         self._background = Background()
         self._leave_group: Unsubscribe | None = None
 
-    # ── life ─────────────────────────────────────────────────────────────────────────────────────
+    # ── lifecycle ────────────────────────────────────────────────────────────────────────────────
 
     async def start(self) -> None:
         self.health_monitor.on_lost(self._peer_lost)
@@ -133,7 +133,7 @@ class KvIndexService:
             num_pinned_prefixes=len(self._keeper.pins),
         )
 
-    # ── what comes in ────────────────────────────────────────────────────────────────────────────
+    # ── incoming messages ────────────────────────────────────────────────────────────────────────
 
     def _match(self, message: MatchPrefix) -> PrefixMatches:
         block_hashes = unpack_hashes(message.block_hashes)
@@ -181,7 +181,7 @@ class KvIndexService:
             self._resyncs[worker_id] = self._background.start(self._resync(worker_id))
 
     async def _resync(self, worker_id: str) -> None:
-        """Until the worker's blocks are known exactly, or it is lost (which cancels this)."""
+        """Retries until the worker's blocks are known exactly; loss of the worker cancels this."""
         while not await self._try_resync(worker_id):
             await self._clock.sleep(RESYNC_BACKOFF_S)
         self._resyncs.pop(worker_id, None)
@@ -189,7 +189,7 @@ class KvIndexService:
     async def _try_resync(self, worker_id: str) -> bool:
         heartbeat = self.health_monitor.fleet.heartbeat_of(worker_id)
         if heartbeat is None or self.index.state_of(worker_id) is None:
-            return True  # gone; hearing it again starts another
+            return True  # lost; its next heartbeat starts another resync
         subject = subjects.list_blocks(heartbeat.roles[0], worker_id)
         self.index.begin_resync(worker_id)
         self._num_resyncs += 1
@@ -201,14 +201,14 @@ class KvIndexService:
                     subject, question, BlockPage, timeout_s=LIST_TIMEOUT_S
                 )
                 if page.worker_id != worker_id or not self.index.add_page(page):
-                    return self._resync_failed(worker_id, "the pages do not fit together")
+                    return self._resync_failed(worker_id, "the pages are inconsistent")
                 self._record_runs(page)
                 if page.next_cursor is None:
                     return self._finish_resync(worker_id)
                 if page.next_cursor <= cursor:
                     break
                 cursor = page.next_cursor
-            return self._resync_failed(worker_id, "the pages have no end")
+            return self._resync_failed(worker_id, "the list of pages does not end")
         except HearthError as error:
             return self._resync_failed(worker_id, str(error))
 
@@ -236,7 +236,7 @@ class KvIndexService:
                     self._registry.cleared(message.worker_id)
 
     def _may_hold(self, worker_id: str, block_hash: bytes) -> bool:
-        """Of one whose blocks are not known exactly, the end of its resync will tell."""
+        """True also for a live worker that is not exact: the end of its resync corrects this."""
         if not self.health_monitor.fleet.is_live(worker_id):
             return False
         is_exact = self.index.state_of(worker_id) is SyncState.EXACT
@@ -285,7 +285,7 @@ class KvIndexService:
 
 
 async def build_kv_index(config: KvIndexConfig) -> KvIndexService:
-    """Raises ConfigError, or DependencyUnavailable without a NATS server; Redis may come later."""
+    """Raises ConfigError, or DependencyUnavailable without a NATS server; Redis may start later."""
     check(config)
     bus = await NatsBus.connect(config.nats_url, process_id=config.process_id)
     clock = MonotonicClock()

@@ -1,4 +1,4 @@
-"""Child processes: started with a log file each, and dead when this process is."""
+"""Child processes: each has a log file and, on Linux, is killed when this process dies."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     process_id: str
     argv: tuple[str, ...]
-    environ: Mapping[str, str]  # the whole environment: secrets travel here, never in argv
-    listens_on: tuple[str, int] | None = None  # if set, it is up once this port accepts
-    start_order: int = 0  # those of one number start and stop together; stopped in reverse
+    environ: Mapping[str, str]  # the full environment, which contains secrets; argv never does
+    listens_on: tuple[str, int] | None = None  # if set, it is up once this port accepts connections
+    start_order: int = 0  # equal numbers start and stop together; stopped in reverse
 
 
 class Child(msgspec.Struct, frozen=True):
@@ -36,14 +36,14 @@ class Child(msgspec.Struct, frozen=True):
     def last_words(self) -> str:
         line = last_line(self.log_path).removeprefix(f"{self.spec.process_id}: ")
         line = line.removeprefix("hearth: ")
-        return line or f"it wrote nothing to {self.log_path}"
+        return line or f"no output in {self.log_path}"
 
 
 async def start_child(spec: ProcessSpec, directory: Path, logs: Path) -> Child:
-    """Must be called on the main thread: the kernel ties the child's life to the thread.
+    """Must be called on the main thread: the kernel kills the child when the calling thread ends.
 
-    The child has a session of its own, so a Ctrl-C in the terminal reaches the parent alone,
-    which stops its children in order.
+    The child runs in a new session, so that Ctrl-C in the terminal reaches only the parent, which
+    stops its children in order. Raises ConfigError if the child cannot be started.
     """
     log_path = logs / f"{spec.process_id}.log"
     with log_path.open("ab") as log_file:
@@ -64,7 +64,7 @@ async def start_child(spec: ProcessSpec, directory: Path, logs: Path) -> Child:
 
 
 async def stop_children(children: Iterable[Child], *, grace_s: float) -> None:
-    """SIGTERM, then SIGKILL for those that are still there after `grace_s`."""
+    """Sends SIGTERM, then SIGKILL to children that still run after `grace_s`."""
     living = [child for child in children if child.process.returncode is None]
     if not living:
         return
@@ -83,7 +83,7 @@ def kill_children(children: Iterable[Child]) -> None:
 
 
 def ending(returncode: int) -> str:
-    """In words: `exit status 2`, `SIGKILL`."""
+    """Describes a return code: `exit status 2`, `SIGKILL`."""
     if returncode >= 0:
         return f"exit status {returncode}"
     try:

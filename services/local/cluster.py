@@ -1,4 +1,4 @@
-"""The local cluster: the servers, the services, and the way to them."""
+"""The local cluster: starts and stops servers and services, provides URL and API key."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ OBSERVER_ID = "observer-1"
 
 
 class LocalCluster:
-    """`async with` starts it and stops what it started. Needs the main thread's event loop."""
+    """`async with` starts and stops the cluster. Needs the main thread's event loop."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class LocalCluster:
         state_parent: Path,
         report: Report = lambda process_id, event, details: None,
     ) -> None:
-        """Raises ConfigError for options that cannot work; starts nothing yet."""
+        """Raises ConfigError for invalid options; does not start any process."""
         check_options(options)
         self.api_key = new_api_key()
         self._options = options
@@ -66,7 +66,7 @@ class LocalCluster:
         self._redis_port = free_port(LOOPBACK)
         self._endpoints = self._choose_endpoints()
         self._credentials = plan_credentials(options)
-        self._observer = Credential("observer", OBSERVER_ID)  # of `hearth status`
+        self._observer = Credential("observer", OBSERVER_ID)  # for `hearth status`
         self._state = StateDir.create(state_parent)
         self._supervisor = Supervisor(clock, self._state.path, self._state.logs, report)
         self._warming: Child | None = None
@@ -105,7 +105,7 @@ class LocalCluster:
     async def start(self) -> None:
         """Returns once the gateway knows every worker.
 
-        Raises ProcessEnded if a process ends before that; all is stopped then, the logs remain.
+        If a process ends before that, stops all processes and raises ProcessEnded; logs remain.
         """
         failure = self._supervisor.failure
         starting = asyncio.create_task(self._start())
@@ -128,7 +128,7 @@ class LocalCluster:
         self._supervisor.serve()
 
     async def stop(self) -> None:
-        """Stops what was started, in reverse order, and nothing else."""
+        """Stops only the processes that this cluster started, in reverse order."""
         self._stop_warming()
         await self._supervisor.stop(grace_s=GRACE_S)
         self._state.close(keep_logs=False)
@@ -138,7 +138,7 @@ class LocalCluster:
             kill_children([self._warming])
 
     def kill(self) -> None:
-        """Cuts short a stop that is under way."""
+        """Kills all processes, which ends a running `stop` early."""
         self._supervisor.kill()
 
     async def _start(self) -> None:
@@ -147,7 +147,7 @@ class LocalCluster:
             self._warming = await start_child(warming, self._state.path, self._state.logs)
         if self._nats is not None:
             await self._supervisor.launch(self._nats_spec(self._nats))
-        if self._redis is not None:  # it starts empty, also after a crash
+        if self._redis is not None:  # Redis starts empty, also after a crash
             await self._supervisor.launch(self._redis_spec(self._redis), self._store_key)
         else:
             await self._store_key()
@@ -163,7 +163,7 @@ class LocalCluster:
         self._state.publish(self._description())
 
     async def _wait_until_ready(self) -> None:
-        """Asks the gateway until it knows every worker; reports each as it joins."""
+        """Polls the gateway until it knows every worker; reports each worker as it joins."""
         expected = expected_workers(self._credentials)
         waiting = set.union(*expected.values())
         async with httpx.AsyncClient(base_url=self.url, timeout=2.0, trust_env=False) as client:

@@ -1,4 +1,4 @@
-"""Credentials of a cluster's processes: one each, its user name is the process id."""
+"""Credentials of a cluster's processes: one per process, with the process id as user name."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def role_of(text: str) -> CredentialRole:
     for role in ROLES:
         if role == text.replace("-", "_"):
             return role
-    raise ConfigError(f"no role {text!r}; there are {', '.join(ROLES)}")
+    raise ConfigError(f"unknown role {text!r}; expected {', '.join(ROLES)}")
 
 
 def random_process_id(role: str) -> str:
@@ -46,7 +46,7 @@ def random_process_id(role: str) -> str:
 
 
 def process_id_for(role: str, nats_url: str) -> str:
-    """The URL's user name, else a fresh name of the role."""
+    """The URL's user name, else a random process id for the role."""
     return urlsplit(nats_url).username or random_process_id(role)
 
 
@@ -60,7 +60,7 @@ def nats_config_with_variables(
 ) -> str:
     """A configuration without secrets: each password is `$HEARTH_<PROCESS_ID>_PASSWORD`.
 
-    nats-server reads a variable from its environment where it stands unquoted.
+    nats-server reads unquoted variables from its environment.
     """
     variables = {process_id: _password_variable(process_id) for _, process_id in names}
     text = nats_server_config(
@@ -78,13 +78,13 @@ def _password_variable(process_id: str) -> str:
 
 
 def check_name(process_id: str) -> None:
-    """A name stands in subjects and in nats-server's configuration. Raises ConfigError."""
+    """Checks a name for subjects and nats-server's configuration. Raises ConfigError."""
     if not _NAME.fullmatch(process_id):
         raise ConfigError(f"process id {process_id!r} may have letters, digits, - and _ only")
 
 
 def named_roles(arguments: Sequence[str]) -> list[tuple[CredentialRole, str]]:
-    """`decode=decode-1` names a role and a process id. Raises ConfigError."""
+    """Parses roles and process ids such as `decode=decode-1`. Raises ConfigError."""
     pairs = []
     for argument in arguments:
         role, separator, process_id = argument.partition("=")
@@ -93,6 +93,6 @@ def named_roles(arguments: Sequence[str]) -> list[tuple[CredentialRole, str]]:
         check_name(process_id)
         pairs.append((role_of(role), process_id))
     variables = [_password_variable(process_id) for _, process_id in pairs]
-    if len(set(variables)) < len(variables):  # - and _ are one there
-        raise ConfigError("two processes would share a name, or the variable of their password")
+    if len(set(variables)) < len(variables):  # - and _ give the same variable
+        raise ConfigError("two processes have the same name, or the same password variable")
     return pairs

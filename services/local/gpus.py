@@ -1,4 +1,4 @@
-"""How many CUDA devices a worker on this machine could use."""
+"""Counts the CUDA devices that a worker on this machine can use."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _TIMEOUT_S = 60.0
 
 
 def count_gpus(driver_name: str = _DRIVER) -> int:
-    """As torch would count them, CUDA_VISIBLE_DEVICES applied; 0 without a driver.
+    """The device count of torch, with CUDA_VISIBLE_DEVICES applied; 0 without a driver.
 
-    torch itself, which takes seconds to import, is asked in a child process, and only where the
-    driver has devices: it may be built without CUDA.
+    A child process imports torch, which takes seconds, and only if the driver has devices. The
+    driver's count is not enough, as torch may be built without CUDA.
     """
     return _count_by_torch() if _count_by_driver(driver_name) else 0
 

@@ -1,7 +1,7 @@
-"""A model by its directory or by its id on the Hugging Face hub, `org/name`.
+"""Finds a model by its directory or by its id on the Hugging Face hub, `org/name`.
 
-Files come through huggingface_hub: its cache, its progress bars, its variables (HF_HOME, HF_TOKEN,
-HF_ENDPOINT, HF_HUB_OFFLINE). Only what Hearth reads is fetched: no pickles, no second format.
+huggingface_hub downloads the files, with its cache, its progress bars and its variables (HF_HOME,
+HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE), but only files that Hearth reads: no pickles, one format.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ NOT_OURS = ("*/*", "consolidated*")  # other formats of the same weights, exampl
 
 
 def is_hub_id(model: Path) -> bool:
-    """Whether it looks like `org/name`. A directory of that name here comes first."""
+    """Whether `model` has the form `org/name`. An existing directory takes precedence."""
     return _ID.fullmatch(str(model)) is not None and not model.is_dir()
 
 
 def local_copy(model: Path, *, needs_weights: bool = True) -> Path:
-    """The directory itself, or that of a hub model, fetched if it is not there yet.
+    """Returns the directory of a local or hub model; downloads a hub model that is not cached.
 
-    What is neither is returned as it is. Raises ConfigError of one line that says what to do.
+    Returns any other path unchanged. Raises ConfigError with one line that includes the remedy.
     """
     model = model.expanduser()
     if not is_hub_id(model):
         return model
     found = _fetched(str(model), (*TEXT_FILES, *(WEIGHT_FILES if needs_weights else ())))
     if not (found / "config.json").is_file():
-        raise ConfigError(f"{model}: no config.json in {found}: is it a language model?")
+        raise ConfigError(f"{model}: no config.json in {found}: expected a language model")
     if needs_weights and not any(found.glob("*.safetensors")):
-        raise ConfigError(f"{model}: no *.safetensors in {found}, and other weights are not loaded")
+        raise ConfigError(f"{model}: no *.safetensors in {found}; other formats are not supported")
     return found
 
 
@@ -42,26 +42,26 @@ def _fetched(model_id: str, patterns: tuple[str, ...]) -> Path:
     from huggingface_hub import constants, errors, snapshot_download
 
     hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
-    what = f"model {model_id!r} is no directory here"
+    what = f"model {model_id!r} is not a directory here"
     try:
         found = snapshot_download(
             model_id, allow_patterns=list(patterns), ignore_patterns=list(NOT_OURS)
         )
     except errors.HFValidationError:
-        raise ConfigError(f"{what}, nor can it be an id on {hub}") from None
+        raise ConfigError(f"{what}, and not a valid id on {hub}") from None
     except errors.GatedRepoError:
         raise ConfigError(
             f"model {model_id!r} is gated: accept its terms at {hub}/{model_id}, then set HF_TOKEN"
         ) from None
     except errors.RepositoryNotFoundError:
         raise ConfigError(
-            f"{what}, and {hub} has none of that name for you: check the id, "
+            f"{what}, and {hub} has no accessible model of that name: check the id, "
             "or set HF_TOKEN if it is private"
         ) from None
     except errors.LocalEntryNotFoundError as error:
-        raise ConfigError(f"{what}, nor in {cache}, and {_why_offline(hub, error)}") from None
+        raise ConfigError(f"{what}, not in {cache}, and {_why_offline(hub, error)}") from None
     except (errors.HfHubHTTPError, OSError) as error:
-        raise ConfigError(f"{what}, and fetching it from {hub} failed: {error}") from None
+        raise ConfigError(f"{what}, and the download from {hub} failed: {error}") from None
     return Path(found)
 
 
@@ -69,6 +69,6 @@ def _why_offline(hub: str, error: Exception) -> str:
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE forbids to fetch it: unset it, or give a checkpoint directory"
+        return "HF_HUB_OFFLINE prevents the download: unset it, or give a checkpoint directory"
     reason = str(error.__cause__ or error).strip().partition("\n")[0]
     return f"{hub} cannot be reached ({reason}): connect, or give a checkpoint directory"

@@ -1,4 +1,4 @@
-"""Credentials for processes that join a running cluster from elsewhere."""
+"""Credentials for processes that join a running cluster, also from other hosts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _grant(credential: Credential, directory: Path, state: ClusterState) -> None
 
 
 def _reload(directory: Path) -> None:
-    """nats-server reads its configuration again; connections stay."""
+    """Makes nats-server reload its configuration; connections stay open."""
     try:
         os.kill(signalled_process(directory / "nats.pid"), signal.SIGHUP)
     except OSError as error:
@@ -76,11 +76,11 @@ def _reload(directory: Path) -> None:
 
 
 def signalled_process(path: Path) -> int:
-    """The process id in a file. Raises ConfigError unless it names one process and no group."""
+    """Reads a process id from a file. Raises ConfigError unless the id can be a single process."""
     try:
         process_id = int(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot reload nats-server: {error}") from None
-    if not 1 < process_id < 2**22:  # 0 and below are groups or all; Linux gives no larger one
-        raise ConfigError(f"cannot reload nats-server: {process_id} is no process of ours")
+    if not 1 < process_id < 2**22:  # ids <= 0 are groups or all; Linux has no larger ids
+        raise ConfigError(f"cannot reload nats-server: {process_id} is not a valid process id")
     return process_id

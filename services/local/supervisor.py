@@ -1,9 +1,9 @@
-"""Keeps a set of processes alive and stops them in reverse order.
+"""Restarts processes that end, and stops all in reverse order.
 
 starting ──serve()──▶ serving ──stop()──▶ stopping ──▶ stopped
     └──a process ends──▶ `failure` is set
 
-While serving, a process that ends is reported and started again, with a growing pause.
+While serving, a process that ends is reported and restarted after a growing pause.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LISTEN_TIMEOUT_S = 10.0
 MIN_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 
 Event = Literal["started", "ready", "ended", "restarting"]
-Report = Callable[[str, Event, str], None]  # process id, what happened, details
+Report = Callable[[str, Event, str], None]  # process id, event, details
 
 
 class ProcessEnded(HearthError):
@@ -56,18 +56,18 @@ class Supervisor:
     ) -> None:
         """Starts a process and waits for its port, if it has one; `on_up` runs at every start.
 
-        From then on its end is a failure, or, while serving, makes it start again.
+        Once started, an end of the process sets `failure` or, while serving, restarts the process.
         """
         await self._start(spec)
         self._keepers.append(asyncio.create_task(self._keep_running(spec, on_up)))
         await self._wait_until_up(spec, on_up)
 
     def serve(self) -> None:
-        """From now on a process that ends is started again."""
+        """From now on a process that ends is restarted."""
         self._is_serving = True
 
     async def stop(self, *, grace_s: float) -> None:
-        """SIGTERM in reverse order, SIGKILL for what is left of a group after `grace_s`."""
+        """Sends SIGTERM in reverse order, and SIGKILL to the rest of a group after `grace_s`."""
         await self._stop_keeping()
         orders = {child.spec.start_order for child in self._children.values()}
         for order in sorted(orders, reverse=True):
@@ -75,7 +75,7 @@ class Supervisor:
             await stop_children(group, grace_s=grace_s)
 
     async def abandon(self, *, grace_s: float) -> None:
-        """Stops all at the same time: nothing was served yet."""
+        """Stops all processes at once, as the cluster has not served yet."""
         await self._stop_keeping()
         await stop_children(self._children.values(), grace_s=grace_s)
 
@@ -84,10 +84,10 @@ class Supervisor:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
         if self.failure.done() and not self.failure.cancelled():
-            self.failure.exception()  # seen: asyncio shall not complain
+            self.failure.exception()  # retrieved, so that asyncio does not warn
 
     def kill(self) -> None:
-        """Cuts short a stop that is under way."""
+        """Kills all processes, which ends a running `stop` early."""
         kill_children(self._children.values())
 
     async def _start(self, spec: ProcessSpec) -> None:
@@ -113,14 +113,14 @@ class Supervisor:
             words = f"{words}: {child.last_words}"
             if not self._is_serving:
                 log = f"its log: {child.log_path}"
-                self._fail(f"{spec.process_id} ended at its start ({words}); {log}")
+                self._fail(f"{spec.process_id} ended during startup ({words}); {log}")
                 return
             self._report(spec.process_id, "ended", words)
             lived_s = self._clock.now() - started
             pause_s = MIN_PAUSE_S if lived_s > MAX_PAUSE_S else min(MAX_PAUSE_S, 2 * pause_s)
             await self._clock.sleep(pause_s)
             self._report(spec.process_id, "restarting", "")
-            with contextlib.suppress(HearthError):  # the next round reports how it ended
+            with contextlib.suppress(HearthError):  # the next iteration reports its end
                 await self._start(spec)
                 await self._wait_until_up(spec, on_up)
 

@@ -1,6 +1,6 @@
-"""Pushes the KV of one prefill to its decode worker while later chunks still compute.
+"""Pushes the KV of one prefill to its decode worker while later chunks are still computed.
 
-waiting for tokens ──computed()──▶ sending, some frames under way ──all acknowledged──▶ done
+waiting for tokens ──computed()──▶ sending, some frames in flight ──all acknowledged──▶ done
 every state ──cancel()──▶ ended, as soon as no copy reads the blocks
 """
 
@@ -18,8 +18,8 @@ from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, FrameHeader, Push
 
 @dataclass(slots=True)
 class PushCounts:
-    """Of all pushes since the start: tokens that arrived, and how long frames were under way,
-    several at once counted as one.
+    """Totals of all pushes since the start: acknowledged tokens, and seconds with at least one
+    frame in flight.
     """
 
     num_tokens: int = 0
@@ -39,7 +39,7 @@ class PushCounts:
 
 
 class KvSender:
-    """`run` returns True when the receiver holds KV of all tokens, False after `cancel`."""
+    """`run` returns True once the receiver holds KV of all tokens, False after `cancel`."""
 
     def __init__(
         self,
@@ -63,10 +63,10 @@ class KvSender:
         self._num_frames = 0
         self._changed = asyncio.Event()
         self._is_cancelled = False
-        self._sends: list[asyncio.Task[None]] = []  # under way, in the order of the frames
+        self._sends: list[asyncio.Task[None]] = []  # of unacknowledged frames, in order
 
     def computed(self, num_computed_tokens: int) -> None:
-        """KV of the first `num_computed_tokens` is in the cache."""
+        """Records that KV of the first `num_computed_tokens` is in the cache."""
         self._num_computed_tokens = num_computed_tokens
         self._changed.set()
 
@@ -77,7 +77,7 @@ class KvSender:
             send.cancel()
 
     async def run(self) -> bool:
-        """Raises LinkLost or FrameRefused. No copy reads the blocks once it has ended."""
+        """Raises LinkLost or FrameRefused. No copy reads the blocks after `run` has ended."""
         try:
             while self._num_sent_tokens < self._sequence.num_tokens and not self._is_cancelled:
                 if self._num_sent_tokens < self._num_computed_tokens:
@@ -111,8 +111,8 @@ class KvSender:
             self._counts.end(self._clock.now())
 
     async def _settle(self, max_under_way: int) -> None:
-        """Waits until no more frames than that are unacknowledged. Raises what the first one raised
-        that failed.
+        """Waits until at most `max_under_way` frames are unacknowledged. Raises the error of the
+        first failed frame.
         """
         while len(self._sends) > max_under_way and not self._is_cancelled:
             await asyncio.wait(self._sends, return_when=asyncio.FIRST_COMPLETED)

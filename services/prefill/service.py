@@ -1,8 +1,8 @@
-"""The prefill handlers: compute the KV of a prompt and push it to the decode worker that asked.
+"""The prefill handlers: compute the KV of a prompt and push it to the requesting decode worker.
 
-A prefill lives under a lease that decode renews. It ends when its KV is acknowledged, when decode
-aborts it, when the lease or the deadline runs out, or when the link is lost; its blocks are free in
-every case.
+A prefill lives under a lease that decode renews. A prefill ends when its KV is acknowledged, when
+decode aborts it, when its lease or deadline expires, or when the link is lost; its blocks are freed
+in every case.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class PrefillService:
         self._background.start(self._sweep())
 
     async def drain(self) -> None:
-        """KV that decode has not picked up yet outlives the drain."""
+        """Waits for all prefills, so that decode still receives their KV."""
         tasks = [prefill.task for prefill in self._prefills.values()]
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -120,7 +120,7 @@ class PrefillService:
         except HearthError as error:
             log.warning("push_failed", error=error.message, decode=request.decode_worker_id)
             self._send_failed(request.decode_worker_id, request.placement_id, error)
-        except Exception as error:  # the service's edge
+        except Exception as error:  # outermost handler
             log.exception("push_link_lost", decode=request.decode_worker_id)
             self._send_failed(request.decode_worker_id, request.placement_id, error)
         finally:
@@ -150,7 +150,7 @@ class PrefillService:
                 self._renew(message)
 
     def _renew(self, message: RenewLease) -> None:
-        """What is not held here any more, decode must not wait for: it has missed the ending."""
+        """Renews leases. Fails an unknown prefill: decode missed its end and must not wait."""
         until = self._worker.clock.now() + message.lease_s
         for placement_id in message.placement_ids:
             prefill = self._prefills.get(placement_id)
@@ -190,11 +190,12 @@ class PrefillService:
 
 
 def _sequence_of(request: RunPrefill, block_size: int) -> Sequence:
-    """Raises InvalidRequest."""
+    """Raises InvalidRequest if `first_token` is beyond the prompt."""
     token_ids = unpack_token_ids(request.token_ids)
     if request.first_token > len(token_ids):
         raise InvalidRequest(
-            f"first_token {request.first_token} of {len(token_ids)} tokens", param="first_token"
+            f"first_token {request.first_token} is beyond the prompt of {len(token_ids)} tokens",
+            param="first_token",
         )
     return build_sequence(
         request,

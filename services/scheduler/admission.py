@@ -1,11 +1,11 @@
-"""What a scheduler holds: bounded, fair, with deadlines; every request leaves it exactly once.
+"""The scheduler's bounded, fair queue with deadlines. Every request leaves it exactly once.
 
     enqueue ──▶ waiting ──pop──▶ placing ──▶ remove (placed, failed, cancelled, expired, dropped)
                    ▲ └───────────────┼─────────▶ remove
                    └──── requeue ────┘
 
-The bounds count whatever is held, in any phase. Requests of one model form a lane, so that a model
-whose workers are full does not hold up the others.
+The bounds count all held requests, in any phase. Requests of one model form a lane, so that a model
+whose workers are full does not delay other models.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from shared.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from shared.messages import CancelQueued, Request, SubmitRequest
 from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES
 
-# A tenant may hold up to 8 times the room that is left, 8/9 of all: the others always find some.
+# A tenant may hold up to 8 times the remaining capacity (8/9 of the total): others always get some.
 # (Choudhury and Hahne, "Dynamic Queue Length Thresholds", 1998.)
 TENANT_SHARE = 8
-MAX_LANES = 16  # those of models that nobody waits for, too: they know their rate
+MAX_LANES = 16  # includes lanes without requests, which retain their service rate
 
 
 def request_tokens(request: Request) -> int:
-    """What a request may cost: its prompt and all that it may make."""
+    """The maximum cost of a request: its prompt tokens and all tokens that it may generate."""
     num_prompt_tokens = len(request.prompt_token_ids) // TOKEN_ID_BYTES
     return num_prompt_tokens + request.sampling.max_tokens * len(request.choices)
 
@@ -56,15 +56,15 @@ class Admission:
         return self._usage.num_tokens
 
     def enqueue(self, submit: SubmitRequest, now: float) -> QueuedRequest:
-        """Raises InvalidRequest, DeadlineExceeded, or Overloaded with a time to retry after.
+        """Raises InvalidRequest, DeadlineExceeded, or Overloaded with a retry-after time.
 
-        A request that is held already is replaced: its gateway has given up the earlier try.
+        Replaces a held request of the same id: its gateway has given up the earlier attempt.
         """
         request = submit.request
         _validate(request)
         held = self._held.get(request.request_id)
         if held is not None and held.request.gateway_id != request.gateway_id:
-            raise InvalidRequest("another gateway has a request of this id")
+            raise InvalidRequest("another gateway has a request with this id")
         self.remove(request.request_id)
         num_tokens = request_tokens(request)
         number, deadline_at = self._next_sequence_number, now + request.deadline_s
@@ -80,7 +80,7 @@ class Admission:
         return ticket
 
     def pop(self, now: float, blocked: Collection[Lane] = ()) -> QueuedRequest | None:
-        """The next to place; lanes take turns."""
+        """Returns the next request to place, round-robin over the lanes."""
         for name, lane in list(self._lanes.items()):
             if name in blocked or not len(lane.queue):
                 continue
@@ -92,7 +92,7 @@ class Admission:
         return None
 
     def requeue(self, ticket: QueuedRequest, now: float) -> None:
-        """Back to its old place, unless it was removed meanwhile."""
+        """Returns the request to its old position, unless the request was removed meanwhile."""
         if not ticket.is_gone:
             lane = self._lanes[ticket.lane]
             lane.advance(now)
@@ -111,7 +111,7 @@ class Admission:
         return ticket
 
     def cancel(self, message: CancelQueued) -> None:
-        """Nothing, if it is another gateway's, or held for a later try."""
+        """Ignores a request of another gateway, or of a later attempt."""
         ticket = self._held.get(message.request_id)
         if ticket is None or ticket.request.gateway_id != message.gateway_id:
             return
@@ -125,7 +125,7 @@ class Admission:
             if not ticket.is_gone:
                 self._forget(ticket)
                 expired.append(ticket)
-        if len(self._deadlines) > 2 * len(self._held) + 64:  # let go of those that ended early
+        if len(self._deadlines) > 2 * len(self._held) + 64:  # drop those that ended early
             self._deadlines = [each for each in self._deadlines if not each[2].is_gone]
             heapq.heapify(self._deadlines)
         return expired
@@ -181,22 +181,22 @@ class Admission:
 
 
 def _check_deadline(ticket: QueuedRequest, lane: Backlog) -> None:
-    """Refuses at once what would only wait for its deadline."""
+    """Rejects a request whose expected wait exceeds its deadline. Raises Overloaded."""
     wait_s, deadline_s = lane.wait_s(ticket), ticket.request.deadline_s
     if wait_s > deadline_s:
         raise Overloaded(
-            f"the wait is about {wait_s:.1f} s, and the deadline {deadline_s:.1f} s",
+            f"the wait is about {wait_s:.1f} s, longer than the deadline of {deadline_s:.1f} s",
             retry_after_s=retry_within_limits(wait_s - deadline_s),
         )
 
 
 def _validate(request: Request) -> None:
     if not request.prompt_token_ids or len(request.prompt_token_ids) % TOKEN_ID_BYTES:
-        raise InvalidRequest("prompt_token_ids must be a whole, positive number of token ids")
+        raise InvalidRequest("prompt_token_ids must be one or more complete token ids")
     if len(request.block_hashes) % BLOCK_HASH_BYTES:
-        raise InvalidRequest("block_hashes must be whole 128-bit digests")
+        raise InvalidRequest("block_hashes must be complete 128-bit digests")
     if any(len(choice.output_token_ids) % TOKEN_ID_BYTES for choice in request.choices):
-        raise InvalidRequest("output_token_ids must be a whole number of token ids")
+        raise InvalidRequest("output_token_ids must be complete token ids")
     if not request.choices or request.sampling.max_tokens < 1:
         raise InvalidRequest("a request needs a choice and max_tokens of at least 1")
     if request.deadline_s <= 0:

@@ -1,4 +1,4 @@
-"""The requests that wait for one model: whose they are, and how fast they get their turn."""
+"""The queue of one lane: its requests, its tenants' shares, and its service rate."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from shared.messages import Request, SubmitRequest
 
 
 class Lane(NamedTuple):
-    """Whose requests can wait for one another: what finds no room in its regions must not hold up
-    what may go elsewhere.
+    """Identifies a queue. Regions are included, so that a request without room in its regions does
+    not block requests that may run elsewhere.
     """
 
     model: str
@@ -28,12 +28,12 @@ class Lane(NamedTuple):
         return self.model, self.revision
 
 
-ModelKey = tuple[str, str]  # model and revision: what a worker offers
+ModelKey = tuple[str, str]  # the model and revision that a worker serves
 
 MIN_RETRY_S = 0.5
 MAX_RETRY_S = 60.0
 RATE_WINDOW_S = 10.0
-MIN_BACKLOG_S = 1.0  # of waiting within the window, before the rate says anything
+MIN_BACKLOG_S = 1.0  # waiting time within the window that makes the rate valid
 
 
 @dataclass(eq=False, slots=True)
@@ -46,8 +46,8 @@ class QueuedRequest:
     num_tokens: int
     queued_at: float
     deadline_at: float
-    is_gone: bool = False  # removed: whoever still works on it must stop
-    unservable_since: float | None = None  # no live worker could take it
+    is_gone: bool = False  # removed: tasks that still process it must stop
+    unservable_since: float | None = None  # since when no live worker serves it
 
     @property
     def request(self) -> Request:
@@ -78,8 +78,8 @@ class QueuedTokens:
 
 @dataclass(slots=True)
 class ServiceRate:
-    """Tokens a second that leave a queue while requests wait in it, forgotten over RATE_WINDOW_S.
-    What is placed without having had to wait counts, too: a short wait tells of no lack.
+    """Tokens per second that leave a queue while requests wait in it, decayed over RATE_WINDOW_S.
+    Requests placed without a wait count, too: a short wait does not indicate a shortage.
     """
 
     tokens: float = 0.0
@@ -96,15 +96,15 @@ class ServiceRate:
         self.counted_at = now
 
     def per_s(self) -> float | None:
-        """None: nobody has waited for long enough to tell."""
+        """None until requests have waited for MIN_BACKLOG_S within the window."""
         return self.tokens / self.backlog_s if self.backlog_s >= MIN_BACKLOG_S else None
 
 
 @dataclass(slots=True)
 class TenantShareOfQueue:
-    """What one tenant has in a lane."""
+    """One tenant's requests in a lane."""
 
-    weight: float  # with that of its class
+    weight: float  # of the tenant times its class
     usage: QueuedTokens = field(default_factory=QueuedTokens)
 
 
@@ -119,7 +119,7 @@ class Backlog:
         self._weight = 0.0
 
     def advance(self, now: float) -> None:
-        """Call before the queue changes."""
+        """Updates the service rate. Call before the queue changes."""
         self.rate.advance(now, is_backlogged=len(self.queue) > 0)
 
     def add(self, ticket: QueuedRequest) -> None:
@@ -142,8 +142,8 @@ class Backlog:
             del self._shares[ticket.tenant_id]
 
     def wait_s(self, ticket: QueuedRequest) -> float:
-        """Until the ticket's turn: what its tenant has before it, at the tenant's share of the
-        rate; 0 where the rate is not known.
+        """Seconds until the ticket's turn: its tenant's queued tokens at the tenant's share of the
+        rate; 0 if the rate is unknown.
         """
         rate, share = self.rate.per_s(), self._shares.get(ticket.tenant_id)
         if not rate or share is None:
@@ -152,7 +152,7 @@ class Backlog:
         return min(self.usage.num_tokens, shared) / rate
 
     def retry_after_s(self) -> float:
-        """Until about half of what is held has been placed, at the recent rate."""
+        """Seconds until about half of the held tokens are placed, at the recent rate."""
         rate = self.rate.per_s()
         if not rate:
             return 1.0 if self.usage.num_requests else MIN_RETRY_S

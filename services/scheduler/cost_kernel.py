@@ -1,8 +1,8 @@
-"""The loops over all workers that a decision takes, as machine code: some µs for a thousand.
+"""The loops over all workers in a placement decision, compiled: a few µs for a thousand workers.
 
 `load` compiles them, or loads them from numba's cache, before the scheduler is ready: never while
-requests wait. Until then they run as Python, with the same results. The named tuples are what numba
-takes for arguments.
+requests wait. Before `load` they run as Python, with the same results. The arguments are named
+tuples, which numba accepts.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-# The columns of a table: floats, then codes.
+# The indices of a table's columns: floats, then codes.
 BLOCK_SIZE, FREE_TOKENS, TOTAL_TOKENS, LOAD_S, STEP_S = range(5)
 BUSY_UNTIL, CLOSED_UNTIL, TOKEN_S, LOCAL_TOKEN_S, PUSH_TOKEN_S = range(5, 10)
 FORMAT, REGION, NAME = range(3)
 
-CLOSED_S = 1e6  # added to those that have enough to do: the others come first
-MAX_FORMATS = 4  # in one model's fleet; with more, a kind of decode worker may be looked at twice
+CLOSED_S = 1e6  # added to the cost of workers with enough work, to rank others first
+MAX_FORMATS = 4  # per model; with more, a kind of decode worker may be computed twice
 
 
 class WorkerColumns(NamedTuple):
-    """The first `size` of the rows are in use."""
+    """Only the first `size` rows are in use."""
 
     floats: NDArray[np.float64]  # [10, rows]
     codes: NDArray[np.uint64]  # [3, rows]
@@ -35,16 +35,16 @@ class WorkerColumns(NamedTuple):
 
 
 class RoleWorkers(NamedTuple):
-    """The workers of one role, as one request sees them."""
+    """The workers of one role, with their cached tokens of one request."""
 
     columns: WorkerColumns
     holders: NDArray[np.int64]  # rows with a cached prefix
     held_tokens: NDArray[np.float64]  # of the prompt, by holder
-    is_allowed: NDArray[np.bool_]  # by row; of no rows: all
+    is_allowed: NDArray[np.bool_]  # by row; empty: all rows
 
 
 class RequestTerms(NamedTuple):
-    """What the request asks for, in tokens and seconds."""
+    """The request's terms of the cost, in tokens and seconds."""
 
     num_tokens_to_compute: float  # tokens to compute before the last
     num_tokens: float
@@ -55,7 +55,7 @@ class RequestTerms(NamedTuple):
 
 
 def load() -> None:
-    """Replaces the loops of this module by machine code. A second call does nothing."""
+    """Compiles the loops of this module to machine code. A second call does nothing."""
     from numba import njit
     from numba.core.registry import CPUDispatcher
 
@@ -65,7 +65,7 @@ def load() -> None:
     def compiled(function: Any) -> Any:
         try:
             return njit(cache=True)(function)
-        except RuntimeError:  # no folder to keep it in
+        except RuntimeError:  # no writable cache folder
             return njit(function)
 
     # Callees first: numba looks them up in the module.
@@ -74,7 +74,7 @@ def load() -> None:
     with _alone():
         try:
             _compile()
-        except AttributeError:  # the cache's index names classes of an earlier source
+        except AttributeError:  # the cache's index names classes of an older source
             _forget()
             _compile()
 
@@ -94,10 +94,10 @@ def nearest_prefills(
     first_row: int,
     num: int,
 ) -> Any:
-    """The `num` best to compute the prompt of a decode worker without `num_missing_tokens` of it.
+    """The `num` best prefill workers for a decode worker that lacks `num_missing_tokens`.
 
-    Returns rows and seconds, best first; -1 and infinite beyond the last that can. Equal ones come
-    in the order of their rows, from `first_row` on and around.
+    Returns rows and seconds, best first, padded with -1 and infinity. Workers of equal cost come
+    in row order, starting at `first_row` and wrapping around.
     """
     return _nearest_prefills(prefills, terms, format_code, num_missing_tokens, first_row, num)
 
@@ -131,7 +131,7 @@ def _nearest(
         fits = floats[TOTAL_TOKENS, row] > terms.num_tokens and codes[FORMAT, row] == format_code
         if not fits or (len(prefills.is_allowed) and not prefills.is_allowed[row]):
             continue
-        # computing and pushing go on at once: the slower one counts
+        # computing and pushing overlap: the slower one counts
         compute_s = uncached[row] * floats[TOKEN_S, row]
         each_s = max(floats[BUSY_UNTIL, row] - now, 0.0) + floats[STEP_S, row]
         each_s += max(compute_s, num_missing_tokens * floats[PUSH_TOKEN_S, row])
@@ -150,8 +150,8 @@ def _nearest(
 def costs_of_decodes(
     decodes: RoleWorkers, prefills: RoleWorkers, terms: RequestTerms, excluded: NDArray[np.int64]
 ) -> Any:
-    """Seconds by row, infinite where the request cannot go now; whether with a handoff; and the
-    first row of the least cost, with how many cost as much.
+    """Returns the seconds by row, infinite if the request cannot start there now; by row, whether
+    with a handoff; the first row of the least cost; and the number of rows with that cost.
     """
     return _costs_of_decodes(decodes, prefills, terms, excluded)
 
@@ -162,7 +162,7 @@ def _costs_of_decodes(
     floats, codes, size = decodes.columns
     uncached, now = _uncached(decodes, terms), terms.now
     cost, is_remote = np.full(size, inf), np.full(size, False)
-    # The best handoffs to workers of one format that lack as many tokens: there are few such kinds.
+    # Caches the best handoffs for each kind (KV format, number of missing tokens): kinds are few.
     max_kinds = MAX_FORMATS * (len(decodes.holders) + 1)
     formats, missing_tokens = np.zeros(max_kinds, dtype=np.uint64), np.full(max_kinds, -1.0)
     nearest, nearest_s = np.full((max_kinds, 2), -1), np.full((max_kinds, 2), inf)
@@ -189,10 +189,10 @@ def _costs_of_decodes(
                     prefills, prefill_uncached, terms, format_code, num_missing_tokens, 0, 2
                 )
             first = nearest[kind, 0]
-            # nobody pushes to itself
+            # a worker does not push to itself
             is_same_process = first >= 0 and prefills.columns.codes[NAME, first] == codes[NAME, row]
             each_s = nearest_s[kind, 1 if is_same_process else 0]
-            each_s += terms.handoff_overhead_s + step_s  # the last token takes a step of its own
+            each_s += terms.handoff_overhead_s + step_s  # the last token takes another step
             has_time = each_s < CLOSED_S
             if not has_time:
                 each_s -= CLOSED_S
@@ -219,9 +219,9 @@ def _least(cost: NDArray[np.float64]) -> Any:
 def _alone() -> Iterator[None]:
     """Of several processes that start at once, one compiles and the others load its code.
 
-    numba's cache is made for one writer: two that fill it could name each other's code in its
-    index, and who reads it meanwhile could get that of an earlier source. The kernel frees the lock
-    of a process that dies.
+    numba's cache supports one writer: two writers could refer to each other's code in the index,
+    and a concurrent reader could load code of an older source. The kernel frees the lock of a
+    process that dies.
     """
     dispatcher: Any = _costs_of_decodes
     folder = dispatcher.stats.cache_path

@@ -1,12 +1,12 @@
 """A queue that is fair in tokens: start-time fair queueing, by priority class, then by tenant.
 
 Each class and, within it, each tenant has a virtual time that grows by num_tokens / weight when one
-of its requests is taken; the least goes next. A class weighs 4 times the class below, so a higher
-one is served sooner and no class starves; and a class that waits without being served catches up,
-until after AGEING_S it is next. (The class as a whole: if old requests went up one by one, one
-tenant's backlog would overtake the others of its own class.) Who comes back from idleness starts at
-the present virtual time: idling earns no credit. Within a tenant the earliest deadline goes first,
-of equal ones the first to arrive.
+of its requests is taken; the least virtual time goes next. A class weighs 4 times the class below,
+so a higher class is served sooner and no class starves; a class that waits without being served
+catches up, and is next after AGEING_S. (All its requests age together: if old requests moved up one
+by one, one tenant's backlog would overtake the other tenants of its class.) A class or tenant that
+was idle restarts at the present virtual time: idling earns no credit. Within a tenant the earliest
+deadline goes first; ties go in order of arrival.
 (Goyal et al., "Start-time Fair Queueing", 1996; Sheng et al., "Fairness in Serving Large Language
 Models", 2024.)
 """
@@ -19,13 +19,13 @@ from typing import Generic, Protocol, TypeVar
 
 CLASS_WEIGHT = 4.0
 MAX_PRIORITY = 4
-AGEING_S = 5.0  # that a class may wait for its next request to be taken
+AGEING_S = 5.0  # longest wait of a class for its next request to be taken
 MAX_FLOWS = 1024
-SLACK = 64  # outdated entries that a heap may hold beyond as many as it has valid ones
+SLACK = 64  # outdated entries that a heap may hold beyond its number of valid entries
 
 
 class Queueable(Protocol):
-    """`sequence_number` is its place in the order of arrival; unique."""
+    """`sequence_number` is the unique position in the order of arrival."""
 
     @property
     def tenant_id(self) -> str: ...
@@ -42,7 +42,7 @@ class Queueable(Protocol):
 
 
 Q = TypeVar("Q", bound=Queueable)
-Rank = tuple[float, float, int]  # of a tenant: virtual time, then its head's deadline and number
+Rank = tuple[float, float, int]  # a tenant's virtual time; its first request's deadline and number
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class _Flow(Generic[Q]):
     """One tenant's requests of one class."""
 
     virtual: float
-    order: list[tuple[float, int]] = field(default_factory=list)  # a heap; some have left
+    order: list[tuple[float, int]] = field(default_factory=list)  # a heap; some are removed
     waiting: dict[int, Q] = field(default_factory=dict)
 
     def add(self, request: Q) -> None:
@@ -79,10 +79,10 @@ class _Class(Generic[Q]):
     flows: dict[str, _Flow[Q]] = field(default_factory=dict)
     ranking: list[tuple[Rank, str]] = field(default_factory=list)  # a heap; some are outdated
     num_waiting: int = 0
-    waits_since: float = 0.0  # when it was served last, or when it had something to wait with
+    waits_since: float = 0.0  # when it was served last, or became non-empty
 
     def due(self, present: float, now: float) -> float:
-        """Its virtual time, less what waiting has taken off its distance to the present one."""
+        """The virtual time after ageing: waiting shrinks its distance to the present to 0."""
         patience = max(0.0, 1.0 - (now - self.waits_since) / AGEING_S)
         return min(self.virtual, present + (self.virtual - present) * patience)
 
@@ -101,7 +101,7 @@ class _Class(Generic[Q]):
         self.rank(request.tenant_id, flow)
 
     def take(self, now: float) -> Q:
-        """The first request of the first tenant, which pays for it."""
+        """Takes the first request of the first tenant and charges that tenant for it."""
         tenant_id, flow = self._first()
         request = flow.take()
         self.num_waiting -= 1
@@ -144,7 +144,7 @@ class _Class(Generic[Q]):
             heapq.heappop(self.ranking)
 
     def _forget_idle_flows(self) -> None:
-        """Bounds the memory for tenants that come once; each forgives at most its last request."""
+        """Bounds the memory for idle tenants; each loses the charge of at most its last request."""
         self.flows = {name: flow for name, flow in self.flows.items() if flow.waiting}
 
 
@@ -156,7 +156,7 @@ class FairQueue(Generic[Q]):
     def __init__(self) -> None:
         self._classes: dict[int, _Class[Q]] = {}
         self._present = 0.0  # virtual time of the class that was served last
-        # of the last `pop`: its request's number, and what it changed beside virtual times
+        # before the last `pop`: the sequence number of its request, `_present`, `waits_since`
         self._before_pop = (-1, 0.0, 0.0)
 
     def __len__(self) -> int:
@@ -169,8 +169,8 @@ class FairQueue(Generic[Q]):
         queue_class.add(request, is_back=False)
 
     def push_back(self, request: Q, now: float) -> None:
-        """Undoes `pop`: the request gets its old place and its tokens are not counted. Undone at
-        once, its class has also waited for as long as before.
+        """Undoes `pop`: restores the request's position and refunds its tokens. Directly after
+        `pop`, also restores the waiting time of the class.
         """
         queue_class = self._class_of(request, now)
         queue_class.charge(request, -1)
@@ -190,7 +190,7 @@ class FairQueue(Generic[Q]):
         return request
 
     def discard(self, request: Q) -> None:
-        """Takes a waiting request out wherever it stands; its tenant is not charged."""
+        """Removes a waiting request from any position; its tenant is not charged."""
         queue_class = self._classes.get(class_of(request.priority))
         if queue_class is not None:
             queue_class.discard(request)

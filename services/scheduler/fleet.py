@@ -1,7 +1,7 @@
-"""The workers as placement sees them: their heartbeats, and what was placed since.
+"""The workers as placement sees them: their heartbeats, plus the assignments made since.
 
-A heartbeat is a quarter of a second old at times; without the second half a burst would go to one
-worker. An assignment counts until a heartbeat arrives that must know of it.
+A heartbeat may be a quarter of a second old; without the assignments a burst would go to one
+worker. An assignment counts until a heartbeat arrives that includes its load.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from services.scheduler.worker_table import WorkerRow, WorkerTable
 from shared.lifecycle.health import Fleet
 from shared.messages import Heartbeat, ModelCard, WorkerLoad
 
-# An assignment this much older than a heartbeat's arrival was known to the worker that sent it.
+# A heartbeat includes an assignment that was confirmed this long before the heartbeat's arrival.
 SETTLED_S = 0.05
 
 
@@ -35,7 +35,7 @@ class Assignment:
         return (self.worker_id,) if prefill is None else (self.worker_id, prefill)
 
     def count(self, worker: WorkerRow, now: float, sign: int = 1) -> None:
-        """Adds to what `worker` is thought to have, or takes it away."""
+        """Adds this assignment to the estimated load of `worker`; subtracts it if `sign` is -1."""
         if self.worker_id == worker.worker_id:
             worker.num_free_blocks -= sign * self.num_blocks
             worker.decode_tokens += sign * self.num_tokens
@@ -54,7 +54,7 @@ class _KnownWorker:
 
 
 class _LaneWorkers:
-    """Those that serve one model."""
+    """The workers that serve one model."""
 
     def __init__(self) -> None:
         self.decodes, self.prefills = WorkerTable(), WorkerTable()
@@ -77,7 +77,7 @@ class _LaneWorkers:
 
 
 class WorkerFleet:
-    """Loads are this scheduler's estimates; other schedulers place, too."""
+    """Loads are this scheduler's estimates; other schedulers also place requests."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -85,7 +85,7 @@ class WorkerFleet:
         self._lanes: dict[ModelKey, _LaneWorkers] = {}
 
     def lane(self, lane: ModelKey) -> Workers:
-        """Live workers that serve the model and take work, with their estimated load."""
+        """Live workers that serve the model and accept requests, with their estimated load."""
         workers = self._lanes.get(lane)
         if workers is None:
             return Workers(WorkerTable(), WorkerTable(), 0.0)
@@ -94,14 +94,14 @@ class WorkerFleet:
     def has_worker(
         self, lane: ModelKey, excluded: Collection[str], regions: Collection[str] = ()
     ) -> bool:
-        """Whether any could decode, were there room."""
+        """Whether any worker could decode if it had room."""
         workers = self._lanes.get(lane)
         if workers is None:
             return False
         return workers.decodes.has_any(regions, but=excluded)
 
     def could_hold(self, lane: ModelKey, needs: RequestSize) -> bool:
-        """False if every live worker's whole cache is too small."""
+        """False if the total KV cache of every live worker is too small."""
         workers = self._lanes.get(lane)
         if workers is None or not len(workers.decodes):
             return True
@@ -133,16 +133,16 @@ class WorkerFleet:
                 self._lanes[known.lane].put(known)
 
     def avoid(self, worker_id: str) -> None:
-        """It refused or did not answer: not again before its next heartbeat."""
+        """Excludes a worker that rejected a request or timed out, until its next heartbeat."""
         known = self._known.get(worker_id)
         if known is not None:
             known.worker.is_avoided = True
             self._lanes[known.lane].put(known)
 
     def on_heartbeat(self, heartbeat: Heartbeat, now: float) -> None:
-        """Call when the fleet has taken the heartbeat in."""
+        """Call after the fleet has processed the heartbeat."""
         worker_id = heartbeat.process_id
-        if self._fleet.heartbeat_of(worker_id) is not heartbeat:  # old, or one peer too many
+        if self._fleet.heartbeat_of(worker_id) is not heartbeat:  # old, or above the peer limit
             return
         card, load = heartbeat.model, heartbeat.load
         takes_work = self._fleet.is_live(worker_id) and heartbeat.state == "ready"

@@ -1,19 +1,20 @@
-"""Which worker decodes, and which ones may prefill for it: a pure function of what is known.
+"""Which worker decodes, and which workers may prefill for it: a pure function of its arguments.
 
-Everything is counted in seconds, by the speeds that the workers were measured at:
+All costs are in seconds, from the measured speeds of the workers:
 
     local(d)   = queue(d) + step(d) + uncached(d) · token(d) · (1 + stall · (1 + running(d)))
-    remote(d)  = step(d) + hop + min over p of: queue(p) + step(p)
+    remote(d)  = step(d) + handoff overhead + min over p of: queue(p) + step(p)
                      + max(uncached(p) · token(p), tokens that d does not hold · push(p))
-    cost(d)    = min(local, remote) + load(d): KV of d's running requests, those not started there
+    cost(d)    = min(local, remote) + load(d): KV of d's running requests, d's waiting requests
 
-A prompt that is computed where others decode makes them wait, and a push hides behind computing
-unless the link is slower. Prefill must read a prefix that only decode holds, so each side is
-credited with its own cache. A worker with the longest prefix, or the one that the affinity key
-names, is kept unless it costs more than twice the best: affinity must not make a queue. Who has
-enough to do gets nothing: what waits here can still go elsewhere, and in a fair order.
+A local prefill delays the requests that decode on the worker, and a push overlaps with computing
+unless the link is slower. A prefill worker must compute a prefix that only decode holds, so each
+side is credited with its own cache. The worker with the longest prefix, or the one that the
+affinity key names, is preferred unless it costs more than twice the best: affinity must not create
+a queue. A worker with enough work gets no request: requests queued here can still go elsewhere, and
+in fair order.
 
-It is a plain scan of all workers (`cost_kernel.py`).
+The search is a linear scan of all workers (`cost_kernel.py`).
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ Draw = Callable[[int], int]  # uniform in [0, limit)
 
 @dataclass(frozen=True, slots=True)
 class RequestSize:
-    """`num_tokens` need KV before the first new token: the prompt and all received outputs."""
+    """`num_tokens` counts tokens with KV before the first new token: prompt, received outputs."""
 
     num_prompt_tokens: int
     num_tokens: int
     affinity_key: str = ""
-    allowed_regions: tuple[str, ...] = ()  # none: all
+    allowed_regions: tuple[str, ...] = ()  # empty: all
 
     def num_blocks(self, block_size: int) -> int:
         return -(-(self.num_tokens + 1) // block_size)
@@ -55,8 +56,8 @@ class RequestSize:
 
 @dataclass(frozen=True, slots=True)
 class LocalPrefill:
-    """Of how many uncached tokens decode computes the prompt itself: up to `always` in any case, up
-    to `at_most` where that is cheaper.
+    """The limits of local prefill on decode, in uncached tokens: up to `always` in any case, up to
+    `at_most` if local prefill is cheaper.
     """
 
     always: int
@@ -66,9 +67,9 @@ class LocalPrefill:
 @dataclass(frozen=True, slots=True)
 class Target:
     decode_id: str
-    prefill_candidates: tuple[str, ...]  # best first; none: local prefill
+    prefill_candidates: tuple[str, ...]  # best first; empty: local prefill
     num_blocks: int
-    num_uncached_tokens: int  # for whoever computes the prompt
+    num_uncached_tokens: int  # on the worker that computes the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +91,15 @@ def place(
     draw: Draw,
     excluded: Collection[str] = (),
 ) -> Target | None:
-    """The best worker that has room and time for the request. `excluded` are not to decode."""
+    """Returns the best worker with room and time for the request, or None. Workers in `excluded`
+    do not decode.
+    """
     decision = Decision(needs, workers, num_cached_blocks, local_prefill, now, draw)
     return decision.target(excluded)
 
 
 class Decision:
-    """What one request would cost on each worker, and who gets it."""
+    """The cost of one request on each worker, and the choice of a worker."""
 
     def __init__(
         self,
@@ -115,7 +118,7 @@ class Decision:
         self._terms = RequestTerms(
             num_tokens_to_compute=float(
                 needs.num_tokens - 1
-            ),  # the last token is decode's in any case
+            ),  # decode always computes the last token
             num_tokens=float(needs.num_tokens),
             free_local_tokens=float(local_prefill.always),
             max_local_tokens=float(local_prefill.at_most),
@@ -143,8 +146,8 @@ class Decision:
         return int(rows[self._draw(len(rows))])
 
     def _preferred(self, cost: NDArray[np.float64]) -> int | None:
-        """Of those with about the longest prefix the one that the affinity key names, else the
-        cheapest; without any, the affinity key's.
+        """Of the workers with about the longest prefix, the one that the affinity key names, else
+        the cheapest; without a cached prefix, the affinity key's worker.
         """
         holders, held_tokens = self._decode_side.holders, self._decode_side.held_tokens
         if not len(holders):
@@ -162,7 +165,7 @@ class Decision:
         return named if named in near else int(near[cost_of_near.argmin()])
 
     def _named(self, cost: NDArray[np.float64]) -> int | None:
-        """Highest random weight: a lost worker moves only its own sessions."""
+        """Highest random weight hashing: losing a worker moves only that worker's sessions."""
         if not self._needs.affinity_key:
             return None
         weights = _mixed(self._decodes.name_codes ^ np.uint64(code_of(self._needs.affinity_key)))
@@ -183,7 +186,7 @@ class Decision:
         )
 
     def _candidates(self, row: int, num_uncached: float) -> list[int]:
-        """Rows of prefill for a row of decode, best first; equal ones by lot."""
+        """Rows of prefill workers for a row of decode, best first; ties in random order."""
         format_code, turn = (
             self._decodes.columns.codes[FORMAT, row],
             self._draw(len(self._prefills)),
@@ -205,7 +208,7 @@ class Decision:
 
 
 def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64's last steps: each bit of a word moves all others (Steele et al., 2014)."""
+    """splitmix64's last steps: each input bit affects all output bits (Steele et al., 2014)."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))

@@ -1,8 +1,8 @@
-"""The scheduler process: takes requests, asks the index, starts them on decode workers.
+"""The scheduler process: queues requests, queries the index, starts them on decode workers.
 
 submit ──▶ queue ──▶ match prefix ──▶ plan ──▶ StartDecode ──ack──▶ Placed, forgotten
-             ▲                         │  ▲          └─ busy, silent, gone: next worker, new id
-             └── no room: until the ───┘  └─ nobody serves the model: parked for a short grace
+             ▲                         │  ▲          └─ busy, timeout, lost: next worker, new id
+             └── no room: until the ───┘  └─ no worker serves the model: parked for a short grace
                  next heartbeat
 """
 
@@ -62,7 +62,7 @@ MATCH_TIMEOUT_S = 0.02
 START_TIMEOUT_S = 0.1
 KEEPALIVE_S = 0.5
 TICK_S = 0.1
-MIN_CLOSED_S = 0.002  # a lane is not tried again sooner
+MIN_CLOSED_S = 0.002  # a lane is not retried sooner
 NO_WORKER_GRACE_S = 2.0
 DRAIN_S = 5.0
 MAX_PLACING = 32
@@ -85,18 +85,18 @@ class SchedulerService:
         self._local_prefill = LocalPrefill(
             always=config.local_prefill_tokens, at_most=config.max_local_prefill_tokens
         )
-        self._blocked: dict[Lane, RequestSize] = {}  # by the smallest request that found no room
-        self._probing: set[Lane] = set()  # may try one request; the others follow its success
-        self._opening: set[Lane] = set()  # blocked ones that will be tried when a worker opens
+        self._blocked: dict[Lane, RequestSize] = {}  # with the smallest request without room
+        self._probing: set[Lane] = set()  # blocked lanes that may try one request: success unblocks
+        self._opening: set[Lane] = set()  # blocked lanes with a scheduled probe
         self._parked: dict[QueuedRequest, None] = {}
         self._wake = asyncio.Event()
         self._background = Background()
         self._placing: set[asyncio.Task[None]] = set()
         self._sending: set[asyncio.Task[None]] = set()
-        self._leave: list[Unsubscribe] = []  # ends what brings new requests
+        self._leave: list[Unsubscribe] = []  # unsubscribes from new requests
         self._is_draining = False
 
-    # ── life ─────────────────────────────────────────────────────────────────────────────────────
+    # ── lifecycle ────────────────────────────────────────────────────────────────────────────────
 
     async def start(self) -> None:
         cost_kernel.load()
@@ -114,7 +114,7 @@ class SchedulerService:
         await self.health_monitor.transition_to("ready")
 
     async def drain(self) -> None:
-        """Places what is queued; what finds no place in DRAIN_S goes back to its gateway."""
+        """Places queued requests for DRAIN_S; the remaining ones go back to their gateways."""
         self._is_draining = True
         for leave in self._leave:
             await leave()
@@ -123,7 +123,7 @@ class SchedulerService:
         while len(self._admission) and self._clock.now() < give_up_at:
             await self._clock.sleep(TICK_S)
         for ticket in self._admission.held():
-            self._fail(ticket, NoCapacity("this scheduler is leaving", retry_after_s=0.0))
+            self._fail(ticket, NoCapacity("this scheduler is draining", retry_after_s=0.0))
         await asyncio.gather(*self._placing, *self._sending)
 
     async def stop(self) -> None:
@@ -131,16 +131,16 @@ class SchedulerService:
         await self.health_monitor.stop()
         await self._bus.close()
 
-    # ── what comes in ────────────────────────────────────────────────────────────────────────────
+    # ── incoming messages ────────────────────────────────────────────────────────────────────────
 
     def _submit(self, message: SubmitRequest) -> Queued:
         if self._is_draining:
-            raise WorkerBusy("this scheduler is leaving")
+            raise WorkerBusy("this scheduler is draining")
         num_ahead = len(self._admission)
         self._admission.enqueue(message, self._clock.now())
-        if not self._wake.is_set():  # what it asks the index leaves with this reply
+        if not self._wake.is_set():  # sends the index query together with this reply
             self._place_next()
-        self._wake.set()  # who comes in the same moment gets its turn by the queue, not by arrival
+        self._wake.set()  # the queue, not arrival, orders concurrent requests
         return Queued(scheduler_id=self._bus.process_id, num_ahead=num_ahead)
 
     def _cancel(self, message: CancelQueued) -> None:
@@ -173,7 +173,7 @@ class SchedulerService:
             self._place_next()
 
     def _place_next(self) -> None:
-        """Begins with as many as can be placed at once."""
+        """Starts placing requests, at most MAX_PLACING at once."""
         while len(self._placing) < MAX_PLACING:
             ticket = self._admission.pop(self._clock.now(), self._blocked.keys() - self._probing)
             if ticket is None:
@@ -193,15 +193,15 @@ class SchedulerService:
             self._retry_waiting(self._clock.now())
 
     def _retry_waiting(self, now: float) -> None:
-        """A function of its own: a loop's last ticket would live on between two ticks."""
+        """A separate function, as `_tick` would hold a loop's last ticket between two ticks."""
         for ticket in self._admission.remove_expired(now):
-            error = DeadlineExceeded("the deadline passed while it was queued")
+            error = DeadlineExceeded("the deadline passed while the request was queued")
             self._send_failed(ticket, error)
         for ticket in list(self._parked):
             self._retry_parked(ticket, now)
         for lane in list(self._blocked):
             if self._workers.has_worker(lane.served, (), lane.regions):
-                self._probing.add(lane)  # workers get done by the clock, too
+                self._probing.add(lane)  # workers also become free between heartbeats
                 self._wake.set()
             else:
                 self._unblock(lane)
@@ -231,7 +231,7 @@ class SchedulerService:
     # ── placing ──────────────────────────────────────────────────────────────────────────────────
 
     async def _place(self, ticket: QueuedRequest) -> None:
-        """Tries workers, best first, until the request is settled or none has room."""
+        """Tries workers, best first, until the request is placed or failed, or none has room."""
         try:
             num_cached_blocks = await self._match(ticket.request)
             tried: set[str] = set()
@@ -243,12 +243,12 @@ class SchedulerService:
                 await self._start(ticket, target)
         except HearthError as error:
             self._fail(ticket, error)
-        except Exception as error:  # the service's edge: every accepted request gets an ending
+        except Exception as error:  # outermost handler: every accepted request gets a result
             log.exception("placement_failed", request=ticket.request.request_id)
             self._fail(ticket, error)
 
     async def _match(self, request: Request) -> Mapping[str, int]:
-        """Cached blocks per worker; empty if the index is silent: that costs time, no more."""
+        """Cached blocks per worker; empty if the index does not reply, which costs only time."""
         if not request.block_hashes:
             return {}
         question = MatchPrefix(
@@ -269,7 +269,7 @@ class SchedulerService:
     def _best_target(
         self, ticket: QueuedRequest, num_cached_blocks: Mapping[str, int], tried: set[str]
     ) -> Target | None:
-        """None: the ticket is back in the queue, or parked. Raises PromptTooLong."""
+        """None after requeueing or parking the ticket. Raises PromptTooLong."""
         excluded = ticket.submit.excluded_workers
         needs = _needs(ticket)
         if not self._has_worker(ticket):
@@ -292,10 +292,10 @@ class SchedulerService:
         return target
 
     def _block(self, ticket: QueuedRequest, needs: RequestSize) -> None:
-        """Back to the queue, until a worker opens or a heartbeat tells of room."""
+        """Requeues the ticket until a worker opens or a heartbeat reports room."""
         lane, now = ticket.lane, self._clock.now()
         opens_in_s = self._workers.lane(lane.served).decodes.opens_at - now
-        # with workers that have long been open it is room that lacks
+        # with workers that have long been open, the lane lacks room, not time
         if -MIN_CLOSED_S < opens_in_s < TICK_S and lane not in self._opening:
             self._opening.add(lane)
             self._background.start(self._probe_after(lane, max(opens_in_s, MIN_CLOSED_S)))
@@ -304,7 +304,7 @@ class SchedulerService:
         self._admission.requeue(ticket, now)
 
     async def _probe_after(self, lane: Lane, delay_s: float) -> None:
-        """When the first of the workers has done enough of what it has been given."""
+        """Retries the lane once the first worker has done enough of its assigned work."""
         await self._clock.sleep(delay_s)
         self._opening.discard(lane)
         if lane in self._blocked:
@@ -312,7 +312,7 @@ class SchedulerService:
             self._wake.set()
 
     def _has_worker(self, ticket: QueuedRequest) -> bool:
-        """Where it may be: no region outside of those allowed is ever tried."""
+        """Whether a worker in the allowed regions can decode; other regions are never tried."""
         lane = ticket.lane
         return self._workers.has_worker(lane.served, ticket.submit.excluded_workers, lane.regions)
 
@@ -322,7 +322,7 @@ class SchedulerService:
             self._wake.set()
 
     async def _start(self, ticket: QueuedRequest, target: Target) -> None:
-        """One try on one worker, under an id of its own. Raises what no other worker can cure."""
+        """Tries one worker, with a new placement id. Raises errors that any worker would return."""
         worker_id = target.decode_id
         placement_id = self._randomness.bytes(NUM_PLACEMENT_ID_BYTES)
         message = self._start_message(ticket, target, placement_id)
@@ -345,7 +345,7 @@ class SchedulerService:
         await self._started(ticket, worker_id, placement_id)
 
     async def _started(self, ticket: QueuedRequest, worker_id: str, placement_id: bytes) -> None:
-        if ticket.is_gone:  # cancelled, expired or its gateway lost while the worker was asked
+        if ticket.is_gone:  # cancelled, expired or its gateway lost during StartDecode
             await self._abort(worker_id, placement_id, "client_gone")
             return
         self._admission.placed(ticket, self._clock.now())
@@ -360,17 +360,17 @@ class SchedulerService:
     ) -> StartDecode:
         remaining_s = ticket.deadline_at - self._clock.now()
         if remaining_s <= 0:
-            raise DeadlineExceeded("the deadline passed while it was placed")
+            raise DeadlineExceeded("the deadline passed while the request was placed")
         return StartDecode(
             placement_id=placement_id,
             request=msgspec.structs.replace(ticket.request, deadline_s=remaining_s),
             prefill_candidates=target.prefill_candidates,
         )
 
-    # ── what goes out ────────────────────────────────────────────────────────────────────────────
+    # ── outgoing messages ────────────────────────────────────────────────────────────────────────
 
     def _fail(self, ticket: QueuedRequest, error: Exception) -> None:
-        """Nothing, if the ticket has ended otherwise meanwhile."""
+        """Does nothing if the ticket has already ended."""
         if not ticket.is_gone:
             self._admission.remove(ticket.request.request_id)
             self._send_failed(ticket, error)
@@ -395,7 +395,7 @@ class SchedulerService:
     async def _send(self, subject: str, message: Message) -> None:
         try:
             await self._bus.publish(subject, message)
-        except DependencyUnavailable as error:  # the gateway notices by itself and resubmits
+        except DependencyUnavailable as error:  # the gateway detects this and resubmits
             log.warning("publish_failed", subject=subject, error=error.message)
 
 
@@ -414,7 +414,7 @@ def _needs(ticket: QueuedRequest) -> RequestSize:
 
 
 def _nobody_serves(request: Request) -> NoCapacity:
-    """The log is residency's audit record: it names who was refused, and nothing of the prompt."""
+    """The log is the audit record of data residency: it names the rejected request, no prompt."""
     where = ""
     if request.allowed_regions:
         where = f" in the allowed regions ({', '.join(request.allowed_regions)})"

@@ -1,7 +1,7 @@
 """The workers of one model and role as columns, so that a decision is a few vector operations.
 
-A row changes with its worker's heartbeats and assignments. Rows lie densely in no order: the last
-one fills the gap that a worker leaves.
+A row changes with its worker's heartbeats and assignments. Rows are dense and unordered: the last
+row fills the gap of a removed worker.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from services.scheduler.cost_kernel import (
 )
 from services.scheduler.throughput import Speed
 
-BASE_TOKENS = 64  # a request is never free: keeps "twice the best" meaningful on idle workers
-KV_READ_SHARE = 0.05  # of computing a token: that KV of one is there to be read
-WAITING_TOKENS = 256  # what a request costs that has not been started
-STALL_SHARE = 0.1  # of the time that a prefill on decode makes each running request wait
-MAX_AHEAD_S = 0.1  # of work at a worker: beyond it, requests wait in the fair queue
+BASE_TOKENS = 64  # minimum cost of a request, so that "twice the best" works on idle workers
+KV_READ_SHARE = 0.05  # cost of reading one token's KV, relative to computing a token
+WAITING_TOKENS = 256  # cost of a request that has not been started, in tokens
+STALL_SHARE = 0.1  # share of a local prefill's time that counts as delay of each running request
+MAX_AHEAD_S = 0.1  # maximum work queued at a worker; other requests wait in the fair queue
 FIRST_ROWS = 16
 _NO_ROWS, _NO_TOKENS = np.zeros(0, dtype=np.int64), np.zeros(0)
 _EVERYONE = np.zeros(0, dtype=np.bool_)
@@ -42,7 +42,7 @@ _EVERYONE = np.zeros(0, dtype=np.bool_)
 
 @dataclass(slots=True)
 class WorkerRow:
-    """A live worker as placement sees it: its last heartbeat and what was placed since."""
+    """A live worker as placement sees it: its last heartbeat and the assignments since."""
 
     worker_id: str
     kv_format: str
@@ -51,20 +51,20 @@ class WorkerRow:
     num_total_blocks: int
     num_running: int = 0
     num_waiting: int = 0
-    busy_until: float = 0.0  # when the prompts given to it will have been computed
+    busy_until: float = 0.0  # estimated time when its assigned prompts are computed
     decode_tokens: int = 0
     region: str = ""
     speed: Speed = field(default_factory=Speed)
-    is_avoided: bool = False  # it refused lately
+    is_avoided: bool = False  # rejected or timed out since its last heartbeat
 
     @property
     def closed_until(self) -> float:
-        """Before then it has enough to do; nobody knows until its speed was measured."""
+        """The worker has enough work before this time; -inf until its speed is measured."""
         return self.busy_until - MAX_AHEAD_S if self.speed.is_measured else -inf
 
     @property
     def load_s(self) -> float:
-        """What decoding here costs, wherever the prompt is computed."""
+        """Cost of decoding here in seconds, wherever the prompt is computed."""
         in_tokens = (
             BASE_TOKENS + KV_READ_SHARE * self.decode_tokens + WAITING_TOKENS * self.num_waiting
         )
@@ -72,18 +72,18 @@ class WorkerRow:
 
     @property
     def local_token_s(self) -> float:
-        """A prompt token computed here, with what those who decode here wait for it."""
+        """Seconds per prompt token computed here, including the delay of running requests."""
         return self.speed.token_s * (1.0 + STALL_SHARE * (1 + self.num_running))
 
 
 @lru_cache(maxsize=65_536)
 def code_of(name: str) -> int:
-    """64 bits for a worker's, region's or KV format's name; the same in every process."""
+    """A 64-bit hash of a worker, region or KV format name; the same in every process."""
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 class WorkerTable:
-    """The named columns are views of the rows in use; do not keep any over a change."""
+    """The named columns are views of the rows in use, valid until the next change."""
 
     def __init__(self, workers: Iterable[WorkerRow] = ()) -> None:
         self.ids: list[str] = []
@@ -104,7 +104,7 @@ class WorkerTable:
         return self._row_of.get(worker_id)
 
     def rows_of(self, worker_ids: Collection[str]) -> NDArray[np.int64]:
-        """Of those that are here."""
+        """Rows of the workers in this table; ignores unknown ids."""
         if not worker_ids:
             return _NO_ROWS
         rows = [self._row_of[each] for each in worker_ids if each in self._row_of]
@@ -116,7 +116,7 @@ class WorkerTable:
         max_cached_tokens: int,
         allowed_regions: Collection[str],
     ) -> RoleWorkers:
-        """With the workers that have cached blocks: tokens in them, at most so many."""
+        """The table with the cached tokens of each holder, at most `max_cached_tokens`."""
         is_allowed = self.in_regions(allowed_regions) if allowed_regions else _EVERYONE
         row_of = self._row_of
         held = {row_of[name]: num for name, num in num_cached_blocks.items() if name in row_of}
@@ -128,7 +128,7 @@ class WorkerTable:
         return RoleWorkers(self.columns, rows, held_tokens, is_allowed)
 
     def put(self, worker: WorkerRow) -> None:
-        """Adds the worker, or writes its row anew."""
+        """Adds the worker, or overwrites its row."""
         row = self._row_of.get(worker.worker_id)
         if row is None:
             row = self._add(worker.worker_id)
@@ -150,7 +150,7 @@ class WorkerTable:
 
     @property
     def opens_at(self) -> float:
-        """When the first of them takes requests again, as far as the clock tells; inf for none."""
+        """When the first worker accepts requests again, by estimated work; inf for no workers."""
         return float(self.columns.floats[CLOSED_UNTIL, : len(self)].min(initial=inf))
 
     def remove(self, worker_id: str) -> None:
@@ -167,7 +167,7 @@ class WorkerTable:
         self._use(last)
 
     def in_regions(self, regions: Collection[str]) -> NDArray[np.bool_]:
-        """An unnamed region is none that a request may allow."""
+        """Mask of the rows in `regions`; a worker without a region never matches."""
         return np.isin(self.region_codes, [code_of(each) for each in regions if each])
 
     def has_any(self, regions: Collection[str], *, but: Collection[str]) -> bool:
@@ -191,7 +191,7 @@ class WorkerTable:
 
     def _use(self, size: int) -> None:
         self.columns = WorkerColumns(self._floats, self._codes, size)
-        # What a worker that refused lately has free is -1: too little for anything.
+        # An avoided worker has -1 free tokens: too few for any request.
         self.block_sizes = self._floats[BLOCK_SIZE, :size]
         self.free_tokens = self._floats[FREE_TOKENS, :size]
         self.total_tokens = self._floats[TOTAL_TOKENS, :size]

@@ -57,10 +57,10 @@ def test_a_json_file_is_a_list_of_messages(redis_server: RedisServer) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "is_json", "error"),
     [
-        ("no way", "x", False, "cannot name a prefix"),
+        ("no way", "x", False, "is not a valid prefix name"),
         ("ok", "  \n", False, "is empty"),
         ("ok", "[]", True, "is empty"),
-        ("ok", '[{"role": "tool", "content": "x"}]', True, "no list of messages"),
+        ("ok", '[{"role": "tool", "content": "x"}]', True, "not a list of messages"),
     ],
 )
 def test_what_no_gateway_would_take_is_refused(
@@ -82,5 +82,5 @@ def test_the_table_says_what_is_not_read_yet(
 ) -> None:
     publish_prefix(redis_server.url, "shown", "m", "x", is_json=False)
     show_prefixes(redis_server.url, is_json=False)
-    assert "not read yet" in capsys.readouterr().out
+    assert "not tokenized yet" in capsys.readouterr().out
     remove_prefix(redis_server.url, "shown")

@@ -95,7 +95,7 @@ def test_the_list_shows_everyone(hearth: Hearth, redis_server: RedisServer) -> N
         (["limits", "nobody", "--weight", "2"], "there is no tenant 'nobody'"),
         (["limits", "team-a", "--weight", "0"], "these limits cannot be"),
         (["limits", "team-a", "--priority", "5"], "these limits cannot be"),
-        (["limits", "team-a", "--concurrency", "many"], "neither a number from 0 on"),
+        (["limits", "team-a", "--concurrency", "many"], "neither an integer >= 0"),
         (["rotate", "nobody"], "there is no tenant 'nobody'"),
         (["rotate", "team-a", "--key", "none"], "has no key 'none'"),
         (["revoke", "team-a", "--key", "none"], "has no key 'none'"),

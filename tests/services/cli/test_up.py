@@ -280,7 +280,7 @@ def test_a_worker_that_cannot_start_ends_the_start_with_its_own_words(
     result = run_hearth(tmp_path, "up", "--model", str(broken), "--http", f"127.0.0.1:{port}")
     assert result.returncode == 2
     assert re.fullmatch(
-        r"hearth: (prefill|decode)-1 ended at its start \(exit status 2: .*safetensors.*\); "
+        r"hearth: (prefill|decode)-1 ended during startup \(exit status 2: .*safetensors.*\); "
         r"its log: .*",
         result.stderr.strip(),
     )

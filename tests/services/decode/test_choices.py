@@ -301,7 +301,7 @@ def test_choices_share_a_small_pool_with_others_and_all_end():
     ("indices", "message"),
     [
         ((), "0 choices"),
-        ((0, 1, 1), "two choices have one choice_index"),
+        ((0, 1, 1), "two choices have the same choice_index"),
         ((0, -1), "choice_index"),
         ((0, 2**63), "choice_index"),
         (tuple(range(129)), "129 choices"),

@@ -177,7 +177,7 @@ def test_an_embedding_has_one_choice(pooling):
     async def main():
         async with cluster() as it:
             request = msgspec.structs.replace(several(), pooling=pooling)
-            with pytest.raises(InvalidRequest, match="3 choices of one embedding"):
+            with pytest.raises(InvalidRequest, match="3 choices of an embedding"):
                 await it.peer.place("decode-1", request)
             await it.settled()
 

@@ -84,7 +84,7 @@ def test_a_push_from_behind_the_end_is_refused() -> None:
                 deadline_s=60,
             )
             subject = run_prefill("prefill-1")
-            with pytest.raises(InvalidRequest, match="first_token 41 of 40"):
+            with pytest.raises(InvalidRequest, match="first_token 41 is beyond the prompt of 40"):
                 await it.peer.bus.request(subject, command, PrefillAccepted, timeout_s=1)
             await it.settled()
 

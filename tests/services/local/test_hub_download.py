@@ -110,8 +110,8 @@ def test_a_cached_model_is_used_when_the_hub_cannot_be_reached(hub_home: Path) -
 
 def test_a_model_that_is_not_cached_is_refused_offline(hub_home: Path) -> None:
     line = refused("org/other", HF_HOME=str(hub_home), HF_HUB_OFFLINE="1")
-    assert "'org/other' is no directory here, nor in" in line
-    assert "HF_HUB_OFFLINE forbids" in line
+    assert "'org/other' is not a directory here, not in" in line
+    assert "HF_HUB_OFFLINE prevents the download" in line
 
 
 def test_without_a_network_it_says_what_was_tried(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_without_a_network_it_says_what_was_tried(tmp_path: Path) -> None:
 
 def test_an_id_that_cannot_be_one_is_named(tmp_path: Path) -> None:
     line = refused("org/a..b--c", HF_HOME=str(tmp_path), HF_ENDPOINT="http://127.0.0.1:9")
-    assert "'org/a..b--c' is no directory here, nor can it be an id on" in line
+    assert "'org/a..b--c' is not a directory here, and not a valid id on" in line
 
 
 Answer = tuple[int, dict[str, str], bytes]  # status, headers, body
@@ -201,8 +201,8 @@ def test_only_what_hearth_reads_is_fetched(tmp_path: Path, needs: str) -> None:
 @pytest.mark.parametrize(
     ("status", "code", "words"),
     [
-        (401, "RepoNotFound", "has none of that name for you: check the id"),
-        (404, "RepoNotFound", "has none of that name for you: check the id"),
+        (401, "RepoNotFound", "has no accessible model of that name: check the id"),
+        (404, "RepoNotFound", "has no accessible model of that name: check the id"),
         (403, "GatedRepo", "is gated: accept its terms at"),
         (500, "", "cannot be reached"),
     ],
@@ -240,7 +240,7 @@ def test_the_refusal_of_a_command_is_one_line(tmp_path: Path) -> None:
             timeout=60,
         )
         assert result.returncode == 2
-        assert result.stderr.startswith(f"hearth: model {MODEL!r} is no directory here")
+        assert result.stderr.startswith(f"hearth: model {MODEL!r} is not a directory here")
         assert len(result.stderr.splitlines()) == 1
 
 

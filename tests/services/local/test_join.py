@@ -90,7 +90,7 @@ def test_names_are_checked_and_chosen(environ: dict[str, str]) -> None:
         add_credential("decode", "decode-1", None, environ)
     with pytest.raises(ConfigError, match="letters, digits"):
         add_credential("decode", "a.b", None, environ)
-    with pytest.raises(ConfigError, match="no role"):
+    with pytest.raises(ConfigError, match="unknown role"):
         add_credential("router", None, None, environ)
     added = add_credential("kv-index", None, "10.0.0.5", environ)
     assert added.nats_url.startswith("nats://kv_index-")

@@ -99,7 +99,7 @@ def test_after_a_failure_only_the_logs_remain(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot keep state"):
+    with pytest.raises(ConfigError, match="cannot store state"):
         StateDir.create(tmp_path / "file" / "clusters")
 
 

@@ -92,7 +92,7 @@ async def test_a_death_at_the_start_is_told_with_the_last_words(
     supervisor: Supervisor,
 ) -> None:
     await supervisor.launch(spec("bad", "import sys; sys.exit('no such checkpoint')"))
-    with pytest.raises(ProcessEnded, match=r"bad ended at its start \(exit status 1: no such chec"):
+    with pytest.raises(ProcessEnded, match=r"bad ended during startup \(exit status 1: no such ch"):
         await asyncio.wait_for(supervisor.failure, WAIT_S)
 
 
