@@ -18,10 +18,12 @@ from services.local.plan import UpOptions
 from services.local.state import clusters_dir
 from services.local.supervisor import Event
 from shared.clock import Clock, MonotonicClock
+from shared.log import configure_logging
 
 
 def run_up(options: UpOptions, *, is_check: bool) -> None:
     """Returns after Ctrl-C, SIGTERM, or, for a check, after the first answer."""
+    configure_logging("up", level="error")  # the observer's connection would log its end
     asyncio.run(_up(options, is_check=is_check))
 
 
