@@ -1,8 +1,8 @@
-"""How well one number tells two classes apart: the area under the ROC curve, and its uncertainty.
+"""How well one number separates two classes: the area under the ROC curve, and its uncertainty.
 
-AUC is the chance that a draw of the first class is smaller than one of the second, ties counting
-half. Its variance is DeLong's (Biometrics 44, 1988), computed from ranks as Sun and Xu do (IEEE
-Signal Processing Letters 21, 2014).
+AUC is the probability that a sample of the first class is smaller than one of the second; ties
+count half. Its variance is DeLong's (Biometrics 44, 1988), computed from ranks as in Sun and Xu
+(IEEE Signal Processing Letters 21, 2014).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ class Auc(NamedTuple):
 
     @property
     def largest_advantage(self) -> float:
-        """The upper 95 % bound of |AUC - 0.5|: what is left to guess with."""
+        """The upper 95 % bound of |AUC - 0.5|: the largest advantage of a guess."""
         return max(self.high - 0.5, 0.5 - self.low)
 
 
 def auc(smaller: Sequence[float], larger: Sequence[float]) -> Auc:
-    """Of how often `smaller` is. Raises ValueError for a class of fewer than two."""
+    """The AUC of `smaller` being smaller. Raises ValueError for a class with fewer than two."""
     m, n = len(smaller), len(larger)
     if min(m, n) < 2:
         raise ValueError(f"{m} and {n} values: an interval needs two of each class")
     both = np.concatenate([larger, smaller])
     ranks = _mid_ranks(both)
-    # of each value, the share of the other class that it is on the right side of
+    # for each value, the share of the other class that is on the right side of it
     of_larger = (ranks[:n] - _mid_ranks(both[:n])) / m
     of_smaller = 1 - (ranks[n:] - _mid_ranks(both[n:])) / n
     value = float(of_larger.mean())
@@ -44,7 +44,7 @@ def auc(smaller: Sequence[float], larger: Sequence[float]) -> Auc:
 
 
 def _mid_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Ranks from 1; equal values share the middle of theirs."""
+    """Ranks from 1; equal values share the mean of their ranks."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     middles: NDArray[np.float64] = (last - counts + last + 1) / 2

@@ -1,6 +1,6 @@
-"""Random checkpoints of stated size, so that speed can be measured without anybody's weights.
+"""Random checkpoints of a given size, to measure speed without downloaded weights.
 
-python -m benchmarks.checkpoints DIR [--dtype bfloat16]     125 M parameters, ready to be served
+python -m benchmarks.checkpoints DIR [--dtype bfloat16]     125 M parameters, ready to serve
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def write_random_llama(model_dir: Path, shape: dict[str, Any], *, dtype: str) ->
 
 
 def write_tokenizer(model_dir: Path, vocab_size: int) -> None:
-    """The demo model's, with a word for every further id that a random model may draw."""
+    """Writes the demo model's tokenizer, plus a word for every further id that may be sampled."""
     for name in ("tokenizer_config.json", "chat_template.jinja"):
         if (DEMO_MODEL_DIR / name).exists():
             shutil.copy(DEMO_MODEL_DIR / name, model_dir / name)

@@ -1,17 +1,17 @@
-"""Lossless weights: how small, and how fast to code and decode.
+"""Lossless weights: how small, and how fast to encode and decode.
 
     python -m benchmarks.compression [--model DIR ...] [--layers 1] [--rows-divisor 4] [--threads 2]
 
 At rest: bundles as `hearth compress` writes them, of the demo model, of every checkpoint given, and
-of synthetic weights in the shapes of Llama 3.1 8B (`llama_weights.py` states their statistics). Of
-these, as many layers as asked for and a part of the rows of each matrix are made and coded; the
-model's size follows from the bits a weight of each kind and how many weights of it the model has.
-Every bundle is decompressed, too, and compared with its folder file by file.
+of synthetic weights in the shapes of Llama 3.1 8B (`llama_weights.py` states their statistics). For
+these, the requested number of layers and a part of the rows of each matrix are made and encoded;
+the model's size follows from the bits per weight of each kind and its number of weights in the
+model. Every bundle is also decompressed, and compared with its folder file by file.
 
-Speeds are in original bytes (two a BF16 weight). `hearth compress` codes, writes, syncs, decodes
-again and compares; `open_checkpoint` is how a worker loads, checksums included, beside the same of
-the plain folder from the page cache; the codec alone goes from memory to memory. Medians, and the
-CPU time of all threads beside them. All of it on as many CPUs as there are threads.
+Speeds are in original bytes (two per BF16 weight). `hearth compress` encodes, writes, syncs,
+decodes again and compares; `open_checkpoint` is how a worker loads, including checksums, compared
+with loading the uncompressed folder from the page cache; the codec alone goes from memory to
+memory. Medians, with the CPU time of all threads. Everything runs on as many CPUs as threads.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from benchmarks.report import write_result
 def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", type=Path, nargs="*", default=[], help="checkpoint folders")
-    parser.add_argument("--layers", type=int, default=1, help="synthetic layers that are made")
-    parser.add_argument("--rows-divisor", type=int, default=4, help="of their matrices' rows")
+    parser.add_argument("--layers", type=int, default=1, help="number of synthetic layers")
+    parser.add_argument("--rows-divisor", type=int, default=4, help="divisor of the matrices' rows")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args(argv)

@@ -90,7 +90,7 @@ def size_rows(case: str, manifest: Manifest) -> list[Row]:
 
 
 def whole_model(manifest: Manifest) -> KindRow:
-    """Of Llama 3.1 8B: each kind has the bits a weight that were measured on a part of it."""
+    """The size of Llama 3.1 8B: each kind has the bits per weight measured on a part of it."""
     measured = {row.kind: row for row in rows_by_kind(tensors_of(manifest))}
     total = KindRow("whole model, by shape", "BF16")
     for kind, shape, count in WHOLE_MODEL:
@@ -129,7 +129,7 @@ def timed(
     run: Callable[[], object],
     before: Callable[[], object] = lambda: None,
 ) -> Row:
-    """One round before those that count: numba compiles, files come into the page cache."""
+    """Runs once before the measured rounds: numba compiles, files enter the page cache."""
     before()
     run()
     walls, cpus = [], []
@@ -148,7 +148,7 @@ def timed(
 
 
 def codec_rows(rows_divisor: int, rounds: int, executor: Executor) -> list[Row]:
-    """From memory to memory, without checksums."""
+    """Measures the codec from memory to memory, without checksums."""
     shape = (CODEC_SHAPE[0] // rows_divisor, CODEC_SHAPE[1])
     words = weights(shape, STATISTICS["usual"], np.random.default_rng(1))
     data = words.reshape(-1).view(np.uint8)
@@ -169,12 +169,12 @@ def codec_rows(rows_divisor: int, rounds: int, executor: Executor) -> list[Row]:
 
     rows.append(timed("codec alone", "decode", data.size, rounds, decode))
     if not np.array_equal(out, data):
-        raise AssertionError("what was decoded is not what was encoded")
+        raise AssertionError("the decoded data differs from the encoded data")
     return rows
 
 
 def read_all(folder: Path, place: torch.Tensor) -> None:
-    """As a worker does, which copies each tensor to its place; here that is always the same."""
+    """Reads like a worker, which copies each tensor to its place; here all share one place."""
     with open_checkpoint(folder) as tensors:
         for name in tensors.names():
             tensor = tensors.read(name)
@@ -225,7 +225,7 @@ def speed_rows(case: str, source: Path, folder: Path, rounds: int, num_threads: 
 
 
 def largest_tensor(folder: Path) -> int:
-    """In weights."""
+    """The number of weights in the largest tensor."""
     with open_checkpoint(folder) as tensors:
         return max(math.prod(tensors.content(name).shape) for name in tensors.names())
 
@@ -233,4 +233,4 @@ def largest_tensor(folder: Path) -> int:
 def check_same(folder: Path, other: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file() and digest_of(path) != digest_of(other / path.relative_to(folder)):
-            raise AssertionError(f"{path} is not what it was")
+            raise AssertionError(f"{path} differs after a round trip")

@@ -1,10 +1,10 @@
-"""The engine on a CPU with compressed weights beside the same engine with dense ones.
+"""The engine on a CPU with compressed weights, compared with the same engine with dense ones.
 
-Both have the same checkpoint (given, or a random one of 125 M parameters: normal weights), prompts
-and number of threads, greedy, in one process, turn by turn: output tokens per second of a batch,
-and prompt tokens per second of one long prompt. A ratio above 1: compressed is faster. Beside the
-clock it is that of CPU time, which tells something on a machine that does other things, too, and
-counts cores that wait for memory. `resident` are the bytes of the mapped weights.
+Both use the same checkpoint (given, or a random one of 125 M parameters: normal weights), prompts
+and number of threads, greedy, in one process, alternating: output tokens per second of a batch, and
+prompt tokens per second of one long prompt. A ratio above 1: compressed is faster. In addition to
+wall time there is the ratio of CPU time, which is meaningful on a busy machine, too, and counts
+cores that wait for memory. `resident` is the size of the mapped weights in bytes.
 
     python -m benchmarks.compression_engine [--model DIR] [--threads 2] [--rounds 3]
 """
@@ -40,7 +40,7 @@ LEAST_RATIO = 0.95
 
 
 def make_cases(vocab_size: int, seed: int, num_output_tokens: int) -> list[Case]:
-    """Other prompts with each seed, so that no prefix cache helps."""
+    """Different prompts for each seed, so that no prefix cache helps."""
     randomness = random.Random(seed)
 
     def prompts(count: int, length: int) -> list[list[int]]:
@@ -77,14 +77,14 @@ async def compare(model_dir: Path, options: argparse.Namespace) -> tuple[list[Ro
 
 
 async def seconds_of(hearth: Hearth, case: Case) -> tuple[float, float]:
-    """By the clock, and of CPU time."""
+    """Returns wall time and CPU time."""
     started, cpu_started = time.perf_counter(), time.process_time()
     await hearth.run(case)
     return time.perf_counter() - started, time.process_time() - cpu_started
 
 
 def mapped_bytes() -> int:
-    """Of packed weights, that are in this process's memory."""
+    """The resident bytes of mapped packed weights in this process."""
     blocks = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text())
     resident = (
         re.search(r"^Rss: +(\d+) kB", each, re.MULTILINE) for each in blocks if ".packed\n" in each
@@ -135,7 +135,7 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["HEARTH_CACHE_DIR"] = folder  # for the weights: kernels know theirs already
+        os.environ["HEARTH_CACHE_DIR"] = folder  # only for weights: kernels have set theirs
         model_dir = options.model
         if model_dir is None:
             model_dir = Path(folder, "model")

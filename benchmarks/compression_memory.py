@@ -1,17 +1,17 @@
-"""How much smaller weights are in memory in their split form (kernels/split_weight.py), and why it
-is cut as it is.
+"""How much smaller weights are in memory in their split form (kernels/split_weight.py), and the
+reasons for its design.
 
     python -m benchmarks.compression_memory [--model DIR] [--rows 512]
 
 Layers have the shapes of Llama-3.1-8B, of which `--rows` rows are drawn: a row's weights follow a
-Student-t distribution of 4 or 8 degrees of freedom or a normal one, of a scale 0.02 · e^(0.3 z), z
-normal by row. Such exponents have an entropy of 2.6 to 2.8 bits, as trained ones have. Of a
-checkpoint (the demo model, cast to BF16, unless told) all matrices are split, all rows of them.
-`bound` is a byte and the entropy of the exponents: what no code of single exponents can beat.
+Student-t distribution of 4 or 8 degrees of freedom or a normal one, with a scale of 0.02 · e^(0.3
+z), z normal per row. Such exponents have an entropy of 2.6 to 2.8 bits, like trained ones. For a
+checkpoint (by default the demo model, cast to BF16) all rows of all matrices are split.
+`bound` is a byte plus the entropy of the exponents: the lower limit of codes of single exponents.
 
-The variants are computed, not built: codes, exponents set aside, two words of 32 bits for 32 groups
-and a base for its rows. A three-bit code sets single exponents aside, 16 bits each with their
-place. For FP16: 11 bits and the code.
+The variants are computed, not built: codes, exponents in the side table, two words of 32 bits for
+32 groups and a base for its rows. A three-bit code stores single exponents separately, 16 bits each
+with their position. For FP16: 11 bits and the code.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from services.cli.service_options import DEMO_MODEL_DIR
 from shared.engine.weights.load import open_checkpoint
 
 NUM_LAYERS = 32
-# (N, K, how many in a layer)
+# (N, K, number per layer)
 LAYER = {
     "q, o": (4096, 4096, 2),
     "k, v": (1024, 4096, 2),
@@ -55,12 +55,12 @@ def drawn(num_rows: int, width: int, freedom: float | None, seed: int = 0) -> Te
 
 
 def split_row(case: str, weight: Tensor) -> Row:
-    """Verified: the form gives back the weight."""
+    """Measures a split weight, after checking that it decodes to the weight."""
     split, entropy = split_weight(weight), exponent_entropy(weight)
     if split is None:
         return {"case": case, "bits": 16.0, "bound": round(8 + entropy, 3), "wide": None}
     if not torch.equal(decompress(split).view(torch.int16), weight.view(torch.int16)):
-        raise AssertionError(f"{case}: not the weight that was split")
+        raise AssertionError(f"{case}: decoding differs from the weight")
     return {
         "case": case,
         "bits": round(split.bits_per_weight, 4),
@@ -70,7 +70,7 @@ def split_row(case: str, weight: Tensor) -> Row:
 
 
 def llama_rows(num_rows: int) -> tuple[list[Row], dict[str, float]]:
-    """What each layer takes, and how much smaller the model is, by distribution."""
+    """The size of each layer, and how much smaller the model is, by distribution."""
     rows, smaller = [], {}
     for name, freedom in FREEDOMS.items():
         taken, total = 16.0 * NORMS, NORMS
@@ -85,7 +85,7 @@ def llama_rows(num_rows: int) -> tuple[list[Row], dict[str, float]]:
 
 
 def checkpoint_rows(model_dir: Path) -> list[Row]:
-    """A row for each kind of matrix: the layers' are taken together."""
+    """A row for each kind of matrix: matrices of all layers are combined."""
     found: dict[str, list[tuple[int, Row]]] = defaultdict(list)
     with open_checkpoint(model_dir) as tensors:
         for name in tensors.names():
@@ -110,7 +110,7 @@ def fields_of(weight: Tensor, num_mantissa_bits: int, mask: int) -> Tensor:
 
 
 def wide_share(exponents: Tensor, group: int, window: int, num_rows: int = 1) -> float:
-    """Of groups with an exponent outside the window that suits most of so many rows."""
+    """The share of groups with an exponent outside the best window of `num_rows` rows."""
     grouped = exponents.view(len(exponents), -1, group)
     first, last = (grouped.amax(-1) - window + 1).clamp(min=0), grouped.amin(-1)
     fits = (first <= last).int()
@@ -122,7 +122,7 @@ def wide_share(exponents: Tensor, group: int, window: int, num_rows: int = 1) ->
 
 
 def variants(weight: Tensor) -> Iterator[tuple[str, float, float]]:
-    """(name, bits a weight, share of groups set aside)"""
+    """(name, bits per weight, share of wide groups)"""
     num_rows, width = weight.shape
     exponents = fields_of(weight, 7, 0xFF)
 
@@ -163,8 +163,8 @@ def variant_rows(num_rows: int) -> list[Row]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", type=Path, default=DEMO_MODEL_DIR)
-    parser.add_argument("--rows", type=int, default=512, help="of each layer; a multiple of 32")
-    parser.add_argument("--name", default="compression_memory", help="of the result's file")
+    parser.add_argument("--rows", type=int, default=512, help="rows per layer, a multiple of 32")
+    parser.add_argument("--name", default="compression_memory", help="name of the result's file")
     given = parser.parse_args()
     layers, smaller = llama_rows(given.rows)
     rows = [*layers, *checkpoint_rows(given.model), *variant_rows(given.rows)]

@@ -1,31 +1,31 @@
-"""What the control plane costs: the whole of it, with workers whose steps take no time.
+"""The cost of the control plane: a full cluster whose workers' steps take no time.
 
     python -m benchmarks.control_plane                           both shapes, 16, 64, 256 clients
-    python -m benchmarks.control_plane --peer VENV [--aiperf VENV]    Dynamo beside it, by turns
+    python -m benchmarks.control_plane --peer VENV [--aiperf VENV]    also Dynamo, alternating
     python -m benchmarks.control_plane --shape split --concurrency 64 --duration-s 5
-    python -m benchmarks.control_plane --shape split --hold      for other clients: where to ask
+    python -m benchmarks.control_plane --shape split --hold      for other clients: prints the URL
 
 Real processes: gateway, its chat template, scheduler, kv_index, nats-server, redis, workers. Every
-prompt is another, rendered and tokenized; each token is a step of the engine and an event of the
-answer, which the client counts. Client and servers share the machine's cores, as with the peer.
+prompt is different, rendered and tokenized; each token is a step of the engine and an event of the
+response, which the client counts. Client and servers share the machine's cores, as for the peer.
 
-The bars are against the peer of the same run, and under the clients with which its published
-figures were taken: AIPerf where `--aiperf` names a virtual environment that has it, and one that
-parses every event. Without a peer they are against those figures.
+The bars compare with the peer of the same run, under the clients that its published figures used:
+AIPerf if `--aiperf` names a virtual environment with it, and a client that parses every event.
+Without a peer they compare with those figures.
 
-    split   500 tokens in, 32 out; prefill and decode apart. As steps take no time,
-            placement has decode compute nearly every prompt itself: hardly any KV is pushed
-    one     100 tokens in, 64 out; one worker does both
+    split   500 tokens in, 32 out; separate prefill and decode. As steps take no time,
+            placement lets decode compute nearly every prompt: hardly any KV is pushed
+    one     100 tokens in, 64 out; one worker with both roles
 
-CPU is a process's user and system time by the kernel's count, in milliseconds a request: that is
-also how many cores it takes at 1,000 requests a second. It is steadier than requests a second,
-which mean nothing on a machine with other work. The client is measured with and without
-TCP_QUICKACK: a server that leaves small segments to Nagle's algorithm waits for acknowledgements.
-AIPerf's own processes are not counted.
+CPU is a process's user and system time as counted by the kernel, in milliseconds per request: this
+equals the number of cores it uses at 1,000 requests a second. It is steadier than requests per
+second, which mean nothing on a busy machine. The client is measured with and without TCP_QUICKACK:
+a server that leaves small segments to Nagle's algorithm waits for acknowledgements. AIPerf's own
+processes are not counted.
 
-AIPerf 0.13 polls without a pause while all its requests are under way: one process that is always
-ready to run, beside those that work. What it measures on shared cores hangs on how the kernel
-shares them out, and varies by a tenth from run to run; `--rounds` keeps the middle one of several.
+AIPerf 0.13 polls without a pause while all its requests are in flight: one process that is always
+runnable competes with the others. Its measurements on shared cores depend on how the kernel
+schedules them, and vary by a tenth from run to run; `--rounds` reports the median of several.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ REFERENCES = {
     ("split", 64): (387, "aiperf", 1.2),
     ("one", 64): (593, "parsing", 1.0),
 }
-AIPERF_REQUESTS = 1200, 24  # so many, and so many more for each client
+AIPERF_REQUESTS = 1200, 24  # a base number, plus this many per client
 NUM_TEMPLATE_TOKENS = 24  # of the chat template and the number
 WARM_UP_S = 1.0
 
 
 def prompts(num_tokens: int, seed: int) -> Iterator[str]:
-    """Words that are one token each, behind a number: no two have a block in common."""
+    """Words of one token each, after a number: no two prompts share a block."""
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL_DIR / "tokenizer.json"))
     texts = (tokenizer.decode([each]) for each in range(tokenizer.get_vocab_size()))
     words = [text for text in texts if text.startswith(" ") and text.strip().isalpha()]
@@ -90,7 +90,7 @@ def prompts(num_tokens: int, seed: int) -> Iterator[str]:
 
 
 def cpu_s(processes: Processes) -> dict[str, float]:
-    """User and system time of each, and of this process as the client."""
+    """User and system time of each process, and of this process as the client."""
     everyone = {**processes, "client": psutil.Process()}
     times = {name: process.cpu_times() for name, process in everyone.items()}
     return {name: each.user + each.system for name, each in times.items()}
@@ -214,7 +214,7 @@ async def run(options: argparse.Namespace) -> list[Row]:
 
 
 def middle(rows: Sequence[Row]) -> Row:
-    """The row with the median throughput, and the errors of all."""
+    """The row with the median throughput, and the sum of all errors."""
     by_speed = sorted(rows, key=lambda row: row["requests_per_s"])
     num_errors = sum(row["num_errors"] for row in rows)
     return {**by_speed[(len(rows) - 1) // 2], "num_errors": num_errors}
@@ -226,7 +226,7 @@ def clients_of(shape: str, options: argparse.Namespace) -> list[str]:
 
 
 async def hold(options: argparse.Namespace) -> None:
-    """For clients of others: says where to ask, and afterwards what it took."""
+    """For external clients: prints the URLs, and afterwards the CPU time used."""
     for shape in options.shape:
         async with started(shape, options) as servers:
             before = {name: cpu_s(processes) for name, (_, processes) in servers.items()}
@@ -240,7 +240,7 @@ async def hold(options: argparse.Namespace) -> None:
 
 
 def bars_of(rows: Sequence[Row]) -> list[Bar]:
-    """Against the peer of the same run, else against what it did on such a machine."""
+    """Compares with the peer of the same run, or else with its published figures."""
     bars = [at_most("answers with another number of events", _num_errors(rows), 0, "answers")]
     for (shape, concurrency), (reference, client, bar) in REFERENCES.items():
         ours = _best(rows, "hearth", shape, concurrency, client)
@@ -263,7 +263,7 @@ def _num_errors(rows: Sequence[Row]) -> int:
 def _best(
     rows: Sequence[Row], server: str, shape: str, concurrency: int, client: str | None = None
 ) -> float | None:
-    """Of all clients, unless one is named: each server gets the one that suits it."""
+    """The best of all clients, unless one is named: each server gets its most favourable one."""
     wanted = (server, shape, concurrency)
     found = [row for row in rows if (row["server"], row["shape"], row["concurrency"]) == wanted]
     named = [row for row in found if client in (None, row["client"])]
@@ -276,12 +276,12 @@ def main(argv: Sequence[str]) -> int:
     add("--shape", choices=list(SHAPES), nargs="+", default=list(SHAPES))
     add("--concurrency", type=int, nargs="+", default=[16, 64, 256])
     add("--client", choices=list(MANNERS), nargs="+", default=list(MANNERS))
-    add("--duration-s", type=float, default=10.0, help="of each row")
-    add("--rounds", type=int, default=1, help="of each row, by turns; the middle one is kept")
-    add("--step-s", type=float, default=0.0, help="what a step of the engine takes")
-    add("--peer", type=Path, help="virtual environment with Dynamo, measured by turns")
+    add("--duration-s", type=float, default=10.0, help="duration of each row")
+    add("--rounds", type=int, default=1, help="rounds of each row; the median is reported")
+    add("--step-s", type=float, default=0.0, help="duration of an engine step")
+    add("--peer", type=Path, help="virtual environment with Dynamo, measured alternately")
     add("--aiperf", type=Path, help="virtual environment with AIPerf, for `split`")
-    add("--hold", action="store_true", help="only start the servers, for other clients")
+    add("--hold", action="store_true", help="only start the servers, for external clients")
     add("--seed", type=int, default=1)
     add("--name", default="control_plane", help="results/NAME.json")
     options = parser.parse_args(argv)

@@ -1,9 +1,9 @@
-"""The engine alone, beside `transformers` with a static batch: output tokens per second.
+"""The engine alone, compared with `transformers` with a static batch: output tokens per second.
 
-Both get the same random 125 M checkpoint, prompts, number of threads and number of output tokens,
-greedy, in one process, turn by turn; the figure of a case is the median of its rounds. With mixed
-lengths transformers has to run a batch until its longest answer is done; only the tokens that were
-asked for count, for both. Prefill is the time to the first token of one long prompt.
+Both use the same random 125 M checkpoint, prompts, number of threads and number of output tokens,
+greedy, in one process, alternating; the figure of a case is the median of its rounds. With mixed
+lengths transformers has to run a batch until its longest output ends; only requested tokens count,
+for both. Prefill is the time to the first token of one long prompt.
 
     python -m benchmarks.engine_cpu [--threads 2] [--dtype bfloat16] [--rounds 3]
 """
@@ -54,13 +54,13 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def num_tokens(self) -> int:
-        """What the case's rate counts: prompt tokens of a prefill, else output tokens."""
+        """The tokens of the case's rate: prompt tokens for a prefill, else output tokens."""
         is_prefill = self.num_output_tokens == [1]
         return len(self.prompts[0]) if is_prefill else sum(self.num_output_tokens)
 
 
 def make_cases(vocab_size: int, seed: int) -> list[Case]:
-    """Other prompts with each seed, so that no prefix cache helps."""
+    """Different prompts for each seed, so that no prefix cache helps."""
     randomness = random.Random(seed)
 
     def prompts(count: int, length: int) -> list[list[int]]:
@@ -86,7 +86,7 @@ class Peer:
     @torch.inference_mode()
     def run(self, case: Case) -> None:
         longest = max(case.num_output_tokens)
-        torch.set_num_threads(self._num_threads)  # the runner has set another for its own thread
+        torch.set_num_threads(self._num_threads)  # the runner has set another number
         self._model.generate(
             torch.tensor(case.prompts),
             attention_mask=torch.ones(len(case.prompts), len(case.prompts[0]), dtype=torch.long),
@@ -98,7 +98,7 @@ class Peer:
 
 
 class Hearth:
-    """The engine loop over the model's runner, without bus and services."""
+    """The engine loop with the model's runner, without bus and services."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.engine = Engine(
@@ -144,7 +144,7 @@ def sequences_of(case: Case) -> list[Sequence]:
 
 
 async def compare(model_dir: Path, options: argparse.Namespace) -> list[Row]:
-    """A row a case: both rates (tokens/s), and the median of the rounds' ratios."""
+    """One row per case: both rates (tokens/s), and the median of the rounds' ratios."""
     peer = Peer(model_dir, options.dtype, options.threads)
     runner = load_runner(model_dir, dtype=options.dtype, num_threads=options.threads)
     hearth = Hearth(runner)

@@ -1,13 +1,13 @@
-"""Where a decode step's time goes: into torch and compiled kernels, or the engine around them.
+"""The distribution of a decode step's time: torch and compiled kernels, or the engine around them.
 
 The engine over the random 125 M checkpoint, batch 64, greedy, one thread. Every other step times
-each call from Python into torch or a compiled kernel, filed under the file that makes it; the steps
-between run as they always do. What these take beyond the calls is overhead: scheduling, building
-inputs, applying what was drawn, and in `run` the Python of layers and kernels, numpy's argmax, and
-the way to the step's thread and back. All figures are medians of wall time, so let the machine do
-nothing else. The process's CPU clock would mind that less, but to read it takes 4 us between such
-calls (and 15 to 50 us on other virtual machines), wall time 1 us: hundreds of calls a step would
-seem to take that from the engine.
+each call from Python into torch or a compiled kernel, attributed to the calling file; the steps in
+between run unmodified. The difference between their time and the calls is overhead: scheduling,
+building inputs, applying sampled tokens, and in `run` the Python of layers and kernels, numpy's
+argmax, and the switch to the step's thread and back. All figures are medians of wall time, so the
+machine should be idle. The process's CPU clock would be less sensitive, but reading it takes 4 us
+between such calls (and 15 to 50 us on other virtual machines), wall time 1 us: with hundreds of
+calls per step this would appear as engine time.
 
     python -m benchmarks.engine_overhead [--steps 100]
 """
@@ -49,7 +49,7 @@ Times = dict[str, float]  # part of a step -> seconds
 
 
 class Calls(TorchFunctionMode):
-    """While entered, times the thread's calls into torch, and all into compiled kernels."""
+    """While entered, times the thread's calls into torch, and all calls into compiled kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Calls(TorchFunctionMode):
 
 
 def part_of(frame: FrameType | None) -> str:
-    """The kernel that the engine called, or the engine's file that called torch itself."""
+    """The kernel that the engine called, or the engine's file that called torch directly."""
     kernel = None
     while frame is not None:
         name = frame.f_globals["__name__"]
@@ -105,7 +105,7 @@ class ProfiledRunner(CpuRunner):
 
 
 async def step(engine: Engine, runner: ProfiledRunner) -> Times:
-    """What the engine's loop does once, by part."""
+    """One iteration of the engine's loop, timed by part."""
     laps = [time.perf_counter()]
     rows, _ = engine.schedule()
     laps.append(time.perf_counter())
@@ -121,7 +121,7 @@ async def step(engine: Engine, runner: ProfiledRunner) -> Times:
 
 
 async def profile(model_dir: Path, num_steps: int) -> tuple[Times, Times]:
-    """Medians: of the parts of a plain step, and of the calls of a timed one."""
+    """Medians: of the parts of an unmodified step, and of the calls of a timed one."""
     runner = ProfiledRunner.load(model_dir, LoadOptions(dtype="bfloat16", num_threads=1))
     engine = Engine(
         num_blocks=runner.num_blocks,
@@ -154,7 +154,7 @@ def medians(steps: list[Times]) -> Times:
 
 
 def rows_of(plain: Times, calls: Times) -> list[Row]:
-    """A row a part; what is neither torch nor a compiled kernel is the engine."""
+    """One row per part; everything except torch and compiled kernels is the engine."""
     engine = plain | {"run": plain["run"] - sum(calls.values())}
     total = sum(plain.values())
     return [
@@ -170,7 +170,7 @@ def rows_of(plain: Times, calls: Times) -> list[Row]:
 
 
 def without_crumbs(calls: Times, total: float) -> Times:
-    """Parts by their file's name; the small ones together."""
+    """Parts by their file's name; small ones are combined."""
     kept: Times = defaultdict(float)
     for part, seconds in calls.items():
         is_crumb = seconds < CRUMB * total

@@ -1,9 +1,9 @@
-"""All that is measured on a GPU: `python -m benchmarks.gpu kernels [op ...]`.
+"""All GPU benchmarks of kernels: `python -m benchmarks.gpu kernels [op ...]`.
 
-Runs `benchmarks/kernels/bench_<op>.py`, each of which has `rows()`, what was measured, and
-`bars(rows)`, what was promised. An op that fails is reported and the others go on. Written to
-`benchmarks/results/kernels-<device>.json`. `scripts/gpu_kit` runs these and all else that wants a
-GPU.
+Runs `benchmarks/kernels/bench_<op>.py`, each of which has `rows()`, the measurements, and
+`bars(rows)`, the targets. A failing op is reported and the others continue. Written to
+`benchmarks/results/kernels-<device>.json`. `scripts/gpu_kit` runs these and everything else that
+needs a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def op_names() -> list[str]:
 
 
 def rows_of(op_name: str) -> tuple[ModuleType, Iterable[Row]]:
-    """The benchmark, and what it measures, row by row where it takes long."""
+    """The benchmark, and its rows, one at a time if they take long."""
     bench = import_module(f"benchmarks.kernels.bench_{op_name}")
     return bench, bench.rows()
 
@@ -63,13 +63,13 @@ def kernels(chosen: list[str]) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Measures what runs on a GPU.")
+    parser = argparse.ArgumentParser(description="Runs the GPU benchmarks.")
     parser.add_argument("what", choices=["kernels"])
-    parser.add_argument("ops", nargs="*", help="all, unless named")
+    parser.add_argument("ops", nargs="*", help="names of ops (default: all)")
     given = parser.parse_args()
     unknown = set(given.ops) - set(op_names())
     if unknown:
-        parser.error(f"no such op: {', '.join(sorted(unknown))}; there are {', '.join(op_names())}")
+        parser.error(f"no such op: {', '.join(sorted(unknown))}; known: {', '.join(op_names())}")
     return kernels(given.ops or op_names())
 
 

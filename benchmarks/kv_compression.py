@@ -1,16 +1,16 @@
-"""KV push over TCP of stated bandwidths, as it is and with compression left to the link.
+"""KV push over TCP at given bandwidths, uncompressed and with compression chosen by the link.
 
 Run: python -m benchmarks.kv_compression [--repetitions 3] [--seconds 2.0]
 
 The KV is the demo model's, in BF16, of this repository's text. Linux paces what a socket sends
-(SO_MAX_PACING_RATE), beneath all that is measured. Each repetition dials two new connections to one
-receiving process, of which one may compress; `auto` has to find out, and its trial counts. `mbps`
-are MB/s, of payload but for the bandwidth. Each frame's checksum is of its payload: one changed bit
-would be refused, and end the benchmark.
+(SO_MAX_PACING_RATE), below everything that is measured. Each repetition opens two new connections
+to one receiving process, one of which may compress; `auto` has to decide, and its trial counts.
+`mbps` are MB/s, of payload except for the bandwidth. Each frame's checksum is of its payload: one
+changed bit would be rejected, and end the benchmark.
 
-On two cores, which also fill and copy the frames at both ends, compression loses on a fast link:
-there the gate has to leave it off. The codec alone stands beside it, in GB/s of payload on one
-thread and in bits a word.
+On two cores, which also fill and copy the frames at both ends, compression is slower on a fast
+link: there the gate has to disable it. The codec alone is also measured, in GB/s of payload on one
+thread and in bits per word.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from tests.shared.engine.rig import new_sequence
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_MODEL = ROOT / "shared" / "demo_model"
-NUM_SEQUENCES, NUM_FRAMES = 2, 12  # of KV, and of each as much as the model's context gives
-BANDWIDTHS = (25e6, 125e6, 312.5e6, 625e6, 1.25e9, None)  # bytes a second; None: as fast as it goes
+NUM_SEQUENCES, NUM_FRAMES = 2, 12  # each sequence fills the model's context
+BANDWIDTHS = (25e6, 125e6, 312.5e6, 625e6, 1.25e9, None)  # bytes/s; None: unlimited
 MIN_FRAMES, MAX_FRAMES = 96, 512
 SO_MAX_PACING_RATE = 47  # linux/asm-generic/socket.h
-BARS = {25: 1.2, 125: 1.2}  # MB/s: least speedup; on any other link it must not be slower
+BARS = {25: 1.2, 125: 1.2}  # MB/s: minimum speedup; any other link must not be slower
 NEVER_SLOWER = 0.95
 
 
@@ -96,7 +96,7 @@ def pace(link: StagedLink, bandwidth: float | None) -> None:
 
 
 async def push(link: StagedLink, kv: list[Bytes], num_frames: int) -> float:
-    """Seconds for so many frames, FRAMES_UNDER_WAY at a time."""
+    """The seconds for `num_frames` frames, FRAMES_UNDER_WAY at a time."""
     frames = iter([kv[number % len(kv)] for number in range(num_frames)])
 
     async def worker() -> None:
@@ -140,7 +140,7 @@ async def measure_link(
 
 
 def measure_codec(kv: list[Bytes]) -> Row:
-    """CPU seconds of the best of several frames."""
+    """CPU seconds of the fastest of several frames."""
     codec, best = Bf16FrameCodec(), {"encode": np.inf, "decode": np.inf}
     coded, plain = bytearray(kv[0].size), bytearray(kv[0].size)
     num_bytes: list[int] = []
@@ -153,7 +153,7 @@ def measure_codec(kv: list[Bytes]) -> Row:
         is_whole = codec.decode(memoryview(coded)[:num_coded], memoryview(plain))
         best["decode"] = min(best["decode"], time.thread_time() - begun)
         if not is_whole or plain != frame.tobytes():
-            raise AssertionError("a frame came back changed")
+            raise AssertionError("a frame changed in the round trip")
     return {
         "codec": codec.name,
         "bits_a_word": round(16 * statistics.mean(num_bytes) / kv[0].size, 2),
@@ -175,7 +175,7 @@ def bars_of(rows: list[Row]) -> list[Bar]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement, about")
+    parser.add_argument("--seconds", type=float, default=2.0, help="duration of a measurement")
     options = parser.parse_args()
     with (
         process(receive_frames) as pipe,

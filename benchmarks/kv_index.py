@@ -1,14 +1,14 @@
-"""What the prefix index costs: memory of a million blocks, lookups and events for a CPU second.
+"""The cost of the prefix index: memory of a million blocks, lookups and events per CPU second.
 
     python -m benchmarks.kv_index [--blocks 1000000] [--seconds 5] [--workers 16]
 
-Everything is counted in CPU seconds of the process that does the work, so that the figures hold on
-a machine that has other things to do, and on one core. Pure: from a message's packed bytes to the
-answer, or into index and records. Over NATS: a kv_index process with real servers, asked by this
-one; its CPU time covers the connection, decoding, the answer and its share of heartbeats.
+All rates are per CPU second of the working process, so that the figures are valid on a busy machine
+and on one core. Pure: from a message's packed bytes to the reply, or into index and records. Over
+NATS: a kv_index process with real servers, queried by this process; its CPU time covers the
+connection, decoding, the reply and its share of heartbeats.
 
-    memory    what a fresh process grows by as it takes in the blocks, with the records of prefixes
-    lookups   64 blocks: one worker in eight holds all of them, the others half
+    memory    the growth of a new process as it stores the blocks, with the records of prefixes
+    lookups   64 blocks: one worker in eight has all of them, the others half
     events    runs of 32 blocks in messages of 20 runs, stored and later removed
 """
 
@@ -61,7 +61,7 @@ RUN_BLOCKS = 32
 RUNS_PER_MESSAGE = 20
 LOOKUP_BLOCKS = 64
 NUM_TENANTS = 50
-ASKERS = 64  # questions under way over NATS
+ASKERS = 64  # concurrent requests over NATS
 MODEL = ("m", "r1", "bfloat16/b16")
 CARD = ModelCard(
     name=MODEL[0],
@@ -75,7 +75,7 @@ MIB = 1 << 20
 
 
 class NoStore:
-    """Takes what is written: Redis' own time is not the index's."""
+    """Discards writes: Redis' own time is not the index's."""
 
     async def get(self, key: str) -> bytes | None:
         return None
@@ -101,7 +101,7 @@ def _check(command: Command) -> None:
     assert command[0]
 
 
-# ── what there is ────────────────────────────────────────────────────────────────────────────────
+# ── data ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def block_hash(number: int) -> bytes:
@@ -146,7 +146,7 @@ def page(worker_id: str, stored: tuple[BlocksStored, ...] = ()) -> BlockPage:
 
 
 class Table:
-    """Index and records as the service keeps them, without bus and loops."""
+    """Index and records as the service has them, without bus and loops."""
 
     def __init__(self, num_workers: int) -> None:
         self.index = PrefixIndex()
@@ -185,7 +185,7 @@ class Table:
 
 
 def stored_messages(worker_ids: list[str], num_blocks: int) -> Iterator[KvEvents]:
-    """By turns of the workers; each block is told once."""
+    """Messages of the workers in turn; each block is reported once."""
     numbers = dict.fromkeys(worker_ids, 0)
     per_message = RUN_BLOCKS * RUNS_PER_MESSAGE
     for worker_id, first in zip(cycle(worker_ids), range(0, num_blocks, per_message), strict=False):
@@ -256,7 +256,7 @@ def per_cpu_s(call: Callable[[], object], seconds: float, batch: int = 200) -> f
 
 
 def events_per_s(num_blocks: int, num_workers: int) -> float:
-    """Blocks stored, and as many removed again; decoding included."""
+    """The rate of blocks stored and then removed again, including decoding."""
     table = Table(num_workers)
     stored = list(stored_messages(table.worker_ids, num_blocks))
     encoded = [msgspec.msgpack.encode(each) for each in (*stored, *removals_of(stored))]
@@ -270,7 +270,7 @@ def events_per_s(num_blocks: int, num_workers: int) -> float:
 
 
 def removals_of(stored: list[KvEvents]) -> Iterator[KvEvents]:
-    """Of the same blocks, in the messages that follow."""
+    """The removals of the same blocks, in the messages that follow."""
     numbers = {each.worker_id: each.sequence_number for each in stored}
     for each in stored:
         numbers[each.worker_id] += 1
@@ -295,7 +295,7 @@ def serve_index(pipe: Connection) -> None:
 
 
 class Peer:
-    """A worker with an empty cache, whose events the benchmark makes up."""
+    """A worker with an empty cache, for which the benchmark creates events."""
 
     def __init__(self, bus: NatsBus) -> None:
         self._bus = bus
@@ -327,7 +327,7 @@ class Peer:
 
 
 async def over_nats(num_blocks: int, seconds: float) -> tuple[float, float]:
-    """(lookups, blocks in events) for a CPU second of the index process."""
+    """(lookups, blocks in events) per CPU second of the index process."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         nats, redis = NatsServer(folder), RedisServer()
@@ -362,7 +362,7 @@ def _start_index(stack: AsyncExitStack, nats: NatsServer, redis: RedisServer) ->
 
 
 async def _tell(peer: Peer, asker: NatsBus, pid: int, num_blocks: int) -> float:
-    """Until the index knows the last block that was told."""
+    """Publishes events and waits until the index has the last block."""
     messages = list(stored_messages(["prefill-1"], num_blocks))
     await asyncio.wait_for(peer.is_listed.wait(), 10)
     await asyncio.sleep(0.5)
@@ -397,7 +397,7 @@ async def lookup(asker: NatsBus, asked: MatchPrefix) -> PrefixMatches:
 
 
 def cpu_s(pid: int) -> float:
-    """Of a process so far, all threads; the scheduler counts them in nanoseconds."""
+    """A process's CPU time so far, all threads; the scheduler counts it in nanoseconds."""
     threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(each.read_text().split()[0]) for each in threads) / 1e9
 
@@ -407,8 +407,8 @@ def cpu_s(pid: int) -> float:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--blocks", type=int, default=1_000_000, help="in the index's memory")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of asking")
+    parser.add_argument("--blocks", type=int, default=1_000_000, help="number of blocks")
+    parser.add_argument("--seconds", type=float, default=5.0, help="duration of the lookups")
     parser.add_argument("--workers", type=int, default=16)
     given = parser.parse_args(argv)
     num_lookup_blocks = min(given.blocks, 100_000)

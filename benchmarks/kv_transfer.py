@@ -1,19 +1,21 @@
-"""KV push between two processes of one machine, in GB/s: shared memory and TCP, checksums on.
+"""KV push between two processes of one machine, in GB/s: shared memory and TCP, with checksums.
 
 Run: python -m benchmarks.kv_transfer [--repetitions 9] [--mib 512] [--under-way 2]
 
-Per frame the sender fills a slot and sums it, the receiver copies it out and sums the copy (TCP:
-sums what arrives), hands it to a sink that does nothing, and acknowledges. A few frames are under
-way. Beside it, in the same run and in turns with it: numpy's copy of as many bytes, and a plain TCP
-socket over loopback between two processes, blocking `sendall` and `recv_into`, no checksum.
+Per frame the sender fills a slot and computes its checksum, the receiver copies it out and computes
+that of the copy (TCP: of the received bytes), passes it to a sink that does nothing, and
+acknowledges. A few frames are in flight. Compared in the same run, alternating: numpy's copy of as
+many bytes, and a plain TCP socket over loopback between two processes, blocking `sendall` and
+`recv_into`, no checksum.
 
-KV comes from a cache much larger than the CPU's, so every sender walks through a 256 MiB pool, and
-so does the copy it is measured against (`memcpy`: source and destination walk, cold). `memcpy_warm`
-copies between the same two buffers again and again; up to the size of the caches it measures those.
-A push is two copies and two sums on two cores: it loses to one copy, most of all a small warm one.
+KV comes from a cache much larger than the CPU's, so every sender cycles through a 256 MiB pool, and
+so does the copy it is compared with (`memcpy`: source and destination cycle, cold). `memcpy_warm`
+copies between the same two buffers repeatedly; up to the size of the caches it measures those. A
+push is two copies and two checksums on two cores: it is slower than one copy, most of all a small
+warm one.
 
-Figures and bars are medians; the best repetition stands beside them, because a shared machine
-disturbs two processes that meet in a cache far more than one that copies.
+Figures and bars are medians; the best repetition is also reported, because a shared machine
+disturbs two processes that share a cache far more than one that copies.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ def receive_frames(pipe: Connection) -> None:
 
 
 def receive_raw(pipe: Connection) -> None:
-    """Takes transfers as announced on the pipe, each batch answered by one byte."""
+    """Receives transfers as announced on the pipe; answers each batch with one byte."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         pipe.send_bytes(str(listener.getsockname()[1]).encode())
         connection, _ = listener.accept()
@@ -91,7 +93,7 @@ def receive_raw(pipe: Connection) -> None:
 
 @contextmanager
 def process(target: Callable[[Connection], None]) -> Iterator[Connection]:
-    """A fresh interpreter that is told to end when the block is left."""
+    """A new interpreter that exits when the block ends."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     child = context.Process(target=target, args=(theirs,), daemon=True)
@@ -109,7 +111,7 @@ def process(target: Callable[[Connection], None]) -> Iterator[Connection]:
 
 
 class Pool:
-    """Source (or destination) bytes, handed out piece after piece around the pool."""
+    """Source (or destination) bytes, in consecutive slices that wrap around the pool."""
 
     def __init__(self) -> None:
         self._bytes = np.random.default_rng(1).integers(0, 256, POOL_BYTES, dtype=np.uint8)
@@ -199,7 +201,7 @@ def frame_header(payload_bytes: int) -> FrameHeader:
 
 
 def measure_all(ways: dict[str, Measure], repetitions: int, total_bytes: int) -> list[Row]:
-    """The ways take turns, so that whatever else the machine does meets all of them."""
+    """The methods take turns, so that other load on the machine affects all of them."""
     rows: list[Row] = []
     for num_bytes in TRANSFER_BYTES:
         num_transfers = max(4, total_bytes // num_bytes // (4 if num_bytes < MIB else 1))

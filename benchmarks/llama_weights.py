@@ -1,10 +1,10 @@
-"""Synthetic weights in the shapes of Llama 3.1 8B, with statistics that are stated.
+"""Synthetic weights in the shapes of Llama 3.1 8B, with known statistics.
 
-    w[row, column] = scale[row] * t        scale = 0.02 * exp(spread * normal),  t of Student's law
+    w[row, column] = scale[row] * t        scale = 0.02 * exp(spread * normal),  t ~ Student's t
 
-In trained models the exponents carry about 2.6 bits, and rows of one matrix differ in scale by some
-ten per cent (the demo model's: 2.53 to 2.56 bits, spread 0.02 to 0.12, tails of a normal). `usual`
-is a little worse than that, `harsh` much.
+In trained models the exponents have about 2.6 bits of entropy, and rows of one matrix differ in
+scale by some ten per cent (the demo model's: 2.53 to 2.56 bits, spread 0.02 to 0.12, normal tails).
+`usual` is slightly worse than that, `harsh` much worse.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ STATISTICS = {"usual": Statistics(0.2, 6.0), "harsh": Statistics(0.5, 4.0)}
 def weights(
     shape: tuple[int, ...], statistics: Statistics, draw: np.random.Generator
 ) -> NDArray[np.uint16]:
-    """BF16 words; what has one dimension is a norm: 1 + 0.1 * normal."""
+    """BF16 words; a one-dimensional shape is a norm: 1 + 0.1 * normal."""
     if len(shape) == 1:
         return bf16(1 + 0.1 * draw.standard_normal(shape, np.float32))
     words = np.empty(shape, np.uint16)
@@ -72,7 +72,7 @@ def _rows(
 
 
 def bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Rounded to nearest, ties to even."""
+    """Rounds to nearest, ties to even."""
     bits = values.astype(np.float32).view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
@@ -80,7 +80,7 @@ def bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
 def write_layers(
     folder: Path, statistics: Statistics, *, num_layers: int, rows_divisor: int
 ) -> None:
-    """A folder of one shard a layer and one for the rest; matrices have a part of their rows."""
+    """A folder with a shard per layer and one for the rest; matrices have a part of their rows."""
     folder.mkdir(parents=True)
     draw = np.random.default_rng(0)
     shards: dict[str, dict[str, tuple[int, ...]]] = {
@@ -106,5 +106,5 @@ def fewer_rows(shape: tuple[int, ...], divisor: int) -> tuple[int, ...]:
 
 
 def bf16_tensor(words: NDArray[np.uint16]) -> torch.Tensor:
-    """The same memory."""
+    """A tensor over the same memory."""
     return torch.from_numpy(words.view(np.int16)).view(torch.bfloat16)

@@ -1,9 +1,9 @@
-"""What a cached prefix saves, and what a cluster holds in memory.
+"""The speedup of a cached prefix, and the memory of a cluster.
 
-One prompt of nearly 8,000 tokens is asked, then others that share its first 95 %: the median of
-their TTFTs beside that of prompts that share nothing. Memory is the sum of the proportional set
-sizes (PSS: a page shared by n processes counts 1/n in each) of the cluster's processes afterwards,
-beside the weights once, the KV pools and 1.2 GB for everything else.
+One prompt of nearly 8,000 tokens is sent, then others that share its first 95 %: the median of
+their TTFTs is compared with that of prompts that share nothing. Memory is the sum of the
+proportional set sizes (PSS: a page shared by n processes counts 1/n in each) of the cluster's
+processes afterwards, compared with the weights once, the KV pools and 1.2 GB for everything else.
 
     python -m benchmarks.prefix_and_memory [--model DIR] [--words 3400] [--rounds 3]
 """
@@ -29,7 +29,7 @@ from shared.clock import MonotonicClock
 
 WORDS = ("river", "stone", "cloud", "green", "seven", "north", "paper", "light", "house", "bread")
 CACHED_SHARE = 0.95
-KV_POOL_BYTES = 1 << 30  # a worker's default
+KV_POOL_BYTES = 1 << 30  # the default of a worker
 OTHER_BYTES = 1_200_000_000
 
 

@@ -70,7 +70,7 @@ TABLES: dict[str, tuple[str, dict[str, str]]] = {
         },
     ),
 }
-# What fault of which process: its worst row in any phase of a request.
+# Faults by kind and process: the worst row over all phases of a request.
 CHAOS = (
     "32 and more streams, a fault in each phase of a request: the worst of them (`scripts/chaos`)",
     {
@@ -84,7 +84,7 @@ CHAOS = (
         "pause beyond outage and recomputation s": "pause_s",
     },
 )
-# Results with more rows than a reader wants: their bars, kept or missed.
+# Results with too many rows for a reader: only their bars are shown.
 BARS = {
     "prefix_and_memory": "A cached prefix, and what a cluster holds in memory",
     "control_plane": "The whole control plane, engines that take no time, beside a peer",
@@ -122,7 +122,7 @@ def summary() -> str:
 
 
 def tables() -> str:
-    """Markdown: one block of rows a result file, each with its command and commit."""
+    """Markdown: one block of rows per result file, each with its command and commit."""
     parts = [block(result(name), *of) for name, of in TABLES.items()]
     for name, title in BARS.items():
         found = result(name)
@@ -133,7 +133,7 @@ def tables() -> str:
 
 
 def block(found: dict[str, Any], title: str, columns: dict[str, str]) -> str:
-    """Raises ValueError for a result without rows: an empty table tells nothing."""
+    """Raises ValueError for a result without rows, as its table would be empty."""
     if not found["rows"]:
         raise ValueError(f"the table {title!r} of {found['command']!r} would have no rows")
     lines = [
@@ -149,7 +149,7 @@ def block(found: dict[str, Any], title: str, columns: dict[str, str]) -> str:
 
 
 def worst_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for all phases of a kill or freeze; sums of what is counted, the longest times."""
+    """One row for all phases of a kill or freeze; sums of counts, the longest times."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         if row["fault"] in ("kill", "freeze") and "phase" in row:
@@ -168,7 +168,7 @@ def worst_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _largest(values: Iterable[float | None]) -> float | str:
-    """Where no request had to move, nobody had to notice."""
+    """The largest value; "none" if no request moved, so that nothing was detected."""
     return max((value for value in values if value is not None), default="none")
 
 
@@ -254,7 +254,7 @@ def replaced(readme: str, name: str, content: str) -> str:
 
 
 def written() -> dict[Path, str]:
-    """The READMEs that hold figures, as they should be."""
+    """The READMEs with figures, with their expected content."""
     front, results = ROOT / "README.md", ROOT / "benchmarks" / "README.md"
     return {
         front: replaced(front.read_text(), SUMMARY, summary()),

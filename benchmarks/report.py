@@ -1,4 +1,4 @@
-"""Where a benchmark's figures go: `benchmarks/results/<name>.json`, a table, one JSON line last."""
+"""Writes a benchmark's result: `benchmarks/results/<name>.json`, a table, one JSON line last."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Row = dict[str, Any]
 
 
 class Bar(msgspec.Struct, frozen=True, kw_only=True):
-    """A promise: `value` is at least `bar` (or at most, for times and costs)."""
+    """A target: `value` is at least `bar` (or at most, for times and costs)."""
 
     name: str
     value: float
@@ -54,9 +54,9 @@ def at_most(name: str, value: float, bar: float, unit: str) -> Bar:
 def write_result(
     name: str, rows: Sequence[Row], bars: Sequence[Bar], argv: Sequence[str]
 ) -> dict[str, Any]:
-    """Writes the file, prints the tables and one JSON line, and returns what was written.
+    """Writes the file, prints the tables and one JSON line, and returns the result.
 
-    `argv` is the command after `python`, for whoever wants to run it again.
+    `argv` is the command after `python`, to reproduce the run.
     """
     result = {
         "name": name,

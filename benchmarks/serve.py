@@ -1,8 +1,8 @@
-"""`hearth bench` on a cluster of its own or a running one, kept as a result of this repository.
+"""`hearth bench` on a new cluster or a running one, stored as a result of this repository.
 
-What is measured, and how, is in services/client/load_test.py.
+services/client/load_test.py describes the measurements.
 
-    python -m benchmarks.serve                                a cluster of its own, 100 in / 64 out
+    python -m benchmarks.serve                                a new cluster, 100 in / 64 out
     python -m benchmarks.serve --url URL --api-key KEY        a running one
     python -m benchmarks.serve --rate 20 --duration-s 30
     python -m benchmarks.serve --corpus                       questions of the demo model's corpus
@@ -75,9 +75,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--url", help="a running gateway; else a cluster is started for the measurement")
+    add("--url", help="a running gateway (default: starts a cluster for the measurement)")
     add("--api-key")
-    add("--model", type=Path, default=DEMO_MODEL_DIR, help="of the started cluster")
+    add("--model", type=Path, default=DEMO_MODEL_DIR, help="model of the started cluster")
     add("--prefill", type=int, default=1)
     add("--decode", type=int, default=1)
     add("--both", type=int, default=0)
@@ -85,13 +85,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--device", default="cpu")
     add("--concurrency", type=int, nargs="+", default=[1, 16, 64])
     add("--rate", type=float, help="requests per second, Poisson, instead of --concurrency")
-    add("--duration-s", type=float, default=10.0, help="of each load")
+    add("--duration-s", type=float, default=10.0, help="duration of each load")
     add("--input-tokens", type=int, default=100)
     add("--output-tokens", type=int, default=64)
-    add("--corpus", action="store_true", help="questions of the demo corpus, answers to their end")
+    add("--corpus", action="store_true", help="questions of the demo corpus, full-length answers")
     add("--temperature", type=float, default=0.0)
-    add("--ttft-s", type=float, default=0.5, help="goodput: longest TTFT")
-    add("--itl-s", type=float, default=0.05, help="goodput: longest mean ITL")
+    add("--ttft-s", type=float, default=0.5, help="goodput: maximum TTFT")
+    add("--itl-s", type=float, default=0.05, help="goodput: maximum mean ITL")
     add("--seed", type=int, default=0)
     add("--name", default="serve", help="results/NAME.json")
     return parser.parse_args(argv)

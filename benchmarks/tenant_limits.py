@@ -1,11 +1,11 @@
-"""What a tenant's limits cost a request: round trip to Redis, CPU of the gateway, CPU of Redis.
+"""The cost of a tenant's limits per request: round trip to Redis, CPU of the gateway and of Redis.
 
 Run: python -m benchmarks.tenant_limits [--requests 20000] [--tenants 100]
 
-Each request is let in and settled, by the code that a gateway runs, against a redis-server of this
-run's own; `at once` many wait for Redis at the same time. CPU is per request and by process, as
-getrusage tells it. `no limits` is the way of a tenant without any, `no redis` that of a gateway
-whose Redis is away. No bar: what counts is the share of a request's whole cost.
+Each request is admitted and settled, by the gateway's own code, against a redis-server started for
+this run; `at once` is the number of requests that wait for Redis concurrently. CPU is per request
+and by process, from getrusage. `no limits` is the path of a tenant without limits, `no redis` that
+of a gateway without Redis. There is no bar: the share of a request's total cost is what matters.
 """
 
 from __future__ import annotations

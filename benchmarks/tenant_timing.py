@@ -1,17 +1,17 @@
-"""Can a tenant learn from its own TTFT which prompts another tenant has in the cache?
+"""Can a tenant infer from its own TTFT which prompts of another tenant are cached?
 
-A whole cluster over HTTP, two API keys. In each round the victim has new prompts of every length
-served, so that their KV is cached. Then the attacker asks for each of them, and for as many prompts
-of that length that nobody has seen, all lengths and classes in one random order, one request at a
-time on one connection, and takes the time to the first text. Every prompt is asked once: a second
-time it would be in the attacker's own cache. Prompts are text of rare words, as a secret would be,
-so what the gateway might remember of them is measured as well.
+A full cluster over HTTP, two API keys. In each round the victim sends new prompts of every length,
+so that their KV is cached. Then the attacker sends each of them, and as many new prompts of that
+length, all lengths and classes in one random order, one request at a time on one connection, and
+measures the time to the first text. Every prompt is sent once: a second time it would be in the
+attacker's own cache. Prompts are text of rare words, like a secret, so anything that the gateway
+might cache for them is measured as well.
 
-The victim itself asks in the same order, for prompts that it had served (a prompt of its own, so
-that the attacker's are not touched) and for new ones: the control, which shows that a hit would
-have been seen. AUC: of the classes by TTFT, with DeLong's 95 % interval (benchmarks/auc.py).
+The victim itself sends, in the same order, prompts that it had sent before (separate ones, so that
+the attacker's are not affected) and new ones: the control, which shows that a hit would have been
+detected. AUC: of the classes by TTFT, with DeLong's 95 % interval (benchmarks/auc.py).
 
-    python -m benchmarks.tenant_timing                       2,000 probes a class and length,
+    python -m benchmarks.tenant_timing                       2,000 probes per class and length,
                                                              some 20 minutes on 2 quiet cores
     python -m benchmarks.tenant_timing --probes 40 --control-probes 20
 """
@@ -50,15 +50,15 @@ LENGTHS = (64, 128, 256, 512, 1024, 2048)
 CONTROL_FROM = 512
 MAX_ADVANTAGE = 0.05
 MIN_CONTROL_AUC = 0.95
-KV_CACHE_BYTES = 1 << 30  # a round's prompts, of both tenants, with room to spare
+KV_CACHE_BYTES = 1 << 30  # both tenants' prompts of a round, with room to spare
 WORD_LETTERS = 6
-EVENTS_S = 0.3  # until the index knows what the victim has cached
+EVENTS_S = 0.3  # until the index has the victim's cached blocks
 NUM_WARM_UPS = 30
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """`is_cached`: the victim had this prompt served."""
+    """`is_cached`: the victim had sent this prompt before."""
 
     is_control: bool
     num_tokens: int
@@ -68,15 +68,15 @@ class Probe:
 
 @dataclass(slots=True)
 class Seen:
-    """TTFTs of one asker and length in seconds, and what the cache gave."""
+    """TTFTs of one tenant and length in seconds, and the cached tokens."""
 
     cached_s: list[float] = field(default_factory=list)
     new_s: list[float] = field(default_factory=list)
-    num_cached_tokens: list[int] = field(default_factory=list)  # of the prompts that were cached
+    num_cached_tokens: list[int] = field(default_factory=list)  # of the cached prompts
 
 
 class Writer:
-    """Texts of a number of tokens that nobody has seen."""
+    """Creates new texts of a given number of tokens."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -102,7 +102,7 @@ class Asker:
         self._connection: Connection | None = None
 
     async def ask(self, prompt: str) -> Sample:
-        """Raises HearthError if the request is not answered."""
+        """Raises HearthError if the request fails."""
         if self._connection is None or not self._connection.is_open:
             self._connection = await Connection.open(self._url)
         body = {
@@ -183,7 +183,7 @@ class Audit:
 def plan_rounds(
     num_probes: int, num_control_probes: int, num_rounds: int
 ) -> Iterator[dict[tuple[bool, int], int]]:
-    """Spreads the probes evenly, so that a drift of the machine meets all classes alike."""
+    """Spreads the probes evenly, so that drift of the machine affects all classes alike."""
     for index in range(num_rounds):
         share: dict[tuple[bool, int], int] = {}
         for is_control, total in ((False, num_probes), (True, num_control_probes)):
@@ -270,8 +270,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--probes", type=int, default=2000, help="of the attacker, a class and length")
-    add("--control-probes", type=int, default=300, help="of the victim itself, the same")
+    add("--probes", type=int, default=2000, help="the attacker's probes per class and length")
+    add("--control-probes", type=int, default=300, help="the victim's probes, likewise")
     add("--probes-per-round", type=int, default=10)
     add("--prefill", type=int, default=1)
     add("--decode", type=int, default=1)

@@ -1,4 +1,4 @@
-"""Where what was compiled or measured once is kept."""
+"""The directory that caches compiled kernels and measurements."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a kernel's wrapper may be given. A kernel that reads past its tensors answers with garbage,
-so each wrapper checks all that its address arithmetic relies on.
+"""Checks of the tensors that a kernel's wrapper receives. A kernel that reads past its tensors
+returns garbage, so each wrapper checks everything that its address arithmetic relies on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ INDICES = (torch.int64, torch.int32)
 
 
 class BadTensor(ValueError):
-    """Says which tensor of which op is wrong, how, and what it should be."""
+    """Names the wrong tensor of an op, what is wrong with it, and the expected value."""
 
 
 def expect(
@@ -26,7 +26,8 @@ def expect(
     device: torch.device | None = None,
     is_contiguous: bool = False,
 ) -> None:
-    """`shape`: None stands for any size. The last dimension must be dense, all if `is_contiguous`.
+    """Checks a tensor. `shape`: None matches any size. The last dimension must be dense; with
+    `is_contiguous`, all dimensions.
 
     Raises BadTensor.
     """

@@ -1,4 +1,4 @@
-"""Where Triton's kernels run: on CUDA, and, for proof, on the CPU under Triton's interpreter."""
+"""The devices of Triton's kernels: CUDA, and for tests the CPU under Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-# Read when `triton.jit` decorates: it must be set before the process imports a kernel.
+# Read when `triton.jit` decorates, so it must be set before the process imports a kernel.
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
-_CHECKED = 16  # elements of the check at the start
+_CHECKED = 16  # elements of the startup check
 
 
 def has_triton_device() -> bool:
@@ -22,7 +22,7 @@ def has_triton_device() -> bool:
 
 @cache
 def compute_capability(device: torch.device) -> int:
-    """80, 90, ...; under the interpreter that of the device that the kernels are made for."""
+    """80, 90, ...; under the interpreter that of the device that the kernels target."""
     if device.type != "cuda":
         return 90
     major, minor = torch.cuda.get_device_capability(device)
@@ -31,38 +31,38 @@ def compute_capability(device: torch.device) -> int:
 
 @cache
 def num_processors(device: torch.device) -> int:
-    """Streaming multiprocessors, by which work is divided; few under the interpreter."""
+    """The number of streaming multiprocessors, which divides the work; 1 under the interpreter."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 class TritonUnusable(RuntimeError):
-    """Kernels cannot be compiled for this device, or loaded, or compute something else."""
+    """Kernels for this device cannot be compiled or loaded, or compute wrong results."""
 
 
 def check_triton(device: torch.device) -> None:
-    """Compiles, loads and runs one small kernel: about a second, at the start and not with the
-    first request. Raises TritonUnusable, which says what is missing.
+    """Compiles, loads and runs one small kernel: takes about a second at startup instead of in the
+    first request. Raises TritonUnusable, which names what is missing.
     """
     counts = torch.arange(_CHECKED, dtype=torch.int32, device=device)
     try:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             _compiled_increment()[(1,)](counts, NUM=_CHECKED, enable_fp_fusion=True)
         found = counts.tolist()
-    except Exception as error:  # of the compiler, of the loader or of the driver
+    except Exception as error:  # of the compiler, the loader or the driver
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise TritonUnusable(
             f"Triton cannot run a kernel on {device}: {reason}. It needs a C compiler (Debian: gcc "
-            "and libc6-dev; or CC), Python's headers and a directory for what it compiles that may "
-            "be written to and executed from (TRITON_CACHE_DIR)."
+            "and libc6-dev; or CC), Python's headers and a writable and executable directory for "
+            "compiled files (TRITON_CACHE_DIR)."
         ) from error
     if found != list(range(1, _CHECKED + 1)):
-        raise TritonUnusable(f"a Triton kernel on {device} counted {found}, not 1 to {_CHECKED}")
+        raise TritonUnusable(f"a Triton kernel on {device} returned {found}, not 1 to {_CHECKED}")
 
 
 def _compiled_increment() -> Any:
-    """Not at import: processes without a GPU need no Triton."""
+    """Defines the kernel. Not at import: processes without a GPU need no Triton."""
     import triton
     import triton.language as tl
 

@@ -1,7 +1,7 @@
-"""Codecs that run on the host's CPU, whatever device a model computes on: bundles and KV frames.
+"""Codecs that run on the host's CPU, for any device that a model uses: bundles and KV frames.
 
-Their loops are compiled. numba is imported by the first call, so that a worker that reads a plain
-checkpoint and sends its KV uncompressed never loads it.
+Their loops are compiled. numba is imported by the first call, so that a worker that reads an
+uncompressed checkpoint and sends its KV uncompressed never loads it.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ def join_fp16(low: Bytes, high: Bytes, words: Words) -> None:
 
 
 def count_bytes(plane: Bytes, counts: NDArray[np.int64]) -> None:
-    """plane [n]; counts [4, 256], to be summed over its rows, are added to."""
+    """Adds the counts of plane [n] to counts [4, 256], whose rows are to be summed."""
     from kernels.cpu.codec import byte_planes
 
     byte_planes.count(plane, counts)
 
 
 def frame_codec_failure() -> str | None:
-    """Why this host cannot code frames, in words; None if it can."""
+    """Why this host cannot encode frames, as text; None if it can."""
     from kernels.cpu import probe
 
     return probe.failure()
 
 
 def frame_codec_lock() -> AbstractContextManager[None]:
-    """Held while the first frame is coded: one process of a host compiles, the others load."""
+    """Held while the first frame is encoded: one process of a host compiles, the others load."""
     from kernels.cpu.compile import compile_lock
 
     return compile_lock()
 
 
 def encode_frame(payload: Bytes, out: Bytes) -> int:
-    """Bytes written to `out`, or 0 if they would not be fewer than the payload's.
+    """Returns the bytes written to `out`, or 0 if they would not be fewer than the payload's.
 
     `out` is as long as the payload.
     """
@@ -77,7 +77,7 @@ def encode_frame(payload: Bytes, out: Bytes) -> int:
 
 
 def decode_frame(coded: Bytes, out: Bytes) -> bool:
-    """Fills `out`, as long as the payload was; False if no payload gives `coded`."""
+    """Fills `out`, as long as the payload. Returns False if `coded` is invalid."""
     from kernels.cpu.codec import frame_codec
 
     return bool(frame_codec.decode_frame(coded, out))

@@ -1,11 +1,11 @@
-"""The engine's operations, each by the kernel for its tensors' device: the one place that chooses.
+"""The engine's operations: chooses the kernel of each by the device of its tensors.
 
 CUDA       Triton: `kernels/gpu/`
 CPU        compiled loops: `kernels/cpu/`; under Triton's interpreter, Triton
 otherwise  PyTorch: `kernels/torch_ops/` and `kernels/reference/`, with shapes and formulas
 
-PyTorch also computes what a CPU has no compiled loops for, and everything on a host that cannot
-compile them. `kernels/cpu/`, and numba with it, is imported with the first tensor on a CPU.
+PyTorch also computes operations without compiled loops on CPUs, and everything on a host that
+cannot compile. `kernels/cpu/`, and numba with it, is imported with the first tensor on a CPU.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ CpuCompressed: TypeAlias = "CompressedWeight"
 Weight: TypeAlias = "Tensor | CompressedWeight | SplitWeight"
 LayerKernel: TypeAlias = "PackedLayer"
 CompilePlan: TypeAlias = "CpuCompilePlan"
-# Where each operation's kernels are, below `kernels/gpu/` and `kernels/cpu/`.
+# The module of each operation's kernels, below `kernels/gpu/` and `kernels/cpu/`.
 TRITON_MODULES = {
     "add_rms_norm": "rows.add_rms_norm",
     "copy_blocks": "kv.copy_blocks",
@@ -89,7 +89,7 @@ CPU_MODULES = {
     "rotate_and_store": "attention.rotate_and_store",
     "silu_and_mul": "layer.gated",
 }
-# These need no compiled loops: plain weights and oneDNN's are the library's to multiply by.
+# These need no compiled loops: the library multiplies by unpacked weights and oneDNN's.
 CPU_WITHOUT_LOOPS = frozenset({"linear"})
 HAS_TRITON = has_triton_device()
 if HAS_TRITON:
@@ -100,7 +100,7 @@ if HAS_TRITON:
 
 @cache
 def cpu_host() -> CpuHost:
-    """The host's CPU. Imports numba; of no use to a worker that computes on another device."""
+    """The host's CPU. Imports numba, which a worker on another device does not need."""
     from kernels.cpu.host import CpuHost
 
     return CpuHost()
@@ -112,7 +112,7 @@ def _cpu(module: str) -> Any:
 
 
 class Operation(Generic[P, R]):
-    """Runs where its first tensor is. A backend's function is found with its first tensor."""
+    """Runs on its first tensor's device. A backend's function is resolved at its first call."""
 
     def __init__(self, library: Op[P, R]) -> None:
         self.name = library.__name__
@@ -165,7 +165,7 @@ def linear(
     *,
     is_batch_invariant: bool = False,
 ) -> Tensor:
-    """On CUDA the library multiplies, unless a row's bits may not depend on the others."""
+    """On CUDA the library multiplies, unless a row's bits must not depend on the others."""
     if isinstance(weight, SplitWeight):
         return compressed_linear(x, weight, bias, is_batch_invariant=is_batch_invariant)
     if not isinstance(weight, Tensor):
@@ -177,7 +177,7 @@ def linear(
 
 
 def logits(x: Tensor, weight: Weight, *, is_batch_invariant: bool = False) -> Tensor:
-    """`linear`, its result as FP32."""
+    """`linear` with an FP32 result."""
     packed = _packed(weight)
     if packed is not None:
         y: Tensor = _cpu("gemm.packed_linear").packed_linear(x, packed, dtype=torch.float32)
@@ -186,7 +186,7 @@ def logits(x: Tensor, weight: Weight, *, is_batch_invariant: bool = False) -> Te
 
 
 def argmax_logits(x: Tensor, weight: Weight, *, is_batch_invariant: bool = False) -> Tensor:
-    """argmax(`logits`), [T] int64; of equal ones the first."""
+    """argmax(`logits`), [T] int64; the first index among equal maxima."""
     packed = _packed(weight)
     if packed is not None:
         columns: Tensor = _cpu("gemm.argmax").packed_argmax(x, packed)
@@ -205,7 +205,7 @@ def select_rows(weight: Weight, row_ids: Tensor) -> Tensor:
 
 
 def decompress(weight: SplitWeight, out: Tensor | None = None) -> Tensor:
-    """The dense weight of a split one. (A CPU's compressed one is never decoded as a whole.)"""
+    """The dense weight of a split one. (A CPU's compressed weight is never fully decoded.)"""
     is_here = _is_for_triton(weight.device)
     return (_triton_decompress if is_here else reference_decompress)(weight, out)
 
@@ -213,9 +213,9 @@ def decompress(weight: SplitWeight, out: Tensor | None = None) -> Tensor:
 def compressed_linear(
     x: Tensor, weight: SplitWeight, bias: Tensor | None = None, *, is_batch_invariant: bool = False
 ) -> Tensor:
-    """`linear` with a split weight. Few rows decode it on the way; for many it is decompressed into
-    memory that is free again afterwards, where `linear` multiplies: its bits, both ways, in the
-    batch-invariant mode.
+    """`linear` with a split weight. For few rows the kernel decodes it; for many it is decompressed
+    into temporary memory, and `linear` multiplies. In the batch-invariant mode both ways give the
+    bits of `linear`.
     """
     if not _is_for_triton(x.device):
         return reference_compressed_linear(x, weight, bias, is_batch_invariant=is_batch_invariant)
@@ -236,12 +236,12 @@ def _is_for_triton(device: torch.device) -> bool:
 
 
 def _is_for_loops(tensor: Tensor) -> bool:
-    """Whether the compiled loops compute with it, or the library on a host that has none."""
+    """Whether the compiled loops, or the library on a host without them, compute with `tensor`."""
     return tensor.is_cpu and not IS_INTERPRETED
 
 
 def _packed(weight: Weight) -> Any:
-    """A weight in a layout of the compiled loops, as their GEMMs take it; else None."""
+    """The form of a packed weight that the compiled loops' GEMMs take; None if it is not packed."""
     if isinstance(weight, SplitWeight):
         return None
     if isinstance(weight, Tensor) and not _is_for_loops(weight):
@@ -255,14 +255,14 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 
 def has_custom_gemm(weight: Weight) -> bool:
-    """Whether `linear` multiplies by it with a kernel of ours; else torch's library does."""
+    """Whether `linear` uses a kernel of this package for it; otherwise torch's library."""
     return isinstance(weight, SplitWeight) or _packed(weight) is not None
 
 
 def compress_weight(weight: Tensor) -> Compressed | None:
-    """weight [N, K] in a smaller form for `linear` and `select_rows`, bit for bit the same.
+    """weight [N, K] in a smaller, lossless form for `linear` and `select_rows`.
 
-    None where there is none: it would save nothing, or the device has no product with it.
+    None if that would save nothing, or the device has no product for it.
     """
     if _is_for_triton(weight.device):
         return split_weight(weight)
@@ -270,7 +270,7 @@ def compress_weight(weight: Tensor) -> Compressed | None:
 
 
 def is_compressed(weight: object) -> TypeGuard[Compressed]:
-    """Whether it is one of `compress_weight`."""
+    """Whether `weight` is a result of `compress_weight`."""
     if isinstance(weight, SplitWeight):
         return True
     if weight is None or isinstance(weight, Tensor):
@@ -281,9 +281,9 @@ def is_compressed(weight: object) -> TypeGuard[Compressed]:
 def layer_kernel(
     norms: tuple[Tensor, Tensor], weights: Sequence[Weight], **options: Any
 ) -> LayerKernel | None:
-    """All of a decoder layer but its attention, see kernels.cpu.layer.fused_layer.packed_layer.
+    """A decoder layer without its attention, see kernels.cpu.layer.fused_layer.packed_layer.
 
-    None where no backend has one for such weights.
+    None if no backend has one for such weights.
     """
     if not _is_for_loops(norms[0]):
         return None

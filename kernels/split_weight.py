@@ -1,40 +1,41 @@
-"""A BF16 weight [N, K] in some 12 bits a weight, exact and decoded element by element.
+"""A lossless BF16 weight [N, K] in about 12 bits per weight, decoded element by element.
 
     bits = sign << 15 | exponent << 7 | mantissa,   exponent = (base[n] + code) mod 256
 
-The sign and the seven bits of the mantissa are noise and stay, a byte a weight. The exponents of a
-row of a trained matrix lie close together: a window of 16 of them, from the row's `base`, holds all
-but one in 4,000 to 14,000 (rows normal or Student-t with 4 degrees of freedom), and four bits say
-which. Weights outside are mostly far below it, and must not be patched into a finished sum, whose
-order they would change. So the group of GROUP weights that holds one is *wide*: its codes have
-eight bits, the upper four of them in a side table. That is every exponent there is, so any bit
-pattern is kept, infinities and NaN, too; nothing is scaled or rounded.
+The sign and the seven bits of the mantissa are noise and stored unchanged, a byte per weight. The
+exponents of a row of a trained matrix are close together: a window of 16 of them, from the row's
+`base`, contains all but one in 4,000 to 14,000 (rows normal or Student-t with 4 degrees of
+freedom), and a code of four bits is the index in the window. Weights outside it are mostly far
+below it, and must not be added to a finished sum, whose order that would change. So a group of
+GROUP weights that has one is *wide*: its codes have eight bits, the upper four of them in a side
+table. Eight bits cover every exponent, so any bit pattern is preserved, including infinities and
+NaN; nothing is scaled or rounded.
 
     sign_mantissa  u8 [N, K]             sign << 7 | mantissa
     exponents      u8 [N, groups · 32]   codes: byte j of a group holds that of its weight j in the
                                          lower four bits, that of weight j + 32 in the upper ones
-    base           u8 [N]                the one that leaves the fewest wide groups
+    base           u8 [N]                the base with the fewest wide groups
     is_wide        i32 [N, words]        bit g of word w: group 32 · w + g of the row is wide
-    wide_start     i32 [N, words]        where in the side table the word's first one lies; the
-                                         others follow: start + how many lower bits are set
-    wide_exponents u8 [num_wide, 32]     codes >> 4, as `exponents` has the lower bits
+    wide_start     i32 [N, words]        index in the side table of the word's first wide group; the
+                                         others follow: start + the number of lower bits set
+    wide_exponents u8 [num_wide, 32]     codes >> 4, packed like the lower bits in `exponents`
 
-Where K ends within a group, codes go on as zeros. Two halves of a group lie in one byte so that a
-tile of bytes decodes into two tiles of weights without a shuffle.
+If K ends within a group, its codes are padded with zeros. A byte holds codes of both halves of a
+group so that a tile of bytes decodes into two tiles of weights without a shuffle.
 
-A part of a layer for tensor parallelism is cut off the form itself, and not decoded: `rows` where
-ranks share the output, `columns`, at whole groups, where they share the input.
+A shard of a layer for tensor parallelism is cut from this form without decoding: `rows` if ranks
+share the output, `columns`, at group boundaries, if they share the input.
 
-Why these sizes (`benchmarks/compression_memory.py`; rows normal to Student-t 4, bits a weight):
-groups of 64 with upper bits aside 12.05 to 12.10, of 32 12.07 to 12.09, of 128 12.04 to 12.14,
-of 64 with whole exponents aside 12.06 to 12.15. A base a tensor widens 1.4 to 3 times as many. A
-code kept for zero takes an exponent off the window, which doubles the wide ones; a palette of any
-16 exponents wins nothing, as the likely ones are neighbours. Three bits a code would take 11.3 to
-11.4 bits, but escape in 1 to 2 % of all weights: no tile of a product were free of them, and each
-would be searched for in a list. FP16 has five bits of exponent, of which a code would spare one,
-6 % for a third plane: it is left as it is.
+Why these sizes (`benchmarks/compression_memory.py`; rows normal to Student-t 4, bits per weight):
+groups of 64 with upper bits in a side table 12.05 to 12.10, of 32 12.07 to 12.09, of 128 12.04 to
+12.14, of 64 with complete exponents in it 12.06 to 12.15. One base per tensor makes 1.4 to 3 times
+as many groups wide. A code reserved for zero shortens the window by one exponent, which doubles the
+wide groups; a palette of any 16 exponents gains nothing, as the likely ones are consecutive. Three
+bits per code would take 11.3 to 11.4 bits, but 1 to 2 % of all weights would escape: no tile of a
+product would be without them, and each would be searched for in a list. FP16 has five exponent
+bits, of which a code would save one, 6 % for a third plane: it is not compressed.
 
-Source of the observation: DFloat11 (arXiv 2504.11651), Unweight and ZipServ; the form is our own.
+Source of the observation: DFloat11 (arXiv 2504.11651), Unweight and ZipServ; the form is Hearth's.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ from torch import Tensor
 
 from kernels.check_tensor import BadTensor
 
-GROUP = 64  # of K: whose halves share bytes
+GROUP = 64  # weights along K whose halves share bytes
 HALF = GROUP // 2
-WORD_GROUPS = 32  # of a word of bits
+WORD_GROUPS = 32  # groups per word of bits
 WINDOW = 16
 LARGEST_BASE = 256 - WINDOW
-PIECE_WEIGHTS = 1 << 22  # are split at a time
-# What a form must save to be used: below, decoding costs more than it spares.
+PIECE_WEIGHTS = 1 << 22  # weights that are split at a time
+# The minimum saving for a form to be used: below it, decoding costs more than it saves.
 LEAST_SAVED = 1 / 16
 
 
@@ -76,7 +77,7 @@ class SplitWeight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weight."""
+        """The dtype of the dense weight."""
         return torch.bfloat16
 
     @property
@@ -88,7 +89,7 @@ class SplitWeight:
 
     @property
     def num_verbatim(self) -> int:
-        """Weights of wide groups."""
+        """The number of weights in wide groups."""
         return len(self.wide_exponents) * GROUP
 
     @property
@@ -97,14 +98,14 @@ class SplitWeight:
 
     @property
     def wide_share(self) -> float:
-        """Of groups: what other formats keep verbatim."""
+        """The share of wide groups, which other formats store verbatim."""
         return len(self.wide_exponents) / max(self.exponents.numel() // HALF, 1)
 
     def planes(self) -> dict[str, Tensor]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def rows(self, start: int, stop: int) -> SplitWeight:
-        """The form of weight[start:stop]: what splitting that would give."""
+        """The form of weight[start:stop]: equal to the result of splitting that."""
         return _with_side_table(
             self.sign_mantissa[start:stop].contiguous(),
             self.exponents[start:stop].contiguous(),
@@ -114,14 +115,14 @@ class SplitWeight:
         )
 
     def columns(self, start: int, stop: int) -> SplitWeight:
-        """A form of weight[:, start:stop], which keeps its rows' bases. From and to a multiple of
-        GROUP, or to the end of K: else raises BadTensor.
+        """A form of weight[:, start:stop] with the bases of this one. `start` and `stop` must be
+        multiples of GROUP, or the end of K: otherwise raises BadTensor.
         """
         width = self.shape[1]
         if start % GROUP or (stop % GROUP and stop != width) or not 0 <= start <= stop <= width:
             raise BadTensor(
                 f"columns {start} to {stop} of {width} cannot be cut off a split weight: "
-                f"its groups have {GROUP}"
+                f"its group size is {GROUP}"
             )
         groups = slice(start // GROUP, -(-stop // GROUP))
         return _with_side_table(
@@ -145,11 +146,11 @@ class SplitWeight:
 
 
 def split_weight(weight: Tensor, *, is_always: bool = False) -> SplitWeight | None:
-    """weight [N, K] -> its split form, on the same device, or None where that saves too little.
+    """weight [N, K] -> its split form, on the same device, or None if that saves too little.
 
-    That is so for all but BF16, for a K far from a multiple of GROUP, and for numbers without any
-    order in their exponents. `is_always`: for BF16 however much it takes. Memory beside the form:
-    some 30 bytes for each of PIECE_WEIGHTS weights. Raises BadTensor.
+    It saves too little for all dtypes but BF16, for a K far from a multiple of GROUP, and for
+    weights whose exponents vary too much. `is_always`: splits any BF16 weight. Memory besides the
+    form: about 30 bytes for each of PIECE_WEIGHTS weights. Raises BadTensor.
     """
     if weight.dtype != torch.bfloat16:
         if is_always:
@@ -183,10 +184,10 @@ def split_weight(weight: Tensor, *, is_always: bool = False) -> SplitWeight | No
 
 
 def best_bases(exponents: Tensor) -> Tensor:
-    """exponents u8 [R, K] -> u8 [R], for each row the base of fewest wide groups.
+    """exponents u8 [R, K] -> u8 [R], for each row the base with the fewest wide groups.
 
     A group fits the bases from its largest exponent - 15 to its smallest: each opens and closes
-    an interval, and the most intervals overlap at the best base. The lowest of equals.
+    an interval, and the most intervals overlap at the best base. The lowest one among equals.
     """
     num_rows = len(exponents)
     smallest = _by_group(exponents, 255).amin(-1).int()
@@ -201,7 +202,7 @@ def best_bases(exponents: Tensor) -> Tensor:
 
 
 def exponent_entropy(weight: Tensor) -> float:
-    """Shannon's bound in bits for the exponents of a BF16 weight, by their counts."""
+    """Shannon's bound in bits for the exponents of a BF16 weight, from their counts."""
     counts = torch.zeros(256, dtype=torch.int64, device=weight.device)
     for rows in weight.split(max(1, PIECE_WEIGHTS // max(weight.shape[-1], 1))):
         counts += torch.bincount((rows.view(torch.int16) >> 7 & 0xFF).flatten(), minlength=256)
@@ -225,7 +226,7 @@ def _by_group(rows: Tensor, padding: int) -> Tensor:
 def _with_side_table(
     sign_mantissa: Tensor, exponents: Tensor, base: Tensor, is_wide: Tensor, table: Tensor
 ) -> SplitWeight:
-    """`is_wide` [N, groups] bool; `table` has the wide ones in their order."""
+    """`is_wide` [N, groups] bool; `table` has the wide groups in order."""
     num_rows, num_groups = is_wide.shape
     padded = torch.nn.functional.pad(is_wide, (0, -num_groups % WORD_GROUPS))
     bits = padded.view(num_rows, padded.shape[1] // WORD_GROUPS, WORD_GROUPS).long()

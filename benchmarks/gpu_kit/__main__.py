@@ -1,13 +1,13 @@
 """Measures Hearth on this machine's GPU: `scripts/gpu_kit OUT`, at most 540 s, no network.
 
-Each part runs in a process of its own, with a deadline: one that crashes or hangs loses nothing but
-itself. What is measured is kept at once; benchmarks/gpu_kit/outputs.py has the files.
+Each part runs in a separate process with a deadline: one that crashes or hangs affects no other
+part. Measurements are written immediately; benchmarks/gpu_kit/outputs.py lists the files.
 
-    ok            it ran to its end
+    ok            it completed
     failed        it raised, or its process died
-    timed out     the deadline came first; its rows so far are kept
+    timed out     the deadline passed first; its rows so far are kept
     unavailable   this machine lacks a device, a tool or a package that it needs
-    not built     what it measures does not exist yet
+    not built     the feature that it measures does not exist yet
 
     scripts/gpu_kit OUT [--only PART ...] [--dry-run]
 
@@ -33,9 +33,9 @@ from benchmarks.gpu_kit.parts import BUDGET_S, PARTS, Part
 from benchmarks.gpu_kit.process import GRACE_S, run
 
 ROOT = Path(__file__).resolve().parents[2]
-RESERVED_S = 15  # to pack the cache, and for the last part's end
-LEAST_S = 5  # a part with less is not begun
-DRY_SLACK = 5  # a dry run may be one of many things that a machine does
+RESERVED_S = 15  # to pack the cache, and for the end of the last part
+LEAST_S = 5  # a part with less time is not started
+DRY_SLACK = 5  # the machine of a dry run may be busy
 NAMES = [part.name for part in PARTS]
 
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 def run_kit(
     parts: Sequence[Part], outputs: Outputs, *, budget_s: float, is_dry: bool
 ) -> dict[str, Any]:
-    """The summary, which is written anew after each part."""
+    """Returns the summary, which is rewritten after each part."""
     ends = time.monotonic() + budget_s - RESERVED_S
     summary: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -78,9 +78,9 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("out", type=Path, metavar="OUT", help="folder for the results")
     add = parser.add_argument
     add("--only", nargs="+", choices=NAMES, default=[], metavar="PART", help=", ".join(NAMES))
-    add("--dry-run", action="store_true", help="without a GPU: nothing is computed")
+    add("--dry-run", action="store_true", help="run without a GPU; nothing is computed")
     add("--budget-s", type=float, default=BUDGET_S, help="for all parts (default: %(default)s)")
-    kept = "folder of compiled kernels, kept for the next run (default: %(default)s)"
+    kept = "folder of compiled kernels for the next run (default: %(default)s)"
     add("--work", type=Path, default=_work(), help=kept)
     given = parser.parse_args(argv)
     given.out = given.out.absolute()
@@ -94,13 +94,13 @@ def _work() -> Path:
 
 
 def _report(part: Part, outputs: Outputs, ends: float, *, is_dry: bool) -> dict[str, Any]:
-    """Runs it. What the summary says of it."""
+    """Runs a part. Returns its entry in the summary."""
     left_s = ends - time.monotonic() - GRACE_S
     started, num_rows = time.monotonic(), outputs.count_rows()
     if not part.module:
         status, reason = "not built", f"no {part.name} to measure"
     elif left_s < LEAST_S:
-        status, reason = "timed out", "no time was left"
+        status, reason = "timed out", "no time left"
     else:
         deadline_s = part.deadline_s * (DRY_SLACK if is_dry else 1)
         status, reason = _run(part, outputs, min(deadline_s, left_s), is_dry=is_dry)
@@ -141,7 +141,7 @@ def _run(part: Part, outputs: Outputs, left_s: float, *, is_dry: bool) -> tuple[
 
 
 def _environ(outputs: Outputs) -> dict[str, str]:
-    """Paths that are there already stay: packages may be where PYTHONPATH says."""
+    """Existing paths remain: PYTHONPATH may be needed to find packages."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,

@@ -1,9 +1,9 @@
-"""Whether a row's bits depend on the rows beside it, on chunks, and on the form of the weights.
+"""Whether a row's bits depend on the other rows, on chunks, and on the form of the weights.
 
 512 rows are computed together, and the first and last M of them alone, for M = 1 … 64: a row must
-be the same to the last bit. So must a context that is computed in chunks, and a split weight's
-product beside the dense one's. The last row of the part is the verdict: `exact` is what a worker
-promises by default, and whether this device keeps it.
+be identical to the last bit. So must a context that is computed in chunks, and a split weight's
+product compared with the dense one's. The last row of the part is the verdict: `exact` is what a
+worker guarantees by default, and whether this device satisfies it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def run(session: Session) -> None:
     results = [_rows_alone(session, name, op) for name, op in ops.items()]
     results += [_chunks(session), _split(session)]
     session.add(case="verdict", exact=all(results))
-    for n, k in SHAPES:  # what the default product of torch does, for comparison
+    for n, k in SHAPES:  # torch's default product, for comparison
         x, weight = _random(MANY_ROWS, k), _random(n, k)
         library = lambda rows: torch.nn.functional.linear(x[rows], weight)  # noqa: B023, E731
         _rows_alone(session, f"library's product {n} x {k}", library)
@@ -125,7 +125,7 @@ def _rows_alone(session: Session, name: str, op: Op) -> bool:
 
 
 def _compare(session: Session, case: str, found: Tensor, wanted: Tensor) -> bool:
-    """NaN, which equals nothing, is a failure, too."""
+    """NaN, which is not equal to itself, is a failure, too."""
     is_equal = torch.equal(found, wanted)
     columns = {}
     if not is_equal:
@@ -140,7 +140,7 @@ def _compare(session: Session, case: str, found: Tensor, wanted: Tensor) -> bool
 
 
 def _chunks(session: Session) -> bool:
-    """A prompt's attention at once, in chunks, and its last tokens as a decode step has them."""
+    """A prompt's attention in one call, in chunks, and its last tokens as a decode step."""
     from kernels.gpu.attention.decode_attention import decode_attention
     from kernels.gpu.attention.prefill_attention import prefill_attention
 

@@ -1,6 +1,6 @@
 """One part of the kit, in this process: a module's `run(session)`.
 
-Writes how it ended to a file. Without that file the process died.
+Writes its final status to a file. If that file is missing, the process died.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("module")
     parser.add_argument("arguments", nargs="*", help="of its run(), after the session")
-    parser.add_argument("--part", required=True, help="its name in the results")
-    parser.add_argument("--needs", nargs="*", default=[], help="modules that must be there")
-    parser.add_argument("--rows", type=Path, required=True, help="file that rows are added to")
-    parser.add_argument("--ending", type=Path, required=True, help="file for how it ended")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="until it is killed")
+    parser.add_argument("--part", required=True, help="name of the part in the results")
+    parser.add_argument("--needs", nargs="*", default=[], help="modules that must be installed")
+    parser.add_argument("--rows", type=Path, required=True, help="file that rows are appended to")
+    parser.add_argument("--ending", type=Path, required=True, help="file for the final status")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="time until it is killed")
     parser.add_argument("--dry-run", action="store_true")
     given = parser.parse_args(argv)
     ends = time.monotonic() + given.seconds
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> None:
 def run(
     session: Session, module: str, arguments: Sequence[str], needs: Sequence[str]
 ) -> tuple[str, str]:
-    """Status and reason."""
+    """Returns status and reason."""
     missing = [name for name in needs if find_spec(name) is None]
     if missing:
         return "unavailable", f"not installed: {', '.join(missing)}"

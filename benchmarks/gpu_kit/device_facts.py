@@ -46,14 +46,14 @@ def _version(package: str) -> str | None:
 
 
 def _copy_bandwidth() -> float:
-    """Bytes read and written a second."""
+    """Bytes read and written per second."""
     from benchmarks.kernels.timing import copy_bandwidth
 
     return copy_bandwidth()
 
 
 def _matmul_rate() -> float:
-    """Operations a second of a BF16 product of random matrices."""
+    """Operations per second of a BF16 product of random matrices."""
     import torch
 
     from benchmarks.kernels.timing import random, seconds
@@ -63,7 +63,7 @@ def _matmul_rate() -> float:
 
 
 def _add_clocks(session: Session) -> None:
-    """Right after work. They are read and never set."""
+    """Reads the clocks right after work. They are never set."""
     if shutil.which("nvidia-smi") is None:
         session.add(case="clocks", value=None)
         return

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PLACES = ("tests/kernels/gpu", "tests/shared/engine/test_on_devices.py")
 MAX_MESSAGE = 600
 MAX_WORKERS = 8
-RESERVED_S = 8  # for pytest's end and its report
+RESERVED_S = 8  # for pytest's shutdown and report
 
 
 def run(session: Session) -> None:
@@ -26,7 +26,7 @@ def run(session: Session) -> None:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-vv", "-p", "no:cacheprovider"]
         command += ["--continue-on-collection-errors", "--durations=10"]
-        if find_spec("xdist") is not None:  # kernels are compiled side by side
+        if find_spec("xdist") is not None:  # compiles kernels concurrently
             num_workers = max(1, min(MAX_WORKERS, (os.cpu_count() or 1) // 2))
             command += ["-n", str(num_workers), "--dist", "worksteal"]
         tests = subprocess.Popen([*command, f"--junitxml={report}", *PLACES], cwd=ROOT)
@@ -39,7 +39,7 @@ def run(session: Session) -> None:
 
 
 def status_of(tests: subprocess.Popen[bytes], seconds: float) -> int:
-    """Interrupts pytest in time, so that it reports what has run."""
+    """Interrupts pytest before the deadline, so that it reports the tests that have run."""
     try:
         return tests.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -48,7 +48,7 @@ def status_of(tests: subprocess.Popen[bytes], seconds: float) -> int:
 
 
 def add_rows(session: Session, report: Path) -> int:
-    """How many ran. What is skipped is not counted."""
+    """Returns how many tests ran. Skipped tests are not counted."""
     counts = {"passed": 0, "failed": 0, "skipped": 0}
     for case in ElementTree.parse(report).iter("testcase"):
         failure = case.find("failure")

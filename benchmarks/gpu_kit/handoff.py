@@ -1,9 +1,9 @@
-"""KV of a prompt from one process's cache to another's, over the link that prefill workers push on.
+"""Transfers a prompt's KV from one process's cache to another's, over prefill workers' push link.
 
-The model has Llama-3.1-8B's KV (128 KiB a token) and little else: dummy weights, a hidden size of
-256. The prompt is computed here; frames go through shared memory to a process with a runner of its
-own (on the second device, if there is one), which writes them into its cache, reads them back and
-returns their digest. A push that arrives damaged fails the part.
+The model has Llama-3.1-8B's KV (128 KiB per token) and little else: dummy weights, a hidden size of
+256. The prompt is computed here; frames go through shared memory to a process with a separate
+runner (on the second device, if there is one), which writes them to its cache, reads them back and
+returns their digest. A damaged push fails the part.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run(session: Session) -> None:
 def measure(
     folder: Path, sender: str, receiver: str, num_tokens: int, repetitions: int
 ) -> list[dict[str, Any]]:
-    """A row for each push. Raises RuntimeError if KV arrives otherwise than it was sent."""
+    """Returns one row per push. Raises RuntimeError if the received KV differs from that sent."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     arguments = (theirs, str(folder), receiver, num_tokens, repetitions)
@@ -59,7 +59,7 @@ def measure(
 def _runner(folder: Path, device: str, num_tokens: int) -> Any:
     from shared.engine.runners.load import load_runner
 
-    config_bytes = 2 * roofline.kv_bytes_per_token(CONFIG)  # of FP32, the widest
+    config_bytes = 2 * roofline.kv_bytes_per_token(CONFIG)  # for FP32, the widest
     return load_runner(
         folder,
         device=device,
@@ -89,7 +89,7 @@ async def _send(pipe: Connection, runner: Any, num_tokens: int, repetitions: int
         await _push(link, runner, table, num_tokens, repetition)
         took_s = time.perf_counter() - started
         if await _message(pipe) != wanted:
-            raise RuntimeError("the KV that arrived is not the KV that was sent")
+            raise RuntimeError("the received KV differs from the sent KV")
         num_bytes = num_tokens * runner.kv_format.bytes_per_token
         rows.append(
             {
@@ -105,7 +105,7 @@ async def _send(pipe: Connection, runner: Any, num_tokens: int, repetitions: int
 
 
 async def _push(link: Any, runner: Any, table: list[int], num_tokens: int, number: int) -> None:
-    """As the prefill worker does it: frames of FRAME_BYTES, FRAMES_UNDER_WAY at a time."""
+    """Pushes like the prefill worker: frames of FRAME_BYTES, FRAMES_UNDER_WAY at a time."""
     from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, FrameHeader
 
     kv_format = runner.kv_format
@@ -141,11 +141,11 @@ async def _push(link: Any, runner: Any, table: list[int], num_tokens: int, numbe
 
 
 async def _message(pipe: Connection) -> bytes:
-    """Raises TimeoutError."""
+    """Receives one message. Raises TimeoutError."""
 
     def receive() -> bytes:
         if not pipe.poll(READY_S):
-            raise TimeoutError(f"the receiving process said nothing for {READY_S:.0f} s")
+            raise TimeoutError(f"no message from the receiving process for {READY_S:.0f} s")
         return pipe.recv_bytes()
 
     return await asyncio.get_running_loop().run_in_executor(None, receive)
@@ -163,7 +163,7 @@ async def _digest(runner: Any, table: list[int], num_tokens: int) -> bytes:
 
 
 class Writer:
-    """The sink of the frames: counts tokens, in whichever order they come."""
+    """The sink of the frames: counts tokens, in any order."""
 
     def __init__(self, runner: Any, table: list[int]) -> None:
         self.num_tokens = 0

@@ -1,9 +1,9 @@
-"""What the host pays for a decode step of Llama-3.1-8B's kernels: microseconds a launch.
+"""The host's time for a decode step of Llama-3.1-8B's kernels: microseconds per launch.
 
 The launches of a step are issued without waiting, one after the other, through the wrappers that
-the engine calls; the products of the batch-invariant mode are ours, and one each. Weights share
-memory from layer to layer: only the host is timed. Beside it a fixed loop of Python, which tells
-hosts apart. Under a fake driver the driver's own part is left out, every kernel is launched once,
+the engine calls; the products of the batch-invariant mode use Hearth's kernels, one launch each.
+Layers share the memory of weights: only the host is timed. A fixed Python loop is timed as well, to
+compare hosts. Under a fake driver the driver's own part is excluded, every kernel is launched once,
 and compiled kernels are counted: batches of 1 to 256 rows should need few.
 """
 
@@ -30,7 +30,7 @@ EPS = 1e-5
 
 
 class DecodeStep:
-    """The kernels of one step, in the engine's order. Tensors are never filled."""
+    """The kernels of one step, in the engine's order. Tensors are uninitialised."""
 
     def __init__(self, device: torch.device, batch: int) -> None:
         config = roofline.CONFIG
@@ -101,7 +101,7 @@ def run(session: Session) -> None:
 def _median(
     launch: Callable[[], object], repetitions: int, session: Session | None = None
 ) -> float:
-    """Seconds that the host takes; the device is idle before each."""
+    """The host's time in seconds; the device is idle before each launch."""
     took = []
     for _ in range(repetitions):
         if session is not None and not session.is_dry:
@@ -113,7 +113,7 @@ def _median(
 
 
 def _count(launch: Callable[[], None]) -> int:
-    """Triton launches of one call, which compiles what is new."""
+    """Counts the Triton launches of one call, which also compiles new kernels."""
     from triton.runtime.jit import JITFunction
 
     run, num_launches = JITFunction.run, 0
@@ -132,7 +132,7 @@ def _count(launch: Callable[[], None]) -> int:
 
 
 def _count_compiled(session: Session, device: torch.device) -> None:
-    """Kernels that batches of the sweep compile, by name: on requests, if not before."""
+    """Kernels that the sweep's batches compile, by name; requests would have to wait for these."""
     from triton.runtime import driver
 
     fake = driver.active

@@ -1,4 +1,4 @@
-"""The kernels beside libraries and a plain copy: `benchmarks/kernels`, what is read most first."""
+"""Kernels compared with libraries and a copy: `benchmarks/kernels`, the key ones first."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from benchmarks.gpu_kit.session import Session
 
-# Products with split weights are a part of their own.
+# Products with split weights are a separate part.
 FIRST = ("linear", "decode_attention", "prefill_attention", "rms_norm", "sample", "gather_blocks")
 APART = ("compressed_linear", "decompress")
 
 
 def run(session: Session, which: str = "") -> None:
-    """`which`: "split_products" for those alone."""
+    """`which`: "split_products" runs only those."""
     from benchmarks.gpu import op_names
 
     session.need_device()
@@ -23,7 +23,7 @@ def run(session: Session, which: str = "") -> None:
 
 
 def measure(session: Session, op_names: list[str]) -> None:
-    """An op that fails is reported, and the others go on. Raises RuntimeError at the end."""
+    """Reports a failing op and continues with the others. Raises RuntimeError at the end."""
     import torch
 
     from benchmarks.gpu import rows_of

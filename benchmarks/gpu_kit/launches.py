@@ -1,6 +1,6 @@
 """One launch of each Triton kernel that the engine launches, with inputs of a small model.
 
-For tools that watch kernels, and for a dry run: `python -m benchmarks.gpu_kit.launches [NAME ...]`
+For kernel analysis tools, and for a dry run: `python -m benchmarks.gpu_kit.launches [NAME ...]`
 launches on CUDA. Under a fake driver tensors are on the CPU.
 """
 

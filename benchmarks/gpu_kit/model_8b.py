@@ -1,8 +1,8 @@
-"""A model of Llama-3.1-8B's shape with dummy weights: start, decode, prefill.
+"""A model of Llama-3.1-8B's shape with dummy weights: startup, decode, prefill.
 
 Times are those of `Runner.run`, from the plan of a step to its token ids on the host. `of_roofline`
-is the least time that the bytes (decode) or operations (prefill) take at this machine's ceilings,
-over the measured one.
+is the minimum time for the bytes (decode) or operations (prefill) at this machine's ceilings,
+divided by the measured one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.gpu_kit import roofline
 from benchmarks.gpu_kit.session import NotBuilt, Session
 
 LOADER = "shared.engine.runners.load"
-BATCHES = (1, 64, 8, 256)  # the most telling first
+BATCHES = (1, 64, 8, 256)  # the most informative first
 CONTEXT = 2048
 PROMPT, CHUNKS = 8192, (8192, 2048, 512)
 WARM_UP_STEPS, STEPS = 3, 20
@@ -52,7 +52,7 @@ def run(session: Session, mode: str) -> None:
 
 
 def loader(session: Session) -> Any:
-    """`load_runner`, which makes up weights. Raises NotBuilt, Unavailable."""
+    """`load_runner`, which creates dummy weights. Raises NotBuilt, Unavailable."""
     if find_spec(LOADER) is None:
         raise NotBuilt(f"there is no {LOADER}: no runner with load_format='dummy'")
     session.need_device()
@@ -61,7 +61,7 @@ def loader(session: Session) -> Any:
 
 @contextmanager
 def folder_of(config: dict[str, Any]) -> Iterator[Path]:
-    """A checkpoint of nothing but its config."""
+    """A checkpoint that consists only of its config."""
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(config))
         yield Path(name)
@@ -132,7 +132,7 @@ async def _seconds(runner: Any, step: Any) -> float:
 
 
 def decode_step(batch: int, context: int, block_size: int) -> Any:
-    """One new token for each sequence, at the end of its context; all draw greedily."""
+    """One new token for each sequence, at the end of its context; all sample greedily."""
     import numpy as np
 
     width = -(-context // block_size)
@@ -151,7 +151,7 @@ def decode_step(batch: int, context: int, block_size: int) -> Any:
 
 
 def prefill_step(start: int, num_tokens: int, block_size: int) -> Any:
-    """A prompt's tokens [start, start + num_tokens), in consecutive blocks; the last one draws."""
+    """A prompt's tokens [start, start + num_tokens), in consecutive blocks; the last samples."""
     import numpy as np
 
     end = start + num_tokens

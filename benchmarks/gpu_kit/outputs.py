@@ -1,9 +1,9 @@
-"""The folder that the kit leaves behind: few files, small ones, complete at every moment.
+"""The kit's output folder: few and small files, complete at all times.
 
-summary.json          what ran, how each part ended, predictions beside measurements
-rows.jsonl            one line a measurement
-log.txt               what the parts printed, the end of each
-triton_cache.tar.gz   compiled kernels: with them in OUT the next run starts warm
+summary.json          what ran, the status of each part, predictions compared with measurements
+rows.jsonl            one line per measurement
+log.txt               the end of each part's output
+triton_cache.tar.gz   compiled kernels: if OUT has them, the next run starts warm
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-LOG_BYTES = 256 << 10  # of one part
+LOG_BYTES = 256 << 10  # per part
 MAX_ARCHIVE_BYTES = 15 << 20
-CACHED = (".cubin", ".json", ".so")  # what a kernel is loaded from; the rest is for reading
+CACHED = (".cubin", ".json", ".so")  # the files that a kernel is loaded from; others are for humans
 
 
 class Outputs:
     def __init__(self, folder: Path, work: Path) -> None:
-        """`work` outlives the run, but need not: it holds Triton's cache."""
+        """`work` holds Triton's cache; it may be deleted after the run."""
         folder.mkdir(parents=True, exist_ok=True)
         work.mkdir(parents=True, exist_ok=True)
         self.rows = folder / "rows.jsonl"
@@ -39,7 +39,7 @@ class Outputs:
         temporary.replace(self._summary)
 
     def shorten_log(self, start: int) -> None:
-        """What was added since `start`, to its end."""
+        """Truncates the part since `start` to its end."""
         with self.log.open("r+b") as file:
             file.seek(start)
             added = file.read()
@@ -52,12 +52,12 @@ class Outputs:
         return self.rows.read_bytes().count(b"\n")
 
     def predictions(self) -> list[dict[str, Any]]:
-        """The rows that were predicted, and by how much each missed."""
+        """The rows with a prediction, with the error of each."""
         rows = map(json.loads, self.rows.read_text().splitlines())
         return [row for row in rows if "error" in row and "case" in row]
 
     def unpack_cache(self) -> bool:
-        """True where there is one, from this run's folder or still here from the last one."""
+        """Returns whether a cache exists, from this run's folder or from the last run."""
         if self._archive.exists() and not self.cache.exists():
             try:
                 with tarfile.open(self._archive) as archive:
@@ -67,7 +67,7 @@ class Outputs:
         return self.cache.exists()
 
     def pack_cache(self) -> None:
-        """Replaces the archive, unless it would be too large to be sent."""
+        """Replaces the archive, unless it would be too large to send."""
         if not self.cache.exists():
             return
         temporary = self._archive.with_suffix(".tmp")
@@ -82,7 +82,7 @@ class Outputs:
 
 
 def code_identity(root: Path) -> dict[str, str]:
-    """The commit, if it is known, and a digest of the kernels, which is known without git."""
+    """The commit, if known, and a digest of the kernels, which does not need git."""
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted((root / "kernels").rglob("*.py")):
         digest.update(path.read_bytes())

@@ -1,6 +1,6 @@
-"""What the kit consists of, the most valuable first, and how long each part may take.
+"""The parts of the kit, the most valuable first, with the time limit of each.
 
-A part is a module with `run(session)`, in a process of its own. Imports nothing but the standard
+A part is a module with `run(session)`, run in a separate process. Imports only the standard
 library: the kit must start wherever Python does.
 """
 
@@ -21,7 +21,7 @@ class Part:
     name: str
     deadline_s: int
     answers: str
-    module: str = ""  # with its `run`; none: what it measures does not exist
+    module: str = ""  # has `run`; empty: the feature does not exist yet
     needs: tuple[str, ...] = ()  # importable modules
     arguments: tuple[str, ...] = ()  # of `run`, after the session
 
@@ -29,26 +29,26 @@ class Part:
 def _part(
     module: str, deadline_s: int, answers: str, needs: tuple[str, ...], of: str = "", name: str = ""
 ) -> Part:
-    """Named as its module, or as what it is run with."""
+    """A part named after its module or its argument."""
     arguments = (of,) if of else ()
     return Part(name or of or module, deadline_s, answers, f"{HERE}.{module}", needs, arguments)
 
 
 PARTS = (
-    _part("device_facts", 20, "the roofline of this very machine", TORCH, name="device"),
-    _part("gpu_tests", 75, "does it run at all", (*ENGINE, "pytest", "numba"), name="tests"),
-    _part("bits", 60, "does a row's result depend on the rows beside it", TORCH),
-    _part("host_cost", 50, "what the host pays for a launch and a decode step", TORCH),
+    _part("device_facts", 20, "this machine's roofline", TORCH, name="device"),
+    _part("gpu_tests", 75, "all GPU tests", (*ENGINE, "pytest", "numba"), name="tests"),
+    _part("bits", 60, "whether a row's bits depend on the other rows", TORCH),
+    _part("host_cost", 50, "the host's time for a launch and a decode step", TORCH),
     _part("model_8b", 80, "8B shape, batch-invariant", ENGINE, of="exact", name="8b_exact"),
-    _part("tools", 60, "accesses outside of tensors", TORCH, of="memcheck"),
-    _part("kernel_speeds", 90, "kernels beside libraries", BENCHES, name="kernels"),
+    _part("tools", 60, "out-of-bounds accesses", TORCH, of="memcheck"),
+    _part("kernel_speeds", 90, "kernels compared with libraries", BENCHES, name="kernels"),
     _part("model_8b", 60, "8B shape, the library's products", ENGINE, of="fast", name="8b_fast"),
     _part("handoff", 40, "KV from process to process", (*ENGINE, "uvloop")),
     _part("kernel_speeds", 50, "products with 12-bit weights", BENCHES, of="split_products"),
     _part("tools", 60, "races in shared memory", TORCH, of="racecheck"),
-    _part("tools", 40, "why two kernels take their time", TORCH, of="profile"),
+    _part("tools", 40, "the bottlenecks of two kernels", TORCH, of="profile"),
     Part("graphs", 0, "decode in CUDA graphs"),
-    Part("modes", 0, "which mode `auto` takes: modes.json"),
+    Part("modes", 0, "the mode that `auto` selects: modes.json"),
     Part("fp8_products", 0, "products with FP8 weights"),
     Part("int4_products", 0, "products with INT4 weights"),
     Part("grouped_products", 0, "products of mixtures of experts"),

@@ -1,4 +1,4 @@
-"""A command with a deadline: at its end, or at the deadline, no process of it is left."""
+"""A command with a deadline: when it ends or at the deadline, all its processes are ended."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-GRACE_S = 2.0  # between the signal to end and the one that ends
+GRACE_S = 2.0  # between SIGTERM and SIGKILL
 
 
 def run(
     command: Sequence[str], *, deadline_s: float, log: Path, environ: Mapping[str, str], cwd: Path
 ) -> int | None:
-    """The exit status, negative for a signal; None when the deadline came first."""
+    """Returns the exit status, negative for a signal; None if the deadline passed first."""
     with log.open("ab") as file:
         child = subprocess.Popen(
             command,
@@ -35,7 +35,7 @@ def run(
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """With all that it started; the group is its own."""
+    """Ends the child and all processes that it started, as they have a process group."""
     with suppress(ProcessLookupError):
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGTERM)

@@ -1,10 +1,10 @@
-"""What Llama-3.1-8B must read and compute, and what that takes at a device's ceilings."""
+"""What Llama-3.1-8B must read and compute, and the time for that at a device's ceilings."""
 
 from __future__ import annotations
 
 from typing import Any
 
-CONFIG: dict[str, Any] = {  # its config.json, as far as it is read
+CONFIG: dict[str, Any] = {  # the relevant part of its config.json
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "torch_dtype": "bfloat16",
@@ -23,13 +23,13 @@ CONFIG: dict[str, Any] = {  # its config.json, as far as it is read
     "eos_token_id": 128_001,
 }
 WEIGHT_BYTES = 2  # BF16
-# Of a decode step, estimated before any run on a GPU, without graphs: low and high.
+# For a decode step, estimated before any run on a GPU, without graphs: low and high.
 EXPECTED_DECODE_MS = {1: (13.0, 17.0), 64: (15.0, 19.0)}
-EXPECTED_PREFILL_S = {512: (0.36, 0.45)}  # of 8,192 tokens, by chunk
+EXPECTED_PREFILL_S = {512: (0.36, 0.45)}  # for 8,192 tokens, by chunk
 
 
 def layer_shapes(config: dict[str, Any]) -> list[tuple[int, int]]:
-    """[N, K] of a layer's products: q, k and v in one, o, gate and up in one, down."""
+    """[N, K] of a layer's products: fused q, k and v; o; fused gate and up; down."""
     hidden, inner, head_dim = (config[n] for n in ("hidden_size", "intermediate_size", "head_dim"))
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     return [
@@ -41,7 +41,7 @@ def layer_shapes(config: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def num_layer_weights(config: dict[str, Any]) -> int:
-    """Of all layers, without the head."""
+    """The weights of all layers, without the head."""
     return config["num_hidden_layers"] * sum(n * k for n, k in layer_shapes(config))
 
 
@@ -51,15 +51,15 @@ def kv_bytes_per_token(config: dict[str, Any]) -> int:
 
 
 def decode_bytes(config: dict[str, Any], batch: int, context: int) -> int:
-    """That a step must read: weights and head once, the KV of each sequence."""
+    """The bytes that a step must read: weights and head once, the KV of each sequence."""
     head = config["vocab_size"] * config["hidden_size"]
     weights = (num_layer_weights(config) + head) * WEIGHT_BYTES
     return weights + batch * context * kv_bytes_per_token(config)
 
 
 def prefill_flops(config: dict[str, Any], num_tokens: int) -> float:
-    """Of the layers' products, and of causal attention: 4 operations a pair of tokens, half of
-    the pairs.
+    """The operations of the layers' products, and of causal attention: 4 operations per pair of
+    tokens, half of the pairs.
     """
     width = config["num_attention_heads"] * config["head_dim"]
     attention = 2 * width * num_tokens**2 * config["num_hidden_layers"]
@@ -67,7 +67,7 @@ def prefill_flops(config: dict[str, Any], num_tokens: int) -> float:
 
 
 def beside_prediction(predicted_s: float, measured_s: float) -> dict[str, float]:
-    """Columns of a row. `error`: by how much of the prediction the measurement is above it."""
+    """Columns of a row. `error`: (measured - predicted) / predicted."""
     return {
         "predicted_ms": round(predicted_s * 1e3, 4),
         "measured_ms": round(measured_s * 1e3, 4),

@@ -1,4 +1,4 @@
-"""What a part of the kit works with: where its rows go, and the ceilings measured before it."""
+"""The context of a part of the kit: the file for its rows, and the ceilings measured before it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-MAX_BYTES = 1 << 20  # of one part's rows: all together stay below 16 MiB
-# Of an H200, where this machine's have not been measured: bytes read and written, BF16 products.
+MAX_BYTES = 1 << 20  # of one part's rows, so that all together stay below 16 MiB
+# Of an H200, used if this machine's are not measured: bytes read and written, BF16 products.
 COPY_BYTES_S, MATMUL_FLOPS = 4.3e12, 790e12
 
 Row = dict[str, Any]
 
 
 class NotBuilt(Exception):
-    """What the part measures does not exist yet."""
+    """The feature that the part measures does not exist yet."""
 
 
 class Unavailable(Exception):
@@ -33,7 +33,7 @@ class Session:
     part: str
     rows_file: Path
     is_dry: bool = False
-    ends: float = math.inf  # of `time.monotonic()`: then the process is killed
+    ends: float = math.inf  # `time.monotonic()` at which the process is killed
     num_bytes: int = field(default=0, init=False)
 
     @property
@@ -41,11 +41,11 @@ class Session:
         return self.ends - time.monotonic()
 
     def add(self, **row: Any) -> Row:
-        """Written at once, so that it stays whatever happens to the process."""
+        """Writes a row immediately, so that it survives the death of the process."""
         line = json.dumps({"part": self.part, **row}, default=str) + "\n"
         self.num_bytes += len(line)
         if self.num_bytes > MAX_BYTES:
-            raise RuntimeError(f"part {self.part} gave more than {MAX_BYTES} bytes of rows")
+            raise RuntimeError(f"the rows of part {self.part} exceed {MAX_BYTES} bytes")
         with self.rows_file.open("a") as file:
             file.write(line)
         print(line, end="", flush=True)
@@ -62,7 +62,7 @@ class Session:
 
     @contextmanager
     def launching(self) -> Iterator[Any]:
-        """The device of tensors; launches go to it, or in a dry run to a fake driver."""
+        """Yields the device of tensors; launches go to it, or in a dry run to a fake driver."""
         import torch
 
         if not self.is_dry:
@@ -75,14 +75,14 @@ class Session:
             yield torch.device("cpu")
 
     def rows_of(self, part: str) -> list[Row]:
-        """Of a part that ran before."""
+        """The rows of a part that ran before."""
         if not self.rows_file.exists():
             return []
         rows = map(json.loads, self.rows_file.read_text().splitlines())
         return [row for row in rows if row["part"] == part]
 
     def ceiling(self, name: str) -> float:
-        """`copy_bytes_s` or `matmul_flops`: of this machine, or of an H200."""
+        """`copy_bytes_s` or `matmul_flops`, of this machine or else of an H200."""
         for row in self.rows_of("device"):
             if row.get("case") == name:
                 return float(row["value"])

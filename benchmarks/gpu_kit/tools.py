@@ -1,4 +1,4 @@
-"""What NVIDIA's tools say: compute-sanitizer of the kernels' accesses, ncu of their time."""
+"""The results of NVIDIA's tools: compute-sanitizer for accesses, ncu for kernel times."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(session: Session, tool: str) -> None:
 
 
 def _find(name: str) -> str:
-    """Raises Unavailable."""
+    """Finds a tool's path. Raises Unavailable."""
     path = os.pathsep.join([os.environ.get("PATH", ""), *FOLDERS])
     found = shutil.which(name, path=path)
     if found is None:
@@ -41,7 +41,7 @@ def _check(session: Session, tool: str) -> None:
     command = [_find("compute-sanitizer"), "--tool", tool, *LAUNCHES]
     session.need_device()
     _output(LAUNCHES, dict(os.environ))  # compiles, which takes longer under the tool
-    # Each tensor an allocation of its own: else what is beyond one is within the next.
+    # One allocation per tensor: otherwise an access beyond one tensor hits the next.
     environ = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     output = _output(command, environ)
     session.add(case=tool, findings=findings(output), launched=output.count("launched "))
@@ -53,7 +53,7 @@ def _check(session: Session, tool: str) -> None:
 
 
 def findings(output: str) -> list[str]:
-    """The tool's own lines begin with signs of equality."""
+    """Selects the tool's own lines, which begin with equals signs."""
     lines = [line for line in output.splitlines() if line.startswith("=========")]
     return lines[-MAX_LINES:]
 
@@ -73,7 +73,7 @@ def _profile(session: Session) -> None:
 
 
 def metrics(output: str) -> list[dict[str, str]]:
-    """Rows of ncu's table, which follows what the program and ncu print."""
+    """Rows of ncu's table, which follows the output of the program and ncu."""
     lines = [line for line in output.splitlines() if line.startswith('"')]
     return [
         {

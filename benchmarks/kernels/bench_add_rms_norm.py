@@ -1,4 +1,4 @@
-"""add_rms_norm in BF16: bytes over the time of a plain copy. Two rows are read and two written."""
+"""add_rms_norm in BF16: bytes over the time of a copy. Two rows are read and two written."""
 
 from __future__ import annotations
 

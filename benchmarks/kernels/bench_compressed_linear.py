@@ -1,10 +1,10 @@
-"""compressed_linear beside `linear` and the library's product, at the shapes of Llama-3.1-8B.
+"""compressed_linear compared with `linear` and the library, at the shapes of Llama-3.1-8B.
 
-`of_dense` is the time of the faster of the two over its own, as `kernels.ops` takes it: fused, or
-decompressed first. At most 1.33 is to be had, by the bytes; 2,048 rows are a loss and shown.
-`invariant_of_dense` is the same with `linear` alone in its batch-invariant mode, which workers
-compute in. The decode step is that of a whole model: its products (no attention), launched as one
-CUDA graph, all layers' weights in memory, so that none is left in the L2 cache.
+`of_dense` is the time of the faster of the two over that of compressed_linear as `kernels.ops` runs
+it: fused, or decompressed first. By bytes at most 1.33 is possible; 2,048 rows are slower and
+shown. `invariant_of_dense` compares with `linear` alone in its batch-invariant mode, which workers
+use. The decode step is that of a full model: its products (no attention), launched as one CUDA
+graph, with the weights of all layers in memory, so that none stays in the L2 cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kernels.gpu.gemm.compressed_linear import compressed_linear
 from kernels.gpu.gemm.linear import linear
 from kernels.split_weight import SplitWeight, split_weight
 
-# q, k and v in one, o, gate and up in one, down
+# fused q, k and v; o; fused gate and up; down
 LAYER = ((6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336))
 HEAD = (128_256, 4096)
 NUM_LAYERS = 32
@@ -48,7 +48,7 @@ def _row(m: int, n: int, k: int) -> Row:
     x, weight = random(m, k), random(n, k) * 0.02
     form = split(weight)
     if not torch.equal(compressed_linear(x, form), linear(x, weight)):
-        raise AssertionError(f"{m} x {k} x {n}: not what linear gives")
+        raise AssertionError(f"{m} x {k} x {n}: differs from linear")
     fused_s = seconds(lambda: compressed_linear(x, form))
     return {
         "case": f"{m} x {k} x {n}",
@@ -66,7 +66,7 @@ def _row(m: int, n: int, k: int) -> Row:
 
 
 def _step_row(m: int) -> Row:
-    """The products of a decode step, captured: the model's dense weights first, then the split."""
+    """The products of a decode step, captured: with the model's dense weights, then the split."""
     shapes = [*LAYER * NUM_LAYERS, HEAD]
     dense = [random(*shape) * 0.02 for shape in shapes]
     invariant = {"is_batch_invariant": True}
@@ -74,7 +74,7 @@ def _step_row(m: int) -> Row:
     library_s = _graph_s(m, dense, torch.nn.functional.linear)
     invariant_s = _graph_s(m, dense, lambda x, w: linear(x, w, **invariant))
     forms = []
-    while dense:  # one after the other, to fit in memory
+    while dense:  # one at a time, to fit in memory
         forms.append(split(dense.pop()))
     forms.reverse()
     split_s = _graph_s(m, forms, ops.compressed_linear)
@@ -92,7 +92,7 @@ def _graph_s(m: int, weights: Weights, product: Product) -> float:
         for weight in weights:
             product(inputs[weight.shape[1]], weight)
 
-    step()  # compiles, and measures what is still unknown
+    step()  # compiles, and takes missing measurements
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()

@@ -1,7 +1,6 @@
-"""copy_blocks of Llama 3.1 8B's cache in BF16: bytes over the time of a plain copy.
+"""copy_blocks of Llama 3.1 8B's cache in BF16: bytes over the time of a copy.
 
-A block is read and written. The first cases, forks of a few sequences, are launches more than
-copies.
+A block is read and written. The first cases, forks of a few sequences, are dominated by the launch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """decode_attention, heads of Llama-3.1-70B: bytes of keys and values read, over a copy's bandwidth.
 
-In batch-invariant mode a context is cut where it always is, not where the batch would have it cut.
-The batch of unlike lengths has one long context beside many short ones.
+In batch-invariant mode the cuts of a context are fixed and do not depend on the batch.
+The batch of unequal lengths has one long context and many short ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kernels.gpu.attention.decode_attention import decode_attention
 
 BARS = {"64 x 8k": 0.85, "1 x 128k": 0.8}
 INVARIANT = ", invariant"
-SLOWEST_INVARIANT = 1 / 1.15  # of the free one's speed
+SLOWEST_INVARIANT = 1 / 1.15  # of the speed without invariance
 
 
 def rows() -> list[Row]:

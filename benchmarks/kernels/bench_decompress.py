@@ -1,4 +1,4 @@
-"""decompress, held against a copy: 12 bits a weight are read and 16 written."""
+"""decompress, compared with a copy: 12 bits per weight are read and 16 written."""
 
 from __future__ import annotations
 

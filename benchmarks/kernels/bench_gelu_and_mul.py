@@ -1,4 +1,4 @@
-"""gelu_and_mul in BF16: bytes over the time of a plain copy. Two rows are read, one is written."""
+"""gelu_and_mul in BF16: bytes over the time of a copy. Two rows are read, one is written."""
 
 from __future__ import annotations
 

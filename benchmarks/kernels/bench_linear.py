@@ -1,8 +1,8 @@
-"""linear beside the library's product in BF16, at the shapes of Llama-3.1-8B, and beside a copy.
+"""linear compared with the library in BF16, at the shapes of Llama-3.1-8B, and with a copy.
 
-Few rows: the weight's bytes are the cost, so `of_copy` is the weight's size over the time of a
-copy that reads and writes as much. `invariant_of_free` is how much the fixed order costs. 2,048
-rows are shown although the library is ahead there: the kernel is not made for them.
+With few rows the weight's bytes are the cost, so `of_copy` is the weight's size over the time of a
+copy that reads and writes as much. `invariant_of_free` is the cost of the fixed order. 2,048 rows
+are shown although the library is faster there: the kernel is not designed for them.
 """
 
 from __future__ import annotations

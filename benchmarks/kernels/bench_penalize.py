@@ -1,7 +1,7 @@
-"""penalize: sparse and in place, for 64 sequences that hold 1,000 or 8,000 distinct tokens each.
+"""penalize: sparse and in place, for 64 sequences with 1,000 or 8,000 distinct tokens each.
 
-An entry is 24 bytes that are read in order, and a logit that is read and written somewhere: 32
-bytes each way, the least that the memory moves. Few entries are all launch; that row has no bar.
+An entry is 24 bytes that are read in order, and a logit that is read and written at a random place:
+32 bytes each way, the minimum transfer. Few entries cost only the launch; that row has no bar.
 """
 
 from __future__ import annotations

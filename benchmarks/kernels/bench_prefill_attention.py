@@ -1,7 +1,7 @@
-"""prefill_attention, heads of Llama-3.1-70B: FLOP/s beside torch's best SDPA backend, same run.
+"""prefill_attention, heads of Llama-3.1-70B: FLOP/s over torch's best SDPA backend, same run.
 
-Both count the products of tokens that see each other. SDPA gets its keys and values dense, and once
-for every query head; we read the paged cache. Its prompt is the whole one in every case.
+Both count the products of unmasked token pairs. SDPA gets dense keys and values, repeated for every
+query head; Hearth reads the paged cache. SDPA's prompt is the full one in every case.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CONTEXT_LEN = 8192
 WHOLE, PREFIX = "8k causal", "4k behind a paged prefix of 4k"
 BARS = {WHOLE: 0.9, PREFIX: 0.8}
 INVARIANT = ", invariant"
-SLOWEST_INVARIANT = 1 / 1.15  # of the free one's speed
+SLOWEST_INVARIANT = 1 / 1.15  # of the speed without invariance
 BACKENDS = (
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.CUDNN_ATTENTION,
@@ -36,7 +36,7 @@ def rows() -> list[Row]:
 
 
 def _sdpa(backend: SDPBackend) -> Row:
-    """A backend that refuses the shapes has a rate of 0."""
+    """A backend that does not support the shapes has a rate of 0."""
     query, key, value = (random(1, NUM_HEADS, CONTEXT_LEN, HEAD_DIM) for _ in range(3))
 
     def launch() -> None:

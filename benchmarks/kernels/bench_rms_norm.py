@@ -1,4 +1,4 @@
-"""rms_norm in BF16: bytes over the time of a plain copy. A row is read and written."""
+"""rms_norm in BF16: bytes over the time of a copy. A row is read and written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""rotate_and_store of BF16 heads: bytes over the time of a plain copy.
+"""rotate_and_store of BF16 heads: bytes over the time of a copy.
 
 Queries, keys and values are read; queries are written, keys and values go to a cache in BF16 or
 FP8. The last case is a decode step: its time is the launch's.

@@ -1,8 +1,8 @@
-"""sample for a batch of 64 and a vocabulary of 128k, FP32 logits, by the options that are on.
+"""sample for a batch of 64 and a vocabulary of 128k, FP32 logits, by enabled options.
 
-Logits are of two shapes: `peaked`, as a language model's are (a few tokens have most of the
-weight), and `flat`, normal ones, of which top-p keeps tens of thousands. Top-p alone on flat ones
-is shown without a bar: there each row's draw is checked, by one program, against all its tokens.
+Logits have two distributions: `peaked`, like a language model's (a few tokens have most of the
+weight), and `flat`, normal ones, of which top-p includes tens of thousands. Top-p alone on flat
+ones is shown without a bar: one program per row checks its sample against all tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def rows() -> list[Row]:
 
 def _row(name: str, shape: str, options: dict[str, float], has_mask: bool) -> Row:
     logits = random(NUM_ROWS, VOCAB_SIZE).float()
-    if shape == "peaked":  # Zipf's law, in an order of each row's own
+    if shape == "peaked":  # Zipf's law, in a random order per row
         logits = -1.5 * logits.argsort(-1).add(1).float().log()
     columns = _columns(**options)
     mask = _mask() if has_mask else None
@@ -68,7 +68,7 @@ def _columns(
 
 
 def _mask() -> torch.Tensor:
-    """Half of the tokens, at random."""
+    """A random half of the tokens."""
     shape = (NUM_ROWS, VOCAB_SIZE // 32)
     return torch.randint(-(2**31), 2**31, shape, device="cuda").to(torch.int32)
 

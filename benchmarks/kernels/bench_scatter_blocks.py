@@ -1,5 +1,5 @@
-"""scatter_blocks in BF16 and FP8: bytes over the time of a plain copy. What is moved is read and
-written; the checksum comes on the way.
+"""scatter_blocks in BF16 and FP8: bytes over the time of a copy. Each byte is read and
+written; the checksum is computed in the same pass.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""likeliest: the 20 largest of 128k for 64 rows, FP32, beside ordering the same keys by torch.topk.
+"""likeliest: the 20 largest of 128k for 64 rows, FP32, compared with torch.topk of the same keys.
 
-x is read once; taking 20 keys one after another, not the bytes, is the cost: `of_copy` shows it.
+x is read once; taking 20 keys sequentially is the cost, not the bytes: `of_copy` shows it.
 """
 
 from __future__ import annotations

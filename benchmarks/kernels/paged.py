@@ -1,5 +1,5 @@
-"""Inputs of benchmarks of the paged cache: as a fleet that has run for a while leaves it, so
-tokens and sequences have their blocks in random order.
+"""Inputs of benchmarks of the paged cache, in the state of a fleet that has run for a while: tokens
+and sequences have their blocks in random order.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ FP8 = torch.float8_e4m3fn
 
 
 def layer_cache(num_tokens: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Of one layer, with blocks of 16 tokens."""
+    """The cache of one layer, with blocks of 16 tokens."""
     return random(2, -(-num_tokens // 16), num_kv_heads, 16, head_dim).to(dtype)
 
 
 def scattered_slots(num_tokens: int) -> Tensor:
-    """Tokens one after another in blocks of 16 in random order."""
+    """Consecutive tokens in blocks of 16 in random order."""
     blocks = torch.randperm(-(-num_tokens // 16), device="cuda")
     slots = blocks.unsqueeze(1) * 16 + torch.arange(16, device="cuda")
     return slots.view(-1)[:num_tokens]

@@ -1,8 +1,8 @@
-"""Times kernels on the GPU, and names the limits they are held against.
+"""Times kernels on the GPU, and measures the limits they are compared with.
 
 Times are medians of many launches, each with a cold L2 cache (`triton.testing.do_bench` clears it).
-Inputs are random: a GPU runs faster on zeros. The bandwidth of a copy counts what it reads and what
-it writes.
+Inputs are random: a GPU runs faster on zeros. The bandwidth of a copy counts bytes read and bytes
+written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def seconds(launch: Callable[[], object]) -> float:
 
 @cache
 def copy_bandwidth() -> float:
-    """Bytes/s of a device-to-device copy, the ceiling of everything that only moves bytes."""
+    """Bytes/s of a device-to-device copy, the upper limit of everything that only moves bytes."""
     source = torch.randint(0, 256, (COPY_BYTES,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * COPY_BYTES / seconds(lambda: target.copy_(source))
@@ -35,7 +35,7 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def by_bandwidth(case: str, launch: Callable[[], object], num_bytes: int) -> dict[str, Any]:
-    """A row: `num_bytes` is the least that must be read and written."""
+    """A row: `num_bytes` is the minimum that must be read and written."""
     took_s = seconds(launch)
     rate = num_bytes / took_s
     return {

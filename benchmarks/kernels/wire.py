@@ -1,4 +1,4 @@
-"""Runs of tokens that are moved between the paged cache and the wire."""
+"""Runs of tokens that move between the paged cache and the wire."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AIPerf as the client: NVIDIA's own, and far heavier than ours. `pip install aiperf==0.13`."""
+"""AIPerf as the client: NVIDIA's own, far heavier than Hearth's. `pip install aiperf==0.13`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Value(msgspec.Struct):
 
 
 class Profile(msgspec.Struct):
-    """What is read of its result file; TTFT in milliseconds."""
+    """The used part of its result file; TTFT in milliseconds."""
 
     request_throughput: Value
     request_count: Value
@@ -39,7 +39,7 @@ async def aiperf(
     num_input_tokens: int,
     num_output_tokens: int,
 ) -> Profile:
-    """Raises RuntimeError with the end of its output."""
+    """Runs AIPerf. Raises RuntimeError with the end of its output."""
     with tempfile.TemporaryDirectory() as folder:
         process = await asyncio.create_subprocess_exec(
             *(str(venv / "bin" / "aiperf"), "profile", "-u", target.url, "-m", target.model),

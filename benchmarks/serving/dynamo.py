@@ -27,7 +27,7 @@ from services.cli.service_options import DEMO_MODEL_DIR
 from tests.servers import free_port
 
 MODEL = "mocked"
-SPEED_UP = "1000"  # of the mocked engine; 0 counts as 1
+SPEED_UP = "1000"  # of the mocked engine; 0 means 1
 
 
 @asynccontextmanager
@@ -71,7 +71,7 @@ def _start(command: list[str], folder: Path, log_path: Path) -> subprocess.Popen
 
 
 async def _ready(url: str) -> None:
-    """Returns when an answer of one token comes."""
+    """Waits until a request for one token succeeds."""
     deadline = time.monotonic() + START_TIMEOUT_S
     question = {
         "model": MODEL,

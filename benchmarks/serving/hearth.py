@@ -1,4 +1,4 @@
-"""A whole Hearth cluster of real processes whose workers' steps take no time."""
+"""A full Hearth cluster of real processes whose workers' steps take no time."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _command(role: CredentialRole, step_s: float) -> list[str]:
 
 
 async def _ready(url: str, wanted: set[str]) -> None:
-    """Returns when the gateway knows every other process."""
+    """Waits until the gateway has every other process."""
     deadline = time.monotonic() + START_TIMEOUT_S
     async with httpx.AsyncClient(timeout=2, trust_env=False) as client:
         known: set[str] = set()

@@ -1,8 +1,7 @@
 """A worker whose steps take no time: `python -m benchmarks.serving.worker STEP_S ROLE OPTIONS…`
 
-Everything of it is the real thing but for the mathematics: a token follows from its position alone,
-and is whole text by itself, so that each is one event of its answer. KV is pushed as ever, 16 bytes
-a token.
+Only the mathematics is replaced: a token depends on its position alone, and is complete text, so
+that each is one event of its response. KV is pushed as usual, 16 bytes per token.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class IdleRunner(TimingRunner):
 
 
 def whole_tokens(tokenizer: Tokenizer) -> list[int]:
-    """Those that are text wherever they stand: no special ones, no part of a character."""
+    """Tokens that are text in any context: no special tokens, no parts of characters."""
     texts = ((each, tokenizer.decode([each])) for each in range(tokenizer.get_vocab_size()))
     return [token_id for token_id, text in texts if text.strip() and text.isascii()]
 

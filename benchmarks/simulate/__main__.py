@@ -1,12 +1,12 @@
-"""Placement, the fair queue and the index at a scale that no test machine has, on a virtual clock.
+"""Placement, the fair queue and the index at a scale beyond any test machine, on a virtual clock.
 
 The scheduler's and the index's own code place a trace's requests on a fleet whose engines and links
-are formulas (`sites.py`); beside it the same fleet placed by round robin, by least load and by
-prefix alone. Figures of virtual time do not depend on the machine; only the time of a decision
-does: it never waits, so that is its CPU time (whose own clock takes up to 50 µs to read on a
-virtual machine) but for the slowest hundredth, when the machine did something else. A decision is
-all that the scheduler computes for a request besides messages: into the queue, out of it, placed,
-noted.
+are formulas (`sites.py`); compared with the same fleet placed by round robin, by least load and by
+prefix alone. Virtual-time figures do not depend on the machine; only the time of a decision does:
+as it never waits, this is its CPU time (measured by wall time, as the CPU clock takes up to 50 µs
+to read on a virtual machine), without the slowest hundredth, when the machine did something else. A
+decision is everything that the scheduler computes for a request besides messages: enqueue, dequeue,
+placement, bookkeeping.
 
     python -m benchmarks.simulate [--scale 1.0] [--only CASE ...]
     python -m benchmarks.simulate --trace FILE --per-site-rate 1.5     # Mooncake's JSON lines
@@ -36,7 +36,7 @@ MAX_DECISION_US = 100.0
 
 @dataclass
 class Case:
-    """What one workload showed, by policy."""
+    """The results of one workload, by policy."""
 
     name: str
     rows: list[Row] = field(default_factory=list)
@@ -62,7 +62,7 @@ def hearth() -> Hearth:
 
 
 def run_spread(scale: float) -> tuple[Case, list[Bar]]:
-    """1,000 workers, prompts of 256 to 25,600 tokens at four fifths of what prefill can do."""
+    """1,000 workers, prompts of 256 to 25,600 tokens at four fifths of the prefill capacity."""
     case, shape = Case("spread"), FleetShape(500, 500)
     for policy in (hearth(), LeastLoaded(), PrefixOnly(), RoundRobin()):
         case.run(policy.name, shape, policy, spread(round(200_000 * scale), 850))
@@ -83,7 +83,7 @@ def run_hot_prefix(scale: float) -> tuple[Case, list[Bar]]:
 
 
 def run_agents(scale: float) -> tuple[Case, list[Bar]]:
-    """Without affinity means: neither the session nor a prefix draws a request to a worker."""
+    """Without affinity, neither the session nor a prefix attracts a request to a worker."""
     case, shape = Case("agents"), FleetShape(60, 60)
     for policy in (hearth(), LeastLoaded(), PrefixOnly(), RoundRobin()):
         case.run(policy.name, shape, policy, agents(round(5000 * scale), 5.0))
@@ -94,7 +94,7 @@ def run_agents(scale: float) -> tuple[Case, list[Bar]]:
 
 
 def run_fairness(scale: float) -> tuple[Case, list[Bar]]:
-    """Normals of half of the fleet's prefill capacity, one flooder of five times as many tokens."""
+    """Normals use half of the prefill capacity, one flooder sends five times as many tokens."""
     case, shape = Case("fairness"), FleetShape(20, 20)
     capacity = shape.num_prefill / shape.costs.prefill_s(1385)  # requests/s of the mean length
     num_normal, per_s = max(2000, round(10_000 * scale)), capacity / 2
@@ -118,7 +118,7 @@ def run_million(scale: float) -> tuple[Case, list[Bar]]:
 
 
 def run_uneven(scale: float) -> tuple[Case, list[Bar]]:
-    """As `spread`, with sites of half to double the speed: only what learns knows which."""
+    """Like `spread`, with sites of half to double the speed, which a policy has to learn."""
     case, shape = Case("uneven sites"), FleetShape(100, 100, spread_of_speed=2.0)
     for policy in (hearth(), LeastLoaded(), RoundRobin()):
         case.run(policy.name, shape, policy, spread(round(40_000 * scale), 150))
@@ -136,7 +136,7 @@ CASES = {
 
 
 def run_trace(path: Path, per_site_rate: float) -> Case:
-    """A recorded trace on as many sites as its rate asks for."""
+    """A recorded trace on as many sites as its rate requires."""
     requests = list(read_trace(path))
     lasted_s = max(1.0, requests[-1].at_s - requests[0].at_s)
     num_sites = max(1, round(len(requests) / lasted_s / per_site_rate))

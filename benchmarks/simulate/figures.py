@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.report import Row
 from benchmarks.simulate.simulation import Outcome
 
-# What a request must keep to count as good: waiting for the first token, and between the others.
+# The limits for a request to count as good: time to first token, and time per later token.
 SLO_TTFT_S = 1.0
 SLO_TPOT_S = 0.03
 
@@ -21,7 +21,7 @@ class Figures:
     num_expired: int
     ttft_p50_s: float
     ttft_p99_s: float
-    normal_ttft_p99_s: float  # without the flooder's
+    normal_ttft_p99_s: float  # without the flooder's requests
     tpot_p99_s: float
     goodput_per_s: float
     hit_ratio: float
@@ -30,7 +30,7 @@ class Figures:
     heartbeat_us: float
 
     def row(self) -> Row:
-        """Names with units, rounded for people."""
+        """Names with units, rounded for display."""
         return {
             "requests": self.num_requests,
             "refused": self.num_refused,
@@ -68,5 +68,5 @@ def figures_of(outcome: Outcome) -> Figures:
 
 
 def usual_mean(durations: np.ndarray) -> float:
-    """Without the slowest hundredth: that is when the machine did something else meanwhile."""
+    """The mean without the slowest hundredth, when the machine did something else."""
     return float(durations[durations <= np.percentile(durations, 99)].mean())

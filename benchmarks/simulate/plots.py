@@ -1,4 +1,4 @@
-"""How long first tokens took, by policy: one picture a run, one panel a case."""
+"""Time to first token, by policy: one picture per run, one panel per case."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_POINTS = 500
 
 
 def plot(name: str, cases: dict[str, dict[str, Outcome]]) -> None:
-    """Writes `benchmarks/results/<name>.png`; says so if matplotlib is missing, and goes on."""
+    """Writes `benchmarks/results/<name>.png`; if matplotlib is missing, prints that and returns."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -34,5 +34,5 @@ def plot(name: str, cases: dict[str, dict[str, Outcome]]) -> None:
 
 
 def _shown(outcome: Outcome) -> np.ndarray:
-    """A flooder's requests wait by intent: only the others are shown."""
+    """TTFTs without the flooder's requests, which are meant to wait."""
     return np.array(outcome.ttft_s)[np.array(outcome.is_normal, dtype=bool)]

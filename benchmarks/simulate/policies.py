@@ -1,8 +1,8 @@
-"""Who decides: the real placement, and what it is compared with.
+"""Placement policies: the real one, and those it is compared with.
 
-All see the same workers, through the scheduler's own fleet, and wait in the same queue while no
+All have the same workers, through the scheduler's own fleet, and wait in the same queue while no
 worker has room. The simple ones always hand a prompt off, as a split fleet without a cost model
-does, and know no limit to what a worker is given.
+does, and have no limit of work per worker.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from services.scheduler.worker_table import WorkerTable
 
 
 class Policy(ABC):
-    """`name` is what it is called in results; `asks_index`: it wants to know who holds what."""
+    """`name` is its name in results; `asks_index`: it needs the index's matches."""
 
     name: str
     asks_index = False
@@ -39,7 +39,7 @@ class Hearth(Policy):
     asks_index = True
 
     def __init__(self, draw: Callable[[int], int], *, has_index: bool = True) -> None:
-        """Without the index, only the affinity key tells where a prefix may be."""
+        """Without the index, only the affinity key indicates a worker that may have a prefix."""
         self._draw = draw
         self._local_prefill = LocalPrefill(always=4, at_most=1_000_000)
         if not has_index:
@@ -91,7 +91,7 @@ class RoundRobin(Policy):
 
 
 class LeastLoaded(Policy):
-    """Least KV to read in decode, least work queued in prefill."""
+    """The least KV to read in decode, the least queued work in prefill."""
 
     name = "least loaded"
 
@@ -111,7 +111,7 @@ class LeastLoaded(Policy):
 
 
 class PrefixOnly(Policy):
-    """The longest prefix wins whatever it costs; where there is none, the next in turn."""
+    """The longest prefix wins at any cost; without one, the next worker in turn."""
 
     name = "prefix only"
     asks_index = True

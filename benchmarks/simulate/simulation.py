@@ -1,8 +1,8 @@
 """A fleet on a virtual clock, with the scheduler's and the index's own code.
 
-`Admission`, `WorkerFleet`, `place` and `PrefixIndex` are the real ones, called in the order in
-which the services call them; only the bus, the engines and the KV link are replaced, by delays.
-Heartbeats come every 250 ms and cache events 50 ms after a change, as from a worker.
+`Admission`, `WorkerFleet`, `place` and `PrefixIndex` are the real ones, called in the same order as
+by the services; only the bus, the engines and the KV link are replaced, by delays.
+Heartbeats arrive every 250 ms and cache events 50 ms after a change, as from a worker.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from shared.messages import (
 from shared.packing import TOKEN_ID_BYTES
 
 HEARTBEAT_S = 0.25
-TICK_S = 0.1  # after which the scheduler looks for requests whose deadline has passed
+TICK_S = 0.1  # interval at which the scheduler searches for requests past their deadline
 FLOODER = "flooder"
 MAX_TOKENS_QUEUED = 200_000_000
 CARD = ModelCard(
@@ -70,7 +70,7 @@ class FleetShape:
     costs: Costs = field(default_factory=Costs)
     max_queued_requests: int = 1024
     deadline_s: float = 3600.0  # of each request
-    spread_of_speed: float = 1.0  # sites are up to this much faster or slower
+    spread_of_speed: float = 1.0  # sites are up to this factor faster or slower
 
     def drawn_costs(self, draw: Random) -> Costs:
         if self.spread_of_speed == 1.0:
@@ -86,7 +86,7 @@ class FleetShape:
 
 @dataclass
 class Outcome:
-    """Of each request that ended: when it came, seconds to its first token, and per token after."""
+    """For each request that ended: its arrival, seconds to its first token, and per token after."""
 
     arrived_at: array = field(default_factory=lambda: array("d"))
     ttft_s: array = field(default_factory=lambda: array("d"))
@@ -97,7 +97,7 @@ class Outcome:
     num_local: int = 0
     num_refused: Counter[str] = field(default_factory=Counter)  # by tenant
     num_expired: Counter[str] = field(default_factory=Counter)
-    decision_ns: array = field(default_factory=lambda: array("q"))  # of each request placed
+    decision_ns: array = field(default_factory=lambda: array("q"))  # for each placed request
     num_heartbeats: int = 0
     hearing_ns: int = 0
     ended_at: float = 0.0
@@ -119,8 +119,8 @@ class Simulation:
         self._names = count()
         self._traces: dict[QueuedRequest, TraceRequest] = {}
         self._is_blocked = False
-        self._deciding_ns = 0  # since a request was placed last
-        self._open = 0  # requests that have come and not ended
+        self._deciding_ns = 0  # since the last placed request
+        self._open = 0  # requests that arrived and have not ended
         self._has_arrivals = True
         self._random = Random(seed)
         self._build(shape)
@@ -227,7 +227,7 @@ class Simulation:
         self._later(TICK_S, self._tick, None)
 
     def _dispatch(self) -> None:
-        """Places what can be placed. Where the first cannot, a heartbeat gives it another try."""
+        """Places queued requests. If the first cannot be placed, the next heartbeat retries."""
         while not self._is_blocked:
             began = time.perf_counter_ns()
             ticket = self._admission.pop(self._now)
@@ -287,7 +287,7 @@ class Simulation:
         outcome.tpot_s.append(max(0.0, now - job.first_token_at) / num_later)
         outcome.is_normal.append(trace.tenant != FLOODER)
         outcome.num_prompt_tokens += trace.input_length
-        outcome.num_computed_tokens += job.num_computed_tokens + 1  # the last one is decode's
+        outcome.num_computed_tokens += job.num_computed_tokens + 1  # decode computes the last one
         outcome.num_local += job.prefill is None
 
 

@@ -1,10 +1,10 @@
-"""Workers on the virtual clock: what they compute, hold and say, at the level of requests.
+"""Workers on the virtual clock: computation, caches and reports, at the level of requests.
 
-A prefill worker computes one prompt after the other. A decode worker draws one token for all its
-sequences in each step; a step takes longer the more KV it reads, and stands still while a prompt is
-computed on the same device. Memory is counted in blocks of the trace; what ended stays cached until
-the least recently used makes room. Nothing is preempted: what has no room for its whole answer is
-refused, as a busy worker would.
+A prefill worker computes one prompt after the other. A decode worker samples one token for all its
+sequences in each step; a step takes longer the more KV it reads, and waits while a prompt is
+computed on the same device. Memory is counted in blocks of the trace; blocks of finished requests
+stay cached until eviction by least recent use. Nothing is preempted: a request without room for its
+complete output is rejected, as by a busy worker.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NO_PARENT = bytes(16)
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds, of an 8 B model on a middling GPU behind 25 Gb/s: 128 KiB of KV a token."""
+    """Seconds, for an 8 B model on a mid-range GPU with a 25 Gb/s link: 128 KiB of KV per token."""
 
     prefill_step_s: float = 0.008
     prefill_token_s: float = 1 / 12_000
@@ -34,7 +34,7 @@ class Costs:
     decode_kv_token_s: float = 25e-9
     push_token_s: float = 42e-6
     handoff_overhead_s: float = (
-        0.002  # until a prefill worker has answered, or a last frame has its receipt
+        0.002  # until a prefill worker has replied, or a last frame is acknowledged
     )
     num_blocks: int = 400  # of 512 tokens: 25 GiB of KV
 
@@ -57,7 +57,7 @@ class Job:
 
     @property
     def num_tokens(self) -> int:
-        """To be computed before the last prompt token is."""
+        """Tokens to compute before the last prompt token."""
         return self.trace.input_length - 1
 
     @property
@@ -73,7 +73,7 @@ def hash_of(hash_id: int) -> bytes:
 
 
 class Cache:
-    """Blocks by hash id, the least recently used first; tells what changed since it was asked."""
+    """Blocks by hash id, the least recently used first; collects changes since the last call."""
 
     def __init__(self, num_blocks: int, on_change: Callable[[], None]) -> None:
         self._num_blocks = num_blocks
@@ -83,7 +83,7 @@ class Cache:
         self._removed: dict[int, None] = {}
 
     def num_cached_tokens(self, request: TraceRequest) -> int:
-        """Of its prompt, without the last token; they count as used now."""
+        """The cached tokens of its prompt, without the last token; marks them as used."""
         num_blocks = 0
         for hash_id in request.hash_ids:
             if hash_id not in self._blocks:
@@ -93,7 +93,7 @@ class Cache:
         return min(num_blocks * BLOCK_TOKENS, request.input_length - 1)
 
     def store(self, hash_ids: list[int], num_tokens: int) -> None:
-        """The whole ones of the blocks."""
+        """Stores the full blocks."""
         for hash_id in hash_ids[: num_tokens // BLOCK_TOKENS]:
             if hash_id not in self._blocks:
                 self._stored[hash_id] = None
@@ -127,12 +127,12 @@ class Cache:
 
 @dataclass(eq=False)
 class Site:
-    """What both kinds of worker have."""
+    """The common part of both kinds of worker."""
 
     worker_id: str
     costs: Costs
     later: Later
-    tell: Callable[[KvEvents], None]  # the index
+    tell: Callable[[KvEvents], None]  # reports to the index
     step: int = 0
     num_events: int = 0
     busy_s: float = 0.0
@@ -229,7 +229,7 @@ class Prefill(Site):
 
 @dataclass(eq=False)
 class Decode(Site):
-    """`num_steps` counts steps as a real number; a sequence ends when it has come far enough."""
+    """`num_steps` counts steps as a real number; a sequence ends when it reaches its end."""
 
     on_end: Callable[[float, Job], None] = lambda now, job: None
     num_held_blocks: int = 0
@@ -246,7 +246,7 @@ class Decode(Site):
     version: int = 0
 
     def accept(self, now: float, job: Job) -> bool:
-        """Takes the request, and computes its prompt if nobody else is to."""
+        """Accepts the request, and computes its prompt if no prefill worker does."""
         if self.num_held_blocks + job.num_blocks > self.costs.num_blocks:
             return False
         self.num_held_blocks += job.num_blocks
@@ -325,7 +325,7 @@ class Decode(Site):
             self.later(max(0.0, self.stalled_until - now) + left_s, self._end, self.version)
 
     def _end(self, now: float, version: int) -> None:
-        if version != self.version:  # something has changed since it was foreseen
+        if version != self.version:  # the schedule has changed since this event was planned
             return
         self._advance(now)
         _, _, job = heapq.heappop(self.ends)

@@ -1,9 +1,9 @@
 """Requests over time, in the form of the Mooncake traces.
 
 A trace is a file of JSON lines with `timestamp` (ms), `input_length`, `output_length` and
-`hash_ids`: one number for each 512 tokens of the prompt, equal where all tokens up to there are.
-(Qin et al., "Mooncake", 2024; github.com/kvcache-ai/Mooncake.) Three more keys may be there:
-`tenant`, `session`, and `final_hash_ids`, which go on over the whole blocks of the answer.
+`hash_ids`: one number for each 512 tokens of the prompt, equal if all tokens up to there are equal.
+(Qin et al., "Mooncake", 2024; github.com/kvcache-ai/Mooncake.) Three more keys are optional:
+`tenant`, `session`, and `final_hash_ids`, which also cover the full blocks of the output.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class TraceRequest(msgspec.Struct, omit_defaults=True):
 
     @property
     def kept_hash_ids(self) -> list[int]:
-        """The blocks that decode holds at the end."""
+        """The blocks that decode has at the end."""
         return self.hash_ids if self.final_hash_ids is None else self.final_hash_ids
 
 
@@ -39,7 +39,7 @@ _decoder = msgspec.json.Decoder(TraceRequest)
 
 
 def read_trace(path: Path) -> Iterator[TraceRequest]:
-    """Raises ValueError that names the line which is not a request, or goes back in time."""
+    """Raises ValueError with the line number of a request that is invalid or goes back in time."""
     last = 0.0
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
@@ -49,7 +49,7 @@ def read_trace(path: Path) -> Iterator[TraceRequest]:
                 raise ValueError(f"{path}:{number}: {error}") from error
             is_sound = request.input_length > 0 and request.output_length > 0
             if not is_sound or request.timestamp < last:
-                raise ValueError(f"{path}:{number}: empty, or before the request above it")
+                raise ValueError(f"{path}:{number}: length 0, or earlier than the previous request")
             last = request.timestamp
             yield request
 

@@ -1,4 +1,4 @@
-"""Synthesised traces. Each is drawn from its seed alone, in the order of time."""
+"""Synthetic traces. Each depends only on its seed and is ordered by time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.simulate.trace import BLOCK_TOKENS, TraceRequest
 
 @dataclass(slots=True)
 class Blocks:
-    """Draws block ids, each new one once."""
+    """Creates block ids, each new one once."""
 
     _ids: Iterator[int] = field(default_factory=lambda: count(1))
 
@@ -27,7 +27,7 @@ def log_uniform(draw: Random, low: float, high: float) -> int:
 
 
 def spread(num_requests: int, per_s: float, *, seed: int = 1) -> Iterator[TraceRequest]:
-    """Prompts of 256 to 25,600 tokens, evenly on a logarithmic scale; none shares anything."""
+    """Prompts of 256 to 25,600 tokens, log-uniform; none share a prefix."""
     draw, blocks, at_s = Random(seed), Blocks(), 0.0
     for _ in range(num_requests):
         at_s += draw.expovariate(per_s)
@@ -37,7 +37,7 @@ def spread(num_requests: int, per_s: float, *, seed: int = 1) -> Iterator[TraceR
 
 def hot_prefix(num_requests: int, per_s: float, *, seed: int = 2) -> Iterator[TraceRequest]:
     """Four of five requests begin with one of 4 prompts of 8,192 tokens, the first by far the
-    hottest; the others with one of 400 of their own.
+    hottest; the others with one of 400 different ones.
     """
     draw, blocks, at_s = Random(seed), Blocks(), 0.0
     hot = [blocks.new(8192) for _ in range(4)]
@@ -54,8 +54,8 @@ def hot_prefix(num_requests: int, per_s: float, *, seed: int = 2) -> Iterator[Tr
 def agents(
     num_sessions: int, sessions_per_s: float, *, turns: int = 12, seed: int = 3
 ) -> Iterator[TraceRequest]:
-    """Sessions of about `turns` calls: each call is the whole history, what the tools answered to
-    the last one, and a new end; the history begins with the system prompt of one of 8 agents.
+    """Sessions of about `turns` calls: each call is the full history, the tools' results for the
+    last one, and a new end; the history begins with the system prompt of one of 8 agents.
     """
     draw, blocks = Random(seed), Blocks()
     prompts = [blocks.new(2048) for _ in range(8)]
@@ -76,10 +76,10 @@ def agents(
 class _Session:
     name: str
     hash_ids: list[int]
-    num_tokens: int  # of the history: whole blocks
+    num_tokens: int  # of the history: full blocks
 
     def call(self, at_s: float, draw: Random, blocks: Blocks) -> TraceRequest:
-        """What follows the last whole block is new in each call."""
+        """The next call; everything after the last full block is new in each call."""
         num_new, num_answered = log_uniform(draw, 200, 3000), draw.randint(40, 400)
         num_tokens = self.num_tokens + num_new
         num_whole = (num_tokens + num_answered) // BLOCK_TOKENS
@@ -100,7 +100,7 @@ class _Session:
 
 def conversations(num_requests: int, per_s: float, *, seed: int = 5) -> Iterator[TraceRequest]:
     """Lengths and sharing about as in the Mooncake trace of conversations: prompts of 12,000
-    tokens in the mean, 350 answered, four of ten blocks seen before: sessions of few turns.
+    tokens on average, outputs of 350, four of ten blocks seen before: sessions of few turns.
     """
     draw, blocks, at_s = Random(seed), Blocks(), 0.0
     waiting: list[tuple[float, int, _Session]] = []
@@ -123,8 +123,8 @@ def conversations(num_requests: int, per_s: float, *, seed: int = 5) -> Iterator
 def flood(
     num_normal: int, normal_per_s: float, flood_per_s: float, *, flooder: str, seed: int = 4
 ) -> Iterator[TraceRequest]:
-    """Normal requests of 20 tenants, of 256 to 4,096 tokens; and a flooder's of 2,048, while they
-    come. Without a flood the normal ones are the very same.
+    """Normal requests of 20 tenants, of 256 to 4,096 tokens; and a flooder's of 2,048, during the
+    same time. Without a flood the normal ones are identical.
     """
     draw, others = Random(seed), Random(seed + 1)
     blocks, at_s, flood_at_s = Blocks(), 0.0, 0.0

@@ -1,18 +1,18 @@
 """Kernels for CPUs: loops that numba compiles, and oneDNN's matrix products.
 
-They do what `kernels.reference` does, with hardly any launches and intermediate tensors. Every
-operation is spelled out (fused multiply-adds where they are meant, sums in a fixed order), so that
-a row's bits depend on its own inputs only: not on batch, chunk or number of threads.
+They compute what `kernels.reference` computes, with few launches and few intermediate tensors.
+Every operation is explicit (fused multiply-adds where intended, sums in a fixed order), so that a
+row's bits depend only on its own inputs: not on batch, chunk or number of threads.
 
-Their threads are TBB's where it is installed: one that has nothing to do yields its core to the
-other processes of the host, and a task that no second thread has begun is done by the first. Under
-OpenMP a step waits for a thread that sleeps, or that has lost its core.
+Their threads are TBB's where it is installed: an idle thread yields its core to the other
+processes of the host, and the first thread runs a task that no second thread has begun. Under
+OpenMP a step waits for a thread that sleeps or has lost its core.
 
-Machine code is kept in a cache directory that bears a digest of these sources: numba's own check
-sees a change of a function's file, not of the files that it calls into.
+The name of the machine code's cache directory contains a digest of these sources: numba's own check
+detects a change of a function's file, but not of the files of its callees.
 
-numba's cache is made for one writer. Of two processes that fill it at the same time, each with
-code for another dtype, one would name the other's code in the index (IndexDataCacheFile.save in
+numba's cache supports one writer. If two processes fill it at the same time, each with code for
+another dtype, one index entry can name the other process's code (IndexDataCacheFile.save in
 numba/core/caching.py reads, names and writes without a lock), and every later process would run it.
 """
 
@@ -50,7 +50,7 @@ SOURCES_DIGEST = _digest_of_sources()
 
 
 def _load_tbb() -> None:
-    """numba asks the dynamic linker, which does not look where pip installs libraries."""
+    """Loads TBB for numba: numba uses the dynamic linker, which does not search pip's libraries."""
     with contextlib.suppress(OSError):
         ctypes.CDLL(str(Path(sys.prefix, "lib", "libtbb.so.12")), mode=ctypes.RTLD_GLOBAL)
 
@@ -60,7 +60,7 @@ if not os.environ.get("NUMBA_CACHE_DIR"):
     numba.config.CACHE_DIR = str(cache_root() / "kernels" / SOURCES_DIGEST)
 
 
-# Loops are parallel where they say so: to search for others only takes time.
+# Only explicit prange loops are parallel: searching for others only takes time.
 _ONLY_PRANGE = {
     "prange": True,
     "comprehension": False,
@@ -73,11 +73,11 @@ _ONLY_PRANGE = {
 
 
 def compiled(*, parallel: bool = False, is_inlined: bool = False) -> Callable[[Any], Any]:
-    """A decorator: the function as machine code, which is kept in the cache directory.
+    """A decorator that compiles the function to machine code, cached in the cache directory.
 
-    `is_inlined`: into the compiled functions that call it. Each call counts a reference to every
-    array that it is given, which costs more than what some functions do with them.
-    Divisions by zero give infinities: a check of each would keep loops from being vectorised.
+    `is_inlined`: inlines it into the compiled functions that call it. Each call counts a reference
+    to every array argument, which costs more than the work of some functions.
+    Divisions by zero give infinities: checking each of them would prevent vectorisation.
     """
 
     def decorate(function: Any) -> Any:
@@ -85,7 +85,7 @@ def compiled(*, parallel: bool = False, is_inlined: bool = False) -> Callable[[A
         threads = _ONLY_PRANGE if parallel else False
         options = {"parallel": threads, "inline": inline, "error_model": "numpy"}
         dispatcher = njit(nogil=True, **options)(function)
-        dispatcher._cache = _SharedCache(function)  # what cache=True does, with a cache of ours
+        dispatcher._cache = _SharedCache(function)  # like cache=True, but with this module's cache
         return dispatcher
 
     return decorate
@@ -99,13 +99,13 @@ class _SharedCache(FunctionCache):
 
 @contextmanager
 def compile_lock() -> Iterator[None]:
-    """Of several processes that start at once, one compiles and the others load its code."""
+    """Makes one of several processes that start together compile; the others load its code."""
     with locked(Path(cache_dir(), "compiling.lock")):
         yield
 
 
 def start_child(module: str, *arguments: str, niceness: int = 0) -> subprocess.Popen[str]:
-    """Runs a module of this package in a process of its own, with one thread and this cache."""
+    """Runs a module of this package in a child process, with one thread and this cache."""
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     one_thread = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
     return subprocess.Popen(
@@ -119,13 +119,13 @@ def start_child(module: str, *arguments: str, niceness: int = 0) -> subprocess.P
 
 
 def cache_dir() -> str:
-    """Of machine code. It may be changed while a process runs."""
+    """The directory of machine code. It can change while a process runs."""
     return str(numba.config.CACHE_DIR)
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """The kernel frees the lock of a process that dies."""
+    """Holds a file lock, which the OS kernel releases when a process dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

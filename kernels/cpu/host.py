@@ -1,4 +1,4 @@
-"""What the engine has to know about the host's CPU; see `kernels.ops.cpu_host`."""
+"""What the engine needs to know about the host's CPU; see `kernels.ops.cpu_host`."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from kernels.cpu.warm import CompilePlan
 
 class CpuHost:
     attention_segment = SEGMENT  # keys whose values are summed in one chain
-    few_rows = FEW_ROWS  # up to so many, cheap operations run on one thread
+    few_rows = FEW_ROWS  # up to this many, cheap operations run on one thread
 
     @property
     def has_kernels(self) -> bool:
-        """Whether compiled loops compute; else the library does."""
+        """Whether compiled loops are used; otherwise the library is."""
         return self.failure is None
 
     @property
     def failure(self) -> str | None:
-        """Why this host has no compiled loops, in words; None if it has."""
+        """Why this host has no compiled loops, as text; None if it has them."""
         return probe.failure()
 
     @property
@@ -38,15 +38,15 @@ class CpuHost:
         return self.has_kernels and cpu_features.has_amx()
 
     def compile_ahead(self, plan: CompilePlan) -> str | None:
-        """See warm.py. Called before any weight is packed: it decides in which layout."""
+        """See warm.py. Called before any weight is packed: the result decides its layout."""
         return warm.compile_ahead(plan)
 
     def compile_rows(self, plan: CompilePlan, is_wanted: Callable[[], bool]) -> None:
-        """See warm.py. Takes its time: for a thread of its own, once the worker is ready."""
+        """See warm.py. Slow: runs in a background thread once the worker is ready."""
         warm.compile_rows(plan, is_wanted)
 
     def has_gemm(self, dtype: str) -> bool:
-        """Whether weights of a dtype of torch have a compiled GEMM here, if they can be packed."""
+        """Whether a torch dtype has a compiled GEMM here, for weights that can be packed."""
         if dtype == "bfloat16":
             return cpu_features.has_pair_products() or cpu_features.has_amx()
         return dtype == "float32" and cpu_features.has_avx512()
@@ -55,21 +55,21 @@ class CpuHost:
         return CompilePlan(**fields)
 
     def compile_lock(self) -> AbstractContextManager[None]:
-        """Held while kernels are compiled: the other processes of the host then load the code."""
+        """Held while kernels are compiled, so that the host's other processes load the code."""
         return compile_lock()
 
     @property
     def num_threads(self) -> int:
-        """Of compiled loops that the calling thread starts."""
+        """Threads of the compiled loops that the calling thread starts."""
         return int(numba.get_num_threads())
 
     def set_num_threads(self, num_threads: int) -> None:
-        """At most as many as numba has; tasks are handed out one by one, see simd/tasks.py."""
+        """Capped at numba's number of threads; tasks are assigned one by one, see simd/tasks.py."""
         numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
         numba.set_parallel_chunksize(1)
 
     def pack_weight(self, weight: Tensor) -> Tensor:
-        """weight [N, K] -> in the layout that `linear` multiplies with."""
+        """weight [N, K] -> the weight in the layout that `linear` multiplies with."""
         pack = linear.pack_weight if self.has_kernels else linear.pack_for_library
         return pack(weight)
 
@@ -77,14 +77,14 @@ class CpuHost:
         return linear.is_packed(weight)
 
     def weight_layouts(self) -> tuple[bool, ...]:
-        """What the layouts of packed and compressed weights follow from, beside torch."""
+        """What determines the layouts of packed and compressed weights, besides torch."""
         if not self.has_kernels:
             return False, False, False, False
         features = cpu_features
         return features.has_amx(), features.has_pair_products(), features.has_avx512(), True
 
     def compress_weight(self, weight: Tensor) -> CompressedWeight | None:
-        """weight [N, K] -> the same, smaller; None where it would not be, or is not BF16."""
+        """weight [N, K] -> its compressed form; None if it would not be smaller, or is not BF16."""
         return compressed_weight.compress_weight(weight) if self.has_kernels else None
 
     def is_compressed(self, weight: object) -> TypeGuard[CompressedWeight]:
@@ -93,5 +93,5 @@ class CpuHost:
     def compressed_weight(
         self, shape: tuple[int, int], order: WeightLayout, num_verbatim: int, memory: Tensor
     ) -> CompressedWeight:
-        """Over `memory` [n] uint8, which it keeps alive; nothing is copied."""
+        """A weight over `memory` [n] uint8, which it references; nothing is copied."""
         return CompressedWeight(shape, order, num_verbatim, memory)

@@ -1,8 +1,8 @@
-"""Whether compiled loops work on this host: tried once, in a child process.
+"""Whether compiled loops work on this host: tested once, in a child process.
 
-LLVM aborts a process that compiles an instruction which its target lacks, and the CPU stops one
-that runs an instruction which the host lacks. `NUMBA_CPU_NAME` can bring about both. The result is
-kept beside the machine code, so that later starts do not try again.
+LLVM aborts a process that compiles an instruction that its target lacks, and the CPU stops a
+process that runs an instruction that the host lacks. `NUMBA_CPU_NAME` can cause both. The result
+is cached with the machine code, so later starts do not test again.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from kernels.cpu.simd import cpu_features
 
 TIMEOUT_S = 300.0
 WORKS = "works"
-# What a child that was stopped from outside says nothing about.
+# Signals from outside: they prove nothing about compiled loops.
 _PASSING = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
 
 
 @cache
 def failure() -> str | None:
-    """Why compiled loops cannot be used, in words; None if they can."""
+    """Why compiled loops cannot be used, as text; None if they can."""
     if lacks_fma():
         return f"numba's target {cpu_features.target_cpu()!r} has no fused multiply-add"
     path = _result_path()
@@ -44,18 +44,18 @@ def failure() -> str | None:
 
 
 def lacks_fma() -> bool:
-    """Such a target is not worth a try."""
+    """Whether the target lacks fused multiply-add; such a target is not probed."""
     return not cpu_features.has_fma()
 
 
 def known_failure() -> str | None:
-    """`failure`, if it has been found before."""
+    """The result of `failure`, if it is cached."""
     found = _known(_result_path())
     return None if found == WORKS else found
 
 
 def record(status: int, errors: str) -> None:
-    """Keeps how a child that compiled ended, for this process and later ones."""
+    """Stores the result of a child that compiled, for this process and later ones."""
     if status not in _PASSING:
         _result_path().write_text(WORKS if status == 0 else _reason(status, errors))
     failure.cache_clear()
@@ -66,7 +66,7 @@ def _result_path() -> Path:
 
 
 def target_key() -> str:
-    """Digests what machine code follows from, beside a function's types."""
+    """Digests what determines the machine code, besides a function's types."""
     features = ",".join(sorted(cpu_features.target_features()))
     target = cpu_features.target_cpu(), features, numba.__version__, SOURCES_DIGEST
     return blake2b("\n".join(target).encode(), digest_size=8).hexdigest()
@@ -100,7 +100,7 @@ def _reason(status: int, errors: str) -> str:
 
 
 def main() -> int:
-    """Compiles a GEMM of this CPU's best form and runs it: 0 if its result is right."""
+    """Compiles this CPU's best form of GEMM and runs it. Returns 0 if the result is right."""
     from kernels.cpu.gemm.linear import pack_weight
     from kernels.cpu.gemm.packed_linear import for_products, packed_linear
     from kernels.cpu.layer.rms_norm import rms_norm

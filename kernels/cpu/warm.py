@@ -1,11 +1,11 @@
-"""Compiles what a model will run, in processes of their own, before it is loaded.
+"""Compiles what a model will run, in child processes, before the model is loaded.
 
-    attention   attention, norms, and the KV codec          } at the same time: each fills the
+    attention   attention, norms, and the KV codec          } concurrently: each fills the
     layers      decoder layers by columns, output head      } cache, the caller loads the code
     rows        decoder layers by rows: after the worker is ready, at low priority
 
-Machine code depends on dtypes and layouts, not on sizes: small tensors stand for the model's. A
-child that ends badly is a host that cannot compile (see probe.py): the library serves there.
+Machine code depends on dtypes and layouts, not on sizes, so small tensors replace the model's. If
+a child fails, the host cannot compile (see probe.py), and the library serves instead.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from kernels.cpu.compile import cache_dir, compile_lock, locked, start_child
 
 Part = Literal["attention", "layers", "rows"]
 LOW_PRIORITY = 19
-_FEW, _MANY = 1, 65  # rows: on one thread, and on all
+_FEW, _MANY = 1, 65  # rows: for one thread, and for all
 _BLOCK = 32  # of rows, of columns, and of K
 
 
 @dataclass(frozen=True)
 class CompilePlan:
-    """What the machine code for a model depends on."""
+    """What determines the machine code for a model."""
 
-    dtype: str  # of torch
+    dtype: str  # torch's name
     head_dim: int
     block_size: int
-    is_compressed: bool  # weights
-    is_blocked: bool  # all matrices are of whole blocks of 32: layers have a kernel
-    has_plain_attention: bool  # of some layer: neither window nor softcap
+    is_compressed: bool  # the weights
+    is_blocked: bool  # all matrices consist of full blocks of 32: layers have a kernel
+    has_plain_attention: bool  # some layer has neither window nor softcap
     has_masked_attention: bool
     has_gelu: bool
 
@@ -55,7 +55,7 @@ class CompilePlan:
 
 
 def compile_ahead(plan: CompilePlan) -> str | None:
-    """Returns once the machine code is in the cache; why it cannot be, or None.
+    """Waits until the machine code is in the cache. Returns why it cannot be compiled, or None.
 
     One process of a host compiles, the others wait for it.
     """
@@ -92,7 +92,7 @@ def _start(plan: CompilePlan, part: Part, niceness: int = 0) -> subprocess.Popen
 
 def compile_rows(plan: CompilePlan, is_wanted: Callable[[], bool]) -> None:
     """Compiles layers by rows at low priority and loads the code: until then long prompts are
-    computed by columns, with the same bits. Ends early if it is wanted no more.
+    computed by columns, with the same bits. Stops early if `is_wanted` returns False.
     """
     if not plan.is_blocked or probe.failure() is not None:
         return
@@ -177,7 +177,7 @@ def _compile_layers_by_rows(plan: CompilePlan) -> None:
 
 
 class _Layer:
-    """A decoder layer of the plan's dtype and layouts, as small as it can be."""
+    """A decoder layer of the plan's dtype and layouts, with the smallest possible sizes."""
 
     def __init__(self, plan: CompilePlan) -> None:
         from kernels.cpu.layer.fused_layer import packed_layer

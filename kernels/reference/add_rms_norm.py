@@ -1,4 +1,4 @@
-"""The residual sum and its RMS normalisation in one: s = x + residual, y = rms_norm(s)."""
+"""The residual sum and its RMS normalisation, fused: s = x + residual, y = rms_norm(s)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from kernels.reference.rms_norm import rms_norm
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, has_unit_offset: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """x, residual [..., hidden], weight [hidden] -> (y, s), both as x; s is rounded before."""
+    """x, residual [..., hidden], weight [hidden] -> (y, s), both like x; s is rounded first."""
     total = x + residual
     return rms_norm(total, weight, eps, has_unit_offset=has_unit_offset), total

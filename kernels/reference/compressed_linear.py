@@ -12,5 +12,5 @@ from kernels.split_weight import SplitWeight
 def compressed_linear(
     x: Tensor, weight: SplitWeight, bias: Tensor | None = None, *, is_batch_invariant: bool = False
 ) -> Tensor:
-    """x [M, K] BF16, weight [N, K], bias [N] -> [M, N], to the bit what the dense weight gives."""
+    """x [M, K] BF16, weight [N, K], bias [N] -> [M, N], bit-identical to the dense weight's."""
     return linear(x, decompress(weight), bias, is_batch_invariant=is_batch_invariant)

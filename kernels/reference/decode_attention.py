@@ -20,9 +20,9 @@ def decode_attention(
     kv_scales: Tensor | None = None,
     is_batch_invariant: bool = False,
 ) -> Tensor:
-    """query [S, num_heads, D] -> [S, num_heads, D] in its dtype; FP32 inside.
+    """query [S, num_heads, D] -> [S, num_heads, D] in its dtype; computed in FP32.
 
-    A prefill of one token for each sequence; the rest as in `prefill_attention`.
+    A prefill of one token for each sequence; the other arguments as in `prefill_attention`.
     """
     single = torch.arange(len(query) + 1)
     return prefill_attention(

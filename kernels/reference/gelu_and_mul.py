@@ -10,6 +10,6 @@ from torch.nn.functional import gelu
 
 
 def gelu_and_mul(gate_up: Tensor) -> Tensor:
-    """gate_up [T, 2 * intermediate], gate first -> [T, intermediate]; FP32 inside."""
+    """gate_up [T, 2 * intermediate], gate first -> [T, intermediate]; computed in FP32."""
     gate, up = gate_up.chunk(2, dim=-1)
     return (gelu(gate.float(), approximate="tanh") * up).to(gate_up.dtype)

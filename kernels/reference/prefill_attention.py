@@ -19,14 +19,14 @@ def prefill_attention(
     kv_scales: Tensor | None = None,
     is_batch_invariant: bool = False,
 ) -> Tensor:
-    """query [T, num_heads, D], sequences one after another -> as query; FP32 inside.
+    """query [T, num_heads, D], sequences concatenated -> same shape and dtype; computed in FP32.
 
     kv_cache [2, num_blocks, num_kv_heads, block_size, D]; block_tables [S, max_blocks];
-    cu_seqlens_q [S + 1]; context_lens [S] includes the new tokens, whose KV is stored already.
-    A token sees the tokens up to itself, or the last `window` of them; `softcap` turns a score s
-    into cap · tanh(s / cap). `kv_scales` [2, num_kv_heads] in FP32: what a head's stored keys and
-    values are multiplied by, of FP8 e4m3 or any other cache. `is_batch_invariant`: a token's bits
-    depend on nothing but itself and what it sees; here they always do.
+    cu_seqlens_q [S + 1]; context_lens [S] includes the new tokens, whose KV is already stored.
+    A token attends to the tokens up to itself, or the last `window` of them; `softcap` maps a score
+    s to cap · tanh(s / cap). `kv_scales` [2, num_kv_heads] in FP32: the factors of a head's
+    stored keys and values, in a cache of FP8 e4m3 or any other dtype. `is_batch_invariant`: a
+    token's bits depend only on itself and the tokens that it attends to; here they always do.
     """
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     starts = cu_seqlens_q.tolist()
@@ -59,7 +59,7 @@ def _context(
 
 
 def _spread(kv: Tensor, query: Tensor) -> Tensor:
-    """Each KV head once for every query head that shares it."""
+    """Repeats each KV head for every query head that shares it."""
     return kv.repeat_interleave(query.shape[1] // kv.shape[1], dim=1)
 
 

@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, num_heads, head_dim], cos and sin [T, rotary_dim / 2] FP32 -> as x.
+    """x [T, num_heads, head_dim], cos and sin [T, rotary_dim / 2] FP32 -> shape and dtype of x.
 
     With the first rotary_dim elements of a head = (a, b) split in the middle:
-    (a·cos - b·sin, b·cos + a·sin), in FP32, rounded once. The rest of the head stays as it is.
+    (a·cos - b·sin, b·cos + a·sin), in FP32, rounded once. The rest of the head is unchanged.
     """
     half = cos.shape[1]
     first, second, rest = x.float().split((half, half, x.shape[2] - 2 * half), dim=-1)

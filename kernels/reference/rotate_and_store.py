@@ -1,6 +1,6 @@
-"""Rotary position embedding of queries and keys, and the cache write of keys and values, in one.
+"""Rotary position embedding of queries and keys, fused with the cache write of keys and values.
 
-Where queries and keys have norms of their own (QK norm), these come first.
+If queries and keys have norms (QK norm), these are applied first.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def rotate_and_store(
 ) -> Tensor:
     """heads [T, num_heads + 2 * num_kv_heads, D] of queries, keys, values -> rotated queries.
 
-    `rms_norm` of each query and key if query_norm and key_norm [D] are given, both or none of them;
-    `rotary` of queries and keys, and `store_kv` of the rotated keys and the values.
+    `rms_norm` of each query and key if query_norm and key_norm [D] are given, either both or
+    neither; `rotary` of queries and keys, and `store_kv` of the rotated keys and the values.
     """
     num_kv_heads = kv_cache.shape[2]
     value = heads[:, -num_kv_heads:]

@@ -7,6 +7,6 @@ from torch.nn.functional import silu
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """gate_up [T, 2 * intermediate], gate first -> [T, intermediate]; FP32 inside."""
+    """gate_up [T, 2 * intermediate], gate first -> [T, intermediate]; computed in FP32."""
     gate, up = gate_up.chunk(2, dim=-1)
     return (silu(gate.float()) * up).to(gate_up.dtype)

@@ -22,13 +22,13 @@ def store_kv(
     """key, value [T, num_kv_heads, head_dim]; slot_mapping [T], block_id * block_size + offset.
 
     kv_cache [2, num_blocks, num_kv_heads, block_size, head_dim] is written in place.
-    A slot of -1 skips its token. No two tokens may name one slot.
-    kv_scales [2, num_kv_heads] FP32 goes with a cache in FP8 e4m3: what is too large saturates.
+    A slot of -1 skips its token. Two tokens must not have the same slot.
+    kv_scales [2, num_kv_heads] FP32 is for an FP8 e4m3 cache: values that are too large saturate.
     """
     slot_mapping = slot_mapping.long()
     if kv_scales is not None:
         key, value = (_scaled(x, each) for x, each in zip((key, value), kv_scales, strict=True))
-        kv_cache = kv_cache.view(torch.uint8)  # torch copies no FP8 by index
+        kv_cache = kv_cache.view(torch.uint8)  # torch cannot copy FP8 by index
     if bool((slot_mapping < 0).any()):
         kept = torch.nonzero(slot_mapping >= 0).squeeze(1)
         key, value, slot_mapping = key[kept], value[kept], slot_mapping[kept]
@@ -42,7 +42,7 @@ def store_kv(
 
 
 def _scaled(x: Tensor, scales: Tensor) -> Tensor:
-    """x [T, num_kv_heads, head_dim], scales [num_kv_heads] -> as x, the bytes of FP8."""
+    """x [T, num_kv_heads, head_dim], scales [num_kv_heads] -> the bytes of FP8, in x's shape."""
     inverse = scales.reciprocal().unsqueeze(1)
     wide = (x.float() * inverse).clamp_(-FP8_LARGEST, FP8_LARGEST)
     return wide.to(torch.float8_e4m3fn).view(torch.uint8)

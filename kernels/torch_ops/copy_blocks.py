@@ -1,4 +1,4 @@
-"""Copies whole blocks of the paged cache, in all layers."""
+"""Copies full blocks of the paged cache, in all layers."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ def copy_blocks(kv_cache: Tensor, sources: Tensor, destinations: Tensor) -> None
     once all sources are read.
     """
     if kv_cache.element_size() == 1:
-        kv_cache = kv_cache.view(torch.uint8)  # torch copies no FP8 by index
+        kv_cache = kv_cache.view(torch.uint8)  # torch cannot copy FP8 by index
     kv_cache.index_copy_(2, destinations.long(), kv_cache.index_select(2, sources))

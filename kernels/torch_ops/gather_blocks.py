@@ -1,4 +1,4 @@
-"""Copies a run of tokens out of the paged cache into the layout of the wire."""
+"""Copies a run of tokens from the paged cache to the wire layout."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def gather_blocks(
 ) -> None:
     """Fills out [num_layers, 2, num_tokens, num_kv_heads, head_dim].
 
-    kv_cache [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]; block_table [B] names
-    the blocks of the whole sequence, `first_token` is a position in it.
-    checksum [1] int64 becomes the `payload_checksum` of out.
+    kv_cache [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]; block_table [B] has
+    the blocks of the full sequence, `first_token` is a position in it.
+    checksum [1] int64 is set to the `payload_checksum` of out.
     """
     num_layers, _, num_blocks, num_kv_heads, block_size, head_dim = kv_cache.shape
     first_block = first_token // block_size

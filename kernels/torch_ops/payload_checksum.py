@@ -1,4 +1,4 @@
-"""The checksum of KV on its way: a sum in which every word and its place count.
+"""The checksum of transferred KV: a sum that depends on every word and its position.
 
     sum over i of fmix64(word[i] + (i + 1) · G) mod 2**64,   G = 2**64 / golden ratio, odd
 
@@ -7,7 +7,7 @@ over the payload as 64-bit words, with murmur3's finaliser
     fmix64(h): h ^= h >> 33; h *= 0xFF51AFD7ED558CCD; h ^= h >> 33; h *= 0xC4CEB9FE1A85EC53;
                h ^= h >> 33
 
-A sum has no order, so programs on a GPU add their parts as they come. It finds accidents, not
+A sum has no order, so programs on a GPU add their parts in any order. It detects accidents, not
 attacks: there is no key.
 """
 
@@ -22,7 +22,7 @@ WORD_BYTES = 8
 
 
 def payload_checksum(payload: Tensor) -> Tensor:
-    """payload of any shape and dtype, contiguous, in whole words -> [1] int64, the sum's bits."""
+    """A contiguous payload of any shape and dtype, in full words -> [1] int64, the sum's bits."""
     words = payload.view(-1).view(torch.int64)
     places = torch.arange(1, len(words) + 1, device=payload.device)
     mixed = words + places * _signed(GOLDEN)
@@ -32,7 +32,7 @@ def payload_checksum(payload: Tensor) -> Tensor:
 
 
 def _shifted(words: Tensor) -> Tensor:
-    """By 33 bits to the right, with zeros behind: int64's own shift repeats the sign."""
+    """Shifts right by 33 bits, filling with zeros: int64's own shift repeats the sign."""
     return words >> 33 & (1 << 31) - 1
 
 

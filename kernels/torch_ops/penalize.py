@@ -1,4 +1,4 @@
-"""Lowers the logits of tokens that a sequence holds already, in place and sparse.
+"""Lowers the logits of a sequence's existing tokens, in place and sparse.
 
     x' = (x / repetition if x > 0 else x · repetition) - subtracted
 
@@ -17,7 +17,7 @@ def penalize(
 ) -> None:
     """logits [R, vocab_size] FP32; the others [P], each (row, token id) at most once.
 
-    What would overflow stays finite: of several infinities none could be told from another.
+    Overflows are clamped to finite values, as several infinities could not be distinguished.
     """
     x = logits[rows, token_ids]
     x = torch.where(x < 0, x * repetition, x / repetition).sub_(subtracted)

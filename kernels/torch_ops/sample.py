@@ -1,9 +1,9 @@
-"""Draws one token a row: temperature, top-k, top-p, min-p, then the Gumbel-max trick.
+"""Samples one token per row: temperature, top-k, top-p, min-p, then the Gumbel-max trick.
 
     token = argmax(logits / temperature + noise),  noise = -log(-log(u))
 
 u is a pure function of (seed, choice_index, output_position, token id) by 32-bit integer mixing
-(murmur3's finaliser), so a draw depends on nothing else: not on batch, row or worker.
+(murmur3's finaliser), so a sample depends on nothing else: not on batch, row or worker.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import Tensor
 
 _MASK = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B1
-NUM_NEAR = 512  # logits that are put in order where a limit is among them
+NUM_NEAR = 512  # logits that are sorted to find a limit among them
 PIECE = 1 << 17  # elements that are mixed at a time: 512 KiB, which stay in a core's cache
 
 
 def argmax(x: Tensor) -> Tensor:
-    """x [R, n] FP32 -> [R] int64; of equal ones the first.
+    """x [R, n] FP32 -> [R] int64; the first index among equal maxima.
 
-    On the CPU by numpy, which compares a vector at a time: 32,000 columns take it a fourteenth.
+    On the CPU by numpy, which compares vectors: 32,000 columns take a fourteenth of torch's time.
     """
     return torch.from_numpy(x.numpy().argmax(-1)) if x.is_cpu else x.argmax(-1)
 
@@ -53,7 +53,7 @@ def uniform(seed: Tensor, choice_index: Tensor, output_position: Tensor, vocab_s
         piece = slice(first, first + num_rows)
         bits = _mix_(row[piece].unsqueeze(1) ^ tokens)
         bits = _mix_(bits.bitwise_xor_(salt[piece].unsqueeze(1)))
-        # 23 bits and a half: the largest is 1 - 2**-24, which FP32 holds.
+        # 23 bits and a half: the largest is 1 - 2**-24, which FP32 can represent.
         sampled[piece] = bits >> 9 & 0x7FFFFF
     return sampled.mul_(2.0**-23).add_(2.0**-24)
 
@@ -72,9 +72,9 @@ def sample(
     """logits [R, vocab_size] FP32; the others [R] -> [R] int64 token ids.
 
     mask [R, ceil(vocab_size / 32)] int32: bit t % 32 of word t // 32 is set if token t is allowed;
-    what is not counts as -inf. None allows all.
-    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off. Of equal logits greedy takes the
-    lowest id; a truncation keeps all that equal the last one kept.
+    other tokens count as -inf. None allows all.
+    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off. Among equal logits greedy takes
+    the lowest id; a truncation includes all tokens that equal the last one included.
     """
     if mask is not None:
         logits = logits.masked_fill(~_allowed(mask, logits.shape[1]), float("-inf"))
@@ -99,22 +99,22 @@ def _allowed(mask: Tensor, vocab_size: int) -> Tensor:
 def scale(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> Tensor:
-    """The logits of what is drawn from: logits [R, vocab_size], overwritten; the others [R], each
-    temperature > 0 -> [R, vocab_size], -inf where nothing may be drawn.
+    """The logits to sample from: logits [R, vocab_size], overwritten; the others [R], each
+    temperature > 0 -> [R, vocab_size], -inf for excluded tokens.
     """
-    # from the maximum down, so that the least temperature overflows to -inf, never to inf
+    # subtracting the maximum makes the smallest temperature overflow to -inf, never to inf
     logits.sub_(logits.amax(-1, keepdim=True)).div_(temperature.unsqueeze(1))
     _truncate(logits, top_k, top_p, min_p)
     return logits
 
 
 def _truncate(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
-    """Sets what may not be drawn to -inf. Only rows with top-k or top-p are ordered."""
+    """Sets excluded tokens to -inf. Only rows with top-k or top-p are sorted."""
     floor = torch.full_like(scaled[:, 0], float("-inf"))
     limited = torch.nonzero((top_k > 0) | (top_p < 1)).squeeze(1)
     if len(limited):
         counts = top_k[limited]
-        # one more than a row may keep, so that its limit is seen
+        # one more than a row may include, so that its limit is detected
         num_near = int(counts.max()) + 1 if bool((counts > 0).all()) else NUM_NEAR
         num_near = min(num_near, NUM_NEAR)
         floor[limited] = _floors(scaled[limited], counts, top_p[limited], num_near)
@@ -124,8 +124,8 @@ def _truncate(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> No
 
 
 def _floors(scaled: Tensor, top_k: Tensor, top_p: Tensor, num_near: int) -> Tensor:
-    """The smallest scaled logit that top-k, then top-p, keep; found among the `num_near` largest,
-    and among all only for rows whose limit lies further down. [R]
+    """The smallest scaled logit within top-k, then top-p; searched among the `num_near` largest,
+    and among all only for rows whose limit is below them. [R]
     """
     vocab_size = scaled.shape[1]
     near = scaled.topk(min(num_near, vocab_size), dim=-1).values

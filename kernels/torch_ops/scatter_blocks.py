@@ -1,4 +1,4 @@
-"""Copies a run of tokens in the layout of the wire into the paged cache."""
+"""Copies a run of tokens from the wire layout to the paged cache."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def scatter_blocks(
     *,
     checksum: Tensor | None = None,
 ) -> None:
-    """The reverse of `gather_blocks`; touches no token outside the run.
+    """The reverse of `gather_blocks`; changes no token outside the run.
 
     payload [num_layers, 2, num_tokens, num_kv_heads, head_dim] in the dtype of kv_cache
     [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim].
-    checksum [1] int64 becomes the `payload_checksum` of the payload as it was read.
+    checksum [1] int64 is set to the `payload_checksum` of the payload as it was read.
     """
     num_layers, _, num_blocks, num_kv_heads, block_size, head_dim = kv_cache.shape
     device = kv_cache.device
@@ -30,7 +30,7 @@ def scatter_blocks(
     blocks = planes + block_table[positions // block_size].unsqueeze(1)  # [planes, tokens, 1]
     heads = blocks * num_kv_heads + torch.arange(num_kv_heads, device=device)
     rows = (heads * block_size + (positions % block_size).unsqueeze(1)).view(-1)
-    if kv_cache.element_size() == 1:  # torch copies no FP8 by index
+    if kv_cache.element_size() == 1:  # torch cannot copy FP8 by index
         kv_cache, payload = kv_cache.view(torch.uint8), payload.view(torch.uint8)
     kv_cache.view(-1, head_dim).index_copy_(0, rows, payload.reshape(-1, head_dim))
     if checksum is not None:

@@ -1,4 +1,4 @@
-"""Rows of a split weight, decoded: what an embedding looks up. See kernels/split_weight.py."""
+"""Decoded rows of a split weight, for embedding lookups. See kernels/split_weight.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kernels.split_weight import HALF, WORD_GROUPS, SplitWeight
 
 
 def select_rows(weight: SplitWeight, row_ids: Tensor) -> Tensor:
-    """row_ids [T] -> those rows [T, K]. No shape depends on data: it can be captured in a graph."""
+    """row_ids [T] -> those rows [T, K]. Shapes do not depend on data: a graph can capture it."""
     base, rest = weight.base[row_ids], weight.sign_mantissa[row_ids]
     lower = weight.exponents[row_ids].unflatten(1, (-1, HALF))
     upper = torch.zeros_like(lower)

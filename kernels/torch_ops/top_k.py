@@ -1,9 +1,10 @@
-"""The k largest of each row; of equal ones the lowest index comes first.
+"""The k largest of each row; among equal ones the lowest index comes first.
 
     key = order(x) · n + (n - 1 - index)
 
-order(x) maps FP32 to integers of the same order, by its bits: of negative numbers all but the sign
-are flipped. No two keys of a row are equal, so every device finds the same k in the same order.
+order(x) maps FP32 to integers of the same order, by its bits: for negative numbers all but the
+sign are flipped. No two keys of a row are equal, so every device returns the same k in the same
+order.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import Tensor
 
 
 def top_k(x: Tensor, k: int) -> Tensor:
-    """x [R, n] FP32 -> [R, min(k, n)] int64 indices, of falling x."""
+    """x [R, n] FP32 -> [R, min(k, n)] int64 indices, in descending order of x."""
     num_columns = x.shape[1]
     if k == 0:
         return torch.empty((len(x), 0), dtype=torch.int64, device=x.device)

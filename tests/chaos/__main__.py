@@ -1,8 +1,8 @@
-"""The whole matrix: `scripts/chaos`; a part of it: `scripts/chaos --victim decode-1 --fault kill`.
+"""The full fault matrix: `scripts/chaos`; a part: `scripts/chaos --victim decode-1 --fault kill`.
 
-Prints a line a row. The whole has 10,000 clients that leave early and a rolling restart as well,
-and is saved as benchmarks/results/chaos.json. The exit status is 1 if an answer was lost or altered
-or something was left behind.
+Prints one line per row. The full matrix also has 10,000 clients that leave early and a rolling
+restart, and is saved as benchmarks/results/chaos.json. The exit status is 1 if a response was lost
+or altered or something was left behind.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.chaos.rows import VICTIMS, run_row
 from tests.chaos.running import WORKERS, running_chaos, running_frames
 from tests.chaos.spoiling import SPOILINGS
 
-# A worker may hold so few prompts at once that most requests wait for their turn.
+# A worker may reserve so few blocks that most requests wait for their turn.
 FEW_RESERVATIONS = {**WORKERS, "max-reserved-share": "0.04"}
 LEARNED_WITHOUT = ("decode-1", "prefill-1")
 NUM_LEAVING = 10_000
@@ -123,7 +123,7 @@ async def _soak(options: argparse.Namespace) -> int:
             "refused": load.num_refused,
             "resubmitted": load.num_resubmitted,
             "suspicions": len(suspected),
-            "load average": os.getloadavg()[2],  # of what else this machine did, too
+            "load average": os.getloadavg()[2],  # includes other load on this machine
         }
         print(*suspected, sep="\n")
     bars = [
@@ -136,7 +136,7 @@ async def _soak(options: argparse.Namespace) -> int:
 
 
 async def _frames(options: argparse.Namespace, outcome: Outcome) -> None:
-    """Each way to spoil a frame by itself, on each transport."""
+    """Each way to spoil a frame separately, on each transport."""
     for transport in TRANSPORTS:
         folder = _folder(options)
         async with running_frames(folder, transport, is_model=options.demo_model) as (it, made):

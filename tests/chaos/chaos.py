@@ -1,4 +1,4 @@
-"""A cluster under watch, what it is asked, and what it answers when nothing is wrong."""
+"""A monitored cluster, its requests, and their responses without faults."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.chaos.monitor import Monitor, is_empty
 from tests.chaos.workload import Body, requests, with_stops
 
 MAX_TRIES = 8
-LONGEST_KEPT_S = 8.0  # an ending is told again every 2 s
-BROKEN_PAUSE_S, REFUSED_PAUSE_S = 0.1, 0.5  # before a client asks again
+LONGEST_KEPT_S = 8.0  # an ending is resent every 2 s
+BROKEN_PAUSE_S, REFUSED_PAUSE_S = 0.1, 0.5  # before a client retries
 
 
 @dataclass
@@ -36,22 +36,22 @@ class Undisturbed:
     usage: list[tuple[int, int]]
     longest_gap_s: float
     ttft_s: list[float]
-    ttft_without_s: dict[str, list[float]]  # where one worker is not there
+    ttft_without_s: dict[str, list[float]]  # without that worker
 
 
 class Chaos:
-    """Ask `learn` first."""
+    """A cluster with its reference responses; call `learn` first."""
 
     def __init__(self, cluster: ChaosCluster, monitor: Monitor) -> None:
         self.cluster = cluster
         self.monitor = monitor
         self.requests = requests()
         self.undisturbed: Undisturbed
-        self.idle: dict[str, dict[str, int]]  # what each process holds after undisturbed runs
+        self.idle: dict[str, dict[str, int]]  # objects of each process after undisturbed runs
         self._num_runs = 0
 
     async def learn(self) -> None:
-        """Runs undisturbed: once to see what stop strings would cut, once for the truth."""
+        """Runs undisturbed: first to choose stop strings, then for the reference responses."""
         first = await self.run()
         with_stops(self.requests, [each.last.told for each in first])
         asked = await self.run()
@@ -68,9 +68,9 @@ class Chaos:
         self.idle = {name: await self.cluster.census(name) for name in self.cluster.services}
 
     async def leftovers(self) -> dict[str, dict[str, int]]:
-        """What each process holds beyond what it needs when nothing runs; empty if all is well.
+        """What each process holds beyond its idle state; empty if nothing is left.
 
-        An ending whose acknowledgement was lost is kept for a while, and waited for here.
+        An ending whose acknowledgement was lost is retained for a while; this waits for it.
         """
         give_up_at = time.monotonic() + LONGEST_KEPT_S
         while (found := await self._held()) and time.monotonic() < give_up_at:
@@ -86,7 +86,7 @@ class Chaos:
         return found
 
     async def learn_without(self, worker: str) -> None:
-        """What the spares alone take, undisturbed."""
+        """Measures undisturbed times of the spares alone."""
         self.cluster.terminate(worker)
         await self.cluster.ended(worker, 20)
         asked = await self.run()
@@ -100,7 +100,7 @@ class Chaos:
         return asked
 
     def ask_all(self) -> tuple[list[Asked], list[asyncio.Task[None]]]:
-        """Through both gateways by turns; each run has a salt, so that no cache knows it."""
+        """Sends all requests, alternating gateways; each run has a salt: no prefix is cached."""
         self._num_runs += 1
         salt = f"run {self._num_runs}"
         asked = [Asked(path, {**body, "cache_salt": salt}) for path, body in self.requests]
@@ -112,7 +112,7 @@ class Chaos:
         return asked, tasks
 
     async def ask(self, asked: Asked, gateways: list[str]) -> None:
-        """As a client does: asks again, at the next door, where that is invited."""
+        """Like a client: retries, at the next gateway, if the response allows it."""
         for number in range(MAX_TRIES):
             gateway = gateways[number % len(gateways)]
             exchange = Exchange(asked.body, gateway)
@@ -127,12 +127,12 @@ class Chaos:
                 return
 
     def is_same(self, index: int, exchange: Exchange) -> bool:
-        """Whether it told what the undisturbed run of request `index` told."""
+        """Whether the output equals that of the undisturbed run of request `index`."""
         true = self.undisturbed
         return exchange.told == true.told[index] and exchange.usage == true.usage[index]
 
     async def wait_until_whole(self, timeout_s: float = 20.0) -> float:
-        """Seconds until every worker is without work and its pool whole. Raises TimeoutError."""
+        """Returns the seconds until every worker is idle with all blocks. Raises TimeoutError."""
         started = time.monotonic()
         self.monitor.newest.clear()
         names = {*self.cluster.named("prefill"), *self.cluster.named("decode")}

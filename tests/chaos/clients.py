@@ -1,6 +1,6 @@
-"""HTTP clients that note when each event came, and what an answer said in the end.
+"""HTTP clients that record the time of each event and the final response.
 
-Over plain asyncio streams: the clients share two cores with the cluster that they watch.
+Over plain asyncio streams: the clients share two cores with the cluster.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DONE = b"data: [DONE]"
 
 @dataclass
 class ChoiceTold:
-    """All that a client was told of one choice. Two runs of a request must agree in it."""
+    """Everything received for one choice. Two runs of a request must agree in it."""
 
     text: str = ""
     finish_reasons: list[str] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Exchange:
     headers: bytes = b""
     events: list[bytes] = field(default_factory=list)
     is_done: bool = False
-    trouble: str = ""  # how the connection ended, if not by itself
+    trouble: str = ""  # how the connection failed, if it did
     first_event: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -51,7 +51,7 @@ class Exchange:
 
     @property
     def is_broken(self) -> bool:
-        """The connection ended before the answer did: all that a dead gateway can tell."""
+        """The connection ended before the response did: the only sign of a dead gateway."""
         return not self.is_done and self.status in (0, 200) and not self.errors
 
     @property
@@ -72,7 +72,7 @@ class Exchange:
 
     @property
     def usage(self) -> tuple[int, int]:
-        """Prompt and completion tokens; how many were cached depends on who served."""
+        """Prompt and completion tokens; cached tokens depend on the serving worker."""
         for event in reversed(self._messages()):
             if event.get("usage"):
                 return event["usage"]["prompt_tokens"], event["usage"]["completion_tokens"]
@@ -87,7 +87,7 @@ class Exchange:
         return self.arrivals[0] - self.started
 
     def pause_since(self, moment: float) -> float:
-        """The longest silence that ended after `moment`, seconds; before that nothing broke."""
+        """The longest pause in seconds that ended after `moment`; no fault happened before."""
         times = [self.started, *self.arrivals]
         pairs = itertools.pairwise(times)
         return max((b - max(a, moment) for a, b in pairs if b > moment), default=0.0)
@@ -118,7 +118,7 @@ def _add(told: ChoiceTold, choice: dict[str, Any]) -> None:
 
 
 async def converse(exchange: Exchange, url: str, api_key: str, path: str) -> Exchange:
-    """Runs it to its end, however it ends; what went wrong is noted in it."""
+    """Runs the exchange to its end and records errors in it."""
     parts = urlsplit(url)
     exchange.started = time.monotonic()
     writer = None

@@ -1,7 +1,7 @@
-"""A cluster whose every process can be killed, frozen, thawed and started again, by name.
+"""A cluster whose processes can be killed, frozen, thawed and restarted, by name.
 
-Two of each service but the index, so that each row has its spare; nothing is restarted unless the
-test says so.
+Two of each service except the index, so that each row has a spare; only the test restarts
+processes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.chaos.process import STEP_VARIABLE
 from tests.servers import PASSWORD, Server, find_binary, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-START_TIMEOUT_S = 300.0  # the first time, kernels are compiled
+START_TIMEOUT_S = 300.0  # the first start compiles kernels
 POLL_S = 0.02
 
 SERVICES: dict[str, CredentialRole] = {
@@ -46,7 +46,7 @@ MONITOR = "monitor"
 
 
 class ChaosCluster:
-    """`step_s`: of the timing engine; None serves the demo model itself."""
+    """`step_s`: step time of the timing engine; None serves the demo model."""
 
     def __init__(
         self,
@@ -79,10 +79,10 @@ class ChaosCluster:
     def nats_url(self) -> str:
         return self._nats_url_of(MONITOR)
 
-    # ── life ─────────────────────────────────────────────────────────────────────────────────────
+    # ── lifecycle ────────────────────────────────────────────────────────────────────────────────
 
     async def start(self) -> None:
-        """Returns once every gateway knows every process."""
+        """Waits until every gateway has every process."""
         self._servers["nats-server"] = self._nats()
         self._servers["redis-server"] = _redis(free_port())
         await self._store_key()
@@ -91,7 +91,7 @@ class ChaosCluster:
         await self.wait_until_ready()
 
     def stop(self) -> None:
-        """What is left is killed: a test that cares for a clean end asks for it before."""
+        """Kills the remaining processes: a test that checks a clean exit requests it before."""
         for process in self._processes.values():
             if process.poll() is None:
                 process.kill()
@@ -107,7 +107,7 @@ class ChaosCluster:
                 await asyncio.sleep(POLL_S)
 
     async def _missing(self, client: httpx.AsyncClient) -> set[str]:
-        """Names that some gateway does not know."""
+        """Names that some gateway does not have."""
         wanted = {name for name, role in self.services.items() if role != "gateway"}
         missing: set[str] = set()
         for gateway, url in self.urls.items():
@@ -140,11 +140,11 @@ class ChaosCluster:
         self._processes[name].send_signal(signal.SIGTERM)
 
     async def ended(self, name: str, timeout_s: float) -> int:
-        """The exit status. Raises TimeoutExpired."""
+        """Returns the exit status. Raises TimeoutExpired."""
         return await asyncio.to_thread(self._processes[name].wait, timeout_s)
 
     async def restart(self, name: str) -> None:
-        """Starts again what has ended, on the same ports; Redis comes back empty."""
+        """Restarts an ended process on the same ports; Redis is empty afterwards."""
         if name in SERVERS:
             await asyncio.to_thread(self._servers[name].start)
             if name == "redis-server":
@@ -153,10 +153,10 @@ class ChaosCluster:
             self._processes[name].wait()
             self._launch(name)
 
-    # ── what they hold ───────────────────────────────────────────────────────────────────────────
+    # ── held objects ─────────────────────────────────────────────────────────────────────────────
 
     async def census(self, name: str) -> dict[str, int]:
-        """Living objects, tasks and descriptors of a service."""
+        """Live objects, tasks and descriptors of a service."""
         pid = self.pid(name)
         path = self._census_folder / f"{pid}.json"
         path.unlink(missing_ok=True)
@@ -225,7 +225,7 @@ class ChaosCluster:
         environ = {
             **clean,
             **thread_environ(1),
-            "HEARTH_MAX_LOCAL_PREFILL_TOKENS": "4",  # or no prompt were long enough to hand off
+            "HEARTH_MAX_LOCAL_PREFILL_TOKENS": "4",  # or no prompt would be long enough to hand off
             "PYTHONPATH": str(ROOT),
             "HEARTH_NATS_URL": self._nats_url_of(name),
             "HEARTH_REDIS_URL": self._redis_url,
@@ -236,7 +236,7 @@ class ChaosCluster:
 
 
 def descriptors(pid: int) -> dict[str, int]:
-    """Open descriptors and, among them, shared memory."""
+    """The number of open descriptors and of those for shared memory."""
     links = []
     for each in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Spoilt KV frames under load: found, counted, computed again; never served."""
+"""Spoilt KV frames under load: detected, counted, recomputed; never served."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.chaos.monitor import Monitor
 from tests.chaos.relay import HOST, Relay, Transport
 from tests.chaos.spoiling import SPOILINGS, Spoiling
 
-SHARE = 0.4  # of the frames: enough others arrive to show that the rest goes on
+SHARE = 0.4  # of the frames: enough others arrive to show that they are unaffected
 WORKERS_APART = {"data-plane-advertised-host": HOST}
 FOUND = (
     "num_corrupt_kv_frames",
@@ -25,8 +25,8 @@ FOUND = (
 
 
 class FrameRow(msgspec.Struct, kw_only=True):
-    """What one way of spoiling did to a run of 32 streams. `found` is what decode workers counted,
-    `tries_failed` the deliveries that they gave up for it.
+    """The effect of one way of spoiling on a run of 32 streams. `found` is what decode workers
+    counted, `tries_failed` the deliveries that they gave up for it.
     """
 
     fault: str
@@ -49,7 +49,7 @@ class FrameRow(msgspec.Struct, kw_only=True):
 
     @property
     def missed(self) -> int:
-        """What a connection that ended took with it is found with it."""
+        """Undetected spoilt frames; 0 if a connection ended, which covers the frames in it."""
         return 0 if self.bad_peers else max(0, self.spoilt - self.found)
 
     @property
@@ -66,7 +66,7 @@ class FrameRow(msgspec.Struct, kw_only=True):
 async def relays(
     cluster: ChaosCluster, monitor: Monitor, transport: Transport
 ) -> AsyncIterator[list[Relay]]:
-    """One before each decode worker, which no prefill worker may have met before."""
+    """One relay per decode worker, to which no prefill worker may have connected yet."""
     made, names = [], cluster.named("decode")
     await monitor.wait(lambda: monitor.newest.keys() >= set(names))
     for seed, name in enumerate(names):
@@ -83,7 +83,7 @@ async def relays(
 async def run_frames(
     chaos: Chaos, made: list[Relay], transport: Transport, *spoilings: Spoiling
 ) -> FrameRow:
-    """All ways by chance, if none is named."""
+    """Spoils in all ways at random if none is given."""
     for relay in made:
         relay.spoiler.start(spoilings or SPOILINGS, SHARE)
     before, failed_before = await _counted(chaos), _num_failed_tries(chaos)
@@ -114,7 +114,7 @@ async def run_frames(
 
 
 async def _counted(chaos: Chaos) -> list[int]:
-    """What the decode workers have found so far, told by heartbeats that are new."""
+    """The decode workers' counts so far, from new heartbeats."""
     monitor, names = chaos.monitor, chaos.cluster.named("decode")
     monitor.newest.clear()
     await monitor.wait(lambda: monitor.newest.keys() >= set(names))

@@ -1,8 +1,8 @@
-"""What a process may not hold when no request is open."""
+"""What a process must not hold when no request is open."""
 
 from __future__ import annotations
 
-# Objects that live for one request, one try or one connection, by where they are.
+# Objects that live for one request, one try or one connection, by module.
 PER_REQUEST = frozenset(
     {
         "services.gateway.http.response.GenerationResponse",
@@ -24,20 +24,20 @@ PER_REQUEST = frozenset(
         "shared.engine.sampling.token_counts.TokenCounts",
     }
 )
-# A link from each prefill worker to each decode worker stays open once it was needed, with its
+# A link from each prefill worker to each decode worker stays open after its first use, with its
 # staging memory and a task.
 MAX_LINKS = 2
 LINK_TASK = "task FrameDelivery._run"
-# Of listening, polling and one connection to each peer, which open when they are first needed.
+# For listening, polling and one connection to each peer, opened when first needed.
 MORE_DESCRIPTORS = 6
-# What an idle process starts and ends all the time (a census makes others late, who are asked), and
-# the inbox of its first own request.
+# Tasks that an idle process starts and ends all the time (a census delays the processes that it
+# queries), and the inbox of its first own request.
 MORE_TASKS = {
     "task HealthMonitor._request": 10,
     "task Event.wait": 1,
     "task MonotonicClock.sleep": 1,
     "task Subscription._wait_for_msgs": 1,
-    # of the one connection to NATS, if it was being made anew when the idle process was counted
+    # of the one connection to NATS, if it reconnected during the census of the idle process
     "task Client._flusher": 1,
     "task Client._ping_interval": 1,
     "task Client._read_loop": 1,
@@ -45,7 +45,7 @@ MORE_TASKS = {
 
 
 def left_behind(idle: dict[str, int], now: dict[str, int]) -> dict[str, int]:
-    """What `now` counts beyond `idle`, the census of the same process before any trouble."""
+    """The counts of `now` beyond `idle`, the census of the same process before any fault."""
     found = {name: count for name, count in now.items() if name in PER_REQUEST}
     for name, count in now.items():
         allowed = idle.get(name, 0) + MORE_TASKS.get(name, 0)

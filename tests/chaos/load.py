@@ -1,4 +1,4 @@
-"""Clients that never rest: they ask one thing after the other, or leave in the middle of it."""
+"""Clients that send requests without pause, or leave in the middle of a response."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tests.chaos.chaos import Asked, Chaos
 
 LONGEST_STAY_S = 1.0
 NUM_CLIENTS = 16
-RENDER_TIMEOUT = 4000  # tokens: what is not dropped would take a minute
+RENDER_TIMEOUT = 4000  # max_tokens: takes a minute if not aborted
 
 
 @dataclass
 class Steady:
-    """`async with` keeps `num_clients` asking until the end of the block; then all have ended.
+    """`async with` runs `num_clients` clients until the end of the block, then waits for them.
 
-    Only what failed is kept, so that it may last: broken in the middle, never answered, or
-    answered otherwise than undisturbed.
+    Only failures are stored, so that it may run for long: broken in the middle, without a response,
+    or with another response than undisturbed.
     """
 
     chaos: Chaos
@@ -64,7 +64,7 @@ class Steady:
 
 
 async def leave_early(chaos: Chaos, count: int, *, at_once: int = 48) -> None:
-    """`count` clients that ask and are gone after a while of random length, in whatever phase."""
+    """`count` clients that send a request and leave after a random time, in any phase."""
     limit, draw = asyncio.Semaphore(at_once), random.Random(count)
 
     async def one(number: int) -> None:
@@ -90,5 +90,5 @@ async def _leave_after(chaos: Chaos, number: int, stay_s: float, chance: float) 
     except TimeoutError:
         pass
     if chance < 0.5:
-        writer.transport.abort()  # without a word, as when a machine is gone
+        writer.transport.abort()  # without FIN, like a failed machine
     writer.close()

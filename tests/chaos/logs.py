@@ -1,4 +1,4 @@
-"""What the services wrote down, read from their logs: one JSON object a line."""
+"""Reads the services' logs: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import msgspec
 from tests.chaos.cluster import ChaosCluster
 
 SUSPICIONS = ("silent", "stuck", "gone")
-NEVER_BEGUN = ("is not alive", "nobody serves")  # why a try ends that nobody has to give up
+NEVER_BEGUN = ("is not alive", "nobody serves")  # why a try ends that needs no giving up
 
 
 def events(cluster: ChaosCluster, name: str, event: str, since: float) -> Iterator[dict[str, Any]]:
-    """Of one kind, with `at`, which like `since` is the wall clock's time, seconds."""
+    """Events of one kind, with `at`, which like `since` is wall-clock time in seconds."""
     for line in cluster.log_of(name).splitlines():
         if f'"event": "{event}"' in line:
             told = msgspec.json.decode(line)
@@ -25,7 +25,7 @@ def events(cluster: ChaosCluster, name: str, event: str, since: float) -> Iterat
 
 
 def suspicions(cluster: ChaosCluster, victim: str | None, since: float) -> list[str]:
-    """Who suspected whom, of those that nothing had been done to."""
+    """Which process suspected which other one, among those without a fault."""
     return [
         f"{name} of {told['peer']}: {told['loss']}"
         for name in cluster.services
@@ -35,7 +35,7 @@ def suspicions(cluster: ChaosCluster, victim: str | None, since: float) -> list[
 
 
 def given_up(cluster: ChaosCluster, prefill: str, since: float) -> list[float]:
-    """When decode workers gave up a try that was under way on this prefill worker."""
+    """When decode workers gave up a try in progress on this prefill worker."""
     return [
         told["at"]
         for name in cluster.named("decode")

@@ -1,7 +1,7 @@
-"""Listens to the whole bus, beside the cluster, and notes what happened when.
+"""Subscribes to the cluster's bus, and records the time of each message.
 
-It hears what is published, and subscribes to no subject of requests: a listener there would count
-as one who answers, and "nobody is there" is a fact that the services rely on.
+It receives publications, but subscribes to no subject of requests: a subscriber there would count
+as a responder, and the services rely on the absence of responders.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Monitor:
         ]
 
     async def wait(self, holds: Callable[[], Any], *, timeout_s: float = 20.0) -> Any:
-        """Returns what `holds` gave. Raises TimeoutError."""
+        """Waits for `holds` and returns its result. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             while not (found := holds()):
                 self._changed.clear()
@@ -97,7 +97,7 @@ class Monitor:
 
 
 def is_empty(heartbeat: Heartbeat) -> bool:
-    """A worker without work whose pool is whole: free and cached blocks are all that there are."""
+    """Whether a worker is idle with all its blocks: free and cached blocks are all blocks."""
     load = heartbeat.load
     if load is None:
         return True

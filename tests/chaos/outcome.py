@@ -1,4 +1,4 @@
-"""What a run of faults has found, and the bars that it is held to."""
+"""The results of a run of faults, and its bars."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Outcome:
     rows: list[Row] = field(default_factory=list)
     frames: list[FrameRow] = field(default_factory=list)
     leftovers: dict[str, dict[str, int]] = field(default_factory=dict)  # by process
-    num_left: int = 0  # clients that were gone before their answers
+    num_left: int = 0  # clients that left before their responses
     num_restarted: int = 0
-    num_unclean: int = 0  # processes that did not end by themselves, with status 0
+    num_unclean: int = 0  # processes that did not exit with status 0
     longest_drain_s: float = 0.0
-    failed_in_restart: int = 0  # of the requests that were asked meanwhile
+    failed_in_restart: int = 0  # requests sent meanwhile
 
     @property
     def is_bad(self) -> bool:
@@ -31,7 +31,7 @@ class Outcome:
 
 
 def bars_of(outcome: Outcome) -> list[Bar]:
-    """Of what was run."""
+    """The bars of the parts that ran."""
     bars = [bar for fault in FAULTS for bar in _fault_bars(fault, outcome.rows)]
     if outcome.rows:
         bars += _row_bars(outcome)

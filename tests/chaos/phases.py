@@ -1,4 +1,4 @@
-"""When most streams are in one phase of their lives, as it can be seen from outside."""
+"""Detects from outside when most streams are in one phase of their lives."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PHASE_TIMEOUT_S = 20.0
 
 
 async def reach(phase: Phase, monitor: Monitor, asked: list[Asked], victim: str) -> None:
-    """Returns in the moment when a fault of `victim` meets them there. Raises TimeoutError."""
+    """Waits until a fault of `victim` would hit the streams in this phase. Raises TimeoutError."""
     holds = _in_phase(phase, monitor, asked, victim)
     async with asyncio.timeout(PHASE_TIMEOUT_S):
         while not holds():

@@ -1,9 +1,9 @@
-"""A service process under watch: `python -m tests.chaos.process FOLDER COMMAND ...`.
+"""A monitored service process: `python -m tests.chaos.process FOLDER COMMAND ...`.
 
 It is `python -m services COMMAND ...`, with two differences. On SIGUSR1 a thread writes what the
-process holds to FOLDER: living objects of our own classes, and tasks. And with HEARTH_CHAOS_STEP_S
-set, a worker computes with the timing engine, so that a fault meets formula tokens in a second
-instead of a model's in a minute; everything else of it is the real thing.
+process holds to FOLDER: live objects of Hearth's classes, and tasks. And with HEARTH_CHAOS_STEP_S
+set, a worker computes with the timing engine, so that a row takes a second of formula tokens
+instead of a minute of a model's; everything else is real.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _die_with_parent() -> None:
 
 
 def _watch(folder: Path) -> None:
-    """Every thread inherits the mask, so that the signal finds none but this watcher."""
+    """Every thread inherits the mask, so that only this watcher receives the signal."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     threading.Thread(target=_answer, args=(folder,), daemon=True).start()
 
@@ -59,7 +59,7 @@ def _answer(folder: Path) -> None:
 
 
 def _census() -> dict[str, int]:
-    """How many objects of each class of ours live, and how many tasks run each coroutine."""
+    """The number of live objects of each of Hearth's classes, and of tasks of each coroutine."""
     gc.collect()
     living: Counter[str] = Counter()
     for each in gc.get_objects():

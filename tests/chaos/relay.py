@@ -1,9 +1,8 @@
-"""A data plane that cannot be trusted: it stands between prefill and a decode worker, and spoils
-the frames that pass.
+"""An unreliable data plane: a relay between prefill and a decode worker that spoils the frames.
 
 Over TCP it listens at the address that the worker advertises and, as between two hosts, there is no
-unix socket to open. Over shared memory it takes the place of the worker's socket, and writes the
-memory that it hands on. Threads and blocking sockets: it has to be simple, not fast.
+unix socket to open. Over shared memory it replaces the worker's socket, and writes to the memory
+that it forwards. Threads and blocking sockets: it has to be simple, not fast.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from tests.chaos.spoiling import FIRST_FORGED_ID, Broken, Passed, Passing, Spoil
 Transport = Literal["tcp", "memfd"]
 
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
-HOST = "127.0.0.2"  # this machine as well, but not where workers listen
+HOST = "127.0.0.2"  # also this machine, but workers do not listen there
 SWAP_WITHIN_S = 0.2
 HIDDEN = ".hidden"
 
@@ -98,7 +97,7 @@ class _Passage:
             self.close()
 
     def _pump_answers(self) -> None:
-        """From decode to prefill, which hears nothing of what it has not sent."""
+        """From decode to prefill, without replies to frames that prefill has not sent."""
         while True:
             record, raw = _read_record(self._receiver)
             if not isinstance(record, Ack | Refusal) or record.frame_id < FIRST_FORGED_ID:
@@ -116,7 +115,7 @@ class _Passage:
     def _pump_frames(self) -> None:
         try:
             self._pass_frames()
-        finally:  # what the receiver has to say is passed on until it, too, has ended
+        finally:  # forwards the receiver's records until it has ended, too
             self._receiver.shutdown(socket.SHUT_WR)
 
     def _pass_frames(self) -> None:
@@ -134,7 +133,7 @@ class _Passage:
                 return
 
     def _wait_for_a_frame(self) -> None:
-        """Only for a while, where another waits for it."""
+        """Releases the held frame if no other one arrives in time."""
         if self._passing.is_holding:
             ready, _, _ = select.select([self._sender], [], [], SWAP_WITHIN_S)
             if not ready:
@@ -187,7 +186,7 @@ def _read_exactly(sock: socket.socket, num_bytes: int) -> bytes:
 
 
 def _shut(sock: socket.socket) -> None:
-    """Wakes whoever reads from it."""
+    """Wakes threads that read from it."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
     sock.close()

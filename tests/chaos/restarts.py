@@ -1,4 +1,4 @@
-"""SIGTERM: a process leaves with what it has in hand done, and nobody notices."""
+"""SIGTERM: a process finishes its work before it exits, without any effect on clients."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ MAX_DRAIN_S = 30.0
 
 
 class Restart(msgspec.Struct, kw_only=True):
-    """One process, sent away under load and started again. Seconds."""
+    """One process, terminated under load and restarted. Seconds."""
 
     process: str
     exit_status: int
     drain_s: float
-    back_s: float  # from its start until every gateway knew it again
+    back_s: float  # from its start until every gateway had it again
 
 
 async def restart_each(chaos: Chaos, names: list[str]) -> tuple[list[Restart], Steady]:
-    """In turn, while clients go on asking; what they saw is in the load."""
+    """Restarts the processes in turn under load; the load records the clients' results."""
     restarts = []
     async with Steady(chaos) as load:
         for name in names:

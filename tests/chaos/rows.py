@@ -1,7 +1,7 @@
-"""One row of the matrix: a fault that meets one process while 32 streams are in one phase.
+"""One row of the matrix: a fault that hits one process while 32 streams are in one phase.
 
-What a row has to show: every request ends whole, each answer is the one of the undisturbed run, to
-the last logprob, and afterwards no worker holds anything.
+A row must show: every request completes, each response equals that of the undisturbed run, to the
+last logprob, and afterwards no worker holds anything.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ VICTIMS = (
     "redis-server",
 )
 
-FROZEN_S = 2.0  # beyond every detection, and back while most streams still run elsewhere
-FROZEN_SERVER_S = 4.0  # so long that connections are given up
-FROZEN_GATEWAY_S = 6.0  # longer than its workers' lease: they have dropped what it owned
-SERVER_OUTAGE_S = 0.5  # a supervisor starts a server again after that
-NUM_LATE = 4  # requests that come while the fault lasts
+FROZEN_S = 2.0  # longer than every detection; it ends while most streams still run elsewhere
+FROZEN_SERVER_S = 4.0  # long enough that connections are dropped
+FROZEN_GATEWAY_S = 6.0  # longer than its workers' lease: they have dropped its requests
+SERVER_OUTAGE_S = 0.5  # after which a supervisor restarts a server
+NUM_LATE = 4  # requests that are sent during the fault
 LATE_AFTER_S = 0.2
 ROW_TIMEOUT_S = 60.0
 
 
 class Row(msgspec.Struct, kw_only=True):
-    """Seconds. `excess_s`: the longest pause less what computing it again takes undisturbed: the
-    same stream's time to its first token, among all others, where only the spares are there. Who
-    waits in a queue does so by chance: there, the longest such time of all.
+    """Seconds. `excess_s`: the longest pause minus the undisturbed time to recompute it: the same
+    stream's time to first token, among all others, with the spares only. The wait in a queue is
+    random: in that phase, the longest such time of all streams is subtracted.
     """
 
     fault: str
@@ -55,14 +55,14 @@ class Row(msgspec.Struct, kw_only=True):
     lost: int
     altered: int
     resubmitted: int
-    broken: int  # connections of a dead gateway: their clients ask again, elsewhere
-    refused: int  # 429 or 503 with Retry-After: their clients ask again
-    suspected: int  # times that a process was suspected to which nothing had been done
+    broken: int  # connections of a dead gateway: their clients retry elsewhere
+    refused: int  # 429 or 503 with Retry-After: their clients retry
+    suspected: int  # how often a process without a fault was suspected
     detect_s: float | None
     longest_pause_s: float
     excess_s: float
-    outage_s: float | None  # of a server or a frozen gateway, which nothing can shorten
-    whole_after_s: float | None  # until every pool was whole, from the last answer; None: never
+    outage_s: float | None  # of a server or a frozen gateway, which cannot be shortened
+    whole_after_s: float | None  # from the last response until every pool was complete; None: never
 
     @property
     def is_bad(self) -> bool:
@@ -78,7 +78,7 @@ class Row(msgspec.Struct, kw_only=True):
 
 @dataclass
 class Strike:
-    """A fault, whom it met and when, and whose requests were open then or came while it lasted."""
+    """A fault, its victim and time, and the requests that were open or sent during it."""
 
     fault: Fault
     victim: str
@@ -86,11 +86,11 @@ class Strike:
     asked: list[Asked]
     late: list[Asked] = field(default_factory=list)
     at: float = field(default_factory=time.monotonic)
-    wall: float = field(default_factory=time.time)  # the same moment, as logs tell it
+    wall: float = field(default_factory=time.time)  # the same moment in the logs' clock
 
     @property
     def repaired_at(self) -> float:
-        """When a frozen victim thaws, and fences what it still names; a dead one says nothing."""
+        """When a frozen victim thaws, and fences its placements; infinite for a dead one."""
         return self.at + _frozen_s(self.victim) if self.fault == "freeze" else math.inf
 
     @property
@@ -103,7 +103,7 @@ class Strike:
 
     @property
     def broken(self) -> list[Exchange]:
-        """Cut off by the death of their gateway, as they must be."""
+        """Exchanges cut off by the death of their gateway, as expected."""
         is_dead_gateway = self.fault == "kill" and self.victim.startswith("gateway")
         return [
             e for e in self.tries if e.is_broken and is_dead_gateway and e.gateway == self.victim
@@ -111,7 +111,7 @@ class Strike:
 
     @property
     def lost(self) -> int:
-        """Cut off without such a reason, or without a whole answer in the end."""
+        """Exchanges cut off without that reason, or without a complete response in the end."""
         cut = {id(each) for each in self.tries if each.is_broken} - {id(e) for e in self.broken}
         return len(cut | {id(a.last) for _, a in self.everyone if not a.last.is_whole})
 
@@ -148,7 +148,7 @@ async def _ask_late(chaos: Chaos, victim: str) -> tuple[list[Asked], list[asynci
 
 
 async def _repair(cluster: ChaosCluster, fault: Fault, victim: str) -> float | None:
-    """Seconds that nobody could have been served by the victim, where it has no spare."""
+    """Returns the outage in seconds of a victim without a spare."""
     started = time.monotonic()
     if fault == "freeze":
         await asyncio.sleep(_frozen_s(victim))
@@ -192,7 +192,7 @@ def _rounded(seconds: float | None) -> float | None:
 
 
 def _pauses(chaos: Chaos, strike: Strike) -> list[tuple[float, float]]:
-    """(pause, pause less the time to compute it again) of each stream that was not broken."""
+    """(pause, pause minus the time to recompute it) of each stream that was not broken."""
     true, found = chaos.undisturbed, []
     recompute_s = true.ttft_without_s.get(strike.victim, true.ttft_s)
     if strike.phase == "queued":
@@ -205,7 +205,7 @@ def _pauses(chaos: Chaos, strike: Strike) -> list[tuple[float, float]]:
 
 
 def _detected(chaos: Chaos, strike: Strike) -> float | None:
-    """Until the last of the victim's requests was taken from it, which is told in that moment."""
+    """Seconds until the last of the victim's requests was moved, which is logged immediately."""
     monitor, victim = chaos.monitor, strike.victim
     if victim.startswith("prefill"):
         after = [at - strike.wall for at in given_up(chaos.cluster, victim, strike.wall)]

@@ -1,4 +1,4 @@
-"""Clusters under watch that have learned what their answers are undisturbed."""
+"""Monitored clusters with known undisturbed responses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def running_chaos(
 async def running_frames(
     folder: Path, transport: Transport, *, is_model: bool = False
 ) -> AsyncIterator[tuple[Chaos, list[Relay]]]:
-    """With a relay before each decode worker, that does nothing yet."""
+    """With an inactive relay in front of each decode worker."""
     workers = {**WORKERS, **SHORT_CHUNKS, **(WORKERS_APART if transport == "tcp" else {})}
     async with (
         _started(folder, workers, is_model=is_model) as (cluster, monitor),

@@ -1,4 +1,4 @@
-"""What can befall a KV frame on its way."""
+"""Faults of a KV frame in transit."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Passed = list[tuple[Frame, bytes]]
 
 SPOILINGS: tuple[Spoiling, ...] = get_args(Spoiling)
 FIRST_FORGED_ID = 1 << 40  # of a frame that no sender waits for
-FORGED_SLOT = 0  # which senders use last
+FORGED_SLOT = 0  # senders use it last
 
 
 class Broken(Exception):
-    """The connection ends within this frame, or with what is none."""
+    """The connection ends within this frame, or after noise."""
 
     def __init__(self, is_noise: bool) -> None:
         self.is_noise = is_noise
 
 
 class Spoiler:
-    """One for all connections to a receiver. `done` counts what it did, of `num_frames`."""
+    """One for all connections to a receiver. `done` counts its faults, out of `num_frames`."""
 
     def __init__(self, seed: int) -> None:
         self._draw = Random(seed)
@@ -36,7 +36,7 @@ class Spoiler:
         self.done: Counter[Spoiling] = Counter()
 
     def start(self, spoilings: tuple[Spoiling, ...], share: float) -> None:
-        """Counts from zero."""
+        """Resets the counts."""
         self._spoilings, self._share = spoilings, share
         self.num_frames = 0
         self.done.clear()
@@ -64,7 +64,7 @@ class Passing:
         return bool(self._held)
 
     def pass_on(self, frame: Frame, payload: bytes) -> Passed:
-        """What the receiver gets in the place of this frame. Raises Broken."""
+        """Returns what the receiver gets instead of this frame. Raises Broken."""
         self._record(frame, payload)
         fate = self._spoiler.fate()
         if self._held and self._held[0][0].header.placement_id == frame.header.placement_id:
@@ -82,7 +82,7 @@ class Passing:
         return [(frame, payload)]
 
     def release(self) -> Passed:
-        """What waits for a later frame."""
+        """Returns the frames that wait for a later one."""
         held, self._held = self._held, []
         return held
 
@@ -92,7 +92,7 @@ class Passing:
             self._past.append((frame, payload))
 
     def _spoilt(self, fate: Spoiling, frame: Frame, payload: bytes) -> Passed | None:
-        """None where this frame gives no occasion."""
+        """None if this fault does not apply to the frame."""
         header = frame.header
         match fate:
             case "flip":
@@ -107,7 +107,7 @@ class Passing:
                 raise Broken(fate == "noise")
             case "twice":
                 return [(frame, payload), (self._forged(frame), payload)]
-            case "late":  # the first of all, in whose placement nobody is interested any more
+            case "late":  # the very first frame, whose placement has ended
                 past, past_payload = self._past[0]
                 return [(self._forged(past), past_payload), (frame, payload)]
             case "foreign":
@@ -115,7 +115,7 @@ class Passing:
         return None
 
     def _foreign(self, frame: Frame, payload: bytes) -> Passed | None:
-        """In the name of the placement that began last but its own."""
+        """Relabels the frame with the most recent other placement."""
         for past, _ in reversed(self._past):
             other = past.header.placement_id
             if other != frame.header.placement_id:
@@ -123,7 +123,7 @@ class Passing:
         return None
 
     def _forged(self, frame: Frame) -> Frame:
-        """Under an id that no sender waits for."""
+        """The frame with an id that no sender waits for."""
         self._num_forged += 1
         frame_id = FIRST_FORGED_ID + self._num_forged
         slot_index = None if frame.slot_index is None else FORGED_SLOT
@@ -136,7 +136,7 @@ def _relabelled(frame: Frame, **changed: object) -> Frame:
 
 
 def _shortened(frame: Frame, payload: bytes) -> Passed | None:
-    """Half of it, told as if that were all."""
+    """Half of the frame, declared as complete."""
     header = frame.header
     if header.num_tokens < 2:
         return None

@@ -1,6 +1,6 @@
-"""A short cut through the matrix, on one cluster: what has to be true however fast the machine is.
+"""A subset of the matrix on one cluster: invariants that hold at any machine speed.
 
-Times are held to their bars by `scripts/chaos`, which has the machine to itself.
+`scripts/chaos`, which has the machine to itself, checks times against their bars.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.chaos.rows import Fault, run_row
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-LEASE_S = 3.0 + 1.0  # of a gateway's placements, after its silence was noticed
+LEASE_S = 3.0 + 1.0  # of a gateway's placements, after its loss was detected
 SLACK_S = 3.0
 LONG = {"max_tokens": 4000, "ignore_eos": True, "temperature": 0}
 
@@ -55,7 +55,7 @@ async def test_clients_that_leave_take_everything_with_them(chaos: Chaos) -> Non
 
 
 async def test_what_a_dead_gateway_owned_is_dropped(chaos: Chaos) -> None:
-    """Its clients see a broken connection; its workers must not compute for nobody."""
+    """Its clients get a broken connection; its workers must stop computing their requests."""
     cluster = chaos.cluster
     exchanges = [_long(chaos, "gateway-1", f"orphan {number}") for number in range(4)]
     tasks = [asyncio.create_task(each) for each, _ in exchanges]
@@ -65,7 +65,7 @@ async def test_what_a_dead_gateway_owned_is_dropped(chaos: Chaos) -> None:
     await asyncio.gather(*tasks)
     assert all(exchange.is_broken for _, exchange in exchanges)
     await chaos.wait_until_whole(timeout_s=LEASE_S + SLACK_S)
-    assert time.monotonic() - killed_at > 1.0  # they had more to compute than that
+    assert time.monotonic() - killed_at > 1.0  # the requests would have run longer than that
     await cluster.restart("gateway-1")
     await cluster.wait_until_ready()
 
@@ -93,14 +93,14 @@ async def test_a_rolling_restart_fails_no_request(chaos: Chaos) -> None:
     assert [each.exit_status for each in restarts] == [0] * len(names), restarts
     assert load.num_asked > len(names)
     assert load.failed == []
-    assert load.num_resubmitted == 0  # who leaves does what it has in hand
+    assert load.num_resubmitted == 0  # a draining process finishes its work
     await chaos.wait_until_whole()
 
 
 def _long(
     chaos: Chaos, gateway: str, salt: str, **options: object
 ) -> tuple[Coroutine[Any, Any, Exchange], Exchange]:
-    """A stream that lasts, and the record that it fills."""
+    """A long stream, and the record that it fills."""
     body = {**chaos.requests[0][1], **LONG, "cache_salt": salt, **options}
     exchange = Exchange(body, gateway)
     url, path = chaos.cluster.urls[gateway], chaos.requests[0][0]
@@ -108,7 +108,7 @@ def _long(
 
 
 def _running_decode(chaos: Chaos) -> Callable[[], str | None]:
-    """The decode worker that has something to do, once one of them says so."""
+    """A decode worker that reports running requests, once there is one."""
 
     def found() -> str | None:
         newest = chaos.monitor.newest

@@ -1,4 +1,4 @@
-"""Frames that are spoilt on their way between real workers, in all ways at once."""
+"""Frames that are spoilt in transit between real workers, in all ways at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Too much to do, and nobody to do it: an answer in bounded time that says when to come again."""
+"""Overload and missing capacity: a response in bounded time with Retry-After."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.chaos.workload import requests
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ONE_OF_EACH = ("kv_index-1", "scheduler-1", "prefill-1", "decode-1", "gateway-1")
-NUM_BLOCKS = 128  # a few requests' worth
+NUM_BLOCKS = 128  # for a few requests
 PATIENCE_S = 30.0
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ChaosCluster]:
-    """One of each, and little room."""
+    """One of each service, with little capacity."""
     folder: Path = tmp_path_factory.mktemp("small")
     small = ChaosCluster(
         folder,
@@ -53,7 +53,7 @@ async def test_overload_is_429_with_a_time_to_come_again(cluster: ChaosCluster) 
     statuses = {each.status for each in answers}
     assert statuses == {200, 429}, [*map(str, answers)]
     assert all(each.has_retry_after for each in answers if each.status == 429)
-    assert (await ask(cluster, 1)).status == 200  # and then all is as before
+    assert (await ask(cluster, 1)).status == 200  # and afterwards requests succeed again
 
 
 async def test_lost_capacity_is_503_until_it_is_back(cluster: ChaosCluster) -> None:

@@ -14,7 +14,7 @@ from shared.config import WorkerConfig
 from shared.engine.runners.timing_runner import STATE_BYTES, StepCost, TimingRunner
 from shared.lifecycle.process import run_service
 
-VOCAB_SIZE = 2048  # of the demo model's tokenizer, which the gateways have
+VOCAB_SIZE = 2048  # of the demo model's tokenizer, which the gateways use
 SECONDS_PER_TOKEN = 60e-6
 
 

@@ -1,7 +1,6 @@
-"""What the clients ask: every feature whose state has to survive a change of worker, mixed.
+"""The clients' requests: a mix of all features whose state must survive a change of worker.
 
-Stop strings can only be chosen where the answers are known, so the first of two undisturbed runs
-finds what they cut.
+Stop strings require known responses, so the first of two undisturbed runs determines them.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ from tests.chaos.clients import ChoiceTold
 NUM_STREAMS = 32
 NUM_PROMPT_TOKENS = range(120, 480)
 NUM_OUTPUT_TOKENS = range(60, 150)
-NEVER = "\x07"  # no answer has it: ends a stop string that is only ever half met
+NEVER = "\x07"  # no response contains it: ends a stop string that only matches partially
 
 Body = dict[str, Any]
 
 
 def requests(count: int = NUM_STREAMS) -> list[tuple[str, Body]]:
-    """(path, body), without stop strings; the same ones in every run."""
+    """(path, body), without stop strings; the same in every run."""
     return [_request(index) for index in range(count)]
 
 
 def with_stops(bodies: list[tuple[str, Body]], answers: list[dict[int, ChoiceTold]]) -> None:
-    """Gives a quarter of the requests a string that cuts their first choice, and one that is
-    met only by half and holds text back until it is clear that it does not come.
+    """Gives a quarter of the requests a string that cuts their first choice, and one that matches
+    only partially and delays text until the match fails.
     """
     for index, ((_, body), told) in enumerate(zip(bodies, answers, strict=True)):
         text = told[0].text
@@ -62,7 +61,7 @@ def _completion(draw: random.Random) -> Body:
 
 
 def _sampling(index: int, is_chat: bool) -> Body:
-    """By turns; greedy where nothing else is said."""
+    """Varies by index; greedy by default."""
     seeded = {"temperature": 0.9, "top_p": 0.95, "seed": 1000 + index}
     penalties = {"frequency_penalty": 0.7, "presence_penalty": 0.3, "repetition_penalty": 1.1}
     logprobs = {"logprobs": True, "top_logprobs": 3} if is_chat else {"logprobs": 3}

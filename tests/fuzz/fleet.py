@@ -1,4 +1,4 @@
-"""All five services on the simulated network, and whether anything is left when all has ended."""
+"""All five services on the simulated network, and a check that nothing is left at the end."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Fleet:
         await pinned_prefix.save(self.index_store, PINNED, 0.0)
         for each in self._services:
             await each.start()
-        await asyncio.sleep(2)  # virtual: heartbeats are heard, watchers trust themselves
+        await asyncio.sleep(2)  # virtual: heartbeats arrive, watchers become able to judge
 
     async def stop(self) -> None:
         for each in reversed(self._services):
@@ -136,7 +136,7 @@ class Fleet:
         )
 
     def left(self) -> dict[str, Any]:
-        """What is held for some request."""
+        """What is still held for any request."""
         found: dict[str, Any] = {
             "streams": len(self.gateway._driver),
             "early entries": len(self.gateway._driver._streams._early),
@@ -159,7 +159,7 @@ class Fleet:
         return {name: count for name, count in found.items() if count}
 
     async def settled(self) -> None:
-        """Leases, deadlines and acknowledgements have taken what nobody wants any more."""
+        """Waits until leases, deadlines and acknowledgements have released everything."""
         try:
             async with asyncio.timeout(150):  # virtual
                 while self.left():
@@ -170,7 +170,7 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet(model_dir: Path, files: ModelFiles) -> AsyncIterator[Fleet]:
-    """Fails if any handler or task raised what nobody expects."""
+    """Fails if any handler or task raised an unexpected exception."""
     broken: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: broken.append(context))
     made = Fleet(model_dir, files)

@@ -1,9 +1,9 @@
-"""Meddles with what real services say to each other, in the midst of it.
+"""Modifies messages between real services while they work.
 
-A message that was mutated long ago meets nobody who waits for it. So each example names messages of
-the running fleet, by their kind and number: in that moment one is spoilt, lost, doubled, comes late
-or at another's door, or is followed by a command that its sender may give about what it has just
-named. All is sent by who may send it; what is said of the `spared` request is left alone.
+A message of an old run has no receiver that waits for it. So each example names messages of the
+running fleet, by kind and number: at that moment one is spoilt, lost, duplicated, delayed or
+misdirected, or is followed by a command that its sender may send about its contents. Every message
+comes from a permitted sender; messages about the `spared` request are not modified.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.simulation.bus import Parcel, SimulatedNetwork
 
 encode = msgspec.msgpack.Encoder().encode
 HOWS = ("spoil", "spoil", "after", "after", "twice", "twice", "tear", "lose", "late", "elsewhere")
-# By their last word. The first few of each are those of a request's beginning.
+# By their last word. The first few of each kind belong to the start of a request.
 KINDS = {
     "submit": 1, "start": 1, "run": 1, "placement": 2, "tokens": 30, "control": 3, "cancel": 1,
     "resend": 2, "match": 1, "list_blocks": 3, "kv_events": 6, "heartbeat": 12, "reply": 8,
@@ -47,7 +47,7 @@ KINDS = {
 }  # fmt: skip
 FAILURE = Failure(code="worker_busy", message="no", retry_after_s=1.0)
 
-# Those that most depends on, more often.
+# The most critical kinds are drawn more often.
 places = st.sampled_from((*KINDS, *("tokens", "placement") * 3)).flatmap(
     lambda kind: st.tuples(st.just(kind), st.integers(0, KINDS[kind]))
 )
@@ -108,7 +108,7 @@ class Meddler:
         return self._plan.get((kind, number))
 
     def _record(self, kind: str, data: bytes) -> None:
-        """The placements of the spared request."""
+        """Records the placements of the spared request."""
         if kind in ("start", "run", "placement") and any(name in data for name in self._spared):
             told = msgspec.msgpack.decode(data)
             if "placement_id" in told:
@@ -147,7 +147,7 @@ def _spoiling(message: Message) -> st.SearchStrategy[bytes]:
 
 
 def _commands(subject: str, parcel: Parcel) -> list[tuple[str, Message]]:
-    """What this sender may say next, of what it has just named."""
+    """The messages that this sender may send next about the ids that it has just named."""
     _, _, _, owner, kind = subject.split(".")
     sender = parcel.sender_id
     if kind == "submit":
@@ -181,7 +181,7 @@ def _commands(subject: str, parcel: Parcel) -> list[tuple[str, Message]]:
 
 
 def _halved(events: KvEvents) -> KvEvents:
-    """What would come next, with half a block hash at its end."""
+    """The next events, with half a block hash at the end."""
     half = BlocksRemoved(block_hashes=bytes(BLOCK_HASH_BYTES // 2))
     number = events.sequence_number + 1
     return msgspec.structs.replace(events, sequence_number=number, events=(*events.events, half))

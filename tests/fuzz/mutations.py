@@ -1,7 +1,7 @@
-"""Hypothesis strategies that spoil what is good: trees of plain values, and bytes.
+"""Hypothesis strategies that spoil valid data: trees of plain values, and bytes.
 
-A decoder's cheap checks turn random bytes away at once. What reaches behind them is the right thing
-with one part of it wrong, so every strategy starts from good examples.
+A decoder's cheap checks reject random bytes immediately. Valid data with one wrong part gets past
+them, so every strategy starts from good examples.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ numbers = st.sampled_from(NUMBERS) | st.integers(-(2**63), 2**64 - 1) | st.float
 texts = st.sampled_from(TEXTS) | st.text(max_size=20)
 chunks = st.sampled_from(BYTES) | st.binary(max_size=64)
 values = st.none() | st.booleans() | numbers | texts | chunks | st.sampled_from(LISTS)
-# What only JSON can write: numbers without bound, halves of characters.
+# Values that only JSON can express: unbounded numbers, half characters.
 json_extremes = st.sampled_from((10**400, -(10**25), "\ud800", "a\udfffb"))
 json_values = st.none() | st.booleans() | numbers | texts | json_extremes | st.sampled_from(LISTS)
 
@@ -40,7 +40,7 @@ Path = tuple[Any, ...]
 
 
 def paths(tree: Any, path: Path = ()) -> list[Path]:
-    """Of every value in the tree."""
+    """The paths of every value in the tree."""
     found = [path]
     if isinstance(tree, dict):
         for key, value in tree.items():
@@ -52,7 +52,7 @@ def paths(tree: Any, path: Path = ()) -> list[Path]:
 
 
 def _alike(value: Any, *, has_bytes: bool) -> st.SearchStrategy[Any]:
-    """Values of the same kind first: others are refused by the type alone."""
+    """Values of the same kind first: others are rejected by type alone."""
     anything = values if has_bytes else json_values
     match value:
         case bool():
@@ -71,7 +71,7 @@ def _alike(value: Any, *, has_bytes: bool) -> st.SearchStrategy[Any]:
 
 @st.composite
 def spoiled(draw: st.DrawFn, good: Sequence[Any], *, has_bytes: bool = True) -> Any:
-    """One of the good trees with up to three of its values changed, taken away or added."""
+    """One of the good trees with up to three of its values changed, removed or added."""
     tree = copy.deepcopy(draw(st.sampled_from(good)))
     for _ in range(draw(st.integers(1, 3))):
         path = draw(st.sampled_from(paths(tree)))
@@ -95,7 +95,7 @@ def spoiled(draw: st.DrawFn, good: Sequence[Any], *, has_bytes: bool = True) -> 
 
 @st.composite
 def torn(draw: st.DrawFn, good: Sequence[bytes]) -> bytes:
-    """One of the good byte strings, cut, flipped, or with something put in or twice."""
+    """One of the good byte strings, cut, flipped, or with something inserted or repeated."""
     data = draw(st.sampled_from(good))
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, len(data)))

@@ -1,5 +1,5 @@
-"""Does the fuzzing of the bus bite? `python -m tests.fuzz.planted` plants one bug after the other
-into the real handlers and runs the test as a test run does. The exit status is 1 if one stays hid.
+"""Does the fuzzing of the bus find bugs? `python -m tests.fuzz.planted` plants bugs one by one into
+the real handlers and runs the test as a test run does. The exit status is 1 if a bug is missed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""How much is tried in a test run: the same examples each time, so that its colour is for good.
+"""The number of examples in a test run: the same ones each time, so that results are reproducible.
 
-`scripts/fuzz` runs the same tests for as long as it is told, guided by coverage where it can be.
+`scripts/fuzz` runs the same tests for a given time, guided by coverage if possible.
 """
 
 from __future__ import annotations

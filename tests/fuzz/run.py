@@ -1,8 +1,8 @@
-"""Runs the fuzz tests for as long as it is told: `python -m tests.fuzz.run --seconds 600 http`.
+"""Runs the fuzz tests for a given time: `python -m tests.fuzz.run --seconds 600 http`.
 
-Every test gets a process of its own and an equal share of the time. atheris mutates the bytes that
-hypothesis makes its examples from, towards code that no example has reached; without it hypothesis
-draws at random. Either way a failure ends the test's process, which shows the example.
+Every test gets a separate process and an equal share of the time. atheris mutates the bytes from
+which hypothesis makes its examples, towards code that no example has reached; without it hypothesis
+draws at random. In both cases a failure ends the test's process, which prints the example.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any
 from hypothesis import HealthCheck, seed, settings
 
 PACKAGE = "tests.fuzz"
-ROUND = 200  # examples between two looks at the clock
-MAX_BYTES = 8192  # of one example's choices
+ROUND = 200  # examples between two checks of the clock
+MAX_BYTES = 8192  # for one example's choices
 MAX_RSS_MB = 4096
 NUM_SEEDS = 100
 
 
 def tests_of(module: Any) -> Iterator[str]:
-    """Their names; each draws its examples with hypothesis."""
+    """The names of the tests that draw examples with hypothesis."""
     for name, value in vars(module).items():
         if name.startswith("test_") and getattr(value, "is_hypothesis_test", False):
             yield name

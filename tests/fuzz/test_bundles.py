@@ -1,4 +1,4 @@
-"""Bundles that a stranger wrote, or that a disk has spoiled: read, or refused in one clear line."""
+"""Hostile or damaged bundles: read, or rejected with one clear error."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def good() -> tuple[bytes, bytes]:
 
 
 def sealed(tree: Any) -> bytes:
-    """With the digest of what it says now, where it says anything: a liar has that right, too."""
+    """A manifest with a matching digest, if it is valid: an attacker can compute one, too."""
     try:
         return encode_manifest(msgspec.convert(tree, Manifest))
     except (msgspec.ValidationError, UnicodeEncodeError, OverflowError):

@@ -1,8 +1,7 @@
-"""Services that say the wrong thing to each other, in the midst of what they do.
+"""Services that receive wrong messages from each other while they work.
 
-Whatever they say, each request ends once, no handler raises what its callers do not know, nothing
-is left behind, and a request that nobody has meddled with is answered as ever, at the same time and
-afterwards.
+For any messages, each request ends once, no handler raises an unexpected exception, nothing is left
+behind, and an unmodified request gets its usual response, at the same time and afterwards.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def test_services_bear_what_others_say(plan: Plan, data: st.DataObject) -> None:
     expected = undisturbed()
 
     def check(output: RequestOutput, error: Exception | None) -> None:
-        """Others may have said that there is no room for it; it never gets a wrong answer."""
+        """Other messages may have reported a lack of capacity; the output is never wrong."""
         assert error is None or isinstance(error, NoCapacity | Overloaded), error
         if error is None:
             assert text_of(output) == expected

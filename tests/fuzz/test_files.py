@@ -1,6 +1,6 @@
-"""Files that another program wrote, or that a disk has spoiled: checkpoints, caches, local state.
+"""Foreign or damaged files: checkpoints, caches, local state.
 
-Each is read, or refused in one clear line, within bounded time and memory.
+Each is read, or rejected with one clear error, in bounded time and memory.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def in_json(trees: list[Any]) -> st.SearchStrategy[bytes]:
 
 
 def refuses_clearly(read: Callable[[], object], *errors: type[HearthError]) -> None:
-    """`read` succeeds, or says in the named error's words why not."""
+    """`read` succeeds, or raises one of `errors` with a clear message."""
     try:
         read()
     except errors as error:
@@ -252,7 +252,7 @@ KEY = "k" * 32
 
 @cache
 def packed() -> tuple[bytes, int]:
-    """A whole file and the time that seals it."""
+    """A complete file and the time that seals it."""
     folder = scratch() / "packed"
     folder.mkdir()
     (folder / "source").write_bytes(b"weights")
@@ -278,7 +278,7 @@ EXPECTED = {f"span {number}": bytes([number]) * (100 + number) for number in ran
 @fuzz(300)
 @given(st.deferred(lambda: torn([packed()[0]]) | anything))
 def test_packed_weights_are_never_wrong(content: bytes) -> None:
-    """No mtime that seals: the file has been written to since."""
+    """Without the sealing mtime, as if the file was written to afterwards."""
     path = packed_path(scratch() / "packed", KEY)
     path.write_bytes(content)
     opened = open_packed(path, KEY)
@@ -286,7 +286,7 @@ def test_packed_weights_are_never_wrong(content: bytes) -> None:
 
 
 def _resealed(change: Callable[[dict[str, Any]], Any]) -> bytes:
-    """With another header, and a trailer that fits it."""
+    """A file with another header, and a matching trailer."""
 
     whole, _ = packed()
     _, size, magic = struct.unpack_from("<16sQ8s", whole, len(whole) - 32)
@@ -392,7 +392,7 @@ def test_cluster_state(content: bytes) -> None:
 @fuzz(100)
 @given(torn([b"4711\n"]) | anything | st.integers(-(2**70), 2**70).map(lambda n: str(n).encode()))
 def test_nobody_is_signalled_by_mistake(content: bytes) -> None:
-    """-1 would be every process of the user."""
+    """-1 would signal every process of the user."""
     path = scratch() / "nats.pid"
     path.write_bytes(content)
     try:

@@ -1,7 +1,7 @@
-"""Hostile clients of the gateway: bodies of every route, and bytes that are hardly HTTP.
+"""Hostile clients of the gateway: bodies of every route, and bytes that are barely HTTP.
 
-Every answer is one that the API documents, nothing of a request is left, no task broke, and the
-next client is served.
+Every response is documented in the API, nothing of a request is left, no task failed, and the next
+client is served.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ API_KEY = "key-of-tenant-1"
 ANSWER = "hello world, how are you? 😀 東京"
 MAX_BODY_BYTES = 256 * 1024
 ANSWER_S = 20.0
-PATIENT_S, IMPATIENT_S = 10.0, 0.1  # the latter where requests are not whole
+PATIENT_S, IMPATIENT_S = 10.0, 0.1  # the latter for incomplete requests
 STATUSES = (200, 204, 400, 401, 404, 405, 413, 429, 503, 504)
 
 COMMON: dict[str, Any] = {
@@ -103,10 +103,10 @@ BAD_HEADERS = (
 
 
 class Door:
-    """A gateway with peers that answer at once, for all examples of a run."""
+    """A gateway with peers that reply immediately, for all examples of a run."""
 
     def __init__(self, patience_s: float) -> None:
-        """`patience_s`: how long a request's head and its body may take each."""
+        """`patience_s`: the timeout of a request's head and of its body."""
         self.patience_s = patience_s
         self.broken: list[dict[str, Any]] = []
         self.runner = asyncio.Runner()
@@ -163,7 +163,7 @@ class Door:
         assert good.startswith(b"HTTP/1.1 200") and b"hello world" in good
 
     async def ask(self, data: bytes) -> bytes:
-        """All that comes back until the gateway closes."""
+        """Returns everything that the gateway sends until it closes."""
         host, port = self.gateway._web_server.address
         reader, writer = await asyncio.open_connection(host, port)
         answer = b""
@@ -172,13 +172,13 @@ class Door:
                 writer.write(data)
                 answer = await reader.read()
         except ConnectionError:
-            pass  # bytes that nobody reads turn the end into a reset
+            pass  # unread bytes turn the close into a reset
         finally:
             writer.transport.abort()
         return answer
 
     async def ask_again(self, data: bytes) -> bytes:
-        """On a machine that stands still for a moment, impatience meets good requests, too."""
+        """Retries: on a stalled machine the short timeout can hit good requests, too."""
         async with asyncio.timeout(ANSWER_S):
             while not (answer := await self.ask(data)):
                 pass
@@ -214,14 +214,14 @@ def gateway_client(patience_s: float) -> Door:
 
 
 def check(answer: bytes) -> None:
-    """One of the documented answers, told in the documented form."""
+    """Checks that it is a documented response in the documented form."""
     answer = answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
-    if not answer:  # asked to go on, the client has not
+    if not answer:  # the client has not continued after 100
         return
     head, _, body = answer.partition(b"\r\n\r\n")
     status = int(head.split(b" ", 2)[1])
     assert status in STATUSES, answer
-    if status < 300 or b"text/plain" in head:  # what is no HTTP is answered below the API
+    if status < 300 or b"text/plain" in head:  # non-HTTP input is answered below the API
         return
     if b"\r\ntransfer-encoding: chunked" in head.lower() or not body:
         return
@@ -247,7 +247,7 @@ def asked(draw: st.DrawFn) -> bytes:
 
 @st.composite
 def told(draw: st.DrawFn) -> bytes:
-    """The right or a wrong way to say it, of a good body or another."""
+    """Right or wrong headers and sizes, with a good body or another."""
     _, tree = draw(st.sampled_from(BODIES))
     body = draw(st.sampled_from((json.dumps(tree).encode(), b"", b"[" * 200_000)) | anything)
     size = draw(st.sampled_from((None, None, MAX_BODY_BYTES, MAX_BODY_BYTES + 1)))

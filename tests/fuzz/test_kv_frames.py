@@ -1,6 +1,6 @@
 """Hostile senders on the KV data plane, over TCP and over a unix socket with its memfd.
 
-What is wrong is never delivered, is counted, and leaves nothing; a good frame after it arrives.
+Invalid frames are never delivered, are counted, and leave nothing; a good frame after them arrives.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def sealed(payload: bytes, **changed: Any) -> FrameHeader:
 
 
 def frames(slot_index: int | None) -> list[tuple[Record, bytes]]:
-    """Good ones; `slot_index` is None where the payload follows."""
+    """Good frames; `slot_index` is None if the payload follows."""
     return [
         (Frame(number, sealed(payload, sequence_number=number), slot_index), payload)
         for number, payload in enumerate(PAYLOADS)
@@ -87,7 +87,7 @@ def coded_frames() -> list[tuple[Record, bytes]]:
 
 
 def recorded(tree: Any) -> bytes:
-    """A record with this body, however long or wrong it is."""
+    """A record with this body, of any length or content."""
     body = msgspec.msgpack.encode(tree)
     return PREFIX.pack(MAGIC, VERSION, len(body)) + body
 
@@ -100,7 +100,7 @@ OTHERS: tuple[Record, ...] = (
 
 @st.composite
 def hostile_bytes(draw: st.DrawFn, slot_index: int | None) -> bytes:
-    """Some records in a row, each good or spoiled, with their payloads or others."""
+    """A sequence of records, each good or spoiled, with their payloads or others."""
     sent = b""
     for _ in range(draw(st.integers(1, 5))):
         others = [*coded_frames(), *((each, b"") for each in OTHERS)]
@@ -124,7 +124,7 @@ def is_genuine(frame: FrameHeader, payload: bytes) -> bool:
 
 
 class Hostile:
-    """A bare connection that has said its hello."""
+    """A bare connection that has sent its hello."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -153,11 +153,11 @@ class Hostile:
         return made
 
     async def send(self, data: bytes) -> None:
-        with contextlib.suppress(OSError):  # it has been shown the door
+        with contextlib.suppress(OSError):  # the receiver has closed it
             await asyncio.get_running_loop().sock_sendall(self.sock, data)
 
     async def cancel(self) -> None:
-        """Reads until the other side has ended, having said that no more comes."""
+        """Shuts down writing, then reads until the other side has ended."""
         loop = asyncio.get_running_loop()
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_WR)
@@ -232,7 +232,7 @@ def test_a_receiver_bears_any_bytes_over_a_unix_socket(sent: tuple[bytes, list[i
 
 @st.composite
 def codes(draw: st.DrawFn) -> bytes:
-    """A good one, torn or with a stretch of it overwritten; or any bytes."""
+    """Good encoded data, torn or partly overwritten; or any bytes."""
     data = bytearray(draw(torn([CODED]) | st.just(CODED)))
     for _ in range(draw(st.integers(0, 3))):
         at, size = draw(st.integers(0, len(data))), draw(st.integers(1, 3000))
@@ -245,7 +245,7 @@ def codes(draw: st.DrawFn) -> bytes:
 @fuzz(300)
 @given(codes(), st.integers(-3, 3) | st.integers(-len(SHRINKING), 3 * BLOCK_BYTES), st.booleans())
 def test_a_codec_bears_any_bytes(coded: bytes, num_extra: int, is_at_end: bool) -> None:
-    """It touches no byte around them, and what it takes gives one payload."""
+    """It writes no byte outside its buffers, and valid data decodes to one payload."""
     found = []
     for _ in range(2):
         room = guarded(len(SHRINKING) + num_extra, is_at_end=is_at_end)

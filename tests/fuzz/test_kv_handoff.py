@@ -1,7 +1,6 @@
-"""A data plane that spoils frames on their way from prefill to decode.
+"""A data plane that spoils frames between prefill and decode.
 
-Whatever becomes of them, the tokens are those of an undisturbed run: what is wrong is refused and
-computed again.
+In all cases the tokens equal those of an undisturbed run: wrong frames are rejected and recomputed.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def _request() -> Request:
 
 
 class Spoiler:
-    """What befalls the frames of a data plane, in their order."""
+    """The faults of a data plane's frames, in order."""
 
     def __init__(self, faults: list[str], lies: list[dict[str, Any]]) -> None:
         self._faults = iter(faults)
@@ -75,7 +74,7 @@ class Spoiler:
                 return FrameFate(told=self._lie(header))
             case "twice":
                 return FrameFate(num_copies=2)
-            case "late":  # what came first of all, in place of this one
+            case "late":  # the very first frame, instead of this one
                 return FrameFate(told=self._first)
             case "foreign":
                 return FrameFate(told=msgspec.structs.replace(header, placement_id=bytes(16)))

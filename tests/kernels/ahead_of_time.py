@@ -1,7 +1,7 @@
-"""Compiles what a wrapper launches for a GPU that is not there, up to its machine code.
+"""Compiles a wrapper's launches to machine code for an absent GPU.
 
 Wrappers are called with tensors on the CPU; their launches are compiled instead of run, so nothing
-is computed. What the compiler says of registers and memory is read from the machine code.
+is computed. Register and memory use is read from the machine code.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction
 from kernels import device as devices
 
 WARP_SIZE = 32
-MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # by compute capability, of one program
+MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # by compute capability, per program
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion")
 TYPES = {
     torch.float32: "fp32",
@@ -46,14 +46,14 @@ class MachineCode:
     num_registers: int
     num_spilled_bytes: int  # to local memory: the stack of a thread
     shared_bytes: int
-    # Generations of tensor-core instructions, and how many of K lie side by side in a register of
-    # an operand: what of a compiler's choices decides on the bits of a product.
+    # Generations of tensor-core instructions, and how many elements of K a register of an operand
+    # holds: the compiler's choices that determine the bits of a product.
     dot_layouts: frozenset[str]
 
 
 @contextmanager
 def compiling(capability: int) -> Iterator[list[MachineCode]]:
-    """Launches inside are compiled for compute capability 8.0 (80) or 9.0 (90)."""
+    """Compiles launches inside for compute capability 8.0 (80) or 9.0 (90)."""
     found: list[MachineCode] = []
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -109,14 +109,14 @@ def _type(value: Any) -> str:
 
 
 def _is_aligned(value: Any) -> bool:
-    """As the launcher sees it, which tells the compiler."""
+    """Whether the launcher treats it as aligned, which the compiler uses."""
     if isinstance(value, torch.Tensor):
         return value.data_ptr() % 16 == 0
     return type(value) is int and value % 16 == 0
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of stack of one thread."""
+    """Registers and bytes of stack per thread."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

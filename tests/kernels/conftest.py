@@ -10,7 +10,7 @@ from tests.threads import computing_threads
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """CPU kernels of float16 are compiled in the long run: 35 s for a dtype that no model has."""
+    """CPU kernels of float16 only compile in long runs: 35 s for a dtype that no model has."""
     for item in items:
         call = getattr(item, "callspec", None)
         if call is None or call.params.get("dtype") is not torch.float16:
@@ -21,12 +21,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread_computes() -> Iterator[None]:
-    """Unless a test says otherwise: test runs share a machine's cores."""
+    """Uses one thread unless a test sets another number: test runs share a machine's cores."""
     with computing_threads(1):
         yield
 
 
 @pytest.fixture(autouse=True)
 def _same_numbers_in_every_order() -> None:
-    """Tolerances are met or missed alike, whichever tests ran before."""
+    """Makes random numbers, and so tolerance checks, independent of the order of tests."""
     torch.manual_seed(0)

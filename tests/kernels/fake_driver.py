@@ -1,9 +1,9 @@
-"""A driver for Triton without a device: a launch goes its real way and ends before the GPU.
+"""A driver for Triton without a device: a launch takes the real path and ends before the GPU.
 
-Triton binds and specialises the arguments, looks the kernel up by its key, compiles what is new and
-calls the launcher, all as for an H200. But code is compiled only to an intermediate form, which
-stands in for the machine code, and the launcher counts. Tensors may be on the CPU: nothing reads
-them. So tests see what is compiled, how often something is launched, and what a launch costs.
+Triton binds and specialises the arguments, finds the kernel by its key, compiles new ones and calls
+the launcher, all as for an H200. But code is compiled only to an intermediate form, which replaces
+the machine code, and the launcher counts. Tensors may be on the CPU: nothing reads them. So tests
+can check what is compiled, how often something is launched, and the cost of a launch.
 
 Works with Triton 3.6 to 3.9. Not for the interpreter, which has no driver.
 """
@@ -28,8 +28,8 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver as drivers
 
 WARP_SIZE = 32
-MAX_THREADS = 1024  # of one program
-MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # by compute capability, of one program
+MAX_THREADS = 1024  # per program
+MAX_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # by compute capability, per program
 DEVICES_APART = 64
 
 Form = Literal["ttir", "ttgir"]
@@ -48,13 +48,13 @@ class Compiled:
 
 @dataclass
 class FakeDriver(DriverBase):
-    """`compiled` in their order, and how often each kernel of which device was launched."""
+    """`compiled` in order, and the number of launches of each kernel by device."""
 
     capability: int = 90
     compiled: list[Compiled] = field(default_factory=list)
     launches: Counter[tuple[str, int]] = field(default_factory=Counter)
-    # Triton keeps compiled kernels by device for as long as the process runs: so each driver's
-    # devices have ids of their own.
+    # Triton caches compiled kernels by device for the process's lifetime, so each driver's devices
+    # have unique ids.
     _base: int = field(default_factory=lambda: next(_first_device) * DEVICES_APART)
     _current: threading.local = field(default_factory=threading.local)
 
@@ -74,7 +74,7 @@ class FakeDriver(DriverBase):
         return MAX_SHARED_BYTES.get(self.capability, max(MAX_SHARED_BYTES.values()))
 
     def set_current_device(self, device: int) -> None:
-        """Of the calling thread, as CUDA has it: a fresh thread is on device 0."""
+        """Sets the calling thread's device, as in CUDA: a new thread is on device 0."""
         self._current.device = device
 
     def get_current_device(self) -> int:
@@ -100,10 +100,10 @@ class FakeDriver(DriverBase):
 
     @classmethod
     def is_active(cls) -> bool:
-        return False  # never chosen by itself
+        return False  # never chosen automatically
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        """Of one compiled kernel; called once, right before its code is loaded."""
+        """The launcher of one compiled kernel; called once, right before its code is loaded."""
         key = metadata.name, self.get_current_device() - self._base
         self._loading = metadata
 
@@ -119,7 +119,7 @@ class FakeDriver(DriverBase):
 
 def _backend(form: Form) -> type[CUDABackend]:
     class Shortened(CUDABackend):
-        """Up to `form`, whose text is the machine code."""
+        """Compiles up to `form`, whose text replaces the machine code."""
 
         def add_stages(self, stages: dict[str, Any], options: Any, language: Any) -> None:
             super().add_stages(stages, options, language)
@@ -129,7 +129,7 @@ def _backend(form: Form) -> type[CUDABackend]:
             stages["cubin"] = _finish
 
         def hash(self) -> str:
-            """Its own place in Triton's cache: what is no machine code is never loaded as one."""
+            """A separate key in Triton's cache: this text must never be loaded as machine code."""
             return f"{form} instead of machine code, {self.target.arch}"
 
     return Shortened
@@ -144,7 +144,7 @@ def _finish(module: Any, metadata: dict[str, Any]) -> bytes:
 
 @contextmanager
 def fake_driver(form: Form = "ttir", *, capability: int = 90) -> Iterator[FakeDriver]:
-    """All launches inside go to it. "ttir" is quick: a kernel is parsed, and not optimised."""
+    """Receives all launches inside. "ttir" is quick: a kernel is parsed, and not optimised."""
     fake = FakeDriver(capability=capability)
     nvidia = replace(backends["nvidia"], compiler=_backend(form))
     before = drivers._active

@@ -1,6 +1,6 @@
-"""Records in the cache directory what compiled, so that unchanged kernels are not compiled again.
+"""Records in the cache directory what has compiled, so that unchanged kernels are skipped.
 
-A record holds for one state of the sources that are read here and one release of Triton. With
+A record is valid for one state of the sources that are read here and one release of Triton. With
 HEARTH_COMPILE_AGAIN=1, or once `passed` in the cache directory is deleted, everything is compiled.
 """
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 @cache
 def sources_digest() -> str:
-    """Of Triton's release, `kernels/` without the CPU's, and the tests that compile."""
+    """Covers Triton's release, `kernels/` without the CPU's, and the tests that compile."""
     digest = blake2b(triton.__version__.encode(), digest_size=8)
     own = list((ROOT / "kernels").glob("*.py"))
     gpu = list((ROOT / "kernels" / "gpu").rglob("*.py"))

@@ -1,8 +1,8 @@
-"""What of a compiled kernel decides on the bits of a row's sums, read off its TTGIR.
+"""The properties of a compiled kernel that determine the bits of a row's sums, from its TTGIR.
 
-A sum rounds by the order of its additions: how many elements of the summed axis lie in a thread,
-over how many threads and warps the axis is spread, and how much of K a tensor-core instruction
-adds. What lies along the other axis, the rows or columns beside it, is no part of that.
+A sum's rounding depends on the order of its additions: how many elements of the summed axis a
+thread has, over how many threads and warps the axis is spread, and how much of K a tensor-core
+instruction adds. The layout of the other axis, of other rows or columns, does not affect it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def structure(kernel: Compiled) -> frozenset[str]:
 
 
 def differing(kernels: Iterable[Compiled]) -> dict[str, set[frozenset[str]]]:
-    """The kernels, by name, of which two variants differ in it."""
+    """The kernels, by name, that have two variants with different structures."""
     found: dict[str, set[frozenset[str]]] = {}
     for kernel in kernels:
         found.setdefault(kernel.name, set()).add(structure(kernel))
@@ -38,7 +38,7 @@ def differing(kernels: Iterable[Compiled]) -> dict[str, set[frozenset[str]]]:
 
 
 def _sums(code: str, layouts: dict[str, str]) -> Iterator[str]:
-    """The largest of some numbers is the same in every order; so are sums of integers."""
+    """Skips maxima and sums of integers, which are the same in every order."""
     for kind, axis, body, operands in REDUCTION.findall(code):
         if "arith.addf" in body:
             yield f"{kind} of {_along(operands, int(axis), layouts)}"
@@ -55,7 +55,7 @@ def _dots(code: str, layouts: dict[str, str]) -> Iterator[str]:
 
 
 def _tensor(text: str) -> tuple[list[int], str, str]:
-    """Sizes, element type and the layout as it is written there."""
+    """Sizes, element type and the layout as text."""
     found = TENSOR.search(text.strip())
     assert found, text
     return [int(size) for size in found[1].split("x") if size], found[2], found[3]

@@ -1,4 +1,4 @@
-"""Weights to be split: as trained ones are, and as none is."""
+"""Weights to split: realistic ones, and extreme ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def normal_weight(num_rows: int, width: int, *, seed: int = 0) -> Tensor:
 
 
 def with_outliers(weight: Tensor, share: float) -> Tensor:
-    """Any of the 65,536 bit patterns, that of a number or not, in place of so many weights."""
+    """Replaces this share of weights by random ones of the 65,536 bit patterns, including NaN."""
     generator = torch.Generator().manual_seed(1)
     bits = torch.randint(-(2**15), 2**15, weight.shape, generator=generator).to(torch.int16)
     is_other = torch.rand(weight.shape, generator=generator) < share
@@ -31,7 +31,7 @@ def bits_of(weight: Tensor) -> Tensor:
 
 
 def empty_split(num_rows: int, width: int) -> SplitWeight:
-    """No more than the planes' types and sizes."""
+    """Uninitialised planes with the right types and sizes."""
     num_groups = -(-width // GROUP)
     return SplitWeight(
         sign_mantissa=torch.empty(num_rows, width, dtype=torch.uint8),

@@ -1,4 +1,4 @@
-"""Which function of which backend each operation is."""
+"""Checks which function of which backend each operation uses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# Operation: its module of the library, of `kernels.cpu` (else the library), of `kernels.gpu`.
+# Operation: its module in the library, in `kernels.cpu` (else the library), in `kernels.gpu`.
 BACKENDS = {
     "_linear": ("reference.linear", "cpu.gemm.linear", "gpu.gemm.linear"),
     "add_rms_norm": (

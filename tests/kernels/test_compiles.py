@@ -1,6 +1,6 @@
-"""Every Triton kernel becomes machine code for the GPUs it is meant for, without spilling.
+"""Every Triton kernel compiles to machine code for its target GPUs, without spilling.
 
-Compute capability 8.0 is compiled for in the long run only. A case that has passed is skipped until
+Compute capability 8.0 is compiled for in long runs only. A case that has passed is skipped until
 the kernels or Triton change; HEARTH_COMPILE_AGAIN=1 runs it (see `tests.kernels.passed`).
 """
 
@@ -54,7 +54,7 @@ def _launch_gelu_and_mul() -> None:
 
 
 def _launch_rotate_and_store(dtype: torch.dtype = BF16) -> None:
-    """Llama 3's heads, and Qwen3's with their norms."""
+    """Llama 3's heads, and Qwen3's with norms."""
     from kernels.gpu.kv.rotate_and_store import rotate_and_store
 
     heads, angles = _empty(64, 32 + 8 + 8, 128), _empty(64, 64, dtype=FP32)
@@ -207,7 +207,7 @@ FP8_LAUNCHES: dict[str, Callable[[torch.dtype], None]] = {
 
 @contextmanager
 def compiling_once(request: pytest.FixtureRequest, capability: int) -> Iterator[list[MachineCode]]:
-    """Skips a case that has passed; records this one if its block ends."""
+    """Skips a case that has passed; records this one if its block completes."""
     case = request.node.nodeid
     if is_recorded(case):
         pytest.skip("compiled before, from the same sources")
@@ -229,7 +229,7 @@ def test_compiles_without_spilling(
 
 @pytest.mark.parametrize("op", FP8_LAUNCHES)
 def test_compiles_for_fp8_caches(request: pytest.FixtureRequest, op: str) -> None:
-    """Which compute capability 8.0 has no instructions for."""
+    """Compute capability 8.0 has no instructions for FP8."""
     with compiling_once(request, 90) as found:
         FP8_LAUNCHES[op](torch.float8_e4m3fn)
         assert found
@@ -242,7 +242,7 @@ def test_compiles_for_fp8_caches(request: pytest.FixtureRequest, op: str) -> Non
 def test_a_split_weight_meets_the_tensor_cores_as_a_dense_one(
     request: pytest.FixtureRequest, num_rows: int, is_batch_invariant: bool, capability: int
 ) -> None:
-    """The same instructions on operands laid out alike, or their sums would round elsewhere."""
+    """Uses the same instructions and operand layouts; otherwise sums would round differently."""
     from kernels.gpu.gemm.compressed_linear import compressed_linear
     from kernels.gpu.gemm.linear import linear
 

@@ -1,4 +1,4 @@
-"""The driver that stands in for a GPU launches as Triton does."""
+"""The fake driver launches like Triton does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def launch(num_rows: int, hidden: int = 64) -> None:
 
 def test_each_key_is_compiled_once() -> None:
     with fake_driver() as fake:
-        for num_rows in (1, 2, 64, 255):  # the grid is no part of the key
+        for num_rows in (1, 2, 64, 255):  # the grid is not part of the key
             launch(num_rows)
         assert (len(fake.compiled), fake.num_launches) == (1, 4)
         launch(1, hidden=96)

@@ -29,7 +29,7 @@ def test_measured_once_and_kept(tmp_path: Path) -> None:
     other = FusedRows(path)
     assert other.of("a", lambda: 1 // 0) == 64
     assert FusedRows(path).of("b", lambda: 32) == 32
-    assert other.of("c", lambda: 16) == 16  # knows nothing of b, and keeps it
+    assert other.of("c", lambda: 16) == 16  # has not read b, and preserves it
     assert json.loads(path.read_text()) == {"a": 64, "b": 32, "c": 16}
     assert list(path.parent.iterdir()) == [path]
 

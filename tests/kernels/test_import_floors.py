@@ -1,4 +1,4 @@
-"""Which folder of `kernels` may import which: never one above it, nor one beside it."""
+"""Which folder of `kernels` may import which: never a higher one, nor one on the same level."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# From the top down. Those of one line do not import each other.
+# From the top down. Folders of one line do not import each other.
 FLOORS = [
     {"kernels.ops", "kernels.host_codec"},
     {"kernels.cpu", "kernels.gpu"},
@@ -33,7 +33,7 @@ GPU_FLOORS = [
     {"kernels.gpu.attention", "kernels.gpu.kv", "kernels.gpu.rows", "kernels.gpu.sampling"},
     {"kernels.gpu.gemm"},
 ]
-# What a worker on CUDA imports for a plain checkpoint and uncompressed KV.
+# The imports of a worker on CUDA with an uncompressed checkpoint and uncompressed KV.
 CUDA_WORKER = """
 import sys
 import kernels.device, kernels.host_codec, kernels.ops
@@ -47,7 +47,7 @@ print(sorted(name for name in sys.modules if name == "numba" or name.startswith(
 
 
 def imports(folder: str) -> Iterator[tuple[str, str]]:
-    """(module, imported name) of every file of a folder, imports inside functions included."""
+    """(module, imported name) for every file of a folder, including imports inside functions."""
     for path in sorted((ROOT / folder).rglob("*.py")):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for node in ast.walk(ast.parse(path.read_text())):

@@ -1,6 +1,6 @@
 """The Triton kernels of `tests/kernels/gpu`, run by Triton's interpreter on the CPU.
 
-The interpreter is chosen by a variable when Triton is imported, so each folder has a process.
+A variable selects the interpreter when Triton is imported, so each folder has a process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every launch of a Triton kernel says, read from the sources."""
+"""Checks the arguments of every launch of a Triton kernel, read from the sources."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FOLDER = Path(kernels.gpu.__file__ or "").parent
 
 
 def launches() -> Iterator[tuple[str, ast.Call]]:
-    """`kernel[grid](...)`, with its place."""
+    """Yields each `kernel[grid](...)` with its location."""
     for path in sorted(FOLDER.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
@@ -20,7 +20,7 @@ def launches() -> Iterator[tuple[str, ast.Call]]:
 
 
 def test_every_launch_says_whether_multiplications_and_additions_are_fused() -> None:
-    """Triton's default is about to change, and with it the bits of whoever relies on it."""
+    """Triton's default is about to change, which would change the bits of kernels relying on it."""
     found = dict(launches())
     assert len(found) > 15
     silent = [

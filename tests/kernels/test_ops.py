@@ -1,4 +1,4 @@
-"""The ops against their formulas in FP64, the plain ones and those compiled for the CPU."""
+"""The ops compared with their formulas in FP64, both the reference and those compiled for CPUs."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_rms_norm(ops: Ops, num_rows: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("has_unit_offset", [False, True])
 def test_add_rms_norm(ops: Ops, has_unit_offset: bool, dtype: torch.dtype) -> None:
-    """The bits of a sum and a norm, one after the other; what goes in stays."""
+    """The bits equal those of a sum and then a norm; the inputs are unchanged."""
     x, residual = _random(63, 50, dtype=dtype), _random(63, 50, seed=1, dtype=dtype)
     weight, before = _random(50, seed=2, dtype=dtype), (x.clone(), residual.clone())
     out, total = ops.add_rms_norm(x, residual, weight, 1e-5, has_unit_offset=has_unit_offset)
@@ -160,7 +160,7 @@ def test_rotate_and_store(ops: Ops, rotary_dim: int, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("has_unit_offset", [False, True])
 def test_rotate_and_store_with_norms(ops: Ops, has_unit_offset: bool, dtype: torch.dtype) -> None:
-    """The bits of the norms, then of the rest."""
+    """The bits equal those of the norms, followed by the rest."""
     heads, angles = _random(70, 7, 16, dtype=dtype), _random(70, 5, seed=1)
     query_norm, key_norm = _random(16, seed=2, dtype=dtype), _random(16, seed=3, dtype=dtype)
     cache = torch.zeros((2, 9, 2, 8, 16), dtype=dtype)
@@ -216,7 +216,7 @@ def test_payload_checksum_sees_what_goes_wrong() -> None:
     payload = torch.arange(64)
     changed = [payload.clone() for _ in range(5)]
     changed[0][[3, 9]] = payload[[9, 3]]  # exchanged
-    changed[1][7] ^= -1 << 63  # a sign, and two of them
+    changed[1][7] ^= -1 << 63  # one flipped sign bit, and two
     changed[2][[7, 8]] ^= -1 << 63
     changed[3][0] = 1
     changed[4] = payload.roll(1)
@@ -311,7 +311,7 @@ def test_attention_in_a_window_with_capped_scores(
 
 
 def _attention_holds(ops: Ops, num_heads: int, num_kv_heads: int, dim: int, **options: Any) -> None:
-    """Both functions against FP64, and compiled ones bit for bit against each other."""
+    """Compares both functions with FP64, and compiled ones bit for bit with each other."""
     cache, tables = _paged(4, 20, num_kv_heads, dim)
     query_lens, context_lens = [2, 150, 63, 20], [2, 300, 64, 300]
     query = _random(sum(query_lens), num_heads, dim, seed=4)
@@ -337,7 +337,7 @@ def _attention_holds(ops: Ops, num_heads: int, num_kv_heads: int, dim: int, **op
         if ops is Plain:
             continue
         assert torch.equal(single, out[rows])
-        for row in (slice(0, 1), slice(-1, None)):  # alone, more tiles lie before the window
+        for row in (slice(0, 1), slice(-1, None)):  # a single row has more tiles before the window
             alone = ops.decode_attention(
                 query[rows][row],
                 cache,
@@ -351,7 +351,7 @@ def _attention_holds(ops: Ops, num_heads: int, num_kv_heads: int, dim: int, **op
 
 @both
 def test_attention_of_an_fp8_cache(ops: Ops) -> None:
-    """What is stored, times its head's scale; those of keys and of values are two."""
+    """Stored values times their head's scale; keys and values have different scales."""
     cache, tables = _paged(2, 4, 3, 16)
     stored = cache.to(torch.float8_e4m3fn)
     scales = torch.tensor([[0.5, 1.0, 2.0], [3.0, 0.25, 1.5]])
@@ -374,7 +374,7 @@ def test_attention_of_an_fp8_cache(ops: Ops) -> None:
 def test_attention_does_not_see_what_others_left_in_the_blocks(
     ops: Ops, left_behind: float
 ) -> None:
-    """Behind the context's end, in blocks not reached yet, and in the block that pads a table."""
+    """After the context's end, in blocks not reached yet, and in the block that pads a table."""
     cache, tables = _paged(2, 20, 2, 8)
     context_lens, starts = torch.tensor([5, 300]), torch.tensor([0, 2, 4])
     tables[0, 1:] = padding = int(tables[1, 19])

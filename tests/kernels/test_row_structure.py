@@ -1,5 +1,5 @@
-"""A row's bits do not depend on the rows beside it: for any number of them its sums are compiled to
-the same additions in the same order. What the hardware makes of them is for a GPU to show.
+"""A row's bits do not depend on the other rows: for any number of rows its sums compile to the same
+additions in the same order. Only a run on a GPU can verify the hardware.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def test_sums_do_not_depend_on_the_number_of_rows(op: str) -> None:
 
 
 def test_both_attentions_add_alike() -> None:
-    """A token's bits are the same, whether it came with its prompt or was drawn."""
+    """A token's bits are the same in a prefill and in a decode step."""
     with fake_driver("ttgir") as fake:
         _decode_attention(17)
         _prefill_attention(300)

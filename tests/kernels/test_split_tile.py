@@ -1,5 +1,5 @@
-"""The instructions that decode weights on a GPU, carried out here one by one: the interpreter of
-Triton's kernels cannot, and runs a formula in their place.
+"""The instructions that decode weights on a GPU, emulated here one by one: Triton's interpreter
+cannot run them, and evaluates a formula instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Words = NDArray[np.uint32]
 
 
 def _permuted(low: Words, high: Words, selector: Words) -> Words:
-    """prmt: each of four selectors takes one of eight bytes."""
+    """prmt: each of four selectors picks one of eight bytes."""
     both = low.astype(np.uint64) | high.astype(np.uint64) << 32
     picked = [
         (both >> np.uint64(8 * (int(selector) >> 4 * i & 7)) & 0xFF) << 8 * i for i in range(4)
@@ -29,7 +29,7 @@ def _permuted(low: Words, high: Words, selector: Words) -> Words:
 
 
 def _looked_up(a: Words, b: Words, c: Words, table: Words) -> Words:
-    """lop3: bit i of the table answers where the bits of a, b and c are those of i."""
+    """lop3: bit i of the table is the result where the bits of a, b and c are those of i."""
     cases = [
         (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
         for i in range(8)
@@ -67,7 +67,7 @@ def _packed(elements: NDArray[np.uint32], bits: int) -> Words:
 
 @pytest.mark.parametrize("is_second", [False, True])
 def test_the_instructions_decode_weights(is_second: bool) -> None:
-    """Every code with every base, each beside random ones."""
+    """Every code with every base, each next to random ones."""
     draw = np.random.default_rng(0)
     codes, bases = (each.ravel() for each in np.meshgrid(np.arange(256), np.arange(256)))
     num = len(codes)

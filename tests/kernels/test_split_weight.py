@@ -1,4 +1,4 @@
-"""A weight comes back from its split form to the bit, whatever its bits; and what that takes."""
+"""A weight is restored from its split form bit for bit, for any bits; and the form's size."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_what_cannot_be_split_is_named() -> None:
 @pytest.mark.parametrize("parts", [2, 3, 4])
 @pytest.mark.parametrize("is_along_k", [False, True])
 def test_slices_are_splits_of_slices(parts: int, is_along_k: bool) -> None:
-    """As tensor parallelism cuts; the last part along K ends within a group."""
+    """The cuts of tensor parallelism; the last part along K ends within a group."""
     weight = with_outliers(normal_weight(97, 3 * 4 * GROUP + 17), 2e-3)
     split = _split(weight)
     size = len(weight) // parts if not is_along_k else 12 // parts * GROUP

@@ -25,7 +25,7 @@ def test_it_says_that_the_c_compiler_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def launcher(source: Any, metadata: Any) -> Any:
-        """As the CUDA driver does it: with the C compiler on the PATH."""
+        """Builds like the CUDA driver: with the C compiler on the PATH."""
         (tmp_path / "launcher.c").write_text("#include <Python.h>\n")
         return _build("launcher", str(tmp_path / "launcher.c"), str(tmp_path), [], [], [])
 
@@ -38,6 +38,6 @@ def test_it_says_that_the_c_compiler_is_missing(
 
 
 def test_a_kernel_that_computes_nothing_is_noticed() -> None:
-    with fake_driver() as fake, pytest.raises(TritonUnusable, match=r"counted \[0, 1, .* 15\]"):
+    with fake_driver() as fake, pytest.raises(TritonUnusable, match=r"returned \[0, 1, .* 15\]"):
         check_triton(CPU)
     assert fake.num_launches == 1

@@ -1,4 +1,4 @@
-"""How far a kernel may be from its reference in FP32: the one table."""
+"""The maximum deviation of a kernel from its reference in FP32: the single table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOLERANCE = {
 
 
 def assert_near(actual: Tensor, expected: Tensor) -> None:
-    """`expected` in any dtype. NaN is never near."""
+    """`expected` in any dtype. NaN always fails."""
     tolerance = TOLERANCE[actual.dtype]
     torch.testing.assert_close(
         actual.double().cpu(), expected.double().cpu(), rtol=tolerance, atol=tolerance

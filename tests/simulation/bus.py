@@ -1,14 +1,14 @@
 """NATS in memory: real msgpack, subjects with wildcards, queue groups, replies, and faults.
 
-What NATS guarantees is kept: messages of one sender reach one subscription in the order of their
+NATS's guarantee is preserved: messages of one sender reach one subscription in the order of
 sending. All else may differ from run to run: the order across senders, across the subscriptions of
-one receiver, and of replies. `fate` says what becomes of each delivery: core NATS is at most once,
-so any message can be lost, and a client that reconnects sends again what it is not sure of, so any
-message can come a second time, later.
+one receiver, and of replies. `fate` decides each delivery: core NATS is at most once, so any
+message can be lost, and a client that reconnects resends unconfirmed messages, so any message can
+be delivered a second time, later.
 
-A process without its connection (cut off, the server away, or frozen for so long that the server
-has given it up) keeps what it publishes and sends it when it is connected again, as nats-py does;
-what is published for it meanwhile is lost.
+A process without its connection (cut off, server down, or frozen until the server drops it) buffers
+its publications and sends them after it reconnects, like nats-py; messages that are published for
+it meanwhile are lost.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from tests.simulation.process import SimulatedProcess
 log = structlog.get_logger(__name__)
 
 M = TypeVar("M", bound=Message)
-Reply = Callable[["_Connection", bytes], None]  # by whom, what
+Reply = Callable[["_Connection", bytes], None]  # responder, payload
 Decode = Callable[[bytes], Any]
 
 INBOX = "_INBOX"
-GIVEN_UP_AFTER_S = 3.0  # two missed pings, one a second
+GIVEN_UP_AFTER_S = 3.0  # two missed pings, one per second
 _encode = msgspec.msgpack.Encoder().encode
 
 
-@lru_cache(maxsize=10_000)  # the same few ask at each change of a subscription
+@lru_cache(maxsize=10_000)  # few distinct arguments, repeated at each change of a subscription
 def matches(pattern: str, subject: str) -> bool:
-    """`*` stands for one token, a final `>` for one or more."""
+    """`*` matches one token, a final `>` one or more."""
     wanted, given = pattern.split("."), subject.split(".")
     if wanted[-1] == ">" and len(given) >= len(wanted):
         wanted, given = wanted[:-1], given[: len(wanted) - 1]
@@ -62,7 +62,7 @@ def matches(pattern: str, subject: str) -> bool:
 
 
 class Parcel:
-    """An encoded message under way; all who take it as the same type share one decoded copy."""
+    """An encoded message in flight; all receivers of the same type share one decoded copy."""
 
     __slots__ = ("_decoded", "_decoder", "data", "reply", "sender_id")
 
@@ -81,7 +81,7 @@ class Parcel:
 
 @dataclass(eq=False)
 class _Connection:
-    """Of one bus to the server."""
+    """The connection of one bus to the server."""
 
     process: SimulatedProcess
     is_up: bool = True
@@ -113,7 +113,7 @@ class _Subscription:
             self.deliver(parcel)
 
 
-# (subject, sender, receiver) -> delays of the copies that arrive; none: it is lost
+# (subject, sender, receiver) -> delays of the copies that arrive; empty: the message is lost
 Fate = Callable[[str, str, str], tuple[float, ...]]
 
 
@@ -126,9 +126,9 @@ class SimulatedNetwork:
         self.is_dropped: Callable[[str, str, str], bool] | None = None
         self.spoil_reply: Callable[[bytes], bytes] = lambda data: data
         self.fate: Fate | None = None
-        self.jitter_s = 0.0  # a message takes up to this much longer
-        self.is_down = False  # every message is lost, nobody is disconnected
-        self.is_away = False  # the server is dead: see `stop_server`
+        self.jitter_s = 0.0  # maximum additional delay of a message
+        self.is_down = False  # every message is lost, but no process is disconnected
+        self.is_away = False  # the server is down: see `stop_server`
         self.is_hanging = False
         self.log: list[tuple[float, str, str]] = []  # (sent at, sender, subject)
         self.taps: list[Callable[[str, str, bytes], None]] = []  # (sender, subject, data)
@@ -137,7 +137,7 @@ class SimulatedNetwork:
         self._interest: dict[str, tuple[list[_Subscription], list[list[_Subscription]]]] = {}
         self._connections: dict[str, _Connection] = {}
         self._processes: dict[str, SimulatedProcess] = {}
-        self._held: list[Callable[[], object]] = []  # by a server that hangs
+        self._held: list[Callable[[], object]] = []  # by a hanging server
 
     def bus(self, process_id: str, process: SimulatedProcess | None = None) -> SimulatedBus:
         owner = self._process(process_id) if process is None else process
@@ -147,7 +147,7 @@ class SimulatedNetwork:
 
     @cached_property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """All its life; asking asyncio each time costs a system call."""
+        """Cached for the network's lifetime: asyncio's lookup costs a system call each time."""
         return asyncio.get_running_loop()
 
     # ── faults ───────────────────────────────────────────────────────────────────────────────────
@@ -171,12 +171,12 @@ class SimulatedNetwork:
             self.reconnect_later(process_id)
 
     def disconnect(self, process_id: str) -> None:
-        """What the server does when the process dies."""
+        """Removes a dead process's subscriptions, like the server does."""
         for each in [s for s in self._subscriptions if s.process.process_id == process_id]:
             self.remove(each)
 
     def cut_off(self, process_id: str) -> None:
-        """The process loses its connection, and what is under way to it."""
+        """Drops the process's connection, and messages in flight to it."""
         self._lose(self._connections[process_id])
 
     def reconnect_later(self, process_id: str) -> None:
@@ -200,7 +200,7 @@ class SimulatedNetwork:
         self.is_hanging = True
 
     def resume(self) -> None:
-        """What the server holds goes to those who have not given it up meanwhile."""
+        """Delivers the held messages to processes whose connections still exist."""
         self.is_hanging = False
         held, self._held = self._held, []
         for act in held:
@@ -221,7 +221,7 @@ class SimulatedNetwork:
         process = connection.process
         if connection.is_up or process.is_dead or self.is_away or self.is_hanging:
             return
-        if process.is_frozen:  # its next try comes when it is awake
+        if process.is_frozen:  # it retries once it is awake
             process.arrive(lambda: self.reconnect_later(process.process_id))
             return
         connection.is_up = True
@@ -230,7 +230,7 @@ class SimulatedNetwork:
         while connection.unsent:
             connection.unsent.popleft()()
 
-    # ── the way of a message ─────────────────────────────────────────────────────────────────────
+    # ── message delivery ─────────────────────────────────────────────────────────────────────────
 
     def add(self, subscription: _Subscription) -> None:
         self._subscriptions.append(subscription)
@@ -243,7 +243,7 @@ class SimulatedNetwork:
             self._interest.clear()
 
     def post(self, connection: _Connection, subject: str, parcel: Parcel) -> None:
-        """A publication."""
+        """Publishes a message."""
         self._when_connected(connection, lambda: self._route(connection, subject, parcel))
 
     def ask(
@@ -262,7 +262,7 @@ class SimulatedNetwork:
     def answer(
         self, responder: _Connection, requester: _Connection, settle: Callable[[], object]
     ) -> None:
-        """The way back: the requester must be connected, and awake to notice."""
+        """Delivers a reply: the requester must be connected, and awake to receive it."""
 
         def send() -> None:
             if not self.is_down:
@@ -273,7 +273,7 @@ class SimulatedNetwork:
     def _when_connected(self, connection: _Connection, send: Callable[[], object]) -> None:
         if connection.process.is_dead:
             return
-        if connection.process.is_frozen:  # only a test that acts for a frozen process gets here
+        if connection.process.is_frozen:  # only tests that act for a frozen process reach this
             connection.process.arrive(partial(self._when_connected, connection, send))
         elif not connection.is_up:
             connection.unsent.append(send)
@@ -283,13 +283,13 @@ class SimulatedNetwork:
             send()
 
     def _route(self, connection: _Connection, subject: str, parcel: Parcel) -> int:
-        """Returns how many subscriptions take it (all plain ones, one of each queue group)."""
+        """Returns the number of receiving subscriptions (all without a queue, one per group)."""
         loop, sender = self.loop, connection.process.process_id
         self.log.append((loop.time(), sender, subject))
         for tap in self.taps:
             tap(sender, subject, parcel.data)
         if self.is_down:
-            return 1  # nobody can tell that there is nobody
+            return 1  # a missing receiver cannot be detected
         plain, groups = self._interested(subject)
         receivers = plain + [self._random.choice(members) for members in groups]
         usual = loop.time() + self._latency()
@@ -400,7 +400,7 @@ class SimulatedBus:
         return self._sender_check.num_impostors
 
     def publish_bytes(self, subject: str, data: bytes) -> None:
-        """Whatever it is."""
+        """Publishes arbitrary bytes."""
         self._network.post(self._connection, subject, Parcel(data, _no_reply, self.process_id))
 
     async def publish(self, subject: str, message: Message) -> None:
@@ -455,7 +455,7 @@ class SimulatedBus:
             checked = self._sender_check.checked(decoded, parcel.sender_id)
             try:
                 hand_over(subject, handler, checked, parcel)
-            except Exception:  # as the real bus: one bad message does not end the subscription
+            except Exception:  # like the real bus: one bad message does not end the subscription
                 log.exception("subscriber_failed", subject=subject)
 
         return self._listen(subject, queue, take)

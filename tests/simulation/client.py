@@ -1,4 +1,4 @@
-"""A client as its gateway sees it: keeps what it is told, and notes what it must never be told."""
+"""A client as its gateway sees it: records its responses, and detects forbidden ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODEL, REVISION = "timing", "r1"
 
 @dataclass
 class Told:
-    """Of one choice."""
+    """The received output of one choice."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -38,17 +38,17 @@ class Client:
         self.was_asked = False
         self.asked_at = 0.0
         self.opened_at: float | None = None  # accepted
-        self.refused: HearthError | None = None  # at the door
+        self.refused: HearthError | None = None  # by the gateway
         self.end: StreamEnd | None = None
         self.ended_at = 0.0
         self.left = False
-        self.lost_gateway = False  # which died with it
+        self.lost_gateway = False  # the gateway died
         self.wrongs: list[str] = []
         self.on_ended: Callable[[Client], None] = lambda client: None
 
     @property
     def is_open(self) -> bool:
-        """Also while it waits at the door, for Redis."""
+        """True also while the request waits for Redis to be admitted."""
         has_answer = self.end is not None or self.refused is not None
         return self.was_asked and not has_answer and not self.lost_gateway
 

@@ -1,7 +1,7 @@
 """Virtual time: an event loop whose clock jumps to the next timer as soon as nothing else can run.
 
 Ten virtual minutes of heartbeats and leases pass in a moment, and two runs are equal event by event
-as long as nothing asks the machine for time, chance or I/O.
+as long as nothing uses the machine's clock, randomness or I/O.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class _Handle(TimerHandle):
-    """A callback, with a time or without. The base's own fields that nobody reads stay unset."""
+    """A callback, with or without a time. Unused fields of the base class stay unset."""
 
     __slots__ = ()
 
@@ -38,13 +38,13 @@ class _Handle(TimerHandle):
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """No I/O, no threads. Timers are tuples in a heap: compared in C, in order of their setting.
+    """No I/O, no threads. Timers are tuples in a heap: compared in C, in insertion order.
 
-    A schedule is some thousand callbacks that do little, so the base's way from one to the next is
-    made short.
+    A schedule is some thousand short callbacks, so the base's path from one to the next is
+    shortened.
     """
 
-    get_debug = staticmethod(bool)  # never; every new future asks
+    get_debug = staticmethod(bool)  # always False; every new future calls it
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return timer
 
     def _run_once(self) -> None:
-        """Until it is stopped; what is ready together runs to its end."""
+        """Runs until stopped; callbacks that are ready together all run."""
         ready = self._ready  # type: ignore[attr-defined]
         while True:
             if not ready and not self._stopping:  # type: ignore[attr-defined]
@@ -117,7 +117,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             ready.append(heapq.heappop(timers)[2])
 
     def _start_serving(self, *args: Any) -> None:
-        """A server may listen; nobody reaches it."""
+        """A server may listen, but nothing connects to it."""
 
     def _stop_serving(self, *args: Any) -> None:
         pass
@@ -127,7 +127,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 class VirtualClock:
-    """The `Clock` of the loop that asks."""
+    """The `Clock` of the running loop."""
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -137,7 +137,7 @@ class VirtualClock:
 
 
 def run(coroutine: Coroutine[Any, Any, T], *, limit_s: float = 3600.0) -> T:
-    """Runs to its end in virtual time; raises TimeoutError after `limit_s` of it."""
+    """Runs the coroutine in virtual time; raises TimeoutError after `limit_s` of it."""
 
     async def bounded() -> T:
         async with asyncio.timeout(limit_s):

@@ -8,9 +8,9 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _frozen_heap() -> Iterator[None]:
-    """Collections skip the objects that exist before a test.
+    """Excludes objects that exist before a test from garbage collection.
 
-    Each schedule ends with a full collection; walking torch's heap made it four times slower.
+    Each schedule ends with a full collection; traversing torch's heap made it four times slower.
     """
     gc.freeze()
     yield

@@ -1,4 +1,4 @@
-"""Draws a plan from a seed."""
+"""Creates a plan from a seed."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _requests(random: Random, fleet: FleetPlan) -> tuple[RequestPlan, ...]:
 
 
 def _embedding(random: Random, plan: RequestPlan) -> RequestPlan | None:
-    """Sometimes its prompt's, instead of an answer."""
+    """Sometimes the embedding of its prompt, instead of an answer."""
     if random.random() < 0.85:
         return None
     pooling = random.choice(("last", "mean"))
@@ -102,7 +102,7 @@ def _sampling(random: Random) -> SamplingParams:
 
 
 def _with_stop_token(random: Random, plan: RequestPlan) -> RequestPlan:
-    """Sometimes one that it will draw."""
+    """Sometimes adds a stop token that the request will sample."""
     if random.random() < 0.8:
         return plan
     told = expected_choice(plan, 0, states_of(plan.prompt)[-1])

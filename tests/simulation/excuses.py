@@ -1,20 +1,20 @@
-"""When a request may end without its answer: each failure is explained by what the fleet lacked.
+"""When a request may fail: each failure must be explained by missing capacity of the fleet.
 
 A request has what it needs at a moment if its gateway, NATS, some scheduler and some decode worker
-are sound: no fault touches them, and none did in the last REJOIN_S. It may fail
+are healthy: no fault affects them, and none did in the last REJOIN_S. It may fail with
 
     client_gone          if its client left
     deadline_exceeded    no sooner than its deadline; a patient one only if it had what it needs for
                          less than WORK_S
-    overloaded           if the schedulers' queues are short ones; an impatient one also if it was
-                         told that the wait is longer than its deadline
-    no_capacity          if it lacked what it needs for as long as it looked for it, or if it lost
-                         its place more often than it may be submitted again, each time by a fault
-                         (a scheduler that hangs may swallow all tries until NATS gives it up)
-    at the gateway's door: dependency_unavailable if Redis was away or hung, no_capacity if the
-                         gateway drained
+    overloaded           if the schedulers' queues are short; an impatient one also if the reported
+                         wait is longer than its deadline
+    no_capacity          if it lacked what it needs for its full waiting time, or if it lost its
+                         placement more often than it may be resubmitted, each time by a fault
+                         (a hanging scheduler may swallow all tries until NATS drops it)
+    on admission: dependency_unavailable if Redis was down or hung, no_capacity if the gateway
+                         drained
 
-and by nothing else. A request whose gateway dies has nobody left who could tell its end.
+and with no other error. If a request's gateway dies, no process is left to report its end.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from tests.simulation.bus import GIVEN_UP_AFTER_S
 from tests.simulation.client import Client
 from tests.simulation.plan import PATIENT_S, Fault, Plan
 
-REJOIN_S = 0.4  # to be connected and heard again
-WORK_S = 90.0  # more than all requests of a plan take together
+REJOIN_S = 0.4  # to reconnect and resume heartbeats
+WORK_S = 90.0  # longer than all requests of a plan take together
 LATE_S = 0.3
-POLL_INTERVAL_S = 0.3  # how much sooner than its window a gateway stops looking
+POLL_INTERVAL_S = 0.3  # a gateway stops waiting up to this much before its window ends
 NATS_FAULTS = ("nats_restart", "nats_hang")
 PROCESS_FAULTS = ("kill", "drain", "freeze", "cut_off", "deaf", "slow", "wedge")
 
@@ -75,7 +75,7 @@ def unexplained(client: Client, plan: Plan, troubles: list[Trouble]) -> str | No
 
 
 def lacks(plan: Plan, gateway_id: str, troubles: list[Trouble]) -> list[tuple[float, float]]:
-    """When a request of this gateway lacked something it needs, REJOIN_S included."""
+    """The times when a request of this gateway lacked something, including REJOIN_S."""
     ids = plan.fleet.process_ids
     found = [
         _span(each)
@@ -88,7 +88,7 @@ def lacks(plan: Plan, gateway_id: str, troubles: list[Trouble]) -> list[tuple[fl
 
 
 def _swallowing(plan: Plan, troubles: list[Trouble]) -> list[tuple[float, float]]:
-    """When a scheduler that hangs still gets its share of the tries."""
+    """The times when a hanging scheduler still receives its share of the tries."""
     return [
         (each.began, min(each.ended, each.began + GIVEN_UP_AFTER_S) + REJOIN_S)
         for each in troubles
@@ -97,7 +97,7 @@ def _swallowing(plan: Plan, troubles: list[Trouble]) -> list[tuple[float, float]
 
 
 def _at_the_door(error: HearthError, client: Client, troubles: list[Trouble]) -> str | None:
-    """Redis is asked twice, and by whoever closed the breaker before the second time."""
+    """Redis is queried twice, possibly by another request that closed the breaker before."""
     asked_at, refused_at = client.asked_at, client.ended_at
     if error.code == "no_capacity":  # it may have waited for Redis before
         kinds, began, ended = {"drain"}, refused_at, asked_at - REJOIN_S
@@ -163,7 +163,7 @@ def _span(trouble: Trouble) -> tuple[float, float]:
 
 
 def _all_in_trouble(process_ids: list[str], troubles: list[Trouble]) -> list[tuple[float, float]]:
-    """When none of these was sound."""
+    """The times when none of these processes was healthy."""
     of_each = [
         [_span(each) for each in troubles if each.touches(process_id)] for process_id in process_ids
     ]

@@ -1,4 +1,4 @@
-"""What a request gives without any fault: each choice computed alone, by the formula's own words.
+"""A request's output without any fault: each choice computed alone, directly by the formula.
 
 Independent of engine, batcher and block pool: no batch, no blocks, no chunks, no preemption.
 """
@@ -89,7 +89,7 @@ def _noise(params: SamplingParams, choice_index: int) -> bytes:
 
 
 def _embedding(plan: RequestPlan) -> bytes:
-    """The bytes of the last state, or their mean over all, as numbers."""
+    """The bytes of the last state, or their mean over all states, as numbers."""
     states = np.array([list(state) for state in states_of(plan.prompt)], dtype=np.float32)
     pooled = states[-1] if plan.pooling == "last" else states.sum(0) / np.float32(len(states))
     return pooled.astype("<f4").tobytes()
@@ -101,7 +101,7 @@ def _bias(params: SamplingParams) -> bytes:
 
 
 def _penalties(params: SamplingParams, counts: dict[int, int]) -> bytes:
-    """`counts`: of each distinct token in the output, in the order of their first appearance."""
+    """`counts`: of each distinct token in the output, in the order of first appearance."""
     frequency, presence = params.frequency_penalty, params.presence_penalty
     if frequency == 0 and presence == 0 and params.repetition_penalty == 1:
         return b""

@@ -1,4 +1,4 @@
-"""A whole fleet on virtual time, and the faults that befall it."""
+"""A full fleet on virtual time, and its faults."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WORKER_ROLES: dict[str, tuple[Role, ...]] = {
     "worker": ("prefill", "decode"),
 }
 _SEED_STEP = 1_000_003
-# No request meets these limits, all are counted against them.
+# No request reaches these limits, but all are counted against them.
 AMPLE = {"requests_per_min": 10**6, "output_tokens_per_min": 10**9, "concurrency": 10**6}
 
 
@@ -62,13 +62,13 @@ class Fleet:
         self._deaf: list[Fault] = []
         self._link_noises: list[Fault] = []
 
-    # ── who is there ─────────────────────────────────────────────────────────────────────────────
+    # ── members ──────────────────────────────────────────────────────────────────────────────────
 
     async def start(self) -> None:
         for tenant_id in TENANTS:
             await store_api_key(self.store, tenant_id, tenant_id)
             await TenantAdmin(self.store, self.store.now).change(tenant_id, AMPLE)
-        if self.plan.seed % 2:  # workers compute it, and again when they have lost it
+        if self.plan.seed % 2:  # workers compute it, and recompute it after losing it
             await pinned_prefix.save(self.store, PINNED, 0.0)
         for role, process_ids in self.plan.fleet.process_ids.items():
             for process_id in process_ids:
@@ -128,7 +128,7 @@ class Fleet:
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
     async def serve(self) -> None:
-        """Brings each request to a gateway that is there when its time has come."""
+        """Sends each request to a live gateway at its time."""
         for client in sorted(self.clients, key=lambda each: each.plan.at_s):
             await self._until(client.plan.at_s)
             gateways = [each for each in self.gateways() if not each.process.is_frozen]
@@ -137,7 +137,7 @@ class Fleet:
                 gateway.process.start(gateway.serve(client))
 
     def leaks(self) -> list[str]:
-        """What is left of requests, on any process that lives, and what an index has missed."""
+        """Leftovers of requests, on any live process, and what an index has missed."""
         found, workers = [], self.workers()
         for host in self.hosts():
             process_id = host.process.process_id
@@ -151,7 +151,7 @@ class Fleet:
     # ── faults ───────────────────────────────────────────────────────────────────────────────────
 
     async def suffer(self) -> None:
-        """Until the last fault has passed."""
+        """Runs until the last fault has passed."""
         async with asyncio.TaskGroup() as group:
             for fault in self.plan.faults:
                 group.create_task(self._befall(fault))
@@ -205,7 +205,7 @@ class Fleet:
             await member.kill()
         else:
             await member.terminate()
-            for client in clients:  # who stood at the door
+            for client in clients:  # those that waited for admission
                 client.lost_gateway |= client.is_open
         if fault.comes_back:
             await asyncio.sleep(fault.duration_s)
@@ -288,7 +288,7 @@ class Fleet:
                 return FrameFate(stall_s=self._random.choice((0.1, 1.0, 12.0)))
 
     def _given_up(self, placement_id: bytes) -> None:
-        """What a gateway gave up draws other tokens from now on: they must not reach anybody."""
+        """A given-up placement samples other tokens from now on: they must not reach a client."""
         for worker in self.workers():
             placement = worker.decode._placements.get(placement_id) if worker.decode else None
             for sequence in placement.choices.values() if placement else ():
@@ -298,5 +298,5 @@ class Fleet:
                     )
 
     async def _until(self, when: float) -> None:
-        """Seconds from when the fleet knew itself."""
+        """Waits until `when` seconds after the fleet has formed."""
         await asyncio.sleep(max(0.0, JOIN_S + when - asyncio.get_running_loop().time()))

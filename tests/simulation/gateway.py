@@ -1,4 +1,4 @@
-"""A gateway process without its web server: keys, limits, usage, heart and recovery are real."""
+"""A gateway process without its web server: keys, limits, usage, health and recovery are real."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ClientGone(HearthError):
 
 
 class WatchedPlacements(RetiredPlacements):
-    """Tells of each placement that the gateway gives up."""
+    """Reports each placement that the gateway gives up."""
 
     def __init__(self, on_given_up: Callable[[bytes], None]) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class SimulatedGateway:
         await self.health_monitor.transition_to("ready")
 
     async def serve(self, client: Client) -> None:
-        """From the client's request to its answer's end, or to its leaving."""
+        """Serves a client's request until its response ends or the client leaves."""
         self.clients.append(client)
         plan, client.was_asked, client.asked_at = client.plan, True, self._clock.now()
         try:
@@ -112,7 +112,7 @@ class SimulatedGateway:
         self._usage.count(lease.tenant.tenant_id, model, counts)  # type: ignore[arg-type]
 
     def drop_links(self) -> None:
-        """It has none."""
+        """Does nothing: a gateway has no links."""
 
     def leaks(self) -> list[str]:
         streams = self.streams

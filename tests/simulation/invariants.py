@@ -1,4 +1,4 @@
-"""What must hold after every schedule."""
+"""The invariants that must hold after every schedule."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from tests.simulation.expected import Expected, expected_of, expected_prompt_log
 from tests.simulation.fleet import Fleet
 from tests.simulation.workers import SimulatedWorker
 
-# Faults after which no request may have been submitted a second time.
+# Faults that must not cause a resubmission.
 UNDISTURBING = {"redis_away", "redis_hang", "link_drop", "link_noise", "slow"}
-# Faults that no process may take for the loss of another.
+# Faults that must not cause a process to declare another one lost.
 UNSUSPICIOUS = {"nats_restart", "nats_hang", *UNDISTURBING}
-# Faults that can lose an acknowledgement, so that an ending is kept until its time is over.
+# Faults that can lose an acknowledgement, so that an ending is retained until it expires.
 FORGETFUL = {"noise", "deaf", "nats_restart", "nats_hang", "cut_off", "freeze"}
 SOON_S = 6.0
 SETTLE_S = 40.0
 
 
 def held_too_long(fleet: Fleet) -> list[str]:
-    """What is left SOON_S after the last request's end and the last fault, and should not be.
+    """Leftovers SOON_S after the last request's end and the last fault that should be gone.
 
-    A lost acknowledgement may keep tokens until their time is over, but no blocks; what was aborted
-    keeps only blocks that a long step still writes, and so does a pinned prefix. Who is taken for
-    lost because its step takes longer than announced is unknown to an index until that has ended.
+    A lost acknowledgement may retain tokens until they expire, but no blocks; an aborted request
+    retains only blocks that a long step still writes, and so does a pinned prefix. A worker that is
+    declared lost because its step takes longer than announced is unknown to an index meanwhile.
     """
     is_forgetful = any(fault.kind in FORGETFUL for fault in fleet.plan.faults)
     kept = ("ended", "output_buffer") if is_forgetful else ()
@@ -49,7 +49,7 @@ def held_too_long(fleet: Fleet) -> list[str]:
 
 
 def _may_last(sequence: Sequence, worker: SimulatedWorker) -> bool:
-    """As long as the step under way."""
+    """Whether it may last as long as the current step."""
     is_unwanted = sequence.is_aborted or sequence.sequence_id in worker.worker._pins._computing
     return sequence.is_in_step and is_unwanted
 
@@ -71,9 +71,9 @@ def wrongs_of(fleet: Fleet, events: Mapping[str, int]) -> list[str]:
 
 
 def wrongs_of_accounts(fleet: Fleet) -> list[str]:
-    """What each request has used is in Redis once, and none is under way any more.
+    """Each request's usage is in Redis once, and no request is still counted as in progress.
 
-    A gateway that was killed may not have come to write it; its leases have their time.
+    A killed gateway may not have written it; its leases expire.
     """
     found, written = [], _usage_in(fleet)
     killed = {fault.target for fault in fleet.plan.faults if fault.kind == "kill"}
@@ -97,7 +97,7 @@ def wrongs_of_accounts(fleet: Fleet) -> list[str]:
 
 
 def _usage_in(fleet: Fleet) -> dict[str, dict[str, int]]:
-    """By request, which stands where the model does."""
+    """Usage by request: the model field contains the request's id."""
     written: dict[str, dict[str, int]] = {}
     for key, counts in fleet.store.data.items():
         if ":usage:" in key:
@@ -147,7 +147,7 @@ def _wrongs_of_tokens(
 
 def _wrongs_of_ending(index: int, client: Client, expected: Expected) -> list[str]:
     told = client.choices[index]
-    if told.is_stopped:  # the worker may have ended it by itself with the same token
+    if told.is_stopped:  # the worker may also have stopped at the same token
         return []
     if told.finish is not None and told.finish.reason != expected.finish_reason:
         return [f"choice {index}: ended by {told.finish.reason}, not {expected.finish_reason}"]

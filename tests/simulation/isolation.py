@@ -1,4 +1,4 @@
-"""Tenants with the same prompts on a few workers; `origins` sees what reaches another."""
+"""Tenants with the same prompts on a few workers; `origins` detects leaks between them."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from tests.simulation.origins import MarkedRunner, Origins
 from tests.simulation.store import MemoryStore
 from tests.simulation.workers import BLOCK_SIZE, Peer, Received, SimulatedWorker
 
-NUM_BLOCKS = 26  # of each worker: the tenants' prompts do not fit beside each other
+NUM_BLOCKS = 26  # of each worker: the tenants' prompts do not fit together
 
 
 class Isolation:
-    """Three workers, an index, Redis, and a peer that asks in the name of any tenant."""
+    """Three workers, an index, Redis, and a peer that sends requests for any tenant."""
 
     def __init__(self) -> None:
         self.origins = Origins()
@@ -76,12 +76,12 @@ class Isolation:
         await self._listener.subscribe(subjects.KV_EVENTS, KvEvents, self.origins.take_events)
         for each in (self.peer, self.index, *self.workers.values()):
             await each.start()
-        await asyncio.sleep(1.5)  # virtual: watchers trust themselves
+        await asyncio.sleep(1.5)  # virtual: watchers become able to judge
 
     def request(
         self, tenant_id: str, cache_salt: str, tokens: list[int], **options: Any
     ) -> tuple[Request, int]:
-        """As a gateway makes it of a body."""
+        """A request as a gateway makes it from a body."""
         sampling = SamplingParams(seed=1, max_tokens=options.pop("max_tokens", 3), temperature=0.0)
         generation = GenerationRequest(
             model="timing",
@@ -103,7 +103,7 @@ class Isolation:
     async def place(
         self, worker_id: str, request: Request, number: int, candidates: tuple[str, ...]
     ) -> bytes | None:
-        """None if the worker has no room."""
+        """Returns None if the worker has no room."""
         try:
             placement_id = await self.peer.place(worker_id, request, candidates)
         except HearthError:
@@ -112,7 +112,7 @@ class Isolation:
         return placement_id
 
     async def match(self, tenant_id: str, cache_salt: str, tokens: list[int]) -> int:
-        """The most blocks that the index says a worker holds."""
+        """The most blocks that a worker has according to the index."""
         request, number = self.request(tenant_id, cache_salt, tokens)
         self.num_asked[tenant_id] += 1
         question = MatchPrefix(
@@ -143,11 +143,11 @@ class Isolation:
         return next(each[0] for each in self.open if each[1] == placement_id)
 
     async def settle(self) -> None:
-        """All ends, the index hears of it, Redis is written."""
+        """Ends everything, and waits until the index and Redis are up to date."""
         for _, placement_id, request, _ in list(self.open):
             await self.finish(placement_id, request)
         self.network.is_dropped = None
-        await asyncio.sleep(3.0)  # virtual: a gap shows with the heartbeats, and is mended
+        await asyncio.sleep(3.0)  # virtual: heartbeats reveal a gap, and a resync repairs it
         for worker in self.workers.values():
             assert worker.is_empty
         self.origins.check_registry(self.store, self.num_asked)

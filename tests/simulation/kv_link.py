@@ -1,7 +1,7 @@
-"""The KV link seam without sockets: the real protocol over a connection in memory, with faults.
+"""The KV link seam without sockets: the real protocol over an in-memory connection, with faults.
 
 Both ends are the real ones of TCP: staging, records, checksums, deliveries. Only the transport is
-simulated. A connection keeps the order of its bytes and loses none, until it ends; TCP gives up a
+simulated. A connection preserves the order of its bytes and loses none, until it ends; TCP drops a
 peer that acknowledges nothing for DEAD_HOST_S.
 """
 
@@ -33,9 +33,9 @@ NO_HOST = SimulatedProcess("nobody")
 
 @dataclass(frozen=True, slots=True)
 class FrameFate:
-    """`is_forged`: other KV under a valid checksum, as a sender would push that lost its mind.
+    """`is_forged`: other KV with a valid checksum, as from a faulty sender.
 
-    `told` comes in place of the frame's own header.
+    `told` replaces the frame's own header.
     """
 
     num_copies: int = 1
@@ -51,10 +51,10 @@ HARMLESS = FrameFate()
 
 @dataclass(eq=False)
 class DataPlane:
-    """All receivers that can be dialled, and what befalls the frames to them."""
+    """All receivers that can be dialled, and the fate of frames to them."""
 
     receivers: dict[bytes, SimulatedReceiver] = field(default_factory=dict)
-    # (sender, receiver, header) -> what becomes of the frame
+    # (sender, receiver, header) -> the fate of the frame
     fate: Callable[[str, str, FrameHeader], FrameFate] = lambda sender, receiver, header: HARMLESS
 
 
@@ -80,7 +80,7 @@ class _End(asyncio.Transport):
             self._send(lambda peer: peer.receive(chunk))
 
     def stall(self, delay_s: float) -> None:
-        """What is written from now on arrives so much later; too late for TCP: not at all."""
+        """Delays later writes by `delay_s`; if that is too long for TCP, breaks the connection."""
         loop = asyncio.get_running_loop()
         if delay_s >= tcp.DEAD_HOST_S:
             loop.call_later(tcp.DEAD_HOST_S, self.break_off)
@@ -102,7 +102,7 @@ class _End(asyncio.Transport):
         return 0
 
     def close(self) -> None:
-        """What was written still arrives."""
+        """Closes the connection; earlier writes still arrive."""
         if not self._is_closing:
             self._is_closing = True
             self._send(_End.lose)
@@ -112,7 +112,7 @@ class _End(asyncio.Transport):
         self.close()
 
     def break_off(self) -> None:
-        """The connection is gone for both ends, and what is under way with it."""
+        """Ends the connection for both ends, and drops data in flight."""
         for end in (self, self.peer):
             if end is not None:
                 end._is_closing = True
@@ -163,7 +163,7 @@ class _FaultyStaging(TcpStaging):
 
 
 class SimulatedReceiver:
-    """A `KvReceiver`. `corrupt_next` and `drop_links` are the faults a scenario can order."""
+    """A `KvReceiver`. A scenario can order the faults `corrupt_next` and `drop_links`."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class SimulatedReceiver:
 
     @property
     def num_expected(self) -> int:
-        """Placements whose frames may come or are being copied."""
+        """Placements whose frames may arrive or are being copied."""
         return len(self._placements._expected) + len(self._placements._num_copying)
 
     def expect(self, placement_id: bytes, sink: FrameSink) -> None:
@@ -211,7 +211,7 @@ class SimulatedReceiver:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def corrupt_next(self, placement_id: bytes) -> None:
-        """One bit of the next frame of this placement changes on the way."""
+        """Flips one bit of the next frame of this placement."""
         self._to_corrupt.add(placement_id)
 
     def drop_links(self) -> None:
@@ -222,12 +222,12 @@ class SimulatedReceiver:
         if header.placement_id in self._to_corrupt:
             self._to_corrupt.remove(header.placement_id)
             return FrameFate(is_corrupt=True)
-        if header.placement_id in self._forgotten:  # it must not matter what comes of it now
+        if header.placement_id in self._forgotten:  # its content must not matter any more
             return FrameFate(is_forged=True)
         return self._plane.fate(sender_id, self.process.process_id, header)
 
     def accept(self, sender: _End) -> None:
-        """Its end of a new connection."""
+        """Creates the receiver's end of a new connection."""
         end, reception = _End(self.process), TcpReception(self._placements, VirtualClock())
         self._ends[end] = reception
         reception.deliveries.task.add_done_callback(lambda _: self._ends.pop(end, None))
@@ -236,7 +236,7 @@ class SimulatedReceiver:
 
 
 class SimulatedDialer(Dialer):
-    """A `KvDialer`: the real one, but for the socket."""
+    """A `KvDialer`: the real one, except for the socket."""
 
     def __init__(self, plane: DataPlane | None = None, process: SimulatedProcess = NO_HOST) -> None:
         super().__init__()
@@ -269,7 +269,7 @@ class SimulatedDialer(Dialer):
         return link
 
     async def _welcome(self, receiver: SimulatedReceiver, end: _End) -> None:
-        """Both hosts' kernels connect at once, the receiver answers when it is awake."""
+        """Both hosts' kernels connect immediately; the receiver replies once it is awake."""
         welcomed = asyncio.get_running_loop().create_future()
 
         def accept() -> None:

@@ -1,4 +1,4 @@
-"""What a process that has nothing to do still holds."""
+"""Lists what an idle process still holds."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def of_scheduler(service: SchedulerService) -> list[str]:
 
 
 def of_registry(service: KvIndexService, store: MemoryStore) -> list[str]:
-    """What has not come to Redis, and what should not have."""
+    """Records missing from Redis, and records that should not be there."""
     registry = service._registry
     found = not_empty(unwritten=registry._pending)
     found += [
@@ -85,7 +85,7 @@ def of_registry(service: KvIndexService, store: MemoryStore) -> list[str]:
 
 
 def of_index(index: PrefixIndex, workers: list[SimulatedWorker]) -> list[str]:
-    """Where it does not know exactly what the workers' pools hold."""
+    """Differences between the index and the workers' pools."""
     found = []
     for worker in workers:
         state = index.state_of(worker.worker_id)

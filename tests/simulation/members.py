@@ -1,4 +1,4 @@
-"""The processes of a simulated fleet under one face: started, drained, killed."""
+"""A common interface of a simulated fleet's processes: start, drain, kill."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.simulation.workers import SimulatedWorker
 
 
 def _max_local_prefill_tokens(seed: int) -> int:
-    """Most schedulers hand off all they can: these prompts are so short that computing them on
-    decode is cheaper. The others choose as they would outside.
+    """Most schedulers hand off as much as possible: these prompts are so short that computing them
+    on decode is cheaper. The others choose as in production.
     """
     return 4 if seed % 4 else 1_000_000
 
@@ -51,7 +51,7 @@ class SimulatedScheduler:
         await self.service.stop()
 
     def drop_links(self) -> None:
-        """It has none."""
+        """Does nothing: a scheduler has no links."""
 
     def leaks(self) -> list[str]:
         return leaks.of_scheduler(self.service)
@@ -87,7 +87,7 @@ class SimulatedIndex:
         await self.service.stop()
 
     def drop_links(self) -> None:
-        """It has none."""
+        """Does nothing: an index has no links."""
 
     def leaks(self) -> list[str]:
         resyncs = leaks.not_empty(resyncs=self.service._resyncs)
@@ -98,7 +98,7 @@ AnyHost = SimulatedGateway | SimulatedScheduler | SimulatedIndex | SimulatedWork
 
 
 class Member:
-    """One process id over all its lives."""
+    """One process id across all its restarts."""
 
     def __init__(self, network: SimulatedNetwork, host: AnyHost) -> None:
         self.host = host
@@ -111,7 +111,7 @@ class Member:
         await self._do(self.host.start())
 
     async def terminate(self) -> None:
-        """SIGTERM: drains, then stops; unless it is killed meanwhile."""
+        """SIGTERM: drains, then stops, unless it is killed meanwhile."""
         host = self.host
         await self._do(host.drain())
         if not host.process.is_dead:
@@ -122,7 +122,7 @@ class Member:
             await host.process.gone()
 
     async def _do(self, act: Coroutine[Any, Any, None]) -> None:
-        """Returns also if the process is killed before it has done it."""
+        """Returns early if the process is killed."""
         task = self.host.process.start(act)
         await asyncio.wait({task})
         if not task.cancelled():

@@ -1,4 +1,4 @@
-"""What must hold at every moment, looked at while the fleet runs."""
+"""Invariants that must hold at all times, checked while the fleet runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from services.scheduler.backlog import QueuedRequest
     from services.scheduler.placement import Target
 
-# The tasks of a process that has nothing to do; one of each, but for deliveries: one a link.
+# The tasks of an idle process; one of each, except deliveries: one per link.
 IDLE_TASKS = frozenset(
     {
         "DecodeService._sweep",
@@ -61,7 +61,7 @@ class Monitor:
         self.wrongs[wrong] = None
 
     def watch(self, host: AnyHost) -> None:
-        """Looks at all KV that was not computed there, at whose tokens are taken, at placements."""
+        """Checks all KV from other workers, the sender of accepted tokens, and placements."""
         if isinstance(host, SimulatedWorker):
             self._watch_kv(host)
         elif isinstance(host, SimulatedGateway):
@@ -109,7 +109,7 @@ class Monitor:
         streams._accept = watched  # type: ignore[method-assign]
 
     def _check_kv(self, worker: SimulatedWorker, sequence: Sequence, source: str) -> None:
-        """The next token shows only the last KV, so what came from elsewhere is looked at whole."""
+        """The next token depends on the last KV only, so all KV from elsewhere is checked."""
         count = sequence.num_computed_tokens
         table = np.array(sequence.block_table, dtype=np.int64)
         slots = (table[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).ravel()[:count]
@@ -141,7 +141,7 @@ def _bounds(host: AnyHost) -> list[tuple[str, int, int]]:
         return []
     engine, found = host.engine, []
     if host.decode is not None:
-        # what was accepted while others waited for their KV waits, too
+        # accepted sequences that wait while others wait for their KV count, too
         found.append(("waiting sequences", len(engine.batcher.waiting), 4 * MAX_WAITING))
         found.append(("fenced placements", len(host.decode._fenced), MAX_FENCED))
     if host.prefill is not None:

@@ -1,9 +1,9 @@
-"""KV that says whose it is, and what was computed for whom.
+"""KV marked with its owner, and a record of the prefixes computed for each owner.
 
 The KV of a token carries the number of the tenant and salt for which it was computed, through the
-paged cache, block copies and the frames of a push. Who is about to read KV, or is given it, must be
-the one it was computed for: this is looked at where it happens, without a block hash. What the
-other tiers say (index, events, Redis) is held against what was computed for whom, in tokens.
+paged cache, block copies and the frames of a push. Each reader and receiver of KV must be its
+owner: this is checked at each access, without a block hash. The other tiers' data (index, events,
+Redis) is compared with that record, in tokens.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from shared.packing import unpack_hashes
 from tests.simulation.store import MemoryStore
 from tests.simulation.workers import BLOCK_SIZE, CopyingRunner
 
-MARK = STATE_BYTES - 1  # the byte of a token's KV that says whose it is; 0: nobody's
+MARK = STATE_BYTES - 1  # the byte of a token's KV that has the owner's number; 0: no owner
 
 
 class Origins:
-    """What was computed for whom, and every sight of it where it has no business."""
+    """The prefixes computed for each owner, and every access by another owner."""
 
     def __init__(self) -> None:
         self.found: list[str] = []
@@ -37,7 +37,7 @@ class Origins:
         self.tenant_of: dict[int, str] = {}
         self._numbers: dict[tuple[str, bytes], int] = {}  # by tenant and root
         self._salts: dict[int, str] = {}
-        # worker -> number and tokens of every prefix in whole blocks that it ever had
+        # worker -> owner's number and tokens of every prefix of full blocks that it ever had
         self.had: dict[str, set[tuple[int, tuple[int, ...]]]] = defaultdict(set)
         self.hashes_of: dict[str, dict[bytes, set[str]]] = defaultdict(lambda: defaultdict(set))
         self.tenant_of_stored: dict[bytes, str] = {}
@@ -108,7 +108,7 @@ class Origins:
 
 
 class MarkedRunner(CopyingRunner):
-    """Marks the KV it computes; looks at the marks of all that is read, copied and received."""
+    """Marks the KV it computes; checks the marks of everything read, copied and received."""
 
     engine: Engine
     origins: Origins
@@ -148,8 +148,8 @@ class MarkedRunner(CopyingRunner):
         self.origins.computed(self.worker_id, sequence, first_token + num_tokens)
 
     def _rows(self, inputs: StepInputs) -> Iterator[tuple[Sequence, list[int], int]]:
-        """Who computes, the slots of its context, and how many of them are new. A block that is
-        written has one holder.
+        """Each sequence in a step, the slots of its context, and how many are new. A block
+        that is written has one holder.
         """
         in_step = [each for each in self.engine.batcher.running if each.is_in_step]
         for row, (length, num_new) in enumerate(

@@ -1,4 +1,4 @@
-"""What one seed decides before the clock starts: the fleet, the requests, the faults."""
+"""The parts of a schedule that a seed determines in advance: fleet, requests, faults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FaultKind = Literal[
 
 BLOCK_SIZE = 16
 TENANTS = ("tenant-a", "tenant-b", "tenant-c")
-PATIENT_S = 120.0  # a deadline that only a fleet without capacity misses
+PATIENT_S = 120.0  # a deadline that is missed only by a fleet without capacity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,17 +56,17 @@ class RequestPlan:
     num_choices: int
     sampling: SamplingParams
     deadline_s: float
-    pooling: Pooling | None  # an embedding is asked for
-    stop_modulus: int  # a token that it divides is a stop string; 0: none
-    leaves_after_s: float | None  # the client goes
+    pooling: Pooling | None  # an embedding is requested
+    stop_modulus: int  # token ids divisible by it are stop strings; 0: none
+    leaves_after_s: float | None  # the client leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     at_s: float
     kind: FaultKind
-    target: str = ""  # a process, or nothing
-    other: str = ""  # whom a deaf one does not hear
+    target: str = ""  # a process, or empty
+    other: str = ""  # the peer whose messages a deaf process loses
     duration_s: float = 0.0
     comes_back: bool = True
     amount: float = 0.0  # of noise: a probability; of slowness: a factor

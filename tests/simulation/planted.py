@@ -1,8 +1,8 @@
-"""Bugs planted into the real code, to see that the simulation finds them.
+"""Plants bugs into the real code, to check that the simulation finds them.
 
 `python -m tests.simulation.planted` searches from seed 0 for the first seed that shows each bug,
-and prints it: what a seed means changes with the code that draws from it. Parts of names choose
-bugs; `--jobs N` searches for N at once. The exit status is 1 if a bug is not found.
+and prints it: a seed's meaning changes with the code that draws from it. Parts of names select
+bugs; `--jobs N` searches for N concurrently. The exit status is 1 if a bug is not found.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from shared.engine.runner import PoolingInputs
 from shared.kv_wire.expected_pushes import ExpectedPushes
 from shared.lifecycle.health import Fleet
 
-MAX_SEEDS = 20_000  # in which a search must find a bug
+MAX_SEEDS = 20_000  # within which a search must find a bug
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Bug:
     name: str
     owner: Any
     attribute: str
-    make: Callable[[Any], Any]  # from the right code the wrong one
+    make: Callable[[Any], Any]  # right code -> wrong code
     found_by: int = 0  # the first seed, from 0, that shows it
 
     @contextmanager
@@ -66,7 +66,7 @@ def _nothing(right: Any) -> Any:
 
 
 def _late_tokens_accepted(right: Any) -> Any:
-    """Of what was given up, as long as the request is open."""
+    """Accepts tokens of given-up placements while the request is open."""
     owners: dict[tuple[Streams, bytes], Any] = {}
 
     def on_token_batch(self: Streams, batch: Any, now: float) -> None:
@@ -92,7 +92,7 @@ def _blocks_freed_in_step(right: Any) -> Any:
 
 
 def _one_id_for_all_tries(right: Any) -> Any:
-    """A late frame of an earlier try is taken for one of the present."""
+    """A late frame of an earlier try is accepted as one of the current try."""
 
     async def attempt(self: Handoff, worker_id: str, num_held_tokens: int) -> Any:
         class Repeating:
@@ -162,7 +162,7 @@ def _shared_block_written(right: Any) -> Any:
 
 
 def _impatient(right: Any) -> Any:
-    """NATS gives a scheduler that hangs its share of the tries for longer than that."""
+    """A hanging scheduler receives its share of the tries for longer than this window."""
     return 2.0
 
 

@@ -1,8 +1,8 @@
-"""What a process is to all others: whatever reaches it, message, byte or timer, comes through here.
+"""A process as seen by all others: every message, byte or timer reaches it through this module.
 
-A frozen process (SIGSTOP) takes nothing in and does nothing; its clock goes on. When it is thawed,
-its timers are overdue and its sockets full. A dead one (SIGKILL) never takes in anything again and
-its tasks are gone.
+A frozen process (SIGSTOP) receives nothing and does nothing; its clock continues. When it is
+thawed, its timers are overdue and its sockets full. A dead one (SIGKILL) never receives anything
+again and its tasks are gone.
 
     running ──freeze──▶ frozen ──thaw──▶ running
        └───────kill───────┴───────────▶ dead
@@ -28,8 +28,8 @@ class SimulatedProcess:
         self.process_id = process_id
         self.is_frozen = False
         self.is_dead = False
-        self.slowness = 1.0  # how many times as long its engine takes
-        self.is_wedged = False  # its engine's device hangs, the rest of it answers
+        self.slowness = 1.0  # the factor by which its engine is slower
+        self.is_wedged = False  # its engine's device hangs, the rest still responds
         self.context: Context = copy_context()
         self.context.run(_current.set, self)
         self._unwedged = asyncio.Event()
@@ -40,22 +40,22 @@ class SimulatedProcess:
 
     @cached_property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """All its life; asking asyncio each time costs a system call."""
+        """Cached for the process's lifetime: asyncio's lookup costs a system call each time."""
         return asyncio.get_running_loop()
 
-    # ── what reaches it ──────────────────────────────────────────────────────────────────────────
+    # ── arrivals ─────────────────────────────────────────────────────────────────────────────────
 
     def arrive(self, act: Callable[..., object], *args: object) -> None:
-        """Now, or once it is awake; never if it is dead."""
+        """Runs `act` now, or once the process is awake; never if it is dead."""
         if self.is_dead:
             return
         if self.is_frozen or self._arrived:
             self._arrived.append(partial(act, *args))
         else:
-            self.context.copy().run(act, *args)  # one may be entered already, further up
+            self.context.copy().run(act, *args)  # a caller may have entered the context already
 
     def call_later(self, delay_s: float, act: Callable[[], object]) -> TimerHandle:
-        """A timer of its own."""
+        """Starts a timer of this process."""
         return self.loop.call_later(delay_s, self._due, act, context=self.context)
 
     def _due(self, act: Callable[..., object], *args: object) -> None:
@@ -72,8 +72,8 @@ class SimulatedProcess:
         self.is_frozen = True
 
     def thaw(self, *, backlog_after_s: float | None = None) -> None:
-        """What is overdue runs at once. What its sockets hold comes in the order of arrival: before
-        it, or that much later and one after the other, as a loop reads it.
+        """Runs overdue timers immediately. Its sockets' data is processed in the order of arrival:
+        before them, or `backlog_after_s` later and one by one, as a loop reads it.
         """
         self.is_frozen = False
         overdue, self._overdue = self._overdue, []
@@ -105,7 +105,7 @@ class SimulatedProcess:
             await self._unwedged.wait()
 
     def die(self) -> None:
-        """Nothing of it runs on; what its tasks' ends would do to others has no effect."""
+        """Stops everything in it; effects of its ending tasks on other processes are dropped."""
         self.is_dead = True
         self._overdue.clear()
         self._arrived.clear()
@@ -130,7 +130,7 @@ class SimulatedProcess:
         return [task for task in self._tasks if not task.done()]
 
     def task_names(self) -> Counter[str]:
-        """What it is doing, by the name of the coroutine."""
+        """The number of live tasks, by the coroutine's name."""
         return Counter(task.get_coro().__qualname__ for task in self.live_tasks())  # type: ignore[union-attr]
 
 
@@ -148,7 +148,7 @@ def owned_task(
 
 
 class ProcessClock:
-    """The `Clock` of one process; `is_engine`: it is slowed with its process."""
+    """The `Clock` of one process; `is_engine`: slowed with its process."""
 
     def __init__(self, process: SimulatedProcess, *, is_engine: bool = False) -> None:
         self._process = process

@@ -4,7 +4,7 @@ from random import Random
 
 
 class SeededRandomness:
-    """The same draws in every run."""
+    """The same random numbers in every run."""
 
     def __init__(self, seed: int = 0) -> None:
         self._random = Random(seed)

@@ -1,4 +1,4 @@
-"""A sweep's result as it is saved: a row a piece, their sum, and what befell their requests."""
+"""A sweep's saved result: one row per piece, their sum, and the endings of their requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Row = dict[str, Any]
 
 
 def save(total: Tally, first: int, took_s: float, argv: list[str], *, is_added: bool) -> None:
-    """With `is_added` the pieces that were saved before stay."""
+    """`is_added`: appends to the pieces saved before."""
     from benchmarks.report import RESULTS, at_most, commit, write_result
 
     path = RESULTS / "simulation.json"

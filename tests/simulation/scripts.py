@@ -1,6 +1,4 @@
-"""The Lua scripts, as Python on the simulated store; `tests/services/gateway` holds each pair
-together.
-"""
+"""The Lua scripts, in Python on `MemoryStore`; `tests/services/gateway` compares each pair."""
 
 from __future__ import annotations
 

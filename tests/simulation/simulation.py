@@ -1,4 +1,4 @@
-"""Runs what a seed decides from start to silence, and says what was wrong with it."""
+"""Runs a seed's plan until the fleet is idle, and lists everything that was wrong."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Outcome:
 
 @dataclass
 class Journal:
-    """What the services log from `warning` up, by event; errors in full."""
+    """The services' logs from `warning` up, by event; errors in full."""
 
     events: Counter[str] = field(default_factory=Counter)
     errors: list[str] = field(default_factory=list)
@@ -78,7 +78,7 @@ def run_plan(plan: Plan) -> Outcome:
         loop.set_exception_handler(lambda _, context: broken.append(repr(context)))
         try:
             outcome = loop.run_until_complete(_run(plan, taken))
-            gc.collect()  # a task that goes tells of an exception that nobody took
+            gc.collect()  # reports unretrieved exceptions of collected tasks
         finally:
             asyncio.set_event_loop(None)
             loop.close()
@@ -109,7 +109,7 @@ async def _run(plan: Plan, taken: Journal) -> Outcome:
 
 
 async def _live(fleet: Fleet, outcome: Outcome) -> None:
-    """Until every request has ended and every fault has passed."""
+    """Runs until every request has ended and every fault has passed."""
     try:
         async with asyncio.timeout(LIMIT_S):
             await fleet.start()

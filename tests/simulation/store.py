@@ -1,4 +1,4 @@
-"""Redis in a dictionary: the commands that Hearth writes, no more; an unknown one is an error."""
+"""Redis in a dictionary: only the commands that Hearth uses; an unknown one is an error."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def _encoded(value: str | bytes | int | float) -> bytes:
 
 
 class MemoryStore:
-    """`is_away = True` makes every call fail, as a dead Redis does. One that hangs does what was
-    written to it when it goes on, though nobody waits for it any more. Expiry is noted, not run.
+    """`is_away = True` makes every call fail, like a dead Redis. A hanging one executes its pending
+    commands when it resumes, though no caller waits for them any more. Expiry is noted, not run.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class MemoryStore:
         pass
 
     def now(self) -> float:
-        """What Redis says of the time; the loop's clock stands for it."""
+        """Redis's time, which is the loop's clock."""
         return asyncio.get_running_loop().time()
 
     def _check(self) -> None:
@@ -160,7 +160,7 @@ class MemoryStore:
 
 
 class ProcessStore:
-    """One process's connection to the Redis of all, with the real one's timeout and breaker."""
+    """One process's connection to the shared Redis, with the real one's timeout and breaker."""
 
     def __init__(self, shared: MemoryStore, process: SimulatedProcess) -> None:
         self._shared = shared
@@ -206,7 +206,7 @@ class ProcessStore:
             raise
 
     async def _in_time(self, question: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What is asked is in the socket of a Redis that hangs, whatever becomes of the asker."""
+        """A command stays in the socket of a hanging Redis after its caller gives up."""
         loop = asyncio.get_running_loop()
         served = loop.create_task(self._shared.once_resumed(question), context=Context())
         over: asyncio.Future[None] = loop.create_future()

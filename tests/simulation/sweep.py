@@ -20,7 +20,7 @@ CHUNK = 25  # schedules that a process runs between two reports
 
 
 def run_seeds(seeds: Iterable[int]) -> Tally:
-    """One after the other; what is no garbage from before is not looked at after each."""
+    """Runs seeds in sequence; garbage collection skips objects that existed before."""
     tally, began = Tally(), time.process_time()
     gc.disable()
     gc.freeze()

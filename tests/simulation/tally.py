@@ -1,4 +1,4 @@
-"""What came of many schedules."""
+"""Sums the outcomes of many schedules."""
 
 from __future__ import annotations
 

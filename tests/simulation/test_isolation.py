@@ -20,7 +20,7 @@ from tests.simulation.clock import run
 from tests.simulation.isolation import Isolation, drop_events, isolation
 from tests.simulation.workers import BLOCK_SIZE
 
-# Names that could run into each other, in a hash or in a key of Redis.
+# Names that could collide, in a hash or in a Redis key.
 TENANTS = ("a", "a:prefix", "*")
 SALTS = ("", "a")
 STEM = list(range(100, 100 + 6 * BLOCK_SIZE))
@@ -92,7 +92,7 @@ async def play(it: Isolation, operations: list[Operation]) -> None:
 
 
 async def visit(it: Isolation, tenant_id: str, tokens: list[int], worker_id: str) -> None:
-    """Somebody who was never here finds nothing, whoever asked the same before."""
+    """A new tenant finds nothing, even after others sent the same prompt."""
     if await it.match(tenant_id, "", tokens):
         it.origins.record("index: a stranger has a match")
     request, number = it.request(tenant_id, "", tokens, max_tokens=1)
@@ -105,7 +105,7 @@ async def visit(it: Isolation, tenant_id: str, tokens: list[int], worker_id: str
 
 
 def found(operations: list[Operation]) -> tuple[list[str], int]:
-    """What was seen where it has no business, and how much was looked at."""
+    """The detected leaks, and the number of checks."""
 
     async def main() -> tuple[list[str], int]:
         async with isolation() as it:
@@ -126,8 +126,8 @@ def ask(tenant_id: str, salt: str, tokens: list[int], worker_id: str, *candidate
     return ("ask", tenant_id, salt, tokens, worker_id, candidates, options)
 
 
-# Every tier is used, by several tenants and salts with one prompt: hits of one's own, pushes,
-# evictions, strangers, a resync.
+# Every tier is used, by several tenants and salts with one prompt: own hits, pushes, evictions,
+# new tenants, a resync.
 TOUR: list[Operation] = [
     ask("a", "", STEM, "decode-1", "prefill-1"),
     ("wait", 1.0),
@@ -171,7 +171,7 @@ def _roots_without_salt(patch: pytest.MonkeyPatch) -> None:
 
 
 def _any_block_matches(patch: pytest.MonkeyPatch) -> None:
-    """As a pool does that looks for tokens, whosever they are: here for the place in the prompt."""
+    """A pool that matches by position in the prompt, ignoring the owner of the tokens."""
 
     def match(self: BlockPool, block_hashes: Any) -> list[int]:
         at = {block.block_index: block.block_hash for block in self.cached_blocks()}
@@ -182,7 +182,7 @@ def _any_block_matches(patch: pytest.MonkeyPatch) -> None:
 
 
 def _frames_go_to_another(patch: pytest.MonkeyPatch) -> None:
-    """A sink that keeps the first payload it saw, as a staging slot does that is used too early."""
+    """A sink that repeats the first payload, like a staging slot that is reused too early."""
     right, first = KvWriter.frame, {}
 
     async def frame(self: KvWriter, header: Any, payload: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""The faults that the simulated link adds; what it shares with the others is in `test_seam`."""
+"""The faults that the simulated link adds; the common behaviour is tested in `test_seam`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""600 schedules, others for each commit: whatever happens to the fleet, its invariants hold.
+"""600 schedules, different for each commit: the fleet's invariants hold under all faults.
 
 A failure prints its seed and the command that replays it. `scripts/test --long` runs 10,000.
 """
@@ -13,12 +13,12 @@ import pytest
 from tests.simulation.sweep import report_of, run_seeds
 
 NUM_SCHEDULES = 600
-PIECE = 25  # schedules in one case: about two seconds
-FIRST_SEEDS = 1_000_000  # how many different first seeds commits can have
+PIECE = 25  # schedules per case: about two seconds
+FIRST_SEEDS = 1_000_000  # number of different first seeds of commits
 
 
 def first_seed() -> int:
-    """Derived from the hash of the commit that is checked out; 0 outside of a repository."""
+    """Derived from the hash of the checked-out commit; 0 outside a repository."""
     root = Path(__file__).parents[2]
     command = ["git", "-C", str(root), "rev-parse", "HEAD"]
     try:

@@ -1,4 +1,4 @@
-"""The simulation's own seams behave as the real ones do."""
+"""The simulation's own seams behave like the real ones."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_frozen_process_gets_and_sends_all_when_it_wakes() -> None:
 
 
 def test_redis_hangs_as_a_stopped_one_does() -> None:
-    """Callers wait no longer than they wait for the real one; what was sent is done later."""
+    """Callers wait no longer than for the real one; pending commands are executed later."""
 
     async def scenario() -> None:
         shared, clock = MemoryStore(), VirtualClock()

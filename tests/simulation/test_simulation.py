@@ -1,4 +1,4 @@
-"""The simulation itself: equal runs, its own oracle, and that it finds what was broken."""
+"""The simulation itself: equal runs, its oracle, and whether it finds planted bugs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_failing_seed_tells_how_to_replay_it() -> None:
 
 
 def test_a_scheduler_that_hangs_costs_a_new_request_time_and_no_more() -> None:
-    """NATS gives it its share of the tries for three seconds."""
+    """NATS sends it its share of the tries for three seconds."""
     for seed in range(40):
         plan = plan_of(seed)
         hangs = Fault(at_s=0.0, kind="freeze", target="scheduler-0", duration_s=6.0)
@@ -71,7 +71,7 @@ def test_seeds_that_failed_once(seed: int) -> None:
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_found(bug: Bug) -> None:
-    """By its stored seed, which is stale once the code that draws from it has changed."""
+    """Uses its stored seed, which is stale once the code that draws from it has changed."""
     assert simulate(bug.found_by).wrongs == []
     with bug.planted():
         is_found = bool(simulate(bug.found_by).wrongs)

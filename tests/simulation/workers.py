@@ -1,4 +1,4 @@
-"""Workers on the simulated network, and a peer that plays gateway and scheduler."""
+"""Workers on the simulated network, and a peer that replaces gateway and scheduler."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MODEL, REVISION, BLOCK_SIZE = "timing", "r1", 16
 
 
 class CopyingRunner(TimingRunner):
-    """Copies take time, so that what is freed meanwhile shows."""
+    """Copies take time, so that blocks freed during a copy are detected."""
 
     def __init__(self, clock: Clock, *, copy_s: float, **options: Any) -> None:
         super().__init__(clock, **options)
@@ -63,7 +63,7 @@ class CopyingRunner(TimingRunner):
     async def write_kv(
         self, block_table: list[int], first_token: int, num_tokens: int, payload: memoryview
     ) -> None:
-        table = list(block_table)  # where the copy goes is fixed when it begins
+        table = list(block_table)  # fixes the destination when the copy starts
         if self._copy_s:
             await self._clock.sleep(self._copy_s)
         await super().write_kv(table, first_token, num_tokens, payload)
@@ -75,7 +75,7 @@ class CopyingRunner(TimingRunner):
 
 
 class SimulatedWorker:
-    """A whole worker process: real handlers, real engine core, timing runner."""
+    """A full worker process: real handlers, real engine core, timing runner."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class SimulatedWorker:
         zeroes_freed_blocks: bool = False,
         runner_type: type[CopyingRunner] = CopyingRunner,
     ) -> None:
-        """`copy_s`: how long it takes to read or write the KV of a frame, or to zero blocks."""
+        """`copy_s`: the time to read or write the KV of a frame, or to zero blocks."""
         self.process = SimulatedProcess(worker_id)
         clock = ProcessClock(self.process)
         randomness = SeededRandomness(sum(worker_id.encode()) if seed is None else seed)
@@ -169,7 +169,7 @@ class SimulatedWorker:
         await self.bus.close()
 
     async def kill(self) -> None:
-        """SIGKILL: nothing is said, the links end, the subscriptions vanish."""
+        """SIGKILL: sends nothing, the links end, the subscriptions vanish."""
         self.process.die()
         self.drop_links()
         await self.bus.close()
@@ -182,7 +182,7 @@ class SimulatedWorker:
 
 @dataclass
 class Received:
-    """What the peer was sent for one choice of a placement."""
+    """What the peer received for one choice of a placement."""
 
     token_ids: dict[int, int] = field(default_factory=dict)
     served: ServedBy | None = None
@@ -197,7 +197,7 @@ class Received:
 
 
 class Peer:
-    """Places requests and takes tokens, as gateway and scheduler together would."""
+    """Places requests and receives tokens, like gateway and scheduler together."""
 
     def __init__(self, network: SimulatedNetwork, gateway_id: str = "gateway-1") -> None:
         self.bus = network.bus(gateway_id)
@@ -291,7 +291,7 @@ def request_of(
     gateway_id: str = "gateway-1",
     **sampling: object,
 ) -> Request:
-    """Of one choice that received `output`, or of those in `outputs` by choice_index."""
+    """A request of one choice that received `output`, or of those in `outputs` by choice_index."""
     root = root_hash(tenant_id, REVISION, cache_salt=cache_salt)
     return Request(
         request_id="r",

@@ -1,9 +1,9 @@
-"""Attention over a paged BF16 cache on AMX's tiles: softmax(q·Kᵀ·scale)·V, causal.
+"""Attention over a paged BF16 cache on AMX tiles: softmax(q·Kᵀ·scale)·V, causal.
 
-One task a run of new tokens and KV head, decoding and prefill alike. A context is taken in segments
-of absolute positions, with the running maximum of each row (Milakov and Gimelshein, Online
-normalizer calculation for softmax, 2018); weights are rounded to BF16 before they meet the values.
-No row's bits depend on another's.
+One task computes one run of new tokens of one KV head, for decode and prefill alike. A context is
+processed in segments of absolute positions, with the running maximum of each row (Milakov and
+Gimelshein, Online normalizer calculation for softmax, 2018); weights are rounded to BF16 before
+they are multiplied by the values. No row's bits depend on another's.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from kernels.cpu.simd.tasks import num_tasks
 
 SEGMENT = 128  # tokens
 MAX_RUN_ROWS = 1024
-MIN_RUNS = 4  # for each thread; with fewer, they could not share them evenly
-LOWEST = np.float32(-1e30)  # of scores; unlike -inf it may be subtracted from itself
+MIN_RUNS = 4  # per thread; fewer runs cannot be shared evenly
+LOWEST = np.float32(-1e30)  # of scores; unlike -inf, it can be subtracted from itself
 
 _f32 = np.float32
 
 
 def can_attend_on_amx(kv_cache: Tensor) -> bool:
-    """kv_cache [2, num_blocks, num_kv_heads, block_size, D]: whole tiles of BF16, on such a CPU."""
+    """Whether AMX can read kv_cache [2, num_blocks, num_kv_heads, block_size, D] in full tiles."""
     block_size, head_dim = kv_cache.shape[3:]
     is_whole = block_size % TILE_ROWS == 0 and head_dim % BLOCK == 0
     return is_whole and kv_cache.dtype == torch.bfloat16 and has_amx()
@@ -70,10 +70,10 @@ def amx_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """query [T, num_heads, D], flat over S sequences -> the same shape.
+    """query [T, num_heads, D], flat over S sequences -> [T, num_heads, D].
 
     kv_cache [2, num_blocks, num_kv_heads, block_size, D]; block_tables [S, B]; query_lens and
-    context_lens [S], the new tokens included in a context. `window` and `softcap` as in
+    context_lens [S], where a context includes the new tokens. `window` and `softcap` as in
     `decode_attention`.
     """
     num_tokens, num_heads, head_dim = query.shape
@@ -83,8 +83,8 @@ def amx_attention(
     max_run_tokens = max(MAX_RUN_ROWS // grouped.shape[2], 1)
     key, value = kv_cache.unbind(0)
     runs = runs_of(query_lens.numpy(), context_lens.numpy(), max_run_tokens)
-    # Heads of a run lie next to each other in a block: one core reads them all, as far as there are
-    # enough runs to share.
+    # Heads of a run are adjacent in a block: one core reads all of them if there are enough runs to
+    # share among the cores.
     num_together = num_kv_heads if len(runs) >= MIN_RUNS * numba.get_num_threads() else 1
     _attend(
         array(grouped),
@@ -110,25 +110,25 @@ class AmxCache(NamedTuple):
 
 
 class AmxMask(NamedTuple):
-    """What becomes of a score. `window` and `softcap` 0: none."""
+    """How a score is scaled, capped and masked. `window` and `softcap`: 0 disables them."""
 
     window: int
     softcap: Any
-    scale: Any  # ahead of the soft cap
-    factor: Any  # behind it, into the exponent of 2
+    scale: Any  # applied before the soft cap
+    factor: Any  # applied after the soft cap, converts to an exponent of 2
 
 
 class AmxScratch(NamedTuple):
-    """One thread's memory, for a run of R rows."""
+    """The memory of one thread, for a run of R rows."""
 
     rows: Any  # [R, D], the queries
     keys: Any  # [SEGMENT / 32, D / 32, 16, 32, 2], a segment as the columns of q·Kᵀ
-    values: Any  # [D / 32, SEGMENT / 32, 16, 32, 2], as those of weights·V
-    tail: Any  # [2, 16, D], keys and values that end within a tile
-    scores: Any  # [32, SEGMENT] of a block of rows; its weights in BF16 take each row's first half
-    tops: Any  # [R]: the largest score so far,
-    sums: Any  # [R]: the sum of the weights,
-    attended: Any  # [R, D]: and of the weighted values
+    values: Any  # [D / 32, SEGMENT / 32, 16, 32, 2], a segment as the columns of weights·V
+    tail: Any  # [2, 16, D], keys and values of an incomplete tile
+    scores: Any  # [32, SEGMENT] of a block of rows; BF16 weights overwrite each row's first half
+    tops: Any  # [R]: the largest score so far
+    sums: Any  # [R]: the sum of the weights
+    attended: Any  # [R, D]: the sum of the weighted values
 
 
 @compiled()
@@ -157,7 +157,7 @@ def _attend(
     block_tables: Any,
     runs: Any,
     mask: Any,
-    num_together: int,  # KV heads of an item
+    num_together: int,  # KV heads per item
     num_tasks: int,
     out: Any,  # [T, H, G, D]
 ) -> None:
@@ -166,7 +166,7 @@ def _attend(
     num_items = len(runs) * num_kv_heads // num_together
     for task in prange(num_tasks):
         scratch = _scratch(max_rows, head_dim)
-        # Each task takes every so many items: neighbours attend to equally long contexts.
+        # Tasks take items in a round-robin order: adjacent items have equally long contexts.
         for item in range(task, num_items, num_tasks):
             first = item * num_together
             seq, low, high, position = runs[first // num_kv_heads]
@@ -200,10 +200,10 @@ def _attend_run(
     num_rows = num_tokens * group
     end = position + num_tokens
     start = (max(0, position + 1 - mask.window) if mask.window else 0) // SEGMENT * SEGMENT
-    num_configured = 0  # rows of the tiles; to configure them costs as much as a few products
+    num_configured = 0  # rows of the tiles; configuring costs as much as a few products
     for segment in range(start, end, SEGMENT):
         _pack(cache, block_table, head, segment, min(end - segment, SEGMENT), scratch)
-        reach = position - segment  # of the first token, as a column
+        reach = position - segment  # the column of the first token
         for low in range(0, num_rows, BLOCK):
             high = min(low + BLOCK, num_rows)
             last_column = reach + (high - 1) // group
@@ -220,7 +220,7 @@ def _attend_run(
 
 @compiled(is_inlined=True)
 def _begin(query: Any, head: int, low: int, num_tokens: int, scratch: Any) -> None:
-    """The queries of one KV head, of tokens from `low` on."""
+    """Loads the queries of one KV head, for tokens from `low` on, into the scratch."""
     _, num_heads, group, head_dim = query.shape
     rows, _, _, _, _, tops, sums, attended = scratch
     num_elements = group * head_dim
@@ -253,9 +253,9 @@ def _score(scratch: Any, low: int, high: int, num_columns: int) -> None:
 
 @compiled(is_inlined=True)
 def _raise_tops(scratch: Any, low: int, high: int, reach: int, group: int, mask: Any) -> None:
-    """Finds the largest scores of rows [low, high); token 0 stands at column `reach`.
+    """Finds the largest scores of rows [low, high); token 0 is at column `reach`.
 
-    What a row has summed so far is scaled to its new one.
+    A row's sums so far are rescaled to its new maximum.
     """
     _, _, _, _, scores, tops, sums, attended = scratch
     if mask.softcap > 0.0:
@@ -281,8 +281,8 @@ def _raise_tops(scratch: Any, low: int, high: int, reach: int, group: int, mask:
 def _weigh(
     scratch: Any, low: int, high: int, reach: int, group: int, num_columns: int, mask: Any
 ) -> None:
-    """Turns the scores of rows [low, high) into weights; a second loop, for no row to wait for its
-    largest score."""
+    """Turns the scores of rows [low, high) into weights. A second loop, so that no row waits for
+    the maximum of its scores."""
     _, _, _, _, scores, tops, sums, _ = scratch
     for row in range(low, high):
         row_at = scores.ctypes.data + (row - low) * SEGMENT * 4
@@ -301,7 +301,7 @@ def _weigh(
 
 @compiled(is_inlined=True)
 def _seen(row_at: int, first: int, start: int, end: int) -> Any:
-    """Scores of the columns from `first` on, of which [start, end) are visible."""
+    """Loads the scores of columns from `first` on, of which [start, end) are visible."""
     seen = load_floats(row_at + first * 4)
     if first < start or first + BLOCK > end:
         seen = masked(seen, start - first, end - first)
@@ -310,7 +310,7 @@ def _seen(row_at: int, first: int, start: int, end: int) -> Any:
 
 @compiled()
 def _visible(column: int, mask: Any) -> Any:
-    """[start, end) of the columns that a token at `column` sees."""
+    """[start, end) of the columns that are visible to a token at `column`."""
     end = min(max(column + 1, 0), SEGMENT)
     start = max(0, column + 1 - mask.window) if mask.window else 0
     return min(start, end), end
@@ -354,9 +354,9 @@ def _divide(scratch: Any, head: int, low: int, num_tokens: int, out: Any) -> Non
 def _pack(
     cache: Any, block_table: Any, head: int, segment: int, num_tokens: int, scratch: Any
 ) -> None:
-    """Tokens [segment, segment + num_tokens) of one KV head, as the columns of the two products.
+    """Packs tokens [segment, segment + num_tokens) of one KV head as columns of the two products.
 
-    Zeros follow up to a multiple of BLOCK. A block's last owner can have left NaN behind the
+    Zeros follow up to a multiple of BLOCK: a block's last owner can have left NaN after the
     context's end, and 0 · NaN is NaN.
     """
     _, keys, values, tail, _, _, _, _ = scratch
@@ -394,7 +394,7 @@ def _tile_at(cache: Any, block_table: Any, head: int, token: int) -> Any:
 
 @compiled(is_inlined=True)
 def _expect(tile: Any, row_bytes: int) -> None:
-    """Fetches keys and values while others are packed: no prefetcher knows the block table."""
+    """Prefetches keys and values while others are packed: no prefetcher follows the block table."""
     key_at, value_at = tile
     for offset in range(0, TILE_ROWS * row_bytes, TILE_BYTES):
         expect_load(key_at + offset)

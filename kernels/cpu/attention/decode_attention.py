@@ -22,7 +22,7 @@ def decode_attention(
     kv_scales: Tensor | None = None,
     is_batch_invariant: bool = False,
 ) -> Tensor:
-    """As kernels.reference.decode_attention; a token's bits are those of `prefill_attention`."""
+    """Like kernels.reference.decode_attention; a token's bits are those of `prefill_attention`."""
     if kv_scales is not None or kv_cache.dtype == torch.float8_e4m3fn:
         return reference_decode_attention(
             query,

@@ -23,7 +23,7 @@ def prefill_attention(
     kv_scales: Tensor | None = None,
     is_batch_invariant: bool = False,
 ) -> Tensor:
-    """As kernels.reference.prefill_attention; a token's bits are those of `decode_attention`."""
+    """Like kernels.reference.prefill_attention; a token's bits are those of `decode_attention`."""
     if kv_scales is not None or kv_cache.dtype == torch.float8_e4m3fn:
         return reference_prefill_attention(
             query,

@@ -1,4 +1,4 @@
-"""How a batch's new tokens are cut into runs that are attended to together."""
+"""Cuts a batch's new tokens into runs, the unit in which attention is computed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kernels.cpu.compile import compiled
 
 @compiled()
 def runs_of(query_lens: Any, context_lens: Any, max_tokens: int) -> Any:
-    """[n, 4]: sequence, first row and row after the last one in the flat batch, first position."""
-    num_runs = 0  # counted by a loop: numba's `sum` brings code for its error texts
+    """[n, 4]: sequence, first row and end row (exclusive) in the flat batch, first position."""
+    num_runs = 0  # counted by a loop: numba's `sum` compiles code for its error texts
     for query_len in query_lens:
         num_runs += (query_len + max_tokens - 1) // max_tokens
     runs = np.empty((num_runs, 4), np.int64)

@@ -1,6 +1,6 @@
-"""Rotary position embedding of queries and keys, and the cache write of keys and values, in one.
+"""Rotary position embedding of queries and keys, fused with the cache write of keys and values.
 
-Norms of queries and keys come before, by the compiled norm. FP8 caches are the reference's.
+The compiled RMS norm normalises queries and keys before. FP8 caches use the reference.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def rotate_and_store(
     """heads [T, num_heads + 2 * num_kv_heads, D] of queries, keys, values -> rotated queries.
 
     cos, sin [T, rotary_dim / 2] FP32: with the first rotary_dim elements of a head = (a, b) split
-    in the middle, (a·cos - b·sin, b·cos + a·sin) in FP32, rounded once; the rest stays as it is.
+    in the middle, (a·cos - b·sin, b·cos + a·sin) in FP32, rounded once; the rest is unchanged.
     kv_cache [2, num_blocks, num_kv_heads, block_size, D] is written at slot_mapping [T],
-    block_id * block_size + offset; -1 skips a token. No two tokens may name one slot.
-    query_norm, key_norm [D]: both, where each query and key is normalised before, or none.
+    block_id * block_size + offset; -1 skips a token. Two tokens must not have the same slot.
+    query_norm, key_norm [D]: the weights of the norms of queries and keys; either both or neither.
     """
     num_kv_heads = kv_cache.shape[2]
     if query_norm is not None and key_norm is not None:
@@ -114,7 +114,7 @@ def _rotate_and_store(
 
 @compiled(is_inlined=True)
 def _rotate(x: Any, cos: Any, sin: Any, out: Any) -> None:
-    half = np.uintp(len(cos))  # unsigned: an index that could be negative keeps a loop scalar
+    half = np.uintp(len(cos))  # unsigned: an index that could be negative prevents vectorisation
     for index in range(len(cos)):
         upper = np.uintp(index) + half
         a, b = widen(x[index]), widen(x[upper])

@@ -1,9 +1,9 @@
 """Attention over a paged cache in FP32 lanes: softmax(q·Kᵀ·scale)·V, causal; any dtype and size.
 
-One task a run of new tokens and KV head, decoding and prefill alike: the rows of a run read each
-key and value once. A score is one chain of fused multiply-adds over the head's dimensions, an
-output element one over each SEGMENT of keys; what a row does not see adds zeros. So no row's bits
-depend on another's, nor on where runs are cut.
+One task computes one run of new tokens of one KV head, for decode and prefill alike: the rows of
+a run share each read of a key and value. A score is one chain of fused multiply-adds over the
+head's dimensions, an output element is one chain over each SEGMENT of keys; masked keys add zeros.
+So no row's bits depend on another's, nor on where runs are cut.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from kernels.cpu.simd.intrinsics import (
 TILE = 64  # keys whose scores are computed together; a multiple of NUM_FLOATS
 LINE_BYTES = 64
 SEGMENT = 512  # keys whose values are summed in one chain; a multiple of TILE
-MAX_RUN_ROWS = 64  # beyond it a key's way into the lanes is a small part of what is done with it
-MIN_RUNS = 4  # for each thread; with fewer, they could not share them evenly
-FEW_ROWS = 16  # memory is what they wait for; with more, it comes in time anyway
+MAX_RUN_ROWS = 64  # with more rows, loading a key into lanes is a small part of its cost
+MIN_RUNS = 4  # per thread; fewer runs cannot be shared evenly
+FEW_ROWS = 16  # such runs are memory-bound and prefetch; with more rows, memory keeps up anyway
 
 _f32 = np.float32
 
@@ -62,7 +62,7 @@ def vector_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """As kernels.cpu.attention.amx_attention, of any dtype, head_dim and block_size."""
+    """Like kernels.cpu.attention.amx_attention, for any dtype, head_dim and block_size."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, block_size = kv_cache.shape[2:4]
     grouped = query.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -90,7 +90,7 @@ class Cache(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """`window` and `softcap` 0: none."""
+    """`window` and `softcap`: 0 disables them."""
 
     window: int
     softcap: Any
@@ -103,20 +103,20 @@ def _mask(window: int | None, softcap: float | None) -> Mask | None:
 
 
 class Scratch(NamedTuple):
-    """One thread's memory, for a run of R rows; D' is D in whole SIDEs.
+    """The memory of one thread, for a run of R rows; D' is D rounded up to a multiple of SIDE.
 
-    What is accessed in whole Floats ends with room for one more. Loops need their own names for
-    the arrays: in parallel code numba takes `scratch.tops[row] = x` for dead, and leaves it out.
+    Arrays that are accessed in full Floats have room for one more at the end. Loops need their own
+    names for the arrays: numba drops `scratch.tops[row] = x` as dead code in parallel functions.
     """
 
     rows: Any  # [R · D], the queries
     gathered: Any  # [TILE · D], keys or values
-    keys: Any  # [D' · TILE], transposed: a lane a key
-    scores: Any  # [R · the context in whole TILEs], then the weights
+    keys: Any  # [D' · TILE], transposed: one lane per key
+    scores: Any  # [R · the context rounded up to TILE], then the weights
     tops: Any  # [R], the largest scores
     totals: Any  # [R], the sums of the weights
-    chain: Any  # [R · D'], weighted values of a SEGMENT,
-    sums: Any  # [R · D'], and of those before it
+    chain: Any  # [R · D'], weighted values of the current SEGMENT
+    sums: Any  # [R · D'], weighted values of the SEGMENTs before it
 
 
 @compiled()
@@ -156,10 +156,10 @@ def _attend(
     num_tasks: int,
     out: Any,  # [T, H, G, D]
 ) -> None:
-    """`mask` and `direct` are None where a model has no such thing. None has machine code of its
-    own, so that code for what no layer does is not compiled.
+    """`mask` and `direct` are None where a model does not use them. numba compiles a separate
+    variant for None, so that unused code is not compiled.
 
-    `direct`: a cache of FP32 and of whole squares is computed with where it lies.
+    `direct`: an FP32 cache of full squares is read in place.
     """
     _, num_kv_heads, group, head_dim = query.shape
     max_rows, num_scores = 0, 0
@@ -167,13 +167,13 @@ def _attend(
         num_rows, end = (high - low) * group, position + high - low
         max_rows = max(max_rows, num_rows)
         num_scores = max(num_scores, num_rows * _whole(end - _start(position, mask), TILE))
-    # Heads of a run lie next to each other in a block: one thread reads them all, as far as there
-    # are enough runs for each.
+    # Heads of a run are adjacent in a block: one thread reads all of them if there are enough runs
+    # for each thread.
     num_together = num_kv_heads if len(runs) >= MIN_RUNS * num_tasks else 1
     num_items = len(runs) * num_kv_heads // num_together
     for task in prange(num_tasks):
         scratch = _scratch(max_rows, head_dim, num_scores)
-        # Each task takes every so many items: neighbours attend to equally long contexts.
+        # Tasks take items in a round-robin order: adjacent items have equally long contexts.
         for item in range(task, num_items, num_tasks):
             first = item * num_together
             seq, low, high, position = runs[first // num_kv_heads]
@@ -189,7 +189,7 @@ def _attend(
 
 @compiled()
 def _start(position: int, mask: Any) -> int:
-    """Of the tiles that a run from `position` on sees."""
+    """The start of the tiles that are visible to a run from `position` on."""
     if mask is None:
         return 0
     return _hidden(position + 1, mask) // TILE * TILE
@@ -197,7 +197,7 @@ def _start(position: int, mask: Any) -> int:
 
 @compiled()
 def _hidden(num_tokens: int, mask: Any) -> int:
-    """Of so many tokens, those that the last one does not see."""
+    """How many of the first `num_tokens` tokens are hidden from the last of them."""
     if mask is None:
         return 0
     return max(0, num_tokens - mask.window) if mask.window else 0
@@ -205,7 +205,7 @@ def _hidden(num_tokens: int, mask: Any) -> int:
 
 @compiled(is_inlined=True)
 def _begin(query: Any, head: int, low: int, num_tokens: int, scale: Any, scratch: Any) -> None:
-    """The queries of one KV head, of tokens from `low` on."""
+    """Loads the queries of one KV head, for tokens from `low` on, into the scratch."""
     rows, _, _, _, _, _, chain, sums = scratch
     _, num_heads, group, head_dim = query.shape
     num_elements = group * head_dim
@@ -224,9 +224,9 @@ def _begin(query: Any, head: int, low: int, num_tokens: int, scale: Any, scratch
 
 @compiled(is_inlined=True)
 def _score(cache: Any, block_table: Any, at: Any, mask: Any, direct: Any, scratch: Any) -> None:
-    """scores [R, keys of whole tiles]; those after the context's end hold no number.
+    """scores [R, keys of full tiles]; scores after the context's end are undefined.
 
-    `at`: head, position of the first token, number of tokens, queries of a token.
+    `at`: head, position of the first token, number of tokens, queries per token.
     """
     head, position, num_tokens, group = at
     rows, gathered, keys, scores, _, _, _, _ = scratch
@@ -269,7 +269,7 @@ def _address(plane: Any, block_table: Any, head: int, token: int) -> int:
 
 @compiled(is_inlined=True)
 def _expect(plane: Any, block_table: Any, head: int, token: int, end: int) -> None:
-    """Fetches a head's keys or values [token, end): no prefetcher knows the block table."""
+    """Prefetches a head's keys or values [token, end): no prefetcher follows the block table."""
     block_size, row_bytes = plane.shape[2], plane.shape[3] * plane.itemsize
     while token < end:
         count = min(block_size - token % block_size, end - token)
@@ -283,7 +283,7 @@ def _expect(plane: Any, block_table: Any, head: int, token: int, end: int) -> No
 def _gather(
     plane: Any, block_table: Any, head: int, token: int, num_tokens: int, scratch: Any
 ) -> None:
-    """A head's keys or values from `token` on, widened; a block's are one piece."""
+    """Gathers a head's keys or values from `token` on, widened to FP32, block by block."""
     _, gathered, _, _, _, _, _, _ = scratch
     block_size, head_dim = plane.shape[2:]
     done = 0
@@ -299,16 +299,16 @@ def _gather(
 
 @compiled(is_inlined=True)
 def _weigh(at: Any, mask: Any, scratch: Any) -> None:
-    """Turns scores into weights 2**(score - top); a second loop, for no row to wait for its top.
+    """Turns scores into weights 2**(score - top), in a second loop: no row waits for its top.
 
-    Their sum runs in NUM_FLOATS interleaved chains over absolute positions, so that leaving out
-    keys which a row does not see changes no bit.
+    Their sum runs in NUM_FLOATS interleaved chains over absolute positions, so that skipping keys
+    that a row does not attend to changes no bit.
     """
     _, position, num_tokens, group = at
     _, _, _, scores, tops, totals, _, _ = scratch
     start = _start(position, mask)
     row_bytes = _whole(position + num_tokens - start, TILE) * 4
-    if mask is not None:  # noqa: SIM102 - pruned apart
+    if mask is not None:  # noqa: SIM102 - numba prunes the two branches separately
         if mask.softcap > 0.0:
             _cap(scores.ctypes.data, num_tokens * group * row_bytes // 4, mask.softcap)
     row_at, row = scores.ctypes.data, 0
@@ -344,7 +344,7 @@ def _weigh(at: Any, mask: Any, scratch: Any) -> None:
 
 @compiled(is_inlined=True)
 def _seen(row_at: int, column: int, first: int, last: int) -> Any:
-    """Scores of the columns from `column` on, of which [first, last) are visible."""
+    """Loads the scores of columns from `column` on, of which [first, last) are visible."""
     seen = load_floats(row_at + column * 4)
     if column < first or column + NUM_FLOATS > last:
         seen = masked(seen, first - column, last - column)
@@ -353,7 +353,7 @@ def _seen(row_at: int, column: int, first: int, last: int) -> Any:
 
 @compiled()
 def _cap(scores_at: int, num_scores: int, softcap: Any) -> None:
-    """Into softcap · tanh(score / softcap), as exponents of 2."""
+    """Replaces each score by softcap · tanh(score / softcap), as an exponent of 2."""
     for i in range(0, num_scores, NUM_FLOATS):
         at = scores_at + i * 4
         x = tanh_floats(load_floats(at) / softcap) * softcap
@@ -364,7 +364,7 @@ def _cap(scores_at: int, num_scores: int, softcap: Any) -> None:
 def _add_values(
     cache: Any, block_table: Any, at: Any, mask: Any, direct: Any, scratch: Any
 ) -> None:
-    """Weights · values, a chain for each SEGMENT of absolute positions."""
+    """Adds weights · values, in one chain for each SEGMENT of absolute positions."""
     head, position, num_tokens, group = at
     _, gathered, _, scores, _, _, chain, sums = scratch
     block_size, head_dim = cache.value.shape[2:]
@@ -414,9 +414,9 @@ def _divide(scratch: Any, head: int, low: int, num_tokens: int, out: Any) -> Non
 
 @compiled()
 def _add_rows(sums: Any, factors: Any, rows: Any, num_rows: int, num_sums: int, width: int) -> None:
-    """sums [num_sums, width] += factors [num_sums, num_rows] · rows, in as few chains as it takes.
+    """sums [num_sums, width] += factors [num_sums, num_rows] · rows, in as few chains as possible.
 
-    Arrays are (address, distance of rows).
+    Arrays are (address, row stride in bytes).
     """
     sums_at, sums_bytes = sums
     rows_at, row_bytes = rows

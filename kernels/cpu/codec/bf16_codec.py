@@ -1,10 +1,10 @@
-"""BF16 words in 11 bits and a little: lower bytes as they are, upper bytes in three bits.
+"""BF16 words in a little over 11 bits: lower bytes verbatim, upper bytes in three bits.
 
-A word's upper byte holds its sign and the upper seven bits of its exponent. Of a row of weights
-nearly all are one of seven: `base` to `base + 3`, and the negative `base + 1` to `base + 3`. These
-are kept as a sign and two bits above the base. The eighth code, negative and 0, says that the byte
-is the next one of a stream of *verbatim* bytes. So every word is right before anything is
-multiplied by it, whatever its bits are.
+A word's upper byte holds its sign and the upper seven bits of its exponent. In a row of weights
+nearly all upper bytes take one of seven values: `base` to `base + 3`, and the negative `base + 1`
+to `base + 3`. These are stored as a sign and two bits above the base. The eighth code, negative
+and 0, marks a byte that is the next one of a stream of *verbatim* bytes. So every word is exact
+before anything is multiplied by it, whatever its bits are.
 
 A block of 32 rows of 32 words is a record of RECORD_BYTES, in 16 groups of two rows:
 
@@ -13,7 +13,7 @@ A block of 32 rows of 32 words is a record of RECORD_BYTES, in 16 groups of two 
     [2, 64]   signs, of eight groups in each byte
 
 Lane l of a group is word 8 · (l / 16) + l mod 8 of its first row if l mod 16 < 8, else of its
-second: as bytes of two registers are interleaved, within each 16.
+second: the order in which bytes of two registers are interleaved, within each 16.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from numba.extending import intrinsic
 BLOCK = 32
 LANES = 64  # bytes of a group
 RECORD_BYTES = 1408
-VERBATIM_READ = 64  # so many bytes from the next verbatim one on are read at a time
-WINDOW = 4  # magnitudes from the base on
+VERBATIM_READ = 64  # bytes that are read at a time, starting at the next verbatim one
+WINDOW = 4  # magnitudes, starting at the base
 VERBATIM = 0x80  # above the base
-NUM_GROUPS = 16  # of a block
+NUM_GROUPS = 16  # per block
 _BITS_AT, _SIGNS_AT = 1024, 1280
 
 # [2, 32]: the lane of each word of a group's two rows
@@ -49,10 +49,10 @@ _FLAGS = ir.VectorType(ir.IntType(1), LANES)
 def decode_block(
     _: Any, record: Any, verbatim: Any, bases: Any, bases_stride: Any, out: Any, out_stride: Any
 ) -> Any:
-    """Stores a record's rows at `out`. Returns where the next record's verbatim bytes are.
+    """Stores a record's rows at `out`. Returns the address of the next record's verbatim bytes.
 
-    All are addresses, and distances between rows in bytes. `bases` are LANES bytes for each group;
-    for all groups the same where their stride is a literal 0.
+    All arguments are addresses, or row strides in bytes. `bases` are LANES bytes per group; all
+    groups share the same bases if the stride is a literal 0.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -90,7 +90,7 @@ def decode_block(
 def encode_block(
     _: Any, rows: Any, rows_stride: Any, bases: Any, bases_stride: Any, record: Any, verbatim: Any
 ) -> Any:
-    """The other way round. Returns where the next record's verbatim bytes belong."""
+    """The inverse of `decode_block`. Returns the address for the next record's verbatim bytes."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         rows, rows_stride, bases, bases_stride, record, verbatim = args
@@ -162,7 +162,7 @@ def _all(value: int) -> Any:
 
 
 def _left(builder: Any, vector: Any, num_bits: int) -> Any:
-    """Words are shifted, for want of an instruction for bytes: what crosses is masked, or 0."""
+    """Shifts words, as there is no instruction for bytes: bits that cross bytes are masked or 0."""
     by = ir.Constant(_WORDS, [num_bits] * (LANES // 2))
     return builder.bitcast(builder.shl(builder.bitcast(vector, _WORDS), by), _BYTES)
 
@@ -178,6 +178,6 @@ def _count(builder: Any, flags: Any) -> Any:
 
 
 def _picked(builder: Any, first: Any, second: Any, indices: Any) -> Any:
-    """Bytes of two vectors one behind the other."""
+    """Picks bytes by index from the concatenation of two vectors."""
     mask = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [int(each) for each in indices])
     return builder.shuffle_vector(first, second, mask)

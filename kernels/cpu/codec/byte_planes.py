@@ -1,4 +1,4 @@
-"""Words of 16 bits as two planes of bytes, and back: see shared/engine/codec/byte_planes.py.
+"""16-bit words as two planes of bytes, and back: see shared/engine/codec/byte_planes.py.
 
 Words are uint16 [n], planes uint8 [n].
 """
@@ -43,7 +43,7 @@ def join_fp16(low: Any, high: Any, words: Any) -> None:
 
 @compiled()
 def count(plane: Any, counts: Any) -> None:
-    """Four rows of counters, since equal neighbours would wait for one another's."""
+    """Counts bytes in four rows of counters: increments of one counter wait for each other."""
     num_whole = plane.size // 4 * 4
     for i in range(0, num_whole, 4):
         for row in range(4):

@@ -16,17 +16,17 @@ from kernels.cpu.codec.bf16_codec import (
 )
 from kernels.cpu.compile import compiled
 
-BLOCK_WORDS = BLOCK * BLOCK  # that share a base
+BLOCK_WORDS = BLOCK * BLOCK  # words that share a base
 BLOCK_BYTES = 2 * BLOCK_WORDS
 _ROW_BYTES = 2 * BLOCK
-_SAMPLED_EVERY = 5  # of the words that a base is chosen by; odd, or it would miss channels
+_SAMPLED_EVERY = 5  # samples every fifth word to choose a base; odd, or it would miss channels
 _NUM_MAGNITUDES = 128  # of an upper byte without its sign
-_REACH = BLOCK_WORDS + LANES  # no block reads further into the verbatim bytes
+_REACH = BLOCK_WORDS + LANES  # no block reads further than this into the verbatim bytes
 
 
 @compiled()
 def encode_frame(payload: Any, out: Any) -> int:
-    """Bytes written to `out`, or 0 if they would not be fewer than the payload's."""
+    """Returns the bytes written to `out`, or 0 if they would not be fewer than the payload's."""
     num_blocks = payload.size // BLOCK_BYTES
     tail = payload[num_blocks * BLOCK_BYTES :]
     bases = np.empty(LANES, np.uint8)
@@ -74,14 +74,14 @@ def _base_of(words: Any, counts: Any) -> int:
 
 @compiled()
 def decode_frame(coded: Any, out: Any) -> bool:
-    """Fills `out`; False if no payload gives `coded`."""
+    """Fills `out`. Returns False if `coded` is not the encoding of any payload."""
     num_blocks = out.size // BLOCK_BYTES
     num_tail = out.size - num_blocks * BLOCK_BYTES
     first, end = num_blocks * (1 + RECORD_BYTES), coded.size - num_tail
     if first > end:
         return False
     bases = np.empty(LANES, np.uint8)
-    # Codes may ask for more verbatim bytes than came: near the end they are read from a copy.
+    # Codes can require more verbatim bytes than `coded` has: near its end a copy is read instead.
     near_end = np.zeros(2 * _REACH, np.uint8)
     num_near = min(end - first, _REACH)
     near_end[:num_near] = coded[end - num_near : end]

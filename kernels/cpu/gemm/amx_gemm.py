@@ -1,4 +1,4 @@
-"""Products of BF16 on AMX's tiles: a block of 32 x 32 outputs is summed in four of them."""
+"""BF16 products on AMX tiles: four tiles accumulate a block of 32 x 32 outputs."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from kernels.cpu.simd.amx_tiles import (
 from kernels.cpu.simd.cpu_features import has_amx
 from kernels.cpu.simd.intrinsics import expect_load
 
-NUM_DIMS = 5  # of a packed weight
-STEP_BYTES = 2048  # of 32 columns, for 32 of K
-ROW_BYTES = BLOCK * 2  # of a row's 32 of K
+NUM_DIMS = 5  # dimensions of a packed weight
+STEP_BYTES = 2048  # of 32 columns, for 32 elements of K
+ROW_BYTES = BLOCK * 2  # of 32 elements of K of a row
 PIECE_STEPS = 8
 LINE_BYTES = 64
 STEP_LINES = STEP_BYTES // LINE_BYTES
-MAX_AHEAD = 8  # of a step: with more, they stand in the way of what is needed now
+MAX_AHEAD = 8  # cache lines per step: more prefetches delay the loads that are needed now
 
-# Configurations by the number of rows of a block, less one.
+# Tile configurations, indexed by the number of rows of a block minus one.
 _CONFIGS = np.stack(
     [tile_config(min(rows, TILE_ROWS), max(rows - TILE_ROWS, 1)) for rows in range(1, BLOCK + 1)]
 )
 
 
 def can_pack_for_amx(weight: Tensor) -> bool:
-    """Of a weight [N, K] in a host's memory, if its CPU has AMX."""
+    """Whether a weight [N, K] is in host memory with full BF16 blocks and the CPU has AMX."""
     is_whole = weight.is_cpu and all(size % BLOCK == 0 for size in weight.shape)
     return is_whole and weight.dtype == torch.bfloat16 and has_amx()
 
@@ -50,7 +50,7 @@ def is_packed_for_amx(weight: Tensor) -> bool:
 
 
 def pack_for_amx(weight: Tensor) -> Tensor:
-    """weight [N, K] -> [N / 32, K / 32, 16, 32, 2]: pairs of K next to each other."""
+    """weight [N, K] -> [N / 32, K / 32, 16, 32, 2]: pairs along K are adjacent."""
     num_rows, num_columns = weight.shape
     blocks = weight.view(num_rows // BLOCK, BLOCK, num_columns // BLOCK, BLOCK // 2, 2)
     return blocks.permute(0, 2, 3, 1, 4).contiguous()
@@ -81,13 +81,13 @@ def _sum_products(rows: Any, num_rows: Any, weight: Any, block: Any, sums_at: An
 
 @compiled()
 def _sum(rows: Any, num_rows: int, weight: Any, block: int, sums_at: int) -> None:
-    """Where there are more rows than one block has, K is cut so that a piece of the weight stays in
-    the first cache while they go by, and the next piece is fetched meanwhile.
+    """Sums the products over K. For more than one block of rows, K is cut so that a part of the
+    weight stays in the L1 cache for all rows, while the next part is prefetched.
     """
     all_steps = weight.shape[1]
     num_row_blocks = (num_rows + BLOCK - 1) // BLOCK
     num_pieces = (all_steps + PIECE_STEPS - 1) // PIECE_STEPS if num_row_blocks > 1 else 1
-    # A single block of rows waits for memory in any case, which fetches in its own order best.
+    # A single block of rows is memory-bound, and the CPU's own prefetch order is then the best one.
     num_ahead = min(STEP_LINES // num_row_blocks, MAX_AHEAD) if num_row_blocks > 1 else 0
     configured = 0
     for piece in range(num_pieces):
@@ -119,7 +119,7 @@ def _sum(rows: Any, num_rows: int, weight: Any, block: int, sums_at: int) -> Non
 
 @compiled()
 def configure_for(num_rows: int) -> None:
-    """The tiles, for a block of so many rows."""
+    """Configures the tiles for a block of `num_rows` rows."""
     tile_configure(_CONFIGS[num_rows - 1].ctypes.data)
 
 
@@ -137,11 +137,11 @@ def multiply_block(
     num_ahead: int = 0,
     step_bytes: int = ROW_BYTES,
 ) -> None:
-    """Up to 32 rows of BF16 by columns [num_steps, 16, 32, 2], as FP32 to `sums_at`.
+    """Multiplies up to 32 BF16 rows by columns [num_steps, 16, 32, 2], as FP32 to `sums_at`.
 
-    The tiles are configured for `num_rows`; rows lie `row_bytes` and `sum_bytes` apart. Unless it
-    is the first product, it is added to what the sums hold. At each step `num_ahead` cache lines
-    are fetched, from `ahead_at` on: of what is multiplied later.
+    The tiles must be configured for `num_rows`; row strides are `row_bytes` and `sum_bytes`. Unless
+    `is_first`, the product is added to the existing sums. Each step prefetches `num_ahead` cache
+    lines from `ahead_at` on, which later products read.
     """
     is_tall = num_rows > TILE_ROWS
     load_sums(sums_at, sum_bytes, is_tall, is_first)
@@ -156,7 +156,7 @@ def multiply_block(
 
 @compiled()
 def load_sums(sums_at: int, sum_bytes: int, is_tall: bool, is_first: bool) -> None:
-    """To the tiles; zeros for the first product."""
+    """Loads the sums into the tiles; zeros if `is_first`."""
     if is_first:
         tile_zero(0)
         tile_zero(1)

@@ -1,7 +1,7 @@
 """The largest column of each row of x · weightᵀ, without the product in memory.
 
-Of 32,000 columns and 64 rows that is 8 MB, which take longer to write and to read again than the
-columns take to be compared where they are.
+For 32,000 columns and 64 rows the product takes 8 MB; writing and rereading them takes longer than
+comparing the columns in registers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kernels.cpu.simd.tasks import num_tasks
 
 
 def packed_argmax(x: Tensor, weight: Any) -> Tensor:
-    """x [T, K] -> [T] int64: argmax of `packed_linear`, of equal ones the first."""
+    """x [T, K] -> [T] int64: argmax of `packed_linear`; the first index among equal maxima."""
     shape = num_tasks(num_blocks(weight)), len(x)
     tops, columns = np.empty(shape, np.float32), np.empty(shape, np.int64)
     _argmax(array(x.contiguous()), weight, tops, columns)

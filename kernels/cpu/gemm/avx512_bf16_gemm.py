@@ -1,5 +1,5 @@
-"""Products of BF16 on AVX-512's dot products of pairs, where there is no AMX: eight rows by 32
-columns at a time, their sums in registers.
+"""BF16 products on AVX-512's dot products of pairs, for CPUs without AMX: eight rows by 32 columns
+at a time, with the sums in registers.
 
 An instruction adds two products to each of 16 sums, in FP32; subnormals count as 0. (Intel 64
 Architectures Software Developer's Manual, volume 2, VDPBF16PS.)
@@ -21,10 +21,10 @@ from kernels.cpu.gemm.gemm_common import BLOCK, SUM_BYTES, num_blocks, num_steps
 from kernels.cpu.simd.cpu_features import has_pair_products
 from kernels.cpu.simd.intrinsics import Strided, in_groups
 
-NUM_DIMS = 4  # of a packed weight
-STEP_BYTES = 2048  # of 32 columns, for 32 of K
-PIECE_STEPS = 8  # so much of a block of columns stays in the first cache while rows go by
-MOST_ROWS = 8  # 16 sums in registers keep the multipliers busy; with more, there is more to compile
+NUM_DIMS = 4  # dimensions of a packed weight
+STEP_BYTES = 2048  # of 32 columns, for 32 elements of K
+PIECE_STEPS = 8  # this part of a block of columns stays in the L1 cache for all rows
+MOST_ROWS = 8  # 16 sums in registers saturate the multipliers; more would only add code to compile
 PAIRS = BLOCK // 2
 
 _WORD, _ADDRESS = ir.IntType(32), ir.IntType(64)
@@ -34,7 +34,7 @@ _HALVES = 0, SUM_BYTES // 2  # of a row's sums, and of a row of columns: each fi
 
 
 def can_pack_pairs(weight: Tensor) -> bool:
-    """Of a weight [N, K] in a host's memory, if its CPU multiplies pairs of BF16."""
+    """Whether a weight [N, K] is in host memory with full BF16 blocks and a CPU with VDPBF16PS."""
     is_whole = weight.is_cpu and all(size % BLOCK == 0 for size in weight.shape)
     return is_whole and weight.dtype == torch.bfloat16 and has_pair_products()
 
@@ -44,7 +44,7 @@ def is_packed_pairs(weight: Tensor) -> bool:
 
 
 def pack_pairs(weight: Tensor) -> Tensor:
-    """weight [N, K] -> [N / 32, K / 2, 32, 2]: pairs of K next to each other."""
+    """weight [N, K] -> [N / 32, K / 2, 32, 2]: pairs along K are adjacent."""
     pairs = weight.view(len(weight) // BLOCK, BLOCK, -1, 2)
     return pairs.transpose(1, 2).contiguous()
 
@@ -86,9 +86,9 @@ def _sum(rows: Any, num_rows: int, weight: Any, block: int, sums_at: int) -> Non
 def multiply_piece(
     rows: Any, num_rows: int, step: int, columns_at: int, num_steps: int, sums_at: int
 ) -> None:
-    """Adds the products of some steps of K to the sums [num_rows, 32], which begin with step 0.
+    """Adds the products of some steps of K to the sums [num_rows, 32], which step 0 initialises.
 
-    `columns_at`: of these steps, [num_steps, 16, 32, 2].
+    `columns_at`: the columns of these steps, [num_steps, 16, 32, 2].
     """
     for first in range(0, num_rows, BLOCK):
         rows_at = rows.address + first // BLOCK * rows.block_bytes + step * rows.step_bytes
@@ -102,9 +102,9 @@ def multiply_piece(
 def add_pairs(
     _: Any, sums: Any, factors: Any, columns: Any, num_steps: Any, num_rows: Any, is_first: Any
 ) -> Any:
-    """sums [num_rows, 32] += factors · columns [num_steps, 16, 32, 2]; the first time, =.
+    """sums [num_rows, 32] += factors · columns [num_steps, 16, 32, 2]; `=` if `is_first`.
 
-    `factors`: an address, and the distances in bytes from row to row and from step to step.
+    `factors`: an address, and the strides in bytes between rows and between steps.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -132,7 +132,7 @@ def add_pairs(
 
 
 class _Group:
-    """Rows whose sums are in registers, in code that is made."""
+    """Rows of generated code whose sums are in registers."""
 
     def __init__(self, builder: Any, sums: Strided, factors: Strided, count: int) -> None:
         self._builder, self._factors = builder, factors

@@ -1,4 +1,4 @@
-"""Products of FP32 on AVX-512: twelve rows by 32 columns at a time, their sums in registers."""
+"""FP32 products on AVX-512: twelve rows by 32 columns at a time, with the sums in registers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kernels.cpu.simd.intrinsics import add_chains
 
 _f32 = np.float32
 
-NUM_DIMS = 3  # of a packed weight
-PIECE = 256  # of K: so much of a block of columns stays in the first cache while rows go by
-MOST_ROWS = 12  # of 32 registers 24 are sums
+NUM_DIMS = 3  # dimensions of a packed weight
+PIECE = 256  # of K: this part of a block of columns stays in the L1 cache for all rows
+MOST_ROWS = 12  # 24 of the 32 registers hold sums
 
 
 def can_pack_floats(weight: Tensor) -> bool:
-    """Of a weight [N, K] in a host's memory, if its CPU has AVX-512."""
+    """Whether a weight [N, K] is in host memory with full FP32 blocks and the CPU has AVX-512."""
     is_whole = weight.is_cpu and all(size % BLOCK == 0 for size in weight.shape)
     return is_whole and weight.dtype == torch.float32 and has_avx512()
 
@@ -63,7 +63,7 @@ def _sum_products(rows: Any, num_rows: Any, weight: Any, block: Any, sums_at: An
 
 @compiled()
 def _sum(rows: Any, num_rows: int, weight: Any, block: int, sums_at: int) -> None:
-    """Rows of FP32 are as far from each other across blocks as within one: all go by together."""
+    """Processes all rows together: FP32 rows have the same stride across blocks as within one."""
     width, sums = weight.shape[1], (sums_at, SUM_BYTES)
     for row in range(num_rows):
         store_floats(same(_f32(0.0)), sums_at + row * SUM_BYTES)

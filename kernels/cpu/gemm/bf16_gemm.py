@@ -1,4 +1,4 @@
-"""What BF16 is multiplied with on this machine: AMX's tiles, else AVX-512's products of pairs."""
+"""Chooses the instructions for BF16 products on this machine: AMX, else AVX-512 BF16 pairs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def can_pack_halves(weight: Tensor) -> bool:
 
 
 def pack_halves(weight: Tensor) -> Tensor:
-    """The same bytes for either, in another shape."""
+    """Packs a weight for AMX or for pairs: the same bytes, in a different shape."""
     return pack_for_amx(weight) if can_pack_for_amx(weight) else pack_pairs(weight)
 
 

@@ -1,7 +1,7 @@
-"""Products with a compressed weight, as `amx_products` or `pair_products` with a packed one.
+"""Products with a compressed weight; the counterpart of `amx_products` and `pair_products`.
 
-A block of the weight is decoded into a core's first cache just before it is multiplied by, and
-summed in the same order: the bits are those of the plain weight.
+A block of the weight is decoded into a core's L1 cache just before it is multiplied, and summed in
+the same order: the bits equal those of the dense weight.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from kernels.cpu.simd.amx_tiles import TILE_ROWS, aligned, tile_release
 from kernels.cpu.simd.cpu_features import has_amx
 from kernels.cpu.simd.intrinsics import expect_load
 
-AHEAD = 4  # blocks that are fetched before they are decoded
-VERBATIM_AHEAD_BYTES = 256  # what so many blocks take of the stream
+AHEAD = 4  # blocks that are prefetched before they are decoded
+VERBATIM_AHEAD_BYTES = 256  # the part of the stream that AHEAD blocks read
 RECORD_LINES = RECORD_BYTES // LINE_BYTES
-MIN_OTHERS = 3  # blocks of rows: with less, too much would be fetched at each step
+MIN_OTHERS = 3  # blocks of rows: with fewer, each step would prefetch too much
 
 _ROW_OF_LANE = ROW_OF_LANE["tiles"]
 
 
 def planes_for_tiles(weight: CompressedWeight) -> Any:
-    """As `sum_products` takes it; None if it is not in the order of a packed weight."""
+    """The planes for `sum_products`; None if the order is not that of a packed weight."""
     return weight.planes if weight.order == "tiles" else None
 
 
@@ -72,8 +72,8 @@ def _is_planes(weight: Any) -> bool:
 
 @compiled()
 def _sum_by_pairs(rows: Any, num_rows: int, planes: Any, strip: int, sums_at: int) -> None:
-    """FP32 sums [num_rows, 32] of rows by a strip, a piece of which is decoded before all rows are
-    multiplied by it.
+    """FP32 sums [num_rows, 32] of rows by a strip. Each part of a strip is decoded before all rows
+    are multiplied by it.
     """
     all_steps = planes.records.shape[1]
     lanes = spread_bases(planes.bases, strip, _ROW_OF_LANE)
@@ -95,8 +95,8 @@ def _sum_by_pairs(rows: Any, num_rows: int, planes: Any, strip: int, sums_at: in
 def _sum_on_tiles(rows: Any, num_rows: int, planes: Any, strip: int, sums_at: int) -> None:
     """FP32 sums [num_rows, 32] of rows by a strip.
 
-    A piece of it is decoded while the first 32 rows are multiplied by it, and stays in the first
-    cache while the others go by. For 32 or less, all of it is one piece.
+    Each part of it is decoded while the first 32 rows are multiplied by it, and stays in the L1
+    cache for the other rows. For 32 rows or fewer, the strip is one part.
     """
     all_steps = planes.records.shape[1]
     num_row_blocks = (num_rows + BLOCK - 1) // BLOCK
@@ -105,7 +105,7 @@ def _sum_on_tiles(rows: Any, num_rows: int, planes: Any, strip: int, sums_at: in
     scratch = aligned(PIECE_STEPS * STEP_BYTES)
     verbatim_at = planes.verbatim.ctypes.data + planes.starts[strip]
     lanes_at, scratch_at, configured = lanes.ctypes.data, scratch.ctypes.data, 0
-    # Many rows leave time to fetch the next piece while they go by.
+    # With many rows there is time to prefetch the next part during their products.
     num_others = num_row_blocks - 1
     num_ahead = (RECORD_LINES + num_others - 1) // num_others if num_others >= MIN_OTHERS else 0
     for piece in range(num_pieces):
@@ -167,10 +167,10 @@ def _decode_and_multiply(
     is_tall: bool,
     fetches: bool,
 ) -> int:
-    """A block is decoded while the one before it is multiplied by; the last PIECE_STEPS of them
-    stay in the scratch. With `fetches` those some steps ahead are fetched.
+    """Decodes each block while the one before it is multiplied; the last PIECE_STEPS blocks stay in
+    the scratch. With `fetches`, blocks some steps ahead are prefetched.
 
-    Returns where the next block's verbatim bytes are.
+    Returns the address of the next block's verbatim bytes.
     """
     for step in range(num_steps + 1):
         if step < num_steps:

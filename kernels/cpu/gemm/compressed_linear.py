@@ -1,7 +1,7 @@
-"""y = x · weightᵀ + bias with a compressed weight: the bits that `linear` gives for the plain one.
+"""y = x · weightᵀ + bias with a compressed weight: bit-identical to `linear` with the dense one.
 
-Where BF16 has products of our own, see compressed_gemm.py. Elsewhere a piece of the weight's
-rows is decoded, and the library multiplies by it.
+Where this package has BF16 products, see compressed_gemm.py. Elsewhere a part of the weight's rows
+is decoded, and the library multiplies by it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from kernels.cpu.gemm.decompress_rows import decode_strips
 from kernels.cpu.gemm.linear import linear
 from kernels.cpu.gemm.packed_linear import for_products, packed_linear
 
-# The library splits K among threads where a product has few columns: a piece of a weight needs as
-# many a thread for the bits of the whole (measured with 1 and 2 threads, K up to 14,336).
+# The library splits K among threads if a product has few columns: a part of a weight needs this
+# many rows per thread to give the bits of the full weight (measured: 1 and 2 threads, K <= 14,336).
 THREAD_ROWS = 128
 MIN_PIECE_ROWS = 256
 
@@ -29,7 +29,7 @@ def compressed_linear(
     *,
     is_batch_invariant: bool = False,
 ) -> Tensor:
-    """x [T, K], weight [N, K], bias [N] -> [T, N], all BF16. Rows do not depend on their number.
+    """x [T, K], weight [N, K], bias [N] -> [T, N], all BF16. A row does not depend on their number.
 
     Raises BadTensor.
     """

@@ -1,9 +1,9 @@
-"""A BF16 weight [N, K] in some 11.4 bits each (see bf16_codec.py), bit for bit.
+"""A lossless BF16 weight [N, K] in about 11.4 bits per element (see bf16_codec.py).
 
-It is cut into blocks of 32 x 32; those of 32 rows, with all of K, are a *strip* and share a stream
-of verbatim bytes. The order of a block's words is the one that the product wants: "tiles" as a
-packed weight has them (`pack_halves`), "rows" as in the weight. Each row of N has the base that
-leaves it the fewest verbatim bytes.
+It is cut into blocks of 32 x 32; the blocks of 32 rows, over all of K, are a *strip* and share a
+stream of verbatim bytes. A block's words are in the order that the product needs: "tiles" is that
+of a packed weight (`pack_halves`), "rows" that of the weight. Each row of N has the base that gives
+the fewest verbatim bytes.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from kernels.cpu.simd.intrinsics import SIDE, array, transpose_words
 WeightLayout = Literal["tiles", "rows"]
 ALIGNMENT = 64
 _NUM_BASES = 128 - WINDOW + 1
-_NUM_TABLES = 4  # of a row's counters: its words are so alike that one table would be waited for
+_NUM_TABLES = 4  # counters per row: its words are so similar that updates of one table would stall
 
-# The row of a block whose base a lane takes, by group.
+# The row of a block whose base a lane uses, by group.
 ROW_OF_LANE: dict[WeightLayout, Any] = {
     "tiles": np.empty((1, LANES), np.int64),
     "rows": np.empty((NUM_GROUPS, LANES), np.int64),
@@ -50,17 +50,17 @@ for _row in range(2):
 
 
 class Planes(NamedTuple):
-    """N and K are rounded up to whole blocks."""
+    """N and K are rounded up to full blocks."""
 
     records: Any  # [N / 32, K / 32, RECORD_BYTES]
     bases: Any  # [N / 32, 32]
-    starts: Any  # [N / 32 + 1] int64: of each strip among the
+    starts: Any  # [N / 32 + 1] int64: the start of each strip in `verbatim`
     verbatim: Any  # [num_verbatim + VERBATIM_READ]
 
 
 @dataclass(frozen=True)
 class CompressedWeight:
-    """`memory` [num_bytes] uint8 holds all planes, each from a multiple of 64 bytes on."""
+    """`memory` [num_bytes] uint8 holds all planes, each aligned to 64 bytes."""
 
     shape: tuple[int, int]  # N, K
     order: WeightLayout
@@ -86,7 +86,7 @@ class CompressedWeight:
 
 
 def _plan(shape: tuple[int, int], num_verbatim: int) -> tuple[list[tuple[int, ...]], list[int]]:
-    """The planes' shapes in bytes; where each begins, and all of them end."""
+    """The planes' shapes in bytes; the start of each plane, and the end of the last one."""
     num_strips, depth = (-(-size // BLOCK) for size in shape)
     shapes: list[tuple[int, ...]] = [
         (num_strips, depth, RECORD_BYTES),
@@ -105,7 +105,7 @@ def memory_bytes(shape: tuple[int, int], num_verbatim: int) -> int:
 
 
 def compress_weight(weight: Tensor) -> CompressedWeight | None:
-    """weight [N, K] -> the same, smaller; None where it would not be, or is not BF16 on a CPU."""
+    """weight [N, K] -> its compressed form; None if not smaller, or not BF16 on a CPU."""
     if weight.dtype != torch.bfloat16 or not weight.is_cpu or not weight.numel():
         return None
     order: WeightLayout = "tiles" if can_pack_halves(weight) else "rows"
@@ -126,7 +126,7 @@ def compress_weight(weight: Tensor) -> CompressedWeight | None:
 
 
 def _whole_blocks(words: Any, bases: Any) -> Any:
-    """Filled up with words that need no verbatim byte."""
+    """Pads rows and columns to full blocks with words that need no verbatim byte."""
     num_rows, width = words.shape
     if num_rows % BLOCK == width % BLOCK == 0:
         return words
@@ -138,7 +138,7 @@ def _whole_blocks(words: Any, bases: Any) -> Any:
 
 @compiled(parallel=True)
 def _choose_bases(words: Any, bases: Any, counts: Any) -> None:
-    """Leaves the number of each strip's verbatim bytes in `counts` [1:]."""
+    """Chooses each row's base. Stores each strip's number of verbatim bytes in `counts` [1:]."""
     num_rows, width = words.shape
     for strip in prange(len(bases)):
         found = np.empty((_NUM_TABLES, 256), np.int64)
@@ -186,7 +186,7 @@ def _encode(words: Any, is_tiled: bool, row_of_lane: Any, planes: Any) -> None:
 
 @compiled()
 def spread_bases(bases: Any, strip: int, row_of_lane: Any) -> Any:
-    """For `decode_block`: [1, LANES], or [16, LANES] for blocks in the order of rows."""
+    """Bases for `decode_block`: [1, LANES], or [16, LANES] for blocks in row order."""
     lanes = np.empty(row_of_lane.shape, np.uint8)
     for group in range(lanes.shape[0]):
         for lane in range(LANES):

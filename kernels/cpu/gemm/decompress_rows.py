@@ -1,4 +1,4 @@
-"""Plain rows of a compressed weight: strips of it, or those that an embedding looks up."""
+"""Dense rows of a compressed weight: strips of it, or the rows of an embedding lookup."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from kernels.cpu.simd.intrinsics import SIDE, array, transpose_words
 
 
 def decode_strips(weight: CompressedWeight, first: int, end: int, out: Tensor) -> None:
-    """The rows of strips [first, end) to `out` [32 · (end - first) or more, K]."""
+    """Decodes the rows of strips [first, end) to `out` [32 · (end - first) or more, K]."""
     is_tiled, lanes = weight.order == "tiles", ROW_OF_LANE[weight.order]
     _decode_strips(weight.planes, is_tiled, lanes, first, end, array(out))
 
 
 def select_rows(weight: CompressedWeight, row_ids: Tensor) -> Tensor:
-    """weight.index_select(0, row_ids): [T] -> [T, K]. For each, its strip is decoded.
+    """weight.index_select(0, row_ids): [T] -> [T, K]. Decodes the strip of each row.
 
-    Raises IndexError for a row that is not there.
+    Raises IndexError for a row id out of range.
     """
     num_rows, width = weight.shape
     if len(row_ids) and not 0 <= int(row_ids.min()) <= int(row_ids.max()) < num_rows:
@@ -89,7 +89,7 @@ def _decode_rows(
     row_bytes: int,
     scratch: Any,
 ) -> int:
-    """A block as rows, `row_bytes` apart; returns where the next one's verbatim bytes are."""
+    """Decodes a block to rows with stride `row_bytes`. Returns the next verbatim bytes' address."""
     lanes_at, tile_at = lanes.ctypes.data, scratch.ctypes.data
     if not is_tiled:
         return decode_block(record_at, verbatim_at, lanes_at, LANES, rows_at, row_bytes)

@@ -1,10 +1,10 @@
 """Products of rows with a packed weight, a block of 32 columns at a time, summed in FP32.
 
-`num_blocks`, `num_steps` and `sum_products` have one body for each form of a weight:
+`num_blocks`, `num_steps` and `sum_products` have one overload for each form of a weight:
 
-    amx_products           BF16 on AMX's tiles
-    pair_products          BF16 on AVX-512, where there are no tiles
-    compressed_products    BF16 that is decoded on the way to either
+    amx_products           BF16 on AMX tiles
+    pair_products          BF16 on AVX-512, without AMX
+    compressed_products    BF16 that is decoded for either of the two
     float_products         FP32 on AVX-512
 
 Each sums a block over all of K in one order: a row's bits depend neither on the other rows nor on
@@ -22,27 +22,27 @@ from kernels.cpu.simd.amx_tiles import TILE_BYTES
 
 BLOCK = 32  # of rows, of columns, and of K
 SUM_BYTES = BLOCK * 4  # of a row's sums by 32 columns
-# So many rows stay in a core's second cache while the weight goes by. Of FP32, twelve at a time.
+# Rows that stay in a core's L2 cache while the weight is streamed. FP32 computes twelve at a time.
 HALF_CHUNK_ROWS = 256
 FLOAT_CHUNK_ROWS = 96
 
 
 class Rows(NamedTuple):
-    """Rows in blocks of 32, cut into steps of 32 columns: where they are, in bytes."""
+    """Rows in blocks of 32, cut into steps of 32 columns: their address and strides in bytes."""
 
     address: int
-    row_bytes: int  # from row to row of a block
-    step_bytes: int  # from step to step
-    block_bytes: int  # from block to block
+    row_bytes: int  # between rows of a block
+    step_bytes: int  # between steps
+    block_bytes: int  # between blocks
 
 
 def num_blocks(weight: Any) -> Any:
-    """Of 32 columns of the product; `weight` as `sum_products` takes it."""
+    """The number of blocks of 32 columns of the product; `weight` as for `sum_products`."""
     return len(weight) if isinstance(weight, np.ndarray) else len(weight.bases)
 
 
 def num_steps(weight: Any) -> Any:
-    """Of 32 of K."""
+    """The number of steps of 32 elements of K."""
     raise NotImplementedError("compiled code only")
 
 
@@ -53,17 +53,17 @@ def sum_products(rows: Any, num_rows: int, weight: Any, block: int, sums_at: int
 
 @compiled()
 def plain_rows(address: int, num_columns: int, itemsize: int) -> Any:
-    """[T, K]."""
+    """Rows of a dense [T, K]."""
     row_bytes = num_columns * itemsize
     return Rows(address, row_bytes, BLOCK * itemsize, row_bytes * BLOCK)
 
 
 @compiled()
 def work_rows(address: int, num_columns: int, itemsize: int) -> Any:
-    """As products read them best, from `work_bytes` of memory.
+    """Rows in the layout that products read fastest, in `work_bytes` of memory.
 
-    BF16: [T / 32, K / 32, 32, 32], as tiles are loaded, one step behind the other. FP32: plain, but
-    each row a line longer: rows of 4 KB would all claim the same lines of the first cache.
+    BF16: [T / 32, K / 32, 32, 32], as tiles are loaded, one step after the other. FP32: row-major
+    with one extra cache line per row: rows of 4 KB would all map to the same lines of the L1 cache.
     """
     if itemsize == 2:
         return Rows(address, BLOCK * 2, BLOCK * BLOCK * 2, num_columns * BLOCK * 2)
@@ -88,5 +88,5 @@ def chunk_rows(itemsize: int) -> int:
 
 @compiled()
 def padded(num_rows: int) -> Any:
-    """To whole blocks."""
+    """Rounds up to full blocks."""
     return (num_rows + BLOCK - 1) // BLOCK * BLOCK

@@ -1,17 +1,18 @@
-"""y = x · weightᵀ + bias, with output rows that do not depend on how many rows there are.
+"""y = x · weightᵀ + bias, where an output row does not depend on the number of rows.
 
-On a CPU a weight is packed once. Of whole blocks of 32, BF16 with AMX or AVX-512 BF16 and FP32 with
-AVX-512 go to `packed_linear`. FP32 takes 0.3 to 0.9 of oneDNN's time for one row, about as much for
-64, and 1.0 to 1.3 of it for 1,000 (a Xeon, one thread, N and K from 256 to 4,096); BF16 without AMX
-0.5 to 0.9 for one row, and 0.9 to 1.1 for 16 and more (an EPYC, one thread, N up to 32,000).
+On a CPU a weight is packed once. Weights of full blocks of 32, in BF16 with AMX or AVX-512 BF16 and
+in FP32 with AVX-512, use `packed_linear`. FP32 takes 0.3 to 0.9 of oneDNN's time for one row, about
+the same for 64, and 1.0 to 1.3 of it for 1,000 (a Xeon, one thread, N and K from 256 to 4,096);
+BF16 without AMX takes 0.5 to 0.9 for one row, and 0.9 to 1.1 for 16 and more (an EPYC, one thread,
+N up to 32,000).
 
-Others are packed into the blocked layout that oneDNN multiplies with; without it every product
-rearranges the whole weight first. Measured on an EPYC with AVX-512 BF16, 768 x 4096: 2.3 times as
-fast for one row and 1.6 times for 64 in BF16. A row's bits are the same for every number of rows
-from two on, with any number of threads, and for a single row as long as K <= SPLIT_K (measured, K
-up to 11,008): beyond it, one row gets another kernel, so it is computed with a row of zeros beside
-it. Plain weights need more care. With AMX oneDNN cuts K by the number of rows, in one way for two
-to AMX_ROWS of them (measured on a Xeon, same K), so that many are taken at a time.
+Others are packed into oneDNN's blocked layout; otherwise every product rearranges the full weight
+first. Measured on an EPYC with AVX-512 BF16, 768 x 4096: 2.3 times as fast for one row and 1.6
+times for 64 in BF16. A row's bits are the same for any number of rows from two on and any number of
+threads, and for a single row if K <= SPLIT_K (measured, K up to 11,008): above it, one row uses
+another kernel, so it is computed together with a row of zeros. Unpacked weights need more care.
+With AMX oneDNN cuts K by the number of rows, in one way for two to AMX_ROWS of them (measured on a
+Xeon, same K), so more rows are computed in chunks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kernels.cpu.simd.cpu_features import has_amx
 from kernels.cpu.simd.intrinsics import array
 
 SPLIT_K = 1024
-# Plain weights: below PLAIN_ROWS rows are padded to a multiple, from there on any count will do.
+# Unpacked weights: below PLAIN_ROWS rows are padded to a multiple; above, any count is valid.
 PLAIN_ROWS = 16
 PLAIN_MULTIPLE = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 16}
 AMX_ROWS = 32
@@ -34,10 +35,10 @@ PACKABLE = (torch.float32, torch.bfloat16)
 
 
 def pack_weight(weight: Tensor) -> Tensor:
-    """weight [N, K] -> the same in our products' or oneDNN's layout, or as it is.
+    """weight [N, K] -> the weight in this package's or oneDNN's layout, or unchanged.
 
-    A packed weight takes the same number of bytes and is good for `linear` only; one that is packed
-    already stays as it is.
+    A packed weight takes the same number of bytes and is valid for `linear` only; an already packed
+    weight is returned unchanged.
     """
     if is_packed(weight):
         return weight
@@ -49,7 +50,7 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 
 def pack_for_library(weight: Tensor) -> Tensor:
-    """weight [N, K] -> the same in oneDNN's layout, or as it is. Needs no compiled loops."""
+    """weight [N, K] -> the weight in oneDNN's layout, or unchanged. Needs no compiled loops."""
     if weight.is_mkldnn:
         return weight
     is_packable = weight.device.type == "cpu" and weight.dtype in PACKABLE
@@ -66,10 +67,10 @@ def is_packed(weight: Tensor) -> bool:
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, is_batch_invariant: bool = False
 ) -> Tensor:
-    """x [T, K], weight [N, K] plain or packed, bias [N] -> [T, N] in the dtype of x.
+    """x [T, K], weight [N, K] unpacked or packed, bias [N] -> [T, N] in the dtype of x.
 
-    The bias is added after the product is rounded: a fused one changes the kernel that runs.
-    Rows do not depend on their number, whether `is_batch_invariant` asks for it or not.
+    The bias is added after the product is rounded: fusing it changes the kernel that runs.
+    A row does not depend on the number of rows, with or without `is_batch_invariant`.
     """
     if is_packed_for_products(weight):
         y = packed_linear(x, array(weight))

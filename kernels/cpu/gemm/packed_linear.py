@@ -1,4 +1,4 @@
-"""y = x · weightᵀ with a weight that is packed for our own products; see gemm_common.py."""
+"""y = x · weightᵀ with a weight packed for this package's products; see gemm_common.py."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kernels.cpu.simd.tasks import num_tasks
 
 
 def for_products(weight: Any) -> Any:
-    """A weight as `sum_products` takes it; None if it is in no form of ours."""
+    """A weight as `sum_products` takes it; None if it is not in one of this package's forms."""
     if isinstance(weight, CompressedWeight):
         return planes_for_tiles(weight)
     is_packed = isinstance(weight, Tensor) and is_packed_for_products(weight)
@@ -37,14 +37,14 @@ def for_products(weight: Any) -> Any:
 
 
 def is_packed_for_products(weight: Tensor) -> bool:
-    """Of a dense weight."""
+    """Whether a dense weight is packed for this package's products."""
     return is_packed_halves(weight) or is_packed_floats(weight)
 
 
 def packed_linear(x: Tensor, weight: Any, *, dtype: torch.dtype | None = None) -> Tensor:
     """x [T, K], `weight` as `sum_products` takes it -> [T, N], rounded once to the dtype of x.
 
-    It is held in `dtype`: that of x, or FP32.
+    The result is stored in `dtype`: that of x, or FP32.
     """
     y = x.new_empty(x.shape[0], num_blocks(weight) * BLOCK, dtype=dtype)
     _linear(array(x.contiguous()), weight, num_tasks(num_blocks(weight)), array(y))

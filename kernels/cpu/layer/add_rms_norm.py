@@ -10,6 +10,6 @@ from kernels.cpu.layer.rms_norm import rms_norm
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, has_unit_offset: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """x, residual [..., hidden], weight [hidden] -> (y, s), both as x; s is rounded before."""
+    """x, residual [..., hidden], weight [hidden] -> (y, s), both like x; s is rounded first."""
     total = x + residual
     return rms_norm(total, weight, eps, has_unit_offset=has_unit_offset), total

@@ -1,10 +1,10 @@
-"""A decoder layer around its attention: all that is done to a token's row alone.
+"""The row-wise operations of a decoder layer, before and after its attention.
 
-One call for what comes before attention and one for what comes behind it, instead of one for each
-operation. Of many rows each thread takes its share through all of it: a chunk of rows stays in its
-core's second cache from one product to the next. Of few rows the weights are what takes the time,
-so the threads share each product's columns. A row has the same bits both ways, and those of the
-single operations (`linear`, `add_rms_norm`, `rotate_and_store`, `gated`).
+One call computes everything before attention and one everything after it, instead of one call per
+operation. With many rows each thread computes a share of the rows through all operations: a chunk
+of rows stays in its core's L2 cache from one product to the next. With few rows, reading the
+weights dominates, so the threads share each product's columns. A row has the same bits both ways,
+equal to those of the single operations (`linear`, `add_rms_norm`, `rotate_and_store`, `gated`).
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from kernels.cpu.simd.amx_tiles import aligned
 from kernels.cpu.simd.intrinsics import array
 from kernels.cpu.simd.tasks import num_tasks
 
-# For each thread. With fewer, reading all weights in every thread takes longer than it saves.
+# Per thread. With fewer, reading all weights in every thread costs more time than it saves.
 MANY_ROWS = 160
 
 
 class PreAttention(NamedTuple):
-    """What a layer has ahead of its attention, beside the weight of queries, keys and values."""
+    """The parameters of a layer before its attention, except the QKV weight."""
 
     norm: Any  # [hidden]
     eps: Any  # FP32
@@ -59,18 +59,18 @@ class PreAttention(NamedTuple):
 
 
 class PostAttention(NamedTuple):
-    """What it has behind it, beside the weights."""
+    """The parameters of a layer after its attention, except the weights."""
 
     norm: Any  # [hidden]
-    attention_norm: Any  # of what attention adds, [hidden], or [0]
-    mlp_norm: Any  # of what the MLP adds
+    attention_norm: Any  # applied to attention's output, [hidden], or [0]
+    mlp_norm: Any  # applied to the MLP's output
     eps: Any
     has_unit_offset: bool
     is_gelu: bool
 
 
 class Weights(NamedTuple):
-    """Each as `sum_products` takes it."""
+    """Each in the form that `sum_products` takes."""
 
     qkv: Any
     output: Any
@@ -94,10 +94,10 @@ class PackedLayer:
         *,
         is_by_rows: bool | None = None,
     ) -> Tensor:
-        """x [T, hidden] -> rotated queries [T, num_heads, D]; keys and values go to the cache.
+        """x [T, hidden] -> rotated queries [T, num_heads, D]; writes keys and values to the cache.
 
         cos, sin [T, rotary_dim / 2] FP32; kv_cache and slot_mapping as in `rotate_and_store`.
-        `is_by_rows`: if not None, decides how it is computed, whatever the number of rows.
+        `is_by_rows`: None chooses by the number of rows; True or False forces the way.
         """
         num_kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
         num_heads = num_blocks(self._weights.qkv) * BLOCK // head_dim - 2 * num_kv_heads
@@ -122,7 +122,7 @@ class PackedLayer:
     def post_attention(
         self, x: Tensor, attended: Tensor, *, is_by_rows: bool | None = None
     ) -> Tensor:
-        """x [T, hidden], attended [T, num_heads, D] -> [T, hidden] behind the layer."""
+        """x [T, hidden], attended [T, num_heads, D] -> the layer's output [T, hidden]."""
         y = torch.empty_like(x)
         is_by_rows = _goes_by_rows(x) if is_by_rows is None else is_by_rows
         run = _post_attention_by_rows if is_by_rows else _post_attention_by_columns
@@ -132,15 +132,15 @@ class PackedLayer:
 
 
 def _goes_by_rows(x: Tensor) -> bool:
-    """Many rows do, as soon as this process has the code: it is not worth a wait for the compiler,
-    as columns give the same bits.
+    """Whether to compute by rows: for many rows, once this process has loaded the code. Waiting for
+    the compiler is not worthwhile, as columns give the same bits.
     """
     has_many_rows = len(x) >= MANY_ROWS * numba.get_num_threads()
     return has_many_rows and bool(_post_attention_by_rows.overloads)
 
 
 def _num_tasks(x: Tensor, *, is_by_rows: bool) -> int:
-    """By rows, a task reads all weights: no more of them than threads."""
+    """By rows, each task reads all weights, so there are no more tasks than threads."""
     return numba.get_num_threads() if is_by_rows else num_tasks(x.shape[1] // BLOCK)
 
 
@@ -155,10 +155,10 @@ def packed_layer(
     has_unit_offset: bool,
     activation: str,
 ) -> PackedLayer | None:
-    """`weights`: of queries, keys and values; output; gate and up; down. None where it cannot be.
+    """`weights`: QKV; output; gate and up; down. None if one of them is not packed for products.
 
     `norms`: before attention and before the MLP, [hidden]; `head_norms` [D] of queries and keys, or
-    none; `post_norms` [hidden] of what attention and of what the MLP adds, or none.
+    none; `post_norms` [hidden] of the outputs of attention and of the MLP, or none.
     """
     found = [for_products(each) for each in weights]
     if any(each is None for each in found):
@@ -318,7 +318,7 @@ def _post_attention_by_columns(
 
 @compiled()
 def share_of_rows(num_rows: int, task: int, num_tasks: int) -> Any:
-    """[first, end): whole blocks, but for the last task's last one."""
+    """[first, end): full blocks, except possibly the last block of the last task."""
     first = (num_rows * task // num_tasks + BLOCK // 2) // BLOCK * BLOCK
     end = (num_rows * (task + 1) // num_tasks + BLOCK // 2) // BLOCK * BLOCK
     return min(first, num_rows), num_rows if task == num_tasks - 1 else min(end, num_rows)

@@ -1,7 +1,7 @@
-"""What a decoder layer does to rows between its products: norms, gates, rotary positions.
+"""The row-wise operations of a decoder layer between its products: norms, gates, rotary positions.
 
-Each has the bits of the operation over whole tensors that its docstring names. Rows are addressed
-by number; `pre_attention` and `layer` are a layer's `Before` or `Behind`.
+Each is bit-identical to the full-tensor operation that its docstring names. Rows are addressed by
+number; `pre_attention` and `layer` are a layer's `PreAttention` or `PostAttention`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _f32 = np.float32
 
 @compiled()
 def norm_rows(x: Any, low: int, high: int, layer: Any, rows: Any, first: int) -> None:
-    """`rms_norm` of rows [low, high), to `rows` from `first` on."""
+    """`rms_norm` of rows [low, high), written to `rows` from `first` on."""
     hidden, x_at = x.shape[1], x.ctypes.data
     weight_at = layer.norm.ctypes.data
     for row in range(high - low):
@@ -43,8 +43,8 @@ def norm_rows(x: Any, low: int, high: int, layer: Any, rows: Any, first: int) ->
 def norm_row(
     x_at: int, num_columns: int, weight_at: int, layer: Any, y_at: int, step_bytes: int, like: Any
 ) -> None:
-    """`rms_norm` of one row, whose dtype is that of `like`; the result's pieces of 32 lie
-    `step_bytes` apart.
+    """`rms_norm` of one row, whose dtype is that of `like`; the result's blocks of 32 have a
+    stride of `step_bytes`.
     """
     dtype, size = like.dtype, like.itemsize
     scale = inverse_size(x_at, num_columns, layer.eps, dtype, size)
@@ -61,7 +61,7 @@ def norm_row(
 
 @compiled()
 def inverse_size(x_at: int, num_columns: int, eps: Any, dtype: Any, size: int) -> Any:
-    """1 / sqrt(mean(x²) + eps), in LANES chains."""
+    """1 / sqrt(mean(x²) + eps), summed in LANES chains."""
     first, second = same(_f32(0.0)), same(_f32(0.0))
     for column in range(0, num_columns, LANES):
         count, at = num_columns - column, x_at + column * size
@@ -99,7 +99,7 @@ def add_or_keep(
     x: Any,
     y: Any,
 ) -> None:
-    """`add_products`; but where the product is normalised first, it is kept in `added` [T, N]."""
+    """`add_products`; but if the product is normalised first, it is stored in `added` [T, N]."""
     if added.size:
         multiply_rows(rows, num_rows, weight, first, end, sums, added, y.dtype)
     else:
@@ -108,7 +108,7 @@ def add_or_keep(
 
 @compiled()
 def add_normed(added: Any, low: int, high: int, norm: Any, layer: Any, x: Any, y: Any) -> None:
-    """y = x + `rms_norm` of what is added, of rows [low, high); nothing where none is kept."""
+    """y = x + `rms_norm` of `added`, for rows [low, high); does nothing if `added` is empty."""
     if not added.size:
         return
     hidden, row_bytes, step_bytes = x.shape[1], x.strides[0], BLOCK * x.itemsize
@@ -133,7 +133,7 @@ def gate_products(
     gated: Any,
     dtype: Any,
 ) -> None:
-    """The gated product to rows `gated` of `dtype`, blocks [first, end)."""
+    """Writes the gated product to rows `gated` of `dtype`, for blocks [first, end)."""
     num_gates = num_blocks(weight) // 2
     gate_at = sums.ctypes.data
     up_at = gate_at + padded(num_rows) * SUM_BYTES
@@ -149,7 +149,7 @@ def gate_products(
 
 @compiled(is_inlined=True)
 def gated_floats(gate: Any, up: Any, is_gelu: bool) -> Any:
-    """As `gated`."""
+    """Like `gated`."""
     if is_gelu:
         exponent = (gate * gate * GELU_CUBIC + _f32(1.0)) * gate * GELU_FACTOR
     else:
@@ -172,7 +172,7 @@ def place_heads(
     key: Any,
     value: Any,
 ) -> None:
-    """`rotate_and_store` of heads [first, end), of which the first of all is token `low`."""
+    """`rotate_and_store` of heads [first, end); head 0 belongs to token `low`."""
     num_heads, num_kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[2]
     half, block_size, head_bytes = cos.shape[1], key.shape[2], head_dim * query.itemsize
     num_rotated = num_heads + num_kv_heads
@@ -208,7 +208,7 @@ def place_heads(
 
 @compiled(is_inlined=True)
 def rotate(x_at: int, angles: Any, half: int, y_at: int, like: Any) -> None:
-    """Of one head, whose size and dtype are those of `like`; `angles`: where cos and sin are."""
+    """Rotates one head, with the size and dtype of `like`; `angles`: addresses of cos and sin."""
     cos_at, sin_at = angles
     dtype, size = like.dtype, like.itemsize
     for index in range(0, half, NUM_FLOATS):

@@ -1,4 +1,4 @@
-"""RMS normalisation: y = (x · rsqrt(mean(x²) + eps)) · weight, one row a token."""
+"""RMS normalisation: y = (x · rsqrt(mean(x²) + eps)) · weight, one row per token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _f32 = np.float32
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, has_unit_offset: bool = False) -> Tensor:
-    """x [..., hidden], weight [hidden] -> as x, in its dtype.
+    """x [..., hidden], weight [hidden] -> the shape and dtype of x.
 
     The mean and the scaling are FP32; the product with the weight is in the dtype of x, as in the
     published checkpoints' own code. `has_unit_offset`: the factor is 1 + weight, in FP32 (Gemma).

@@ -1,8 +1,8 @@
 """AMX's tile instructions, for compiled loops: eight tiles of up to 16 rows of 64 bytes each.
 
-A tile is named by a literal number; addresses and strides are integers in bytes. `tile_multiply`
-adds to FP32 [16, 16] the product of BF16 [16, 32] and BF16 [32, 16], whose rows lie in pairs:
-[16, 16, 2]. (Intel 64 Architectures Software Developer's Manual, volume 1, chapter 18.)
+A literal number identifies a tile; addresses and strides are integers in bytes. `tile_multiply`
+adds to FP32 [16, 16] the product of BF16 [16, 32] and BF16 [32, 16], whose rows are stored in
+pairs: [16, 16, 2]. (Intel 64 Architectures Software Developer's Manual, volume 1, chapter 18.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kernels.cpu.compile import compiled
 
 TILE_ROWS = 16
-TILE_BYTES = 64  # of a row
+TILE_BYTES = 64  # per row
 
 _I8, _I16, _I32, _I64 = (ir.IntType(size) for size in (8, 16, 32, 64))
 _POINTER = _I8.as_pointer()
@@ -26,7 +26,7 @@ _NUM_HALVES = 32
 
 
 def tile_config(first_rows: int, second_rows: int) -> NDArray[np.uint8]:
-    """For `tile_configure`, [64]: products of two blocks of rows by two of columns.
+    """The argument of `tile_configure`, [64]: two blocks of rows multiplied by two of columns.
 
     Tiles 0, 1 (sums) and 4 (factors) have `first_rows`, tiles 2, 3 and 5 `second_rows`; 6 and 7,
     the columns' factors, are full.
@@ -40,7 +40,7 @@ def tile_config(first_rows: int, second_rows: int) -> NDArray[np.uint8]:
 
 @compiled()
 def aligned(num_bytes: int) -> Any:
-    """Fresh memory, [num_bytes], that begins with a cache line: a tile's row is a whole one."""
+    """New memory, [num_bytes], aligned to a cache line: each row of a tile fills a line."""
     memory = np.empty(num_bytes + TILE_BYTES, np.uint8)
     first = -memory.ctypes.data % TILE_BYTES
     return memory[first : first + num_bytes]
@@ -53,7 +53,7 @@ def _call(builder: Any, name: str, *operands: Any) -> None:
 
 
 def bf16_of_floats(builder: Any, lower: Any, upper: Any) -> Any:
-    """Two vectors of 16 FP32 -> one of 32 BF16, to the nearest even; subnormals become 0."""
+    """Two vectors of 16 FP32 -> one of 32 BF16, to nearest even; subnormals become 0."""
     halves = ir.VectorType(_I16, _NUM_HALVES)
     name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
     function = builder.module.globals.get(name) or ir.Function(
@@ -68,7 +68,7 @@ def _tile(literal: Any) -> Any:
 
 @intrinsic
 def tile_configure(_: Any, config: Any) -> Any:
-    """Each thread configures its own tiles."""
+    """Configures the tiles of the calling thread; each thread does this separately."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _call(builder, "llvm.x86.ldtilecfg", builder.inttoptr(args[0], _POINTER))
@@ -121,10 +121,10 @@ def tile_multiply(_: Any, sums: Any, rows: Any, columns: Any) -> Any:
 
 @intrinsic
 def expect_store(_: Any, address: Any) -> Any:
-    """Fetches the cache line at `address`, which will be overwritten."""
+    """Prefetches the cache line at `address`, which will be overwritten."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        hints = _I32(1), _I32(3), _I32(1)  # for writing, into the first cache, of data
+        hints = _I32(1), _I32(3), _I32(1)  # for writing, into the L1 cache, of data
         _call(builder, "llvm.prefetch.p0", builder.inttoptr(args[0], _POINTER), *hints)
         return context.get_dummy_value()
 

@@ -1,4 +1,4 @@
-"""Which instructions compiled loops may use: those of numba's target, which need not be the host's.
+"""The instructions that compiled loops may use: those of numba's target, maybe not the host's.
 
 `NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES` change the target. An intrinsic of an instruction that the
 target lacks makes LLVM abort the process.
@@ -30,25 +30,25 @@ def target_cpu() -> str:
 
 @cache
 def has_fma() -> bool:
-    """Without it every fused multiply-add is a call of the C library."""
+    """Without FMA every fused multiply-add is a call of the C library."""
     return "fma" in target_features()
 
 
 @cache
 def has_avx512() -> bool:
-    """With fewer and narrower registers the library's FP32 GEMM is faster."""
+    """Without AVX-512's more and wider registers the library's FP32 GEMM is faster."""
     return "avx512f" in target_features()
 
 
 @cache
 def has_pair_products() -> bool:
-    """AVX-512's dot products of pairs of BF16."""
+    """Whether AVX-512's dot products of BF16 pairs may be used."""
     return "avx512bf16" in target_features()
 
 
 @cache
 def has_amx() -> bool:
-    """Whether this process may use BF16 tiles. The kernel grants them on request."""
+    """Whether this process may use BF16 tiles. The OS kernel grants them on request."""
     if not {"amx-tile", "amx-bf16"} <= target_features():
         return False
     return torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()

@@ -1,6 +1,6 @@
-"""Up to 32 numbers of an `array` of FP32, BF16 or FP16 as one value, on any CPU.
+"""Up to 32 FP32, BF16 or FP16 numbers of an `array` as one value, on any CPU.
 
-A dtype is that of the array in compiled code: bits for what numba does not know (`lanes.BITS`).
+A dtype is that of the array in compiled code: the type in `BITS` for types that numba lacks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STORED = {
 
 @intrinsic
 def load_numbers(_: Any, address: Any, dtype: Any, count: Any) -> Any:
-    """The `count` numbers at an address, or 32, if these are fewer; zeros behind them."""
+    """Loads the min(`count`, 32) numbers at an address, widened to FP32; other lanes are 0."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         place, kind, align, name = _place(builder, args[0], dtype)
@@ -50,7 +50,7 @@ def load_numbers(_: Any, address: Any, dtype: Any, count: Any) -> Any:
 
 @intrinsic
 def store_numbers(_: Any, x: Any, address: Any, dtype: Any, count: Any) -> Any:
-    """The first `count` ones, or 32, if these are fewer, rounded to the nearest even."""
+    """Stores the first min(`count`, 32) numbers, rounded to nearest even."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         place, kind, align, name = _place(builder, args[1], dtype)
@@ -69,7 +69,7 @@ def store_numbers(_: Any, x: Any, address: Any, dtype: Any, count: Any) -> Any:
 
 @intrinsic
 def rounded_as(_: Any, x: Any, dtype: Any) -> Any:
-    """To the nearest even number of the dtype."""
+    """Rounds to the nearest even number of the dtype."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         element, _ = _STORED[dtype.dtype]

@@ -1,8 +1,8 @@
 """32 FP32 numbers as one value of compiled loops: a row of a product's block.
 
-They are added, multiplied and divided like numbers, also with a single FP32 one. What is computed
-with them has the bits of the loops over whole tensors (`gated`, `rms_norm`), which do the same
-operations in the same order; only subnormal BF16, which AMX takes for 0, becomes 0 at once.
+They support +, *, / and so on like numbers, also with a single FP32 number. Results have the bits
+of the loops over full tensors (`gated`, `rms_norm`), which do the same operations in the same
+order; only subnormal BF16, which AMX treats as 0, becomes 0 immediately.
 `store_halves` needs AVX512-BF16, which every CPU with AMX has.
 """
 
@@ -73,7 +73,7 @@ def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def narrowed_halves(builder: Any, x: Any) -> Any:
-    """Code that rounds 32 numbers to BF16."""
+    """Generates code that rounds 32 numbers to BF16."""
     lower, upper = (
         builder.shuffle_vector(x, x, ir.Constant(ir.VectorType(_I32, 16), list(range(at, at + 16))))
         for at in (0, 16)
@@ -87,7 +87,7 @@ def _widened(builder: Any, halves: Any) -> Any:
 
 
 def _value(generate: Callable[..., Any], *argument_types: Any, result: Any = floats) -> Any:
-    """The numba signature, and code that is made of the builder and the arguments."""
+    """The numba signature, and a generator that calls `generate` with builder and arguments."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return generate(builder, *args)
@@ -114,7 +114,7 @@ def store_floats(_: Any, x: Any, address: Any) -> Any:
 
 @intrinsic
 def load_halves(_: Any, address: Any) -> Any:
-    """Of BF16."""
+    """Loads 32 BF16 numbers, widened to FP32."""
 
     def generate(builder: Any, address: Any) -> Any:
         place = builder.inttoptr(address, _HALVES.as_pointer())
@@ -125,7 +125,7 @@ def load_halves(_: Any, address: Any) -> Any:
 
 @intrinsic
 def store_halves(_: Any, x: Any, address: Any) -> Any:
-    """As BF16, rounded to the nearest even."""
+    """Stores 32 numbers as BF16, rounded to nearest even."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         place = builder.inttoptr(args[1], _HALVES.as_pointer())
@@ -137,7 +137,7 @@ def store_halves(_: Any, x: Any, address: Any) -> Any:
 
 @intrinsic
 def same(_: Any, x: Any) -> Any:
-    """Of one FP32 number."""
+    """Broadcasts one FP32 number to all lanes."""
     return _value(_splat, types.float32)
 
 
@@ -157,14 +157,14 @@ def _selecting(comparison: str) -> Any:
     return intrinsic(select)
 
 
-# Of each two numbers; the second one, if one of them is none.
+# Lane-wise minimum and maximum; if an operand is NaN, the second operand.
 smaller = _selecting("<")
 larger = _selecting(">")
 
 
 @intrinsic
 def masked(_: Any, x: Any, start: Any, end: Any) -> Any:
-    """-inf outside of [start, end)."""
+    """Replaces lanes outside [start, end) by -inf."""
 
     def generate(builder: Any, x: Any, start: Any, end: Any) -> Any:
         lanes = ir.Constant(_WORDS, list(range(NUM_FLOATS)))
@@ -184,7 +184,7 @@ def masked(_: Any, x: Any, start: Any, end: Any) -> Any:
 
 @intrinsic
 def largest(_: Any, x: Any) -> Any:
-    """Those that are no numbers are ignored."""
+    """The largest lane, ignoring NaN."""
 
     def generate(builder: Any, x: Any) -> Any:
         name = f"llvm.vector.reduce.fmax.v{NUM_FLOATS}f32"
@@ -195,7 +195,7 @@ def largest(_: Any, x: Any) -> Any:
 
 @intrinsic
 def first_equal(_: Any, x: Any, value: Any) -> Any:
-    """The lane that holds `value`, the first of them; NUM_FLOATS if none does."""
+    """The first lane that equals `value`; NUM_FLOATS if none does."""
 
     def generate(builder: Any, x: Any, value: Any) -> Any:
         equal = builder.fcmp_ordered("==", x, _splat(builder, value))
@@ -208,7 +208,7 @@ def first_equal(_: Any, x: Any, value: Any) -> Any:
 
 @intrinsic
 def total(_: Any, x: Any) -> Any:
-    """The sum, as a tree."""
+    """The sum of the lanes, as a tree."""
 
     def generate(builder: Any, x: Any) -> Any:
         name = f"llvm.vector.reduce.fadd.v{NUM_FLOATS}f32"
@@ -219,7 +219,7 @@ def total(_: Any, x: Any) -> Any:
 
 @intrinsic
 def exp2_floats(_: Any, x: Any) -> Any:
-    """As `lanes.exp2`."""
+    """Like `intrinsics.exp2`."""
 
     def generate(builder: Any, x: Any) -> Any:
         x = builder.select(builder.fcmp_ordered(">", x, _all(-127.0)), x, _all(-127.0))
@@ -255,7 +255,7 @@ def weights_of(_: Any, scores: Any, factor: Any, top: Any) -> Any:
 
 @compiled(is_inlined=True)
 def tanh_floats(x: Any) -> Any:
-    """1 - 2 / (1 + e**2x), kept from overflowing."""
+    """1 - 2 / (1 + e**2x), clamped against overflow."""
     x = larger(same(_f32(-20.0)), smaller(same(_f32(20.0)), x))
     return _f32(1.0) - _f32(2.0) / (_f32(1.0) + exp2_floats(x * _f32(2 * LOG2_E)))
 

@@ -1,4 +1,4 @@
-"""What the compiled loops are made of: half precision as bits, fused multiply-add, exp2."""
+"""Primitives of the compiled loops: half precision as bits, fused multiply-add, exp2."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from kernels.cpu.compile import compiled
 
-# What a dtype that numba does not know goes by; FP32 goes as it is.
+# The stand-in for a dtype that numba lacks; FP32 needs none.
 BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 LOG2_E = math.log2(math.e)
-# Sums run in so many interleaved chains. Loops over fewer are unrolled before the compiler looks
-# for vectors in them, and end up scalar.
+# Sums run in this many interleaved chains. LLVM unrolls loops over fewer before it searches for
+# vectors in them, and they end up scalar.
 LANES = 64
-# Of cheap operations on so few rows the threads' waking would cost more than it saved.
+# For cheap operations on up to this many rows, waking the threads costs more than it saves.
 FEW_ROWS = 64
 
 _WORD, _ADDRESS = ir.IntType(32), ir.IntType(64)
@@ -39,7 +39,7 @@ _C6, _C5, _C4, _C3, _C2, _C1 = (_f32(each) for each in EXP2)
 
 
 def array(tensor: Tensor) -> NDArray[Any]:
-    """The tensor's memory as the compiled loops take it."""
+    """The tensor's memory in the form that the compiled loops take."""
     bits = BITS.get(tensor.dtype)
     return tensor.numpy() if bits is None else tensor.view(bits).numpy()
 
@@ -71,7 +71,7 @@ def bits_of_float(_: Any, x: Any) -> Any:
 
 
 def bits_of_bf16(builder: Any, x: Any) -> Any:
-    """Code that rounds FP32, one number or a vector, to the nearest even BF16.
+    """Generates code that rounds FP32, one number or a vector, to the nearest even BF16.
 
     All in 32 bits: numba's own integers have 64, and vectors of them half as many lanes.
     """
@@ -118,7 +118,7 @@ def _half_of_float(_: Any, x: Any) -> Any:
 
 @intrinsic
 def sum_of_lanes(_: Any, address: Any) -> Any:
-    """Of LANES FP32 numbers at an address, as a tree, in one order whatever they are."""
+    """Sums LANES FP32 numbers at an address as a tree, in an order independent of their values."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.VectorType(ir.FloatType(), LANES)
@@ -135,11 +135,11 @@ def sum_of_lanes(_: Any, address: Any) -> Any:
 
 @intrinsic
 def expect_load(_: Any, address: Any) -> Any:
-    """Fetches the cache line at `address`, which will be read."""
+    """Prefetches the cache line at `address`, which will be read."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
-        hints = _WORD(0), _WORD(3), _WORD(1)  # for reading, into the first cache, of data
+        hints = _WORD(0), _WORD(3), _WORD(1)  # for reading, into the L1 cache, of data
         name = "llvm.prefetch.p0"
         kind = ir.FunctionType(ir.VoidType(), [pointer.type, *(each.type for each in hints)])
         fetch = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
@@ -161,12 +161,12 @@ def add_chains(
     most: Any,
     is_fresh: Any,
 ) -> Any:
-    """sums[s, num_lanes] += factors[s, i] · rows[i], fused, for one i after the other; FP32.
+    """sums[s, num_lanes] += factors[s, i] · rows[i], fused, sequentially over i; FP32.
 
-    `sums`, `factors` and `rows` are (address, distance of rows in bytes); the last three arguments
-    are literals. `is_fresh`: the sums begin with 0, whatever stands there. `most` sums at a time
-    (not over 16) stay in registers on the way, and take hardly longer than one, as long as they
-    keep a core's multipliers busy while each chain waits for its last product.
+    `sums`, `factors` and `rows` are (address, row stride in bytes); the last three arguments are
+    literals. `is_fresh`: the sums start at 0 and ignore the memory's content. `most` sums at a time
+    (at most 16) stay in registers, and take hardly longer than one, as long as they keep a core's
+    multipliers busy while each chain waits for its last product.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -188,8 +188,8 @@ def add_chains(
 
 
 def in_groups(builder: Any, num: Any, most: int, add: Callable[[Any, int], None]) -> None:
-    """Code that does `num` rows by `add(first, count)`: `most` at a time, which is not over 16, and
-    the rest in groups as its bits tell.
+    """Generates code that processes `num` rows by `add(first, count)`: `most` at a time, at most
+    16, and the rest in groups of 8, 4, 2 and 1, by the bits of its number.
     """
     with cgutils.for_range(builder, builder.sdiv(num, _ADDRESS(most))) as loop:
         add(builder.mul(loop.index, _ADDRESS(most)), most)
@@ -203,7 +203,7 @@ def in_groups(builder: Any, num: Any, most: int, add: Callable[[Any, int], None]
 
 
 class Strided:
-    """Rows of memory in code that is made."""
+    """Rows of memory with a stride, in generated code."""
 
     def __init__(self, builder: Any, address: Any, stride: Any) -> None:
         self._builder, self._address, self._stride = builder, address, stride
@@ -252,7 +252,7 @@ def _add_group(
 
 @intrinsic
 def transpose_words(_: Any, source: Any, source_bytes: Any, target: Any, target_bytes: Any) -> Any:
-    """16 x 16 words of 32 bits, with the rows' distances in bytes: four rounds of exchanges."""
+    """Transposes 16 x 16 words of 32 bits, with row strides in bytes, in four exchange rounds."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, source_bytes, target, target_bytes = args
@@ -287,7 +287,7 @@ def widen(x: Any) -> Any:
 
 
 def narrow(x: Any, dtype: Any) -> Any:
-    """FP32 `x` as an element of an `array` of `dtype`, rounded to the nearest even."""
+    """FP32 `x` as an element of an `array` of `dtype`, rounded to nearest even."""
     raise NotImplementedError("compiled code only")
 
 
@@ -326,7 +326,7 @@ def exp2(x: Any) -> Any:
 
 @compiled()
 def tanh(x: Any) -> Any:
-    """1 - 2 / (1 + e**2x), from the positive side so that nothing overflows."""
+    """1 - 2 / (1 + e**2x), computed for |x| so that nothing overflows."""
     size = min(abs(x), _f32(20.0))
     y = _f32(1.0) - _f32(2.0) / (_f32(1.0) + exp2(size * _f32(2 * LOG2_E)))
     return y if x >= _f32(0.0) else -y

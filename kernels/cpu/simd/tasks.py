@@ -1,8 +1,8 @@
-"""Into how many tasks a kernel's work is cut.
+"""The number of tasks into which a kernel's work is cut.
 
-Into more than there are threads: one whose core another process wants gets less of them done, and
-the others do not wait for it. numba hands them out one by one where its chunk size is set to 1, in
-as many equal shares as there are threads where it is not.
+There are more tasks than threads: a thread whose core another process uses finishes fewer of them,
+and the others do not wait for it. numba assigns them one by one if its chunk size is 1, otherwise
+in as many equal shares as there are threads.
 """
 
 from __future__ import annotations
@@ -13,6 +13,6 @@ TASKS_PER_THREAD = 4
 
 
 def num_tasks(most: int) -> int:
-    """For work of at most so many parts."""
+    """The number of tasks for work of at most `most` parts."""
     num_threads = numba.get_num_threads()
     return min(num_threads * TASKS_PER_THREAD, most) if num_threads > 1 else 1

@@ -1,11 +1,10 @@
-"""Online softmax over tiles of paged keys and values: what prefill and decode have in common.
+"""Online softmax over tiles of paged keys and values: the common part of prefill and decode.
 
     score = q · k · scale        or softcap · tanh(q · k · scale / softcap)
     out   = Σ 2^(score · log2 e - top) · v / Σ 2^(score · log2 e - top)
-
 `top` is the largest score so far, in units of log2; all sums are FP32 (Milakov and Gimelshein,
-Online normalizer calculation for softmax, 2018). Tiles lie at fixed multiples of BLOCK_N. A tile
-that a row does not see changes none of its bits, and multiply-adds are fused only where it says so,
+Online normalizer calculation for softmax, 2018). Tiles start at fixed multiples of BLOCK_N. A tile
+that is masked for a row changes none of its bits, and multiply-adds are fused only where explicit,
 so that the same tiles give the same bits in every kernel (launch with `enable_fp_fusion=False`).
 """
 
@@ -21,7 +20,7 @@ from kernels.check_tensor import FLOATS, INDICES, BadTensor, expect
 from kernels.gpu.gemm.tile_dot import dot
 
 MAX_HEAD_DIM = 256
-SEGMENT = 1024  # tokens summed apart where bits must not depend on chunks and splits
+SEGMENT = 1024  # tokens summed separately if bits must not depend on chunks and splits
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -34,7 +33,7 @@ def expect_attention(
     scale: float,
     kv_scales: Tensor | None,
 ) -> None:
-    """What both wrappers take. Raises BadTensor, ValueError."""
+    """Checks the common arguments of both wrappers. Raises BadTensor, ValueError."""
     device = query.device
     expect("query", query, (None, None, None), dtype=FLOATS)
     num_heads, head_dim = query.shape[1:]
@@ -67,7 +66,7 @@ def expect_attention(
 def block_n(
     head_dim: int, dtype: torch.dtype, device: torch.device, is_batch_invariant: bool
 ) -> int:
-    """Tokens of a tile, as many as memory (three stages beside a query) and registers hold.
+    """Tokens per tile, as many as memory (three stages plus a query) and registers hold.
 
     Before Hopper, keys and values take registers, too.
     """
@@ -85,7 +84,7 @@ def padded(head_dim: int) -> int:
 
 @triton.jit
 def scales(scale, softcap, kv_scales_ptr, head, num_kv_heads):
-    """What makes q·k a score in log2, or the argument of tanh; and a stored value a value."""
+    """The factor from q·k to a score in log2, or to the argument of tanh; the scale of values."""
     key_scale = scale
     value_scale = 1.0
     if kv_scales_ptr is not None:
@@ -101,9 +100,9 @@ def scales(scale, softcap, kv_scales_ptr, head, num_kv_heads):
 @triton.jit
 def attend(
     q,  # [BLOCK_M, BLOCK_D]
-    position,  # [BLOCK_M]: a row sees tokens up to its own
-    span,  # tokens of [lowest, stop) are seen; of [first_full, end_full), whole tiles, by each row
-    paged,  # of one KV head and sequence: key_ptr, value_ptr, table_ptr, rows of a block
+    position,  # [BLOCK_M]: a row attends to tokens up to its own
+    span,  # [lowest, stop) is visible; [first_full, end_full), full tiles, is visible to each row
+    paged,  # of one KV head and sequence: key_ptr, value_ptr, table_ptr, rows per block
     scoring,  # score_scale, softcap, window
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -129,7 +128,7 @@ def attend(
         *(q, position, state, first_full, end_full, readable, paged, scoring),
         *(HEAD_DIM, BLOCK_SIZE, BLOCK_N, False),
     )
-    # One tile more, of which no row sees a token: with it come the last one's values.
+    # One more tile, masked for every row, adds the last tile's values.
     state = _attend_tiles(
         *(q, position, state, end_full, end + BLOCK_N, readable, paged, scoring),
         *(HEAD_DIM, BLOCK_SIZE, BLOCK_N, True),
@@ -139,12 +138,12 @@ def attend(
 
 @triton.jit
 def _fresh(q, first, readable, paged, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The state of rows that have seen nothing before `first`."""
+    """The initial state of rows, with zero weights for the tile before `first`."""
     top = tl.full((q.shape[0],), float("-inf"), tl.float32)
     total = tl.zeros((q.shape[0],), tl.float32)
     acc = tl.zeros((q.shape[0], q.shape[1]), tl.float32)
     weight = tl.zeros((q.shape[0], BLOCK_N), tl.int32 if q.dtype == tl.float32 else tl.int16)
-    # Zero weights meet the first values: of tokens that are there, for 0 · NaN is not 0.
+    # Zero weights multiply the first values: of tokens that exist, because 0 · NaN is not 0.
     block = _block_ids(first, first + BLOCK_N, readable, paged, BLOCK_SIZE, BLOCK_N)
     return (top, total, acc), (weight, total, block * paged[3])
 
@@ -162,19 +161,20 @@ def _attend_tiles(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    IS_MASKED: tl.constexpr,  # else every row sees every token of the tiles
+    IS_MASKED: tl.constexpr,  # else every row attends to every token of the tiles
 ):
-    """Weighs the tiles of [first, end), and adds the values of all but the last to `state`.
+    """Computes the weights of the tiles of [first, end), and adds the values of all but the last to
+    `state`.
 
     Values are added one tile late: the tensor cores do it while the next weights are computed.
-    Block ids are read one tile early, so that addresses wait for nothing.
+    Block ids are read one tile early, so that address computations do not wait.
     """
     running, pending = state
     top, total, acc = running
     weight, kept, last_row = pending
     score_scale, softcap, window = scoring
     key_ptr, value_ptr, _, block_rows = paged
-    # Weights go around the loop as bare bits: as floats they would take the way of shared memory.
+    # The loop carries weights as integer bits: as floats they would go through shared memory.
     BITS: tl.constexpr = weight.dtype
     column = tl.arange(0, q.shape[1])[None, :]  # [1, BLOCK_D]
     last_seen = tl.minimum(position, readable[1] - 1)  # [BLOCK_M]
@@ -203,7 +203,7 @@ def _attend_tiles(
                 is_seen &= token[None, :] > position[:, None] - window
             score = tl.where(is_seen, score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, axis=1) * factor)  # [BLOCK_M]
-        finite = tl.where(higher == float("-inf"), 0.0, higher)  # of a row that saw nothing yet
+        finite = tl.where(higher == float("-inf"), 0.0, higher)  # -inf: no visible token so far
         grown = tl.exp2(tl.fma(score, factor, -finite[:, None]))  # [BLOCK_M, BLOCK_N]
         kept = tl.exp2(top - finite)
         total = tl.fma(total, kept, tl.sum(grown, axis=1))
@@ -214,7 +214,7 @@ def _attend_tiles(
 
 @triton.jit
 def _block_ids(start, end, readable, paged, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[BLOCK_N] of the tile at `start`, if it is before `end`."""
+    """[BLOCK_N] block ids of the tile at `start`, if it is before `end`."""
     lowest, stop = readable
     token = start + tl.arange(0, BLOCK_N)
     is_read = (token >= lowest) & (token < tl.minimum(stop, end))
@@ -231,7 +231,7 @@ def _load_rows(
     HEAD_DIM: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
-    """[BLOCK_N, BLOCK_D] of the tile at `start`; zero outside of `readable`."""
+    """[BLOCK_N, BLOCK_D] of the tile at `start`; zero outside `readable`."""
     lowest, stop = readable
     at = ptr + (row.to(tl.int64) * HEAD_DIM)[:, None] + column
     if IS_MASKED:
@@ -254,7 +254,7 @@ def _capped(x, softcap):
 
 @triton.jit
 def merge(state, more):
-    """Two states as one."""
+    """Merges two states."""
     top, total, acc = state
     more_top, more_total, more_acc = more
     higher = tl.maximum(top, more_top)
@@ -268,5 +268,5 @@ def merge(state, more):
 
 @triton.jit
 def normalized(total, acc, value_scale):
-    """A row that saw nothing is zero."""
+    """Divides by the total; a row without visible tokens is zero."""
     return acc * (value_scale / tl.where(total == 0.0, 1.0, total))[:, None]

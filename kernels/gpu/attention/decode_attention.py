@@ -1,9 +1,9 @@
 """Attention of one new token per sequence over its paged context: softmax(q·Kᵀ·scale)·V.
 
-Bound by the reading of keys and values: the query heads that share a KV head are the rows of one
-tile, and contexts are split so that every processor reads all the time. Splits follow the lengths,
-which only the device knows: each program derives the same plan from them and finds its part in it.
-A second kernel joins the parts of a sequence, in their order.
+Bound by reading keys and values: the query heads that share a KV head are the rows of one tile,
+and contexts are split so that every processor reads all the time. Splits depend on the lengths,
+which only the device has: each program derives the same plan from them and finds its part in it.
+A second kernel joins the parts of a sequence, in order.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from kernels.gpu.attention.attention_tile import (
     scales,
 )
 
-PROGRAMS_PER_PROCESSOR = 6  # two or three at a time: loads of one cover the others' ends
-PARTS_AT_ONCE = 16  # loads under way in the kernel that joins
+PROGRAMS_PER_PROCESSOR = 6  # two or three run at a time: loads of one cover the ends of the others
+PARTS_AT_ONCE = 16  # concurrent loads in the kernel that joins
 
 
 def decode_attention(
@@ -42,7 +42,7 @@ def decode_attention(
     kv_scales: Tensor | None = None,
     is_batch_invariant: bool = False,
 ) -> Tensor:
-    """As kernels.reference.decode_attention. Raises BadTensor."""
+    """Like kernels.reference.decode_attention. Raises BadTensor."""
     expect_attention(query, kv_cache, block_tables, context_lens, scale, kv_scales)
     num_seqs, num_heads, head_dim = query.shape
     expect("context_lens", context_lens, (num_seqs,))
@@ -101,7 +101,7 @@ def decode_attention(
 
 
 def _tile_tokens(query: Tensor, kv_cache: Tensor, is_batch_invariant: bool) -> int:
-    """16 KiB of keys: so that two or three programs of several stages share a processor."""
+    """16 KiB of keys per tile: two or three programs of several stages can share a processor."""
     if is_batch_invariant:
         return block_n(query.shape[2], query.dtype, query.device, is_batch_invariant)
     row_bytes = padded(query.shape[2]) * kv_cache.dtype.itemsize
@@ -109,11 +109,11 @@ def _tile_tokens(query: Tensor, kv_cache: Tensor, is_batch_invariant: bool) -> i
 
 
 def _num_warps(block_m: int, dtype: torch.dtype) -> int:
-    """As in prefill_attention: rows lie in its warps as they do there, and are summed alike."""
+    """As in prefill_attention: rows have the same layout in warps there, and the same sum order."""
     return 8 if dtype == torch.float32 else block_m // 16
 
 
-# Of the batch's shape, which changes from step to step: not to be compiled for.
+# These depend on the batch's shape, which changes at each step: not specialised on.
 VARYING = ["num_seqs", "num_splits", "max_units", "num_parts", "stride_table"]
 
 
@@ -205,7 +205,7 @@ def _store(
     HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """The result, where a sequence is of one part, or the part."""
+    """Stores the result of a sequence with one part, or else the part."""
     top, total, acc = state
     out_ptr, parts_ptr, sums_ptr, seq, head, num_heads, num_parts = target
     row = tl.arange(0, acc.shape[0])
@@ -245,7 +245,7 @@ def _join_kernel(
     UNIT: tl.constexpr,
     IS_INVARIANT: tl.constexpr,
 ):
-    """One head of one sequence: its parts one after another, as if one program had seen all."""
+    """Joins the parts of one head of one sequence in order, as if one program had computed all."""
     seq = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     num_heads = tl.num_programs(1)
@@ -298,10 +298,10 @@ def _plan(
     BLOCK_SEQS: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """Of each sequence [BLOCK_SEQS]: its units, the units of one of its splits, and its last split.
+    """For each sequence [BLOCK_SEQS]: its units, the units of each of its splits, its last split.
 
-    All splits of a batch are near the same size, and at most num_splits + num_seqs; a sequence
-    without tokens has one.
+    All splits of a batch have nearly the same size, and there are at most num_splits + num_seqs; a
+    sequence without tokens has one.
     """
     seq = tl.arange(0, BLOCK_SEQS)
     length = tl.load(context_lens_ptr + seq, mask=seq < num_seqs, other=0).to(tl.int32)
@@ -315,7 +315,7 @@ def _plan(
 
 @triton.jit
 def _lowest(length, window):
-    """The first token that the last one of `length` sees."""
+    """The first token that the last one of `length` attends to."""
     lowest = length * 0
     if window is not None:
         lowest = tl.maximum(length - window, 0)

@@ -1,9 +1,9 @@
 """Attention of runs of new tokens over their paged contexts, causal: softmax(q·Kᵀ·scale)·V.
 
-A program takes a tile of rows of one sequence and KV head; a row is a query head of a token, and
-the heads that share a KV head stand together, so that a tile reads each key and value once for all.
-How many tiles there are is known on the device only: the grid is an upper bound, and a program
-finds its sequence by a binary search.
+A program computes a tile of rows of one sequence and KV head; a row is a query head of a token, and
+the heads that share a KV head are adjacent, so that a tile reads each key and value once for all.
+Only the device has the number of tiles: the grid is an upper bound, and a program finds its
+sequence by a binary search.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def prefill_attention(
     kv_scales: Tensor | None = None,
     is_batch_invariant: bool = False,
 ) -> Tensor:
-    """As kernels.reference.prefill_attention. Raises BadTensor."""
+    """Like kernels.reference.prefill_attention. Raises BadTensor."""
     expect_attention(query, kv_cache, block_tables, context_lens, scale, kv_scales)
     num_seqs, num_tokens = len(context_lens), len(query)
     expect(
@@ -54,7 +54,7 @@ def prefill_attention(
     num_kv_heads, block_size, head_dim = kv_cache.shape[2:]
     group = query.shape[1] // num_kv_heads
     block_m = max(64 if query.dtype == torch.float32 else 128, triton.next_power_of_2(group))
-    num_tiles = triton.cdiv(num_tokens, block_m // group) + num_seqs  # enough, however they lie
+    num_tiles = triton.cdiv(num_tokens, block_m // group) + num_seqs  # enough for any lengths
     has_segments = is_batch_invariant and block_tables.shape[1] * block_size > SEGMENT
     done = torch.empty_like(out, dtype=torch.float32) if has_segments else None
     _prefill_attention_kernel[(num_tiles, num_kv_heads)](
@@ -103,13 +103,13 @@ def _prefill_attention_kernel(
     SEGMENT: tl.constexpr,
 ):
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
-    # Heavy tiles first: a sequence's last tokens see the most.
+    # Heavy tiles first: a sequence's last tokens attend to the most tokens.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     seq = _sequence_of(tile, cu_seqlens_q_ptr, num_seqs, TILE_TOKENS)
     begin = tl.load(cu_seqlens_q_ptr + seq).to(tl.int32)
     query_len = tl.load(cu_seqlens_q_ptr + seq + 1).to(tl.int32) - begin
-    token = (tile - begin // TILE_TOKENS - seq) * TILE_TOKENS  # of the sequence's new ones
+    token = (tile - begin // TILE_TOKENS - seq) * TILE_TOKENS  # among the sequence's new ones
     if token >= query_len:
         return
     before = tl.load(context_lens_ptr + seq).to(tl.int32) - query_len
@@ -139,8 +139,8 @@ def _prefill_attention_kernel(
         span = (lowest, first_full, end_full, stop)
         _, total, acc = attend(q, position, span, paged, scoring, HEAD_DIM, BLOCK_SIZE, BLOCK_N)
     else:
-        # A segment at a time, as decode_attention's programs do, and joined in the same order. What
-        # is done waits in memory: two sums of a tile do not fit into registers.
+        # One segment at a time, as in decode_attention, joined in the same order. Earlier sums stay
+        # in memory: two sums of a tile do not fit into registers.
         top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -157,7 +157,7 @@ def _prefill_attention_kernel(
             done = tl.load(done_at + column, mask=is_inside & is_later, other=0.0)
             top, total, acc = merge((top, total, done), segment)
             tl.store(done_at + column, acc, mask=is_inside)
-            tl.debug_barrier()  # the threads that store an element need not be those that load it
+            tl.debug_barrier()  # an element may be loaded by another thread than stored it
     row_index, row_head, is_inside = _rows(
         cu_seqlens_q_ptr, seq, tile, head, HEAD_DIM, GROUP, BLOCK_M, BLOCK_D
     )
@@ -179,7 +179,7 @@ def _rows(
 ):
     """Tokens [BLOCK_M] and heads [BLOCK_M] of a tile's rows, and their elements [BLOCK_M, BLOCK_D].
 
-    Read anew wherever needed: kept over the loops, they would take registers of the sums.
+    Recomputed wherever needed: values that live across the loops would take registers of the sums.
     """
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
     begin = tl.load(cu_seqlens_q_ptr + seq, volatile=True).to(tl.int32)
@@ -195,8 +195,8 @@ def _rows(
 def _sequence_of(tile, cu_seqlens_q_ptr, num_seqs, TILE_TOKENS: tl.constexpr):
     """The last sequence whose tiles begin at or before `tile`.
 
-    Sequence i's begin at cu_seqlens_q[i] // TILE_TOKENS + i: there is room for each one's last,
-    partial tile.
+    Sequence i's tiles begin at cu_seqlens_q[i] // TILE_TOKENS + i, which leaves room for the last,
+    partial tile of each sequence.
     """
     low = 0
     high = num_seqs

@@ -1,11 +1,11 @@
-"""y = x · weightᵀ + bias with a split weight, whose tiles are decoded on their way into the dot.
+"""y = x · weightᵀ + bias with a split weight, whose tiles are decoded just before the dot product.
 
 Tiles, steps, segments and the order of sums are those of `kernels/gpu/gemm/linear.py`, and a
-decoded tile is the dense one, laid out alike for the tensor cores: the result is that of `linear`
-to the last bit, in its batch-invariant mode, too.
+decoded tile equals the dense one, with the same layout for the tensor cores: the result is
+bit-identical to that of `linear`, also in its batch-invariant mode.
 
-Memory-bound up to some 64 rows, as `linear` is, with three quarters of its bytes. A weight takes
-two and a half integer instructions; an H200 has the time for five while 12 bits arrive.
+Memory-bound up to about 64 rows, like `linear`, with three quarters of its bytes. A weight takes
+two and a half integer instructions; an H200 has time for five while 12 bits arrive.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from kernels.gpu.gemm.split_tile import (
 from kernels.gpu.gemm.tile_dot import dot
 from kernels.split_weight import HALF, SplitWeight
 
-WEIGHT_BYTES = 2  # of a stage: what wide groups need has its place
-BLOCK_N = 64  # beyond 16 rows: a decoded tile must fit the registers beside the sums
+WEIGHT_BYTES = 2  # per weight of a stage, including the side table of wide groups
+BLOCK_N = 64  # beyond 16 rows: a decoded tile and the sums must fit into the registers
 
 
 def compressed_linear(
     x: Tensor, weight: SplitWeight, bias: Tensor | None = None, *, is_batch_invariant: bool = False
 ) -> Tensor:
-    """As kernels.reference.compressed_linear. Raises BadTensor."""
+    """Like kernels.reference.compressed_linear. Raises BadTensor."""
     num_columns, width = weight.shape
     expect_product(x, weight.shape, bias)
     expect_split(weight, x)
@@ -65,9 +65,9 @@ def compressed_linear(
 
 
 def _tiling(shape: tuple[int, int, int], *, is_batch_invariant: bool) -> Tiling:
-    """That of `linear` in all that decides on the order of sums.
+    """The tiling of `linear` in everything that determines the order of sums.
 
-    Stages are twice as many: half of them pass before it is known which wide groups to load.
+    There are twice as many stages: half of them pass before the wide groups to load are known.
     """
     tiled = tiling(shape, torch.bfloat16, is_batch_invariant=is_batch_invariant)
     block_n = tiled.block_n if tiled.block_m <= 16 else BLOCK_N
@@ -77,9 +77,9 @@ def _tiling(shape: tuple[int, int, int], *, is_batch_invariant: bool) -> Tiling:
 
 
 def expect_split(weight: SplitWeight, x: Tensor) -> None:
-    """That x can be multiplied by it. Raises BadTensor."""
+    """Checks that x can be multiplied by the weight. Raises BadTensor."""
     if x.dtype != weight.dtype:
-        raise BadTensor(f"x is {x.dtype}, not {weight.dtype}, which a split weight is of")
+        raise BadTensor(f"x is {x.dtype}, not {weight.dtype}, the dtype of a split weight")
     if x.shape[-1] != weight.shape[1]:
         raise BadTensor(f"x has shape {list(x.shape)}, not [any, {weight.shape[1]}]")
     if x.device != weight.device:
@@ -118,11 +118,11 @@ def _compressed_linear_kernel(
     row = first_row + tl.arange(0, BLOCK_M)
     column = first_column + tl.arange(0, BLOCK_N)
     step_k = tl.arange(0, BLOCK_K)
-    BYTES: tl.constexpr = BLOCK_K // 2  # of exponents, in a row of a step
+    BYTES: tl.constexpr = BLOCK_K // 2  # exponent bytes in a row of a step
     step_byte = tl.arange(0, BYTES)
     is_row = row[:, None] < num_rows  # [BLOCK_M, 1]
     x_row_ptr = x_ptr + row[:, None].to(tl.int64) * stride_x_row  # [BLOCK_M, 1]
-    # columns beyond the last are computed from the first, and not stored
+    # columns beyond the last are computed from the first ones, and not stored
     weight_row = column % num_columns  # [BLOCK_N]
     rest_row_ptr = sign_mantissa_ptr + weight_row[:, None].to(tl.int64) * width  # [BLOCK_N, 1]
     lower_row_ptr = exponents_ptr + weight_row[:, None].to(tl.int64) * row_bytes

@@ -1,6 +1,6 @@
 """The dense weight of a split one: bits = sign << 15 | (base + code) << 7 | mantissa.
 
-Memory-bound: 12 bits a weight are read and 16 written.
+Memory-bound: 12 bits per weight are read and 16 written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NUM_WARPS = 4
 
 
 def decompress(weight: SplitWeight, out: Tensor | None = None) -> Tensor:
-    """As kernels.reference.decompress. Raises BadTensor."""
+    """Like kernels.reference.decompress. Raises BadTensor."""
     num_rows, width = weight.shape
     if out is None:
         out = torch.empty((num_rows, width), dtype=torch.bfloat16, device=weight.device)
@@ -61,7 +61,7 @@ def _decompress_kernel(
     HALF: tl.constexpr,
 ):
     first_row = tl.program_id(0) * ROWS
-    # rows beyond the last are decoded from the first, and not stored
+    # rows beyond the last are decoded from the first ones, and not stored
     row = (first_row + tl.arange(0, ROWS)) % num_rows
     is_row = (first_row + tl.arange(0, ROWS) < num_rows)[:, None]
     byte = (tl.program_id(1) * BYTES + tl.arange(0, BYTES))[None, :]  # [1, BYTES]

@@ -1,9 +1,9 @@
-"""Up to how many rows a product with a split weight decodes the weight on its way.
+"""The number of rows up to which a product with a split weight decodes the weight in the kernel.
 
 `compressed_linear` decodes each tile of the weight once for every tile of rows, and streams three
-quarters of the bytes; beyond some number of rows it is sooner done to decompress the weight once
-and to multiply with the dense one. Which number depends on shape and device: it is measured the
-first time that a shape is multiplied, and kept in `fused_rows.json` of the cache directory.
+quarters of the bytes; beyond some number of rows it is faster to decompress the weight once and to
+multiply with the dense one. This number depends on shape and device: it is measured the first time
+that a shape is multiplied, and stored in `fused_rows.json` of the cache directory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from kernels.cache import cache_root
 
 NUM_ROWS = (16, 32, 64, 128, 256, 512, 1024)
-DEFAULT = 64  # where nothing can be measured: without CUDA, or in a graph's capture
+DEFAULT = 64  # if nothing can be measured: without CUDA, or during graph capture
 WARMUP_MS, MEASURED_MS = 3, 15
 SOURCES = ("compressed_linear", "decompress", "fused_rows", "linear", "linear_tile", "split_tile")
 
@@ -31,9 +31,9 @@ Product = Callable[[Tensor], object]
 
 
 class FusedRows:
-    """What was measured, by device, kernels and shape. Raises nothing: it is only a matter of time.
+    """The measurements, by device, kernels and shape. Raises nothing: they only affect speed.
 
-    A file that cannot be read counts as empty, one that cannot be written is left.
+    An unreadable file counts as empty; a failed write is ignored.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,7 +52,7 @@ class FusedRows:
 
 
 def max_fused_rows(is_fused_faster: Callable[[int], bool]) -> int:
-    """The last of NUM_ROWS before one at which the fused product is slower; 0: at none faster."""
+    """The last of NUM_ROWS before the fused product becomes slower; 0: it is never faster."""
     most = 0
     for num_rows in NUM_ROWS:
         if not is_fused_faster(num_rows):
@@ -64,9 +64,9 @@ def max_fused_rows(is_fused_faster: Callable[[int], bool]) -> int:
 def fused_rows(
     weight_shape: tuple[int, int], device: torch.device, mode: str, fused: Product, dense: Product
 ) -> int:
-    """The number for products with BF16 rows, of which `fused` and `dense` are the two kinds.
+    """The number for products with BF16 rows; `fused` and `dense` are the two implementations.
 
-    `mode` tells apart what else makes their time.
+    `mode` distinguishes products whose times differ for other reasons.
     """
     if device.type != "cuda":
         return DEFAULT
@@ -81,7 +81,7 @@ def fused_rows(
 
     try:
         return known.of(case, lambda: max_fused_rows(is_fused_faster))
-    except torch.OutOfMemoryError:  # the cache of KV left no room to measure in
+    except torch.OutOfMemoryError:  # the KV cache left no memory to measure in
         return DEFAULT
 
 
@@ -99,7 +99,7 @@ def _known() -> FusedRows:
 
 @cache
 def _device_case(device: torch.device) -> str:
-    """What runs how where."""
+    """The part of a case's name that identifies device, Triton version and kernel sources."""
     digest = blake2b(digest_size=8)
     for name in SOURCES:
         digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
@@ -116,7 +116,7 @@ def _read(path: Path) -> dict[str, int]:
 
 
 def _write(path: Path, measured: dict[str, int]) -> None:
-    """Whole or not at all: other workers read it."""
+    """Writes atomically: other workers read the file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)

@@ -1,17 +1,17 @@
-"""y = x · weightᵀ + bias for few rows: a dense tiled product, the measure of compressed weights.
+"""y = x · weightᵀ + bias for few rows: a dense tiled product, the baseline of compressed weights.
 
     product[m, n] = Σ_s Σ_{k in segment s} x[m, k] · weight[n, k],   y = round(product) + bias
 
 Both sums run in FP32. The inner one is a chain of tensor-core products over rising k; K is cut into
-`NUM_SEGMENTS` segments where the tiles of y alone would leave multiprocessors idle: each segment's
-sum is written out and a second kernel adds them in their order, without atomics.
+`NUM_SEGMENTS` segments if the tiles of y alone would leave multiprocessors idle: each segment's
+sum is written out and a second kernel adds them in order, without atomics.
 
-Batch-invariant: K is always cut into the same segments, by one program or by several, whose sums
-add up in the same order; and a tile has at least `INVARIANT_ROWS` rows, from which on Hopper
-multiplies by its warp-group instruction, so that each element is the same chain of the same
-instruction. How many rows and columns lie beside it in a tile is no part of that chain.
+Batch-invariant: K is always cut into the same segments, computed by one or several programs, whose
+sums are added in the same order; and a tile has at least `INVARIANT_ROWS` rows, from which on
+Hopper uses its warp-group instruction, so that each element is the same chain of the same
+instruction. The number of other rows and columns in its tile does not affect that chain.
 
-Memory-bound up to some 64 rows: the weight is read once, and its stream is the time.
+Memory-bound up to about 64 rows: the weight is read once, and reading it determines the time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kernels.gpu.gemm.tile_dot import dot
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, is_batch_invariant: bool = False
 ) -> Tensor:
-    """As kernels.reference.linear. Raises BadTensor."""
+    """Like kernels.reference.linear. Raises BadTensor."""
     num_rows, width, num_columns = len(x), x.shape[-1], len(weight)
     expect_product(x, (num_columns, width), bias)
     expect("weight", weight, (None, width), dtype=x.dtype, device=x.device)
@@ -80,7 +80,7 @@ def _linear_kernel(
     step_k = tl.arange(0, BLOCK_K)
     is_row = row[:, None] < num_rows  # [BLOCK_M, 1]
     x_row_ptr = x_ptr + row[:, None].to(tl.int64) * stride_x_row  # [BLOCK_M, 1]
-    # columns beyond the last are computed from the first, and not stored
+    # columns beyond the last are computed from the first ones, and not stored
     weight_row = (column % num_columns)[:, None].to(tl.int64)  # [BLOCK_N, 1]
     weight_row_ptr = weight_ptr + weight_row * stride_weight_row
 

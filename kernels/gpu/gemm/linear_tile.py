@@ -1,5 +1,5 @@
-"""What products of few rows by a weight have in common, however the weight is stored: their tiles,
-where K is cut, and how the sums end up in y. kernels/gpu/gemm/linear.py says why.
+"""The common part of products of few rows by a weight in any storage format: their tiles, the cuts
+of K, and the path of the sums to y. kernels/gpu/gemm/linear.py gives the reasons.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from kernels.check_tensor import FLOATS, expect
 
 NUM_SEGMENTS = 4
 INVARIANT_ROWS = 64
-NUM_MULTIPROCESSORS = 132  # of an H200; others have about as many
-# Of the stages of one program: what an A100's multiprocessor has, or half of what an H200's has.
+NUM_MULTIPROCESSORS = 132  # of an H200; other GPUs have about as many
+# For the stages of one program: all of an A100 multiprocessor's, or half of an H200's.
 SHARED_BYTES, HALF_SHARED_BYTES = 160 << 10, 112 << 10
 MAX_STAGES = 6
-MAX_REGISTERS = 255  # unless told, the assembler spills to keep more programs resident than fit
+MAX_REGISTERS = 255  # without this limit the assembler spills to make more programs resident
 GROUP_ROWS = 8  # tiles of rows that read a weight's tile at about the same time
 REDUCE_BLOCK = 1024
 
@@ -33,23 +33,23 @@ class Tiling:
     block_k: int
     num_warps: int
     num_stages: int
-    is_split: bool  # a tile's segments are computed by as many programs
+    is_split: bool  # each of a tile's segments is computed by one program
 
 
 def expect_product(x: Tensor, shape: tuple[int, int], bias: Tensor | None) -> None:
-    """That x [M, K] and bias [N] fit a weight of `shape`. Raises BadTensor."""
+    """Checks that x [M, K] and bias [N] fit a weight of `shape`. Raises BadTensor."""
     expect("x", x, (None, None), dtype=FLOATS)
     if bias is not None:
         expect("bias", bias, shape[:1], dtype=x.dtype, device=x.device)
 
 
 def tiling(shape: tuple[int, int, int], dtype: torch.dtype, *, is_batch_invariant: bool) -> Tiling:
-    """Few rows get narrow tiles, enough for all multiprocessors to stream weights with no second
-    kernel. With more rows a tile reads more of x, from the L2 cache, and is wider to make up for
-    it. `shape` is [M, N, K].
+    """Few rows use narrow tiles, enough for all multiprocessors to stream weights without a second
+    kernel. With more rows a tile reads more of x, from the L2 cache, and is wider to compensate.
+    `shape` is [M, N, K].
     """
     num_rows, num_columns, width = shape
-    if dtype == torch.float32:  # no tensor cores: what a thread multiplies must fit its registers
+    if dtype == torch.float32:  # no tensor cores: a thread's factors must fit its registers
         block_m, block_n, block_k = 16, 32, 64
     else:
         block_m = 128 if num_rows > 64 else max(16, triton.next_power_of_2(num_rows))
@@ -57,11 +57,11 @@ def tiling(shape: tuple[int, int, int], dtype: torch.dtype, *, is_batch_invarian
         block_n = 32 if num_rows <= 16 else 128
         if num_rows <= 16 and num_columns >= 64 * 3 * NUM_MULTIPROCESSORS:
             block_n = 64
-        # a step of 16 rows is short: more of K, so that fewer of its barriers are waited for
+        # a step of 16 rows is short: more of K per step means fewer barriers
         block_k = 256 if block_m <= 16 else 128
     num_tiles = triton.cdiv(num_rows, block_m) * triton.cdiv(num_columns, block_n)
     is_idle = num_tiles < NUM_MULTIPROCESSORS * 3 // 4
-    is_split = is_idle and width > 2 * block_k  # less is done sooner by one program
+    is_split = is_idle and width > 2 * block_k  # for less, one program is faster
     num_programs = num_tiles * (NUM_SEGMENTS if is_split else 1)
     stage_bytes = (block_m + block_n) * block_k * dtype.itemsize
     is_paired = num_programs > NUM_MULTIPROCESSORS and 3 * stage_bytes <= HALF_SHARED_BYTES
@@ -85,8 +85,8 @@ def multiply(
     is_batch_invariant: bool,
     **constants: int,
 ) -> None:
-    """Fills y with `kernel`'s products of x, the first operand, and the others: a weight. Segments
-    that are split add up in a second kernel.
+    """Fills y with `kernel`'s products of x, the first operand, and a weight, the others. A second
+    kernel adds split segments.
     """
     (num_rows, num_columns), width = out.shape, operands[0].shape[1]
     num_tiles = triton.cdiv(num_rows, tiled.block_m) * triton.cdiv(num_columns, tiled.block_n)
@@ -135,7 +135,7 @@ def tile_place(
 
 @triton.jit
 def segment_steps(width, IS_SPLIT: tl.constexpr, NUM: tl.constexpr, BLOCK_K: tl.constexpr):
-    """This program's first step of K, the step at which it ends, and how many a segment has."""
+    """This program's first step of K, its end step, and the number of steps per segment."""
     num_steps = tl.cdiv(width, BLOCK_K)
     steps = tl.cdiv(num_steps, NUM)
     first = tl.program_id(1) * steps
@@ -155,7 +155,7 @@ def store_tile(
     HAS_BIAS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
-    """acc [BLOCK_M, BLOCK_N] to the segment's sums, or rounded and with the bias to y."""
+    """Stores acc [BLOCK_M, BLOCK_N] to the segment's sums, or rounded and with bias to y."""
     is_inside = (row[:, None] < num_rows) & (column[None, :] < num_columns)
     place = row[:, None].to(tl.int64) * num_columns + column[None, :]
     if IS_SPLIT:
@@ -180,7 +180,7 @@ def _add_segments_kernel(
     NUM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """sums [NUM, M, N] -> out [M, N], flat. As few elements as are split fit 32 bits."""
+    """sums [NUM, M, N] -> out [M, N], flat. Only small products are split, so 32 bits suffice."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_inside = place < size
     total = tl.zeros((BLOCK,), tl.float32)

@@ -1,9 +1,9 @@
 """Tiles of a split weight (kernels/split_weight.py), decoded in registers.
 
 A tile of bytes of `exponents` gives two tiles of weights, the first and the second halves of its
-groups. Four weights at a time go through ten instructions on 32 bits, two of which multiply: a
-weight's sign and mantissa lie in both bytes of its 16 bits after one permutation of bytes, and its
-exponent is put between them by one choice of bits.
+groups. Ten 32-bit instructions, two of them multiplications, process four weights at a time: one
+byte permutation copies a weight's sign and mantissa to both bytes of its 16 bits, and one bit
+selection puts its exponent between them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _IS_INTERPRETED = tl.constexpr(IS_INTERPRETED)
 _GROUP, _HALF = tl.constexpr(GROUP), tl.constexpr(HALF)
 _WORD_GROUPS = tl.constexpr(WORD_GROUPS)
 
-# Of four weights: $2 their signs and mantissas, $3 and $4 the lower and the upper bits of the codes
-# of both halves, a byte each; $5 and $6 exponent bits of the base, and $0 and $1 the weights, 16
-# bits each. code = lower | upper << 4, code · 128 + base has the exponent in its bits 7 to 14 and
-# may carry into bit 15, whose place and that of the mantissa are taken from the other.
+# For four weights: $2 has their signs and mantissas, $3 and $4 the lower and the upper bits of the
+# codes of both halves, a byte each; $5 and $6 the exponent bits of the base, and $0 and $1 the
+# weights, 16 bits each. code = lower | upper << 4; code · 128 + base has the exponent in bits 7 to
+# 14 and may carry into bit 15; bit 15 and the mantissa come from the other operand.
 _LAST_STEPS = """
 prmt.b32 first, code, 0, 0x4140;
 prmt.b32 second, code, 0, 0x4342;
@@ -58,7 +58,7 @@ _CONSTRAINTS = tl.constexpr(CONSTRAINTS)
 
 @triton.jit
 def weight_index(byte):
-    """Where in K the first half's weight of a byte of codes is; the other is 32 further on."""
+    """The index in K of the first half's weight of a byte of codes; the other is at index + 32."""
     return byte // _HALF * _GROUP + byte % _HALF
 
 
@@ -68,8 +68,8 @@ def first_half(sign_mantissa, lower, upper, base_bits):
     if _IS_INTERPRETED:
         code = (lower & 15) | (upper << 4)
         return _join_fields(sign_mantissa, code, base_bits)
-    # Not declared pure: else the tensor cores' operand would be laid out for bytes, and the sum of
-    # a product be another than that of the dense weight.
+    # Not declared pure: otherwise the tensor cores' operand would get a layout for bytes, and the
+    # product's sum would differ from that with the dense weight.
     bits = tl.inline_asm_elementwise(
         _FIRST_HALF,
         _CONSTRAINTS,
@@ -83,7 +83,7 @@ def first_half(sign_mantissa, lower, upper, base_bits):
 
 @triton.jit
 def second_half(sign_mantissa, lower, upper, base_bits):
-    """As first_half."""
+    """Like first_half."""
     if _IS_INTERPRETED:
         code = (lower >> 4) | (upper & 0xF0)
         return _join_fields(sign_mantissa, code, base_bits)
@@ -100,7 +100,7 @@ def second_half(sign_mantissa, lower, upper, base_bits):
 
 @triton.jit
 def _join_fields(sign_mantissa, code, base_bits):
-    """What the instructions do."""
+    """The same computation as the inline assembly."""
     rest = sign_mantissa.to(tl.int16)
     exponent = (code.to(tl.int16) << 7) + base_bits
     bits = ((rest & 0x80) << 8) | (exponent & 0x7F80) | (rest & 0x7F)
@@ -109,7 +109,7 @@ def _join_fields(sign_mantissa, code, base_bits):
 
 @triton.jit
 def join_halves(first, second, ROWS: tl.constexpr, BYTES: tl.constexpr):
-    """[ROWS, BYTES] twice -> [ROWS, 2 · BYTES] in the order of K; a renaming of registers."""
+    """[ROWS, BYTES] twice -> [ROWS, 2 · BYTES] in the order of K; only renames registers."""
     both = tl.join(first, second).reshape(ROWS, BYTES // _HALF, _HALF, 2)
     return both.permute(0, 1, 3, 2).reshape(ROWS, 2 * BYTES)
 
@@ -126,9 +126,9 @@ def upper_codes(
 ):
     """The upper four bits of codes as u8 [N, BYTES], from `first_group` on, in rows `row` [N].
 
-    A load of which next to nothing is taken: most groups are not wide, and zeros. To branch around
-    it would cost more, as would waiting for it: it is under way with the other loads of its step.
-    The groups must lie in one word of bits.
+    A mostly masked load: most groups are not wide, and give zeros. Branching around it would cost
+    more, as would waiting for it: it is in flight with the other loads of its step. The groups must
+    be in one word of bits.
     """
     word_index = first_group // _WORD_GROUPS
     place = row.to(tl.int64) * num_words + word_index  # [N]
@@ -144,7 +144,7 @@ def upper_codes(
 
 @triton.jit
 def _count_bits(x):
-    """Of i32 that are not negative."""
+    """The number of set bits of non-negative i32."""
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F

@@ -1,4 +1,4 @@
-"""A tile product that is right on every device."""
+"""A tile product that is correct on every device."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _IS_INTERPRETED = tl.constexpr(IS_INTERPRETED)
 
 @triton.jit
 def dot(a, b, acc):
-    """a [M, K] · b [K, N] + acc [M, N], all FP32 inside: FP32 operands are not cut to TF32.
+    """a [M, K] · b [K, N] + acc [M, N], computed in FP32: FP32 operands are not truncated to TF32.
 
-    The interpreter multiplies BF16 as if it were integers, so it gets its operands widened.
+    The interpreter multiplies BF16 as if it were integers, so its operands are widened.
     """
     if _IS_INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")

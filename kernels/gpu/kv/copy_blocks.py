@@ -1,7 +1,7 @@
-"""Copies whole blocks of the paged cache, in all layers at once, after all sources are read.
+"""Copies full blocks of the paged cache, in all layers at once, after all sources are read.
 
-A block may be read for one copy and written by another. So a program owns the same few words of all
-blocks: it reads them for all copies, and only then writes. Programs have no words in common.
+A block can be the source of one copy and the destination of another. So a program owns the same few
+words of all blocks: it reads them for all copies, and only then writes. Programs share no words.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from kernels.check_tensor import INDICES, expect
 from kernels.gpu.kv.kv_copy import as_words
 from kernels.torch_ops.copy_blocks import copy_blocks as copy_by_way_of_a_buffer
 
-TILE_WORDS = 4096  # of 8 bytes: 16 a thread of eight warps, in its registers
+TILE_WORDS = 4096  # of 8 bytes: 16 per thread of eight warps, in its registers
 MAX_WORDS = 1024  # of one block: a few copies are spread over many programs
 MAX_COPIES = 512  # with 64 bytes of each block, two sectors
 WORDS_PER_WARP = 512
 
 
 def copy_blocks(kv_cache: Tensor, sources: Tensor, destinations: Tensor) -> None:
-    """As kernels.torch_ops.copy_blocks. Raises BadTensor."""
+    """Like kernels.torch_ops.copy_blocks. Raises BadTensor."""
     expect("kv_cache", kv_cache, (None, 2, None, None, None, None), is_contiguous=True)
     expect("sources", sources, (None,), dtype=INDICES, device=kv_cache.device)
     expect("destinations", destinations, sources.shape, dtype=INDICES, device=kv_cache.device)
@@ -63,5 +63,5 @@ def _copy_blocks_kernel(
     is_copied = (copy < num_copies) & (word < BLOCK_LENGTH)  # [BLOCK_COPIES, BLOCK_WORDS]
     words_ptr = kv_cache_ptr + tl.program_id(1).to(tl.int64) * stride_plane
     words = tl.load(words_ptr + source * BLOCK_LENGTH + word, mask=is_copied)
-    tl.debug_barrier()  # no thread writes what another has yet to read
+    tl.debug_barrier()  # no thread overwrites a word that another has not read yet
     tl.store(words_ptr + destination * BLOCK_LENGTH + word, words, mask=is_copied)

@@ -1,4 +1,4 @@
-"""FP32 to FP8 e4m3, rounded alike on every device."""
+"""FP32 to FP8 e4m3, with the same rounding on every device."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ _LARGEST = tl.constexpr(FP8_LARGEST)
 
 @triton.jit
 def scaled(x, scale_ptrs, mask):
-    """x [R, D] as FP8, by a scale for each row. scale_ptrs, mask [R, 1]"""
+    """x [R, D] as FP8, with a scale for each row. scale_ptrs, mask [R, 1]"""
     inverse = tl.div_rn(1.0, tl.load(scale_ptrs, mask=mask, other=1.0))  # [R, 1]
     return to_fp8(x.to(tl.float32) * inverse)
 
 
 @triton.jit
 def to_fp8(x):
-    """To the nearest even; what is too large saturates, and NaN stays."""
+    """Rounds to nearest even; saturates, and preserves NaN."""
     x = tl.clamp(x, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    if _IS_INTERPRETED:  # which misrounds what is no FP8 number already
+    if _IS_INTERPRETED:  # misrounds values that are not already FP8 numbers
         x = _on_the_grid(x)
     return x.to(tl.float8e4nv)
 
 
 @triton.jit
 def _on_the_grid(x):
-    """A float of exponent e has steps of 2**(e - 23): added to one with the steps of FP8, of
-    2**(e - 3) and at least 2**-9, and taken off again, |x| is rounded to these.
+    """Rounds |x| to the steps of FP8, 2**(e - 3) and at least 2**-9, by adding a float with these
+    steps and subtracting it again. (A float of exponent e has steps of 2**(e - 23).)
     """
     bits = x.to(tl.int32, bitcast=True)
     exponent = tl.maximum((bits >> 23) & 0xFF, 127 - 6)

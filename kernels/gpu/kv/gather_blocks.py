@@ -1,10 +1,10 @@
-"""Copies a run of tokens out of the paged cache into the layout of the wire, in all layers at once.
+"""Copies a run of tokens from the paged cache to the wire layout, in all layers at once.
 
     out[layer, kv, t, head] =
         kv_cache[layer, kv, block_table[p // block_size], head, p % block_size]
 
-with p = first_token + t. Memory-bound: a byte is read once and written once, and counted in the
-checksum on its way.
+with p = first_token + t. Memory-bound: a byte is read once and written once, and added to the
+checksum in between.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def gather_blocks(
     *,
     checksum: Tensor | None = None,
 ) -> None:
-    """As kernels.torch_ops.gather_blocks. Raises BadTensor."""
+    """Like kernels.torch_ops.gather_blocks. Raises BadTensor."""
     move(_gather_blocks_kernel, kv_cache, block_table, first_token, num_tokens, out, checksum)
 
 

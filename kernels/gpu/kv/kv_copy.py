@@ -1,8 +1,8 @@
-"""Runs of tokens between the paged cache and the wire: who lies where, and their checksum.
+"""Copies runs of tokens between the paged cache and the wire: addresses and checksum.
 
-Both sides consist of rows, the elements of one head of one token, moved as 64-bit words where they
-are whole ones. Programs take rows in the order of the cache: one side of a tile is a contiguous
-piece of a block, the other pieces of a few heads each, of neighbouring tokens.
+Both sides consist of rows, the elements of one head of one token, moved as 64-bit words if their
+size is a multiple of 64 bits. Programs process rows in the order of the cache: one side of a tile
+is a contiguous part of a block, the other consists of a few heads each of adjacent tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.check_tensor import INDICES, BadTensor, expect
 from kernels.torch_ops.payload_checksum import FACTORS, GOLDEN, WORD_BYTES
 
-TILE_WORDS = 2048  # of 8 bytes: 8 a thread, four loads of 16 bytes
+TILE_WORDS = 2048  # of 8 bytes: 8 per thread, four loads of 16 bytes
 NUM_WARPS = 8
 
 _GOLDEN = tl.constexpr(GOLDEN)
@@ -64,7 +64,7 @@ def move(
 
 
 def as_words(tensor: Tensor) -> Tensor:
-    """The same bytes, in the widest words that its last dimension is made of."""
+    """The same bytes, in the widest words that divide the last dimension."""
     row_bytes = tensor.shape[-1] * tensor.element_size()
     for word in (torch.int64, torch.int32):
         if row_bytes % word.itemsize == 0:
@@ -94,17 +94,17 @@ def _expect(
     num_needed = _num_blocks(first_token, num_tokens, kv_cache)
     if first_token < 0 or num_needed > len(block_table):
         raise BadTensor(
-            f"tokens [{first_token}, {first_token + num_tokens}) lie outside of the "
+            f"tokens [{first_token}, {first_token + num_tokens}) are outside the "
             f"{len(block_table)} blocks of block_table"
         )
     if checksum is not None:
         expect("checksum", checksum, (1,), dtype=torch.int64, device=kv_cache.device)
         if head_dim * kv_cache.element_size() % WORD_BYTES:
-            raise BadTensor(f"a checksum is of 64-bit words, of which {head_dim} elements are none")
+            raise BadTensor(f"checksums need rows of full 64-bit words, not of {head_dim} elements")
 
 
 def _num_blocks(first_token: int, num_tokens: int, kv_cache: Tensor) -> int:
-    """As many as a sequence has up to the end of the run."""
+    """The blocks that a sequence has up to the end of the run."""
     return triton.cdiv(first_token + num_tokens, kv_cache.shape[4])
 
 
@@ -120,8 +120,8 @@ def places(
     ROW_WORDS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """Of this program's rows: their first words in the cache and in the payload, and which of them
-    there are. [BLOCK_ROWS, 1] each
+    """For this program's rows: their first words in the cache and in the payload, and a mask of
+    existing rows. [BLOCK_ROWS, 1] each
     """
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
     plane = tl.program_id(1).to(tl.int64)  # layer * 2, + 1 for values
@@ -138,7 +138,7 @@ def places(
 
 @triton.jit
 def add_checksum(checksum_ptr, words, first_place, place, is_moved):
-    """Adds the words' part of `payload_checksum`; words [R, W] lie at first_place [R, 1] + place
+    """Adds the words' share of `payload_checksum`; words [R, W] are at first_place [R, 1] + place
     [1, W] of the payload.
     """
     mixed = words.to(tl.uint64, bitcast=True)

@@ -1,9 +1,9 @@
-"""Norm (where heads have one) and rotation of queries and keys, and the cache write of keys and
+"""Norm (if heads have one) and rotation of queries and keys, and the cache write of keys and
 values, in one pass over the output of the fused projection.
 
 Memory-bound: a head of a token is a row that is read once and written once, to the queries or to
-the cache. Queries, keys and values lie beside each other, so programs take rows of all three
-kinds: loads have no gaps, whatever the numbers of heads.
+the cache. Queries, keys and values are adjacent, so programs process rows of all three kinds: loads
+have no gaps, for any numbers of heads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.check_tensor import FLOATS, INDICES, BadTensor, expect
 from kernels.gpu.kv.fp8 import scaled
 
-BLOCK_ELEMENTS = 2048  # of one program: 16 a thread, two loads of 16 bytes
+BLOCK_ELEMENTS = 2048  # per program: 16 per thread, two loads of 16 bytes
 NUM_WARPS = 4
 
 
@@ -33,7 +33,7 @@ def rotate_and_store(
     has_unit_offset: bool = False,
     kv_scales: Tensor | None = None,
 ) -> Tensor:
-    """As kernels.reference.rotate_and_store. Raises BadTensor."""
+    """Like kernels.reference.rotate_and_store. Raises BadTensor."""
     _expect(heads, cos, sin, kv_cache, slot_mapping, kv_scales)
     _expect_norms(query_norm, key_norm, heads)
     num_tokens, num_all_heads, head_dim = heads.shape
@@ -78,7 +78,7 @@ def _expect(
     _expect_cache(kv_cache, heads, num_kv_heads, kv_scales)
     expect("slot_mapping", slot_mapping, heads.shape[:1], dtype=INDICES, device=heads.device)
     if heads.shape[1] <= 2 * num_kv_heads:
-        raise BadTensor(f"heads has {heads.shape[1]} heads: no query beside {num_kv_heads} of KV")
+        raise BadTensor(f"heads has {heads.shape[1]} heads: no query with {num_kv_heads} KV heads")
 
 
 def _expect_norms(query_norm: Tensor | None, key_norm: Tensor | None, heads: Tensor) -> None:
@@ -90,7 +90,7 @@ def _expect_norms(query_norm: Tensor | None, key_norm: Tensor | None, heads: Ten
 
 
 def _expect_angles(cos: Tensor, sin: Tensor, x: Tensor) -> None:
-    """Raises BadTensor."""
+    """Checks cos and sin. Raises BadTensor."""
     expect("cos", cos, (x.shape[0], None), dtype=torch.float32, device=x.device)
     expect("sin", sin, cos.shape, dtype=torch.float32, device=x.device)
     if not 0 < 2 * cos.shape[1] <= x.shape[2]:
@@ -100,14 +100,14 @@ def _expect_angles(cos: Tensor, sin: Tensor, x: Tensor) -> None:
 def _expect_cache(
     kv_cache: Tensor, like: Tensor, num_kv_heads: int, kv_scales: Tensor | None
 ) -> None:
-    """One layer's cache for heads `like` these; in FP8 with scales, else without. BadTensor."""
+    """Checks one layer's cache for heads `like`; FP8 requires scales. Raises BadTensor."""
     dtype = like.dtype if kv_scales is None else torch.float8_e4m3fn
     shape = (2, None, num_kv_heads, None, like.shape[2])
     expect("kv_cache", kv_cache, shape, dtype=dtype, device=like.device, is_contiguous=True)
     if kv_scales is None:
         return
     if like.is_cuda and torch.cuda.get_device_capability(like.device) < (8, 9):
-        raise BadTensor("kv_cache is in FP8, which takes compute capability 8.9 or more")
+        raise BadTensor("kv_cache is FP8, which needs compute capability 8.9 or more")
     expect(
         "kv_scales",
         kv_scales,
@@ -119,14 +119,14 @@ def _expect_cache(
 
 
 def _angle_unit(cos: Tensor, sin: Tensor) -> int:
-    """Strides are passed in units of 16 bytes where they are whole ones: of a number the compiler
-    learns whether it is a multiple of 16, not of 4, and else it would load each angle by itself.
+    """Strides are passed in units of 16 bytes if they are multiples: the compiler detects whether a
+    number is a multiple of 16, not of 4, and would otherwise load each angle separately.
     """
     return 4 if cos.stride(0) % 4 == sin.stride(0) % 4 == 0 else 1
 
 
 def _row_blocks(head_dim: int, half: int) -> dict[str, int]:
-    """Heads as rows in three pieces: both halves of the rotary part, and the rest."""
+    """Block sizes of heads as rows of three parts: both halves of the rotary part, and the rest."""
     block_half = triton.next_power_of_2(half)
     block_rest = triton.next_power_of_2(max(1, head_dim - 2 * half))
     return {
@@ -238,7 +238,7 @@ def _rotate_and_store_kernel(
 
 @triton.jit
 def _weight(query_norm_ptr, key_norm_ptr, column, is_weighed, is_query):
-    """The weights of these columns, of queries' norm or keys'. [BLOCK_ROWS, columns] FP32"""
+    """The norm weights of these columns, for queries or keys. [BLOCK_ROWS, columns] FP32"""
     of_query = tl.load(query_norm_ptr + column, mask=is_weighed & is_query, other=0.0)
     of_key = tl.load(key_norm_ptr + column, mask=is_weighed & (is_query == 0), other=0.0)
     return tl.where(is_query, of_query, of_key).to(tl.float32)
@@ -246,7 +246,7 @@ def _weight(query_norm_ptr, key_norm_ptr, column, is_weighed, is_query):
 
 @triton.jit
 def _normed(x, scale, weight, dtype: tl.constexpr, HAS_UNIT_OFFSET: tl.constexpr):
-    """x [R, D], scale [R, 1], weight [R, D], FP32; rounded where `rms_norm` rounds."""
+    """x [R, D], scale [R, 1], weight [R, D], FP32; rounded at the same steps as `rms_norm`."""
     if HAS_UNIT_OFFSET:
         out = x * scale * (weight + 1.0)
     else:
@@ -256,7 +256,7 @@ def _normed(x, scale, weight, dtype: tl.constexpr, HAS_UNIT_OFFSET: tl.constexpr
 
 @triton.jit
 def _rotated(first, second, cos, sin):
-    """All FP32, of one shape."""
+    """Rotates; all arguments are FP32, of one shape."""
     return first * cos - second * sin, second * cos + first * sin
 
 

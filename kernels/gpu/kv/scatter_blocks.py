@@ -1,10 +1,10 @@
-"""Copies a run of tokens in the layout of the wire into the paged cache, in all layers at once.
+"""Copies a run of tokens from the wire layout to the paged cache, in all layers at once.
 
     kv_cache[layer, kv, block_table[p // block_size], head, p % block_size] =
         payload[layer, kv, t, head]
 
-with p = first_token + t. Memory-bound: a byte is read once and written once, and counted in the
-checksum on its way. Touches no token outside the run.
+with p = first_token + t. Memory-bound: a byte is read once and written once, and added to the
+checksum in between. Changes no token outside the run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def scatter_blocks(
     *,
     checksum: Tensor | None = None,
 ) -> None:
-    """As kernels.torch_ops.scatter_blocks. Raises BadTensor."""
+    """Like kernels.torch_ops.scatter_blocks. Raises BadTensor."""
     move(_scatter_blocks_kernel, kv_cache, block_table, first_token, num_tokens, payload, checksum)
 
 

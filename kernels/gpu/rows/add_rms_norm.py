@@ -1,4 +1,4 @@
-"""The residual sum and its RMS normalisation in one: s = x + residual, y = rms_norm(s)."""
+"""The residual sum and its RMS normalisation, fused: s = x + residual, y = rms_norm(s)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from kernels.gpu.rows.rms_norm import norm
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, has_unit_offset: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """As kernels.reference.add_rms_norm. Raises BadTensor."""
+    """Like kernels.reference.add_rms_norm. Raises BadTensor."""
     expect("residual", residual, x.shape, dtype=x.dtype, device=x.device)
     return norm(x, residual, weight, eps, has_unit_offset=has_unit_offset)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.check_tensor import FLOATS, BadTensor, expect
 
-BLOCK_COLUMNS = 2048  # of one program: 16 a thread, four loads of 16 bytes
+BLOCK_COLUMNS = 2048  # per program: 16 per thread, four loads of 16 bytes
 ELEMENTS_PER_WARP = 512
 
 
@@ -26,7 +26,7 @@ def gated(gate_up: Tensor, *, is_gelu: bool) -> Tensor:
     expect("gate_up", gate_up, (None, None), dtype=FLOATS)
     num_tokens, num_columns = gate_up.shape
     if num_columns % 2:
-        raise BadTensor(f"gate_up has {num_columns} columns, which are no two halves")
+        raise BadTensor(f"gate_up has {num_columns} columns, not an even number")
     width = num_columns // 2
     out = torch.empty((num_tokens, width), dtype=gate_up.dtype, device=gate_up.device)
     if not out.numel():

@@ -1,8 +1,8 @@
-"""RMS normalisation: y = (x · rsqrt(mean(x²) + eps)) · weight, one row a token.
+"""RMS normalisation: y = (x · rsqrt(mean(x²) + eps)) · weight, one row per token.
 
-Memory-bound: a row is read once, kept in registers, and written once. Batch-invariant: a program
-has one row and a number of warps that follows from its width alone, so that a row's squares are
-added in the same order whatever lies beside it.
+Memory-bound: a row is read once, held in registers, and written once. Batch-invariant: a program
+has one row and a number of warps that depends only on its width, so that a row's squares are
+added in the same order in any batch.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ MAX_WARPS = 16
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, has_unit_offset: bool = False) -> Tensor:
-    """As kernels.reference.rms_norm. Raises BadTensor."""
+    """Like kernels.reference.rms_norm. Raises BadTensor."""
     return norm(x, None, weight, eps, has_unit_offset=has_unit_offset)[0]
 
 
 def norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, has_unit_offset: bool
 ) -> tuple[Tensor, Tensor]:
-    """The normalised sum (or x, if residual is None) and the sum. Raises BadTensor."""
+    """Returns the normalised sum (or x, if residual is None) and the sum. Raises BadTensor."""
     hidden = x.shape[-1]
     expect("x", x, x.shape, dtype=FLOATS)
     expect("weight", weight, (hidden,), dtype=x.dtype, device=x.device)
@@ -82,6 +82,6 @@ def _rms_norm_kernel(
     weight = tl.load(weight_ptr + column, mask=is_inside, other=0.0).to(tl.float32)
     if HAS_UNIT_OFFSET:
         out = scaled * (weight + 1.0)
-    else:  # the product is rounded as in the checkpoints' own code, which multiplies in their dtype
+    else:  # rounds the product as the checkpoints' own code does, in their dtype
         out = scaled.to(dtype).to(tl.float32) * weight
     tl.store(out_ptr + row * hidden + column, out.to(dtype), mask=is_inside)

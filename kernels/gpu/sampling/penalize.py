@@ -1,8 +1,8 @@
-"""Lowers the logits of tokens that a sequence holds already, in place: one thread an entry.
+"""Lowers the logits of a sequence's existing tokens, in place: one thread per entry.
 
     x' = (x / repetition if x > 0 else x · repetition) - subtracted
 
-Rounded after each operation, as the reference is.
+Rounded after each operation, like the reference.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 def penalize(
     logits: Tensor, rows: Tensor, token_ids: Tensor, repetition: Tensor, subtracted: Tensor
 ) -> None:
-    """As kernels.torch_ops.penalize. Raises BadTensor. What lies outside of logits is not checked:
-    that would wait for the device.
+    """Like kernels.torch_ops.penalize. Raises BadTensor. Out-of-range indices are not checked: that
+    would synchronise with the device.
     """
     expect("logits", logits, (None, None), dtype=torch.float32)
     integers = {"rows": rows, "token_ids": token_ids}

@@ -1,22 +1,23 @@
-"""Draws one token a row, as kernels.torch_ops.sample: temperature, top-k, top-p, min-p, Gumbel-max.
+"""Samples one token per row, like kernels.torch_ops.sample: temperature, top-k, top-p, min-p and
+Gumbel-max.
 
 Nothing is sorted. With q = (max - logit) / temperature, which is 0 for the likeliest token, a token
-may be drawn if q <= -log(min_p), if fewer than top_k tokens have a lower q, and if those that have
-weigh less than top_p of all that top-k keeps, each exp(-q). The first token in the order of noisy
-logits for which this holds is the draw, so no limit has to be found where that token is tested.
+may be sampled if q <= -log(min_p), if fewer than top_k tokens have a lower q, and if those with a
+lower q have less than top_p of the weight within top-k, each exp(-q). The sample is the first token
+in the order of noisy logits that meets this, so no limit is computed beyond testing that token.
 
-    piece   one program a piece of a row: its largest logit, its sum of weights, and the largest
+    piece   one program per piece of a row: its largest logit, its sum of weights, and the largest
             logit of each group of 64
-    bound   one a row: from the groups' maxima a q that all that may be drawn lies within: k groups
-            have k tokens, and enough groups' largest tokens have top_p of the weight
-    gather  one a piece: lists the tokens within, or where there is no such bound draws the piece's
+    bound   one per row: from the groups' maxima a q that no sampled token exceeds: k groups have k
+            tokens, and enough groups' largest tokens have top_p of the weight
+    gather  one per piece: lists the tokens within, or without such a bound samples the piece's
             token from all
-    draw    one a row: draws from the list, or from all, until the token may be drawn
+    draw    one per row: samples from the list, or from all, until the token meets all limits
 
-A list is good where few tokens may be drawn; where many may, the first draw is most likely right.
-Each row is computed by a fixed order of operations that depends on nothing but the row. Logits are
-read twice; greedy rows, once. Sums round otherwise than the reference's, so where top-p ends
-within a rounding error of a token's edge, the two may differ by that token.
+A list helps if few tokens may be sampled; if many may, the first sample is most likely valid.
+Each row is computed by a fixed order of operations that depends only on the row. Logits are read
+twice; greedy rows, once. Sums round differently from the reference's, so if top-p ends within a
+rounding error of a token's edge, the two may differ by that token.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from kernels.gpu.sampling.sample_scores import (
 
 PIECE = 4096
 GROUP = 64
-CAPACITY = 128  # of a piece's list: beyond it the row is drawn from all tokens
-BLOCK = 4096  # of the program that draws
-DRAW_REGISTERS = 128  # what 16 warps have; unless told, the assembler spills to use fewer
-SLACK = 1.0 + 2.0**-13  # of the sums behind a bound, beside their rounding errors
+CAPACITY = 128  # of a piece's list: beyond it the row is sampled from all tokens
+BLOCK = 4096  # of the program that samples
+DRAW_REGISTERS = 128  # the limit for 16 warps; otherwise the assembler spills to use fewer
+SLACK = 1.0 + 2.0**-13  # of the sums of a bound, in addition to their rounding errors
 
 
 def sample(
@@ -57,7 +58,7 @@ def sample(
     output_position: Tensor,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """As kernels.torch_ops.sample. Raises BadTensor."""
+    """Like kernels.torch_ops.sample. Raises BadTensor."""
     num_rows, vocab_size = _checked(logits, mask)
     floats = {"temperature": temperature, "top_p": top_p, "min_p": min_p}
     integers = {
@@ -145,7 +146,7 @@ def _checked(logits: Tensor, mask: Tensor | None) -> tuple[int, int]:
     expect("logits", logits, (None, None), dtype=torch.float32)
     num_rows, vocab_size = logits.shape
     if not 0 < vocab_size < 1 << 30:
-        raise BadTensor(f"logits has shape {list(logits.shape)}, whose rows have no tokens to draw")
+        raise BadTensor(f"logits has shape {list(logits.shape)}, not [any, 1 to 2**30 - 1]")
     if mask is not None:
         num_words = triton.cdiv(vocab_size, 32)
         expect("mask", mask, (num_rows, num_words), dtype=torch.int32, device=logits.device)
@@ -221,7 +222,7 @@ def _bound_kernel(
     BLOCK_PIECES: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
 ):
-    """tokens: the greedy ones. A bound below 0: there is none."""
+    """tokens: the greedy ones. A negative bound means that there is none."""
     row = tl.program_id(0).to(tl.int64)
     piece = tl.arange(0, BLOCK_PIECES)
     is_piece = piece < num_pieces
@@ -249,7 +250,7 @@ def _bound_kernel(
                 group_top_ptr + row * num_groups + group, mask=group < num_groups, other=-INFINITY
             )
             q = distance(group_top, top, temperature)  # [BLOCK_GROUPS]
-            # a group counts for the one token that is known of it
+            # a group counts as one token, its largest
             worth = tl.where(has_top_k, tl.where(q < INFINITY, 1.0, 0.0), tl.exp(-q))
             least = tl.where(has_top_k, top_k.to(tl.float32), top_p * weight * SLACK)
             count = tl.load(piece_count_ptr + place, mask=is_piece, other=0)
@@ -264,7 +265,7 @@ def _bound_kernel(
                 bound = low.to(tl.float32, bitcast=True)
             elif tl.sum(count, axis=0) <= MOST_LISTED:
                 bound = tl.full((), LARGEST, tl.int32).to(tl.float32, bitcast=True)
-            # min-p, unless top-p is a part of more that top-k keeps
+            # min-p, unless top-p applies to the tokens within top-k
             of_min_p = min_p_bound(min_p_ptr, row)
             if (of_min_p < INFINITY) & ((top_p >= 1) | (has_top_k == 0)):
                 bound = tl.where(bound < 0, of_min_p, tl.minimum(bound, of_min_p))
@@ -292,7 +293,7 @@ def _gather_kernel(
     PIECE: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):
-    """piece_top and piece_token become the largest noisy logit and its token."""
+    """Replaces piece_top and piece_token by the largest noisy logit and its token."""
     piece, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0:

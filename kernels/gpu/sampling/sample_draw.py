@@ -1,4 +1,4 @@
-"""The last kernel of `sample`: the first token, by noisy logits, that may be drawn."""
+"""The last kernel of `sample`: the first token, by noisy logits, that meets all limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kernels.gpu.sampling.sample_scores import (
 
 @triton.jit
 def _load_q(index, source, listed, HAS_MASK: tl.constexpr, CAPACITY: tl.constexpr):
-    """Of a row's list, in which each piece has CAPACITY places and fills some, or of its tokens."""
+    """q from a row's list, where each piece fills some of CAPACITY places, or from its tokens."""
     logits_ptr, mask_ptr, vocab_size, top, temperature = source
     is_listed, length, count_ptr, list_q_ptr, _ = listed
     if is_listed:
@@ -33,7 +33,7 @@ def _load_q(index, source, listed, HAS_MASK: tl.constexpr, CAPACITY: tl.constexp
 def _nearer(
     limit, source, listed, HAS_MASK: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """How many tokens have q < limit, and their weight."""
+    """The number of tokens with q < limit, and their weight."""
     count, weight = tl.full((), 0, tl.int32), tl.full((), 0.0, tl.float32)
     for start in range(0, listed[1], BLOCK):
         q = _load_q(start + tl.arange(0, BLOCK), source, listed, HAS_MASK, CAPACITY)  # [BLOCK]
@@ -56,7 +56,7 @@ def _best(
 ):
     """The token with the largest noisy logit of q <= most and q < limit, and its q.
 
-    `token`, the greedy one, where there is none.
+    Returns `token`, the greedy one, if there is none.
     """
     best, q_of_best = tl.full((), -INFINITY, tl.float32), tl.full((), 0.0, tl.float32)
     for start in range(0, listed[1], BLOCK):
@@ -68,7 +68,7 @@ def _best(
         is_possible = (q <= most) & (q < limit)
         score = tl.where(is_possible, noisy(q, tokens, key), -INFINITY)
         top = tl.max(score, axis=0)
-        if top > best:  # tokens rise: of equals the first was met before
+        if top > best:  # tokens ascend: of equal scores the first was found before
             is_top = score == top
             token = tl.min(tl.where(is_top, tokens, 0x7FFFFFFF), axis=0)
             q_of_best = tl.min(tl.where(is_top & (tokens == token), q, INFINITY), axis=0)
@@ -131,7 +131,7 @@ def sample_draw_kernel(
             list_token_ptr + row * num_pieces * CAPACITY,
         )
 
-        if (top_k < vocab_size) & (top_p < 1):  # top-p is a part of what top-k keeps
+        if (top_k < vocab_size) & (top_p < 1):  # top-p applies to the tokens within top-k
             low, high = tl.full((), 0, tl.int32), tl.full((), LARGEST, tl.int32)
             while low < high:
                 middle = low + (high - low) // 2

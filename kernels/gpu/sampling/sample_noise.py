@@ -1,4 +1,4 @@
-"""Noise for drawing tokens: a hash of seed, choice, position and token, as the reference's.
+"""Noise for sampling: a hash of seed, choice, position and token, like the reference's.
 
 uniform = 23 bits of the hash, in (0, 1);   Gumbel noise = -log(-log(uniform))
 """
@@ -19,7 +19,7 @@ def _mix(h):
 
 @triton.jit
 def noise_key(seed_ptr, choice_index_ptr, output_position_ptr, row):
-    """What is the same for all tokens of a row."""
+    """The part of the hash that all tokens of a row share."""
     seed = tl.load(seed_ptr + row)
     key = _mix((seed.to(tl.uint32) * 5) + 0xE6546B64)
     key = _mix((key ^ (seed >> 32).to(tl.uint32)) * 5 + 0xE6546B64)
@@ -29,7 +29,7 @@ def noise_key(seed_ptr, choice_index_ptr, output_position_ptr, row):
 
 @triton.jit
 def uniform(token, key):
-    """FP32 in (0, 1), as the reference's bit for bit; `token` int32."""
+    """FP32 in (0, 1), bit-identical to the reference's; `token` int32."""
     bits = _mix(key ^ (token.to(tl.uint32) * 0x9E3779B1))
     bits = _mix(bits ^ _mix(key + 0x9E3779B1))
     return (bits >> 9).to(tl.int32).to(tl.float32) * (2.0**-23) + (2.0**-24)

@@ -1,4 +1,4 @@
-"""A row of logits as what its tokens are drawn by: q = (max - logit) / temperature."""
+"""Converts a row of logits to the scores for sampling: q = (max - logit) / temperature."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LARGEST = tl.constexpr(0x7F7FFFFF)  # the bits of the largest finite number
 
 @triton.jit
 def load_logits(logits_ptr, mask_ptr, vocab_size, token, HAS_MASK: tl.constexpr):
-    """Of a row. -inf for tokens beyond the last, and for those that the mask does not allow."""
+    """A row's logits. -inf for tokens beyond the last, and for tokens that the mask excludes."""
     is_inside = token < vocab_size
     x = tl.load(logits_ptr + token, mask=is_inside, other=-INFINITY)
     if HAS_MASK:
@@ -31,11 +31,11 @@ def distance(x, top, temperature):
 
 @triton.jit
 def min_p_bound(min_p_ptr, row):
-    """p >= min_p · max(p), in q."""
+    """The limit p >= min_p · max(p), as q."""
     return tl.maximum(-tl.log(tl.load(min_p_ptr + row)), 0.0)
 
 
 @triton.jit
 def noisy(q, token, key):
-    """The logit with its Gumbel noise."""
+    """The logit plus its Gumbel noise."""
     return -q - tl.log(-tl.log(uniform(token, key)))

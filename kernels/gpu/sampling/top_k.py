@@ -1,8 +1,8 @@
-"""The k largest of each row; of equal ones the lowest index comes first.
+"""The k largest of each row; among equal ones the lowest index comes first.
 
     key = order(x) · 2³² + (2³¹ - 1 - index),  order(x) as in kernels.torch_ops.top_k
 
-Each piece of a row gives its k largest keys, and one program a row merges them, each by taking the
+Each piece of a row gives its k largest keys, and one program per row merges them, by taking the
 largest key and removing it, k times: nothing is sorted, and x is read once.
 """
 
@@ -17,14 +17,14 @@ from kernels.check_tensor import expect
 from kernels.torch_ops.top_k import top_k as reference_top_k
 
 PIECE = 4096
-MOST = 64  # beyond it, taking one at a time is slower than ordering
-MOST_MERGED = 16_384  # keys of one program
+MOST = 64  # for more, taking one at a time is slower than sorting
+MOST_MERGED = 16_384  # keys per program
 
 _LEAST = tl.constexpr(-(1 << 63))
 
 
 def top_k(x: Tensor, k: int) -> Tensor:
-    """As kernels.torch_ops.top_k. Raises BadTensor."""
+    """Like kernels.torch_ops.top_k. Raises BadTensor."""
     expect("x", x, (None, None), dtype=torch.float32)
     num_rows, num_columns = x.shape
     num_pieces = triton.cdiv(num_columns, PIECE)

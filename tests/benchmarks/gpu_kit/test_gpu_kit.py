@@ -56,7 +56,7 @@ def test_a_part_that_fails_takes_nothing_with_it(tmp_path: Path) -> None:
         "crash": ("failed", "its process ended with status -11"),
         "not built": ("not built", "no such feature"),
         "lacks": ("unavailable", "no such tool"),
-        "flood": ("failed", "RuntimeError: part flood gave more than 1048576 bytes of rows"),
+        "flood": ("failed", "RuntimeError: the rows of part flood exceed 1048576 bytes"),
         "talk": ("ok", ""),
         "fine": ("unavailable", "not installed: no_such_module"),
         "future": ("not built", "no future to measure"),
@@ -81,7 +81,7 @@ def test_a_deadline_ends_a_part_and_all_that_it_started(tmp_path: Path) -> None:
 def test_nothing_begins_after_the_end_of_the_time(tmp_path: Path) -> None:
     found = kit(tmp_path, part("fine"), budget_s=20)
     assert found["fine"]["status"] == "timed out"
-    assert found["fine"]["reason"] == "no time was left"
+    assert found["fine"]["reason"] == "no time left"
 
 
 def test_compiled_kernels_travel_in_one_archive(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Code that several processes compile at the same time is each one's own."""
+"""Processes that compile at the same time do not load each other's code."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from kernels.ops import silu_and_mul
 
 DTYPES = ("float32", "float64")
-# Between reading the index and writing it, a process waits for the other one to have read it, too;
-# in vain, if that is kept out meanwhile.
+# Between reading and writing the index, a process waits until the other one has read it, too;
+# this times out if a lock blocks the other one meanwhile.
 SOURCE = """
 import sys, time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is kept of a child process that compiled, or that could not."""
+"""The stored result of a child process that compiled, or that failed."""
 
 from __future__ import annotations
 

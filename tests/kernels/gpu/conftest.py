@@ -1,9 +1,9 @@
-"""The Triton kernels beside their references: interpreted on a CPU, compiled on a GPU.
+"""The Triton kernels compared with their references: interpreted on a CPU, compiled on a GPU.
 
     TRITON_INTERPRET=1 pytest tests/kernels/gpu      small shapes, FP32; with -m long FP16
     pytest tests/kernels/gpu -m gpu                  real shapes and BF16, on CUDA
 
-Without either there is nothing to run them on, and they are not collected.
+Without either they cannot run, and are not collected.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The interpreter takes 0.3 s a case: FP32 in every run, FP16 in the long one."""
+    """The interpreter takes 0.3 s per case: FP32 in every run, FP16 in long runs."""
     for item in items:
         if HERE not in item.path.parents:
             continue
@@ -49,7 +49,7 @@ def device() -> torch.device:
 
 @pytest.fixture
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contexts of several segments, though the interpreter is slow."""
+    """Makes contexts of several segments short enough for the slow interpreter."""
     if IS_INTERPRETED:
         monkeypatch.setattr("kernels.gpu.attention.prefill_attention.SEGMENT", 128)
         monkeypatch.setattr("kernels.gpu.attention.decode_attention.SEGMENT", 128)

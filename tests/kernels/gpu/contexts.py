@@ -1,4 +1,4 @@
-"""Contexts in a paged cache, in which whatever must not be read cannot be read unnoticed."""
+"""Contexts in a paged cache in which reads of forbidden places are detected."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from tests.kernels.gpu.inputs import random
 
-NO_BLOCK = 2**30  # far outside of every cache
+NO_BLOCK = 2**30  # far outside every cache
 
 
 @dataclass(frozen=True)
 class Paged:
-    cache: Tensor  # NaN wherever no token is stored, as in all of block 0
-    tables: Tensor  # blocks in random order; behind each context, ids that are none
+    cache: Tensor  # NaN where no token is stored, as in all of block 0
+    tables: Tensor  # blocks in random order; invalid ids after each context
     context_lens: Tensor
 
     def rows(self, chosen: Sequence[int]) -> Paged:
@@ -24,7 +24,7 @@ class Paged:
         return Paged(self.cache, self.tables[index], self.context_lens[index])
 
     def without(self, before: Sequence[int]) -> Paged:
-        """Blocks that hold only tokens before those are gone: their ids and what they held."""
+        """Removes blocks that only have tokens before `before`: their ids and contents."""
         cache, tables = self.cache.clone(), self.tables.clone()
         for table, end in zip(tables, before, strict=True):
             count = max(0, end) // cache.shape[3]
@@ -33,7 +33,7 @@ class Paged:
         return Paged(cache, tables, self.context_lens)
 
     def up_to(self, context_lens: Sequence[int]) -> Paged:
-        """The same sequences when they were shorter."""
+        """The same sequences at smaller lengths."""
         lens = torch.tensor(context_lens).to(self.context_lens)
         return Paged(self.cache, self.tables, lens)
 

@@ -1,4 +1,4 @@
-"""Random inputs, the same in every run, and outputs in which an unwritten element shows."""
+"""Random inputs, the same in every run, and outputs in which unwritten elements are detected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def random(*shape: int, like: torch.device, dtype: torch.dtype, seed: int = 0) -
 
 @contextmanager
 def poisoned_outputs() -> Iterator[None]:
-    """What a wrapper allocates is full of NaN, or of -1: what a kernel leaves out is seen."""
+    """Fills what a wrapper allocates with NaN, or with -1, so that missing writes are detected."""
     empty, empty_like = torch.empty, torch.empty_like
 
     def poison(tensor: Tensor) -> Tensor:

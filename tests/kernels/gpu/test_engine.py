@@ -1,4 +1,4 @@
-"""A whole engine on Triton's kernels gives the tokens that transformers does."""
+"""A full engine on Triton's kernels generates the same tokens as transformers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def prompt_of(num_tokens: int) -> list[int]:
 
 @pytest.fixture(params=FAMILIES)
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, list[int]]:
-    """With the tokens that transformers continues a prompt with."""
+    """A checkpoint, and transformers' continuation of a prompt."""
     model = write_model(
         tmp_path,
         request.param,
@@ -58,7 +58,7 @@ def test_greedy_tokens(checkpoint: tuple[Path, list[int]], device: torch.device)
     )
     blocks, prompt = Blocks(runner.num_blocks), prompt_of(NUM_PROMPT)
     assert generate(runner, blocks.line(prompt, room=NUM_NEW), NUM_NEW) == expected
-    # in chunks, and beside another
+    # in chunks, and together with another
     line, other = blocks.line(prompt, room=NUM_NEW), blocks.line(prompt_of(5), room=NUM_NEW)
     prefill(runner, line, 8)
     prefill(runner, other, 2)
@@ -72,7 +72,7 @@ def test_greedy_tokens(checkpoint: tuple[Path, list[int]], device: torch.device)
 def test_logits_are_bit_equal_for_every_batch_and_chunking(
     tmp_path: Path, family: str, device: torch.device, small_segments: None
 ) -> None:
-    """At a context of two segments; the default of the engine, on every device."""
+    """For a context of two segments; the default mode of the engine, on every device."""
     write_model(tmp_path, family, **SMALL, vocab_size=203, **FAMILIES[family])
     dtype = "float32" if IS_INTERPRETED else "bfloat16"
     num_tokens = 131 if IS_INTERPRETED else 1100
@@ -85,7 +85,7 @@ def test_logits_are_bit_equal_for_every_batch_and_chunking(
     assert torch.equal(chunked, whole)
     line, others = blocks.line(prompt), [blocks.line(prompt_of(n)) for n in (9, 3)]
     advance(runner, [(line, num_tokens - 2)])
-    for position in (num_tokens - 2, num_tokens - 1):  # as prefill saw them, one token at a time
+    for position in (num_tokens - 2, num_tokens - 1):  # compared with prefill, one token at a time
         logits = advance(runner, [(others[0], 1), (line, 1), (others[1], 1)])
         assert torch.equal(logits[1], whole[position])
 
@@ -118,7 +118,7 @@ def test_drawn_tokens(tmp_path: Path, device: torch.device) -> None:
 def test_split_weights_give_the_same_logits(
     tmp_path: Path, is_tied: bool, device: torch.device
 ) -> None:
-    """Linear layers, the output head and the rows that an embedding looks up."""
+    """Covers linear layers, the output head and the rows of an embedding lookup."""
     shape = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
     write_model(tmp_path, "LlamaForCausalLM", **shape, tie_word_embeddings=is_tied)
     logits = []

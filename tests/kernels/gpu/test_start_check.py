@@ -1,4 +1,4 @@
-"""The check at the start passes where kernels run."""
+"""The startup check passes where kernels run."""
 
 from __future__ import annotations
 

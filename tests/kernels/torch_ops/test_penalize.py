@@ -13,7 +13,7 @@ SEEN = [3, 0, 7, 3, 3, 11]
 def _penalized(
     logits: Tensor, token_ids: list[int], repetition: float, subtracted: list[float]
 ) -> Tensor:
-    """Row 1 of three is penalized."""
+    """Penalizes row 1 of three."""
     out = logits.clone()
     rows = torch.ones(len(token_ids), dtype=torch.int64)
     penalties = torch.full((len(token_ids),), repetition)

@@ -14,7 +14,7 @@ MASK = 0xFFFFFFFF
 
 
 def _draw(logits: Tensor, **overrides: Any) -> Tensor:
-    """One draw a row; positions count up unless given."""
+    """Samples one token per row; positions count up unless given."""
     num_rows = logits.shape[0]
     columns: dict[str, Any] = {
         "temperature": 1.0,
@@ -45,7 +45,7 @@ def _chi_square(drawn: Tensor, probabilities: Tensor) -> float:
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("varied", ["output_position", "seed", "choice_index"])
 def test_draws_follow_the_softmax(temperature: float, varied: str) -> None:
-    """Chi-square with 19 degrees of freedom: 43.8 is passed once in a thousand."""
+    """Chi-square with 19 degrees of freedom: exceeds 43.8 once in a thousand."""
     logits = torch.randn(20, generator=torch.Generator().manual_seed(0))
     num_draws = 20_000
     counter = torch.arange(num_draws)
@@ -87,7 +87,7 @@ def test_every_key_changes_the_noise() -> None:
 
 
 def test_noise_is_pinned() -> None:
-    """Another worker, version or kernel must draw the same: these numbers may not change."""
+    """Other workers, versions and kernels must sample the same: these numbers must not change."""
     noise = uniform(torch.tensor([42]), torch.tensor([1]), torch.tensor([7]), 4)
     assert (noise[0] * 2**24).long().tolist() == [15510593, 3128491, 15273945, 2344853]
 
@@ -126,11 +126,11 @@ PROBABILITIES = torch.tensor([0.05, 0.4, 0.02, 0.3, 0.15, 0.08])
         ({"top_p": 0.75}, {1, 3, 4}),
         ({"min_p": 0.3}, {1, 3, 4}),
         ({"min_p": 1.0}, {1}),
-        # top-p counts within what top-k left: 0.4 / 0.7 < 0.6
+        # top-p counts within top-k: 0.4 / 0.7 < 0.6
         ({"top_k": 2, "top_p": 0.6}, {1, 3}),
         ({"top_k": 2, "top_p": 0.5}, {1}),
         ({"top_p": 0.9, "min_p": 0.5}, {1, 3}),
-        # the temperature comes first: probabilities' square roots are flatter
+        # the temperature is applied first: probabilities' square roots are flatter
         ({"temperature": 2.0, "min_p": 0.5}, {1, 3, 4}),
     ],
 )
@@ -171,7 +171,7 @@ def test_a_banned_token_is_never_drawn() -> None:
 
 @pytest.mark.parametrize("spread", [0.0, 0.1, 3.0])
 def test_a_limit_is_the_same_whether_few_logits_were_put_in_order_or_all(spread: float) -> None:
-    """With ties throughout, and limits on either side of what was put in order."""
+    """With ties throughout, and limits on both sides of the sorted part."""
     logits = torch.randn(60, 40, generator=torch.Generator().manual_seed(3)).mul_(spread)
     scaled = logits.mul_(4).round_().div_(4).sub_(logits.amax(-1, keepdim=True))
     top_k = torch.tensor([0, 1, 7, 8, 9, 39, 40, 41]).repeat(8)[:60]

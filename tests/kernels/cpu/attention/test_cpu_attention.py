@@ -1,4 +1,4 @@
-"""The compiled attention kernels: right against FP64, and the same bits however work is cut."""
+"""The compiled attention kernels are right against FP64, and their bits do not depend on cuts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = list(TOLERANCE)
 
 
 class Paged:
-    """A context of `num_tokens` in blocks of random order; NaN wherever nothing is stored."""
+    """A context of `num_tokens` in blocks of random order; NaN where nothing is stored."""
 
     def __init__(
         self, num_tokens: int, *, heads: int, head_dim: int, block_size: int, dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""The largest column of a product that is never written down."""
+"""The largest column of a product that is never stored."""
 
 from __future__ import annotations
 

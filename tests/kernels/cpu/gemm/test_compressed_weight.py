@@ -1,4 +1,4 @@
-"""Compressed weights are the plain ones bit for bit, and so is every product with them."""
+"""Compressed weights decode losslessly, and every product equals that of the dense weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kernels.cpu.gemm.decompress_rows import decode_strips, select_rows
 from kernels.cpu.gemm.linear import pack_weight
 from tests.threads import computing_threads
 
-# (N, K): one block, whole tiles, and what ends within a block of rows, of columns, of both
+# (N, K): one block, full tiles, and partial blocks of rows, of columns, of both
 SHAPES = [
     (32, 64),
     (160, 96),
@@ -36,7 +36,7 @@ ORDERS = ["tiles", "rows"]
 
 @pytest.fixture(params=ORDERS)
 def order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """As on a CPU with products of BF16, and as on one without."""
+    """The order on a CPU with BF16 products, and on one without."""
     if request.param == "tiles" and not has_half_products():
         pytest.skip("this CPU has no products of BF16")
     if request.param == "rows":
@@ -52,7 +52,7 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def like_a_model(num_rows: int, width: int) -> Tensor:
-    """Rows of normal weights, each with a scale of its own."""
+    """Rows of normal weights, each with a different scale."""
     scale = torch.exp(torch.randn(num_rows, 1) * 0.5) * 0.02
     return (torch.randn(num_rows, width) * scale).bfloat16()
 
@@ -135,7 +135,7 @@ def test_what_is_not_a_number_is_multiplied_as_by_plain_weights() -> None:
 
 @pytest.mark.usefixtures("order")
 def test_slices_of_a_weight() -> None:
-    """As ranks have them that share a layer by its output, or by its input."""
+    """Shards of ranks that split a layer by its output, or by its input."""
     whole = like_a_model(256, 512)
     for part in (whole[64:160], whole[:, 128:384], whole[32:224, 96:352], whole.T):
         assert_same_bits(decompress(compressed(part)), part)
@@ -160,7 +160,7 @@ def test_its_memory_is_all_of_it() -> None:
 @pytest.mark.usefixtures("order")
 @pytest.mark.parametrize(("degrees", "bits"), [(0, 11.45), (6, 11.5), (4, 11.6)])
 def test_size_of_weights_like_those_of_models(degrees: int, bits: float) -> None:
-    """Rows whose scales spread by e^0.5, normal or Student-t: 12.15 bits are what is promised."""
+    """Rows whose scales spread by e^0.5, normal or Student-t: 12.15 bits is the limit."""
     weight = like_a_model(512, 2048).float()
     if degrees:
         weight *= (degrees / torch.distributions.Chi2(degrees).sample(weight.shape)).sqrt()
@@ -190,7 +190,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 @pytest.mark.skipif(not has_half_products(), reason="this CPU has no products of BF16")
 def test_the_prefetch_at_the_end_stays_harmless() -> None:
-    """The blocks ahead of the last one are nobody's memory."""
+    """The blocks after the last one are outside the weight's memory."""
     weight = like_a_model(32, 32 * amx_gemm.PIECE_STEPS)
     found = compressed(weight)
     x = torch.eye(32 * amx_gemm.PIECE_STEPS).bfloat16()

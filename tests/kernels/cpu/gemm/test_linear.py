@@ -1,4 +1,4 @@
-"""Products are right, and a row's bits do not depend on how many rows there are, on any CPU."""
+"""Products are right, and a row's bits do not depend on the number of rows, on any CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kernels.ops import has_custom_gemm
 from tests.kernels.tolerance import assert_near
 from tests.threads import computing_threads
 
-# (K, N): whole tiles of AMX and others, a K that oneDNN splits, fewer columns than a block
+# (K, N): full tiles of AMX and others, a K that oneDNN splits, fewer columns than a block
 SHAPES = [(48, 80), (64, 32), (60, 191), (96, 256), (768, 160), (1100, 64), (2048, 96)]
 NUM_ROWS = 320
 
@@ -102,7 +102,7 @@ def test_pairs_are_packed_next_to_each_other() -> None:
 
 @pytest.mark.skipif(not has_pair_products(), reason="this CPU has no products of pairs")
 def test_products_of_pairs() -> None:
-    """Also where AMX would have been chosen; of rows that lie in steps, see test_fused_layer.py."""
+    """Also tested where AMX would be chosen; for rows in steps, see test_fused_layer.py."""
     for shape in ((64, 96), (32 * (PIECE_STEPS + 3), 32)):
         x, weight = _operands(shape, torch.bfloat16)
         packed = pack_pairs(weight)

@@ -1,4 +1,4 @@
-"""A layer's kernel has the bits of the single operations: of few rows and many, on any threads."""
+"""A layer's kernel has the bits of the single operations: for few and many rows, any threads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ draw = torch.Generator()
 
 @dataclass
 class Layer:
-    """By single operations; and all that `packed_layer` takes."""
+    """A layer of single operations, with the arguments of `packed_layer`."""
 
     hidden: int = 96
     inner: int = 160

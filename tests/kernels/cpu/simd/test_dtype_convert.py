@@ -1,4 +1,4 @@
-"""Up to 32 numbers of each dtype as one value, and what lies behind them."""
+"""Up to 32 numbers of each dtype as one value; memory after them is unchanged."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def _powers(x: Any, out: Any, singly: Any) -> None:
 
 @compiled()
 def _soften(scores: Any, start: int, end: int, factor: Any, weights: Any) -> Any:
-    """Largest score and sum of the weights 2**(factor * (score - largest)), which are stored."""
+    """The largest score, and the sum of the stored weights 2**(factor * (score - largest))."""
     seen = masked(load_floats(scores.ctypes.data), start, end)
     top = largest(seen)
     seen = weights_of(seen, factor, top * factor)

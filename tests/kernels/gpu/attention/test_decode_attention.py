@@ -90,7 +90,7 @@ def test_however_a_batch_is_split(
 
 @pytest.mark.parametrize("window", [40, 150])
 def test_blocks_before_the_window_are_not_read(window: int, device: torch.device) -> None:
-    """They may have been given to others."""
+    """These blocks may belong to other sequences by now."""
     lens = [300, 200, 30]
     dtype = torch.float32 if IS_INTERPRETED else torch.bfloat16
     whole = paged(lens, num_kv_heads=1, head_dim=64, block_size=16, dtype=dtype, device=device)
@@ -129,7 +129,7 @@ def test_bits_depend_neither_on_the_batch_nor_on_chunks(
     device: torch.device,
     small_segments: None,
 ) -> None:
-    """A token's row is the same alone, beside six others, and at the end of a prefill."""
+    """A token's row is the same alone, with six others, and at the end of a prefill."""
     lens = [200, 1, 128, 33, 129, 0, 77]
     if not IS_INTERPRETED:
         lens += [5000, 1024, 1025]

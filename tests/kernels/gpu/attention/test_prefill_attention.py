@@ -14,7 +14,7 @@ from tests.kernels.gpu.contexts import Paged, paged
 from tests.kernels.gpu.inputs import poisoned_outputs, random
 from tests.kernels.tolerance import assert_near
 
-# (query_len, context_len): whole prompts, chunks, single tokens, nothing new, nothing at all
+# (query_len, context_len): full prompts, chunks, single tokens, no new tokens, empty contexts
 CHUNKS = [(63, 63), (0, 0), (1, 100), (37, 130), (0, 30), (1, 1), (0, 0)]
 if not IS_INTERPRETED:
     CHUNKS += [(1000, 1000), (100, 3000), (7, 8191), (4097, 5000)]
@@ -87,7 +87,7 @@ def test_windows_and_capped_scores(
 
 @pytest.mark.parametrize("window", [40, 150])
 def test_blocks_before_the_window_are_not_read(window: int, device: torch.device) -> None:
-    """They may have been given to others."""
+    """These blocks may belong to other sequences by now."""
     query_lens, lens = [50, 1], [300, 200]
     dtype = torch.float32 if IS_INTERPRETED else torch.bfloat16
     whole = paged(lens, num_kv_heads=1, head_dim=64, block_size=16, dtype=dtype, device=device)

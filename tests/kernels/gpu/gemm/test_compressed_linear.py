@@ -1,6 +1,6 @@
-"""The result is that of `linear` with the dense weight, to the bit: NaN are compared as bits, too.
+"""The result is bit-identical to `linear` with the dense weight, including NaN.
 
-In BF16 under the interpreter, whose conversions are not a GPU's: both kernels go through the same.
+In BF16 under the interpreter, whose conversions differ from a GPU's: both kernels use the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.kernels.gpu.inputs import poisoned_outputs, random
 from tests.kernels.split_weights import bits_of, normal_weight, with_outliers
 from tests.kernels.tolerance import assert_near
 
-# (N, K): less than a tile, tiles and a rest, K that ends within a group, a byte, a step
+# (N, K): less than a tile, tiles and a remainder, K that ends within a group, a byte, a step
 SHAPES = [(1, 1), (63, 100), (70, 600), (33, 1153)]
 if not IS_INTERPRETED:
     SHAPES += [(6144, 4096), (4096, 4096), (4096, 14336), (28672, 4096), (4000, 896)]
@@ -54,7 +54,7 @@ def _x(num_rows: int, width: int, device: torch.device) -> Tensor:
 def test_the_bits_are_those_of_linear(
     shape: tuple[int, int], num_rows: int, is_batch_invariant: bool, device: torch.device
 ) -> None:
-    """With a bias for every second number of rows; every 200th weight is anything."""
+    """With a bias for every second number of rows; one weight in 200 is any bit pattern."""
     weight = with_outliers(normal_weight(*shape), 0.005).to(device)
     x = _x(num_rows, shape[1], device)
     bias = random(shape[0], like=device, dtype=BF16, seed=2) if num_rows % 2 else None
@@ -88,7 +88,7 @@ def test_wide_nowhere_and_everywhere(share: float, device: torch.device) -> None
 
 
 def test_products_are_right(device: torch.device) -> None:
-    """Not only as wrong as those of `linear`."""
+    """Compares with FP64, not only with `linear`."""
     weight = normal_weight(70, 600) * 2
     x, bias = _x(9, 600, device), random(70, like=device, dtype=BF16, seed=2)
     exact = x.double().cpu() @ weight.double().T + bias.double().cpu()
@@ -121,7 +121,7 @@ def test_slices_for_tensor_parallelism(device: torch.device) -> None:
 def test_the_engine_multiplies_here(
     num_rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few rows fused, many decompressed first: the bits are the same."""
+    """Few rows are fused, for many the weight is decompressed first: the bits are the same."""
     weight = with_outliers(normal_weight(40, 96), 0.005).to(device)
     split, x = _split(weight), _x(num_rows, 96, device)
     decompressed = []
@@ -139,7 +139,7 @@ def test_nothing_to_multiply(device: torch.device) -> None:
 
 def test_what_does_not_fit_is_named(device: torch.device) -> None:
     split, x = _split(normal_weight(3, 64).to(device)), _x(2, 64, device)
-    with pytest.raises(BadTensor, match=r"x is torch.float16, not torch.bfloat16, which a split"):
+    with pytest.raises(BadTensor, match=r"x is torch.float16, not torch.bfloat16, the dtype of a"):
         compressed_linear(x.half(), split)
     with pytest.raises(BadTensor, match=r"x has shape \[2, 63\], not \[any, 64\]"):
         compressed_linear(x[:, :63], split)

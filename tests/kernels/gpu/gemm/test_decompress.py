@@ -33,7 +33,7 @@ def test_decompress(shape: tuple[int, int], share: float, device: torch.device) 
 
 @pytest.mark.parametrize("is_mixed", [False, True])
 def test_every_bit_pattern(is_mixed: bool, device: torch.device) -> None:
-    """Of rows with two exponents, and of rows with all."""
+    """Rows with two exponents, and rows with all."""
     weight = all_bit_patterns().t().contiguous() if is_mixed else all_bit_patterns()
     split = _split(weight, device)
     assert split.wide_share == float(is_mixed)

@@ -12,7 +12,7 @@ from kernels.reference.linear import linear as reference_linear
 from tests.kernels.gpu.inputs import poisoned_outputs, random
 from tests.kernels.tolerance import assert_near
 
-# (N, K): less than a tile, tiles and a rest
+# (N, K): less than a tile, tiles and a remainder
 SHAPES = [(1, 1), (63, 100), (100, 600)]
 if not IS_INTERPRETED:
     SHAPES += [(6144, 4096), (4096, 4096), (4096, 14336), (28672, 4096)]
@@ -21,7 +21,7 @@ MOST_ROWS = 130 if IS_INTERPRETED else 3000
 
 @pytest.fixture(params=[True, False], ids=["split", "not split"])
 def is_split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """On a GPU with hardly a multiprocessor, the segments of a small product are not split."""
+    """On a GPU with a single multiprocessor, the segments of a small product are not split."""
     if not request.param:
         monkeypatch.setattr("kernels.gpu.gemm.linear_tile.NUM_MULTIPROCESSORS", 1)
     return bool(request.param)
@@ -30,7 +30,7 @@ def is_split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def _operands(
     num_rows: int, shape: tuple[int, int], device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of such a size that the products' deviation is 1."""
+    """Operands whose products have a standard deviation of 1."""
     num_columns, width = shape
     x = random(num_rows, width, like=device, dtype=dtype)
     weight = random(num_columns, width, like=device, dtype=torch.float32, seed=1) * width**-0.5
@@ -91,7 +91,7 @@ def test_a_segment_adds_up_before_it_is_added(
 
 @pytest.mark.usefixtures("is_split")
 def test_the_bias_is_added_to_the_rounded_product(device: torch.device) -> None:
-    """1 + 2**-11 + 2**-11 is 1 in FP16, if it is rounded after each sum."""
+    """1 + 2**-11 + 2**-11 is 1 in FP16, if rounded after each sum."""
     x = torch.tensor([[1.0, 2.0**-11]], device=device, dtype=torch.float16)
     weight = torch.ones(5, 2, device=device, dtype=torch.float16)
     bias = torch.full((5,), 2.0**-11, device=device, dtype=torch.float16)
@@ -116,7 +116,7 @@ def test_what_is_not_a_number_stays_in_its_row(dtype: torch.dtype, device: torch
 
 
 def test_the_engine_multiplies_here(device: torch.device) -> None:
-    """Interpreted, weights stay plain; on CUDA, only the batch-invariant product is this one."""
+    """Interpreted, weights stay unpacked; on CUDA, only the batch-invariant product is this one."""
     x, weight, bias = _operands(5, (64, 96), device, torch.float32)
     y = ops.linear(x, ops.pack_weight(weight), bias, is_batch_invariant=True)
     assert torch.equal(y, linear(x, weight, bias, is_batch_invariant=True))

@@ -36,7 +36,7 @@ def test_copy_blocks(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """From blocks and to blocks in random order: many are both."""
+    """Sources and destinations in random order: many blocks are both."""
     generator = torch.Generator().manual_seed(8)
     sources = torch.randint(0, 64, (num_copies,), generator=generator).to(device, index)
     destinations = torch.randperm(64, generator=generator)[:num_copies].to(device, index)

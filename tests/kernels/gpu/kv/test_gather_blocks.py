@@ -28,7 +28,7 @@ def paged(
 
 
 def payload_of(cache: Tensor, num_tokens: int) -> Tensor:
-    """All ones in its bits, which are NaN."""
+    """A payload whose bits are all ones, which are NaN."""
     shape = (cache.shape[0], 2, num_tokens, cache.shape[3], cache.shape[5])
     return torch.full(
         (*shape, cache.element_size()), 255, dtype=torch.uint8, device=cache.device
@@ -85,15 +85,15 @@ def test_what_does_not_fit_is_named(device: torch.device) -> None:
             *(cache[:2], table, 0, 19, out[:2]),
         ),
         r"payload is torch.float32, not torch.float16": (cache.half(), table, 0, 20, out),
-        r"tokens \[13, 33\) lie outside of the 2 blocks": (cache, table, 13, 20, out),
-        r"tokens \[-1, 19\) lie outside": (cache, table, -1, 20, out),
+        r"tokens \[13, 33\) are outside the 2 blocks": (cache, table, 13, 20, out),
+        r"tokens \[-1, 19\) are outside": (cache, table, -1, 20, out),
     }.items():
         with pytest.raises(BadTensor, match=match):
             gather_blocks(*arguments)
     with pytest.raises(BadTensor, match=r"checksum is torch.int32"):
         gather_blocks(cache, table, 0, 20, out, checksum=torch.zeros(1, dtype=torch.int32))
     narrow = cache[..., :3].contiguous()
-    with pytest.raises(BadTensor, match=r"a checksum is of 64-bit words"):
+    with pytest.raises(BadTensor, match=r"checksums need rows of full 64-bit words"):
         gather_blocks(
             *(narrow, table, 0, 20, payload_of(narrow, 20)),
             checksum=torch.zeros(1, dtype=torch.int64, device=device),

@@ -29,7 +29,7 @@ SHAPES = [  # query heads, KV heads, head_dim, rotary_dim, block_size
 
 
 def angles_of(num_tokens: int, half: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines as columns of a wider table, as a model with two frequencies has them."""
+    """Cosines and sines as columns of a wider table, as in a model with two frequencies."""
     angles = random(num_tokens, 2, half, like=device, dtype=torch.float32, seed=7)
     return angles.cos()[:, 1], angles.sin()[:, 1]
 
@@ -65,7 +65,7 @@ def test_rotate_and_store(
     slots = slots_of(num_tokens, cache.shape[1] * block_size, device)
     options = {} if norm == "none" else norms_of(head_dim, dtype, device)
     options["has_unit_offset"] = norm == "offset"
-    # with a norm, which rounds within, in the same dtype
+    # a norm rounds internally, so the reference uses the same dtype
     wide = torch.float32 if norm == "none" else dtype
     expected = cache.to(wide)
     with poisoned_outputs():
@@ -78,7 +78,7 @@ def test_rotate_and_store(
     assert_near(query, expected_query)
     assert torch.equal(cache.isnan(), expected.isnan())
     assert_near(cache.nan_to_num(), expected.nan_to_num())
-    assert_same_bits(cache[1], expected[1].to(dtype))  # values, as they are
+    assert_same_bits(cache[1], expected[1].to(dtype))  # values, unchanged
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
@@ -86,7 +86,7 @@ def test_rotate_and_store(
 def test_fp8_cache(
     rotary_dim: int, index: torch.dtype, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """What is stored is what the plain cache would hold, scaled."""
+    """The stored values are the unscaled cache's, scaled."""
     heads = random(30, 10, 64, like=device, dtype=dtype) * 30
     cos, sin = angles_of(30, rotary_dim // 2, device)
     scales = torch.tensor([[0.25, 1.0], [0.1, 7.0]], device=device)
@@ -107,14 +107,14 @@ def test_fp8_cache(
 
 
 def test_fp8_rounding(dtype: torch.dtype, device: torch.device) -> None:
-    """Every power of two that FP8 knows, ties, and what saturates: by the values, not rotated."""
+    """Every power of two in FP8, ties, and saturation: tested on values, which are not rotated."""
     draw = torch.Generator().manual_seed(3)
     sizes = 2.0 ** torch.randint(-12, 12, (40, 3, 64), generator=draw).to(device)
     heads = torch.zeros(80, 7, 64, device=device)
     heads[:40, 4:] = random(40, 3, 64, like=device, dtype=torch.float32) * sizes
     heads[40:, 4:] = torch.arange(40 * 3 * 64, device=device).view(40, 3, 64) / 64 - 60
     heads = heads.to(dtype)
-    if not IS_INTERPRETED:  # which makes a number of NaN
+    if not IS_INTERPRETED:  # which turns NaN into a number
         heads[3, 5, 5] = torch.nan
     scales = torch.tensor([[1.0, 1.0, 1.0], [0.1, 1.0, 3.0]], device=device)
     cos, sin = angles_of(80, 32, device)
@@ -169,7 +169,7 @@ def test_what_does_not_fit_is_named(device: torch.device) -> None:
         ),
         r"kv_cache has shape \[2, 4, 2\]": (heads, cos, sin, cache[..., 0, 0], slots),
         r"slot_mapping has shape \[2\], not \[3\]": (heads, cos, sin, cache, slots[:2]),
-        r"heads has 4 heads: no query beside 2": (heads[:, :4], cos, sin, cache, slots),
+        r"heads has 4 heads: no query with 2": (heads[:, :4], cos, sin, cache, slots),
     }.items():
         with pytest.raises(BadTensor, match=match):
             rotate_and_store(*arguments)

@@ -60,7 +60,7 @@ def test_what_does_not_fit_is_named(device: torch.device) -> None:
         r"kv_cache is not contiguous": (cache[:, :, ::2], table, 0, 20, payload),
         r"block_table has shape \[1, 2\]": (cache, table[None], 0, 20, payload),
         r"payload is not contiguous": (cache, table, 0, 10, payload[:, :, ::2]),
-        r"tokens \[13, 33\) lie outside of the 2 blocks": (cache, table, 13, 20, payload),
+        r"tokens \[13, 33\) are outside the 2 blocks": (cache, table, 13, 20, payload),
     }.items():
         with pytest.raises(BadTensor, match=match):
             scatter_blocks(*arguments)

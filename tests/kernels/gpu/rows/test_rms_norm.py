@@ -28,7 +28,7 @@ def test_rms_norm(
 
 
 def test_rows_with_a_gap_between_them(dtype: torch.dtype, device: torch.device) -> None:
-    """The queries of fused projections: heads of a token lie together, tokens apart."""
+    """The queries of fused projections: heads of a token are adjacent, tokens are not."""
     heads = random(5, 7, 16, like=device, dtype=dtype)[:, :3]
     weight = random(16, like=device, dtype=dtype, seed=1)
     assert_near(

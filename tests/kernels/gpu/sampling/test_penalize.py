@@ -11,7 +11,7 @@ from tests.kernels.gpu.inputs import random
 
 
 def _entries(num_entries: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Distinct places of 63 rows of 100 tokens, in random order."""
+    """Distinct entries in 63 rows of 100 tokens, in random order."""
     generator = torch.Generator().manual_seed(num_entries)
     places = torch.randperm(63 * 100, generator=generator)[:num_entries]
     repetition = torch.rand(num_entries, generator=generator) + 0.5

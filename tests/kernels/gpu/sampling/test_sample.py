@@ -20,9 +20,9 @@ from tests.kernels.gpu.inputs import poisoned_outputs, random
 VOCAB_SIZES = [1, 100, 1000] if IS_INTERPRETED else [1, 63, 100, 32_000, 128_256]
 REPEATS = 1 if IS_INTERPRETED else 8  # of each row of options
 FLOATS = ("temperature", "top_p", "min_p")
-MARGIN = 1e-5  # of the weight, within which sums that round otherwise may end elsewhere
+MARGIN = 1e-5  # of the weight: sums with other rounding may end within this range
 
-# A high temperature, where a limit is to forbid most of what would be drawn.
+# A high temperature, so that a limit excludes most of what would be sampled.
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "none": {},
@@ -44,7 +44,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=[(256, 128), (256, 3)], ids=["lists", "short lists"])
 def lists(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several pieces a row at small vocabularies, and lists that overflow."""
+    """Several pieces per row for small vocabularies, and lists that overflow."""
     piece, capacity = request.param
     if IS_INTERPRETED:
         monkeypatch.setattr("kernels.gpu.sampling.sample.PIECE", piece)
@@ -76,7 +76,7 @@ def _columns(num_rows: int, device: torch.device, **overrides: Any) -> dict[str,
 
 
 def _one_row_each(device: torch.device) -> dict[str, Tensor]:
-    """Rows of all options, and draws of their own."""
+    """A row for each set of options, with different samples."""
     rows = [_columns(1, device, **options) for options in OPTIONS.values()] * REPEATS
     columns = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
     columns["output_position"] = torch.arange(len(rows), device=device)
@@ -86,7 +86,7 @@ def _one_row_each(device: torch.device) -> dict[str, Tensor]:
 def _assert_same(
     tokens: Tensor, expected: Tensor, logits: Tensor, columns: dict[str, Tensor]
 ) -> None:
-    """Save where top-p ends so near to a token's edge that the order of a sum decides."""
+    """Allows differences where top-p ends so close to a token's edge that the sum order decides."""
     for row in torch.nonzero(tokens != expected).flatten().tolist():
         one = {name: column[row].item() for name, column in columns.items()}
         scaled = logits[row].double().cpu() / (one["temperature"] or 1.0)
@@ -100,7 +100,7 @@ def _assert_same(
 
 
 def _mask(num_rows: int, vocab_size: int, device: torch.device, *, part: float) -> Tensor:
-    """Every row allows its first token, and each other one with probability `part`."""
+    """Every row allows its first token, and each other token with probability `part`."""
     generator = torch.Generator().manual_seed(9)
     num_words = -(-vocab_size // 32)
     allowed = torch.rand(num_rows, num_words * 32, generator=generator) < part
@@ -154,7 +154,7 @@ def test_a_draw_does_not_depend_on_the_other_rows(device: torch.device) -> None:
 
 @pytest.mark.usefixtures("lists")
 def test_ties_are_kept_together_and_the_lowest_id_wins(device: torch.device) -> None:
-    """Few distinct logits, as BF16's are, so that limits lie among equals."""
+    """Few distinct logits, as in BF16, so that limits are among equal ones."""
     columns = _one_row_each(device)
     logits = random(len(columns["seed"]), VOCAB_SIZES[-1], like=device, dtype=torch.float32)
     logits = logits.mul(4).round().div(4)
@@ -200,7 +200,7 @@ def test_the_uniform_numbers_are_the_references_bit_for_bit(device: torch.device
 
 
 def test_draws_follow_the_renormalised_softmax(device: torch.device) -> None:
-    """Chi-square with 2 degrees of freedom: 13.8 is passed once in a thousand."""
+    """Chi-square with 2 degrees of freedom: exceeds 13.8 once in a thousand."""
     num_draws = 40 if IS_INTERPRETED else 50_000
     probabilities = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
     logits = probabilities.log().float().expand(num_draws, -1).contiguous().to(device)
@@ -227,7 +227,7 @@ def test_what_does_not_fit_is_named(device: torch.device) -> None:
     logits, columns = torch.ones(2, 100, device=device), _columns(2, device)
     with pytest.raises(BadTensor, match=r"logits is torch.float16, not torch.float32"):
         sample(logits.half(), **columns)
-    with pytest.raises(BadTensor, match=r"logits has shape \[2, 0\], whose rows have no tokens"):
+    with pytest.raises(BadTensor, match=r"logits has shape \[2, 0\], not \[any, 1 to"):
         sample(logits[:, :0], **columns)
     with pytest.raises(BadTensor, match=r"top_k is torch.int32, not torch.int64"):
         sample(logits, **{**columns, "top_k": columns["top_k"].int()})

@@ -23,7 +23,7 @@ def _several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_largest_by_falling_value_and_rising_index(
     num_columns: int, k: int, device: torch.device
 ) -> None:
-    """Of few distinct values and of many."""
+    """Rows with few distinct values and with many."""
     x = random(4, num_columns, like=device, dtype=torch.float32, seed=k) * 3
     x[:2] = x[:2].round().div(4)
     with poisoned_outputs():
