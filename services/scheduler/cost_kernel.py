@@ -1,14 +1,14 @@
 """The loops over all workers in a placement decision, compiled: a few µs for a thousand workers.
 
-`load` compiles them, or loads them from numba's cache, before the scheduler is ready: never while
-requests wait. Before `load` they run as Python, with the same results. The arguments are named
-tuples, which numba accepts.
+Until `load` has compiled them, or loaded them from numba's cache, they run as Python, with the same
+results: a few workers take 0.1 ms, and no start waits for numba. The arguments are named tuples,
+which numba accepts.
 """
 
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import inf
 from pathlib import Path
@@ -54,13 +54,41 @@ class RequestTerms(NamedTuple):
     now: float
 
 
+# Source of a child process that fills numba's cache: compiling would block other threads.
+FILL_CACHE = f"import os; os.nice(19); from {__name__} import load; load()"
+
+
+class _Loops(NamedTuple):
+    costs_of_decodes: Callable[..., Any]
+    nearest_prefills: Callable[..., Any]
+
+
+def is_cached() -> bool:
+    """Whether numba's cache beside this file has an index of each loop, newer than the file."""
+    source = Path(__file__)
+    changed_at = source.stat().st_mtime
+
+    def is_current(loop: Callable[..., Any]) -> bool:
+        index = f"__pycache__/cost_kernel.{loop.__name__}-{loop.__code__.co_firstlineno}.*.nbi"
+        return any(path.stat().st_mtime > changed_at for path in source.parent.glob(index))
+
+    return is_current(_costs_of_decodes) and is_current(_nearest_prefills)
+
+
 def load() -> None:
-    """Compiles the loops of this module to machine code. A second call does nothing."""
+    """Compiles the loops of this module to machine code. A second call does nothing.
+
+    May run on a thread while another one takes decisions: all loops are replaced at once.
+    """
     from numba import njit
     from numba.core.registry import CPUDispatcher
+    from numba.extending import register_jitable
 
-    if isinstance(_costs_of_decodes, CPUDispatcher):
+    global _loops
+    if isinstance(_loops.costs_of_decodes, CPUDispatcher):
         return
+    for callee in (_uncached, _least, _nearest):
+        register_jitable(callee)
 
     def compiled(function: Any) -> Any:
         try:
@@ -68,15 +96,15 @@ def load() -> None:
         except RuntimeError:  # no writable cache folder
             return njit(function)
 
-    # Callees first: numba looks them up in the module.
-    for each in (_uncached, _least, _nearest, _nearest_prefills, _costs_of_decodes):
-        globals()[each.__name__] = compiled(each)
-    with _alone():
+    loops = _Loops(compiled(_costs_of_decodes), compiled(_nearest_prefills))
+    folder = loops.costs_of_decodes.stats.cache_path  # type: ignore[attr-defined]
+    with _alone(folder):
         try:
-            _compile()
+            _compile(loops)
         except AttributeError:  # the cache's index names classes of an older source
-            _forget()
-            _compile()
+            _forget(folder)
+            _compile(loops)
+    _loops = loops
 
 
 def _uncached(side: RoleWorkers, terms: RequestTerms) -> Any:
@@ -99,7 +127,7 @@ def nearest_prefills(
     Returns rows and seconds, best first, padded with -1 and infinity. Workers of equal cost come
     in row order, starting at `first_row` and wrapping around.
     """
-    return _nearest_prefills(prefills, terms, format_code, num_missing_tokens, first_row, num)
+    return _loops.nearest_prefills(prefills, terms, format_code, num_missing_tokens, first_row, num)
 
 
 def _nearest_prefills(
@@ -153,7 +181,7 @@ def costs_of_decodes(
     """Returns the seconds by row, infinite if the request cannot start there now; by row, whether
     with a handoff; the first row of the least cost; and the number of rows with that cost.
     """
-    return _costs_of_decodes(decodes, prefills, terms, excluded)
+    return _loops.costs_of_decodes(decodes, prefills, terms, excluded)
 
 
 def _costs_of_decodes(
@@ -215,16 +243,17 @@ def _least(cost: NDArray[np.float64]) -> Any:
     return first, num_equal
 
 
+_loops = _Loops(_costs_of_decodes, _nearest_prefills)
+
+
 @contextmanager
-def _alone() -> Iterator[None]:
+def _alone(folder: str | None) -> Iterator[None]:
     """Of several processes that start at once, one compiles and the others load its code.
 
     numba's cache supports one writer: two writers could refer to each other's code in the index,
     and a concurrent reader could load code of an older source. The kernel frees the lock of a
     process that dies.
     """
-    dispatcher: Any = _costs_of_decodes
-    folder = dispatcher.stats.cache_path
     if folder is None:
         yield
         return
@@ -233,16 +262,14 @@ def _alone() -> Iterator[None]:
         yield
 
 
-def _forget() -> None:
-    dispatcher: Any = _costs_of_decodes
-    for path in Path(dispatcher.stats.cache_path).glob("cost_kernel.*.nbi"):
+def _forget(folder: str) -> None:
+    for path in Path(folder).glob("cost_kernel.*.nbi"):
         path.unlink()
 
 
-def _compile() -> None:
+def _compile(loops: _Loops) -> None:
     columns = WorkerColumns(np.zeros((10, 1)), np.zeros((3, 1), dtype=np.uint64), 0)
     nobody = np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0, dtype=np.bool_)
     side, terms = RoleWorkers(columns, *nobody), RequestTerms(*[0.0] * 6)
-    costs_of_decodes(side, side, terms, nobody[0])
-    format_code: Any = np.uint64(0)
-    nearest_prefills(side, terms, format_code, 0.0, 0, 1)
+    loops.costs_of_decodes(side, side, terms, nobody[0])
+    loops.nearest_prefills(side, terms, np.uint64(0), 0.0, 0, 1)

@@ -9,7 +9,9 @@ submit ──▶ queue ──▶ match prefix ──▶ plan ──▶ StartDeco
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Mapping
 
 import msgspec
 import structlog
@@ -33,6 +35,7 @@ from shared.errors import (
     RequestTimeout,
     WorkerBusy,
 )
+from shared.lifecycle.child_process import send_signal
 from shared.lifecycle.health import Loss
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import (
@@ -71,8 +74,15 @@ NUM_PLACEMENT_ID_BYTES = 16
 
 class SchedulerService:
     def __init__(
-        self, config: SchedulerConfig, bus: Bus, clock: Clock, randomness: Randomness
+        self,
+        config: SchedulerConfig,
+        bus: Bus,
+        clock: Clock,
+        randomness: Randomness,
+        *,
+        on_first_worker: Callable[[], Coroutine[object, object, None]] | None = None,
     ) -> None:
+        self._on_first_worker = on_first_worker
         self.health_monitor = HealthMonitor(
             bus, clock, randomness, roles=("scheduler",), region=config.region
         )
@@ -99,7 +109,6 @@ class SchedulerService:
     # ── lifecycle ────────────────────────────────────────────────────────────────────────────────
 
     async def start(self) -> None:
-        cost_kernel.load()
         self.health_monitor.on_lost(self._peer_lost)
         self.health_monitor.on_heartbeat(self._on_heartbeat)
         await self.health_monitor.start()
@@ -150,6 +159,9 @@ class SchedulerService:
         self._workers.on_heartbeat(heartbeat, self._clock.now())
         if heartbeat.model is None or heartbeat.load is None:
             return
+        if self._on_first_worker is not None:
+            self._background.start(self._on_first_worker())
+            self._on_first_worker = None
         served = (heartbeat.model.name, heartbeat.model.revision)
         self._wake.set()
         for lane, needs in self._blocked.items():
@@ -433,4 +445,17 @@ async def build_scheduler(config: SchedulerConfig) -> SchedulerService:
     check(config)
     bus = await NatsBus.connect(config.nats_url, process_id=config.process_id)
     clock, randomness = MonotonicClock(), SystemRandomness()
-    return SchedulerService(config, bus, clock, randomness)
+    return SchedulerService(config, bus, clock, randomness, on_first_worker=_compile_loops)
+
+
+async def _compile_loops() -> None:
+    """Begins once there is a worker, so as not to delay its start. Decisions go on in Python until
+    the compiled loops are loaded.
+    """
+    if not cost_kernel.is_cached():
+        child = await asyncio.create_subprocess_exec(sys.executable, "-c", cost_kernel.FILL_CACHE)
+        try:
+            await child.wait()
+        finally:
+            send_signal(child, signal.SIGKILL)
+    await asyncio.to_thread(cost_kernel.load)

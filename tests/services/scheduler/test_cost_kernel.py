@@ -72,7 +72,7 @@ def decide():
 
 plain = decide()
 cost_kernel.load()
-assert "numba" in sys.modules
+assert "numba" in sys.modules and cost_kernel.is_cached()
 compiled = decide()
 print(len(plain), all(np.array_equal(a, b) for a, b in zip(plain, compiled, strict=True)))
 """
