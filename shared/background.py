@@ -1,7 +1,7 @@
 """Tasks that live as long as their owner.
 
-One that breaks is a bug nobody awaits. It is handed to the loop's exception handler, which in a
-service process ends the process: better lost and noticed than wedged with green health.
+A task that raises is a bug, and no caller awaits it. Its exception goes to the loop's exception
+handler, which ends a service process: peers notice that, but not a hang with good health checks.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Coroutine
 
-BROKE = "a background task broke"
-CANCEL_AGAIN_S = 1.0  # more than any needs to end once it has noticed
+BROKE = "a background task failed"
+CANCEL_AGAIN_S = 1.0  # longer than any task needs to end after its cancellation
 
 
 class Background:
     def __init__(self) -> None:
-        self._tasks: dict[asyncio.Task[None], None] = {}  # in the order of their starts
+        self._tasks: dict[asyncio.Task[None], None] = {}  # in start order
 
     def start(self, coroutine: Coroutine[object, object, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
@@ -24,10 +24,10 @@ class Background:
         return task
 
     async def stop(self) -> None:
-        """Cancels all and returns when they have ended.
+        """Cancels all tasks and returns when they have ended.
 
-        Python 3.11's `wait_for` swallows a cancellation that meets its result, so those that go on
-        are cancelled again.
+        Python 3.11's `wait_for` swallows a cancellation that coincides with its result, so tasks
+        that continue are cancelled again.
         """
         left: Collection[asyncio.Task[None]] = tuple(self._tasks)
         while left:

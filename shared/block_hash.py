@@ -3,15 +3,15 @@
     root            = H("hearth-kv-v1", tenant_id, cache_salt, weights_digest, adapter)
     block_hash[i]   = H(block_hash[i-1] or root, token ids of block i)
 
-An operator may publish a prefix for all tenants. Its blocks chain from a root of its own kind, and
-the first block after them mixes the tenant's root in: nothing else is shared.
+An operator may publish a prefix for all tenants. Its blocks chain from a separate kind of root, and
+the first block after them also hashes the tenant's root, so only the public blocks are shared.
 
     public root     = H("hearth-kv-public-v1", name, weights_digest, adapter)
     after it        = H("hearth-kv-after-v1", tenant's root, last public block_hash)
 
 Two blocks share a hash only if tenant, salt, weights, adapter and *every token up to their end*
-are equal, so a cross-tenant hit is impossible by construction in every tier that is keyed by it.
-A digest of 128 bits needs no comparison of the tokens behind it (birthday bound 2^64 blocks).
+are equal, so a cross-tenant hit is impossible by construction in every tier keyed by the hash.
+With 128 bits no comparison of the tokens is needed (birthday bound 2^64 blocks).
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from hashlib import blake2b
 
 from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, pack_token_ids
 
-PUBLIC_TENANT_ID = ""  # whose the blocks of public prefixes are; no tenant has this name
+PUBLIC_TENANT_ID = ""  # owner of the blocks of public prefixes; no tenant has this name
 
 
 def root_hash(
     tenant_id: str, weights_digest: str, *, cache_salt: str = "", adapter: str = ""
 ) -> bytes:
-    """Where a tenant's chains start; length-prefixed fields cannot imitate each other."""
+    """The root of a tenant's hash chains. Fields are length-prefixed, so no two inputs collide."""
     return _digest(b"hearth-kv-v1", tenant_id, cache_salt, weights_digest, adapter)
 
 
 def public_root(name: str, weights_digest: str, *, adapter: str = "") -> bytes:
-    """Where the chain of a public prefix starts; no tenant's name and salt can make it."""
+    """The root of a public prefix's hash chain; no tenant name and salt can produce it."""
     return _digest(b"hearth-kv-public-v1", name, weights_digest, adapter)
 
 
 def root_after_public(tenant_root: bytes, last_public_hash: bytes) -> bytes:
-    """What the first block behind a public prefix chains from."""
+    """The parent hash of a tenant's first block after a public prefix."""
     return blake2b(
         b"hearth-kv-after-v1" + tenant_root + last_public_hash, digest_size=BLOCK_HASH_BYTES
     ).digest()
@@ -53,7 +53,10 @@ def _digest(domain: bytes, *fields: str) -> bytes:
 
 
 def extend_chain(parent_hash: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """Hashes of the full blocks of `token_ids`, which follow `parent_hash`; the rest is ignored."""
+    """Hashes of the full blocks of `token_ids`, chained from `parent_hash`.
+
+    Tokens of an incomplete last block are ignored.
+    """
     packed = memoryview(pack_token_ids(token_ids))
     step = block_size * TOKEN_ID_BYTES
     hashes = []

@@ -1,6 +1,6 @@
-"""The time seam. Logic asks a `Clock`; only `MonotonicClock` asks the machine.
+"""The time seam. Logic reads a `Clock`; only `MonotonicClock` reads the system's clock.
 
-Durations travel on the wire, never timestamps: two hosts share no clock.
+Messages carry durations, never timestamps, because two hosts share no clock.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Seconds since an arbitrary start; never goes back."""
+        """Seconds since an arbitrary start; never decreases."""
         ...
 
     async def sleep(self, delay_s: float) -> None: ...

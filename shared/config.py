@@ -1,4 +1,4 @@
-"""What a process is told at its start: frozen, checked as a whole, all errors at once."""
+"""The configuration of each process: frozen, and checked with all errors reported together."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ DEVICES = "auto, cpu, cuda or cuda:N"
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 CPU_KV_CACHE_BYTES = 256 * 1024 * 1024
 CPU_BATCH_TOKENS = 512
-# On CUDA a step of 512 tokens is bound by launches, not by arithmetic; decode shares its steps with
-# tokens that users wait for.
+# On CUDA a step of 512 tokens is bound by kernel launches, not by arithmetic. Decode has a smaller
+# limit because its steps also generate tokens that users wait for.
 CUDA_BATCH_TOKENS = 2048
 CUDA_PREFILL_BATCH_TOKENS = 8192
 
@@ -30,7 +30,7 @@ class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     nats_url: str
     process_id: str
     region: str = ""
-    drain_timeout_s: float = 60.0  # what still runs then is handed back or ended with an error
+    drain_timeout_s: float = 60.0  # requests still running then are returned or end with an error
 
     def problems(self) -> Iterator[str]:
         yield from url_problems("nats_url", self.nats_url, schemes=("nats", "tls"))
@@ -40,7 +40,7 @@ class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelProcessConfig(ProcessConfig, frozen=True, kw_only=True):
-    """The checkpoint directory, and the name that clients call it by (default: the directory's)."""
+    """The checkpoint directory, and the model name in the API (default: the directory's)."""
 
     model_dir: Path
     model_name: str = ""
@@ -61,9 +61,9 @@ class GatewayConfig(ModelProcessConfig, frozen=True, kw_only=True):
     http_port: int = 8000
     request_timeout_s: float = 600.0
     max_body_bytes: int = 16 * 1024 * 1024
-    max_requests: int = 4096  # open at once; beyond it 429
+    max_requests: int = 4096  # open at once; a request above the limit gets 429
     default_max_tokens: int = 1024
-    metrics_token: str = ""  # of whoever may read /metrics; empty: everybody who reaches the port
+    metrics_token: str = ""  # required to read /metrics; empty: none is required
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -78,8 +78,8 @@ class GatewayConfig(ModelProcessConfig, frozen=True, kw_only=True):
 class SchedulerConfig(ProcessConfig, frozen=True, kw_only=True):
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4_000_000
-    local_prefill_tokens: int = 4  # an uncached rest this short is computed by decode itself
-    max_local_prefill_tokens: int = 1_000_000  # a longer one only where nobody else can
+    local_prefill_tokens: int = 4  # up to this many uncached tokens, decode computes the prompt
+    max_local_prefill_tokens: int = 1_000_000  # the limit where no prefill worker can take it
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -108,21 +108,21 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     """A prefill worker, a decode worker, or both over one engine."""
 
     dtype: str = "auto"
-    device: str = "auto"  # CUDA where there is a device
-    load_format: str = "auto"  # what the directory has, or "dummy": made from its config.json
-    weights: str = "auto"  # dense, or kept compressed: the same bits, fewer bytes
+    device: str = "auto"  # CUDA if a device is present
+    load_format: str = "auto"  # the directory's weights, or "dummy": made from its config.json
+    weights: str = "auto"  # dense, or compressed in memory: bit-identical, fewer bytes
     num_threads: int = 0  # 0: share the cores of this host
-    is_batch_invariant: bool = True  # False: faster on CUDA, but resumed answers may differ
+    is_batch_invariant: bool = True  # False: faster on CUDA, but resumed responses may differ
     block_size: int = 16
-    kv_cache_bytes: int | None = None  # None: 256 MiB on the CPU, 0.9 of what is free on CUDA
+    kv_cache_bytes: int | None = None  # None: 256 MiB on the CPU, 0.9 of the free memory on CUDA
     max_batch_tokens: int | None = None  # None: 512 on the CPU, 2048 or (prefill) 8192 on CUDA
     max_sequences: int = 256
     max_reserved_share: float = 0.5
     zero_freed_blocks: bool = False
-    max_pinned_share: float = 0.25  # of the cache, for prefixes that are pinned
+    max_pinned_share: float = 0.25  # of the cache, for pinned prefixes
     data_plane_host: str = "127.0.0.1"  # where decode listens for KV
-    data_plane_advertised_host: str = ""  # what prefill workers dial; default: the same
-    kv_compression: str = "auto"  # of BF16 KV to other hosts: where it is faster, or "off"
+    data_plane_advertised_host: str = ""  # address that prefill workers dial; default: the same
+    kv_compression: str = "auto"  # of BF16 KV to other hosts: if it is faster; or "off"
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -147,8 +147,9 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
             yield f"max_pinned_share {self.max_pinned_share} is not in [0, 1]"
 
     def with_defaults_of(self, device: str, *, is_prefill_only: bool) -> WorkerConfig:
-        """`device` is "cpu", "cuda" or "cuda:N". On CUDA `kv_cache_bytes` stays None: the runner
-        measures what is free.
+        """Replaces None by the defaults of `device`: "cpu", "cuda" or "cuda:N".
+
+        On CUDA `kv_cache_bytes` stays None: the runner measures the free memory.
         """
         kv_cache_bytes, max_batch_tokens = self.kv_cache_bytes, self.max_batch_tokens
         if device == "cpu":
@@ -169,7 +170,7 @@ def is_device_name(name: str) -> bool:
 
 
 def check(config: ProcessConfig) -> None:
-    """Raises ConfigError that names every problem."""
+    """Raises a ConfigError that lists every problem."""
     problems = list(config.problems())
     if problems:
         raise ConfigError("; ".join(problems))
@@ -187,7 +188,7 @@ def url_problems(name: str, url: str, *, schemes: tuple[str, ...]) -> Iterator[s
 
 
 def positive_problems(config: ProcessConfig, *names: str) -> Iterator[str]:
-    """None is a default that is chosen later."""
+    """Skips None: that default is chosen later."""
     for name in names:
         value = getattr(config, name)
         if value is not None and value <= 0:

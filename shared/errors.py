@@ -1,27 +1,27 @@
 """The exception tree.
 
 Every class has a wire `code` (its identity on NATS and in OpenAI's error envelope), an HTTP status
-and OpenAI's error `type`. `bus.py` turns an exception into a `Failure` message and back.
+and OpenAI's error `type`. `bus.py` converts an exception to a `Failure` message and back.
 
     HearthError
-    ├── InvalidRequest            400  the caller's fault, will fail again
+    ├── InvalidRequest            400  the request is invalid: a retry fails again
     │   ├── PromptTooLong         413
     │   ├── PayloadTooLarge       413
     │   └── UnknownModel          404
     ├── AuthenticationFailed      401
-    ├── SenderMismatch            403  a process spoke in another's name
+    ├── SenderMismatch            403  a message names another process as its sender
     ├── Overloaded                429  queues are full: retry later
     ├── NoCapacity                503  no worker can serve this now
     ├── DependencyUnavailable     503  NATS, Redis or a peer does not answer
     │   ├── NoResponders
     │   ├── RequestTimeout
     │   ├── LinkLost                   the KV data plane's connection ended
-    │   └── FrameRefused               the receiver does not want this KV
+    │   └── FrameRefused               the receiver rejected this KV
     ├── DeadlineExceeded          504
-    ├── WorkerBusy                503  this worker refuses; another may accept
-    ├── UnknownPlacement          410  the worker does not hold it, or no longer
-    ├── ConfigError                    stops the start
-    └── CheckpointError                stops the start
+    ├── WorkerBusy                503  this worker rejects; another may accept
+    ├── UnknownPlacement          410  the worker never held it, or has removed it
+    ├── ConfigError                    the process does not start
+    └── CheckpointError                the process does not start
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import ClassVar
 
 
 class HearthError(Exception):
-    """Anything Hearth refuses or fails at; the message is meant for the caller to read."""
+    """Base of all Hearth errors; the message is written for the caller to read."""
 
     code: ClassVar[str] = "internal_error"
     http_status: ClassVar[int] = 500

@@ -1,4 +1,4 @@
-"""How KV looks in memory and on the wire: the second key, beside the block hash, of every tier."""
+"""The layout of KV. Every cache tier is keyed by this format and the block hash."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "uint8": 1}
 class KvFormat(msgspec.Struct, frozen=True):
     """Two workers can exchange KV if their `key` is equal.
 
-    On the wire a run of tokens is laid out [num_layers, 2 (key, value), num_tokens, num_kv_heads,
-    head_dim], contiguous.
+    On the wire, the KV of consecutive tokens is contiguous with shape [num_layers, 2 (key, value),
+    num_tokens, num_kv_heads, head_dim].
     """
 
     dtype: str

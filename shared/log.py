@@ -9,7 +9,7 @@ import structlog
 
 
 def configure_logging(process_id: str, *, level: str = "info") -> None:
-    """Every line carries the process id. Prompts and tokens are never logged."""
+    """Adds the process id to every line. Prompts and tokens are never logged."""
     renderer: structlog.typing.Processor = (
         structlog.dev.ConsoleRenderer()
         if sys.stderr.isatty()

@@ -2,20 +2,20 @@
 
 Commands are imperative (`StartDecode`), events past tense (`BlocksStored`), data nouns
 (`TokenBatch`). Token ids and hashes travel packed (`shared.packing`). Durations are seconds and
-relative to the moment of sending; no message carries a point in time. What a field may hold is part
-of its type: a message with anything else is refused where it is decoded, before a handler sees it.
+relative to the time of sending; no message carries a timestamp. A field's type states its valid
+values: a message with an invalid value is rejected when it is decoded, before any handler runs.
 
 The life of a request, by message:
 
     gateway ──SubmitRequest──▶ scheduler      Queued, or a Failure with a retry time
-    gateway ◀─QueueKeepalive── scheduler      while it waits; CancelQueued gives up
+    gateway ◀─QueueKeepalive── scheduler      while it is queued; CancelQueued cancels it
     scheduler ──MatchPrefix──▶ kv_index       PrefixMatches
     scheduler ──StartDecode──▶ decode         DecodeStarted, or a Failure: next worker, new id
     gateway ◀──Placed──────── scheduler       or PlacementFailed
     decode ────RunPrefill────▶ prefill        PrefillAccepted; RenewLease, AbortRequest
-    decode ◀═══ KV frames ════ prefill        shared/kv_wire.py; PrefillFailed on NATS
+    decode ◀═══ KV frames ════ prefill        shared/kv_wire/; PrefillFailed on NATS
     gateway ◀──TokenBatch──── decode          ResendTokens fills gaps
-    gateway ──AckFinished────▶ decode         the ending arrived; or AbortRequest
+    gateway ──AckFinished────▶ decode         the last tokens arrived; or AbortRequest
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Role = Literal["gateway", "scheduler", "prefill", "decode", "kv_index"]
 IndexState = Literal["exact", "degraded"]
 ProcessState = Literal["starting", "ready", "draining", "stopped"]
 FinishReason = Literal["stop", "length", "failed"]
-# raw: of the model's own distribution; processed: of the one that tokens are drawn from, after
-# bias, penalties, temperature and truncation
+# raw: of the model's distribution; processed: of the sampling distribution, after bias, penalties,
+# temperature and truncation
 LogprobsMode = Literal["raw", "processed"]
 Pooling = Literal["last", "mean"]
 AbortReason = Literal["client_gone", "stop", "superseded", "fenced", "deadline", "failed"]
@@ -49,12 +49,12 @@ InstanceId = Annotated[bytes, Meta(min_length=1, max_length=64)]
 ProcessId = Annotated[str, Meta(max_length=256, pattern=r"\A[^\s.*>\x00-\x1f\x7f]+\Z")]
 Name = Annotated[str, Meta(max_length=256)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
-Epoch = Annotated[int, Meta(ge=0)]  # drawn at a process's start
+Epoch = Annotated[int, Meta(ge=0)]  # drawn when a process starts
 ChoiceIndex = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 NumTokens = Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)]
-Duration = Annotated[float, Meta(ge=0, le=MAX_DURATION_S)]  # seconds; NaN is none
-TotalSeconds = Annotated[float, Meta(ge=0, le=1e12)]  # summed since a process's start
+Duration = Annotated[float, Meta(ge=0, le=MAX_DURATION_S)]  # seconds; NaN is invalid
+TotalSeconds = Annotated[float, Meta(ge=0, le=1e12)]  # summed since the process started
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -62,12 +62,15 @@ class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     @property
     def sender_id(self) -> str | None:
-        """The process that it says it is from. The bus lets no other send it; None: any may."""
+        """The process that the message names as its sender; None: it names none.
+
+        The bus rejects the message from any other process.
+        """
         return None
 
 
 class Failure(Message, frozen=True, kw_only=True):
-    """An exception on the wire: `shared.errors` by code."""
+    """An exception on the wire; `code` identifies its class in `shared.errors`."""
 
     code: Name
     message: str
@@ -79,9 +82,9 @@ class Failure(Message, frozen=True, kw_only=True):
 
 
 class SamplingParams(Message, frozen=True, kw_only=True):
-    """How tokens are drawn. Zero means zero: `temperature=0` is greedy, `top_k=0` is off."""
+    """How tokens are sampled. `temperature=0` is greedy; `top_k=0` disables top-k."""
 
-    seed: int  # u64, fixed by the gateway so that every try draws the same noise
+    seed: int  # u64, fixed by the gateway so that every attempt draws the same noise
     max_tokens: Annotated[int, Meta(le=MAX_CONTEXT_TOKENS)]
     temperature: float = 1.0
     top_k: int = 0
@@ -93,41 +96,41 @@ class SamplingParams(Message, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0  # over prompt and output; 1 is off
     frequency_penalty: float = 0.0  # over the output, by count
     presence_penalty: float = 0.0  # over the output, once
-    logit_bias: tuple[tuple[int, float], ...] = ()  # token id, what is added to its logit
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token id, value added to its logit
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that are never completed
-    num_logprobs: int | None = None  # None: none; 0: of the drawn token; k: and of the k likeliest
-    num_prompt_logprobs: int | None = None  # the same, for every prompt token but the first
+    num_logprobs: int | None = None  # None: none; 0: of the sampled token; k: also of the top k
+    num_prompt_logprobs: int | None = None  # likewise, for every prompt token but the first
     logprobs_mode: LogprobsMode = "raw"
 
 
 class Choice(Message, frozen=True, kw_only=True):
-    """One unfinished choice; `output_token_ids` are what the gateway received so far."""
+    """One unfinished choice; `output_token_ids`: the tokens that the gateway has received."""
 
     choice_index: ChoiceIndex
     output_token_ids: bytes = b""
 
 
 class Request(Message, frozen=True, kw_only=True):
-    """All that a worker needs to run a request from wherever it stands."""
+    """Everything that a worker needs to start a request or to resume it after some output."""
 
     request_id: Name
     tenant_id: Name
     gateway_id: ProcessId
     model: Name
     revision: Name
-    cache_root: Digest  # where this tenant's block hashes chain from
+    cache_root: Digest  # parent of the first block hash of this tenant
     prompt_token_ids: bytes
     block_hashes: bytes  # of the prompt's full blocks
-    num_public_blocks: Count = 0  # how many of these are a public prefix, and all tenants'
+    num_public_blocks: Count = 0  # how many of these are a public prefix, shared by all tenants
     sampling: SamplingParams
     choices: tuple[Choice, ...]
     deadline_s: Duration
     priority: int = 0
     weight: Annotated[float, Meta(gt=0, le=MAX_WEIGHT)] = 1.0  # its tenant's share of the queue
-    allowed_regions: Annotated[tuple[Name, ...], Meta(max_length=256)] = ()  # none: all
-    kv_quota_tokens: Count = 0  # of one worker's cache, for all of its tenant's; 0: no bound
-    is_zero_retention: bool = False  # nothing of it may be kept beyond its end, cached KV aside
-    pooling: Pooling | None = None  # an embedding is asked for, and no token is drawn
+    allowed_regions: Annotated[tuple[Name, ...], Meta(max_length=256)] = ()  # empty: all
+    kv_quota_tokens: Count = 0  # of one worker's cache, for the whole tenant; 0: unlimited
+    is_zero_retention: bool = False  # no data of it is retained after its end, except cached KV
+    pooling: Pooling | None = None  # an embedding is requested, and no token is sampled
 
 
 class SubmitRequest(Message, frozen=True, kw_only=True):
@@ -160,7 +163,10 @@ class QueueKeepalive(Message, frozen=True, kw_only=True):
 
 
 class CancelQueued(Message, frozen=True, kw_only=True):
-    """Of its gateway's tries up to `attempt`: it may come after a later one. None: of all."""
+    """Cancels the gateway's attempts up to `attempt`, or all if None.
+
+    It may arrive after a later attempt.
+    """
 
     request_id: Name
     gateway_id: ProcessId
@@ -205,11 +211,11 @@ class DecodeStarted(Message, frozen=True, kw_only=True):
 
 
 class Served(Message, frozen=True, kw_only=True):
-    """Who did the work and what it took, for usage and for people."""
+    """Which worker did the prefill and the cost of the request, for usage records and operators."""
 
-    num_cached_tokens: Count  # prompt tokens whose KV nobody had to compute
-    prefill_worker_id: ProcessId | None  # None: the decode worker computed the prompt itself
-    num_pushed_tokens: Count = 0  # KV that came over the data plane
+    num_cached_tokens: Count  # prompt tokens whose KV did not have to be computed
+    prefill_worker_id: ProcessId | None  # None: the decode worker computed the prompt
+    num_pushed_tokens: Count = 0  # tokens whose KV arrived over the data plane
     num_preemptions: Count = 0
 
 
@@ -222,22 +228,22 @@ class Finish(Message, frozen=True, kw_only=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural logarithms of probabilities at one position; the likeliest come by falling order."""
+    """Natural logarithms of probabilities at one position; the top ones in descending order."""
 
-    logprob: float  # of the token that stands there
+    logprob: float  # of the token at this position
     top_token_ids: tuple[TokenId, ...] = ()
     top_logprobs: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.top_token_ids) != len(self.top_logprobs):
-            raise ValueError("top_token_ids and top_logprobs are not of one length")
+            raise ValueError("top_token_ids and top_logprobs differ in length")
 
 
 class TokenEntry(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens of one choice. `first_position` counts output tokens over all tries of the request.
+    """Tokens of one choice. `first_position` counts output tokens over all attempts of the request.
 
-    `served` and `prompt_logprobs` come with a placement's first tokens: a stop string can end it
-    before its `finish`.
+    `served` and `prompt_logprobs` are sent with a placement's first tokens, because a stop string
+    can end it before its `finish`.
     """
 
     placement_id: PlacementId
@@ -246,12 +252,12 @@ class TokenEntry(msgspec.Struct, frozen=True, array_like=True):
     token_ids: tuple[TokenId, ...]
     finish: Finish | None = None
     served: Served | None = None
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `token_ids`, if asked for
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `token_ids`, if requested
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt's second token onwards
 
 
 class TokenBatch(Message, frozen=True, kw_only=True):
-    """What one engine step, or a few short ones, made for one gateway."""
+    """The tokens that one engine step, or a few short ones, generated for one gateway."""
 
     worker_id: ProcessId
     entries: tuple[TokenEntry, ...]
@@ -262,7 +268,7 @@ class TokenBatch(Message, frozen=True, kw_only=True):
 
 
 class ResendTokens(Message, frozen=True, kw_only=True):
-    """Answered by a TokenBatch, or by `unknown_placement` if the worker no longer holds it."""
+    """The reply is a TokenBatch, or `unknown_placement` if the worker no longer holds it."""
 
     placement_id: PlacementId
     choice_index: ChoiceIndex
@@ -274,7 +280,7 @@ class AckFinished(Message, frozen=True, kw_only=True):
 
 
 class AbortRequest(Message, frozen=True, kw_only=True):
-    """`choice_index`: only this choice is unwanted (it met a stop string), the others go on."""
+    """`choice_index`: abort only this choice (it reached a stop string); the others continue."""
 
     placement_id: PlacementId
     reason: AbortReason
@@ -282,19 +288,19 @@ class AbortRequest(Message, frozen=True, kw_only=True):
 
 
 class Done(Message, frozen=True, kw_only=True):
-    """The reply to a command that has nothing else to say."""
+    """The empty reply: the command succeeded."""
 
 
 # ── prefill ──────────────────────────────────────────────────────────────────────────────────────
 
 
 class DataPlaneAddress(Message, frozen=True, kw_only=True):
-    """Where a decode worker takes KV. A peer that can open `unix_path` shares its host."""
+    """Where a decode worker receives KV. A peer that can open `unix_path` is on the same host."""
 
     host: Name
     port: Annotated[int, Meta(ge=0, le=65535)]
     unix_path: Annotated[str, Meta(max_length=4096)]
-    instance_id: InstanceId  # drawn at start; the handshake refuses a port that changed hands
+    instance_id: InstanceId  # drawn at start; the handshake rejects a port that was reused
 
 
 class RunPrefill(Message, frozen=True, kw_only=True):
@@ -310,8 +316,8 @@ class RunPrefill(Message, frozen=True, kw_only=True):
     token_ids: bytes
     block_hashes: bytes
     num_public_blocks: Count = 0
-    first_token: Count  # decode already holds the KV before it; a whole number of blocks
-    kv_quota_tokens: Count = 0  # as the request's
+    first_token: Count  # decode already holds the KV before it; a multiple of the block size
+    kv_quota_tokens: Count = 0  # copied from the request
     target: DataPlaneAddress
     lease_s: Duration
     deadline_s: Duration
@@ -366,7 +372,7 @@ class BlocksCleared(Message, frozen=True, kw_only=True):
 
 
 class KvEvents(Message, frozen=True, kw_only=True):
-    """One worker's cache changes; `sequence_number` grows by one, a restart changes `epoch`."""
+    """Changes of one worker's cache; `sequence_number` grows by 1, a restart changes `epoch`."""
 
     worker_id: ProcessId
     epoch: Epoch
@@ -382,13 +388,13 @@ class KvEvents(Message, frozen=True, kw_only=True):
 
 
 class ListBlocks(Message, frozen=True, kw_only=True):
-    """Resync: asks a worker for all that it holds, page by page."""
+    """Resync: requests the list of all blocks that a worker holds, one page at a time."""
 
     cursor: Count = 0
 
 
 class BlockPage(Message, frozen=True, kw_only=True):
-    """`sequence_number` is that of the last event included in this page's state."""
+    """`sequence_number`: of the last event included in this page's state."""
 
     worker_id: ProcessId
     epoch: Epoch
@@ -405,28 +411,28 @@ class BlockPage(Message, frozen=True, kw_only=True):
 
 
 class PinPrefix(Message, frozen=True, kw_only=True):
-    """Keeps the blocks of a prefix, whole ones only, in a worker's cache as long as others can go,
-    and computes those that are not there. Answered by PrefixPinned, or WorkerBusy if pins have
-    their share of the cache already.
+    """Pins the full blocks of a prefix: a worker evicts them only after all others, and computes
+    the missing ones. The reply is PrefixPinned, or WorkerBusy if pins already fill their share of
+    the cache.
     """
 
     tenant_id: Name
     model: Name
     revision: Name
-    cache_root: Digest  # that of a public prefix, if it is one
+    cache_root: Digest  # the root of the public prefix, if it is one
     token_ids: bytes
-    block_hashes: bytes  # of all of the tokens
+    block_hashes: bytes  # of all the tokens
     num_public_blocks: Count = 0  # all or none
-    lease_s: Duration  # from when the worker hears it; KeepPins renews it
+    lease_s: Duration  # from when the worker receives it; KeepPins renews it
 
 
 class PrefixPinned(Message, frozen=True, kw_only=True):
     num_cached_blocks: Count
-    is_computing: bool  # the rest; a worker that others wait for does that later
+    is_computing: bool  # the missing blocks; a worker with waiting requests computes them later
 
 
 class KeepPins(Message, frozen=True, kw_only=True):
-    """All that is to be pinned at a worker, each by its last block: others are let go."""
+    """All prefixes pinned on a worker, each by its last block hash; any other pin is released."""
 
     tip_hashes: bytes
     lease_s: Duration
@@ -441,7 +447,7 @@ class MatchPrefix(Message, frozen=True, kw_only=True):
     model: Name
     revision: Name
     block_hashes: bytes
-    is_counted: bool = True  # as a use of what is found, in the records of prefixes
+    is_counted: bool = True  # as a use of the matched blocks, in the records of prefixes
 
 
 class PrefixMatch(Message, frozen=True, kw_only=True):
@@ -455,7 +461,7 @@ class PrefixMatches(Message, frozen=True, kw_only=True):
 
 
 class IndexLoad(Message, frozen=True, kw_only=True):
-    """Where an index stands. Exact: it says of each worker what that worker's events say."""
+    """State of an index. Exact: it matches the events of every worker."""
 
     state: IndexState
     num_blocks: Count = 0
@@ -463,7 +469,7 @@ class IndexLoad(Message, frozen=True, kw_only=True):
     num_inexact_workers: Count = 0
     num_resyncs: Count = 0  # since its start
     num_matches: Count = 0
-    num_pending_records: Count = 0  # changes of prefix records that Redis has not yet taken
+    num_pending_records: Count = 0  # changes of prefix records not yet written to Redis
     num_pinned_prefixes: Count = 0
 
 
@@ -471,11 +477,13 @@ class IndexLoad(Message, frozen=True, kw_only=True):
 
 
 class ReportAlive(Message, frozen=True, kw_only=True):
-    """Asked of who is late; answered by Done. If nobody answers to its name, it is gone."""
+    """Sent to a process whose heartbeat is late. The reply is Done; with no responder, the process
+    is gone.
+    """
 
 
 class ModelCard(Message, frozen=True, kw_only=True):
-    """What a worker serves. `revision` is the digest of its weights."""
+    """The model that a worker serves. `revision` is the digest of its weights."""
 
     name: Name
     revision: Name
@@ -487,13 +495,13 @@ class ModelCard(Message, frozen=True, kw_only=True):
 
 
 class WorkerLoad(Message, frozen=True, kw_only=True):
-    """Where the engine stands. A token in flight is one whose KV a running request still needs."""
+    """State of an engine. A token in flight is one whose KV a running request still needs."""
 
-    step: Count  # ticks when idle, too
-    step_budget_s: Duration  # how long the step under way may take before it is suspect
+    step: Count  # also increases while idle
+    step_budget_s: Duration  # how long the current step may take before the worker is suspect
     num_running: Count = 0
     num_waiting: Count = 0
-    num_free_blocks: Count = 0  # cached blocks that nobody references count as free
+    num_free_blocks: Count = 0  # cached blocks without references count as free
     num_total_blocks: Count = 0
     num_reserved_blocks: Count = 0
     prefill_tokens_in_flight: Count = 0
@@ -501,26 +509,26 @@ class WorkerLoad(Message, frozen=True, kw_only=True):
     # since the process started: differences between heartbeats give speeds
     num_generated_tokens: Count = 0
     num_computed_prompt_tokens: Count = 0
-    num_busy_steps: Count = 0  # those that computed something, and what they took
+    num_busy_steps: Count = 0  # steps that computed something, and their total time
     busy_s: TotalSeconds = 0.0
-    num_handoffs: Count = 0  # prefills that a worker took over from here, and the wait for its word
+    num_handoffs: Count = 0  # prefills handed to another worker, and the wait for its reply
     handoff_ack_s: TotalSeconds = 0.0
-    num_pushed_tokens: Count = 0  # KV pushed from here, and how long frames were under way
+    num_pushed_tokens: Count = 0  # tokens whose KV this worker pushed, and the time of the frames
     push_s: TotalSeconds = 0.0
-    saved_kv_bytes: Count = 0  # that were not pushed, as KV went compressed
-    num_prompt_tokens: Count = 0  # of admitted sequences, with output that an earlier try drew
+    saved_kv_bytes: Count = 0  # bytes not pushed because the KV was compressed
+    num_prompt_tokens: Count = 0  # of admitted sequences, with the output of earlier attempts
     num_cached_prompt_tokens: Count = 0  # of those, found in this worker's cache
-    num_kv_events: Count = 0  # the number of its last KvEvents, so that a lost last one shows
-    # KV frames since the process started: taken, and refused, by what was wrong
+    num_kv_events: Count = 0  # sequence number of its last KvEvents: reveals a lost last message
+    # KV frames since the process started: accepted, and rejected by cause
     num_kv_frames: Count = 0
     num_corrupt_kv_frames: Count = 0
-    num_unknown_kv_frames: Count = 0  # late, or another's
-    num_refused_kv_frames: Count = 0  # doubled, out of order, of another format
-    num_bad_kv_peers: Count = 0  # connections that broke the protocol, or ended within a frame
+    num_unknown_kv_frames: Count = 0  # late, or for another worker
+    num_refused_kv_frames: Count = 0  # duplicate, out of order, or of another format
+    num_bad_kv_peers: Count = 0  # connections that violated the protocol, or ended within a frame
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """Sent every `interval_s` from the loop that does the work: progress, not a ping."""
+    """Sent every `interval_s` by the loop that does the work, so it proves progress."""
 
     process_id: ProcessId
     epoch: Epoch  # drawn at start
@@ -533,7 +541,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     model: ModelCard | None = None
     data_plane: DataPlaneAddress | None = None
     index: IndexLoad | None = None
-    num_impostors: Count = 0  # messages refused since its start: another's than they said
+    num_impostors: Count = 0  # messages rejected since its start for a wrong sender
 
     @property
     def sender_id(self) -> str:

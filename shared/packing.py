@@ -1,4 +1,4 @@
-"""Token ids and block hashes as packed bytes: what the wire carries instead of lists."""
+"""Token ids and block hashes as packed bytes, which messages carry instead of lists."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def pack_token_ids(token_ids: Iterable[int]) -> bytes:
 
 
 def unpack_token_ids(packed: bytes) -> list[int]:
-    """Raises InvalidRequest if the length is not a whole number of ids."""
+    """Raises InvalidRequest if the length is not a multiple of 4 bytes."""
     if len(packed) % TOKEN_ID_BYTES:
-        raise InvalidRequest(f"packed token ids of {len(packed)} bytes are not whole u32s")
+        raise InvalidRequest(f"packed token ids have {len(packed)} bytes, not a multiple of 4")
     token_ids = array("I")
     token_ids.frombytes(packed)
     if sys.byteorder == "big":
@@ -39,8 +39,8 @@ def pack_hashes(hashes: Sequence[bytes]) -> bytes:
 
 
 def unpack_hashes(packed: bytes) -> list[bytes]:
-    """Raises InvalidRequest if the length is not a whole number of 128-bit hashes."""
+    """Raises InvalidRequest if the length is not a multiple of 16 bytes (128 bits)."""
     if len(packed) % BLOCK_HASH_BYTES:
-        raise InvalidRequest(f"packed hashes of {len(packed)} bytes are not whole 128-bit digests")
+        raise InvalidRequest(f"packed hashes have {len(packed)} bytes, not a multiple of 16")
     step = BLOCK_HASH_BYTES
     return [packed[start : start + step] for start in range(0, len(packed), step)]

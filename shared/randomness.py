@@ -1,4 +1,4 @@
-"""The randomness seam: identities and seeds are drawn here, so a simulation can fix them all."""
+"""The randomness seam: all ids and seeds are drawn here, so a simulation can fix them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The store seam: the few Redis operations that Hearth uses, with a bound on every wait.
 
 Redis is never awaited between submit and first token except for tenant limits and an API key that
-is not known yet, so each call takes at most `timeout_s`; after a failure the breaker answers at
-once for `BREAKER_S` instead of letting every request wait again. What Redis refuses does not open
-it: one bad record must not take Redis away from everybody.
+is not cached yet, so each call takes at most `timeout_s`. After a failure the circuit breaker fails
+every call immediately for `BREAKER_S`, so that requests do not wait. An error reply of Redis does
+not open the breaker: one bad record must not make Redis unavailable to all requests.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from shared.errors import DependencyUnavailable
 STORE_TIMEOUT_S = 0.05
 BREAKER_S = 0.5
 
-# One write of a batch, as Redis spells it: ("HSET", key, field, value, …).
+# One write of a batch, in Redis's syntax: ("HSET", key, field, value, …).
 Command = Sequence[str | bytes | int | float]
 
-# ARGV: commands as msgpack. All are done, then the first error is told. redis-py takes some 10 µs
-# of CPU for each command of a pipeline, more than Redis itself for the whole record.
+# ARGV: commands as msgpack. All are run, then the first error is returned. redis-py takes some
+# 10 µs of CPU for each command of a pipeline, more than Redis takes for the complete record.
 DO_ALL = """
 local failed
 for _, command in ipairs(cmsgpack.unpack(ARGV[1])) do
@@ -44,7 +44,7 @@ class StoreUnavailable(DependencyUnavailable):
 
 
 class StoreRefused(StoreUnavailable):
-    """Redis answers, but not this: a record is of another type than it should be."""
+    """Redis returned an error reply: for example, a record has the wrong type."""
 
     code = "store_refused"
 
@@ -57,19 +57,19 @@ class Store(Protocol):
     async def hash_get(self, key: str) -> Mapping[bytes, bytes]: ...
 
     async def sorted_set_head(self, key: str, count: int) -> Sequence[bytes]:
-        """The `count` members of the lowest score."""
+        """The `count` members with the lowest scores."""
         ...
 
     async def sorted_set_size(self, key: str) -> int: ...
 
     async def write(self, commands: Sequence[Command]) -> None:
-        """Does all in one round trip and, if Redis refuses some, the others."""
+        """Runs all in one round trip; a failed command does not stop the others."""
         ...
 
     async def evaluate(
         self, script: str, keys: Sequence[str], arguments: Sequence[str | bytes | int | float]
     ) -> Any:
-        """Runs a Lua script as one step, in one round trip; its reply's texts are bytes."""
+        """Runs a Lua script atomically in one round trip. Strings in its reply are bytes."""
         ...
 
     async def close(self) -> None: ...
@@ -77,7 +77,7 @@ class Store(Protocol):
 
 class RedisStore:
     def __init__(self, url: str, clock: Clock, *, timeout_s: float = STORE_TIMEOUT_S) -> None:
-        """Connects lazily: a missing Redis is met at the first use, not at the start."""
+        """Connects lazily: a missing Redis fails the first call, not the start."""
         self._clock = clock
         self._closed_until = 0.0
         self._scripts: dict[str, AsyncScript] = {}
@@ -108,7 +108,7 @@ class RedisStore:
         self, script: str, keys: Sequence[str], arguments: Sequence[str | bytes | int | float]
     ) -> Any:
         known = self._scripts.get(script)
-        if known is None:  # Redis is sent its digest; the text only where it does not know it yet
+        if known is None:  # redis-py sends its digest, and the text only if Redis lacks the script
             known = self._scripts[script] = self._redis.register_script(script)
         return await self._guard(known(keys=keys, args=arguments))
 
@@ -120,19 +120,19 @@ class RedisStore:
             close = getattr(call, "close", None)
             if close is not None:
                 close()
-            raise StoreUnavailable("Redis is away")
+            raise StoreUnavailable("Redis is unavailable")
         try:
             return await call
         except redis.exceptions.ResponseError as error:
-            raise StoreRefused(f"Redis refuses: {error}") from error
+            raise StoreRefused(f"Redis returned an error: {error}") from error
         except (redis.exceptions.RedisError, OSError, TimeoutError) as error:
             self._closed_until = self._clock.now() + BREAKER_S
             raise StoreUnavailable(f"Redis does not answer: {error!r}") from error
 
 
 def _as_text(command: Command) -> list[str | msgspec.Raw]:
-    """Numbers as Redis reads them, as Lua's have 53 bits; bytes as text that need not be UTF-8, as
-    Redis' cmsgpack knows no other.
+    """Numbers become decimal strings, because Lua's numbers have 53 bits. Bytes become msgpack
+    strings, valid UTF-8 or not, because Redis's cmsgpack supports no binary type.
     """
     return [_as_raw(part) if isinstance(part, bytes) else str(part) for part in command]
 

@@ -1,11 +1,11 @@
-"""Every subject and queue group, and who may use which.
+"""Every subject and queue group, and the roles that may use each.
 
     hearth.v1.{role}.{process_id}.{verb}      one process
     hearth.v1.{role}.any.{verb}               any process of a role, by its queue group
 
-On the wire every subject ends in the sender's process id, which its permissions fix.
-`permissions()` is the one source of the NATS permission file: each process has a credential of its
-own and reads only its own commands, its own inbox and the public events.
+On the wire every subject ends with the sender's process id, enforced by the sender's permissions.
+`permissions()` is the only source of the NATS permission file: each process has a separate
+credential and reads only the commands to it, its inbox and the public events.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from shared.messages import Role
 PREFIX = "hearth.v1"
 ANY = "any"
 
-# A credential's role: a `worker` has prefill and decode handlers over one engine, an `observer`
-# hears heartbeats and cannot say anything to anybody.
+# A credential's role: a `worker` has prefill and decode handlers over one engine; an `observer`
+# receives heartbeats and cannot publish to any other process.
 CredentialRole = Literal[
     "gateway", "scheduler", "prefill", "decode", "kv_index", "worker", "observer"
 ]
@@ -52,7 +52,9 @@ SCHEDULER_GROUP = "scheduler"
 
 
 def submit_to(scheduler_id: str) -> str:
-    """For who met one that hangs: until the server drops it, the group may lead there again."""
+    """Addresses one scheduler, after another one hung: until the server drops that one, the group
+    subject may select it again.
+    """
     return command("scheduler", scheduler_id, "submit")
 
 
@@ -115,7 +117,7 @@ def sender_of(wire_subject: str) -> str:
 
 
 def owner_of(subject: str) -> str | None:
-    """The one process that a command reaches; None for a group."""
+    """The process that a command addresses; None for a group."""
     parts = subject.split(".")
     return parts[3] if len(parts) == 5 and parts[3] != ANY else None
 
@@ -125,7 +127,7 @@ def inbox_prefix(process_id: str) -> str:
 
 
 class Permissions(msgspec.Struct, frozen=True):
-    """Subjects that a credential may publish to and subscribe to. Replies are allowed besides."""
+    """Subjects that a credential may publish to and subscribe to. Replies are always allowed."""
 
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
@@ -164,7 +166,7 @@ _SHARED_SUBSCRIBE: dict[str, tuple[str, ...]] = {
 
 
 def permissions(role: CredentialRole, process_id: str) -> Permissions:
-    """What the process needs and no more."""
+    """The minimal permissions that the process needs."""
     if role == "observer":
         own = f"{inbox_prefix(process_id)}.>"
         return Permissions(publish=(own,), subscribe=(own, from_anyone(HEARTBEATS)))
@@ -189,8 +191,8 @@ def nats_server_config(
 ) -> str:
     """A nats-server configuration for `users` of (role, process_id, password).
 
-    The user name is the process id: one process cannot pose as another. The server pings every
-    second and gives up after two misses, so a frozen member leaves its queue group quickly.
+    The user name is the process id, so one process cannot impersonate another. The server pings
+    every second and disconnects after two misses, so a frozen member leaves its queue group soon.
     """
     entries = "\n".join(_user_entry(role, process_id, word) for role, process_id, word in users)
     return (

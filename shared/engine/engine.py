@@ -1,8 +1,8 @@
 """The engine core: sequences, blocks and batches, synchronous and torch-free.
 
-The owner calls `schedule`, has a runner compute the step, and calls `apply` with what was drawn.
-All other methods may be called between the two, while the step computes: what they free is freed
-only once no running step touches it.
+The owner calls `schedule`, has a runner compute the step, and calls `apply` with the step's output.
+All other methods may be called between the two, while the step computes: blocks that they free
+become free only once no running step uses them.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from shared.messages import FinishReason, TokenLogprobs
 
 
 class StepProgress(msgspec.Struct, frozen=True):
-    """What one step did for one sequence. A stop token is told, not part of `token_ids`."""
+    """The result of one step for one sequence. `token_ids` excludes a stop token."""
 
     sequence: Sequence
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `token_ids`, if asked for
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # all, once, when the first token is drawn
-    embedding: NDArray[np.float32] | None = None  # [hidden_size], with an embedding's ending
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `token_ids`, if requested
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # all, once, with the first sampled token
+    embedding: NDArray[np.float32] | None = None  # [hidden_size], when an embedding finishes
 
 
 class Engine:
@@ -48,9 +48,9 @@ class Engine:
         attention_span: int | None = None,
         zeroes_freed_blocks: bool = False,
     ) -> None:
-        """A context longer than the whole pool could never be computed, so the pool bounds it.
+        """The pool's size bounds `max_context_tokens`: a longer context could not be computed.
         `attention_span` is the runner's. With `zeroes_freed_blocks` the owner has the runner zero
-        freed blocks before anything is written there: see `EngineLoop.zero_freed_blocks`.
+        freed blocks before they are written again: see `EngineLoop.zero_freed_blocks`.
         """
         self.pool = BlockPool(num_blocks, block_size, notes_freed=zeroes_freed_blocks)
         self.batcher = Batcher(
@@ -77,7 +77,7 @@ class Engine:
 
     @property
     def num_context_tokens(self) -> int:
-        """KV that sequences in decode read in each step."""
+        """Tokens whose KV the running sequences read in each step."""
         return sum(each.num_computed_tokens for each in self.batcher.running)
 
     @property
@@ -86,8 +86,8 @@ class Engine:
         return not (batcher.waiting or batcher.running or self._reserved or self._held)
 
     def accept(self, sequence: Sequence) -> None:
-        """Raises InvalidRequest for a sequence that this engine can never compute, whatever it is
-        given later; what may be missing of its block hashes is added.
+        """Adds missing block hashes. Raises InvalidRequest for a sequence that this engine can
+        never compute, even with KV from another worker.
         """
         self.check_fits(sequence.num_tokens)
         check_samplable(sequence)
@@ -103,28 +103,28 @@ class Engine:
         self._extend_hashes(sequence, full)
 
     def check_fits(self, num_tokens: int) -> None:
-        """Raises InvalidRequest for a sequence that this engine can never compute."""
+        """Raises InvalidRequest for a sequence longer than the context."""
         if num_tokens > self.max_context_tokens:
             raise InvalidRequest(
                 f"{num_tokens} tokens do not fit the context of {self.max_context_tokens}"
             )
 
     def add(self, sequence: Sequence) -> None:
-        """Raises InvalidRequest if it can never fit."""
+        """Queues a sequence. Raises InvalidRequest if it can never be computed."""
         self.accept(sequence)
         self.batcher.add(sequence)
 
     def reserve(self, sequence: Sequence) -> bool:
-        """Holds blocks for all its tokens while another worker computes them; False if there is no
-        room now, reservations have reached their share, or a preempted sequence waits for blocks.
-        Raises InvalidRequest as `add`.
+        """Holds blocks for all its tokens while another worker computes them. Returns False if too
+        few blocks are free, reservations have reached their share, or a preempted sequence waits
+        for blocks. Raises InvalidRequest like `add`.
         """
         self.accept(sequence)
         if any(each.num_preemptions for each in self.batcher.waiting):
             return False
         needed = self.pool.blocks_for(sequence.num_tokens)
         is_over_share = self.num_reserved_blocks + needed > self._max_reserved_blocks
-        if self._reserved and is_over_share:  # one alone may exceed it, or it would never run
+        if self._reserved and is_over_share:  # a single one may exceed it, or it would never run
             return False
         if not self.batcher.allocate_prompt(sequence, spare=0):
             return False
@@ -135,14 +135,15 @@ class Engine:
     def activate(self, sequence: Sequence, num_computed_tokens: int) -> None:
         """The KV of the first `num_computed_tokens` has arrived; the engine computes the rest.
 
-        A prefill without a rest is HELD at once. Raises ValueError if that is less than the cache
-        had, or leaves one who samples no token to compute.
+        A prefill with nothing left to compute becomes HELD. Raises ValueError if
+        `num_computed_tokens` is less than was cached, or leaves a sampling sequence no token to
+        compute.
         """
         num_before = sequence.num_computed_tokens
         if not num_before <= num_computed_tokens <= sequence.num_prefill_tokens:
             raise ValueError(
                 f"the KV of {num_computed_tokens} of {sequence.num_tokens} tokens arrived, "
-                f"{num_before} were there"
+                f"expected {num_before} to {sequence.num_prefill_tokens}"
             )
         self._reserved.remove(sequence)
         sequence.transition_to(SequenceState.WAITING)
@@ -155,11 +156,11 @@ class Engine:
             self.batcher.add(sequence)
 
     def fork(self, parent: Sequence, children: list[Sequence]) -> None:
-        """Ends a HELD prefill; the children, accepted before, go on from its KV, each on its own.
+        """Ends a HELD prefill; the children, accepted before, each continue from its KV.
 
-        Their tokens begin with the parent's. A child that asks for its prompt's logprobs has them
-        from the parent. Raises ValueError if the parent is not HELD, or is because its step failed,
-        or if a child is to compute a token that the parent has.
+        Their tokens start with the parent's. A child that requests prompt logprobs takes them from
+        the parent. Raises ValueError if the parent is not HELD, is HELD because its step failed, or
+        if a child would compute a token that the parent has computed.
         """
         if parent.state is not SequenceState.HELD or parent.num_uncomputed_tokens:
             raise ValueError(
@@ -167,9 +168,9 @@ class Engine:
                 f"{parent.num_uncomputed_tokens} tokens cannot be forked"
             )
         if any(child.num_tokens <= parent.num_tokens for child in children):
-            raise ValueError("a child computes at least its last token itself")
+            raise ValueError("a child must have at least one token more than its parent")
         if any(child.needs_every_token for child in children) and parent.prompt_logprobs is None:
-            raise ValueError("a sequence that computes every token itself is nobody's child")
+            raise ValueError("a sequence that must compute every token cannot be forked")
         for child in children:
             if child.prompt_logprobs is not None:
                 child.prompt_logprobs = parent.prompt_logprobs
@@ -177,11 +178,11 @@ class Engine:
         self._finish(parent)
 
     def release(self, sequence: Sequence) -> None:
-        """The push of a HELD prefill is over, or nobody wants it any more."""
+        """Ends a HELD prefill, whose push has finished or is no longer wanted."""
         self.abort(sequence)
 
     def abort(self, sequence: Sequence) -> None:
-        """Idempotent; the blocks are free at once, or when the step under way ends."""
+        """Idempotent. The blocks become free now, or when the current step ends."""
         if sequence.state is SequenceState.FINISHED:
             return
         if sequence.is_in_step:
@@ -190,7 +191,7 @@ class Engine:
         self._finish(sequence)
 
     def schedule(self) -> tuple[list[ScheduledSequence], list[StepProgress]]:
-        """The rows of the next step (none: nothing to do), and prefills that needed no step."""
+        """Returns the rows of the next step (empty: no work), and prefills that need no step."""
         rows, found = self.batcher.schedule()
         for row in rows:
             row.sequence.is_in_step = True
@@ -198,7 +199,7 @@ class Engine:
         return rows, [StepProgress(sequence) for sequence in found]
 
     def apply(self, rows: list[ScheduledSequence], output: StepOutput) -> list[StepProgress]:
-        """Takes in a computed step; it drew one token for each row that samples, in order."""
+        """Applies a computed step, which sampled one token for each sampling row, in order."""
         draws = zip(output.token_ids, output.logprobs or repeat(None), strict=False)
         block_size = self.pool.block_size
         progress = []
@@ -226,9 +227,9 @@ class Engine:
         return progress
 
     def fail(self, rows: list[ScheduledSequence]) -> list[StepProgress]:
-        """The step could not be computed: its sequences end, the others go on.
+        """The step could not be computed: its sequences end, the others continue.
 
-        A prefill keeps its blocks until `release`: a push may still read them.
+        A prefill holds its blocks until `release`, because a push may still read them.
         """
         progress = []
         for row in rows:
@@ -273,7 +274,7 @@ class Engine:
         )
 
     def _advance_unsampled(self, sequence: Sequence) -> StepProgress:
-        """A chunk, or the end of what never draws."""
+        """Advances a row that sampled no token: a chunk, or the end of a prefill or embedding."""
         if sequence.num_uncomputed_tokens > 0:
             return StepProgress(sequence)
         if sequence.is_prefill_only:
@@ -330,7 +331,10 @@ class Engine:
             )
 
     def _drop_unseen_blocks(self, sequence: Sequence, attention_span: int) -> None:
-        """They stay in the cache while there is room. A prefill's have yet to be pushed."""
+        """Releases blocks before the attention span; they stay cached until evicted.
+
+        Does nothing for a prefill, whose blocks must still be pushed.
+        """
         if sequence.is_prefill_only:
             return
         num_unseen = (
@@ -351,7 +355,7 @@ class Engine:
 
 
 def _collect(sequence: Sequence, index: int, output: StepOutput) -> None:
-    """What this chunk tells of its prompt; a sequence that was preempted starts over."""
+    """Stores the chunk's prompt logprobs and pooled sum; a preempted sequence starts again."""
     if sequence.prompt_logprobs is not None:
         told = output.prompt_logprobs.get(index, [])
         sequence.prompt_logprobs[sequence.num_computed_tokens :] = told
@@ -359,7 +363,7 @@ def _collect(sequence: Sequence, index: int, output: StepOutput) -> None:
 
 
 def check_samplable(sequence: Sequence) -> None:
-    """Raises InvalidRequest for what would fail, or draw a token too many, in a shared step."""
+    """Raises InvalidRequest for a sequence that would fail, or exceed max_tokens, in a batch."""
     params = sequence.sampling
     if sequence.num_tokens == 0:
         raise InvalidRequest("a sequence needs at least one token")
@@ -367,7 +371,7 @@ def check_samplable(sequence: Sequence) -> None:
         return
     if sequence.num_output_tokens >= params.max_tokens:
         raise InvalidRequest(
-            f"{sequence.num_output_tokens} of max_tokens {params.max_tokens} are drawn already"
+            f"{sequence.num_output_tokens} output tokens reach max_tokens {params.max_tokens}"
         )
     if sequence.choice_index >= 2**63:
         raise InvalidRequest("choice_index must be a signed 64-bit integer")

@@ -1,7 +1,7 @@
 """The paged KV cache of a model: one tensor for all layers.
 
-Within a block heads come before tokens, so that a gather of a sequence's blocks yields, head by
-head, what a matrix product takes without another copy.
+Within a block the head dimension precedes the token dimension, so that a gather of a sequence's
+blocks yields contiguous operands of a GEMM for each head, without another copy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def num_blocks_for(kv_format: KvFormat, kv_cache_bytes: int) -> int:
     if num_blocks < 1:
         raise ConfigError(
             f"kv_cache_bytes {kv_cache_bytes} holds no block of {kv_format.block_size} tokens "
-            f"({kv_format.bytes_per_token} bytes a token)"
+            f"({kv_format.bytes_per_token} bytes per token)"
         )
     return num_blocks
 

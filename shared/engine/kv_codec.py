@@ -1,15 +1,15 @@
-"""KV of a frame in fewer bytes, bit for bit: what `kv_wire` asks of a `FrameCodec`.
+"""Lossless compression of a frame's KV, the `FrameCodec` of `kv_wire`.
 
-Of trained models the exponents of KV carry about 2.6 bits, nearly the same in every layer, head and
-channel, so one base for 1024 words serves (measured: a base for each channel saves 0.04 bits a word
-more). BF16 goes as weights do in memory, see kernels.cpu.codec.bf16_codec: 11.3 bits a word
-where the entropy of its upper bytes allows 10.9. FP16, of whose upper bytes five bits are
-exponent, and FP32 have no codec. A coded frame:
+In trained models the exponents of KV carry about 2.6 bits, nearly the same in every layer, head and
+channel, so one base for 1024 words is enough (measured: a base per channel saves a further 0.04
+bits per word). BF16 is encoded like compressed weights, see kernels.cpu.codec.bf16_codec: 11.3 bits
+per word, where the entropy of the upper bytes allows 10.9. FP16, whose upper bytes have five
+exponent bits, and FP32 have no codec. A compressed frame:
 
     [num_blocks]               base of each block of 1024 words
     [num_blocks, RECORD_BYTES] records
-    [any]                      verbatim bytes of all blocks, in their order
-    [0 to 2047]                the payload after the last whole block, as it is
+    [any]                      verbatim bytes of all blocks, in order
+    [0 to 2047]                the payload after the last full block, uncompressed
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from shared.errors import DependencyUnavailable
 
 
 class Bf16FrameCodec:
-    """For BF16. Both methods leave Python's lock, and are compiled before the first frame."""
+    """For BF16. Both methods release the GIL, and are compiled before the first frame."""
 
     name = "bf16-high-bytes"
 
     def __init__(self) -> None:
-        """Raises DependencyUnavailable on a host that cannot compile it."""
+        """Raises DependencyUnavailable on a host that cannot compile the codec."""
         failure = frame_codec_failure()
         if failure is not None:
             raise DependencyUnavailable(failure)
@@ -43,14 +43,14 @@ class Bf16FrameCodec:
             self.decode(coded[:num_bytes], plain)
 
     def encode(self, payload: memoryview, out: memoryview) -> int:
-        """Bytes written to `out`, or 0 if they would not be fewer than the payload's.
+        """Returns the bytes written to `out`, or 0 if they would not be fewer than the payload's.
 
         `out` is as long as the payload.
         """
         return int(encode_frame(_bytes(payload), _bytes(out)))
 
     def decode(self, coded: memoryview, out: memoryview) -> bool:
-        """Fills `out`, as long as the payload was; False if no payload gives `coded`."""
+        """Fills `out`, which has the payload's length; False if no payload encodes to `coded`."""
         return bool(decode_frame(_bytes(coded), _bytes(out)))
 
 

@@ -1,7 +1,8 @@
-"""Drives an engine: schedule, compute on the runner's own thread, apply, tell the listeners.
+"""Drives an engine: schedule, compute on the runner's thread, apply, call the listeners.
 
-All bookkeeping runs on the event loop's thread, so it needs no locks; only the mathematics runs
-elsewhere. The step counter moves when idle, too, so that a watcher can tell idle from wedged.
+All bookkeeping runs on the event loop's thread, so it needs no locks; only the computation runs on
+another thread. The step counter also increases while idle, so that a watcher can distinguish idle
+from hung.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from shared.messages import WorkerLoad
 log = structlog.get_logger(__name__)
 
 IDLE_TICK_S = 0.1
-ZEROED_BYTES = 64 << 20  # at once: a few milliseconds, after which the step counter moves
+ZEROED_BYTES = 64 << 20  # per call: a few milliseconds, then the step counter increases
 
 Listener = Callable[[list[StepProgress]], None]
 
@@ -56,7 +57,7 @@ class EngineLoop:
         self._background.start(self._tick())
 
     async def stop(self) -> None:
-        """Lets the step under way end, then closes the runner."""
+        """Waits for the current step, then closes the runner."""
         self._is_stopping = True
         self.wake()
         if self._task is not None:
@@ -65,14 +66,14 @@ class EngineLoop:
         await self.runner.close()
 
     async def zero_freed_blocks(self) -> None:
-        """Returns when all blocks that were freed before hold zeros; at once where the engine does
-        not ask for it. Whoever writes KV into newly allocated blocks calls this first.
+        """Returns when all blocks freed so far hold zeros, or immediately if the engine does not
+        require it. Call this before writing KV into newly allocated blocks.
         """
         pool, kv_format = self.engine.pool, self.runner.kv_format
         if not pool.notes_freed:
             return
         num_at_once = max(1, ZEROED_BYTES // (kv_format.bytes_per_token * kv_format.block_size))
-        async with self._zeroing:  # also waits for those that another caller has taken
+        async with self._zeroing:  # also waits for blocks that another caller is zeroing
             freed = pool.take_freed()
             while freed:
                 try:
@@ -124,7 +125,7 @@ class EngineLoop:
             self._step_budget_s = self.runner.step_budget_s(inputs)
             await self.zero_freed_blocks()
             output = await self.runner.run(inputs)
-        except Exception:  # the engine's edge: these sequences fail, the worker lives on
+        except Exception:  # the engine's boundary: these sequences fail, the worker continues
             log.exception("step_failed", num_sequences=len(rows))
             return self.engine.fail(rows)
         return self.engine.apply(rows, output)
@@ -132,7 +133,7 @@ class EngineLoop:
     async def _zero_when_idle(self) -> None:
         try:
             await self.zero_freed_blocks()
-        except Exception:  # the engine's edge: tried again with the next tick
+        except Exception:  # the engine's boundary: retried with the next tick
             log.exception("zeroing_failed")
 
     async def _idle(self) -> None:

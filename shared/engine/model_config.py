@@ -1,4 +1,4 @@
-"""What a decoder is made of, whatever family it comes from: all that the layers need to know."""
+"""The description of a decoder of any family: everything that the layers depend on."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`window`: how many of the last tokens are seen; `rope_index` points into the `ropes`."""
+    """`window`: the last tokens that attention sees, None: all; `rope_index` indexes `ropes`."""
 
     window: int | None = None
     rope_index: int = 0
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`max_position_embeddings` is the longest context that is served."""
+    """`max_position_embeddings` is the longest context served, in tokens."""
 
     vocab_size: int
     hidden_size: int
@@ -58,7 +58,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     activation: str
     attention_scale: float
     layers: tuple[LayerConfig, ...]
-    ropes: tuple[RopeConfig, ...]  # all of one rotary_dim
+    ropes: tuple[RopeConfig, ...]  # all with the same rotary_dim
     has_tied_embeddings: bool
     architecture: str = ""
     eos_token_ids: tuple[int, ...] = ()
@@ -66,10 +66,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_output_bias: bool = False
     has_mlp_bias: bool = False
     has_qk_norm: bool = False
-    has_post_norms: bool = False  # a norm behind attention and MLP, too
-    has_unit_offset_norms: bool = False  # the checkpoint holds a norm's weight less one
-    has_fused_projections: bool = False  # the checkpoint holds qkv_proj and gate_up_proj
-    is_text_part: bool = False  # the checkpoint holds an image encoder, too
+    has_post_norms: bool = False  # a norm also after attention and MLP
+    has_unit_offset_norms: bool = False  # the checkpoint stores a norm's weight minus 1
+    has_fused_projections: bool = False  # the checkpoint has qkv_proj and gate_up_proj
+    is_text_part: bool = False  # the checkpoint also has an image encoder
     embedding_scale: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None

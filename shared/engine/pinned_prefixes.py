@@ -1,8 +1,8 @@
 """The prefixes that are pinned in one worker's cache, each under a lease.
 
-Their blocks are evicted after all others, within a share of the pool, so that pins cannot starve
-running sequences of what they could otherwise evict. A prefix that is not there is computed as a
-prefill that nobody waits for, when nobody else waits either.
+Their blocks are evicted after all others. A limit on their share of the pool leaves enough
+evictable blocks for running sequences. A missing prefix is computed as a prefill while no sequence
+waits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shared.errors import InvalidRequest, WorkerBusy
 from shared.messages import KeepPins, PinPrefix, PinsKept, PrefixPinned
 from shared.packing import pack_hashes, unpack_hashes, unpack_token_ids
 
-MAX_COMPUTING = 2  # prefixes at a time: they share steps with what users wait for
+MAX_COMPUTING = 2  # concurrent prefixes: they share steps with users' requests
 _ID_PREFIX = b"pin:"
 
 
@@ -40,8 +40,8 @@ class PinnedPrefixes:
         return len(self._pins)
 
     def pin(self, command: PinPrefix, sequence: Sequence) -> PrefixPinned:
-        """`sequence` is its prefill. Raises WorkerBusy beyond the share, InvalidRequest for what
-        this engine can never hold.
+        """Pins a prefix; `sequence` is its prefill. Raises WorkerBusy above the share, and
+        InvalidRequest for a prefix longer than the context.
         """
         pool, hashes = self._engine.pool, sequence.block_hashes
         self._engine.check_fits(sequence.num_tokens)
@@ -60,7 +60,7 @@ class PinnedPrefixes:
         return PrefixPinned(num_cached_blocks=num_cached, is_computing=is_computing)
 
     def renew(self, command: KeepPins) -> PinsKept:
-        """Lets go of what is not named."""
+        """Renews the named pins and releases all others."""
         until = self._clock.now() + command.lease_s
         named = dict.fromkeys(unpack_hashes(command.tip_hashes))
         for tip in [each for each in self._pins if each not in named]:
@@ -77,7 +77,7 @@ class PinnedPrefixes:
             self._release(tip)
 
     def on_step(self, progress: list[StepProgress]) -> None:
-        if not self._computing:  # as a rule
+        if not self._computing:  # the common case
             return
         for each in progress:
             sequence = self._computing.get(each.sequence.sequence_id)
@@ -97,7 +97,7 @@ class PinnedPrefixes:
         is_full = len(self._computing) >= MAX_COMPUTING
         if is_full or self._engine.batcher.waiting:
             return False
-        # a pin knows nothing of quotas, and must not lift its tenant's
+        # a pin carries no quota, and must not remove its tenant's
         sequence.kv_quota_tokens = self._engine.pool.quota_tokens_of(sequence.tenant_id)
         self._engine.add(sequence)
         self._computing[sequence.sequence_id] = sequence
@@ -108,14 +108,16 @@ class PinnedPrefixes:
 
 
 def sequence_of(command: PinPrefix, block_size: int) -> Sequence:
-    """Raises InvalidRequest unless it is whole blocks, each with its hash: nobody waits for it and
-    would notice that KV is found under another's name.
+    """The prefill of a pin. Raises InvalidRequest unless the tokens are full blocks with the right
+    hashes: with wrong hashes, other requests would silently match this KV.
     """
     token_ids, hashes = unpack_token_ids(command.token_ids), unpack_hashes(command.block_hashes)
     if not hashes or len(token_ids) != len(hashes) * block_size:
-        raise InvalidRequest(f"{len(token_ids)} tokens to pin are not {len(hashes)} whole blocks")
+        raise InvalidRequest(f"{len(token_ids)} tokens to pin are not {len(hashes)} full blocks")
     if command.num_public_blocks not in (0, len(hashes)):
-        raise InvalidRequest(f"{command.num_public_blocks} public blocks of {len(hashes)}")
+        raise InvalidRequest(
+            f"{command.num_public_blocks} of {len(hashes)} blocks are public, not all or none"
+        )
     if extend_chain(command.cache_root, token_ids, block_size) != hashes:
-        raise InvalidRequest("the hashes are not those of the tokens to pin")
+        raise InvalidRequest("the block hashes do not match the tokens to pin")
     return build_sequence(command, token_ids, sequence_id=_ID_PREFIX + hashes[-1])

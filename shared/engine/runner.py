@@ -1,7 +1,7 @@
-"""The engine seam: what the torch-free engine core asks of whatever computes.
+"""The engine seam: the interface between the torch-free engine core and a runner.
 
 `CpuRunner` and `CudaRunner` (torch) compute with a model, `TimingRunner` with a formula and a cost
-model. All see the same inputs, so batching, the block pool and the KV paths are the same code.
+model. All get the same inputs, so batching, the block pool and the KV paths are the same code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shared.messages import Pooling, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class LogitBias:
-    """What is added to the logits of single tokens (B of them)."""
+    """Values added to the logits of single tokens (B of them)."""
 
     rows: NDArray[np.int64]  # [B]
     token_ids: NDArray[np.int64]  # [B]
@@ -29,11 +29,11 @@ class LogitBias:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """One entry for each distinct token of each row that asks for penalties (P entries)."""
+    """One entry for each distinct token of each row with penalties (P entries)."""
 
     rows: NDArray[np.int64]  # [P]
     token_ids: NDArray[np.int64]  # [P]
-    repetition: NDArray[np.float32]  # [P] what a positive logit is divided by
+    repetition: NDArray[np.float32]  # [P] divisor of a positive logit
     subtracted: NDArray[np.float32]  # [P] frequency and presence penalty; 0 outside the output
 
 
@@ -47,12 +47,12 @@ class SamplingInputs(msgspec.Struct, frozen=True):
     min_p: NDArray[np.float32]  # [R] 0 = off
     seed: NDArray[np.uint64]  # [R]
     choice_index: NDArray[np.int64]  # [R]
-    output_position: NDArray[np.int64]  # [R] index of the token about to be drawn
-    # (row, token id) pairs that must not be drawn: stop tokens before min_tokens, bad words
+    output_position: NDArray[np.int64]  # [R] index of the token to be sampled
+    # (row, token id) pairs that must not be sampled: stop tokens before min_tokens, bad words
     banned: list[tuple[int, int]] = []
     bias: LogitBias | None = None
     penalties: Penalties | None = None
-    # row -> how many likeliest tokens to tell beside the drawn one, by `LogprobsMode`
+    # row -> number of top tokens to return besides the sampled one, by `LogprobsMode`
     raw_logprobs: Mapping[int, int] = {}
     processed_logprobs: Mapping[int, int] = {}
 
@@ -62,7 +62,7 @@ class SamplingInputs(msgspec.Struct, frozen=True):
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Every row is greedy, and nothing is to be told of or done to its logits."""
+        """Every row is greedy, without changes to its logits and without logprobs."""
         is_touched = self.banned or self.bias is not None or self.penalties is not None
         wants_logprobs = self.raw_logprobs or self.processed_logprobs
         return not (is_touched or wants_logprobs or self.temperature.any())
@@ -72,12 +72,12 @@ class PromptSuccessors(msgspec.Struct, frozen=True):
     """The prompt tokens that follow the first N tokens of a chunk; the last is not part of it."""
 
     token_ids: NDArray[np.int64]  # [N]
-    num_top_logprobs: int  # how many likeliest tokens to tell beside each
+    num_top_logprobs: int  # number of top tokens to return besides each
 
 
 class PoolingInputs(msgspec.Struct, frozen=True):
     how: Pooling
-    before: NDArray[np.float64] | None  # what `StepOutput.pooled` gave for the chunk before
+    before: NDArray[np.float64] | None  # `StepOutput.pooled` of the previous chunk
 
 
 class StepInputs(msgspec.Struct, frozen=True):
@@ -90,19 +90,19 @@ class StepInputs(msgspec.Struct, frozen=True):
     context_lens: NDArray[np.int64]  # [S] KV length once this step is done
     block_tables: NDArray[np.int64]  # [S, max_blocks] padded with 0
     sampling: SamplingInputs
-    # (source, destination) blocks to copy, all layers, before anything else is written
+    # (source, destination) blocks to copy, all layers, before any other write
     block_copies: tuple[tuple[int, int], ...] = ()
-    # sequence -> whose logprobs to tell
+    # sequence -> the tokens whose logprobs to return
     prompt_logprobs: Mapping[int, PromptSuccessors] = {}
     pooling: Mapping[int, PoolingInputs] = {}  # by sequence
 
 
 class StepOutput(msgspec.Struct, frozen=True):
-    """What one step gave."""
+    """The result of one step."""
 
-    token_ids: list[int]  # [R] drawn
-    logprobs: list[TokenLogprobs | None] = []  # [R], or none at all
-    # sequence -> of its every successor, of the model's own distribution
+    token_ids: list[int]  # [R] sampled
+    logprobs: list[TokenLogprobs | None] = []  # [R], or empty
+    # sequence -> logprobs of all its successors, of the model's distribution
     prompt_logprobs: Mapping[int, list[TokenLogprobs]] = {}
     # sequence -> [hidden_size] after the final norm: the sum over its tokens so far, or its last
     pooled: Mapping[int, NDArray[np.float64]] = {}
@@ -115,14 +115,14 @@ class Runner(Protocol):
     vocab_size: int
     attention_span: (
         int | None
-    )  # a step reads the KV of so many last tokens, its first among them; None: all
+    )  # a step's first token attends to this many last tokens, including it; None: all
 
     def step_budget_s(self, inputs: StepInputs) -> float:
-        """An upper bound for `run`, announced before it: beyond it the worker is suspect."""
+        """Upper bound of `run` in seconds, announced before it: above it the worker is suspect."""
         ...
 
     async def run(self, inputs: StepInputs) -> StepOutput:
-        """Computes one step on the engine's own thread."""
+        """Computes one step on the engine's thread."""
         ...
 
     async def read_kv(
@@ -138,8 +138,8 @@ class Runner(Protocol):
         ...
 
     async def zero_blocks(self, block_ids: list[int]) -> None:
-        """Zeroes the KV of whole blocks on the engine's own thread, between two steps. No step and
-        no copy under way may touch them.
+        """Zeroes the KV of full blocks on the engine's thread, between two steps. No running step
+        or copy may use them.
         """
         ...
 

@@ -1,6 +1,6 @@
-"""What a prefill worker and a decode worker have in common: an engine on the bus.
+"""The common part of prefill and decode workers: an engine on the bus.
 
-Owns the heart, the engine loop and the outbox, and tells the index what its cache holds.
+Owns the health monitor, the engine loop and the outbox, and sends cache events to the index.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BLOCKS_PER_PAGE = 20_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """The model behind the engine."""
+    """The model that the engine serves."""
 
     card: ModelCard
     eos_token_ids: frozenset[int]
@@ -89,7 +89,7 @@ class EngineWorker:
         self._event_number = 0
         self._has_kv_events = asyncio.Event()
         loop.engine.pool.on_event = self._has_kv_events.set
-        self._snapshot: tuple[int, list[CachedBlock]] = (0, [])  # what a resync is paging through
+        self._snapshot: tuple[int, list[CachedBlock]] = (0, [])  # the pages of a resync
         self._pins = PinnedPrefixes(loop.engine, clock, max_share=max_pinned_share)
         self._background = Background()
 
@@ -102,25 +102,25 @@ class EngineWorker:
         return self.health_monitor.state in ("draining", "stopped")
 
     def count(self, counter: Callable[[WorkerLoad], WorkerLoad]) -> None:
-        """`counter` adds its figures to the load that each heartbeat shows."""
+        """`counter` adds its values to the load in each heartbeat."""
         self._counters.append(counter)
 
     def check_model(self, model: str, revision: str) -> None:
-        """Raises UnknownModel if this worker serves another."""
+        """Raises UnknownModel if this worker serves another model or revision."""
         card = self.served.card
         if (model, revision) != (card.name, card.revision):
             raise UnknownModel(f"{self.worker_id} serves {card.name} at {card.revision}")
 
     def check_kv_format(self, kv_format: str) -> None:
-        """Raises InvalidRequest if KV could not be exchanged."""
+        """Raises InvalidRequest if the format differs from this worker's."""
         own = self.served.card.kv_format
         if kv_format != own:
-            raise InvalidRequest(f"kv_format {kv_format} meets {own}")
+            raise InvalidRequest(f"kv_format {kv_format} differs from this worker's {own}")
 
     def check_tokens(self, sequence: Sequence, *others: Sequence) -> None:
-        """Raises InvalidRequest for a token id that would fail the step of all who share it.
+        """Raises InvalidRequest for a token id that would fail the complete batch.
 
-        `others` are choices of the same request: prompt and parameters are looked at once.
+        `others` are choices of the same request: prompt and parameters are checked once.
         """
         vocab_size = self.served.card.vocab_size
         named = list(sequence.stop_token_ids)
@@ -130,9 +130,7 @@ class EngineWorker:
         outputs = (other.token_ids[other.num_prompt_tokens :] for other in others)
         largest = max(chain(sequence.token_ids, *outputs, named), default=0)
         if largest >= vocab_size or min(named, default=0) < 0:
-            raise InvalidRequest(
-                f"a token id is outside of this model's vocabulary of {vocab_size}"
-            )
+            raise InvalidRequest(f"a token id is outside this model's vocabulary of {vocab_size}")
 
     async def start(self) -> None:
         self.outbox.start()
@@ -211,8 +209,8 @@ class EngineWorker:
         self.outbox.post(kv_events(self.roles[0], self.worker_id), message)
 
     def _block_page(self, request: ListBlocks) -> BlockPage:
-        """All pages show the moment of the first; pending events go out before it, so that its
-        sequence number covers its content.
+        """All pages show the state at the first request. Pending events are sent before it, so that
+        its sequence number covers its content.
         """
         if request.cursor == 0:
             self._post_kv_events()

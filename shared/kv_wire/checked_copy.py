@@ -1,9 +1,9 @@
-"""Copies and checksums of whole frames, on the event loop and in short turns.
+"""Copies and checksums of frames, on the event loop in short chunks.
 
-On two cores a thread made the push slower by half: it carries the bytes to the other core's cache.
-256 KiB take about 15 µs to copy and sum, so others wait 60 µs for their turn; to sum the largest
-frame takes 0.12 ms. A memoryview copies under the interpreter lock, which costs less than letting
-go of it for so short a time.
+On two cores a thread made the push slower by half, because it moves the bytes to the other core's
+cache. To copy and sum 256 KiB takes about 15 µs, and other tasks run every 60 µs; to sum the
+largest frame takes 0.12 ms. A memoryview copies under the GIL, which costs less than releasing it
+for so short a time.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ TURN_BYTES = 4 * PIECE_BYTES
 
 
 def checksum_of(payload: memoryview) -> int:
-    """The xxh3-64 of these bytes; in one go, because the slot just filled is still cached."""
+    """The xxh3-64 of the payload, in one pass because the slot was just filled and is cached."""
     return xxhash.xxh3_64_intdigest(payload)
 
 
 async def copy_and_checksum(destination: memoryview, source: memoryview) -> int:
-    """Copies and returns the xxh3-64 of the copy, piece by piece while a piece is still cached.
+    """Copies and returns the xxh3-64 of the copy, in chunks that are summed while still cached.
 
-    Only the copy is summed: the writer could change the source between two reads of it.
+    Only the copy is summed: the writer could change the source between two reads.
     """
     hasher = xxhash.xxh3_64()
     for start in range(0, len(destination), PIECE_BYTES):
@@ -42,14 +42,14 @@ async def copy_and_checksum(destination: memoryview, source: memoryview) -> int:
 
 
 def grown(buffer: memoryview, num_bytes: int) -> memoryview:
-    """The buffer if it is large enough, else a new one of the next power of two."""
+    """The buffer if it has `num_bytes`, else a new one of the next power of two."""
     if len(buffer) >= num_bytes:
         return buffer
     return memoryview(bytearray(1 << (num_bytes - 1).bit_length()))
 
 
 async def to_the_end(work: Awaitable[T]) -> T:
-    """Awaits work that touches memory of ours: a cancelled caller leaves only when it is over."""
+    """Awaits work that accesses our memory: a cancelled caller returns only once it has ended."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)

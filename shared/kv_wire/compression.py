@@ -1,7 +1,7 @@
-"""The sender's end of compressed frames: encodes what the link's gate takes, and tells it how long
-everything took.
+"""The sender's end of compressed frames: encodes the frames that the link's gate selects, and
+reports all durations to the gate.
 
-Only TCP links have it: through shared memory a frame is as fast as its copy.
+Only TCP links compress: through shared memory a frame takes no longer than its copy.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from shared.kv_wire.link import CompressionCounts
 
 
 class FrameCodec(Protocol):
-    """Lossless, for one kind of payload. The engine's, for it knows what KV looks like."""
+    """Lossless, for one kind of payload. The engine implements it, as it knows the KV's layout."""
 
     @property
     def name(self) -> str:
-        """What both ends of a link agree on."""
+        """The name by which both ends of a link agree on the codec."""
         ...
 
     def encode(self, payload: memoryview, out: memoryview) -> int:
-        """Bytes written to `out`, or 0 if they would not be fewer. `out` is as long as the payload.
+        """Returns the bytes written to `out`, or 0 if they would not be fewer than the payload's.
 
-        Runs on a thread, and leaves Python's lock.
+        `out` is as long as the payload. Runs on a thread and releases the GIL.
         """
         ...
 
     def decode(self, coded: memoryview, out: memoryview) -> bool:
-        """Fills `out`, as long as the payload was; False if `coded` is damaged.
+        """Fills `out`, which has the payload's length; returns False if `coded` is damaged.
 
-        Runs on a thread, and leaves Python's lock.
+        Runs on a thread and releases the GIL.
         """
         ...
 
@@ -57,12 +57,12 @@ class LinkCompression:
         self._clock = clock
         self._counts = counts
         self._times = WireTimes(round_trip_s)
-        self._buffers: dict[int, memoryview] = {}  # of each slot that had a compressed frame
+        self._buffers: dict[int, memoryview] = {}  # by slot, once it had a compressed frame
 
     async def coded(self, slot_index: int, payload: memoryview) -> memoryview | None:
-        """The frame to send in place of the slot's payload, or None: as it is.
+        """The compressed payload to send, or None to send the slot's payload uncompressed.
 
-        It is the slot's, and stays as it is until the slot's next frame.
+        The buffer belongs to the slot and does not change until the slot's next frame.
         """
         if not self.gate.takes(len(payload)):
             return None
@@ -78,7 +78,7 @@ class LinkCompression:
         return out[:num_bytes]
 
     def sent(self, payload: memoryview, coded: memoryview | None) -> Sent:
-        """What goes now. The link gives it back with the answer."""
+        """Records a frame that is sent now; the link passes the result to `answered`."""
         wire_bytes = len(payload) if coded is None else len(coded)
         if coded is not None:
             self._counts.num_frames += 1
@@ -86,7 +86,7 @@ class LinkCompression:
         return Sent(len(payload), wire_bytes, self._clock.now())
 
     def answered(self, sent: Sent, answer: Ack | Refusal) -> None:
-        """The receiver says how long it has held the frame: that is not the link's time."""
+        """Reports to the gate. The time `held_s` at the receiver does not count as wire time."""
         arrived_at = self._clock.now() - max(0.0, answer.held_s)
         wire_s = self._times.arrived(sent.sent_at, arrived_at)
         is_coded = sent.wire_bytes < sent.payload_bytes

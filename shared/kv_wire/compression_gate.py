@@ -1,15 +1,15 @@
-"""Whether frames of one link go compressed: only where that is measured to be faster.
+"""Decides whether the frames of one link are compressed: only where that is measured to be faster.
 
-Two frames of one size, one right behind the other and only one of them compressed, tell what is
-saved on the wire. What takes as long however few the bytes (a network's jitter, a peer that comes
-late to its socket) is in both, and does not count. It has to outweigh an encoding and a decoding,
-as they were measured on this host and on the receiver's.
+The saved wire time is measured on pairs: two consecutive frames of equal size, only one of them
+compressed. Delays that do not depend on the number of bytes (network jitter, a peer that reads its
+socket late) are in both and cancel. The saving must exceed the time of one encoding and one
+decoding, measured on this host and on the receiver's.
 
-    off: none goes compressed on a wire too fast for any codec; on another so many, at most every
-         second, that encoding and decoding take TRIAL_SHARE of the link's time, and as long as one
-         frame at the beginning
+    off: on a wire too fast for any codec, no frame is compressed; on any other, at most every
+         second frame, so that encoding and decoding take TRIAL_SHARE of the link's time, plus the
+         time of one frame at the beginning
     off ──three of four pairs saved more than ON_MARGIN · codec──▶ on
-    on: all but every PLAIN_EVERY-th, with which the others are compared
+    on: all frames but every PLAIN_EVERY-th, which serves as the comparison
     on ──half of the pairs saved less than OFF_MARGIN · codec, or the wire is too fast──▶ off
 """
 
@@ -18,23 +18,23 @@ from __future__ import annotations
 import math
 from collections import deque
 
-# Smaller frames are neither compressed nor measured: latency outweighs their bytes.
+# Smaller frames are neither compressed nor measured: latency dominates their transfer time.
 MIN_FRAME_BYTES = 64 * 1024
-# Of so many times the middle does not move for a stall or two; of pairs, whose difference is small
-# beside the noise of each, it takes more.
+# With 9 times, one or two stalls do not move the median; the difference of a pair is small compared
+# with the noise of each, so more pairs are needed.
 NUM_RECENT, NUM_PAIRS = 9, 25
-NUM_NEEDED = 3  # of the first, for a hint
+NUM_NEEDED = 3  # of NUM_RECENT, for a first estimate
 ON_MARGIN, OFF_MARGIN = 1.5, 1.1
 TRIAL_SHARE = 0.02
-REFUSED_COST = 10  # times on the wire: whoever refuses compressed frames is seldom sent one
+REFUSED_COST = 10  # wire times: a receiver that rejects compressed frames seldom gets one
 PLAIN_EVERY = 16
-# The best to be hoped for: Shannon's bound for KV of trained models, at 8 GB/s there and back.
+# The best case: Shannon's bound for KV of trained models, at 8 GB/s each for encode and decode.
 BEST_RATIO = 0.67
 BEST_CODEC_S = 0.25e-9
 
 
 class Recent:
-    """The last values, in the order of their size."""
+    """Quantiles of the last values."""
 
     def __init__(self, max_values: int) -> None:
         self._values: deque[float] = deque(maxlen=max_values)
@@ -55,16 +55,17 @@ class Recent:
         return self.above(1 / 2)
 
     def above(self, share: float) -> float:
-        """What this share of them is less than."""
+        """The quantile at `share`: this share of the values is less."""
         return sorted(self._values)[int(share * len(self._values))]
 
 
 class WireTimes:
-    """How long each frame's bytes took on the wire, from when it was sent and when it arrived.
+    """The wire time of each frame, from the times at which it was sent and arrived.
 
-    A link is a queue: bytes leave in order, and arrive `latency_s` later. So a frame's own time
-    begins when it could first have arrived, or the one before it did. The latency is the shortest
-    round trip ever seen; were it too long, the link would seem faster than it is, never slower.
+    A link is a queue: bytes leave in order, and arrive `latency_s` later. So the time of a frame
+    starts at its earliest possible arrival, or at the arrival of the previous frame if later. The
+    latency is the shortest round trip measured; if it is too long, the link seems faster than it
+    is, never slower.
     """
 
     def __init__(self, round_trip_s: float) -> None:
@@ -72,7 +73,7 @@ class WireTimes:
         self._last_arrival = -math.inf
 
     def arrived(self, sent_at: float, arrived_at: float) -> float:
-        """Seconds on the wire. Receivers answer all frames in the order they were sent."""
+        """Returns seconds on the wire. Receivers acknowledge frames in the order they were sent."""
         self._latency_s = min(self._latency_s, max(0.0, arrived_at - sent_at))
         begun_at = max(self._last_arrival, sent_at + self._latency_s)
         self._last_arrival = max(self._last_arrival, arrived_at)
@@ -80,18 +81,18 @@ class WireTimes:
 
 
 class CompressionGate:
-    """All times are kept in seconds a byte: of what travels for the wire, else of payload."""
+    """All times are stored in seconds per byte: of wire bytes for the wire, else of payload."""
 
     def __init__(self) -> None:
         self.is_on = False
         self._wire, self._saved = Recent(NUM_RECENT), Recent(NUM_PAIRS)
         self._encode, self._decode = Recent(NUM_RECENT), Recent(NUM_RECENT)
-        self._last = 0, False, 0.0  # the last frame's payload, whether coded, seconds a byte
+        self._last = 0, False, 0.0  # the last frame's payload, whether coded, seconds per byte
         self._num_asked = 0
-        self._trial_s = 0.0  # may be spent on encoding and decoding
+        self._trial_s = 0.0  # budget for encoding and decoding
 
     def takes(self, payload_bytes: int) -> bool:
-        """Whether the next frame, of this size, is to be encoded."""
+        """Whether to encode the next frame, which has this size."""
         if payload_bytes < MIN_FRAME_BYTES or self._is_fast:
             return False
         self._num_asked += 1
@@ -104,16 +105,16 @@ class CompressionGate:
         self._trial_s -= seconds
 
     def decoded(self, payload_bytes: int, seconds: float) -> None:
-        seconds = max(0.0, seconds)  # as the receiver says
+        seconds = max(0.0, seconds)  # reported by the receiver
         self._decode.add(seconds / payload_bytes)
         self._trial_s -= seconds
 
     def incompressible(self) -> None:
-        """A frame was encoded for nothing, and goes as it is."""
+        """Records an encoding without saving; the frame is sent uncompressed."""
         self._saved.add(0.0)
 
     def carried(self, payload_bytes: int, wire_bytes: int, seconds: float) -> None:
-        """Frames are told in the order they were sent."""
+        """Records a delivered frame; call in the order the frames were sent."""
         if payload_bytes < MIN_FRAME_BYTES:
             return
         self._trial_s += seconds * (TRIAL_SHARE if self._wire.has(1) else 1)
@@ -126,14 +127,14 @@ class CompressionGate:
         self._decide()
 
     def refused(self, seconds: float) -> None:
-        """A compressed frame that took so long on the wire was not wanted."""
+        """Records that the receiver rejected a compressed frame, after `seconds` on the wire."""
         self._saved.add(0.0)
         self._trial_s -= REFUSED_COST * seconds
         self._decide()
 
     @property
     def _is_fast(self) -> bool:
-        """Too fast for any codec, or not known yet."""
+        """The wire is too fast for any codec, or its speed is not known yet."""
         if not self._wire.has(NUM_NEEDED):
             return True
         margin = OFF_MARGIN if self.is_on else ON_MARGIN

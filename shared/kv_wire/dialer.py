@@ -1,4 +1,4 @@
-"""Prefill's end of the KV data plane: one link per decode worker, dialled when it is needed."""
+"""Prefill's end of the KV data plane: one link per decode worker, connected on demand."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from shared.kv_wire.tcp import TcpStaging
 from shared.messages import DataPlaneAddress
 
 CONNECT_TIMEOUT_S = 1.0
-# A process on this host answers at once or hangs; the rest of the time is TCP's.
+# A process on this host replies immediately or hangs; the rest of the timeout is for TCP.
 UNIX_SHARE = 0.25
 
 
 class Dialer:
-    """A `KvDialer`. With a codec, links on which that pays carry compressed frames."""
+    """A `KvDialer`. With a codec, links on which it is faster carry compressed frames."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Dialer:
         self._dials: dict[bytes, asyncio.Task[StagedLink]] = {}
 
     async def link(self, target: DataPlaneAddress) -> StagedLink:
-        """Raises LinkLost. Callers that come while it is dialled share the one link."""
+        """Raises LinkLost. Concurrent callers share one link."""
         link = self._links.get(target.instance_id)
         if link is not None and not link.is_lost:
             return link
@@ -64,7 +64,7 @@ class Dialer:
     def _dialled(self, instance_id: bytes, dial: asyncio.Task[StagedLink]) -> None:
         del self._dials[instance_id]
         if not dial.cancelled():
-            dial.exception()  # every caller may have left; the failure is not lost on anyone
+            dial.exception()  # marks it retrieved, since every caller may have been cancelled
 
     async def _dial(self, target: DataPlaneAddress) -> StagedLink:
         def forget(ended: StagedLink) -> None:
@@ -78,10 +78,10 @@ class Dialer:
             raise LinkLost(
                 f"{target.host}:{target.port} did not answer within {self._connect_timeout_s} s"
             ) from error
-        except (OSError, ValueError, OverflowError) as error:  # or an address that cannot be one
+        except (OSError, ValueError, OverflowError) as error:  # the last two: an invalid address
             raise LinkLost(f"{target.host}:{target.port}: {error}") from error
         if link.is_lost:
-            raise LinkLost(f"{target.host}:{target.port} closed the connection at once")
+            raise LinkLost(f"{target.host}:{target.port} closed the connection after its handshake")
         self._links[target.instance_id] = link
         return link
 
@@ -95,7 +95,7 @@ class Dialer:
                         socket.AF_UNIX, target.unix_path, target.instance_id, on_end
                     )
             except (OSError, ValueError, LinkLost, TimeoutError):
-                pass  # another host, or no memory to share: TCP can tell
+                pass  # another host, or no shared memory: try TCP
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
         family, _, _, _, address = found[0]
@@ -114,7 +114,7 @@ class Dialer:
             sock.setblocking(False)
             start = self._clock.now()
             await loop.sock_connect(sock, address)  # type: ignore[arg-type]
-            round_trip_s = self._clock.now() - start  # between two kernels, however busy the peer
+            round_trip_s = self._clock.now() - start  # between the kernels, however busy the peer
             welcome, fd = await send_hello(sock, instance_id)
             staging = _staging(sock, welcome, fd)
             link = StagedLink(staging, on_end, self._compression(welcome, round_trip_s))
@@ -128,7 +128,7 @@ class Dialer:
         return link
 
     def _compression(self, welcome: Welcome, round_trip_s: float) -> LinkCompression | None:
-        """Receivers offer no codec where memory is shared."""
+        """None without a common codec; receivers offer none over shared memory."""
         codec = self._codec
         if codec is None or codec.name not in welcome.codecs:
             return None
@@ -138,7 +138,7 @@ class Dialer:
 def _staging(sock: socket.socket, welcome: Welcome, fd: int | None) -> Staging:
     if fd is None:
         if sock.family == socket.AF_UNIX:
-            raise ProtocolError("the welcome brought no memory")
+            raise ProtocolError("the welcome on the unix socket carries no memory descriptor")
         tcp.tune(sock)
         return TcpStaging(welcome.num_slots)
     try:

@@ -1,4 +1,4 @@
-"""Which placements a receiver expects, and what becomes of a frame: no sockets here."""
+"""The placements that a receiver expects, and the delivery of their frames. No sockets here."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from shared.kv_wire.link import FrameHeader, FrameSink
 
 log = structlog.get_logger(__name__)
 
-# Makes a private copy of a frame's payload and returns it with the frame's checksum, of the copy:
-# None where what came cannot be decoded.
+# Makes a private copy of a frame's payload and returns it with the frame's checksum over the copy,
+# or None if the payload cannot be decoded.
 TakeCopy = Callable[[], Awaitable[tuple[memoryview, int | None]]]
 
 
@@ -27,7 +27,7 @@ class ReceiverCounts:
     num_unknown: int = 0  # of a placement that is not expected
     num_corrupt: int = 0
     num_refused: int = 0  # by the sink
-    num_bad_peers: int = 0  # that broke the protocol, failed the handshake or left within a frame
+    num_bad_peers: int = 0  # violated the protocol, failed the handshake or ended within a frame
 
 
 @dataclass
@@ -56,13 +56,13 @@ class ExpectedPushes:
             await self._quiet.setdefault(placement_id, asyncio.Event()).wait()
 
     def announce(self, header: FrameHeader, carrier: object) -> None:
-        """A frame of this placement begins to arrive over `carrier`."""
+        """Call when a frame of this placement starts to arrive over `carrier`."""
         expected = self._expected.get(header.placement_id)
         if expected is not None:
             expected.carrier = carrier
 
     def carrier_ended(self, carrier: object) -> None:
-        """Tells every sink whose frames last came over it, once."""
+        """Calls `link_lost` once on every sink whose last frame arrived over `carrier`."""
         for placement_id, expected in list(self._expected.items()):
             if expected.carrier is not carrier:
                 continue
@@ -73,7 +73,7 @@ class ExpectedPushes:
                 log.exception("link_lost_handler_failed", placement_id=placement_id.hex())
 
     async def deliver(self, header: FrameHeader, take_copy: TakeCopy) -> str | None:
-        """Copies, verifies and hands over one frame. Returns why it was refused, None if taken."""
+        """Copies, verifies and delivers one frame. Returns None, or the reason for rejecting it."""
         expected = self._expected.get(header.placement_id)
         if expected is None:
             return self._unknown(header)

@@ -1,4 +1,4 @@
-"""Decode's end of one connection after the handshake: frames are delivered one after the other."""
+"""Decode's end of one connection after the handshake: delivers the frames one at a time."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from shared.kv_wire.record_stream import RecordStream
 
 @dataclass(eq=False)
 class Arrival:
-    """`release` gives its buffer back, before the sender learns that it may send the next;
-    `take_copy` sets `decode_s` where it has to decode.
+    """A frame to deliver. `release` frees its buffer before the acknowledgement is sent;
+    `take_copy` sets `decode_s` if it decodes.
     """
 
     frame: Frame
@@ -35,7 +35,7 @@ class Arrival:
 
 
 class FrameDelivery:
-    """Takes arrivals in order, answers each; its task lives as long as the connection."""
+    """Delivers arrivals in order and replies to each; its task lives as long as the connection."""
 
     def __init__(self, placements: ExpectedPushes, stream: RecordStream, clock: Clock) -> None:
         self._placements = placements
@@ -47,19 +47,19 @@ class FrameDelivery:
         self.task = asyncio.get_running_loop().create_task(self._run())
 
     def announce(self, frame: Frame) -> None:
-        """A frame begins to arrive. Raises ProtocolError if no receiver could take it."""
+        """Call when a frame starts to arrive. Raises ProtocolError if the frame is invalid."""
         if (fault := fault_of_frame(frame)) is not None:
             raise ProtocolError(fault)
         self._placements.announce(frame.header, self._stream)
 
     def add(self, arrival: Arrival) -> None:
-        """Each holds a slot or a buffer of its connection, which bounds how many can wait."""
+        """Queues an arrival. Each holds a slot or a buffer, which bounds the queue."""
         arrival.arrived_at = self._clock.now()
         self._waiting.append(arrival)
         self._arrived.set()
 
     def end(self, error: LinkLost) -> None:
-        """What waits is dropped; a frame already being delivered runs to its end."""
+        """Drops the queue; a delivery in progress completes."""
         self._has_ended = True
         self._waiting.clear()
         self._arrived.set()
@@ -75,7 +75,7 @@ class FrameDelivery:
                 else:
                     self._arrived.clear()
                     await self._arrived.wait()
-        finally:  # whatever stops the deliveries stops the sender, too
+        finally:  # if deliveries stop for any reason, stop the sender, too
             self._stream.end(LinkLost("the receiver stopped"))
 
     async def _deliver(self, arrival: Arrival) -> None:

@@ -1,8 +1,8 @@
-"""Records of the KV data plane as bytes: pure encoding, decoding and the limits of both.
+"""Records of the KV data plane as bytes: pure encoding, decoding and their limits.
 
 Every record is a 12-byte prefix (magic, version, two zero bytes, body length, big endian) and a
-msgpack body. On TCP a `Frame` record is followed by its payload; on one host the payload lies in
-the slot that the record names.
+msgpack body. On TCP the payload follows its `Frame` record; on one host the payload is in the slot
+that the record names.
 
     sender                       receiver
     Hello(instance_id) ────────▶
@@ -10,8 +10,8 @@ the slot that the record names.
     Frame(frame_id, …) ────────▶
                        ◀──────── Ack(frame_id)                       or Refusal(frame_id, reason)
 
-A payload that follows on the stream may be compressed by a codec that the Welcome named; the
-checksum is of the bytes it stands for.
+A payload on the stream may be compressed with a codec that the Welcome named; the checksum is of
+the uncompressed bytes.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ MAX_SLOTS = 64
 
 
 class ProtocolError(LinkLost):
-    """The peer sent what this protocol does not allow; the connection ends."""
+    """The peer violated this protocol; the connection ends."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """`instance_id` is that of the receiver the sender wants to reach."""
+    """`instance_id`: of the receiver that the sender dials."""
 
     instance_id: bytes
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """`num_slots` bounds the frames that may await their acknowledgement; `codecs` are the names of
-    those that the receiver can decode.
+    """`num_slots` bounds the unacknowledged frames; `codecs` are the names of the codecs that the
+    receiver can decode.
     """
 
     instance_id: bytes
@@ -61,7 +61,7 @@ class Goodbye(msgspec.Struct, frozen=True, tag=True):
 
 
 class Frame(msgspec.Struct, frozen=True, tag=True):
-    """`slot_index` is None where the payload follows on the stream: as it is, or in `coded_bytes`
+    """`slot_index` is None if the payload follows on the stream: uncompressed, or in `coded_bytes`
     if a codec is named.
     """
 
@@ -73,12 +73,12 @@ class Frame(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def wire_bytes(self) -> int:
-        """What follows on the stream."""
+        """Size of the payload on the stream."""
         return self.coded_bytes if self.codec else self.header.payload_bytes
 
 
 class Ack(msgspec.Struct, frozen=True, tag=True):
-    """`held_s` is from the arrival of its last byte to this answer, `decode_s` a part of that."""
+    """`held_s`: from the arrival of the frame's last byte to this reply, including `decode_s`."""
 
     frame_id: int
     held_s: float = 0.0
@@ -112,9 +112,9 @@ def decode_prefix(prefix: bytes | bytearray | memoryview) -> int:
     """The length of the body that follows. Raises ProtocolError."""
     magic, version, body_bytes = PREFIX.unpack(prefix)
     if magic != MAGIC:
-        raise ProtocolError(f"not a KV data plane peer: it began with {magic!r}")
+        raise ProtocolError(f"not a KV data plane peer: it starts with {magic!r}")
     if version != VERSION:
-        raise ProtocolError(f"the peer speaks version {version} of the protocol, this is {VERSION}")
+        raise ProtocolError(f"the peer uses protocol version {version}, expected {VERSION}")
     if not 1 <= body_bytes <= MAX_RECORD_BYTES:
         raise ProtocolError(f"a record of {body_bytes} bytes is not in [1, {MAX_RECORD_BYTES}]")
     return int(body_bytes)
@@ -128,8 +128,8 @@ def decode_record(body: bytes | bytearray | memoryview) -> Record:
 
 
 def sealed_sum(header: FrameHeader, payload_sum: int) -> int:
-    """A frame's checksum: over its payload's xxh3-64 and all else that its header says, so that KV
-    is not written where another frame's belongs.
+    """A frame's checksum, over its payload's xxh3-64 and all other header fields, so that a damaged
+    header cannot direct KV to the wrong place.
     """
     return xxhash.xxh3_64_intdigest(
         _encoder.encode(msgspec.structs.replace(header, checksum=payload_sum))
@@ -137,15 +137,15 @@ def sealed_sum(header: FrameHeader, payload_sum: int) -> int:
 
 
 def fault_of_frame(frame: Frame) -> str | None:
-    """Why no receiver takes this frame, or None if it may arrive."""
+    """Why a receiver must reject this frame, or None if it is valid."""
     fault = fault_of(frame.header)
     if fault is None and frame.codec and not 1 <= frame.coded_bytes < frame.header.payload_bytes:
-        return f"a compressed payload of {frame.coded_bytes} bytes is not smaller than its own"
+        return f"a compressed payload of {frame.coded_bytes} bytes is empty or is not smaller"
     return fault
 
 
 def fault_of(header: FrameHeader) -> str | None:
-    """Why no link carries a frame with this header, or None if it may travel."""
+    """Why a frame with this header cannot be sent, or None if it is valid."""
     if not 1 <= header.payload_bytes <= MAX_FRAME_BYTES:
         return f"a payload of {header.payload_bytes} bytes is not in [1, {MAX_FRAME_BYTES}]"
     if not 1 <= len(header.placement_id) <= MAX_ID_BYTES:

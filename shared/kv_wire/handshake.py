@@ -1,4 +1,4 @@
-"""Hello and Welcome, before a socket becomes a stream: both ends check whom they talk to.
+"""Hello and Welcome, before a socket becomes a stream: both ends verify their peer.
 
 On a unix socket the Welcome carries the staging memory as a file descriptor.
 """
@@ -29,7 +29,9 @@ Receive = Callable[[int], Awaitable[bytes]]
 
 
 async def send_hello(sock: socket.socket, instance_id: bytes) -> tuple[Welcome, int | None]:
-    """The sender's part. Returns the welcome and, if it came, the memory: the caller's to close."""
+    """The sender's part. Returns the Welcome and the file descriptor of the memory or None; the
+    caller closes it.
+    """
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(sock, encode_record(Hello(instance_id)))
     fds: list[int] = []
@@ -45,7 +47,7 @@ async def send_hello(sock: socket.socket, instance_id: bytes) -> tuple[Welcome, 
     try:
         welcome = _checked(await _read_record(receive), instance_id)
         if len(fds) > 1:
-            raise ProtocolError(f"{len(fds)} file descriptors came with the welcome")
+            raise ProtocolError(f"the welcome carries {len(fds)} file descriptors, more than 1")
     except BaseException:
         for fd in fds:
             os.close(fd)
@@ -58,9 +60,9 @@ async def read_hello(sock: socket.socket, instance_id: bytes) -> None:
     loop = asyncio.get_running_loop()
     hello = await _read_record(lambda num_bytes: loop.sock_recv(sock, num_bytes))
     if not isinstance(hello, Hello):
-        raise ProtocolError(f"a {type(hello).__name__} came where a Hello belongs")
+        raise ProtocolError(f"received {type(hello).__name__}, expected Hello")
     if hello.instance_id != instance_id:
-        raise ProtocolError("the instance you look for does not listen here")
+        raise ProtocolError("the requested instance does not listen here")
 
 
 async def send_welcome(sock: socket.socket, welcome: Welcome, fd: int | None) -> None:
@@ -68,18 +70,18 @@ async def send_welcome(sock: socket.socket, welcome: Welcome, fd: int | None) ->
     if fd is None:
         await asyncio.get_running_loop().sock_sendall(sock, data)
     elif socket.send_fds(sock, [data], [fd]) != len(data):
-        raise ProtocolError("the peer has not read its socket")
+        raise ProtocolError("the peer does not read its socket")
 
 
 def _checked(reply: Record, instance_id: bytes) -> Welcome:
     if isinstance(reply, Goodbye):
-        raise ProtocolError(f"the receiver refused: {reply.reason}")
+        raise ProtocolError(f"the receiver rejected the connection: {reply.reason}")
     if not isinstance(reply, Welcome):
-        raise ProtocolError(f"a {type(reply).__name__} came where a Welcome belongs")
+        raise ProtocolError(f"received {type(reply).__name__}, expected Welcome")
     if reply.instance_id != instance_id:
-        raise ProtocolError("another instance answered")
+        raise ProtocolError("another instance replied")
     if not 1 <= reply.num_slots <= MAX_SLOTS or reply.slot_bytes != MAX_FRAME_BYTES:
-        raise ProtocolError(f"{reply.num_slots} slots of {reply.slot_bytes} bytes are not usable")
+        raise ProtocolError(f"unsupported: {reply.num_slots} slots of {reply.slot_bytes} bytes")
     return reply
 
 

@@ -1,4 +1,4 @@
-"""Decode's end of the KV data plane: listens on TCP and on a unix socket, for all its senders."""
+"""Decode's end of the KV data plane: listens on TCP and on a unix socket for all senders."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ log = structlog.get_logger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 1024
-# After a failed accept (no descriptor left) the listener waits this long before the next.
+# After a failed accept (out of file descriptors) the listener waits this long before the next.
 ACCEPT_PAUSE_S = 0.1
 
 Reception = TcpReception | SharedMemoryReception
 
 
 class KvServer:
-    """A `KvReceiver`. Made by `KvServer.start`; `close` ends every connection."""
+    """A `KvReceiver`. Create it with `KvServer.start`; `close` ends every connection."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class KvServer:
         codec: FrameCodec | None = None,
         clock: Clock | None = None,
     ) -> KvServer:
-        """`advertised_host` is what peers dial, `bind_host` if None; `codec` is what they may
-        compress frames with on TCP. Raises OSError.
+        """`advertised_host`: the host that peers dial, `bind_host` if None. `codec`: for frames
+        compressed by peers on TCP. Raises OSError.
         """
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(bind_host, 0, type=socket.SOCK_STREAM)
@@ -106,7 +106,7 @@ class KvServer:
         return len(self._receptions)
 
     def expect(self, placement_id: bytes, sink: FrameSink) -> None:
-        """Raises ValueError if it is expected already."""
+        """Raises ValueError if the placement is expected already."""
         self._placements.expect(placement_id, sink)
 
     def forget(self, placement_id: bytes) -> None:
@@ -116,7 +116,7 @@ class KvServer:
         await self._placements.quiet(placement_id)
 
     async def close(self) -> None:
-        """Ends all connections; deliveries under way are cancelled. Idempotent."""
+        """Ends all connections and cancels deliveries in progress. Idempotent."""
         tasks = [*self._accepting, *self._handshakes]
         for task in tasks:
             task.cancel()
@@ -126,7 +126,7 @@ class KvServer:
         receptions = list(self._receptions)
         deliveries = [reception.deliveries.task for reception in receptions]
         for reception in receptions:
-            await reception.stream.close("the receiver closes")
+            await reception.stream.close("the receiver is closing")
         for delivery in deliveries:
             delivery.cancel()
         await asyncio.gather(*deliveries, return_exceptions=True)
@@ -144,7 +144,7 @@ class KvServer:
                 await asyncio.sleep(ACCEPT_PAUSE_S)
                 continue
             if len(self._receptions) + len(self._handshakes) >= MAX_CONNECTIONS:
-                _dismiss(sock, "this receiver has all the connections it takes")
+                _dismiss(sock, f"the receiver is at its limit of {MAX_CONNECTIONS} connections")
                 continue
             task = loop.create_task(self._welcome(sock))
             self._handshakes.add(task)
@@ -158,7 +158,7 @@ class KvServer:
                 reception = await self._open(sock)
         except (LinkLost, OSError, TimeoutError) as error:
             self.counts.num_bad_peers += 1
-            reason = "no hello in time" if isinstance(error, TimeoutError) else str(error)
+            reason = "the handshake timed out" if isinstance(error, TimeoutError) else str(error)
             log.info("kv_peer_rejected", reason=reason)
             _dismiss(sock, reason if isinstance(error, ProtocolError | TimeoutError) else None)
         except BaseException:
@@ -207,7 +207,7 @@ def _listener(family: int, address: object) -> socket.socket:
 
 
 def _dismiss(sock: socket.socket, reason: str | None) -> None:
-    """Says why, if the socket takes it at once, and closes."""
+    """Sends the reason, if the socket accepts it without waiting, and closes."""
     with sock, contextlib.suppress(OSError):
         sock.setblocking(False)
         if reason is not None:

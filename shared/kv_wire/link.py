@@ -1,8 +1,8 @@
 """The KV link seam: how a prefill worker pushes KV into a decode worker's staging area.
 
 One connection per (prefill, decode) pair carries the frames of all their placements. The decode
-side owns the staging memory; a slot of it belongs to one frame until the receiver has acknowledged
-that frame or the connection has ended. Writers never touch the paged cache.
+side owns the staging memory; a slot belongs to one frame until the receiver has acknowledged that
+frame or the connection has ended. Senders never write to the paged cache.
 
     sender                          receiver
     PushLink.send ──frame──────────▶ copy out of staging, verify the copy's checksum
@@ -20,16 +20,16 @@ import msgspec
 
 from shared.messages import DataPlaneAddress
 
-# What a sender should put into a frame, and how many should be under way: one is filled while
-# the other is taken. Larger frames fall out of the caches (benchmarks/kv_transfer.py).
+# Recommended frame size and number of frames in flight: the sender fills one while the receiver
+# copies the other. Larger frames exceed the CPU caches (benchmarks/kv_transfer.py).
 FRAME_BYTES = 2 * 1024 * 1024
 FRAMES_UNDER_WAY = 2
 
 
 class FrameHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What a frame holds: KV of tokens × layers × KV heads; never physical block ids.
+    """The contents of a frame: KV of tokens × layers × KV heads; never physical block ids.
 
-    `first_token` is a position in the sequence. The payload is laid out [num_layers, 2, num_tokens,
+    `first_token` is a position in the sequence. The payload has shape [num_layers, 2, num_tokens,
     num_heads, head_dim] in the dtype of `kv_format`; `checksum` covers its bytes and this header.
     `sequence_number` counts the frames of one placement from 0.
     """
@@ -52,7 +52,7 @@ class FrameSink(Protocol):
     """The receiver's logic for one placement."""
 
     async def frame(self, header: FrameHeader, payload: memoryview) -> None:
-        """Takes a verified private copy, valid until this returns. Raises to refuse the frame."""
+        """Takes a verified private copy, valid until this returns. Raises to reject the frame."""
         ...
 
     def corrupt(self, header: FrameHeader) -> None:
@@ -65,7 +65,7 @@ class FrameSink(Protocol):
 
 
 class KvReceiver(Protocol):
-    """Decode's end. Frames of a placement that is not expected are refused and counted."""
+    """Decode's end. Frames of a placement that is not expected are rejected and counted."""
 
     @property
     def address(self) -> DataPlaneAddress: ...
@@ -73,7 +73,7 @@ class KvReceiver(Protocol):
     def expect(self, placement_id: bytes, sink: FrameSink) -> None: ...
 
     def forget(self, placement_id: bytes) -> None:
-        """Idempotent. A frame already being delivered runs to its end; see `quiet`."""
+        """Idempotent. A delivery in progress completes; see `quiet`."""
         ...
 
     async def quiet(self, placement_id: bytes) -> None:
@@ -83,7 +83,7 @@ class KvReceiver(Protocol):
     async def close(self) -> None: ...
 
 
-# Writes exactly `payload_bytes` into the view it is given, on whatever thread suits it.
+# Writes exactly `payload_bytes` into the given view, on any thread.
 Fill = Callable[[memoryview], Awaitable[None]]
 
 
@@ -93,9 +93,9 @@ class PushLink(Protocol):
     async def send(self, header: FrameHeader, fill: Fill) -> None:
         """Returns once the receiver has acknowledged the frame.
 
-        Raises FrameRefused if it does not want it (unknown placement, bad checksum, sink raised),
-        LinkLost if the connection ended. Several sends may be under way; `fill` runs when a slot is
-        free, in the order of the calls. However this ends, `fill` is no longer running by then.
+        Raises FrameRefused if the receiver rejects it (unknown placement, bad checksum, sink
+        raised), LinkLost if the connection ended. Sends may be concurrent; `fill` runs when a slot
+        is free, in the order of the calls. `fill` has always ended when this returns or raises.
         """
         ...
 
@@ -104,14 +104,14 @@ class PushLink(Protocol):
 
 @dataclass(slots=True)
 class CompressionCounts:
-    """Of all frames that a process has sent compressed."""
+    """Counts of all compressed frames that a process has sent."""
 
     num_frames: int = 0
     num_saved_bytes: int = 0
 
 
 class KvDialer(Protocol):
-    """Keeps one link per target; dials again after a loss."""
+    """Maintains one link per target; reconnects after a loss."""
 
     compressed: CompressionCounts
 

@@ -1,7 +1,7 @@
 """Prefill's end of one connection, the same for both transports.
 
-Frames are filled, summed and sent one after the other in the order of the calls. Each keeps its
-slot until the receiver has answered or the connection has ended.
+Frames are filled, summed and sent one at a time in the order of the calls. Each holds its slot
+until the receiver has replied or the connection has ended.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shared.kv_wire.record_stream import RecordStream
 
 
 class Staging(Protocol):
-    """The slots a sender fills, and how a filled one reaches the receiver."""
+    """The slots that a sender fills, and the transmission of a filled one."""
 
     num_slots: int
 
@@ -44,14 +44,14 @@ class Staging(Protocol):
 
 
 class Slots:
-    """Free slots, the one used last first because it is still cached. One caller may wait."""
+    """Free slots, last used first because it is still cached. Only one caller may wait."""
 
     def __init__(self, num_slots: int) -> None:
         self._free = list(range(num_slots))
         self._waiter: asyncio.Future[None] | None = None
 
     async def acquire(self) -> int:
-        """Raises LinkLost if `fail` is called meanwhile."""
+        """Waits for a free slot. Raises LinkLost if `fail` is called meanwhile."""
         while not self._free:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -71,13 +71,13 @@ class Slots:
 class _Unacked:
     slot_index: int
     answered: asyncio.Future[None]
-    sent: Sent | None  # where frames may go compressed
+    sent: Sent | None  # None on links without compression
 
 
 class StagedLink:
-    """A `PushLink` over some staging; `on_end` is called once when the connection has ended.
+    """A `PushLink` over a Staging; `on_end` is called once when the connection has ended.
 
-    `compression` is for links whose payloads follow on the stream.
+    `compression` is only for links whose payloads follow on the stream.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class StagedLink:
         return len(self._unacked)
 
     async def send(self, header: FrameHeader, fill: Fill) -> None:
-        """See `PushLink.send`. However this ends, `fill` is no longer running by then."""
+        """See `PushLink.send`. `fill` has always ended when this returns or raises."""
         if (fault := fault_of(header)) is not None:
             raise FrameRefused(fault)
         async with self._turn:
@@ -119,7 +119,7 @@ class StagedLink:
         self._raise_if_lost()
         slot_index = await self._slots.acquire()
         try:
-            self._raise_if_lost()  # meanwhile
+            self._raise_if_lost()  # while waiting for the slot
             view = self._staging.view(slot_index, header.payload_bytes)
             await to_the_end(fill(view))
             self._raise_if_lost()
@@ -152,7 +152,7 @@ class StagedLink:
         if self._lost is not None:
             raise LinkLost(self._lost)
 
-    # ── what the stream tells ────────────────────────────────────────────────────────────────────
+    # ── callbacks of the stream ──────────────────────────────────────────────────────────────────
 
     def record_arrived(self, record: Record) -> None:
         match record:
@@ -179,11 +179,11 @@ class StagedLink:
     def _answer(self, answer: Ack | Refusal, refusal: FrameRefused | None) -> None:
         unacked = self._unacked.pop(answer.frame_id, None)
         if unacked is None:
-            raise ProtocolError(f"an answer to frame {answer.frame_id}, which is not under way")
+            raise ProtocolError(f"received a reply to frame {answer.frame_id}: not in flight")
         if self._compression is not None and unacked.sent is not None:
             self._compression.answered(unacked.sent, answer)
         self._slots.release(unacked.slot_index)
-        if unacked.answered.done():  # the caller was cancelled and waits no longer
+        if unacked.answered.done():  # the caller was cancelled
             return
         if refusal is None:
             unacked.answered.set_result(None)

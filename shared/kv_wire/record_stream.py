@@ -1,10 +1,10 @@
-"""One connection as a stream of records, with payloads received straight into their buffers.
+"""One connection as a stream of records, with payloads received directly into their buffers.
 
 The states of the receiving half:
 
     prefix ──▶ body ──▶ prefix                   a record without payload
-                   └──▶ payload ──▶ prefix       the owner gave a buffer to fill
-    any ──▶ ended                                loss, close, or a peer that breaks the protocol
+                   └──▶ payload ──▶ prefix       the owner returned a buffer to fill
+    any ──▶ ended                                loss, close, or a protocol violation
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from shared.kv_wire.frames import (
     goodbye,
 )
 
-# One read takes at most this much, so that its bytes are summed while they are still cached.
+# The maximum size of one read, so that its bytes are summed while they are still cached.
 READ_BYTES = 256 * 1024
-# Records are small; a peer that lets this much of them pile up does not read.
+# Records are small: with this many unsent bytes of them, the peer does not read.
 MAX_UNSENT_BYTES = 1024 * 1024
 
 
 class StreamOwner(Protocol):
     def record_arrived(self, record: Record) -> memoryview | None:
-        """Returns the buffer for the payload that follows, if one does. Raises ProtocolError."""
+        """Returns the buffer for the payload that follows, or None. Raises ProtocolError."""
         ...
 
     def payload_arrived(self, checksum: int) -> None: ...
 
     def ended(self, error: LinkLost) -> None:
-        """Called once, whatever ended the connection."""
+        """Called exactly once, for any cause."""
         ...
 
 
@@ -54,7 +54,7 @@ class _Phase(Enum):
 
 
 class RecordStream(asyncio.BufferedProtocol):
-    """Reads records for its owner and writes the owner's; needs no task of its own."""
+    """Reads records for its owner and writes the owner's records, without a task."""
 
     def __init__(self, owner: StreamOwner) -> None:
         self._owner = owner
@@ -130,7 +130,7 @@ class RecordStream(asyncio.BufferedProtocol):
             self._write(payload)
 
     def send_reply(self, record: Record) -> None:
-        """Like `send`, and ends the connection of a peer that asks without reading the replies."""
+        """Like `send`, and ends the connection if the peer sends without reading the replies."""
         self.send(record)
         transport = self._transport
         if transport is not None and transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
@@ -144,10 +144,10 @@ class RecordStream(asyncio.BufferedProtocol):
     # ── ending ───────────────────────────────────────────────────────────────────────────────────
 
     def end(self, error: LinkLost) -> None:
-        """Idempotent. The owner hears of it before this returns."""
+        """Idempotent. Calls the owner's `ended` before returning."""
         if self._phase is _Phase.ENDED:
             return
-        # The buffer of a payload goes back to the owner; late bytes fall into the scratch.
+        # The payload's buffer returns to the owner; late bytes are written to the scratch buffer.
         self._expect(_Phase.ENDED, self._scratch)
         if self._transport is not None:
             self._transport.close()

@@ -1,8 +1,8 @@
-"""KV within one host: payloads lie in a memfd that the receiver owns and the sender maps.
+"""KV within one host: payloads are in a memfd that the receiver owns and the sender maps.
 
 The memory belongs to one connection and is sealed against resizing; the kernel frees it when both
-processes have let go of it, however they died. Pages are touched by the frames that use them, so a
-small model takes little of the mapping, and the slot used last is used first.
+processes have unmapped it, even after a crash. Pages are allocated when a frame first uses them, so
+a small model uses little of the mapping, and the last used slot is reused first.
 
     slot: free ──fill──▶ filled ──Frame──▶ receiver's ──Ack, Refusal──▶ free
 """
@@ -29,7 +29,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def create_memory(num_bytes: int) -> int:
-    """A sealed memfd of this size, no page of it touched. The caller closes it."""
+    """A sealed memfd of this size, without any page allocated. The caller closes it."""
     fd = os.memfd_create("hearth-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, num_bytes)
@@ -41,11 +41,11 @@ def create_memory(num_bytes: int) -> int:
 
 
 def check_memory(fd: int, num_bytes: int) -> None:
-    """Raises ProtocolError unless the mapping can never fault: this size, and sealed."""
+    """Raises ProtocolError unless the memory has this size and is sealed: no access can fault."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
-        raise ProtocolError(f"the peer passed no memfd: {error}") from error
+        raise ProtocolError(f"the peer's file descriptor is not a memfd: {error}") from error
     if seals & fcntl.F_SEAL_SHRINK == 0 or os.fstat(fd).st_size != num_bytes:
         raise ProtocolError(f"the peer's memory is not a sealed memfd of {num_bytes} bytes")
 
@@ -60,7 +60,7 @@ class _Mapping:
         return memoryview(self._mapped)[start : start + num_bytes]
 
     def close(self) -> None:
-        # A copy under way holds a view; the mapping then goes with the last of them.
+        # A copy in progress holds a view; the mapping is then freed with the last view.
         with contextlib.suppress(BufferError):
             self._mapped.close()
 
@@ -104,7 +104,7 @@ class SharedMemoryReception:
             raise ProtocolError(f"a sender does not send {type(record).__name__} here")
         slot_index = record.slot_index
         if not 0 <= slot_index < self._num_slots or slot_index in self._held_slots:
-            raise ProtocolError(f"slot {slot_index} is not the sender's to use")
+            raise ProtocolError(f"slot {slot_index} does not exist or is in use")
         self.deliveries.announce(record)
         self._held_slots.add(slot_index)
         self.deliveries.add(
@@ -116,7 +116,7 @@ class SharedMemoryReception:
         )
 
     def payload_arrived(self, checksum: int) -> None:
-        raise ProtocolError("no payload travels on this connection")
+        raise ProtocolError("payloads are not sent on this connection")
 
     def ended(self, error: LinkLost) -> None:
         self.deliveries.end(error)

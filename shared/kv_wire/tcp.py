@@ -1,9 +1,9 @@
 """KV between hosts: payloads follow their record on the connection.
 
-The receiver sums a payload while it arrives, straight in a private buffer. It has a buffer for each
-frame that the sender may have under way, so it never stops reading: a connection whose reading is
-paused would not show that its peer has died. The buffer used last is the next, so few are touched.
-A compressed payload is decoded from there, on a thread, into one more.
+The receiver sums a payload while it arrives, directly in a private buffer. It has a buffer for each
+frame that the sender may have in flight, so it never pauses reading: a paused connection would not
+reveal that its peer has died. The last used buffer is reused first, so few are allocated. A
+compressed payload is decoded from its buffer, on a thread, into a separate buffer.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from shared.kv_wire.link import FrameHeader
 from shared.kv_wire.record_stream import RecordStream
 
 NUM_SLOTS = 4
-# A host that vanished, or a process that has stopped reading, is given up after this long.
+# Timeout for a host that vanished or a process that stopped reading.
 DEAD_HOST_S = 10
 
 
 def tune(sock: socket.socket) -> None:
-    """No delay for records, and an end to connections whose host vanished."""
+    """Disables Nagle's algorithm, and sets timeouts that end connections to vanished hosts."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -43,7 +43,7 @@ def tune(sock: socket.socket) -> None:
 
 
 class TcpStaging:
-    """The sender's private slots, made on demand and as large as the frames need."""
+    """The sender's private slots, allocated on demand in the size of the frames."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -64,7 +64,7 @@ class TcpStaging:
 
 
 class TcpReception:
-    """The receiver's end of one connection: owner of its stream and its buffers."""
+    """The receiver's end of one connection: owns its stream and its buffers."""
 
     def __init__(
         self, placements: ExpectedPushes, clock: Clock, codec: FrameCodec | None = None
@@ -81,10 +81,10 @@ class TcpReception:
         if not isinstance(record, Frame) or record.slot_index is not None:
             raise ProtocolError(f"a sender does not send {type(record).__name__} here")
         if record.codec and (self._codec is None or record.codec != self._codec.name):
-            raise ProtocolError(f"nobody offered to decode {record.codec[:100]!r}")
+            raise ProtocolError(f"codec {record.codec[:100]!r} was not offered")
         self.deliveries.announce(record)
         if not self._free:
-            raise ProtocolError(f"more than {NUM_SLOTS} frames are under way")
+            raise ProtocolError(f"more than {NUM_SLOTS} frames are in flight")
         buffer = grown(self._free.pop(), record.wire_bytes)
         self._arriving = (record, buffer)
         return buffer[: record.wire_bytes]
@@ -105,8 +105,8 @@ class TcpReception:
         self.deliveries.end(error)
 
     async def _decode(self, arrival: Arrival, coded: memoryview) -> tuple[memoryview, int | None]:
-        """Into the one buffer for it: the delivery before is over."""
-        assert self._codec is not None, "only offered codecs are taken"
+        """Decodes into the one shared buffer: the previous delivery has ended."""
+        assert self._codec is not None, "only offered codecs are accepted"
         header, start = arrival.frame.header, self._clock.now()
         self._decoded = grown(self._decoded, header.payload_bytes)
         payload = self._decoded[: header.payload_bytes]

@@ -9,9 +9,9 @@ from asyncio.subprocess import Process
 
 
 def send_signal(process: Process, number: signal.Signals) -> None:
-    """As `process.send_signal`, which first asks the system whether the child has ended, and so
-    takes its exit status from under the loop that waits for it: then it would be 255.
+    """Like `process.send_signal`, but does not poll the child. That poll would reap an ended child
+    before the event loop does, and the loop would report exit status 255.
     """
     if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):  # it ended in this moment
+        with contextlib.suppress(ProcessLookupError):  # the child has just ended
             os.kill(process.pid, number)

@@ -1,12 +1,14 @@
-"""Health is progress: who is alive, judged from heartbeats, without I/O.
+"""Determines which peers are alive, from the progress in their heartbeats. No I/O.
 
-A peer is suspect when its heartbeats stop, or when they go on but its engine makes no step beyond
-the budget it announced (it answers, but it is wedged). One that is late is asked: if the server
-says that nobody has its name, its connection has ended, and its silence need not be waited for.
+A peer is suspect when its heartbeats stop, or when they continue but its engine makes no step
+within the budget it announced (the process responds, but its engine hangs). A peer with a late
+heartbeat gets a request: if the server reports no responder, the peer's connection has ended and
+it is suspect before the silence limit.
 
-A watcher judges only while it can trust itself: its own heartbeat comes back from the server and
-its own loop does not lag. When everybody falls silent at once, it is the bus or the watcher, and
-nobody is suspected; nor for SILENCE_LIMIT_S after, for others need longer to be back than it does.
+A process judges peers only while its own state is sound: it receives its own heartbeat from the
+server, and its event loop does not lag. If all peers are silent at once, the cause is the bus or
+this process, and no peer is suspected, nor for SILENCE_LIMIT_S afterwards: others may take longer
+to reconnect.
 
     peer:    unknown ──heartbeat──▶ live ──silent, gone or no step──▶ suspect ──heartbeat, step─┐
                                      │ ▲────────────────────────────────────────────────────────┘
@@ -24,13 +26,13 @@ from math import inf
 from shared.messages import Heartbeat, Role
 
 HEARTBEAT_INTERVAL_S = 0.25
-LATE_S = 0.3  # since the last heartbeat: time to ask
-MAX_ECHO_GAP_S = 0.5  # beyond it the bus was away
+LATE_S = 0.3  # since the last heartbeat, before the peer gets a request
+MAX_ECHO_GAP_S = 0.5  # a longer gap means that the bus was disconnected
 SILENCE_LIMIT_S = 1.0  # four missed heartbeats
 MAX_LOOP_LAG_S = 0.2
 TICK_S = 0.1
 FORGET_AFTER_S = 60.0
-MAX_PEERS = 8192  # what is beyond waits until others are forgotten
+MAX_PEERS = 8192  # further peers are ignored until others are forgotten
 
 
 class Loss(Enum):
@@ -50,17 +52,17 @@ class Peer:
 
 
 class Fleet:
-    """What one process believes of all others."""
+    """The state of all peers, as one process sees it."""
 
     def __init__(self, own_process_id: str) -> None:
         self._own_process_id = own_process_id
         self._peers: dict[str, Peer] = {}
         self._last_echo_at = -inf
         self._last_tick_at = inf
-        self._sound_since = inf  # the bus and this process's loop, without a break
+        self._sound_since = inf  # since when bus and event loop have worked without a gap
 
     def observe(self, heartbeat: Heartbeat, now: float) -> Loss | None:
-        """Takes in a heartbeat; tells if it means that the process as known before is lost."""
+        """Records a heartbeat. Returns a Loss if its process has stopped or restarted."""
         if heartbeat.process_id == self._own_process_id:
             self._on_echo(now)
             return None
@@ -94,7 +96,7 @@ class Fleet:
         return lost
 
     def late(self, now: float) -> list[Heartbeat]:
-        """The last heartbeats of the peers to ask whether they are still there."""
+        """The last heartbeats of the peers that should get a ReportAlive request."""
         if not self.can_judge(now):
             return []
         return [
@@ -104,11 +106,14 @@ class Fleet:
         ]
 
     def bus_was_away(self, now: float) -> None:
-        """If only for a moment: others may still be on their way back."""
+        """Suspends judgement for SILENCE_LIMIT_S, since other peers may still be reconnecting."""
         self._sound_since = now
 
     def gone(self, last: Heartbeat, now: float) -> Loss | None:
-        """Nobody answered to the name of `last`'s sender, which may have spoken meanwhile."""
+        """Marks the sender of `last` suspect after a request to it had no responder.
+
+        Returns None if the peer has sent a newer heartbeat since `last`.
+        """
         peer = self._peers.get(last.process_id)
         is_old = peer is None or peer.heartbeat is not last
         if peer is None or is_old or peer.is_suspect or not self.can_judge(now):
@@ -117,19 +122,19 @@ class Fleet:
         return Loss.GONE
 
     def can_judge(self, now: float) -> bool:
-        """Whether the silence of others means something: this side has heard well for a while."""
+        """Whether the silence of a peer is meaningful: bus and loop have been sound long enough."""
         is_bus_there = now - self._last_echo_at <= MAX_ECHO_GAP_S
         return is_bus_there and now - self._sound_since >= SILENCE_LIMIT_S
 
     def live(self, role: Role) -> Iterator[Heartbeat]:
-        """Processes of a role that take new work."""
+        """The last heartbeats of the processes of a role that accept new work."""
         for peer in self._peers.values():
             takes_work = not peer.is_suspect and peer.heartbeat.state == "ready"
             if takes_work and role in peer.heartbeat.roles:
                 yield peer.heartbeat
 
     def everyone(self) -> Iterator[Heartbeat]:
-        """The last heartbeat of each that is not forgotten."""
+        """The last heartbeats of all peers that are not forgotten."""
         return (peer.heartbeat for peer in self._peers.values())
 
     def is_live(self, process_id: str) -> bool:
@@ -138,7 +143,7 @@ class Fleet:
         return peer is not None and not peer.is_suspect
 
     def is_lost(self, process_id: str) -> bool:
-        """Suspect. One never heard of is not: it may just have started."""
+        """Suspect. An unknown process is not lost: it may have just started."""
         peer = self._peers.get(process_id)
         return peer is not None and peer.is_suspect
 
@@ -164,7 +169,7 @@ def _is_stale(heartbeat: Heartbeat, known: Heartbeat) -> bool:
 
 
 def _has_moved(known: Heartbeat, heartbeat: Heartbeat) -> bool:
-    """Where there is no engine, to be heard is all the progress there is."""
+    """Whether the engine has progressed; without an engine every heartbeat counts as progress."""
     if heartbeat.load is None or known.load is None or known.epoch != heartbeat.epoch:
         return True
     return known.load.step != heartbeat.load.step

@@ -1,4 +1,4 @@
-"""The beating heart of a process: sends its own heartbeats, hears the others', judges them."""
+"""Sends this process's heartbeats and tracks the health of its peers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LostHandler = Callable[[str, Loss], None]
 
 
 class HealthMonitor:
-    """`load` and `index` are asked at each beat: a heartbeat shows where engine and index stand."""
+    """Calls `load` and `index` for every heartbeat, to report the state of engine and index."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class HealthMonitor:
         self._background.start(self._watch())
 
     async def transition_to(self, state: ProcessState) -> None:
-        """Changes the announced state at once rather than at the next beat."""
+        """Announces the new state immediately, not with the next periodic heartbeat."""
         self.state = state
         await self._send()
 
@@ -118,7 +118,9 @@ class HealthMonitor:
                     self._background.start(self._request(last))
 
     async def _request(self, last: Heartbeat) -> None:
-        """A process that hangs says nothing, and its silence is judged by its length."""
+        """Requests a reply from a late peer. A peer that hangs does not reply: SILENCE_LIMIT_S
+        applies to it.
+        """
         subject = alive(last.roles[0], last.process_id)
         self._asking.add(last.process_id)
         num_reconnects = self._bus.num_reconnects

@@ -1,6 +1,6 @@
-"""The life of a service process: one start, one drain, one end.
+"""The lifecycle of a service process: one start, one drain, one stop.
 
-A background task that breaks ends the process, too.
+A background task that raises also ends the process.
 
     starting ──start()──▶ ready ──SIGTERM or SIGINT──▶ draining ──drain()──▶ stop() ──▶ exit 0
                             │                             └──drain_timeout_s──┘
@@ -26,7 +26,7 @@ from shared.log import configure_logging
 
 log = structlog.get_logger(__name__)
 
-MAX_YOUNG_OBJECTS = 10_000  # before the collector looks at them; Python's own 700 come in no time
+MAX_YOUNG_OBJECTS = 10_000  # before a garbage collection; Python's default of 700 is too frequent
 
 
 class Service(Protocol):
@@ -35,7 +35,7 @@ class Service(Protocol):
         ...
 
     async def drain(self) -> None:
-        """Leaves the fleet, refuses new work, and returns when what runs has ended."""
+        """Leaves the fleet, rejects new work, and returns when the running work has ended."""
         ...
 
     async def stop(self) -> None:
@@ -46,7 +46,9 @@ class Service(Protocol):
 def run_service(
     process_id: str, build: Callable[[], Awaitable[Service]], *, drain_timeout_s: float
 ) -> int:
-    """Runs a service to its end; returns the exit status. A refused start prints one line."""
+    """Runs a service until it stops. Returns the exit status: 0, or 2 after a HearthError, which is
+    printed in one line.
+    """
     configure_logging(process_id)
     try:
         uvloop.run(_live(build, drain_timeout_s))
@@ -76,14 +78,17 @@ async def _live(build: Callable[[], Awaitable[Service]], drain_timeout_s: float)
 
 
 def _freeze_gc_heap() -> None:
-    """Modules and tables live as long as the process: the collector need not go through them."""
+    """Excludes modules and tables from collection: they live as long as the process."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(MAX_YOUNG_OBJECTS)
 
 
 def _die(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Peers notice a death sooner than a wedge; a client's broken connection is no such thing."""
+    """Exits if a background task raised: peers detect an exit sooner than a hang.
+
+    Other errors, such as a client's lost connection, are only logged.
+    """
     reason = context.get("message")
     log.error("unhandled", reason=reason, exc_info=context.get("exception"))
     if reason == BROKE:
@@ -96,7 +101,7 @@ def _on_signals() -> asyncio.Event:
 
     def on_signal() -> None:
         if stopping.is_set():
-            os._exit(1)  # a second signal forces
+            os._exit(1)  # a second signal skips the drain
         stopping.set()
 
     for each in (signal.SIGTERM, signal.SIGINT):

@@ -1,13 +1,13 @@
-"""Prefixes that have a name: a tenant's shared system prompts, and an operator's public ones.
+"""Named prefixes: a tenant's shared system prompts, and an operator's public prefixes.
 
-    hearth:{tenant}:pinned_prefixes           name → Entry, of all of a tenant's
+    hearth:{tenant}:pinned_prefixes           name → Entry, for all prefixes of a tenant
     hearth:{tenant}:pinned_prefix:{name}      PinnedPrefix: the text and its tokens
-    hearth:pinned_prefixes:tenants            who has any, by the time of the first
-    hearth:pinned_prefixes:version            grows with every change: who watches it need not look
-                                              at the rest
+    hearth:pinned_prefixes:tenants            tenants with prefixes, scored by creation time
+    hearth:pinned_prefixes:version            increases with every change: readers poll only this
+                                              key
 
-Gateways write them, and give a public one its tokens; the index reads them and has them pinned on
-workers. Public ones are those of the tenant "", which is nobody's name.
+Gateways write them, and add the tokens of a public one; the index reads them and has them pinned on
+workers. Public prefixes belong to the tenant "", a name that no real tenant can have.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ PrefixName = Annotated[str, Meta(pattern=NAME_PATTERN)]
 
 
 class PinnedPrefix(msgspec.Struct, frozen=True, kw_only=True):
-    """`messages` and `tools` as the chat template takes them. Times in unix seconds."""
+    """`messages` and `tools` are inputs of the chat template. Times are unix seconds."""
 
     name: PrefixName
     tenant_id: str
     model: str
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = []
-    token_ids: bytes = b""  # packed; none: no gateway has read it yet
+    token_ids: bytes = b""  # packed; empty: no gateway has tokenized it yet
     cache_salt: str = ""
     allowed_regions: tuple[str, ...] = ()
     created_at: int
@@ -53,7 +53,7 @@ class PinnedPrefix(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """Of all that it is."""
+        """BLAKE2b-128 of all fields, in hex."""
         return blake2b(_encode(self), digest_size=16).hexdigest()
 
 
@@ -71,7 +71,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 async def entries(store: Store, tenant_id: str) -> Mapping[str, Entry]:
-    """By name; what nobody can read is left out. Raises StoreUnavailable."""
+    """Entries by name, without unreadable ones. Raises StoreUnavailable."""
     found = {}
     for name, data in (await store.hash_get(_entries_key(tenant_id))).items():
         entry = _decoded(data, Entry)
@@ -81,7 +81,7 @@ async def entries(store: Store, tenant_id: str) -> Mapping[str, Entry]:
 
 
 async def load(store: Store, tenant_id: str, name: str) -> PinnedPrefix | None:
-    """Raises StoreUnavailable."""
+    """None if it is missing or unreadable. Raises StoreUnavailable."""
     data = await store.get(_body_key(tenant_id, name))
     prefix = None if data is None else _decoded(data, PinnedPrefix)
     if prefix is None or (prefix.tenant_id, prefix.name) != (tenant_id, name):
@@ -90,7 +90,7 @@ async def load(store: Store, tenant_id: str, name: str) -> PinnedPrefix | None:
 
 
 async def save(store: Store, prefix: PinnedPrefix, now: float) -> None:
-    """Puts it in the place of one with the same name. Raises StoreUnavailable."""
+    """Adds a prefix, or replaces the one with the same name. Raises StoreUnavailable."""
     entry = Entry(prefix.digest, prefix.model, len(prefix.token_ids) // 4, prefix.expires_at)
     ending: tuple[str | int, ...] = ()
     if prefix.expires_at is not None:
@@ -117,18 +117,21 @@ async def delete(store: Store, tenant_id: str, name: str) -> None:
 
 
 async def tenants(store: Store) -> list[str]:
-    """Who may have any. Raises StoreUnavailable."""
+    """Tenants that may have prefixes, at most MAX_TENANTS. Raises StoreUnavailable."""
     found = await store.sorted_set_head(TENANTS_KEY, MAX_TENANTS)
     return [each.decode(errors="replace") for each in found]
 
 
 def key_part(tenant_id: str) -> str:
-    """Whatever a tenant is called, its keys are not another's, nor a pattern that finds them."""
+    """The tenant id, quoted so that its keys never equal or match (as a pattern) another's."""
     return quote(tenant_id, safe="@")
 
 
 def record_key(tenant_id: str, tip_hash: bytes) -> str:
-    """Where the index counts the uses of a prefix, pinned or not, by its last block."""
+    """The key under which the index counts the uses of a prefix, pinned or not.
+
+    `tip_hash` is the hash of its last block.
+    """
     return f"hearth:{key_part(tenant_id)}:prefix:{tip_hash.hex()}"
 
 

@@ -1,13 +1,12 @@
-"""One tenant's use of its limits: what is used up of each minute, and what is under way.
+"""A tenant's use of its limits: the used part of each rate, and the number of open requests.
 
-The rates are GCRA in the form of a meter: `used` grows by what a request costs, drains evenly by
-the limit in a minute, and may not rise above the limit. (ITU-T I.371, the continuous-state leaky
-bucket.) A request under way holds a lease, so that the requests of a gateway that died stop
-counting; output tokens are charged as reserved and given back as far as they were not drawn, once,
-with the lease.
+The rates are GCRA in the form of a meter: `used` grows by the cost of a request, drains evenly by
+the limit per minute, and may not exceed the limit. (ITU-T I.371, the continuous-state leaky
+bucket.) An open request holds a lease, so that the requests of a crashed gateway stop counting.
+Output tokens are charged as reserved; the unused ones are refunded once, when the lease ends.
 
-`RateLimitCounter` is the limit of one gateway while Redis is away. `APPLY_LUA` is the same in
-Redis, for all gateways at once: a test compares them.
+`RateLimitCounter` is the limit of one gateway while Redis is unavailable. `APPLY_LUA` is the same
+algorithm in Redis, for all gateways together: a test compares them.
 """
 
 from __future__ import annotations
@@ -18,34 +17,34 @@ from shared.tenancy.tenant import LIMITS, TenantRecord
 
 RATES = ("requests_per_min", "input_tokens_per_min", "output_tokens_per_min")
 MINUTE_S = 60.0
-LEASE_S = 15.0  # of a request under way
+LEASE_S = 15.0  # of an open request
 ROUNDING = 1e-6  # of a token
-CONCURRENCY_RETRY_S = 1.0  # nobody knows when a request ends
-IDLE_S = 120  # after twice a minute an unused meter is empty
+CONCURRENCY_RETRY_S = 1.0  # the end of a request cannot be predicted
+IDLE_S = 120  # two minutes: an unused meter is empty
 
 
 def enforced_limits(tenant: TenantRecord) -> dict[str, int]:
-    """The limits that the meter knows."""
+    """The limits that the meter enforces and the tenant has, by name."""
     named = {name: getattr(tenant, name) for name in LIMITS if name != "kv_quota_tokens"}
     return {name: limit for name, limit in named.items() if limit is not None}
 
 
 class Settled(msgspec.Struct, frozen=True, array_like=True):
-    """A request that has ended, and the output tokens that it left unused."""
+    """An ended request, and the number of reserved output tokens that it did not use."""
 
     lease_id: str
     num_unused_tokens: int
 
 
 class RequestedTokens(msgspec.Struct, frozen=True, array_like=True):
-    """A request that wants in. `costs`: of each rate."""
+    """A request to admit. `costs`: its cost by rate name."""
 
     lease_id: str
     costs: dict[str, int]
 
 
 class LimitCommand(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one step does, in this order. `limits`: those that the tenant has."""
+    """The operations of one step, in this order. `limits`: the limits that the tenant has."""
 
     limits: dict[str, int]
     lease_s: float
@@ -55,7 +54,7 @@ class LimitCommand(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class LimitState(msgspec.Struct, frozen=True):
-    """`refused_by`: the limit that makes a request wait longest, and how long; else empty."""
+    """`refused_by`: the exceeded limit with the longest wait, `wait_s`; empty if admitted."""
 
     refused_by: str
     wait_s: float
@@ -73,7 +72,7 @@ class RateLimitCounter:
         return not self._leases and (self._at is None or now - self._at > IDLE_S)
 
     def apply(self, command: LimitCommand, now: float, *, is_forced: bool = False) -> LimitState:
-        """`is_forced`: who asks is already in, and is only counted."""
+        """Runs one step. `is_forced`: the request is already admitted, and is only charged."""
         self._drain(command.limits, now)
         for each in command.settled:
             if self._leases.pop(each.lease_id, None) is not None:
@@ -93,7 +92,7 @@ class RateLimitCounter:
         elapsed_s = 0.0 if self._at is None else max(0.0, now - self._at)
         self._at = now
         for name in RATES:
-            limit = limits.get(name, 0)  # one that was lowered is not paid for by waiting longer
+            limit = limits.get(name, 0)  # `used` above a lowered limit adds no waiting time
             rest = min(limit, self._used[name]) - elapsed_s * limit / MINUTE_S
             self._used[name] = max(0.0, rest)
 
@@ -116,7 +115,7 @@ class RateLimitCounter:
         self._leases[asked.lease_id] = now + command.lease_s
 
 
-# KEYS: the tenant's meter, its open requests. ARGV: the order as JSON.
+# KEYS: the tenant's meter, its open requests. ARGV: the LimitCommand as JSON.
 APPLY_LUA = """
 local order = cjson.decode(ARGV[1])
 local limits = order.limits
@@ -180,7 +179,7 @@ return reply
 
 
 def to_limit_state(reply: list[bytes | int]) -> LimitState:
-    """What `APPLY_LUA` replied."""
+    """Decodes the reply of `APPLY_LUA`."""
     refused_by, wait_s, num_open, *used = reply
     assert isinstance(refused_by, bytes)
     amounts = dict(zip(RATES, map(float, used), strict=True))

@@ -1,14 +1,14 @@
-"""What Redis knows of tenants: `hearth tenant` writes it, gateways read it.
+"""The records of tenants in Redis: `hearth tenant` writes them, gateways read them.
 
     hearth:tenants               hash: tenant id → its TenantRecord as JSON
     hearth:api_key:{digest}      hash: an ApiKeyRecord, under the SHA-256 of the key
     hearth:{tenant}:keys         hash: key id → digest
-    hearth:{tenant}:meter        hash: what is used up of the limits of a minute
-    hearth:{tenant}:open         sorted set: requests under way, by the end of their lease
+    hearth:{tenant}:meter        hash: the used part of the limits per minute
+    hearth:{tenant}:open         sorted set: open requests, scored by the end of their lease
     hearth:{tenant}:usage:{day}  hash: {kind}:{model} → count; days are UTC, YYYY-MM-DD
 
-An API key itself is stored nowhere. Every field of a key record has one writer, so that no two
-operators undo each other's work.
+The API key is never stored, only its digest. Every field of a key record has one writer, so that
+two operators cannot overwrite each other's changes.
 """
 
 from __future__ import annotations
@@ -30,48 +30,48 @@ MAX_LISTED = 256
 UsageKind = Literal["requests", "input_tokens", "cached_tokens", "output_tokens"]
 USAGE_KINDS: tuple[UsageKind, ...] = ("requests", "input_tokens", "cached_tokens", "output_tokens")
 
-# Limits that a gateway enforces by itself, and the one that it passes on to the workers.
+# Limits that a gateway enforces, and the last one, which it forwards to the workers.
 LIMITS = (
     *("requests_per_min", "input_tokens_per_min", "output_tokens_per_min", "concurrency"),
     "kv_quota_tokens",
 )
 
-# It is part of Redis keys: no colon, and nothing that a shell or a log would garble.
+# Part of Redis keys: no colon, and no character that a shell or a log would garble.
 _TENANT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}")
 
 Listed = Annotated[tuple[Name, ...], Meta(max_length=MAX_LISTED)]
 
 
 class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Of limits and lists None is "unlimited" and "all"; zero and an empty list allow nothing.
+    """For limits None means unlimited, for lists all; zero and an empty list allow nothing.
 
-    The limits of a minute are those of a bucket that holds a minute's worth and fills evenly.
+    A limit per minute is a bucket that holds one minute's amount and refills evenly.
     """
 
     tenant_id: Annotated[str, Meta(min_length=1, max_length=256)]
     requests_per_min: Count | None = None
     input_tokens_per_min: Count | None = None
     output_tokens_per_min: Count | None = None
-    concurrency: Count | None = None  # requests under way at once
+    concurrency: Count | None = None  # open requests
     kv_quota_tokens: Count | None = None  # of one worker's cache
     allowed_models: Listed | None = None
     allowed_regions: Listed | None = None
-    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0  # and no higher
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0  # the maximum allowed
     weight: Annotated[float, Meta(gt=0, le=MAX_WEIGHT)] = 1.0
     is_zero_retention: bool = False
-    created_at: Annotated[float, Meta(ge=0)] = 0.0  # unix seconds, as all times here
+    created_at: Annotated[float, Meta(ge=0)] = 0.0  # unix seconds, like all times here
 
 
 class ApiKeyRecord(msgspec.Struct, frozen=True, kw_only=True):
     tenant_id: Annotated[str, Meta(min_length=1, max_length=256)]
     key_id: Name = ""
     created_at: Annotated[float, Meta(ge=0)] = 0.0
-    expires_at: Annotated[float, Meta(ge=0)] | None = None  # after its rotation
+    expires_at: Annotated[float, Meta(ge=0)] | None = None  # set when the key is rotated
     revoked_at: Annotated[float, Meta(ge=0)] | None = None
 
 
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What was delivered; cached tokens are part of the input tokens."""
+    """The usage of one tenant, day and model; cached tokens are part of the input tokens."""
 
     tenant_id: str
     day: str
@@ -83,11 +83,11 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_tenant_id(tenant_id: str) -> str:
-    """Raises ConfigError."""
+    """Returns a valid id unchanged. Raises ConfigError."""
     if not _TENANT_ID.fullmatch(tenant_id):
         raise ConfigError(
-            f"{tenant_id!r} cannot name a tenant: letters, digits and . _ @ - only, at most 128, "
-            "beginning with a letter or digit"
+            f"invalid tenant id {tenant_id!r}: only letters, digits and . _ @ -, at most 128, "
+            "starting with a letter or digit"
         )
     return tenant_id
 

@@ -1,7 +1,7 @@
-"""What an operator does to tenants: the commands `hearth tenant`, `hearth usage`, `hearth api-key`.
+"""Administration of tenants, for the commands `hearth tenant`, `hearth usage`, `hearth api-key`.
 
-Everything here is one step in Redis, or safe in the order of its steps: a rotation that breaks off
-leaves both keys valid, and a revocation is never undone.
+Every operation is one step in Redis, or its steps are ordered so that it can stop anywhere: an
+interrupted rotation leaves both keys valid, and a revocation is never undone.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from shared.tenancy.tenant import (
 from shared.transport.wire_errors import UNREADABLE
 
 KEY_ID_CHARS = 12
-FORGET_S = 30 * 86_400  # how long a key that no longer works is remembered
+FORGET_S = 30 * 86_400  # retention of the record of an ended key
 MAX_SWAPS = 16
 
-# KEYS: a hash. ARGV: a field, the value it must have (empty: none), the value it gets.
+# KEYS: a hash. ARGV: a field, its expected value (empty: no value), its new value.
 SWAP = """
 if (redis.call('HGET', KEYS[1], ARGV[1]) or '') ~= ARGV[2] then return 0 end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[3])
@@ -62,14 +62,14 @@ def key_id_of(api_key: str) -> str:
 async def store_api_key(
     store: Store, api_key: str, tenant_id: str, *, created_at: float = 0.0
 ) -> None:
-    """One more key, of a tenant that need not exist yet. Raises StoreUnavailable."""
+    """Adds a key, and creates its tenant if needed. Raises StoreUnavailable."""
     record = TenantRecord(tenant_id=tenant_id, created_at=created_at)
     new_tenant: Command = ("HSETNX", TENANTS, tenant_id, msgspec.json.encode(record))
     await store.write([new_tenant, *_key_commands(api_key, tenant_id, created_at)])
 
 
 async def save_api_key(redis_url: str, api_key: str, tenant_id: str) -> None:
-    """`store_api_key` over a connection of its own. Raises StoreUnavailable."""
+    """Like `store_api_key`, over a new connection. Raises StoreUnavailable."""
     store = RedisStore(redis_url, MonotonicClock(), timeout_s=2.0)
     try:
         await store_api_key(store, api_key, tenant_id)
@@ -87,8 +87,8 @@ def _key_commands(api_key: str, tenant_id: str, created_at: float) -> list[Comma
 
 
 class TenantAdmin:
-    """`now` gives unix seconds. Every method raises StoreUnavailable if Redis does not answer, and
-    ConfigError for a tenant or key that does not exist or whose record is unreadable.
+    """`now` returns unix seconds. Every method raises StoreUnavailable if Redis does not answer,
+    and ConfigError for a tenant or key that does not exist or has an unreadable record.
     """
 
     def __init__(self, store: Store, now: Callable[[], float]) -> None:
@@ -102,14 +102,14 @@ class TenantAdmin:
         record = _changed(record, changes)
         if not await self._swap(tenant_id, b"", msgspec.json.encode(record)):
             raise ConfigError(
-                f"the tenant {tenant_id!r} exists: `hearth tenant limits` changes it, "
-                "`hearth api-key` gives it one more key"
+                f"the tenant {tenant_id!r} exists already: `hearth tenant limits` changes it, "
+                "`hearth api-key` adds a key"
             )
         await self.add_key(tenant_id, api_key)
         return record
 
     async def all(self) -> dict[str, TenantRecord | None]:
-        """By id, in order; None for a record that is unreadable."""
+        """Records by id, sorted; None for an unreadable record."""
         found = await self._store.hash_get(TENANTS)
         return {name.decode(): _record_of(data) for name, data in sorted(found.items())}
 
@@ -117,7 +117,7 @@ class TenantAdmin:
         return (await self._read(tenant_id))[0]
 
     async def change(self, tenant_id: str, changes: Mapping[str, Any]) -> TenantRecord:
-        """Of two operators at once neither undoes what the other did."""
+        """Applies `changes`; concurrent changes by two operators are both preserved."""
         for _ in range(MAX_SWAPS):
             record, before = await self._read(tenant_id)
             changed = _changed(record, changes)
@@ -126,7 +126,7 @@ class TenantAdmin:
         raise ConfigError(f"the tenant {tenant_id!r} was modified concurrently; try again")
 
     async def state(self, tenant: TenantRecord) -> LimitState:
-        """What is used up now of the limits that the gateways enforce."""
+        """The current use of the limits that gateways enforce."""
         command = msgspec.json.encode(LimitCommand(limits=enforced_limits(tenant), lease_s=LEASE_S))
         keys = [meter_of(tenant.tenant_id), open_requests_of(tenant.tenant_id)]
         return to_limit_state(await self._store.evaluate(APPLY_LUA, keys, [command]))
@@ -140,7 +140,7 @@ class TenantAdmin:
         return sorted((each for each in found if each is not None), key=lambda k: k.created_at)
 
     async def add_key(self, tenant_id: str, api_key: str) -> str:
-        """Gives the key's id."""
+        """Returns the key's id."""
         check_tenant_id(tenant_id)
         await store_api_key(self._store, api_key, tenant_id, created_at=self._now())
         return key_id_of(api_key)
@@ -148,9 +148,9 @@ class TenantAdmin:
     async def rotate(
         self, tenant_id: str, api_key: str, *, keep_s: float, key_id: str | None
     ) -> list[str]:
-        """`api_key` is valid from now on, the others, or the one named, for `keep_s` more.
+        """Adds `api_key`. The other keys, or only `key_id`, stay valid for `keep_s` seconds.
 
-        Gives the ids of those.
+        Returns the ids of the replaced keys.
         """
         await self.one(tenant_id)
         replaced = await self._valid(tenant_id, key_id)
@@ -162,7 +162,7 @@ class TenantAdmin:
         return [key.key_id for key, _ in replaced]
 
     async def revoke(self, tenant_id: str, key_id: str | None) -> list[str]:
-        """The key named, or all; gives their ids."""
+        """Revokes the key `key_id`, or all if None. Returns their ids."""
         await self.one(tenant_id)
         revoked = await self._valid(tenant_id, key_id)
         for _, digest in revoked:
@@ -195,7 +195,7 @@ class TenantAdmin:
         return {key_id.decode(): digest.decode() for key_id, digest in found.items()}
 
     async def _key(self, key_id: str, digest: str) -> ApiKeyRecord | None:
-        """None for one that is long over; the list forgets it then."""
+        """None for a key that ended more than FORGET_S ago: Redis has removed its record."""
         fields = await self._store.hash_get(api_key_record(digest))
         try:
             texts = {name.decode(): value.decode() for name, value in fields.items()}
@@ -220,7 +220,7 @@ class TenantAdmin:
         check_tenant_id(tenant_id)
         data = (await self._store.hash_get(TENANTS)).get(tenant_id.encode())
         if data is None:
-            raise ConfigError(f"there is no tenant {tenant_id!r}: see `hearth tenant list`")
+            raise ConfigError(f"tenant {tenant_id!r} does not exist: see `hearth tenant list`")
         record = _record_of(data)
         if record is None:
             raise ConfigError(f"the record of the tenant {tenant_id!r} is unreadable")
@@ -238,12 +238,12 @@ def _record_of(data: bytes) -> TenantRecord | None:
 
 
 def _changed(record: TenantRecord, changes: Mapping[str, Any]) -> TenantRecord:
-    """Raises ConfigError for a value that cannot be."""
+    """The record with `changes` applied. Raises ConfigError for an invalid value."""
     fields = {**msgspec.structs.asdict(record), **changes}
     try:
         return msgspec.convert(fields, TenantRecord)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"these limits cannot be: {error}") from error
+        raise ConfigError(f"invalid tenant limits: {error}") from error
 
 
 def _usage_rows(tenant_id: str, day: str, counts: Mapping[bytes, bytes]) -> list[UsageRow]:

@@ -1,8 +1,7 @@
-"""The bus seam: publish, request, subscribe and serve typed messages; NATS behind it.
+"""The bus seam: publish, request, subscribe and serve typed messages over NATS.
 
-This is the one place where exceptions become replies and replies exceptions again. No message is
-read while another is handed over, so a subscriber only enqueues, and what a request has to wait for
-runs as a task of its own.
+Only this module converts exceptions to replies and back. No message is read while a handler runs,
+so a subscriber only enqueues, and a request handler that has to wait runs as a separate task.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ from shared.transport.wire_errors import UNREADABLE
 log = structlog.get_logger(__name__)
 
 M = TypeVar("M", bound=Message)
-D = TypeVar("D")  # what a message arrives as
+D = TypeVar("D")  # an encoded message
 Unsubscribe = Callable[[], Awaitable[None]]
 
 MAX_SERVED_AT_ONCE = 1024
-MAX_REFUSALS = 10  # in a second: a credential may be newer than what the server has read so far
+MAX_REFUSALS = 10  # takes 1 s: the server may not have read a new credential yet
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -60,23 +59,23 @@ class Bus(Protocol):
 
     @property
     def num_reconnects(self) -> int:
-        """Grows whenever the connection was lost, before it stands again."""
+        """Increases after each loss of the connection, before it is established again."""
         ...
 
     @property
     def num_impostors(self) -> int:
-        """Messages refused so far, as another sent them than they say."""
+        """Number of messages rejected because they named a wrong sender."""
         ...
 
     async def publish(self, subject: str, message: Message) -> None:
-        """Raises PayloadTooLarge before anything is sent, DependencyUnavailable without a link."""
+        """Raises PayloadTooLarge before sending, and DependencyUnavailable without a connection."""
         ...
 
     async def request(
         self, subject: str, message: Message, reply_type: type[M], *, timeout_s: float
     ) -> M:
-        """Raises what the other side raised, NoResponders, RequestTimeout, DependencyUnavailable
-        for a reply that is no message, or as `publish`.
+        """Returns the reply. Raises the error that the handler raised, NoResponders,
+        RequestTimeout, DependencyUnavailable for an invalid reply, or the errors of `publish`.
         """
         ...
 
@@ -89,14 +88,14 @@ class Bus(Protocol):
     async def serve(
         self, subject: str, message_type: Any, handler: Callable[[Any], Any], *, queue: str = ""
     ) -> Unsubscribe:
-        """`handler` (plain or async) returns the reply or raises; an async one runs as a task."""
+        """`handler` (sync or async) returns the reply or raises; an async one runs as a task."""
         ...
 
     async def close(self) -> None: ...
 
 
 def failure_of(error: Exception) -> Failure:
-    """What a caller may know of an exception: foreign ones show neither message nor type."""
+    """The Failure for an exception; one that is no HearthError exposes no message or type."""
     if isinstance(error, HearthError):
         return Failure(
             code=error.code,
@@ -113,7 +112,7 @@ def error_of(failure: Failure) -> HearthError:
 
 
 def without_password(url: str) -> str:
-    """The URL as it may stand in a log or an error."""
+    """The URL without credentials, for logs and errors."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     port = f":{parts.port}" if parts.port is not None else ""
@@ -123,8 +122,8 @@ def without_password(url: str) -> str:
 def begin_reply(
     handler: Callable[[Any], Any], decode: Callable[[bytes], Any], data: bytes
 ) -> Message | Awaitable[Message]:
-    """Runs a handler on an encoded request; of an async one the rest is to be awaited. Every
-    exception becomes a Failure.
+    """Runs a handler on an encoded request. Returns the reply, or for an async handler an awaitable
+    of it. Every exception becomes a Failure.
     """
     try:
         request = decode(data)
@@ -143,7 +142,7 @@ def begin_reply(
 async def reply_to(
     handler: Callable[[Any], Any], decode: Callable[[bytes], Any], data: bytes
 ) -> Message:
-    """`begin_reply`, to the end."""
+    """Like `begin_reply`, but awaits the reply."""
     reply = begin_reply(handler, decode, data)
     return reply if isinstance(reply, Message) else await reply
 
@@ -156,7 +155,7 @@ async def _finish_reply(reply: Awaitable[Message]) -> Message:
 
 
 def _failed(error: Exception) -> Failure:
-    if not isinstance(error, HearthError):  # the service's edge: log and answer
+    if not isinstance(error, HearthError):  # the service boundary: log and reply
         log.error("handler_failed", exc_info=error)
     return failure_of(error)
 
@@ -164,8 +163,8 @@ def _failed(error: Exception) -> Failure:
 def hand_over(
     subject: str, handler: Callable[[Any], None], decode: Callable[[D], Any], data: D
 ) -> None:
-    """Runs a subscriber on an encoded message; what is no message, or not its sender's, is logged
-    and dropped.
+    """Runs a subscriber on an encoded message. An invalid message, or one that names a wrong
+    sender, is logged and dropped.
     """
     try:
         message = decode(data)
@@ -179,7 +178,7 @@ def hand_over(
 
 
 class _ConnectionEvents:
-    """What nats-py tells. Before the connection stands its errors are kept, later ones logged."""
+    """nats-py's callbacks. Stores errors until the connection is established, then logs them."""
 
     def __init__(self, client: Client) -> None:
         self.last_error: Exception | None = None
@@ -193,7 +192,7 @@ class _ConnectionEvents:
             return
         is_refusal = "authorization" in str(error).lower()
         self._num_refusals += is_refusal
-        if is_refusal or not self._num_refusals:  # a reset after a refusal is no reason
+        if is_refusal or not self._num_refusals:  # a reset after a rejection is not the cause
             self.last_error = error
         if self._num_refusals >= MAX_REFUSALS and not self.refused.done():
             self.refused.set_result(None)
@@ -208,7 +207,7 @@ class _ConnectionEvents:
 class NatsBus:
     """One NATS connection. The user name in the URL, if any, is the process id.
 
-    It adds the sender to every subject, and hears each subject from any sender.
+    Adds the sender to every published subject, and subscribes to each subject from any sender.
     """
 
     def __init__(self, client: DirectClient, process_id: str) -> None:
@@ -220,7 +219,7 @@ class NatsBus:
 
     @classmethod
     async def connect(cls, url: str, *, process_id: str, timeout_s: float = 10.0) -> NatsBus:
-        """Raises DependencyUnavailable if no server lets this process in within `timeout_s`."""
+        """Raises DependencyUnavailable if no server accepts the connection within `timeout_s`."""
         client = DirectClient()
         events = _ConnectionEvents(client)
         connecting = asyncio.ensure_future(
@@ -244,7 +243,7 @@ class NatsBus:
         )
         if client.is_connected:
             return cls(client, process_id)
-        while not connecting.done():  # a cancellation that meets a timeout within can be lost
+        while not connecting.done():  # a cancellation that coincides with a timeout can be lost
             connecting.cancel()
             await asyncio.wait({connecting}, timeout=0.1)
         (ended,) = await asyncio.gather(connecting, return_exceptions=True)
@@ -290,7 +289,7 @@ class NatsBus:
             decoded = self._reply_decoder(reply_type).decode(reply)
             self._sender_check.check_reply(subject, decoded)
         except (*UNREADABLE, SenderMismatch) as error:
-            raise DependencyUnavailable(f"a reply on {subject} makes no sense: {error}") from None
+            raise DependencyUnavailable(f"invalid reply on {subject}: {error}") from None
         if isinstance(decoded, Failure):
             raise error_of(decoded)
         return decoded
@@ -304,7 +303,7 @@ class NatsBus:
             checked = self._sender_check.checked(decode, sender_of(wire_subject))
             try:
                 hand_over(wire_subject, handler, checked, data)
-            except Exception:  # the service's edge: one bad message must not end the subscription
+            except Exception:  # the service boundary: one message must not end the subscription
                 log.exception("subscriber_failed", subject=wire_subject)
 
         subscription = await self._client.listen(from_anyone(subject), take, queue=queue)
@@ -340,9 +339,9 @@ class NatsBus:
         return partial(self._stop_serving, subscription)
 
     async def _stop_serving(self, subscription: Subscription) -> None:
-        """What the server sends until it has seen that nobody subscribes is still answered."""
+        """Unsubscribes, and still replies to requests that the server sends until then."""
         try:
-            # nats-py's own drain forgets the subscription before the server has (see `flush`)
+            # nats-py's drain removes the subscription here before the server does (see `flush`)
             await self._client.unsubscribe_at_server(subscription)
             await self.flush()
             await subscription.drain()
@@ -350,10 +349,10 @@ class NatsBus:
             log.warning("unsubscribe_failed", subject=subscription.subject, error=repr(error))
 
     async def flush(self) -> None:
-        """Returns when the server has taken all that was published and subscribed.
+        """Returns when the server has processed all publications and subscriptions so far.
 
-        nats-py writes a flush's PING ahead of what it still buffers, but sends that buffer before
-        the PONG is back: the second PING comes behind it.
+        nats-py writes a flush's PING before its buffered data, but sends that buffer before the
+        PONG returns: the second PING follows the buffer.
         """
         for _ in range(2):
             await self._client.flush(timeout=2)
@@ -374,7 +373,7 @@ class NatsBus:
         limit = self._client.max_payload
         if len(data) > limit:
             raise PayloadTooLarge(
-                f"the message has {len(data)} bytes; this bus takes at most {limit}"
+                f"the message has {len(data)} bytes; this bus accepts at most {limit}"
             )
         return data
 

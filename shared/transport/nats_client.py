@@ -1,12 +1,12 @@
 """nats-py's client, with a shorter path for messages and replies.
 
-nats-py queues each message for a task of its subscription; here the handler is called where the
+nats-py queues each message for its subscription's task; here the handler is called where the
 message is parsed, without a queue, an object or a task switch. A request of nats-py takes two
 random names and two futures; here it takes a number and one future. This is an optimisation only:
-if nats-py stops calling `_process_msg`, messages reach the handler through its normal queue.
+if nats-py stops calling `_process_msg`, messages reach the handler through nats-py's normal queue.
 
-All that Hearth overrides or calls of nats-py's internals is in this file. pyproject.toml admits the
-minor release that it was tested with, and a test compares the internals with `INTERNALS`.
+All overrides and uses of nats-py's internals are in this file. pyproject.toml admits only the minor
+release that was tested, and a test compares the internals with `INTERNALS`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nats.aio.subscription import Subscription
 from nats.errors import NoRespondersError, TimeoutError
 from nats.js.api import Header
 
-Take = Callable[[str, str, bytes], Awaitable[None]]  # subject, where to reply or "", data
+Take = Callable[[str, str, bytes], Awaitable[None]]  # subject, reply subject or "", data
 
 TESTED_RELEASE = "2.16"
 # Methods of nats-py's Client that are overridden or called here, with their parameters.
@@ -39,13 +39,13 @@ class DirectClient(Client):
     def __init__(self) -> None:
         super().__init__()
         self._takers: dict[int, Take] = {}  # by subscription
-        self._asked: dict[str, asyncio.Future[bytes]] = {}  # by the last token of the reply's
+        self._asked: dict[str, asyncio.Future[bytes]] = {}  # by the reply subject's last token
         self._num_asked = 0
         self._reply_prefix = ""
 
     async def listen(self, subject: str, take: Take, *, queue: str = "") -> Subscription:
-        """`take` is called in the order of arrival and delays all that comes after: it awaits
-        nothing but `publish`. What it raises goes to `error_cb`.
+        """Subscribes. `take` is called in the order of arrival and delays all later messages, so it
+        may await only `publish`. Its exceptions go to `error_cb`.
         """
 
         async def on_message(message: Msg) -> None:
@@ -56,11 +56,11 @@ class DirectClient(Client):
         return subscription
 
     async def unsubscribe_at_server(self, subscription: Subscription) -> None:
-        """The server sends nothing more; what it has sent is still handled here."""
+        """Stops delivery at the server; messages already sent are still handled here."""
         await self._send_unsubscribe(subscription._id)
 
     async def request_bytes(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
-        """The reply. Raises NoRespondersError, or TimeoutError, or as `publish`."""
+        """Returns the reply. Raises NoRespondersError, TimeoutError, or the errors of `publish`."""
         if not self._reply_prefix:
             await self._listen_for_replies()
         loop = asyncio.get_running_loop()
@@ -86,7 +86,7 @@ class DirectClient(Client):
             future.set_result(data)
 
     async def _on_status(self, message: Msg) -> None:
-        """A reply that has headers, which are the server's: nobody listens."""
+        """Handles a reply with headers, with which the server reports a lack of responders."""
         if message.headers is None or message.headers.get(Header.STATUS) != NO_RESPONDERS_STATUS:
             await self._on_reply(message.subject, message.reply, message.data)
             return
@@ -103,12 +103,12 @@ class DirectClient(Client):
             return
         try:
             await take(subject.decode(), reply.decode(), data)
-        except Exception as error:  # as for any callback: later messages must be handled
+        except Exception as error:  # like nats-py for any callback: later messages must be handled
             await self._error_cb(error)
 
     async def _process_pong(self) -> None:
-        """nats-py also sets the result of a PONG that nobody awaits any more. That error would end
-        its read loop, and no message would arrive until the connection is found stale.
+        """Replaces a PONG future that is already done. nats-py would set its result again, and that
+        error would end its read loop: no message would arrive until the connection is found stale.
         """
         if self._pongs and self._pongs[0].done():
             self._pongs[0] = asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""Lets synchronous logic send: messages go out in order, on a task of their own."""
+"""Sends messages for synchronous code: in order, on a separate task."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from shared.transport.bus import Bus
 
 log = structlog.get_logger(__name__)
 
-MAX_QUEUED = 4096  # while the bus stands still; behind it nats-py keeps 64 MiB
+MAX_QUEUED = 4096  # while the bus is stalled; nats-py buffers a further 64 MiB
 
 
 class Outbox:
-    """A message that cannot be sent is dropped and counted: every receiver can ask again."""
+    """A message that cannot be sent is dropped and counted: every receiver can request it again."""
 
     def __init__(self, bus: Bus) -> None:
         self.num_dropped = 0
@@ -35,7 +35,7 @@ class Outbox:
             self._queue.put_nowait((subject, message))
 
     async def stop(self) -> None:
-        """Sends what is queued, for at most a second, then ends."""
+        """Sends the queued messages for at most 1 s, then stops."""
         try:
             async with asyncio.timeout(1.0):
                 await self._queue.join()

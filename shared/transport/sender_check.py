@@ -1,4 +1,4 @@
-"""Whether a message comes from whom it names: the server vouches for the sender in its subject."""
+"""Checks that a message names its true sender, which the server enforces in the subject."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Decode = Callable[[bytes], Any]
 
 
 class SenderCheck:
-    """Of all that one bus hears; counts what came from another than it says."""
+    """Checks all messages that one bus receives, and counts those that name a wrong sender."""
 
     def __init__(self) -> None:
         self.num_impostors = 0
 
     def checked(self, decode: Decode, sender_id: str) -> Decode:
-        """As `decode`, for bytes that `sender_id` published. Its result raises SenderMismatch."""
+        """A decoder for bytes that `sender_id` published; it also raises SenderMismatch."""
 
         def decode_checked(data: bytes) -> Any:
             message = decode(data)
@@ -29,7 +29,10 @@ class SenderCheck:
         return decode_checked
 
     def check_reply(self, subject: str, reply: Message) -> None:
-        """Raises SenderMismatch if another answers than was asked; in a group it may be anyone."""
+        """Raises SenderMismatch if the reply is not from the addressed process.
+
+        A reply from a group subject may come from any member.
+        """
         owner_id = owner_of(subject)
         if owner_id is not None:
             self._check(reply, owner_id)
@@ -38,4 +41,4 @@ class SenderCheck:
         if message.sender_id not in (None, sender_id):
             self.num_impostors += 1
             name = type(message).__name__
-            raise SenderMismatch(f"{sender_id} sent a {name} in the name of {message.sender_id}")
+            raise SenderMismatch(f"{sender_id} sent a {name} that names {message.sender_id}")

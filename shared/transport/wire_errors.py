@@ -1,7 +1,7 @@
-"""Bytes from outside of this process may be anything: what their decoders raise.
+"""The exceptions that a decoder raises for bytes from outside this process.
 
-msgspec answers with errors of its own, but lets through that text is not UTF-8 and that values are
-nested without end.
+msgspec raises its own errors, except for text that is not UTF-8 (UnicodeDecodeError) and for values
+that are nested too deep (RecursionError).
 """
 
 from __future__ import annotations
@@ -12,5 +12,5 @@ UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def one_line(error: Exception) -> str:
-    """What it says, as it may stand within a message of one line."""
+    """The error's message on one line, for use within another message."""
     return " ".join(str(error).split()) or type(error).__name__

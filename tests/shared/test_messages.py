@@ -120,7 +120,7 @@ def test_a_token_id_fits_where_it_is_packed(token_id: int) -> None:
 
 
 def test_the_likeliest_tokens_come_with_their_logprobs() -> None:
-    with pytest.raises(msgspec.ValidationError, match="not of one length"):
+    with pytest.raises(msgspec.ValidationError, match="differ in length"):
         msgspec.msgpack.decode(msgspec.msgpack.encode([-1.0, [1, 2], [-1.0]]), type=TokenLogprobs)
 
 

@@ -438,7 +438,7 @@ class SimulatedBus:
             decoded = _decoder_of(reply_type | Failure).decode(answer)
             self._sender_check.check_reply(subject, decoded)
         except (*UNREADABLE, SenderMismatch) as error:
-            raise DependencyUnavailable(f"a reply on {subject} makes no sense: {error}") from None
+            raise DependencyUnavailable(f"invalid reply on {subject}: {error}") from None
         if isinstance(decoded, Failure):
             raise error_of(decoded)
         return decoded
@@ -501,7 +501,7 @@ class SimulatedBus:
         if len(data) > self.max_payload_bytes:
             limit = self.max_payload_bytes
             raise PayloadTooLarge(
-                f"the message has {len(data)} bytes; this bus takes at most {limit}"
+                f"the message has {len(data)} bytes; this bus accepts at most {limit}"
             )
         return data
 

@@ -101,7 +101,7 @@ class MemoryStore:
 
     def _check(self) -> None:
         if self.is_away:
-            raise StoreUnavailable("Redis is away")
+            raise StoreUnavailable("Redis is unavailable")
 
     def _by_score(self, key: str) -> list[bytes]:
         scores: dict[bytes, float] = self.data.get(key, {})
@@ -193,7 +193,7 @@ class ProcessStore:
 
     async def _ask(self, question: Callable[[], Coroutine[Any, Any, T]]) -> T:
         if self._clock.now() < self._closed_until:
-            raise StoreUnavailable("Redis is away")
+            raise StoreUnavailable("Redis is unavailable")
         try:
             await self._clock.sleep(LATENCY_S)
             if self._shared.is_hanging:

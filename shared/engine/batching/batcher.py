@@ -1,18 +1,18 @@
-"""Which sequences take part in the next step, and with how many tokens.
+"""Selects the sequences of the next step, and the number of tokens of each.
 
-One batcher for both phases: there is no prefill mode and no decode mode, only
-`num_computed_tokens` catching up with `num_tokens` under a token budget.
+One batcher serves both phases: there is no prefill mode and no decode mode; the scheduled tokens
+advance `num_computed_tokens` towards `num_tokens` under a token budget. The order is:
 
     1. running sequences that lack one token (decode), so that long prompts never stall them
     2. running sequences that lack more (chunked prefill), oldest first
-    3. waiting sequences, first come first served, if their whole prompt fits beside the watermark
+    3. waiting sequences, FIFO, if all blocks of the prompt and the watermark are free
 
 When a running sequence needs a block and none is free, the newest running sequence is preempted: it
-gives all blocks back and is computed again later (its blocks may still be found in the cache).
+releases all blocks and is computed again later (its blocks may still be in the cache).
 
-The choices of one request start from the blocks of their common prompt. Who is about to write into
-a block that others hold, too, gets a copy of it, made before the step writes anything; the last
-holder writes in place.
+The choices of one request start from the blocks of their shared prompt. A sequence that will write
+into a block with other holders gets a copy of it, made before the step's writes; the last holder
+writes in place.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
     sequence: Sequence
     num_scheduled_tokens: int
     completes: bool  # this step computes the sequence's last token
-    # (source, destination) block to copy first; the row holds the source until the step has ended
+    # (source, destination) block to copy first; the row holds the source until the step ends
     block_copy: tuple[int, int] | None = None
 
     @property
     def samples(self) -> bool:
-        """Whether a new token can be drawn."""
+        """Whether this step samples a token for the sequence."""
         return self.completes and self.sequence.sampling is not None
 
 
@@ -55,7 +55,7 @@ class Batcher:
         self._block_copies: dict[Sequence, tuple[int, int]] = {}  # of the step being scheduled
 
     def add(self, sequence: Sequence) -> None:
-        """The sequence is WAITING. One that brings its KV along needs no admission of blocks."""
+        """Queues a WAITING sequence. One that already holds blocks runs without admission."""
         if sequence.block_table and len(self.running) < self._max_sequences:
             sequence.transition_to(SequenceState.RUNNING)
             self.running.append(sequence)
@@ -65,11 +65,11 @@ class Batcher:
             self.waiting.append(sequence)
 
     def fork(self, parent: Sequence, children: list[Sequence]) -> None:
-        """The children run from the parent's KV. Those without room for a row or for own blocks
-        wait, first of all who hold nothing; they find the parent's full blocks in the cache.
+        """The children run from the parent's KV. Those without a free row or enough blocks wait,
+        before all others that hold no blocks; they match the parent's full blocks in the cache.
         """
         num_full = parent.num_committed_blocks
-        # the last to write takes the parent's partial block over
+        # the last child to write takes over the parent's partial block
         room = self.pool.num_free_blocks + len(parent.block_table) - num_full
         waiting = []
         for child in children:
@@ -83,14 +83,14 @@ class Batcher:
             self._wait_first(child)
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes it out of the queues; its blocks are the caller's business."""
+        """Removes the sequence from the queues; the caller releases its blocks."""
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
         elif sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence)
 
     def schedule(self) -> tuple[list[ScheduledSequence], list[Sequence]]:
-        """Returns the step's rows, and prefills that were found in the cache entirely (HELD)."""
+        """Returns the step's rows, and prefills that were completely cached (HELD)."""
         scheduled: dict[Sequence, ScheduledSequence] = {}
         budget = self._max_batch_tokens
         num_preempted = 0
@@ -98,7 +98,7 @@ class Batcher:
             if budget == 0:
                 break
             if sequence.state is not SequenceState.RUNNING:
-                continue  # preempted for an older one in this very step
+                continue  # preempted for an older one in this step
             if not self._has_room(sequence):
                 for victim in self._make_room(sequence):
                     num_preempted += 1
@@ -118,14 +118,16 @@ class Batcher:
         return rows, found
 
     def _running_by_turns(self) -> list[tuple[Sequence, int]]:
-        """With the tokens that they lack: who lacks one, then who lacks more; both oldest first."""
+        """Running sequences with the number of tokens they lack: first those that lack one, then
+        those that lack more; both oldest first.
+        """
         lacking = [(each, len(each.token_ids) - each.num_computed_tokens) for each in self.running]
         ones = [each for each in lacking if each[1] == 1]
         return ones if len(ones) == len(lacking) else ones + [e for e in lacking if e[1] != 1]
 
     def _has_room(self, sequence: Sequence) -> bool:
-        """Blocks for all its tokens, and to itself the first that it writes: a running one has
-        them at most steps.
+        """Whether it has blocks for all its tokens and is the only holder of the first block that
+        it writes, as in most steps of a running sequence.
         """
         table, size = sequence.block_table, self.pool.block_size
         if len(table) * size < len(sequence.token_ids):
@@ -140,8 +142,8 @@ class Batcher:
         child.num_cached_tokens = parent.num_cached_tokens
 
     def _make_room(self, sequence: Sequence) -> list[Sequence]:
-        """Gives `sequence` blocks for all its tokens, its own where it writes; returns whom that
-        preempted.
+        """Gives `sequence` blocks for all its tokens, unshared where it writes. Returns the
+        sequences preempted for that.
         """
         victims: list[Sequence] = []
         missing = self.pool.blocks_for(sequence.num_tokens) - len(sequence.block_table)
@@ -160,19 +162,19 @@ class Batcher:
         return victims
 
     def _writes_shared(self, sequence: Sequence) -> bool:
-        """Whether its next KV would go into a block that another sequence holds, too."""
+        """Whether its next KV would be written to a block that another sequence also holds."""
         block_index = sequence.num_computed_tokens // self.pool.block_size
         if block_index >= len(sequence.block_table):
             return False
         block_id = sequence.block_table[block_index]
         num_holders = self.pool.ref_count(block_id)
-        if num_holders > 1:  # rows that copy it hold it as well, and write elsewhere
+        if num_holders > 1:  # rows that copy the block also hold it, but write elsewhere
             num_holders -= sum(source == block_id for source, _ in self._block_copies.values())
         return num_holders > 1
 
     def _copy_block(self, sequence: Sequence) -> None:
-        """The sequence's reference to the source becomes its row's: nobody can have the block, and
-        write into it, while the step may still read it.
+        """Replaces the shared block by a new one. The row takes over the reference to the source,
+        so that no other sequence can write to the source while the step may still read it.
         """
         block_index = sequence.num_computed_tokens // self.pool.block_size
         source = sequence.block_table[block_index]
@@ -181,8 +183,8 @@ class Batcher:
         self._block_copies[sequence] = (source, destination)
 
     def give_back(self, sequence: Sequence) -> None:
-        """All its blocks. What is still cached of those it dropped counts as used just now, so that
-        its blocks go tail first.
+        """Releases all its blocks. Its dropped blocks that are still cached become recently used,
+        so that its blocks are evicted tail first.
         """
         dropped = self.pool.match(sequence.block_hashes[: sequence.num_dropped_blocks])
         self.pool.hold(dropped)
@@ -203,12 +205,12 @@ class Batcher:
         self._wait_first(sequence)
 
     def _wait_first(self, sequence: Sequence) -> None:
-        # behind those that hold blocks: before them it could wait for the very blocks they hold
+        # after those that hold blocks: before them it could wait for the blocks that they hold
         num_holders = sum(bool(each.block_table) for each in self.waiting)
         self.waiting.insert(num_holders, sequence)
 
     def _admit(self, rows: list[ScheduledSequence], budget: int) -> list[Sequence]:
-        """Adds the rows of those that are let in; returns whom the cache had entirely."""
+        """Adds the rows of admitted sequences. Returns prefills that were completely cached."""
         found: list[Sequence] = []
         while self.waiting and budget > 0 and len(self.running) < self._max_sequences:
             sequence = self.waiting[0]
@@ -229,7 +231,10 @@ class Batcher:
         return found
 
     def allocate_prompt(self, sequence: Sequence, *, spare: int) -> bool:
-        """Takes the cached prefix and new blocks for the rest, leaving `spare` free; or nothing."""
+        """Takes the cached prefix and new blocks for the rest, leaving `spare` blocks free.
+
+        Returns False, and takes nothing, if too few are free.
+        """
         num_matchable = sequence.num_prefill_tokens // self.pool.block_size
         cached = self.pool.match(sequence.block_hashes[:num_matchable])
         num_new = self.pool.blocks_for(sequence.num_tokens) - len(cached)

@@ -1,18 +1,18 @@
-"""The paged KV cache's bookkeeping: who holds which block, and which blocks can be found again.
+"""The bookkeeping of the paged KV cache: references to blocks, and the prefix cache.
 
 Every block is in exactly one of three sets:
 
-    empty        nobody holds it, its content is worthless
-    cached       nobody holds it, but its hash is known: a later request may take it; LRU order
+    empty        no references, content unused
+    cached       no references, but a known hash: a later request may match it; LRU order
     referenced   held by `ref_count` > 0 sequences
 
 A block gets its hash once it is full and computed. Allocation takes empty blocks first, then evicts
-the least recently used cached one, pinned ones after all others. A sequence's blocks become
-evictable tail first, so that what is left of a prefix is still a prefix.
+the least recently used cached one, pinned blocks last. A sequence's blocks become evictable tail
+first, so that the remaining blocks of a prefix are still a prefix.
 
-A tenant may have a quota of findable blocks. One that is over it loses its own least recently used
-cached blocks at once, pinned ones last, whatever else is empty; what sequences hold stays theirs
-and goes, if the tenant is still over, when they give it back.
+A tenant may have a quota of findable blocks. A tenant over its quota immediately loses its least
+recently used cached blocks, pinned ones last, even if other blocks are empty. Blocks that sequences
+hold are evicted when they are released, if the tenant is then still over its quota.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ KvEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
 class BlockPool:
     def __init__(self, num_blocks: int, block_size: int, *, notes_freed: bool = False) -> None:
-        """`notes_freed`: whoever owns the cache clears what it held, see `take_freed`."""
+        """`notes_freed`: the owner of the cache clears freed blocks, see `take_freed`."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.notes_freed = notes_freed
         self._ref_counts = [0] * num_blocks
         self._empty = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()  # oldest first
-        self._last_evictable: OrderedDict[int, None] = OrderedDict()  # the same, of pinned ones
-        self._pins: Counter[bytes] = Counter()  # by block hash, whether it is here or not
+        self._last_evictable: OrderedDict[int, None] = OrderedDict()  # likewise, of pinned ones
+        self._pins: Counter[bytes] = Counter()  # by block hash, cached or not
         self._known: list[CachedBlock | None] = [None] * num_blocks
         self._block_ids: dict[bytes, int] = {}
         self._shares: dict[str, TenantQuota] = {}
         self._freed: set[int] = set()
         self._events: list[KvEvent] = []
-        self._removed: list[bytes] = []  # forgotten after the last of them
-        self.on_event: Callable[[], None] = lambda: None  # there is something to take
+        self._removed: list[bytes] = []  # removed after the last of `_events`
+        self.on_event: Callable[[], None] = lambda: None  # called when `take_events` has events
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that an allocation can have: empty and cached ones."""
+        """Blocks available to an allocation: empty and cached ones."""
         return len(self._empty) + self.num_cached_blocks
 
     @property
@@ -58,21 +58,21 @@ class BlockPool:
 
     @property
     def num_pinned_blocks(self) -> int:
-        """That are pinned; they need not be here."""
+        """Number of pinned block hashes, cached or not."""
         return len(self._pins)
 
     def num_pinned_with(self, block_hashes: Iterable[bytes]) -> int:
-        """How many would be pinned if these were, too."""
+        """Number of pinned blocks if these were also pinned."""
         return len(self._pins.keys() | set(block_hashes))
 
     def pin(self, block_hashes: Sequence[bytes]) -> None:
-        """Each pin is to be taken back by one `unpin`; a pinned block goes after all others."""
+        """Pins blocks: they are evicted after all others. Each pin needs one `unpin`."""
         for block_hash in reversed(block_hashes):
             self._pins[block_hash] += 1
             self._move(block_hash, self._evictable, self._last_evictable)
 
     def unpin(self, block_hashes: Sequence[bytes]) -> None:
-        """What is here counts as used just now."""
+        """Reverses one `pin`; cached blocks become the most recently used."""
         for block_hash in reversed(block_hashes):
             self._pins[block_hash] -= 1
             if self._pins[block_hash] <= 0:
@@ -97,7 +97,7 @@ class BlockPool:
         return self._ref_counts[block_id]
 
     def match(self, block_hashes: Iterable[bytes]) -> list[int]:
-        """Block ids of the longest cached prefix. They are not held yet: see `hold`."""
+        """Block ids of the longest cached prefix, without holding them: see `hold`."""
         block_ids = []
         for block_hash in block_hashes:
             block_id = self._block_ids.get(block_hash)
@@ -107,7 +107,7 @@ class BlockPool:
         return block_ids
 
     def num_evictable_in(self, block_ids: Iterable[int]) -> int:
-        """How many of these count as free now and would not once held."""
+        """How many of these are free now and would not be once held."""
         return sum(self._ref_counts[block_id] == 0 for block_id in block_ids)
 
     def hold(self, block_ids: Iterable[int]) -> None:
@@ -118,16 +118,16 @@ class BlockPool:
             self._ref_counts[block_id] += 1
 
     def allocate(self, count: int) -> list[int]:
-        """Raises ValueError if fewer are free: callers ask `num_free_blocks` first."""
+        """Raises ValueError if fewer are free: callers check `num_free_blocks` first."""
         if count > self.num_free_blocks:
-            raise ValueError(f"{count} blocks asked for, {self.num_free_blocks} free")
+            raise ValueError(f"{count} blocks requested, {self.num_free_blocks} free")
         block_ids = [self._take() for _ in range(count)]
         for block_id in block_ids:
             self._ref_counts[block_id] = 1
         return block_ids
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Gives back one reference to each; the last block becomes evictable first."""
+        """Drops one reference to each; the last block becomes evictable first."""
         for block_id in reversed(block_ids):
             if self._ref_counts[block_id] <= 0:
                 raise ValueError(f"block {block_id} is released more often than held")
@@ -157,8 +157,8 @@ class BlockPool:
         first_block_index: int,
         kv_quota_tokens: int = 0,
     ) -> None:
-        """Makes full, computed blocks findable. A hash that is known already keeps its block.
-        `kv_quota_tokens` as in `limit`.
+        """Makes full, computed blocks findable; a hash that is already known stays with its block.
+        `kv_quota_tokens`: see `limit`.
         """
         new: list[CachedBlock] = []
         pairs = zip(block_ids, block_hashes, strict=True)
@@ -177,8 +177,8 @@ class BlockPool:
         self.limit(tenant_id, kv_quota_tokens)
 
     def limit(self, tenant_id: str, kv_quota_tokens: int) -> None:
-        """Bounds the tenant's findable blocks to what that many tokens fill, until it is told
-        another bound or has none left; 0: no bound.
+        """Limits the tenant's findable blocks to `kv_quota_tokens`, until the next call or until it
+        has no findable block left; 0: unlimited.
         """
         share = self._shares.get(tenant_id)
         if share is not None:
@@ -186,12 +186,12 @@ class BlockPool:
             self._trim(share)
 
     def num_blocks_of(self, tenant_id: str) -> int:
-        """Findable ones, held or not."""
+        """The tenant's findable blocks, held or not."""
         share = self._shares.get(tenant_id)
         return 0 if share is None else share.num_blocks
 
     def quota_tokens_of(self, tenant_id: str) -> int:
-        """As it was told last; 0: no bound."""
+        """The tenant's current limit; 0: unlimited."""
         share = self._shares.get(tenant_id)
         max_blocks = None if share is None else share.max_blocks
         return 0 if max_blocks is None else max_blocks * self.block_size
@@ -202,28 +202,28 @@ class BlockPool:
         return events
 
     def record_freed(self, block_ids: Iterable[int]) -> None:
-        """Their content is to be cleared; of no effect without `notes_freed`."""
+        """Marks blocks to be cleared; no effect without `notes_freed`."""
         if self.notes_freed:
             self._freed.update(block_ids)
 
     def take_freed(self) -> list[int]:
-        """Blocks that nobody could find or held any more at some time since the last call. An
-        allocation may have given them to others since: those write nothing before they are cleared.
+        """Blocks that became unreferenced and unfindable since the last call. They may have been
+        allocated again since: the new holders must not write before the blocks are cleared.
         """
         freed, self._freed = sorted(self._freed), set()
         return freed
 
     def cached_blocks(self) -> list[CachedBlock]:
-        """All findable blocks, parents before children where both are there."""
+        """All findable blocks, parents before children."""
         known = [block for block in self._known if block is not None]
         return sorted(known, key=lambda block: (block.tenant_id, block.block_index))
 
     def check(self) -> None:
-        """Raises AssertionError unless empty + cached + referenced = total, each block in one."""
+        """Raises AssertionError unless each block is in exactly one of the three sets."""
         referenced = {b for b in range(self.num_blocks) if self._ref_counts[b] > 0}
         empty, evictable = set(self._empty), {*self._evictable, *self._last_evictable}
-        assert len(evictable) == self.num_cached_blocks, "a block is pinned and not"
-        assert len(empty) == len(self._empty), "a block is empty twice"
+        assert len(evictable) == self.num_cached_blocks, "a block is both pinned and not pinned"
+        assert len(empty) == len(self._empty), "a block is listed as empty twice"
         assert not (empty & evictable or empty & referenced or evictable & referenced)
         assert len(empty) + len(evictable) + len(referenced) == self.num_blocks
         assert all(self._known[block_id] is not None for block_id in evictable)
@@ -237,7 +237,7 @@ class BlockPool:
             for order in (self._evictable, self._last_evictable):
                 own = [each for each in order if self._tenant_of(each) == tenant_id]
                 same = [each for each in share.evictable if each in order]
-                assert own == same, "two orders of eviction"
+                assert own == same, "pool and tenant have different orders of eviction"
             assert not share.has_to_give, "a tenant over its quota has cached blocks"
 
     def _tenant_of(self, block_id: int) -> str:

@@ -1,4 +1,4 @@
-"""A block that can be found again, and how runs of them are told."""
+"""A findable block, and the grouping of consecutive blocks into events."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shared.packing import pack_hashes
 
 
 class CachedBlock(msgspec.Struct, frozen=True):
-    """What is known of a hashed block."""
+    """The record of a hashed block."""
 
     tenant_id: str
     parent_hash: bytes
@@ -20,7 +20,7 @@ class CachedBlock(msgspec.Struct, frozen=True):
 
 
 def runs_of(blocks: Iterable[CachedBlock]) -> list[BlocksStored]:
-    """Groups blocks in which each is the child of the one before into one event a run."""
+    """One event for each run of blocks in which every block is the child of the previous one."""
     runs: list[list[CachedBlock]] = []
     for block in blocks:
         if runs and runs[-1][-1].block_hash == block.parent_hash:

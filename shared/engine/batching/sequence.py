@@ -1,16 +1,16 @@
-"""The engine's record of one sequence, and the states it goes through.
+"""The engine's record of one sequence, and its states.
 
 RESERVED   decode holds blocks for KV that another worker computes
-WAITING    wants to compute, holds no blocks (or was just given its KV)
-RUNNING    in the batch: `num_computed_tokens` catches up with `num_tokens`
-HELD       a prefill that is done; its blocks stay until their push is acknowledged, or until the
+WAITING    queued; holds no blocks (or has just received its KV)
+RUNNING    in the batch: `num_computed_tokens` advances towards `num_tokens`
+HELD       a finished prefill; it holds its blocks until their push is acknowledged, or until the
            choices of the request start from them
-FINISHED   holds nothing; an embedding gets there by "stop" once its last token is computed
+FINISHED   holds no blocks; an embedding ends with "stop" once its last token is computed
 
 RESERVED ──activate──▶ WAITING ──admit──▶ RUNNING ──stop, length──▶ FINISHED
                         │ ▲                 │ └──prefill done──▶ HELD ──release, fork──▶ FINISHED
                         │ └────preempt──────┘                     ▲
-                        └──all of a prefill is here, or cached────┘
+                        └──a prefill's KV all received or cached──┘
 every state ──abort──▶ FINISHED
 """
 
@@ -58,10 +58,10 @@ TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
 @dataclass(eq=False, slots=True, kw_only=True)
 class Sequence:
     """Prompt and output of one choice. With `pooling` instead of `sampling` it is an embedding,
-    with neither a prefill: both never draw.
+    with neither a prefill; both sample no tokens.
 
-    `block_hashes` are those of the full blocks of `token_ids` known so far; the chain grows as
-    blocks fill up.
+    `block_hashes` are the known hashes of full blocks of `token_ids`; the chain grows as blocks
+    fill.
     """
 
     sequence_id: bytes
@@ -74,27 +74,27 @@ class Sequence:
     sampling: SamplingParams | None = None
     pooling: Pooling | None = None
     choice_index: int = 0
-    kv_quota_tokens: int = 0  # of the cache, for all of its tenant's; 0: no bound
+    kv_quota_tokens: int = 0  # of the cache, for the whole tenant; 0: unlimited
     stop_token_ids: frozenset[int] = frozenset()
-    # how many likeliest tokens to tell at each prompt position; None: nothing. `sampling` has it,
-    # too; a prefill may tell for its children, and also of the token that comes next in theirs
+    # number of top tokens to return at each prompt position; None: no logprobs. Also in `sampling`;
+    # a prefill may collect logprobs for its children, including that of their next token
     num_prompt_logprobs: int | None = None
     next_token_id: int | None = None
 
     state: SequenceState = SequenceState.WAITING
-    # 64-bit, so that every step's inputs take it in by one copy
+    # 64-bit, so that each step's inputs take one copy
     block_table: array[int] = field(default_factory=lambda: array("q"))
     num_computed_tokens: int = 0
-    num_committed_blocks: int = 0  # leading blocks that the prefix cache knows
-    num_dropped_blocks: int = 0  # leading blocks given back already: no later token sees them
-    num_cached_tokens: int = 0  # found at the first admission
+    num_committed_blocks: int = 0  # leading blocks that are in the prefix cache
+    num_dropped_blocks: int = 0  # leading blocks released already: no later token attends to them
+    num_cached_tokens: int = 0  # cached at the first admission
     num_preemptions: int = 0
     is_in_step: bool = False
     is_aborted: bool = False
-    counts: TokenCounts = field(default_factory=TokenCounts, init=False)  # of whom penalties ask
-    # of the second to the last computed prompt token; None: not asked for, or told
+    counts: TokenCounts = field(default_factory=TokenCounts, init=False)  # for penalties
+    # of the second to the last computed prompt token; None: not requested, or already returned
     prompt_logprobs: list[TokenLogprobs] | None = field(default=None, init=False)
-    pooled: NDArray[np.float64] | None = field(default=None, init=False)  # so far
+    pooled: NDArray[np.float64] | None = field(default=None, init=False)  # of computed tokens
     # of `inputs.py`: its sampling as one packed row, and whether it has penalties, bans or logprobs
     packed_sampling: tuple[bytes, bool] | None = field(default=None, init=False)
 
@@ -103,22 +103,22 @@ class Sequence:
             self.num_prompt_logprobs = self.sampling.num_prompt_logprobs
         if self.num_prompt_logprobs is not None:
             self.prompt_logprobs = []
-        # both grow, and the choices of one request may be made from the same lists
+        # both grow, and the choices of one request may share the given lists
         self.token_ids = list(self.token_ids)
         self.block_hashes = list(self.block_hashes)
 
     def parent_hash_of(self, block_index: int) -> bytes:
-        """What the hash of this block chains from; those of all blocks before it are known."""
+        """The parent of this block's hash; requires the hashes of all earlier blocks."""
         if block_index == 0:
             return self.cache_root
         parent = self.block_hashes[block_index - 1]
-        if block_index == self.num_public_blocks:  # nobody shares what a tenant adds
+        if block_index == self.num_public_blocks:  # a tenant's blocks after it are not shared
             return root_after_public(self.cache_root, parent)
         return parent
 
     @property
     def held_blocks(self) -> array[int]:
-        """`block_table` keeps the places, and stale ids, of those that were dropped."""
+        """`block_table` without the dropped blocks, whose stale ids it still contains."""
         return self.block_table[self.num_dropped_blocks :]
 
     @property
@@ -131,9 +131,9 @@ class Sequence:
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Tokens whose KV may come from elsewhere: of a cache, or of another worker.
+        """Number of tokens whose KV may come from the cache or from another worker.
 
-        All but a prefill compute at least their last token themselves.
+        Every sequence but a prefill computes at least its last token.
         """
         if self.needs_every_token:
             return 0
@@ -149,13 +149,13 @@ class Sequence:
 
     @property
     def needs_every_token(self) -> bool:
-        """Whether what it asks for comes from all its prompt's tokens, also those in a cache."""
+        """Whether its result needs all prompt tokens computed, even cached ones."""
         return self.prompt_logprobs is not None or self.pooling == "mean"
 
     def transition_to(self, state: SequenceState) -> None:
-        """Raises ValueError for a move that the diagram does not have."""
+        """Raises ValueError for a transition that is not in the diagram."""
         if state not in TRANSITIONS[self.state]:
-            raise ValueError(f"a sequence cannot go from {self.state.value} to {state.value}")
+            raise ValueError(f"invalid transition from {self.state.value} to {state.value}")
         self.state = state
 
 
@@ -169,8 +169,8 @@ def build_sequence(
 ) -> Sequence:
     """The sequence that computes `token_ids` for the tenant and cache root of a message.
 
-    `num_blocks`: full blocks of `token_ids` where these end before the message's prompt does.
-    `fields` are the others of `Sequence`; without `sampling` and `pooling` it is a prefill.
+    `num_blocks`: full blocks of `token_ids`, if these are only part of the message's prompt.
+    `fields`: other fields of `Sequence`; without `sampling` and `pooling` it is a prefill.
     """
     fields = {"num_prompt_tokens": len(token_ids), **fields}
     num_public_blocks = message.num_public_blocks

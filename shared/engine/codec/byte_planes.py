@@ -1,11 +1,11 @@
-"""16-bit floating-point words as two planes of bytes: one to keep, one to code.
+"""16-bit floating-point words as two planes of bytes: one stored uncompressed, one entropy-coded.
 
     BF16  seeee eeee mmm mmmm  ->  sign_mantissa  smmm mmmm      exponents       eeee eeee
     FP16  seee eemm mmmm mmmm  ->  low_mantissa   mmmm mmmm      sign_exponents  seee eemm
 
 The exponents of trained weights carry about 2.6 bits. In FP16 they share their byte with the sign
-and two bits of mantissa, which cost nothing there: a Huffman code of the whole byte takes as many
-bits as one of the exponent and three more.
+and two bits of mantissa, without loss: a Huffman code of the complete byte takes as many bits as a
+code of the exponent plus three.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Words = NDArray[np.uint16]
 
 @dataclass(frozen=True, slots=True)
 class WordPlanes:
-    """How words of one dtype are split; `names` are those of the low and of the high plane."""
+    """The split of words of one dtype; `names` are the names of the low and the high plane."""
 
     codec: str
     dtype: str
@@ -38,13 +38,13 @@ FP16 = WordPlanes("fp16-huffman", "F16", ("low_mantissa", "sign_exponents"), spl
 
 
 def byte_counts(plane: Bytes) -> NDArray[np.int64]:
-    """How often each byte occurs, [256]."""
+    """Number of occurrences of each byte value, [256]."""
     counts = np.zeros((4, 256), np.int64)
     count_bytes(plane, counts)
     return counts.sum(axis=0)
 
 
 def entropy_bits(counts: NDArray[np.int64]) -> float:
-    """Of one byte, by Shannon: -sum p log2 p, in 0 to 8."""
+    """Shannon entropy of one byte: -sum p log2 p, from 0 to 8 bits."""
     share = counts[counts > 0] / max(1, int(counts.sum()))
     return float(-(share * np.log2(share)).sum()) if len(share) else 0.0

@@ -1,4 +1,4 @@
-"""A checkpoint's folder to a bundle's: every tensor coded, decoded again and compared."""
+"""Writes the bundle of a checkpoint folder: encodes every tensor, decodes it and compares."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from shared.errors import CheckpointError, ConfigError
 
 
 class Progress(Protocol):
-    """Is told how it goes."""
+    """Receives the progress of the work."""
 
     def expect(self, num_bytes: int) -> None:
-        """As many bytes will be done in all."""
+        """Sets the total number of bytes."""
 
     def advance(self, what: str, num_bytes: int) -> None: ...
 
@@ -41,11 +41,11 @@ class Progress(Protocol):
 def compress_folder(
     source: Path, target: Path, progress: Progress, *, num_threads: int | None = None
 ) -> Manifest:
-    """Makes `target`, a bundle of `source`, which is not changed.
+    """Writes `target`, a bundle of `source`, which is not changed.
 
-    Finished shards of a try that was killed are verified and kept. Each byte of the original is
-    progress twice: once written, once verified. Raises ConfigError and CheckpointError of one
-    line; `target` is then not there.
+    Finished shards of a killed run are verified and reused. Each byte of the original counts twice
+    as progress: when written, and when verified. Raises ConfigError and CheckpointError with one
+    line; `target` then does not exist.
     """
     folder = list_model_folder(source)
     if target.absolute().resolve().is_relative_to(source.resolve()):
@@ -61,7 +61,7 @@ def _bundle(
 ) -> Manifest:
     progress.expect(2 * folder.num_bytes())
     work.keep_only((*map(bundle_path, folder.shards), *folder.files))
-    sources = [map_safetensors(folder.root / name) for name in folder.shards]  # all are whole
+    sources = [map_safetensors(folder.root / name) for name in folder.shards]  # checks all first
     shards = tuple(
         _shard(name, source, work, executor, progress)
         for name, source in zip(folder.shards, sources, strict=True)
@@ -92,7 +92,7 @@ def _shard(
 
 
 def _finished(path: Path, name: str, source: MappedFile, executor: Executor) -> StoredShard | None:
-    """What an earlier try has written of this very file, and still is whole."""
+    """The record of this file's shard from an earlier run, or None if missing or damaged."""
     try:
         record = read_record(path)
         if (record.path, record.header) != (name, source.header.text):
@@ -107,7 +107,7 @@ def _finished(path: Path, name: str, source: MappedFile, executor: Executor) -> 
 
 
 def _verify(path: Path, record: StoredShard, executor: Executor, on_bytes: OnBytes) -> None:
-    """Reads it as a worker will. Raises CheckpointError."""
+    """Reads the shard like a worker. Raises CheckpointError."""
     shard = BundleShard(path, record, executor)
     for tensor in record.tensors:
         shard.original_bytes(tensor.name)

@@ -1,4 +1,4 @@
-"""A bundle's folder to the checkpoint's that it was made of, byte by byte."""
+"""Restores the checkpoint folder of a bundle, byte by byte."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from shared.errors import CheckpointError, ConfigError
 def decompress_folder(
     bundle: Path, target: Path, progress: Progress, *, num_threads: int | None = None
 ) -> None:
-    """Makes `target`, the folder that was bundled; goes on where a killed process stopped.
+    """Writes `target`, the folder that was bundled; resumes the work of a killed process.
 
-    Raises ConfigError and CheckpointError of one line that names the file or the tensor; `target`
-    is then not there.
+    Raises ConfigError and CheckpointError with one line that names the file or the tensor; `target`
+    then does not exist.
     """
     manifest = read_manifest(bundle)
     if target.absolute().resolve().is_relative_to(bundle.resolve()):
@@ -62,7 +62,7 @@ def _restore(shard: BundleShard, work: WorkFolder, progress: Progress) -> None:
 
 
 def _is_restored(path: Path, record: StoredShard) -> bool:
-    """Whether an earlier try has written it, and it still is what it should be."""
+    """Whether an earlier run has written the file and its content is correct."""
     try:
         found = map_safetensors(path)
     except (CheckpointError, FileNotFoundError):
@@ -76,11 +76,11 @@ def _copy(bundle: Path, file: StoredFile, work: WorkFolder, progress: Progress) 
     with work.written(file.path) as copy:
         copied = copy_file(bundle / file.path, copy, partial(progress.advance, file.path))
     if copied != (file.num_bytes, file.digest):
-        raise CheckpointError(f"{bundle / file.path}: it has changed while it was copied")
+        raise CheckpointError(f"{bundle / file.path}: the file changed while it was copied")
 
 
 def _num_bytes(manifest: Manifest) -> int:
-    """Of the folder that was bundled."""
+    """Size of the bundled folder."""
     shards = sum(_shard_bytes(shard) for shard in manifest.shards)
     return shards + sum(file.num_bytes for file in manifest.files)
 

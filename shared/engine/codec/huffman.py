@@ -1,13 +1,13 @@
-"""A plane of bytes, entropy-coded in chunks that know nothing of each other.
+"""A plane of bytes, entropy-coded in independent chunks.
 
     coded plane    length of each frame, uint32, little-endian [num_chunks]; the frames
 
-A frame is Zstandard's (RFC 8878), of which only the literals' Huffman code is wanted: exponents do
-not repeat, and every match that is found costs more than its literals would. No parameter of the
-library says so. A hash table of 64 entries and matches of 7 bytes at least find hardly any, and one
-of 128 KiB has a code of its own: 1 to 2.5 % above the entropy, where the same library's levels are
-9 to 70 % above it. Of what else was tried on exponents, Huffman codes of zlib-ng decode at a sixth
-of its speed (at three fifths with ISA-L), constriction's ANS coder at a fortieth.
+A frame is a Zstandard frame (RFC 8878), used only for its Huffman code of literals: exponents do
+not repeat, and every match costs more than its literals. The library has no parameter to disable
+matches. With a hash table of 64 entries and a minimum match of 7 bytes it finds hardly any, and
+each block of 128 KiB has a separate code: 1 to 2.5 % above the entropy, where the library's levels
+are 9 to 70 % above it. Of the alternatives measured on exponents, zlib-ng's Huffman codes decode at
+a sixth of this speed (three fifths with ISA-L), constriction's ANS coder at a fortieth.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _LITERALS_ONLY = zstandard.ZstdCompressionParameters(
 
 
 class NotDecodable(ValueError):
-    """What is stored is not what was written."""
+    """The stored bytes are damaged."""
 
 
 class _Coders(threading.local):
-    """A thread's own: they keep state from one call to the next."""
+    """One encoder and decoder per thread, because they have state between calls."""
 
     def __init__(self) -> None:
         self.encoder = zstandard.ZstdCompressor(compression_params=_LITERALS_ONLY)
@@ -54,7 +54,7 @@ def num_chunks(num_bytes: int) -> int:
 
 
 def encode_plane(plane: Bytes, executor: Executor) -> list[bytes]:
-    """The coded plane in pieces."""
+    """The coded plane as a list: the table of lengths, then the frames."""
 
     def encode(start: int) -> bytes:
         return _coders.encoder.compress(plane[start : start + CHUNK_BYTES].data)
@@ -68,10 +68,10 @@ def frames_of(coded: Bytes, num_bytes: int) -> Sequence[Bytes]:
     """The frames of a coded plane that had `num_bytes`. Raises NotDecodable."""
     table_bytes = 4 * num_chunks(num_bytes)
     if coded.size < table_bytes:
-        raise NotDecodable("the lengths of its chunks are cut off")
+        raise NotDecodable("the table of chunk lengths is cut off")
     lengths = np.frombuffer(coded[:table_bytes].tobytes(), "<u4").astype(np.int64)
     if table_bytes + int(lengths.sum()) != coded.size:
-        raise NotDecodable("the lengths of its chunks are not those stored")
+        raise NotDecodable("the chunk lengths do not add up to the stored size")
     ends = table_bytes + np.cumsum(lengths)
     return [coded[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
@@ -80,12 +80,12 @@ def decode_frame(frame: Bytes, num_bytes: int) -> Bytes:
     """The plane's bytes of one chunk, read-only. Raises NotDecodable."""
     try:
         if zstandard.frame_content_size(frame.data) != num_bytes:
-            raise NotDecodable("a chunk says another size than its tensor's")
+            raise NotDecodable("a chunk's header states another size than the tensor's")
         plain = _coders.decoder.decompress(
             frame.data, max_output_size=num_bytes, allow_extra_data=False
         )
     except zstandard.ZstdError as error:
         raise NotDecodable(f"a chunk cannot be decoded: {error}") from None
     if len(plain) != num_bytes:
-        raise NotDecodable("a chunk has another size than it says")
+        raise NotDecodable("a chunk has another size than its header states")
     return np.frombuffer(plain, np.uint8)

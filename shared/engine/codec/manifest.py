@@ -1,11 +1,11 @@
-"""What a bundle says of itself: `hearth_bundle.json` in its folder.
+"""The manifest of a bundle: `hearth_bundle.json` in its folder.
 
-    DIR/config.json, tokenizer.json, …      as they were
+    DIR/config.json, tokenizer.json, …      unchanged
     DIR/model.safetensors              ->   model.hearth.safetensors, its planes
                                             hearth_bundle.json
 
-The manifest has each shard's header as it was, each tensor's codec and the xxh3-128 of its bytes,
-and a digest of itself. Another version of the form has another number.
+The manifest contains each shard's original header, each tensor's codec and the xxh3-128 of its
+bytes, and a digest of the manifest. A change of the format changes the version number.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class StoredTensor(msgspec.Struct, frozen=True, kw_only=True):
-    """`digest` is the xxh3-128 of the original bytes, `entropy_bytes` what a code could reach."""
+    """`digest`: xxh3-128 of the original bytes; `entropy_bytes`: the size with an ideal code."""
 
     name: str
     dtype: str
@@ -43,7 +43,7 @@ class StoredTensor(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredShard(msgspec.Struct, frozen=True, kw_only=True):
-    """`path` is that of the original, below its folder; `header` its text."""
+    """`path`: of the original file, relative to its folder; `header`: its text."""
 
     path: str
     header: str
@@ -51,7 +51,7 @@ class StoredShard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file that is carried along as it is."""
+    """A file that the bundle contains unchanged."""
 
     path: str
     num_bytes: Count
@@ -76,7 +76,7 @@ def is_bundle(folder: Path) -> bool:
 
 
 def bundle_path(path: str) -> str:
-    """Where a bundle has the shard that was at `path`; different for different ones."""
+    """The path in the bundle of the shard for `path`; unique for each path."""
     return path.removesuffix(SUFFIX) + BUNDLE_SUFFIX
 
 
@@ -86,7 +86,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises CheckpointError of one line for what is no bundle, a newer or a damaged one."""
+    """Raises CheckpointError with one line if it is no bundle, or a newer or damaged one."""
     path = folder / MANIFEST
     try:
         encoded = path.read_bytes()
@@ -115,7 +115,7 @@ def _checked(path: Path, encoded: bytes) -> Manifest:
     except UNREADABLE as error:
         raise CheckpointError(f"{path}: damaged: {one_line(error)}") from None
     if manifest.digest != _digest(manifest):
-        raise CheckpointError(f"{path}: damaged: its digest is another")
+        raise CheckpointError(f"{path}: damaged: its digest differs")
     for shard in manifest.shards:
         check_shard(path, shard)
     shards, files = [each.path for each in manifest.shards], [each.path for each in manifest.files]
@@ -127,7 +127,7 @@ def _checked(path: Path, encoded: bytes) -> Manifest:
 
 
 def check_shard(path: Path, shard: StoredShard) -> SafetensorsHeader:
-    """Whether header and tensors agree; `path` is where they were read. Raises CheckpointError."""
+    """Raises CheckpointError unless header and tensors agree; `path`: the file they are from."""
     try:
         header = parse_header(shard.header.encode())
     except ValueError as error:
@@ -135,22 +135,22 @@ def check_shard(path: Path, shard: StoredShard) -> SafetensorsHeader:
     said = [(each.name, each.dtype, each.shape, each.num_bytes) for each in shard.tensors]
     spans = header.spans.items()
     if said != [(name, span.dtype, span.shape, span.num_bytes) for name, span in spans]:
-        raise CheckpointError(f"{path}: {shard.path}: its tensors are not those of its header")
+        raise CheckpointError(f"{path}: {shard.path}: its tensors differ from its header")
     return header
 
 
 def _check_path(manifest: Path, path: str) -> None:
-    """What a stranger's manifest names must stay below its folder."""
+    """Raises CheckpointError for a path outside the folder: manifests are untrusted."""
     parts = PurePosixPath(path).parts
     is_below = parts and ".." not in parts and not path.startswith("/") and "\0" not in path
     if not is_below or str(PurePosixPath(path)) != path or "\\" in path:
-        raise CheckpointError(f"{manifest}: {path!r} is not a file below a folder")
+        raise CheckpointError(f"{manifest}: {path!r} is not a relative path inside the folder")
 
 
 def _check_unique(manifest: Path, paths: list[str]) -> None:
     if len(set(paths)) != len(paths):
         twice = next(each for each in paths if paths.count(each) > 1)
-        raise CheckpointError(f"{manifest}: {twice!r} is there twice")
+        raise CheckpointError(f"{manifest}: {twice!r} is listed twice")
 
 
 def _digest(manifest: Manifest) -> str:

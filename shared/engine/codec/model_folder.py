@@ -1,4 +1,4 @@
-"""The files of a checkpoint's folder, and of those of a bundle what is carried as it is."""
+"""The files of a checkpoint folder, and those that a bundle contains unchanged."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shared.engine.codec.manifest import MANIFEST, SUFFIX, StoredFile
 from shared.engine.codec.shard import OnBytes
 from shared.errors import CheckpointError, ConfigError
 
-# Of the tools that have fetched the checkpoint: no part of it.
+# Folders of the tools that fetched the checkpoint: not part of it.
 SKIPPED_FOLDERS = frozenset({".git", ".cache"})
 _PIECE_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """Paths below `root`, with `/`, in order."""
+    """Sorted paths relative to `root`, separated by `/`."""
 
     root: Path
     shards: tuple[str, ...]
@@ -31,7 +31,7 @@ class ModelFolder:
 
 
 def list_model_folder(root: Path) -> ModelFolder:
-    """Raises ConfigError for what is not a checkpoint, or could not be carried."""
+    """Raises ConfigError if it is not a checkpoint, or has a file that a bundle cannot contain."""
     if not root.is_dir():
         raise ConfigError(f"{root} is not a directory")
     if (root / MANIFEST).exists():
@@ -41,11 +41,11 @@ def list_model_folder(root: Path) -> ModelFolder:
         below[:] = [name for name in below if name not in SKIPPED_FOLDERS]
         for name in below:
             if Path(folder, name).is_symlink():
-                raise ConfigError(f"{Path(folder, name)}: a link to a folder cannot be carried")
+                raise ConfigError(f"{Path(folder, name)}: a link to a folder is not supported")
         for name in names:
             path = Path(folder, name)
             if not path.is_file():
-                raise ConfigError(f"{path}: not a file that can be read")
+                raise ConfigError(f"{path}: not a file, or a broken link")
             found.append(path.relative_to(root).as_posix())
     shards = tuple(sorted(name for name in found if name.endswith(SUFFIX)))
     if not shards:
@@ -54,7 +54,7 @@ def list_model_folder(root: Path) -> ModelFolder:
 
 
 def copy_file(source: Path, file: IO[bytes], on_bytes: OnBytes) -> tuple[int, str]:
-    """Returns size and xxh3-128 of what was copied. Raises OSError."""
+    """Returns size and xxh3-128 of the copied bytes. Raises OSError."""
     digest, num_bytes = xxhash.xxh3_128(), 0
     with source.open("rb") as opened:
         while piece := opened.read(_PIECE_BYTES):
@@ -75,13 +75,13 @@ def digest_of(path: Path) -> tuple[int, str]:
 
 
 def check_file(path: Path, file: StoredFile) -> None:
-    """Raises CheckpointError if it is missing or another."""
+    """Raises CheckpointError if the file is missing or its content differs."""
     try:
         found = digest_of(path)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
     if found != (file.num_bytes, file.digest):
-        raise CheckpointError(f"{path}: damaged: it is not the file that was bundled")
+        raise CheckpointError(f"{path}: damaged: it differs from the bundled file")
 
 
 def _raise(error: OSError) -> None:

@@ -1,9 +1,9 @@
-"""What lies where in a safetensors file, to the byte.
+"""The byte layout of a safetensors file.
 
     header length, uint64, little-endian; header, JSON; the tensors' bytes, without a gap
 
-The library gives tensors and hides their places; to write a file again as it was, the text of its
-header is needed, too.
+The safetensors library returns tensors without their offsets, and no header text; both are needed
+to restore a file byte by byte.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from shared.transport.wire_errors import UNREADABLE, one_line
 
 LENGTH = struct.Struct("<Q")
 METADATA = "__metadata__"
-ITEM_BYTES = {  # of the dtypes whose sizes are checked; others are carried as they are
+ITEM_BYTES = {  # of the dtypes whose sizes are checked; other dtypes are not checked
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
     **dict.fromkeys(("BF16", "F16", "U16", "I16"), 2),
     **dict.fromkeys(("F32", "U32", "I32"), 4),
     **dict.fromkeys(("F64", "U64", "I64"), 8),
 }
-MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _Offset = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -44,7 +44,7 @@ class ByteSpan(msgspec.Struct, frozen=True):
 
 
 class SafetensorsHeader(msgspec.Struct, frozen=True):
-    """`spans` in the order of their bytes."""
+    """`spans` are in the order of their bytes."""
 
     text: str
     spans: dict[str, ByteSpan]
@@ -60,7 +60,7 @@ class SafetensorsHeader(msgspec.Struct, frozen=True):
 
 
 class MappedFile:
-    """A safetensors file in memory; its arrays are read-only and live as long as they are held."""
+    """A mapped safetensors file; its arrays are read-only, and each keeps the mapping alive."""
 
     def __init__(self, path: Path, header: SafetensorsHeader, data: Bytes) -> None:
         self.path = path
@@ -74,7 +74,7 @@ class MappedFile:
 
 
 def parse_header(encoded: bytes) -> SafetensorsHeader:
-    """Raises ValueError of one line."""
+    """Raises ValueError with a message of one line."""
     try:
         text = encoded.decode()
         fields = msgspec.json.decode(text, type=dict[str, Any])
@@ -89,19 +89,19 @@ def parse_header(encoded: bytes) -> SafetensorsHeader:
             raise ValueError(f"tensor {name} does not follow the one before it")
         item_bytes = ITEM_BYTES.get(span.dtype)
         if item_bytes is not None and span.num_bytes != item_bytes * math.prod(span.shape):
-            raise ValueError(f"tensor {name} has not the bytes of its shape")
+            raise ValueError(f"tensor {name} has {span.num_bytes} bytes, not those of its shape")
         end = span.data_offsets[1]
     return SafetensorsHeader(text, ordered, metadata)
 
 
 def map_safetensors(path: Path) -> MappedFile:
-    """Raises CheckpointError that names the tensor, if only that is cut off; and OSError."""
+    """Raises OSError, and CheckpointError, which names the tensor if only a tensor is cut off."""
     with path.open("rb") as file:
         start = file.read(LENGTH.size)
         length = LENGTH.unpack(start)[0] if len(start) == LENGTH.size else 0
         encoded = file.read(min(length, MAX_HEADER_BYTES))
         if not encoded or len(encoded) != length:
-            raise CheckpointError(f"{path}: not a whole safetensors file: its header is cut off")
+            raise CheckpointError(f"{path}: incomplete safetensors file: its header is cut off")
         try:
             header = parse_header(encoded)
         except ValueError as error:
@@ -112,5 +112,5 @@ def map_safetensors(path: Path) -> MappedFile:
         raise CheckpointError(f"{path}: there are bytes after the last tensor")
     for name, span in header.spans.items():
         if span.data_offsets[1] > data.size:
-            raise CheckpointError(f"{path}: not a whole safetensors file: tensor {name} is cut off")
+            raise CheckpointError(f"{path}: incomplete safetensors file: tensor {name} is cut off")
     return MappedFile(path, header, data)

@@ -1,4 +1,4 @@
-"""What a bundle saves, by kind of layer."""
+"""The bytes that a bundle saves, by kind of layer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class KindRow:
 
     @property
     def entropy_bits_per_weight(self) -> float:
-        """What an ideal code of each tensor's coded planes would take."""
+        """The size with an ideal code of each tensor's coded planes."""
         return 8 * self.entropy_bytes / max(1, self.num_weights)
 
     @property
@@ -62,7 +62,7 @@ def tensors_of(manifest: Manifest) -> list[StoredTensor]:
 
 
 def rows_by_kind(tensors: Iterable[StoredTensor]) -> list[KindRow]:
-    """In the order in which kinds come up."""
+    """One row per kind and dtype, in the order of first occurrence."""
     rows: dict[tuple[str, str], KindRow] = {}
     for tensor in tensors:
         key = kind_of(tensor.name), tensor.dtype

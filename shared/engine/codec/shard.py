@@ -1,7 +1,7 @@
 """One safetensors file of a bundle: the planes of each tensor as U8 tensors, `NAME.PLANE`.
 
-Its metadata has what the manifest says of it, so that a shard that was finished before its bundle
-was can be told from one of another checkpoint.
+Its metadata repeats its record in the manifest, so that a finished shard of an unfinished bundle
+can be distinguished from a shard of another checkpoint.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shared.errors import CheckpointError
 from shared.transport.wire_errors import UNREADABLE
 
 RECORD = "hearth_shard"
-WORD_BYTES = 8  # the library's headers end at a multiple of it
+WORD_BYTES = 8  # headers of the safetensors library end at a multiple of it
 OnBytes = Callable[[int], None]
 
 
@@ -39,15 +39,15 @@ def checksum(data: Bytes) -> str:
 
 
 def stored_name(tensor: str, plane: str) -> str:
-    """Different for different ones, since no plane's name ends in another's with a dot before."""
+    """The unique name of a plane: no plane's name ends with a dot and another plane's name."""
     return f"{tensor}.{plane}"
 
 
 class BundleShard:
-    """An open shard, mapped into memory; tensors are decoded when asked for."""
+    """An open shard, mapped into memory; tensors are decoded on demand."""
 
     def __init__(self, path: Path, record: StoredShard, executor: Executor) -> None:
-        """Raises CheckpointError that names the tensor that is cut off or missing."""
+        """Raises CheckpointError with the name of a truncated or missing tensor."""
         self.path = path
         self.record = record
         self.tensors = {tensor.name: tensor for tensor in record.tensors}
@@ -61,7 +61,7 @@ class BundleShard:
     def decode(self, name: str, out: Bytes) -> None:
         """Fills `out` [num_bytes], aligned for its dtype, with the tensor's original bytes.
 
-        Raises CheckpointError that names the tensor if these are not what was written.
+        Raises CheckpointError with the tensor's name if the stored bytes are damaged.
         """
         tensor = self.tensors[name]
         planes = zip(plane_names(tensor.codec), self._planes(tensor), strict=True)
@@ -71,10 +71,10 @@ class BundleShard:
         except NotDecodable as error:
             raise CheckpointError(f"{self.path}: tensor {name}: damaged: {error}") from None
         if checksum(out) != tensor.digest:
-            raise CheckpointError(f"{self.path}: tensor {name}: damaged: its checksum is another")
+            raise CheckpointError(f"{self.path}: tensor {name}: damaged: its checksum differs")
 
     def original_bytes(self, name: str) -> Bytes:
-        """The same, [num_bytes], in memory of its own: numpy's, which asks for large pages."""
+        """Like `decode`, into a new array [num_bytes] of numpy, which requests huge pages."""
         num_bytes = self.tensors[name].num_bytes
         try:
             out = np.empty(num_bytes, np.uint8)
@@ -94,14 +94,14 @@ class BundleShard:
 
 
 def read_record(path: Path) -> StoredShard:
-    """What a shard says of itself. Raises CheckpointError."""
+    """The record in a shard's metadata. Raises CheckpointError."""
     said = _mapped(path).header.metadata.get(RECORD)
     if said is None:
-        raise CheckpointError(f"{path}: not a bundle's shard")
+        raise CheckpointError(f"{path}: not a shard of a bundle")
     try:
         record = msgspec.json.decode(said, type=StoredShard)
     except UNREADABLE as error:
-        raise CheckpointError(f"{path}: not a bundle's shard: {error}") from None
+        raise CheckpointError(f"{path}: not a shard of a bundle: {error}") from None
     check_shard(path, record)
     return record
 
@@ -109,10 +109,10 @@ def read_record(path: Path) -> StoredShard:
 def write_shard(
     file: IO[bytes], source: MappedFile, path: str, executor: Executor, on_bytes: OnBytes
 ) -> StoredShard:
-    """Codes a safetensors file, one tensor in memory at a time; `path` is its own. Raises OSError.
+    """Encodes a safetensors file, whose path is `path`, one tensor at a time. Raises OSError.
 
-    The header comes last, into room that was left for it and is filled up with spaces: how long the
-    planes are is known only then.
+    The header is written last, because only then the lengths of the planes are known: into space
+    reserved for it, padded with spaces.
     """
     num_reserved = _reserved_bytes(source, path)
     file.seek(LENGTH.size + num_reserved)
@@ -137,7 +137,7 @@ def write_shard(
 
 
 def original_pieces(shard: BundleShard) -> Iterator[bytes | memoryview]:
-    """The file that the shard was made of, from its first byte to its last."""
+    """The bytes of the original safetensors file, in order."""
     header = shard.record.header.encode()
     yield LENGTH.pack(len(header)) + header
     for tensor in shard.record.tensors:
@@ -178,7 +178,7 @@ def _encoded_header(record: StoredShard, spans: dict[str, dict[str, object]]) ->
 
 
 def _reserved_bytes(source: MappedFile, path: str) -> int:
-    """As much as the longest header takes: two planes a tensor, every number at its widest."""
+    """The size of the longest possible header: two planes per tensor, all numbers at full width."""
     widest, digest = 10**15, "0" * 32
     spans: dict[str, dict[str, object]] = {}
     tensors = []

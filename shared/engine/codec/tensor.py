@@ -1,7 +1,7 @@
 """A tensor's bytes as planes, and back.
 
-BF16 and FP16 are split in two planes of one byte a weight; each of them is coded if that saves, and
-a tensor of which neither is coded is kept as it is, as is every other dtype.
+BF16 and FP16 are split into two planes of one byte per weight; each plane is coded if that saves
+bytes. A tensor without a coded plane is stored unchanged, like every other dtype.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from shared.engine.codec.huffman import (
 )
 
 AS_IS = "none"
-WHOLE = "whole"  # the one plane of what is kept as it is
+WHOLE = "whole"  # the one plane of an unchanged tensor
 SPLITS = {split.codec: split for split in (BF16, FP16)}
 _SPLIT_OF_DTYPE = {split.dtype: split for split in (BF16, FP16)}
-# Decoding costs time: a plane is coded if its entropy leaves this much of a byte, and a tensor is
-# split if more is saved than its entries in the file take.
+# Decoding costs time: a plane is coded only below this entropy, and a tensor is split only if that
+# saves more bytes than its entries in the file take.
 MAX_CODED_ENTROPY_BITS = 7.75
 MIN_SAVED_BYTES = 512
 
@@ -46,7 +46,7 @@ class EncodedPlane:
 
 @dataclass(frozen=True, slots=True)
 class EncodedTensor:
-    """`entropy_bytes`: with an ideal code of the coded planes, byte by byte."""
+    """`entropy_bytes`: the size with an ideal bytewise code of the coded planes."""
 
     codec: str
     planes: tuple[EncodedPlane, ...]
@@ -58,7 +58,7 @@ class EncodedTensor:
 
 
 def encode_tensor(data: Bytes, dtype: str, executor: Executor) -> EncodedTensor:
-    """`data` is [num_bytes], `dtype` as safetensors spells it."""
+    """`data` is [num_bytes], `dtype` a safetensors name."""
     split = _SPLIT_OF_DTYPE.get(dtype)
     if split is None or data.size % 2:
         return _as_is(data)
@@ -86,13 +86,13 @@ def _as_is(data: Bytes) -> EncodedTensor:
 def _split(
     data: Bytes, split: WordPlanes, executor: Executor
 ) -> tuple[tuple[Bytes, Bytes], tuple[float, float]]:
-    """Both planes, and the entropy of each in bits a byte."""
+    """Both planes, and the entropy of each in bits per byte."""
     low, high = (np.empty(data.size // 2, np.uint8) for _ in range(2))
 
     def split_chunk(start: int) -> tuple[np.ndarray, np.ndarray]:
         chunk = slice(start, min(start + CHUNK_BYTES, low.size))
         words = data[2 * chunk.start : 2 * chunk.stop].view(np.uint16)
-        # What is in a file may lie at an odd address.
+        # Data in a file may start at an odd address.
         split.split(np.require(words, requirements="A"), low[chunk], high[chunk])
         return byte_counts(low[chunk]), byte_counts(high[chunk])
 
@@ -103,11 +103,11 @@ def _split(
 
 
 def plane_names(codec: str) -> tuple[str, ...]:
-    """Raises NotDecodable for a codec that this version does not know."""
+    """Raises NotDecodable for a codec that this version does not support."""
     if codec == AS_IS:
         return (WHOLE,)
     if codec not in SPLITS:
-        raise NotDecodable(f"codec {codec!r} is not one that this version reads")
+        raise NotDecodable(f"codec {codec!r} is not supported by this version")
     return SPLITS[codec].names
 
 
@@ -118,7 +118,7 @@ def decode_tensor(
     out: Bytes,
     executor: Executor,
 ) -> None:
-    """Fills `out` [num_bytes], which is aligned as its words are. Raises NotDecodable."""
+    """Fills `out` [num_bytes], which is aligned for its words. Raises NotDecodable."""
     names = plane_names(codec)
     if codec == AS_IS:
         whole = stored[WHOLE]
@@ -127,7 +127,7 @@ def decode_tensor(
         out[:] = whole
         return
     if out.size % 2:
-        raise NotDecodable(f"{out.size} bytes are no words of 16 bits")
+        raise NotDecodable(f"{out.size} bytes are not a multiple of 2")
     words = out.view(np.uint16)
     low, high = (_PlaneReader(stored[name], name in coded_planes, words.size) for name in names)
 
@@ -140,7 +140,7 @@ def decode_tensor(
 
 
 class _PlaneReader:
-    """A stored plane, chunk by chunk."""
+    """Reads the chunks of a stored plane."""
 
     def __init__(self, stored: Bytes, is_coded: bool, num_bytes: int) -> None:
         """Raises NotDecodable."""

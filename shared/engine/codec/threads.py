@@ -1,4 +1,4 @@
-"""The threads that code and decode: what they call leaves Python's lock."""
+"""The threads that encode and decode; the functions that they call release the GIL."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 def coding_threads(num_threads: int | None = None) -> ThreadPoolExecutor:
-    """One a CPU that this process may use."""
+    """An executor with `num_threads`, by default one per CPU that this process may use."""
     return ThreadPoolExecutor(num_threads or len(os.sched_getaffinity(0)), "codec")

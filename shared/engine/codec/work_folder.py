@@ -1,9 +1,9 @@
-"""A folder that appears whole or not at all, and goes on where a killed process stopped.
+"""A folder that is published atomically, and resumes the work of a killed process.
 
-    OUT.partial/lock       held by the process at work; the kernel frees it if that dies
-    OUT.partial/files/     becomes OUT when all is done
+    OUT.partial/lock       locked by the working process; the kernel unlocks it if that dies
+    OUT.partial/files/     renamed to OUT when all files are finished
 
-A file below `files` that has its own name is finished; one under work has another name.
+A file below `files` with its final name is finished; an unfinished one has a suffix.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class WorkFolder:
 
     @contextmanager
     def written(self, name: str) -> Iterator[IO[bytes]]:
-        """A file that gets its name when it is whole and on the disk. Raises OSError."""
+        """A file that gets its final name once it is completely on disk. Raises OSError."""
         path = self.path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(path.name + UNDER_WORK)
@@ -46,7 +46,7 @@ class WorkFolder:
             unfinished.unlink(missing_ok=True)
 
     def keep_only(self, names: Iterable[str]) -> None:
-        """What an earlier try of another folder has left is removed."""
+        """Removes all other files, which an earlier run left for another source folder."""
         wanted = {self.path(name) for name in names}
         for path in sorted(self.files.rglob("*"), reverse=True):
             if path.is_dir() and not path.is_symlink():
@@ -56,7 +56,7 @@ class WorkFolder:
                 path.unlink()
 
     def publish(self) -> None:
-        """The files get the folder's name, all at once."""
+        """Renames the folder of finished files to the target, atomically."""
         folders = [path for path in self.files.rglob("*") if path.is_dir()]
         for folder in sorted(folders, reverse=True):  # the deepest first
             _sync(folder)
@@ -67,19 +67,19 @@ class WorkFolder:
 
 @contextmanager
 def work_folder(target: Path) -> Iterator[WorkFolder]:
-    """Raises ConfigError if `target` is there or another process makes it.
+    """Raises ConfigError if `target` exists or another process writes it.
 
-    What the disk refuses is a CheckpointError that says how to go on.
+    An OSError becomes a CheckpointError that states how to continue.
     """
     target = target.absolute()
     if target.exists() or target.is_symlink():
-        raise ConfigError(f"{target} is there already: name a folder that is not")
+        raise ConfigError(f"{target} exists already: name a new folder")
     if not target.parent.is_dir():
         raise ConfigError(f"{target.parent} is not a folder")
     work = WorkFolder(target)
     lock_path = work.root / "lock"
     if not _is_ours(work):
-        raise ConfigError(f"{work.root} is in the way: it is not of an earlier try")
+        raise ConfigError(f"{work.root} exists and is not from an interrupted run")
     try:
         work.root.mkdir(mode=0o700, exist_ok=True)
         with lock_path.open("ab") as lock:
@@ -89,21 +89,18 @@ def work_folder(target: Path) -> Iterator[WorkFolder]:
                 yield work
             finally:
                 if not any(path.is_file() for path in work.files.rglob("*")):
-                    shutil.rmtree(work.root)  # published, or nothing to go on with
+                    shutil.rmtree(work.root)  # published, or no finished file to resume from
     except OSError as error:
         what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or error
         told = f"{target}: {what}"
         if work.root.exists():
-            told += (
-                f"; what is finished is kept in {work.root.name}: the same command goes on there"
-            )
+            told += f"; finished files remain in {work.root.name}: run the same command to continue"
         raise CheckpointError(told) from None
 
 
 def _is_ours(work: WorkFolder) -> bool:
-    """Not there, or a folder of this user's, without links, which would lead to others' files.
-
-    An empty one is of a try that was killed at once.
+    """Whether the work folder is missing, or a folder of this user without links, which could
+    lead to other files. An empty one is from a run that was killed at its start.
     """
     if any(path.is_symlink() for path in (work.root, work.files, work.root / "lock")):
         return False
@@ -117,9 +114,9 @@ def _lock(lock: IO[bytes], target: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ConfigError(f"{target}: another process is making it") from None
+        raise ConfigError(f"{target}: another process is writing it") from None
     if os.fstat(lock.fileno()).st_nlink == 0 or target.exists():
-        raise ConfigError(f"{target}: another process has just made it")
+        raise ConfigError(f"{target}: another process has just written it")
 
 
 def _sync(folder: Path) -> None:

@@ -13,7 +13,7 @@ from shared.engine.model_config import ModelConfig
 
 
 class Attention(nn.Module):
-    """`window`: how many of the last tokens are seen; None sees all. Heads may have norms."""
+    """`window`: the number of last tokens attended to; None: all. Heads may have norms."""
 
     is_batch_invariant = True  # see kernels.reference.prefill_attention
 

@@ -1,8 +1,8 @@
-"""What every attention layer of one step needs to know, computed once a step.
+"""The inputs of all attention layers of one step, computed once per step.
 
-A step's tokens are split by the length of their sequence's query: runs of two or more go to
-prefill attention, single ones to decode attention. The CPU has one kernel for both, which takes a
-mixed step as it is.
+A step's tokens are split by the query length of their sequence: queries of two or more tokens go to
+prefill attention, single tokens to decode attention. The CPU has one kernel for both, which
+computes a mixed step without a split.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PrefillRows:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
-    rows: Tensor | None  # [S'] as above
+    rows: Tensor | None  # [S'] like PrefillRows.rows
     block_tables: Tensor  # [S', max_blocks]
     context_lens: Tensor  # [S']
 

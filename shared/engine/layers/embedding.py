@@ -32,11 +32,11 @@ class TokenEmbedding(nn.Module):
 
 
 class OutputHead(nn.Module):
-    """Hidden states [R, hidden] -> logits [R, vocab_size] FP32; a tied one shares its weight.
+    """Hidden states [R, hidden] -> logits [R, vocab_size] FP32; a tied head shares the weight.
 
-    `softcap` turns a logit into cap · tanh(logit / cap).
-    Rows are looked up in a plain weight and multiplied with a packed one, so that a tied model has
-    both once it is packed; a compressed one is good for both.
+    `softcap` maps a logit to cap · tanh(logit / cap).
+    The embedding needs the dense weight and the product a packed one, so a packed tied model has
+    both; a compressed weight serves both.
     """
 
     weight: Weight
@@ -64,7 +64,7 @@ class OutputHead(nn.Module):
         return scores.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def argmax_tokens(self, hidden: Tensor) -> Tensor:
-        """The column of each row's largest logit, of equal ones the first: [R] int64."""
+        """The column of each row's largest logit, the first of equal ones: [R] int64."""
         if self.softcap is None:
             return argmax_logits(hidden, self.weight, is_batch_invariant=self.is_batch_invariant)
         return argmax(self(hidden))

@@ -1,4 +1,4 @@
-"""A layer whose rows are taken through all of its operations by one kernel, where there is one."""
+"""A layer whose operations are computed by one kernel per row, on devices with such a kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.engine.layers.norm import RMSNorm
 
 
 class FusedLayer(nn.Module):
-    """As `DecoderLayer`, but that what it adds is in the sum already."""
+    """Like `DecoderLayer`, but its output already includes the residual sum."""
 
     def __init__(
         self,
@@ -48,9 +48,9 @@ def fused_layer(
     mlp: GatedMlp,
     norms: Sequence[RMSNorm],
 ) -> FusedLayer | None:
-    """Of a layer whose weights are packed; None where there is no kernel for it.
+    """The fused form of a layer with packed weights; None if there is no kernel for it.
 
-    `norms`: before attention and before the MLP, then of what each of them adds, if there are such.
+    `norms`: before attention, before the MLP, then of the outputs of both, if the layer has these.
     """
     linears = self_attn.qkv_proj, self_attn.o_proj, mlp.gate_up_proj, mlp.down_proj
     if any(each.bias is not None for each in linears[1:]):

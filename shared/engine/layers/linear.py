@@ -9,7 +9,7 @@ from kernels.ops import Weight, linear, pack_weight
 
 
 class Linear(nn.Module):
-    """y = x · weightᵀ + bias over x [T, in_features]. Parameters start out unset.
+    """y = x · weightᵀ + bias over x [T, in_features]. Parameters are initially unset.
 
     Once they are filled, `pack` replaces the weight by the form that the device computes with.
     """
@@ -39,12 +39,12 @@ class Linear(nn.Module):
 
 
 def parameter_of(module: Any) -> Tensor:
-    """A module's weight as a checkpoint fills it, before `pack`."""
+    """A module's weight before `pack`, in the form that a checkpoint fills."""
     weight: Tensor = module.weight
     return weight
 
 
 def replace_weight(module: Any, weight: Weight) -> None:
-    """The parameter gives way to what is computed with."""
+    """Replaces a module's weight parameter by `weight`."""
     del module.weight
     module.weight = weight

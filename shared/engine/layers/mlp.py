@@ -11,7 +11,7 @@ GATES = {"silu": silu_and_mul, "gelu_pytorch_tanh": gelu_and_mul}
 
 
 class GatedMlp(nn.Module):
-    """down(activation(gate(x)) · up(x)), gate and up in one product."""
+    """down(activation(gate(x)) · up(x)), with gate and up in one GEMM."""
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, has_unit_offset=self.has_unit_offset)
 
     def of_sum(self, x: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The norm of x + update, and the sum itself; of x alone if there is no update."""
+        """Returns the norm of x + update, and the sum; with update None those of x."""
         if update is None:
             return self(x), x
         return add_rms_norm(x, update, self.weight, self.eps, has_unit_offset=self.has_unit_offset)

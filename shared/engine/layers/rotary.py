@@ -34,7 +34,7 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, between blended."""
+    """Llama 3.1: stretches long wavelengths by `factor`, not short ones; blends in between."""
     wavelengths = 2 * math.pi / frequencies
     original, factor = scaling.original_context, scaling.factor
     blend = (original / wavelengths - scaling.low_freq_factor) / (
@@ -48,7 +48,7 @@ def _llama3(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 
 def _yarn(wavelengths: Tensor, rope: RopeConfig, scaling: YarnScaling) -> Tensor:
-    """YaRN (Peng et al.): pairs that turn often in the original context are kept, others stretched.
+    """YaRN (Peng et al.): stretches pairs except those with many turns in the original context.
 
     Between `beta_fast` and `beta_slow` turns a linear ramp blends the two.
     """
@@ -65,7 +65,7 @@ def _yarn(wavelengths: Tensor, rope: RopeConfig, scaling: YarnScaling) -> Tensor
 
 
 def _pair_of(turns: float, rope: RopeConfig, context: int) -> float:
-    """The (fractional) index of the pair that turns so often within `context` tokens."""
+    """The (fractional) index of the pair that makes this many turns within `context` tokens."""
     turn_tokens = context / (turns * 2 * math.pi)
     return rope.rotary_dim * math.log(turn_tokens) / (2 * math.log(rope.theta))
 

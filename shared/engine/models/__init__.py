@@ -1,7 +1,7 @@
 """The model families, by the name in a checkpoint's `architectures`.
 
-A family's file says what it makes of `config.json`; `decoder` computes. The former are free of
-torch, and so is this package.
+A family's file converts `config.json` to a `ModelConfig`; `decoder` computes. The family files and
+this package do not import torch.
 """
 
 from __future__ import annotations

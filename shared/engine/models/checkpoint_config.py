@@ -1,7 +1,6 @@
 """Reads `config.json` and `generation_config.json` of a checkpoint folder.
 
-What a family makes of its config stands with the family. transformers itself is not imported: that
-costs seconds.
+Each family's file interprets its config. transformers is not imported, because that takes seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class _Generation(msgspec.Struct):
 
 
 def read_config(model_dir: Path) -> ModelConfig:
-    """Raises CheckpointError, in one line, for what is missing, unreadable or unsupported."""
+    """Raises CheckpointError with one line for a missing, unreadable or unsupported config."""
     path = model_dir / "config.json"
     head, given = _read(path, _Head), _read(path, dict[str, Any])
     architecture = head.architectures[0] if head.architectures else ""
@@ -39,7 +38,7 @@ def read_config(model_dir: Path) -> ModelConfig:
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error.message}") from None
     except ArithmeticError as error:
-        raise CheckpointError(f"{path}: numbers that cannot be computed with: {error}") from None
+        raise CheckpointError(f"{path}: numbers out of range: {error}") from None
     eos_token_ids = _eos_token_ids(model_dir, head.eos_token_id)
     if eos_token_ids is not None:
         for token_id in eos_token_ids:
@@ -59,7 +58,7 @@ def _read(path: Path, kind: type[_T]) -> _T:
 
 
 def _eos_token_ids(model_dir: Path, eos: EosTokenId) -> tuple[int, ...] | None:
-    """generation_config.json wins, as in transformers' generate; None if neither names any."""
+    """generation_config.json has priority, as in transformers' generate; None if both lack it."""
     path = model_dir / "generation_config.json"
     if path.exists():
         generation = _read(path, _Generation)

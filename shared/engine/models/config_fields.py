@@ -1,7 +1,7 @@
-"""The fields of `config.json` that the supported families share, in both spellings.
+"""The fields of `config.json` that the supported families share, in both versions.
 
 transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 writes `rope_parameters`, with
-one dict for each layer type where they differ.
+one dict per layer type if they differ.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shared.engine.model_config import LayerConfig, ModelConfig
 from shared.engine.models.rope_config import RopeFields, rope_config, rope_fields, served_context
 from shared.errors import CheckpointError
 
-# Far beyond any model; what is beyond them ends in a clear line and not in all of the memory.
+# Limits far above any model: a larger value is an error instead of exhausting the memory.
 Positive = Annotated[int, msgspec.Meta(gt=0, lt=2**31)]
 Width = Annotated[int, msgspec.Meta(gt=0, le=2**20)]
 NumLayers = Annotated[int, msgspec.Meta(gt=0, le=4096)]
@@ -59,7 +59,7 @@ class ConfigFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def config_fields(given: Mapping[str, Any], **defaults: Any) -> ConfigFields:
-    """`defaults` are the family's own, for what its checkpoints may leave out."""
+    """`defaults` are the family's values for fields that its checkpoints may omit."""
     try:
         fields = msgspec.convert({**defaults, **given}, ConfigFields)
     except msgspec.ValidationError as error:
@@ -78,9 +78,9 @@ def decoder_config(
     may_list_layers: bool = False,
     may_rotate_partly: bool = False,
 ) -> ModelConfig:
-    """A decoder without a family's peculiarities. Raises CheckpointError for what cannot be.
+    """A decoder without family-specific features. Raises CheckpointError for invalid fields.
 
-    `is_sliding` says which layers see a window only; `layer_types` decides if it `may_list_layers`.
+    `is_sliding` selects the layers with a window; with `may_list_layers`, `layer_types` overrides.
     """
     head_dim = _head_dim(fields)
     layer_types = _layer_types(fields, is_sliding, may_list_layers)
@@ -126,7 +126,7 @@ def _head_dim(fields: ConfigFields) -> int:
     if head_dim is None:
         if fields.hidden_size % fields.num_attention_heads:
             raise CheckpointError(
-                f"hidden_size {fields.hidden_size} is no multiple of "
+                f"hidden_size {fields.hidden_size} is not a multiple of "
                 f"{fields.num_attention_heads} attention heads and head_dim is not given"
             )
         head_dim = fields.hidden_size // fields.num_attention_heads
@@ -164,7 +164,7 @@ def _layer_types(
 
 
 def _written_ropes(fields: ConfigFields) -> list[dict[str, Any]]:
-    """One dict for all layers, or one each for those without and with a window."""
+    """One dict for all layers, or two: for layers without and with a window."""
     written = fields.rope_scaling if fields.rope_scaling else fields.rope_parameters
     written = {} if written is None else written
     if FULL not in written and SLIDING not in written:
@@ -175,7 +175,7 @@ def _written_ropes(fields: ConfigFields) -> list[dict[str, Any]]:
 
 
 def rope_of(written: Mapping[str, Any], layer_type: str) -> dict[str, Any]:
-    """What is written for these layers alone. Raises CheckpointError if that is no rope."""
+    """The rope parameters of one layer type. Raises CheckpointError if they are not an object."""
     rope = written.get(layer_type) or {}
     if not isinstance(rope, dict):
         raise CheckpointError(f"rope_parameters: {layer_type} is not an object")
@@ -183,7 +183,10 @@ def rope_of(written: Mapping[str, Any], layer_type: str) -> dict[str, Any]:
 
 
 def _rope_fields(fields: ConfigFields, head_dim: int, written: Mapping[str, Any]) -> RopeFields:
-    """Older configs write some of it beside the rope's own dict; Phi3 means what stands there."""
+    """The fields of one rope; older configs write some of them outside its dict.
+
+    As in Phi3, the outer `original_max_position_embeddings` has priority.
+    """
     original = fields.original_max_position_embeddings
     if original is None:
         original = written.get("original_max_position_embeddings")

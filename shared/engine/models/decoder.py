@@ -1,4 +1,4 @@
-"""A dense decoder as its `ModelConfig` describes it: embedding, layers, norm, output head."""
+"""A dense decoder described by a `ModelConfig`: embedding, layers, norm, output head."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from shared.engine.model_config import LayerConfig, ModelConfig
 
 
 class DecoderLayer(nn.Module):
-    """A norm before attention and one before the MLP. Submodules bear the checkpoints' names.
+    """A norm before attention and one before the MLP. Submodules have the checkpoints' names.
 
-    Sums are taken by the norm behind them, in one pass: what a layer's MLP adds, by the next layer.
+    Each norm also computes the residual sum before it, in one pass, so the next layer adds the
+    output of a layer's MLP.
     """
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: torch.dtype) -> None:
@@ -38,7 +39,7 @@ class DecoderLayer(nn.Module):
         kv_cache: Tensor,
         inputs: AttentionInputs,
     ) -> tuple[Tensor, Tensor]:
-        """x [T, hidden] and what is to be added to it -> both behind this layer.
+        """x [T, hidden] and the update to add to it -> both after this layer.
 
         cos, sin [T, rotary_dim / 2].
         """
@@ -48,13 +49,13 @@ class DecoderLayer(nn.Module):
         return x, self.mlp(normed)
 
     def fused(self) -> FusedLayer | None:
-        """None: there is no kernel for such a layer."""
+        """The layer as one kernel; None if there is no kernel for it."""
         norms = self.input_layernorm, self.post_attention_layernorm
         return fused_layer(self.self_attn, self.mlp, norms)
 
 
 class SandwichLayer(DecoderLayer):
-    """A norm behind attention and one behind the MLP as well."""
+    """Also has a norm after attention and one after the MLP."""
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, *, dtype: torch.dtype) -> None:
         super().__init__(config, layer, dtype=dtype)
@@ -84,7 +85,7 @@ class SandwichLayer(DecoderLayer):
 
 
 class Decoder(nn.Module):
-    cos: Tensor  # [num_positions, num_ropes, rotary_dim / 2], as sin
+    cos: Tensor  # [num_positions, num_ropes, rotary_dim / 2], like sin
     sin: Tensor
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, num_positions: int) -> None:
@@ -101,7 +102,7 @@ class Decoder(nn.Module):
         self.lm_head = OutputHead(
             self.embed_tokens, is_tied=config.has_tied_embeddings, softcap=config.logit_softcap
         )
-        with torch.device("cpu"):  # angles have the same bits whichever device computes with them
+        with torch.device("cpu"):  # for the same bits on all devices
             cos, sin = rotary_tables(config.ropes, num_positions)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -121,7 +122,7 @@ class Decoder(nn.Module):
         return x if update is None else x + update
 
     def fuse(self) -> None:
-        """Layers that have a kernel as a whole are computed by it; call it with weights packed."""
+        """Replaces layers by their fused form, if any. Call it once weights are packed."""
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
             found = layer.fused()
@@ -137,7 +138,7 @@ class Decoder(nn.Module):
         return self.lm_head.argmax_tokens(self.norm(hidden))
 
     def weight_destinations(self) -> dict[str, Tensor]:
-        """The checkpoint's tensor names -> where each goes; fused parameters are cut up."""
+        """The checkpoint's tensor names -> their destinations; fused parameters are split."""
         found: dict[str, Tensor] = {
             "model.embed_tokens.weight": parameter_of(self.embed_tokens),
             "model.norm.weight": self.norm.weight,
@@ -161,7 +162,7 @@ class Decoder(nn.Module):
 
 
 def _fused_parts(config: ModelConfig) -> dict[str, dict[str, int]]:
-    """Fused layer -> the layers of the checkpoint that it was fused from, and their output rows."""
+    """Fused layer -> the checkpoint's layers that it consists of, and their output rows."""
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     inner = config.intermediate_size
     return {

@@ -1,7 +1,7 @@
-"""Gemma 2: norms before and behind attention and MLP, a window on every other layer, soft caps.
+"""Gemma 2: norms before and after attention and MLP, a window on every other layer, soft caps.
 
-Norm weights are offsets from one, embeddings grow by the root of their width, the gate is a gelu,
-and attention scores are scaled by `query_pre_attn_scalar` rather than by the head's width.
+Norm weights are offsets from one, embeddings are scaled by the square root of their width, the gate
+is a GELU, and attention scores are scaled by `query_pre_attn_scalar`, not by the head's width.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def configure(given: Mapping[str, Any]) -> ModelConfig:
 
 
 def gemma_decoder(fields: ConfigFields, *, local_layers: int) -> ModelConfig:
-    """What all Gemmas from 2 on share; every `local_layers`-th layer has no window."""
+    """The features of all Gemmas from 2 on; every `local_layers`-th layer has no window."""
     config = decoder_config(
         fields,
         is_sliding=lambda layer_index: (layer_index + 1) % local_layers != 0,

@@ -1,8 +1,8 @@
-"""Gemma 3, text: as Gemma 2 with QK norms for score caps, and a rope of its own in windowed layers.
+"""Gemma 3, text: like Gemma 2 with QK norms instead of score caps, and two ropes.
 
-One layer in `sliding_window_pattern` sees everything, with a rotary base of 1,000,000 and perhaps a
-scaling; the others see a window, with a base of 10,000. transformers 4 writes the two bases as
-`rope_theta` and `rope_local_base_freq`, and the scaling of the former as `rope_scaling`.
+One layer in `sliding_window_pattern` has full attention, with a rotary base of 1,000,000 and
+optional scaling; the others have a window, with a base of 10,000. transformers 4 writes the two
+bases as `rope_theta` and `rope_local_base_freq`, and the scaling of the former as `rope_scaling`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def configure(given: Mapping[str, Any]) -> ModelConfig:
 
 
 def configure_text_part(given: Mapping[str, Any]) -> ModelConfig:
-    """Of a model that reads images too; it is served text only."""
+    """The text part of a multimodal model, which is served for text only."""
     text = given.get("text_config")
     if not isinstance(text, dict):
         raise CheckpointError("text_config is missing")
@@ -53,7 +53,7 @@ def configure_text_part(given: Mapping[str, Any]) -> ModelConfig:
 def _ropes(fields: ConfigFields) -> dict[str, Any]:
     written = fields.rope_parameters or {}
     for unknown in written.keys() - {FULL, SLIDING}:
-        raise CheckpointError(f"rope_parameters: {unknown!r} is no layer type")
+        raise CheckpointError(f"rope_parameters: {unknown!r} is not a layer type")
     theta = GLOBAL_THETA if fields.rope_theta is None else fields.rope_theta
     local_theta = LOCAL_THETA
     if fields.rope_local_base_freq is not None:

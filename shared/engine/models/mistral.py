@@ -1,4 +1,4 @@
-"""Mistral: as Llama, with a sliding window over all layers or none."""
+"""Mistral: like Llama, with a sliding window over all layers or none."""
 
 from __future__ import annotations
 

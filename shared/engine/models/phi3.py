@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: as Llama; checkpoints hold projections fused, and `longrope` by older names."""
+"""Phi-3 and Phi-4: like Llama; checkpoints have fused projections and old names of `longrope`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: as Llama, with biases on query, key and value, and perhaps a window."""
+"""Qwen2 and Qwen2.5: like Llama, with biases on query, key and value, and an optional window."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def configure(given: Mapping[str, Any]) -> ModelConfig:
 
 
 def windowed_decoder(fields: ConfigFields) -> ModelConfig:
-    """`sliding_window` counts with `use_sliding_window` only, and from `max_window_layers` on."""
+    """`sliding_window` needs `use_sliding_window`, applies from layer `max_window_layers` on."""
     if not fields.use_sliding_window:
         fields = replace(fields, sliding_window=None)
     return decoder_config(

@@ -1,4 +1,4 @@
-"""Qwen3, dense: as Qwen2 without its biases, and an RMSNorm on each query and key head."""
+"""Qwen3, dense: like Qwen2 without its biases, and an RMSNorm on each query and key head."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""The rotary embedding that a checkpoint's config asks for.
+"""The rotary embedding of a checkpoint's config.
 
-transformers lets the frequencies of `dynamic` and `longrope` follow the length of the sequence at
-hand. Cached keys are rotated once and shared between sequences, so here they are chosen once, by
-the longest context served, which is the config's `max_position_embeddings` on every worker:
+In transformers the frequencies of `dynamic` and `longrope` depend on the length of each sequence.
+Cached keys are rotated once and shared between sequences, so here the frequencies are fixed by the
+longest context served, which is the config's `max_position_embeddings` on every worker:
 
-- `longrope` takes the long factors if that context is longer than the original one, else the short
-  ones (as vLLM does). transformers differs while a sequence is still within the original context
-  of such a checkpoint: it takes the short factors there.
-- `dynamic` scales the base for that context, which leaves it as it is. transformers differs from
-  `max_position_embeddings` on only, and longer sequences are not served.
+- `longrope` uses the long factors if that context is longer than the original one, else the short
+  ones (like vLLM). transformers differs for sequences within the original context of such a
+  checkpoint: it uses the short factors there.
+- `dynamic` scales the base for that context, which leaves it unchanged. transformers differs only
+  above `max_position_embeddings`, and longer sequences are not served.
 
-`yarn` does not follow the length. Its context is `factor` times the original one that it names,
-also where `max_position_embeddings` was left at the original (as vLLM has it).
+`yarn` does not depend on the length. Its context is `factor` times its original context, even if
+`max_position_embeddings` is the original one (like vLLM).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 class RopeFields(msgspec.Struct, frozen=True, kw_only=True):
-    """`rope_parameters` or `rope_scaling` as written; `max_position_embeddings` is the config's."""
+    """The fields of `rope_parameters` or `rope_scaling`, with the config's context and head_dim."""
 
     max_position_embeddings: int
     head_dim: int
@@ -66,7 +66,7 @@ class RopeFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rope_fields(written: Mapping[str, Any]) -> RopeFields:
-    """`written`: RopeFields' own names, or `type` for `rope_type`; None is as good as missing."""
+    """`written` has the names of RopeFields, or `type` for `rope_type`; None means missing."""
     known = {name: value for name, value in written.items() if value is not None}
     known.setdefault("rope_type", known.get("type", "default"))
     try:
@@ -76,7 +76,7 @@ def rope_fields(written: Mapping[str, Any]) -> RopeFields:
 
 
 def served_context(fields: RopeFields) -> int:
-    """Tokens."""
+    """The longest context served, in tokens."""
     context, original = fields.max_position_embeddings, fields.original_max_position_embeddings
     if fields.rope_type != "yarn" or original is None:
         return context
@@ -131,14 +131,14 @@ def _factor(fields: RopeFields) -> float:
 
 
 def _stretch(fields: RopeFields) -> float:
-    """Without a factor, the context over the one that the model was trained with."""
+    """The factor; if it is missing, the ratio of the context to the original context."""
     if fields.factor is None and fields.original_max_position_embeddings is not None:
         return fields.max_position_embeddings / fields.original_context
     return _factor(fields)
 
 
 def dynamic_theta(fields: RopeFields, context: int) -> float:
-    """NTK-aware: a larger base, so that `context` tokens turn the slowest pair as far as before."""
+    """NTK-aware: a larger base, so that the slowest pair turns equally far within `context`."""
     factor, limit, dim = _factor(fields), fields.max_position_embeddings, fields.rotary_dim
     if dim == 2:
         raise CheckpointError("rope type 'dynamic' needs more than one pair to rotate")
@@ -171,7 +171,7 @@ def _yarn_attention_factor(fields: RopeFields) -> float:
     if fields.attention_factor is not None:
         return fields.attention_factor
     factor = _stretch(fields)
-    if fields.mscale and fields.mscale_all_dim:  # as transformers has it, 0 is as good as none
+    if fields.mscale and fields.mscale_all_dim:  # like transformers: 0 means missing
         return _mscale(factor, fields.mscale) / _mscale(factor, fields.mscale_all_dim)
     return _mscale(factor, 1.0)
 

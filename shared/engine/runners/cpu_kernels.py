@@ -1,4 +1,4 @@
-"""Has a model's CPU kernels compiled, and warns where the library must do without them."""
+"""Compiles a model's CPU kernels, and warns if torch must be used instead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BLOCK = 32
 
 
 def compile_plan(config: ModelConfig, kv_format: KvFormat, *, is_compressed: bool) -> CompilePlan:
-    """What a model's machine code depends on."""
+    """The properties that a model's machine code depends on."""
     widths = (
         config.hidden_size,
         config.intermediate_size,
@@ -44,14 +44,14 @@ def compile_plan(config: ModelConfig, kv_format: KvFormat, *, is_compressed: boo
 
 
 def compile_kernels(plan: CompilePlan) -> None:
-    """Returns once they are compiled, or the library is to serve, which is warned of."""
+    """Returns once they are compiled. On failure it logs a warning, and torch is used instead."""
     failure = cpu_host().compile_ahead(plan)
     if failure is not None:
         log.warning("cpu_kernels_unavailable", reason=failure, backend="torch")
 
 
 class RowKernels:
-    """Compiles what only long prompts use, beside the steps; `close` gives up."""
+    """Compiles kernels for long prompts in the background, during steps; `close` cancels."""
 
     def __init__(self, plan: CompilePlan) -> None:
         self._is_closed = Event()

@@ -1,4 +1,4 @@
-"""A model on the CPU: compiled kernels, as many threads as a step is worth, shared weights."""
+"""A model on the CPU: compiled kernels, thread count by the size of a step, shared weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from shared.engine.weights.shared_weights import (
 from shared.engine.weights.weight_form import wants_compressed
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
-# malloc.h: M_TRIM_THRESHOLD, and M_MMAP_THRESHOLD at the most that glibc takes
+# malloc.h: M_TRIM_THRESHOLD, and M_MMAP_THRESHOLD at glibc's maximum
 _MALLOPT = {-1: 256 << 20, -3: 32 << 20}
 _CPU = torch.device("cpu")
 
@@ -70,7 +70,7 @@ class CpuRunner(ModelRunner):
         products = list(_products(executor.model))
         self._threads = StepThreads(
             num_threads or torch.get_num_threads(),
-            sum(each.weight.numel() for each in products),  # every token takes part in them
+            sum(each.weight.numel() for each in products),  # one multiplication each per token
             executor.kv_cache.dtype,
             has_custom_gemm=all(has_custom_gemm(each.weight) for each in products),
         )
@@ -82,7 +82,7 @@ class CpuRunner(ModelRunner):
         is_compressed = wants_compressed(options.weights, model_dir, _CPU, options.load_format)
         kv_format = kv_format_of(config, resolve_dtype(options.dtype, _CPU), options.block_size)
         plan = None
-        if not IS_INTERPRETED:  # before any weight is packed: it decides in which layout
+        if not IS_INTERPRETED:  # before weights are packed: the plan determines their layout
             plan = compile_plan(config, kv_format, is_compressed=is_compressed)
             compile_kernels(plan)
         given = options.kv_cache_bytes
@@ -104,7 +104,7 @@ class CpuRunner(ModelRunner):
             clock=options.clock,
         )
         with cpu_host().compile_lock():
-            _warm_up(runner.executor)  # whoever is ready has its kernels compiled
+            _warm_up(runner.executor)  # a ready worker has all its kernels compiled
         if plan is not None:
             runner._row_kernels = RowKernels(plan)
             runner._row_kernels.start()
@@ -121,7 +121,7 @@ class CpuRunner(ModelRunner):
 
 
 def _fill(model: Decoder, source: WeightSource, *, is_compressed: bool) -> str:
-    """Returns the revision. The processes of a host share one copy where they can."""
+    """Fills the model and returns the revision. Processes of a host share one copy if possible."""
     destinations = model.weight_destinations()
     if not IS_INTERPRETED:
         mapped = map_weights(
@@ -140,7 +140,7 @@ def _fill(model: Decoder, source: WeightSource, *, is_compressed: bool) -> str:
 
 @torch.inference_mode()
 def _warm_up(executor: ModelExecutor) -> None:
-    """With as many rows as any kernel asks for to run on all threads."""
+    """Runs steps with enough rows for every kernel to use all threads."""
     rows = [cpu_host().few_rows + 1, 1]
     hidden = executor.hidden(idle_step(executor.kv_format.block_size, rows))
     executor.model.logits(hidden[:1])
@@ -152,10 +152,10 @@ def _products(model: Decoder) -> Iterator[Linear | OutputHead]:
 
 
 def _keep_freed_memory() -> None:
-    """Tells glibc to keep what a step frees for the next one.
+    """Makes glibc reuse memory that a step frees for the next step.
 
-    By default it hands buffers of some MiB back to the kernel each time, and their page faults cost
-    more than the arithmetic on them. Other C libraries have no mallopt and are left alone.
+    By default it returns buffers of some MiB to the kernel each time, and their page faults cost
+    more than the arithmetic on them. Without mallopt (other C libraries) this does nothing.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -1,7 +1,7 @@
-"""One CUDA device as a runner uses it: threads are bound to it, its memory is measured.
+"""One CUDA device of a runner: binds threads to it and measures its memory.
 
-A fresh thread starts on device 0, and Triton launches on the thread's current device: with tensors
-on another one, kernels would run on the wrong GPU.
+A new thread starts on device 0, and Triton launches on the thread's current device: with tensors on
+another device, kernels would run on the wrong GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shared.errors import ConfigError
 
 
 class CudaDriver(Protocol):
-    """What is used of `torch.cuda`. A device is current for the calling thread alone."""
+    """The part of `torch.cuda` used here. The current device is a property of the thread."""
 
     def set_device(self, device: int, /) -> None: ...
     def current_device(self) -> int: ...
@@ -30,8 +30,8 @@ class CudaDriver(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CudaDevice:
-    """`tensors_on`: where tensors live, `torch.device("cuda", index)` but for tests. `try_kernel`
-    runs a kernel there, or raises TritonUnusable.
+    """`tensors_on`: the device of tensors, `torch.device("cuda", index)` except in tests.
+    `try_kernel` runs a kernel there, or raises TritonUnusable.
     """
 
     index: int
@@ -44,8 +44,8 @@ class CudaDevice:
         self.driver.set_device(self.index)
 
     def check_kernels(self) -> None:
-        """Raises ConfigError if no kernel can be compiled, loaded and run: at the start, where an
-        operator sees it, and not with each request.
+        """Raises ConfigError if a kernel cannot be compiled, loaded and run: at the start, where
+        the operator notices it, not at each request.
         """
         try:
             self.try_kernel(self.tensors_on)
@@ -62,13 +62,13 @@ class CudaDevice:
             )
 
     def memory(self) -> MemoryReport:
-        """After all that was launched has ended."""
+        """The memory report, after all launched work has ended."""
         self.driver.synchronize()
         free, total = self.driver.mem_get_info(self.index)
         return MemoryReport(free=free, total=total)
 
     def release_cached(self) -> None:
-        """Gives memory that torch keeps for reuse back to the device."""
+        """Returns memory that torch caches for reuse to the device."""
         self.driver.synchronize()
         self.driver.empty_cache()
 

@@ -1,4 +1,4 @@
-"""A model on one CUDA device: its threads are bound to it, its free memory holds the KV cache."""
+"""A model on one CUDA device: binds its threads to it, sizes the KV cache by its free memory."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from shared.engine.weights.load import load_weights
 from shared.engine.weights.shared_weights import compress_in_place
 from shared.engine.weights.weight_form import wants_compressed
 
-# Triton's kernels begin at a window's first token; blocks before it are kept as long as on the CPU.
+# Triton kernels start at a window's first token; earlier blocks are held as long as on the CPU.
 _ATTENTION_SEGMENT = 512
 
 
 class CudaRunner(ModelRunner):
-    """Construct with `load`. Steps and copies run on the device's default stream."""
+    """Create it with `load`. Steps and copies run on the device's default stream."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class CudaRunner(ModelRunner):
     @classmethod
     def load(cls, model_dir: Path, options: LoadOptions, device: CudaDevice) -> Self:
         """Binds the calling thread. Raises CheckpointError for a bad checkpoint, ConfigError for a
-        bad option or a device that runs no kernels or has no room for KV.
+        bad option or for a device that cannot run kernels or has no memory for KV.
         """
         device.bind()
-        device.check_kernels()  # before minutes are spent on reading a model
+        device.check_kernels()  # before reading the model, which takes minutes
         target, config = device.tensors_on, read_config(model_dir)
         is_compressed = wants_compressed(options.weights, model_dir, target, options.load_format)
         kv_format = kv_format_of(config, resolve_dtype(options.dtype, target), options.block_size)
@@ -87,7 +87,7 @@ class CudaRunner(ModelRunner):
         if num_blocks is None:
             num_blocks = num_blocks_in(device.memory(), kv_format)
         executor.kv_cache = allocate_kv_cache(kv_format, num_blocks, target)
-        _warm_up(executor, options)  # kernels that are compiled for the strides of a large cache
+        _warm_up(executor, options)  # compiles kernels for the strides of a large cache
         return cls(
             executor,
             device,
@@ -103,7 +103,7 @@ class CudaRunner(ModelRunner):
 
 
 def _warm_up(executor: ModelExecutor, options: LoadOptions) -> None:
-    """The largest steps: one prompt, and as many sequences as may run that all sample."""
+    """Runs the largest steps: one prompt, and the maximum of sequences that all sample."""
     block_size = executor.kv_format.block_size
     executor.run(idle_step(block_size, [options.max_batch_tokens]))
     num_rows = min(options.max_sequences, options.max_batch_tokens)

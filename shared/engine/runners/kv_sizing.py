@@ -1,4 +1,4 @@
-"""How many blocks of KV fit a device beside weights and the largest step. Pure."""
+"""The number of KV blocks that fit a device besides weights and the largest step. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shared.errors import ConfigError
 from shared.kv_format import KvFormat
 
 KV_SHARE = 0.9  # the rest: attention's partial sums over long contexts, fragmentation, the driver
-MAX_BLOCKS = 1 << 20  # the engine keeps records of each block; 16 M tokens serve any batch
+MAX_BLOCKS = 1 << 20  # the engine has records of each block; 16 M tokens are enough for any batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ def num_blocks_in(report: MemoryReport, kv_format: KvFormat) -> int:
     if num_blocks < 1:
         raise ConfigError(
             f"{report.free >> 20} MiB of {report.total >> 20} MiB of device memory are free after "
-            "weights and the largest step: no room for KV. Use a larger device, "
-            "--weights compressed, a smaller --max-batch-tokens, or stop what else runs there",
+            "weights and the largest step: no room for KV. Use a larger device, --weights "
+            "compressed, a smaller --max-batch-tokens, or stop other processes on the device",
             param="kv_cache_bytes",
         )
     return min(num_blocks, MAX_BLOCKS)

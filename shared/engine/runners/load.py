@@ -1,6 +1,6 @@
-"""Chooses the device, and with it the runner, once for a process.
+"""Chooses the device, and with it the runner, once per process.
 
-Importing this, or loading on CUDA, imports neither numba nor what is compiled for CPUs.
+Importing this module, or loading on CUDA, imports neither numba nor the CPU kernels.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from shared.errors import ConfigError
 
 
 def resolve_device(name: str) -> torch.device:
-    """'auto' is CUDA where there is a device, else the CPU. Raises ConfigError for one that is
-    not there, or is neither.
+    """'auto' is CUDA if a device is present, else the CPU. Raises ConfigError for a missing
+    device, or one that is neither.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

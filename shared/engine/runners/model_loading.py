@@ -1,4 +1,4 @@
-"""What loading a model takes on any device: options, formats, the source of the weights."""
+"""The device-independent part of loading a model: options, formats, the source of the weights."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ DTYPES = ("bfloat16", "float32", "float16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """`kv_cache_bytes` None: 1 GiB on the CPU, on CUDA what is free after loading.
+    """`kv_cache_bytes` None: 1 GiB on the CPU, on CUDA a share of the free memory after loading.
 
     `is_batch_invariant`: a token's bits depend neither on its batch nor on chunking, so that a
-    resumed answer goes on as it would have. On the CPU they never do, and it costs nothing.
-    `weights`: see weight_form.py; where tokens are batch-invariant they have the same bits.
-    `max_batch_tokens` and `max_sequences` bound the steps that will be run.
+    resumed response continues identically. On the CPU this always holds, at no cost.
+    `weights`: see weight_form.py; with batch invariance all forms yield the same bits.
+    `max_batch_tokens` and `max_sequences` bound the size of the steps.
     """
 
     dtype: str = "auto"
@@ -57,7 +57,7 @@ class LoadOptions:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> str:
-    """'auto' is BF16 where the hardware multiplies it natively, else FP32. Raises ConfigError."""
+    """'auto' is BF16 if the hardware multiplies it natively, else FP32. Raises ConfigError."""
     if dtype == "auto":
         if device.type == "cuda":
             return "bfloat16"
@@ -84,19 +84,19 @@ def empty_model(
     *,
     num_positions: int,
 ) -> Decoder:
-    """Weights unset, made on the device itself. Raises CheckpointError if they do not fit."""
+    """A model with unset weights, allocated on the device. Raises CheckpointError if too large."""
     try:
         with device:
             model = Decoder(config, dtype=getattr(torch, dtype), num_positions=num_positions)
-    except (RuntimeError, MemoryError) as error:  # torch's, for more memory than there is
+    except (RuntimeError, MemoryError) as error:  # torch's out-of-memory errors
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"{model_dir}: too large for this machine: {reason}") from None
-    return model.to(device).eval()  # the tables of angles are made on the CPU
+    return model.to(device).eval()  # the tables of angles are computed on the CPU
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """Tensors by the names that the model wants. `described`: what else the weights follow from."""
+    """Tensors by the model's names. `described`: other inputs that determine the weights."""
 
     tensors: CheckpointTensors
     described: bytes
@@ -107,7 +107,7 @@ class WeightSource:
 def open_weights(
     model_dir: Path, config: ModelConfig, model: Decoder, load_format: str
 ) -> Iterator[WeightSource]:
-    """Raises CheckpointError, ConfigError for an unknown format."""
+    """Raises CheckpointError, and ConfigError for an unknown format."""
     described = msgspec.json.encode(config)
     if load_format not in LOAD_FORMATS:
         raise ConfigError(
@@ -125,7 +125,7 @@ def open_weights(
 
 
 def finish_model(model: Decoder, *, is_compressed: bool, is_batch_invariant: bool) -> None:
-    """Of a model that is filled: packs weights as the device computes with them."""
+    """Packs the weights of a filled model for the device, and fuses its layers."""
     if is_compressed:
         log.info("weights_compressed", **msgspec.structs.asdict(weights_report(model)))
     for module in model.modules():

@@ -1,8 +1,7 @@
 """`Runner` over a torch model: an executor that computes, and the threads that it computes on.
 
-Steps run on a thread of their own; copies in and out of the cache on a second one, so that a push
-of KV does not wait for a step, nor a step for a push. `CpuRunner` and `CudaRunner` add what is one
-device's business.
+Steps run on one thread, copies from and to the cache on a second one, so that a push of KV does not
+wait for a step, nor a step for a push. `CpuRunner` and `CudaRunner` add the device-specific parts.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from shared.messages import TokenLogprobs
 
 
 def _no_check() -> None:
-    """A CPU's thread needs no preparation."""
+    """On the CPU any thread may compute."""
 
 
 class ModelExecutor:
-    """Computes steps and copies KV on the calling thread, on whatever device the model is.
+    """Computes steps and copies KV on the calling thread, on the model's device.
 
     `check_thread` raises if the calling thread would launch on another device; it runs before each
-    operation that touches the device.
+    operation on the device.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class ModelExecutor:
 
     @torch.inference_mode()
     def hidden(self, inputs: StepInputs) -> Tensor:
-        """Of all tokens, before the final norm. [T, hidden_size]"""
+        """Hidden states of all tokens, before the final norm: [T, hidden_size]."""
         self._check_thread()
         if inputs.block_copies:
             copies = torch.tensor(inputs.block_copies).T.contiguous()  # [2, N]
@@ -113,7 +112,7 @@ class ModelExecutor:
         self._check_run(block_table, first_token, num_tokens, payload.nbytes)
         self._check_thread()
         wire = torch.empty(self._wire_shape(num_tokens), dtype=self.kv_cache.dtype)
-        # A copy, because torch takes no read-only memory.
+        # A copy, because torch does not support read-only memory.
         np.copyto(wire.view(-1).view(torch.uint8).numpy(), np.frombuffer(payload, dtype=np.uint8))
         table = torch.tensor(block_table, device=self._device)
         scatter_blocks(self.kv_cache, table, first_token, num_tokens, wire.to(self._device))
@@ -134,7 +133,7 @@ class ModelExecutor:
         return sample_tokens(self.model.logits(sampled), inputs.sampling)
 
     def _sampled(self, hidden: Tensor, inputs: StepInputs) -> Tensor:
-        """The rows that a token is drawn from."""
+        """The rows of `hidden` from which tokens are sampled."""
         rows = torch.from_numpy(inputs.sampling.logits_indices).to(self._device)
         return hidden.index_select(0, rows)
 
@@ -162,8 +161,8 @@ class ModelExecutor:
 class ModelRunner:
     """A `Runner` over an executor. `revision` is a digest of config and weights.
 
-    `attention_segment`: attention may begin to read so many tokens before a window's first, less
-    one. `init_step_thread` and `init_copy_thread` run first on their threads.
+    `attention_segment`: attention may read up to this many tokens, minus 1, before a window's
+    first. `init_step_thread` and `init_copy_thread` run first on their threads.
     """
 
     def __init__(
@@ -225,13 +224,13 @@ class ModelRunner:
         await _on(self._step_thread, self.executor.zero_blocks, block_ids)
 
     async def close(self) -> None:
-        """Waits for the step and the copies under way."""
+        """Waits for the current step and copies."""
         loop = asyncio.get_running_loop()
         for executor in (self._step_thread, self._copy_thread):
             await loop.run_in_executor(None, executor.shutdown)
 
     def _run(self, inputs: StepInputs) -> StepOutput:
-        """On the step thread."""
+        """Runs on the step thread."""
         started = self._clock.now()
         output = self.executor.run(inputs)
         self._budget.observe(inputs, self._clock.now() - started)
@@ -243,6 +242,6 @@ async def _on(thread: ThreadPoolExecutor, function: Callable[..., Any], *argumen
 
 
 def _attention_span(config: ModelConfig, segment: int) -> int | None:
-    """As far as the widest window, if all layers have one, and the segment that it begins in."""
+    """The widest window plus the segment in which it starts, less one; None if a layer has none."""
     windows = [layer.window for layer in config.layers if layer.window is not None]
     return max(windows) + segment - 1 if len(windows) == config.num_layers else None

@@ -1,4 +1,4 @@
-"""How long a step may take before its worker is suspect, learnt from the steps before it."""
+"""The time that a step may take before its worker is suspect, estimated from earlier steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shared.engine.runner import StepInputs
 
 FLOOR_S = 1.0
 SLACK = 10.0
-# Costs of a step in units of one token's linear layers.
+# Costs of a step, in units of one token's linear layers.
 STEP_UNITS = 16
 CONTEXT_TOKENS_PER_UNIT = 256
 
@@ -20,7 +20,7 @@ def step_units(inputs: StepInputs) -> float:
 
 
 class StepBudget:
-    """Follows the slowest recent pace: a slower step sets it, a faster one lowers it by 1 %."""
+    """Tracks the slowest recent pace: a slower step sets it, a faster one lowers it by 1 %."""
 
     def __init__(self, seconds_per_unit: float = 0.02) -> None:
         self._seconds_per_unit = seconds_per_unit

@@ -1,5 +1,5 @@
-"""How many threads a step is worth: waking a second one for each product costs more than it saves
-where the products are small, the more so when other processes want its core.
+"""The number of threads for a step: for small GEMMs, waking a second thread costs more than it
+saves, even more so if other processes use its core.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import torch
 
 from kernels.ops import cpu_host
 
-# Of one core, about: what a step would take alone is compared, so a factor of two does not matter.
+# Approximate, of one core: used to estimate a single-threaded step, so a factor of 2 is harmless.
 MULTIPLICATIONS_PER_S = {torch.float32: 30e9, torch.float16: 30e9, torch.bfloat16: 300e9}
 READ_BYTES_PER_S = 10e9
 WORTHWHILE_S = 4e-3
-OWN_WORTHWHILE_S = 2e-3  # where few calls hand out their tasks: a 4 M model's 16 sequences gain 1.3
+OWN_WORTHWHILE_S = 2e-3  # with few task launches: 16 sequences of a 4 M model are 1.3x faster
 
 
 @dataclass
 class StepThreads:
-    """`num_weights`: of all products with weights; `has_custom_gemm`: those are our kernels', and
-    torch has only small things to compute. `set_for` is to be called on the step thread, whose
-    number OpenMP and numba keep apart from those of others.
+    """`num_weights`: of all GEMMs with weights; `has_custom_gemm`: our kernels compute these, and
+    torch only small operations. Call `set_for` on the step thread: OpenMP and numba store the
+    number of threads per calling thread.
     """
 
     num_threads: int
@@ -34,7 +34,7 @@ class StepThreads:
         worthwhile_s = OWN_WORTHWHILE_S if self.has_custom_gemm else WORTHWHILE_S
         num_threads = self.num_threads if self.seconds_alone(num_tokens) > worthwhile_s else 1
         if num_threads != self._num_set:
-            # torch's threads hold on to their cores for a while, in the way of our kernels' own.
+            # torch's threads spin on their cores for a while, which slows our kernels' threads.
             torch.set_num_threads(1 if self.has_custom_gemm else num_threads)
             cpu_host().set_num_threads(num_threads)
             self._num_set = num_threads

@@ -1,12 +1,12 @@
-"""An engine without a model: formula tokens, a cost model for time. Torch-free.
+"""A runner without a model: tokens from a formula, time from a cost model. Torch-free.
 
 For the simulation and for control-plane benchmarks. Its KV is real: the 16 bytes of a token are a
 digest of the token, its position and *the KV before it*, read from the paged cache; and the next
-token follows from the last KV alone. So KV that was lost, moved, stale or foreign shows as other
-tokens, exactly as with a model.
+token depends only on the last KV. So KV that is lost, misplaced, stale or of another sequence
+yields other tokens, exactly as with a model.
 
-Its distribution is 1/2, 1/4, 1/8, … over the tokens from a first one upwards, round the vocabulary;
-the first follows from the state, and for what is drawn also from noise, bias and penalties.
+Its distribution is 1/2, 1/4, 1/8, … over consecutive tokens from a first one, modulo the
+vocabulary; the first depends on the state, and for sampling also on noise, bias and penalties.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from shared.kv_format import KvFormat
 from shared.messages import TokenLogprobs
 
 STATE_BYTES = 16
-FIRST_TOKEN_ID = 16  # below it are the special tokens, which the formula never draws
+FIRST_TOKEN_ID = 16  # below it are the special tokens, which the formula never samples
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds: a base per step, a price per computed token and per token of context read."""
+    """Seconds: a base per step, a cost per computed token and per token of context read."""
 
     base_s: float = 0.005
     per_token_s: float = 20e-6
@@ -62,7 +62,7 @@ class TimingRunner:
         self._clock = clock
         self._cost = StepCost() if cost is None else cost
         self._kv = np.zeros((num_blocks * block_size, STATE_BYTES), dtype=np.uint8)
-        self._states = self._kv.data.cast("B")  # the same, flat
+        self._states = self._kv.data.cast("B")  # a flat view
 
     def step_budget_s(self, inputs: StepInputs) -> float:
         return 10 * self._cost.of(inputs)
@@ -137,7 +137,7 @@ class TimingRunner:
         return token_ids, logprobs if is_asked else []
 
     def _sample_state(self, state: bytes, sampling: SamplingInputs, row: int) -> int:
-        """The first token that is not banned; where all are, the first."""
+        """The first token that is not banned, or the first if all are."""
         banned = {token_id for each, token_id in sampling.banned if each == row}
         following = (self._token_id(state, rank) for rank in range(self._num_tokens))
         allowed = (token_id for token_id in following if token_id not in banned)
@@ -164,7 +164,7 @@ class TimingRunner:
         )
 
     def _token_id(self, state: bytes, rank: int) -> int:
-        """The likeliest after `state` has rank 0."""
+        """The token of this rank after `state`; rank 0 is the most probable."""
         number = int.from_bytes(blake2b(state, digest_size=8).digest(), "little")
         return FIRST_TOKEN_ID + (number + rank) % self._num_tokens
 
@@ -199,7 +199,7 @@ def _noise(sampling: SamplingInputs, row: int) -> bytes:
 
 
 def _adjustments(sampling: SamplingInputs, row: int) -> bytes:
-    """The row's bias and penalties, if it has any: other values give other tokens."""
+    """The row's bias and penalties as bytes, if any: other values yield other tokens."""
     words = b""
     for each in (sampling.bias, sampling.penalties):
         if each is not None:
@@ -210,7 +210,7 @@ def _adjustments(sampling: SamplingInputs, row: int) -> bytes:
 
 
 def _pooled(chunks: list[list[bytes]], inputs: StepInputs) -> dict[int, NDArray[np.float64]]:
-    """A state's bytes as a vector; sums of them are exact."""
+    """The states' bytes as vectors, pooled; sums are exact."""
     found = {}
     for index, asked in inputs.pooling.items():
         states = np.frombuffer(b"".join(chunks[index]), dtype=np.uint8)

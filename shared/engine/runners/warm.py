@@ -19,7 +19,7 @@ _CPU = torch.device("cpu")
 def compile_model(
     model_dir: Path, *, dtype: str, weights: str, block_size: int, has_rows: bool
 ) -> None:
-    """Returns once the machine code is in the cache. `has_rows`: also what only long prompts use.
+    """Returns once the machine code is cached. `has_rows`: include kernels only for long prompts.
 
     Raises CheckpointError, and ConfigError for a bad option or a host that cannot compile.
     """

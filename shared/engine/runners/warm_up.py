@@ -1,4 +1,4 @@
-"""Steps that compute and change nothing: run before a worker is ready."""
+"""Steps without side effects, which run before a worker is ready."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shared.engine.runner import SamplingInputs, StepInputs
 def idle_step(
     block_size: int, query_lens: Sequence[int], *, temperature: float = 0.0
 ) -> StepInputs:
-    """A prompt of each length, or a decode where it is 1, each sampling one token.
+    """A prompt of each length, or a decode for length 1, each sampling one token.
 
     All read block 0 and write nothing, so one block of cache is enough.
     """

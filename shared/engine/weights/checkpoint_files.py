@@ -1,4 +1,4 @@
-"""One file of a checkpoint, as it is or as a bundle's shard: the same tensors from both."""
+"""One file of a checkpoint, plain or as a shard of a bundle: both yield the same tensors."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ _DTYPES = {
 
 
 class TensorInfo(NamedTuple):
-    """What can be known of a tensor without reading it; `dtype` as safetensors spells it."""
+    """The properties of a tensor that need no reading; `dtype` is a safetensors name."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 class Content(msgspec.Struct, frozen=True):
-    """What tells a tensor from any other: `dtype` as safetensors spells it, xxh3-128 of bytes."""
+    """The identity of a tensor: `dtype` (a safetensors name), shape, xxh3-128 of its bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -61,7 +61,7 @@ class Content(msgspec.Struct, frozen=True):
 
 
 class TensorFile(Protocol):
-    """All but the first raise CheckpointError that names file and tensor."""
+    """All methods but `names` raise CheckpointError with the file and the tensor."""
 
     def names(self) -> list[str]: ...
     def info(self, name: str) -> TensorInfo: ...
@@ -70,7 +70,7 @@ class TensorFile(Protocol):
 
 
 class PlainFile:
-    """Mapped into memory."""
+    """A safetensors file, mapped into memory."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self._path = path
@@ -80,7 +80,7 @@ class PlainFile:
             raise CheckpointError(f"{path}: no such file") from None
         except (SafetensorError, OSError) as error:
             reason = one_line(error)
-            raise CheckpointError(f"{path}: not a whole safetensors file: {reason}") from None
+            raise CheckpointError(f"{path}: invalid safetensors file: {reason}") from None
 
     def names(self) -> list[str]:
         return list(self._handle.keys())
@@ -107,7 +107,7 @@ class PlainFile:
 
 
 class BundledFile:
-    """Decoded at each reading, on all threads, and held against its checksum."""
+    """A shard of a bundle: each read decodes on all threads and verifies the checksum."""
 
     def __init__(self, shard: BundleShard) -> None:
         self._shard = shard
@@ -131,7 +131,7 @@ class BundledFile:
         return data.view(dtype).view(stored.shape)
 
     def content(self, name: str) -> Content:
-        """As the bundle says, which every reading is held against."""
+        """From the bundle's manifest; every read is verified against it."""
         return Content(*self.info(name), self._shard.tensors[name].digest)
 
 
@@ -147,7 +147,7 @@ class PlainFolder:
         return PlainFile(self.path(file_name), stack)
 
     def others(self) -> list[Path]:
-        """Files that tensors follow from and that have none."""
+        """Files without tensors that determine the tensors."""
         return []
 
 
@@ -163,10 +163,10 @@ class BundleFolder:
         return self._model_dir / bundle_path(file_name)
 
     def open(self, file_name: str, stack: ExitStack) -> TensorFile:
-        """The shard of what was `file_name`. Raises CheckpointError."""
+        """The shard of the original file `file_name`. Raises CheckpointError."""
         path, shard = self.path(file_name), self._shards.get(file_name)
         if shard is None:
-            raise CheckpointError(f"{path}: not one of the bundle's shards")
+            raise CheckpointError(f"{path}: not a shard of this bundle")
         return BundledFile(BundleShard(path, shard, self._executor))
 
     def others(self) -> list[Path]:

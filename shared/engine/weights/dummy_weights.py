@@ -1,9 +1,9 @@
-"""Seeded weights that follow from the config alone, for measurements without a checkpoint.
+"""Seeded weights that depend only on the config, for measurements without a checkpoint.
 
-Each element is a hash of seed, tensor name and index, in integers, so that every device makes the
-same bits, in place, a few MiB at a time. The sum of a hash's four bytes is close to normal
-(Irwin-Hall), with a standard deviation of 1 / sqrt(inputs): activations keep their scale through a
-deep model (0.016 for 4,096 inputs). Norms are the identity, biases are zero.
+Each element is a hash of seed, tensor name and index, in integer arithmetic, so that every device
+computes the same bits, in place, a few MiB at a time. The sum of a hash's four bytes is nearly
+normal (Irwin-Hall), with a standard deviation of 1 / sqrt(inputs), so the scale of activations is
+constant through a deep model (0.016 for 4,096 inputs). Norms are the identity, biases are zero.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 from shared.engine.weights.checkpoint_files import Content, TensorInfo
 from shared.engine.weights.load import CheckpointTensors
 
-VERSION = 1  # of the formula: other weights, other revisions
+VERSION = 1  # of the formula: a change changes weights and revisions
 CHUNK_ELEMENTS = 1 << 22
 _SUM_MEAN = 4 * 127.5
 _SUM_STD = math.sqrt(4 * (256**2 - 1) / 12)
 
 
 class DummyTensors(CheckpointTensors):
-    """As a checkpoint of exactly the tensors that the model wants; reads no file but the config."""
+    """A checkpoint of exactly the model's tensors; reads no file but the config."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class DummyTensors(CheckpointTensors):
         norm_weight: float = 1.0,
         seed: int = 0,
     ) -> None:
-        """`norm_weight` leaves what a norm yields as it is: 0 where one is added to it."""
+        """`norm_weight` makes a norm's scale 1: it is 0 for norms that add 1 to their weight."""
         self._path = model_dir / "config.json"
         self._shapes = {name: tuple(tensor.shape) for name, tensor in destinations.items()}
         self._norm_weight = norm_weight
@@ -44,7 +44,7 @@ class DummyTensors(CheckpointTensors):
 
     @property
     def identity(self) -> str:
-        """Tells these weights from all others of the same config."""
+        """Distinguishes these weights from others of the same config."""
         return f"dummy/v{VERSION}/seed{self._seed}"
 
     def names(self) -> list[str]:
@@ -60,7 +60,7 @@ class DummyTensors(CheckpointTensors):
         return TensorInfo("F32", self._shapes[name])
 
     def content(self, name: str) -> Content:
-        """Known without making the tensor."""
+        """Derived from the name, without computing the tensor."""
         described = f"{self.identity}/{self._norm_weight}/{name}".encode()
         digest = xxhash.xxh3_128_hexdigest(described)
         return Content("F32", self._shapes[name], digest)
@@ -71,7 +71,7 @@ class DummyTensors(CheckpointTensors):
         return made
 
     def copy_to(self, name: str, destination: Tensor) -> None:
-        """Made on the destination's device, rounded once to its dtype."""
+        """Computes the tensor on the destination's device, rounded once to its dtype."""
         if name.endswith(".bias"):
             destination.zero_()
         elif name.endswith("norm.weight"):
@@ -92,7 +92,7 @@ def _fill_normal(out: Tensor, key: int, std: float) -> None:
 
 
 def _hashes(first: int, count: int, device: torch.device) -> Tensor:
-    """[count] int32 that wrap around: a Weyl sequence through Wellons's lowbias32."""
+    """[count] wrapping int32: a Weyl sequence, hashed with Wellons's lowbias32."""
     bits = torch.arange(count, dtype=torch.int32, device=device)
     bits.mul_(_signed(0x9E3779B9)).add_(_signed(first))
     bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)

@@ -1,7 +1,7 @@
 """Fills a model from safetensors files, or a bundle of them: one file, or shards named by an index.
 
-Every difference between what the model wants and what the files hold is a CheckpointError of one
-line that names the tensor and the file.
+Every mismatch between the model's tensors and the files' is a CheckpointError with one line that
+names the tensor and the file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shared.transport.wire_errors import UNREADABLE, one_line
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SOURCE_DTYPES = ("BF16", "F16", "F32")
-# Buffers that old exporters saved and that follow from the config.
+# Buffers that old exporters saved, although the config determines them.
 HARMLESS_SUFFIXES = ("rotary_emb.inv_freq",)
 
 
@@ -35,7 +35,7 @@ class _Index(msgspec.Struct):
 
 
 class CheckpointTensors:
-    """The tensors of an open checkpoint, mapped into memory and read when asked for."""
+    """The tensors of an open checkpoint, mapped into memory and read on demand."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class CheckpointTensors:
         path_of: Mapping[str, Path],
         others: Iterable[Path] = (),
     ) -> None:
-        """`others` are files that the tensors follow from, too."""
+        """`others` are further files that determine the tensors."""
         self._files = files
         self._path_of = path_of
         self._others = tuple(others)
@@ -52,7 +52,7 @@ class CheckpointTensors:
         return sorted(self._path_of)
 
     def files(self) -> list[Path]:
-        """All that the tensors follow from."""
+        """All files that determine the tensors."""
         return sorted((*self._files, *self._others))
 
     def path(self, name: str) -> Path:
@@ -77,7 +77,7 @@ class CheckpointTensors:
 
 @contextmanager
 def open_checkpoint(model_dir: Path) -> Iterator[CheckpointTensors]:
-    """Raises CheckpointError if a file is missing, truncated or at odds with the index."""
+    """Raises CheckpointError if a file is missing, truncated or contradicts the index."""
     with ExitStack() as stack:
         folder = checkpoint_folder(model_dir, stack)
         files: dict[Path, TensorFile] = {}
@@ -119,16 +119,16 @@ def _file_names(model_dir: Path, index: dict[str, str] | None) -> list[str]:
 
 
 def load_weights(tensors: CheckpointTensors, destinations: Mapping[str, Tensor]) -> None:
-    """Copies every tensor into the view of the model's parameters that bears its name."""
+    """Copies every tensor into the view of the model's parameters with its name."""
     for name in matched_names(tensors, destinations):
         tensors.copy_to(name, destinations[name])
 
 
 def matched_names(tensors: CheckpointTensors, destinations: Mapping[str, Tensor]) -> list[str]:
-    """The tensors to copy. Raises CheckpointError if one is missing, is not part of the model or is
-    not what the config asks for.
+    """The names of the tensors to copy. Raises CheckpointError if one is missing, is not part of
+    the model or contradicts the config.
 
-    None is read for that: what a stranger's checkpoint makes of a few bytes may fill all memory.
+    No tensor is read, because an untrusted bundle may expand a few bytes to fill all memory.
     """
     names = tensors.names()
     for name in sorted(destinations.keys() - set(names)):
@@ -151,14 +151,14 @@ def _check_info(tensors: CheckpointTensors, name: str, destination: Tensor) -> N
     if shape != destination.shape:
         raise CheckpointError(
             f"{tensors.path(name)}: tensor {name} has shape {list(shape)}, "
-            f"the config asks for {list(destination.shape)}"
+            f"the config requires {list(destination.shape)}"
         )
 
 
 def weights_digest(tensors: CheckpointTensors, config: bytes) -> str:
     """xxh3-128 in hex over the config and each tensor's name, dtype, shape and digest, by name.
 
-    Independent of how the tensors are spread over files, and of whether they are in a bundle.
+    Independent of the distribution of tensors over files, and of bundling.
     """
     digest = xxhash.xxh3_128(config)
     for name in tensors.names():
@@ -169,7 +169,7 @@ def weights_digest(tensors: CheckpointTensors, config: bytes) -> str:
 def _is_tied_copy(
     tensors: CheckpointTensors, name: str, destinations: Mapping[str, Tensor]
 ) -> bool:
-    """Some exporters write the output head of a tied model too; harmless while it is the same."""
+    """Whether it is the output head of a tied model, which some exporters write redundantly."""
     embedding = "model.embed_tokens.weight"
     if name != "lm_head.weight" or embedding not in destinations:
         return False

@@ -1,4 +1,4 @@
-"""The language model within a checkpoint that holds an image encoder as well."""
+"""The language model of a checkpoint that also has an image encoder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from shared.engine.weights.checkpoint_files import Content, TensorInfo
 from shared.engine.weights.load import CheckpointTensors
 
-# As transformers writes them, and as its models name their own parameters.
+# The prefixes that transformers writes, and the parameter names of its models.
 TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -19,7 +19,7 @@ OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
 
 
 class TextTensors(CheckpointTensors):
-    """The tensors of the language model, by the names that they have in a checkpoint of its own."""
+    """The tensors of the language model, by their names in a text-only checkpoint."""
 
     def __init__(self, tensors: CheckpointTensors) -> None:
         self._tensors = tensors

@@ -1,12 +1,12 @@
-"""The file that processes of one host map instead of each loading weights: its form and its life.
+"""The file of weights that all processes of a host map: its format, creation and removal.
 
     <cache>/<key>.packed    payload; header (JSON); trailer: digest and length of the header, magic
-    <cache>/lock            held by the process that builds; others wait and then map
+    <cache>/lock            locked by the process that builds; others wait and then map
 
-Every span of the payload starts at a multiple of 64 bytes. `key` digests all that the content
-follows from. A file appears whole or not at all: it is built under another name, synced, renamed.
-Its payload's digest is taken as it is written, and its mtime is then set to a chosen one; a file
-with any other mtime is verified whole before it is used.
+Every span of the payload starts at a multiple of 64 bytes. `key` is a digest of everything that
+determines the content. A file appears atomically: it is built under another name, synced, renamed.
+The digest of its payload is computed during writing, and its mtime is then set to a fixed value; a
+file with any other mtime is verified completely before it is used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shared.transport.wire_errors import UNREADABLE
 
 log = structlog.get_logger(__name__)
 
-MAGIC = b"hearthW3"  # another form of the file has another digit
+MAGIC = b"hearthW3"  # the digit changes with the file's format
 ALIGNMENT = 64
 _TRAILER = struct.Struct("<16sQ8s")
 _SUFFIX, _PARTIAL = ".packed", ".partial"
@@ -44,7 +44,7 @@ NumBytes = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """A file of the checkpoint as it was when it was read."""
+    """The identity of a checkpoint's file when it was read."""
 
     path: str
     num_bytes: int
@@ -69,7 +69,7 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegionSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """Where some bytes of the payload lie; `form` if they are a weight as it is computed with."""
+    """A range of bytes in the payload; `form` if they are a packed or compressed weight."""
 
     offset: NumBytes
     num_bytes: NumBytes
@@ -83,7 +83,7 @@ class SharedFileHeader(msgspec.Struct, frozen=True, kw_only=True):
     spans: dict[str, RegionSpan]
     num_payload_bytes: int
     payload_digest: str
-    sealed_ns: int  # the file's mtime as long as nobody has written to it
+    sealed_ns: int  # the file's mtime while it is unmodified
 
 
 class PackedFile:
@@ -94,7 +94,7 @@ class PackedFile:
         self._payload = payload
 
     def bytes_of(self, name: str) -> Tensor:
-        """[num_bytes] uint8; a store to it ends the process."""
+        """[num_bytes] uint8; a write to it crashes the process."""
         span = self.header.spans[name]
         return self._payload[span.offset : span.offset + span.num_bytes]
 
@@ -104,7 +104,7 @@ def packed_path(cache_dir: Path, key: str) -> Path:
 
 
 def open_packed(path: Path, key: str) -> PackedFile | None:
-    """None where there is no such file that can be trusted. Raises OSError."""
+    """Returns None if no valid file exists. Raises OSError."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -123,7 +123,7 @@ def open_packed(path: Path, key: str) -> PackedFile | None:
 
 
 def _read_header(file: IO[bytes]) -> SharedFileHeader | None:
-    """None for a file that was cut off, or whose end is not that of a packed file."""
+    """Returns None for a truncated file, or one without the trailer of a packed file."""
     size = os.fstat(file.fileno()).st_size
     if size < _TRAILER.size:
         return None
@@ -146,10 +146,10 @@ def _read_header(file: IO[bytes]) -> SharedFileHeader | None:
 
 
 def _mapped(file: IO[bytes]) -> Tensor:
-    """The file's bytes in the page cache, all read in before the first step needs them."""
+    """The mapped file, with all pages read in before the first step."""
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
     memory = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ)
-    with warnings.catch_warnings():  # that it is not writable is the purpose
+    with warnings.catch_warnings():  # the mapping is read-only on purpose
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(memory, dtype=torch.uint8)
 
@@ -157,12 +157,12 @@ def _mapped(file: IO[bytes]) -> Tensor:
 def _seal(path: Path, sealed_ns: int) -> None:
     try:
         os.utime(path, ns=(sealed_ns, sealed_ns))
-    except (OSError, OverflowError) as error:  # it stays usable, at the price of a digest a start
+    except (OSError, OverflowError) as error:  # still usable, but verified at every start
         log.info("shared_weights_seal_failed", path=str(path), reason=str(error))
 
 
 class PayloadWriter:
-    """Appends spans; no more than one of them needs to be in memory."""
+    """Appends spans; only one of them needs to be in memory."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.spans: dict[str, RegionSpan] = {}
@@ -196,8 +196,8 @@ def build_packed(
     *,
     num_expected_bytes: int,
 ) -> PackedFile:
-    """Opens the file once it is there: built by `write`, which returns the revision, or by another
-    process that was quicker. Raises OSError if the cache cannot take it, and what `write` raises.
+    """Opens the file, after building it with `write`, which returns the revision, unless another
+    process has built it first. Raises OSError if it cannot be stored, and the errors of `write`.
     """
     cache_dir = path.parent
     cache_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -211,23 +211,23 @@ def build_packed(
         _write_file(path, key, sources, write)
         opened = open_packed(path, key)
     if opened is None:
-        raise OSError(errno.EIO, "what was written cannot be read back", str(path))
+        raise OSError(errno.EIO, "the written file cannot be read back", str(path))
     log.info("weights_packed", path=str(path), num_bytes=opened.header.num_payload_bytes)
     return opened
 
 
 @contextmanager
 def _locked(cache_dir: Path) -> Iterator[None]:
-    """The kernel frees the lock of a process that dies."""
+    """Locks the cache; the kernel releases the lock of a process that dies."""
     with (cache_dir / "lock").open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _remove_outdated(cache_dir: Path) -> None:
-    """Files whose checkpoint has changed or is gone, and what a builder left that died.
+    """Removes files whose checkpoint has changed or is gone, and partial files of dead builders.
 
-    Processes that have mapped one keep it until they end.
+    Processes that have mapped a removed file can use it until they end.
     """
     for each in (*cache_dir.glob(f"*{_PARTIAL}"), *cache_dir.glob(f"*{_SUFFIX}")):
         with each.open("rb") as file:

@@ -1,10 +1,9 @@
-"""One copy of a model's weights in a host's memory, however many processes serve it.
+"""One copy of a model's weights in a host's memory, shared by all processes that serve it.
 
-The weights lie in a packed file (shared_file.py) as the model computes with them: fused, in the
-compute dtype, the linear ones as `kernels.cpu.gemm.linear` packs them, or compressed.
-Processes map it read-only and compute with views of the mapping, so that the kernel's page cache
-holds the one copy. The file's header keeps the revision: a second start neither converts nor
-hashes.
+The weights are in a packed file (shared_file.py) in the form that the model computes with: fused,
+in the compute dtype, linear weights packed by `kernels.cpu.gemm.linear`, or compressed. Processes
+map it read-only and compute with views of the mapping, so that the page cache holds the only copy.
+The file's header contains the revision: a second start neither converts nor hashes.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from shared.transport.wire_errors import one_line
 
 log = structlog.get_logger(__name__)
 
-COMPRESSED_VERSION = 1  # another form of compressed weights has another number
+COMPRESSED_VERSION = 1  # changes with the format of compressed weights
 
 
 def weights_cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
@@ -68,13 +67,13 @@ def map_weights(
     *,
     is_compressed: bool = False,
 ) -> str | None:
-    """Makes the model's weights views of the packed file, which is built if need be.
+    """Makes the model's weights views of the packed file, and builds the file if necessary.
 
-    With `is_compressed` those that become smaller are compressed there, and stay so in memory.
+    With `is_compressed`, weights that become smaller are compressed in the file and in memory.
 
-    `model` is on the CPU and still empty; `revision` is asked when a file is built. Returns the
-    revision, or None where the cache cannot be used: then nothing has changed. Raises
-    CheckpointError for a checkpoint that does not fit.
+    `model` is on the CPU and still empty; `revision` is called when the file is built. Returns the
+    revision, or None without any change if the cache cannot be used. Raises CheckpointError for a
+    checkpoint that does not match the model.
     """
     regions = regions_of(model, destinations)
     try:
@@ -92,9 +91,9 @@ def map_weights(
 def compress_weights(
     model: nn.Module, destinations: Mapping[str, Tensor], tensors: CheckpointTensors
 ) -> None:
-    """Fills a model on the CPU with weights of its own, compressed where they become smaller.
+    """Fills a model on the CPU with private weights, compressed where they become smaller.
 
-    One storage is filled after the other: all plain weights are never in memory at once. Raises
+    Storages are filled one at a time, so that never all dense weights are in memory. Raises
     CheckpointError.
     """
     matched_names(tensors, destinations)
@@ -108,9 +107,9 @@ def compress_weights(
 
 
 def compress_in_place(model: nn.Module, destinations: Mapping[str, Tensor]) -> None:
-    """Of a model that is filled already, on any device."""
+    """Compresses the weights of a filled model, on any device."""
     regions = regions_of(model, destinations)
-    del destinations  # these and the regions keep the plain weights alive
+    del destinations  # destinations and regions hold references to the dense weights
     while regions:
         region = regions.pop(0)
         weight = region.compressed()
@@ -147,7 +146,7 @@ def _packed_file(
 def _key(
     regions: list[Region], sources: tuple[Source, ...], config: bytes, *, is_compressed: bool
 ) -> str:
-    """Digests what the file's content follows from; the packed layouts from the machine."""
+    """The digest of everything that determines the file's content, including the machine."""
     layout = [
         [
             region.name,
@@ -199,7 +198,7 @@ def _packed_name(module_name: str) -> str:
 
 
 def _adopt(region: Region, packed: PackedFile) -> None:
-    """A linear weight that is not in the file packed is left to `pack`."""
+    """Uses the file's weights; linear weights that are not packed there are packed by `pack`."""
     spans = packed.header.spans
     span = spans.get(region.name)
     if span is not None:

@@ -1,9 +1,9 @@
-"""Packed weights as bytes, and back: tensors over memory that somebody else owns.
+"""Packed weights as bytes, and back: tensors over memory with another owner.
 
-One that is packed for our own products is a tensor as any. oneDNN's are opaque to torch, which
-gives them a form to be stored in only for models compiled ahead of time (AOTInductor's C interface,
-torch/csrc/inductor/aoti_torch/c/shim.h), which are packed weights in a file, too. Where this torch
-has not got that, weights are packed privately.
+A weight packed for our GEMM kernels is an ordinary tensor. oneDNN's packed weights are opaque to
+torch, which serialises them only for models compiled ahead of time (AOTInductor's C interface,
+torch/csrc/inductor/aoti_torch/c/shim.h), which also store packed weights in a file. Without this
+interface each process packs its weights privately.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _I64, _I32, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
 
 
 class PackedForm(msgspec.Struct, frozen=True, kw_only=True, tag="packed"):
-    """All of a packed weight but its bytes; `description` is oneDNN's of its layout, if it has one.
+    """A packed weight without its bytes; `description` is oneDNN's layout descriptor, if any.
 
-    `shape` is that of the weight to oneDNN, [N, K], and that of the bytes otherwise.
+    `shape` is the weight's, [N, K], for oneDNN, and that of the bytes otherwise.
     """
 
     shape: tuple[int, ...]
@@ -45,12 +45,12 @@ def compressed_form(weight: CpuCompressed) -> CompressedForm:
 
 
 def compressed_view(form: CompressedForm, memory: Tensor) -> CpuCompressed:
-    """Over `memory` [n] uint8, which it keeps alive; nothing is copied."""
+    """A compressed weight over `memory` [n] uint8, without a copy; it keeps `memory` alive."""
     return cpu_host().compressed_weight(form.shape, form.order, form.num_verbatim, memory)
 
 
 def packed_bytes(weight: Tensor) -> tuple[PackedForm, Tensor]:
-    """The form and the bytes of a packed weight, [n] uint8, which keep it alive."""
+    """The form of a packed weight, and its bytes, [n] uint8, which keep the weight alive."""
     ops, shape, dtype = torch.ops.mkldnn, tuple(weight.shape), _DTYPES[weight.dtype]
     if not weight.is_mkldnn:
         form = PackedForm(shape=shape, dtype=dtype, description=b"")
@@ -64,7 +64,7 @@ def packed_bytes(weight: Tensor) -> tuple[PackedForm, Tensor]:
 
 
 def packed_view(form: PackedForm, memory: Tensor) -> Tensor:
-    """A packed weight over `memory` [n] uint8, which it keeps alive; nothing is copied."""
+    """A packed weight over `memory` [n] uint8, without a copy; it keeps `memory` alive."""
     if not form.description:
         return memory.view(getattr(torch, form.dtype)).view(form.shape)
     rows, columns = form.shape
@@ -84,7 +84,7 @@ def packed_view(form: PackedForm, memory: Tensor) -> Tensor:
         _I64(len(form.description)),
     )
     if status != 0:
-        raise RuntimeError("torch did not take a packed weight from memory")
+        raise RuntimeError(f"torch cannot create a packed weight from memory: status {status}")
     capsule = ctypes.pythonapi.PyCapsule_New
     capsule.restype, capsule.argtypes = ctypes.py_object, [_POINTER, ctypes.c_char_p, _POINTER]
     weight: Tensor = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(
@@ -96,7 +96,7 @@ def packed_view(form: PackedForm, memory: Tensor) -> Tensor:
 
 @cache
 def can_share_packed() -> bool:
-    """Tried once, on a small weight."""
+    """Whether packed weights can be shared; tested once, on a small weight."""
     if not torch.backends.mkldnn.is_available():
         return False
     weight = torch.ones(2, 3)
@@ -111,5 +111,5 @@ def can_share_packed() -> bool:
 
 @cache
 def _library() -> ctypes.CDLL:
-    """The library that torch has loaded already."""
+    """The library that torch has already loaded."""
     return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))

@@ -1,10 +1,10 @@
-"""The form in which a model's weights are kept in memory, and what that saves.
+"""The form of a model's weights in memory, and the bytes that it saves.
 
 dense         as the device computes with them
 compressed    every matrix of a linear layer, of the embedding and of the output head that becomes
-              smaller is kept so and decoded where it is used, bit for bit: see
+              smaller is stored compressed and decoded losslessly on use: see
               `kernels.ops.compress_weight`
-auto          compressed where the checkpoint is a bundle and the device decodes as fast as it reads
+auto          compressed if the checkpoint is a bundle and the device decodes as fast as it reads
               (CUDA, and CPUs with AMX), else dense
 """
 
@@ -23,9 +23,9 @@ from shared.errors import ConfigError
 
 
 class WeightsReport(msgspec.Struct, frozen=True, kw_only=True):
-    """`bits_per_weight` and `verbatim_share` are those of the weights that are compressed.
+    """`bits_per_weight` and `verbatim_share` are of the compressed weights.
 
-    A plain weight that becomes no smaller, or is not BF16, stays as it is.
+    A weight that would not become smaller, or is not BF16, stays dense.
     """
 
     num_compressed: int  # weights
@@ -39,7 +39,7 @@ class WeightsReport(msgspec.Struct, frozen=True, kw_only=True):
 def wants_compressed(
     weights: str, model_dir: Path, device: torch.device, load_format: str = "auto"
 ) -> bool:
-    """Raises ConfigError. A folder's bundle does not matter to weights that are not read."""
+    """Raises ConfigError. With "dummy" no file is read, so a bundle does not count."""
     if weights not in WEIGHT_FORMS:
         raise ConfigError(
             f"weights {weights!r} is none of {', '.join(WEIGHT_FORMS)}", param="weights"

@@ -1,4 +1,4 @@
-"""A model's storages that a checkpoint fills, each with the tensors and the modules over it."""
+"""A model's storages that a checkpoint fills, each with the tensors and modules that use it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from shared.engine.weights.load import CheckpointTensors
 
 @dataclass
 class Region:
-    """One storage of the model, by the name of its first tensor.
+    """One storage of the model, named after its first tensor.
 
-    `linears` are modules that multiply with a tensor of it and `embeddings` those that look rows up
-    there. A tied model's is both: kept packed and as it is, or compressed, once.
+    `linears` are modules that multiply with a tensor of it, `embeddings` those that look up rows.
+    The storage of tied embeddings has both: it is stored packed and dense, or once compressed.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Region:
 
     @property
     def is_covered(self) -> bool:
-        """Whether the checkpoint sets all of it."""
+        """Whether the checkpoint sets all its bytes."""
         sizes = (each.numel() * each.element_size() for each in self.destinations.values())
         return sum(sizes) >= self.num_bytes
 
@@ -42,8 +42,8 @@ class Region:
         return self.has_other_readers or bool(self.embeddings)
 
     def compressed(self, filled: Tensor | None = None) -> Compressed | None:
-        """Of the bytes of the storage, or those that it has; None if that does not make it smaller,
-        or somebody needs it plain.
+        """The compressed weight of `filled`, by default of the storage's bytes; None if it is not
+        smaller, or a module needs the dense weight.
         """
         readers = [*self.linears.values(), *self.embeddings.values()]
         if not readers or self.has_other_readers:
@@ -56,7 +56,7 @@ class Region:
             replace_weight(module, weight)
 
     def adopt(self, filled: Tensor) -> None:
-        """`filled`: the bytes of the storage, which its tensors become views of."""
+        """Makes the tensors views of `filled`, the bytes of the storage."""
         for tensor in self.tensors.values():
             tensor.data = view_of(filled, tensor)
 
@@ -87,7 +87,7 @@ def _add_reader(region: Region, name: str, module: nn.Module, tensor: Tensor) ->
 
 
 def _readers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Every module with each of its own tensors; a shared tensor comes once for each."""
+    """Every module with each of its direct tensors; a shared tensor once per module."""
     for name, module in model.named_modules():
         for tensor in chain(module.parameters(recurse=False), module.buffers(recurse=False)):
             yield name, module, tensor
@@ -109,7 +109,7 @@ def filled_bytes(region: Region, tensors: CheckpointTensors) -> Tensor:
 
 
 def view_of(stored: Tensor, like: Tensor) -> Tensor:
-    """`like`'s window on its storage, on the same bytes elsewhere."""
+    """A view of `stored` with the dtype, shape, strides and offset that `like` has."""
     typed = stored.view(like.dtype)
     offset = typed.storage_offset() + like.storage_offset()
     return typed.as_strided(like.shape, like.stride(), offset)

@@ -91,12 +91,12 @@ def test_the_list_shows_everyone(hearth: Hearth, redis_server: RedisServer) -> N
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["show", "nobody"], "there is no tenant 'nobody'"),
-        (["limits", "nobody", "--weight", "2"], "there is no tenant 'nobody'"),
-        (["limits", "team-a", "--weight", "0"], "these limits cannot be"),
-        (["limits", "team-a", "--priority", "5"], "these limits cannot be"),
+        (["show", "nobody"], "tenant 'nobody' does not exist"),
+        (["limits", "nobody", "--weight", "2"], "tenant 'nobody' does not exist"),
+        (["limits", "team-a", "--weight", "0"], "invalid tenant limits"),
+        (["limits", "team-a", "--priority", "5"], "invalid tenant limits"),
         (["limits", "team-a", "--concurrency", "many"], "neither an integer >= 0"),
-        (["rotate", "nobody"], "there is no tenant 'nobody'"),
+        (["rotate", "nobody"], "tenant 'nobody' does not exist"),
         (["rotate", "team-a", "--key", "none"], "has no key 'none'"),
         (["revoke", "team-a", "--key", "none"], "has no key 'none'"),
     ],
@@ -131,7 +131,7 @@ def test_usage(hearth: Hearth, redis_server: RedisServer) -> None:
     assert "1,200" in table and "1,230" in table
     assert "1,230" not in said(hearth("usage", "--tenant", "team-a"))
     nobody = hearth("usage", "--tenant", "nobody")
-    assert nobody.returncode == 2 and "no tenant 'nobody'" in nobody.stderr
+    assert nobody.returncode == 2 and "tenant 'nobody' does not exist" in nobody.stderr
 
 
 def test_days_are_utc_and_bounded() -> None:

@@ -191,7 +191,7 @@ async def test_what_is_asked_in_anothers_name_is_refused_and_counted(
 
     await serving.serve(subject, type(make(client)), serve)
     await serving.flush()
-    with pytest.raises(SenderMismatch, match="in the name of another"):
+    with pytest.raises(SenderMismatch, match="that names another"):
         await asking.request(subject, make("another"), Done, timeout_s=5)
     await asking.request(subject, make(client), Done, timeout_s=5)
     assert served == [make(client)]
@@ -204,7 +204,7 @@ async def test_an_answer_in_anothers_name_makes_no_sense(connect: Connect) -> No
     page = BlockPage(worker_id="prefill-2", stored=(), **CACHE)
     await worker.serve(subject, ListBlocks, lambda _: page)
     await worker.flush()
-    with pytest.raises(DependencyUnavailable, match="in the name of prefill-2"):
+    with pytest.raises(DependencyUnavailable, match="that names prefill-2"):
         await index.request(subject, ListBlocks(), BlockPage, timeout_s=5)
     assert index.num_impostors == 1
 

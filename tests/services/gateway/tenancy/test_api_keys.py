@@ -242,10 +242,10 @@ async def test_add_refuses_what_is_there_and_what_cannot_be(admin: TenantAdmin) 
     assert (await admin.one("acme")).requests_per_min == 5
     assert len(await admin.keys("acme")) == 1
     for tenant_id in ("", "a:b", "-a", "ä", "a b", "a\n", "a" * 129):
-        with pytest.raises(ConfigError, match="cannot name a tenant"):
+        with pytest.raises(ConfigError, match="invalid tenant id"):
             await admin.add(tenant_id, {}, "k")
     for changes in ({"concurrency": -1}, {"weight": 0.0}, {"priority": 5}, {"concurrency": "1"}):
-        with pytest.raises(ConfigError, match="cannot be"):
+        with pytest.raises(ConfigError, match="invalid tenant limits"):
             await admin.add("other", changes, "k")
     assert list(await admin.all()) == ["acme"]
 
@@ -258,7 +258,7 @@ async def test_unknown_tenants_and_keys(admin: TenantAdmin) -> None:
         admin.rotate("nobody", "k", keep_s=0, key_id=None),
         admin.revoke("nobody", None),
     ):
-        with pytest.raises(ConfigError, match="no tenant 'nobody'"):
+        with pytest.raises(ConfigError, match="tenant 'nobody' does not exist"):
             await errand
     with pytest.raises(ConfigError, match="no key 'x'"):
         await admin.revoke("acme", "x")

@@ -87,7 +87,7 @@ def test_a_held_block_is_never_evicted() -> None:
     pool.hold(pool.match(chain("a")))
     assert pool.num_free_blocks == 2
     pool.allocate(2)
-    with pytest.raises(ValueError, match="1 blocks asked for, 0 free"):
+    with pytest.raises(ValueError, match="1 blocks requested, 0 free"):
         pool.allocate(1)
     assert pool.match(chain("abc")) == pool.match(chain("a")) != []
 

@@ -79,7 +79,7 @@ def test_a_coder_that_errs_is_found_out_before_there_is_a_bundle(
         return encode_plane(np.where(plane == plane[77], plane[77] ^ 1, plane), executor)
 
     monkeypatch.setattr("shared.engine.codec.tensor.encode_plane", erring)
-    message = "tensor model.layers.9.mlp.up_proj.weight: damaged: its checksum is another"
+    message = "tensor model.layers.9.mlp.up_proj.weight: damaged: its checksum differs"
     refused(
         CheckpointError, message, lambda: compress_folder(source, tmp_path / "bundle", Silent())
     )
@@ -119,8 +119,8 @@ def test_folders_that_cannot_be(tmp_path: Path) -> None:
     def back(start: Path, target: Path) -> Any:
         return lambda: decompress_folder(start, target, Silent())
 
-    refused(ConfigError, "bundle is there already", to(source, bundle))
-    refused(ConfigError, "model is there already", back(bundle, source))
+    refused(ConfigError, "bundle exists already", to(source, bundle))
+    refused(ConfigError, "model exists already", back(bundle, source))
     refused(ConfigError, "inside of", to(source, source / "bundle"))
     refused(ConfigError, "inside of", to(source, source / "below" / "bundle"))
     refused(ConfigError, "inside of", back(bundle, bundle / "model"))
@@ -143,7 +143,7 @@ def test_what_cannot_be_carried_is_named(tmp_path: Path) -> None:
     (source / "loop").unlink()
     content = safetensors_of(tensors_of_all_kinds(1))
     (source / "model-1.safetensors").write_bytes(content[:-2000])
-    refused(CheckpointError, "model-1.safetensors: not a whole safetensors file: tensor ", run)
+    refused(CheckpointError, "model-1.safetensors: incomplete safetensors file: tensor ", run)
     assert not (tmp_path / "new.partial").exists()
 
 
@@ -151,7 +151,7 @@ def test_somebody_elses_folder_is_not_touched(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "model")
     (tmp_path / "new.partial").mkdir()
     (tmp_path / "new.partial" / "diary").write_text("mine")
-    message = "new.partial is in the way"
+    message = "new.partial exists and is not from"
     refused(ConfigError, message, lambda: compress_folder(source, tmp_path / "new", Silent()))
     assert contents(tmp_path / "new.partial") == {"diary": b"mine"}
 

@@ -64,8 +64,8 @@ def _span(start: int, end: int, dtype: str = "U8", **more: Any) -> dict[str, Any
         (_header(a=_span(0, 4), b=_span(2, 6)), "tensor b does not follow"),
         (_header(a=_span(0, 4, data_offsets=[0, -1])), "cannot be read"),
         (_header(a=_span(0, 4), b=_span(4, 3, shape=[1])), "does not follow"),
-        (_header(a=_span(0, 4, "BF16")), "tensor a has not the bytes of its shape"),
-        (_header(a=_span(0, 4, shape=[2**62, 4])), "tensor a has not the bytes"),
+        (_header(a=_span(0, 4, "BF16")), "tensor a has 4 bytes, not those of its shape"),
+        (_header(a=_span(0, 4, shape=[2**62, 4])), "tensor a has 4 bytes"),
         (_header(__metadata__={"x": 1}), "cannot be read"),
     ],
 )

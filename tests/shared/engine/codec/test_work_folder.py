@@ -136,7 +136,7 @@ def test_a_full_disk_is_told_and_what_is_finished_is_kept(tmp_path: Path) -> Non
     assert child.returncode == 2
     refusal = child.stderr.strip().splitlines()[-1]
     assert os.strerror(errno.EFBIG) in refusal
-    assert "what is finished is kept in new.partial" in refusal
+    assert "finished files remain in new.partial" in refusal
     assert sorted(contents(tmp_path / "new.partial")) == [FIRST, "lock"]
     first = identity(tmp_path / "new.partial" / FIRST)
     compress_folder(source, target, Silent())
@@ -147,7 +147,7 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "model")
     with work_folder(tmp_path / "new") as work:
         work.path("begun").touch()
-        with pytest.raises(ConfigError, match="new: another process is making it"):
+        with pytest.raises(ConfigError, match="new: another process is writing it"):
             compress_folder(source, tmp_path / "new", Silent())
         assert work.path("begun").exists()
     compress_folder(source, tmp_path / "new", Silent())
@@ -172,7 +172,7 @@ def test_a_folder_with_links_is_nobodys_earlier_try(tmp_path: Path) -> None:
     root.mkdir()
     (root / "lock").touch()
     (root / "files").symlink_to(others)
-    with pytest.raises(ConfigError, match="in the way"), work_folder(tmp_path / "new"):
+    with pytest.raises(ConfigError, match="an interrupted run"), work_folder(tmp_path / "new"):
         pass
     assert (others / "precious").exists()
 

@@ -125,7 +125,7 @@ def test_a_truncated_file_is_named(tmp_path: Path, kept: float) -> None:
     path = tmp_path / "model.safetensors"
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * kept)])
-    _refused(tmp_path, "model.safetensors: not a whole safetensors file")
+    _refused(tmp_path, "model.safetensors: invalid safetensors file")
 
 
 def test_a_missing_file_or_shard_is_named(tmp_path: Path) -> None:
