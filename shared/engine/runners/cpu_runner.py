@@ -103,9 +103,9 @@ class CpuRunner(ModelRunner):
             num_threads=options.num_threads,
             clock=options.clock,
         )
-        with cpu_host().compile_lock():
-            _warm_up(runner.executor)  # a ready worker has all its kernels compiled
         if plan is not None:
+            with cpu_host().compile_lock():
+                _warm_up(runner.executor)  # a ready worker has all its kernels compiled
             runner._row_kernels = RowKernels(plan)
             runner._row_kernels.start()
         return runner

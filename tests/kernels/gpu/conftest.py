@@ -14,7 +14,10 @@ import pytest
 import torch
 
 from kernels.device import IS_INTERPRETED, has_triton_device
+from tests.kernels.interpreter import patch_once_per_launch
 
+if IS_INTERPRETED:
+    patch_once_per_launch()
 HERE = Path(__file__).parent
 DTYPES = [torch.float32, torch.float16] + ([] if IS_INTERPRETED else [torch.bfloat16])
 
