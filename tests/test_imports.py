@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -68,8 +69,13 @@ def sources() -> list[Path]:
     return found
 
 
-def imported(path: Path) -> Iterator[str]:
+@cache
+def imported(path: Path) -> tuple[str, ...]:
     """Dotted names as written; `from a import b` gives `a.b`, since b may be a module."""
+    return tuple(_imported(path))
+
+
+def _imported(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -143,6 +149,7 @@ def module_file(name: str) -> Path | None:
     return None
 
 
+@cache
 def own_imports() -> list[tuple[Path, Path]]:
     """(file, file that it imports), relative to the root."""
     pairs = (

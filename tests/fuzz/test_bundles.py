@@ -79,7 +79,7 @@ def _written(manifest: bytes | None, shard: bytes | None) -> Path:
     return folder
 
 
-@fuzz(300)
+@fuzz(120)
 @given(st.none() | st.deferred(manifests), st.none() | torn([good()[1]]))
 def test_it_is_read_or_refused(manifest: bytes | None, shard: bytes | None) -> None:
     bundle = _written(manifest, shard)
@@ -94,7 +94,7 @@ def test_it_is_read_or_refused(manifest: bytes | None, shard: bytes | None) -> N
         assert len(error.message) < MAX_MESSAGE_CHARS
 
 
-@fuzz(100)
+@fuzz(40)
 @given(st.none() | st.deferred(manifests), st.none() | torn([good()[1]]))
 def test_nothing_is_written_outside_and_nothing_half(
     manifest: bytes | None, shard: bytes | None

@@ -48,7 +48,7 @@ def undisturbed() -> str:
     return run(main())
 
 
-@fuzz(100)
+@fuzz(40)
 @given(plans, st.data())
 def test_services_bear_what_others_say(plan: Plan, data: st.DataObject) -> None:
     async def main() -> None:

@@ -118,7 +118,7 @@ def scratch() -> Path:
 # ── a checkpoint's configuration and tokenizer ───────────────────────────────────────────────────
 
 
-@fuzz(400)
+@fuzz(160)
 @given(in_json(configs()), st.none() | in_json([{"eos_token_id": [2, 3]}, {"eos_token_id": 2}]))
 def test_config(config: bytes, generation: bytes | None) -> None:
     folder = scratch() / "config"
@@ -162,7 +162,7 @@ def spoilt_model_files(draw: st.DrawFn) -> dict[str, bytes]:
 TEXT_FILES = ("generation_config.json", "config.json", "chat_template.jinja")
 
 
-@fuzz(300)
+@fuzz(120)
 @given(st.deferred(spoilt_model_files))
 def test_the_gateways_model_files(files: dict[str, bytes]) -> None:
     folder = scratch() / "files"
@@ -224,7 +224,7 @@ INDEX = {
 }
 
 
-@fuzz(300)
+@fuzz(120)
 @given(st.none() | spoilt_shard(), st.none() | in_json([INDEX]))
 def test_weights(shard: bytes | None, index: bytes | None) -> None:
     folder = scratch() / "weights"
@@ -275,7 +275,7 @@ def spans_of(opened: PackedFile) -> dict[str, bytes]:
 EXPECTED = {f"span {number}": bytes([number]) * (100 + number) for number in range(3)}
 
 
-@fuzz(300)
+@fuzz(120)
 @given(st.deferred(lambda: torn([packed()[0]]) | anything))
 def test_packed_weights_are_never_wrong(content: bytes) -> None:
     """Without the sealing mtime, as if the file was written to afterwards."""
@@ -304,7 +304,7 @@ def other_headers(draw: st.DrawFn) -> bytes:
     return _resealed(change)
 
 
-@fuzz(300)
+@fuzz(120)
 @given(st.deferred(other_headers))
 def test_packed_weights_with_another_header(content: bytes) -> None:
     path = packed_path(scratch() / "packed", KEY)
@@ -341,7 +341,7 @@ TENANT = {
 }
 
 
-@fuzz(200)
+@fuzz(80)
 @given(in_json([TENANT]), st.dictionaries(st.binary(), st.binary(), max_size=3))
 def test_records_of_tenants_and_api_keys(record: bytes, more: dict[bytes, bytes]) -> None:
     store = MemoryStore()
@@ -377,7 +377,7 @@ STATE = ClusterState(
 )
 
 
-@fuzz(200)
+@fuzz(80)
 @given(in_json([msgspec.to_builtins(STATE)]))
 def test_cluster_state(content: bytes) -> None:
     parent = scratch() / "clusters"
@@ -389,7 +389,7 @@ def test_cluster_state(content: bytes) -> None:
         directory.close(keep_logs=False)
 
 
-@fuzz(100)
+@fuzz(40)
 @given(torn([b"4711\n"]) | anything | st.integers(-(2**70), 2**70).map(lambda n: str(n).encode()))
 def test_nobody_is_signalled_by_mistake(content: bytes) -> None:
     """-1 would signal every process of the user."""

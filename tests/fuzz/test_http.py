@@ -266,7 +266,7 @@ def hardly(draw: st.DrawFn) -> bytes:
     return draw(torn([good]) | anything)
 
 
-@fuzz(500)
+@fuzz(200)
 @given(asked())
 def test_bodies(data: bytes) -> None:
     patient = gateway_client(PATIENT_S)
@@ -275,7 +275,7 @@ def test_bodies(data: bytes) -> None:
     check(answer)
 
 
-@fuzz(250)
+@fuzz(100)
 @given(told())
 def test_methods_paths_headers_and_sizes(data: bytes) -> None:
     impatient = gateway_client(IMPATIENT_S)
@@ -284,7 +284,7 @@ def test_methods_paths_headers_and_sizes(data: bytes) -> None:
         check(answer)
 
 
-@fuzz(120)
+@fuzz(48)
 @given(hardly())
 def test_what_is_hardly_http(data: bytes) -> None:
     impatient = gateway_client(IMPATIENT_S)

@@ -218,13 +218,13 @@ def cut_bytes(draw: st.DrawFn, slot_index: int | None) -> tuple[bytes, list[int]
     return data, sorted(cuts)
 
 
-@fuzz(150)
+@fuzz(60)
 @given(cut_bytes(None))
 def test_a_receiver_bears_any_bytes_over_tcp(sent: tuple[bytes, list[int]]) -> None:
     asyncio.run(play(*sent, is_unix=False))
 
 
-@fuzz(150)
+@fuzz(60)
 @given(cut_bytes(0))
 def test_a_receiver_bears_any_bytes_over_a_unix_socket(sent: tuple[bytes, list[int]]) -> None:
     asyncio.run(play(*sent, is_unix=True))
@@ -242,7 +242,7 @@ def codes(draw: st.DrawFn) -> bytes:
     return draw(st.just(bytes(data)) | st.binary(max_size=len(CODED)))
 
 
-@fuzz(300)
+@fuzz(120)
 @given(codes(), st.integers(-3, 3) | st.integers(-len(SHRINKING), 3 * BLOCK_BYTES), st.booleans())
 def test_a_codec_bears_any_bytes(coded: bytes, num_extra: int, is_at_end: bool) -> None:
     """It writes no byte outside its buffers, and valid data decodes to one payload."""
@@ -254,7 +254,7 @@ def test_a_codec_bears_any_bytes(coded: bytes, num_extra: int, is_at_end: bool) 
     assert found[0] == found[1]
 
 
-@fuzz(200)
+@fuzz(80)
 @given(
     st.lists(
         st.tuples(st.sampled_from((*PAYLOADS[1:], SHRINKING)), st.integers(0, 5000)), max_size=6

@@ -1,6 +1,6 @@
 """The Triton kernels of `tests/kernels/gpu`, run by Triton's interpreter on the CPU.
 
-A variable selects the interpreter when Triton is imported, so these tests have processes of their own.
+A variable selects the interpreter when Triton is imported, so the tests run in child processes.
 """
 
 from __future__ import annotations
