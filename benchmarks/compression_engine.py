@@ -56,7 +56,13 @@ def make_cases(vocab_size: int, seed: int, num_output_tokens: int) -> list[Case]
 async def compare(model_dir: Path, options: argparse.Namespace) -> tuple[list[Row], list[Bar]]:
     engines, sizes = {}, {}
     for form in FORMS:
-        runner = load_runner(model_dir, dtype="bfloat16", num_threads=options.threads, weights=form)
+        runner = load_runner(
+            model_dir,
+            dtype="bfloat16",
+            num_threads=options.threads,
+            weights=form,
+            has_row_kernels=True,
+        )
         engines[form] = (Hearth(runner), runner)
         engines[form][0].loop.start()
         sizes[form] = mapped_bytes() - sum(sizes.values())

@@ -146,7 +146,9 @@ def sequences_of(case: Case) -> list[Sequence]:
 async def compare(model_dir: Path, options: argparse.Namespace) -> list[Row]:
     """One row per case: both rates (tokens/s), and the median of the rounds' ratios."""
     peer = Peer(model_dir, options.dtype, options.threads)
-    runner = load_runner(model_dir, dtype=options.dtype, num_threads=options.threads)
+    runner = load_runner(
+        model_dir, dtype=options.dtype, num_threads=options.threads, has_row_kernels=True
+    )
     hearth = Hearth(runner)
     hearth.loop.start()
     rates: dict[str, list[tuple[float, float]]] = {}

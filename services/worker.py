@@ -78,6 +78,7 @@ def load_model(config: WorkerConfig) -> ModelledRunner:
         num_threads=config.num_threads or None,
         is_batch_invariant=config.is_batch_invariant,
         weights=config.weights,
+        has_row_kernels=True,
     )
 
 

@@ -106,8 +106,9 @@ class CpuRunner(ModelRunner):
         if plan is not None:
             with cpu_host().compile_lock():
                 _warm_up(runner.executor)  # a ready worker has all its kernels compiled
-            runner._row_kernels = RowKernels(plan)
-            runner._row_kernels.start()
+            if options.has_row_kernels:
+                runner._row_kernels = RowKernels(plan)
+                runner._row_kernels.start()
         return runner
 
     async def close(self) -> None:

@@ -38,6 +38,8 @@ class LoadOptions:
     resumed response continues identically. On the CPU this always holds, at no cost.
     `weights`: see weight_form.py; with batch invariance all forms yield the same bits.
     `max_batch_tokens` and `max_sequences` bound the size of the steps.
+    `has_row_kernels`: compile the CPU's kernels for long prompts after loading; without them such
+    prompts take more time, with the same bits.
     """
 
     dtype: str = "auto"
@@ -49,6 +51,7 @@ class LoadOptions:
     is_batch_invariant: bool = True
     weights: str = "auto"
     load_format: str = "auto"  # "dummy": seeded weights, from config.json alone
+    has_row_kernels: bool = False
     model_name: str | None = None  # None: the directory's
     clock: Clock = field(default_factory=MonotonicClock)
 
