@@ -52,7 +52,7 @@ log = structlog.get_logger(__name__)
 Connection = ASGIConnection[Any, Any, Any, Any]
 METRICS_TYPE = CONTENT_TYPE_LATEST.removesuffix("; charset=utf-8")  # Litestar adds it
 BEARER = "api_key"
-REFUSALS = (400, 401, 403, 404, 413, 429, 503, 504)
+ERRORS = (400, 401, 403, 404, 413, 429, 503, 504)
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,20 +152,20 @@ class Routes:
     async def openapi(self, request: Request[Any, Any, Any]) -> Response[dict[str, Any]]:
         return Response(request.app.openapi_schema.to_schema())
 
-    def refuse_ours(self, request: Request[Any, Any, Any], error: HearthError) -> Response[Any]:
+    def on_hearth_error(self, request: Request[Any, Any, Any], error: HearthError) -> Response[Any]:
         if request.method == "POST":
             self._metrics.count_request(error.code)
         request_id = request.state.get("request_id") or self._new_request_id()
         return error_response(error, request_id)
 
-    def refuse_http(self, request: Request[Any, Any, Any], error: HTTPException) -> Response[Any]:
-        response = self.refuse_ours(request, error_of_http(error))
+    def on_http_error(self, request: Request[Any, Any, Any], error: HTTPException) -> Response[Any]:
+        response = self.on_hearth_error(request, error_of_http(error))
         response.headers.update(error.headers or {})  # Allow
         return response
 
-    def refuse_other(self, request: Request[Any, Any, Any], error: Exception) -> Response[Any]:
+    def on_other_error(self, request: Request[Any, Any, Any], error: Exception) -> Response[Any]:
         log.error("request_failed", path=request.url.path, exc_info=error)
-        return self.refuse_ours(request, HearthError("internal error"))
+        return self.on_hearth_error(request, HearthError("internal error"))
 
 
 def build_app(
@@ -200,13 +200,13 @@ def build_app(
     submits = partial(post, return_dto=None, status_code=200, **known)
     reads = partial(route, http_method=[HttpMethod.GET, HttpMethod.HEAD])
     chat = submits(
-        path="/v1/chat/completions", dto=ChatBody, responses=_responses(ChatCompletion, *REFUSALS)
+        path="/v1/chat/completions", dto=ChatBody, responses=_responses(ChatCompletion, *ERRORS)
     )
     texts = submits(
-        path="/v1/completions", dto=CompletionBody, responses=_responses(Completion, *REFUSALS)
+        path="/v1/completions", dto=CompletionBody, responses=_responses(Completion, *ERRORS)
     )
     embeddings = submits(
-        path="/v1/embeddings", dto=EmbeddingBody, responses=_responses(EmbeddingList, *REFUSALS)
+        path="/v1/embeddings", dto=EmbeddingBody, responses=_responses(EmbeddingList, *ERRORS)
     )
     models = reads("/v1/models", responses=_responses(ModelList, 401, 403, 503), **known)
     model = reads(
@@ -214,14 +214,14 @@ def build_app(
     )
     prefixes = PrefixRoutes(submission, prefix_store, catalog, files)
     pinned = {"path": "/v1/prefixes/{name:str}", "return_dto": None, **known}
-    put_prefix = put(dto=PrefixBody, responses=_responses(Prefix, *REFUSALS), **pinned)
+    put_prefix = put(dto=PrefixBody, responses=_responses(Prefix, *ERRORS), **pinned)
     get_prefix = get(responses=_responses(Prefix, 401, 404, 503), **pinned)
     delete_prefix = delete(
         responses=_responses(DeletedPrefix, 401, 404, 503), status_code=200, **pinned
     )
     list_prefixes = get("/v1/prefixes", responses=_responses(PrefixList, 401, 503), **known)
     try_prefix = submits(
-        path="/v1/prefixes/dry_run", dto=DryRunBody, responses=_responses(DryRunReport, *REFUSALS)
+        path="/v1/prefixes/dry_run", dto=DryRunBody, responses=_responses(DryRunReport, *ERRORS)
     )
     return Litestar(
         [
@@ -243,9 +243,9 @@ def build_app(
             reads("/openapi.json", include_in_schema=False)(routes.openapi),
         ],
         exception_handlers={
-            HearthError: routes.refuse_ours,
-            HTTPException: routes.refuse_http,
-            Exception: routes.refuse_other,
+            HearthError: routes.on_hearth_error,
+            HTTPException: routes.on_http_error,
+            Exception: routes.on_other_error,
         },
         openapi_config=_document(version),
         request_max_body_size=max_body_bytes,
@@ -266,9 +266,9 @@ def _document(version: str) -> OpenAPIConfig:
     )
 
 
-def _responses(body: type[Any], *refusals: int) -> dict[int, ResponseSpec]:
+def _responses(body: type[Any], *statuses: int) -> dict[int, ResponseSpec]:
     described = {200: ResponseSpec(body, generate_examples=False, description="served")}
-    for status in refusals:
+    for status in statuses:
         described[status] = ResponseSpec(
             ErrorEnvelope, generate_examples=False, description="rejected"
         )

@@ -44,19 +44,19 @@ def _counts(heartbeats: Iterable[Heartbeat]) -> Iterator[Metric]:
         "Bytes that a worker did not push because KV was sent compressed.",
         labels=["worker"],
     )
-    impostors = CounterMetricFamily(
+    mismatches = CounterMetricFamily(
         "hearth_impostor_messages",
         "Messages that a process rejected because the stated sender had not sent them.",
         labels=["process"],
     )
     for each in heartbeats:
-        impostors.add_metric([each.process_id], each.num_impostors)
+        mismatches.add_metric([each.process_id], each.num_impostors)
         if each.load is not None and "decode" in each.roles:
             for outcome, count in _frames(each.load).items():
                 frames.add_metric([each.process_id, outcome], count)
         if each.load is not None and "prefill" in each.roles:
             saved.add_metric([each.process_id], each.load.saved_kv_bytes)
-    yield from (frames, saved, impostors)
+    yield from (frames, saved, mismatches)
 
 
 def _indices(heartbeats: Iterable[Heartbeat]) -> Iterator[Metric]:

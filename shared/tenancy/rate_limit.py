@@ -54,9 +54,9 @@ class LimitCommand(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class LimitState(msgspec.Struct, frozen=True):
-    """`refused_by`: the exceeded limit with the longest wait, `wait_s`; empty if admitted."""
+    """`rejected_by`: the exceeded limit with the longest wait, `wait_s`; empty if admitted."""
 
-    refused_by: str
+    rejected_by: str
     wait_s: float
     used: dict[str, float]
     num_open: int
@@ -81,12 +81,12 @@ class RateLimitCounter:
         for lease_id in command.renewed:
             self._leases[lease_id] = now + command.lease_s
         self._leases = {name: until for name, until in self._leases.items() if until > now}
-        refused_by, wait_s = "", 0.0
+        rejected_by, wait_s = "", 0.0
         if command.asked is not None:
-            refused_by, wait_s = self._verdict(command.asked, command.limits)
-            if is_forced or not refused_by:
+            rejected_by, wait_s = self._verdict(command.asked, command.limits)
+            if is_forced or not rejected_by:
                 self._charge(command.asked, command, now)
-        return LimitState(refused_by, wait_s, dict(self._used), len(self._leases))
+        return LimitState(rejected_by, wait_s, dict(self._used), len(self._leases))
 
     def _drain(self, limits: dict[str, int], now: float) -> None:
         elapsed_s = 0.0 if self._at is None else max(0.0, now - self._at)
@@ -97,16 +97,16 @@ class RateLimitCounter:
             self._used[name] = max(0.0, rest)
 
     def _verdict(self, asked: RequestedTokens, limits: dict[str, int]) -> tuple[str, float]:
-        refused_by, wait_s = "", 0.0
+        rejected_by, wait_s = "", 0.0
         if "concurrency" in limits and len(self._leases) >= limits["concurrency"]:
-            refused_by, wait_s = "concurrency", CONCURRENCY_RETRY_S
+            rejected_by, wait_s = "concurrency", CONCURRENCY_RETRY_S
         for name in RATES:
             excess = self._used[name] + asked.costs[name] - limits.get(name, 0)
             if name not in limits or excess <= ROUNDING:
                 continue
             if excess * MINUTE_S / limits[name] > wait_s:
-                refused_by, wait_s = name, excess * MINUTE_S / limits[name]
-        return refused_by, wait_s
+                rejected_by, wait_s = name, excess * MINUTE_S / limits[name]
+        return rejected_by, wait_s
 
     def _charge(self, asked: RequestedTokens, command: LimitCommand, now: float) -> None:
         for name in RATES:
@@ -180,7 +180,7 @@ return reply
 
 def to_limit_state(reply: list[bytes | int]) -> LimitState:
     """Decodes the reply of `APPLY_LUA`."""
-    refused_by, wait_s, num_open, *used = reply
-    assert isinstance(refused_by, bytes)
+    rejected_by, wait_s, num_open, *used = reply
+    assert isinstance(rejected_by, bytes)
     amounts = dict(zip(RATES, map(float, used), strict=True))
-    return LimitState(refused_by.decode(), float(wait_s), amounts, int(num_open))
+    return LimitState(rejected_by.decode(), float(wait_s), amounts, int(num_open))

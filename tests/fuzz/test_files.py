@@ -174,7 +174,7 @@ def test_the_gateways_model_files(files: dict[str, bytes]) -> None:
     def read() -> None:
         found = ModelFiles(folder)
         token_ids = found.tokenizer.encode(["hello world"])
-        found.tokenizer.decode_whole(token_ids[:50])
+        found.tokenizer.decode_with_offsets(token_ids[:50])
 
     refuses_clearly(read, ConfigError)
 

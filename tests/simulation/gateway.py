@@ -21,7 +21,7 @@ from tests.simulation.randomness import SeededRandomness
 from tests.simulation.store import MemoryStore, ProcessStore
 
 
-class ClientGone(HearthError):
+class ClientDisconnected(HearthError):
     code = "client_gone"
 
 
@@ -91,7 +91,7 @@ class SimulatedGateway:
         if plan.leaves_after_s is not None:
             await self._clock.sleep(plan.leaves_after_s)
             client.left = client.end is None
-            self.driver.close(plan.request_id, "client_gone", ClientGone("gone"))
+            self.driver.close(plan.request_id, "client_gone", ClientDisconnected("gone"))
 
     async def drain(self) -> None:
         await self.health_monitor.transition_to("draining")

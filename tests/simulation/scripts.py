@@ -41,7 +41,7 @@ def _carry_out(store: MemoryStore, keys: Sequence[str], arguments: Arguments) ->
     order = msgspec.json.decode(arguments[0], type=LimitCommand)
     reading = meter.apply(order, store.now())
     used = [str(reading.used[name]).encode() for name in RATES]
-    return [reading.refused_by.encode(), str(reading.wait_s).encode(), reading.num_open, *used]
+    return [reading.rejected_by.encode(), str(reading.wait_s).encode(), reading.num_open, *used]
 
 
 def _add_up(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> bytes:

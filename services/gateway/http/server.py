@@ -67,7 +67,7 @@ class _Http(HttpToolsProtocol):
         super().__init__(*args, **named)
         self._head_timeout_s = head_timeout_s
         self._body_timeout_s = body_timeout_s
-        self._num_gathered_bytes = 0  # since the parser's last event
+        self._num_buffered_bytes = 0  # since the parser's last event
         self._is_idle = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -83,24 +83,24 @@ class _Http(HttpToolsProtocol):
         if self._is_idle:
             self._is_idle = False
             self._wait(self._head_timeout_s)
-        self._num_gathered_bytes += len(data)
+        self._num_buffered_bytes += len(data)
         super().data_received(data)
-        if self._num_gathered_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+        if self._num_buffered_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("The head of the request is too large.")
 
     def on_headers_complete(self) -> None:
-        self._num_gathered_bytes = 0
+        self._num_buffered_bytes = 0
         self._wait(self._body_timeout_s)
         super().on_headers_complete()
         if self.scope["method"] != "HEAD" and not self.expect_100_continue:
             self.cycle.transport = HeadWithBody(self.cycle)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
-        self._num_gathered_bytes = 0
+        self._num_buffered_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._num_gathered_bytes = 0
+        self._num_buffered_bytes = 0
         self._stop_waiting()
         self._is_idle = True
         super().on_message_complete()

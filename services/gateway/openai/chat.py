@@ -95,10 +95,10 @@ def _message(index: int, message: ChatMessage) -> dict[str, Any]:
     if isinstance(content, list):
         content = "\n".join(part.text for part in content)
     role = "system" if message.role == "developer" else message.role
-    plain: dict[str, Any] = {"role": role, "content": "" if content is None else content}
+    fields: dict[str, Any] = {"role": role, "content": "" if content is None else content}
     if message.name is not None:
-        plain["name"] = message.name
-    return plain
+        fields["name"] = message.name
+    return fields
 
 
 def _max_tokens(body: ChatCompletionRequest) -> int | None:

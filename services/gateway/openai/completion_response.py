@@ -93,8 +93,8 @@ class CompletionRenderer(OpenAIDialect):
             self._echoed.add(index)
             text = output.echo.text + text
             if logprobs is not None:
-                told = prompt_logprobs(output.echo, output.prompt_logprobs, self.token_bytes)
-                logprobs = joined(told, logprobs)
+                of_prompt = prompt_logprobs(output.echo, output.prompt_logprobs, self.token_bytes)
+                logprobs = joined(of_prompt, logprobs)
         return CompletionChoice(index=index, text=text, logprobs=logprobs)
 
     def _logprobs(self, output: RequestOutput, tokens: Sequence[ScoredToken]) -> CompletionLogprobs:

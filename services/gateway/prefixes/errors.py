@@ -11,7 +11,7 @@ class UnknownPrefix(InvalidRequest):
     http_status = 404
 
 
-class ZeroRetentionRefused(PermissionDenied):
+class ZeroRetentionRejected(PermissionDenied):
     code = "zero_retention"
 
 

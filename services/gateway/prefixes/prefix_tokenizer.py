@@ -33,8 +33,8 @@ async def prefix_tokens(
     role = "assistant" if messages[-1]["role"] == "user" else "user"
     prompts = []
     for probe in PROBES:
-        pieces = await render([*messages, {"role": role, "content": probe}], tools)
-        prompts.append(await asyncio.to_thread(tokenizer.encode, pieces))
+        parts = await render([*messages, {"role": role, "content": probe}], tools)
+        prompts.append(await asyncio.to_thread(tokenizer.encode, parts))
     same = takewhile(lambda column: len(set(column)) == 1, zip(*prompts, strict=False))
     return [column[0] for column in same]
 

@@ -19,7 +19,7 @@ from services.gateway.prefixes.bodies import (
 from services.gateway.prefixes.errors import (
     TooManyPrefixes,
     UnknownPrefix,
-    ZeroRetentionRefused,
+    ZeroRetentionRejected,
 )
 from services.gateway.prefixes.prefix_tokenizer import PrefixTokenizer
 from services.gateway.tenancy.permissions import check_model, check_regions
@@ -62,11 +62,13 @@ class PrefixStore:
     # ── prefixes of a tenant ─────────────────────────────────────────────────────────────────────
 
     async def put(self, tenant: TenantRecord, name: str, body: PrefixRequest) -> Prefix:
-        """Raises InvalidRequest and its subclasses, TooManyPrefixes, ZeroRetentionRefused,
+        """Raises InvalidRequest and its subclasses, TooManyPrefixes, ZeroRetentionRejected,
         NoRegionAllowed, ModelNotAllowed, StoreUnavailable.
         """
         if tenant.is_zero_retention:
-            raise ZeroRetentionRefused("pinned prefixes store text; this tenant has zero retention")
+            raise ZeroRetentionRejected(
+                "pinned prefixes store text; this tenant has zero retention"
+            )
         check_regions(tenant)
         if not re.match(NAME_PATTERN, name):
             raise InvalidRequest(

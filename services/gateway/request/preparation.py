@@ -91,7 +91,7 @@ class Preparation:
         context = prepared.prompt_token_ids if prepared.generation.continues_text else []
         tokenizer = self._files.tokenizer
         detokenizer = Detokenizer(
-            tokenizer.tokenizer, context[-CONTEXT_TOKENS:], whole_texts=tokenizer.whole_texts
+            tokenizer.tokenizer, context[-CONTEXT_TOKENS:], complete_texts=tokenizer.complete_texts
         )
         sampling = prepared.generation.sampling
         min_tokens = prepared.request.sampling.min_tokens

@@ -24,7 +24,7 @@ class Echo(msgspec.Struct, frozen=True):
 
 class ChatPrompt(msgspec.Struct, frozen=True):
     messages: tuple[Mapping[str, Any], ...]
-    pieces: tuple[str, ...] = ()  # the messages rendered by the model's template
+    parts: tuple[str, ...] = ()  # the messages rendered by the model's template
 
     param = "messages"
 
@@ -62,7 +62,7 @@ def tokenize(prompt: Prompt, files: ModelFiles, card: ModelCard) -> list[int]:
     """Raises InvalidRequest for a prompt without tokens or with one not in the vocabulary."""
     match prompt:
         case ChatPrompt():
-            return files.tokenizer.encode(prompt.pieces)
+            return files.tokenizer.encode(prompt.parts)
         case TokenPrompt(token_ids):
             _check_tokens(prompt, card)
             return token_ids
@@ -76,14 +76,14 @@ def echo_of(prompt: Prompt, files: ModelFiles) -> Echo | None:
         case TextPrompt():
             return Echo(prompt.text, *_text_tokens(prompt, files))
         case TokenPrompt(token_ids):
-            text, offsets = files.tokenizer.decode_whole(token_ids)
+            text, offsets = files.tokenizer.decode_with_offsets(token_ids)
             return Echo(text, token_ids, offsets)
     return None
 
 
 def _text_tokens(prompt: TextPrompt, files: ModelFiles) -> tuple[list[int], list[int]]:
     add = prompt.add_special_tokens
-    token_ids, offsets = files.tokenizer.encode_whole(prompt.text, add_special_tokens=add)
+    token_ids, offsets = files.tokenizer.encode_with_offsets(prompt.text, add_special_tokens=add)
     if not token_ids:
         raise InvalidRequest(f"{prompt.param}: a prompt must hold a token", param=prompt.param)
     return token_ids, offsets

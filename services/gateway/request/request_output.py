@@ -23,7 +23,7 @@ from shared.messages import Finish, Served, TokenLogprobs
 MAX_TEXTS = 64  # buffered texts of a choice; more are joined
 
 
-class ClientGone(HearthError):
+class ClientDisconnected(HearthError):
     """Reaches no client, since the client disconnected; its code appears in the metrics."""
 
     code = "client_gone"
@@ -91,7 +91,9 @@ class RequestOutput:
         self.on_update: Callable[[], None] = lambda: None
         self._texts = [_ChoiceText(each) for each in assemblers]
         self._shows_output = prepared.generation.shows_output
-        self._lacks_prompt = sampling.num_prompt_logprobs is not None and self.num_prompt_tokens > 1
+        self._awaits_prompt_logprobs = (
+            sampling.num_prompt_logprobs is not None and self.num_prompt_tokens > 1
+        )
         self._metrics = metrics
         self._clock = clock
         self._on_end = on_end
@@ -116,12 +118,12 @@ class RequestOutput:
     @property
     def has_delivered(self) -> bool:
         """Whether the request succeeded, or returned output tokens before it failed."""
-        is_whole = self.end is not None and self.end.error is None
-        return is_whole or self.num_output_tokens > 0
+        has_succeeded = self.end is not None and self.end.error is None
+        return has_succeeded or self.num_output_tokens > 0
 
     def take(self) -> list[OutputDelta]:
         """Returns the deltas since the last call; empty while prompt logprobs are outstanding."""
-        if self._lacks_prompt and self.end is None:
+        if self._awaits_prompt_logprobs and self.end is None:
             return []
         taken = []
         for index, text in enumerate(self._texts, self.first_choice_index):
@@ -157,9 +159,9 @@ class RequestOutput:
         self._texts[choice_index].served = served
 
     def on_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
-        if self._lacks_prompt:
+        if self._awaits_prompt_logprobs:
             self.prompt_logprobs = logprobs
-            self._lacks_prompt = False
+            self._awaits_prompt_logprobs = False
             self.on_update()
 
     def on_finish(self, choice_index: int, finish: Finish) -> None:

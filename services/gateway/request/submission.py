@@ -17,7 +17,7 @@ from services.gateway.request.generation_request import GenerationRequest, scope
 from services.gateway.request.output_merger import OutputMerger
 from services.gateway.request.preparation import Preparation, PreparedRequest
 from services.gateway.request.prompt import ChatPrompt
-from services.gateway.request.request_output import ClientGone, RequestOutput
+from services.gateway.request.request_output import ClientDisconnected, RequestOutput
 from services.gateway.request.reservation import Reservation, delivered_of
 from services.gateway.streams.stream_driver import StreamDriver
 from services.gateway.tenancy.limits import Limits
@@ -147,12 +147,12 @@ class Submission:
 
     def cancel(self, outputs: Sequence[RequestOutput]) -> None:
         """Cancels the requests of a disconnected client. Does nothing for ended requests."""
-        error = ClientGone("the client closed the connection")
+        error = ClientDisconnected("the client closed the connection")
         for output in outputs:
             self._driver.close(output.request_id, "client_gone", error)
 
     async def render(self, messages: Messages, tools: Messages) -> Sequence[str]:
-        """Returns the chat template's pieces. Counts as one request in preparation meanwhile."""
+        """Returns the chat template's parts. Counts as one request in preparation meanwhile."""
         self._num_preparing += 1
         try:
             return await self._renderer.render(messages, tools)
@@ -168,9 +168,9 @@ class Submission:
         prompt = generation.prompt
         if not isinstance(prompt, ChatPrompt):
             return generation
-        pieces = await self.render(prompt.messages, ())
+        parts = await self.render(prompt.messages, ())
         self._check_admission()
-        rendered = msgspec.structs.replace(prompt, pieces=tuple(pieces))
+        rendered = msgspec.structs.replace(prompt, parts=tuple(parts))
         return msgspec.structs.replace(generation, prompt=rendered)
 
     async def _prepare_on_thread(self, prepare: Callable[[], PreparedRequest]) -> PreparedRequest:

@@ -28,7 +28,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A submission; its outcome is passed to `on_queued` or `on_refused`."""
+    """A submission; its outcome is passed to `on_queued` or `on_rejected`."""
 
     message: SubmitRequest
 

@@ -49,7 +49,7 @@ class StreamDriver:
         self._clock = clock
         self._health_monitor = health_monitor
         self._on_resubmitted = on_resubmitted
-        self._num_told_resubmissions = 0
+        self._num_reported_resubmissions = 0
         self._streams = Streams(bus.process_id)
         self._outbox = Outbox(bus)
         self._background = Background()
@@ -126,7 +126,7 @@ class StreamDriver:
             if is_connected and not was_connected:
                 self._streams.on_bus_back(now)
             was_connected = is_connected
-            for worker_id in self._streams.quiet_workers(now):
+            for worker_id in self._streams.unresponsive_workers(now):
                 # `Placed` may arrive just after the loss was reported
                 if fleet.heartbeat_of(worker_id) is not None and not fleet.is_live(worker_id):
                     self._streams.on_worker_lost(worker_id, now, is_excluded=True)
@@ -148,9 +148,9 @@ class StreamDriver:
                     self._background.start(self._resend(action))
         if not len(self._streams):
             self._is_idle.set()
-        fresh = self._streams.num_resubmissions - self._num_told_resubmissions
+        fresh = self._streams.num_resubmissions - self._num_reported_resubmissions
         if fresh:
-            self._num_told_resubmissions += fresh
+            self._num_reported_resubmissions += fresh
             self._on_resubmitted(fresh)
 
     async def _submit(self, action: Submit) -> None:
@@ -163,7 +163,7 @@ class StreamDriver:
         except HearthError as error:
             now = self._clock.now()
             is_trusted = self._health_monitor.fleet.can_judge(now)
-            self._streams.on_refused(request_id, attempt, error, now, is_bus_trusted=is_trusted)
+            self._streams.on_rejected(request_id, attempt, error, now, is_bus_trusted=is_trusted)
         else:
             self._streams.on_queued(request_id, attempt, reply, self._clock.now())
         self._perform()

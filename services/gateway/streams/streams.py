@@ -59,8 +59,8 @@ RECOVERY_WINDOW_S = 10.0  # longer after a loss: the client may have part of its
 SUBMIT_BACKOFF_S = 0.1
 MIN_TRIES = 3  # a frozen gateway may resume after the window, without having tried
 KEEPALIVE_LIMIT_S = 1.5
-SILENCE_S = 1.0  # limit when the worker is lost; QUIET_LIMIT_S otherwise
-QUIET_LIMIT_S = 2.0
+SILENCE_S = 1.0  # limit when the worker is lost; TOKEN_TIMEOUT_S otherwise
+TOKEN_TIMEOUT_S = 2.0
 RESEND_RETRY_S = 0.3
 MAX_FAILED_RESENDS = 3
 MAX_RESUBMISSIONS = 5
@@ -88,7 +88,7 @@ class Streams:
     def take_actions(self, *, with_acknowledgements: bool = True) -> list[Action]:
         return self._actions.take(with_acknowledgements=with_acknowledgements)
 
-    def quiet_workers(self, now: float) -> set[str]:
+    def unresponsive_workers(self, now: float) -> set[str]:
         """Returns the workers with a placement that sent no tokens for SILENCE_S."""
         placements = (stream.placement for stream in self._by_placement.values())
         return {
@@ -122,7 +122,7 @@ class Streams:
         elif stream.state is StreamState.SUBMITTING and stream.attempt == attempt:
             self._queue(stream, reply.scheduler_id, now)
 
-    def on_refused(
+    def on_rejected(
         self,
         request_id: str,
         attempt: int,
@@ -177,7 +177,7 @@ class Streams:
         if stream.state is StreamState.QUEUED:
             stream.transition_to(StreamState.SUBMITTING)
             self._open_window(stream, now)
-        self.on_refused(failed.request_id, stream.attempt, error_of(failed.failure), now)
+        self.on_rejected(failed.request_id, stream.attempt, error_of(failed.failure), now)
 
     def on_keepalive(self, keepalive: QueueKeepalive, now: float) -> None:
         for request_id in keepalive.request_ids:
@@ -207,7 +207,7 @@ class Streams:
                 self._resubmit(stream, now)
             for choice in stream.choices.values():
                 choice.last_token_at = min(
-                    choice.last_token_at, now - QUIET_LIMIT_S + RESEND_RETRY_S
+                    choice.last_token_at, now - TOKEN_TIMEOUT_S + RESEND_RETRY_S
                 )
 
     # ── workers ──────────────────────────────────────────────────────────────────────────────────
@@ -248,7 +248,7 @@ class Streams:
         if isinstance(error, UnknownPlacement):
             self._resubmit(stream, now)
             return
-        choice.last_token_at = now - QUIET_LIMIT_S + RESEND_RETRY_S
+        choice.last_token_at = now - TOKEN_TIMEOUT_S + RESEND_RETRY_S
         if is_bus_trusted:
             placement.num_failed_resends[index] += 1
         if placement.num_failed_resends[index] >= MAX_FAILED_RESENDS:
@@ -279,7 +279,7 @@ class Streams:
 
     def _watch_running(self, stream: Stream, now: float) -> None:
         for choice in stream.choices.values():
-            if now - choice.last_token_at >= QUIET_LIMIT_S and not choice.is_finished:
+            if now - choice.last_token_at >= TOKEN_TIMEOUT_S and not choice.is_finished:
                 self._request_again(stream, choice)
 
     def _watch_queued(self, stream: Stream, now: float, is_bus_trusted: bool) -> None:

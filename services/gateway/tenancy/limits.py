@@ -108,9 +108,9 @@ class Limits:
         state, is_charged = await self._decide(
             account, RequestedTokens(lease_id, request_cost.costs)
         )
-        if state.refused_by == "requests_per_min":
+        if state.rejected_by == "requests_per_min":
             account.closed = (tenant.requests_per_min or 0, self._clock.now() + state.wait_s)
-        if state.refused_by:
+        if state.rejected_by:
             _reject(state, enforced_limits(tenant))
         headers = ratelimit_headers(enforced_limits(tenant), state)
         lease = LimitLease(tenant, lease_id, request_cost, is_charged, headers)
@@ -128,21 +128,23 @@ class Limits:
         # Redis did not charge requests that this gateway admitted: nothing to refund there
         self._leave(account, settled if lease.is_charged else Settled(lease.lease_id, 0))
 
-    async def _decide(self, account: _Account, asked: RequestedTokens) -> tuple[LimitState, bool]:
+    async def _decide(
+        self, account: _Account, requested: RequestedTokens
+    ) -> tuple[LimitState, bool]:
         """Returns the state from Redis and True, or from the local counter and False."""
-        own = _own_command(account, asked=asked)
-        whole = Settled(asked.lease_id, asked.costs["output_tokens_per_min"])
+        own = _own_command(account, requested=requested)
+        refund = Settled(requested.lease_id, requested.costs["output_tokens_per_min"])
         try:
-            state = await self._apply(account, asked=asked)
+            state = await self._apply(account, requested=requested)
         except StoreUnavailable:
             state = account.counter.apply(own, self._clock.now())
-            if state.refused_by:
-                self._leave(account, whole)  # Redis may have admitted the request, replying late
+            if state.rejected_by:
+                self._leave(account, refund)  # Redis may have admitted the request, replying late
             return state, False
         except BaseException:
-            self._leave(account, whole)
+            self._leave(account, refund)
             raise
-        if not state.refused_by:
+        if not state.rejected_by:
             account.counter.apply(own, self._clock.now(), is_forced=True)
         return state, True
 
@@ -207,7 +209,7 @@ class Limits:
         account: _Account,
         *,
         renewed: tuple[str, ...] = (),
-        asked: RequestedTokens | None = None,
+        requested: RequestedTokens | None = None,
     ) -> LimitState:
         """Raises StoreUnavailable."""
         tenant = account.tenant
@@ -218,7 +220,7 @@ class Limits:
                 settled for settled, _ in islice(account.unsettled.values(), MAX_SETTLED)
             ),
             renewed=renewed,
-            asked=asked,
+            asked=requested,
         )
         keys = [meter_of(tenant.tenant_id), open_requests_of(tenant.tenant_id)]
         try:
@@ -239,16 +241,19 @@ class Limits:
 
 
 def _own_command(
-    account: _Account, *, settled: tuple[Settled, ...] = (), asked: RequestedTokens | None = None
+    account: _Account,
+    *,
+    settled: tuple[Settled, ...] = (),
+    requested: RequestedTokens | None = None,
 ) -> LimitCommand:
     """A command for the local counter. Its leases do not expire: the gateway ends them."""
     return LimitCommand(
-        limits=enforced_limits(account.tenant), lease_s=inf, settled=settled, asked=asked
+        limits=enforced_limits(account.tenant), lease_s=inf, settled=settled, asked=requested
     )
 
 
 def _reject(state: LimitState, limits: dict[str, int]) -> NoReturn:
-    name, limit = state.refused_by, limits[state.refused_by]
+    name, limit = state.rejected_by, limits[state.rejected_by]
     used = state.num_open if name == "concurrency" else round(state.used[name])
     raise EXHAUSTED[name](
         f"this tenant's limit {name} of {limit} is reached ({used} used); "

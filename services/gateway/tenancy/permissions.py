@@ -22,6 +22,6 @@ def check_regions(tenant: TenantRecord) -> None:
         raise NoRegionAllowed("this tenant allows no region: no worker can serve its requests")
 
 
-def priority_of(tenant: TenantRecord, asked: int | None) -> int:
+def priority_of(tenant: TenantRecord, requested: int | None) -> int:
     """A higher priority goes first. A request can lower its tenant's priority, not raise it."""
-    return tenant.priority if asked is None else min(asked, tenant.priority)
+    return tenant.priority if requested is None else min(requested, tenant.priority)

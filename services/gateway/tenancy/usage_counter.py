@@ -25,9 +25,9 @@ log = structlog.get_logger(__name__)
 FLUSH_S = 0.5
 MAX_PER_BATCH = 500
 MAX_PENDING = 100_000  # counts by tenant, day, model, kind; more are dropped and logged
-KEEP_S = 400 * 86_400
-KEEP_BATCH_S = 30 * 86_400
-RETRY_REFUSED_S = 30.0
+RETENTION_S = 400 * 86_400
+BATCH_RETENTION_S = 30 * 86_400
+RETRY_REJECTED_S = 30.0
 LAST_TRIES = 20
 
 # KEYS: the writer's last batch, then a record for each count. ARGV: the batch's number, the TTLs
@@ -83,13 +83,13 @@ class UsageCounter:
         self._pending: Counter[Place] = Counter()
         self._batch: list[tuple[Place, int]] = []
         self._number = 0
-        self._refused: Counter[Place] = Counter()
-        self._retry_refused_at = 0.0
+        self._rejected: Counter[Place] = Counter()
+        self._retry_rejected_at = 0.0
         self._background = Background()
 
     @property
     def num_pending(self) -> int:
-        return len(self._pending) + len(self._batch) + len(self._refused)
+        return len(self._pending) + len(self._batch) + len(self._rejected)
 
     def count(self, tenant_id: str, model: str, counts: dict[UsageKind, int]) -> None:
         day = day_of(self._now())
@@ -108,12 +108,12 @@ class UsageCounter:
     async def stop(self) -> None:
         """Flushes. Counts that Redis does not accept now remain only in the log."""
         await self._background.stop()
-        self._retry_refused_at = 0.0
+        self._retry_rejected_at = 0.0
         for _ in range(LAST_TRIES):
             if await self.flush():
                 break
             await self._clock.sleep(FLUSH_S / 5)
-        left = Counter(self._refused)
+        left = Counter(self._rejected)
         left.update(dict(self._batch))
         left.update(self._pending)
         for place, amount in left.items():
@@ -121,9 +121,9 @@ class UsageCounter:
 
     async def flush(self) -> bool:
         """Sends all buffered counts. Returns False, and loses none, if Redis is unavailable."""
-        if self._refused and self._clock.now() >= self._retry_refused_at:
-            self._pending.update(self._refused)  # the record may have been repaired
-            self._refused.clear()
+        if self._rejected and self._clock.now() >= self._retry_rejected_at:
+            self._pending.update(self._rejected)  # the record may have been repaired
+            self._rejected.clear()
         while self._batch or self._pending:
             if not await self._flush_batch():
                 return False
@@ -136,19 +136,19 @@ class UsageCounter:
             for place, _ in self._batch:
                 del self._pending[place]
         keys = [last_batch_of(self._writer_id)]
-        arguments: list[str | int] = [self._number, KEEP_S, KEEP_BATCH_S]
+        arguments: list[str | int] = [self._number, RETENTION_S, BATCH_RETENTION_S]
         for (tenant_id, day, model, kind), amount in self._batch:
             keys.append(usage_of(tenant_id, day))
             arguments += [f"{kind}:{model}", amount]
         try:
-            refused = await self._store.evaluate(ADD_UP, keys, arguments)
+            rejected = await self._store.evaluate(ADD_UP, keys, arguments)
         except StoreUnavailable:
             return False
         batch, self._batch = self._batch, []
-        for index in map(int, refused.split()):
+        for index in map(int, rejected.split()):
             place, amount = batch[index]
-            self._refused[place] += amount
-            self._retry_refused_at = self._clock.now() + RETRY_REFUSED_S
+            self._rejected[place] += amount
+            self._retry_rejected_at = self._clock.now() + RETRY_REJECTED_S
             log.error("usage_unreadable", tenant_id=place[0], day=place[1])
         return True
 

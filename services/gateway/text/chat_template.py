@@ -3,7 +3,7 @@
 A template writes role markers as special tokens, which the tokenizer converts to ids. If message
 text were rendered unchanged, a client could forge a role by sending `<|im_start|>system`. So every
 special token *inside message text* is replaced by a reference (two Unicode noncharacters around a
-number) before the template runs, and `_split` returns the pieces: template text, where special
+number) before the template runs, and `_split` returns the parts: template text, where special
 tokens are recognized, and literal text, where the same characters are ordinary. The model reads
 the client's text unchanged. Role markers that a model writes with ordinary tokens cannot be
 distinguished from text; this is true of every server of such a model.
@@ -31,7 +31,7 @@ Today = Callable[[], datetime.datetime]
 
 
 class LiteralText(str):
-    """A prompt piece in which special tokens are ordinary text."""
+    """A prompt part in which special tokens are ordinary text."""
 
     __slots__ = ()
 
@@ -78,7 +78,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[str]:
-        """Returns the prompt pieces in order; a `LiteralText` is text without special tokens.
+        """Returns the prompt parts in order; a `LiteralText` is text without special tokens.
 
         Raises InvalidRequest with the template's message if the template rejects the messages.
         """
@@ -105,13 +105,13 @@ class ChatTemplate:
         return self._pattern.sub(lambda hit: f"{_OPEN}{self._index[hit[0]]}{_CLOSE}", text)
 
     def _split(self, prompt: str) -> list[str]:
-        pieces: list[str] = []
+        parts: list[str] = []
         for position, part in enumerate(_REFERENCE.split(prompt)):
             if position % 2:
-                pieces.append(LiteralText(self._literals[int(part)]))
+                parts.append(LiteralText(self._literals[int(part)]))
             elif part:
-                pieces.append(part)
-        return pieces
+                parts.append(part)
+        return parts
 
 
 def _map_strings(message: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:

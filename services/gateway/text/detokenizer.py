@@ -14,15 +14,15 @@ MAX_PENDING_TOKENS = 8
 
 
 class Detokenizer:
-    """`feed` returns a piece for each token that completes text, and buffers a tail that is not
+    """`feed` returns a delta for each token that completes text, and buffers a tail that is not
     complete UTF-8; `flush` returns that tail as U+FFFD.
 
-    The joined pieces equal `tokenizer.decode` of all tokens, by default without special tokens.
+    The joined deltas equal `tokenizer.decode` of all tokens, by default without special tokens.
     `DecodeStream` handles the common case in 0.6 µs; this class adds the end of the text and the
     recovery after invalid UTF-8. `context`: the preceding tokens; a decoder must not strip the
     first space of a continued text.
 
-    `whole_texts`, from `token_bytes`, avoids that cost for most tokens of many models: while no
+    `complete_texts`, from `token_bytes`, avoids that cost for most tokens of many models: while no
     tail is buffered, their text is known. The text of other tokens does not depend on these, so
     neither `DecodeStream` nor `_context` includes them.
     """
@@ -33,29 +33,29 @@ class Detokenizer:
         context: Sequence[int] = (),
         *,
         skips_special_tokens: bool = True,
-        whole_texts: Mapping[int, str] = MappingProxyType({}),
+        complete_texts: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self._tokenizer = tokenizer
         self._skips = skips_special_tokens
-        self._whole_texts = whole_texts
-        self._context = list(context)  # tokens of the last piece returned
+        self._complete_texts = complete_texts
+        self._context = list(context)  # tokens of the last delta returned
         if self._context and self._decode(self._context).endswith(REPLACEMENT):
             self._context = []  # a partial character at its end would be returned again
         self._stream = DecodeStream(self._context, skip_special_tokens=self._skips)
         self._pending: list[int] = []  # tokens not returned yet
 
     def feed(self, token_ids: Sequence[int]) -> list[str]:
-        pieces = []
+        deltas = []
         for token_id in token_ids:
-            if not self._pending and token_id in self._whole_texts:
-                pieces.append(self._whole_texts[token_id])
+            if not self._pending and token_id in self._complete_texts:
+                deltas.append(self._complete_texts[token_id])
                 continue
             self._pending.append(token_id)
-            piece = self._step(token_id)
-            if piece:
+            delta = self._step(token_id)
+            if delta:
                 self._context, self._pending = self._pending, []
-                pieces.append(piece)
-        return pieces
+                deltas.append(delta)
+        return deltas
 
     def flush(self) -> str:
         """Returns the remaining text after the last token."""
@@ -65,12 +65,12 @@ class Detokenizer:
 
     def _step(self, token_id: int) -> str | None:
         try:
-            piece = self._stream.step(self._tokenizer, token_id)
+            delta = self._stream.step(self._tokenizer, token_id)
         except Exception:  # tokenizers raises a bare Exception when its prefix changes meaning
-            piece = None
-        if piece is None and len(self._pending) > MAX_PENDING_TOKENS:
+            delta = None
+        if delta is None and len(self._pending) > MAX_PENDING_TOKENS:
             return self._give_up_waiting()
-        return piece
+        return delta
 
     def _give_up_waiting(self) -> str | None:
         """Ends a long tail without text: special tokens, or bytes that never form a character."""

@@ -41,12 +41,12 @@ class RenderJob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Rendered(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The pieces of the prompt, each with a flag for literal text."""
+    """The parts of the prompt, each with a flag for literal text."""
 
-    pieces: list[tuple[bool, str]]
+    parts: list[tuple[bool, str]]
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class Rejected(msgspec.Struct, frozen=True, tag=True, array_like=True):
     reason: str
 
 
@@ -54,7 +54,7 @@ class Late(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The job was skipped: `latest_start` had passed."""
 
 
-Reply = Rendered | Refused | Late
+Reply = Rendered | Rejected | Late
 encode = msgspec.msgpack.Encoder().encode
 
 
@@ -76,14 +76,14 @@ def reply_to(template: ChatTemplate, order: RenderJob) -> Reply:
     if time.monotonic() > order.latest_start:
         return Late()
     try:
-        pieces = template.render(order.messages, order.tools)
+        parts = template.render(order.messages, order.tools)
     except HearthError as error:
-        return Refused(error.message)
+        return Rejected(error.message)
     except (MemoryError, RecursionError) as error:
-        return Refused(f"the chat template fails on these messages: {type(error).__name__}")
-    if sum(map(len, pieces)) > MAX_PROMPT_CHARS:
-        return Refused(f"the rendered prompt has more than {MAX_PROMPT_CHARS} characters")
-    return Rendered([(isinstance(piece, LiteralText), str(piece)) for piece in pieces])
+        return Rejected(f"the chat template fails on these messages: {type(error).__name__}")
+    if sum(map(len, parts)) > MAX_PROMPT_CHARS:
+        return Rejected(f"the rendered prompt has more than {MAX_PROMPT_CHARS} characters")
+    return Rendered([(isinstance(part, LiteralText), str(part)) for part in parts])
 
 
 def _read() -> bytes | None:

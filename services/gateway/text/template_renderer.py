@@ -16,7 +16,7 @@ import msgspec
 
 import services
 from services.gateway.text.chat_template import ChatTemplate, LiteralText, TemplateSource
-from services.gateway.text.template_process import LIMIT_S, SIZE, Late, Refused, RenderJob, Reply
+from services.gateway.text.template_process import LIMIT_S, SIZE, Late, Rejected, RenderJob, Reply
 from shared.background import Background
 from shared.errors import HearthError, InvalidRequest, NoCapacity, Overloaded
 from shared.lifecycle.child_process import send_signal
@@ -51,9 +51,9 @@ class Renderer:
         self._template = template
         self._process: asyncio.subprocess.Process | None = None
         self._waiting: deque[_Waiting] = deque()
-        self._asked: deque[_Waiting] = deque()  # this round; the first is being rendered
+        self._round: deque[_Waiting] = deque()  # the first is being rendered
         self._background = Background()
-        self._is_asking = False
+        self._is_running = False
 
     async def start(self) -> None:
         """Optional first call: starts the process, so that the first conversation does not wait."""
@@ -70,8 +70,8 @@ class Renderer:
         order = RenderJob(messages, tools, latest_start=time.monotonic() + self.max_wait_s)
         waiting = _Waiting(_frame(order), loop.create_future())
         self._waiting.append(waiting)
-        if not self._is_asking:
-            self._is_asking = True
+        if not self._is_running:
+            self._is_running = True
             self._background.start(self._take_rounds(self._template))
         patience = loop.call_later(self.max_wait_s, self._give_up, waiting)
         try:
@@ -82,15 +82,15 @@ class Renderer:
         finally:
             patience.cancel()
         match reply:
-            case Refused(reason):
+            case Rejected(reason):
                 raise InvalidRequest(reason, param="messages")
             case Late():
                 raise _too_many()
-        return [LiteralText(text) if is_literal else text for is_literal, text in reply.pieces]
+        return [LiteralText(text) if is_literal else text for is_literal, text in reply.parts]
 
     async def close(self) -> None:
         await self._background.stop()
-        self._is_asking = False
+        self._is_running = False
         while self._waiting:
             _fail(self._waiting.popleft(), NoCapacity("the gateway stops", retry_after_s=1.0))
         await self._end_process()
@@ -107,7 +107,7 @@ class Renderer:
             _fail(waiting, _too_many())
 
     def _is_turn_of(self, waiting: _Waiting) -> bool:
-        return bool(self._asked) and self._asked[0] is waiting
+        return bool(self._round) and self._round[0] is waiting
 
     async def _take_rounds(self, template: ChatTemplate) -> None:
         """Sends the jobs that arrive during a round together in the next one: waking the other
@@ -115,39 +115,39 @@ class Renderer:
         """
         while self._waiting:
             self._request_next()
-            if self._asked:
+            if self._round:
                 await self._take_round(template)
-        self._is_asking = False
+        self._is_running = False
 
     def _request_next(self) -> None:
-        while self._waiting and len(self._asked) < MAX_ROUND:
+        while self._waiting and len(self._round) < MAX_ROUND:
             each = self._waiting.popleft()
             if not each.reply.done():
-                self._asked.append(each)
+                self._round.append(each)
 
     async def _take_round(self, template: ChatTemplate) -> None:
         """Ends a process that does not reply and fails its current job. The jobs after that one
         are first in the next round.
         """
-        asked, process = self._asked, None
+        jobs, process = self._round, None
         try:
             async with asyncio.timeout(self.hang_s) as hanging:
                 process = await self._started(template)
-                _send(process, b"".join([each.frame for each in asked]))
-                while asked and self._process is process:
+                _send(process, b"".join([each.frame for each in jobs]))
+                while jobs and self._process is process:
                     reply = await _reply_of(process)
-                    _settle(asked.popleft(), reply)
+                    _settle(jobs.popleft(), reply)
                     hanging.reschedule(asyncio.get_running_loop().time() + self.hang_s)
         except (ConnectionError, EOFError):
             if self._process is process:  # not killed by `_leave`
                 await self._end_process()
-                _settle(asked.popleft(), Refused(RENDER_TIMEOUT))
+                _settle(jobs.popleft(), Rejected(RENDER_TIMEOUT))
         except (TimeoutError, OSError, RuntimeError, msgspec.DecodeError):  # uvloop: a closed pipe
             await self._end_process()
-            _fail(asked.popleft(), NoCapacity("the template process hangs", retry_after_s=1.0))
+            _fail(jobs.popleft(), NoCapacity("the template process hangs", retry_after_s=1.0))
         finally:
-            self._waiting.extendleft(reversed(asked))
-            asked.clear()
+            self._waiting.extendleft(reversed(jobs))
+            jobs.clear()
 
     async def _started(self, template: ChatTemplate) -> asyncio.subprocess.Process:
         if self._process is not None and self._process.returncode is None:

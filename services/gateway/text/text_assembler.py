@@ -30,13 +30,13 @@ class TextAssembler:
         return self._stop_strings.matched is not None
 
     def feed(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> list[str]:
-        """Returns a piece for each token with text to show. Tokens after a match are neither shown
+        """Returns a delta for each token with text to show. Tokens after a match are neither shown
         nor counted. `logprobs`: of all tokens, or empty.
         """
         if not self._has_stop and not logprobs:
             self.num_tokens += len(token_ids)
             return self._detokenizer.feed(token_ids)
-        pieces = []
+        deltas = []
         for index, token_id in enumerate(token_ids):
             if self.is_stopped:
                 break
@@ -44,13 +44,13 @@ class TextAssembler:
             text = "".join(self._detokenizer.feed((token_id,)))
             shown = self._show(text)
             if shown:
-                pieces.append(shown)
+                deltas.append(shown)
             if logprobs:
                 self._held.add(token_id, logprobs[index], text)
                 self._held.show(len(shown))
         if self.is_stopped:
             self._held.show_all()
-        return pieces
+        return deltas
 
     def flush(self) -> str:
         """Returns the buffered text after the last token; may still find a match in it."""

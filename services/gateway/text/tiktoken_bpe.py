@@ -154,7 +154,7 @@ def _pattern_of(pre_tokenizer: _PreTokenizer | None) -> str | None:
 def _ranks_of(model: _Model) -> dict[bytes, int] | None:
     """Returns the ids of tokens that can occur, by their bytes; None if tiktoken could differ."""
     vocab = model.vocab
-    if not isinstance(vocab, dict) or not _is_plain(model):
+    if not isinstance(vocab, dict) or not _is_standard_bpe(model):
         return None
     merges = [_pair_of(each) for each in model.merges]
     made = [vocab[left + right] for left, right in merges]
@@ -174,7 +174,7 @@ def _ranks_of(model: _Model) -> dict[bytes, int] | None:
     return ranks if all(bytes([byte]) in ranks for byte in range(256)) else None
 
 
-def _is_plain(model: _Model) -> bool:
+def _is_standard_bpe(model: _Model) -> bool:
     has_affix = model.continuing_subword_prefix or model.end_of_word_suffix
     return model.type == "BPE" and not has_affix and not model.dropout
 

@@ -11,7 +11,7 @@ import re
 import msgspec
 from tokenizers import Tokenizer
 
-_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class _Decoder(msgspec.Struct, frozen=True):
@@ -31,7 +31,7 @@ def is_byte_level(source: str) -> bool:
     return any(each.type == "ByteLevel" for each in (decoder, *decoder.decoders))
 
 
-def whole_texts(source: str, tokenizer: Tokenizer) -> dict[int, str]:
+def complete_texts(source: str, tokenizer: Tokenizer) -> dict[int, str]:
     """Returns the text of each token whose text does not depend on its neighbours: the complete
     UTF-8 tokens, if the decoder only joins bytes; else none. `source` as in `is_byte_level`.
     """
@@ -40,9 +40,9 @@ def whole_texts(source: str, tokenizer: Tokenizer) -> dict[int, str]:
         return {}
     table, added = byte_characters(), tokenizer.get_added_tokens_decoder()
     found = {}
-    for piece, token_id in tokenizer.get_vocab(with_added_tokens=False).items():
+    for token, token_id in tokenizer.get_vocab(with_added_tokens=False).items():
         try:
-            text = bytes([table[char] for char in piece]).decode()
+            text = bytes([table[char] for char in token]).decode()
         except (KeyError, UnicodeDecodeError):
             continue
         if text and token_id not in added and not text.endswith("\ufffd"):
@@ -71,14 +71,14 @@ class TokenBytes:
         """Returns no bytes for an id that is not in the vocabulary."""
         known = self._known.get(token_id)
         if known is None:
-            piece = self._tokenizer.id_to_token(token_id)
-            known = self._known[token_id] = b"" if piece is None else self._spelled(piece)
+            token = self._tokenizer.id_to_token(token_id)
+            known = self._known[token_id] = b"" if token is None else self._spelled(token)
         return known
 
-    def _spelled(self, piece: str) -> bytes:
+    def _spelled(self, token: str) -> bytes:
         if self._table is not None:
-            if all(char in self._table for char in piece):
-                return bytes(self._table[char] for char in piece)
-            return piece.encode()
-        byte = _BYTE_PIECE.fullmatch(piece)
-        return bytes([int(byte[1], 16)]) if byte else piece.replace("▁", " ").encode()
+            if all(char in self._table for char in token):
+                return bytes(self._table[char] for char in token)
+            return token.encode()
+        byte = _BYTE_TOKEN.fullmatch(token)
+        return bytes([int(byte[1], 16)]) if byte else token.replace("▁", " ").encode()

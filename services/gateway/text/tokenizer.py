@@ -1,4 +1,4 @@
-"""Converts prompt pieces to token ids."""
+"""Converts prompt parts to token ids."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from services.gateway.text.chat_template import LiteralText
 from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.tiktoken_bpe import encoders
-from services.gateway.text.token_bytes import TokenBytes, is_byte_level, whole_texts
+from services.gateway.text.token_bytes import TokenBytes, complete_texts, is_byte_level
 from shared.errors import ConfigError
 
 
@@ -24,7 +24,7 @@ class PromptTokenizer:
             self.tokenizer = Tokenizer.from_str(text)
             self._literal = Tokenizer.from_str(text)
             has_byte_level = is_byte_level(text)
-            self.whole_texts = whole_texts(text, self.tokenizer)
+            self.complete_texts = complete_texts(text, self.tokenizer)
         except Exception as error:  # tokenizers raises a bare Exception
             raise ConfigError(f"cannot read the tokenizer {path}: {error}") from error
         for each in (self.tokenizer, self._literal):
@@ -46,15 +46,17 @@ class PromptTokenizer:
     def vocab_size(self) -> int:
         return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
 
-    def encode(self, pieces: Sequence[str]) -> list[int]:
+    def encode(self, parts: Sequence[str]) -> list[int]:
         """Encodes without adding tokens: a chat template includes the BOS token."""
         token_ids: list[int] = []
-        for piece in pieces:
-            is_literal = isinstance(piece, LiteralText)
-            token_ids += self._encode_literal(piece) if is_literal else self._encode(piece)
+        for part in parts:
+            is_literal = isinstance(part, LiteralText)
+            token_ids += self._encode_literal(part) if is_literal else self._encode(part)
         return token_ids
 
-    def encode_whole(self, text: str, *, add_special_tokens: bool) -> tuple[list[int], list[int]]:
+    def encode_with_offsets(
+        self, text: str, *, add_special_tokens: bool
+    ) -> tuple[list[int], list[int]]:
         """Encodes a client's prompt. Returns token ids and the start of each token in `text`.
 
         An offset is the end of the previous token, since some tokenizers exclude a token's space
@@ -67,16 +69,16 @@ class PromptTokenizer:
             end = max(end, next_end)
         return encoding.ids, offsets
 
-    def decode_whole(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
+    def decode_with_offsets(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
         """Decodes a token prompt, including special tokens. Returns the text and the offsets."""
         detokenizer = Detokenizer(self.tokenizer, skips_special_tokens=False)
-        pieces, offsets, end = [], [], 0
+        texts, offsets, end = [], [], 0
         for token_id in token_ids:
             offsets.append(end)
-            pieces.append("".join(detokenizer.feed((token_id,))))
-            end += len(pieces[-1])
-        pieces.append(detokenizer.flush())
-        return "".join(pieces), offsets
+            texts.append("".join(detokenizer.feed((token_id,))))
+            end += len(texts[-1])
+        texts.append(detokenizer.flush())
+        return "".join(texts), offsets
 
     def bad_word_tokens(self, word: str) -> list[tuple[int, ...]]:
         """Returns the tokens of the word at the start of a text and after a space."""

@@ -49,14 +49,14 @@ def admitted(
 
 def test_a_minute_holds_its_limit_and_fills_evenly() -> None:
     counter, limits = RateLimitCounter(), {"requests_per_min": 7}
-    assert all(not admitted(counter, limits, n, 0.0).refused_by for n in range(7))
+    assert all(not admitted(counter, limits, n, 0.0).rejected_by for n in range(7))
     refused = admitted(counter, limits, 7, 0.0)
-    assert refused.refused_by == "requests_per_min"
+    assert refused.rejected_by == "requests_per_min"
     assert refused.wait_s == pytest.approx(60 / 7)
-    assert admitted(counter, limits, 8, 60 / 7 - 0.001).refused_by
-    assert not admitted(counter, limits, 9, 60 / 7).refused_by
-    assert admitted(counter, limits, 10, 60 / 7).refused_by
-    assert [not admitted(counter, limits, n, 1000.0).refused_by for n in range(20, 28)] == [
+    assert admitted(counter, limits, 8, 60 / 7 - 0.001).rejected_by
+    assert not admitted(counter, limits, 9, 60 / 7).rejected_by
+    assert admitted(counter, limits, 10, 60 / 7).rejected_by
+    assert [not admitted(counter, limits, n, 1000.0).rejected_by for n in range(20, 28)] == [
         *[True] * 7,
         False,
     ]
@@ -67,19 +67,19 @@ def test_what_waits_longest_is_named() -> None:
     counter = RateLimitCounter()
     counter.apply(command(limits, asked=asked("a", 60, 30)), 0.0)
     read = counter.apply(command(limits, asked=asked("b", 1, 40)), 0.0)
-    assert (read.refused_by, read.wait_s) == ("input_tokens_per_min", pytest.approx(10))
+    assert (read.rejected_by, read.wait_s) == ("input_tokens_per_min", pytest.approx(10))
     read = counter.apply(command(limits, asked=asked("b", 1, 0)), 14.0)
-    assert (read.refused_by, read.wait_s) == ("concurrency", 1.0)
+    assert (read.rejected_by, read.wait_s) == ("concurrency", 1.0)
 
 
 def test_places_are_given_back_once_and_heal_by_themselves() -> None:
     counter, limits = RateLimitCounter(), {"concurrency": 2}
     for name in ("a", "b"):
-        assert not counter.apply(command(limits, asked=asked(name)), 0.0).refused_by
-    assert counter.apply(command(limits, asked=asked("c")), 0.0).refused_by == "concurrency"
+        assert not counter.apply(command(limits, asked=asked(name)), 0.0).rejected_by
+    assert counter.apply(command(limits, asked=asked("c")), 0.0).rejected_by == "concurrency"
     twice = (Settled("a", 0), Settled("a", 0), Settled("nobody", 0))
     read = counter.apply(command(limits, settled=twice, asked=asked("c")), 1.0)
-    assert (read.refused_by, read.num_open) == ("", 2)
+    assert (read.rejected_by, read.num_open) == ("", 2)
     read = counter.apply(command(limits, renewed=("b",)), 14.0)
     assert read.num_open == 2
     assert counter.apply(command(limits), 1.0 + LEASE_S).num_open == 1  # c's gateway has died
@@ -89,7 +89,7 @@ def test_places_are_given_back_once_and_heal_by_themselves() -> None:
 def test_reserved_output_is_given_back_as_far_as_it_was_not_drawn() -> None:
     counter, limits = RateLimitCounter(), {"output_tokens_per_min": 600}
     counter.apply(command(limits, asked=asked("a", outputs=500)), 0.0)
-    assert counter.apply(command(limits, asked=asked("b", outputs=200)), 0.0).refused_by
+    assert counter.apply(command(limits, asked=asked("b", outputs=200)), 0.0).rejected_by
     read = counter.apply(command(limits, settled=(Settled("a", 400),)), 0.0)
     assert read.used["output_tokens_per_min"] == 100
     read = counter.apply(command(limits, settled=(Settled("a", 400),)), 0.0)
@@ -176,7 +176,7 @@ def test_redis_reads_what_the_meter_reads(client: redis.Redis, steps: list[Any])
         client.persist("meter")
         client.persist("open")
         read = to_limit_state(reply)
-        assert (read.refused_by, read.num_open) == (own.refused_by, own.num_open)
+        assert (read.rejected_by, read.num_open) == (own.rejected_by, own.num_open)
         assert read.wait_s == pytest.approx(own.wait_s, abs=1e-4)
         assert read.used == pytest.approx(own.used, abs=1e-4)
 
@@ -188,7 +188,7 @@ def test_what_cannot_be_in_the_record_is_mended_within_a_minute(client: redis.Re
         whole = command({"requests_per_min": 5}, asked=asked("a", 5))
         reply = client.eval(APPLY_LUA, 2, "meter", "open", msgspec.json.encode(whole))
         read = to_limit_state(reply)
-        assert bool(read.refused_by) is is_refused, text
+        assert bool(read.rejected_by) is is_refused, text
         assert read.wait_s <= 60
     client.delete("meter", "open")
 
@@ -202,7 +202,7 @@ async def test_many_gateways_at_once_let_in_exactly_the_limit(redis_server: Redi
             for turn in range(20):
                 one = command(limits, asked=asked(f"{number}-{turn}", outputs=3))
                 reply = own.eval(APPLY_LUA, 2, "m:meter", "m:open", msgspec.json.encode(one))
-                found.append(to_limit_state(reply).refused_by)
+                found.append(to_limit_state(reply).rejected_by)
             return found
 
     lists = await asyncio.gather(*(asyncio.to_thread(gateway, number) for number in range(4)))

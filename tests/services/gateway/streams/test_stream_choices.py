@@ -148,7 +148,7 @@ def test_a_resend_that_a_stop_overtook_blames_nobody() -> None:
 
 def test_a_silent_choice_is_asked_for_while_another_talks() -> None:
     rig = Choices()
-    rig.tick(core.QUIET_LIMIT_S - 0.1)
+    rig.tick(core.TOKEN_TIMEOUT_S - 0.1)
     rig.told(1, 0, 7)
     rig.tick(0.1)
     (action,) = rig.actions()
@@ -157,7 +157,7 @@ def test_a_silent_choice_is_asked_for_while_another_talks() -> None:
 
 def test_failed_resends_count_for_each_choice() -> None:
     rig = Choices(num_choices=core.MAX_FAILED_RESENDS)
-    rig.tick(core.QUIET_LIMIT_S)
+    rig.tick(core.TOKEN_TIMEOUT_S)
     for action in rig.actions():
         error = RequestTimeout("no reply")
         rig.streams.on_resend_failed(action.message, error, rig.now, is_bus_trusted=True)

@@ -154,7 +154,7 @@ class Rig:
         self.streams.on_token_batch(batch, self.now)
 
     def refuse(self, error: HearthError, attempt: int = 1, *, is_bus_trusted: bool = True) -> None:
-        self.streams.on_refused("r1", attempt, error, self.now, is_bus_trusted=is_bus_trusted)
+        self.streams.on_rejected("r1", attempt, error, self.now, is_bus_trusted=is_bus_trusted)
 
     def tick(self, delay_s: float, *, is_bus_trusted: bool = True) -> None:
         self.now += delay_s
@@ -256,7 +256,7 @@ def test_silence_asks_then_gives_the_worker_up() -> None:
     rig = running()
     rig.tokens(0, 5)
     for attempt in range(core.MAX_FAILED_RESENDS):
-        rig.tick(core.QUIET_LIMIT_S if attempt == 0 else core.RESEND_RETRY_S)
+        rig.tick(core.TOKEN_TIMEOUT_S if attempt == 0 else core.RESEND_RETRY_S)
         (action,) = rig.actions()
         assert isinstance(action, Resend)
         error = RequestTimeout("no reply")
@@ -268,7 +268,7 @@ def test_silence_asks_then_gives_the_worker_up() -> None:
 
 def test_a_silent_bus_blames_nobody() -> None:
     rig = running()
-    rig.tick(core.QUIET_LIMIT_S)
+    rig.tick(core.TOKEN_TIMEOUT_S)
     for _ in range(20):
         for action in rig.actions():
             error = RequestTimeout("no reply")
@@ -301,7 +301,7 @@ def test_once_the_bus_is_back_a_silent_choice_is_asked_for_soon() -> None:
 
 def test_unknown_placement_is_submitted_again_without_exclusion() -> None:
     rig = running()
-    rig.tick(core.QUIET_LIMIT_S)
+    rig.tick(core.TOKEN_TIMEOUT_S)
     (action,) = rig.actions()
     error = UnknownPlacement("gone")
     rig.streams.on_resend_failed(action.message, error, rig.now, is_bus_trusted=False)

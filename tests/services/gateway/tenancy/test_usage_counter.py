@@ -12,7 +12,7 @@ import structlog.testing
 from services.gateway.tenancy.usage_counter import (
     ADD_UP,
     MAX_PER_BATCH,
-    RETRY_REFUSED_S,
+    RETRY_REJECTED_S,
     UsageCounter,
     day_of,
     last_batch_of,
@@ -197,7 +197,7 @@ async def test_an_unreadable_record_keeps_its_counts_and_nobody_else_s(
     assert other == {b"requests:m": b"x", b"input_tokens:m": b"100", b"output_tokens:m": b"7"}
     assert usage.num_pending == 4
     await store.write([("DEL", name), ("HDEL", usage_of("other", DAY), "requests:m")])
-    usage._clock.time += RETRY_REFUSED_S  # type: ignore[attr-defined]
+    usage._clock.time += RETRY_REJECTED_S  # type: ignore[attr-defined]
     assert await usage.flush()
     assert await rows(store, "acme", "other") == [row(), row(tenant_id="other")]
 

@@ -99,7 +99,7 @@ async def test_who_leaves_when_the_reply_is_there_spoils_nobodys_turn(make: Make
     for _ in range(5):
         assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
         leaving = asyncio.create_task(renderer.render(MESSAGES))
-        while not renderer._asked:
+        while not renderer._round:
             await asyncio.sleep(0)
         time.sleep(0.02)
         leaving.cancel()
@@ -123,7 +123,7 @@ async def test_who_waits_too_long_is_told_in_the_middle_of_a_round(make: Make) -
     await renderer.render(MESSAGES)  # the process is there: to start it takes a while
     renderer.max_wait_s = 1.0
     asked = [asyncio.create_task(renderer.render(MESSAGES * 2)) for _ in range(MAX_ROUND)]
-    while not renderer._asked:
+    while not renderer._round:
         await asyncio.sleep(0)
     with pytest.raises(Overloaded):
         await renderer.render(MESSAGES)

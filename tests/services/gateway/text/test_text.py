@@ -18,7 +18,7 @@ from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.stop_strings import StopStrings
 from services.gateway.text.text_assembler import TextAssembler
-from services.gateway.text.token_bytes import TokenBytes, whole_texts
+from services.gateway.text.token_bytes import TokenBytes, complete_texts
 from services.gateway.text.tokenizer import PromptTokenizer
 from shared.errors import ConfigError, InvalidRequest
 from shared.messages import TokenLogprobs
@@ -69,7 +69,7 @@ def test_stop_string_holds_and_releases() -> None:
 @given(text=st.text(max_size=40))
 def test_detokenizer_equals_full_decode(model_files: ModelFiles, text: str) -> None:
     token_ids = model_files.tokenizer.encode([LiteralText(text)])
-    check_pieces(model_files.tokenizer.tokenizer, token_ids, model_files.tokenizer.whole_texts)
+    check_pieces(model_files.tokenizer.tokenizer, token_ids, model_files.tokenizer.complete_texts)
 
 
 @settings(max_examples=300)
@@ -78,13 +78,13 @@ def test_detokenizer_on_tokens_that_are_no_text(
     model_files: ModelFiles, token_ids: list[int]
 ) -> None:
     """What a model may well produce: broken UTF-8, special tokens, both in a row."""
-    check_pieces(model_files.tokenizer.tokenizer, token_ids, model_files.tokenizer.whole_texts)
+    check_pieces(model_files.tokenizer.tokenizer, token_ids, model_files.tokenizer.complete_texts)
 
 
 def check_pieces(
     tokenizer: Tokenizer,
     token_ids: list[int],
-    whole_texts: Mapping[int, str] = MappingProxyType({}),
+    complete_texts: Mapping[int, str] = MappingProxyType({}),
 ) -> None:
     expected = tokenizer.decode(token_ids, skip_special_tokens=True)
     detokenizer = Detokenizer(tokenizer)
@@ -92,7 +92,7 @@ def check_pieces(
     for token_id in token_ids:
         pieces += detokenizer.feed((token_id,))
         assert expected.startswith("".join(pieces))
-    at_once = Detokenizer(tokenizer, whole_texts=whole_texts)
+    at_once = Detokenizer(tokenizer, complete_texts=complete_texts)
     assert at_once.feed(token_ids) == pieces and all(pieces)
     assert detokenizer.flush() == at_once.flush() == expected[len("".join(pieces)) :]
     assert expected.startswith("".join(pieces)) and detokenizer.flush() == ""
@@ -100,7 +100,7 @@ def check_pieces(
 
 def test_most_tokens_are_whole_texts_and_special_ones_are_none(model_files: ModelFiles) -> None:
     tokenizer = PromptTokenizer(DEMO_MODEL_DIR / "tokenizer.json")
-    texts, vocab_size = tokenizer.whole_texts, tokenizer.vocab_size
+    texts, vocab_size = tokenizer.complete_texts, tokenizer.vocab_size
     assert 0.9 * vocab_size < len(texts) < vocab_size
     for token_id in range(vocab_size):
         alone = tokenizer.tokenizer.decode([token_id], skip_special_tokens=True)
@@ -112,7 +112,7 @@ def test_other_decoders_have_no_whole_texts(decoder: Any) -> None:
     tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1}, [], fuse_unk=True))
     if decoder is not None:
         tokenizer.decoder = decoder
-    assert whole_texts(tokenizer.to_str(), tokenizer) == {}
+    assert complete_texts(tokenizer.to_str(), tokenizer) == {}
 
 
 def test_an_added_word_is_no_whole_text() -> None:
@@ -120,7 +120,7 @@ def test_an_added_word_is_no_whole_text() -> None:
     tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1, "\u00ef\u00bf\u00bd": 2}, []))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["a"])
-    assert whole_texts(tokenizer.to_str(), tokenizer) == {1: "b"}
+    assert complete_texts(tokenizer.to_str(), tokenizer) == {1: "b"}
 
 
 def test_character_over_tokens_comes_whole(model_files: ModelFiles) -> None:
