@@ -35,8 +35,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(is_wanted: bool) -> None:
-    if is_wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         try:
             print(importlib.metadata.version("hearth"))
         except importlib.metadata.PackageNotFoundError:
@@ -163,15 +163,15 @@ def main() -> None:
     try:
         status = command.main(arguments, prog_name="hearth", standalone_mode=False)
     except UsageError as error:
-        _refuse(error.format_message())
+        _exit_with_error(error.format_message())
     except HearthError as error:
-        _refuse(error.message)
+        _exit_with_error(error.message)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     sys.exit(status or 0)
 
 
-def _refuse(message: str) -> NoReturn:
+def _exit_with_error(message: str) -> NoReturn:
     print(f"hearth: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)
 

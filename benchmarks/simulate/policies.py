@@ -38,9 +38,9 @@ class Hearth(Policy):
     name = "hearth"
     asks_index = True
 
-    def __init__(self, draw: Callable[[int], int], *, has_index: bool = True) -> None:
+    def __init__(self, random_below: Callable[[int], int], *, has_index: bool = True) -> None:
         """Without the index, only the affinity key indicates a worker that may have a prefix."""
-        self._draw = draw
+        self._random_below = random_below
         self._local_prefill = LocalPrefill(always=4, at_most=1_000_000)
         if not has_index:
             self.name, self.asks_index = "hearth, no index", False
@@ -59,7 +59,7 @@ class Hearth(Policy):
             num_cached_blocks,
             local_prefill=self._local_prefill,
             now=now,
-            draw=self._draw,
+            random_below=self._random_below,
             excluded=tried,
         )
 

@@ -68,18 +68,18 @@ async def _status(nats_url: str, *, is_once: bool, is_json: bool, interval_s: fl
     clock, view, background = MonotonicClock(), FleetView(), Background()
     process_id = process_id_for("observer", nats_url)
     bus = await NatsBus.connect(nats_url, process_id=process_id, timeout_s=CONNECT_TIMEOUT_S)
-    is_heard = asyncio.Event()
+    received = asyncio.Event()
 
     def on_heartbeat(beat: Heartbeat) -> None:
         view.observe(beat, clock.now())
         if view.rows():
-            is_heard.set()
+            received.set()
 
     try:
         await bus.subscribe(HEARTBEATS, Heartbeat, on_heartbeat)
         background.start(_judge(bus, view, clock))
         if is_once:
-            await _first_beat(is_heard, nats_url)
+            await _first_beat(received, nats_url)
         await clock.sleep(FIRST_LOOK_S)
         with _screen(is_live=not (is_once or is_json)) as show:
             while True:
@@ -93,15 +93,15 @@ async def _status(nats_url: str, *, is_once: bool, is_json: bool, interval_s: fl
         await bus.close()
 
 
-async def _first_beat(is_heard: asyncio.Event, nats_url: str) -> None:
+async def _first_beat(received: asyncio.Event, nats_url: str) -> None:
     """A machine under load may delay heartbeats for seconds. Raises DependencyUnavailable."""
     try:
         async with asyncio.timeout(FIRST_BEAT_TIMEOUT_S):
-            await is_heard.wait()
+            await received.wait()
     except TimeoutError:
         where = without_password(nats_url)
-        told = f"no heartbeat at {where} within {FIRST_BEAT_TIMEOUT_S:g} s"
-        raise DependencyUnavailable(told) from None
+        message = f"no heartbeat at {where} within {FIRST_BEAT_TIMEOUT_S:g} s"
+        raise DependencyUnavailable(message) from None
 
 
 async def _judge(bus: NatsBus, view: FleetView, clock: Clock) -> None:

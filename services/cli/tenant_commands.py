@@ -160,12 +160,12 @@ def usage(
         with_tenant_admin,
     )
 
-    wanted = last_days(days, time.time())
+    requested = last_days(days, time.time())
 
     async def look(admin: TenantAdmin) -> Any:
         if tenant is not None:
             await admin.one(tenant)
-        return await admin.usage([tenant] if tenant else list(await admin.all()), wanted)
+        return await admin.usage([tenant] if tenant else list(await admin.all()), requested)
 
     rows = with_tenant_admin(redis_url, look)
     print_json(rows) if json else show(table_of_usage(rows))

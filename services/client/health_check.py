@@ -14,16 +14,16 @@ from shared.transport.bus import NatsBus
 async def receives_heartbeat(nats_url: str, process_id: str, *, timeout_s: float) -> bool:
     """True once a `ready` heartbeat of `process_id` arrives. Raises DependencyUnavailable."""
     bus = await NatsBus.connect(nats_url, process_id=process_id, timeout_s=timeout_s)
-    heard = asyncio.Event()
+    received = asyncio.Event()
 
     def on_heartbeat(message: Heartbeat) -> None:
         if message.process_id == process_id and message.state == "ready":
-            heard.set()
+            received.set()
 
     try:
         await bus.subscribe(HEARTBEATS, Heartbeat, on_heartbeat)
         async with asyncio.timeout(timeout_s):
-            await heard.wait()
+            await received.wait()
     except TimeoutError:
         return False
     finally:

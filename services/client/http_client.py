@@ -89,16 +89,16 @@ class BodyReader:
         return body
 
     def _read_chunks(self) -> bytes:
-        pieces = []
+        chunks = []
         while not self.is_complete:
             size, end, rest = self._buffer.partition(b"\r\n")
             num_bytes = int(size, 16) if end else 0
             if not end or len(rest) < num_bytes + 2:
                 break  # the next data brings the rest of this chunk
-            pieces.append(rest[:num_bytes])
+            chunks.append(rest[:num_bytes])
             self._buffer = rest[num_bytes + 2 :]
             self.is_complete = num_bytes == 0
-        return b"".join(pieces)
+        return b"".join(chunks)
 
 
 class _KeepAlive(asyncio.Protocol):

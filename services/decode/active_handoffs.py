@@ -126,12 +126,12 @@ class ActiveHandoffs:
             lease_s=PREFILL_LEASE_S,
             deadline_s=max(0.0, placement.deadline_at - worker.clock.now()),
         )
-        asked_at = worker.clock.now()
+        requested_at = worker.clock.now()
         accepted = await worker.bus.request(
             run_prefill(worker_id), command, PrefillAccepted, timeout_s=PREFILL_ACK_S
         )
         self._num_accepted += 1
-        self._ack_s += worker.clock.now() - asked_at
+        self._ack_s += worker.clock.now() - requested_at
         return accepted
 
     def _abandon(self, worker_id: str, placement_id: bytes) -> None:

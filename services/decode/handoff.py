@@ -82,7 +82,7 @@ class Handoff:
                 return HandoffResult(
                     kv_writer.num_held_tokens, worker_id, pushed, kv_writer.num_cached_tokens
                 )
-            num_held = self._whole_blocks(kv_writer.num_held_tokens)
+            num_held = self._full_blocks(kv_writer.num_held_tokens)
         return HandoffResult(num_held, num_pushed_tokens=num_held - num_cached)
 
     async def _try(self, worker_id: str, num_held_tokens: int) -> KvWriter:
@@ -106,6 +106,6 @@ class Handoff:
             self._abandon(worker_id, placement_id)
         return kv_writer
 
-    def _whole_blocks(self, num_tokens: int) -> int:
+    def _full_blocks(self, num_tokens: int) -> int:
         size = self._runner.kv_format.block_size
         return num_tokens // size * size

@@ -22,12 +22,12 @@ class KvWriter:
         self.ended: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._sequence = sequence
         self._runner = runner
-        self._num_wanted_tokens = sequence.num_prefill_tokens
+        self._num_expected_tokens = sequence.num_prefill_tokens
         self._num_taken_tokens = num_held_tokens  # includes tokens being written
 
     @property
     def is_complete(self) -> bool:
-        return self.num_held_tokens == self._num_wanted_tokens
+        return self.num_held_tokens == self._num_expected_tokens
 
     async def frame(self, header: FrameHeader, payload: memoryview) -> None:
         self._check(header)
@@ -59,17 +59,15 @@ class KvWriter:
         """
         kv_format = self._runner.kv_format
         is_next = header.first_token == self._num_taken_tokens and header.num_tokens > 0
-        fits = header.first_token + header.num_tokens <= self._num_wanted_tokens
-        is_whole = (header.first_layer, header.num_layers) == (0, kv_format.num_layers) and (
+        fits = header.first_token + header.num_tokens <= self._num_expected_tokens
+        is_full = (header.first_layer, header.num_layers) == (0, kv_format.num_layers) and (
             header.first_head,
             header.num_heads,
         ) == (0, kv_format.num_kv_heads)
         has_bytes = header.payload_bytes == header.num_tokens * kv_format.bytes_per_token
         is_same_format = header.kv_format == kv_format.key
-        if self.ended.done() or not (
-            is_next and fits and is_whole and has_bytes and is_same_format
-        ):
+        if self.ended.done() or not (is_next and fits and is_full and has_bytes and is_same_format):
             raise FrameRefused(
                 f"frame of tokens {header.first_token}+{header.num_tokens} in {header.kv_format} "
-                f"does not continue {self._num_taken_tokens} of {self._num_wanted_tokens} tokens"
+                f"does not continue {self._num_taken_tokens} of {self._num_expected_tokens} tokens"
             )

@@ -45,8 +45,8 @@ class Output:
 class OutputBuffer:
     def __init__(self) -> None:
         self._outputs: dict[bytes, dict[int, Output]] = {}
-        self._news: dict[Output, None] = {}
-        self._first: dict[Output, None] = {}  # the ones of `_news` without a sent token
+        self._updates: dict[Output, None] = {}
+        self._first: dict[Output, None] = {}  # the ones of `_updates` without a sent token
 
     def __contains__(self, placement_id: bytes) -> bool:
         return placement_id in self._outputs
@@ -57,7 +57,7 @@ class OutputBuffer:
     @property
     def num_waiting(self) -> int:
         """The number of entries that `take` would return."""
-        return len(self._news)
+        return len(self._updates)
 
     def open(
         self, placement_id: bytes, gateway_id: str, choice_index: int, first_position: int
@@ -84,17 +84,17 @@ class OutputBuffer:
         output.logprobs += logprobs
         if prompt_logprobs and not output.prompt_logprobs:
             output.prompt_logprobs = prompt_logprobs
-        self._news[output] = None
+        self._updates[output] = None
         if not output.num_emitted:
             self._first[output] = None
 
     def resend_overdue(self, placement_id: bytes) -> None:
         """The next `take` returns all its choices: their finish, but no tokens sent before."""
-        self._news |= dict.fromkeys(self._outputs.get(placement_id, {}).values())
+        self._updates |= dict.fromkeys(self._outputs.get(placement_id, {}).values())
 
     def take(self) -> dict[str, list[TokenEntry]]:
         """Returns the updates since the last call, by gateway: one message for each."""
-        taken, self._news = self._news, {}
+        taken, self._updates = self._updates, {}
         self._first.clear()
         return _by_gateway(taken)
 
@@ -102,7 +102,7 @@ class OutputBuffer:
         """As `take`, but only for outputs without a sent token."""
         taken, self._first = self._first, {}
         for output in taken:
-            del self._news[output]
+            del self._updates[output]
         return _by_gateway(taken)
 
     def resend(self, placement_id: bytes, choice_index: int, from_position: int) -> TokenEntry:
@@ -111,7 +111,7 @@ class OutputBuffer:
         if output is None:
             raise UnknownPlacement("this worker does not hold that placement")
         output.num_emitted = len(output.token_ids)
-        self._forget_news(output)
+        self._forget_updates(output)
         return output.entry_from(from_position)
 
     def drop(self, placement_id: bytes) -> None:
@@ -125,12 +125,12 @@ class OutputBuffer:
         output = outputs.pop(choice_index, None)
         if output is not None:
             output.is_dropped = True
-            self._forget_news(output)
+            self._forget_updates(output)
         if not outputs:
             self._outputs.pop(placement_id, None)
 
-    def _forget_news(self, output: Output) -> None:
-        self._news.pop(output, None)
+    def _forget_updates(self, output: Output) -> None:
+        self._updates.pop(output, None)
         self._first.pop(output, None)
 
     def _output(self, placement_id: bytes, choice_index: int) -> Output | None:

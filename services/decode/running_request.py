@@ -77,9 +77,9 @@ def sequences_of(
         raise InvalidRequest("the prompt has no tokens", param="messages")
     first = _choice_of(placement_id, request, request.choices[0], prompt, eos_token_ids)
     choices = {first.choice_index: first}
-    plain = _without_prompt_logprobs(request)
+    stripped = _without_prompt_logprobs(request)
     for choice in request.choices[1:]:
-        other = _choice_of(placement_id, plain, choice, prompt, eos_token_ids)
+        other = _choice_of(placement_id, stripped, choice, prompt, eos_token_ids)
         choices[choice.choice_index] = other
     if len(choices) == 1 or len(prompt) == 1:
         return first, choices
@@ -119,10 +119,10 @@ def _check_sizes(request: Request, card: ModelCard) -> None:
 def _check_sent(sampling: SamplingParams, num_prompt_tokens: int) -> None:
     if sampling.num_prompt_logprobs is None:
         return
-    num_told = num_prompt_tokens * (1 + sampling.num_prompt_logprobs)
-    if num_told > MAX_PROMPT_LOGPROBS:
+    num_values = num_prompt_tokens * (1 + sampling.num_prompt_logprobs)
+    if num_values > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
-            f"logprobs of this prompt are {num_told} values, more than {MAX_PROMPT_LOGPROBS}",
+            f"logprobs of this prompt are {num_values} values, more than {MAX_PROMPT_LOGPROBS}",
             param="prompt_logprobs",
         )
 

@@ -38,7 +38,7 @@ from shared.subjects import control, resend, start_decode
 
 SWEEP_S = 0.25
 ORPHAN_S = 3.0  # from the loss of a gateway to the abort of its placements
-RETELL_S = 2.0  # interval of resending a placement without new tokens, or its finish
+RESEND_S = 2.0  # interval of resending a placement without new tokens, or its finish
 UNACKNOWLEDGED_S = 30.0
 MAX_WAITING = 64
 MAX_FENCED = 10_000
@@ -60,7 +60,7 @@ class DecodeService:
         self._output_buffer = OutputBuffer()
         self._token_flusher = TokenFlusher(worker, self._output_buffer)
         self._placements: dict[bytes, RunningRequest] = {}
-        self._drawing: dict[Sequence, tuple[RunningRequest, Output]] = {}  # unfinished choices
+        self._unfinished: dict[Sequence, tuple[RunningRequest, Output]] = {}  # unfinished choices
         self._ended: dict[bytes, Ended] = {}
         self._fenced: OrderedDict[bytes, None] = OrderedDict()  # aborted, maybe before StartDecode
         self._orphaned_since: dict[str, float] = {}
@@ -127,7 +127,7 @@ class DecodeService:
             output = self._output_buffer.open(
                 placement_id, request.gateway_id, index, first_position
             )
-            self._drawing[sequence] = placement, output
+            self._unfinished[sequence] = placement, output
         self._worker.loop.wake()
         return self._started(placement)
 
@@ -203,11 +203,11 @@ class DecodeService:
     def _on_step(self, progress: list[StepProgress]) -> None:
         now = self._worker.clock.now()
         for each in progress:
-            drawing = self._drawing.get(each.sequence)
-            if drawing is None:
+            choice = self._unfinished.get(each.sequence)
+            if choice is None:
                 self._on_prompt(each, now)
             elif each.token_ids or each.finish_reason:
-                self._emit(*drawing, each, now)
+                self._emit(*choice, each, now)
         self._token_flusher.step_ended()
 
     def _on_prompt(self, progress: StepProgress, now: float) -> None:
@@ -223,7 +223,7 @@ class DecodeService:
         self._engine.release(placement.prompt)
         for sequence in list(placement.choices.values()):
             failed = StepProgress(sequence, finish_reason=progress.finish_reason)
-            self._emit(*self._drawing[sequence], failed, now)
+            self._emit(*self._unfinished[sequence], failed, now)
 
     def _emit(
         self, placement: RunningRequest, output: Output, progress: StepProgress, now: float
@@ -246,7 +246,7 @@ class DecodeService:
     def _end_choice(self, placement: RunningRequest, sequence: Sequence) -> None:
         """Ends the placement when its last choice ends."""
         del placement.choices[sequence.choice_index]
-        del self._drawing[sequence]
+        del self._unfinished[sequence]
         if placement.choices:
             return
         del self._placements[placement.placement_id]
@@ -274,7 +274,7 @@ class DecodeService:
         if placement is None:
             return
         for sequence in placement.choices.values():
-            del self._drawing[sequence]
+            del self._unfinished[sequence]
         if placement.handoff is not None:
             placement.handoff.cancel()
         else:
@@ -314,13 +314,13 @@ class DecodeService:
             self._resend_overdue(now)
 
     def _resend_overdue(self, now: float) -> None:
-        """Resends placements without an update for RETELL_S; a gateway acknowledges a finish, or
+        """Resends placements without an update for RESEND_S; a gateway acknowledges a finish, or
         aborts a placement that it has given up. The first message may have been lost, and a
         gateway may not know a placement that has no tokens yet.
         """
         for held in (self._placements, self._ended):
             for placement_id, each in held.items():
-                if now - each.flushed_at >= RETELL_S:
+                if now - each.flushed_at >= RESEND_S:
                     each.flushed_at = now
                     self._output_buffer.resend_overdue(placement_id)
         self._token_flusher.flush()

@@ -25,7 +25,7 @@ class TokenFlusher:
     def __init__(self, worker: EngineWorker, output_buffer: OutputBuffer) -> None:
         self._worker = worker
         self._output_buffer = output_buffer
-        self._told_at = -inf
+        self._flushed_at = -inf
         self._has_updates = asyncio.Event()
 
     def step_ended(self) -> None:
@@ -40,20 +40,22 @@ class TokenFlusher:
         self._has_updates.clear()
         if not self._output_buffer.num_waiting:
             return
-        self._told_at = self._worker.clock.now()
+        self._flushed_at = self._worker.clock.now()
         self._send(self._output_buffer.take())
 
     async def run(self) -> None:
         """Flushes tokens that no later step has flushed when they are due."""
         while True:
             await self._has_updates.wait()
-            flushed_at = self._told_at
+            flushed_at = self._flushed_at
             await self._worker.clock.sleep(self._due_at() - self._worker.clock.now())
-            if flushed_at == self._told_at:
+            if flushed_at == self._flushed_at:
                 self.flush()
 
     def _due_at(self) -> float:
-        return self._told_at + max(INTERVAL_S, self._output_buffer.num_waiting * ENTRY_INTERVAL_S)
+        return self._flushed_at + max(
+            INTERVAL_S, self._output_buffer.num_waiting * ENTRY_INTERVAL_S
+        )
 
     def _send(self, batches: dict[str, list[TokenEntry]]) -> None:
         for gateway_id, entries in batches.items():

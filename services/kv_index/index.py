@@ -33,14 +33,14 @@ from shared.messages import (
 )
 from shared.packing import BLOCK_HASH_BYTES, unpack_hashes
 
-MAX_KEPT_BLOCKS = 1_000_000  # queued per worker during its resync; more blocks are a gap
+MAX_QUEUED_BLOCKS = 1_000_000  # queued per worker during its resync; more blocks are a gap
 MAX_INTERNED_MASKS = 65_536
 MAX_KNOWN_MODELS = 256  # with cached results of `_serving`
 
 
 class Outcome(Enum):
     APPLIED = "applied"
-    KEPT = "kept"  # queued during a resync; replayed at its end
+    QUEUED = "kept"  # queued during a resync; replayed at its end
     IGNORED = "ignored"  # old, or from an unknown worker
     NEEDS_RESYNC = "needs resync"
 
@@ -54,16 +54,16 @@ class SyncState(Enum):
 @dataclass(slots=True)
 class _Resync:
     slot: int
-    max_kept_blocks: int
+    max_queued_blocks: int
     epoch: int | None = None
     sequence_number: int | None = None  # of the oldest page: later events are replayed
-    kept: list[KvEvents] = field(default_factory=list)
-    num_kept_blocks: int = 0
+    queued: list[KvEvents] = field(default_factory=list)
+    num_queued_blocks: int = 0
 
-    def keep(self, events: KvEvents) -> None:
-        self.num_kept_blocks += _num_blocks(events)
-        if self.num_kept_blocks <= self.max_kept_blocks:
-            self.kept.append(events)
+    def queue(self, events: KvEvents) -> None:
+        self.num_queued_blocks += _num_blocks(events)
+        if self.num_queued_blocks <= self.max_queued_blocks:
+            self.queued.append(events)
 
 
 @dataclass(slots=True)
@@ -80,8 +80,8 @@ class _Worker:
 
 
 class PrefixIndex:
-    def __init__(self, *, max_kept_blocks: int = MAX_KEPT_BLOCKS) -> None:
-        self._max_kept_blocks = max_kept_blocks
+    def __init__(self, *, max_queued_blocks: int = MAX_QUEUED_BLOCKS) -> None:
+        self._max_queued_blocks = max_queued_blocks
         self._holders: dict[bytes, int] = {}
         self._masks: dict[int, int] = {}  # interned: many blocks share few masks
         self._workers: dict[str, _Worker] = {}
@@ -145,8 +145,8 @@ class PrefixIndex:
         if worker is None:
             return Outcome.IGNORED
         if worker.resync is not None:
-            worker.resync.keep(events)
-            return Outcome.KEPT
+            worker.resync.queue(events)
+            return Outcome.QUEUED
         if worker.state is SyncState.STALE:
             return Outcome.NEEDS_RESYNC
         if events.epoch == worker.epoch and events.sequence_number <= worker.sequence_number:
@@ -176,7 +176,7 @@ class PrefixIndex:
         worker = self._workers[worker_id]
         if worker.resync is not None:
             self._retire(worker.resync.slot)
-        worker.resync = _Resync(self._take_slot(worker_id), self._max_kept_blocks)
+        worker.resync = _Resync(self._take_slot(worker_id), self._max_queued_blocks)
         self._transition_to(worker, SyncState.RESYNCING)
 
     def add_page(self, page: BlockPage) -> bool:
@@ -210,7 +210,7 @@ class PrefixIndex:
         worker.slot, worker.resync = resync.slot, None
         worker.epoch, worker.sequence_number = resync.epoch, resync.sequence_number
         self._transition_to(worker, SyncState.EXACT)
-        outcomes = [self.apply(events) for events in resync.kept]
+        outcomes = [self.apply(events) for events in resync.queued]
         lost = Outcome.NEEDS_RESYNC in outcomes
         return Outcome.NEEDS_RESYNC if lost else Outcome.APPLIED
 
@@ -247,15 +247,15 @@ class PrefixIndex:
                 return
             self._sweeping_mask, self._dead_mask = self._dead_mask, 0
             self._sweep_keys = iter(list(self._holders))
-        keep = ~self._sweeping_mask
+        retained = ~self._sweeping_mask
         for _ in range(max_blocks):
             block_hash = next(self._sweep_keys, None)
             if block_hash is None:
                 self._free_swept()
                 return
             mask = self._holders.get(block_hash, 0)
-            if mask & ~keep:
-                self._put(block_hash, mask & keep)
+            if mask & ~retained:
+                self._put(block_hash, mask & retained)
 
     # ── internals ────────────────────────────────────────────────────────────────────────────────
 
@@ -291,11 +291,11 @@ class PrefixIndex:
             holders[block_hash] = masks.setdefault(mask, mask)
 
     def _remove(self, slot: int, block_hashes: Sequence[bytes]) -> None:
-        keep = ~(1 << slot)
+        retained = ~(1 << slot)
         for block_hash in block_hashes:
             mask = self._holders.get(block_hash)
             if mask is not None:
-                self._put(block_hash, mask & keep)
+                self._put(block_hash, mask & retained)
 
     def _put(self, block_hash: bytes, mask: int) -> None:
         if mask:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import structlog
 
 from services.kv_index.index import PrefixIndex
-from services.kv_index.pins import PIN_LEASE_S, Pins, WantedPin
+from services.kv_index.pins import PIN_LEASE_S, ExpectedPin, Pins
 from services.kv_index.registry import PrefixRecord, PrefixRegistry
 from shared.errors import HearthError
 from shared.lifecycle.health import Fleet
@@ -56,7 +56,7 @@ class PinKeeper:
         self._is_loaded = False
         self._next_over: float | None = None  # the earliest expiry of a pin
         self._pinned_tips: set[bytes] = set()  # as recorded in the registry
-        self._told: set[str] = set()  # workers that may have pins
+        self._pinned_workers: set[str] = set()  # workers that may have pins
         self._round = 0
 
     async def round(self) -> None:
@@ -70,7 +70,7 @@ class PinKeeper:
         self._record(workers)
         self._round += 1
         if self._leads():
-            self._told &= {each.process_id for each in workers}
+            self._pinned_workers &= {each.process_id for each in workers}
             for first in range(0, len(workers), MAX_AT_ONCE):
                 some = workers[first : first + MAX_AT_ONCE]
                 await asyncio.gather(*(self._retain(worker) for worker in some))
@@ -93,7 +93,7 @@ class PinKeeper:
                 elif len(digests) < MAX_PINS and await self._has(tenant_id, name, entry):
                     digests.add(entry.digest)
                     ends += [] if entry.expires_at is None else [entry.expires_at]
-        self.pins.keep_only(digests)
+        self.pins.retain_only(digests)
         self._next_over = min(ends, default=None)
         self._version, self._is_loaded = version, True
 
@@ -108,13 +108,13 @@ class PinKeeper:
     def _record(self, workers: list[Heartbeat]) -> None:
         """Marks the pinned prefixes in the registry, which counts their hits."""
         cards = {each.model.revision: each.model for each in workers if each.model is not None}
-        wanted = self.pins.wanted(cards.values())
-        for tip_hash, pin in wanted.items():
+        expected = self.pins.expected(cards.values())
+        for tip_hash, pin in expected.items():
             self._registry.pin(_record(tip_hash, pin, cards))
         if cards:  # without workers the tips are unknown
-            for tip_hash in sorted(self._pinned_tips - wanted.keys()):
+            for tip_hash in sorted(self._pinned_tips - expected.keys()):
                 self._registry.unpin(tip_hash)
-            self._pinned_tips = set(wanted)
+            self._pinned_tips = set(expected)
 
     # ── workers ──────────────────────────────────────────────────────────────────────────────────
 
@@ -134,15 +134,15 @@ class PinKeeper:
     async def _retain(self, worker: Heartbeat) -> None:
         assert worker.model is not None
         worker_id = worker.process_id
-        wanted = self.pins.wanted_of(worker.model, worker.region)
-        if not wanted and worker_id not in self._told:
+        expected = self.pins.expected_of(worker.model, worker.region)
+        if not expected and worker_id not in self._pinned_workers:
             return
         subject = pins_of(worker.roles[0], worker_id)
-        command = KeepPins(tip_hashes=pack_hashes(list(wanted)), lease_s=PIN_LEASE_S)
+        command = KeepPins(tip_hashes=pack_hashes(list(expected)), lease_s=PIN_LEASE_S)
         try:
-            kept = await self._bus.request(subject, command, PinsKept, timeout_s=PIN_TIMEOUT_S)
-            (self._told.add if wanted else self._told.discard)(worker_id)
-            cold = self._cold(worker_id, wanted, kept)
+            reply = await self._bus.request(subject, command, PinsKept, timeout_s=PIN_TIMEOUT_S)
+            (self._pinned_workers.add if expected else self._pinned_workers.discard)(worker_id)
+            cold = self._cold(worker_id, expected, reply)
             if cold:
                 pin = cold[self._round % len(cold)]
                 await self._bus.request(subject, pin.command, PrefixPinned, timeout_s=PIN_TIMEOUT_S)
@@ -150,17 +150,17 @@ class PinKeeper:
             log.debug("pin_failed", worker=worker_id, reason=error.message)
 
     def _cold(
-        self, worker_id: str, wanted: dict[bytes, WantedPin], kept: PinsKept
-    ) -> list[WantedPin]:
-        missing = set(unpack_hashes(kept.missing_tip_hashes))
+        self, worker_id: str, expected: dict[bytes, ExpectedPin], reply: PinsKept
+    ) -> list[ExpectedPin]:
+        missing = set(unpack_hashes(reply.missing_tip_hashes))
         return [
             pin
-            for tip_hash, pin in wanted.items()
+            for tip_hash, pin in expected.items()
             if tip_hash in missing or not self._index.holds(worker_id, tip_hash)
         ]
 
 
-def _record(tip_hash: bytes, pin: WantedPin, cards: dict[str, ModelCard]) -> PrefixRecord:
+def _record(tip_hash: bytes, pin: ExpectedPin, cards: dict[str, ModelCard]) -> PrefixRecord:
     command = pin.command
     return PrefixRecord(
         command.tenant_id,

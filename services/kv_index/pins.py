@@ -14,7 +14,7 @@ PIN_LEASE_S = 15.0
 
 
 @dataclass(frozen=True, slots=True)
-class WantedPin:
+class ExpectedPin:
     """A prefix as workers of one model hold it."""
 
     prefix: PinnedPrefix
@@ -26,7 +26,7 @@ class WantedPin:
 class Pins:
     def __init__(self) -> None:
         self._prefixes: dict[str, PinnedPrefix] = {}  # by digest
-        self._wanted: dict[tuple[str, str, int], WantedPin | None] = {}
+        self._expected: dict[tuple[str, str, int], ExpectedPin | None] = {}
 
     def __len__(self) -> int:
         return len(self._prefixes)
@@ -37,11 +37,11 @@ class Pins:
     def add(self, prefix: PinnedPrefix) -> None:
         self._prefixes[prefix.digest] = prefix
 
-    def keep_only(self, digests: Collection[str]) -> None:
+    def retain_only(self, digests: Collection[str]) -> None:
         self._prefixes = {each: p for each, p in self._prefixes.items() if each in digests}
-        self._wanted = {key: pin for key, pin in self._wanted.items() if key[0] in digests}
+        self._expected = {key: pin for key, pin in self._expected.items() if key[0] in digests}
 
-    def wanted(self, cards: Iterable[ModelCard]) -> dict[bytes, WantedPin]:
+    def expected(self, cards: Iterable[ModelCard]) -> dict[bytes, ExpectedPin]:
         """All pins for workers with any of these cards, by the hash of the last block."""
         found = {}
         for card in cards:
@@ -51,24 +51,24 @@ class Pins:
                     found[pin.tip_hash] = pin
         return found
 
-    def wanted_of(self, card: ModelCard, region: str) -> dict[bytes, WantedPin]:
+    def expected_of(self, card: ModelCard, region: str) -> dict[bytes, ExpectedPin]:
         """The pins for a worker with this card, in this region, by the hash of the last block."""
         return {
             tip_hash: pin
-            for tip_hash, pin in self.wanted([card]).items()
+            for tip_hash, pin in self.expected([card]).items()
             if not pin.prefix.allowed_regions or region in pin.prefix.allowed_regions
         }
 
-    def _pin(self, digest: str, prefix: PinnedPrefix, card: ModelCard) -> WantedPin | None:
+    def _pin(self, digest: str, prefix: PinnedPrefix, card: ModelCard) -> ExpectedPin | None:
         if prefix.model != card.name:
             return None
         key = (digest, card.revision, card.block_size)
-        if key not in self._wanted:
-            self._wanted[key] = wanted_pin(prefix, card)
-        return self._wanted[key]
+        if key not in self._expected:
+            self._expected[key] = expected_pin(prefix, card)
+        return self._expected[key]
 
 
-def wanted_pin(prefix: PinnedPrefix, card: ModelCard) -> WantedPin | None:
+def expected_pin(prefix: PinnedPrefix, card: ModelCard) -> ExpectedPin | None:
     """None before a gateway has tokenized the prefix, and for less than one block or a length that
     does not fit the context.
     """
@@ -90,7 +90,7 @@ def wanted_pin(prefix: PinnedPrefix, card: ModelCard) -> WantedPin | None:
         lease_s=PIN_LEASE_S,
     )
     assert len(hashes[-1]) == BLOCK_HASH_BYTES
-    return WantedPin(prefix, hashes[-1], num_tokens, command)
+    return ExpectedPin(prefix, hashes[-1], num_tokens, command)
 
 
 def _root(prefix: PinnedPrefix, card: ModelCard) -> bytes:

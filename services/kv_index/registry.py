@@ -226,10 +226,10 @@ class PrefixRegistry:
             return
         pinned = {each.block_hash.hex().encode() for each in self._pinned.values()}
         oldest = await self._store.sorted_set_head(key, min(num_over, MAX_PER_FLUSH))
-        gone = [name.decode() for name in oldest if name not in pinned]
-        if gone:
-            records = [f"hearth:{tenant_id}:prefix:{name}" for name in gone]
-            await self._store.write([("DEL", *records), ("ZREM", key, *gone)])
+        removed = [name.decode() for name in oldest if name not in pinned]
+        if removed:
+            records = [f"hearth:{tenant_id}:prefix:{name}" for name in removed]
+            await self._store.write([("DEL", *records), ("ZREM", key, *removed)])
 
     def _commands(self, batch: Sequence[_Delta]) -> list[Command]:
         commands: list[Command] = []
@@ -242,7 +242,7 @@ class PrefixRegistry:
     def _record_commands(self, delta: _Delta) -> Iterable[Command]:
         record, key = delta.record, record_key(delta.record.tenant_id, delta.record.block_hash)
         release = [HOLDER + each for each, is_held in delta.holders.items() if not is_held]
-        for names in _in_pieces(release, MAX_PARTS):
+        for names in _in_chunks(release, MAX_PARTS):
             yield ("HDEL", key, *names)
         if not delta.is_used:  # a deleted record must not be recreated
             return
@@ -255,7 +255,7 @@ class PrefixRegistry:
             "pin": record.pin,
         }
         fields |= {HOLDER + each: 1 for each, is_held in delta.holders.items() if is_held}
-        for pairs in _in_pieces(list(fields.items()), MAX_PARTS // 2):
+        for pairs in _in_chunks(list(fields.items()), MAX_PARTS // 2):
             yield ("HSET", key, *(item for pair in pairs for item in pair))
         if delta.hits:
             yield ("HINCRBY", key, "hits", delta.hits)
@@ -301,20 +301,20 @@ class PrefixRegistry:
             if record is not None:
                 self._take_back(record, may_hold)
 
-    def _take_back(self, told: PrefixRecord, may_hold: MayHold) -> None:
-        record = self._records.get(told.block_hash)
-        prefixes = self._by_tenant.get(told.tenant_id)
+    def _take_back(self, stored: PrefixRecord, may_hold: MayHold) -> None:
+        record = self._records.get(stored.block_hash)
+        prefixes = self._by_tenant.get(stored.tenant_id)
         if record is None:
             if prefixes is None or len(prefixes) >= self._max_per_tenant:
                 return
-            record = self._records[told.block_hash] = told
-            prefixes[told.block_hash] = told
-            prefixes.move_to_end(told.block_hash, last=False)
-        for worker_id in sorted(told.holders - record.new_holders.keys()):
+            record = self._records[stored.block_hash] = stored
+            prefixes[stored.block_hash] = stored
+            prefixes.move_to_end(stored.block_hash, last=False)
+        for worker_id in sorted(stored.holders - record.new_holders.keys()):
             if may_hold(worker_id, record.block_hash):
                 record.holders.add(worker_id)
                 self._held_by.setdefault(worker_id, set()).add(record.block_hash)
-            elif worker_id not in record.holders or record is told:
+            elif worker_id not in record.holders or record is stored:
                 record.hold(worker_id, is_held=False)
                 self._change(record)
 
@@ -415,5 +415,5 @@ def _set_key(tenant_id: str) -> str:
     return f"hearth:{key_part(tenant_id)}:prefixes"
 
 
-def _in_pieces(items: Sequence[T], size: int) -> Iterable[Sequence[T]]:
+def _in_chunks(items: Sequence[T], size: int) -> Iterable[Sequence[T]]:
     return (items[start : start + size] for start in range(0, len(items), size))

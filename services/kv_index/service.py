@@ -104,7 +104,7 @@ class KvIndexService:
         )
         self._background.start(self._sweep())
         self._background.start(self._write_behind())
-        self._background.start(self._keep_pins())
+        self._background.start(self._retain_pins())
         await self.health_monitor.transition_to("ready")
 
     async def drain(self) -> None:
@@ -278,7 +278,7 @@ class KvIndexService:
                 pass
             await self._registry.trim()
 
-    async def _keep_pins(self) -> None:
+    async def _retain_pins(self) -> None:
         while True:
             await self._clock.sleep(ROUND_S)
             await self._keeper.round()

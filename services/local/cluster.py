@@ -120,7 +120,7 @@ class LocalCluster:
             self._stop_warming()
             await asyncio.gather(starting, return_exceptions=True)
             await self._supervisor.abandon(grace_s=START_GRACE_S)
-            self._state.close(keep_logs=not isinstance(error, asyncio.CancelledError))
+            self._state.close(retain_logs=not isinstance(error, asyncio.CancelledError))
             if isinstance(error, TimeoutError):
                 waited = f"the cluster is not ready after {START_TIMEOUT_S:g} s"
                 raise DependencyUnavailable(f"{waited}; its logs: {self._state.logs}") from None
@@ -131,7 +131,7 @@ class LocalCluster:
         """Stops only the processes that this cluster started, in reverse order."""
         self._stop_warming()
         await self._supervisor.stop(grace_s=GRACE_S)
-        self._state.close(keep_logs=False)
+        self._state.close(retain_logs=False)
 
     def _stop_warming(self) -> None:
         if self._warming is not None:

@@ -68,14 +68,14 @@ def choose_http_port(host: str, port: int | None) -> int:
     """
     if port == 0:
         return free_port(host)
-    wanted = DEFAULT_HTTP_PORT if port is None else port
+    requested = DEFAULT_HTTP_PORT if port is None else port
     try:
-        _bind(host, wanted)
+        _bind(host, requested)
     except OSError as error:
         if port is None and error.errno == errno.EADDRINUSE:
             return free_port(host)
-        raise ConfigError(f"cannot listen on {host}:{wanted}: {error.strerror}") from None
-    return wanted
+        raise ConfigError(f"cannot listen on {host}:{requested}: {error.strerror}") from None
+    return requested
 
 
 def _bind(host: str, port: int) -> None:

@@ -65,7 +65,7 @@ class StateDir:
             (path / ".lock").rename(path / _LOCK)  # visible only once it is locked
         except OSError as error:
             raise ConfigError(f"cannot store state in {parent}: {error.strerror}") from None
-        _remove_dead(parent, keep=path)
+        _remove_dead(parent, retained=path)
         (path / "logs").mkdir(mode=0o700)
         (path / _TMP).symlink_to(tempfile.mkdtemp(prefix="hearth-"))
         return cls(path, lock)
@@ -76,9 +76,9 @@ class StateDir:
     def publish(self, state: ClusterState) -> None:
         save(self.path, state)
 
-    def close(self, *, keep_logs: bool) -> None:
+    def close(self, *, retain_logs: bool) -> None:
         """Removes the directory, or all its files except the logs."""
-        if keep_logs:
+        if retain_logs:
             shutil.rmtree(self.scratch, ignore_errors=True)
             for each in self.path.iterdir():
                 if each.is_file() and each.name != _LOCK:
@@ -162,9 +162,9 @@ def _locked(directory: Path) -> IO[str] | None:
     return file
 
 
-def _remove_dead(parent: Path, *, keep: Path) -> None:
+def _remove_dead(parent: Path, *, retained: Path) -> None:
     for directory in _by_age(parent):
-        lock = None if directory == keep else _locked(directory)
+        lock = None if directory == retained else _locked(directory)
         if lock is not None:
             _remove(directory)
             lock.close()

@@ -46,7 +46,7 @@ class Supervisor:
         self._report = report
         self._is_serving = False
         self._children: dict[str, Child] = {}
-        self._keepers: list[asyncio.Task[None]] = []
+        self._supervisions: list[asyncio.Task[None]] = []
 
     def pid_of(self, process_id: str) -> int:
         return self._children[process_id].process.pid
@@ -59,7 +59,7 @@ class Supervisor:
         Once started, an end of the process sets `failure` or, while serving, restarts the process.
         """
         await self._start(spec)
-        self._keepers.append(asyncio.create_task(self._keep_running(spec, on_up)))
+        self._supervisions.append(asyncio.create_task(self._supervise(spec, on_up)))
         await self._wait_until_up(spec, on_up)
 
     def serve(self) -> None:
@@ -68,7 +68,7 @@ class Supervisor:
 
     async def stop(self, *, grace_s: float) -> None:
         """Sends SIGTERM in reverse order, and SIGKILL to the rest of a group after `grace_s`."""
-        await self._stop_keeping()
+        await self._stop_supervising()
         orders = {child.spec.start_order for child in self._children.values()}
         for order in sorted(orders, reverse=True):
             group = [each for each in self._children.values() if each.spec.start_order == order]
@@ -76,13 +76,13 @@ class Supervisor:
 
     async def abandon(self, *, grace_s: float) -> None:
         """Stops all processes at once, as the cluster has not served yet."""
-        await self._stop_keeping()
+        await self._stop_supervising()
         await stop_children(self._children.values(), grace_s=grace_s)
 
-    async def _stop_keeping(self) -> None:
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+    async def _stop_supervising(self) -> None:
+        for each in self._supervisions:
+            each.cancel()
+        await asyncio.gather(*self._supervisions, return_exceptions=True)
         if self.failure.done() and not self.failure.cancelled():
             self.failure.exception()  # retrieved, so that asyncio does not warn
 
@@ -103,7 +103,7 @@ class Supervisor:
         if on_up is not None:
             await on_up()
 
-    async def _keep_running(
+    async def _supervise(
         self, spec: ProcessSpec, on_up: Callable[[], Awaitable[None]] | None
     ) -> None:
         pause_s = MIN_PAUSE_S

@@ -93,7 +93,7 @@ class Admission:
 
     def requeue(self, ticket: QueuedRequest, now: float) -> None:
         """Returns the request to its old position, unless the request was removed meanwhile."""
-        if not ticket.is_gone:
+        if not ticket.is_removed:
             lane = self._lanes[ticket.lane]
             lane.advance(now)
             lane.queue.push_back(ticket, now)
@@ -120,13 +120,15 @@ class Admission:
 
     def remove_expired(self, now: float) -> list[QueuedRequest]:
         expired = []
-        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].is_gone):
+        while self._deadlines and (
+            self._deadlines[0][0] <= now or self._deadlines[0][2].is_removed
+        ):
             _, _, ticket = heapq.heappop(self._deadlines)
-            if not ticket.is_gone:
+            if not ticket.is_removed:
                 self._forget(ticket)
                 expired.append(ticket)
         if len(self._deadlines) > 2 * len(self._held) + 64:  # drop those that ended early
-            self._deadlines = [each for each in self._deadlines if not each[2].is_gone]
+            self._deadlines = [each for each in self._deadlines if not each[2].is_removed]
             heapq.heapify(self._deadlines)
         return expired
 
@@ -162,7 +164,7 @@ class Admission:
         lane.add(ticket)
 
     def _forget(self, ticket: QueuedRequest) -> None:
-        ticket.is_gone = True
+        ticket.is_removed = True
         request = ticket.request
         del self._held[request.request_id]
         of_gateway = self._of_gateway[request.gateway_id]

@@ -46,7 +46,7 @@ class QueuedRequest:
     num_tokens: int
     queued_at: float
     deadline_at: float
-    is_gone: bool = False  # removed: tasks that still process it must stop
+    is_removed: bool = False  # removed: tasks that still process it must stop
     unservable_since: float | None = None  # since when no live worker serves it
 
     @property
@@ -88,11 +88,11 @@ class ServiceRate:
 
     def advance(self, now: float, *, is_backlogged: bool) -> None:
         elapsed_s = max(0.0, now - self.counted_at)
-        keep = exp(-elapsed_s / RATE_WINDOW_S)
-        self.tokens *= keep
-        self.backlog_s *= keep
+        decay = exp(-elapsed_s / RATE_WINDOW_S)
+        self.tokens *= decay
+        self.backlog_s *= decay
         if is_backlogged:
-            self.backlog_s += RATE_WINDOW_S * (1.0 - keep)
+            self.backlog_s += RATE_WINDOW_S * (1.0 - decay)
         self.counted_at = now
 
     def per_s(self) -> float | None:

@@ -269,7 +269,7 @@ def _forget(folder: str) -> None:
 
 def _compile(loops: _Loops) -> None:
     columns = WorkerColumns(np.zeros((10, 1)), np.zeros((3, 1), dtype=np.uint64), 0)
-    nobody = np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0, dtype=np.bool_)
-    side, terms = RoleWorkers(columns, *nobody), RequestTerms(*[0.0] * 6)
-    loops.costs_of_decodes(side, side, terms, nobody[0])
+    empty = np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0, dtype=np.bool_)
+    side, terms = RoleWorkers(columns, *empty), RequestTerms(*[0.0] * 6)
+    loops.costs_of_decodes(side, side, terms, empty[0])
     loops.nearest_prefills(side, terms, np.uint64(0), 0.0, 0, 1)

@@ -38,7 +38,7 @@ MAX_COST_RATIO = 2.0
 NEAR_DEEPEST = 0.9  # prefixes this close to the longest count as equally long
 MAX_PREFILL_CANDIDATES = 3
 
-Draw = Callable[[int], int]  # uniform in [0, limit)
+RandomBelow = Callable[[int], int]  # uniform in [0, limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +88,13 @@ def place(
     *,
     local_prefill: LocalPrefill,
     now: float,
-    draw: Draw,
+    random_below: RandomBelow,
     excluded: Collection[str] = (),
 ) -> Target | None:
     """Returns the best worker with room and time for the request, or None. Workers in `excluded`
     do not decode.
     """
-    decision = Decision(needs, workers, num_cached_blocks, local_prefill, now, draw)
+    decision = Decision(needs, workers, num_cached_blocks, local_prefill, now, random_below)
     return decision.target(excluded)
 
 
@@ -108,9 +108,9 @@ class Decision:
         num_cached_blocks: Mapping[str, int],
         local_prefill: LocalPrefill,
         now: float,
-        draw: Draw,
+        random_below: RandomBelow,
     ) -> None:
-        self._needs, self._draw = needs, draw
+        self._needs, self._random_below = needs, random_below
         self._decodes, self._prefills = workers.decodes, workers.prefills
         seen_by = num_cached_blocks, needs.num_prompt_tokens - 1, needs.allowed_regions
         self._decode_side = workers.decodes.side(*seen_by)
@@ -136,14 +136,14 @@ class Decision:
             return None
         row = self._preferred(cost)
         if row is None or cost[row] > MAX_COST_RATIO * cost[first]:
-            row = first if num_equal == 1 else self._drawn(cost == cost[first])
+            row = first if num_equal == 1 else self._random_row(cost == cost[first])
         return self._target(row, is_remote=is_remote[row])
 
     # ── the choice ───────────────────────────────────────────────────────────────────────────────
 
-    def _drawn(self, equals: NDArray[np.bool_]) -> int:
+    def _random_row(self, equals: NDArray[np.bool_]) -> int:
         rows = np.flatnonzero(equals)
-        return int(rows[self._draw(len(rows))])
+        return int(rows[self._random_below(len(rows))])
 
     def _preferred(self, cost: NDArray[np.float64]) -> int | None:
         """Of the workers with about the longest prefix, the one that the affinity key names, else
@@ -189,7 +189,7 @@ class Decision:
         """Rows of prefill workers for a row of decode, best first; ties in random order."""
         format_code, turn = (
             self._decodes.columns.codes[FORMAT, row],
-            self._draw(len(self._prefills)),
+            self._random_below(len(self._prefills)),
         )
         rows, _ = nearest_prefills(
             *(self._prefill_side, self._terms, format_code, num_uncached, turn),

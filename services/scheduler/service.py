@@ -220,7 +220,7 @@ class SchedulerService:
 
     def _retry_parked(self, ticket: QueuedRequest, now: float) -> None:
         assert ticket.unservable_since is not None
-        if ticket.is_gone:
+        if ticket.is_removed:
             del self._parked[ticket]
         elif self._has_worker(ticket):
             del self._parked[ticket]
@@ -229,7 +229,7 @@ class SchedulerService:
             self._wake.set()
         elif now - ticket.unservable_since >= NO_WORKER_GRACE_S:
             del self._parked[ticket]
-            self._fail(ticket, _nobody_serves(ticket.request))
+            self._fail(ticket, _no_worker_error(ticket.request))
 
     async def _keep_alive(self) -> None:
         while True:
@@ -247,7 +247,7 @@ class SchedulerService:
         try:
             num_cached_blocks = await self._match(ticket.request)
             tried: set[str] = set()
-            while not ticket.is_gone:
+            while not ticket.is_removed:
                 target = self._best_target(ticket, num_cached_blocks, tried)
                 if target is None:
                     return
@@ -296,7 +296,7 @@ class SchedulerService:
             num_cached_blocks,
             local_prefill=self._local_prefill,
             now=self._clock.now(),
-            draw=self._randomness.below,
+            random_below=self._randomness.below,
             excluded={*excluded, *tried},
         )
         if target is None:
@@ -357,7 +357,7 @@ class SchedulerService:
         await self._started(ticket, worker_id, placement_id)
 
     async def _started(self, ticket: QueuedRequest, worker_id: str, placement_id: bytes) -> None:
-        if ticket.is_gone:  # cancelled, expired or its gateway lost during StartDecode
+        if ticket.is_removed:  # cancelled, expired or its gateway lost during StartDecode
             await self._abort(worker_id, placement_id, "client_gone")
             return
         self._admission.placed(ticket, self._clock.now())
@@ -383,7 +383,7 @@ class SchedulerService:
 
     def _fail(self, ticket: QueuedRequest, error: Exception) -> None:
         """Does nothing if the ticket has already ended."""
-        if not ticket.is_gone:
+        if not ticket.is_removed:
             self._admission.remove(ticket.request.request_id)
             self._send_failed(ticket, error)
 
@@ -425,7 +425,7 @@ def _needs(ticket: QueuedRequest) -> RequestSize:
     )
 
 
-def _nobody_serves(request: Request) -> NoCapacity:
+def _no_worker_error(request: Request) -> NoCapacity:
     """The log is the audit record of data residency: it names the rejected request, no prompt."""
     where = ""
     if request.allowed_regions:

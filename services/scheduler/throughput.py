@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from shared.messages import WorkerLoad
 
-KEEP = 0.97  # of what was seen before, with each heartbeat that tells of work
+DECAY = 0.97  # of what was seen before, with each heartbeat that tells of work
 MIN_BUSY_S = 0.01  # less is told by later heartbeats, too
 MIN_MEASURED_TOKENS = 256.0
 POOL_SHARE = 0.05  # how much one fit moves the mean
@@ -27,7 +27,7 @@ PRIOR_WEIGHTS = (1.0, 128.0, 8.0)
 MAX_STEP_COUNT = 10_000_000  # of steps or tokens between two heartbeats
 MIN_TOKEN_S, MAX_S = 1e-9, 60.0
 MAX_ACK_S = 1.0  # nobody waits longer for a prefill worker's word
-DRAWN_S = 1e-4
+SAMPLED_S = 1e-4
 
 Triple = tuple[float, float, float]
 Sextuple = tuple[float, float, float, float, float, float]
@@ -58,9 +58,9 @@ class RunningRatio:
         return self._seconds / self._units
 
     def add(self, seconds: float, units: float) -> None:
-        keep = KEEP if self._units > self._floor else 1.0
-        self._seconds = self._seconds * keep + seconds
-        self._units = self._units * keep + units
+        decay = DECAY if self._units > self._floor else 1.0
+        self._seconds = self._seconds * decay + seconds
+        self._units = self._units * decay + units
 
 
 class LeastSquares:
@@ -78,10 +78,10 @@ class LeastSquares:
 
     def add(self, seconds: float, x: float, y: float, z: float) -> None:
         new = (x * x, x * y, x * z, y * y, y * z, z * z)
-        self._moments = [KEEP * old + each for old, each in zip(self._moments, new, strict=True)]
+        self._moments = [DECAY * old + each for old, each in zip(self._moments, new, strict=True)]
         products = (x * seconds, y * seconds, z * seconds)
         self._products = [
-            KEEP * old + each for old, each in zip(self._products, products, strict=True)
+            DECAY * old + each for old, each in zip(self._products, products, strict=True)
         ]
 
     def solution(self) -> Triple:
@@ -134,7 +134,7 @@ class WorkerThroughput:
 
     def __init__(self, prior: Speed) -> None:
         self.speed = replace(prior, is_measured=False)
-        self._fit = LeastSquares((prior.step_s, prior.token_s, DRAWN_S), PRIOR_WEIGHTS)
+        self._fit = LeastSquares((prior.step_s, prior.token_s, SAMPLED_S), PRIOR_WEIGHTS)
         self._num_tokens = 0.0
         self._push = RunningRatio(prior.push_token_s, 1024.0)
         self._last: WorkerLoad | None = None
@@ -223,8 +223,8 @@ def _is_plausible(last: WorkerLoad, load: WorkerLoad) -> bool:
         load.num_computed_prompt_tokens - last.num_computed_prompt_tokens,
         load.num_generated_tokens - last.num_generated_tokens,
     )
-    has_gone_on = all(0 <= each <= MAX_STEP_COUNT for each in differences)
-    return has_gone_on and 0 <= load.busy_s - last.busy_s <= MAX_S
+    is_consistent = all(0 <= each <= MAX_STEP_COUNT for each in differences)
+    return is_consistent and 0 <= load.busy_s - last.busy_s <= MAX_S
 
 
 def _mixed(mean: Speed, one: Speed) -> Speed:

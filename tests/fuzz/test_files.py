@@ -386,7 +386,7 @@ def test_cluster_state(content: bytes) -> None:
     try:
         refuses_clearly(lambda: running_cluster(parent), ConfigError)
     finally:
-        directory.close(keep_logs=False)
+        directory.close(retain_logs=False)
 
 
 @fuzz(40)

@@ -43,8 +43,8 @@ def of_worker(worker: SimulatedWorker) -> list[str]:
             placements=decode._placements,
             ended=decode._ended,
             output_buffer=decode._output_buffer,
-            unsent_entries=decode._output_buffer._news,
-            drawing=decode._drawing,
+            unsent_entries=decode._output_buffer._updates,
+            unfinished=decode._unfinished,
             handoffs=decode._active_handoffs._under_way,
         )
     return found

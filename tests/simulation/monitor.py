@@ -31,7 +31,7 @@ IDLE_TASKS = frozenset(
         "EngineLoop._tick",
         "HealthMonitor._beat",
         "HealthMonitor._watch",
-        "KvIndexService._keep_pins",
+        "KvIndexService._retain_pins",
         "KvIndexService._sweep",
         "KvIndexService._write_behind",
         "Limits._renew_leases",

@@ -239,7 +239,7 @@ def test_a_killed_up_takes_its_children_along(tmp_path: Path, chat_model: Path) 
     cluster.stop(signal.SIGKILL)
     eventually(lambda: not processes_of(tmp_path), "the children's end", 10.0)
     assert list(scratch.rglob("kv.sock"))
-    StateDir.create(directory.parent).close(keep_logs=False)  # as the next `hearth up` does
+    StateDir.create(directory.parent).close(retain_logs=False)  # as the next `hearth up` does
     assert not scratch.exists()
 
 

@@ -115,9 +115,9 @@ def test_a_gap_degrades_until_the_resync_ends() -> None:
     assert state(index) == "degraded"
     assert found(index, 1) == {"w0": 1}  # what is known still helps
     index.begin_resync("w0")
-    assert index.apply(events("w0", 4, removed(1))) is Outcome.KEPT
+    assert index.apply(events("w0", 4, removed(1))) is Outcome.QUEUED
     assert index.add_page(page("w0", 3, stored(1, 2), next_cursor=1))
-    assert index.apply(events("w0", 5, stored(7))) is Outcome.KEPT
+    assert index.apply(events("w0", 5, stored(7))) is Outcome.QUEUED
     assert index.add_page(page("w0", 5, stored(3), next_cursor=None))
     assert index.finish_resync("w0") is Outcome.APPLIED
     assert state(index) == "exact"
@@ -299,13 +299,13 @@ def resync(
 
 def test_what_a_resync_keeps_is_bounded_by_its_blocks() -> None:
     """Not by its messages, each of which may name half a million."""
-    index = PrefixIndex(max_kept_blocks=50)
+    index = PrefixIndex(max_queued_blocks=50)
     index.add_worker("w0", "m", "r1", FORMAT)
     index.begin_resync("w0")
     for number in range(1, 9):
         index.apply(events("w0", number, stored(*range(100 * number, 100 * number + 9))))
     resync = index._workers["w0"].resync
     assert resync is not None
-    assert len(resync.kept) == 5
+    assert len(resync.queued) == 5
     index.apply(events("w0", 9, removed(1)))  # small, but beyond what was dropped
-    assert len(resync.kept) == 5
+    assert len(resync.queued) == 5

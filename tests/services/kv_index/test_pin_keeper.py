@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
-from services.kv_index.pins import PIN_LEASE_S, Pins, wanted_pin
+from services.kv_index.pins import PIN_LEASE_S, Pins, expected_pin
 from shared.block_hash import PUBLIC_TENANT_ID, public_root, root_hash
 from shared.messages import (
     KeepPins,
@@ -51,7 +51,7 @@ def a_prefix(name: str = "house-rules", *, start: int = 3, **fields: object) -> 
 
 
 def tip_of(prefix: PinnedPrefix) -> bytes:
-    pin = wanted_pin(prefix, CARD)
+    pin = expected_pin(prefix, CARD)
     assert pin is not None
     return pin.tip_hash
 
@@ -78,7 +78,7 @@ class PinRig(Rig):
 
 
 def is_warm(worker: SimulatedWorker, prefix: PinnedPrefix) -> bool:
-    pin = wanted_pin(prefix, CARD)
+    pin = expected_pin(prefix, CARD)
     assert pin is not None
     hashes = unpack_hashes(pin.command.block_hashes)
     pool = worker.engine.pool
@@ -199,7 +199,7 @@ def test_a_public_one_is_nobodys_in_particular() -> None:
         await rig.warm(prefix, worker)
         owners = {block.tenant_id for block in worker.engine.pool.cached_blocks()}
         assert owners == {PUBLIC_TENANT_ID}
-        assert wanted_pin(prefix, CARD).command.cache_root == public_root(prefix.name, REVISION)  # type: ignore[union-attr]
+        assert expected_pin(prefix, CARD).command.cache_root == public_root(prefix.name, REVISION)  # type: ignore[union-attr]
 
     scenario(test)
 
@@ -246,7 +246,10 @@ def test_one_replica_tells_the_workers_and_the_other_takes_over() -> None:
         await rig.save(prefix)
         await rig.warm(prefix, worker)
         await asyncio.sleep(2)
-        assert (rig.service._keeper._told, second._keeper._told) == ({"prefill-0"}, set())
+        assert (rig.service._keeper._pinned_workers, second._keeper._pinned_workers) == (
+            {"prefill-0"},
+            set(),
+        )
         await rig.service.stop()
         rig.network.disconnect("kv_index-0")
         await asyncio.sleep(2 * PIN_LEASE_S)
@@ -291,7 +294,7 @@ def test_hits_and_saved_tokens_are_counted_beyond_a_restart() -> None:
         await rig.save(prefix)
         await rig.warm(prefix, worker)
         await asyncio.sleep(0.5)
-        hashes = wanted_pin(prefix, CARD).command.block_hashes  # type: ignore[union-attr]
+        hashes = expected_pin(prefix, CARD).command.block_hashes  # type: ignore[union-attr]
         await _ask(rig, hashes)
         await rig.service.drain()
         await rig.service.stop()
@@ -329,10 +332,10 @@ def test_what_a_worker_cannot_hold_it_is_not_asked_to(
 ) -> None:
     pins = Pins()
     pins.add(prefix)
-    assert pins.wanted_of(card, "") == {}
+    assert pins.expected_of(card, "") == {}
 
 
 def test_a_salt_has_a_root_of_its_own() -> None:
-    salted = wanted_pin(a_prefix(cache_salt="s"), CARD)
+    salted = expected_pin(a_prefix(cache_salt="s"), CARD)
     assert salted is not None
     assert salted.command.cache_root == root_hash("t", REVISION, cache_salt="s")

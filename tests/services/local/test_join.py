@@ -51,7 +51,7 @@ async def environ(tmp_path: Path) -> AsyncIterator[dict[str, str]]:
     made["url"] = OWNER.nats_url("127.0.0.1", port)
     yield made
     await supervisor.stop(grace_s=5.0)
-    state.close(keep_logs=False)
+    state.close(retain_logs=False)
 
 
 async def connects(url: str) -> bool:

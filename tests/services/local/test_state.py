@@ -25,7 +25,7 @@ def test_secrets_are_for_the_owner_alone(tmp_path: Path) -> None:
     directory.publish(state("http://a"))
     assert mode(directory.path) == 0o700
     assert mode(secret) == mode(directory.path / "cluster.json") == 0o600
-    directory.close(keep_logs=False)
+    directory.close(retain_logs=False)
     assert not directory.path.exists()
 
 
@@ -36,9 +36,9 @@ def test_the_newest_running_cluster_is_found(tmp_path: Path) -> None:
     newer.publish(state("http://newer"))
     directory, found = running_cluster(tmp_path)
     assert (directory, found.url) == (newer.path, "http://newer")
-    newer.close(keep_logs=False)
+    newer.close(retain_logs=False)
     assert running_cluster(tmp_path)[1].url == "http://older"
-    older.close(keep_logs=False)
+    older.close(retain_logs=False)
 
 
 def test_scratch_files_go_with_the_cluster_also_after_a_crash(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_scratch_files_go_with_the_cluster_also_after_a_crash(tmp_path: Path) ->
     crashed._lock.close()  # as the kernel does
     living = StateDir.create(tmp_path)
     assert not crashed.scratch.exists()
-    living.close(keep_logs=True)
+    living.close(retain_logs=True)
     assert not living.scratch.exists()
 
 
@@ -58,14 +58,14 @@ def test_a_cluster_of_another_version_is_named_so(tmp_path: Path) -> None:
     directory.write_secret("cluster.json", '{"address": 1}')
     with pytest.raises(ConfigError, match="another version"):
         running_cluster(tmp_path)
-    directory.close(keep_logs=False)
+    directory.close(retain_logs=False)
 
 
 def test_a_cluster_that_is_starting_is_not_offered(tmp_path: Path) -> None:
     directory = StateDir.create(tmp_path)
     with pytest.raises(ConfigError, match="hearth up"):
         running_cluster(tmp_path)
-    directory.close(keep_logs=False)
+    directory.close(retain_logs=False)
 
 
 def test_a_killed_cluster_is_not_found_and_its_secrets_go_at_the_next_start(
@@ -85,14 +85,14 @@ def test_a_killed_cluster_is_not_found_and_its_secrets_go_at_the_next_start(
         running_cluster(tmp_path)
     fresh = StateDir.create(tmp_path)
     assert [each.name for each in tmp_path.iterdir()] == [fresh.path.name]
-    fresh.close(keep_logs=False)
+    fresh.close(retain_logs=False)
 
 
 def test_after_a_failure_only_the_logs_remain(tmp_path: Path) -> None:
     directory = StateDir.create(tmp_path)
     directory.write_secret("nats.conf", "word")
     (directory.logs / "decode-1.log").write_text("why")
-    directory.close(keep_logs=True)
+    directory.close(retain_logs=True)
     left = {each.name for each in directory.path.rglob("*") if each.is_file()}
     assert left == {"lock", "decode-1.log"}
 

@@ -97,7 +97,7 @@ def test_removed_while_being_placed_does_not_come_back() -> None:
     assert ticket is not None
     assert held.remove("r0") is ticket
     held.requeue(ticket, 0.0)
-    assert ticket.is_gone
+    assert ticket.is_removed
     assert held.pop(0.0) is None
     assert len(held) == 0
     assert held.num_tokens == 0
@@ -107,7 +107,7 @@ def test_a_resubmission_replaces_the_earlier_try() -> None:
     held = admission()
     earlier = held.enqueue(submit_of("r0"), 0.0)
     held.enqueue(submit_of("r0"), 1.0)
-    assert earlier.is_gone
+    assert earlier.is_removed
     assert order(held) == ["r0"]
 
 

@@ -58,7 +58,7 @@ class Rig:
             {},
             local_prefill=LocalPrefill(4, 1_000_000),
             now=now,
-            draw=SeededRandomness(0).below,
+            random_below=SeededRandomness(0).below,
         )
 
     def assign(self, now: float) -> str | None:

@@ -41,7 +41,7 @@ def placed(
         cached or {},
         local_prefill=local_prefill,
         now=NOW,
-        draw=SeededRandomness(seed).below,
+        random_below=SeededRandomness(seed).below,
         excluded=excluded,
     )
 
@@ -171,7 +171,9 @@ def test_equal_workers_share_the_load() -> None:
     randomness = SeededRandomness(1)
     workers = Workers(WorkerTable([D1, D2, D3]), WorkerTable([P1, P2]), HOP_S)
     for _ in range(600):
-        target = place(LONG, workers, {}, local_prefill=LEARNED, now=NOW, draw=randomness.below)
+        target = place(
+            LONG, workers, {}, local_prefill=LEARNED, now=NOW, random_below=randomness.below
+        )
         assert target is not None
         firsts[target.decode_id] += 1
         firsts[target.prefill_candidates[0]] += 1
