@@ -160,7 +160,7 @@ def codec_rows(rows_divisor: int, rounds: int, executor: Executor) -> list[Row]:
 
     rows = [timed("codec alone", "encode", data.size, rounds, encode)]
     stored = {
-        plane.name: np.frombuffer(b"".join(plane.pieces), np.uint8) for plane in found[0].planes
+        plane.name: np.frombuffer(b"".join(plane.parts), np.uint8) for plane in found[0].planes
     }
     coded = [plane.name for plane in found[0].planes if plane.is_coded]
 

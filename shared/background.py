@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Coroutine
 
-BROKE = "a background task failed"
+TASK_FAILED = "a background task failed"
 CANCEL_AGAIN_S = 1.0  # longer than any task needs to end after its cancellation
 
 
@@ -39,5 +39,5 @@ class Background:
         self._tasks.pop(task, None)
         if task.cancelled() or task.exception() is None:
             return
-        context = {"message": BROKE, "exception": task.exception()}
+        context = {"message": TASK_FAILED, "exception": task.exception()}
         task.get_loop().call_exception_handler(context)

@@ -43,7 +43,7 @@ class StoreUnavailable(DependencyUnavailable):
     code = "store_unavailable"
 
 
-class StoreRefused(StoreUnavailable):
+class StoreRejected(StoreUnavailable):
     """Redis returned an error reply: for example, a record has the wrong type."""
 
     code = "store_refused"
@@ -124,7 +124,7 @@ class RedisStore:
         try:
             return await call
         except redis.exceptions.ResponseError as error:
-            raise StoreRefused(f"Redis returned an error: {error}") from error
+            raise StoreRejected(f"Redis returned an error: {error}") from error
         except (redis.exceptions.RedisError, OSError, TimeoutError) as error:
             self._closed_until = self._clock.now() + BREAKER_S
             raise StoreUnavailable(f"Redis does not answer: {error!r}") from error

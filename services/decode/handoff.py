@@ -99,7 +99,7 @@ class Handoff:
             reason = error.message
         finally:
             self._receiver.forget(placement_id)
-            await self._receiver.quiet(placement_id)
+            await self._receiver.idle(placement_id)
             self._receipt = self.current = self.lease = None
         if reason is not None:
             log.warning("prefill_attempt_failed", prefill=worker_id, reason=reason)

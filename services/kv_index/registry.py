@@ -26,7 +26,7 @@ import structlog
 
 from shared.block_hash import PUBLIC_TENANT_ID
 from shared.packing import BLOCK_HASH_BYTES, unpack_hashes
-from shared.store import Command, Store, StoreRefused, StoreUnavailable
+from shared.store import Command, Store, StoreRejected, StoreUnavailable
 from shared.tenancy.pinned_prefix import key_part, record_key
 
 log = structlog.get_logger(__name__)
@@ -200,7 +200,7 @@ class PrefixRegistry:
             return True
         try:
             await self._store.write(self._commands(batch))
-        except StoreRefused as error:  # other commands are done, and must not run twice
+        except StoreRejected as error:  # other commands are done, and must not run twice
             log.warning("prefix_records_rejected", reason=str(error))
         except StoreUnavailable:
             self._restore(batch)

@@ -200,12 +200,12 @@ class Engine:
 
     def apply(self, rows: list[ScheduledSequence], output: StepOutput) -> list[StepProgress]:
         """Applies a computed step, which sampled one token for each sampling row, in order."""
-        draws = zip(output.token_ids, output.logprobs or repeat(None), strict=False)
+        sampled = zip(output.token_ids, output.logprobs or repeat(None), strict=False)
         block_size = self.pool.block_size
         progress = []
         for index, row in enumerate(rows):
             sequence = row.sequence
-            token_id, logprobs = next(draws) if row.samples else (None, None)
+            token_id, logprobs = next(sampled) if row.samples else (None, None)
             self._leave_step(row)
             if sequence.is_aborted:
                 self._finish(sequence)
@@ -357,8 +357,8 @@ class Engine:
 def _collect(sequence: Sequence, index: int, output: StepOutput) -> None:
     """Stores the chunk's prompt logprobs and pooled sum; a preempted sequence starts again."""
     if sequence.prompt_logprobs is not None:
-        told = output.prompt_logprobs.get(index, [])
-        sequence.prompt_logprobs[sequence.num_computed_tokens :] = told
+        logprobs = output.prompt_logprobs.get(index, [])
+        sequence.prompt_logprobs[sequence.num_computed_tokens :] = logprobs
     sequence.pooled = output.pooled.get(index)
 
 

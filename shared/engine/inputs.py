@@ -18,7 +18,7 @@ from shared.engine.runner import (
 )
 from shared.messages import LogprobsMode, SamplingParams
 
-Drawing = tuple[int, Sequence, SamplingParams]  # its row among those that draw
+SampledRow = tuple[int, Sequence, SamplingParams]  # its row among those that sample
 
 _SAMPLING_ROW = np.dtype(
     [
@@ -87,28 +87,28 @@ def _sampling_inputs(
     rows: list[ScheduledSequence], last_rows: np.ndarray, context_lens: np.ndarray
 ) -> SamplingInputs:
     indices = [index for index, row in enumerate(rows) if row.samples]
-    drawing = [rows[index].sequence for index in indices]
-    prepared = [each.packed_sampling or _pack_sampling(each) for each in drawing]
+    sampled = [rows[index].sequence for index in indices]
+    prepared = [each.packed_sampling or _pack_sampling(each) for each in sampled]
     packed = np.frombuffer(b"".join([row for row, _ in prepared]), dtype=_SAMPLING_ROW)
     # one call for both: of a few rows, an array's making costs more than its content
-    drawing_rows, num_prompt_tokens = np.array(
-        (indices, [sequence.num_prompt_tokens for sequence in drawing]), dtype=np.int64
+    sampled_rows, num_prompt_tokens = np.array(
+        (indices, [sequence.num_prompt_tokens for sequence in sampled]), dtype=np.int64
     )
-    asking = [
-        (draw, sequence, sequence.sampling)
-        for draw, sequence in enumerate(drawing)
-        if prepared[draw][1] and sequence.sampling is not None
+    requesting = [
+        (row, sequence, sequence.sampling)
+        for row, sequence in enumerate(sampled)
+        if prepared[row][1] and sequence.sampling is not None
     ]
     return SamplingInputs(
-        logits_indices=last_rows[drawing_rows],
+        logits_indices=last_rows[sampled_rows],
         temperature=packed["temperature"].copy(),
         top_k=packed["top_k"].copy(),
         top_p=packed["top_p"].copy(),
         min_p=packed["min_p"].copy(),
         seed=packed["seed"].copy(),
         choice_index=packed["choice_index"].copy(),
-        output_position=context_lens[drawing_rows] - num_prompt_tokens,
-        **(_extras(asking) if asking else {}),
+        output_position=context_lens[sampled_rows] - num_prompt_tokens,
+        **(_extras(requesting) if requesting else {}),
     )
 
 
@@ -140,18 +140,18 @@ def _is_penalized(params: SamplingParams) -> bool:
     )
 
 
-def _extras(asking: list[Drawing]) -> dict[str, Any]:
+def _extras(requesting: list[SampledRow]) -> dict[str, Any]:
     """The fields that are empty unless a row asks for them."""
     return {
         "banned": [
-            (draw, token_id)
-            for draw, sequence, params in asking
+            (row, token_id)
+            for row, sequence, params in requesting
             for token_id in _banned(sequence, params)
         ],
-        "bias": _bias(asking),
-        "penalties": _penalties(asking),
-        "raw_logprobs": _num_logprobs(asking, "raw"),
-        "processed_logprobs": _num_logprobs(asking, "processed"),
+        "bias": _bias(requesting),
+        "penalties": _penalties(requesting),
+        "raw_logprobs": _num_logprobs(requesting, "raw"),
+        "processed_logprobs": _num_logprobs(requesting, "processed"),
     }
 
 
@@ -170,8 +170,8 @@ def _ends_with(token_ids: list[int], tail: tuple[int, ...]) -> bool:
     return token_ids[-1] == tail[-1] and tuple(token_ids[-len(tail) :]) == tail
 
 
-def _bias(asking: list[Drawing]) -> LogitBias | None:
-    entries = [(draw, *pair) for draw, _, params in asking for pair in params.logit_bias]
+def _bias(requesting: list[SampledRow]) -> LogitBias | None:
+    entries = [(row, *pair) for row, _, params in requesting for pair in params.logit_bias]
     if not entries:
         return None
     rows, token_ids, values = zip(*entries, strict=True)
@@ -182,10 +182,10 @@ def _bias(asking: list[Drawing]) -> LogitBias | None:
     )
 
 
-def _penalties(asking: list[Drawing]) -> Penalties | None:
+def _penalties(requesting: list[SampledRow]) -> Penalties | None:
     penalized = [
-        _penalties_of(draw, sequence, params)
-        for draw, sequence, params in asking
+        _penalties_of(row, sequence, params)
+        for row, sequence, params in requesting
         if _is_penalized(params)
     ]
     if not penalized:
@@ -215,10 +215,10 @@ def _penalties_of(
     )
 
 
-def _num_logprobs(asking: list[Drawing], mode: LogprobsMode) -> dict[int, int]:
+def _num_logprobs(requesting: list[SampledRow], mode: LogprobsMode) -> dict[int, int]:
     return {
-        draw: params.num_logprobs
-        for draw, _, params in asking
+        row: params.num_logprobs
+        for row, _, params in requesting
         if params.num_logprobs is not None and params.logprobs_mode == mode
     }
 

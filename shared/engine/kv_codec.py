@@ -38,9 +38,9 @@ class Bf16FrameCodec:
         if failure is not None:
             raise DependencyUnavailable(failure)
         with frame_codec_lock():
-            plain, coded = memoryview(bytearray(BLOCK_BYTES)), memoryview(bytearray(BLOCK_BYTES))
-            num_bytes = self.encode(plain, coded)
-            self.decode(coded[:num_bytes], plain)
+            payload, coded = memoryview(bytearray(BLOCK_BYTES)), memoryview(bytearray(BLOCK_BYTES))
+            num_bytes = self.encode(payload, coded)
+            self.decode(coded[:num_bytes], payload)
 
     def encode(self, payload: memoryview, out: memoryview) -> int:
         """Returns the bytes written to `out`, or 0 if they would not be fewer than the payload's.

@@ -64,8 +64,8 @@ class SamplingInputs(msgspec.Struct, frozen=True):
     def is_plain_greedy(self) -> bool:
         """Every row is greedy, without changes to its logits and without logprobs."""
         is_touched = self.banned or self.bias is not None or self.penalties is not None
-        wants_logprobs = self.raw_logprobs or self.processed_logprobs
-        return not (is_touched or wants_logprobs or self.temperature.any())
+        has_logprobs = self.raw_logprobs or self.processed_logprobs
+        return not (is_touched or has_logprobs or self.temperature.any())
 
 
 class PromptSuccessors(msgspec.Struct, frozen=True):

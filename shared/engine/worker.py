@@ -160,7 +160,7 @@ class EngineWorker:
             num_kv_frames=counts.num_frames,
             num_corrupt_kv_frames=counts.num_corrupt,
             num_unknown_kv_frames=counts.num_unknown,
-            num_refused_kv_frames=counts.num_refused,
+            num_refused_kv_frames=counts.num_rejected,
             num_bad_kv_peers=counts.num_bad_peers,
         )
         for counter in self._counters:

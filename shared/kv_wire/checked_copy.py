@@ -17,8 +17,8 @@ import xxhash
 
 T = TypeVar("T")
 
-PIECE_BYTES = 256 * 1024
-TURN_BYTES = 4 * PIECE_BYTES
+CHUNK_BYTES = 256 * 1024
+TURN_BYTES = 4 * CHUNK_BYTES
 
 
 def checksum_of(payload: memoryview) -> int:
@@ -32,12 +32,12 @@ async def copy_and_checksum(destination: memoryview, source: memoryview) -> int:
     Only the copy is summed: the writer could change the source between two reads.
     """
     hasher = xxhash.xxh3_64()
-    for start in range(0, len(destination), PIECE_BYTES):
+    for start in range(0, len(destination), CHUNK_BYTES):
         if start > 0 and start % TURN_BYTES == 0:
             await asyncio.sleep(0)
-        piece = destination[start : start + PIECE_BYTES]
-        piece[:] = source[start : start + PIECE_BYTES]
-        hasher.update(piece)
+        chunk = destination[start : start + CHUNK_BYTES]
+        chunk[:] = source[start : start + CHUNK_BYTES]
+        hasher.update(chunk)
     return hasher.intdigest()
 
 

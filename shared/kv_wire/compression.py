@@ -96,4 +96,4 @@ class LinkCompression:
                     self.gate.decoded(sent.payload_bytes, decode_s)
                 self.gate.carried(sent.payload_bytes, sent.wire_bytes, wire_s)
             case Refusal() if is_coded:
-                self.gate.refused(wire_s)
+                self.gate.rejected(wire_s)

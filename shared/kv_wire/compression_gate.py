@@ -9,7 +9,7 @@ decoding, measured on this host and on the receiver's.
          second frame, so that encoding and decoding take TRIAL_SHARE of the link's time, plus the
          time of one frame at the beginning
     off ──three of four pairs saved more than ON_MARGIN · codec──▶ on
-    on: all frames but every PLAIN_EVERY-th, which serves as the comparison
+    on: all frames but every UNCOMPRESSED_EVERY-th, which serves as the comparison
     on ──half of the pairs saved less than OFF_MARGIN · codec, or the wire is too fast──▶ off
 """
 
@@ -26,8 +26,8 @@ NUM_RECENT, NUM_PAIRS = 9, 25
 NUM_NEEDED = 3  # of NUM_RECENT, for a first estimate
 ON_MARGIN, OFF_MARGIN = 1.5, 1.1
 TRIAL_SHARE = 0.02
-REFUSED_COST = 10  # wire times: a receiver that rejects compressed frames seldom gets one
-PLAIN_EVERY = 16
+REJECTED_COST = 10  # wire times: a receiver that rejects compressed frames seldom gets one
+UNCOMPRESSED_EVERY = 16
 # The best case: Shannon's bound for KV of trained models, at 8 GB/s each for encode and decode.
 BEST_RATIO = 0.67
 BEST_CODEC_S = 0.25e-9
@@ -88,17 +88,17 @@ class CompressionGate:
         self._wire, self._saved = Recent(NUM_RECENT), Recent(NUM_PAIRS)
         self._encode, self._decode = Recent(NUM_RECENT), Recent(NUM_RECENT)
         self._last = 0, False, 0.0  # the last frame's payload, whether coded, seconds per byte
-        self._num_asked = 0
+        self._num_frames = 0
         self._trial_s = 0.0  # budget for encoding and decoding
 
     def takes(self, payload_bytes: int) -> bool:
         """Whether to encode the next frame, which has this size."""
         if payload_bytes < MIN_FRAME_BYTES or self._is_fast:
             return False
-        self._num_asked += 1
+        self._num_frames += 1
         if self.is_on:
-            return self._num_asked % PLAIN_EVERY > 0
-        return self._num_asked % 2 == 0 and self._trial_s > 0
+            return self._num_frames % UNCOMPRESSED_EVERY > 0
+        return self._num_frames % 2 == 0 and self._trial_s > 0
 
     def encoded(self, payload_bytes: int, seconds: float) -> None:
         self._encode.add(seconds / payload_bytes)
@@ -126,10 +126,10 @@ class CompressionGate:
         self._last = payload_bytes, is_coded, byte_s
         self._decide()
 
-    def refused(self, seconds: float) -> None:
+    def rejected(self, seconds: float) -> None:
         """Records that the receiver rejected a compressed frame, after `seconds` on the wire."""
         self._saved.add(0.0)
-        self._trial_s -= REFUSED_COST * seconds
+        self._trial_s -= REJECTED_COST * seconds
         self._decide()
 
     @property
@@ -149,4 +149,4 @@ class CompressionGate:
         else:
             is_on = not self._is_fast and self._saved.above(1 / 4) > ON_MARGIN * codec_s
         if is_on != self.is_on:
-            self.is_on, self._num_asked, self._trial_s = is_on, 0, 0.0
+            self.is_on, self._num_frames, self._trial_s = is_on, 0, 0.0

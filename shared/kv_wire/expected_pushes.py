@@ -26,7 +26,7 @@ class ReceiverCounts:
     num_bytes: int = 0
     num_unknown: int = 0  # of a placement that is not expected
     num_corrupt: int = 0
-    num_refused: int = 0  # by the sink
+    num_rejected: int = 0  # by the sink
     num_bad_peers: int = 0  # violated the protocol, failed the handshake or ended within a frame
 
 
@@ -41,7 +41,7 @@ class ExpectedPushes:
         self.counts = ReceiverCounts()
         self._expected: dict[bytes, _Expected] = {}
         self._num_copying: Counter[bytes] = Counter()
-        self._quiet: dict[bytes, asyncio.Event] = {}
+        self._idle: dict[bytes, asyncio.Event] = {}
 
     def expect(self, placement_id: bytes, sink: FrameSink) -> None:
         if placement_id in self._expected:
@@ -51,9 +51,9 @@ class ExpectedPushes:
     def forget(self, placement_id: bytes) -> None:
         self._expected.pop(placement_id, None)
 
-    async def quiet(self, placement_id: bytes) -> None:
+    async def idle(self, placement_id: bytes) -> None:
         while self._num_copying[placement_id] > 0:
-            await self._quiet.setdefault(placement_id, asyncio.Event()).wait()
+            await self._idle.setdefault(placement_id, asyncio.Event()).wait()
 
     def announce(self, header: FrameHeader, carrier: object) -> None:
         """Call when a frame of this placement starts to arrive over `carrier`."""
@@ -88,7 +88,7 @@ class ExpectedPushes:
             except Exception as error:
                 log.exception("frame_sink_failed", placement_id=header.placement_id.hex())
                 reason = f"{type(error).__name__}: {error}"
-        self.counts.num_refused += 1
+        self.counts.num_rejected += 1
         return reason
 
     async def _hand_over(
@@ -116,5 +116,5 @@ class ExpectedPushes:
             self._num_copying[placement_id] -= 1
             if self._num_copying[placement_id] == 0:
                 del self._num_copying[placement_id]
-                if (event := self._quiet.pop(placement_id, None)) is not None:
+                if (event := self._idle.pop(placement_id, None)) is not None:
                     event.set()

@@ -104,7 +104,7 @@ def encode_record(record: Record) -> bytes:
     return PREFIX.pack(MAGIC, VERSION, len(body)) + body
 
 
-def goodbye(reason: str) -> bytes:
+def closing_record(reason: str) -> bytes:
     return encode_record(Goodbye(reason[:MAX_REASON_CHARS]))
 
 

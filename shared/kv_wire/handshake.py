@@ -93,10 +93,10 @@ async def _read_record(receive: Receive) -> Record:
 async def _read_exactly(receive: Receive, num_bytes: int) -> bytes:
     data = b""
     while len(data) < num_bytes:
-        piece = await receive(num_bytes - len(data))
-        if not piece:
+        chunk = await receive(num_bytes - len(data))
+        if not chunk:
             raise LinkLost("the peer closed the connection during the handshake")
-        data += piece
+        data += chunk
     return data
 
 

@@ -17,7 +17,7 @@ from shared.errors import LinkLost
 from shared.kv_wire import tcp
 from shared.kv_wire.compression import FrameCodec
 from shared.kv_wire.expected_pushes import ExpectedPushes, ReceiverCounts
-from shared.kv_wire.frames import MAX_FRAME_BYTES, ProtocolError, Welcome, goodbye
+from shared.kv_wire.frames import MAX_FRAME_BYTES, ProtocolError, Welcome, closing_record
 from shared.kv_wire.handshake import read_hello, send_welcome
 from shared.kv_wire.link import FrameSink
 from shared.kv_wire.shared_memory import (
@@ -112,8 +112,8 @@ class KvServer:
     def forget(self, placement_id: bytes) -> None:
         self._placements.forget(placement_id)
 
-    async def quiet(self, placement_id: bytes) -> None:
-        await self._placements.quiet(placement_id)
+    async def idle(self, placement_id: bytes) -> None:
+        await self._placements.idle(placement_id)
 
     async def close(self) -> None:
         """Ends all connections and cancels deliveries in progress. Idempotent."""
@@ -211,4 +211,4 @@ def _dismiss(sock: socket.socket, reason: str | None) -> None:
     with sock, contextlib.suppress(OSError):
         sock.setblocking(False)
         if reason is not None:
-            sock.send(goodbye(reason))
+            sock.send(closing_record(reason))

@@ -73,10 +73,10 @@ class KvReceiver(Protocol):
     def expect(self, placement_id: bytes, sink: FrameSink) -> None: ...
 
     def forget(self, placement_id: bytes) -> None:
-        """Idempotent. A delivery in progress completes; see `quiet`."""
+        """Idempotent. A delivery in progress completes; see `idle`."""
         ...
 
-    async def quiet(self, placement_id: bytes) -> None:
+    async def idle(self, placement_id: bytes) -> None:
         """Returns when no frame of this placement is being copied."""
         ...
 

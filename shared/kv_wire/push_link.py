@@ -176,7 +176,7 @@ class StagedLink:
         self._staging.close()
         self._on_end(self)
 
-    def _answer(self, answer: Ack | Refusal, refusal: FrameRefused | None) -> None:
+    def _answer(self, answer: Ack | Refusal, rejection: FrameRefused | None) -> None:
         unacked = self._unacked.pop(answer.frame_id, None)
         if unacked is None:
             raise ProtocolError(f"received a reply to frame {answer.frame_id}: not in flight")
@@ -185,7 +185,7 @@ class StagedLink:
         self._slots.release(unacked.slot_index)
         if unacked.answered.done():  # the caller was cancelled
             return
-        if refusal is None:
+        if rejection is None:
             unacked.answered.set_result(None)
         else:
-            unacked.answered.set_exception(refusal)
+            unacked.answered.set_exception(rejection)

@@ -22,10 +22,10 @@ from shared.kv_wire.frames import (
     Goodbye,
     ProtocolError,
     Record,
+    closing_record,
     decode_prefix,
     decode_record,
     encode_record,
-    goodbye,
 )
 
 # The maximum size of one read, so that its bytes are summed while they are still cached.
@@ -84,7 +84,7 @@ class RecordStream(asyncio.BufferedProtocol):
             try:
                 self._advance()
             except ProtocolError as error:
-                self._write(goodbye(error.message))
+                self._write(closing_record(error.message))
                 self.end(error)
 
     def connection_lost(self, exc: Exception | None) -> None:

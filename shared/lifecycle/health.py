@@ -36,8 +36,8 @@ MAX_PEERS = 8192  # further peers are ignored until others are forgotten
 
 
 class Loss(Enum):
-    SILENT = "silent"
-    GONE = "gone"
+    UNRESPONSIVE = "silent"
+    DISCONNECTED = "gone"
     STUCK = "stuck"
     RESTARTED = "restarted"
     STOPPED = "stopped"
@@ -109,7 +109,7 @@ class Fleet:
         """Suspends judgement for SILENCE_LIMIT_S, since other peers may still be reconnecting."""
         self._sound_since = now
 
-    def gone(self, last: Heartbeat, now: float) -> Loss | None:
+    def mark_disconnected(self, last: Heartbeat, now: float) -> Loss | None:
         """Marks the sender of `last` suspect after a request to it had no responder.
 
         Returns None if the peer has sent a newer heartbeat since `last`.
@@ -119,7 +119,7 @@ class Fleet:
         if peer is None or is_old or peer.is_suspect or not self.can_judge(now):
             return None
         peer.is_suspect = True
-        return Loss.GONE
+        return Loss.DISCONNECTED
 
     def can_judge(self, now: float) -> bool:
         """Whether the silence of a peer is meaningful: bus and loop have been sound long enough."""
@@ -177,7 +177,7 @@ def _has_moved(known: Heartbeat, heartbeat: Heartbeat) -> bool:
 
 def _loss_of(peer: Peer, now: float) -> Loss | None:
     if now - peer.last_heartbeat_at > SILENCE_LIMIT_S:
-        return Loss.SILENT
+        return Loss.UNRESPONSIVE
     load = peer.heartbeat.load
     if load is not None and now - peer.progressed_at > load.step_budget_s + SILENCE_LIMIT_S:
         return Loss.STUCK

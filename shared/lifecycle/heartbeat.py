@@ -61,20 +61,20 @@ class HealthMonitor:
         self._index = index
         self._sequence_number = 0
         self._lost_handlers: list[LostHandler] = []
-        self._heard_handlers: list[Callable[[Heartbeat], None]] = []
-        self._asking: set[str] = set()
+        self._heartbeat_handlers: list[Callable[[Heartbeat], None]] = []
+        self._requested: set[str] = set()
         self._background = Background()
 
     def on_lost(self, handler: LostHandler) -> None:
         self._lost_handlers.append(handler)
 
     def on_heartbeat(self, handler: Callable[[Heartbeat], None]) -> None:
-        self._heard_handlers.append(handler)
+        self._heartbeat_handlers.append(handler)
 
     async def start(self) -> None:
         own = alive(self._roles[0], self._bus.process_id)
         await self._bus.serve(own, ReportAlive, lambda _: Done())
-        await self._bus.subscribe(HEARTBEATS, Heartbeat, self._hear)
+        await self._bus.subscribe(HEARTBEATS, Heartbeat, self._on_heartbeat)
         self._background.start(self._beat())
         self._background.start(self._watch())
 
@@ -87,11 +87,11 @@ class HealthMonitor:
         await self._background.stop()
         await self.transition_to("stopped")
 
-    def _hear(self, message: Heartbeat) -> None:
+    def _on_heartbeat(self, message: Heartbeat) -> None:
         loss = self.fleet.observe(message, self._clock.now())
         if loss is not None:
             self._lost(message.process_id, loss)
-        for handler in self._heard_handlers:
+        for handler in self._heartbeat_handlers:
             handler(message)
 
     def _lost(self, process_id: str, loss: Loss) -> None:
@@ -114,7 +114,7 @@ class HealthMonitor:
             for process_id, loss in self.fleet.tick(self._clock.now()):
                 self._lost(process_id, loss)
             for last in self.fleet.late(self._clock.now()):
-                if last.process_id not in self._asking:
+                if last.process_id not in self._requested:
                     self._background.start(self._request(last))
 
     async def _request(self, last: Heartbeat) -> None:
@@ -122,19 +122,19 @@ class HealthMonitor:
         applies to it.
         """
         subject = alive(last.roles[0], last.process_id)
-        self._asking.add(last.process_id)
+        self._requested.add(last.process_id)
         num_reconnects = self._bus.num_reconnects
         try:
             await self._bus.request(subject, ReportAlive(), Done, timeout_s=ALIVE_TIMEOUT_S)
         except NoResponders:
             is_steady = self._bus.num_reconnects == num_reconnects
-            loss = self.fleet.gone(last, self._clock.now()) if is_steady else None
+            loss = self.fleet.mark_disconnected(last, self._clock.now()) if is_steady else None
             if loss is not None:
                 self._lost(last.process_id, loss)
         except HearthError as error:
             log.debug("peer_unresponsive", peer=last.process_id, reason=error.code)
         finally:
-            self._asking.discard(last.process_id)
+            self._requested.discard(last.process_id)
 
     async def _send(self) -> None:
         self._sequence_number += 1
@@ -150,7 +150,7 @@ class HealthMonitor:
             model=self._model,
             data_plane=self._data_plane,
             index=None if self._index is None else self._index(),
-            num_impostors=self._bus.num_impostors,
+            num_impostors=self._bus.num_sender_mismatches,
         )
         try:
             await self._bus.publish(heartbeat(self._roles[0], self._bus.process_id), message)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import structlog
 import uvloop
 
-from shared.background import BROKE
+from shared.background import TASK_FAILED
 from shared.errors import HearthError
 from shared.log import configure_logging
 
@@ -91,7 +91,7 @@ def _die(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """
     reason = context.get("message")
     log.error("unhandled", reason=reason, exc_info=context.get("exception"))
-    if reason == BROKE:
+    if reason == TASK_FAILED:
         os._exit(1)
 
 

@@ -96,23 +96,23 @@ class RateLimitCounter:
             rest = min(limit, self._used[name]) - elapsed_s * limit / MINUTE_S
             self._used[name] = max(0.0, rest)
 
-    def _verdict(self, asked: RequestedTokens, limits: dict[str, int]) -> tuple[str, float]:
+    def _verdict(self, requested: RequestedTokens, limits: dict[str, int]) -> tuple[str, float]:
         rejected_by, wait_s = "", 0.0
         if "concurrency" in limits and len(self._leases) >= limits["concurrency"]:
             rejected_by, wait_s = "concurrency", CONCURRENCY_RETRY_S
         for name in RATES:
-            excess = self._used[name] + asked.costs[name] - limits.get(name, 0)
+            excess = self._used[name] + requested.costs[name] - limits.get(name, 0)
             if name not in limits or excess <= ROUNDING:
                 continue
             if excess * MINUTE_S / limits[name] > wait_s:
                 rejected_by, wait_s = name, excess * MINUTE_S / limits[name]
         return rejected_by, wait_s
 
-    def _charge(self, asked: RequestedTokens, command: LimitCommand, now: float) -> None:
+    def _charge(self, requested: RequestedTokens, command: LimitCommand, now: float) -> None:
         for name in RATES:
             if name in command.limits:
-                self._used[name] += asked.costs[name]
-        self._leases[asked.lease_id] = now + command.lease_s
+                self._used[name] += requested.costs[name]
+        self._leases[requested.lease_id] = now + command.lease_s
 
 
 # KEYS: the tenant's meter, its open requests. ARGV: the LimitCommand as JSON.

@@ -171,16 +171,16 @@ class TenantAdmin:
 
     async def _end(self, digest: str, field: str, at: float) -> None:
         name = api_key_record(digest)
-        keep_s = int(max(0.0, at - self._now())) + FORGET_S
-        await self._store.write([("HSET", name, field, at), ("EXPIRE", name, keep_s)])
+        ttl_s = int(max(0.0, at - self._now())) + FORGET_S
+        await self._store.write([("HSET", name, field, at), ("EXPIRE", name, ttl_s)])
 
     async def _valid(self, tenant_id: str, key_id: str | None) -> list[tuple[ApiKeyRecord, str]]:
         digests = await self._digests(tenant_id)
         if key_id is not None and key_id not in digests:
             raise ConfigError(f"the tenant {tenant_id!r} has no key {key_id!r}")
-        wanted = digests if key_id is None else {key_id: digests[key_id]}
+        requested = digests if key_id is None else {key_id: digests[key_id]}
         valid = []
-        for each, digest in wanted.items():
+        for each, digest in requested.items():
             key = await self._key(each, digest)
             if key is not None and self._is_valid(key):
                 valid.append((key, digest))

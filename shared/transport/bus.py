@@ -43,7 +43,7 @@ D = TypeVar("D")  # an encoded message
 Unsubscribe = Callable[[], Awaitable[None]]
 
 MAX_SERVED_AT_ONCE = 1024
-MAX_REFUSALS = 10  # takes 1 s: the server may not have read a new credential yet
+MAX_REJECTIONS = 10  # takes 1 s: the server may not have read a new credential yet
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -63,7 +63,7 @@ class Bus(Protocol):
         ...
 
     @property
-    def num_impostors(self) -> int:
+    def num_sender_mismatches(self) -> int:
         """Number of messages rejected because they named a wrong sender."""
         ...
 
@@ -182,20 +182,20 @@ class _ConnectionEvents:
 
     def __init__(self, client: Client) -> None:
         self.last_error: Exception | None = None
-        self.refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.rejected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._client = client
-        self._num_refusals = 0
+        self._num_rejections = 0
 
     async def on_error(self, error: Exception) -> None:
         if self._client.is_connected:
             log.warning("nats_error", error=str(error))
             return
-        is_refusal = "authorization" in str(error).lower()
-        self._num_refusals += is_refusal
-        if is_refusal or not self._num_refusals:  # a reset after a rejection is not the cause
+        is_rejection = "authorization" in str(error).lower()
+        self._num_rejections += is_rejection
+        if is_rejection or not self._num_rejections:  # a reset after a rejection is not the cause
             self.last_error = error
-        if self._num_refusals >= MAX_REFUSALS and not self.refused.done():
-            self.refused.set_result(None)
+        if self._num_rejections >= MAX_REJECTIONS and not self.rejected.done():
+            self.rejected.set_result(None)
 
     async def on_disconnect(self) -> None:
         log.warning("nats_disconnected")
@@ -239,7 +239,7 @@ class NatsBus:
             )
         )
         await asyncio.wait(
-            {connecting, events.refused}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            {connecting, events.rejected}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
         if client.is_connected:
             return cls(client, process_id)
@@ -263,8 +263,8 @@ class NatsBus:
         return self._client.stats["reconnects"]
 
     @property
-    def num_impostors(self) -> int:
-        return self._sender_check.num_impostors
+    def num_sender_mismatches(self) -> int:
+        return self._sender_check.num_sender_mismatches
 
     async def publish(self, subject: str, message: Message) -> None:
         try:
@@ -315,16 +315,16 @@ class NatsBus:
         decode = msgspec.msgpack.Decoder(message_type).decode
 
         async def answer(reply_to: str, reply: Message | Awaitable[Message]) -> None:
-            told = reply if isinstance(reply, Message) else await reply
+            message = reply if isinstance(reply, Message) else await reply
             try:
-                await self._client.publish(reply_to, self._payload(told))
+                await self._client.publish(reply_to, self._payload(message))
             except (nats.errors.Error, HearthError) as error:
                 log.warning("reply_failed", subject=subject, error=str(error))
 
         async def take(wire_subject: str, reply_to: str, data: bytes) -> None:
             if len(self._tasks) >= MAX_SERVED_AT_ONCE:
-                refusal = Overloaded("too many requests at once", retry_after_s=1.0)
-                await answer(reply_to, failure_of(refusal))
+                rejection = Overloaded("too many requests at once", retry_after_s=1.0)
+                await answer(reply_to, failure_of(rejection))
                 return
             checked = self._sender_check.checked(decode, sender_of(wire_subject))
             reply = begin_reply(handler, checked, data)

@@ -39,8 +39,8 @@ class DirectClient(Client):
     def __init__(self) -> None:
         super().__init__()
         self._takers: dict[int, Take] = {}  # by subscription
-        self._asked: dict[str, asyncio.Future[bytes]] = {}  # by the reply subject's last token
-        self._num_asked = 0
+        self._replies: dict[str, asyncio.Future[bytes]] = {}  # by the reply subject's last token
+        self._num_requests = 0
         self._reply_prefix = ""
 
     async def listen(self, subject: str, take: Take, *, queue: str = "") -> Subscription:
@@ -64,16 +64,16 @@ class DirectClient(Client):
         if not self._reply_prefix:
             await self._listen_for_replies()
         loop = asyncio.get_running_loop()
-        self._num_asked += 1
-        token, future = str(self._num_asked), loop.create_future()
-        self._asked[token] = future
+        self._num_requests += 1
+        token, future = str(self._num_requests), loop.create_future()
+        self._replies[token] = future
         timer = loop.call_later(timeout_s, _give_up, future)
         try:
             await self.publish(subject, data, reply=self._reply_prefix + token)
             return await future
         finally:
             timer.cancel()
-            del self._asked[token]
+            del self._replies[token]
 
     async def _listen_for_replies(self) -> None:
         prefix = self._reply_prefix = self.new_inbox() + "."
@@ -81,7 +81,7 @@ class DirectClient(Client):
         self._takers[subscription._id] = self._on_reply
 
     async def _on_reply(self, subject: str, reply: str, data: bytes) -> None:
-        future = self._asked.get(subject.removeprefix(self._reply_prefix))
+        future = self._replies.get(subject.removeprefix(self._reply_prefix))
         if future is not None and not future.done():
             future.set_result(data)
 
@@ -90,7 +90,7 @@ class DirectClient(Client):
         if message.headers is None or message.headers.get(Header.STATUS) != NO_RESPONDERS_STATUS:
             await self._on_reply(message.subject, message.reply, message.data)
             return
-        future = self._asked.get(message.subject.removeprefix(self._reply_prefix))
+        future = self._replies.get(message.subject.removeprefix(self._reply_prefix))
         if future is not None and not future.done():
             future.set_exception(NoRespondersError())
 

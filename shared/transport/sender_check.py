@@ -16,7 +16,7 @@ class SenderCheck:
     """Checks all messages that one bus receives, and counts those that name a wrong sender."""
 
     def __init__(self) -> None:
-        self.num_impostors = 0
+        self.num_sender_mismatches = 0
 
     def checked(self, decode: Decode, sender_id: str) -> Decode:
         """A decoder for bytes that `sender_id` published; it also raises SenderMismatch."""
@@ -39,6 +39,6 @@ class SenderCheck:
 
     def _check(self, message: Message, sender_id: str) -> None:
         if message.sender_id not in (None, sender_id):
-            self.num_impostors += 1
+            self.num_sender_mismatches += 1
             name = type(message).__name__
             raise SenderMismatch(f"{sender_id} sent a {name} that names {message.sender_id}")

@@ -191,7 +191,7 @@ async def play(data: bytes, cuts: list[int], *, is_unix: bool) -> None:
     await _serves_on(server, is_unix=is_unix)
     for placement_id in sinks:
         server.forget(placement_id)
-        await server.quiet(placement_id)
+        await server.idle(placement_id)
     assert not server._placements._expected
     assert not server._placements._num_copying
     await eventually(lambda: len(descriptors()) <= before)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from shared.store import BREAKER_S, RedisStore, StoreRefused, StoreUnavailable
+from shared.store import BREAKER_S, RedisStore, StoreRejected, StoreUnavailable
 from tests.servers import RedisServer, free_port
 from tests.simulation.store import MemoryStore
 
@@ -71,7 +71,7 @@ async def test_the_simulated_store_does_what_redis_does(store: RedisStore) -> No
 
 async def test_what_redis_refuses_does_not_keep_it_from_the_rest(store: RedisStore) -> None:
     writes = [("SET", "r:text", 1), ("HSET", "r:text", "a", 1), ("SET", "r:next", 2)]
-    with pytest.raises(StoreRefused, match="WRONGTYPE"):
+    with pytest.raises(StoreRejected, match="WRONGTYPE"):
         await store.write(writes)
     assert await store.get("r:next") == b"2"  # and the breaker is closed
 
@@ -80,7 +80,7 @@ async def test_a_command_that_is_too_long_does_not_keep_redis_from_the_rest(
     store: RedisStore,
 ) -> None:
     writes = [("HDEL", "r:hash", *(str(each) for each in range(20_000))), ("SET", "r:after", 3)]
-    with pytest.raises(StoreRefused, match="unpack"):
+    with pytest.raises(StoreRejected, match="unpack"):
         await store.write(writes)
     assert await store.get("r:after") == b"3"
 

@@ -396,8 +396,8 @@ class SimulatedBus:
         return self._connection.num_reconnects
 
     @property
-    def num_impostors(self) -> int:
-        return self._sender_check.num_impostors
+    def num_sender_mismatches(self) -> int:
+        return self._sender_check.num_sender_mismatches
 
     def publish_bytes(self, subject: str, data: bytes) -> None:
         """Publishes arbitrary bytes."""

@@ -199,8 +199,8 @@ class SimulatedReceiver:
         self._placements.forget(placement_id)
         self._forgotten.add(placement_id)
 
-    async def quiet(self, placement_id: bytes) -> None:
-        await self._placements.quiet(placement_id)
+    async def idle(self, placement_id: bytes) -> None:
+        await self._placements.idle(placement_id)
 
     async def close(self) -> None:
         self.is_closed = True

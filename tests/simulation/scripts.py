@@ -9,7 +9,7 @@ import msgspec
 
 from services.gateway.tenancy.api_keys import LOOK_UP
 from services.gateway.tenancy.usage_counter import ADD_UP
-from shared.store import StoreRefused
+from shared.store import StoreRejected
 from shared.tenancy.rate_limit import APPLY_LUA, RATES, LimitCommand, RateLimitCounter
 from shared.tenancy.tenant_admin import SWAP
 
@@ -22,7 +22,7 @@ Arguments = Sequence[Any]
 def _fields(store: MemoryStore, key: str) -> dict[bytes, bytes]:
     fields = store.data.get(key, {})
     if not isinstance(fields, Mapping):
-        raise StoreRefused("WRONGTYPE")
+        raise StoreRejected("WRONGTYPE")
     return dict(fields)
 
 
@@ -37,7 +37,7 @@ def _look_up(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> l
 def _carry_out(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> list[Any]:
     meter = store.data.setdefault(keys[0], RateLimitCounter())
     if not isinstance(meter, RateLimitCounter):
-        raise StoreRefused("WRONGTYPE")
+        raise StoreRejected("WRONGTYPE")
     order = msgspec.json.decode(arguments[0], type=LimitCommand)
     reading = meter.apply(order, store.now())
     used = [str(reading.used[name]).encode() for name in RATES]

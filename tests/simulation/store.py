@@ -8,7 +8,7 @@ from contextvars import Context
 from functools import partial
 from typing import Any, TypeVar
 
-from shared.store import BREAKER_S, STORE_TIMEOUT_S, Command, StoreRefused, StoreUnavailable
+from shared.store import BREAKER_S, STORE_TIMEOUT_S, Command, StoreRejected, StoreUnavailable
 from tests.simulation.process import ProcessClock, SimulatedProcess
 from tests.simulation.scripts import SCRIPTS
 
@@ -199,7 +199,7 @@ class ProcessStore:
             if self._shared.is_hanging:
                 return await self._in_time(question)
             return await question()
-        except StoreRefused:
+        except StoreRejected:
             raise
         except StoreUnavailable:
             self._closed_until = self._clock.now() + BREAKER_S

@@ -113,7 +113,7 @@ class StreamDriver:
 
     def _on_lost(self, process_id: str, loss: Loss) -> None:
         now = self._clock.now()
-        is_excluded = loss in (Loss.SILENT, Loss.STUCK, Loss.GONE)
+        is_excluded = loss in (Loss.UNRESPONSIVE, Loss.STUCK, Loss.DISCONNECTED)
         self._streams.on_worker_lost(process_id, now, is_excluded=is_excluded)
         self._streams.on_scheduler_lost(process_id, now)
         self._perform()

@@ -19,7 +19,7 @@ import structlog
 from services.gateway.tenancy.errors import UnknownTenant
 from shared.clock import Clock
 from shared.errors import AuthenticationFailed, DependencyUnavailable
-from shared.store import BREAKER_S, Store, StoreRefused, StoreUnavailable
+from shared.store import BREAKER_S, Store, StoreRejected, StoreUnavailable
 from shared.tenancy.tenant import TENANTS, ApiKeyRecord, TenantRecord, api_key_record, digest_of
 from shared.transport.wire_errors import UNREADABLE
 
@@ -76,7 +76,7 @@ class ApiKeys:
     async def _look_up(self, digest: str) -> TenantRecord:
         try:
             reply = await self._request(digest)
-        except StoreRefused as error:
+        except StoreRejected as error:
             raise _unreadable(error) from error
         except StoreUnavailable:
             if digest in self._known:
@@ -97,7 +97,7 @@ class ApiKeys:
         await self._clock.sleep(SECOND_TRY_S)
         try:
             return await self._request(digest)
-        except StoreRefused as error:
+        except StoreRejected as error:
             raise _unreadable(error) from error
         except StoreUnavailable:
             raise DependencyUnavailable(

@@ -26,7 +26,7 @@ from services.gateway.tenancy.ratelimit_headers import ratelimit_headers
 from services.gateway.tenancy.request_cost import LimitLease, RequestCost, check_size, check_zeros
 from shared.background import Background
 from shared.clock import Clock
-from shared.store import BREAKER_S, Store, StoreRefused, StoreUnavailable
+from shared.store import BREAKER_S, Store, StoreRejected, StoreUnavailable
 from shared.tenancy.rate_limit import (
     APPLY_LUA,
     LEASE_S,
@@ -198,7 +198,7 @@ class Limits:
         async with self._flushing:
             try:
                 await self._apply(account, renewed=tuple(account.open) if has_renewal else ())
-            except StoreRefused:
+            except StoreRejected:
                 return True
             except StoreUnavailable:
                 return False
@@ -225,7 +225,7 @@ class Limits:
         keys = [meter_of(tenant.tenant_id), open_requests_of(tenant.tenant_id)]
         try:
             return to_limit_state(await self._store.evaluate(APPLY_LUA, keys, [_encode(command)]))
-        except StoreRefused as error:
+        except StoreRejected as error:
             log.error("limits_unreadable", tenant_id=tenant.tenant_id, error=error.message)
             raise
 

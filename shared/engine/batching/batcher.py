@@ -94,7 +94,7 @@ class Batcher:
         scheduled: dict[Sequence, ScheduledSequence] = {}
         budget = self._max_batch_tokens
         num_preempted = 0
-        for sequence, num_lacking in self._running_by_turns():
+        for sequence, num_uncomputed in self._running_by_turns():
             if budget == 0:
                 break
             if sequence.state is not SequenceState.RUNNING:
@@ -106,10 +106,10 @@ class Batcher:
                         budget += scheduled.pop(victim).num_scheduled_tokens
                 if sequence.state is not SequenceState.RUNNING:
                     continue
-            count = num_lacking if num_lacking < budget else budget
+            count = num_uncomputed if num_uncomputed < budget else budget
             block_copy = self._block_copies.get(sequence)
             scheduled[sequence] = ScheduledSequence(
-                sequence, count, count == num_lacking, block_copy
+                sequence, count, count == num_uncomputed, block_copy
             )
             budget -= count
         rows = list(scheduled.values())
@@ -121,9 +121,11 @@ class Batcher:
         """Running sequences with the number of tokens they lack: first those that lack one, then
         those that lack more; both oldest first.
         """
-        lacking = [(each, len(each.token_ids) - each.num_computed_tokens) for each in self.running]
-        ones = [each for each in lacking if each[1] == 1]
-        return ones if len(ones) == len(lacking) else ones + [e for e in lacking if e[1] != 1]
+        uncomputed = [
+            (each, len(each.token_ids) - each.num_computed_tokens) for each in self.running
+        ]
+        ones = [each for each in uncomputed if each[1] == 1]
+        return ones if len(ones) == len(uncomputed) else ones + [e for e in uncomputed if e[1] != 1]
 
     def _has_room(self, sequence: Sequence) -> bool:
         """Whether it has blocks for all its tokens and is the only holder of the first block that
@@ -218,15 +220,15 @@ class Batcher:
             if not sequence.block_table and not self.allocate_prompt(sequence, spare=spare):
                 break
             self.waiting.popleft()
-            num_lacking = sequence.num_uncomputed_tokens
-            if num_lacking == 0:
+            num_uncomputed = sequence.num_uncomputed_tokens
+            if num_uncomputed == 0:
                 sequence.transition_to(SequenceState.HELD)
                 found.append(sequence)
                 continue
             sequence.transition_to(SequenceState.RUNNING)
             self.running.append(sequence)
-            count = min(num_lacking, budget)
-            rows.append(ScheduledSequence(sequence, count, count == num_lacking))
+            count = min(num_uncomputed, budget)
+            rows.append(ScheduledSequence(sequence, count, count == num_uncomputed))
             budget -= count
         return found
 

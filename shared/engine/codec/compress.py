@@ -60,7 +60,7 @@ def _bundle(
     folder: ModelFolder, work: WorkFolder, executor: Executor, progress: Progress
 ) -> Manifest:
     progress.expect(2 * folder.num_bytes())
-    work.keep_only((*map(bundle_path, folder.shards), *folder.files))
+    work.retain_only((*map(bundle_path, folder.shards), *folder.files))
     sources = [map_safetensors(folder.root / name) for name in folder.shards]  # checks all first
     shards = tuple(
         _shard(name, source, work, executor, progress)
@@ -79,10 +79,10 @@ def _shard(
     stored = bundle_path(name)
 
     progress.advance(name, 2 * source.header.data_start)
-    kept = _finished(work.path(stored), name, source, executor)
-    if kept is not None:
+    finished = _finished(work.path(stored), name, source, executor)
+    if finished is not None:
         progress.advance(f"{name}, kept", 2 * source.header.num_data_bytes)
-        return kept
+        return finished
     with work.written(stored) as file:
         record = write_shard(file, source, name, executor, partial(progress.advance, name))
         file.flush()

@@ -16,7 +16,7 @@ from shared.engine.codec.manifest import (
 )
 from shared.engine.codec.model_folder import check_file, copy_file
 from shared.engine.codec.safetensors_layout import LENGTH, map_safetensors
-from shared.engine.codec.shard import BundleShard, checksum, original_pieces
+from shared.engine.codec.shard import BundleShard, checksum, original_parts
 from shared.engine.codec.threads import coding_threads
 from shared.engine.codec.work_folder import WorkFolder, work_folder
 from shared.errors import CheckpointError, ConfigError
@@ -42,7 +42,7 @@ def decompress_folder(
         for file in manifest.files:
             check_file(bundle / file.path, file)
         names = [shard.record.path for shard in shards], [file.path for file in manifest.files]
-        work.keep_only(chain(*names))
+        work.retain_only(chain(*names))
         for shard in shards:
             _restore(shard, work, progress)
         for file in manifest.files:
@@ -56,9 +56,9 @@ def _restore(shard: BundleShard, work: WorkFolder, progress: Progress) -> None:
         progress.advance(f"{record.path}, kept", _shard_bytes(record))
         return
     with work.written(record.path) as file:
-        for piece in original_pieces(shard):
-            file.write(piece)
-            progress.advance(record.path, len(piece))
+        for part in original_parts(shard):
+            file.write(part)
+            progress.advance(record.path, len(part))
 
 
 def _is_restored(path: Path, record: StoredShard) -> bool:

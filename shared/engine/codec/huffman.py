@@ -81,11 +81,11 @@ def decode_frame(frame: Bytes, num_bytes: int) -> Bytes:
     try:
         if zstandard.frame_content_size(frame.data) != num_bytes:
             raise NotDecodable("a chunk's header states another size than the tensor's")
-        plain = _coders.decoder.decompress(
+        decoded = _coders.decoder.decompress(
             frame.data, max_output_size=num_bytes, allow_extra_data=False
         )
     except zstandard.ZstdError as error:
         raise NotDecodable(f"a chunk cannot be decoded: {error}") from None
-    if len(plain) != num_bytes:
+    if len(decoded) != num_bytes:
         raise NotDecodable("a chunk has another size than its header states")
-    return np.frombuffer(plain, np.uint8)
+    return np.frombuffer(decoded, np.uint8)

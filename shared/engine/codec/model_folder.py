@@ -15,7 +15,7 @@ from shared.errors import CheckpointError, ConfigError
 
 # Folders of the tools that fetched the checkpoint: not part of it.
 SKIPPED_FOLDERS = frozenset({".git", ".cache"})
-_PIECE_BYTES = 1 << 22
+_CHUNK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,11 @@ def copy_file(source: Path, file: IO[bytes], on_bytes: OnBytes) -> tuple[int, st
     """Returns size and xxh3-128 of the copied bytes. Raises OSError."""
     digest, num_bytes = xxhash.xxh3_128(), 0
     with source.open("rb") as opened:
-        while piece := opened.read(_PIECE_BYTES):
-            file.write(piece)
-            digest.update(piece)
-            num_bytes += len(piece)
-            on_bytes(len(piece))
+        while chunk := opened.read(_CHUNK_BYTES):
+            file.write(chunk)
+            digest.update(chunk)
+            num_bytes += len(chunk)
+            on_bytes(len(chunk))
     return num_bytes, digest.hexdigest()
 
 
@@ -69,8 +69,8 @@ def digest_of(path: Path) -> tuple[int, str]:
     """Size and xxh3-128. Raises OSError."""
     with path.open("rb") as file:
         digest = xxhash.xxh3_128()
-        while piece := file.read(_PIECE_BYTES):
-            digest.update(piece)
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
         return file.tell(), digest.hexdigest()
 
 

@@ -123,8 +123,8 @@ def write_shard(
         digest = executor.submit(checksum, data)
         encoded = encode_tensor(data, span.dtype, executor)
         for plane in encoded.planes:
-            for piece in plane.pieces:
-                file.write(piece)
+            for part in plane.parts:
+                file.write(part)
             end = offset + plane.num_bytes
             spans[stored_name(name, plane.name)] = _u8_span(offset, end)
             offset = end
@@ -136,7 +136,7 @@ def write_shard(
     return record
 
 
-def original_pieces(shard: BundleShard) -> Iterator[bytes | memoryview]:
+def original_parts(shard: BundleShard) -> Iterator[bytes | memoryview]:
     """The bytes of the original safetensors file, in order."""
     header = shard.record.header.encode()
     yield LENGTH.pack(len(header)) + header

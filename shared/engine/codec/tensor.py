@@ -24,7 +24,7 @@ from shared.engine.codec.huffman import (
 )
 
 AS_IS = "none"
-WHOLE = "whole"  # the one plane of an unchanged tensor
+UNSPLIT = "whole"  # the one plane of an unchanged tensor
 SPLITS = {split.codec: split for split in (BF16, FP16)}
 _SPLIT_OF_DTYPE = {split.dtype: split for split in (BF16, FP16)}
 # Decoding costs time: a plane is coded only below this entropy, and a tensor is split only if that
@@ -37,11 +37,11 @@ MIN_SAVED_BYTES = 512
 class EncodedPlane:
     name: str
     is_coded: bool
-    pieces: Sequence[bytes | memoryview]
+    parts: Sequence[bytes | memoryview]
 
     @property
     def num_bytes(self) -> int:
-        return sum(len(piece) for piece in self.pieces)
+        return sum(len(part) for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def encode_tensor(data: Bytes, dtype: str, executor: Executor) -> EncodedTensor:
 
 
 def _as_is(data: Bytes) -> EncodedTensor:
-    return EncodedTensor(AS_IS, (EncodedPlane(WHOLE, False, [data.data]),), data.size)
+    return EncodedTensor(AS_IS, (EncodedPlane(UNSPLIT, False, [data.data]),), data.size)
 
 
 def _split(
@@ -105,7 +105,7 @@ def _split(
 def plane_names(codec: str) -> tuple[str, ...]:
     """Raises NotDecodable for a codec that this version does not support."""
     if codec == AS_IS:
-        return (WHOLE,)
+        return (UNSPLIT,)
     if codec not in SPLITS:
         raise NotDecodable(f"codec {codec!r} is not supported by this version")
     return SPLITS[codec].names
@@ -121,10 +121,10 @@ def decode_tensor(
     """Fills `out` [num_bytes], which is aligned for its words. Raises NotDecodable."""
     names = plane_names(codec)
     if codec == AS_IS:
-        whole = stored[WHOLE]
-        if whole.size != out.size:
-            raise NotDecodable(f"{whole.size} bytes are stored instead of {out.size}")
-        out[:] = whole
+        data = stored[UNSPLIT]
+        if data.size != out.size:
+            raise NotDecodable(f"{data.size} bytes are stored instead of {out.size}")
+        out[:] = data
         return
     if out.size % 2:
         raise NotDecodable(f"{out.size} bytes are not a multiple of 2")
@@ -147,7 +147,7 @@ class _PlaneReader:
         if not is_coded and stored.size != num_bytes:
             raise NotDecodable(f"{stored.size} bytes are stored instead of {num_bytes}")
         self._frames = frames_of(stored, num_bytes) if is_coded else None
-        self._plain = stored
+        self._stored = stored
         self._num_bytes = num_bytes
         self.num_chunks = num_chunks(num_bytes)
 
@@ -155,5 +155,5 @@ class _PlaneReader:
         start = index * CHUNK_BYTES
         end = min(start + CHUNK_BYTES, self._num_bytes)
         if self._frames is None:
-            return self._plain[start:end]
+            return self._stored[start:end]
         return decode_frame(self._frames[index], end - start)

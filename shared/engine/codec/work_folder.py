@@ -45,14 +45,14 @@ class WorkFolder:
         finally:
             unfinished.unlink(missing_ok=True)
 
-    def keep_only(self, names: Iterable[str]) -> None:
+    def retain_only(self, names: Iterable[str]) -> None:
         """Removes all other files, which an earlier run left for another source folder."""
-        wanted = {self.path(name) for name in names}
+        retained = {self.path(name) for name in names}
         for path in sorted(self.files.rglob("*"), reverse=True):
             if path.is_dir() and not path.is_symlink():
                 if not any(path.iterdir()):
                     path.rmdir()
-            elif path not in wanted:
+            elif path not in retained:
                 path.unlink()
 
     def publish(self) -> None:
@@ -92,10 +92,12 @@ def work_folder(target: Path) -> Iterator[WorkFolder]:
                     shutil.rmtree(work.root)  # published, or no finished file to resume from
     except OSError as error:
         what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or error
-        told = f"{target}: {what}"
+        message = f"{target}: {what}"
         if work.root.exists():
-            told += f"; finished files remain in {work.root.name}: run the same command to continue"
-        raise CheckpointError(told) from None
+            message += (
+                f"; finished files remain in {work.root.name}: run the same command to continue"
+            )
+        raise CheckpointError(message) from None
 
 
 def _is_ours(work: WorkFolder) -> bool:

@@ -72,9 +72,9 @@ def _prefill_rows(
 def _decode_rows(
     inputs: StepInputs, index: NDArray[np.int64], starts: NDArray[np.int64], device: torch.device
 ) -> DecodeRows:
-    is_whole = len(index) == len(inputs.query_lens)
+    has_all_rows = len(index) == len(inputs.query_lens)
     return DecodeRows(
-        rows=None if is_whole else torch.from_numpy(starts[index]).to(device),
+        rows=None if has_all_rows else torch.from_numpy(starts[index]).to(device),
         block_tables=torch.from_numpy(inputs.block_tables[index]).to(device),
         context_lens=torch.from_numpy(inputs.context_lens[index]).to(device),
     )

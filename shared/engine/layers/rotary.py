@@ -60,8 +60,8 @@ def _yarn(wavelengths: Tensor, rope: RopeConfig, scaling: YarnScaling) -> Tensor
     if first == last:
         last += 0.001
     pairs = torch.arange(rope.rotary_dim // 2, dtype=torch.float32)
-    kept = 1 - torch.clamp((pairs - first) / (last - first), 0, 1)
-    return 1.0 / (scaling.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
+    unscaled = 1 - torch.clamp((pairs - first) / (last - first), 0, 1)
+    return 1.0 / (scaling.factor * wavelengths) * (1 - unscaled) + 1.0 / wavelengths * unscaled
 
 
 def _pair_of(turns: float, rope: RopeConfig, context: int) -> float:

@@ -85,7 +85,7 @@ def served_context(fields: RopeFields) -> int:
 
 def rope_config(fields: RopeFields) -> RopeConfig:
     """Raises CheckpointError for a type or for values that are not supported."""
-    _refuse_unsupported(fields)
+    _reject_unsupported(fields)
     rope = RopeConfig(theta=fields.rope_theta, rotary_dim=fields.rotary_dim)
     match fields.rope_type:
         case "linear":
@@ -109,7 +109,7 @@ def rope_config(fields: RopeFields) -> RopeConfig:
     return rope
 
 
-def _refuse_unsupported(fields: RopeFields) -> None:
+def _reject_unsupported(fields: RopeFields) -> None:
     if fields.rope_type not in ROPE_TYPES:
         raise CheckpointError(
             f"rope type {fields.rope_type!r} is not supported, only {', '.join(ROPE_TYPES)}"

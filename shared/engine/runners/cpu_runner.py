@@ -38,7 +38,7 @@ from shared.engine.weights.shared_weights import (
     map_weights,
     weights_cache_dir,
 )
-from shared.engine.weights.weight_form import wants_compressed
+from shared.engine.weights.weight_form import uses_compressed
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
 # malloc.h: M_TRIM_THRESHOLD, and M_MMAP_THRESHOLD at glibc's maximum
@@ -64,7 +64,7 @@ class CpuRunner(ModelRunner):
             revision=revision,
             attention_segment=cpu_host().attention_segment,
             clock=clock,
-            init_step_thread=_keep_freed_memory,
+            init_step_thread=_retain_freed_memory,
         )
         self._row_kernels: RowKernels | None = None
         products = list(_products(executor.model))
@@ -79,7 +79,7 @@ class CpuRunner(ModelRunner):
     def load(cls, model_dir: Path, options: LoadOptions) -> Self:
         """Raises CheckpointError for a bad checkpoint, ConfigError for a bad option."""
         config = read_config(model_dir)
-        is_compressed = wants_compressed(options.weights, model_dir, _CPU, options.load_format)
+        is_compressed = uses_compressed(options.weights, model_dir, _CPU, options.load_format)
         kv_format = kv_format_of(config, resolve_dtype(options.dtype, _CPU), options.block_size)
         plan = None
         if not IS_INTERPRETED:  # before weights are packed: the plan determines their layout
@@ -152,7 +152,7 @@ def _products(model: Decoder) -> Iterator[Linear | OutputHead]:
     return (each for each in model.modules() if isinstance(each, Linear | OutputHead))
 
 
-def _keep_freed_memory() -> None:
+def _retain_freed_memory() -> None:
     """Makes glibc reuse memory that a step frees for the next step.
 
     By default it returns buffers of some MiB to the kernel each time, and their page faults cost

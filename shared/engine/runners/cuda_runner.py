@@ -24,7 +24,7 @@ from shared.engine.runners.model_runner import ModelExecutor, ModelRunner
 from shared.engine.runners.warm_up import idle_step
 from shared.engine.weights.load import load_weights
 from shared.engine.weights.shared_weights import compress_in_place
-from shared.engine.weights.weight_form import wants_compressed
+from shared.engine.weights.weight_form import uses_compressed
 
 # Triton kernels start at a window's first token; earlier blocks are held as long as on the CPU.
 _ATTENTION_SEGMENT = 512
@@ -61,7 +61,7 @@ class CudaRunner(ModelRunner):
         device.bind()
         device.check_kernels()  # before reading the model, which takes minutes
         target, config = device.tensors_on, read_config(model_dir)
-        is_compressed = wants_compressed(options.weights, model_dir, target, options.load_format)
+        is_compressed = uses_compressed(options.weights, model_dir, target, options.load_format)
         kv_format = kv_format_of(config, resolve_dtype(options.dtype, target), options.block_size)
         num_positions, num_blocks = config.max_position_embeddings, None
         if options.kv_cache_bytes is not None:

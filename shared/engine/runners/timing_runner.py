@@ -127,14 +127,14 @@ class TimingRunner:
         for row, index in enumerate(sampling.logits_indices.tolist()):
             processed = states[index] + _noise(sampling, row) + _adjustments(sampling, row)
             token_ids.append(self._sample_state(processed, sampling, row))
-            told = None
+            entry = None
             if row in sampling.raw_logprobs:
-                told = self._logprobs(states[index], token_ids[-1], sampling.raw_logprobs[row])
+                entry = self._logprobs(states[index], token_ids[-1], sampling.raw_logprobs[row])
             elif row in sampling.processed_logprobs:
-                told = self._logprobs(processed, token_ids[-1], sampling.processed_logprobs[row])
-            logprobs.append(told)
-        is_asked = sampling.raw_logprobs or sampling.processed_logprobs
-        return token_ids, logprobs if is_asked else []
+                entry = self._logprobs(processed, token_ids[-1], sampling.processed_logprobs[row])
+            logprobs.append(entry)
+        is_requested = sampling.raw_logprobs or sampling.processed_logprobs
+        return token_ids, logprobs if is_requested else []
 
     def _sample_state(self, state: bytes, sampling: SamplingInputs, row: int) -> int:
         """The first token that is not banned, or the first if all are."""
@@ -148,10 +148,12 @@ class TimingRunner:
     ) -> dict[int, list[TokenLogprobs]]:
         return {
             index: [
-                self._logprobs(state, token_id, asked.num_top_logprobs)
-                for state, token_id in zip(chunks[index], asked.token_ids.tolist(), strict=False)
+                self._logprobs(state, token_id, requested.num_top_logprobs)
+                for state, token_id in zip(
+                    chunks[index], requested.token_ids.tolist(), strict=False
+                )
             ]
-            for index, asked in inputs.prompt_logprobs.items()
+            for index, requested in inputs.prompt_logprobs.items()
         }
 
     def _logprobs(self, state: bytes, token_id: int, num_top_logprobs: int) -> TokenLogprobs:
@@ -212,9 +214,9 @@ def _adjustments(sampling: SamplingInputs, row: int) -> bytes:
 def _pooled(chunks: list[list[bytes]], inputs: StepInputs) -> dict[int, NDArray[np.float64]]:
     """The states' bytes as vectors, pooled; sums are exact."""
     found = {}
-    for index, asked in inputs.pooling.items():
+    for index, requested in inputs.pooling.items():
         states = np.frombuffer(b"".join(chunks[index]), dtype=np.uint8)
         vectors = states.reshape(-1, STATE_BYTES).astype(np.float64)
-        before = 0 if asked.before is None else asked.before
-        found[index] = vectors.sum(0) + before if asked.how == "mean" else vectors[-1]
+        before = 0 if requested.before is None else requested.before
+        found[index] = vectors.sum(0) + before if requested.how == "mean" else vectors[-1]
     return found

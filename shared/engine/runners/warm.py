@@ -10,7 +10,7 @@ from kernels.ops import cpu_host
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.runners.cpu_kernels import compile_plan
 from shared.engine.runners.model_loading import kv_format_of, resolve_dtype
-from shared.engine.weights.weight_form import wants_compressed
+from shared.engine.weights.weight_form import uses_compressed
 from shared.errors import ConfigError
 
 _CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ def compile_model(
     """
     config = read_config(model_dir)
     kv_format = kv_format_of(config, resolve_dtype(dtype, _CPU), block_size)
-    is_compressed = wants_compressed(weights, model_dir, _CPU)
+    is_compressed = uses_compressed(weights, model_dir, _CPU)
     plan = compile_plan(config, kv_format, is_compressed=is_compressed)
     failure = cpu_host().compile_ahead(plan)
     if failure is not None:

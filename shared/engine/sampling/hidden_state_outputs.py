@@ -14,7 +14,7 @@ from shared.engine.sampling.logprobs import token_logprobs
 from shared.messages import TokenLogprobs
 
 # Rows times vocabulary that have their logits at a time: 16 MiB, and 100 MiB for ranking them.
-MAX_PIECE = 1 << 22
+MAX_LOGITS = 1 << 22
 
 Layer = Callable[[Tensor], Tensor]
 
@@ -25,37 +25,37 @@ def prompt_logprobs(
     logits_of: Layer,
     *,
     vocab_size: int,
-    max_piece: int = MAX_PIECE,
+    max_logits: int = MAX_LOGITS,
 ) -> dict[int, list[TokenLogprobs]]:
     """hidden [T, hidden_size] before the final norm -> by sequence, of each of its successors."""
     chunks = hidden.split(inputs.query_lens.tolist()) if inputs.prompt_logprobs else ()
-    num_rows = max(1, max_piece // vocab_size)
+    num_rows = max(1, max_logits // vocab_size)
     return {
-        index: _successor_logprobs(chunks[index], asked, logits_of, num_rows)
-        for index, asked in inputs.prompt_logprobs.items()
+        index: _successor_logprobs(chunks[index], requested, logits_of, num_rows)
+        for index, requested in inputs.prompt_logprobs.items()
     }
 
 
 def _successor_logprobs(
-    chunk: Tensor, asked: PromptSuccessors, logits_of: Layer, num_rows: int
+    chunk: Tensor, requested: PromptSuccessors, logits_of: Layer, num_rows: int
 ) -> list[TokenLogprobs]:
-    token_ids = torch.from_numpy(asked.token_ids).to(chunk.device)
-    pieces = zip(chunk[: len(token_ids)].split(num_rows), token_ids.split(num_rows), strict=True)
-    told: list[TokenLogprobs] = []
-    for piece, following in pieces:
-        told += token_logprobs(
-            logits_of(piece), following, [asked.num_top_logprobs] * len(following)
+    token_ids = torch.from_numpy(requested.token_ids).to(chunk.device)
+    parts = zip(chunk[: len(token_ids)].split(num_rows), token_ids.split(num_rows), strict=True)
+    logprobs: list[TokenLogprobs] = []
+    for part, following in parts:
+        logprobs += token_logprobs(
+            logits_of(part), following, [requested.num_top_logprobs] * len(following)
         )
-    return told
+    return logprobs
 
 
 def pooled(hidden: Tensor, inputs: StepInputs, norm: Layer) -> dict[int, NDArray[np.float64]]:
     """hidden [T, hidden_size] before the final norm -> by sequence, as in `StepOutput`."""
     chunks = hidden.split(inputs.query_lens.tolist()) if inputs.pooling else ()
     found = {}
-    for index, asked in inputs.pooling.items():
+    for index, requested in inputs.pooling.items():
         normed = norm(chunks[index]).double().cpu().numpy()
-        found[index] = _sum(normed, asked.before) if asked.how == "mean" else normed[-1]
+        found[index] = _sum(normed, requested.before) if requested.how == "mean" else normed[-1]
     return found
 
 

@@ -40,18 +40,18 @@ def sample_tokens(
     token_ids = _sample(logits, inputs)
     if raw is None and processed is None:
         return token_ids, []
-    told: list[TokenLogprobs | None] = [None] * len(token_ids)
+    by_row: list[TokenLogprobs | None] = [None] * len(token_ids)
     if raw is not None:
-        _add_logprobs(told, raw, inputs.raw_logprobs, token_ids)
+        _add_logprobs(by_row, raw, inputs.raw_logprobs, token_ids)
     if processed is not None:
         rows = list(inputs.processed_logprobs)
-        _add_logprobs(told, _scale(processed, rows, inputs), inputs.processed_logprobs, token_ids)
-    return token_ids, told
+        _add_logprobs(by_row, _scale(processed, rows, inputs), inputs.processed_logprobs, token_ids)
+    return token_ids, by_row
 
 
-def _rows(logits: Tensor, asking: Mapping[int, int]) -> Tensor | None:
+def _rows(logits: Tensor, requested: Mapping[int, int]) -> Tensor | None:
     """A copy of the rows that ask."""
-    return logits[list(asking)] if asking else None
+    return logits[list(requested)] if requested else None
 
 
 def _adjust(logits: Tensor, inputs: SamplingInputs) -> None:
@@ -88,28 +88,28 @@ def _sample(logits: Tensor, inputs: SamplingInputs) -> list[int]:
 
 def _scale(logits: Tensor, rows: list[int], inputs: SamplingInputs) -> Tensor:
     """The logits of what the rows are drawn from; greedy ones at temperature 1, untruncated."""
-    is_drawn = inputs.temperature[rows] > 0
+    is_sampled = inputs.temperature[rows] > 0
     columns = _on(
         logits.device,
-        np.where(is_drawn, inputs.temperature[rows], np.float32(1)),
-        np.where(is_drawn, inputs.top_k[rows], 0),
-        np.where(is_drawn, inputs.top_p[rows], np.float32(1)),
-        np.where(is_drawn, inputs.min_p[rows], np.float32(0)),
+        np.where(is_sampled, inputs.temperature[rows], np.float32(1)),
+        np.where(is_sampled, inputs.top_k[rows], 0),
+        np.where(is_sampled, inputs.top_p[rows], np.float32(1)),
+        np.where(is_sampled, inputs.min_p[rows], np.float32(0)),
     )
     return scale_logits(logits, *columns)
 
 
 def _add_logprobs(
-    told: list[TokenLogprobs | None],
+    by_row: list[TokenLogprobs | None],
     logits: Tensor,
-    asking: Mapping[int, int],
+    requested: Mapping[int, int],
     token_ids: list[int],
 ) -> None:
     """logits: those of the rows that ask, in their order."""
-    sampled = torch.tensor([token_ids[row] for row in asking], device=logits.device)
-    each = token_logprobs(logits, sampled, list(asking.values()))
-    for row, logprobs in zip(asking, each, strict=True):
-        told[row] = logprobs
+    sampled = torch.tensor([token_ids[row] for row in requested], device=logits.device)
+    each = token_logprobs(logits, sampled, list(requested.values()))
+    for row, logprobs in zip(requested, each, strict=True):
+        by_row[row] = logprobs
 
 
 def _on(device: torch.device, *columns: NDArray[np.generic]) -> list[Tensor]:

@@ -69,7 +69,7 @@ class TensorFile(Protocol):
     def content(self, name: str) -> Content: ...
 
 
-class PlainFile:
+class SafetensorsFile:
     """A safetensors file, mapped into memory."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
@@ -135,7 +135,7 @@ class BundledFile:
         return Content(*self.info(name), self._shard.tensors[name].digest)
 
 
-class PlainFolder:
+class SafetensorsFolder:
     def __init__(self, model_dir: Path) -> None:
         self._model_dir = model_dir
 
@@ -144,7 +144,7 @@ class PlainFolder:
 
     def open(self, file_name: str, stack: ExitStack) -> TensorFile:
         """Raises CheckpointError."""
-        return PlainFile(self.path(file_name), stack)
+        return SafetensorsFile(self.path(file_name), stack)
 
     def others(self) -> list[Path]:
         """Files without tensors that determine the tensors."""
@@ -173,8 +173,8 @@ class BundleFolder:
         return [self._model_dir / MANIFEST]
 
 
-def checkpoint_folder(model_dir: Path, stack: ExitStack) -> PlainFolder | BundleFolder:
+def checkpoint_folder(model_dir: Path, stack: ExitStack) -> SafetensorsFolder | BundleFolder:
     """Raises CheckpointError."""
     if not is_bundle(model_dir):
-        return PlainFolder(model_dir)
+        return SafetensorsFolder(model_dir)
     return BundleFolder(model_dir, stack.enter_context(coding_threads()))

@@ -141,8 +141,8 @@ def _read_header(file: IO[bytes]) -> SharedFileHeader | None:
     except UNREADABLE:
         return None
     ends = (span.offset + span.num_bytes for span in header.spans.values())
-    is_whole = header.num_payload_bytes == start and all(end <= start for end in ends)
-    return header if is_whole else None
+    is_complete = header.num_payload_bytes == start and all(end <= start for end in ends)
+    return header if is_complete else None
 
 
 def _mapped(file: IO[bytes]) -> Tensor:

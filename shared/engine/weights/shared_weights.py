@@ -151,7 +151,7 @@ def _key(
         [
             region.name,
             region.num_bytes,
-            region.is_needed_plain,
+            region.is_needed_dense,
             sorted(region.linears),
             {name: _place(tensor) for name, tensor in region.tensors.items()},
             {name: _place(tensor) for name, tensor in sorted(region.destinations.items())},
@@ -180,16 +180,16 @@ def _write_region(
     if cpu_host().is_compressed(compressed):
         writer.append(region.name, compressed.memory, compressed_form(compressed))
         return
-    is_needed_plain = region.is_needed_plain
+    is_needed_dense = region.is_needed_dense
     for name, module in region.linears.items():
-        plain = view_of(filled, parameter_of(module))
-        weight = pack_weight(plain) if can_share_packed() else plain
+        dense = view_of(filled, parameter_of(module))
+        weight = pack_weight(dense) if can_share_packed() else dense
         if cpu_host().is_packed(weight):
             form, data = packed_bytes(weight)
             writer.append(_packed_name(name), data, form)
         else:
-            is_needed_plain = True
-    if is_needed_plain:
+            is_needed_dense = True
+    if is_needed_dense:
         writer.append(region.name, filled)
 
 

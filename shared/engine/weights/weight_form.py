@@ -36,7 +36,7 @@ class WeightsReport(msgspec.Struct, frozen=True, kw_only=True):
     verbatim_share: float
 
 
-def wants_compressed(
+def uses_compressed(
     weights: str, model_dir: Path, device: torch.device, load_format: str = "auto"
 ) -> bool:
     """Raises ConfigError. With "dummy" no file is read, so a bundle does not count."""
@@ -52,15 +52,15 @@ def wants_compressed(
 def weights_report(model: nn.Module) -> WeightsReport:
     found = [getattr(module, "weight", None) for module in model.modules()]
     compressed = {id(each): each for each in found if is_compressed(each)}.values()
-    plain = {id(each): each for each in (*model.parameters(), *found) if isinstance(each, Tensor)}
+    dense = {id(each): each for each in (*model.parameters(), *found) if isinstance(each, Tensor)}
     num_compressed = sum(each.numel() for each in compressed)
     num_bytes = sum(each.num_bytes for each in compressed)
     num_verbatim = sum(each.num_verbatim for each in compressed)
     return WeightsReport(
         num_compressed=num_compressed,
-        num_plain=sum(each.numel() for each in plain.values()),
+        num_plain=sum(each.numel() for each in dense.values()),
         num_compressed_bytes=num_bytes,
-        num_plain_bytes=sum(each.numel() * each.element_size() for each in plain.values()),
+        num_plain_bytes=sum(each.numel() * each.element_size() for each in dense.values()),
         bits_per_weight=round(8 * num_bytes / max(num_compressed, 1), 3),
         verbatim_share=round(num_verbatim / max(num_compressed, 1), 5),
     )

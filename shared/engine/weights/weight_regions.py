@@ -38,7 +38,7 @@ class Region:
         return sum(sizes) >= self.num_bytes
 
     @property
-    def is_needed_plain(self) -> bool:
+    def is_needed_dense(self) -> bool:
         return self.has_other_readers or bool(self.embeddings)
 
     def compressed(self, filled: Tensor | None = None) -> Compressed | None:
@@ -64,9 +64,9 @@ class Region:
 def regions_of(model: nn.Module, destinations: Mapping[str, Tensor]) -> list[Region]:
     """The storages that the checkpoint fills, in the order of its names."""
     found: dict[int, Region] = {}
-    wanted = {_storage(each) for each in destinations.values()}
+    expected = {_storage(each) for each in destinations.values()}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if _storage(tensor) in wanted:
+        if _storage(tensor) in expected:
             region = Region(name, tensor.untyped_storage().nbytes())
             found.setdefault(_storage(tensor), region).tensors[name] = tensor
     for name, tensor in destinations.items():

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from services.kv_index.registry import PrefixRecord, PrefixRegistry
 from shared.clock import MonotonicClock
-from shared.store import Command, RedisStore, Store, StoreRefused
+from shared.store import Command, RedisStore, Store, StoreRejected
 from tests.servers import RedisServer
 from tests.simulation.clock import run
 from tests.simulation.store import MemoryStore
@@ -373,7 +373,7 @@ def test_what_redis_refuses_is_not_written_again_with_the_rest() -> None:
     class Refusing(MemoryStore):
         async def write(self, commands: Sequence[Command]) -> None:
             await super().write(commands)
-            raise StoreRefused("WRONGTYPE")
+            raise StoreRejected("WRONGTYPE")
 
     store = Refusing()
     registry = registry_on(store)

@@ -135,7 +135,7 @@ def test_a_lost_worker_is_gone_until_it_makes_a_step() -> None:
         )
         rig.health.observe(own, tick / 10)
         for worker_id, loss in rig.health.tick(tick / 10):
-            assert loss is Loss.SILENT
+            assert loss is Loss.UNRESPONSIVE
             rig.workers.lost(worker_id)
     assert not rig.workers.has_worker(LANE, ())
     rig.beat("d1", 3.0, load=last.load)

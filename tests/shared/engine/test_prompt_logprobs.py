@@ -72,7 +72,7 @@ def test_pieces_change_no_bit() -> None:
         return linear(rows, weight).float()
 
     found = [
-        prompt_logprobs(hidden, inputs, logits_of, vocab_size=199, max_piece=num_rows * 199)
+        prompt_logprobs(hidden, inputs, logits_of, vocab_size=199, max_logits=num_rows * 199)
         for num_rows in (100, 16, 1)
     ]
     assert sizes == [70] + [16] * 4 + [6] + [1] * 70

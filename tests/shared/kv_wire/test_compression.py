@@ -15,7 +15,7 @@ from shared.errors import FrameRefused, LinkLost
 from shared.kv_wire import frames
 from shared.kv_wire.checked_copy import checksum_of
 from shared.kv_wire.compression import LinkCompression
-from shared.kv_wire.compression_gate import NUM_NEEDED, NUM_PAIRS, PLAIN_EVERY
+from shared.kv_wire.compression_gate import NUM_NEEDED, NUM_PAIRS, UNCOMPRESSED_EVERY
 from shared.kv_wire.frames import Ack, Frame, Hello, Record, Refusal, encode_record, sealed_sum
 from shared.kv_wire.kv_server import KvServer
 from shared.kv_wire.link import CompressionCounts, FrameHeader, PushLink
@@ -34,8 +34,8 @@ from tests.shared.kv_wire.test_bad_peers import read_goodbye, read_record
 from tests.shared.kv_wire.throttled import CODEC, SpentClock, ThrottledPair, throttled_pair
 
 FRAME_BYTES = 200_001
-MANY = NUM_NEEDED + NUM_PAIRS + 1 + PLAIN_EVERY  # so that the next frame goes compressed
-NUM_CODED = (NUM_PAIRS + 1) // 2 + PLAIN_EVERY - 1  # of so many on a slow link
+MANY = NUM_NEEDED + NUM_PAIRS + 1 + UNCOMPRESSED_EVERY  # so that the next frame goes compressed
+NUM_CODED = (NUM_PAIRS + 1) // 2 + UNCOMPRESSED_EVERY - 1  # of so many on a slow link
 
 
 def kv_of(num_bytes: int, seed: int = 0) -> bytes:
@@ -274,7 +274,7 @@ async def test_several_frames_under_way_do_not_meet_in_the_receivers_memory() ->
         assert sink.gate is not None
         pair.server.expect(b"placement-a", sink)
         link = await pair.dialer.link(pair.address)
-        sent = [kv_of(FRAME_BYTES, seed=number) for number in range(PLAIN_EVERY - 1)]
+        sent = [kv_of(FRAME_BYTES, seed=number) for number in range(UNCOMPRESSED_EVERY - 1)]
         sends = [
             asyncio.ensure_future(link.send(header(FRAME_BYTES), fill_with(data))) for data in sent
         ]

@@ -13,8 +13,8 @@ from shared.kv_wire.compression_gate import (
     MIN_FRAME_BYTES,
     NUM_NEEDED,
     NUM_PAIRS,
-    PLAIN_EVERY,
     TRIAL_SHARE,
+    UNCOMPRESSED_EVERY,
     CompressionGate,
     WireTimes,
 )
@@ -64,7 +64,7 @@ def see(
                 gate.decoded(payload_bytes, payload_bytes / decode)
                 codec_s += payload_bytes / decode
         if wire_bytes < payload_bytes and is_refused:
-            gate.refused(wire_bytes / link + delay_s)
+            gate.rejected(wire_bytes / link + delay_s)
         else:
             gate.carried(payload_bytes, wire_bytes, wire_bytes / link + delay_s)
         seen.seconds += wire_bytes / link + delay_s + codec_s
@@ -157,7 +157,7 @@ def test_a_fast_link_never_carries_a_compressed_frame() -> None:
 
 
 def test_where_it_is_on_few_frames_go_as_they_are() -> None:
-    num_frames = 10 * PLAIN_EVERY
+    num_frames = 10 * UNCOMPRESSED_EVERY
     assert see(switched_on(), num_frames, link=50e6).num_coded == num_frames - 10
 
 
@@ -182,7 +182,9 @@ def test_a_codec_that_has_become_fast_is_found_again() -> None:
 def test_a_codec_that_has_become_slow_goes_off() -> None:
     """Its host is loaded."""
     gate = switched_on()
-    assert see(gate, 3 * PLAIN_EVERY, link=50e6, encode=0.1e9).num_coded <= PLAIN_EVERY
+    assert (
+        see(gate, 3 * UNCOMPRESSED_EVERY, link=50e6, encode=0.1e9).num_coded <= UNCOMPRESSED_EVERY
+    )
     assert not gate.is_on
 
 

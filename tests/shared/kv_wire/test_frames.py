@@ -20,11 +20,11 @@ from shared.kv_wire.frames import (
     ProtocolError,
     Refusal,
     Welcome,
+    closing_record,
     decode_prefix,
     decode_record,
     encode_record,
     fault_of,
-    goodbye,
 )
 from tests.shared.kv_wire.support import header
 
@@ -72,7 +72,7 @@ def test_a_bad_prefix_says_what_is_wrong(prefix: bytes, message: str) -> None:
 def test_records_are_bounded_on_the_way_out_too() -> None:
     with pytest.raises(ProtocolError, match="exceeds"):
         encode_record(Goodbye("x" * (MAX_RECORD_BYTES + 1)))
-    assert len(goodbye("x" * (MAX_RECORD_BYTES + 1))) < MAX_RECORD_BYTES
+    assert len(closing_record("x" * (MAX_RECORD_BYTES + 1))) < MAX_RECORD_BYTES
 
 
 @pytest.mark.parametrize(

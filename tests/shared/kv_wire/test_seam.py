@@ -84,7 +84,7 @@ async def test_a_sink_that_raises_refuses_with_its_reason(pair: Pair, error: Exc
         await link.send(header(3), fill_with(b"abc"))
     sink.refusal = None
     await link.send(header(3), fill_with(b"abc"))
-    assert pair.receiver.counts.num_refused == 1  # type: ignore[attr-defined]
+    assert pair.receiver.counts.num_rejected == 1  # type: ignore[attr-defined]
 
 
 async def test_a_fill_that_raises_costs_nothing_but_its_frame(pair: Pair) -> None:
@@ -109,13 +109,13 @@ async def test_quiet_waits_for_the_delivery_that_forget_lets_run(pair: Pair) -> 
         await sink.entered.wait()
         pair.receiver.forget(b"placement-a")
         pair.receiver.forget(b"placement-a")
-        quiet = asyncio.ensure_future(pair.receiver.quiet(b"placement-a"))
+        idle = asyncio.ensure_future(pair.receiver.idle(b"placement-a"))
         await asyncio.sleep(0)
-        assert not quiet.done()
+        assert not idle.done()
         gate.set()
-        await quiet
+        await idle
         await send
-        await pair.receiver.quiet(b"placement-a")
+        await pair.receiver.idle(b"placement-a")
     assert len(sink.frames) == 1
     with pytest.raises(FrameRefused, match="not expected"):
         await link.send(header(3), fill_with(b"abc"))

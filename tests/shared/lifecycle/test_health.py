@@ -78,7 +78,7 @@ def live(watch: Watch) -> list[str]:
 def test_who_falls_silent_is_lost_within_the_limit(watch: Watch) -> None:
     silent_from = watch.now
     watch.play(2.0, (OWN, "b"))
-    assert watch.losses() == [("a", Loss.SILENT)]
+    assert watch.losses() == [("a", Loss.UNRESPONSIVE)]
     assert SILENCE_LIMIT_S - INTERVAL_S <= watch.lost[0][2] - silent_from <= SILENCE_LIMIT_S + 0.2
     assert live(watch) == ["b"]
     watch.play(0.5, (OWN, "a", "b"))
@@ -89,7 +89,7 @@ def test_who_falls_silent_is_lost_within_the_limit(watch: Watch) -> None:
 def test_a_process_without_an_engine_is_live_again_as_soon_as_it_is_heard(watch: Watch) -> None:
     watch.hear(beat("gateway", 1))
     watch.play(2.0, (OWN, "a", "b"))
-    assert watch.losses() == [("gateway", Loss.SILENT)]
+    assert watch.losses() == [("gateway", Loss.UNRESPONSIVE)]
     watch.hear(beat("gateway", 2))
     assert watch.fleet.is_live("gateway")
     assert not watch.fleet.is_lost("gateway")
@@ -130,7 +130,7 @@ def test_after_the_silence_of_all_peers_get_a_full_period(watch: Watch) -> None:
     watch.play(0.9, (OWN, "b"))
     assert watch.lost == []
     watch.play(1.0, (OWN, "b"))
-    assert watch.losses() == [("a", Loss.SILENT)]
+    assert watch.losses() == [("a", Loss.UNRESPONSIVE)]
 
 
 def test_a_bus_that_is_back_only_for_moments_makes_nobody_silent(watch: Watch) -> None:
@@ -144,7 +144,7 @@ def test_a_bus_that_is_back_only_for_moments_makes_nobody_silent(watch: Watch) -
     watch.play(0.5, ())
     assert watch.lost == []
     watch.play(2.0, (OWN, "b"))
-    assert watch.losses() == [("a", Loss.SILENT)]
+    assert watch.losses() == [("a", Loss.UNRESPONSIVE)]
 
 
 def test_a_watcher_that_stalled_judges_nobody_for_a_period(watch: Watch) -> None:
@@ -182,7 +182,7 @@ def test_an_old_heartbeat_changes_nothing(watch: Watch) -> None:
 def test_the_long_lost_are_forgotten(watch: Watch) -> None:
     watch.play(FORGET_AFTER_S + 2, (OWN, "b"))
     assert watch.fleet.heartbeat_of("a") is None
-    assert watch.losses() == [("a", Loss.SILENT)]
+    assert watch.losses() == [("a", Loss.UNRESPONSIVE)]
 
 
 def test_without_its_own_echo_it_judges_nobody() -> None:
@@ -207,9 +207,9 @@ def test_who_is_late_is_asked_and_gone_if_nobody_has_its_name(watch: Watch) -> N
     watch.play(0.35, (OWN, "b"))
     (last,) = watch.fleet.late(watch.now)
     assert last.process_id == "a"
-    assert watch.fleet.gone(last, watch.now) is Loss.GONE
+    assert watch.fleet.mark_disconnected(last, watch.now) is Loss.DISCONNECTED
     assert live(watch) == ["b"]
-    assert watch.fleet.gone(last, watch.now) is None
+    assert watch.fleet.mark_disconnected(last, watch.now) is None
     assert watch.fleet.late(watch.now) == []
     watch.play(2.0, (OWN, "b"))
     assert watch.losses() == []  # told once
@@ -219,7 +219,7 @@ def test_who_spoke_after_the_question_is_not_gone(watch: Watch) -> None:
     watch.play(0.35, (OWN, "b"))
     (last,) = watch.fleet.late(watch.now)
     watch.play(0.1, (OWN, "a", "b"))
-    assert watch.fleet.gone(last, watch.now) is None
+    assert watch.fleet.mark_disconnected(last, watch.now) is None
     assert live(watch) == ["a", "b"]
 
 

@@ -63,7 +63,7 @@ def test_frozen_wedged_and_stopped_are_told_apart() -> None:
         network, (first, second, third) = await three()
         network.freeze("decode-1")
         await asyncio.sleep(SILENCE_LIMIT_S + 0.5)
-        assert first.lost == [("decode-1", Loss.SILENT)] == third.lost
+        assert first.lost == [("decode-1", Loss.UNRESPONSIVE)] == third.lost
         third.is_wedged = True
         await asyncio.sleep(2.5)
         assert first.lost[1:] == [("decode-2", Loss.STUCK)]
@@ -97,9 +97,9 @@ def test_the_dead_are_missed_sooner_than_the_silent() -> None:
         await second.bus.close()
         network.freeze("decode-2")
         await asyncio.sleep(0.5)
-        assert first.lost == [("decode-1", Loss.GONE)]
+        assert first.lost == [("decode-1", Loss.DISCONNECTED)]
         await asyncio.sleep(1.0)
-        assert first.lost[1:] == [("decode-2", Loss.SILENT)]
+        assert first.lost[1:] == [("decode-2", Loss.UNRESPONSIVE)]
         assert third.lost == []
 
     run(scenario())

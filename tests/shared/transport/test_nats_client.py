@@ -105,7 +105,7 @@ async def test_a_reply_that_comes_too_late_is_nobody_elses(connect: Connect) -> 
     with pytest.raises(TimeoutError):
         await asker.request_bytes(SUBJECT, b"", timeout_s=0.05)
     assert await asker.request_bytes(SUBJECT, b"", timeout_s=5) == b"second"
-    assert asker._asked == {}
+    assert asker._replies == {}
 
 
 async def test_nobody_listens(connect: Connect) -> None:
@@ -114,19 +114,19 @@ async def test_nobody_listens(connect: Connect) -> None:
         await asker.request_bytes(SUBJECT, b"", timeout_s=5)
     with pytest.raises(BadSubjectError):
         await asker.request_bytes("a b", b"", timeout_s=5)
-    assert asker._asked == {}
+    assert asker._replies == {}
 
 
 async def test_who_asks_may_leave(connect: Connect) -> None:
     asker, worker = await connect("kv_index-1"), await connect("prefill-1")
     await answer_on(worker, lambda data: None)
     asking = asyncio.create_task(asker.request_bytes(SUBJECT, b"", timeout_s=60))
-    while not asker._asked:
+    while not asker._replies:
         await asyncio.sleep(0)
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
-    assert asker._asked == {}
+    assert asker._replies == {}
 
 
 async def test_what_a_taker_raises_ends_nothing(connect: Connect, errors: Errors) -> None:
@@ -139,7 +139,7 @@ async def test_what_a_taker_raises_ends_nothing(connect: Connect, errors: Errors
 
     await answer_on(worker, answer)
     bad = asyncio.create_task(asker.request_bytes(SUBJECT, b"bad", timeout_s=60))
-    while not asker._asked:
+    while not asker._replies:
         await asyncio.sleep(0)
     assert await asker.request_bytes(SUBJECT, b"good", timeout_s=5) == b"good"
     bad.cancel()

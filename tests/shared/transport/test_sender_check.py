@@ -175,7 +175,7 @@ async def test_what_is_told_in_anothers_name_is_refused_and_counted(
     await sending.publish(subject, make("another"))
     await sending.publish(subject, make(sender))
     assert await asyncio.wait_for(heard.get(), 5) == make(sender)
-    assert (heard.qsize(), receiving.num_impostors) == (0, 1)
+    assert (heard.qsize(), receiving.num_sender_mismatches) == (0, 1)
 
 
 @pytest.mark.parametrize(("server", "subject", "client", "make"), ASKED)
@@ -195,7 +195,7 @@ async def test_what_is_asked_in_anothers_name_is_refused_and_counted(
         await asking.request(subject, make("another"), Done, timeout_s=5)
     await asking.request(subject, make(client), Done, timeout_s=5)
     assert served == [make(client)]
-    assert serving.num_impostors == 1
+    assert serving.num_sender_mismatches == 1
 
 
 async def test_an_answer_in_anothers_name_makes_no_sense(connect: Connect) -> None:
@@ -206,7 +206,7 @@ async def test_an_answer_in_anothers_name_makes_no_sense(connect: Connect) -> No
     await worker.flush()
     with pytest.raises(DependencyUnavailable, match="that names prefill-2"):
         await index.request(subject, ListBlocks(), BlockPage, timeout_s=5)
-    assert index.num_impostors == 1
+    assert index.num_sender_mismatches == 1
 
 
 async def test_the_goodbye_of_another_loses_nobody(connect: Connect) -> None:
@@ -229,7 +229,7 @@ async def test_the_goodbye_of_another_loses_nobody(connect: Connect) -> None:
         subject, heartbeat("decode-1", epoch=health_monitor.epoch, state="stopped")
     )
     async with asyncio.timeout(5):
-        while not watching.num_impostors or not watcher.fleet.is_live("decode-1"):
+        while not watching.num_sender_mismatches or not watcher.fleet.is_live("decode-1"):
             await asyncio.sleep(0)
     assert lost == []
     await watcher.stop()

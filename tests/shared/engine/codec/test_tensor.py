@@ -39,7 +39,7 @@ def threads() -> Iterator[Executor]:
 
 def decoded(encoded: EncodedTensor, num_bytes: int, executor: Executor) -> Bytes:
     stored = {
-        plane.name: np.frombuffer(b"".join(plane.pieces), np.uint8) for plane in encoded.planes
+        plane.name: np.frombuffer(b"".join(plane.parts), np.uint8) for plane in encoded.planes
     }
     coded = [plane.name for plane in encoded.planes if plane.is_coded]
     out = np.full(num_bytes, 0xA5, np.uint8)

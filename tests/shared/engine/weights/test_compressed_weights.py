@@ -23,7 +23,7 @@ from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_runner import ModelRunner
 from shared.engine.weights.load import load_weights, open_checkpoint
 from shared.engine.weights.shared_weights import compress_in_place
-from shared.engine.weights.weight_form import wants_compressed
+from shared.engine.weights.weight_form import uses_compressed
 from shared.errors import ConfigError
 from tests.shared.engine.checkpoints import write_llama, write_model
 from tests.shared.engine.families import FAMILIES
@@ -192,7 +192,7 @@ def test_what_is_compressed_on_disk_is_so_in_memory_where_that_costs_no_time(
 ) -> None:
     def wanted(device: str) -> list[bool]:
         forms = ("auto", "dense", "compressed")
-        return [wants_compressed(each, tmp_path, torch.device(device)) for each in forms]
+        return [uses_compressed(each, tmp_path, torch.device(device)) for each in forms]
 
     assert wanted("cpu") == wanted("cuda") == [False, False, True]
     (tmp_path / "hearth_bundle.json").touch()
