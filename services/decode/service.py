@@ -208,7 +208,7 @@ class DecodeService:
                 self._on_prompt(each, now)
             elif each.token_ids or each.finish_reason:
                 self._emit(*choice, each, now)
-        self._token_flusher.step_ended()
+        self._token_flusher.step_ended(is_idle=not self._unfinished)
 
     def _on_prompt(self, progress: StepProgress, now: float) -> None:
         """Forks a computed shared prompt, or fails its choices. Ignores sequences that this service

@@ -4,7 +4,7 @@ A step of a large model takes 5 ms or more: its tokens are sent at once. A step 
 takes less time than its tokens cost worker, bus, gateway and client, about 10 us per entry of a
 message; so tokens sampled within 2 ms are sent together, which is still faster than a person reads,
 and with more running sequences, the tokens of more steps are. A first token is sent immediately,
-without the others.
+without the others, and so is all that is left once no choice is unfinished.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class TokenFlusher:
         self._flushed_at = -inf
         self._has_updates = asyncio.Event()
 
-    def step_ended(self) -> None:
-        if self._worker.clock.now() >= self._due_at():
+    def step_ended(self, *, is_idle: bool) -> None:
+        """`is_idle`: no further step will sample a token."""
+        if is_idle or self._worker.clock.now() >= self._due_at():
             self.flush()
         else:
             self._send(self._output_buffer.take_first())

@@ -15,6 +15,7 @@ from shared.messages import (
     MatchPrefix,
     ModelCard,
     PinPrefix,
+    PinsKept,
     PrefixMatches,
     Role,
 )
@@ -275,14 +276,21 @@ def test_a_restarted_worker_is_warmed_again() -> None:
 def test_workers_hear_nothing_where_nothing_is_pinned() -> None:
     async def test(rig: PinRig) -> None:
         worker = await rig.engine("prefill-0")
-        heard: list[object] = []
+        pins, received = worker.worker._pins, list[KeepPins]()
+        renew = pins.renew
 
-        def keep(command: KeepPins) -> None:
-            heard.append(command)
+        def recorded(command: KeepPins) -> PinsKept:
+            received.append(command)
+            return renew(command)
 
-        worker.worker._pins.keep = keep  # type: ignore[method-assign, assignment]
+        pins.renew = recorded  # type: ignore[method-assign]
         await asyncio.sleep(5)
-        assert heard == []
+        assert received == []
+        prefix = a_prefix()
+        await rig.save(prefix)
+        await rig.warm(prefix, worker)
+        await asyncio.sleep(5)
+        assert received
 
     scenario(test)
 
