@@ -4,7 +4,7 @@ The states of the receiving half:
 
     prefix ──▶ body ──▶ prefix                   a record without payload
                    └──▶ payload ──▶ prefix       the owner returned a buffer to fill
-    any ──▶ ended                                loss, close, or a protocol violation
+    any ──▶ ended                                loss, close, a stall, or a protocol violation
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from shared.kv_wire.frames import (
 READ_BYTES = 256 * 1024
 # Records are small: with this many unsent bytes of them, the peer does not read.
 MAX_UNSENT_BYTES = 1024 * 1024
+STALL_LIMIT_S = 10.0  # without a byte of a record that has begun to arrive
 
 
 class StreamOwner(Protocol):
@@ -62,6 +63,8 @@ class RecordStream(asyncio.BufferedProtocol):
         self._scratch = memoryview(bytearray(MAX_RECORD_BYTES))
         self._hasher = xxhash.xxh3_64()
         self._num_filled = 0
+        self._num_received = 0  # bytes, of all records
+        self._stall_timer: asyncio.TimerHandle | None = None
         self._closed = asyncio.get_running_loop().create_future()
         self._expect(_Phase.PREFIX, self._scratch[: PREFIX.size])
 
@@ -78,18 +81,45 @@ class RecordStream(asyncio.BufferedProtocol):
             return
         start = self._num_filled
         self._num_filled += nbytes
+        self._num_received += nbytes
         if self._phase is _Phase.PAYLOAD:
             self._hasher.update(self._target[start : self._num_filled])
         if self._num_filled == len(self._target):
             try:
                 self._advance()
             except ProtocolError as error:
-                self._write(closing_record(error.message))
-                self.end(error)
+                self._fail(error)
+        if self._stall_timer is None and self._is_within_record:
+            self._watch_for_stall()
+
+    @property
+    def _is_within_record(self) -> bool:
+        if self._phase is _Phase.PREFIX:
+            return self._num_filled > 0
+        return self._phase is not _Phase.ENDED
+
+    def _watch_for_stall(self) -> None:
+        self._stall_timer = asyncio.get_running_loop().call_later(
+            STALL_LIMIT_S, self._check_progress, self._num_received
+        )
+
+    def _check_progress(self, num_received_before: int) -> None:
+        """A peer that announces more bytes than it sends would be waited for without end."""
+        self._stall_timer = None
+        if not self._is_within_record:
+            return
+        if self._num_received > num_received_before:
+            self._watch_for_stall()
+        else:
+            self._fail(ProtocolError(f"no byte of a record for {STALL_LIMIT_S:g} s"))
+
+    def _fail(self, error: ProtocolError) -> None:
+        self._write(closing_record(error.message))
+        self.end(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
         reason = "the peer closed the connection" if exc is None else f"link lost: {exc}"
-        is_within = self._phase is not _Phase.PREFIX or self._num_filled > 0
+        is_within = self._is_within_record
         self.end(ProtocolError(f"{reason} within a record") if is_within else LinkLost(reason))
         if not self._closed.done():
             self._closed.set_result(None)
@@ -149,6 +179,8 @@ class RecordStream(asyncio.BufferedProtocol):
             return
         # The payload's buffer returns to the owner; late bytes are written to the scratch buffer.
         self._expect(_Phase.ENDED, self._scratch)
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
         if self._transport is not None:
             self._transport.close()
         self._owner.ended(error)

@@ -151,6 +151,7 @@ class Door:
             0,
             head_timeout_s=self.patience_s,
             body_timeout_s=self.patience_s,
+            keep_alive_s=1,  # a request may lose its "connection: close"
         )
         decode = PeerDecode(network.bus("decode-1"), files.tokenizer.encode([ANSWER]))
         scheduler = PeerScheduler(network.bus("scheduler-1"), [decode])

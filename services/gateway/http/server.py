@@ -148,6 +148,7 @@ class WebServer:
         *,
         head_timeout_s: float = HEAD_TIMEOUT_S,
         body_timeout_s: float = BODY_TIMEOUT_S,
+        keep_alive_s: int = KEEP_ALIVE_S,
     ) -> None:
         """Port 0 selects a free port. Raises ConfigError if the address cannot be bound."""
         try:
@@ -166,7 +167,7 @@ class WebServer:
             server_header=False,
             proxy_headers=False,  # the client's address is not used
             backlog=LISTEN_BACKLOG,
-            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_keep_alive=keep_alive_s,
             timeout_graceful_shutdown=GRACE_S,
         )
         self._server = _Server(config)

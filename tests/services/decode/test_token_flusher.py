@@ -97,7 +97,7 @@ def test_a_long_step_does_not_hold_back_what_short_ones_drew_before():
 
 def test_requests_that_run_together_share_their_messages():
     async def main():
-        async with cluster(cost=every_step(0.0)) as it:
+        async with cluster(cost=every_step(0.0002)) as it:  # long enough that they overlap
             told = await told_of(it, 8)
             assert len(told) < 8 * 3
             assert max(len(batch.entries) for _, batch in told) > 1
