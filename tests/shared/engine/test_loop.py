@@ -14,7 +14,7 @@ from shared.engine.loop import IDLE_TICK_S, EngineLoop
 from shared.engine.runner import StepInputs
 from shared.engine.runners.timing_runner import StepCost, TimingRunner
 from tests.shared.engine.rig import BLOCK_SIZE, VOCAB_SIZE, greedy, new_sequence, prompt, solo
-from tests.simulation.clock import VirtualClock, run
+from tests.simulation.world.clock import VirtualClock, run
 
 STEP_S = 0.01
 

@@ -22,8 +22,8 @@ from tests.services.decode.test_handoff import cluster
 from tests.shared.engine.batching.test_tenant_quota import cached
 from tests.shared.engine.checkpoints import write_llama
 from tests.shared.engine.rig import greedy, new_sequence, prompt
-from tests.simulation.clock import run
-from tests.simulation.workers import BLOCK_SIZE, CopyingRunner, request_of
+from tests.simulation.world.clock import run
+from tests.simulation.world.workers import BLOCK_SIZE, CopyingRunner, request_of
 
 NUM_BLOCKS = 12
 

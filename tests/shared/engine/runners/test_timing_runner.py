@@ -22,7 +22,7 @@ from tests.shared.engine.rig import (
     seeded,
     solo,
 )
-from tests.simulation.clock import VirtualClock, run
+from tests.simulation.world.clock import VirtualClock, run
 
 
 def test_tokens_are_a_function_of_the_prompt() -> None:

@@ -22,8 +22,8 @@ from shared.engine.runner import StepInputs, StepOutput
 from shared.engine.runners.timing_runner import STATE_BYTES
 from shared.messages import BlocksStored, KvEvents, Request
 from shared.packing import unpack_hashes
-from tests.simulation.store import MemoryStore
-from tests.simulation.workers import BLOCK_SIZE, CopyingRunner
+from tests.simulation.world.store import MemoryStore
+from tests.simulation.world.workers import BLOCK_SIZE, CopyingRunner
 
 MARK = STATE_BYTES - 1  # the byte of a token's KV that has the owner's number; 0: no owner
 

@@ -31,9 +31,9 @@ from services.gateway.streams.streams import (
 from services.scheduler.service import NO_WORKER_GRACE_S
 from shared.errors import DeadlineExceeded, HearthError, NoCapacity, Overloaded
 from shared.store import BREAKER_S, STORE_TIMEOUT_S
-from tests.simulation.bus import GIVEN_UP_AFTER_S
-from tests.simulation.client import Client
 from tests.simulation.plan import PATIENT_S, Fault, Plan
+from tests.simulation.world.bus import GIVEN_UP_AFTER_S
+from tests.simulation.world.client import Client
 
 REJOIN_S = 0.4  # to reconnect and resume heartbeats
 WORK_S = 90.0  # longer than all requests of a plan take together

@@ -9,13 +9,13 @@ from typing import Any
 from services.kv_index.service import KvIndexService
 from services.scheduler.service import SchedulerService
 from shared.config import KvIndexConfig, SchedulerConfig
-from tests.simulation import leaks
-from tests.simulation.bus import SimulatedNetwork
-from tests.simulation.gateway import SimulatedGateway
-from tests.simulation.process import ProcessClock, SimulatedProcess
-from tests.simulation.randomness import SeededRandomness
-from tests.simulation.store import MemoryStore, ProcessStore
-from tests.simulation.workers import SimulatedWorker
+from tests.simulation.checks import leaks
+from tests.simulation.world.bus import SimulatedNetwork
+from tests.simulation.world.gateway import SimulatedGateway
+from tests.simulation.world.process import ProcessClock, SimulatedProcess
+from tests.simulation.world.randomness import SeededRandomness
+from tests.simulation.world.store import MemoryStore, ProcessStore
+from tests.simulation.world.workers import SimulatedWorker
 
 
 def _max_local_prefill_tokens(seed: int) -> int:

@@ -36,12 +36,12 @@ from shared.messages import (
 )
 from shared.packing import pack_hashes, pack_token_ids
 from shared.subjects import control, resend, start_decode, tokens
-from tests.simulation import leaks
-from tests.simulation.bus import SimulatedNetwork
-from tests.simulation.clock import VirtualClock
-from tests.simulation.kv_link import DataPlane, SimulatedDialer, SimulatedReceiver
-from tests.simulation.process import ProcessClock, SimulatedProcess
-from tests.simulation.randomness import SeededRandomness
+from tests.simulation.checks import leaks
+from tests.simulation.world.bus import SimulatedNetwork
+from tests.simulation.world.clock import VirtualClock
+from tests.simulation.world.kv_link import DataPlane, SimulatedDialer, SimulatedReceiver
+from tests.simulation.world.process import ProcessClock, SimulatedProcess
+from tests.simulation.world.randomness import SeededRandomness
 
 MODEL, REVISION, BLOCK_SIZE = "timing", "r1", 16
 

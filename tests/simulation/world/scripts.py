@@ -14,7 +14,7 @@ from shared.tenancy.rate_limit import APPLY_LUA, RATES, LimitCommand, RateLimitC
 from shared.tenancy.tenant_admin import SWAP
 
 if TYPE_CHECKING:
-    from tests.simulation.store import MemoryStore
+    from tests.simulation.world.store import MemoryStore
 
 Arguments = Sequence[Any]
 

@@ -24,12 +24,12 @@ from shared.messages import (
     SamplingParams,
 )
 from shared.tenancy.tenant import TenantRecord
-from tests.simulation.bus import SimulatedNetwork
-from tests.simulation.kv_link import DataPlane
-from tests.simulation.members import SimulatedIndex
-from tests.simulation.origins import MarkedRunner, Origins
-from tests.simulation.store import MemoryStore
-from tests.simulation.workers import BLOCK_SIZE, Peer, Received, SimulatedWorker
+from tests.simulation.checks.origins import MarkedRunner, Origins
+from tests.simulation.world.bus import SimulatedNetwork
+from tests.simulation.world.kv_link import DataPlane
+from tests.simulation.world.members import SimulatedIndex
+from tests.simulation.world.store import MemoryStore
+from tests.simulation.world.workers import BLOCK_SIZE, Peer, Received, SimulatedWorker
 
 NUM_BLOCKS = 26  # of each worker: the tenants' prompts do not fit together
 

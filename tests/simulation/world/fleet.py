@@ -14,17 +14,17 @@ from shared.packing import pack_token_ids
 from shared.tenancy import pinned_prefix
 from shared.tenancy.pinned_prefix import PinnedPrefix
 from shared.tenancy.tenant_admin import TenantAdmin, store_api_key
-from tests.simulation.bus import SimulatedNetwork
-from tests.simulation.client import Client
-from tests.simulation.excuses import Trouble
-from tests.simulation.gateway import SimulatedGateway
-from tests.simulation.kv_link import HARMLESS, DataPlane, FrameFate
-from tests.simulation.leaks import of_index
-from tests.simulation.members import AnyHost, Member, SimulatedIndex, SimulatedScheduler
-from tests.simulation.monitor import Monitor, tasks_left
+from tests.simulation.checks.excuses import Trouble
+from tests.simulation.checks.leaks import of_index
+from tests.simulation.checks.monitor import Monitor, tasks_left
 from tests.simulation.plan import TENANTS, Fault, Plan
-from tests.simulation.store import MemoryStore
-from tests.simulation.workers import MODEL, SimulatedWorker
+from tests.simulation.world.bus import SimulatedNetwork
+from tests.simulation.world.client import Client
+from tests.simulation.world.gateway import SimulatedGateway
+from tests.simulation.world.kv_link import HARMLESS, DataPlane, FrameFate
+from tests.simulation.world.members import AnyHost, Member, SimulatedIndex, SimulatedScheduler
+from tests.simulation.world.store import MemoryStore
+from tests.simulation.world.workers import MODEL, SimulatedWorker
 
 JOIN_S = 0.5
 PINNED = PinnedPrefix(

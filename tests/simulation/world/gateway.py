@@ -13,12 +13,12 @@ from services.gateway.tenancy.request_cost import LimitLease, RequestCost
 from services.gateway.tenancy.usage_counter import UsageCounter
 from shared.errors import HearthError, NoCapacity
 from shared.lifecycle.heartbeat import HealthMonitor
-from tests.simulation.bus import SimulatedNetwork
-from tests.simulation.client import Client
-from tests.simulation.leaks import not_empty
-from tests.simulation.process import ProcessClock, SimulatedProcess
-from tests.simulation.randomness import SeededRandomness
-from tests.simulation.store import MemoryStore, ProcessStore
+from tests.simulation.checks.leaks import not_empty
+from tests.simulation.world.bus import SimulatedNetwork
+from tests.simulation.world.client import Client
+from tests.simulation.world.process import ProcessClock, SimulatedProcess
+from tests.simulation.world.randomness import SeededRandomness
+from tests.simulation.world.store import MemoryStore, ProcessStore
 
 
 class ClientDisconnected(HearthError):

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from shared.engine.batching.sequence import Sequence
 from shared.tenancy.rate_limit import RateLimitCounter
-from tests.simulation.client import Client
-from tests.simulation.excuses import unexplained
-from tests.simulation.expected import Expected, expected_of, expected_prompt_logprobs
-from tests.simulation.fleet import Fleet
-from tests.simulation.workers import SimulatedWorker
+from tests.simulation.checks.excuses import unexplained
+from tests.simulation.checks.expected import Expected, expected_of, expected_prompt_logprobs
+from tests.simulation.world.client import Client
+from tests.simulation.world.fleet import Fleet
+from tests.simulation.world.workers import SimulatedWorker
 
 # Faults that must not cause a resubmission.
 UNDISTURBING = {"redis_away", "redis_hang", "link_drop", "link_noise", "slow"}

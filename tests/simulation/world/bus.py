@@ -37,7 +37,7 @@ from shared.messages import Failure, Message
 from shared.transport.bus import Unsubscribe, error_of, hand_over, reply_to
 from shared.transport.sender_check import SenderCheck
 from shared.transport.wire_errors import UNREADABLE
-from tests.simulation.process import SimulatedProcess
+from tests.simulation.world.process import SimulatedProcess
 
 log = structlog.get_logger(__name__)
 

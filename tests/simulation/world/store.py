@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from shared.store import BREAKER_S, STORE_TIMEOUT_S, Command, StoreRejected, StoreUnavailable
-from tests.simulation.process import ProcessClock, SimulatedProcess
-from tests.simulation.scripts import SCRIPTS
+from tests.simulation.world.process import ProcessClock, SimulatedProcess
+from tests.simulation.world.scripts import SCRIPTS
 
 T = TypeVar("T")
 

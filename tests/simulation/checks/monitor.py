@@ -12,11 +12,11 @@ from services.prefill.service import MAX_QUEUED_PREFILLS
 from services.scheduler.service import MAX_PLACING
 from shared.engine.batching.sequence import Sequence
 from shared.messages import TokenEntry
-from tests.simulation.expected import states_of
-from tests.simulation.gateway import SimulatedGateway
-from tests.simulation.members import AnyHost, SimulatedScheduler
+from tests.simulation.checks.expected import states_of
 from tests.simulation.plan import BLOCK_SIZE
-from tests.simulation.workers import SimulatedWorker
+from tests.simulation.world.gateway import SimulatedGateway
+from tests.simulation.world.members import AnyHost, SimulatedScheduler
+from tests.simulation.world.workers import SimulatedWorker
 
 if TYPE_CHECKING:
     from services.gateway.streams.stream import Stream
