@@ -9,7 +9,7 @@ import random
 from typing import Any
 
 from services.cli.service_options import DEMO_MODEL_NAME
-from tests.chaos.clients import ChoiceTold
+from tests.chaos.world.clients import ChoiceTold
 
 NUM_STREAMS = 32
 NUM_PROMPT_TOKENS = range(120, 480)

@@ -30,7 +30,7 @@ from shared.kv_wire.frames import (
 )
 from shared.kv_wire.shared_memory import NUM_SLOTS
 from shared.messages import DataPlaneAddress
-from tests.chaos.spoiling import FIRST_FORGED_ID, Broken, Passed, Passing, Spoiler
+from tests.chaos.world.spoiling import FIRST_FORGED_ID, Broken, Passed, Passing, Spoiler
 
 Transport = Literal["tcp", "memfd"]
 

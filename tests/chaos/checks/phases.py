@@ -9,7 +9,7 @@ from typing import Literal
 
 from shared.messages import KvEvents, Placed
 from tests.chaos.chaos import Asked
-from tests.chaos.monitor import Monitor
+from tests.chaos.checks.monitor import Monitor
 
 Phase = Literal["queued", "placed", "prefilling", "transferring", "decoding", "finishing"]
 

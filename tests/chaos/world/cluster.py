@@ -23,10 +23,10 @@ from services.cli.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
 from services.local.plan import thread_environ
 from shared.subjects import CredentialRole, nats_server_config
 from shared.tenancy.tenant_admin import new_api_key, save_api_key
-from tests.chaos.process import STEP_VARIABLE
+from tests.chaos.world.process import STEP_VARIABLE
 from tests.servers import PASSWORD, Server, find_binary, free_port
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 START_TIMEOUT_S = 300.0  # the first start compiles kernels
 POLL_S = 0.02
 
@@ -214,7 +214,7 @@ class ChaosCluster:
             options |= {"model-dir": str(DEMO_MODEL_DIR), "model-name": DEMO_MODEL_NAME}
         if role == "gateway":
             options |= {"http-port": self.urls[name].rpartition(":")[2]}
-        command = [sys.executable, "-m", "tests.chaos.process", str(self._census_folder)]
+        command = [sys.executable, "-m", "tests.chaos.world.process", str(self._census_folder)]
         command.append(role.replace("_", "-"))
         for option, value in options.items():
             command += [f"--{option}", value]

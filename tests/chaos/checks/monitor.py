@@ -27,7 +27,7 @@ from shared.messages import (
 )
 from shared.subjects import HEARTBEATS, KV_EVENTS, PREFIX
 from shared.transport.bus import NatsBus
-from tests.chaos.cluster import MONITOR, ChaosCluster
+from tests.chaos.world.cluster import MONITOR, ChaosCluster
 
 _PLACEMENT = Placed | PlacementFailed | QueueKeepalive
 _CONTROL = AbortRequest | AckFinished | RenewLease | PrefillFailed
