@@ -37,8 +37,8 @@ from shared.kv_wire.kv_server import KvServer
 from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY
 from shared.kv_wire.push_link import StagedLink
 from shared.messages import DataPlaneAddress
-from tests.shared.engine.model_worker import Worker
-from tests.shared.engine.rig import new_sequence
+from tests.shared.engine.support.model_worker import Worker
+from tests.shared.engine.support.rig import new_sequence
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_MODEL = ROOT / "shared" / "demo_model"

@@ -20,8 +20,8 @@ from shared.engine.runners.model_runner import ModelRunner
 from shared.errors import WorkerBusy
 from tests.services.decode.test_handoff import cluster
 from tests.shared.engine.batching.test_tenant_quota import cached
-from tests.shared.engine.checkpoints import write_llama
-from tests.shared.engine.rig import greedy, new_sequence, prompt
+from tests.shared.engine.support.checkpoints import write_llama
+from tests.shared.engine.support.rig import greedy, new_sequence, prompt
 from tests.simulation.world.clock import run
 from tests.simulation.world.workers import BLOCK_SIZE, CopyingRunner, request_of
 

@@ -11,7 +11,7 @@ import pytest
 from shared.engine.inputs import build_inputs
 from shared.engine.runners.timing_runner import FIRST_TOKEN_ID, StepCost, TimingRunner
 from shared.messages import LogprobsMode, SamplingParams
-from tests.shared.engine.rig import (
+from tests.shared.engine.support.rig import (
     BLOCK_SIZE,
     Rig,
     greedy,

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from tests.shared.engine.checkpoints import write_model
+from tests.shared.engine.support.checkpoints import write_model
 
 # 3 query heads share one KV head; windows end within a block and within a tile
 SHAPE = {
