@@ -15,7 +15,7 @@ import triton
 
 from kernels.cache import cache_root
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @cache
@@ -24,8 +24,8 @@ def sources_digest() -> str:
     digest = blake2b(triton.__version__.encode(), digest_size=8)
     own = list((ROOT / "kernels").glob("*.py"))
     gpu = list((ROOT / "kernels" / "gpu").rglob("*.py"))
-    names = ("ahead_of_time.py", "split_weights.py", "test_compiles.py")
-    tests = [Path(__file__).with_name(name) for name in names]
+    names = ("support/ahead_of_time.py", "support/split_weights.py", "test_compiles.py")
+    tests = [ROOT / "tests" / "kernels" / name for name in names]
     for path in sorted(own + gpu) + tests:
         digest.update(path.read_bytes())
     return digest.hexdigest()
