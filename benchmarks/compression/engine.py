@@ -6,7 +6,7 @@ prompt tokens per second of one long prompt. A ratio above 1: compressed is fast
 wall time there is the ratio of CPU time, which is meaningful on a busy machine, too, and counts
 cores that wait for memory. `resident` is the size of the mapped weights in bytes.
 
-    python -m benchmarks.compression_engine [--model DIR] [--threads 2] [--rounds 3]
+    python -m benchmarks.compression.engine [--model DIR] [--threads 2] [--rounds 3]
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def main(argv: list[str]) -> None:
             model_dir = Path(folder, "model")
             write_random_llama(model_dir, LLAMA_125M, dtype="bfloat16")
         rows, bars = uvloop.run(compare(model_dir, options))
-    write_result("compression_engine", rows, bars, ["-m", "benchmarks.compression_engine", *argv])
+    write_result("compression_engine", rows, bars, ["-m", "benchmarks.compression.engine", *argv])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """KV push over TCP at given bandwidths, uncompressed and with compression chosen by the link.
 
-Run: python -m benchmarks.kv_compression [--repetitions 3] [--seconds 2.0]
+Run: python -m benchmarks.compression.kv [--repetitions 3] [--seconds 2.0]
 
 The KV is the demo model's, in BF16, of this repository's text. Linux paces what a socket sends
 (SO_MAX_PACING_RATE), below everything that is measured. Each repetition opens two new connections
@@ -40,7 +40,7 @@ from shared.messages import DataPlaneAddress
 from tests.shared.engine.support.model_worker import Worker
 from tests.shared.engine.support.rig import new_sequence
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DEMO_MODEL = ROOT / "shared" / "demo_model"
 NUM_SEQUENCES, NUM_FRAMES = 2, 12  # each sequence fills the model's context
 BANDWIDTHS = (25e6, 125e6, 312.5e6, 625e6, 1.25e9, None)  # bytes/s; None: unlimited
@@ -188,7 +188,7 @@ def main() -> None:
             runner.run(measure_link(target, each, kv, options.repetitions, options.seconds))
             for each in BANDWIDTHS
         ]
-    command = ["-m", "benchmarks.kv_compression"]
+    command = ["-m", "benchmarks.compression.kv"]
     command += ["--repetitions", str(options.repetitions), "--seconds", str(options.seconds)]
     write_result("kv_compression", [*rows, measure_codec(kv)], bars_of(rows), command)
 

@@ -1,4 +1,4 @@
-"""Bundles: how small, and how fast to make and to load. See `compression.py`."""
+"""Bundles: how small, and how fast to make and to load. See `__main__.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.llama_weights import STATISTICS, WHOLE_MODEL, weights, write_layers
+from benchmarks.compression.llama_weights import STATISTICS, WHOLE_MODEL, weights, write_layers
 from benchmarks.report import Bar, Row, at_least, at_most
 from services.cli.service_options import DEMO_MODEL_DIR
 from shared.engine.codec.compress import compress_folder

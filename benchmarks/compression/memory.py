@@ -1,7 +1,7 @@
 """How much smaller weights are in memory in their split form (kernels/split_weight.py), and the
 reasons for its design.
 
-    python -m benchmarks.compression_memory [--model DIR] [--rows 512]
+    python -m benchmarks.compression.memory [--model DIR] [--rows 512]
 
 Layers have the shapes of Llama-3.1-8B, of which `--rows` rows are drawn: a row's weights follow a
 Student-t distribution of 4 or 8 degrees of freedom or a normal one, with a scale of 0.02 · e^(0.3
@@ -177,7 +177,7 @@ def main() -> int:
         at_least(f"model smaller by, {name}", share, LEAST_SMALLER, "of its size in BF16")
         for name, share in smaller.items()
     ]
-    write_result(given.name, rows, bars, ["-m", "benchmarks.compression_memory", *sys.argv[1:]])
+    write_result(given.name, rows, bars, ["-m", "benchmarks.compression.memory", *sys.argv[1:]])
     return int(not all(bar.holds for bar in bars))
 
 

@@ -22,12 +22,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.compression_at_rest import at_rest
+from benchmarks.compression.at_rest import at_rest
 from benchmarks.report import write_result
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.compression",
+        description=(__doc__ or "").partition("\n")[0],
+    )
     parser.add_argument("--model", type=Path, nargs="*", default=[], help="checkpoint folders")
     parser.add_argument("--layers", type=int, default=1, help="number of synthetic layers")
     parser.add_argument("--rows-divisor", type=int, default=4, help="divisor of the matrices' rows")
