@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from benchmarks.kernels.bench_compressed_linear import split
+from benchmarks.kernels.gemm.bench_compressed_linear import split
 from benchmarks.kernels.timing import by_bandwidth, random
 from benchmarks.report import Bar, Row, at_least
 from kernels.gpu.gemm.decompress import decompress

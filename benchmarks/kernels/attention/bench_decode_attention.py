@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels.contexts import HEAD_DIM, NUM_HEADS, SCALE, Batch, batch
+from benchmarks.kernels.attention.contexts import HEAD_DIM, NUM_HEADS, SCALE, Batch, batch
 from benchmarks.kernels.timing import by_bandwidth, random
 from benchmarks.report import Bar, Row, at_least
 from kernels.gpu.attention.decode_attention import decode_attention

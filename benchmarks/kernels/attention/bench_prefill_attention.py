@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.kernels.contexts import HEAD_DIM, NUM_HEADS, SCALE, batch
+from benchmarks.kernels.attention.contexts import HEAD_DIM, NUM_HEADS, SCALE, batch
 from benchmarks.kernels.timing import random, seconds
 from benchmarks.report import Bar, Row, at_least
 from kernels.gpu.attention.prefill_attention import prefill_attention

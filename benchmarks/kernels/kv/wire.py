@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.paged import FP8
+from benchmarks.kernels.kv.paged import FP8
 from benchmarks.kernels.timing import by_bandwidth, random
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernels.paged import FP8, angles, layer_cache, scales, scattered_slots
+from benchmarks.kernels.kv.paged import FP8, angles, layer_cache, scales, scattered_slots
 from benchmarks.kernels.timing import by_bandwidth, random
 from benchmarks.report import Bar, Row, at_least
 from kernels.gpu.kv.rotate_and_store import rotate_and_store

@@ -4,7 +4,7 @@ written; the checksum is computed in the same pass.
 
 from __future__ import annotations
 
-from benchmarks.kernels.wire import CASES, Run
+from benchmarks.kernels.kv.wire import CASES, Run
 from benchmarks.report import Bar, Row, at_least
 from kernels.gpu.kv.scatter_blocks import scatter_blocks
 
