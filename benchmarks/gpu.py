@@ -1,7 +1,7 @@
 """All GPU benchmarks of kernels: `python -m benchmarks.gpu kernels [op ...]`.
 
-Runs `benchmarks/kernels/bench_<op>.py`, each of which has `rows()`, the measurements, and
-`bars(rows)`, the targets. A failing op is reported and the others continue. Written to
+Runs `benchmarks/kernels/<folder>/bench_<op>.py`, each of which has `rows()`, the measurements,
+and `bars(rows)`, the targets. A failing op is reported and the others continue. Written to
 `benchmarks/results/kernels-<device>.json`. `scripts/gpu_kit` runs these and everything else that
 needs a GPU.
 """
@@ -21,13 +21,20 @@ from benchmarks.report import Bar, Row, write_result
 KERNELS = Path(__file__).parent / "kernels"
 
 
+def folder_of_op() -> dict[str, str]:
+    """Each op's folder in `benchmarks/kernels`."""
+    paths = KERNELS.glob("*/bench_*.py")
+    return {path.stem.removeprefix("bench_"): path.parent.name for path in paths}
+
+
 def op_names() -> list[str]:
-    return sorted(path.stem.removeprefix("bench_") for path in KERNELS.glob("bench_*.py"))
+    return sorted(folder_of_op())
 
 
 def rows_of(op_name: str) -> tuple[ModuleType, Iterable[Row]]:
     """The benchmark, and its rows, one at a time if they take long."""
-    bench = import_module(f"benchmarks.kernels.bench_{op_name}")
+    folder = folder_of_op()[op_name]
+    bench = import_module(f"benchmarks.kernels.{folder}.bench_{op_name}")
     return bench, bench.rows()
 
 

@@ -51,7 +51,7 @@ def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         home = tmp_path_factory.mktemp("cache")
         own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         (home / "hearth").mkdir()
-        for name in ("kernels", "passed"):  # compiled kernels; tests/kernels/passed.py
+        for name in ("kernels", "passed"):  # compiled kernels; tests/kernels/support/passed.py
             kept = own / "hearth" / name
             kept.mkdir(parents=True, exist_ok=True)
             (home / "hearth" / name).symlink_to(kept)

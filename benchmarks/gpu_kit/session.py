@@ -69,7 +69,7 @@ class Session:
             self.need_device()
             yield torch.device("cuda")
             return
-        from tests.kernels.fake_driver import fake_driver
+        from tests.kernels.support.fake_driver import fake_driver
 
         with fake_driver():
             yield torch.device("cpu")

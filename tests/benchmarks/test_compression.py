@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks.compression_at_rest import at_rest
-from benchmarks.llama_weights import STATISTICS, WHOLE_MODEL, bf16_tensor, weights
+from benchmarks.compression.at_rest import at_rest
+from benchmarks.compression.llama_weights import STATISTICS, WHOLE_MODEL, bf16_tensor, weights
 from shared.engine.codec.byte_planes import byte_counts, entropy_bits
 
 

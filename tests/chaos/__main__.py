@@ -21,16 +21,16 @@ import msgspec
 
 from benchmarks.report import Bar, at_most, write_result
 from tests.chaos.chaos import Chaos
+from tests.chaos.checks.logs import suspicions
+from tests.chaos.checks.phases import PHASES, Phase
 from tests.chaos.frames import run_frames
-from tests.chaos.load import Steady, leave_early
-from tests.chaos.logs import suspicions
 from tests.chaos.outcome import FAULTS, Outcome, bars_of
-from tests.chaos.phases import PHASES, Phase
-from tests.chaos.relay import TRANSPORTS
 from tests.chaos.restarts import restart_each
 from tests.chaos.rows import VICTIMS, run_row
 from tests.chaos.running import WORKERS, running_chaos, running_frames
-from tests.chaos.spoiling import SPOILINGS
+from tests.chaos.world.load import Steady, leave_early
+from tests.chaos.world.relay import TRANSPORTS
+from tests.chaos.world.spoiling import SPOILINGS
 
 # A worker may reserve so few blocks that most requests wait for their turn.
 FEW_RESERVATIONS = {**WORKERS, "max-reserved-share": "0.04"}

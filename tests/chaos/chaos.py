@@ -6,11 +6,11 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-from tests.chaos.clients import ChoiceTold, Exchange, converse
-from tests.chaos.cluster import ChaosCluster
-from tests.chaos.leftovers import left_behind
-from tests.chaos.monitor import Monitor, is_empty
-from tests.chaos.workload import Body, requests, with_stops
+from tests.chaos.checks.leftovers import left_behind
+from tests.chaos.checks.monitor import Monitor, is_empty
+from tests.chaos.world.clients import ChoiceTold, Exchange, converse
+from tests.chaos.world.cluster import ChaosCluster
+from tests.chaos.world.workload import Body, requests, with_stops
 
 MAX_TRIES = 8
 LONGEST_KEPT_S = 8.0  # an ending is resent every 2 s

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 import msgspec
 
 from tests.chaos.chaos import Chaos
-from tests.chaos.cluster import ChaosCluster
-from tests.chaos.logs import events
-from tests.chaos.monitor import Monitor
-from tests.chaos.relay import HOST, Relay, Transport
-from tests.chaos.spoiling import SPOILINGS, Spoiling
+from tests.chaos.checks.logs import events
+from tests.chaos.checks.monitor import Monitor
+from tests.chaos.world.cluster import ChaosCluster
+from tests.chaos.world.relay import HOST, Relay, Transport
+from tests.chaos.world.spoiling import SPOILINGS, Spoiling
 
 SHARE = 0.4  # of the frames: enough others arrive to show that they are unaffected
 WORKERS_APART = {"data-plane-advertised-host": HOST}

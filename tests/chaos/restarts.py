@@ -7,7 +7,7 @@ import time
 import msgspec
 
 from tests.chaos.chaos import Chaos
-from tests.chaos.load import Steady
+from tests.chaos.world.load import Steady
 
 MAX_DRAIN_S = 30.0
 

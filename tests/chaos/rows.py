@@ -16,10 +16,10 @@ import msgspec
 
 from shared.messages import AbortRequest, CancelQueued, Placed
 from tests.chaos.chaos import Asked, Chaos
-from tests.chaos.clients import Exchange
-from tests.chaos.cluster import SERVERS, ChaosCluster
-from tests.chaos.logs import given_up, suspicions
-from tests.chaos.phases import Phase, reach
+from tests.chaos.checks.logs import given_up, suspicions
+from tests.chaos.checks.phases import Phase, reach
+from tests.chaos.world.clients import Exchange
+from tests.chaos.world.cluster import SERVERS, ChaosCluster
 
 Fault = Literal["kill", "freeze"]
 

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from tests.chaos.chaos import Chaos
-from tests.chaos.cluster import ChaosCluster
+from tests.chaos.checks.monitor import Monitor
 from tests.chaos.frames import WORKERS_APART, relays
-from tests.chaos.monitor import Monitor
-from tests.chaos.relay import Relay, Transport
+from tests.chaos.world.cluster import ChaosCluster
+from tests.chaos.world.relay import Relay, Transport
 
 TIMING_STEP_S = 0.015
 NUM_BLOCKS = 2048

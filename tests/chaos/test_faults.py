@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from tests.chaos.chaos import Chaos
-from tests.chaos.clients import Exchange, converse
-from tests.chaos.load import leave_early
-from tests.chaos.phases import Phase
+from tests.chaos.checks.phases import Phase
 from tests.chaos.restarts import restart_each
 from tests.chaos.rows import Fault, run_row
+from tests.chaos.world.clients import Exchange, converse
+from tests.chaos.world.load import leave_early
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

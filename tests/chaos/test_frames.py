@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.chaos.frames import run_frames
-from tests.chaos.relay import TRANSPORTS, Transport
 from tests.chaos.running import running_frames
+from tests.chaos.world.relay import TRANSPORTS, Transport
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.chaos.clients import Exchange, converse
-from tests.chaos.cluster import ChaosCluster
-from tests.chaos.workload import requests
+from tests.chaos.world.clients import Exchange, converse
+from tests.chaos.world.cluster import ChaosCluster
+from tests.chaos.world.workload import requests
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

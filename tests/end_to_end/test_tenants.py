@@ -23,7 +23,7 @@ from shared.messages import Heartbeat
 from shared.packing import pack_token_ids
 from shared.subjects import HEARTBEATS
 from shared.transport.bus import NatsBus
-from tests.chaos.cluster import ChaosCluster
+from tests.chaos.world.cluster import ChaosCluster
 from tests.services.cli.running import run_hearth
 
 SERVICES = ("kv_index-1", "scheduler-1", "prefill-1", "decode-1")

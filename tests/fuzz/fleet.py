@@ -24,12 +24,12 @@ from shared.packing import pack_token_ids
 from shared.tenancy import pinned_prefix
 from shared.tenancy.pinned_prefix import PinnedPrefix
 from shared.tenancy.tenant import TenantRecord
-from tests.simulation.bus import SimulatedNetwork
-from tests.simulation.clock import VirtualClock
-from tests.simulation.kv_link import SimulatedDialer
-from tests.simulation.randomness import SeededRandomness
-from tests.simulation.store import MemoryStore
-from tests.simulation.workers import MODEL, SimulatedWorker
+from tests.simulation.world.bus import SimulatedNetwork
+from tests.simulation.world.clock import VirtualClock
+from tests.simulation.world.kv_link import SimulatedDialer
+from tests.simulation.world.randomness import SeededRandomness
+from tests.simulation.world.store import MemoryStore
+from tests.simulation.world.workers import MODEL, SimulatedWorker
 
 NATS, REDIS = "nats://here", "redis://here"
 PROMPT = "the quick brown fox jumps over the lazy dog " * 6

@@ -35,7 +35,7 @@ from shared.messages import (
 from shared.packing import BLOCK_HASH_BYTES
 from shared.subjects import cancel, control, placement
 from tests.fuzz.mutations import anything, spoiled, torn
-from tests.simulation.bus import Parcel, SimulatedNetwork
+from tests.simulation.world.bus import Parcel, SimulatedNetwork
 
 encode = msgspec.msgpack.Encoder().encode
 HOWS = ("spoil", "spoil", "after", "after", "twice", "twice", "tear", "lose", "late", "elsewhere")

@@ -29,8 +29,8 @@ from tests.fuzz.mutations import anything, spoiled, torn
 from tests.fuzz.profile import fuzz
 from tests.services.gateway.model_dir import write_model_dir
 from tests.services.gateway.peer import PeerDecode, PeerScheduler
-from tests.simulation.bus import SimulatedNetwork
-from tests.simulation.store import MemoryStore
+from tests.simulation.world.bus import SimulatedNetwork
+from tests.simulation.world.store import MemoryStore
 
 API_KEY = "key-of-tenant-1"
 ANSWER = "hello world, how are you? 😀 東京"

@@ -18,9 +18,9 @@ from shared.messages import Request
 from tests.fuzz.mutations import spoiled
 from tests.fuzz.profile import fuzz
 from tests.services.decode.test_handoff import PROMPT, cluster
-from tests.simulation.clock import run
-from tests.simulation.kv_link import HARMLESS, FrameFate
-from tests.simulation.workers import request_of
+from tests.simulation.world.clock import run
+from tests.simulation.world.kv_link import HARMLESS, FrameFate
+from tests.simulation.world.workers import request_of
 
 CANDIDATES = ("prefill-1", "prefill-2")
 FAULTS = ("none", "flip", "cut", "header", "twice", "late", "foreign", "hold")

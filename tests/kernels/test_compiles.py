@@ -1,7 +1,7 @@
 """Every Triton kernel compiles to machine code for its target GPUs, without spilling.
 
 Compute capability 8.0 is compiled for in long runs only. A case that has passed is skipped until
-the kernels or Triton change; HEARTH_COMPILE_AGAIN=1 runs it (see `tests.kernels.passed`).
+the kernels or Triton change; HEARTH_COMPILE_AGAIN=1 runs it (see `tests.kernels.support.passed`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from kernels.device import IS_INTERPRETED
-from tests.kernels.ahead_of_time import MachineCode, compiling
-from tests.kernels.split_weights import empty_split as _empty_split
+from tests.kernels.support.ahead_of_time import MachineCode, compiling
+from tests.kernels.support.split_weights import empty_split as _empty_split
 
 pytest.importorskip("triton")
 if IS_INTERPRETED:
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from tests.kernels.passed import is_recorded, record
+from tests.kernels.support.passed import is_recorded, record
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CAPABILITIES = [pytest.param(80, marks=pytest.mark.long), 90]

@@ -14,7 +14,7 @@ if IS_INTERPRETED:
     pytest.skip("the interpreter launches nothing", allow_module_level=True)
 
 from kernels.gpu.rows.rms_norm import rms_norm
-from tests.kernels.fake_driver import fake_driver
+from tests.kernels.support.fake_driver import fake_driver
 
 
 def launch(num_rows: int, hidden: int = 64) -> None:

@@ -17,8 +17,8 @@ from shared.engine.batching.sequence import Sequence
 from shared.kv_wire.compression_gate import NUM_NEEDED, NUM_PAIRS
 from shared.kv_wire.link import PushLink
 from shared.messages import DataPlaneAddress, SamplingParams
-from tests.shared.engine.model_worker import Worker
-from tests.shared.engine.rig import new_sequence
+from tests.shared.engine.support.model_worker import Worker
+from tests.shared.engine.support.rig import new_sequence
 from tests.shared.kv_wire.support import DEADLINE_S, eventually
 from tests.shared.kv_wire.throttled import ThrottledPair, throttled_pair
 from tests.threads import computing_threads

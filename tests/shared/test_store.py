@@ -10,7 +10,7 @@ import pytest
 
 from shared.store import BREAKER_S, RedisStore, StoreRejected, StoreUnavailable
 from tests.servers import RedisServer, free_port
-from tests.simulation.store import MemoryStore
+from tests.simulation.world.store import MemoryStore
 
 
 class HandClock:

@@ -4,7 +4,7 @@ import pytest
 
 from shared import subjects
 from shared.subjects import CredentialRole, nats_server_config, permissions
-from tests.simulation.bus import matches
+from tests.simulation.world.bus import matches
 
 USERS: list[tuple[CredentialRole, str, str]] = [
     ("gateway", "gateway-1", "word"),

@@ -9,7 +9,7 @@ import msgspec
 
 from shared.engine.runners.timing_runner import FIRST_TOKEN_ID, StepCost
 from shared.messages import SamplingParams
-from tests.simulation.expected import expected_choice, states_of
+from tests.simulation.checks.expected import expected_choice, states_of
 from tests.simulation.plan import (
     BLOCK_SIZE,
     PATIENT_S,

@@ -13,11 +13,11 @@ from typing import Any
 
 import structlog
 
-from tests.simulation.clock import VirtualLoop
+from tests.simulation.checks.invariants import SETTLE_S, SOON_S, held_too_long, wrongs_of
 from tests.simulation.drawing import plan_of
-from tests.simulation.fleet import Fleet
-from tests.simulation.invariants import SETTLE_S, SOON_S, held_too_long, wrongs_of
 from tests.simulation.plan import Plan
+from tests.simulation.world.clock import VirtualLoop
+from tests.simulation.world.fleet import Fleet
 
 LIMIT_S = 400.0
 POLL_INTERVAL_S = 0.05

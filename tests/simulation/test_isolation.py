@@ -16,9 +16,9 @@ from services.kv_index import registry
 from services.kv_index.service import KvIndexService
 from shared.engine.batching.block_pool import BlockPool
 from shared.messages import MatchPrefix
-from tests.simulation.clock import run
-from tests.simulation.isolation import Isolation, drop_events, isolation
-from tests.simulation.workers import BLOCK_SIZE
+from tests.simulation.world.clock import run
+from tests.simulation.world.isolation import Isolation, drop_events, isolation
+from tests.simulation.world.workers import BLOCK_SIZE
 
 # Names that could collide, in a hash or in a Redis key.
 TENANTS = ("a", "a:prefix", "*")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kernels.device import IS_INTERPRETED, has_triton_device
-from tests.kernels.interpreter import patch_once_per_launch
+from tests.kernels.support.interpreter import patch_once_per_launch
 
 if IS_INTERPRETED:
     patch_once_per_launch()

@@ -16,8 +16,8 @@ from kernels.device import IS_INTERPRETED
 from kernels.split_weight import SplitWeight
 from kernels.torch_ops.sample import sample
 from shared.engine.runners.load import load_runner
-from tests.shared.engine.checkpoints import write_model
-from tests.shared.engine.steps import Blocks, advance, generate, prefill, step_of
+from tests.shared.engine.support.checkpoints import write_model
+from tests.shared.engine.support.steps import Blocks, advance, generate, prefill, step_of
 
 NUM_PROMPT, NUM_NEW = 13, 5
 SMALL = {"hidden_size": 32, "head_dim": 16}

@@ -12,8 +12,8 @@ from shared.engine.runners.timing_runner import StepCost
 from shared.errors import InvalidRequest
 from shared.messages import TokenLogprobs
 from tests.services.decode.test_handoff import PROMPT, cluster
-from tests.simulation.clock import run
-from tests.simulation.workers import request_of
+from tests.simulation.world.clock import run
+from tests.simulation.world.workers import request_of
 
 EITHER = pytest.mark.parametrize("candidates", [(), ("prefill-1",)], ids=["local", "handoff"])
 MODES = pytest.mark.parametrize("mode", ["raw", "processed"])

@@ -10,8 +10,8 @@ from shared.engine.runners.timing_runner import STATE_BYTES
 from shared.errors import InvalidRequest
 from shared.messages import Request
 from tests.services.decode.test_handoff import PROMPT, cluster
-from tests.simulation.clock import run
-from tests.simulation.workers import request_of
+from tests.simulation.world.clock import run
+from tests.simulation.world.workers import request_of
 
 ALL = {
     "temperature": 1.0,

@@ -12,10 +12,10 @@ from shared.engine.runners.timing_runner import StepCost
 from shared.errors import HearthError, InvalidRequest, UnknownModel, UnknownPlacement, WorkerBusy
 from shared.messages import PrefillAccepted, PrefillFailed, RunPrefill
 from shared.subjects import run_prefill
-from tests.simulation.bus import SimulatedNetwork
-from tests.simulation.clock import run
-from tests.simulation.kv_link import DataPlane
-from tests.simulation.workers import Peer, SimulatedWorker, request_of
+from tests.simulation.world.bus import SimulatedNetwork
+from tests.simulation.world.clock import run
+from tests.simulation.world.kv_link import DataPlane
+from tests.simulation.world.workers import Peer, SimulatedWorker, request_of
 
 PROMPT = list(range(100, 350))  # 250 tokens: several chunks of 64, not a whole number of blocks
 

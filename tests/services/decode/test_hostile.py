@@ -14,8 +14,8 @@ from shared.kv_wire.dialer import Dialer
 from shared.messages import Choice, DataPlaneAddress, PrefillAccepted, RunPrefill
 from shared.subjects import run_prefill
 from tests.services.decode.test_handoff import PROMPT, cluster
-from tests.simulation.clock import run
-from tests.simulation.workers import request_of
+from tests.simulation.world.clock import run
+from tests.simulation.world.workers import request_of
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.services.decode.test_handoff import PROMPT, cluster
-from tests.simulation.clock import run
-from tests.simulation.workers import BLOCK_SIZE, request_of
+from tests.simulation.world.clock import run
+from tests.simulation.world.workers import BLOCK_SIZE, request_of
 
 
 def test_the_quota_travels_with_the_request():

@@ -7,7 +7,7 @@ from shared.engine.batching.sequence import Sequence
 from shared.engine.runners.timing_runner import STATE_BYTES, TimingRunner
 from shared.errors import FrameRefused
 from shared.kv_wire.link import FrameHeader
-from tests.simulation.clock import VirtualClock, run
+from tests.simulation.world.clock import VirtualClock, run
 
 
 class SlowRunner(TimingRunner):

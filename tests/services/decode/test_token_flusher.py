@@ -13,8 +13,8 @@ from shared.engine.runners.timing_runner import StepCost
 from shared.messages import TokenBatch
 from shared.subjects import tokens
 from tests.services.decode.test_handoff import PROMPT, Cluster, cluster
-from tests.simulation.clock import run
-from tests.simulation.workers import request_of
+from tests.simulation.world.clock import run
+from tests.simulation.world.workers import request_of
 
 NUM_TOKENS = 40
 WIDE = {"max_sequences": 200, "max_batch_tokens": 800, "num_blocks": 16_384}

@@ -24,10 +24,10 @@ from shared.messages import (
 )
 from shared.packing import BLOCK_HASH_BYTES, pack_hashes
 from shared.transport.bus import Bus, Unsubscribe
-from tests.simulation.bus import SimulatedBus, SimulatedNetwork
-from tests.simulation.clock import VirtualClock
-from tests.simulation.randomness import SeededRandomness
-from tests.simulation.store import MemoryStore
+from tests.simulation.world.bus import SimulatedBus, SimulatedNetwork
+from tests.simulation.world.clock import VirtualClock
+from tests.simulation.world.randomness import SeededRandomness
+from tests.simulation.world.store import MemoryStore
 
 FORMAT = "fp32/b16"
 PAGE_BLOCKS = 4

@@ -24,9 +24,9 @@ from shared.subjects import MATCH
 from shared.tenancy import pinned_prefix
 from shared.tenancy.pinned_prefix import PinnedPrefix
 from tests.services.kv_index.rig import Rig, eventually
-from tests.simulation.clock import run
-from tests.simulation.kv_link import DataPlane
-from tests.simulation.workers import BLOCK_SIZE, MODEL, REVISION, SimulatedWorker
+from tests.simulation.world.clock import run
+from tests.simulation.world.kv_link import DataPlane
+from tests.simulation.world.workers import BLOCK_SIZE, MODEL, REVISION, SimulatedWorker
 
 NUM_BLOCKS = 4
 CARD = ModelCard(

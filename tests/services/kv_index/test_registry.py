@@ -6,8 +6,8 @@ from services.kv_index.registry import PrefixRecord, PrefixRegistry
 from shared.clock import MonotonicClock
 from shared.store import Command, RedisStore, Store, StoreRejected
 from tests.servers import RedisServer
-from tests.simulation.clock import run
-from tests.simulation.store import MemoryStore
+from tests.simulation.world.clock import run
+from tests.simulation.world.store import MemoryStore
 
 
 class WallClock:

@@ -25,7 +25,7 @@ from shared.subjects import HEARTBEATS, MATCH
 from shared.transport.bus import NatsBus
 from tests.servers import NatsServer, RedisServer
 from tests.services.kv_index.rig import CacheWorker, Rig, ask, block, eventually
-from tests.simulation.clock import run
+from tests.simulation.world.clock import run
 
 
 def scenario(test: Callable[[Rig], Awaitable[None]]) -> None:

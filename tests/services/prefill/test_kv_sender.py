@@ -10,7 +10,7 @@ from shared.engine.batching.sequence import Sequence
 from shared.engine.runners.timing_runner import TimingRunner
 from shared.errors import LinkLost
 from shared.kv_wire.link import FrameHeader
-from tests.simulation.clock import VirtualClock, run
+from tests.simulation.world.clock import VirtualClock, run
 
 BLOCK_SIZE = 16
 

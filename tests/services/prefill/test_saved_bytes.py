@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.services.decode.test_handoff import cluster
-from tests.simulation.clock import run
+from tests.simulation.world.clock import run
 
 
 def test_a_prefill_worker_tells_what_it_did_not_have_to_send() -> None:

@@ -29,9 +29,9 @@ from shared.messages import (
     WorkerLoad,
 )
 from tests.services.scheduler.literals import BLOCK_SIZE
-from tests.simulation.bus import SimulatedBus, SimulatedNetwork
-from tests.simulation.clock import VirtualClock
-from tests.simulation.randomness import SeededRandomness
+from tests.simulation.world.bus import SimulatedBus, SimulatedNetwork
+from tests.simulation.world.clock import VirtualClock
+from tests.simulation.world.randomness import SeededRandomness
 
 Told = Placed | PlacementFailed | QueueKeepalive
 

@@ -9,7 +9,7 @@ from services.scheduler.fleet import WorkerFleet
 from services.scheduler.placement import LocalPrefill, RequestSize, Target, place
 from shared.lifecycle.health import Fleet, Loss
 from shared.messages import Heartbeat, ModelCard, Role, WorkerLoad
-from tests.simulation.randomness import SeededRandomness
+from tests.simulation.world.randomness import SeededRandomness
 
 LANE = ("m", "r1")
 CARD = ModelCard(

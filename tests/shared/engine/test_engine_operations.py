@@ -20,7 +20,15 @@ from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.messages import SamplingParams
 from tests.shared.engine.batching.test_block_pool import listing, replay
-from tests.shared.engine.rig import Rig, greedy, new_sequence, prompt, pushed_kv, seeded, solo
+from tests.shared.engine.support.rig import (
+    Rig,
+    greedy,
+    new_sequence,
+    prompt,
+    pushed_kv,
+    seeded,
+    solo,
+)
 
 NUM_BLOCKS = 14
 VOCAB_SIZE = 22  # six tokens, so that stop tokens are drawn

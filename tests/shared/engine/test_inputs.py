@@ -11,7 +11,7 @@ import pytest
 from shared.engine.batching.sequence import Sequence
 from shared.engine.inputs import build_inputs
 from shared.messages import SamplingParams
-from tests.shared.engine.rig import greedy, new_sequence, row_of
+from tests.shared.engine.support.rig import greedy, new_sequence, row_of
 
 BLOCK_SIZE = 4
 

@@ -10,8 +10,8 @@ import torch
 
 from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_runner import ModelRunner
-from tests.shared.engine.checkpoints import write_llama, write_model
-from tests.shared.engine.steps import Blocks, Line, advance, prefill
+from tests.shared.engine.support.checkpoints import write_llama, write_model
+from tests.shared.engine.support.steps import Blocks, Line, advance, prefill
 from tests.threads import computing_threads
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -13,8 +13,15 @@ from shared.engine.engine import Engine, StepProgress
 from shared.engine.loop import IDLE_TICK_S, EngineLoop
 from shared.engine.runner import StepInputs
 from shared.engine.runners.timing_runner import StepCost, TimingRunner
-from tests.shared.engine.rig import BLOCK_SIZE, VOCAB_SIZE, greedy, new_sequence, prompt, solo
-from tests.simulation.clock import VirtualClock, run
+from tests.shared.engine.support.rig import (
+    BLOCK_SIZE,
+    VOCAB_SIZE,
+    greedy,
+    new_sequence,
+    prompt,
+    solo,
+)
+from tests.simulation.world.clock import VirtualClock, run
 
 STEP_S = 0.01
 

@@ -17,9 +17,9 @@ from shared.engine.inputs import build_inputs
 from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_runner import ModelRunner
 from shared.errors import HearthError
-from tests.shared.engine.checkpoints import write_llama
-from tests.shared.engine.rig import new_sequence, seeded
-from tests.shared.engine.steps import Blocks, generate
+from tests.shared.engine.support.checkpoints import write_llama
+from tests.shared.engine.support.rig import new_sequence, seeded
+from tests.shared.engine.support.steps import Blocks, generate
 
 BLOCK_BYTES = 2 * 2 * 16 * 2 * 16 * 4  # layers, keys and values, tokens, heads, head_dim, FP32
 PROMPT = torch.randint(3, 199, (45,), generator=torch.Generator().manual_seed(7)).tolist()

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from shared.engine.runners.load import load_runner
-from tests.shared.engine.checkpoints import LLAMA3_ROPE, write_llama
-from tests.shared.engine.reference import margin_checked_prompt
-from tests.shared.engine.steps import Blocks, generate, prefill
+from tests.shared.engine.support.checkpoints import LLAMA3_ROPE, write_llama
+from tests.shared.engine.support.reference import margin_checked_prompt
+from tests.shared.engine.support.steps import Blocks, generate, prefill
 
 SHAPES: dict[str, dict[str, Any]] = {
     "head_dim 20, group 2": {"head_dim": 20},

@@ -13,7 +13,7 @@ from shared.kv_wire.kv_server import KvServer
 from shared.kv_wire.link import KvDialer, KvReceiver
 from shared.messages import DataPlaneAddress
 from tests.shared.kv_wire.support import INSTANCE
-from tests.simulation.kv_link import SimulatedDialer, SimulatedReceiver
+from tests.simulation.world.kv_link import SimulatedDialer, SimulatedReceiver
 
 
 def pytest_asyncio_loop_factories(

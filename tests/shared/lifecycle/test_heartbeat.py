@@ -5,9 +5,9 @@ import asyncio
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, Loss
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import Heartbeat, WorkerLoad
-from tests.simulation.bus import SimulatedNetwork
-from tests.simulation.clock import VirtualClock, run
-from tests.simulation.randomness import SeededRandomness
+from tests.simulation.world.bus import SimulatedNetwork
+from tests.simulation.world.clock import VirtualClock, run
+from tests.simulation.world.randomness import SeededRandomness
 
 
 class Process:

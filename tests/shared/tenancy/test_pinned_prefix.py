@@ -8,8 +8,8 @@ from shared.store import RedisStore, Store
 from shared.tenancy import pinned_prefix
 from shared.tenancy.pinned_prefix import Entry, PinnedPrefix
 from tests.servers import RedisServer
-from tests.simulation.clock import run
-from tests.simulation.store import MemoryStore
+from tests.simulation.world.clock import run
+from tests.simulation.world.store import MemoryStore
 
 NOW = 1_000.0
 

@@ -13,7 +13,7 @@ from kernels.gpu.attention.prefill_attention import prefill_attention
 from kernels.reference.decode_attention import decode_attention as reference
 from tests.kernels.gpu.contexts import Paged, paged
 from tests.kernels.gpu.inputs import poisoned_outputs, random
-from tests.kernels.tolerance import assert_near
+from tests.kernels.support.tolerance import assert_near
 
 LENS = [63, 0, 1, 300, 100]
 if not IS_INTERPRETED:

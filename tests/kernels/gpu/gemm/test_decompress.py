@@ -9,7 +9,12 @@ from kernels.gpu.gemm.decompress import decompress
 from kernels.reference.decompress import decompress as reference_decompress
 from kernels.split_weight import SplitWeight, split_weight
 from tests.kernels.gpu.inputs import poisoned_outputs
-from tests.kernels.split_weights import all_bit_patterns, bits_of, normal_weight, with_outliers
+from tests.kernels.support.split_weights import (
+    all_bit_patterns,
+    bits_of,
+    normal_weight,
+    with_outliers,
+)
 
 SHAPES = [(1, 1), (63, 100), (33, 600), (5, 2112)]
 

@@ -10,7 +10,7 @@ from kernels.device import IS_INTERPRETED
 from kernels.gpu.gemm.linear import linear
 from kernels.reference.linear import linear as reference_linear
 from tests.kernels.gpu.inputs import poisoned_outputs, random
-from tests.kernels.tolerance import assert_near
+from tests.kernels.support.tolerance import assert_near
 
 # (N, K): less than a tile, tiles and a remainder
 SHAPES = [(1, 1), (63, 100), (100, 600)]

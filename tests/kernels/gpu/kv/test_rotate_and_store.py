@@ -13,7 +13,7 @@ from kernels.reference.rotate_and_store import rotate_and_store as reference_rot
 from kernels.reference.store_kv import store_kv as reference_store_kv
 from tests.kernels.gpu.inputs import poisoned_outputs, random
 from tests.kernels.gpu.paged import assert_same_bits, empty_cache, slots_of
-from tests.kernels.tolerance import assert_near
+from tests.kernels.support.tolerance import assert_near
 
 FP8 = torch.float8_e4m3fn
 LENGTHS = [1, 63] if IS_INTERPRETED else [1, 63, 100, 4096]

@@ -15,7 +15,7 @@ from shared.store import RedisStore, Store
 from shared.tenancy.tenant import TENANTS, TenantRecord, api_key_record, digest_of, keys_of
 from shared.tenancy.tenant_admin import TenantAdmin, key_id_of, store_api_key
 from tests.servers import RedisServer
-from tests.simulation.store import MemoryStore
+from tests.simulation.world.store import MemoryStore
 
 NOW = 1_700_000_000.0
 

@@ -11,9 +11,17 @@ import torch
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.inputs import build_inputs
 from shared.engine.runners.load import load_runner
-from tests.shared.engine.checkpoints import write_model
-from tests.shared.engine.model_worker import Worker
-from tests.shared.engine.rig import BLOCK_SIZE, Rig, greedy, new_sequence, prompt, seeded, solo
+from tests.shared.engine.support.checkpoints import write_model
+from tests.shared.engine.support.model_worker import Worker
+from tests.shared.engine.support.rig import (
+    BLOCK_SIZE,
+    Rig,
+    greedy,
+    new_sequence,
+    prompt,
+    seeded,
+    solo,
+)
 
 REACH = 2 * BLOCK_SIZE + 1
 WINDOW = 21

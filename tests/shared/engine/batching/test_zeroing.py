@@ -20,10 +20,10 @@ from shared.engine.runners.model_runner import ModelRunner
 from shared.errors import WorkerBusy
 from tests.services.decode.test_handoff import cluster
 from tests.shared.engine.batching.test_tenant_quota import cached
-from tests.shared.engine.checkpoints import write_llama
-from tests.shared.engine.rig import greedy, new_sequence, prompt
-from tests.simulation.clock import run
-from tests.simulation.workers import BLOCK_SIZE, CopyingRunner, request_of
+from tests.shared.engine.support.checkpoints import write_llama
+from tests.shared.engine.support.rig import greedy, new_sequence, prompt
+from tests.simulation.world.clock import run
+from tests.simulation.world.workers import BLOCK_SIZE, CopyingRunner, request_of
 
 NUM_BLOCKS = 12
 

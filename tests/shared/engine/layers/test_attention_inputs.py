@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shared.engine.layers.attention_inputs import build_attention_inputs
-from tests.shared.engine.steps import Blocks, Line, step_of
+from tests.shared.engine.support.steps import Blocks, Line, step_of
 
 CPU, ELSEWHERE = torch.device("cpu"), torch.device("meta")
 

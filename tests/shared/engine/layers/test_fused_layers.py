@@ -17,8 +17,8 @@ from shared.engine.models.decoder import Decoder
 from shared.engine.runner import LogitBias, Penalties
 from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_runner import ModelRunner
-from tests.shared.engine.checkpoints import write_model
-from tests.shared.engine.steps import Blocks, advance, greedy, step_of
+from tests.shared.engine.support.checkpoints import write_model
+from tests.shared.engine.support.steps import Blocks, advance, greedy, step_of
 
 pytestmark = pytest.mark.skipif(not has_half_products(), reason="needs products of BF16")
 SHAPE = {

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from shared.engine.layers.embedding import TokenEmbedding
 from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_runner import ModelRunner
-from tests.shared.engine.families import FAMILIES
-from tests.shared.engine.reference import margin_checked_prompt
-from tests.shared.engine.steps import Blocks, Line, advance, generate, prefill
+from tests.shared.engine.support.families import FAMILIES
+from tests.shared.engine.support.reference import margin_checked_prompt
+from tests.shared.engine.support.steps import Blocks, Line, advance, generate, prefill
 
 # Root mean square of the logits' differences from transformers in FP32, over that of the logits.
 # BF16 runs have the same BF16 weights; transformers' own in BF16 are off by 0.007 to 0.07.

@@ -19,8 +19,8 @@ from shared.engine.runners.kv_sizing import KV_SHARE
 from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_loading import LoadOptions
 from shared.errors import ConfigError
-from tests.shared.engine.checkpoints import write_llama
-from tests.shared.engine.steps import Blocks, generate, prefill, step_of
+from tests.shared.engine.support.checkpoints import write_llama
+from tests.shared.engine.support.steps import Blocks, generate, prefill, step_of
 
 INDEX = 3
 PROMPT = list(range(5, 45))

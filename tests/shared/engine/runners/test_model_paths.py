@@ -11,9 +11,9 @@ import pytest
 
 from shared.engine.runners.model_runner import ModelRunner
 from shared.messages import SamplingParams
-from tests.shared.engine.families import FAMILIES, Family
-from tests.shared.engine.model_worker import Worker, runner_with
-from tests.shared.engine.rig import new_sequence
+from tests.shared.engine.support.families import FAMILIES, Family
+from tests.shared.engine.support.model_worker import Worker, runner_with
+from tests.shared.engine.support.rig import new_sequence
 
 PROMPT = [(7 * n + n * n) % 190 + 3 for n in range(75)]
 OTHERS = [[(11 * n + k) % 190 + 3 for n in range(20 + 9 * k)] for k in range(6)]

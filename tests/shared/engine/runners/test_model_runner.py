@@ -12,8 +12,8 @@ import torch
 
 from shared.engine.runners.load import load_runner, resolve_device
 from shared.errors import CheckpointError, ConfigError
-from tests.shared.engine.checkpoints import write_llama
-from tests.shared.engine.steps import Blocks, Line, advance, greedy, prefill, step_of
+from tests.shared.engine.support.checkpoints import write_llama
+from tests.shared.engine.support.steps import Blocks, Line, advance, greedy, prefill, step_of
 
 PROMPT = torch.randint(3, 199, (83,), generator=torch.Generator().manual_seed(7)).tolist()
 

@@ -11,8 +11,8 @@ import torch
 
 from shared.engine.runners.load import load_runner
 from shared.engine.runners.step_threads import StepThreads
-from tests.shared.engine.checkpoints import write_llama
-from tests.shared.engine.steps import Blocks, step_of
+from tests.shared.engine.support.checkpoints import write_llama
+from tests.shared.engine.support.steps import Blocks, step_of
 from tests.threads import computing_threads
 
 LARGE, SMALL = 125_000_000, 100_000

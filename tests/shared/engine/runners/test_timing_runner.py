@@ -11,7 +11,7 @@ import pytest
 from shared.engine.inputs import build_inputs
 from shared.engine.runners.timing_runner import FIRST_TOKEN_ID, StepCost, TimingRunner
 from shared.messages import LogprobsMode, SamplingParams
-from tests.shared.engine.rig import (
+from tests.shared.engine.support.rig import (
     BLOCK_SIZE,
     Rig,
     greedy,
@@ -22,7 +22,7 @@ from tests.shared.engine.rig import (
     seeded,
     solo,
 )
-from tests.simulation.clock import VirtualClock, run
+from tests.simulation.world.clock import VirtualClock, run
 
 
 def test_tokens_are_a_function_of_the_prompt() -> None:

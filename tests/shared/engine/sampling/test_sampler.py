@@ -16,7 +16,7 @@ from shared.engine.inputs import build_inputs
 from shared.engine.runner import SamplingInputs
 from shared.engine.sampling.sampler import sample_tokens
 from shared.messages import SamplingParams
-from tests.shared.engine.rig import new_sequence, row_of
+from tests.shared.engine.support.rig import new_sequence, row_of
 
 VOCAB_SIZE = 50
 PROMPT, OUTPUT = [3, 4, 4, 9], [9, 7, 7, 7]

@@ -17,9 +17,9 @@ from shared.engine.codec.savings_report import rows_by_kind, tensors_of, total_r
 from shared.engine.runners.load import load_runner
 from shared.engine.weights.load import open_checkpoint, weights_digest
 from shared.errors import CheckpointError
-from tests.shared.engine.checkpoints import write_llama
 from tests.shared.engine.codec.folders import Silent
-from tests.shared.engine.steps import Blocks, prefill
+from tests.shared.engine.support.checkpoints import write_llama
+from tests.shared.engine.support.steps import Blocks, prefill
 
 PROMPT = list(range(5, 60))
 SHAPE = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}

@@ -25,9 +25,9 @@ from shared.engine.weights.load import load_weights, open_checkpoint
 from shared.engine.weights.shared_weights import compress_in_place
 from shared.engine.weights.weight_form import uses_compressed
 from shared.errors import ConfigError
-from tests.shared.engine.checkpoints import write_llama, write_model
-from tests.shared.engine.families import FAMILIES
-from tests.shared.engine.steps import Blocks, advance, prefill
+from tests.shared.engine.support.checkpoints import write_llama, write_model
+from tests.shared.engine.support.families import FAMILIES
+from tests.shared.engine.support.steps import Blocks, advance, prefill
 
 ROOT = Path(__file__).parents[4]
 PROMPT = [5 + 7 * index % 180 for index in range(90)]
@@ -211,7 +211,7 @@ import sys
 from pathlib import Path
 from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_runner import ModelRunner
-from tests.shared.engine.steps import Blocks, generate
+from tests.shared.engine.support.steps import Blocks, generate
 
 def memory(field):
     for line in Path("/proc/self/status").read_text().splitlines():

@@ -15,8 +15,8 @@ from shared.engine.runners.model_runner import ModelRunner
 from shared.engine.weights import dummy_weights
 from shared.engine.weights.dummy_weights import DummyTensors
 from shared.errors import CheckpointError, ConfigError
-from tests.shared.engine.checkpoints import write_model
-from tests.shared.engine.steps import Blocks, generate, prefill
+from tests.shared.engine.support.checkpoints import write_model
+from tests.shared.engine.support.steps import Blocks, generate, prefill
 
 PROMPT = list(range(5, 60))
 FAMILIES = ["LlamaForCausalLM", "Gemma2ForCausalLM", "Qwen2ForCausalLM", "Phi3ForCausalLM"]

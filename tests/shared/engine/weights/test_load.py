@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from shared.engine.runners.load import load_runner
 from shared.engine.runners.model_runner import ModelRunner
 from shared.errors import CheckpointError
-from tests.shared.engine.checkpoints import LLAMA3_ROPE, write_llama
-from tests.shared.engine.steps import Blocks, prefill
+from tests.shared.engine.support.checkpoints import LLAMA3_ROPE, write_llama
+from tests.shared.engine.support.steps import Blocks, prefill
 
 PROMPT = list(range(5, 60))
 NORM = "model.layers.1.input_layernorm.weight"

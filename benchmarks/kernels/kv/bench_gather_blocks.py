@@ -1,0 +1,19 @@
+"""gather_blocks in BF16 and FP8: bytes over the time of a copy. Each byte is read and
+written; the checksum is computed in the same pass.
+"""
+
+from __future__ import annotations
+
+from benchmarks.kernels.kv.wire import CASES, Run
+from benchmarks.report import Bar, Row, at_least
+from kernels.gpu.kv.gather_blocks import gather_blocks
+
+
+def rows() -> list[Row]:
+    return [Run.of(case).row(gather_blocks) for case in CASES]
+
+
+def bars(rows: list[Row]) -> list[Bar]:
+    return [
+        at_least(f"gather_blocks: {row['case']}", row["of_copy"], 0.85, "of copy") for row in rows
+    ]

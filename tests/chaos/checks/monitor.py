@@ -1,0 +1,105 @@
+"""Subscribes to the cluster's bus, and records the time of each message.
+
+It receives publications, but subscribes to no subject of requests: a subscriber there would count
+as a responder, and the services rely on the absence of responders.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from shared.messages import (
+    AbortRequest,
+    AckFinished,
+    CancelQueued,
+    Heartbeat,
+    KvEvents,
+    Placed,
+    PlacementFailed,
+    PrefillFailed,
+    QueueKeepalive,
+    RenewLease,
+    TokenBatch,
+)
+from shared.subjects import HEARTBEATS, KV_EVENTS, PREFIX
+from shared.transport.bus import NatsBus
+from tests.chaos.world.cluster import MONITOR, ChaosCluster
+
+_PLACEMENT = Placed | PlacementFailed | QueueKeepalive
+_CONTROL = AbortRequest | AckFinished | RenewLease | PrefillFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    at: float
+    subject: str
+    message: Any
+
+
+@dataclass
+class Monitor:
+    heard: list[Heard] = field(default_factory=list)
+    newest: dict[str, Heartbeat] = field(default_factory=dict)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _bus: NatsBus | None = None
+
+    async def start(self, cluster: ChaosCluster) -> None:
+        bus = self._bus = await NatsBus.connect(cluster.nats_url, process_id=MONITOR)
+        await bus.subscribe(HEARTBEATS, Heartbeat, self._hear_heartbeat)
+        for name, role in cluster.services.items():
+            own = f"{PREFIX}.{role}.{name}"
+            if role == "gateway":
+                await bus.subscribe(f"{own}.placement", _PLACEMENT, self._hearing(f"{name}"))
+                await bus.subscribe(f"{own}.tokens", TokenBatch, self._hearing(f"{name}"))
+            elif role in ("decode", "prefill"):
+                await bus.subscribe(f"{own}.control", _CONTROL, self._hearing(name))
+            elif role == "scheduler":
+                await bus.subscribe(f"{own}.cancel", CancelQueued, self._hearing(name))
+        await bus.subscribe(KV_EVENTS, KvEvents, lambda each: self._hear(each.worker_id, each))
+        await bus.flush()
+
+    async def stop(self) -> None:
+        if self._bus is not None:
+            await self._bus.close()
+
+    def forget(self) -> None:
+        self.heard.clear()
+
+    def of(self, kind: type, name: str | None = None) -> list[Heard]:
+        return [
+            each
+            for each in self.heard
+            if isinstance(each.message, kind) and name in (None, each.subject)
+        ]
+
+    async def wait(self, holds: Callable[[], Any], *, timeout_s: float = 20.0) -> Any:
+        """Waits for `holds` and returns its result. Raises TimeoutError."""
+        async with asyncio.timeout(timeout_s):
+            while not (found := holds()):
+                self._changed.clear()
+                await self._changed.wait()
+        return found
+
+    def _hearing(self, name: str) -> Callable[[Any], None]:
+        return lambda message: self._hear(name, message)
+
+    def _hear(self, name: str, message: Any) -> None:
+        self.heard.append(Heard(time.monotonic(), name, message))
+        self._changed.set()
+
+    def _hear_heartbeat(self, heartbeat: Heartbeat) -> None:
+        self.newest[heartbeat.process_id] = heartbeat
+        self._changed.set()
+
+
+def is_empty(heartbeat: Heartbeat) -> bool:
+    """Whether a worker is idle with all its blocks: free and cached blocks are all blocks."""
+    load = heartbeat.load
+    if load is None:
+        return True
+    busy = load.num_running + load.num_waiting + load.num_reserved_blocks
+    return busy == 0 and load.num_free_blocks == load.num_total_blocks

@@ -1,0 +1,65 @@
+"""Detects from outside when most streams are in one phase of their lives."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from shared.messages import KvEvents, Placed
+from tests.chaos.chaos import Asked
+from tests.chaos.checks.monitor import Monitor
+
+Phase = Literal["queued", "placed", "prefilling", "transferring", "decoding", "finishing"]
+
+PHASES: tuple[Phase, ...] = (
+    "queued",
+    "placed",
+    "prefilling",
+    "transferring",
+    "decoding",
+    "finishing",
+)
+POLL_S = 0.005
+PHASE_TIMEOUT_S = 20.0
+
+
+async def reach(phase: Phase, monitor: Monitor, asked: list[Asked], victim: str) -> None:
+    """Waits until a fault of `victim` would hit the streams in this phase. Raises TimeoutError."""
+    holds = _in_phase(phase, monitor, asked, victim)
+    async with asyncio.timeout(PHASE_TIMEOUT_S):
+        while not holds():
+            await asyncio.sleep(POLL_S)
+
+
+def _in_phase(
+    phase: Phase, monitor: Monitor, asked: list[Asked], victim: str
+) -> Callable[[], bool]:
+    def placed() -> list[float]:
+        return [each.at for each in monitor.of(Placed)]
+
+    def stored() -> bool:
+        names = {each.subject for each in monitor.of(KvEvents)}
+        return victim in names if victim.startswith("prefill") else bool(names)
+
+    def is_queued() -> bool:
+        times = placed()
+        is_waiting = 4 <= len(times) <= len(asked) - 4
+        return is_waiting and time.monotonic() - times[-1] > 0.04
+
+    def is_placed() -> bool:
+        ids = {each.message.worker_id for each in monitor.of(Placed)}
+        return victim in ids if victim.startswith("decode") else bool(ids)
+
+    def is_decoding() -> bool:
+        return sum(bool(a.tries) and len(a.last.arrivals) >= 15 for a in asked) >= 24
+
+    return {
+        "queued": is_queued,
+        "placed": is_placed,
+        "prefilling": lambda: len(placed()) >= 4 and time.monotonic() - placed()[3] > 0.03,
+        "transferring": stored,
+        "decoding": is_decoding,
+        "finishing": lambda: sum(bool(a.tries) and a.last.is_done for a in asked) >= 3,
+    }[phase]

@@ -1,0 +1,252 @@
+"""A cluster whose processes can be killed, frozen, thawed and restarted, by name.
+
+Two of each service except the index, so that each row has a spare; only the test restarts
+processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import httpx
+import msgspec
+
+from services.cli.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
+from services.local.plan import thread_environ
+from shared.subjects import CredentialRole, nats_server_config
+from shared.tenancy.tenant_admin import new_api_key, save_api_key
+from tests.chaos.world.process import STEP_VARIABLE
+from tests.servers import PASSWORD, Server, find_binary, free_port
+
+ROOT = Path(__file__).resolve().parents[3]
+START_TIMEOUT_S = 300.0  # the first start compiles kernels
+POLL_S = 0.02
+
+SERVICES: dict[str, CredentialRole] = {
+    "kv_index-1": "kv_index",
+    "scheduler-1": "scheduler",
+    "scheduler-2": "scheduler",
+    "prefill-1": "prefill",
+    "prefill-2": "prefill",
+    "decode-1": "decode",
+    "decode-2": "decode",
+    "gateway-1": "gateway",
+    "gateway-2": "gateway",
+}
+SERVERS = ("nats-server", "redis-server")
+MONITOR = "monitor"
+
+
+class ChaosCluster:
+    """`step_s`: step time of the timing engine; None serves the demo model."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        step_s: float | None,
+        worker_options: Mapping[str, str] = {},
+        scheduler_options: Mapping[str, str] = {},
+        gateway_options: Mapping[str, str] = {},
+        services: Iterable[str] = SERVICES,
+    ) -> None:
+        self.folder = folder
+        self.services = {name: SERVICES[name] for name in services}
+        self.api_key = new_api_key()
+        self.urls = {n: f"http://127.0.0.1:{free_port()}" for n in self.named("gateway")}
+        self._step_s = step_s
+        self._options: dict[str, Mapping[str, str]] = {
+            "prefill": worker_options,
+            "decode": worker_options,
+            "scheduler": scheduler_options,
+            "gateway": gateway_options,
+        }
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._servers: dict[str, Server] = {}
+
+    def named(self, role: str) -> list[str]:
+        return [name for name, each in self.services.items() if each == role]
+
+    @property
+    def nats_url(self) -> str:
+        return self._nats_url_of(MONITOR)
+
+    # ── lifecycle ────────────────────────────────────────────────────────────────────────────────
+
+    async def start(self) -> None:
+        """Waits until every gateway has every process."""
+        self._servers["nats-server"] = self._nats()
+        self._servers["redis-server"] = _redis(free_port())
+        await self._store_key()
+        for name in self.services:
+            self._launch(name)
+        await self.wait_until_ready()
+
+    def stop(self) -> None:
+        """Kills the remaining processes: a test that checks a clean exit requests it before."""
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        for server in self._servers.values():
+            server.stop()
+
+    async def wait_until_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        deadline = time.monotonic() + timeout_s
+        async with httpx.AsyncClient(timeout=2, trust_env=False) as client:
+            while missing := await self._missing(client):
+                assert time.monotonic() < deadline, f"not ready: {missing}"
+                await asyncio.sleep(POLL_S)
+
+    async def _missing(self, client: httpx.AsyncClient) -> set[str]:
+        """Names that some gateway does not have."""
+        wanted = {name for name, role in self.services.items() if role != "gateway"}
+        missing: set[str] = set()
+        for gateway, url in self.urls.items():
+            try:
+                body = (await client.get(f"{url}/ready")).json()
+            except (httpx.HTTPError, ValueError):
+                return {gateway}
+            known = {*body["workers"]["prefill"], *body["workers"]["decode"]}
+            missing |= wanted - known - {*body["scheduler"], *body["kv_index"]}
+        return missing
+
+    # ── faults ───────────────────────────────────────────────────────────────────────────────────
+
+    def pid(self, name: str) -> int:
+        return self._servers[name].pid if name in SERVERS else self._processes[name].pid
+
+    def kill(self, name: str) -> None:
+        if name in SERVERS:
+            self._servers[name].stop()
+        else:
+            self._processes[name].kill()
+
+    def freeze(self, name: str) -> None:
+        os.kill(self.pid(name), signal.SIGSTOP)
+
+    def thaw(self, name: str) -> None:
+        os.kill(self.pid(name), signal.SIGCONT)
+
+    def terminate(self, name: str) -> None:
+        self._processes[name].send_signal(signal.SIGTERM)
+
+    async def ended(self, name: str, timeout_s: float) -> int:
+        """Returns the exit status. Raises TimeoutExpired."""
+        return await asyncio.to_thread(self._processes[name].wait, timeout_s)
+
+    async def restart(self, name: str) -> None:
+        """Restarts an ended process on the same ports; Redis is empty afterwards."""
+        if name in SERVERS:
+            await asyncio.to_thread(self._servers[name].start)
+            if name == "redis-server":
+                await self._store_key()
+        else:
+            self._processes[name].wait()
+            self._launch(name)
+
+    # ── held objects ─────────────────────────────────────────────────────────────────────────────
+
+    async def census(self, name: str) -> dict[str, int]:
+        """Live objects, tasks and descriptors of a service."""
+        pid = self.pid(name)
+        path = self._census_folder / f"{pid}.json"
+        path.unlink(missing_ok=True)
+        os.kill(pid, signal.SIGUSR1)
+        async with asyncio.timeout(10):
+            while not path.exists():
+                await asyncio.sleep(POLL_S)
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, int]) | descriptors(pid)
+
+    def log_of(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    @property
+    def _census_folder(self) -> Path:
+        path = self.folder / "census"
+        path.mkdir(exist_ok=True)
+        return path
+
+    # ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _nats(self) -> Server:
+        port = free_port()
+        users = [(role, name, PASSWORD) for name, role in self.services.items()]
+        text = nats_server_config(users, host="127.0.0.1", port=port)
+        monitor = f'users: [\n    {{user: "{MONITOR}", password: "{PASSWORD}"}}\n'
+        path = self.folder / "nats.conf"
+        path.write_text(text.replace("users: [\n", monitor, 1))
+        return Server([find_binary("nats-server"), "-c", str(path)], port)
+
+    async def _store_key(self) -> None:
+        await save_api_key(self._redis_url, self.api_key, "chaos")
+
+    @property
+    def _redis_url(self) -> str:
+        return f"redis://127.0.0.1:{self._servers['redis-server'].port}/0"
+
+    def _nats_url_of(self, name: str) -> str:
+        return f"nats://{name}:{PASSWORD}@127.0.0.1:{self._servers['nats-server'].port}"
+
+    def _launch(self, name: str) -> None:
+        with (self.folder / f"{name}.log").open("ab") as log_file:
+            self._processes[name] = subprocess.Popen(
+                [*self._command(name)],
+                env=self._environ(name),
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=log_file,
+            )
+
+    def _command(self, name: str) -> list[str]:
+        role = self.services[name]
+        options = {"process-id": name, **self._options.get(role, {})}
+        if role in ("gateway", "prefill", "decode"):
+            options |= {"model-dir": str(DEMO_MODEL_DIR), "model-name": DEMO_MODEL_NAME}
+        if role == "gateway":
+            options |= {"http-port": self.urls[name].rpartition(":")[2]}
+        command = [sys.executable, "-m", "tests.chaos.world.process", str(self._census_folder)]
+        command.append(role.replace("_", "-"))
+        for option, value in options.items():
+            command += [f"--{option}", value]
+        return command
+
+    def _environ(self, name: str) -> dict[str, str]:
+        clean = {n: v for n, v in os.environ.items() if not n.startswith("HEARTH_")}
+        environ = {
+            **clean,
+            **thread_environ(1),
+            "HEARTH_MAX_LOCAL_PREFILL_TOKENS": "4",  # or no prompt would be long enough to hand off
+            "PYTHONPATH": str(ROOT),
+            "HEARTH_NATS_URL": self._nats_url_of(name),
+            "HEARTH_REDIS_URL": self._redis_url,
+        }
+        if self._step_s is not None:
+            environ[STEP_VARIABLE] = str(self._step_s)
+        return environ
+
+
+def descriptors(pid: int) -> dict[str, int]:
+    """The number of open descriptors and of those for shared memory."""
+    links = []
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            links.append(str(each.readlink()))
+    return {
+        "descriptors": len(links),
+        "memfds": sum(link.startswith("/memfd:") for link in links),
+    }
+
+
+def _redis(port: int) -> Server:
+    arguments = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+    return Server([find_binary("redis-server"), *arguments], port)

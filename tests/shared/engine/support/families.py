@@ -1,0 +1,133 @@
+"""Small random models of every family, with the peculiarities that its checkpoints can have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from tests.shared.engine.support.checkpoints import write_model
+
+# 3 query heads share one KV head; windows end within a block and within a tile
+SHAPE = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+}
+GEMMA2 = {
+    "sliding_window": 21,
+    "query_pre_attn_scalar": 40,
+    "attn_logit_softcapping": 3.0,
+    "final_logit_softcapping": 5.0,
+}
+GEMMA3 = {"sliding_window": 21, "query_pre_attn_scalar": 40, "sliding_window_pattern": 2}
+THETA = {"rope_theta": 10_000.0}
+YARN = {
+    **THETA,
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+LONGROPE = {
+    **THETA,
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+    "long_factor": [1.5, 2.0, 3.0, 5.0, 9.0, 17.0],
+    "partial_rotary_factor": 0.75,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    architecture: str
+    fields: dict[str, Any]
+
+    def write(self, folder: Path, **options: Any) -> PreTrainedModel:
+        return write_model(folder, self.architecture, **{**SHAPE, **self.fields, **options})
+
+
+class MultimodalGemma3(Family):
+    def write(self, folder: Path, **options: Any) -> PreTrainedModel:
+        vision = {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        }
+        return write_model(
+            folder,
+            self.architecture,
+            text_config={"vocab_size": 199, "initializer_range": 0.25, **SHAPE, **self.fields},
+            vision_config=vision,
+            mm_tokens_per_image=4,
+            image_token_index=0,
+            boi_token_index=1,
+            eoi_token_index=2,
+            **options,
+        )
+
+
+FAMILIES = {
+    "llama, yarn": Family("LlamaForCausalLM", {"rope_parameters": YARN}),
+    "llama, dynamic": Family(
+        "LlamaForCausalLM", {"rope_parameters": {**THETA, "rope_type": "dynamic", "factor": 2.0}}
+    ),
+    "mistral": Family("MistralForCausalLM", {"sliding_window": 21}),
+    "mistral, no window": Family("MistralForCausalLM", {"sliding_window": None}),
+    "qwen2": Family("Qwen2ForCausalLM", {}),
+    "qwen2, window from layer 1": Family(
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 70, "max_window_layers": 1},
+    ),
+    "qwen3": Family("Qwen3ForCausalLM", {}),
+    "qwen3, biases, listed layers": Family(
+        "Qwen3ForCausalLM",
+        {
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 21,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "gemma2": Family("Gemma2ForCausalLM", GEMMA2),
+    "gemma2, no caps, biases, tied": Family(
+        "Gemma2ForCausalLM",
+        {
+            "sliding_window": 64,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma3": Family("Gemma3ForCausalLM", GEMMA3),
+    "gemma3, scaled, capped": Family(
+        "Gemma3ForCausalLM",
+        {
+            **GEMMA3,
+            "final_logit_softcapping": 5.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            },
+        },
+    ),
+    "gemma3, text of a multimodal one": MultimodalGemma3("Gemma3ForConditionalGeneration", GEMMA3),
+    "phi3": Family("Phi3ForCausalLM", {}),
+    "phi3, window, partly rotated": Family(
+        "Phi3ForCausalLM",
+        {"sliding_window": 21, "rope_parameters": {**THETA, "partial_rotary_factor": 0.5}},
+    ),
+    "phi3, longrope": Family(
+        "Phi3ForCausalLM",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32},
+    ),
+}

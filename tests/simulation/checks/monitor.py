@@ -1,0 +1,160 @@
+"""Invariants that must hold at all times, checked while the fleet runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from services.decode.service import MAX_FENCED, MAX_WAITING
+from services.gateway.streams.early_entries import MAX_EARLY_ENTRIES
+from services.prefill.service import MAX_QUEUED_PREFILLS
+from services.scheduler.service import MAX_PLACING
+from shared.engine.batching.sequence import Sequence
+from shared.messages import TokenEntry
+from tests.simulation.checks.expected import states_of
+from tests.simulation.plan import BLOCK_SIZE
+from tests.simulation.world.gateway import SimulatedGateway
+from tests.simulation.world.members import AnyHost, SimulatedScheduler
+from tests.simulation.world.workers import SimulatedWorker
+
+if TYPE_CHECKING:
+    from services.gateway.streams.stream import Stream
+    from services.scheduler.backlog import QueuedRequest
+    from services.scheduler.placement import Target
+
+# The tasks of an idle process; one of each, except deliveries: one per link.
+IDLE_TASKS = frozenset(
+    {
+        "DecodeService._sweep",
+        "EngineLoop._run",
+        "EngineLoop._tick",
+        "HealthMonitor._beat",
+        "HealthMonitor._watch",
+        "KvIndexService._retain_pins",
+        "KvIndexService._sweep",
+        "KvIndexService._write_behind",
+        "Limits._renew_leases",
+        "Limits._flush_endings",
+        "Outbox._run",
+        "PrefillService._sweep",
+        "ProcessClock.sleep",
+        "StreamDriver._tick",
+        "SchedulerService._dispatch",
+        "SchedulerService._keep_alive",
+        "SchedulerService._tick",
+        "TokenFlusher.run",
+        "UsageCounter._run",
+        "EngineWorker._expire_pins",
+        "EngineWorker._send_kv_events",
+    }
+)
+DELIVERIES = "FrameDelivery._run"
+CLIENT_TASK = "SimulatedGateway.serve"  # the simulation's own
+
+
+class Monitor:
+    def __init__(self) -> None:
+        self.wrongs: dict[str, None] = {}
+
+    def record(self, wrong: str) -> None:
+        self.wrongs[wrong] = None
+
+    def watch(self, host: AnyHost) -> None:
+        """Checks all KV from other workers, the sender of accepted tokens, and placements."""
+        if isinstance(host, SimulatedWorker):
+            self._watch_kv(host)
+        elif isinstance(host, SimulatedGateway):
+            self._watch_fence(host)
+        elif isinstance(host, SimulatedScheduler):
+            self._watch_exclusions(host)
+
+    def look(self, hosts: list[AnyHost]) -> None:
+        for host in hosts:
+            for name, size, limit in _bounds(host):
+                if size > limit:
+                    self.record(f"{host.process.process_id}: {size} {name}, at most {limit}")
+
+    def _watch_kv(self, worker: SimulatedWorker) -> None:
+        engine = worker.engine
+        batcher, pool = engine.batcher, engine.pool
+        allocate, activate = batcher.allocate_prompt, engine.activate
+
+        def watched_allocate(sequence: Sequence, *, spare: int) -> bool:
+            is_allocated = allocate(sequence, spare=spare)
+            for block_id in sequence.block_table[: sequence.num_committed_blocks]:
+                block = pool._known[block_id]
+                if block is None or block.tenant_id != sequence.tenant_id:
+                    self.record(f"{worker.worker_id}: a prefix of another tenant was hit")
+            self._check_kv(worker, sequence, "the prefix cache")
+            return is_allocated
+
+        def watched_activate(sequence: Sequence, num_computed_tokens: int) -> None:
+            activate(sequence, num_computed_tokens)
+            self._check_kv(worker, sequence, "a prefill worker")
+
+        batcher.allocate_prompt = watched_allocate  # type: ignore[method-assign]
+        engine.activate = watched_activate  # type: ignore[method-assign]
+
+    def _watch_fence(self, gateway: SimulatedGateway) -> None:
+        streams = gateway.streams
+        accept = streams._accept
+
+        def watched(stream: Stream, entry: TokenEntry, now: float) -> None:
+            placement = stream.placement
+            if placement is None or placement.placement_id != entry.placement_id:
+                self.record(f"{gateway.process.process_id}: took what another placement sent")
+            accept(stream, entry, now)
+
+        streams._accept = watched  # type: ignore[method-assign]
+
+    def _check_kv(self, worker: SimulatedWorker, sequence: Sequence, source: str) -> None:
+        """The next token depends on the last KV only, so all KV from elsewhere is checked."""
+        count = sequence.num_computed_tokens
+        table = np.array(sequence.block_table, dtype=np.int64)
+        slots = (table[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).ravel()[:count]
+        expected = b"".join(states_of(sequence.token_ids[:count]))
+        if worker.runner._kv[slots].tobytes() != expected:
+            self.record(f"{worker.worker_id}: wrong KV from {source}")
+
+    def _watch_exclusions(self, scheduler: SimulatedScheduler) -> None:
+        start = scheduler.service._start
+
+        async def watched(ticket: QueuedRequest, target: Target) -> None:
+            if target.decode_id in ticket.submit.excluded_workers:
+                self.record("a request went to a worker that it excludes")
+            await start(ticket, target)
+
+        scheduler.service._start = watched  # type: ignore[method-assign]
+
+
+def _bounds(host: AnyHost) -> list[tuple[str, int, int]]:
+    if isinstance(host, SimulatedScheduler):
+        service = host.service
+        return [
+            ("queued requests", len(service._admission), host.max_queued_requests),
+            ("placements under way", len(service._placing), MAX_PLACING),
+        ]
+    if isinstance(host, SimulatedGateway):
+        return [("early entries", len(host.streams._early), MAX_EARLY_ENTRIES)]
+    if not isinstance(host, SimulatedWorker):
+        return []
+    engine, found = host.engine, []
+    if host.decode is not None:
+        # accepted sequences that wait while others wait for their KV count, too
+        found.append(("waiting sequences", len(engine.batcher.waiting), 4 * MAX_WAITING))
+        found.append(("fenced placements", len(host.decode._fenced), MAX_FENCED))
+    if host.prefill is not None:
+        found.append(("prefills", len(host.prefill._prefills), MAX_QUEUED_PREFILLS))
+    return found
+
+
+def tasks_left(host: AnyHost) -> list[str]:
+    found = []
+    for name, count in host.process.task_names().items():
+        is_idle = name in (DELIVERIES, CLIENT_TASK) or (name in IDLE_TASKS and count == 1)
+        if not is_idle:
+            found.append(f"{host.process.process_id}: {count} tasks of {name}")
+    if host.bus.num_requests_under_way:
+        found.append(f"{host.process.process_id}: a request on the bus is under way")
+    return found

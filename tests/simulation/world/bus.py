@@ -1,0 +1,511 @@
+"""NATS in memory: real msgpack, subjects with wildcards, queue groups, replies, and faults.
+
+NATS's guarantee is preserved: messages of one sender reach one subscription in the order of
+sending. All else may differ from run to run: the order across senders, across the subscriptions of
+one receiver, and of replies. `fate` decides each delivery: core NATS is at most once, so any
+message can be lost, and a client that reconnects resends unconfirmed messages, so any message can
+be delivered a second time, later.
+
+A process without its connection (cut off, server down, or frozen until the server drops it) buffers
+its publications and sends them after it reconnects, like nats-py; messages that are published for
+it meanwhile are lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from asyncio import TimerHandle
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cache, cached_property, lru_cache, partial
+from random import Random
+from typing import Any, TypeVar
+
+import msgspec
+import structlog
+
+from shared.errors import (
+    DependencyUnavailable,
+    NoResponders,
+    PayloadTooLarge,
+    RequestTimeout,
+    SenderMismatch,
+)
+from shared.messages import Failure, Message
+from shared.transport.bus import Unsubscribe, error_of, hand_over, reply_to
+from shared.transport.sender_check import SenderCheck
+from shared.transport.wire_errors import UNREADABLE
+from tests.simulation.world.process import SimulatedProcess
+
+log = structlog.get_logger(__name__)
+
+M = TypeVar("M", bound=Message)
+Reply = Callable[["_Connection", bytes], None]  # responder, payload
+Decode = Callable[[bytes], Any]
+
+INBOX = "_INBOX"
+GIVEN_UP_AFTER_S = 3.0  # two missed pings, one per second
+_encode = msgspec.msgpack.Encoder().encode
+
+
+@lru_cache(maxsize=10_000)  # few distinct arguments, repeated at each change of a subscription
+def matches(pattern: str, subject: str) -> bool:
+    """`*` matches one token, a final `>` one or more."""
+    wanted, given = pattern.split("."), subject.split(".")
+    if wanted[-1] == ">" and len(given) >= len(wanted):
+        wanted, given = wanted[:-1], given[: len(wanted) - 1]
+    return len(wanted) == len(given) and all(
+        want in ("*", token) for want, token in zip(wanted, given, strict=True)
+    )
+
+
+class Parcel:
+    """An encoded message in flight; all receivers of the same type share one decoded copy."""
+
+    __slots__ = ("_decoded", "_decoder", "data", "reply", "sender_id")
+
+    def __init__(self, data: bytes, reply: Reply, sender_id: str) -> None:
+        self.data = data
+        self.sender_id = sender_id
+        self.reply = reply
+        self._decoder: object = None
+        self._decoded: Any = None
+
+    def decoded(self, message_type: Any, decode: Decode) -> Any:
+        if self._decoder is not message_type:
+            self._decoded, self._decoder = decode(self.data), message_type
+        return self._decoded
+
+
+@dataclass(eq=False)
+class _Connection:
+    """The connection of one bus to the server."""
+
+    process: SimulatedProcess
+    is_up: bool = True
+    num_reconnects: int = 0
+    unsent: deque[Callable[[], object]] = field(default_factory=deque)
+    subscriptions: list[_Subscription] = field(default_factory=list)
+    give_up: TimerHandle | None = None
+
+
+@dataclass(eq=False)
+class _Subscription:
+    connection: _Connection
+    pattern: str
+    queue: str
+    deliver: Callable[[Parcel], None]
+    is_open: bool = True
+    last_arrival: dict[str, float] = field(default_factory=dict)  # by sender
+
+    @property
+    def process(self) -> SimulatedProcess:
+        return self.connection.process
+
+    def take(self, parcel: Parcel) -> None:
+        if self.is_open and self.connection.is_up:
+            self.connection.process.arrive(self._deliver, parcel)
+
+    def _deliver(self, parcel: Parcel) -> None:
+        if self.is_open:
+            self.deliver(parcel)
+
+
+# (subject, sender, receiver) -> delays of the copies that arrive; empty: the message is lost
+Fate = Callable[[str, str, str], tuple[float, ...]]
+
+
+class SimulatedNetwork:
+    def __init__(
+        self, *, seed: int = 0, latency_s: float = 0.0002, max_payload_bytes: int = 8 * 1024 * 1024
+    ) -> None:
+        self.latency_s = latency_s
+        self.max_payload_bytes = max_payload_bytes
+        self.is_dropped: Callable[[str, str, str], bool] | None = None
+        self.spoil_reply: Callable[[bytes], bytes] = lambda data: data
+        self.fate: Fate | None = None
+        self.jitter_s = 0.0  # maximum additional delay of a message
+        self.is_down = False  # every message is lost, but no process is disconnected
+        self.is_away = False  # the server is down: see `stop_server`
+        self.is_hanging = False
+        self.log: list[tuple[float, str, str]] = []  # (sent at, sender, subject)
+        self.taps: list[Callable[[str, str, bytes], None]] = []  # (sender, subject, data)
+        self._random = Random(seed)
+        self._subscriptions: list[_Subscription] = []
+        self._interest: dict[str, tuple[list[_Subscription], list[list[_Subscription]]]] = {}
+        self._connections: dict[str, _Connection] = {}
+        self._processes: dict[str, SimulatedProcess] = {}
+        self._held: list[Callable[[], object]] = []  # by a hanging server
+
+    def bus(self, process_id: str, process: SimulatedProcess | None = None) -> SimulatedBus:
+        owner = self._process(process_id) if process is None else process
+        self._processes[process_id] = owner
+        connection = self._connections[process_id] = _Connection(owner)
+        return SimulatedBus(self, process_id, connection)
+
+    @cached_property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Cached for the network's lifetime: asyncio's lookup costs a system call each time."""
+        return asyncio.get_running_loop()
+
+    # ── faults ───────────────────────────────────────────────────────────────────────────────────
+
+    def freeze(self, process_id: str) -> None:
+        self._process(process_id).freeze()
+        connection = self._connections.get(process_id)
+        if connection is not None:
+            loop = asyncio.get_running_loop()
+            connection.give_up = loop.call_later(
+                GIVEN_UP_AFTER_S, self._disconnect_while_frozen, connection
+            )
+
+    def thaw(self, process_id: str, *, backlog_after_s: float | None = None) -> None:
+        process, connection = self._process(process_id), self._connections.get(process_id)
+        if connection is not None and connection.give_up is not None:
+            connection.give_up.cancel()
+            connection.give_up = None
+        process.thaw(backlog_after_s=backlog_after_s)
+        if connection is not None and not connection.is_up:
+            self.reconnect_later(process_id)
+
+    def disconnect(self, process_id: str) -> None:
+        """Removes a dead process's subscriptions, like the server does."""
+        for each in [s for s in self._subscriptions if s.process.process_id == process_id]:
+            self.remove(each)
+
+    def cut_off(self, process_id: str) -> None:
+        """Drops the process's connection, and messages in flight to it."""
+        self._lose(self._connections[process_id])
+
+    def reconnect_later(self, process_id: str) -> None:
+        connection = self._connections[process_id]
+        loop = asyncio.get_running_loop()
+        delay_s = self._random.uniform(0.1, 0.3)
+        loop.call_later(delay_s, self._reconnect, connection)
+
+    def stop_server(self) -> None:
+        self.is_away = True
+        self._held.clear()
+        for connection in self._connections.values():
+            self._lose(connection)
+
+    def start_server(self) -> None:
+        self.is_away = False
+        for process_id in self._connections:
+            self.reconnect_later(process_id)
+
+    def hang(self) -> None:
+        self.is_hanging = True
+
+    def resume(self) -> None:
+        """Delivers the held messages to processes whose connections still exist."""
+        self.is_hanging = False
+        held, self._held = self._held, []
+        for act in held:
+            act()
+        for process_id, connection in self._connections.items():
+            if not connection.is_up:
+                self.reconnect_later(process_id)
+
+    def _lose(self, connection: _Connection) -> None:
+        connection.is_up = False
+        self._interest.clear()
+
+    def _disconnect_while_frozen(self, connection: _Connection) -> None:
+        connection.give_up = None
+        self._lose(connection)
+
+    def _reconnect(self, connection: _Connection) -> None:
+        process = connection.process
+        if connection.is_up or process.is_dead or self.is_away or self.is_hanging:
+            return
+        if process.is_frozen:  # it retries once it is awake
+            process.arrive(lambda: self.reconnect_later(process.process_id))
+            return
+        connection.is_up = True
+        connection.num_reconnects += 1
+        self._interest.clear()
+        while connection.unsent:
+            connection.unsent.popleft()()
+
+    # ── message delivery ─────────────────────────────────────────────────────────────────────────
+
+    def add(self, subscription: _Subscription) -> None:
+        self._subscriptions.append(subscription)
+        self._interest.clear()
+
+    def remove(self, subscription: _Subscription) -> None:
+        if subscription.is_open:
+            subscription.is_open = False
+            self._subscriptions.remove(subscription)
+            self._interest.clear()
+
+    def post(self, connection: _Connection, subject: str, parcel: Parcel) -> None:
+        """Publishes a message."""
+        self._when_connected(connection, lambda: self._route(connection, subject, parcel))
+
+    def ask(
+        self,
+        connection: _Connection,
+        subject: str,
+        parcel: Parcel,
+        on_nobody: Callable[[], object],
+    ) -> None:
+        def send() -> None:
+            if self._route(connection, subject, parcel) == 0:
+                self._after_a_while(connection.process.process_id, connection.process, on_nobody)
+
+        self._when_connected(connection, send)
+
+    def answer(
+        self, responder: _Connection, requester: _Connection, settle: Callable[[], object]
+    ) -> None:
+        """Delivers a reply: the requester must be connected, and awake to receive it."""
+
+        def send() -> None:
+            if not self.is_down:
+                self._after_a_while(responder.process.process_id, requester.process, settle)
+
+        self._when_connected(responder, send)
+
+    def _when_connected(self, connection: _Connection, send: Callable[[], object]) -> None:
+        if connection.process.is_dead:
+            return
+        if connection.process.is_frozen:  # only tests that act for a frozen process reach this
+            connection.process.arrive(partial(self._when_connected, connection, send))
+        elif not connection.is_up:
+            connection.unsent.append(send)
+        elif self.is_hanging:
+            self._held.append(send)
+        else:
+            send()
+
+    def _route(self, connection: _Connection, subject: str, parcel: Parcel) -> int:
+        """Returns the number of receiving subscriptions (all without a queue, one per group)."""
+        loop, sender = self.loop, connection.process.process_id
+        self.log.append((loop.time(), sender, subject))
+        for tap in self.taps:
+            tap(sender, subject, parcel.data)
+        if self.is_down:
+            return 1  # a missing receiver cannot be detected
+        plain, groups = self._interested(subject)
+        receivers = plain + [self._random.choice(members) for members in groups]
+        usual = loop.time() + self._latency()
+        together: list[_Subscription] = []
+        for each in receivers:
+            if self.is_dropped and self.is_dropped(subject, sender, each.process.process_id):
+                continue
+            if self.fate is not None:
+                self._deliver_as_fated(each, subject, sender, parcel)
+            elif each.last_arrival.get(sender, 0.0) > usual:
+                self._deliver_at(each.last_arrival[sender], each, parcel)
+            else:
+                each.last_arrival[sender] = usual
+                together.append(each)
+        if together:
+            loop.call_at(usual, _take_all, together, parcel)
+        return len(receivers)
+
+    def _deliver_as_fated(
+        self, subscription: _Subscription, subject: str, sender: str, parcel: Parcel
+    ) -> None:
+        assert self.fate is not None
+        now = self.loop.time()
+        delays = self.fate(subject, sender, subscription.process.process_id)
+        for number, delay_s in enumerate(delays):
+            when = now + self._latency() + delay_s
+            if number == 0:
+                when = max(when, subscription.last_arrival.get(sender, 0.0))
+                subscription.last_arrival[sender] = when
+            self._deliver_at(when, subscription, parcel)
+
+    def _deliver_at(self, when: float, subscription: _Subscription, parcel: Parcel) -> None:
+        self.loop.call_at(when, subscription.take, parcel)
+
+    def _after_a_while(
+        self, sender: str, receiver: SimulatedProcess, act: Callable[[], object]
+    ) -> None:
+        delays: tuple[float, ...] = (0.0,)
+        if self.fate is not None:
+            delays = self.fate(INBOX, sender, receiver.process_id)
+        loop, connection = self.loop, self._connections[receiver.process_id]
+
+        def take() -> None:
+            if connection.is_up and connection.process is receiver:
+                receiver.arrive(act)
+
+        for delay_s in delays:
+            loop.call_later(self._latency() + delay_s, take)
+
+    def _latency(self) -> float:
+        if self.jitter_s:
+            return self.latency_s + self.jitter_s * self._random.random()
+        return self.latency_s
+
+    def _interested(self, subject: str) -> tuple[list[_Subscription], list[list[_Subscription]]]:
+        found = self._interest.get(subject)
+        if found is None:
+            plain: list[_Subscription] = []
+            groups: dict[str, list[_Subscription]] = {}
+            for each in self._subscriptions:
+                if each.connection.is_up and matches(each.pattern, subject):
+                    (groups.setdefault(each.queue, []) if each.queue else plain).append(each)
+            found = self._interest[subject] = (plain, list(groups.values()))
+        return found
+
+    def _process(self, process_id: str) -> SimulatedProcess:
+        if process_id not in self._processes:
+            self._processes[process_id] = SimulatedProcess(process_id)
+        return self._processes[process_id]
+
+
+def _take_all(subscriptions: list[_Subscription], parcel: Parcel) -> None:
+    for subscription in subscriptions:
+        subscription.take(parcel)
+
+
+def _no_reply(responder: _Connection, data: bytes) -> None:
+    pass
+
+
+class _NoReply(Enum):
+    LATE = "late"
+    NOBODY = "nobody"
+
+
+class SimulatedBus:
+    def __init__(self, network: SimulatedNetwork, process_id: str, connection: _Connection) -> None:
+        self.process_id = process_id
+        self.max_payload_bytes = network.max_payload_bytes
+        self.num_requests_under_way = 0
+        self._network = network
+        self._connection = connection
+        self._process = connection.process
+        self._sender_check = SenderCheck()
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._is_closed = False
+
+    @property
+    def is_connected(self) -> bool:
+        return self._connection.is_up
+
+    @property
+    def num_reconnects(self) -> int:
+        return self._connection.num_reconnects
+
+    @property
+    def num_sender_mismatches(self) -> int:
+        return self._sender_check.num_sender_mismatches
+
+    def publish_bytes(self, subject: str, data: bytes) -> None:
+        """Publishes arbitrary bytes."""
+        self._network.post(self._connection, subject, Parcel(data, _no_reply, self.process_id))
+
+    async def publish(self, subject: str, message: Message) -> None:
+        self.publish_bytes(subject, self._payload(message))
+
+    async def request(
+        self, subject: str, message: Message, reply_type: type[M], *, timeout_s: float
+    ) -> M:
+        data = self._payload(message)
+        replied: asyncio.Future[bytes | _NoReply] = asyncio.get_running_loop().create_future()
+
+        def settle(reply: bytes | _NoReply) -> None:
+            if not replied.done():
+                replied.set_result(reply)
+
+        def reply(responder: _Connection, answer: bytes) -> None:
+            self._network.answer(
+                responder, self._connection, partial(settle, self._network.spoil_reply(answer))
+            )
+
+        timer = self._process.call_later(timeout_s, partial(settle, _NoReply.LATE))
+        nobody = partial(settle, _NoReply.NOBODY)
+        self._network.ask(self._connection, subject, Parcel(data, reply, self.process_id), nobody)
+        self.num_requests_under_way += 1
+        try:
+            answer = await replied
+        finally:
+            self.num_requests_under_way -= 1
+            timer.cancel()
+        if answer is _NoReply.LATE:
+            raise RequestTimeout(f"no reply on {subject} within {timeout_s:g} s")
+        if answer is _NoReply.NOBODY:
+            raise NoResponders(f"nobody serves {subject}")
+        try:
+            decoded = _decoder_of(reply_type | Failure).decode(answer)
+            self._sender_check.check_reply(subject, decoded)
+        except (*UNREADABLE, SenderMismatch) as error:
+            raise DependencyUnavailable(f"invalid reply on {subject}: {error}") from None
+        if isinstance(decoded, Failure):
+            raise error_of(decoded)
+        return decoded
+
+    async def subscribe(
+        self, subject: str, message_type: Any, handler: Callable[[Any], None], *, queue: str = ""
+    ) -> Unsubscribe:
+        decode = _decoder_of(message_type).decode
+
+        def decoded(parcel: Parcel) -> Any:
+            return parcel.decoded(message_type, decode)
+
+        def take(parcel: Parcel) -> None:
+            checked = self._sender_check.checked(decoded, parcel.sender_id)
+            try:
+                hand_over(subject, handler, checked, parcel)
+            except Exception:  # like the real bus: one bad message does not end the subscription
+                log.exception("subscriber_failed", subject=subject)
+
+        return self._listen(subject, queue, take)
+
+    async def serve(
+        self, subject: str, message_type: Any, handler: Callable[[Any], Any], *, queue: str = ""
+    ) -> Unsubscribe:
+        decode = _decoder_of(message_type).decode
+
+        async def answer(parcel: Parcel) -> None:
+            checked = self._sender_check.checked(decode, parcel.sender_id)
+            encoded = _encode(await reply_to(handler, checked, parcel.data))
+            if not self._is_closed:
+                parcel.reply(self._connection, encoded)
+
+        def take(parcel: Parcel) -> None:
+            task = asyncio.get_running_loop().create_task(answer(parcel))
+            self._tasks[task] = None
+            task.add_done_callback(self._tasks.pop)
+
+        return self._listen(subject, queue, take)
+
+    async def close(self) -> None:
+        self._is_closed = True
+        self._network.disconnect(self.process_id)
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _listen(self, pattern: str, queue: str, deliver: Callable[[Parcel], None]) -> Unsubscribe:
+        subscription = _Subscription(self._connection, pattern, queue, deliver)
+        self._network.add(subscription)
+
+        async def unsubscribe() -> None:
+            self._network.remove(subscription)
+
+        return unsubscribe
+
+    def _payload(self, message: Message) -> bytes:
+        if self._is_closed:
+            raise DependencyUnavailable("the bus is closed")
+        data = _encode(message)
+        if len(data) > self.max_payload_bytes:
+            limit = self.max_payload_bytes
+            raise PayloadTooLarge(
+                f"the message has {len(data)} bytes; this bus accepts at most {limit}"
+            )
+        return data
+
+
+@cache
+def _decoder_of(message_type: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(message_type)

@@ -1,0 +1,302 @@
+"""A full fleet on virtual time, and its faults."""
+
+from __future__ import annotations
+
+import asyncio
+from math import inf
+from random import Random
+
+import msgspec
+
+from shared.kv_wire.link import FrameHeader
+from shared.messages import Role
+from shared.packing import pack_token_ids
+from shared.tenancy import pinned_prefix
+from shared.tenancy.pinned_prefix import PinnedPrefix
+from shared.tenancy.tenant_admin import TenantAdmin, store_api_key
+from tests.simulation.checks.excuses import Trouble
+from tests.simulation.checks.leaks import of_index
+from tests.simulation.checks.monitor import Monitor, tasks_left
+from tests.simulation.plan import TENANTS, Fault, Plan
+from tests.simulation.world.bus import SimulatedNetwork
+from tests.simulation.world.client import Client
+from tests.simulation.world.gateway import SimulatedGateway
+from tests.simulation.world.kv_link import HARMLESS, DataPlane, FrameFate
+from tests.simulation.world.members import AnyHost, Member, SimulatedIndex, SimulatedScheduler
+from tests.simulation.world.store import MemoryStore
+from tests.simulation.world.workers import MODEL, SimulatedWorker
+
+JOIN_S = 0.5
+PINNED = PinnedPrefix(
+    name="system-prompt",
+    tenant_id=TENANTS[0],
+    model=MODEL,
+    messages=[],
+    token_ids=pack_token_ids(range(100, 140)),
+    created_at=0,
+)
+WORKER_ROLES: dict[str, tuple[Role, ...]] = {
+    "prefill": ("prefill",),
+    "decode": ("decode",),
+    "worker": ("prefill", "decode"),
+}
+_SEED_STEP = 1_000_003
+# No request reaches these limits, but all are counted against them.
+AMPLE = {"requests_per_min": 10**6, "output_tokens_per_min": 10**9, "concurrency": 10**6}
+
+
+class Fleet:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.network = SimulatedNetwork(seed=plan.seed)
+        self.network.jitter_s = 0.0004
+        self.plane = DataPlane(fate=self._frame_fate)
+        self.store = MemoryStore()
+        self.members: dict[str, Member] = {}
+        self.clients = [Client(request) for request in plan.requests]
+        self.monitor = Monitor()
+        self.troubles: list[Trouble] = []
+        self._random = Random(plan.seed + 1)
+        self._num_lives = 0
+        self._noises: list[Fault] = []
+        self._deaf: list[Fault] = []
+        self._link_noises: list[Fault] = []
+
+    # ── members ──────────────────────────────────────────────────────────────────────────────────
+
+    async def start(self) -> None:
+        for tenant_id in TENANTS:
+            await store_api_key(self.store, tenant_id, tenant_id)
+            await TenantAdmin(self.store, self.store.now).change(tenant_id, AMPLE)
+        if self.plan.seed % 2:  # workers compute it, and recompute it after losing it
+            await pinned_prefix.save(self.store, PINNED, 0.0)
+        for role, process_ids in self.plan.fleet.process_ids.items():
+            for process_id in process_ids:
+                member = Member(self.network, self._host(role, process_id))
+                self.members[process_id] = member
+                await member.start()
+
+    def hosts(self) -> list[AnyHost]:
+        return [member.host for member in self.members.values() if member.is_up]
+
+    def gateways(self) -> list[SimulatedGateway]:
+        return [host for host in self.hosts() if isinstance(host, SimulatedGateway)]
+
+    def workers(self) -> list[SimulatedWorker]:
+        return [host for host in self.hosts() if isinstance(host, SimulatedWorker)]
+
+    def indices(self) -> list[SimulatedIndex]:
+        return [host for host in self.hosts() if isinstance(host, SimulatedIndex)]
+
+    def _host(self, role: str, process_id: str) -> AnyHost:
+        host = self._new_host(role, process_id)
+        self.monitor.watch(host)
+        return host
+
+    def _new_host(self, role: str, process_id: str) -> AnyHost:
+        self._num_lives += 1
+        seed = self.plan.seed * _SEED_STEP + self._num_lives
+        fleet = self.plan.fleet
+        match role:
+            case "gateway":
+                return SimulatedGateway(
+                    self.network, self.store, process_id, seed=seed, on_given_up=self._given_up
+                )
+            case "scheduler":
+                return SimulatedScheduler(
+                    self.network,
+                    process_id,
+                    seed=seed,
+                    max_queued_requests=fleet.max_queued_requests,
+                )
+            case "kv_index":
+                return SimulatedIndex(self.network, self.store, process_id, seed=seed)
+            case _:
+                return SimulatedWorker(
+                    self.network,
+                    self.plane,
+                    process_id,
+                    WORKER_ROLES[role],
+                    num_blocks=fleet.num_blocks,
+                    max_batch_tokens=fleet.max_batch_tokens,
+                    max_sequences=fleet.max_sequences,
+                    cost=fleet.cost,
+                    copy_s=fleet.copy_s,
+                    seed=seed,
+                )
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────
+
+    async def serve(self) -> None:
+        """Sends each request to a live gateway at its time."""
+        for client in sorted(self.clients, key=lambda each: each.plan.at_s):
+            await self._until(client.plan.at_s)
+            gateways = [each for each in self.gateways() if not each.process.is_frozen]
+            if gateways:
+                gateway = self._random.choice(gateways)
+                gateway.process.start(gateway.serve(client))
+
+    def leaks(self) -> list[str]:
+        """Leftovers of requests, on any live process, and what an index has missed."""
+        found, workers = [], self.workers()
+        for host in self.hosts():
+            process_id = host.process.process_id
+            found += [f"{process_id}: {each}" for each in host.leaks()]
+            found += tasks_left(host)
+        for index in self.indices():
+            process_id = index.process.process_id
+            found += [f"{process_id}: {each}" for each in of_index(index.service.index, workers)]
+        return found
+
+    # ── faults ───────────────────────────────────────────────────────────────────────────────────
+
+    async def suffer(self) -> None:
+        """Runs until the last fault has passed."""
+        async with asyncio.TaskGroup() as group:
+            for fault in self.plan.faults:
+                group.create_task(self._befall(fault))
+
+    async def _befall(self, fault: Fault) -> None:
+        await self._until(fault.at_s)
+        loop = asyncio.get_running_loop()
+        trouble = Trouble(fault, loop.time())
+        self.troubles.append(trouble)
+        await self._inflict(fault)
+        is_over = fault.kind not in ("kill", "drain") or fault.comes_back
+        trouble.ended = loop.time() if is_over else inf
+
+    async def _inflict(self, fault: Fault) -> None:
+        match fault.kind:
+            case "kill" | "drain":
+                await self._end(fault)
+            case "freeze" | "slow" | "wedge" | "cut_off":
+                await self._impede(fault)
+            case "link_drop":
+                self.members[fault.target].host.drop_links()
+            case "noise":
+                await self._disturb(self._noises, fault)
+            case "deaf":
+                await self._disturb(self._deaf, fault)
+            case "link_noise":
+                self._link_noises.append(fault)
+                await asyncio.sleep(fault.duration_s)
+                self._link_noises.remove(fault)
+            case "nats_restart" | "nats_hang":
+                await self._take_nats_away(fault)
+            case "redis_away" | "redis_hang":
+                await self._take_redis_away(fault)
+
+    async def _disturb(self, active: list[Fault], fault: Fault) -> None:
+        active.append(fault)
+        self.network.fate = self._message_fate
+        await asyncio.sleep(fault.duration_s)
+        active.remove(fault)
+        if not self._noises and not self._deaf:
+            self.network.fate = None
+
+    async def _end(self, fault: Fault) -> None:
+        member = self.members[fault.target]
+        if not member.is_up or (fault.kind == "drain" and member.host.process.is_frozen):
+            return
+        clients = member.host.clients if isinstance(member.host, SimulatedGateway) else []
+        if fault.kind == "kill":
+            for client in clients:
+                client.lost_gateway |= client.end is None
+            await member.kill()
+        else:
+            await member.terminate()
+            for client in clients:  # those that waited for admission
+                client.lost_gateway |= client.is_open
+        if fault.comes_back:
+            await asyncio.sleep(fault.duration_s)
+            await self._restart(member)
+
+    async def _restart(self, member: Member) -> None:
+        while self.network.is_away or self.network.is_hanging:
+            await asyncio.sleep(0.1)
+        if not member.is_up:
+            member.host = self._host(member.process_id.split("-")[0], member.process_id)
+            await member.start()
+
+    async def _impede(self, fault: Fault) -> None:
+        member = self.members[fault.target]
+        process, network = member.host.process, self.network
+        if not member.is_up or process.is_frozen:
+            return
+        match fault.kind:
+            case "freeze":
+                network.freeze(fault.target)
+                await asyncio.sleep(fault.duration_s)
+                if not process.is_dead:
+                    network.thaw(
+                        fault.target, backlog_after_s=self._random.choice((None, 0.0001, 0.02))
+                    )
+            case "cut_off":
+                network.cut_off(fault.target)
+                await asyncio.sleep(fault.duration_s)
+                network.reconnect_later(fault.target)
+            case "slow":
+                process.slowness = fault.amount
+                await asyncio.sleep(fault.duration_s)
+                process.slowness = 1.0
+            case "wedge":
+                process.wedge()
+                await asyncio.sleep(fault.duration_s)
+                process.unwedge()
+
+    async def _take_nats_away(self, fault: Fault) -> None:
+        network = self.network
+        if network.is_away or network.is_hanging:
+            return
+        is_hang = fault.kind == "nats_hang"
+        (network.hang if is_hang else network.stop_server)()
+        await asyncio.sleep(fault.duration_s)
+        (network.resume if is_hang else network.start_server)()
+
+    async def _take_redis_away(self, fault: Fault) -> None:
+        store = self.store
+        if store.is_away or store.is_hanging:
+            return
+        if fault.kind == "redis_hang":
+            store.hang()
+        else:
+            store.is_away = True
+        await asyncio.sleep(fault.duration_s)
+        store.is_away = False
+        store.resume()
+
+    def _message_fate(self, subject: str, sender: str, receiver: str) -> tuple[float, ...]:
+        if any(each.target == receiver and each.other == sender for each in self._deaf):
+            return ()
+        if self._random.random() >= max((each.amount for each in self._noises), default=0.0):
+            return (0.0,)
+        kind = self._random.randrange(3)
+        delay_s = self._random.choice((0.001, 0.02, 0.3)) * self._random.random()
+        return ((), (delay_s,), (0.0, delay_s))[kind]
+
+    def _frame_fate(self, sender: str, receiver: str, header: FrameHeader) -> FrameFate:
+        if self._random.random() >= max((each.amount for each in self._link_noises), default=0.0):
+            return HARMLESS
+        match self._random.randrange(4):
+            case 0:
+                return FrameFate(is_corrupt=True)
+            case 1:
+                return FrameFate(is_truncated=True)
+            case 2:
+                return FrameFate(num_copies=2)
+            case _:
+                return FrameFate(stall_s=self._random.choice((0.1, 1.0, 12.0)))
+
+    def _given_up(self, placement_id: bytes) -> None:
+        """A given-up placement samples other tokens from now on: they must not reach a client."""
+        for worker in self.workers():
+            placement = worker.decode._placements.get(placement_id) if worker.decode else None
+            for sequence in placement.choices.values() if placement else ():
+                if sequence.sampling is not None:
+                    sequence.sampling = msgspec.structs.replace(
+                        sequence.sampling, seed=sequence.sampling.seed ^ 1, temperature=1.0
+                    )
+
+    async def _until(self, when: float) -> None:
+        """Waits until `when` seconds after the fleet has formed."""
+        await asyncio.sleep(max(0.0, JOIN_S + when - asyncio.get_running_loop().time()))

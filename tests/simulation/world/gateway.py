@@ -1,0 +1,132 @@
+"""A gateway process without its web server: keys, limits, usage, health and recovery are real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from services.gateway.streams.early_entries import RetiredPlacements
+from services.gateway.streams.stream_driver import StreamDriver
+from services.gateway.tenancy.api_keys import ApiKeys
+from services.gateway.tenancy.limits import Limits
+from services.gateway.tenancy.request_cost import LimitLease, RequestCost
+from services.gateway.tenancy.usage_counter import UsageCounter
+from shared.errors import HearthError, NoCapacity
+from shared.lifecycle.heartbeat import HealthMonitor
+from tests.simulation.checks.leaks import not_empty
+from tests.simulation.world.bus import SimulatedNetwork
+from tests.simulation.world.client import Client
+from tests.simulation.world.process import ProcessClock, SimulatedProcess
+from tests.simulation.world.randomness import SeededRandomness
+from tests.simulation.world.store import MemoryStore, ProcessStore
+
+
+class ClientDisconnected(HearthError):
+    code = "client_gone"
+
+
+class WatchedPlacements(RetiredPlacements):
+    """Reports each placement that the gateway gives up."""
+
+    def __init__(self, on_given_up: Callable[[bytes], None]) -> None:
+        super().__init__()
+        self._on_given_up = on_given_up
+
+    def add(self, placement_id: bytes, *, is_finished: bool, now: float) -> None:
+        super().add(placement_id, is_finished=is_finished, now=now)
+        if not is_finished:
+            self._on_given_up(placement_id)
+
+
+class SimulatedGateway:
+    def __init__(
+        self,
+        network: SimulatedNetwork,
+        store: MemoryStore,
+        gateway_id: str,
+        *,
+        seed: int,
+        on_given_up: Callable[[bytes], None],
+    ) -> None:
+        self.process = SimulatedProcess(gateway_id)
+        clock, randomness = ProcessClock(self.process), SeededRandomness(seed)
+        self.bus = network.bus(gateway_id, self.process)
+        self.health_monitor = HealthMonitor(self.bus, clock, randomness, roles=("gateway",))
+        self.driver = StreamDriver(self.bus, clock, self.health_monitor)
+        self.streams = self.driver._streams
+        self.streams._retired = WatchedPlacements(on_given_up)
+        self.clients: list[Client] = []
+        connection = ProcessStore(store, self.process)
+        self._api_keys = ApiKeys(connection, clock)
+        self._limits = Limits(connection, clock)
+        writer_id = f"{gateway_id}-{seed}"
+        self._usage = UsageCounter(connection, clock, writer_id=writer_id, now=store.now)
+        self._clock = clock
+
+    async def start(self) -> None:
+        await self.driver.start()
+        await self._api_keys.warm_up()
+        self._limits.start()
+        self._usage.start()
+        await self.health_monitor.start()
+        await self.health_monitor.transition_to("ready")
+
+    async def serve(self, client: Client) -> None:
+        """Serves a client's request until its response ends or the client leaves."""
+        self.clients.append(client)
+        plan, client.was_asked, client.asked_at = client.plan, True, self._clock.now()
+        try:
+            record = await self._api_keys.tenant_of(f"Bearer {plan.tenant_id}")
+            lease = await self._limits.admit(record, plan.request_id, demand_of(client))
+            if self.health_monitor.state != "ready":
+                self._limits.settle(lease, 0)
+                raise NoCapacity("the gateway is draining", retry_after_s=1.0)
+        except HearthError as error:
+            client.refused, client.ended_at = error, self._clock.now()
+            return
+        client.gateway_id = self.process.process_id
+        client.opened_at = self._clock.now()
+        client.on_ended = partial(self._close, lease)
+        self.driver.open(client.request(record.tenant_id, client.gateway_id), client)
+        if plan.leaves_after_s is not None:
+            await self._clock.sleep(plan.leaves_after_s)
+            client.left = client.end is None
+            self.driver.close(plan.request_id, "client_gone", ClientDisconnected("gone"))
+
+    async def drain(self) -> None:
+        await self.health_monitor.transition_to("draining")
+        await self.driver.idle()
+
+    async def stop(self) -> None:
+        self.driver.close_all(NoCapacity("the gateway stops", retry_after_s=1.0))
+        await self.driver.stop()
+        await self._limits.stop()
+        await self._usage.stop()
+        await self.health_monitor.stop()
+        await self.bus.close()
+
+    def _close(self, lease: LimitLease, client: Client) -> None:
+        self._limits.settle(lease, client.num_output_tokens)
+        model, counts = client.plan.request_id, {"requests": 1}
+        counts["output_tokens"] = client.num_output_tokens
+        self._usage.count(lease.tenant.tenant_id, model, counts)  # type: ignore[arg-type]
+
+    def drop_links(self) -> None:
+        """Does nothing: a gateway has no links."""
+
+    def leaks(self) -> list[str]:
+        streams = self.streams
+        return not_empty(
+            open_requests=streams._by_request,
+            placements=streams._by_placement,
+            early_entries=streams._early,
+            permits=range(self._limits.num_open),
+            untold_endings=range(self._limits.num_unsettled),
+            unwritten_usage=range(self._usage.num_pending),
+        )
+
+
+def demand_of(client: Client) -> RequestCost:
+    plan = client.plan
+    num_output = 0 if plan.pooling is not None else plan.num_choices * plan.sampling.max_tokens
+    return RequestCost(len(plan.prompt), num_output)

@@ -1,0 +1,77 @@
+"""The Lua scripts, in Python on `MemoryStore`; `tests/services/gateway` compares each pair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from services.gateway.tenancy.api_keys import LOOK_UP
+from services.gateway.tenancy.usage_counter import ADD_UP
+from shared.store import StoreRejected
+from shared.tenancy.rate_limit import APPLY_LUA, RATES, LimitCommand, RateLimitCounter
+from shared.tenancy.tenant_admin import SWAP
+
+if TYPE_CHECKING:
+    from tests.simulation.world.store import MemoryStore
+
+Arguments = Sequence[Any]
+
+
+def _fields(store: MemoryStore, key: str) -> dict[bytes, bytes]:
+    fields = store.data.get(key, {})
+    if not isinstance(fields, Mapping):
+        raise StoreRejected("WRONGTYPE")
+    return dict(fields)
+
+
+def _look_up(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> list[Any]:
+    fields = _fields(store, keys[0])
+    tenant_id = fields.get(b"tenant_id")
+    tenant = None if tenant_id is None else _fields(store, keys[1]).get(tenant_id)
+    flat = [part for pair in fields.items() for part in pair]
+    return [flat, tenant, str(int(store.now())).encode()]
+
+
+def _carry_out(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> list[Any]:
+    meter = store.data.setdefault(keys[0], RateLimitCounter())
+    if not isinstance(meter, RateLimitCounter):
+        raise StoreRejected("WRONGTYPE")
+    order = msgspec.json.decode(arguments[0], type=LimitCommand)
+    reading = meter.apply(order, store.now())
+    used = [str(reading.used[name]).encode() for name in RATES]
+    return [reading.rejected_by.encode(), str(reading.wait_s).encode(), reading.num_open, *used]
+
+
+def _add_up(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> bytes:
+    number, last = int(arguments[0]), _fields(store, keys[0])
+    if int(last.get(b"number", 0)) >= number:
+        return last[b"refused"]
+    refused = ""
+    for index, key in enumerate(keys[1:]):
+        field, amount = arguments[3 + 2 * index : 5 + 2 * index]
+        fields = store.data.setdefault(key, {})
+        try:
+            fields[field.encode()] = str(int(fields.get(field.encode(), 0)) + amount).encode()
+        except (ValueError, AttributeError):
+            refused += f"{index} "
+    store.data[keys[0]] = {b"number": str(number).encode(), b"refused": refused.encode()}
+    return refused.encode()
+
+
+def _swap(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> int:
+    field, before, after = arguments
+    fields = store.data.setdefault(keys[0], {})
+    if fields.get(field.encode(), b"") != before:
+        return 0
+    fields[field.encode()] = after
+    return 1
+
+
+SCRIPTS: dict[str, Callable[[MemoryStore, Sequence[str], Arguments], Any]] = {
+    LOOK_UP: _look_up,
+    APPLY_LUA: _carry_out,
+    ADD_UP: _add_up,
+    SWAP: _swap,
+}

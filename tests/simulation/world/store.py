@@ -1,0 +1,226 @@
+"""Redis in a dictionary: only the commands that Hearth uses; an unknown one is an error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextvars import Context
+from functools import partial
+from typing import Any, TypeVar
+
+from shared.store import BREAKER_S, STORE_TIMEOUT_S, Command, StoreRejected, StoreUnavailable
+from tests.simulation.world.process import ProcessClock, SimulatedProcess
+from tests.simulation.world.scripts import SCRIPTS
+
+T = TypeVar("T")
+
+LATENCY_S = 0.0003
+
+
+def _encoded(value: str | bytes | int | float) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode()
+
+
+class MemoryStore:
+    """`is_away = True` makes every call fail, like a dead Redis. A hanging one executes its pending
+    commands when it resumes, though no caller waits for them any more. Expiry is noted, not run.
+    """
+
+    def __init__(self) -> None:
+        self.data: dict[str, Any] = {}
+        self.time_to_live_s: dict[str, int] = {}
+        self.num_writes = 0
+        self.is_away = False
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+        self._commands: dict[str, Callable[..., None]] = {
+            "SET": self._set,
+            "DEL": self._delete,
+            "EXPIRE": self._expire,
+            "INCRBY": self._increase,
+            "HSET": self._hash_set,
+            "HSETNX": self._hash_set_new,
+            "HINCRBY": self._hash_increase,
+            "HDEL": self._hash_delete,
+            "ZADD": self._sorted_add,
+            "ZREM": self._sorted_remove,
+        }
+
+    @property
+    def is_hanging(self) -> bool:
+        return not self._resumed.is_set()
+
+    def hang(self) -> None:
+        self._resumed.clear()
+
+    def resume(self) -> None:
+        self._resumed.set()
+
+    async def once_resumed(self, question: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        await self._resumed.wait()
+        return await question()
+
+    async def get(self, key: str) -> bytes | None:
+        self._check()
+        value: bytes | None = self.data.get(key)
+        return value
+
+    async def hash_get(self, key: str) -> Mapping[bytes, bytes]:
+        self._check()
+        return dict(self.data.get(key, {}))
+
+    async def sorted_set_head(self, key: str, count: int) -> Sequence[bytes]:
+        self._check()
+        return self._by_score(key)[:count]
+
+    async def sorted_set_size(self, key: str) -> int:
+        self._check()
+        return len(self.data.get(key, {}))
+
+    async def write(self, commands: Sequence[Command]) -> None:
+        self._check()
+        self.num_writes += 1
+        for name, *arguments in commands:
+            handler = self._commands.get(str(name).upper())
+            if handler is None:
+                raise ValueError(f"the simulated store does not know {name!r}")
+            handler(*arguments)
+
+    async def evaluate(
+        self, script: str, keys: Sequence[str], arguments: Sequence[str | bytes | int | float]
+    ) -> Any:
+        self._check()
+        return SCRIPTS[script](self, keys, arguments)
+
+    async def close(self) -> None:
+        pass
+
+    def now(self) -> float:
+        """Redis's time, which is the loop's clock."""
+        return asyncio.get_running_loop().time()
+
+    def _check(self) -> None:
+        if self.is_away:
+            raise StoreUnavailable("Redis is unavailable")
+
+    def _by_score(self, key: str) -> list[bytes]:
+        scores: dict[bytes, float] = self.data.get(key, {})
+        return sorted(scores, key=lambda member: (scores[member], member))
+
+    def _set(self, key: str, value: str | bytes | int, *options: str | int) -> None:
+        self.data[key] = _encoded(value)
+        self.time_to_live_s.pop(key, None)
+        if options:
+            unit, amount = options
+            if unit != "EX":
+                raise ValueError(f"the simulated store does not know SET … {unit}")
+            self.time_to_live_s[key] = int(amount)
+
+    def _delete(self, *keys: str) -> None:
+        for key in keys:
+            self.data.pop(key, None)
+            self.time_to_live_s.pop(key, None)
+
+    def _expire(self, key: str, seconds: int) -> None:
+        if key in self.data:
+            self.time_to_live_s[key] = seconds
+
+    def _increase(self, key: str, amount: int) -> None:
+        self.data[key] = _encoded(int(self.data.get(key, b"0")) + amount)
+
+    def _hash_set(self, key: str, *pairs: str | bytes | int | float) -> None:
+        fields = self.data.setdefault(key, {})
+        for field, value in zip(pairs[::2], pairs[1::2], strict=True):
+            fields[_encoded(field)] = _encoded(value)
+
+    def _hash_set_new(self, key: str, field: str, value: str | bytes) -> None:
+        self.data.setdefault(key, {}).setdefault(_encoded(field), _encoded(value))
+
+    def _hash_increase(self, key: str, field: str, amount: int) -> None:
+        fields = self.data.setdefault(key, {})
+        name = _encoded(field)
+        fields[name] = _encoded(int(fields.get(name, b"0")) + amount)
+
+    def _hash_delete(self, key: str, *names: str) -> None:
+        for name in names:
+            self.data.get(key, {}).pop(_encoded(name), None)
+
+    def _sorted_add(self, key: str, *pairs: str | bytes | int | float) -> None:
+        members = self.data.setdefault(key, {})
+        is_never_lower = pairs[0] == "GT"
+        rest = pairs[is_never_lower:]
+        for score, name in zip(rest[::2], rest[1::2], strict=True):
+            member = _encoded(name)
+            lowest = members.get(member, float(score)) if is_never_lower else float(score)
+            members[member] = max(float(score), lowest)
+
+    def _sorted_remove(self, key: str, *members: str | bytes) -> None:
+        for member in members:
+            self.data.get(key, {}).pop(_encoded(member), None)
+
+
+class ProcessStore:
+    """One process's connection to the shared Redis, with the real one's timeout and breaker."""
+
+    def __init__(self, shared: MemoryStore, process: SimulatedProcess) -> None:
+        self._shared = shared
+        self._process = process
+        self._clock = ProcessClock(process)
+        self._closed_until = 0.0
+
+    async def get(self, key: str) -> bytes | None:
+        return await self._ask(lambda: self._shared.get(key))
+
+    async def hash_get(self, key: str) -> Mapping[bytes, bytes]:
+        return await self._ask(lambda: self._shared.hash_get(key))
+
+    async def sorted_set_head(self, key: str, count: int) -> Sequence[bytes]:
+        return await self._ask(lambda: self._shared.sorted_set_head(key, count))
+
+    async def sorted_set_size(self, key: str) -> int:
+        return await self._ask(lambda: self._shared.sorted_set_size(key))
+
+    async def write(self, commands: Sequence[Command]) -> None:
+        await self._ask(lambda: self._shared.write(commands))
+
+    async def evaluate(
+        self, script: str, keys: Sequence[str], arguments: Sequence[str | bytes | int | float]
+    ) -> Any:
+        return await self._ask(lambda: self._shared.evaluate(script, keys, arguments))
+
+    async def close(self) -> None:
+        pass
+
+    async def _ask(self, question: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        if self._clock.now() < self._closed_until:
+            raise StoreUnavailable("Redis is unavailable")
+        try:
+            await self._clock.sleep(LATENCY_S)
+            if self._shared.is_hanging:
+                return await self._in_time(question)
+            return await question()
+        except StoreRejected:
+            raise
+        except StoreUnavailable:
+            self._closed_until = self._clock.now() + BREAKER_S
+            raise
+
+    async def _in_time(self, question: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """A command stays in the socket of a hanging Redis after its caller gives up."""
+        loop = asyncio.get_running_loop()
+        served = loop.create_task(self._shared.once_resumed(question), context=Context())
+        over: asyncio.Future[None] = loop.create_future()
+        served.add_done_callback(lambda _: self._process.arrive(_settle, over))
+        timer = self._process.call_later(STORE_TIMEOUT_S, partial(_settle, over))
+        try:
+            await over
+        finally:
+            timer.cancel()
+        if not served.done():
+            raise StoreUnavailable("Redis does not answer")
+        return served.result()
+
+
+def _settle(over: asyncio.Future[None]) -> None:
+    if not over.done():
+        over.set_result(None)
