@@ -26,7 +26,7 @@ group so that a tile of bytes decodes into two tiles of weights without a shuffl
 A shard of a layer for tensor parallelism is cut from this form without decoding: `rows` if ranks
 share the output, `columns`, at group boundaries, if they share the input.
 
-Why these sizes (`benchmarks/compression_memory.py`; rows normal to Student-t 4, bits per weight):
+Why these sizes (`benchmarks/compression/memory.py`; rows normal to Student-t 4, bits per weight):
 groups of 64 with upper bits in a side table 12.05 to 12.10, of 32 12.07 to 12.09, of 128 12.04 to
 12.14, of 64 with complete exponents in it 12.06 to 12.15. One base per tensor makes 1.4 to 3 times
 as many groups wide. A code reserved for zero shortens the window by one exponent, which doubles the
