@@ -21,7 +21,10 @@ def runs_of(query_lens: Any, context_lens: Any, max_tokens: int) -> Any:
         end = row + query_lens[seq]
         shift = context_lens[seq] - end
         for low in range(row, end, max_tokens):
-            runs[run] = seq, low, min(low + max_tokens, end), low + shift
+            runs[run, 0] = seq  # one by one: numba's assignment of a row compiles error texts, 2 s
+            runs[run, 1] = low
+            runs[run, 2] = min(low + max_tokens, end)
+            runs[run, 3] = low + shift
             run += 1
         row = end
     return runs
