@@ -1,4 +1,4 @@
-"""`hearth up`: a cluster on this machine, its first answer, and a clean end."""
+"""`hearth up`: starts a cluster on this machine, shows its first answers, and stops it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shared.log import configure_logging
 
 
 def run_up(options: UpOptions, *, is_check: bool) -> None:
-    """Returns after Ctrl-C, SIGTERM, or, for a check, after the first answer."""
+    """Returns after Ctrl-C or SIGTERM; for a check, after the first answers."""
     configure_logging("up", level="error")  # the observer's connection would log its end
     asyncio.run(_up(options, is_check=is_check))
 
@@ -74,7 +74,7 @@ async def _serve(
 
 
 def _stop_on_signals(serving: asyncio.Task[None], cluster: LocalCluster) -> None:
-    """The first signal stops in order, the second at once."""
+    """The first signal stops the cluster in order, the second kills it."""
     is_stopping = False
 
     def on_signal() -> None:
@@ -90,7 +90,7 @@ def _stop_on_signals(serving: asyncio.Task[None], cluster: LocalCluster) -> None
 
 
 class StartupDisplay:
-    """Shows how the start goes: a spinner a process on a terminal, a line each elsewhere."""
+    """Shows the progress of the start: one spinner per process on a terminal, else one line."""
 
     def __init__(self, console: Console, clock: Clock) -> None:
         self._console = console

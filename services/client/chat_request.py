@@ -1,4 +1,4 @@
-"""One streamed chat completion, timed: what `hearth up` and `hearth chat` ask with."""
+"""Sends and times one streamed chat completion, for `hearth up` and `hearth chat`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class _Models(msgspec.Struct):
 
 
 def gateway_client(url: str, api_key: str) -> httpx.AsyncClient:
-    """A client of the gateway at `url`, with or without its `/v1`."""
+    """Returns a client of the gateway at `url`, which may end in `/v1`."""
     return httpx.AsyncClient(
         base_url=url.rstrip("/").removesuffix("/v1"),
         headers={"Authorization": f"Bearer {api_key}"},
@@ -94,7 +94,7 @@ async def stream_chat(
     clock: Clock,
     on_text: Callable[[str], None],
 ) -> Reply:
-    """Raises HearthError with the gateway's own words if it refuses or breaks off."""
+    """Raises HearthError if the gateway rejects the request or the stream fails."""
     body = {
         "model": model,
         "messages": messages,
@@ -125,7 +125,7 @@ async def stream_chat(
 
 
 async def _events(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterator[_Event]:
-    """The stream's JSON events until `[DONE]`."""
+    """Yields the stream's JSON events until `[DONE]`."""
     is_done = False
     try:
         async with client.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -149,7 +149,7 @@ async def _events(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncItera
 
 
 def _check(response: httpx.Response, content: bytes) -> None:
-    """Raises HearthError with the server's own words, where it has any."""
+    """Raises HearthError with the server's error message, if the response has one."""
     if response.status_code == 200:
         return
     try:

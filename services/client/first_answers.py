@@ -26,7 +26,7 @@ from shared.errors import HearthError
 QUESTIONS = ("What is Hearth?", "What is the KV cache?")
 MIN_CONTEXT_TOKENS = 2048  # holds the instructions, a question and its answer
 
-Observer = tuple[str, str]  # NATS URL and process id of one who may read heartbeats
+Observer = tuple[str, str]  # NATS URL and process id of a process that may read heartbeats
 
 
 def text_printer(console: Console) -> Callable[[str], None]:
@@ -40,7 +40,7 @@ def text_printer(console: Console) -> Callable[[str], None]:
 
 
 def describe(reply: Reply) -> str:
-    """One line: times, cached tokens and the workers that served the request."""
+    """Returns one line: times, cached tokens and the workers that served the request."""
     prefill = reply.hearth.get("prefill_worker") or "none (computed by decode)"
     return (
         f"first token {reply.ttft_s * 1e3:.1f} ms · between tokens "
@@ -59,10 +59,10 @@ async def first_requests(
     observer: Observer | None,
     is_check: bool,
 ) -> None:
-    """Asks and shows the QUESTIONS. Raises HearthError for a check whose question fails.
+    """Sends the QUESTIONS and prints the responses. Raises HearthError on failure if `is_check`.
 
-    Without `is_check` a failure is shown: the cluster repairs itself and stays up. `observer` None:
-    the time of the push is not shown.
+    Otherwise a failure is printed, and the cluster stays up, as it repairs itself. Without an
+    `observer` the time of the push is not printed.
     """
     try:
         async with gateway_client(url, api_key) as client:

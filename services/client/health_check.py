@@ -1,4 +1,4 @@
-"""Whether a process is alive as the fleet sees it: its own heartbeat, heard through NATS."""
+"""Checks whether the fleet sees a process as alive: receives its heartbeat through NATS."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def receives_heartbeat(nats_url: str, process_id: str, *, timeout_s: float
 
 
 def run_probe(nats_url: str, process_id: str | None, *, timeout_s: float) -> bool:
-    """Raises ConfigError if nobody says which process is meant."""
+    """Raises ConfigError if no process id is given."""
     name = urlsplit(nats_url).username if process_id is None else process_id
     if not name:
         raise ConfigError("--process-id is needed where the NATS URL has no user")

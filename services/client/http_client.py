@@ -49,22 +49,22 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tpot_s(self) -> float:
-        """Seconds a token after the first."""
+        """Seconds per token after the first."""
         return (self.arrivals[-1] - self.arrivals[0]) / max(1, self.num_output_tokens - 1)
 
 
 class BodyReader:
-    """Cuts an HTTP/1.1 answer, chunked or with a length, into pieces of its body."""
+    """Splits an HTTP/1.1 response, chunked or with a length, into parts of its body."""
 
     def __init__(self) -> None:
         self.status = 0
         self.is_complete = False
         self._buffer = b""
         self._is_chunked = False
-        self._num_left = 0  # bytes of this chunk with its line end, or of the whole body
+        self._num_left = 0  # bytes of this chunk with its line end, or of the complete body
 
     def feed(self, data: bytes) -> bytes:
-        """The body bytes that `data` brought."""
+        """Returns the body bytes in `data`."""
         self._buffer += data
         if self.status == 0 and not self._read_head():
             return b""
@@ -128,7 +128,7 @@ class _KeepAlive(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """A server may close a connection that idles."""
+        """A server may close an idle connection."""
         return self._transport is not None and not self._transport.is_closing()
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class Connection(_KeepAlive):
     _answer: asyncio.Future[Sample] | None = None
 
     async def request(self, message: bytes) -> Sample:
-        """Sends a whole HTTP request; returns when its answer has ended. Errors are in it."""
+        """Sends an HTTP request; returns when its response has ended. Errors are in the Sample."""
         assert self._transport is not None
         self._reader, self._rest, self._last = BodyReader(), b"", b""
         self._arrivals: list[float] = []
@@ -262,7 +262,7 @@ class CountingConnection(_KeepAlive):
 
 
 def text_events(response: bytes) -> tuple[int, int]:
-    """How many events a streamed response has, and how many of them carry text."""
+    """Returns the number of events of a streamed response, and of events that carry text."""
     events = response.split(b"\n\n")[:-1]
     return len(events), sum(_TEXT.search(event) is not None for event in events)
 

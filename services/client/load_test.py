@@ -1,4 +1,4 @@
-"""Load on the HTTP door: what a client sees of a whole cluster.
+"""Load test over HTTP: what a client measures of a whole cluster.
 
 Closed loop at several concurrencies (each user asks again as soon as it is answered), or open loop
 with Poisson arrivals. TTFT is from sending the request to the first text, ITL is the list of gaps
@@ -39,7 +39,7 @@ Report = Callable[[str, Sample | None], None]
 
 
 class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Each concurrency is a load of its own; `rate` (requests a second) is one instead of them."""
+    """Each concurrency is one load; `rate` (requests/s) replaces them with one open-loop load."""
 
     concurrency: tuple[int, ...] = (1, 16, 64)
     rate: float | None = None
@@ -70,7 +70,7 @@ class LoadOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked, and of whom."""
+    """The requests of a load test, and their target."""
 
     url: str
     api_key: str
@@ -95,7 +95,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Quota:
-    """How many requests may still be sent: a number of them, or as many as a time allows."""
+    """Limits how many requests are sent, by number or by time."""
 
     def __init__(self, num_requests: int | None, duration_s: float) -> None:
         self._num_left = num_requests
@@ -116,9 +116,9 @@ async def measure(
     *,
     questions: Sequence[str] | None = None,
 ) -> list[Row]:
-    """One row a load. With `questions` those are asked and answered to their natural end.
+    """Returns one row per load. `questions` are generated until the model stops by itself.
 
-    Raises HearthError if the gateway cannot be reached or answers nothing.
+    Raises HearthError if the gateway cannot be reached or completes no request.
     """
     options.check()
     randomness = random.Random(options.seed)
@@ -166,13 +166,13 @@ def chosen_prompts(randomness: random.Random, questions: Sequence[str]) -> Itera
 
 
 def random_prompts(randomness: random.Random, num_words: int) -> Iterator[str]:
-    """Words in random order: no two prompts share a prefix to speak of."""
+    """Yields words in random order, so that two prompts share almost no prefix."""
     while True:
         yield " ".join(randomness.choices(WORDS, k=num_words))
 
 
 async def words_for(load: Load, num_input_tokens: int) -> int:
-    """The number of words that makes prompts of about this many tokens, template included."""
+    """Returns the number of words for prompts of `num_input_tokens`, chat template included."""
     connection = await Connection.open(load.url)
     randomness, counts = random.Random(0), {}
     for num_words in (4, 16):
@@ -196,7 +196,7 @@ async def closed_loop(
     quota: Quota,
     on_sample: Callable[[Sample], None],
 ) -> list[Sample]:
-    """Every user sends its next request as soon as the last is answered."""
+    """Each user sends its next request as soon as its last response has ended."""
     connections = [await Connection.open(load.url) for _ in range(concurrency)]
 
     async def user(connection: Connection) -> list[Sample]:
@@ -220,7 +220,7 @@ async def open_loop(
     randomness: random.Random,
     on_sample: Callable[[Sample], None],
 ) -> list[Sample]:
-    """Requests arrive as a Poisson process, whether or not the earlier ones are answered."""
+    """Requests arrive as a Poisson process, independent of earlier responses."""
     assert options.rate is not None
     idle: list[Connection] = []
     tasks: list[asyncio.Task[Sample]] = []
@@ -248,14 +248,14 @@ async def open_loop(
 
 
 def percentiles(values: Sequence[float], name: str) -> dict[str, float]:
-    """Milliseconds at p50, p90 and p99."""
+    """Returns p50, p90 and p99 in milliseconds."""
     cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else []
     found = {p: (cuts[p - 1] if cuts else sum(values)) for p in (50, 90, 99)}
     return {f"{name}_p{p}_ms": round(value * 1e3, 3) for p, value in found.items()}
 
 
 def row_of(label: str, samples: Sequence[Sample], options: LoadOptions) -> Row:
-    """Raises HearthError if nothing was answered."""
+    """Raises HearthError if no request completed."""
     good = [sample for sample in samples if not sample.error]
     if not good:
         raise HearthError(

@@ -1,4 +1,4 @@
-"""KV that a prefill worker has pushed, read from its heartbeats."""
+"""Reads from a prefill worker's heartbeats how much KV it has pushed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TIMEOUT_S = 5.0
 
 
 class PushedKv(msgspec.Struct, frozen=True, kw_only=True):
-    """Since the start of the worker. `push_s`: seconds with at least one frame in flight."""
+    """Counts since the start of the worker. `push_s`: seconds with at least one frame in flight."""
 
     num_tokens: int
     num_bytes: int
@@ -28,10 +28,10 @@ class PushedKv(msgspec.Struct, frozen=True, kw_only=True):
 async def pushed_kv(
     nats_url: str, process_id: str, worker_id: str, *, num_tokens: int
 ) -> PushedKv | None:
-    """What `worker_id` pushed, once it reports at least `num_tokens`; None after TIMEOUT_S.
+    """Returns the counts of `worker_id` once they reach `num_tokens`; None after TIMEOUT_S.
 
-    `process_id` is the observer's that the URL's credential belongs to. Raises
-    DependencyUnavailable where NATS cannot be reached.
+    `process_id` is the observer whose credential is in the URL. Raises DependencyUnavailable if
+    NATS cannot be reached.
     """
     found: asyncio.Future[PushedKv] = asyncio.get_running_loop().create_future()
 

@@ -1,4 +1,4 @@
-"""Which processes a local cluster has, and what each is told. Pure."""
+"""Plans the processes of a local cluster and their options. No I/O."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _COMMANDS: dict[CredentialRole, str] = {
     "decode": "decode",
     "worker": "worker",
 }
-# A handoff of less costs more than it saves (TTFT +18 % at 256 tokens, -48 % at 1,024; a push of KV
-# by layers); a longer prompt would delay every token that its decode worker generates.
+# A handoff of fewer tokens costs more than it saves (layer-wise push: TTFT +18 % at 256 tokens,
+# -48 % at 1,024); a longer prompt would delay every token that its decode worker generates.
 MAX_LOCAL_PREFILL_TOKENS = 512
-DRAIN_TIMEOUT_S = 10.0  # a service's, and less than the grace before SIGKILL
+DRAIN_TIMEOUT_S = 10.0  # of a service; less than the grace period before SIGKILL
 _WORKER_ROLES = ("prefill", "decode", "worker")
 
 
@@ -39,22 +39,22 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
     num_decode: int = 1
     num_both: int = 0
     http_host: str = LOOPBACK
-    http_port: int | None = None  # None: 8000, or a free one where it is taken
+    http_port: int | None = None  # None: 8000, or a free port if 8000 is in use
     nats_url: str | None = None
     redis_url: str | None = None
     advertise_host: str = LOOPBACK  # NATS and the KV data plane listen here
     dtype: str = "auto"
     device: str = "auto"
-    num_gpus: int = 0  # that this machine shows; "auto" is the CPU where it shows none
+    num_gpus: int = 0  # visible on this machine; with 0, "auto" is the CPU
     load_format: str = "auto"
     weights: str = "auto"
-    kv_cache_bytes: int | None = None  # None: the worker's own default
+    kv_cache_bytes: int | None = None  # None: the default of the worker
     max_batch_tokens: int | None = None
     tenant_id: str = "default"
 
 
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the cluster's servers are; `nats_url` is set if it is an external one."""
+    """Addresses of the cluster's servers; `nats_url` is set for an external NATS."""
 
     nats_host: str
     nats_port: int
@@ -65,7 +65,7 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def http_url(self) -> str:
-        """Where a client on this machine finds the gateway."""
+        """The gateway's URL for clients on this machine."""
         host = LOOPBACK if self.http_host in ("0.0.0.0", "::", "") else self.http_host
         return f"http://{host}:{self.http_port}"
 
@@ -74,7 +74,7 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_options(options: UpOptions) -> None:
-    """Raises ConfigError that names every problem."""
+    """Raises a ConfigError that names every problem."""
     counts = {
         "prefill": options.num_prefill,
         "decode": options.num_decode,
@@ -129,9 +129,9 @@ def worker_counts(
     device: str,
     num_gpus: int,
 ) -> tuple[int, int, int]:
-    """Prefill, decode and both-role workers where some are not given.
+    """Returns the numbers of prefill, decode and both-role workers, with defaults for None.
 
-    A role each, but one worker for both on a single GPU, which two would share by turns.
+    The default is one worker per role; on a single GPU it is one worker with both roles.
     """
     is_on_cuda = device.startswith("cuda") or (device == "auto" and num_gpus > 0)
     is_single = is_on_cuda and (":" in device or num_gpus == 1)
@@ -147,7 +147,7 @@ def worker_counts(
 
 
 def worker_devices(options: UpOptions, num_workers: int) -> list[str]:
-    """The device of each worker: one GPU each, in turn where there are more workers."""
+    """Returns the device of each worker: GPUs in turn if there are more workers than GPUs."""
     device = options.device
     if device == "auto":
         device = "cuda" if options.num_gpus else "cpu"
@@ -157,7 +157,7 @@ def worker_devices(options: UpOptions, num_workers: int) -> list[str]:
 
 
 def plan_credentials(options: UpOptions) -> tuple[Credential, ...]:
-    """One a process. On an external NATS other clusters may live, so names are random there."""
+    """Returns one per process. Names are random on an external NATS, which clusters may share."""
     counts: tuple[tuple[CredentialRole, int], ...] = (
         ("kv_index", 1),
         ("scheduler", 1),
@@ -176,7 +176,7 @@ def plan_credentials(options: UpOptions) -> tuple[Credential, ...]:
 
 
 def expected_workers(credentials: tuple[Credential, ...]) -> dict[str, set[str]]:
-    """The ids that the gateway must know, by role, before the cluster is ready."""
+    """Returns, by role, the ids that the gateway must know before the cluster is ready."""
     return {
         role: {each.process_id for each in credentials if each.role in (role, "worker")}
         for role in ("prefill", "decode")
@@ -216,7 +216,7 @@ def _service(
     num_threads: int,
     environ: Mapping[str, str],
 ) -> ProcessSpec:
-    """`device` is a worker's, None for other services."""
+    """`device` is None for services without an engine."""
     arguments = ["--process-id", credential.process_id]
     arguments += ["--drain-timeout-s", f"{DRAIN_TIMEOUT_S:g}"]
     if device is not None or credential.role == "gateway":
@@ -250,10 +250,10 @@ def _service(
 
 
 def plan_warming(options: UpOptions, environ: Mapping[str, str]) -> ProcessSpec | None:
-    """The process that compiles CPU kernels beside the start of the rest, on a first start.
+    """Returns the process that compiles CPU kernels during a first start.
 
-    None where machine code has been compiled before: should it be that of another model or release,
-    the workers compile their own.
+    None if the cache holds any machine code: if it is for another model or release, the workers
+    compile what they need.
     """
     home = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", ""), ".cache")
     root = Path(environ.get("HEARTH_CACHE_DIR") or Path(home, "hearth"))
@@ -269,7 +269,7 @@ def plan_warming(options: UpOptions, environ: Mapping[str, str]) -> ProcessSpec 
 
 
 def thread_environ(num_threads: int) -> dict[str, str]:
-    """Few cores, several processes: no more math threads than cores, and none of them spins."""
+    """Limits math threads to the process's share of the cores, and keeps them from spinning."""
     return {
         "OMP_NUM_THREADS": str(num_threads),
         "MKL_NUM_THREADS": str(num_threads),
@@ -280,6 +280,6 @@ def thread_environ(num_threads: int) -> dict[str, str]:
 
 
 def python_path(environ: Mapping[str, str]) -> str:
-    """Finds this very copy of the packages, installed or not."""
+    """Returns a PYTHONPATH with this copy of the packages, installed or not."""
     inherited = environ.get("PYTHONPATH")
     return str(_ROOT) if not inherited else f"{_ROOT}:{inherited}"

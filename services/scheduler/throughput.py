@@ -1,8 +1,8 @@
-"""How fast the workers are, learned from the counters in their heartbeats.
+"""Learns the speed of workers from the counters in their heartbeats.
 
 A worker's step takes about
 
-    step_s + token_s · prompt tokens + drawn_s · generated tokens
+    step_s + token_s · prompt tokens + sampling_s · generated tokens
 
 The three are fitted to the differences between heartbeats by least squares with exponential
 forgetting. None of them can be negative: where one would be, the others are fitted without it. The
@@ -18,15 +18,15 @@ from dataclasses import dataclass, replace
 
 from shared.messages import WorkerLoad
 
-DECAY = 0.97  # of what was seen before, with each heartbeat that tells of work
-MIN_BUSY_S = 0.01  # less is told by later heartbeats, too
+DECAY = 0.97  # factor of earlier observations, per heartbeat that reports work
+MIN_BUSY_S = 0.01  # smaller differences are added to those of later heartbeats
 MIN_MEASURED_TOKENS = 256.0
 POOL_SHARE = 0.05  # how much one fit moves the mean
-# The prior weighs like so many steps, prompt tokens and drawn tokens, each seen alone.
+# The prior weighs as much as so many steps, prompt tokens and sampled tokens, measured alone.
 PRIOR_WEIGHTS = (1.0, 128.0, 8.0)
 MAX_STEP_COUNT = 10_000_000  # of steps or tokens between two heartbeats
 MIN_TOKEN_S, MAX_S = 1e-9, 60.0
-MAX_ACK_S = 1.0  # nobody waits longer for a prefill worker's word
+MAX_ACK_S = 1.0  # decode waits no longer for a prefill worker's reply
 SAMPLED_S = 1e-4
 
 Triple = tuple[float, float, float]
@@ -43,11 +43,11 @@ class Speed:
     step_s: float = 0.005
     token_s: float = 1e-4
     push_token_s: float = 5e-6
-    is_measured: bool = False  # by the worker's own work, not only its like
+    is_measured: bool = False  # by work of this worker, not only of its peers
 
 
 class RunningRatio:
-    """Seconds per unit, older ones forgotten; worth `weight` units of its first value."""
+    """Seconds per unit with exponential forgetting; starts as `weight` units of the first value."""
 
     def __init__(self, ratio: float, weight: float) -> None:
         self._seconds, self._units = ratio * weight, weight
@@ -130,7 +130,7 @@ class LeastSquares:
 
 
 class WorkerThroughput:
-    """One worker's, from its successive loads. A counter that falls or leaps says nothing."""
+    """The speed of one worker, from successive loads. Ignores counters that fall or jump."""
 
     def __init__(self, prior: Speed) -> None:
         self.speed = replace(prior, is_measured=False)
@@ -141,7 +141,7 @@ class WorkerThroughput:
         self._last_pushed: WorkerLoad | None = None
 
     def observe(self, load: WorkerLoad) -> bool:
-        """Whether `speed` may have changed."""
+        """Returns whether `speed` may have changed."""
         last = self._last
         if last is None or not _is_plausible(last, load):
             self._last = self._last_pushed = load
@@ -180,7 +180,7 @@ class WorkerThroughput:
 
 
 class ModelThroughput:
-    """Those of all workers of one model, and what a handoff between two costs besides."""
+    """The speeds of all workers of one model, and the overhead of a handoff between two."""
 
     def __init__(self) -> None:
         self.mean = Speed()
@@ -190,7 +190,7 @@ class ModelThroughput:
 
     @property
     def handoff_overhead_s(self) -> float:
-        """Asking and answering, and about as much again for the last frame and its receipt."""
+        """Twice the time of a request: the last frame and its receipt take about as long."""
         return 2 * self._ack.value
 
     def observe(self, worker_id: str, load: WorkerLoad) -> Speed:
@@ -217,7 +217,7 @@ class ModelThroughput:
 
 
 def _is_plausible(last: WorkerLoad, load: WorkerLoad) -> bool:
-    """Whether one heartbeat may follow the other in one worker's life."""
+    """Whether one heartbeat may follow the other within one life of a worker."""
     differences = (
         load.num_busy_steps - last.num_busy_steps,
         load.num_computed_prompt_tokens - last.num_computed_prompt_tokens,

@@ -1,4 +1,4 @@
-"""From the step's rows to the flat arrays that a runner computes with."""
+"""Builds the flat arrays that a runner computes with from the rows of a step."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def build_inputs(rows: list[ScheduledSequence], block_size: int) -> StepInputs:
 
 
 def _block_tables(sequences: list[Sequence]) -> np.ndarray:
-    """Joined as bytes: to copy row by row into an array takes three times as long."""
+    """Joined as bytes, because copying row by row into an array takes three times as long."""
     tables = [each.block_table.tobytes() for each in sequences]
     width = max(map(len, tables))
     joined = b"".join([each.ljust(width, b"\0") for each in tables])
@@ -73,9 +73,9 @@ def _block_tables(sequences: list[Sequence]) -> np.ndarray:
 def _places(
     query_lens: np.ndarray, computed: np.ndarray, num_tokens: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The row [T] and position [T] of each token, and where in T each row's last token is [S]."""
+    """Returns the row [T] and position [T] of each token, and each row's last index in T [S]."""
     index = np.arange(len(query_lens))
-    if num_tokens == len(query_lens):  # a step of decode: one token each
+    if num_tokens == len(query_lens):  # a decode step: one token per row
         return index, computed, index
     ends = query_lens.cumsum()
     row_of_token = index.repeat(query_lens)
@@ -90,7 +90,7 @@ def _sampling_inputs(
     sampled = [rows[index].sequence for index in indices]
     prepared = [each.packed_sampling or _pack_sampling(each) for each in sampled]
     packed = np.frombuffer(b"".join([row for row, _ in prepared]), dtype=_SAMPLING_ROW)
-    # one call for both: of a few rows, an array's making costs more than its content
+    # one call for both: for a few rows, creating an array costs more than filling it
     sampled_rows, num_prompt_tokens = np.array(
         (indices, [sequence.num_prompt_tokens for sequence in sampled]), dtype=np.int64
     )
@@ -141,7 +141,7 @@ def _is_penalized(params: SamplingParams) -> bool:
 
 
 def _extras(requesting: list[SampledRow]) -> dict[str, Any]:
-    """The fields that are empty unless a row asks for them."""
+    """Returns the fields that are empty unless a row needs them."""
     return {
         "banned": [
             (row, token_id)
@@ -156,7 +156,7 @@ def _extras(requesting: list[SampledRow]) -> dict[str, Any]:
 
 
 def _banned(sequence: Sequence, params: SamplingParams) -> list[int]:
-    """May hold a token twice."""
+    """Returns token ids, possibly with duplicates."""
     banned = [word[-1] for word in params.bad_words if _ends_with(sequence.token_ids, word[:-1])]
     if sequence.num_output_tokens < params.min_tokens:
         banned += sequence.stop_token_ids
@@ -164,7 +164,7 @@ def _banned(sequence: Sequence, params: SamplingParams) -> list[int]:
 
 
 def _ends_with(token_ids: list[int], tail: tuple[int, ...]) -> bool:
-    """The last token is compared first: most bad words need no more."""
+    """Compares the last token first, which suffices for most bad words."""
     if not tail:
         return True
     return token_ids[-1] == tail[-1] and tuple(token_ids[-len(tail) :]) == tail
@@ -224,7 +224,7 @@ def _num_logprobs(requesting: list[SampledRow], mode: LogprobsMode) -> dict[int,
 
 
 def _prompt_logprobs(rows: list[ScheduledSequence]) -> dict[int, PromptSuccessors]:
-    """Of chunks whose tokens have prompt tokens behind them."""
+    """Returns the successors of chunks whose tokens are followed by prompt tokens."""
     found: dict[int, PromptSuccessors] = {}
     for index, row in enumerate(rows):
         sequence = row.sequence
@@ -242,7 +242,7 @@ def _prompt_logprobs(rows: list[ScheduledSequence]) -> dict[int, PromptSuccessor
 
 
 def _pooling(rows: list[ScheduledSequence]) -> dict[int, PoolingInputs]:
-    """A mean is of every chunk; the last token comes with the last chunk."""
+    """A mean needs every chunk; the last token is in the last chunk."""
     found: dict[int, PoolingInputs] = {}
     for index, row in enumerate(rows):
         sequence = row.sequence

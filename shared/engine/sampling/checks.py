@@ -1,4 +1,4 @@
-"""Which sampling parameters a step can take; the vocabulary is `Worker.check_tokens`'s business."""
+"""Checks sampling parameters; `EngineWorker.check_tokens` checks them against the vocabulary."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shared.errors import InvalidRequest
 from shared.messages import SamplingParams
 
 MAX_LOGPROBS = 20
-# What every step of the request looks at anew.
+# Checked at every step of the request.
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 32
 MAX_LOGIT_BIAS = 1024
@@ -19,7 +19,7 @@ LEAST, LARGEST = (float(limit) for limit in (np.finfo(np.float32).tiny, np.finfo
 
 
 def check_sampling(params: SamplingParams) -> None:
-    """Raises InvalidRequest for what logits cannot bear or nobody may ask for."""
+    """Raises InvalidRequest for values out of range."""
     if not 0 <= params.seed < 2**64:
         raise InvalidRequest(f"seed {params.seed} is not an unsigned 64-bit integer", param="seed")
     if params.top_k >= 2**63:
@@ -39,7 +39,7 @@ def check_sampling(params: SamplingParams) -> None:
 
 
 def _check_range(name: str, value: float, largest: float) -> None:
-    if not 0 <= value <= largest:  # so that NaN is refused, too
+    if not 0 <= value <= largest:  # so that NaN is rejected, too
         raise InvalidRequest(f"{name} {value} is not within 0 to {largest:g}", param=name)
 
 
@@ -64,7 +64,7 @@ def _check_penalties(params: SamplingParams) -> None:
         )
     penalties = (params.frequency_penalty, params.presence_penalty)
     for value in chain(penalties, (value for _, value in params.logit_bias)):
-        if not abs(value) <= LARGEST:  # so that NaN is refused, too
+        if not abs(value) <= LARGEST:  # so that NaN is rejected, too
             raise InvalidRequest(f"a penalty or bias of {value} is not a finite FP32 number")
     if not LEAST <= params.repetition_penalty <= LARGEST:
         raise InvalidRequest(

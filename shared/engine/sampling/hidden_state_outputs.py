@@ -1,4 +1,4 @@
-"""What a step tells besides drawn tokens: log-probabilities of prompt tokens, and embeddings."""
+"""Outputs of a step besides sampled tokens: logprobs of prompt tokens, and embeddings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shared.engine.runner import PromptSuccessors, StepInputs
 from shared.engine.sampling.logprobs import token_logprobs
 from shared.messages import TokenLogprobs
 
-# Rows times vocabulary that have their logits at a time: 16 MiB, and 100 MiB for ranking them.
+# Rows times vocabulary whose logits are computed at once: 16 MiB, and 100 MiB for ranking them.
 MAX_LOGITS = 1 << 22
 
 Layer = Callable[[Tensor], Tensor]
@@ -60,7 +60,7 @@ def pooled(hidden: Tensor, inputs: StepInputs, norm: Layer) -> dict[int, NDArray
 
 
 def _sum(vectors: NDArray[np.float64], before: NDArray[np.float64] | None) -> NDArray[np.float64]:
-    """One vector after the other, so that it is the same however they come in chunks."""
+    """Adds one vector after the other, so that the sum does not depend on chunking."""
     total = np.zeros_like(vectors[0]) if before is None else before.copy()
     for vector in vectors:
         total += vector

@@ -1,4 +1,4 @@
-"""Log-probabilities to tell: of the token that stands at a position, and of the likeliest there."""
+"""Log-probabilities of the token at a position and of the top k tokens there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def token_logprobs(
 ) -> list[TokenLogprobs]:
     """logits [R, vocab_size] FP32, token_ids and num_likeliest [R] -> [R].
 
-    A row in which nothing may be drawn is -inf throughout, not NaN.
+    A row in which no token is allowed is -inf throughout, not NaN.
     """
     logprobs = logits.log_softmax(-1)
     logprobs.masked_fill_(logprobs.isnan(), float("-inf"))

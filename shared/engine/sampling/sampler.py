@@ -1,6 +1,6 @@
-"""From the last tokens' logits and the requests' parameters to the next tokens.
+"""Samples the next tokens from logits and the parameters of the requests.
 
-A logit goes through these in order; greedy takes the largest after the third, noise or not:
+The steps in order; greedy takes the largest logit after the third:
 
     1. logit_bias is added
     2. repetition, then frequency and presence penalty   kernels/torch_ops/penalize.py
@@ -8,9 +8,9 @@ A logit goes through these in order; greedy takes the largest after the third, n
     4. temperature, top-k, top-p, min-p, Gumbel noise    kernels/torch_ops/sample.py
 
 vLLM has the same order of bias and penalties. Everything is a function of the logits, the tokens
-so far and the parameters alone, so a resumed sequence draws what it would have drawn.
+so far and the parameters alone, so a resumed sequence samples the same tokens.
 Log-probabilities are `raw` from before 1, or `processed` from before the noise; for greedy, from
-behind 3.
+after 3.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def sample_tokens(
 
 
 def _rows(logits: Tensor, requested: Mapping[int, int]) -> Tensor | None:
-    """A copy of the rows that ask."""
+    """Returns a copy of the rows that need it."""
     return logits[list(requested)] if requested else None
 
 
 def _adjust(logits: Tensor, inputs: SamplingInputs) -> None:
-    """Bias, penalties and bans, in place."""
+    """Applies bias, penalties and bans in place."""
     device = logits.device
     if inputs.bias is not None:
         rows, token_ids, values = _on(
@@ -87,7 +87,7 @@ def _sample(logits: Tensor, inputs: SamplingInputs) -> list[int]:
 
 
 def _scale(logits: Tensor, rows: list[int], inputs: SamplingInputs) -> Tensor:
-    """The logits of what the rows are drawn from; greedy ones at temperature 1, untruncated."""
+    """The logits that rows are sampled from; greedy ones at temperature 1, not truncated."""
     is_sampled = inputs.temperature[rows] > 0
     columns = _on(
         logits.device,
@@ -105,7 +105,7 @@ def _add_logprobs(
     requested: Mapping[int, int],
     token_ids: list[int],
 ) -> None:
-    """logits: those of the rows that ask, in their order."""
+    """`logits`: of the rows that request logprobs, in their order."""
     sampled = torch.tensor([token_ids[row] for row in requested], device=logits.device)
     each = token_logprobs(logits, sampled, list(requested.values()))
     for row, logprobs in zip(requested, each, strict=True):

@@ -1,7 +1,7 @@
-"""The distinct tokens of a sequence that grows, and how often its output holds each.
+"""The distinct tokens of a growing sequence, and their counts in its output.
 
-Penalties need them at every step; counting anew each time would cost as much as the context is
-long.
+Penalties need them at every step; counting from scratch would take time proportional to the
+context.
 """
 
 from __future__ import annotations
