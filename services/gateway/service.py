@@ -158,8 +158,8 @@ class GatewayService:
         await self._web_server.stop()
         await self._background.stop()
         await self._driver.stop()
+        await self._usage.stop()  # waits for a Redis that is away
         await self._limits.stop()
-        await self._usage.stop()
         await self._health_monitor.stop()
         await self._renderer.close()
         await self._bus.close()

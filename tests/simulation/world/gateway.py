@@ -100,8 +100,8 @@ class SimulatedGateway:
     async def stop(self) -> None:
         self.driver.close_all(NoCapacity("the gateway stops", retry_after_s=1.0))
         await self.driver.stop()
-        await self._limits.stop()
         await self._usage.stop()
+        await self._limits.stop()
         await self.health_monitor.stop()
         await self.bus.close()
 
