@@ -9,7 +9,10 @@ from tests.chaos.running import running_frames
 from tests.chaos.world.relay import TRANSPORTS, Transport
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    "transport",
+    [pytest.param(each, marks=[pytest.mark.long] if each == "tcp" else []) for each in TRANSPORTS],
+)
 async def test_spoilt_frames_are_found_counted_and_never_served(
     tmp_path_factory: pytest.TempPathFactory, transport: Transport
 ) -> None:

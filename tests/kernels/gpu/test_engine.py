@@ -68,7 +68,9 @@ def test_greedy_tokens(checkpoint: tuple[Path, list[int]], device: torch.device)
     assert int(logits[1].argmax()) == expected[1]
 
 
-@pytest.mark.parametrize("family", ["LlamaForCausalLM", "Gemma2ForCausalLM"])
+@pytest.mark.parametrize(
+    "family", [pytest.param("LlamaForCausalLM", marks=pytest.mark.long), "Gemma2ForCausalLM"]
+)
 def test_logits_are_bit_equal_for_every_batch_and_chunking(
     tmp_path: Path, family: str, device: torch.device, small_segments: None
 ) -> None:

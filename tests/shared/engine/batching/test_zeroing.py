@@ -190,7 +190,7 @@ class WatchfulRunner(CopyingRunner):
 
 
 @pytest.mark.parametrize("zeroes", [True, False])
-@pytest.mark.parametrize("copy_s", [0.0, 0.003, 0.03])
+@pytest.mark.parametrize("copy_s", [0.0, pytest.param(0.003, marks=pytest.mark.long), 0.03])
 def test_nobody_writes_before_the_blocks_are_clear(copy_s: float, zeroes: bool) -> None:
     """Two tenants in turn, by local prefill and by pushed KV, aborted and not, in few blocks."""
 
