@@ -12,7 +12,7 @@ import structlog
 from litestar import HttpMethod, Litestar, Request, Response, delete, get, post, put, route
 from litestar.connection import ASGIConnection
 from litestar.exceptions import HTTPException
-from litestar.handlers import BaseRouteHandler
+from litestar.handlers import BaseRouteHandler, HTTPRouteHandler
 from litestar.openapi import OpenAPIConfig, ResponseSpec
 from litestar.openapi.plugins import JsonRenderPlugin
 from litestar.openapi.spec import Components, SecurityScheme
@@ -53,6 +53,7 @@ Connection = ASGIConnection[Any, Any, Any, Any]
 METRICS_TYPE = CONTENT_TYPE_LATEST.removesuffix("; charset=utf-8")  # Litestar adds it
 BEARER = "api_key"
 ERRORS = (400, 401, 403, 404, 413, 429, 503, 504)
+READS = partial(route, http_method=[HttpMethod.GET, HttpMethod.HEAD])
 
 
 class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,55 +193,16 @@ def build_app(
         wall_clock=wall_clock,
         metrics_token=metrics_token,
     )
-    openai = OpenAIRoutes(submission, catalog, files, wall_clock)
     known: dict[str, Any] = {
         "before_request": routes.authenticate,
         "security": [{BEARER: []}],
     }
-    submits = partial(post, return_dto=None, status_code=200, **known)
-    reads = partial(route, http_method=[HttpMethod.GET, HttpMethod.HEAD])
-    chat = submits(
-        path="/v1/chat/completions", dto=ChatBody, responses=_responses(ChatCompletion, *ERRORS)
-    )
-    texts = submits(
-        path="/v1/completions", dto=CompletionBody, responses=_responses(Completion, *ERRORS)
-    )
-    embeddings = submits(
-        path="/v1/embeddings", dto=EmbeddingBody, responses=_responses(EmbeddingList, *ERRORS)
-    )
-    models = reads("/v1/models", responses=_responses(ModelList, 401, 403, 503), **known)
-    model = reads(
-        "/v1/models/{model_id:path}", responses=_responses(ModelEntry, 401, 403, 404, 503), **known
-    )
-    prefixes = PrefixRoutes(submission, prefix_store, catalog, files)
-    pinned = {"path": "/v1/prefixes/{name:str}", "return_dto": None, **known}
-    put_prefix = put(dto=PrefixBody, responses=_responses(Prefix, *ERRORS), **pinned)
-    get_prefix = get(responses=_responses(Prefix, 401, 404, 503), **pinned)
-    delete_prefix = delete(
-        responses=_responses(DeletedPrefix, 401, 404, 503), status_code=200, **pinned
-    )
-    list_prefixes = get("/v1/prefixes", responses=_responses(PrefixList, 401, 503), **known)
-    try_prefix = submits(
-        path="/v1/prefixes/dry_run", dto=DryRunBody, responses=_responses(DryRunReport, *ERRORS)
-    )
     return Litestar(
         [
-            put_prefix(prefixes.put),
-            get_prefix(prefixes.get),
-            delete_prefix(prefixes.delete),
-            list_prefixes(prefixes.list),
-            try_prefix(prefixes.dry_run),
-            chat(openai.chat_completions),
-            texts(openai.completions),
-            embeddings(openai.embeddings),
-            models(routes.models),
-            model(routes.model),
-            reads("/health")(routes.health),
-            reads("/ready", responses=_responses(Readiness))(routes.ready),
-            reads("/metrics", include_in_schema=False, guards=[routes.authorize_metrics])(
-                routes.metrics
-            ),
-            reads("/openapi.json", include_in_schema=False)(routes.openapi),
+            *_openai_handlers(OpenAIRoutes(submission, catalog, files, wall_clock), known),
+            *_model_handlers(routes, known),
+            *_prefix_handlers(PrefixRoutes(submission, prefix_store, catalog, files), known),
+            *_state_handlers(routes),
         ],
         exception_handlers={
             HearthError: routes.on_hearth_error,
@@ -251,6 +213,68 @@ def build_app(
         request_max_body_size=max_body_bytes,
         logging_config=None,
     )
+
+
+def _openai_handlers(openai: OpenAIRoutes, known: dict[str, Any]) -> list[HTTPRouteHandler]:
+    submits = partial(post, return_dto=None, status_code=200, **known)
+    chat = submits(
+        path="/v1/chat/completions", dto=ChatBody, responses=_responses(ChatCompletion, *ERRORS)
+    )
+    texts = submits(
+        path="/v1/completions", dto=CompletionBody, responses=_responses(Completion, *ERRORS)
+    )
+    embeddings = submits(
+        path="/v1/embeddings", dto=EmbeddingBody, responses=_responses(EmbeddingList, *ERRORS)
+    )
+    return [
+        chat(openai.chat_completions),
+        texts(openai.completions),
+        embeddings(openai.embeddings),
+    ]
+
+
+def _model_handlers(routes: Routes, known: dict[str, Any]) -> list[HTTPRouteHandler]:
+    models = READS("/v1/models", responses=_responses(ModelList, 401, 403, 503), **known)
+    model = READS(
+        "/v1/models/{model_id:path}", responses=_responses(ModelEntry, 401, 403, 404, 503), **known
+    )
+    return [models(routes.models), model(routes.model)]
+
+
+def _prefix_handlers(prefixes: PrefixRoutes, known: dict[str, Any]) -> list[HTTPRouteHandler]:
+    pinned = {"path": "/v1/prefixes/{name:str}", "return_dto": None, **known}
+    put_prefix = put(dto=PrefixBody, responses=_responses(Prefix, *ERRORS, 409), **pinned)
+    get_prefix = get(responses=_responses(Prefix, 401, 404, 503), **pinned)
+    delete_prefix = delete(
+        responses=_responses(DeletedPrefix, 401, 404, 503), status_code=200, **pinned
+    )
+    list_prefixes = get("/v1/prefixes", responses=_responses(PrefixList, 401, 503), **known)
+    try_prefix = post(
+        path="/v1/prefixes/dry_run",
+        dto=DryRunBody,
+        return_dto=None,
+        status_code=200,
+        responses=_responses(DryRunReport, *ERRORS),
+        **known,
+    )
+    return [
+        put_prefix(prefixes.put),
+        get_prefix(prefixes.get),
+        delete_prefix(prefixes.delete),
+        list_prefixes(prefixes.list),
+        try_prefix(prefixes.dry_run),
+    ]
+
+
+def _state_handlers(routes: Routes) -> list[HTTPRouteHandler]:
+    """The routes of operators and load balancers, without an API key."""
+    metrics = READS("/metrics", include_in_schema=False, guards=[routes.authorize_metrics])
+    return [
+        READS("/health")(routes.health),
+        READS("/ready", responses=_responses(Readiness))(routes.ready),
+        metrics(routes.metrics),
+        READS("/openapi.json", include_in_schema=False)(routes.openapi),
+    ]
 
 
 def _document(version: str) -> OpenAPIConfig:

@@ -47,9 +47,8 @@ def to_generation_requests(
 ) -> list[GenerationRequest]:
     """Returns one request per input. Raises InvalidRequest for unsupported values."""
     if body.dimensions is not None and body.dimensions != hidden_size:
-        raise InvalidRequest(
-            f"dimensions: must be {hidden_size} for this model", param="dimensions"
-        )
+        only = "left out" if hidden_size is None else f"{hidden_size} or left out"
+        raise InvalidRequest(f"dimensions: must be {only} for this model", param="dimensions")
     prompts = to_prompts("input", body.input, add_special_tokens=body.add_special_tokens)
     return [
         GenerationRequest(

@@ -141,7 +141,7 @@ class Renderer:
         except (ConnectionError, EOFError):
             if self._process is process:  # not killed by `_leave`
                 await self._end_process()
-                _settle(jobs.popleft(), Rejected(RENDER_TIMEOUT))
+                _settle_lost(jobs.popleft(), process)
         except (TimeoutError, OSError, RuntimeError, msgspec.DecodeError):  # uvloop: a closed pipe
             await self._end_process()
             _fail(jobs.popleft(), NoCapacity("the template process hangs", retry_after_s=1.0))
@@ -175,6 +175,14 @@ def _too_many() -> Overloaded:
 def _settle(waiting: _Waiting, reply: Reply) -> None:
     if not waiting.reply.done():  # done: the client disconnected
         waiting.reply.set_result(reply)
+
+
+def _settle_lost(waiting: _Waiting, process: asyncio.subprocess.Process | None) -> None:
+    """Ends a job whose process ended: by its own alarm, or by something else, such as a kill."""
+    if process is not None and process.returncode == -signal.SIGPROF:
+        _settle(waiting, Rejected(RENDER_TIMEOUT))
+    else:
+        _fail(waiting, NoCapacity("the template process ended", retry_after_s=1.0))
 
 
 def _fail(waiting: _Waiting, error: HearthError) -> None:

@@ -213,6 +213,7 @@ async def test_models_health_ready_metrics_openapi(cluster: Cluster) -> None:
     assert "max_completion_tokens" in schemas[name]["properties"]
     assert "logit_bias" in schemas[name]["properties"]
     assert {CHAT, "/v1/completions", "/v1/embeddings"} <= set(document["paths"])
+    assert "409" in document["paths"]["/v1/prefixes/{name}"]["put"]["responses"]
     (scheme,) = document["components"]["securitySchemes"]
     for path, operations in document["paths"].items():
         for operation in operations.values():

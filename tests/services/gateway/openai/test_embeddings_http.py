@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from services.gateway.openai.embedding_response import normalized
+from services.gateway.openai.embeddings import EmbeddingRequest, to_generation_requests
+from shared.errors import InvalidRequest
 from shared.messages import Finish, Served
 from shared.packing import unpack_token_ids
 from tests.services.gateway.conftest import Cluster
@@ -90,6 +92,12 @@ async def test_bad_field(cluster: Cluster, fields: dict[str, Any], param: str) -
     response = await cluster.http.post(ROUTE, json={"input": "x", **fields})
     check_envelope(response, 400, "invalid_request", param)
     assert cluster.scheduler.submits.empty()
+
+
+def test_error_without_a_known_hidden_size() -> None:
+    body = EmbeddingRequest(input="x", dimensions=4)
+    with pytest.raises(InvalidRequest, match="dimensions: must be left out for this model"):
+        to_generation_requests(body, "tiny", None)
 
 
 @pytest.mark.own_cluster

@@ -179,6 +179,18 @@ async def test_who_leaves_in_the_middle_spoils_nobodys_answer(make: Make) -> Non
     assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
 
 
+async def test_job_of_a_killed_process_may_be_retried(make: Make) -> None:
+    renderer = await make(RENDER_TIMEOUT)
+    await renderer.start()
+    assert renderer._process is not None
+    rendering = asyncio.create_task(renderer.render(MESSAGES * 2))
+    await asyncio.sleep(0.05)
+    os.kill(renderer._process.pid, signal.SIGKILL)
+    with pytest.raises(NoCapacity, match="the template process ended"):
+        await rendering
+    assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
+
+
 async def test_it_is_started_anew_after_a_kill_and_leaves_nothing(make: Make) -> None:
     renderer = await make(GOOD)
     await renderer.start()
