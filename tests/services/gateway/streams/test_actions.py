@@ -1,4 +1,4 @@
-"""Where a request is submitted to; what is told together."""
+"""Subjects of submissions, and acknowledgements batched by worker."""
 
 from __future__ import annotations
 
@@ -9,27 +9,29 @@ from tests.services.gateway.streams.test_streams import request
 
 
 def subjects_of(request_id: str, schedulers: list[str]) -> list[str]:
-    tries = [SubmitRequest(request=request(request_id), attempt=number) for number in range(1, 6)]
-    return [submit_subject(each, schedulers) for each in tries]
+    attempts = [
+        SubmitRequest(request=request(request_id), attempt=number) for number in range(1, 6)
+    ]
+    return [submit_subject(each, schedulers) for each in attempts]
 
 
-def test_further_tries_go_to_the_live_schedulers_by_turns() -> None:
-    first, *further = subjects_of("r1", ["s1", "s2"])
+def test_retries_rotate_over_live_schedulers() -> None:
+    first, *retries = subjects_of("r1", ["s1", "s2"])
     assert first == SUBMIT
-    assert further[:2] == further[2:]
-    assert set(further) == {submit_to("s1"), submit_to("s2")}
+    assert retries[:2] == retries[2:]
+    assert set(retries) == {submit_to("s1"), submit_to("s2")}
 
 
-def test_not_all_requests_turn_to_the_same_one() -> None:
+def test_first_retries_spread_over_schedulers() -> None:
     seconds = {subjects_of(f"r{number}", ["s1", "s2"])[1] for number in range(20)}
     assert len(seconds) == 2
 
 
-def test_without_a_known_scheduler_anyone_may_take_it() -> None:
+def test_retries_use_queue_group_without_live_scheduler() -> None:
     assert set(subjects_of("r1", [])) == {SUBMIT}
 
 
-def test_endings_that_came_together_are_acknowledged_in_one_message_a_worker() -> None:
+def test_acknowledgements_are_batched_by_worker() -> None:
     p, q, r = (bytes([number]) * 16 for number in range(3))
     actions = Actions("gateway-1")
     actions.acknowledge("decode-1", p)

@@ -1,4 +1,4 @@
-"""What the client does not notice: lost workers, lost messages, lost schedulers."""
+"""Recovery from lost workers, messages and schedulers, as seen by an HTTP client."""
 
 from __future__ import annotations
 
@@ -26,23 +26,24 @@ from tests.services.gateway.openai.test_chat_http import BODY, CHAT, events_of, 
 pytestmark = pytest.mark.own_cluster
 
 WAIT_S = 8
-SLACK_S = 1.5  # of a machine that does other things, too; it took 4 s
+SLACK_S = 1.5  # for a busy machine; the complete submission window takes 4 s
 
 
 async def emitted(cluster: Cluster, worker: int, position: int) -> None:
+    """Waits until the worker has emitted the token at `position`."""
     async with asyncio.timeout(WAIT_S):
         while (await cluster.decodes[worker].emitted.get()).first_position < position:
             pass
 
 
 def num_resubmissions(events: list[Any]) -> int:
-    """Unlike the number of submits, free of a submit whose answer took longer than its timeout."""
+    """Unlike the number of submits, excludes submits repeated because the reply was too late."""
     found: int = events[-2]["hearth"]["num_resubmissions"]
     return found
 
 
-async def first_token_seen(cluster: Cluster) -> None:
-    """The worker's word alone does not mean that `Placed` has reached the gateway."""
+async def wait_for_first_token(cluster: Cluster) -> None:
+    """Waits for a token at the gateway: `emitted` does not prove that `Placed` arrived there."""
     async with asyncio.timeout(WAIT_S):
         while "ttft_seconds_count 1.0" not in (await cluster.http.get("/metrics")).text:
             pass
@@ -50,7 +51,7 @@ async def first_token_seen(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("is_killed", [True, False])
 async def test_lost_worker_is_replaced(cluster: Cluster, is_killed: bool) -> None:
-    """Killed, or hung: its heartbeats go on, its step counter stands still."""
+    """The worker is killed, or hangs: heartbeats continue, the step counter does not change."""
     first, second = cluster.decodes
     first.hold_at = 9
     running = asyncio.create_task(events_of(cluster, stream_options={"include_usage": True}))
@@ -66,31 +67,31 @@ async def test_lost_worker_is_replaced(cluster: Cluster, is_killed: bool) -> Non
     assert events[-2]["hearth"]["num_resubmissions"] == 1
     assert events[-2]["usage"]["completion_tokens"] == len(second.answer)
     submit = await cluster.scheduler.submits.get()
-    again = await cluster.scheduler.submits.get()
-    assert again.excluded_workers == ("decode-1",)
-    assert unpack_token_ids(again.request.choices[0].output_token_ids) == first.answer[:9]
-    assert again.request.sampling.seed == submit.request.sampling.seed
-    assert again.attempt > submit.attempt
+    resubmit = await cluster.scheduler.submits.get()
+    assert resubmit.excluded_workers == ("decode-1",)
+    assert unpack_token_ids(resubmit.request.choices[0].output_token_ids) == first.answer[:9]
+    assert resubmit.request.sampling.seed == submit.request.sampling.seed
+    assert resubmit.attempt > submit.attempt
     assert second.emitted.get_nowait().first_position == 9
     if is_killed:
         return
     first.is_hung = False
-    assert (await first.aborts.get()).reason == "superseded"  # fenced when it wakes
+    assert (await first.aborts.get()).reason == "superseded"  # fenced when it resumes
 
 
-async def test_worker_that_says_goodbye_is_replaced_at_once(cluster: Cluster) -> None:
+async def test_stopping_worker_is_replaced_at_once(cluster: Cluster) -> None:
     first = cluster.decodes[0]
     first.hold_at = 5
     running = asyncio.create_task(events_of(cluster))
     await emitted(cluster, 0, 4)
-    await first_token_seen(cluster)
+    await wait_for_first_token(cluster)
     cluster.scheduler.workers = cluster.decodes[1:]
     await first.health_monitor.stop()
     async with asyncio.timeout(WAIT_S):
         assert text_of(await running) == ANSWER
 
 
-async def test_without_any_scheduler_the_answer_is_503_within_a_second(cluster: Cluster) -> None:
+async def test_no_scheduler_is_503_within_a_second(cluster: Cluster) -> None:
     await cluster.scheduler.stop()
     started = time.monotonic()
     response = await cluster.http.post(CHAT, json=BODY)
@@ -99,12 +100,12 @@ async def test_without_any_scheduler_the_answer_is_503_within_a_second(cluster: 
     assert time.monotonic() - started < 1.0 + SLACK_S
 
 
-async def test_lost_token_message_is_sent_again(cluster: Cluster) -> None:
-    waiting = {3, 4, 11}
+async def test_lost_token_message_is_resent(cluster: Cluster) -> None:
+    to_lose = {3, 4, 11}
 
     def loses(entry: TokenEntry) -> bool:
-        is_lost = entry.first_position in waiting
-        waiting.discard(entry.first_position)
+        is_lost = entry.first_position in to_lose
+        to_lose.discard(entry.first_position)
         return is_lost
 
     cluster.decodes[0].loses = loses
@@ -113,16 +114,16 @@ async def test_lost_token_message_is_sent_again(cluster: Cluster) -> None:
     assert num_resubmissions(events) == 0
 
 
-async def test_lost_messages_of_several_choices(cluster: Cluster) -> None:
-    """Also the ending of one while the others go on."""
+async def test_lost_messages_of_several_choices_are_resent(cluster: Cluster) -> None:
+    """One lost message is the Finish of a choice while the other choices continue."""
     decode = cluster.decodes[0]
     decode.answers = {1: decode.answer[:7]}
-    waiting = {(0, 3), (1, 3), (1, 7), (2, 0)}
+    to_lose = {(0, 3), (1, 3), (1, 7), (2, 0)}
 
     def loses(entry: TokenEntry) -> bool:
         place = (entry.choice_index, entry.first_position)
-        is_lost = place in waiting
-        waiting.discard(place)
+        is_lost = place in to_lose
+        to_lose.discard(place)
         return is_lost
 
     decode.loses = loses
@@ -137,7 +138,7 @@ async def test_lost_messages_of_several_choices(cluster: Cluster) -> None:
 
 @contextlib.asynccontextmanager
 async def within(cluster: Cluster, seconds: float) -> AsyncIterator[None]:
-    """Fails with the state of the gateway's streams."""
+    """Fails after `seconds` and reports the states of the gateway's streams."""
     streams = cluster.gateway._driver._streams
     try:
         async with asyncio.timeout(seconds):
@@ -155,7 +156,7 @@ async def within(cluster: Cluster, seconds: float) -> AsyncIterator[None]:
         pytest.fail(f"not within {seconds:g} s: {found}")
 
 
-async def test_lost_ending_is_asked_for(cluster: Cluster) -> None:
+async def test_lost_finish_is_resent(cluster: Cluster) -> None:
     cluster.decodes[0].loses = lambda entry: entry.finish is not None
     async with within(cluster, WAIT_S):
         events = await events_of(cluster)
@@ -163,7 +164,7 @@ async def test_lost_ending_is_asked_for(cluster: Cluster) -> None:
     assert await cluster.decodes[0].acks.get()
 
 
-async def test_worker_that_forgot_the_placement(cluster: Cluster) -> None:
+async def test_unknown_placement_is_resubmitted(cluster: Cluster) -> None:
     first = cluster.decodes[0]
     first.hold_at = 5
     running = asyncio.create_task(events_of(cluster, stream_options={"include_usage": True}))
@@ -176,7 +177,7 @@ async def test_worker_that_forgot_the_placement(cluster: Cluster) -> None:
     assert num_resubmissions(events) == 1
 
 
-async def test_worker_that_hands_back(cluster: Cluster) -> None:
+async def test_request_continues_after_worker_busy(cluster: Cluster) -> None:
     first = cluster.decodes[0]
     first.answer = first.answer[:7]
     first.finish = Finish(
@@ -187,7 +188,7 @@ async def test_worker_that_hands_back(cluster: Cluster) -> None:
     assert text_of(await events_of(cluster)) == ANSWER
 
 
-async def test_keepalive_missing_submits_again(cluster: Cluster) -> None:
+async def test_missing_keepalive_resubmits(cluster: Cluster) -> None:
     scheduler = cluster.scheduler
     scheduler.is_holding, scheduler.sends_keepalives = True, False
     running = asyncio.create_task(cluster.http.post(CHAT, json=BODY))
@@ -199,7 +200,7 @@ async def test_keepalive_missing_submits_again(cluster: Cluster) -> None:
         assert (await running).status_code == 200
 
 
-async def test_keepalives_hold_the_place(cluster: Cluster) -> None:
+async def test_keepalives_prevent_resubmission(cluster: Cluster) -> None:
     cluster.scheduler.is_holding = True
     running = asyncio.create_task(cluster.http.post(CHAT, json=BODY))
     await cluster.scheduler.submits.get()
@@ -210,12 +211,12 @@ async def test_keepalives_hold_the_place(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-async def test_client_gone_aborts(cluster: Cluster, is_stream: bool) -> None:
+async def test_client_disconnect_aborts_placement(cluster: Cluster, is_stream: bool) -> None:
     cluster.decodes[0].hold_at = 5
     body = {**BODY, "stream": is_stream}
     running = asyncio.create_task(cluster.http.post(CHAT, json=body))
     await emitted(cluster, 0, 4)
-    await first_token_seen(cluster)
+    await wait_for_first_token(cluster)
     running.cancel()
     async with asyncio.timeout(WAIT_S):
         assert (await cluster.decodes[0].aborts.get()).reason == "client_gone"
@@ -224,7 +225,7 @@ async def test_client_gone_aborts(cluster: Cluster, is_stream: bool) -> None:
     assert "hearth_gateway_open_streams 0.0" in metrics
 
 
-async def test_client_gone_while_queued_cancels(cluster: Cluster) -> None:
+async def test_client_disconnect_cancels_queued_request(cluster: Cluster) -> None:
     cluster.scheduler.is_holding = True
     running = asyncio.create_task(cluster.http.post(CHAT, json=BODY))
     message = await cluster.scheduler.submits.get()
@@ -260,7 +261,7 @@ async def test_second_placement_is_superseded(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("lost_positions", [{5, 6, 7}, set()])
-async def test_bus_restart_blames_nobody(
+async def test_bus_restart_does_not_resubmit(
     tmp_path: Path,
     gateway_config: GatewayConfig,
     model_files: ModelFiles,
@@ -274,11 +275,11 @@ async def test_bus_restart_blames_nobody(
         first.loses = lambda entry: entry.first_position in lost_positions
         running = asyncio.create_task(events_of(cluster, stream_options={"include_usage": True}))
         await emitted(cluster, 0, 4)
-        await first_token_seen(cluster)
+        await wait_for_first_token(cluster)
         server.stop()
         await until(lambda: cluster.gateway.readiness().reason == "not connected to the bus")
         assert (await cluster.http.get("/ready")).status_code == 503
-        await asyncio.sleep(2.5)  # longer than every limit on silence
+        await asyncio.sleep(2.5)  # longer than every silence timeout
         server.start()
         first.released.set()
         async with asyncio.timeout(WAIT_S):
@@ -288,9 +289,9 @@ async def test_bus_restart_blames_nobody(
     server.stop()
 
 
-async def test_slow_client_gets_everything(cluster: Cluster) -> None:
+async def test_slow_client_receives_complete_stream(cluster: Cluster) -> None:
     body = {**BODY, "stream": True}
     async with cluster.http.stream("POST", CHAT, json=body) as response:
-        await cluster.decodes[0].acks.get()  # all is generated before the client reads on
+        await cluster.decodes[0].acks.get()  # all tokens are generated before the client reads
         text = (await response.aread()).decode()
     assert text.endswith("data: [DONE]\n\n")

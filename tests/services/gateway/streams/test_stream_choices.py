@@ -1,4 +1,4 @@
-"""The recovery core with several choices and with logprobs, up to any network one may draw."""
+"""The recovery core with several choices and with logprobs, also on random networks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,9 @@ class Choices(Rig):
     def entry(self, entry: TokenEntry, worker_id: str = "w1") -> None:
         self.streams.on_token_batch(TokenBatch(worker_id=worker_id, entries=(entry,)), self.now)
 
-    def told(self, index: int, first: int, *token_ids: int, finish: Finish | None = None) -> None:
+    def received(
+        self, index: int, first: int, *token_ids: int, finish: Finish | None = None
+    ) -> None:
         self.entry(TokenEntry(P1, index, first, token_ids, finish))
 
 
@@ -83,46 +85,46 @@ def stop(choice_index: int) -> tuple[str, AbortRequest]:
     return control("decode", "w1"), message
 
 
-def test_one_choice_is_stopped_alone_and_the_last_takes_the_placement() -> None:
+def test_stop_aborts_choice_then_placement() -> None:
     rig = Choices()
-    rig.told(0, 0, 5, 6)
+    rig.received(0, 0, 5, 6)
     assert rig.published() == [stop(0)]
-    rig.told(1, 0, 7, finish=STOP)
+    rig.received(1, 0, 7, finish=STOP)
     assert rig.published() == [abort("w1", P1, "stop")]  # the first abort may be lost
     assert rig.client.by_choice == {0: [5, 6], 1: [7]}
     assert rig.client.ends == [StreamEnd(None, "w1", 0)]
 
 
-def test_a_lost_stop_is_said_again_when_the_choice_goes_on() -> None:
+def test_abort_is_repeated_if_stopped_choice_continues() -> None:
     rig = Choices()
-    rig.told(0, 0, 5, 6)
+    rig.received(0, 0, 5, 6)
     rig.actions()
-    rig.told(0, 2, 7)
-    assert rig.actions() == []  # it was under way
+    rig.received(0, 2, 7)
+    assert rig.actions() == []  # the first abort may still arrive
     rig.tick(1.0)
-    rig.told(0, 3, 8)
-    rig.told(0, 4, 9)
+    rig.received(0, 3, 8)
+    rig.received(0, 4, 9)
     assert rig.published() == [stop(0)]
-    rig.told(1, 0, 7)
+    rig.received(1, 0, 7)
     rig.tick(1.0)
-    rig.told(0, 5, 9, finish=STOP)  # it ended by itself
+    rig.received(0, 5, 9, finish=STOP)  # the choice finished without the abort
     assert rig.actions() == []
     assert rig.client.by_choice[0] == [5, 6]
 
 
-def test_a_choice_stopped_in_its_last_entry_needs_no_abort() -> None:
+def test_choice_stopped_in_last_entry_is_not_aborted() -> None:
     rig = Choices()
-    rig.told(0, 0, 5, 6, finish=STOP)
+    rig.received(0, 0, 5, 6, finish=STOP)
     assert rig.actions() == []
-    rig.told(1, 0, 7, finish=STOP)
+    rig.received(1, 0, 7, finish=STOP)
     assert [message for _, message in rig.published()] == [AckFinished(placement_ids=(P1,))]
 
 
-def test_only_unfinished_choices_are_submitted_again() -> None:
+def test_only_unfinished_choices_are_resubmitted() -> None:
     rig = Choices(num_choices=4)
-    rig.told(0, 0, 5, 6)  # stopped
-    rig.told(1, 0, 7, finish=STOP)
-    rig.told(2, 0, 8, 9)
+    rig.received(0, 0, 5, 6)  # stopped
+    rig.received(1, 0, 7, finish=STOP)
+    rig.received(2, 0, 8, 9)
     rig.actions()
     rig.streams.on_worker_lost("w1", rig.now, is_excluded=True)
     choices = rig.submit().request.choices
@@ -135,27 +137,27 @@ def test_only_unfinished_choices_are_submitted_again() -> None:
     assert [message for _, message in rig.published()] == [AckFinished(placement_ids=(P2,))]
 
 
-def test_a_resend_that_a_stop_overtook_blames_nobody() -> None:
+def test_failed_resend_of_stopped_choice_is_ignored() -> None:
     rig = Choices()
-    rig.told(0, 1, 6)
+    rig.received(0, 1, 6)
     (resend,) = rig.actions()
-    rig.told(0, 0, 5)
+    rig.received(0, 0, 5)
     assert rig.published() == [stop(0)]
     error = UnknownPlacement("that choice is gone")
     rig.streams.on_resend_failed(resend.message, error, rig.now, is_bus_trusted=True)
     assert rig.actions() == []
 
 
-def test_a_silent_choice_is_asked_for_while_another_talks() -> None:
+def test_silent_choice_is_resent_while_another_sends() -> None:
     rig = Choices()
     rig.tick(core.TOKEN_TIMEOUT_S - 0.1)
-    rig.told(1, 0, 7)
+    rig.received(1, 0, 7)
     rig.tick(0.1)
     (action,) = rig.actions()
     assert action.message == ResendTokens(placement_id=P1, choice_index=0, from_position=0)
 
 
-def test_failed_resends_count_for_each_choice() -> None:
+def test_failed_resends_are_counted_by_choice() -> None:
     rig = Choices(num_choices=core.MAX_FAILED_RESENDS)
     rig.tick(core.TOKEN_TIMEOUT_S)
     for action in rig.actions():
@@ -166,7 +168,7 @@ def test_failed_resends_count_for_each_choice() -> None:
     assert len(rig.actions()) == core.MAX_FAILED_RESENDS
 
 
-def test_an_ending_known_from_the_last_token_keeps_who_served() -> None:
+def test_length_finish_after_worker_loss_retains_served() -> None:
     rig = running(max_tokens=1)
     entry = TokenEntry(P1, 0, 0, (5,), None, SERVED)
     rig.streams.on_token_batch(TokenBatch(worker_id="w1", entries=(entry,)), rig.now)
@@ -179,13 +181,13 @@ def test_an_ending_known_from_the_last_token_keeps_who_served() -> None:
 
 
 def scored(first: int, end: int, finish: Finish | None = None) -> TokenEntry:
-    """Of choice 1; the token at a position, and its logprob, are the position."""
-    places = range(first, end)
-    logprobs = tuple(TokenLogprobs(float(place)) for place in places)
-    return TokenEntry(P1, 1, first, tuple(places), finish, logprobs=logprobs)
+    """An entry of choice 1. The token id and the logprob at a position equal the position."""
+    positions = range(first, end)
+    logprobs = tuple(TokenLogprobs(float(place)) for place in positions)
+    return TokenEntry(P1, 1, first, tuple(positions), finish, logprobs=logprobs)
 
 
-def test_logprobs_keep_step_through_overlaps_and_gaps() -> None:
+def test_logprobs_stay_with_tokens_across_overlaps_and_gaps() -> None:
     rig = Choices(num_logprobs=0)
     for first, end in ((0, 2), (1, 3), (5, 7), (6, 8), (3, 6), (0, 9)):
         rig.entry(scored(first, end))
@@ -193,9 +195,9 @@ def test_logprobs_keep_step_through_overlaps_and_gaps() -> None:
     assert rig.client.logprobs == [float(place) for place in range(9)]
 
 
-def test_tokens_without_the_logprobs_that_were_asked_for_end_the_request() -> None:
+def test_missing_logprobs_fail_request() -> None:
     rig = Choices(num_logprobs=0)
-    rig.told(1, 0, 5)
+    rig.received(1, 0, 5)
     assert "logprobs" in str(rig.client.error)
     assert rig.published() == [abort("w1", P1, "failed")]
 
@@ -206,17 +208,17 @@ def test_tokens_without_the_logprobs_that_were_asked_for_end_the_request() -> No
     loss=st.sampled_from([0.0, 0.2, 0.5]),
     num_choices=st.integers(1, 3),
 )
-def test_any_network_gives_the_same_tokens_and_one_ending(
+def test_any_network_gives_same_tokens_and_one_end(
     seed: int, loss: float, num_choices: int
 ) -> None:
-    """Entries are lost, doubled and shuffled, workers die; resends and placements get through.
+    """Entries are lost, duplicated and reordered, and workers die; resends and placements arrive.
 
-    Choice 0 stops after its second token, and a worker that was told so forgets it.
+    Choice 0 stops after its second token; a worker that receives the abort drops the choice.
     """
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     rig = Choices(num_choices=num_choices, num_logprobs=0)
     answers = [
-        [100 * index + place for place in range(draw.randrange(1, 30))]
+        [100 * index + place for place in range(rng.randrange(1, 30))]
         for index in range(num_choices)
     ]
     placements: dict[bytes, dict[int, int]] = {P1: dict.fromkeys(range(num_choices), 0)}
@@ -233,7 +235,7 @@ def test_any_network_gives_the_same_tokens_and_one_ending(
 
     def place(message: SubmitRequest) -> None:
         rig.queue(message.attempt)
-        placement_id = draw.randbytes(16)
+        placement_id = rng.randbytes(16)
         placements[placement_id] = {
             choice.choice_index: len(unpack_token_ids(choice.output_token_ids))
             for choice in message.request.choices
@@ -246,7 +248,7 @@ def test_any_network_gives_the_same_tokens_and_one_ending(
             error = UnknownPlacement("forgotten")
             rig.streams.on_resend_failed(message, error, rig.now, is_bus_trusted=True)
             return
-        end = draw.randrange(start, len(answers[index]) + 1)
+        end = rng.randrange(start, len(answers[index]) + 1)
         entry = entry_of(message.placement_id, index, start, end)
         batch = TokenBatch(worker_id=worker_id, entries=(entry,))
         rig.streams.on_resent(message, batch, rig.now)
@@ -258,29 +260,29 @@ def test_any_network_gives_the_same_tokens_and_one_ending(
                     place(message)
                 case Resend(worker_id, message):
                     resend(worker_id, message)
-                case Publish(message=AbortRequest() as message) if draw.random() >= loss:
+                case Publish(message=AbortRequest() as message) if rng.random() >= loss:
                     if message.choice_index is not None:
                         placements[message.placement_id].pop(message.choice_index, None)
         if rig.client.ends:
             break
-        placement_id = draw.choice(list(placements))
+        placement_id = rng.choice(list(placements))
         if placements[placement_id]:
-            index = draw.choice(list(placements[placement_id]))
-            start = draw.randrange(placements[placement_id][index], len(answers[index]) + 1)
-            end = min(len(answers[index]), start + draw.randrange(4))
-            if draw.random() >= loss:
+            index = rng.choice(list(placements[placement_id]))
+            start = rng.randrange(placements[placement_id][index], len(answers[index]) + 1)
+            end = min(len(answers[index]), start + rng.randrange(4))
+            if rng.random() >= loss:
                 entry = entry_of(placement_id, index, start, end)
                 batch = TokenBatch(worker_id=worker_of(placement_id), entries=(entry,))
                 rig.streams.on_token_batch(batch, rig.now)
-        if draw.random() < 0.01 and len(placements) < 4:
+        if rng.random() < 0.01 and len(placements) < 4:
             rig.streams.on_worker_lost(f"w{len(placements)}", rig.now, is_excluded=True)
         rig.tick(0.04)
     assert rig.client.error is None
     assert len(rig.streams) == 0
-    told = rig.client.by_choice
-    assert told[0][:2] == answers[0][:2]
-    assert told[0] == answers[0][: len(told[0])]
-    assert [told[index] for index in range(1, num_choices)] == answers[1:]
+    received = rig.client.by_choice
+    assert received[0][:2] == answers[0][:2]
+    assert received[0] == answers[0][: len(received[0])]
+    assert [received[index] for index in range(1, num_choices)] == answers[1:]
     assert sorted(rig.client.logprobs) == sorted(
-        float(each) for tokens in told.values() for each in tokens
+        float(each) for tokens in received.values() for each in tokens
     )

@@ -1,4 +1,4 @@
-"""The recovery core on a bus: what it says, and when."""
+"""The recovery core on a bus: which messages it publishes, and when."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Cluster:
         queued = Queued(scheduler_id="scheduler-1", num_ahead=0)
         await self.scheduler.serve(SUBMIT, SubmitRequest, lambda _: queued)
         messages = AbortRequest | AckFinished
-        await self.worker.subscribe(control("decode", "decode-1"), messages, self._hear)
+        await self.worker.subscribe(control("decode", "decode-1"), messages, self._on_control)
 
-    def _hear(self, message: AbortRequest | AckFinished) -> None:
+    def _on_control(self, message: AbortRequest | AckFinished) -> None:
         assert isinstance(message, AckFinished)
         self.acknowledged.append(message.placement_ids)
 
-    async def answer(self, number: int) -> bytes:
-        """One request, from its submission to its end; its placement id."""
+    async def run_request(self, number: int) -> bytes:
+        """Runs one request from submission to end. Returns its placement id."""
         receiver, placement_id = Recorder(), bytes([number]) * 16
         self.driver.open(request(f"r{number}"), receiver)
         placed = Placed(request_id=f"r{number}", placement_id=placement_id, worker_id="decode-1")
@@ -62,26 +62,26 @@ class Cluster:
         return placement_id
 
 
-def test_what_ended_between_two_ticks_is_acknowledged_in_one_message() -> None:
+def test_requests_of_one_tick_share_an_acknowledgement() -> None:
     async def main() -> None:
-        it = Cluster()
-        await it.start()
-        ended = [await it.answer(number) for number in (1, 2, 3)]
-        assert it.acknowledged == []
+        cluster = Cluster()
+        await cluster.start()
+        finished = [await cluster.run_request(number) for number in (1, 2, 3)]
+        assert cluster.acknowledged == []
         await asyncio.sleep(2 * TICK_S)
-        assert it.acknowledged == [tuple(ended)]
-        await it.driver.stop()
+        assert cluster.acknowledged == [tuple(finished)]
+        await cluster.driver.stop()
 
     run(main())
 
 
-def test_who_stops_acknowledges_before() -> None:
+def test_stop_flushes_acknowledgements() -> None:
     async def main() -> None:
-        it = Cluster()
-        await it.start()
-        ended = await it.answer(1)
-        await it.driver.stop()
+        cluster = Cluster()
+        await cluster.start()
+        finished = await cluster.run_request(1)
+        await cluster.driver.stop()
         await asyncio.sleep(TICK_S / 2)
-        assert it.acknowledged == [(ended,)]
+        assert cluster.acknowledged == [(finished,)]
 
     run(main())

@@ -1,4 +1,4 @@
-"""The recovery core alone: every event that can reach it, and what it makes of it."""
+"""The recovery core without a bus: each event and the actions that it causes."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Recorder:
 
 
 class Rig:
-    """Streams with one open request and a clock in the hand."""
+    """Streams with one open request; `tick` advances the clock."""
 
     def __init__(self, *, stops_at: int | None = None, max_tokens: int = 100) -> None:
         self.streams = Streams("g")
@@ -153,7 +153,7 @@ class Rig:
         batch = TokenBatch(worker_id=worker_id, entries=(entry,))
         self.streams.on_token_batch(batch, self.now)
 
-    def refuse(self, error: HearthError, attempt: int = 1, *, is_bus_trusted: bool = True) -> None:
+    def reject(self, error: HearthError, attempt: int = 1, *, is_bus_trusted: bool = True) -> None:
         self.streams.on_rejected("r1", attempt, error, self.now, is_bus_trusted=is_bus_trusted)
 
     def tick(self, delay_s: float, *, is_bus_trusted: bool = True) -> None:
@@ -185,7 +185,7 @@ def abort(worker_id: str, placement_id: bytes, reason: Any) -> tuple[str, AbortR
     return control("decode", worker_id), message
 
 
-def test_the_plain_life_of_a_request() -> None:
+def test_request_runs_from_submit_to_acknowledgement() -> None:
     rig = Rig()
     assert rig.submit().attempt == 1
     rig.queue()
@@ -200,7 +200,7 @@ def test_the_plain_life_of_a_request() -> None:
     assert len(rig.streams) == 0
 
 
-def test_placed_may_overtake_queued_and_tokens_may_overtake_placed() -> None:
+def test_tokens_and_placed_may_arrive_early() -> None:
     rig = Rig()
     rig.tokens(0, 5)
     rig.tokens(1, 6, finish=STOP)
@@ -211,7 +211,7 @@ def test_placed_may_overtake_queued_and_tokens_may_overtake_placed() -> None:
     assert rig.client.error is None
 
 
-def test_early_tokens_that_nobody_names_are_fenced_once() -> None:
+def test_tokens_of_unnamed_placement_are_fenced() -> None:
     rig = Rig()
     rig.actions()
     rig.tokens(0, 5, placement_id=P2, worker_id="w2")
@@ -222,7 +222,7 @@ def test_early_tokens_that_nobody_names_are_fenced_once() -> None:
     rig.tick(1.0)
     rig.tokens(2, 6, placement_id=P2, worker_id="w2")
     assert rig.published() == [abort("w2", P2, "fenced")]
-    rig.place(P2, "w2")  # named too late: it was aborted
+    rig.place(P2, "w2")  # `Placed` arrives after the abort
     assert rig.submit().attempt == 2
 
 
@@ -234,7 +234,7 @@ def test_duplicates_overlaps_and_reordering() -> None:
     rig.tokens(4, 9)
     assert [type(action) for action in rig.actions()] == [Resend]
     rig.tokens(5, 10)
-    assert rig.actions() == []  # one is under way
+    assert rig.actions() == []  # one resend is pending
     rig.tokens(3, 8)
     assert rig.client.tokens == [5, 6, 7, 8, 9, 10]
 
@@ -252,7 +252,7 @@ def test_gap_is_filled_by_resend() -> None:
     assert rig.client.error is None
 
 
-def test_silence_asks_then_gives_the_worker_up() -> None:
+def test_silent_worker_is_excluded_after_failed_resends() -> None:
     rig = running()
     rig.tokens(0, 5)
     for attempt in range(core.MAX_FAILED_RESENDS):
@@ -266,7 +266,7 @@ def test_silence_asks_then_gives_the_worker_up() -> None:
     assert unpack_token_ids(message.request.choices[0].output_token_ids) == [5]
 
 
-def test_a_silent_bus_blames_nobody() -> None:
+def test_untrusted_bus_does_not_resubmit() -> None:
     rig = running()
     rig.tick(core.TOKEN_TIMEOUT_S)
     for _ in range(20):
@@ -283,15 +283,15 @@ def test_a_silent_bus_blames_nobody() -> None:
     assert rig.actions() == []
 
 
-def test_once_the_bus_is_back_a_silent_choice_is_asked_for_soon() -> None:
-    """Its ending may have been lost with the connection, and then nothing would show a gap."""
+def test_bus_return_triggers_resend_of_silent_choice() -> None:
+    """The Finish may be lost with the connection, and its loss leaves no gap in the tokens."""
     rig = running()
     rig.tokens(0, 5)
     rig.streams.on_bus_back(rig.now)
     rig.tick(core.RESEND_RETRY_S / 2)
     rig.tokens(1, 6)
     rig.tick(core.RESEND_RETRY_S)
-    assert rig.actions() == []  # it went on by itself
+    assert rig.actions() == []  # the choice sends tokens
     rig.streams.on_bus_back(rig.now)
     rig.tick(core.RESEND_RETRY_S)
     (resend,) = rig.actions()
@@ -299,7 +299,7 @@ def test_once_the_bus_is_back_a_silent_choice_is_asked_for_soon() -> None:
     assert resend.message.from_position == 2
 
 
-def test_unknown_placement_is_submitted_again_without_exclusion() -> None:
+def test_unknown_placement_is_resubmitted_without_exclusion() -> None:
     rig = running()
     rig.tick(core.TOKEN_TIMEOUT_S)
     (action,) = rig.actions()
@@ -319,16 +319,16 @@ def test_lost_worker_is_fenced_and_replaced() -> None:
     assert (first.subject, first.message) == abort("w1", P1, "superseded")
     assert second.message.excluded_workers == ("w1",)
     assert second.message.request.deadline_s == 60.0
-    rig.tokens(2, 7)  # of the old placement: not believed
+    rig.tokens(2, 7)  # of the old placement: ignored
     rig.queue(attempt=2)
     rig.place(P2, "w2")
     rig.tokens(2, 70, placement_id=P2, worker_id="w2")
-    assert rig.client.tokens == [5, 6, 70]  # nor what waited of the old one
+    assert rig.client.tokens == [5, 6, 70]  # the old placement's buffered token 8 is dropped
     rig.tokens(3, 80, finish=STOP, placement_id=P2, worker_id="w2")
     assert rig.client.ends == [StreamEnd(None, "w2", 1)]
 
 
-def test_placed_on_an_excluded_worker_is_refused() -> None:
+def test_placement_on_excluded_worker_is_aborted() -> None:
     rig = running()
     rig.streams.on_worker_lost("w1", rig.now, is_excluded=True)
     rig.actions()
@@ -337,7 +337,7 @@ def test_placed_on_an_excluded_worker_is_refused() -> None:
     assert (published[0].subject, published[0].message) == abort("w1", P2, "superseded")
 
 
-def test_lost_after_the_last_token_ends_without_another_try() -> None:
+def test_worker_lost_after_last_token_ends_request() -> None:
     rig = running(max_tokens=2)
     rig.tokens(0, 5, 6)
     rig.streams.on_worker_lost("w1", rig.now, is_excluded=True)
@@ -346,7 +346,7 @@ def test_lost_after_the_last_token_ends_without_another_try() -> None:
     assert not any(isinstance(action, Submit) for action in rig.actions())
 
 
-def test_the_budget_of_resubmissions_ends() -> None:
+def test_resubmissions_are_limited() -> None:
     rig = running()
     for attempt in range(core.MAX_RESUBMISSIONS):
         rig.streams.on_worker_lost("w1", rig.now, is_excluded=False)
@@ -357,7 +357,7 @@ def test_the_budget_of_resubmissions_ends() -> None:
 
 
 @pytest.mark.parametrize("code", [WorkerBusy.code, NoCapacity.code, RequestTimeout.code])
-def test_retryable_failure_goes_on_elsewhere(code: str) -> None:
+def test_retryable_failure_continues_on_another_worker(code: str) -> None:
     rig = running()
     failure = Failure(code=code, message="handed back")
     finish = Finish(reason="failed", served=SERVED, failure=failure)
@@ -389,61 +389,61 @@ def test_stop_string_aborts() -> None:
     assert rig.client.tokens == [5, 6]
 
 
-def test_stop_string_in_the_last_entry_acknowledges() -> None:
+def test_stop_string_in_last_entry_acknowledges() -> None:
     rig = running(stops_at=2)
     rig.tokens(0, 5, 6, finish=STOP)
     assert [message for _, message in rig.published()] == [AckFinished(placement_ids=(P1,))]
     assert rig.client.finishes == [STOP]
 
 
-def test_where_there_is_no_scheduler_at_all_a_new_request_does_not_wait_long() -> None:
+def test_new_request_fails_soon_without_any_scheduler() -> None:
     rig = Rig()
     while not rig.client.ends:
-        rig.refuse(NoResponders("none"), rig.submit().attempt)
+        rig.reject(NoResponders("none"), rig.submit().attempt)
         rig.tick(core.SUBMIT_BACKOFF_S)
     assert isinstance(rig.client.error, NoCapacity)
     assert rig.client.error.retry_after_s is not None
     assert 0.3 < rig.now - 10.0 <= core.NO_SCHEDULER_WINDOW_S + 0.2
 
 
-def test_one_that_is_there_again_but_late_is_waited_for() -> None:
+def test_request_waits_for_slow_scheduler() -> None:
     rig = Rig()
-    rig.refuse(NoResponders("none"), rig.submit().attempt)
+    rig.reject(NoResponders("none"), rig.submit().attempt)
     rig.tick(core.NO_SCHEDULER_WINDOW_S + 0.1)
-    rig.refuse(RequestTimeout("late"), rig.submit().attempt)
+    rig.reject(RequestTimeout("late"), rig.submit().attempt)
     rig.tick(core.SUBMIT_BACKOFF_S)
-    rig.refuse(RequestTimeout("late"), rig.submit().attempt)
+    rig.reject(RequestTimeout("late"), rig.submit().attempt)
     rig.tick(core.SUBMIT_BACKOFF_S)
-    rig.refuse(RequestTimeout("late"), rig.submit().attempt)
+    rig.reject(RequestTimeout("late"), rig.submit().attempt)
     assert rig.client.ends == []
 
 
-def test_what_was_let_in_waits_for_schedulers_that_restart() -> None:
+def test_accepted_request_waits_for_restarting_schedulers() -> None:
     rig = running()
     rig.streams.on_worker_lost("w1", rig.now, is_excluded=True)
     for _ in range(50):
-        rig.refuse(NoResponders("none"), rig.submit().attempt)
+        rig.reject(NoResponders("none"), rig.submit().attempt)
         rig.tick(core.SUBMIT_BACKOFF_S)
     assert rig.client.ends == []
-    handed_back = Rig()
-    handed_back.queue()
-    handed_back.actions()
+    returned = Rig()
+    returned.queue()
+    returned.actions()
     leaving = Failure(code=NoCapacity.code, message="leaving", retry_after_s=0.0)
-    handed_back.streams.on_placement_failed(failing(leaving), handed_back.now)
+    returned.streams.on_placement_failed(failing(leaving), returned.now)
     for _ in range(20):
-        handed_back.tick(core.SUBMIT_BACKOFF_S)
-        handed_back.refuse(NoResponders("none"), handed_back.submit().attempt)
-    assert handed_back.client.ends == []
+        returned.tick(core.SUBMIT_BACKOFF_S)
+        returned.reject(NoResponders("none"), returned.submit().attempt)
+    assert returned.client.ends == []
 
 
 @pytest.mark.parametrize("error", [NoResponders("none"), RequestTimeout("late")])
-def test_submit_is_tried_again_until_the_window_closes(error: HearthError) -> None:
+def test_submit_is_retried_until_window_closes(error: HearthError) -> None:
     rig = Rig()
     num_tries = 0
     while not rig.client.ends:
         attempt = rig.submit().attempt
         num_tries += 1
-        rig.refuse(error, attempt, is_bus_trusted=False)  # others may still be on their way back
+        rig.reject(error, attempt, is_bus_trusted=False)  # other schedulers may still reconnect
         rig.tick(core.SUBMIT_BACKOFF_S)
     assert num_tries >= 3
     assert isinstance(rig.client.error, NoCapacity)
@@ -453,21 +453,21 @@ def test_submit_is_tried_again_until_the_window_closes(error: HearthError) -> No
 
 
 @pytest.mark.parametrize("error", [Overloaded("full", retry_after_s=7.0), NoCapacity("none")])
-def test_refusal_of_a_new_request_is_final(error: HearthError) -> None:
+def test_rejection_of_new_request_is_final(error: HearthError) -> None:
     rig = Rig()
-    rig.refuse(error)
+    rig.reject(error)
     assert rig.client.error is error
 
 
-def test_an_accepted_request_waits_for_capacity() -> None:
+def test_accepted_request_waits_for_capacity() -> None:
     rig = running()
     rig.streams.on_worker_lost("w1", rig.now, is_excluded=True)
     rig.actions()
-    rig.refuse(NoCapacity("all excluded"), attempt=2)
+    rig.reject(NoCapacity("all excluded"), attempt=2)
     rig.tick(core.SUBMIT_BACKOFF_S)
     message = rig.submit()
-    assert message.excluded_workers == ()  # better a worker that was lost than none
-    rig.refuse(UnknownPlacement("stale attempt"), attempt=2)
+    assert message.excluded_workers == ()  # a lost worker may be the only one
+    rig.reject(UnknownPlacement("stale attempt"), attempt=2)
     rig.queue(attempt=3)
     failure = Failure(code=NoCapacity.code, message="still none")
     rig.streams.on_placement_failed(failing(failure, attempt=3), rig.now)
@@ -475,36 +475,36 @@ def test_an_accepted_request_waits_for_capacity() -> None:
     assert rig.submit().attempt == 4
 
 
-def test_a_gateway_that_was_frozen_still_tries() -> None:
-    """The first try timed out while it slept, and with it the window for all tries."""
+def test_frozen_gateway_retries_after_it_resumes() -> None:
+    """The first attempt times out during the freeze, and the submission window ends."""
     rig = Rig()
     rig.actions()
     rig.now += 6.0
     for attempt in (1, 2):
-        rig.refuse(RequestTimeout("no reply"), attempt)
+        rig.reject(RequestTimeout("no reply"), attempt)
         rig.tick(core.SUBMIT_BACKOFF_S)
         assert rig.submit().attempt == attempt + 1
-    rig.refuse(RequestTimeout("no reply"), attempt=3)
+    rig.reject(RequestTimeout("no reply"), attempt=3)
     assert isinstance(rig.client.error, NoCapacity)
 
 
-def test_once_the_bus_is_back_the_queued_are_submitted_anew() -> None:
-    """Their `Placed` may have been lost; a cancellation that comes late is of the earlier try."""
+def test_bus_return_resubmits_queued_requests() -> None:
+    """Their `Placed` may be lost. A late CancelQueued affects the earlier attempt only."""
     rig = Rig()
     rig.queue()
     rig.actions()
     rig.streams.on_bus_back(rig.now)
-    cancelled, again = rig.actions()
+    cancelled, resubmit = rig.actions()
     assert (cancelled.subject, cancelled.message) == cancelling("s1")
-    assert again.message.attempt == 2
-    rig.place()  # was only under way
+    assert resubmit.message.attempt == 2
+    rig.place()  # `Placed` was only delayed
     rig.queue(attempt=2)
     keepalive = QueueKeepalive(scheduler_id="s1", request_ids=("r1",))
     rig.streams.on_keepalive(keepalive, rig.now)
     assert rig.published() == [cancelling("s1", attempt=2)]
 
 
-def test_placement_failure_of_a_new_request_is_final() -> None:
+def test_placement_failure_of_new_request_is_final() -> None:
     rig = Rig()
     rig.queue()
     failure = Failure(code=Overloaded.code, message="waited too long", retry_after_s=2.0)
@@ -513,7 +513,7 @@ def test_placement_failure_of_a_new_request_is_final() -> None:
 
 
 @pytest.mark.parametrize("is_queued", [False, True])
-def test_the_late_failure_of_an_earlier_try_ends_nothing(is_queued: bool) -> None:
+def test_late_failure_of_earlier_attempt_is_ignored(is_queued: bool) -> None:
     rig = Rig()
     rig.queue()
     rig.tick(core.KEEPALIVE_LIMIT_S)
@@ -526,10 +526,10 @@ def test_the_late_failure_of_an_earlier_try_ends_nothing(is_queued: bool) -> Non
     assert rig.actions() == []
 
 
-def test_tokens_from_another_worker_than_was_named_are_ignored() -> None:
+def test_tokens_from_unnamed_worker_are_ignored() -> None:
     rig = Rig()
     rig.queue()
-    rig.tokens(0, 13, worker_id="w2")  # before it is named, and after
+    rig.tokens(0, 13, worker_id="w2")  # before and after `Placed`
     rig.place()
     rig.tokens(0, 13, worker_id="w2")
     assert rig.client.tokens == []
@@ -537,7 +537,7 @@ def test_tokens_from_another_worker_than_was_named_are_ignored() -> None:
     assert rig.client.tokens == [5]
 
 
-def test_a_leaving_scheduler_hands_back() -> None:
+def test_request_of_leaving_scheduler_is_resubmitted() -> None:
     rig = Rig()
     rig.queue()
     rig.actions()
@@ -547,11 +547,11 @@ def test_a_leaving_scheduler_hands_back() -> None:
     assert rig.submit().attempt == 2
 
 
-def test_keepalives() -> None:
+def test_queued_request_depends_on_keepalives() -> None:
     rig = Rig()
     rig.actions()
     keepalive = QueueKeepalive(scheduler_id="s1", request_ids=("r1",))
-    rig.streams.on_keepalive(keepalive, rig.now)  # stands for the lost ack
+    rig.streams.on_keepalive(keepalive, rig.now)  # replaces the lost `Queued` reply
     for _ in range(5):
         rig.tick(core.KEEPALIVE_LIMIT_S - 0.1)
         rig.streams.on_keepalive(keepalive, rig.now)
@@ -560,19 +560,19 @@ def test_keepalives() -> None:
     rig.streams.on_keepalive(other, rig.now)
     assert rig.published() == [cancelling("s2")]
     rig.tick(core.KEEPALIVE_LIMIT_S)
-    cancelled, again = rig.actions()
+    cancelled, resubmit = rig.actions()
     assert (cancelled.subject, cancelled.message) == cancelling("s1")
-    assert again.message.attempt == 2
+    assert resubmit.message.attempt == 2
 
 
-def test_keepalive_for_what_runs_or_is_gone_is_cancelled() -> None:
+def test_keepalive_of_running_or_ended_request_is_cancelled() -> None:
     rig = running()
     keepalive = QueueKeepalive(scheduler_id="s1", request_ids=("r1", "r9"))
     rig.streams.on_keepalive(keepalive, rig.now)
     assert [message.request_id for _, message in rig.published()] == ["r1", "r9"]
 
 
-def test_lost_scheduler() -> None:
+def test_requests_of_lost_scheduler_are_resubmitted() -> None:
     rig = Rig()
     rig.queue()
     rig.actions()
@@ -582,7 +582,7 @@ def test_lost_scheduler() -> None:
     assert rig.submit().attempt == 2
 
 
-def test_late_answers_to_a_request_that_is_gone() -> None:
+def test_late_replies_to_ended_request_are_cancelled() -> None:
     rig = Rig()
     error = HearthError("left")
     rig.streams.close("r1", "client_gone", error, rig.now)
@@ -607,14 +607,14 @@ def test_finished_placement_is_acknowledged_again() -> None:
     assert rig.client.tokens == [5]
 
 
-def test_deadline() -> None:
+def test_deadline_ends_request() -> None:
     for rig, expected in ((running(), [abort("w1", P1, "deadline")]), (Rig(), [])):
         rig.tick(60.0)
         assert isinstance(rig.client.error, DeadlineExceeded)
         assert rig.published() == expected
 
 
-def test_remaining_time_is_sent() -> None:
+def test_resubmission_sends_remaining_time() -> None:
     rig = running()
     rig.now += 25.0
     rig.streams.on_worker_lost("w1", rig.now, is_excluded=True)
@@ -628,7 +628,7 @@ def test_unknown_choice_is_ignored() -> None:
     assert rig.client.tokens == []
 
 
-def test_a_placement_of_another_request_is_not_taken() -> None:
+def test_placement_id_of_another_request_is_rejected() -> None:
     rig, other = running(), Recorder()
     rig.streams.open(request("r2"), other, rig.now)
     rig.streams.on_queued("r2", 1, QUEUED, rig.now)
@@ -641,7 +641,7 @@ def test_a_placement_of_another_request_is_not_taken() -> None:
 
 
 @pytest.mark.parametrize("first_position", [0, 95, 2**53])
-def test_a_worker_that_draws_more_than_was_asked_for_is_given_up(first_position: int) -> None:
+def test_tokens_beyond_max_tokens_fail_request(first_position: int) -> None:
     rig = running(max_tokens=100)
     rig.tokens(first_position, *range(101))
     assert rig.client.tokens == []
@@ -649,14 +649,14 @@ def test_a_worker_that_draws_more_than_was_asked_for_is_given_up(first_position:
     assert rig.published() == [abort("w1", P1, "failed")]
 
 
-def test_logprobs_that_nobody_asked_for_are_no_answer() -> None:
+def test_unrequested_logprobs_fail_request() -> None:
     rig = running()
     entry = TokenEntry(P1, 0, 0, (1, 2), logprobs=(TokenLogprobs(-1.0),))
     rig.streams.on_token_batch(TokenBatch(worker_id="w1", entries=(entry,)), rig.now)
     assert "logprobs" in str(rig.client.error)
 
 
-def test_illegal_moves_raise() -> None:
+def test_illegal_transitions_raise() -> None:
     for state, allowed in TRANSITIONS.items():
         for target in StreamState:
             stream = Stream(request(), Recorder(), 0.0)
@@ -668,7 +668,7 @@ def test_illegal_moves_raise() -> None:
                     stream.transition_to(target)
 
 
-def test_early_entries_are_bounded_by_what_they_hold() -> None:
+def test_number_of_early_values_is_bounded() -> None:
     early, half = EarlyEntries(), (0,) * (MAX_EARLY_VALUES // 2)
     scored = TokenLogprobs(-1.0, half[:1000], tuple(map(float, half[:1000])))
     early.add("w", TokenEntry(P1, 0, 0, half), 0.0)
@@ -680,7 +680,7 @@ def test_early_entries_are_bounded_by_what_they_hold() -> None:
     assert len(early) == 0
 
 
-def test_bounds() -> None:
+def test_number_of_buffered_entries_is_bounded() -> None:
     early = EarlyEntries()
     for number in range(MAX_EARLY_ENTRIES + 5):
         placement_id = (number // 10).to_bytes(16, "big")
