@@ -20,7 +20,7 @@ from tests.simulation.world.store import MemoryStore
 NOW = 1_700_000_000.0
 
 
-class HandClock:
+class ManualClock:
     def __init__(self) -> None:
         self.time = 100.0
 
@@ -45,12 +45,12 @@ def admin(store: RedisStore) -> TenantAdmin:
     return TenantAdmin(store, lambda: NOW)
 
 
-async def asked(keys: ApiKeys, api_key: str) -> TenantRecord:
+async def look_up(keys: ApiKeys, api_key: str) -> TenantRecord:
     return await keys.tenant_of(f"Bearer {api_key}")
 
 
-async def everything_in(store: RedisStore) -> bytes:
-    """Keys and values, as far as hashes go."""
+async def redis_contents(store: RedisStore) -> bytes:
+    """Returns the names and fields of all hashes in Redis."""
     script = """
     local all = {}
     for _, key in ipairs(redis.call('KEYS', '*')) do
@@ -62,78 +62,78 @@ async def everything_in(store: RedisStore) -> bytes:
     return text
 
 
-async def test_key_to_tenant(store: RedisStore, admin: TenantAdmin) -> None:
+async def test_key_maps_to_tenant_and_is_not_stored(store: RedisStore, admin: TenantAdmin) -> None:
     await admin.add("acme", {"concurrency": 0, "allowed_models": ("m",)}, "secret-key")
-    record = await asked(ApiKeys(store, HandClock()), "secret-key")
+    record = await look_up(ApiKeys(store, ManualClock()), "secret-key")
     assert record == TenantRecord(
         tenant_id="acme", concurrency=0, allowed_models=("m",), created_at=NOW
     )
-    assert b"acme" in await everything_in(store)
-    assert b"secret-key" not in await everything_in(store)
+    assert b"acme" in await redis_contents(store)
+    assert b"secret-key" not in await redis_contents(store)
 
 
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", "Basic k1", "k1", "Bearer no"])
-async def test_strangers(store: RedisStore, header: str | None) -> None:
+async def test_invalid_authorization_is_rejected(store: RedisStore, header: str | None) -> None:
     with pytest.raises(AuthenticationFailed):
-        await ApiKeys(store, HandClock()).tenant_of(header)
+        await ApiKeys(store, ManualClock()).tenant_of(header)
 
 
-async def test_a_revoked_key_stops_working_within_a_second_and_no_other_does(
+async def test_only_revoked_key_is_rejected_within_a_second(
     store: RedisStore, admin: TenantAdmin
 ) -> None:
-    clock = HandClock()
+    clock = ManualClock()
     keys = ApiKeys(store, clock)
     await admin.add("acme", {}, "k1")
     await admin.add_key("acme", "k2")
     for key in ("k1", "k2"):
-        await asked(keys, key)
+        await look_up(keys, key)
     assert await admin.revoke("acme", key_id_of("k1")) == [key_id_of("k1")]
     assert REFRESH_S <= 0.9
     clock.time += REFRESH_S
     with pytest.raises(AuthenticationFailed, match="revoked"):
-        await asked(keys, "k1")
-    assert (await asked(keys, "k2")).tenant_id == "acme"
+        await look_up(keys, "k1")
+    assert (await look_up(keys, "k2")).tenant_id == "acme"
     assert await admin.revoke("acme", None) == [key_id_of("k2")]
     assert await admin.revoke("acme", None) == []
     clock.time += REFRESH_S
     with pytest.raises(AuthenticationFailed, match="revoked"):
-        await asked(keys, "k2")
+        await look_up(keys, "k2")
 
 
-async def test_a_changed_limit_holds_within_a_second(store: RedisStore, admin: TenantAdmin) -> None:
-    clock = HandClock()
+async def test_changed_limit_applies_within_a_second(store: RedisStore, admin: TenantAdmin) -> None:
+    clock = ManualClock()
     keys = ApiKeys(store, clock)
     await admin.add("acme", {"requests_per_min": 5}, "k1")
-    assert (await asked(keys, "k1")).requests_per_min == 5
+    assert (await look_up(keys, "k1")).requests_per_min == 5
     await admin.change("acme", {"requests_per_min": None, "is_zero_retention": True})
     clock.time += REFRESH_S
-    record = await asked(keys, "k1")
+    record = await look_up(keys, "k1")
     assert record.requests_per_min is None and record.is_zero_retention
 
 
-async def test_rotation_keeps_the_old_key_for_its_grace_period_only(
+async def test_rotated_key_expires_after_grace_period(
     store: RedisStore, redis_server: RedisServer
 ) -> None:
     redis_time = float(await store.evaluate("return redis.call('TIME')[1]", [], []))
-    admin, clock = TenantAdmin(store, lambda: redis_time), HandClock()
+    admin, clock = TenantAdmin(store, lambda: redis_time), ManualClock()
     keys = ApiKeys(store, clock)
     await admin.add("acme", {}, "old")
     replaced = await admin.rotate("acme", "new", keep_s=60, key_id=None)
     assert replaced == [key_id_of("old")]
     for key in ("old", "new"):
-        assert (await asked(keys, key)).tenant_id == "acme"
+        assert (await look_up(keys, key)).tenant_id == "acme"
     clock.time += 58
-    assert (await asked(keys, "new")).tenant_id == "acme"
-    # without a further look at Redis: also when it is away, an expired key is expired
+    assert (await look_up(keys, "new")).tenant_id == "acme"
+    # the expiry is cached: a key expires without a lookup, so also while Redis is down
     old = keys._known[digest_of("old")]
     keys._known[digest_of("old")] = dataclasses.replace(old, checked_at=clock.time + 4)
     clock.time += 3
     with pytest.raises(AuthenticationFailed, match="expired"):
-        await asked(keys, "old")
-    assert (await asked(keys, "new")).tenant_id == "acme"
+        await look_up(keys, "old")
+    assert (await look_up(keys, "new")).tenant_id == "acme"
 
 
-async def test_a_second_rotation_does_not_lengthen_a_life(
+async def test_second_rotation_does_not_extend_expiry(
     store: RedisStore, admin: TenantAdmin
 ) -> None:
     await admin.add("acme", {}, "k1")
@@ -143,67 +143,69 @@ async def test_a_second_rotation_does_not_lengthen_a_life(
     assert ends == {key_id_of("k1"): NOW + 10, key_id_of("k2"): None, key_id_of("k3"): None}
 
 
-async def test_a_key_that_rotation_has_ended_is_refused(
+async def test_expired_key_is_rejected_and_not_rotated(
     store: RedisStore, admin: TenantAdmin
 ) -> None:
     await admin.add("acme", {}, "k1")
-    await admin.rotate("acme", "k2", keep_s=0, key_id=None)  # long ago, by Redis' clock
+    await admin.rotate("acme", "k2", keep_s=0, key_id=None)  # NOW is years before Redis' clock
     with pytest.raises(AuthenticationFailed, match="expired"):
-        await asked(ApiKeys(store, HandClock()), "k1")
+        await look_up(ApiKeys(store, ManualClock()), "k1")
     assert await admin.rotate("acme", "k3", keep_s=0, key_id=None) == [key_id_of("k2")]
 
 
-async def test_without_redis_known_keys_work_with_what_was_last_known() -> None:
+async def test_cached_keys_are_valid_without_redis() -> None:
     server = RedisServer()
-    clock = HandClock()
+    clock = ManualClock()
     store = RedisStore(server.url, clock)
-    patient = RedisStore(server.url, clock, timeout_s=2.0)
-    await TenantAdmin(patient, lambda: NOW).add("acme", {"requests_per_min": 7}, "k3")
+    admin_store = RedisStore(server.url, clock, timeout_s=2.0)
+    await TenantAdmin(admin_store, lambda: NOW).add("acme", {"requests_per_min": 7}, "k3")
     keys = ApiKeys(store, clock)
-    await asked(keys, "k3")
+    await look_up(keys, "k3")
     server.stop()
     clock.time += 60
-    record = await asked(keys, "k3")
+    record = await look_up(keys, "k3")
     assert (record.tenant_id, record.requests_per_min) == ("acme", 7)
     with pytest.raises(DependencyUnavailable) as caught:
-        await asked(keys, "k4")
+        await look_up(keys, "k4")
     assert caught.value.retry_after_s == 1.0
     server.start()
     await store_api_key(RedisStore(server.url, clock, timeout_s=2.0), "k4", "other")
-    assert (await asked(keys, "k4")).tenant_id == "other"
+    assert (await look_up(keys, "k4")).tenant_id == "other"
     server.stop()
 
 
-async def test_many_at_once_ask_once(store: RedisStore, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_concurrent_requests_share_one_lookup(
+    store: RedisStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await store_api_key(store, "k5", "acme")
-    questions = []
+    lookups = []
     is_answering = asyncio.Event()
     evaluate = store.evaluate
 
-    async def counted(script: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
-        questions.append(keys)
+    async def counted_evaluate(script: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
+        lookups.append(keys)
         await is_answering.wait()
         return await evaluate(script, keys, arguments)
 
-    monkeypatch.setattr(store, "evaluate", counted)
-    keys = ApiKeys(store, HandClock())
-    first = asyncio.create_task(asked(keys, "k5"))
+    monkeypatch.setattr(store, "evaluate", counted_evaluate)
+    keys = ApiKeys(store, ManualClock())
+    first = asyncio.create_task(look_up(keys, "k5"))
     await asyncio.sleep(0)
-    others = [asyncio.create_task(asked(keys, "k5")) for _ in range(20)]
+    waiting = [asyncio.create_task(look_up(keys, "k5")) for _ in range(20)]
     await asyncio.sleep(0)
-    first.cancel()  # the client that asked first may leave
+    first.cancel()  # the first client may disconnect
     await asyncio.sleep(0)
     is_answering.set()
-    records = await asyncio.gather(*others, return_exceptions=True)
+    records = await asyncio.gather(*waiting, return_exceptions=True)
     assert {record.tenant_id for record in records} == {"acme"}
-    assert len(questions) == 1
+    assert len(lookups) == 1
 
 
-async def test_a_key_without_its_tenant_is_told_so(store: RedisStore) -> None:
+async def test_key_of_missing_tenant_raises_unknown_tenant(store: RedisStore) -> None:
     await store_api_key(store, "k1", "acme")
     await store.write([("HDEL", TENANTS, "acme")])
     with pytest.raises(UnknownTenant, match="acme"):
-        await asked(ApiKeys(store, HandClock()), "k1")
+        await look_up(ApiKeys(store, ManualClock()), "k1")
 
 
 @pytest.mark.parametrize(
@@ -217,25 +219,25 @@ async def test_a_key_without_its_tenant_is_told_so(store: RedisStore) -> None:
         ("SET", api_key_record(digest_of("k1")), "text"),
     ],
 )
-async def test_an_unreadable_record_is_its_own_tenants_trouble_only(
+async def test_unreadable_record_affects_its_own_tenant_only(
     store: RedisStore, command: Sequence[str | bytes]
 ) -> None:
-    clock = HandClock()
+    clock = ManualClock()
     keys = ApiKeys(store, clock)
     for key, tenant in (("k1", "acme"), ("k2", "sound")):
         await store_api_key(store, key, tenant)
-        await asked(keys, key)
+        await look_up(keys, key)
     await store.write([command])
     clock.time += REFRESH_S
     with pytest.raises(DependencyUnavailable, match="unreadable"):
-        await asked(keys, "k1")
-    assert (await asked(keys, "k2")).tenant_id == "sound"
+        await look_up(keys, "k1")
+    assert (await look_up(keys, "k2")).tenant_id == "sound"
 
 
-# ── the office ───────────────────────────────────────────────────────────────────────────────────
+# ── tenant administration ────────────────────────────────────────────────────────────────────────
 
 
-async def test_add_refuses_what_is_there_and_what_cannot_be(admin: TenantAdmin) -> None:
+async def test_add_rejects_existing_tenant_and_invalid_values(admin: TenantAdmin) -> None:
     await admin.add("acme", {"requests_per_min": 5}, "k1")
     with pytest.raises(ConfigError, match="exists"):
         await admin.add("acme", {}, "k2")
@@ -250,21 +252,21 @@ async def test_add_refuses_what_is_there_and_what_cannot_be(admin: TenantAdmin) 
     assert list(await admin.all()) == ["acme"]
 
 
-async def test_unknown_tenants_and_keys(admin: TenantAdmin) -> None:
+async def test_unknown_tenants_and_keys_are_rejected(admin: TenantAdmin) -> None:
     await admin.add("acme", {}, "k1")
-    for errand in (
+    for action in (
         admin.one("nobody"),
         admin.change("nobody", {"weight": 2.0}),
         admin.rotate("nobody", "k", keep_s=0, key_id=None),
         admin.revoke("nobody", None),
     ):
         with pytest.raises(ConfigError, match="tenant 'nobody' does not exist"):
-            await errand
+            await action
     with pytest.raises(ConfigError, match="no key 'x'"):
         await admin.revoke("acme", "x")
 
 
-async def test_operators_at_once_do_not_undo_each_other(
+async def test_concurrent_changes_are_all_retained(
     store: RedisStore, admin: TenantAdmin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await admin.add("acme", {}, "k1")
@@ -274,7 +276,7 @@ async def test_operators_at_once_do_not_undo_each_other(
     assert [getattr(record, name) for name in names] == [3, 3, 3, 3]
 
 
-async def test_an_unreadable_tenant_does_not_hide_the_others(
+async def test_unreadable_tenant_does_not_hide_others(
     store: RedisStore, admin: TenantAdmin
 ) -> None:
     await admin.add("acme", {}, "k1")
@@ -287,7 +289,7 @@ async def test_an_unreadable_tenant_does_not_hide_the_others(
         await admin.one("broken")
 
 
-async def test_the_simulated_look_up_is_that_of_redis(store: RedisStore) -> None:
+async def test_simulated_look_up_equals_redis(store: RedisStore) -> None:
     memory = MemoryStore()
     found: list[list[Any]] = []
     for each in (store, memory):

@@ -1,4 +1,4 @@
-"""Limits over a real Redis: who is let in, what is given back, and what holds without Redis."""
+"""Limits on a real Redis: admission, refunds, and operation without Redis."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.services.gateway.conftest import until
 
 
 class PacedClock:
-    """Real time, but what sleeps is woken by hand."""
+    """Real time, but `sleep` returns only when `advance` passes its end."""
 
     def __init__(self) -> None:
         self.offset_s = 0.0
@@ -40,9 +40,9 @@ class PacedClock:
         return MonotonicClock().now() + self.offset_s
 
     async def sleep(self, delay_s: float) -> None:
-        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._sleepers.append((self.now() + delay_s, over))
-        await over
+        wakeup: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._sleepers.append((self.now() + delay_s, wakeup))
+        await wakeup
 
     def advance(self, seconds: float) -> None:
         self.offset_s += seconds
@@ -86,7 +86,7 @@ async def admit(limits: Limits, record: TenantRecord, name: str, *tokens: int) -
     return await limits.admit(record, name, RequestCost(*(tokens or (1, 1))))
 
 
-async def test_no_limits_no_question(limits: Limits, store: RedisStore) -> None:
+async def test_unlimited_tenant_needs_no_redis_call(limits: Limits, store: RedisStore) -> None:
     lease = await admit(limits, tenant(kv_quota_tokens=5), "a", 10**9, 10**9)
     assert lease.headers == {}
     limits.settle(lease, 5)
@@ -95,7 +95,7 @@ async def test_no_limits_no_question(limits: Limits, store: RedisStore) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "refusal"),
+    ("name", "error_type"),
     [
         ("requests_per_min", RequestsExhausted),
         ("input_tokens_per_min", InputTokensExhausted),
@@ -103,13 +103,13 @@ async def test_no_limits_no_question(limits: Limits, store: RedisStore) -> None:
         ("concurrency", ConcurrencyExhausted),
     ],
 )
-async def test_each_limit_refuses_with_its_own_code_and_a_time(
-    limits: Limits, name: str, refusal: type[Exception]
+async def test_each_limit_rejects_with_own_error_and_retry_after(
+    limits: Limits, name: str, error_type: type[Exception]
 ) -> None:
     record = tenant(**{name: 2})
     for number in range(2):
         await admit(limits, record, f"r{number}")
-    with pytest.raises(refusal) as caught:
+    with pytest.raises(error_type) as caught:
         await admit(limits, record, "r2")
     assert caught.value.http_status == 429
     assert name in caught.value.message
@@ -124,14 +124,14 @@ async def test_each_limit_refuses_with_its_own_code_and_a_time(
         *("concurrency", "kv_quota_tokens"),
     ],
 )
-async def test_zero_allows_nothing(limits: Limits, name: str) -> None:
+async def test_limit_of_zero_rejects_requests(limits: Limits, name: str) -> None:
     with pytest.raises(LimitIsZero, match=name):
         await admit(limits, tenant(**{name: 0}), "a", 0, 0)
     with pytest.raises(LimitIsZero, match=name):
         limits.check(tenant(**{name: 0}))
 
 
-async def test_what_would_never_fit_is_no_matter_of_time(limits: Limits) -> None:
+async def test_oversized_request_exceeds_limit(limits: Limits) -> None:
     with pytest.raises(ExceedsLimit) as caught:
         await admit(limits, tenant(input_tokens_per_min=5), "a", 6, 1)
     assert caught.value.param == "messages"
@@ -144,34 +144,32 @@ async def test_two_gateways_share_one_limit(
     redis_server: RedisServer, limits: Limits, store: RedisStore, clock: PacedClock
 ) -> None:
     other, record = Limits(store, clock), tenant(concurrency=3, requests_per_min=100)
-    grants = [await admit(limits, record, "a"), await admit(other, record, "b")]
-    grants.append(await admit(other, record, "c"))
+    leases = [await admit(limits, record, "a"), await admit(other, record, "b")]
+    leases.append(await admit(other, record, "c"))
     for each in (limits, other):
         with pytest.raises(ConcurrencyExhausted):
             await admit(each, record, "d")
-    other.settle(grants[1], 1)
+    other.settle(leases[1], 1)
     assert await other.flush()
     await admit(limits, record, "e")
-    read = await state(store, record)
-    assert read.num_open == 3
-    assert 3.5 < read.used["requests_per_min"] <= 4
+    current = await state(store, record)
+    assert current.num_open == 3
+    assert 3.5 < current.used["requests_per_min"] <= 4
 
 
-async def test_whoever_has_an_answer_in_hand_finds_its_place_free(
-    store: RedisStore, clock: PacedClock
-) -> None:
-    limits, record = Limits(store, clock), tenant(concurrency=1)  # and nobody tells Redis
+async def test_settled_request_never_blocks_the_next(store: RedisStore, clock: PacedClock) -> None:
+    limits, record = Limits(store, clock), tenant(concurrency=1)  # not started: never flushes
     for number in range(5):
         lease = await admit(limits, record, f"r{number}")
         limits.settle(lease, 0)
         limits.settle(lease, 0)
-    assert (await state(store, record)).num_open == 1  # of the last, told with the next
+    assert (await state(store, record)).num_open == 1  # the last one is not flushed yet
     await limits.stop()
     assert (await state(store, record)).num_open == 0
     assert limits.num_unsettled == 0
 
 
-async def test_what_was_not_drawn_is_given_back_once(limits: Limits, store: RedisStore) -> None:
+async def test_unused_output_tokens_are_refunded_once(limits: Limits, store: RedisStore) -> None:
     record = tenant(output_tokens_per_min=1000)
     lease = await admit(limits, record, "a", 1, 900)
     with pytest.raises(OutputTokensExhausted):
@@ -181,19 +179,21 @@ async def test_what_was_not_drawn_is_given_back_once(limits: Limits, store: Redi
     await until(lambda: not limits.num_unsettled)
     await limits.flush()
     used = (await state(store, record)).used["output_tokens_per_min"]
-    assert 80 < used <= 100  # and what has drained since
+    assert 80 < used <= 100  # less what has drained since
 
 
-async def test_endings_reach_redis_by_themselves(limits: Limits, store: RedisStore) -> None:
+async def test_settled_requests_are_flushed_in_background(
+    limits: Limits, store: RedisStore
+) -> None:
     record = tenant(concurrency=500)
-    grants = [await admit(limits, record, f"r{n}") for n in range(400)]
-    for lease in grants:
+    leases = [await admit(limits, record, f"r{n}") for n in range(400)]
+    for lease in leases:
         limits.settle(lease, 0)
     await until(lambda: not limits.num_unsettled)
     assert (await state(store, record)).num_open == 0
 
 
-async def test_leases_are_renewed_and_those_of_the_dead_are_not(
+async def test_only_live_gateways_renew_leases(
     redis_server: RedisServer, store: RedisStore, clock: PacedClock
 ) -> None:
     record = tenant(concurrency=9)
@@ -202,7 +202,7 @@ async def test_leases_are_renewed_and_those_of_the_dead_are_not(
     await admit(alive, record, "a")
     await admit(dead, record, "b")
     name = open_requests_of("acme")
-    await store.write([("ZADD", name, 1, "a", 1, "b")])  # as if the lease had passed
+    await store.write([("ZADD", name, 1, "a", 1, "b")])  # as if both leases had expired
     clock.advance(RENEW_S)
     await until_renewed(store, name)
     assert (await state(store, record)).num_open == 1
@@ -216,26 +216,26 @@ async def until_renewed(store: RedisStore, name: str) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_client_that_gives_up_while_redis_thinks_leaves_nothing(
+async def test_request_cancelled_during_redis_call_is_refunded(
     redis_server: RedisServer, clock: PacedClock, store: RedisStore
 ) -> None:
     limits, record = Limits(store, clock), tenant(concurrency=1, output_tokens_per_min=10)
     await state(store, record)
     os.kill(redis_server.pid, signal.SIGSTOP)
     try:
-        asking = asyncio.create_task(admit(limits, record, "a", 1, 10))
+        admitting = asyncio.create_task(admit(limits, record, "a", 1, 10))
         await asyncio.sleep(0.05)
-        asking.cancel()
+        admitting.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asking
+            await admitting
     finally:
         os.kill(redis_server.pid, signal.SIGCONT)
     assert limits.num_open == 0
-    await until_told(limits)
+    await until_flushed(limits)
     await admit(limits, record, "b", 1, 10)
 
 
-async def until_told(limits: Limits) -> None:
+async def until_flushed(limits: Limits) -> None:
     async with asyncio.timeout(5):
         while not await limits.flush():
             await asyncio.sleep(0.01)
@@ -251,7 +251,7 @@ def own_server() -> Iterator[RedisServer]:
     server.stop()
 
 
-async def test_without_redis_the_gateway_s_own_count_decides_and_it_has_counted_along(
+async def test_local_counter_decides_without_redis(
     own_server: RedisServer, clock: PacedClock
 ) -> None:
     store = RedisStore(own_server.url, MonotonicClock())
@@ -268,49 +268,49 @@ async def test_without_redis_the_gateway_s_own_count_decides_and_it_has_counted_
         await admit(limits, record, "d", 1, 1)
     assert caught.value.headers["x-ratelimit-limit-requests"] == "3"
     limits.settle(second, 400)
-    assert limits.num_unsettled  # kept for when Redis is back
+    assert limits.num_unsettled  # retained until Redis is back
     assert not await limits.flush()
     own_server.start()
-    await until_told(limits)
+    await until_flushed(limits)
     assert limits.num_unsettled == 0
     await store.close()
 
 
-class Severed:
-    """The real store, until the line is cut."""
+class FailingStore:
+    """The real store, which raises StoreUnavailable while `is_down`."""
 
     def __init__(self, store: RedisStore) -> None:
         self._store = store
-        self.is_cut = False
+        self.is_down = False
 
     async def evaluate(self, script: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
-        if self.is_cut:
+        if self.is_down:
             raise StoreUnavailable("the line is cut")
         return await self._store.evaluate(script, keys, arguments)
 
 
-async def test_what_the_gateway_let_in_by_itself_gives_nothing_back_in_redis(
+async def test_locally_admitted_request_is_not_refunded_in_redis(
     store: RedisStore, clock: PacedClock
 ) -> None:
-    line = Severed(store)
-    limits, record = Limits(line, clock), tenant(output_tokens_per_min=600)
+    failing_store = FailingStore(store)
+    limits, record = Limits(failing_store, clock), tenant(output_tokens_per_min=600)
     limits.start()
     charged = await admit(limits, record, "a", 1, 400)
-    line.is_cut = True
-    lonely = await admit(limits, record, "b", 1, 200)
-    line.is_cut = False
-    assert charged.is_charged and not lonely.is_charged
-    clock.advance(RENEW_S)  # Redis learns that it is under way
+    failing_store.is_down = True
+    local = await admit(limits, record, "b", 1, 200)
+    failing_store.is_down = False
+    assert charged.is_charged and not local.is_charged
+    clock.advance(RENEW_S)  # sends the lease of the local request to Redis
     await until_open(store, record, 2)
-    limits.settle(lonely, 0)
+    limits.settle(local, 0)
     await until(lambda: not limits.num_unsettled)
-    read = await state(store, record)
-    assert read.used["output_tokens_per_min"] > 300
-    assert read.num_open == 1
+    current = await state(store, record)
+    assert current.used["output_tokens_per_min"] > 300
+    assert current.num_open == 1
     await limits.stop()
 
 
-async def test_an_unreadable_meter_is_one_tenant_s_trouble(
+async def test_unreadable_counter_affects_its_own_tenant_only(
     limits: Limits, store: RedisStore
 ) -> None:
     await store.write([("SET", meter_of("acme"), "text")])
@@ -326,7 +326,7 @@ async def test_an_unreadable_meter_is_one_tenant_s_trouble(
         await limits.admit(sound, "t", RequestCost(1, 1))
 
 
-async def test_while_no_request_can_get_in_nobody_is_asked(
+async def test_exhausted_tenant_is_rejected_without_redis_call(
     limits: Limits, store: RedisStore, clock: PacedClock
 ) -> None:
     record = tenant(requests_per_min=1)
@@ -337,19 +337,19 @@ async def test_while_no_request_can_get_in_nobody_is_asked(
     with pytest.raises(RequestsExhausted) as caught:
         limits.check(record)
     assert 59 < caught.value.retry_after_s <= 60
-    limits.check(tenant(requests_per_min=2))  # it has been raised
+    limits.check(tenant(requests_per_min=2))  # the limit was raised
     clock.advance(60)
     limits.check(record)
 
 
-async def test_nothing_is_kept_of_a_tenant_that_has_gone(limits: Limits, clock: PacedClock) -> None:
+async def test_idle_tenant_is_removed(limits: Limits, clock: PacedClock) -> None:
     limits.settle(await admit(limits, tenant(requests_per_min=5), "a"), 0)
     await until(lambda: not limits.num_unsettled)
     clock.advance(300)
     await until(lambda: not limits._accounts)
 
 
-async def test_endings_that_redis_never_heard_of_are_dropped_with_their_leases(
+async def test_unsent_settlements_are_dropped_when_leases_expire(
     own_server: RedisServer, clock: PacedClock
 ) -> None:
     store = RedisStore(own_server.url, MonotonicClock())

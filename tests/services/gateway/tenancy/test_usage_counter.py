@@ -1,4 +1,4 @@
-"""Counts come to Redis exactly once, whatever becomes of the answers."""
+"""Counts reach Redis exactly once, even if commands or replies are lost."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COUNTS: dict[UsageKind, int] = {
 }
 
 
-class HandClock:
+class ManualClock:
     def __init__(self) -> None:
         self.time = 100.0
 
@@ -55,33 +55,33 @@ class WallClock:
         return self.seconds
 
 
-class Faulty:
-    """The real store, whose answers or questions get lost."""
+class FaultyStore:
+    """The real store; the next `num_lost_…` commands or replies are lost."""
 
     def __init__(self, store: RedisStore) -> None:
         self._store = store
-        self.loses_answers = 0
-        self.loses_questions = 0
+        self.num_lost_replies = 0
+        self.num_lost_commands = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
     async def evaluate(self, script: str, keys: Sequence[str], arguments: Sequence[Any]) -> Any:
-        if self.loses_questions:
-            self.loses_questions -= 1
+        if self.num_lost_commands:
+            self.num_lost_commands -= 1
             raise StoreUnavailable("lost on the way")
         reply = await self._store.evaluate(script, keys, arguments)
-        if self.loses_answers:
-            self.loses_answers -= 1
+        if self.num_lost_replies:
+            self.num_lost_replies -= 1
             raise StoreUnavailable("done, and not heard")
         return reply
 
 
 @pytest.fixture
-async def store(redis_server: RedisServer) -> AsyncIterator[Faulty]:
+async def store(redis_server: RedisServer) -> AsyncIterator[FaultyStore]:
     store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
     await store.write([("FLUSHALL",)])
-    yield Faulty(store)
+    yield FaultyStore(store)
     await store.close()
 
 
@@ -91,8 +91,8 @@ def wall() -> WallClock:
 
 
 @pytest.fixture
-def usage(store: Faulty, wall: WallClock) -> UsageCounter:
-    return UsageCounter(store, HandClock(), writer_id="gateway-1-x", now=wall)
+def usage(store: FaultyStore, wall: WallClock) -> UsageCounter:
+    return UsageCounter(store, ManualClock(), writer_id="gateway-1-x", now=wall)
 
 
 async def rows(store: Any, *tenant_ids: str, days: Sequence[str] = (DAY,)) -> list[UsageRow]:
@@ -104,13 +104,13 @@ def row(day: str = DAY, tenant_id: str = "acme", model: str = "m", times: int = 
     return UsageRow(tenant_id=tenant_id, day=day, model=model, **amounts)
 
 
-async def test_counts_by_tenant_model_and_day(
-    usage: UsageCounter, store: Faulty, wall: WallClock
+async def test_usage_is_counted_by_tenant_model_and_day(
+    usage: UsageCounter, store: FaultyStore, wall: WallClock
 ) -> None:
     for tenant_id, model in (("acme", "m"), ("acme", "org/m:1"), ("other", "m"), ("acme", "m")):
         usage.count(tenant_id, model, COUNTS)
     wall.seconds += DAY_S / 2
-    usage.count("acme", "m", COUNTS)  # a moment after midnight, UTC
+    usage.count("acme", "m", COUNTS)  # midnight in UTC: the next day
     assert await usage.flush()
     days = (DAY, day_of(wall.seconds))
     assert await rows(store, "acme", "other", "none", days=days) == [
@@ -122,21 +122,23 @@ async def test_counts_by_tenant_model_and_day(
     assert usage.num_pending == 0
 
 
-async def test_a_batch_whose_answer_is_lost_is_not_counted_twice(
-    usage: UsageCounter, store: Faulty
+async def test_batch_with_lost_reply_is_counted_once(
+    usage: UsageCounter, store: FaultyStore
 ) -> None:
     usage.count("acme", "m", COUNTS)
-    store.loses_answers = 3
+    store.num_lost_replies = 3
     for _ in range(3):
         assert not await usage.flush()
-        usage.count("acme", "m", COUNTS)  # what comes meanwhile waits for the next batch
+        usage.count("acme", "m", COUNTS)  # later counts wait for the next batch
     assert await usage.flush()
     assert await rows(store) == [row(times=4)]
 
 
-async def test_a_batch_that_never_arrived_is_not_lost(usage: UsageCounter, store: Faulty) -> None:
+async def test_batch_with_lost_command_is_sent_again(
+    usage: UsageCounter, store: FaultyStore
+) -> None:
     usage.count("acme", "m", COUNTS)
-    store.loses_questions = 2
+    store.num_lost_commands = 2
     assert not await usage.flush()
     usage.count("acme", "m", COUNTS)
     assert not await usage.flush()
@@ -144,15 +146,15 @@ async def test_a_batch_that_never_arrived_is_not_lost(usage: UsageCounter, store
     assert await rows(store) == [row(times=2)]
 
 
-async def test_two_writers_and_two_lives_of_one_add_up(store: Faulty, wall: WallClock) -> None:
+async def test_counts_of_writers_and_restarts_add_up(store: FaultyStore, wall: WallClock) -> None:
     for writer_id in ("gateway-1-a", "gateway-2-b", "gateway-1-c"):
-        one = UsageCounter(store, HandClock(), writer_id=writer_id, now=wall)
-        one.count("acme", "m", COUNTS)
-        await one.stop()
+        counter = UsageCounter(store, ManualClock(), writer_id=writer_id, now=wall)
+        counter.count("acme", "m", COUNTS)
+        await counter.stop()
     assert await rows(store) == [row(times=3)]
 
 
-async def test_many_counts_go_in_several_batches(usage: UsageCounter, store: Faulty) -> None:
+async def test_many_counts_need_several_batches(usage: UsageCounter, store: FaultyStore) -> None:
     tenants = [f"t{number}" for number in range(MAX_PER_BATCH)]
     for tenant_id in tenants:
         usage.count(tenant_id, "m", COUNTS)
@@ -162,34 +164,34 @@ async def test_many_counts_go_in_several_batches(usage: UsageCounter, store: Fau
     assert int(last[b"number"]) == 3  # three kinds that are not zero
 
 
-async def test_what_is_pending_at_the_end_is_flushed(usage: UsageCounter, store: Faulty) -> None:
+async def test_stop_flushes_pending_counts(usage: UsageCounter, store: FaultyStore) -> None:
     usage.start()
     usage.count("acme", "m", COUNTS)
-    store.loses_answers = store.loses_questions = 2
+    store.num_lost_replies = store.num_lost_commands = 2
     await usage.stop()
     assert await rows(store) == [row()]
 
 
-async def test_what_redis_never_took_is_in_the_log(usage: UsageCounter, store: Faulty) -> None:
+async def test_unstored_counts_are_logged(usage: UsageCounter, store: FaultyStore) -> None:
     usage.count("acme", "m", COUNTS)
-    store.loses_questions = 10**9
+    store.num_lost_commands = 10**9
     assert not await usage.flush()
     usage.count("acme", "m", COUNTS)
     with structlog.testing.capture_logs() as logs:
         await usage.stop()
-    told = {each["kind"]: each["amount"] for each in logs if each["event"] == "usage_not_stored"}
-    assert told == {"requests": 2, "input_tokens": 200, "output_tokens": 14}
+    logged = {each["kind"]: each["amount"] for each in logs if each["event"] == "usage_not_stored"}
+    assert logged == {"requests": 2, "input_tokens": 200, "output_tokens": 14}
 
 
-async def test_an_unreadable_record_keeps_its_counts_and_nobody_else_s(
-    usage: UsageCounter, store: Faulty
+async def test_unreadable_record_delays_its_own_counts_only(
+    usage: UsageCounter, store: FaultyStore
 ) -> None:
     name = usage_of("acme", DAY)
     await store.write([("SET", name, "text"), ("HSET", usage_of("other", DAY), "requests:m", "x")])
     usage.count("acme", "m", COUNTS)
     usage.count("other", "m", COUNTS)
     usage.count("sound", "m", COUNTS)
-    store.loses_answers = 1
+    store.num_lost_replies = 1
     assert not await usage.flush()
     assert await usage.flush()
     assert await rows(store, "sound") == [row(tenant_id="sound")]
@@ -202,8 +204,8 @@ async def test_an_unreadable_record_keeps_its_counts_and_nobody_else_s(
     assert await rows(store, "acme", "other") == [row(), row(tenant_id="other")]
 
 
-async def test_what_gathers_is_bounded(store: Faulty, wall: WallClock) -> None:
-    usage = UsageCounter(store, HandClock(), writer_id="gateway-1-x", now=wall, max_pending=3)
+async def test_pending_counts_are_bounded(store: FaultyStore, wall: WallClock) -> None:
+    usage = UsageCounter(store, ManualClock(), writer_id="gateway-1-x", now=wall, max_pending=3)
     usage.count("acme", "m", COUNTS)
     usage.count("other", "m", COUNTS)
     usage.count("acme", "m", COUNTS)
@@ -212,7 +214,7 @@ async def test_what_gathers_is_bounded(store: Faulty, wall: WallClock) -> None:
     assert await rows(store, "acme", "other") == [row(times=2)]
 
 
-async def test_the_simulated_script_is_that_of_redis(store: Faulty) -> None:
+async def test_simulated_script_equals_redis(store: FaultyStore) -> None:
     memory = MemoryStore()
     await store.write([("SET", "bad", "text")])
     memory.data["bad"] = b"text"
