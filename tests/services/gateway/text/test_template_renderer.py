@@ -1,4 +1,4 @@
-"""Templates that never end or eat all memory, in a process that can be stopped."""
+"""Templates that never end or use all memory, in a process that can be killed."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ from services.gateway.text.template_renderer import MAX_ROUND, Renderer
 from shared.errors import InvalidRequest, NoCapacity, Overloaded
 
 MESSAGES = [{"role": "user", "content": "hello <s>"}]
-GOOD = "{{ bos_token }}{% for each in messages %}{{ each.content }}{% endfor %}"
-RENDER_TIMEOUT = (
+TEMPLATE = "{{ bos_token }}{% for each in messages %}{{ each.content }}{% endfor %}"
+ENDLESS_TEMPLATE = (
     "{% if messages|length > 1 %}{% for a in range(99999) %}{% for b in range(99999) %}"
-    "{% endfor %}{% endfor %}{% endif %}" + GOOD
+    "{% endfor %}{% endfor %}{% endif %}" + TEMPLATE
 )
-GREEDY = "{% set box = namespace(text='x' * 1000) %}" + (
+GREEDY_TEMPLATE = "{% set box = namespace(text='x' * 1000) %}" + (
     "{% if messages|length > 1 %}{% for a in range(40) %}"
-    "{% set box.text = box.text ~ box.text %}{% endfor %}{% endif %}" + GOOD
+    "{% set box.text = box.text ~ box.text %}{% endfor %}{% endif %}" + TEMPLATE
 )
-SLOW = RENDER_TIMEOUT.replace("range(99999)", "range(99)", 1)  # some tenths of a second
+SLOW_TEMPLATE = ENDLESS_TEMPLATE.replace("range(99999)", "range(99)", 1)  # some tenths of a second
 Make = Callable[[str], Awaitable[Renderer]]
 
 
 @pytest_asyncio.fixture
 async def make() -> AsyncIterator[Make]:
-    made: list[Renderer] = []
+    renderers: list[Renderer] = []
 
     async def renderer(source: str) -> Renderer:
         template = ChatTemplate(source, special_tokens=["<s>"], variables={"bos_token": "<s>"})
-        # long enough that a machine that stands still is no hang
-        made.append(Renderer(template, max_wait_s=60.0, hang_s=600.0))
-        return made[-1]
+        # long, so that a paused machine does not count as a hang
+        renderers.append(Renderer(template, max_wait_s=60.0, hang_s=600.0))
+        return renderers[-1]
 
     yield renderer
-    for each in made:
+    for each in renderers:
         await each.close()
 
 
-async def test_it_renders_as_the_template_does(make: Make) -> None:
-    renderer = await make(GOOD)
-    pieces = await renderer.render(MESSAGES)
-    assert pieces == ["<s>hello ", "<s>"]
-    assert [isinstance(piece, LiteralText) for piece in pieces] == [False, True]
+async def test_renderer_returns_parts_of_template(make: Make) -> None:
+    renderer = await make(TEMPLATE)
+    parts = await renderer.render(MESSAGES)
+    assert parts == ["<s>hello ", "<s>"]
+    assert [isinstance(part, LiteralText) for part in parts] == [False, True]
 
 
-@pytest.mark.parametrize("source", [RENDER_TIMEOUT, GREEDY])
-async def test_what_does_not_end_is_refused_and_holds_up_nobody(make: Make, source: str) -> None:
+@pytest.mark.parametrize("source", [ENDLESS_TEMPLATE, GREEDY_TEMPLATE])
+async def test_runaway_template_fails_without_blocking_loop(make: Make, source: str) -> None:
     renderer = await make(source)
     assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
     num_turns = 0
@@ -64,123 +64,123 @@ async def test_what_does_not_end_is_refused_and_holds_up_nobody(make: Make, sour
             await asyncio.sleep(0.01)
             num_turns += 1
 
-    counting = asyncio.create_task(count())
-    with pytest.raises(InvalidRequest, match=r"exceeded 2 s|MemoryError") as refused:
+    counter = asyncio.create_task(count())
+    with pytest.raises(InvalidRequest, match=r"exceeded 2 s|MemoryError") as caught:
         await renderer.render(MESSAGES * 2)
-    assert refused.value.param == "messages"
-    assert num_turns > 0  # of the event loop, meanwhile
-    counting.cancel()
+    assert caught.value.param == "messages"
+    assert num_turns > 0  # the event loop runs during rendering
+    counter.cancel()
     assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
 
 
-async def test_a_template_that_refuses_says_why(make: Make) -> None:
+async def test_rejection_includes_message_of_template(make: Make) -> None:
     renderer = await make("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(InvalidRequest, match="roles must alternate"):
         await renderer.render(MESSAGES)
 
 
-async def test_orders_of_one_round_are_answered_apart(make: Make) -> None:
-    """Also those behind one that does not end, and those behind one that is refused."""
-    renderer = await make(RENDER_TIMEOUT)
-    orders = [[{"role": "user", "content": f"{number} "}] for number in range(3 * MAX_ROUND)]
-    orders[1] = MESSAGES * 2
-    orders[MAX_ROUND] = [{"role": "user"}]
-    asked = [asyncio.create_task(renderer.render(each)) for each in orders]
-    asked[2].cancel()
-    replies = await asyncio.gather(*asked, return_exceptions=True)
+async def test_jobs_of_one_round_have_separate_results(make: Make) -> None:
+    """Jobs after an endless job and after a rejected job succeed."""
+    renderer = await make(ENDLESS_TEMPLATE)
+    jobs = [[{"role": "user", "content": f"{number} "}] for number in range(3 * MAX_ROUND)]
+    jobs[1] = MESSAGES * 2
+    jobs[MAX_ROUND] = [{"role": "user"}]
+    tasks = [asyncio.create_task(renderer.render(each)) for each in jobs]
+    tasks[2].cancel()
+    replies = await asyncio.gather(*tasks, return_exceptions=True)
     assert isinstance(replies[1], InvalidRequest)
     assert isinstance(replies[2], asyncio.CancelledError)
-    others = [number for number in range(len(orders)) if number not in (1, 2, MAX_ROUND)]
+    others = [number for number in range(len(jobs)) if number not in (1, 2, MAX_ROUND)]
     assert [replies[each] for each in others] == [[f"<s>{each} "] for each in others]
 
 
-async def test_who_leaves_when_the_reply_is_there_spoils_nobodys_turn(make: Make) -> None:
-    renderer = await make(GOOD)
+async def test_cancel_after_reply_does_not_affect_next_job(make: Make) -> None:
+    renderer = await make(TEMPLATE)
     for _ in range(5):
         assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
-        leaving = asyncio.create_task(renderer.render(MESSAGES))
+        cancelled = asyncio.create_task(renderer.render(MESSAGES))
         while not renderer._round:
             await asyncio.sleep(0)
         time.sleep(0.02)
-        leaving.cancel()
+        cancelled.cancel()
         assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
 
 
-async def test_who_waits_too_long_for_others_is_told(make: Make) -> None:
-    renderer = await make(RENDER_TIMEOUT)
-    await renderer.render(MESSAGES)  # the process is there: to start it takes a while
+async def test_job_not_started_in_time_is_overloaded(make: Make) -> None:
+    renderer = await make(ENDLESS_TEMPLATE)
+    await renderer.render(MESSAGES)  # starts the process, which takes a while
     renderer.max_wait_s = 1.0
     first = [MESSAGES * 2] + [MESSAGES] * (MAX_ROUND - 1)
-    asked = [asyncio.create_task(renderer.render(each)) for each in (*first, MESSAGES)]
-    replies = await asyncio.gather(*asked, return_exceptions=True)
+    tasks = [asyncio.create_task(renderer.render(each)) for each in (*first, MESSAGES)]
+    replies = await asyncio.gather(*tasks, return_exceptions=True)
     assert isinstance(replies[0], InvalidRequest)
     assert all(isinstance(each, Overloaded) for each in replies[1:])
 
 
-async def test_who_waits_too_long_is_told_in_the_middle_of_a_round(make: Make) -> None:
-    """None of its orders takes too long, but together they do, and nobody waits for all of them."""
-    renderer = await make(SLOW)
-    await renderer.render(MESSAGES)  # the process is there: to start it takes a while
+async def test_job_of_slow_round_is_overloaded_before_it_ends(make: Make) -> None:
+    """Each job of the round is fast enough, but the round is not: late jobs fail at once."""
+    renderer = await make(SLOW_TEMPLATE)
+    await renderer.render(MESSAGES)  # starts the process, which takes a while
     renderer.max_wait_s = 1.0
-    asked = [asyncio.create_task(renderer.render(MESSAGES * 2)) for _ in range(MAX_ROUND)]
+    tasks = [asyncio.create_task(renderer.render(MESSAGES * 2)) for _ in range(MAX_ROUND)]
     while not renderer._round:
         await asyncio.sleep(0)
     with pytest.raises(Overloaded):
         await renderer.render(MESSAGES)
-    replies = await asyncio.gather(*asked, return_exceptions=True)
+    replies = await asyncio.gather(*tasks, return_exceptions=True)
     assert replies[0] == ["<s>hello ", "<s>", "hello ", "<s>"]
     assert isinstance(replies[-1], Overloaded)
 
 
-async def test_only_whose_turn_it_is_waits_for_a_process_that_hangs(make: Make) -> None:
-    renderer = await make(GOOD)
+async def test_only_current_job_waits_for_hung_process(make: Make) -> None:
+    renderer = await make(TEMPLATE)
     assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
     assert renderer._process is not None
     os.kill(renderer._process.pid, signal.SIGSTOP)
     renderer.max_wait_s = 0.2
     renderer.hang_s = 1.0
-    told: list[type[BaseException]] = []
+    raised: list[type[BaseException]] = []
 
-    async def ask() -> None:
-        with pytest.raises((NoCapacity, Overloaded)) as refused:
+    async def render_once() -> None:
+        with pytest.raises((NoCapacity, Overloaded)) as caught:
             await renderer.render(MESSAGES)
-        told.append(refused.type)
+        raised.append(caught.type)
 
-    await asyncio.gather(*[ask() for _ in range(3)])
-    assert told == [Overloaded, Overloaded, NoCapacity]
+    await asyncio.gather(*[render_once() for _ in range(3)])
+    assert raised == [Overloaded, Overloaded, NoCapacity]
     renderer.max_wait_s = 60.0
     assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
 
 
-def test_an_order_that_nobody_waits_for_is_passed_over() -> None:
-    template = ChatTemplate(GOOD, special_tokens=["<s>"], variables={"bos_token": "<s>"})
+def test_expired_job_is_skipped() -> None:
+    template = ChatTemplate(TEMPLATE, special_tokens=["<s>"], variables={"bos_token": "<s>"})
     assert reply_to(template, RenderJob(MESSAGES, latest_start=time.monotonic() - 1.0)) == Late()
     assert isinstance(reply_to(template, RenderJob(MESSAGES)), Rendered)
 
 
-async def test_who_waits_when_it_is_closed_is_told(make: Make) -> None:
-    renderer = await make(RENDER_TIMEOUT)
+async def test_close_fails_waiting_jobs(make: Make) -> None:
+    renderer = await make(ENDLESS_TEMPLATE)
     await renderer.start()
-    asked = [asyncio.create_task(renderer.render(MESSAGES * 2)) for _ in range(2 * MAX_ROUND)]
+    tasks = [asyncio.create_task(renderer.render(MESSAGES * 2)) for _ in range(2 * MAX_ROUND)]
     await asyncio.sleep(0.05)
     await renderer.close()
-    replies = await asyncio.gather(*asked, return_exceptions=True)
+    replies = await asyncio.gather(*tasks, return_exceptions=True)
     assert all(isinstance(each, NoCapacity) for each in replies)
 
 
-async def test_who_leaves_in_the_middle_spoils_nobodys_answer(make: Make) -> None:
-    renderer = await make(RENDER_TIMEOUT)
+async def test_cancel_during_rendering_does_not_affect_next_job(make: Make) -> None:
+    renderer = await make(ENDLESS_TEMPLATE)
     await renderer.render(MESSAGES)
-    leaving = asyncio.create_task(renderer.render(MESSAGES * 2))
+    cancelled = asyncio.create_task(renderer.render(MESSAGES * 2))
     await asyncio.sleep(0)
-    leaving.cancel()
+    cancelled.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await leaving
+        await cancelled
     assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
 
 
-async def test_job_of_a_killed_process_may_be_retried(make: Make) -> None:
-    renderer = await make(RENDER_TIMEOUT)
+async def test_job_of_killed_process_is_retryable(make: Make) -> None:
+    renderer = await make(ENDLESS_TEMPLATE)
     await renderer.start()
     assert renderer._process is not None
     rendering = asyncio.create_task(renderer.render(MESSAGES * 2))
@@ -191,8 +191,8 @@ async def test_job_of_a_killed_process_may_be_retried(make: Make) -> None:
     assert await renderer.render(MESSAGES) == ["<s>hello ", "<s>"]
 
 
-async def test_it_is_started_anew_after_a_kill_and_leaves_nothing(make: Make) -> None:
-    renderer = await make(GOOD)
+async def test_killed_process_is_restarted_and_ends_on_close(make: Make) -> None:
+    renderer = await make(TEMPLATE)
     await renderer.start()
     process = renderer._process
     assert process is not None

@@ -1,4 +1,4 @@
-"""tiktoken gives what tokenizers gives, and is asked only where it does."""
+"""tiktoken returns the ids of tokenizers, and is used only where this is certain."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ Change = Callable[[File], object]
 
 
 def demo_file() -> File:
-    found: File = json.loads((DEMO_MODEL_DIR / "tokenizer.json").read_text())
-    return found
+    parsed: File = json.loads((DEMO_MODEL_DIR / "tokenizer.json").read_text())
+    return parsed
 
 
-def cut_by(pattern: str) -> Change:
-    """Words as in Llama 3's file."""
+def split_by(pattern: str) -> Change:
+    """Splits words by `pattern`, in the form of Llama 3's file."""
     split = {"type": "Split", "behavior": "Isolated", "invert": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
     both = [split | {"pattern": {"Regex": pattern}}, byte_level | {"trim_offsets": True}]
     return lambda file: file.update(pre_tokenizer={"type": "Sequence", "pretokenizers": both})
 
 
-def all_pairs(file: File) -> None:
-    """Llama 3's list: every pair that makes a token, in the order of ids; words are looked up."""
+def with_all_pairs(file: File) -> None:
+    """Merges as in Llama 3: all pairs that form a token, in id order; a known word is one token."""
     vocab = file["model"]["vocab"]
     by_id = sorted(vocab, key=vocab.__getitem__)
     splits = ((text[:cut], text[cut:]) for text in by_id for cut in range(1, len(text)))
@@ -43,43 +43,43 @@ def all_pairs(file: File) -> None:
     file["model"].update(merges=merges, ignore_merges=True)
 
 
-def out_of_reach(file: File) -> None:
-    """A token that only a whole word is: no pair makes it."""
-    all_pairs(file)
+def with_unmergeable_word(file: File) -> None:
+    """Adds a token that no pair forms: only a complete word becomes this token."""
+    with_all_pairs(file)
     file["model"]["vocab"]["zqxjk"] = 60000
 
 
-def two_words_in_one(file: File) -> None:
-    """A token that only a whole word is, of two neighbours that are no pair of the list."""
+def with_unlisted_merge(file: File) -> None:
+    """Adds a token for a complete word whose two parts, both tokens, are not a listed pair."""
     file["model"]["vocab"]["inhe"] = 60000
     file["model"].update(ignore_merges=True)
 
 
-def added_word(file: File) -> None:
-    """Neither special nor the first to be found, but the longest."""
+def with_added_word(file: File) -> None:
+    """Adds a token that is not special, and that is the longest match but not the first."""
     flags = dict.fromkeys(("special", "normalized", "lstrip", "rstrip", "single_word"), False)
     file["added_tokens"].append(flags | {"id": 60001, "content": "<|user|>!"})
 
 
-def nfc(file: File) -> None:
+def with_nfc(file: File) -> None:
     file.update(normalizer={"type": "NFC"})
 
 
-def nothing(file: File) -> None:
+def unchanged(file: File) -> None:
     pass
 
 
 ACCEPTED: dict[str, list[Change]] = {
-    "gpt-2": [nothing],
-    "gpt-2, a token that no text makes": [lambda file: file["model"]["vocab"].update(zqxjk=60000)],
-    "llama-3": [cut_by(LLAMA_3), all_pairs],
-    "llama-3, a word apart": [cut_by(LLAMA_3), out_of_reach],
-    "qwen-2": [cut_by(QWEN_2), nfc, added_word],
+    "gpt-2": [unchanged],
+    "gpt-2, an unreachable token": [lambda file: file["model"]["vocab"].update(zqxjk=60000)],
+    "llama-3": [split_by(LLAMA_3), with_all_pairs],
+    "llama-3, an unmergeable word": [split_by(LLAMA_3), with_unmergeable_word],
+    "qwen-2": [split_by(QWEN_2), with_nfc, with_added_word],
 }
 
 
-class Made:
-    """Both ways to tokenize by one file."""
+class TokenizerPair:
+    """PromptTokenizer and the two views of tokenizers, for one file."""
 
     def __init__(self, path: Path) -> None:
         self.prompt_tokenizer = PromptTokenizer(path)
@@ -101,17 +101,17 @@ class Made:
         assert self.prompt_tokenizer.encode([LiteralText(text)]) == expected
 
 
-def make(folder: Path, *changes: Change) -> Made:
+def make(folder: Path, *changes: Change) -> TokenizerPair:
     file = demo_file()
     for change in changes:
         change(file)
     path = folder / "tokenizer.json"
     path.write_text(json.dumps(file))
-    return Made(path)
+    return TokenizerPair(path)
 
 
 def texts() -> st.SearchStrategy[str]:
-    """Of what patterns and merges tell apart; special tokens, whole and torn."""
+    """Texts that patterns and merges distinguish; special tokens, complete and cut."""
     words = ["'s", "'LL", "'\u017f", "1", "23", "4567", "a", "the", " zqxjk", "\nzqxjk", "zqxjk"]
     space = [" ", "  ", "\n", "\r\n", "\t", "\u00a0"]
     marks = [
@@ -131,68 +131,70 @@ def texts() -> st.SearchStrategy[str]:
 
 
 @pytest.fixture(scope="module", params=ACCEPTED)
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Made:
+def tokenizer_pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> TokenizerPair:
     return make(tmp_path_factory.mktemp("model"), *ACCEPTED[request.param])
 
 
 @settings(max_examples=300, deadline=None)
 @given(text=texts())
-def test_both_give_the_same(made: Made, text: str) -> None:
-    assert made.is_faster
-    made.check(text)
-    made.check_literal(text)
+def test_tiktoken_ids_equal_tokenizers_ids(tokenizer_pair: TokenizerPair, text: str) -> None:
+    assert tokenizer_pair.is_faster
+    tokenizer_pair.check(text)
+    tokenizer_pair.check_literal(text)
 
 
-def test_every_token_and_every_two_in_a_row(made: Made) -> None:
-    ids = range(made.marked.get_vocab_size())
-    tokens = [made.marked.decode([each], skip_special_tokens=False) for each in ids]
-    made.check("".join(tokens))
+def test_ids_of_all_tokens_in_several_orders_are_equal(tokenizer_pair: TokenizerPair) -> None:
+    ids = range(tokenizer_pair.marked.get_vocab_size())
+    tokens = [tokenizer_pair.marked.decode([each], skip_special_tokens=False) for each in ids]
+    tokenizer_pair.check("".join(tokens))
     for step in (7, 131, 997):
-        made.check("".join(tokens[each * step % len(tokens)] for each in ids))
+        tokenizer_pair.check("".join(tokens[each * step % len(tokens)] for each in ids))
 
 
-def test_every_character_is_of_the_same_kind(made: Made) -> None:
-    """Letter, digit, space or none of them: the libraries have tables of their own."""
+def test_ids_of_every_character_are_equal(tokenizer_pair: TokenizerPair) -> None:
+    """Each library has its own tables of letters, digits and spaces."""
     for text in characters():
-        made.check(text)
+        tokenizer_pair.check(text)
 
 
 def characters() -> Iterator[str]:
-    """Those of the planes that have more than ideographs, in the places that patterns look at."""
+    """Characters of planes 0 and 1 (others: ideographs), in the contexts that patterns check."""
     for start in range(0, 0x20000, 1024):
         block = (chr(code) for code in range(start, start + 1024) if not 0xD800 <= code < 0xE000)
         yield "".join(f"a{char}1{char} " for char in block)
 
 
 @pytest.mark.parametrize("filling", [" ", "\n", " \n", "a", "ab1"])
-def test_as_long_as_it_may_be(made: Made, filling: str) -> None:
-    """White space before a word is what the pattern matching has to find its way back from."""
-    made.check((filling * MAX_CHARS)[: MAX_CHARS - 1] + "x")
+def test_ids_of_text_with_max_chars_are_equal(tokenizer_pair: TokenizerPair, filling: str) -> None:
+    """White space before a word makes the pattern matching backtrack."""
+    tokenizer_pair.check((filling * MAX_CHARS)[: MAX_CHARS - 1] + "x")
 
 
-def test_what_would_overflow_its_stack_is_left_to_tokenizers(tmp_path: Path) -> None:
+def test_text_beyond_max_chars_uses_tokenizers(tmp_path: Path) -> None:
     space = " " * 1_000_000
-    made = make(tmp_path)
-    assert made.marked.decode(made.prompt_tokenizer.encode([space])) == space
+    tokenizer_pair = make(tmp_path)
+    assert tokenizer_pair.marked.decode(tokenizer_pair.prompt_tokenizer.encode([space])) == space
 
 
-REFUSED: dict[str, Change] = {
-    "another pattern": cut_by(GPT_2 + "|x"),
-    "another order": lambda file: file["model"]["merges"].reverse(),
+REJECTED: dict[str, Change] = {
+    "an unknown pattern": split_by(GPT_2 + "|x"),
+    "merges in another order": lambda file: file["model"]["merges"].reverse(),
     "a byte without a token": lambda file: file["model"]["vocab"].pop("À"),
-    "a space before": lambda file: file["pre_tokenizer"].update(add_prefix_space=True),
-    "a word that would be merged": two_words_in_one,
+    "a prefix space": lambda file: file["pre_tokenizer"].update(add_prefix_space=True),
+    "a word that tiktoken would merge": with_unlisted_merge,
     "dropout": lambda file: file["model"].update(dropout=0.5),
-    "another normalizer": lambda file: file.update(normalizer={"type": "Lowercase"}),
-    "a mark at the end of words": lambda file: file["model"].update(end_of_word_suffix="</w>"),
-    "a token that takes space": lambda file: file["added_tokens"][0].update(lstrip=True),
+    "an unknown normalizer": lambda file: file.update(normalizer={"type": "Lowercase"}),
+    "an end-of-word suffix": lambda file: file["model"].update(end_of_word_suffix="</w>"),
+    "a token that strips space": lambda file: file["added_tokens"][0].update(lstrip=True),
     "a version among merges": lambda file: file["model"].update(
         merges=["#version: 0.2", *(" ".join(each) for each in file["model"]["merges"])]
     ),
-    "a token within words": lambda file: file["added_tokens"][0].update(single_word=True),
+    "a single-word token": lambda file: file["added_tokens"][0].update(single_word=True),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_tokenizers_is_asked_where_they_differ(tmp_path: Path, name: str) -> None:
-    assert not make(tmp_path, REFUSED[name]).is_faster
+@pytest.mark.parametrize("name", REJECTED)
+def test_tokenizers_is_used_if_ids_could_differ(tmp_path: Path, name: str) -> None:
+    assert not make(tmp_path, REJECTED[name]).is_faster
