@@ -37,7 +37,7 @@ def model_files(model_dir: Path) -> ModelFiles:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of the shared cluster run on the loop on which it was started."""
+    """Runs tests of the shared cluster on the event loop that started the cluster."""
     for item in items:
         if "cluster" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass
 class Cluster:
-    """A gateway with a scheduler and two decode workers as its peers."""
+    """A gateway, and its peers: a scheduler and two decode workers."""
 
     gateway: GatewayService
     scheduler: PeerScheduler
@@ -54,7 +54,7 @@ class Cluster:
     answer: list[int]
 
     async def reset(self) -> None:
-        """Peers as they were at the start; returns once the gateway has no request open."""
+        """Resets the peers to their defaults, and waits until the gateway has no open request."""
         self.http.cookies.clear()
         for decode in self.decodes:
             decode.reset(self.answer)
@@ -76,7 +76,7 @@ class Cluster:
 
 
 async def until(condition: object, timeout_s: float = 5.0) -> None:
-    """Waits until a plain predicate holds; for states that announce themselves to nobody."""
+    """Polls until the predicate returns true; for states that no event reports."""
     assert callable(condition)
     async with asyncio.timeout(timeout_s):
         while not condition():
@@ -135,8 +135,8 @@ async def cluster(
 ) -> AsyncIterator[Cluster]:
     """The shared cluster, with the peers' defaults.
 
-    A test that stops a part of it, or counts what it did, is marked `own_cluster`: it gets a
-    new one, which nobody uses after it.
+    A test that stops a part of the cluster, or counts its actions, is marked `own_cluster`: the
+    test gets a new cluster, which no other test uses.
     """
     is_own = request.node.get_closest_marker("own_cluster") is not None
     if is_own:
@@ -156,7 +156,7 @@ async def cluster(
 
 
 async def store_key(config: GatewayConfig) -> None:
-    """Other tests empty Redis."""
+    """Stores the API key again: other tests empty Redis."""
     store = RedisStore(config.redis_url, MonotonicClock(), timeout_s=2.0)
     await store_api_key(store, API_KEY, "tenant-1")
     await store.close()

@@ -1,4 +1,4 @@
-"""A model directory without a model: a byte-level BPE trained here, and a ChatML template."""
+"""A model directory without weights: a byte-level BPE trained here, and a ChatML template."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The other ends of the gateway's wires: a scheduler and decode workers that speak the protocol.
+"""Peers of the gateway: a scheduler and decode workers that implement the wire protocol.
 
-They place at once and "generate" the tokens of a given answer, over the real bus with the real
-messages. A worker can be held at a position, made silent, or told to lose messages. Every choice
-gets the same answer unless told otherwise; logprobs follow from choice and position.
+The scheduler places requests at once; a worker "generates" the tokens of a given answer. Both use
+the real bus and the real messages. A worker can pause at a position, hang, or lose messages. All
+choices have the same answer, except those in `answers`; logprobs depend on choice and position.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ EMBEDDING = (3.0, 0.0, -4.0, 0.0)
 
 
 def logprobs_at(choice_index: int, position: int, token_id: int, num_top: int) -> TokenLogprobs:
-    """Choice 0 is the least likely; the drawn token leads the likeliest, its successors follow."""
+    """Choice 0 is the least likely. The top tokens are the sampled token and the ids after it."""
     own = -1.0 - position / 64 + choice_index / 4
     tops = range(num_top)
     return TokenLogprobs(
@@ -106,7 +106,7 @@ class Run:
     def _prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
         num_top = self.request.sampling.num_prompt_logprobs
         is_last = self.choice_index == self.request.choices[-1].choice_index
-        if num_top is None or not is_last:  # once a placement is enough
+        if num_top is None or not is_last:  # once per placement
             return ()
         prompt = unpack_token_ids(self.request.prompt_token_ids)
         return tuple(
@@ -118,7 +118,7 @@ class Run:
 class PeerDecode:
     bus: Bus
     answer: list[int]
-    answers: dict[int, list[int]] = field(default_factory=dict)  # by choice, where not the same
+    answers: dict[int, list[int]] = field(default_factory=dict)  # by choice, if not `answer`
     hold_at: int | None = None  # stops producing at this position until released
     num_free_blocks: int = 100
     tells_logprobs: bool = True
@@ -137,7 +137,7 @@ class PeerDecode:
         self.is_hung = False
         self.tasks: set[asyncio.Task[None]] = set()
         self.placed: set[bytes] = set()
-        self.earlier: set[bytes] = set()  # of these, what is forgotten
+        self.earlier: set[bytes] = set()  # placements before the last `forget`
         self.runs: dict[bytes, dict[int, Run]] = {}  # by placement and choice
         self.forget()
         self.health_monitor = HealthMonitor(
@@ -150,7 +150,7 @@ class PeerDecode:
         )
 
     def forget(self) -> None:
-        """Ends all runs. What the gateway still sends about them is ignored."""
+        """Ends all runs. Ignores later messages about them."""
         for task in self.tasks:
             task.cancel()
         self.earlier |= self.placed
@@ -161,7 +161,7 @@ class PeerDecode:
         self.released = asyncio.Event()
 
     def reset(self, answer: list[int]) -> None:
-        """Gives every field its default; runs that are held go on to their end."""
+        """Sets every field to its default; paused runs continue to their end."""
         for each in fields(self):
             if each.default is not MISSING:
                 setattr(self, each.name, each.default)
@@ -189,7 +189,7 @@ class PeerDecode:
         await self.bus.close()
 
     async def die(self) -> None:
-        """As killed: no farewell, nothing more is sent."""
+        """Stops like a killed process: sends nothing more, no last heartbeat either."""
         for task in self.tasks:
             task.cancel()
         await self.bus.close()
@@ -278,14 +278,14 @@ class PeerScheduler:
         )
 
     def forget(self) -> None:
-        """What it was sent."""
+        """Forgets all messages received."""
         self.submits: asyncio.Queue[SubmitRequest] = asyncio.Queue()
         self.cancels: asyncio.Queue[str] = asyncio.Queue()
         self.queued: dict[str, SubmitRequest] = {}
         self.submitted: list[SubmitRequest] = []
 
     def reset(self, workers: list[PeerDecode]) -> None:
-        """Gives the default of every field; what is queued is placed."""
+        """Sets every field to its default; queued requests are then placed."""
         self.workers, self.refusal = list(workers), None
         self.is_holding, self.sends_keepalives = False, True
 

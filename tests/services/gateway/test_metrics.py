@@ -6,7 +6,7 @@ from services.gateway.metrics import GatewayMetrics
 from shared.messages import Heartbeat, IndexLoad, WorkerLoad
 
 
-def test_what_other_processes_count_is_told_by_process() -> None:
+def test_fleet_counters_are_labelled_by_process() -> None:
     gateway = Heartbeat(
         process_id="gateway-1",
         epoch=1,

@@ -1,4 +1,4 @@
-"""Who may read what all tenants do, added up."""
+"""Access to the metrics, which are sums over all tenants."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tests.servers import NatsServer
 from tests.services.gateway.conftest import API_KEY, running_cluster
 
 
-async def test_metrics_are_told_to_the_token_only(
+async def test_metrics_require_token(
     nats_server: NatsServer, gateway_config: GatewayConfig, model_files: ModelFiles
 ) -> None:
     config = msgspec.structs.replace(gateway_config, metrics_token="of-the-scraper")
     async with running_cluster(nats_server, config, model_files) as cluster:
-        right = {"authorization": "Bearer of-the-scraper"}
-        response = await cluster.http.get("/metrics", headers=right)
+        valid = {"authorization": "Bearer of-the-scraper"}
+        response = await cluster.http.get("/metrics", headers=valid)
         assert response.status_code == 200
         assert "hearth_gateway_tokens" in response.text
         for given in (f"Bearer {API_KEY}", "Bearer of-the", "", "Basic x"):
@@ -28,7 +28,7 @@ async def test_metrics_are_told_to_the_token_only(
 
 
 @pytest.mark.parametrize("given", ["", "Bearer anything"])
-async def test_without_a_token_they_are_open(
+async def test_metrics_are_open_without_configured_token(
     nats_server: NatsServer, gateway_config: GatewayConfig, model_files: ModelFiles, given: str
 ) -> None:
     async with running_cluster(nats_server, gateway_config, model_files) as cluster:

@@ -1,4 +1,4 @@
-"""From a request to the wire: defaults of the model, penalties, prompts. Pure."""
+"""A request's sampling parameters, token limits and prompts, without services."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def test_temperature(
     assert params(tmp_path, defaults, **given).temperature == temperature
 
 
-def test_every_default_of_the_model_and_its_override(tmp_path: Path) -> None:
+def test_request_overrides_model_defaults(tmp_path: Path) -> None:
     names = ("top_p", "top_k", "min_p", "repetition_penalty")
     defaults = {"top_p": 0.8, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
     given = {"top_p": 0.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 0.5}
     for expected, fields in ((defaults, {}), (given, given)):
-        found = params(tmp_path, defaults, **fields)
-        assert {name: getattr(found, name) for name in names} == expected
+        resolved = params(tmp_path, defaults, **fields)
+        assert {name: getattr(resolved, name) for name in names} == expected
     assert params(tmp_path, {}, top_k=-1).top_k == 0
 
 
@@ -98,14 +98,12 @@ def test_max_tokens(
     assert prepared.request.sampling.max_tokens == max_tokens
 
 
-def test_a_bad_word_is_banned_with_and_without_its_space(
-    tmp_path: Path, model_files: ModelFiles
-) -> None:
+def test_bad_word_is_banned_with_and_without_space(tmp_path: Path, model_files: ModelFiles) -> None:
     decode = model_files.tokenizer.tokenizer.decode
     banned = params(tmp_path, {}, bad_words=["  fox", "<|im_end|>"]).bad_words
     spelled = [decode(list(each), skip_special_tokens=False) for each in banned]
     assert spelled == ["fox", " fox", "<|im_end|>", " <|im_end|>"]
-    assert all(2 not in each for each in banned)  # as text: the special token can be drawn
+    assert all(2 not in each for each in banned)  # as text: the special token can be sampled
 
 
 # ── prompts ──────────────────────────────────────────────────────────────────────────────────────
@@ -113,11 +111,11 @@ def test_a_bad_word_is_banned_with_and_without_its_space(
 
 def check_echo(echo: Echo | None, files: ModelFiles) -> None:
     assert echo is not None
-    place = 0
+    num_bytes = 0
     for token_id, offset in zip(echo.token_ids, echo.offsets, strict=True):
-        assert len(echo.text[:offset].encode()) <= place  # a character's tokens begin with it
-        place += len(files.tokenizer.token_bytes[token_id])
-    assert place == len(echo.text.encode())
+        assert len(echo.text[:offset].encode()) <= num_bytes  # <: within a character
+        num_bytes += len(files.tokenizer.token_bytes[token_id])
+    assert num_bytes == len(echo.text.encode())
 
 
 @pytest.mark.parametrize("text", ["the lazy 東京 fox", " a", "<|im_start|>x\n", "😀"])
@@ -128,9 +126,7 @@ def test_echo_of_text_and_of_its_tokens_agree(model_files: ModelFiles, text: str
     assert echo == echo_of(TokenPrompt(echo.token_ids, "prompt"), model_files)
 
 
-def test_offsets_where_a_tokenizer_leaves_spaces_out_of_spans(
-    tmp_path: Path, model_files: ModelFiles
-) -> None:
+def test_offsets_do_not_depend_on_trimmed_spans(tmp_path: Path, model_files: ModelFiles) -> None:
     files = ModelFiles(write_model_dir(tmp_path / "m"))
     files.tokenizer.tokenizer.post_processor = ByteLevel(trim_offsets=True)
     prompt = TextPrompt("the lazy 東 dog", "prompt")
@@ -138,7 +134,7 @@ def test_offsets_where_a_tokenizer_leaves_spaces_out_of_spans(
     assert echo_of(prompt, files) == echo_of(prompt, model_files)
 
 
-def test_a_tokenizer_that_adds_a_first_token(tmp_path: Path) -> None:
+def test_tokenizer_may_add_first_token(tmp_path: Path) -> None:
     files = ModelFiles(write_model_dir(tmp_path / "m"))
     files.tokenizer.tokenizer.post_processor = TemplateProcessing(
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
@@ -147,8 +143,8 @@ def test_a_tokenizer_that_adds_a_first_token(tmp_path: Path) -> None:
     echo = echo_of(TextPrompt("hello", "prompt"), files)
     assert echo is not None
     assert (echo.text, echo.token_ids[0], echo.offsets[:2]) == ("hello", 0, [0, 0])
-    plain = TextPrompt("hello", "prompt", add_special_tokens=False)
-    assert tokenize(plain, files, CARD) == echo.token_ids[1:]
+    without_special = TextPrompt("hello", "prompt", add_special_tokens=False)
+    assert tokenize(without_special, files, CARD) == echo.token_ids[1:]
     with pytest.raises(InvalidRequest, match="must hold a token"):
         tokenize(TextPrompt("", "prompt", add_special_tokens=False), files, CARD)
 
@@ -158,11 +154,11 @@ def test_a_tokenizer_that_adds_a_first_token(tmp_path: Path) -> None:
     [
         ({}, 511),
         ({"has_echo": True}, 511),
-        ({"has_echo": True, "shows_output": False}, 512),  # its own logprobs are all that is told
+        ({"has_echo": True, "shows_output": False}, 512),  # only prompt logprobs are returned
         ({"pooling": "last", "shows_output": False}, 512),
     ],
 )
-def test_a_prompt_fills_the_context_where_nothing_is_shown_behind_it(
+def test_prompt_may_fill_context_if_no_output_is_shown(
     options: dict[str, Any], longest: int
 ) -> None:
     generation = GenerationRequest(

@@ -1,4 +1,4 @@
-"""What waits for a client: each token's text apart, and one when there are too many."""
+"""The output buffered for a client: one text per token, or one text when there are too many."""
 
 from __future__ import annotations
 
@@ -48,44 +48,44 @@ def letters(model_files: ModelFiles) -> list[int]:
 
 
 @pytest.mark.parametrize("num_at_once", [1, 2, 3])
-def test_each_token_is_a_text_however_it_comes_and_however_late_it_is_taken(
+def test_each_token_has_its_own_text(
     gateway_config: GatewayConfig, model_files: ModelFiles, letters: list[int], num_at_once: int
 ) -> None:
     output = delivery_of(gateway_config, model_files, max_tokens=64)
     for first in range(0, 3, num_at_once):
         output.on_tokens(0, letters[first : min(first + num_at_once, 3)], ())
     output.on_finish(0, LENGTH)
-    (piece,) = output.take()
+    (delta,) = output.take()
     decode = model_files.tokenizer.tokenizer.decode
-    assert piece.texts == [decode([letter]) for letter in letters[:3]]
-    assert piece.finish_reason == "length"
+    assert delta.texts == [decode([letter]) for letter in letters[:3]]
+    assert delta.finish_reason == "length"
     assert output.take() == []
 
 
-def test_an_ending_without_text_is_a_piece(
+def test_finish_without_text_is_a_delta(
     gateway_config: GatewayConfig, model_files: ModelFiles
 ) -> None:
     output = delivery_of(gateway_config, model_files, max_tokens=8)
     output.on_finish(0, LENGTH)
-    assert [(piece.text, piece.finish_reason) for piece in output.take()] == [("", "length")]
+    assert [(delta.text, delta.finish_reason) for delta in output.take()] == [("", "length")]
 
 
-def test_more_than_a_few_texts_leave_in_one(
+def test_more_than_max_texts_are_joined(
     gateway_config: GatewayConfig, model_files: ModelFiles, letters: list[int]
 ) -> None:
     output = delivery_of(gateway_config, model_files, max_tokens=400)
-    for num_texts, num_told in [(MAX_TEXTS + 1, 1), (MAX_TEXTS, MAX_TEXTS)]:
+    for num_texts, num_returned in [(MAX_TEXTS + 1, 1), (MAX_TEXTS, MAX_TEXTS)]:
         output.on_tokens(0, (letters * 2)[:num_texts], ())
-        (piece,) = output.take()
-        assert len(piece.texts) == num_told
+        (delta,) = output.take()
+        assert len(delta.texts) == num_returned
 
 
-def test_tokens_with_logprobs_stay_with_their_text(
+def test_tokens_with_logprobs_are_in_one_delta(
     gateway_config: GatewayConfig, model_files: ModelFiles, letters: list[int]
 ) -> None:
     output = delivery_of(gateway_config, model_files, max_tokens=64, num_logprobs=0)
     for token_id in letters[:2]:
         output.on_tokens(0, (token_id,), (TokenLogprobs(-0.5),))
-    (piece,) = output.take()
-    assert [token.token_id for token in piece.tokens] == letters[:2]
-    assert piece.text == model_files.tokenizer.tokenizer.decode(letters[:2])
+    (delta,) = output.take()
+    assert [token.token_id for token in delta.tokens] == letters[:2]
+    assert delta.text == model_files.tokenizer.tokenizer.decode(letters[:2])
