@@ -118,7 +118,7 @@ class Run:
 class PeerDecode:
     bus: Bus
     answer: list[int]
-    answers: dict[int, list[int]] = field(default_factory=dict)  # by choice, if not `answer`
+    answers: dict[int, list[int]] = field(default_factory=dict)  # by choice; default: `answer`
     hold_at: int | None = None  # stops producing at this position until released
     num_free_blocks: int = 100
     tells_logprobs: bool = True
@@ -189,7 +189,7 @@ class PeerDecode:
         await self.bus.close()
 
     async def die(self) -> None:
-        """Stops like a killed process: sends nothing more, no last heartbeat either."""
+        """Stops like a killed process: sends nothing more, not even a last heartbeat."""
         for task in self.tasks:
             task.cancel()
         await self.bus.close()

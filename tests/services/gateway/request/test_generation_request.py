@@ -113,7 +113,7 @@ def check_echo(echo: Echo | None, files: ModelFiles) -> None:
     assert echo is not None
     num_bytes = 0
     for token_id, offset in zip(echo.token_ids, echo.offsets, strict=True):
-        assert len(echo.text[:offset].encode()) <= num_bytes  # <: within a character
+        assert len(echo.text[:offset].encode()) <= num_bytes  # smaller within a character
         num_bytes += len(files.tokenizer.token_bytes[token_id])
     assert num_bytes == len(echo.text.encode())
 

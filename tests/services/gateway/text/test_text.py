@@ -348,7 +348,7 @@ class RecordingTokenizer:
 
 
 def test_tokenizer_caches_no_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cached word is tokenized faster: the timing would tell tenants the words of others."""
+    """A cached word is tokenized faster: the timing would show tenants the words of others."""
     monkeypatch.setattr(tokenizer, "Tokenizer", RecordingTokenizer)
     prompt_tokenizer = tokenizer.PromptTokenizer(DEMO_MODEL_DIR / "tokenizer.json")
     assert RecordingTokenizer.sizes == [0, 0]
