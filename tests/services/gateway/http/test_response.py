@@ -1,4 +1,4 @@
-"""What leaves together, as the web server is given it."""
+"""The body messages that GenerationResponse sends to the web server."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class ShortDialect(OpenAIDialect):
 async def bodies_of(
     config: GatewayConfig, files: ModelFiles, error: HearthError | None
 ) -> list[Any]:
-    """Of an answer whose last token came together with its ending."""
+    """Body messages of a response whose last token and stream end arrive together."""
     output = delivery_of(config, files, max_tokens=8)
-    answer = GenerationResponse(
+    response = GenerationResponse(
         OutputMerger([output]), ShortDialect(), is_streamed=True, headers={}, cancel=lambda: None
     )
     messages: list[Any] = []
@@ -51,18 +51,18 @@ async def bodies_of(
     if error is None:
         output.on_finish(0, LENGTH)
     output.on_end(StreamEnd(error, "w", 0))
-    await answer({}, receive, send)  # type: ignore[typeddict-item, arg-type]
+    await response({}, receive, send)  # type: ignore[typeddict-item, arg-type]
     return [(each["body"], each["more_body"]) for each in messages if each["type"] == BODY]
 
 
-async def test_the_ending_leaves_with_the_last_piece(
+async def test_closing_is_sent_with_the_last_delta(
     gateway_config: GatewayConfig, model_files: ModelFiles
 ) -> None:
     bodies = await bodies_of(gateway_config, model_files, None)
     assert bodies == [(b"(a)(closing)", False)]
 
 
-async def test_what_came_before_a_failure_is_told_before_it(
+async def test_text_before_a_failure_is_sent_before_the_error(
     gateway_config: GatewayConfig, model_files: ModelFiles
 ) -> None:
     bodies = await bodies_of(gateway_config, model_files, HearthError("broken"))

@@ -1,4 +1,4 @@
-"""Clients that take their time: a connection is held for as long as a request may take to come."""
+"""Slow clients: the server closes a connection whose request exceeds a timeout."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import httpx
 
 from services.gateway.http.server import HeadWithBody, WebServer
 
-HEAD_S, BODY_S = 0.2, 0.8  # a busy machine may hold a client up for the difference
+HEAD_S, BODY_S = 0.2, 0.8  # the difference covers delays of the client on a busy machine
 POST = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\n"
 OK = b"HTTP/1.1 200 OK"
 
 
-async def echo(scope: Any, receive: Any, send: Any) -> None:
-    """Answers at once, or with the whole body where one is announced."""
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    """Responds 200 without a body: at once, or to a POST after its complete body."""
     if scope["type"] == "lifespan":
         while (await receive())["type"] == "lifespan.startup":
             await send({"type": "lifespan.startup.complete"})
@@ -34,7 +34,7 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
 
 
 async def rest_of(reader: asyncio.StreamReader) -> bytes:
-    """A server that closes with bytes unread resets the connection."""
+    """Reads until the connection ends: a server that closes with unread bytes resets it."""
     try:
         return await reader.read()
     except ConnectionResetError:
@@ -43,7 +43,7 @@ async def rest_of(reader: asyncio.StreamReader) -> bytes:
 
 @asynccontextmanager
 async def connected() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    server = WebServer(echo, "127.0.0.1", 0, head_timeout_s=HEAD_S, body_timeout_s=BODY_S)
+    server = WebServer(app, "127.0.0.1", 0, head_timeout_s=HEAD_S, body_timeout_s=BODY_S)
     await server.start()
     reader, writer = await asyncio.open_connection(*server.address)
     yield reader, writer
@@ -51,12 +51,12 @@ async def connected() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.Strea
     await server.stop()
 
 
-async def test_a_request_that_never_begins_ends_the_connection() -> None:
+async def test_connection_without_a_request_is_closed() -> None:
     async with asyncio.timeout(20), connected() as (reader, _):
         assert await rest_of(reader) == b""
 
 
-async def test_a_head_that_never_ends_ends_the_connection() -> None:
+async def test_unfinished_head_closes_the_connection() -> None:
     async with asyncio.timeout(20), connected() as (reader, writer):
         end = asyncio.ensure_future(rest_of(reader))
         for byte in b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 100:
@@ -67,13 +67,13 @@ async def test_a_head_that_never_ends_ends_the_connection() -> None:
         assert end.done() and end.result() == b""
 
 
-async def test_a_body_that_never_ends_ends_the_connection() -> None:
+async def test_unfinished_body_closes_the_connection() -> None:
     async with asyncio.timeout(20), connected() as (reader, writer):
         writer.write(POST + b"abc")
         assert await rest_of(reader) == b""
 
 
-async def test_a_request_behind_another_has_no_more_time() -> None:
+async def test_second_request_has_the_same_head_timeout() -> None:
     async with asyncio.timeout(20), connected() as (reader, writer):
         writer.write(POST + b"abcd")
         assert OK in await reader.readuntil(b"0\r\n\r\n")
@@ -81,7 +81,7 @@ async def test_a_request_behind_another_has_no_more_time() -> None:
         assert await rest_of(reader) == b""
 
 
-async def test_an_answer_may_take_longer_than_its_request() -> None:
+async def test_response_may_take_longer_than_both_timeouts() -> None:
     async with asyncio.timeout(20), connected() as (reader, writer):
         writer.write(POST.replace(b"/ ", b"/slow ", 1) + b"ab")
         await asyncio.sleep(HEAD_S)
@@ -89,7 +89,7 @@ async def test_an_answer_may_take_longer_than_its_request() -> None:
         assert OK in await reader.readuntil(b"0\r\n\r\n")
 
 
-async def test_a_head_leaves_with_the_first_of_its_body() -> None:
+async def test_head_is_sent_with_the_first_body_bytes() -> None:
     written: list[bytes] = []
     transport = SimpleNamespace(write=written.append)
     cycle: Any = SimpleNamespace(transport=transport)
@@ -99,13 +99,13 @@ async def test_a_head_leaves_with_the_first_of_its_body() -> None:
     assert written == [b"head body", b"more"]
 
 
-async def test_a_head_without_body_leaves() -> None:
+async def test_response_to_a_head_request_is_sent() -> None:
     async with asyncio.timeout(20), connected() as (reader, writer):
         writer.write(b"HEAD / HTTP/1.1\r\nhost: x\r\n\r\n")
         assert OK in await reader.readuntil(b"\r\n\r\n")
 
 
-async def test_who_waits_for_a_go_gets_it_and_then_the_answer() -> None:
+async def test_expect_100_continue_is_answered_before_the_response() -> None:
     async with asyncio.timeout(20), connected() as (reader, writer):
         writer.write(POST.replace(b"\r\n\r\n", b"\r\nexpect: 100-continue\r\n\r\n"))
         assert b"100 Continue" in await reader.readuntil(b"\r\n\r\n")
@@ -113,10 +113,10 @@ async def test_who_waits_for_a_go_gets_it_and_then_the_answer() -> None:
         assert OK in await reader.readuntil(b"0\r\n\r\n")
 
 
-async def test_it_is_clients_who_close_idle_connections() -> None:
-    """A server that closes first may meet a request that is on its way."""
-    server = WebServer(echo, "127.0.0.1", 0)
-    clients_s = httpx.Limits().keepalive_expiry
-    assert clients_s is not None
-    assert server._server.config.timeout_keep_alive > 2 * clients_s
+async def test_idle_timeout_exceeds_that_of_clients() -> None:
+    """If the server closes first, a client may already have sent the next request."""
+    server = WebServer(app, "127.0.0.1", 0)
+    client_idle_timeout_s = httpx.Limits().keepalive_expiry
+    assert client_idle_timeout_s is not None
+    assert server._server.config.timeout_keep_alive > 2 * client_idle_timeout_s
     await server.stop()

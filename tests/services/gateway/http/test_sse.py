@@ -19,7 +19,7 @@ def chunk(model: str, text: str) -> ChatCompletionChunk:
 
 
 @given(st.text(), st.lists(st.text()))
-def test_a_text_event_is_what_encoding_all_of_it_gives(model: str, texts: list[str]) -> None:
+def test_text_event_equals_the_encoded_chunk(model: str, texts: list[str]) -> None:
     event = sse.TextEvent(lambda text: chunk(model, text))
     texts = ["", '"\n\n\x00', "\ufdd0text\ufdd1", *texts]
     events = [sse.event(chunk(model, text)) for text in texts]
@@ -27,8 +27,8 @@ def test_a_text_event_is_what_encoding_all_of_it_gives(model: str, texts: list[s
     assert event.of(texts) == b"".join(events)
 
 
-def test_what_stands_before_may_hold_the_mark() -> None:
+def test_fields_before_the_text_may_contain_the_mark() -> None:
     model = "\ufdd0text\ufdd1"
-    told = sse.TextEvent(lambda text: chunk(model, text)).of(["x"])
-    body = msgspec.json.decode(told.removeprefix(b"data: "), type=ChatCompletionChunk)
+    encoded = sse.TextEvent(lambda text: chunk(model, text)).of(["x"])
+    body = msgspec.json.decode(encoded.removeprefix(b"data: "), type=ChatCompletionChunk)
     assert (body.model, body.choices[0].delta.content) == (model, "x")

@@ -1,4 +1,4 @@
-"""`/v1/prefixes`: pinned system prompts, public ones, dry runs; and sessions that stay together."""
+"""`/v1/prefixes`: pinned system prompts, public prefixes, dry runs; session affinity."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ CHAT = "/v1/chat/completions"
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def store(cluster: Cluster) -> AsyncIterator[RedisStore]:
-    """Redis, without any prefix in it before and afterwards."""
+    """Redis without prefixes, before and after the test."""
     store = RedisStore(cluster.gateway._config.redis_url, MonotonicClock(), timeout_s=2.0)
-    await _forget_all(store)
+    await _delete_all(store)
     yield store
-    await _forget_all(store)
+    await _delete_all(store)
     await store.close()
 
 
-async def _forget_all(store: RedisStore) -> None:
+async def _delete_all(store: RedisStore) -> None:
     for tenant_id in ("tenant-1", "tenant-2", PUBLIC_TENANT_ID):
         for name in await pinned_prefix.entries(store, tenant_id):
             await pinned_prefix.delete(store, tenant_id, name)
 
 
-async def tenant_with(store: RedisStore, **limits: object) -> dict[str, str]:
-    """tenant-2; gives the headers of its requests."""
+async def add_tenant(store: RedisStore, **limits: object) -> dict[str, str]:
+    """Adds tenant-2 with these limits; returns the headers of its requests."""
     await store.write([("HDEL", TENANTS, "tenant-2")])
     admin, api_key = TenantAdmin(store, lambda: 1_000.0), f"key-{sorted(limits)}"
     await admin.add("tenant-2", limits, api_key)
@@ -61,21 +61,23 @@ async def tenant_with(store: RedisStore, **limits: object) -> dict[str, str]:
 
 
 @contextlib.asynccontextmanager
-async def an_index(nats_server: NatsServer, *held: bytes) -> AsyncIterator[list[MatchPrefix]]:
-    """Answers that decode-1 holds these blocks; what it was asked is in the list."""
-    asked: list[MatchPrefix] = []
+async def running_index(
+    nats_server: NatsServer, *cached_hashes: bytes
+) -> AsyncIterator[list[MatchPrefix]]:
+    """Reports these blocks as cached on decode-1; yields the list of received queries."""
+    received: list[MatchPrefix] = []
 
     def match(question: MatchPrefix) -> PrefixMatches:
-        asked.append(question)
+        received.append(question)
         hashes = unpack_hashes(question.block_hashes)
-        count = next((n for n, each in enumerate(hashes) if each not in held), len(hashes))
+        count = next((n for n, each in enumerate(hashes) if each not in cached_hashes), len(hashes))
         found = (PrefixMatch(worker_id="decode-1", num_blocks=count),) if count else ()
         return PrefixMatches(state="exact", matches=found)
 
     bus = await NatsBus.connect(nats_server.url("kv_index-1"), process_id="kv_index-1")
     await bus.serve(MATCH, MatchPrefix, match, queue=KV_INDEX_GROUP)
     await bus.flush()
-    yield asked
+    yield received
     await bus.close()
 
 
@@ -84,37 +86,37 @@ def chat_body(question: str = "hello?", system: str = SYSTEM) -> dict[str, objec
     return {"messages": messages, "max_tokens": 4}
 
 
-async def asked(cluster: Cluster, **fields: object) -> Request:
-    """What a worker is given for one chat request."""
+async def received(cluster: Cluster, **fields: object) -> Request:
+    """Sends one chat request; returns the request that the scheduler received."""
     response = await cluster.http.post(CHAT, json=chat_body() | fields)
     assert response.status_code == 200, response.text
     return cluster.scheduler.submitted[-1].request
 
 
-# ── a tenant's own ───────────────────────────────────────────────────────────────────────────────
+# ── prefixes of a tenant ─────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_prefix_is_what_all_its_conversations_begin_with(
+async def test_prefix_tokens_start_every_prompt_with_its_system(
     cluster: Cluster, store: RedisStore
 ) -> None:
     response = await cluster.http.put(f"{PREFIXES}/house", json={"system": SYSTEM})
     assert response.status_code == 200, response.text
-    told = response.json()
+    reported = response.json()
     saved = await pinned_prefix.load(store, "tenant-1", "house")
     assert saved is not None
     token_ids = unpack_token_ids(saved.token_ids)
     for question in ("hello?", "A", "0 is a number", "\n"):
-        request = await asked(cluster, **chat_body(question))
+        request = await received(cluster, **chat_body(question))
         prompt = unpack_token_ids(request.prompt_token_ids)
         assert prompt[: len(token_ids)] == token_ids
-    assert told["num_tokens"] == len(token_ids) > 3 * CARD.block_size
-    assert told["pinned_tokens"] == len(token_ids) // 16 * 16
+    assert reported["num_tokens"] == len(token_ids) > 3 * CARD.block_size
+    assert reported["pinned_tokens"] == len(token_ids) // 16 * 16
     hashes = extend_chain(root_hash("tenant-1", "r1"), token_ids, 16)
     assert unpack_hashes(request.block_hashes)[: len(hashes)] == hashes
-    assert (told["name"], told["model"], told["is_public"]) == ("house", "tiny", False)
+    assert (reported["name"], reported["model"], reported["is_public"]) == ("house", "tiny", False)
 
 
-async def test_it_can_be_listed_read_replaced_and_deleted(
+async def test_prefix_is_listed_read_replaced_and_deleted(
     cluster: Cluster, store: RedisStore
 ) -> None:
     for name in ("b", "a"):
@@ -136,36 +138,42 @@ async def test_it_can_be_listed_read_replaced_and_deleted(
         check_envelope(response, 404, "prefix_not_found", "name")
 
 
-async def test_another_tenant_neither_sees_nor_changes_it(
+async def test_other_tenant_cannot_read_or_delete_a_prefix(
     cluster: Cluster, store: RedisStore
 ) -> None:
     await cluster.http.put(f"{PREFIXES}/house", json={"system": SYSTEM})
     await store_api_key(store, "key-of-tenant-2", "tenant-2")
-    stranger = {"authorization": "Bearer key-of-tenant-2"}
-    assert (await cluster.http.get(PREFIXES, headers=stranger)).json()["data"] == []
+    other_tenant = {"authorization": "Bearer key-of-tenant-2"}
+    assert (await cluster.http.get(PREFIXES, headers=other_tenant)).json()["data"] == []
     for method in ("GET", "DELETE"):
-        response = await cluster.http.request(method, f"{PREFIXES}/house", headers=stranger)
+        response = await cluster.http.request(method, f"{PREFIXES}/house", headers=other_tenant)
         check_envelope(response, 404, "prefix_not_found", "name")
     assert (await cluster.http.get(f"{PREFIXES}/house")).status_code == 200
 
 
-async def test_it_tells_who_holds_it_and_what_it_saved(
+async def test_prefix_reports_workers_and_saved_tokens(
     cluster: Cluster, store: RedisStore, nats_server: NatsServer
 ) -> None:
-    told = (await cluster.http.put(f"{PREFIXES}/house", json={"system": SYSTEM})).json()
-    assert (told["state"], told["workers"], told["hits"]) == ("unknown", [], 0)
+    reported = (await cluster.http.put(f"{PREFIXES}/house", json={"system": SYSTEM})).json()
+    assert (reported["state"], reported["workers"], reported["hits"]) == ("unknown", [], 0)
     saved = await pinned_prefix.load(store, "tenant-1", "house")
     assert saved is not None
     token_ids = unpack_token_ids(saved.token_ids)
     hashes = extend_chain(root_hash("tenant-1", "r1"), token_ids, 16)
     record = pinned_prefix.record_key("tenant-1", hashes[-1])
     await store.write([("HSET", record, "hits", 3, "saved_tokens", 144, "last_use", 1_000)])
-    async with an_index(nats_server, *hashes) as questions:
-        told = (await cluster.http.get(f"{PREFIXES}/house")).json()
-        assert told["workers"] == [{"worker": "decode-1", "cached_tokens": told["pinned_tokens"]}]
-        assert told["state"] == "warming"  # decode-2 has not got it
-        assert (told["hits"], told["saved_tokens"], told["last_used_at"]) == (3, 144, 1_000)
-        assert not questions[-1].is_counted
+    async with running_index(nats_server, *hashes) as queries:
+        reported = (await cluster.http.get(f"{PREFIXES}/house")).json()
+        assert reported["workers"] == [
+            {"worker": "decode-1", "cached_tokens": reported["pinned_tokens"]}
+        ]
+        assert reported["state"] == "warming"  # decode-2 does not have it
+        assert (reported["hits"], reported["saved_tokens"], reported["last_used_at"]) == (
+            3,
+            144,
+            1_000,
+        )
+        assert not queries[-1].is_counted
     await store.write([("DEL", record)])
 
 
@@ -177,10 +185,10 @@ async def test_it_tells_who_holds_it_and_what_it_saved(
         ({"allowed_regions": ()}, "no_region_allowed"),
     ],
 )
-async def test_who_may_not_leave_text_anywhere_stores_none(
+async def test_tenant_without_permission_stores_no_prefix(
     cluster: Cluster, store: RedisStore, limits: dict[str, object], code: str
 ) -> None:
-    headers = await tenant_with(store, **limits)
+    headers = await add_tenant(store, **limits)
     response = await cluster.http.put(f"{PREFIXES}/house", json={"system": SYSTEM}, headers=headers)
     check_envelope(response, 403, code, "model" if code == "model_not_allowed" else None)
     assert await pinned_prefix.entries(store, "tenant-2") == {}
@@ -199,7 +207,7 @@ async def test_who_may_not_leave_text_anywhere_stores_none(
         ("ok", {"messages": [{"role": "assistant", "content": "x"}]}, 400, "invalid_request", None),
     ],
 )
-async def test_bad_prefixes_are_refused(
+async def test_invalid_prefixes_are_rejected(
     cluster: Cluster,
     store: RedisStore,
     name: str,
@@ -214,7 +222,7 @@ async def test_bad_prefixes_are_refused(
     assert await pinned_prefix.entries(store, "tenant-1") == {}
 
 
-async def test_what_is_less_than_a_block_cannot_be_pinned(model_files: ModelFiles) -> None:
+async def test_prefix_too_short_or_too_long_is_rejected(model_files: ModelFiles) -> None:
     async def render(messages: Messages, tools: Messages) -> list[str]:
         return [str(message["content"]) for message in messages]
 
@@ -236,7 +244,9 @@ async def test_what_is_less_than_a_block_cannot_be_pinned(model_files: ModelFile
         await small.read(prefix, CARD)
 
 
-async def test_a_tenant_has_so_many_and_no_more(cluster: Cluster, store: RedisStore) -> None:
+async def test_number_of_prefixes_per_tenant_is_limited(
+    cluster: Cluster, store: RedisStore
+) -> None:
     names = [f"p{number:02}" for number in range(MAX_PER_TENANT)]
     for name, status in (*[(each, 200) for each in names], ("more", 409), (names[0], 200)):
         response = await cluster.http.put(f"{PREFIXES}/{name}", json={"system": SYSTEM})
@@ -245,18 +255,20 @@ async def test_a_tenant_has_so_many_and_no_more(cluster: Cluster, store: RedisSt
 
 
 @pytest.mark.own_cluster
-async def test_it_is_bound_to_its_tenants_regions(cluster: Cluster, store: RedisStore) -> None:
-    headers = await tenant_with(store, allowed_regions=("eu",))
+async def test_prefix_has_the_allowed_regions_of_its_tenant(
+    cluster: Cluster, store: RedisStore
+) -> None:
+    headers = await add_tenant(store, allowed_regions=("eu",))
     await cluster.http.put(f"{PREFIXES}/house", json={"system": SYSTEM}, headers=headers)
     saved = await pinned_prefix.load(store, "tenant-2", "house")
     assert saved is not None and saved.allowed_regions == ("eu",)
 
 
-# ── public ones ──────────────────────────────────────────────────────────────────────────────────
+# ── public prefixes ──────────────────────────────────────────────────────────────────────────────
 
 
 async def publish(cluster: Cluster, store: RedisStore, name: str = "house") -> list[int]:
-    """As the operator's command does; returns its tokens once the gateway knows it."""
+    """As `hearth prefix publish` does; returns the token ids once the gateway has read them."""
     prefix = PinnedPrefix(
         name=name,
         tenant_id=PUBLIC_TENANT_ID,
@@ -272,12 +284,12 @@ async def publish(cluster: Cluster, store: RedisStore, name: str = "house") -> l
 
 
 @pytest.mark.own_cluster
-async def test_all_tenants_share_a_public_prefix_and_nothing_behind_it(
+async def test_tenants_share_the_blocks_of_a_public_prefix_only(
     cluster: Cluster, store: RedisStore
 ) -> None:
     token_ids = await publish(cluster, store)
     await store_api_key(store, "key-of-tenant-2", "tenant-2")
-    first = await asked(cluster)
+    first = await received(cluster)
     response = await cluster.http.post(
         CHAT, json=chat_body(), headers={"authorization": "Bearer key-of-tenant-2"}
     )
@@ -292,7 +304,7 @@ async def test_all_tenants_share_a_public_prefix_and_nothing_behind_it(
 
 
 @pytest.mark.own_cluster
-async def test_who_salts_or_begins_otherwise_shares_nothing(
+async def test_salted_or_different_prompt_has_no_public_blocks(
     cluster: Cluster, store: RedisStore
 ) -> None:
     await publish(cluster, store)
@@ -301,7 +313,7 @@ async def test_who_salts_or_begins_otherwise_shares_nothing(
         chat_body(system=f"Not {SYSTEM}"),
         chat_body(system=SYSTEM[:60]),
     ):
-        request = await asked(cluster, **fields)
+        request = await received(cluster, **fields)
         assert request.num_public_blocks == 0
         salt = str(fields.get("cache_salt", ""))
         root = root_hash("tenant-1", "r1", cache_salt=salt)
@@ -310,41 +322,39 @@ async def test_who_salts_or_begins_otherwise_shares_nothing(
 
 
 @pytest.mark.own_cluster
-async def test_the_gateway_gives_a_public_prefix_its_tokens_for_the_index(
+async def test_gateway_stores_token_ids_of_a_public_prefix(
     cluster: Cluster, store: RedisStore
 ) -> None:
     token_ids = await publish(cluster, store)
     saved = await pinned_prefix.load(store, PUBLIC_TENANT_ID, "house")
     assert saved is not None and unpack_token_ids(saved.token_ids) == token_ids
-    told = (await cluster.http.get(f"{PREFIXES}/house")).json()
-    assert told["is_public"] and told["num_tokens"] == len(token_ids)
+    reported = (await cluster.http.get(f"{PREFIXES}/house")).json()
+    assert reported["is_public"] and reported["num_tokens"] == len(token_ids)
     listed = (await cluster.http.get(PREFIXES)).json()["data"]
     assert [(each["name"], each["is_public"]) for each in listed] == [("house", True)]
     check_envelope(await cluster.http.delete(f"{PREFIXES}/house"), 404, "prefix_not_found", "name")
 
 
 @pytest.mark.own_cluster
-async def test_what_is_no_longer_published_is_no_longer_shared(
-    cluster: Cluster, store: RedisStore
-) -> None:
+async def test_deleted_public_prefix_is_not_shared(cluster: Cluster, store: RedisStore) -> None:
     await publish(cluster, store)
     await pinned_prefix.delete(store, PUBLIC_TENANT_ID, "house")
     public = cluster.gateway.submission._preparation._public
     assert public is not None
     await until(lambda: not public._prefixes, timeout_s=10 * POLL_INTERVAL_S)
-    assert (await asked(cluster)).num_public_blocks == 0
+    assert (await received(cluster)).num_public_blocks == 0
 
 
 # ── dry runs ─────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_dry_run_tells_what_would_hit_and_runs_nothing(
+async def test_dry_run_reports_cached_tokens_without_running(
     cluster: Cluster, store: RedisStore, nats_server: NatsServer
 ) -> None:
-    request = await asked(cluster)
+    request = await received(cluster)
     hashes, num_tokens = unpack_hashes(request.block_hashes), len(request.prompt_token_ids) // 4
     num_submitted = len(cluster.scheduler.submitted)
-    async with an_index(nats_server, *hashes[:2]):
+    async with running_index(nats_server, *hashes[:2]):
         response = await cluster.http.post(f"{PREFIXES}/dry_run", json={"request": chat_body()})
     assert response.status_code == 200, response.text
     assert response.json() == {
@@ -362,7 +372,9 @@ async def test_a_dry_run_tells_what_would_hit_and_runs_nothing(
     assert len(cluster.scheduler.submitted) == num_submitted
 
 
-async def test_two_prompts_part_at_a_token(cluster: Cluster, store: RedisStore) -> None:
+async def test_dry_run_reports_where_two_prompts_diverge(
+    cluster: Cluster, store: RedisStore
+) -> None:
     body = {"request": {"prompt": "hello world, how are you"}, "other": {"prompt": "hello fox"}}
     response = await cluster.http.post(f"{PREFIXES}/dry_run", json=body)
     assert response.status_code == 200, response.text
@@ -373,7 +385,7 @@ async def test_two_prompts_part_at_a_token(cluster: Cluster, store: RedisStore) 
     divergence = report["divergence"]
     assert (divergence["token_index"], divergence["text_before"]) == (index, "hello")
     assert divergence["request_text"] != divergence["other_text"]
-    assert report["request"]["index_state"] == "exact"  # there is no whole block to ask for
+    assert report["request"]["index_state"] == "exact"  # the prompt has no full block to look up
     longer = body | {"other": {"prompt": "hello world, how are you today"}}
     divergence = (await cluster.http.post(f"{PREFIXES}/dry_run", json=longer)).json()["divergence"]
     assert divergence["request_text"] is None and divergence["other_text"]
@@ -393,17 +405,17 @@ async def test_two_prompts_part_at_a_token(cluster: Cluster, store: RedisStore) 
         ({"request": {"prompt": "a"}, "other": []}, "other"),
     ],
 )
-async def test_a_dry_run_refuses_what_the_request_itself_is_refused_for(
+async def test_dry_run_rejects_invalid_requests(
     cluster: Cluster, body: dict[str, object], param: str
 ) -> None:
     response = await cluster.http.post(f"{PREFIXES}/dry_run", json=body)
     check_envelope(response, 400, "invalid_request", param)
 
 
-# ── sessions ─────────────────────────────────────────────────────────────────────────────────────
+# ── session affinity ─────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_session_is_named_by_header_or_body_within_its_tenant(
+async def test_affinity_key_is_header_else_body_per_tenant(
     cluster: Cluster, store: RedisStore
 ) -> None:
     await store_api_key(store, "key-of-tenant-2", "tenant-2")
@@ -420,7 +432,7 @@ async def test_a_session_is_named_by_header_or_body_within_its_tenant(
         response = await cluster.http.post(CHAT, json=chat_body() | fields, headers=headers)
         assert response.status_code == 200
         keys.append(cluster.scheduler.submitted[-1].affinity_key)
-    none, by_body, by_header, stranger = keys
+    none, by_body, by_header, other_tenant = keys
     assert none == ""
     assert by_body == by_header == scoped_affinity_key("tenant-1", "session-1")
-    assert stranger not in keys[:3]
+    assert other_tenant not in keys[:3]
