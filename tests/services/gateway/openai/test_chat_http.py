@@ -1,4 +1,4 @@
-"""The chat endpoint as its clients see it: a running gateway, real servers, peers on the bus."""
+"""The chat endpoint over HTTP: a running gateway, real servers, simulated peers on the bus."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHAT = "/v1/chat/completions"
 
 
 async def events_of(cluster: Cluster, **fields: Any) -> list[Any]:
-    """The `data:` payloads, decoded; the end mark stays a string."""
+    """Decoded `data:` payloads of one streamed chat; `[DONE]` stays a string."""
     body = {**BODY, "stream": True, **fields}
     async with cluster.http.stream("POST", CHAT, json=body) as response:
         assert response.status_code == 200, await response.aread()
@@ -35,7 +35,7 @@ def text_of(events: list[Any]) -> str:
     return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
 
 
-async def test_whole_answer(cluster: Cluster, model_files: Any) -> None:
+async def test_unstreamed_response(cluster: Cluster, model_files: Any) -> None:
     response = await cluster.http.post(CHAT, json=BODY)
     assert response.status_code == 200, response.text
     body = response.json()
@@ -64,7 +64,7 @@ async def test_whole_answer(cluster: Cluster, model_files: Any) -> None:
     assert await cluster.decodes[0].acks.get()
 
 
-async def test_the_request_on_the_wire(cluster: Cluster, model_files: Any) -> None:
+async def test_request_on_the_wire(cluster: Cluster, model_files: Any) -> None:
     body = {**BODY, "temperature": 0, "top_k": 0, "seed": 0, "max_tokens": 3, "cache_salt": "s"}
     response = await cluster.http.post(CHAT, json=body)
     assert response.json()["choices"][0]["finish_reason"] == "length"
@@ -82,7 +82,7 @@ async def test_the_request_on_the_wire(cluster: Cluster, model_files: Any) -> No
         0,
         3,
     )
-    assert sampling.stop_token_ids == (2, 0)  # those of generation_config.json
+    assert sampling.stop_token_ids == (2, 0)  # from generation_config.json
     prompt = model_files.tokenizer.tokenizer.decode(
         unpack_token_ids(request.prompt_token_ids), skip_special_tokens=False
     )
@@ -94,7 +94,7 @@ async def test_the_request_on_the_wire(cluster: Cluster, model_files: Any) -> No
     assert 0 < request.deadline_s <= 600
 
 
-async def test_salt_and_tenant_change_the_root(cluster: Cluster) -> None:
+async def test_cache_salt_changes_the_cache_root(cluster: Cluster) -> None:
     roots = set()
     for salt in ("a", "b", None):
         await cluster.http.post(CHAT, json={**BODY, "cache_salt": salt, "max_tokens": 1})
@@ -102,7 +102,7 @@ async def test_salt_and_tenant_change_the_root(cluster: Cluster) -> None:
     assert len(roots) == 3
 
 
-async def test_defaults_come_from_the_model(cluster: Cluster) -> None:
+async def test_sampling_defaults_are_those_of_the_model(cluster: Cluster) -> None:
     await cluster.http.post(CHAT, json=BODY)
     sampling = (await cluster.scheduler.submits.get()).request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.7, 1.0, 0)
@@ -132,8 +132,8 @@ async def test_stream_without_usage(cluster: Cluster, options: Any) -> None:
 
 async def test_openai_sdk(cluster: Cluster) -> None:
     async with cluster.openai as client:
-        whole = await client.chat.completions.create(model="tiny", messages=MESSAGES)  # type: ignore[call-overload]
-        assert whole.choices[0].message.content == ANSWER
+        full = await client.chat.completions.create(model="tiny", messages=MESSAGES)  # type: ignore[call-overload]
+        assert full.choices[0].message.content == ANSWER
         stream = await client.chat.completions.create(  # type: ignore[call-overload]
             model="tiny", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
         )
@@ -145,7 +145,7 @@ async def test_openai_sdk(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_stop_string_over_token_borders(cluster: Cluster, is_stream: bool) -> None:
+async def test_stop_string_across_token_boundaries(cluster: Cluster, is_stream: bool) -> None:
     cluster.decodes[0].hold_at = len(cluster.decodes[0].answer)  # never ends by itself
     fields = {"stop": ["are you? 😀", "zzz"]}
     if is_stream:
@@ -163,7 +163,7 @@ async def test_stop_string_over_token_borders(cluster: Cluster, is_stream: bool)
     assert 0 < usage["completion_tokens"] < len(cluster.decodes[0].answer)
 
 
-async def test_withheld_prefix_is_released_at_the_end(cluster: Cluster) -> None:
+async def test_partial_stop_match_is_sent_at_the_end(cluster: Cluster) -> None:
     events = await events_of(cluster, stop="brown fox jumps")
     assert text_of(events) == ANSWER
 
@@ -223,12 +223,12 @@ async def test_models_health_ready_metrics_openapi(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/tiny", "/health", "/ready", "/metrics"])
 async def test_head_is_get_without_a_body(cluster: Cluster, path: str) -> None:
-    head, whole = await cluster.http.head(path), await cluster.http.get(path)
+    head, full = await cluster.http.head(path), await cluster.http.get(path)
     assert (head.status_code, head.content) == (200, b"")
-    assert head.headers["content-type"] == whole.headers["content-type"]
+    assert head.headers["content-type"] == full.headers["content-type"]
 
 
-async def test_one_model(cluster: Cluster) -> None:
+async def test_model_by_id(cluster: Cluster) -> None:
     (entry,) = (await cluster.http.get("/v1/models")).json()["data"]
     assert (await cluster.http.get("/v1/models/tiny")).json() == entry
     missing = await cluster.http.get("/v1/models/org/huge")
@@ -245,22 +245,22 @@ async def test_concurrent_streams_do_not_mix(cluster: Cluster) -> None:
     assert [text_of(events) for events in answers] == [ANSWER] * 32
 
 
-async def test_model_may_be_left_out(cluster: Cluster) -> None:
+async def test_model_field_is_optional(cluster: Cluster) -> None:
     response = await cluster.http.post(CHAT, json={"messages": MESSAGES})
     assert response.json()["model"] == "tiny"
 
 
 @pytest.mark.own_cluster
-async def test_drain_finishes_what_runs(cluster: Cluster) -> None:
+async def test_drain_finishes_running_requests(cluster: Cluster) -> None:
     cluster.decodes[0].hold_at = 5
     running = asyncio.create_task(events_of(cluster))
     while (await cluster.decodes[0].emitted.get()).first_position < 4:
         pass
     draining = asyncio.create_task(cluster.gateway.drain())
     await asyncio.sleep(0)
-    refused = await cluster.http.post(CHAT, json=BODY)
-    assert refused.status_code == 503
-    assert refused.headers["retry-after"] == "1"
+    rejected = await cluster.http.post(CHAT, json=BODY)
+    assert rejected.status_code == 503
+    assert rejected.headers["retry-after"] == "1"
     assert (await cluster.http.get("/ready")).json()["reason"] == "draining"
     assert not draining.done()
     cluster.decodes[0].released.set()

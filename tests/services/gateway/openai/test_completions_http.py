@@ -1,4 +1,4 @@
-"""Text completions as their clients see them: a running gateway, real servers, peers on the bus."""
+"""Text completions over HTTP: a running gateway, real servers, simulated peers on the bus."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def prompts_sent(cluster: Cluster) -> list[list[int]]:
     return [unpack_token_ids(each.request.prompt_token_ids) for each in submits]
 
 
-async def test_whole_answer(cluster: Cluster, model_files: ModelFiles) -> None:
+async def test_unstreamed_response(cluster: Cluster, model_files: ModelFiles) -> None:
     body = await complete(cluster)
     assert (body["object"], body["model"]) == ("text_completion", "tiny")
     assert body["id"] == f"cmpl-{body['hearth']['request_id']}"
@@ -53,7 +53,7 @@ async def test_whole_answer(cluster: Cluster, model_files: ModelFiles) -> None:
     assert body["usage"]["prompt_tokens"] == len(prompt)
 
 
-async def test_the_default_is_16_tokens(cluster: Cluster) -> None:
+async def test_default_max_tokens_is_16(cluster: Cluster) -> None:
     response = await cluster.http.post(ROUTE, json={"prompt": PROMPT})
     assert response.json()["choices"][0]["finish_reason"] == "length"
     assert response.json()["usage"]["completion_tokens"] == 16
@@ -88,12 +88,12 @@ async def test_several_prompts_with_several_choices(cluster: Cluster, is_stream:
 
 
 @pytest.mark.parametrize("prompt", [[5, 6, 7], [[5, 6, 7]]])
-async def test_a_prompt_in_tokens(cluster: Cluster, prompt: Any) -> None:
+async def test_prompt_of_token_ids(cluster: Cluster, prompt: Any) -> None:
     assert (await complete(cluster, prompt))["choices"][0]["text"] == ANSWER
     assert await prompts_sent(cluster) == [[5, 6, 7]]
 
 
-async def test_special_tokens_of_a_text_prompt_count(cluster: Cluster) -> None:
+async def test_special_tokens_in_a_text_prompt_are_encoded(cluster: Cluster) -> None:
     await complete(cluster, "<|im_start|>x")
     assert (await prompts_sent(cluster))[0][0] == 1
 
@@ -107,7 +107,7 @@ async def test_special_tokens_of_a_text_prompt_count(cluster: Cluster) -> None:
         ([[5], [400], [5]], 400, "invalid_request"),
     ],
 )
-async def test_one_refused_prompt_is_named_and_nobody_hears_of_the_others(
+async def test_rejected_prompt_is_named_and_none_is_submitted(
     cluster: Cluster, prompt: list[Any], status: int, code: str
 ) -> None:
     response = await cluster.http.post(ROUTE, json={"prompt": prompt, "max_tokens": 5})
@@ -117,7 +117,7 @@ async def test_one_refused_prompt_is_named_and_nobody_hears_of_the_others(
     assert cluster.scheduler.submits.empty()
 
 
-async def test_one_prompt_that_fails_later_ends_all(cluster: Cluster) -> None:
+async def test_failure_of_one_prompt_ends_the_request(cluster: Cluster) -> None:
     decode = cluster.decodes[0]
     decode.hold_at = 3
     running = asyncio.create_task(
@@ -137,8 +137,8 @@ async def test_one_prompt_that_fails_later_ends_all(cluster: Cluster) -> None:
 # ── best_of, echo, logprobs ──────────────────────────────────────────────────────────────────────
 
 
-async def test_best_of_keeps_the_likeliest_per_token(cluster: Cluster) -> None:
-    """The peer's later choices are likelier; a long one is judged by its mean."""
+async def test_best_of_returns_the_highest_mean_logprobs(cluster: Cluster) -> None:
+    """The peer gives later choices higher logprobs; a choice is ranked by its mean per token."""
     decode = cluster.decodes[0]
     decode.answers = {index: decode.answer[: index + 1] for index in range(3)}
     body = await complete(cluster, ["a", "b"], n=2, best_of=3)
@@ -192,8 +192,8 @@ async def test_logprobs(
 ) -> None:
     fields = {"echo": has_echo, "logprobs": 2}
     if is_stream:
-        told = [each["choices"][0] for each in await events_of(cluster, **fields)]
-        parts = [each["logprobs"] for each in told if each["logprobs"] is not None]
+        sent_choices = [each["choices"][0] for each in await events_of(cluster, **fields)]
+        parts = [each["logprobs"] for each in sent_choices if each["logprobs"] is not None]
         logprobs = {key: [x for part in parts for x in part[key]] for key in parts[0]}
     else:
         (choice,) = (await complete(cluster, **fields))["choices"]
@@ -203,8 +203,8 @@ async def test_logprobs(
     assert list(logprobs["top_logprobs"][-1].values())[1:] == [-9999.0]
 
 
-async def test_no_choice_is_told_before_the_logprobs_of_the_prompt(cluster: Cluster) -> None:
-    """Choice 1 brings them, and its first message is lost."""
+async def test_no_choice_is_sent_before_prompt_logprobs(cluster: Cluster) -> None:
+    """The first message of choice 1 contains the prompt logprobs, and is lost."""
     lost: list[int] = []
 
     def loses(entry: TokenEntry) -> bool:
@@ -217,13 +217,13 @@ async def test_no_choice_is_told_before_the_logprobs_of_the_prompt(cluster: Clus
     events = await events_of(cluster, echo=True, logprobs=0, n=2)
     assert lost
     for index in range(2):
-        told = (each["choices"][0] for each in events)
-        first = next(each for each in told if each["index"] == index)
+        sent_choices = (each["choices"][0] for each in events)
+        first = next(each for each in sent_choices if each["index"] == index)
         assert first["text"].startswith(PROMPT)
         assert first["logprobs"]["token_logprobs"][:2] == [None, -1 - 1 / 64]
 
 
-async def test_the_prompt_is_scored_and_nothing_is_drawn(cluster: Cluster) -> None:
+async def test_echo_of_zero_tokens_scores_only_the_prompt(cluster: Cluster) -> None:
     body = await complete(cluster, echo=True, logprobs=0, max_tokens=0)
     (choice,) = body["choices"]
     assert (choice["text"], choice["finish_reason"]) == (PROMPT, "length")
@@ -237,7 +237,7 @@ async def test_the_prompt_is_scored_and_nothing_is_drawn(cluster: Cluster) -> No
     assert (choice["text"], choice["finish_reason"]) == (PROMPT, "length")
 
 
-async def test_a_prompt_in_tokens_is_echoed_as_text(cluster: Cluster) -> None:
+async def test_prompt_of_token_ids_is_echoed_as_text(cluster: Cluster) -> None:
     (choice,) = (await complete(cluster, [1, 260, 261], echo=True, logprobs=0))["choices"]
     assert choice["text"].startswith("<|im_start|>")
     assert choice["logprobs"]["text_offset"][:2] == [0, len("<|im_start|>")]
@@ -260,17 +260,17 @@ async def test_openai_sdk(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.own_cluster
-async def test_a_lost_worker_shows_nowhere(cluster: Cluster, is_stream: bool) -> None:
-    """Two prompts of two choices, scored and echoed: the second worker scores the prompt again."""
+async def test_lost_worker_does_not_change_the_response(cluster: Cluster, is_stream: bool) -> None:
+    """Two prompts with two choices, echo and logprobs: worker 2 computes prompt logprobs again."""
     fields = {"prompt": ["a b", "c"], "n": 2, "echo": True, "logprobs": 1, "stop": "brown"}
     first = cluster.decodes[0]
     for decode in cluster.decodes:
         decode.answers = {1: decode.answer[:9]}
     expected = (await complete(cluster, **fields))["choices"]
     first.hold_at = 12  # choices 1 have ended
-    first.loses = lambda entry: entry.first_position in (4, 5)  # until they are asked for
-    ask = events_of if is_stream else complete
-    running = asyncio.create_task(ask(cluster, **fields))
+    first.loses = lambda entry: entry.first_position in (4, 5)  # until requested again
+    send = events_of if is_stream else complete
+    running = asyncio.create_task(send(cluster, **fields))
     while (await first.emitted.get()).first_position < 11:
         pass
     async with asyncio.timeout(8):
@@ -278,9 +278,9 @@ async def test_a_lost_worker_shows_nowhere(cluster: Cluster, is_stream: bool) ->
         await first.die()
         answer = await running
     if is_stream:
-        told = [event["choices"][0] for event in answer]
+        sent_choices = [event["choices"][0] for event in answer]
         for choice in expected:
-            parts = [each for each in told if each["index"] == choice["index"]]
+            parts = [each for each in sent_choices if each["index"] == choice["index"]]
             assert "".join(each["text"] for each in parts) == choice["text"]
             scores = [each["logprobs"] for each in parts if each["logprobs"] is not None]
             for key, values in choice["logprobs"].items():
@@ -290,7 +290,7 @@ async def test_a_lost_worker_shows_nowhere(cluster: Cluster, is_stream: bool) ->
         assert answer["hearth"]["num_resubmissions"] == 2
 
 
-# ── refusals ─────────────────────────────────────────────────────────────────────────────────────
+# ── rejections ───────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ async def test_bad_field(cluster: Cluster, fields: dict[str, Any], param: str) -
     assert cluster.scheduler.submits.empty()
 
 
-async def test_logprobs_of_a_prompt_larger_than_the_bus(
+async def test_prompt_logprobs_too_large_for_the_bus(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(cluster.gateway._bus), "max_payload_bytes", 30_000)

@@ -1,4 +1,4 @@
-"""Embeddings as their clients see them: a running gateway, real servers, peers on the bus."""
+"""Embeddings over HTTP: a running gateway, real servers, simulated peers on the bus."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ ROUTE = "/v1/embeddings"
 UNIT = pytest.approx([0.6, 0.0, -0.8, 0.0])
 
 
-async def embed(cluster: Cluster, given: Any = "the quick fox", **fields: Any) -> Any:
-    response = await cluster.http.post(ROUTE, json={"input": given, **fields})
+async def embed(cluster: Cluster, inputs: Any = "the quick fox", **fields: Any) -> Any:
+    response = await cluster.http.post(ROUTE, json={"input": inputs, **fields})
     assert response.status_code == 200, response.text
     return response.json()
 
 
 @pytest.mark.own_cluster
-async def test_answer_and_request(cluster: Cluster) -> None:
+async def test_response_and_submitted_request(cluster: Cluster) -> None:
     body = await embed(cluster)
     request = (await cluster.scheduler.submits.get()).request
     num_tokens = len(unpack_token_ids(request.prompt_token_ids))
@@ -57,11 +57,11 @@ async def test_base64_is_little_endian_fp32(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "num_inputs"),
+    ("inputs", "num_inputs"),
     [(["a", "b c"], 2), ([5, 6], 1), ([[5, 6], [7]], 2), (["a"] * 20, 20)],
 )
-async def test_input_forms(cluster: Cluster, given: Any, num_inputs: int) -> None:
-    body = await embed(cluster, given)
+async def test_input_forms(cluster: Cluster, inputs: Any, num_inputs: int) -> None:
+    body = await embed(cluster, inputs)
     assert [entry["index"] for entry in body["data"]] == list(range(num_inputs))
     assert all(entry["embedding"] == UNIT for entry in body["data"])
     assert cluster.scheduler.submits.qsize() == num_inputs
@@ -101,7 +101,7 @@ def test_error_without_a_known_hidden_size() -> None:
 
 
 @pytest.mark.own_cluster
-async def test_a_lost_worker_is_replaced(cluster: Cluster) -> None:
+async def test_lost_worker_is_replaced(cluster: Cluster) -> None:
     cluster.decodes[0].hold_at = 0
     running = asyncio.create_task(embed(cluster))
     await cluster.scheduler.submits.get()
@@ -113,7 +113,7 @@ async def test_a_lost_worker_is_replaced(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("embedding", [None, b"", b"\0" * 15])
-async def test_a_worker_without_an_embedding_fails_the_request(
+async def test_missing_or_truncated_embedding_fails_the_request(
     cluster: Cluster, embedding: bytes | None
 ) -> None:
     served = Served(num_cached_tokens=0, prefill_worker_id=None)
@@ -123,5 +123,5 @@ async def test_a_worker_without_an_embedding_fails_the_request(
     check_envelope(response, 500, "internal_error", None)
 
 
-def test_zeros_stay_zeros() -> None:
+def test_normalized_zero_vector_is_zero() -> None:
     assert normalized(array("f", [0.0, 0.0])).tolist() == [0.0, 0.0]

@@ -1,4 +1,4 @@
-"""Every way in which the gateway says no: status, envelope, `param`, Retry-After."""
+"""All rejections by the gateway: status, error envelope, `param`, Retry-After."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.services.gateway.conftest import API_KEY, Cluster, until
 from tests.services.gateway.openai.test_chat_http import BODY, CHAT, events_of, text_of
 
 USER = {"role": "user", "content": "x"}
-STRANGER = b"POST /v1/chat/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
+CHUNKED_POST = b"POST /v1/chat/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 def check_envelope(response: httpx.Response, status: int, code: str, param: str | None) -> None:
@@ -94,14 +94,16 @@ async def test_bad_field(cluster: Cluster, fields: dict[str, Any], param: str) -
     assert cluster.scheduler.submits.empty()
 
 
-async def test_no_body_at_all(cluster: Cluster) -> None:
+async def test_missing_body(cluster: Cluster) -> None:
     response = await cluster.http.post(CHAT)
     check_envelope(response, 400, "invalid_request", None)
     assert "empty" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("start", [b"GET /health HTTP/1.1\r\nx: ", STRANGER + b"0\r\nx: "])
-async def test_an_endless_head_or_trailer_is_cut_off(cluster: Cluster, start: bytes) -> None:
+@pytest.mark.parametrize("start", [b"GET /health HTTP/1.1\r\nx: ", CHUNKED_POST + b"0\r\nx: "])
+async def test_endless_head_or_trailer_closes_the_connection(
+    cluster: Cluster, start: bytes
+) -> None:
     url = httpx.URL(cluster.gateway.http_address)
     reader, writer = await asyncio.open_connection(url.host, url.port)
     writer.write(start)
@@ -115,13 +117,13 @@ async def test_an_endless_head_or_trailer_is_cut_off(cluster: Cluster, start: by
     assert (await cluster.http.get("/health")).status_code == 200
 
 
-async def test_the_document_loads_nothing_from_elsewhere(cluster: Cluster) -> None:
+async def test_docs_page_is_the_openapi_document(cluster: Cluster) -> None:
     page = await cluster.http.get("/docs")
     assert "json" in page.headers["content-type"]
     assert page.json() == (await cluster.http.get("/openapi.json")).json()
 
 
-async def test_a_long_head_is_served(cluster: Cluster) -> None:
+async def test_long_head_is_accepted(cluster: Cluster) -> None:
     response = await cluster.http.get("/health", headers={"x": "a" * 60_000})
     assert response.status_code == 200
 
@@ -155,7 +157,7 @@ async def test_malformed_json(cluster: Cluster, data: bytes) -> None:
     check_envelope(response, 400, "invalid_request", None)
 
 
-async def test_routes(cluster: Cluster) -> None:
+async def test_unknown_route_and_method(cluster: Cluster) -> None:
     check_envelope(await cluster.http.get("/v1/nothing"), 404, "not_found", None)
     wrong = await cluster.http.put(CHAT)
     check_envelope(wrong, 405, "method_not_allowed", None)
@@ -168,11 +170,11 @@ async def test_unknown_model(cluster: Cluster) -> None:
 
 
 async def test_authentication(cluster: Cluster) -> None:
-    async with httpx.AsyncClient(base_url=cluster.gateway.http_address) as stranger:
+    async with httpx.AsyncClient(base_url=cluster.gateway.http_address) as keyless:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic eDp5"}):
             for response in (
-                await stranger.post(CHAT, json=BODY, headers=headers),
-                await stranger.get("/v1/models", headers=headers),
+                await keyless.post(CHAT, json=BODY, headers=headers),
+                await keyless.get("/v1/models", headers=headers),
             ):
                 check_envelope(response, 401, "invalid_api_key", None)
                 assert response.json()["error"]["type"] == "authentication_error"
@@ -208,7 +210,7 @@ async def test_chunked_body_too_large(cluster: Cluster) -> None:
     ],
 )
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_scheduler_refuses(
+async def test_scheduler_rejection(
     cluster: Cluster, refusal: Any, status: int, retry_after: str, is_stream: bool
 ) -> None:
     cluster.scheduler.refusal = refusal
@@ -294,7 +296,7 @@ async def test_too_many_requests_and_deadline(
         await gateway.stop()
 
 
-async def test_long_prompts_under_preparation_count_as_open(
+async def test_prompts_in_preparation_count_as_open_requests(
     cluster: Cluster, gateway_config: GatewayConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cluster.gateway.submission, "_max_requests", 1)
@@ -302,26 +304,26 @@ async def test_long_prompts_under_preparation_count_as_open(
     prepare, is_preparing, may_end = preparation.prepare, asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 
-    def slowly(*args: Any, **kwargs: Any) -> Any:
+    def slow_prepare(*args: Any, **kwargs: Any) -> Any:
         loop.call_soon_threadsafe(is_preparing.set)
         assert may_end.wait(timeout=10)
         return prepare(*args, **kwargs)
 
-    monkeypatch.setattr(preparation, "prepare", slowly)
+    monkeypatch.setattr(preparation, "prepare", slow_prepare)
     long = {"messages": [{"role": "user", "content": "x" * (MAX_INLINE_CHARS + 1)}]}
     first = asyncio.create_task(cluster.http.post(CHAT, json=long))
     await is_preparing.wait()
     second = asyncio.create_task(cluster.http.post(CHAT, json=long))
     try:
         done, _ = await asyncio.wait({second}, timeout=5)
-        assert done, "it waits for a thread"
+        assert done, "the request waits for a thread"
         check_envelope(second.result(), 429, "overloaded", None)
     finally:
         may_end.set()
         await asyncio.gather(first, second)
 
 
-async def test_prompt_larger_than_the_bus(
+async def test_prompt_too_large_for_the_bus(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bus = cluster.gateway._bus

@@ -1,4 +1,4 @@
-"""Everything that shapes a chat answer, from the body to the wire and back."""
+"""Sampling options of a chat: from the request body to the wire, and their response."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.services.gateway.conftest import ANSWER, Cluster
 from tests.services.gateway.openai.test_chat_http import BODY, CHAT, MESSAGES, events_of
 
 
-async def ask(cluster: Cluster, **fields: Any) -> Any:
+async def post_chat(cluster: Cluster, **fields: Any) -> Any:
     response = await cluster.http.post(CHAT, json={**BODY, **fields})
     assert response.status_code == 200, response.text
     return response.json()
@@ -30,7 +30,7 @@ def text_of(events: list[Any], index: int) -> str:
 
 
 async def test_sampling_on_the_wire(cluster: Cluster, model_files: ModelFiles) -> None:
-    await ask(
+    await post_chat(
         cluster,
         n=3,
         best_of=3,
@@ -56,8 +56,8 @@ async def test_sampling_on_the_wire(cluster: Cluster, model_files: ModelFiles) -
     assert sampling.logprobs_mode == "processed"
 
 
-async def test_what_is_not_asked_for_is_off(cluster: Cluster) -> None:
-    await ask(cluster, logprobs=False, top_logprobs=0, logit_bias=None, bad_words=[])
+async def test_unset_sampling_options_are_off(cluster: Cluster) -> None:
+    await post_chat(cluster, logprobs=False, top_logprobs=0, logit_bias=None, bad_words=[])
     sampling = (await cluster.scheduler.submits.get()).request.sampling
     assert (sampling.frequency_penalty, sampling.presence_penalty) == (0, 0)
     assert (sampling.repetition_penalty, sampling.logit_bias, sampling.bad_words) == (1, (), ())
@@ -74,38 +74,38 @@ async def test_choices(cluster: Cluster, is_stream: bool) -> None:
         events = await events_of(cluster, n=3, stream_options={"include_usage": True})
         assert {index: text_of(events, index) for index in expected} == expected
         for index in expected:
-            told = choices_of(events, index)
-            assert [each["delta"].get("role") for each in told] == ["assistant"] + [None] * (
-                len(told) - 1
+            sent = choices_of(events, index)
+            assert [each["delta"].get("role") for each in sent] == ["assistant"] + [None] * (
+                len(sent) - 1
             )
-            assert [each["finish_reason"] for each in told] == [None] * (len(told) - 1) + ["stop"]
+            assert [each["finish_reason"] for each in sent] == [None] * (len(sent) - 1) + ["stop"]
         usage = events[-2]["usage"]
     else:
-        body = await ask(cluster, n=3)
+        body = await post_chat(cluster, n=3)
         assert {each["index"]: each["message"]["content"] for each in body["choices"]} == expected
         usage = body["usage"]
-    alone = (await ask(cluster))["usage"]
+    alone = (await post_chat(cluster))["usage"]
     assert usage["completion_tokens"] == num_output
     assert usage["prompt_tokens"] == alone["prompt_tokens"]
     assert usage["total_tokens"] == num_output + alone["prompt_tokens"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 4}
 
 
-async def test_one_choice_stops_and_the_others_go_on(cluster: Cluster) -> None:
+async def test_stopped_choice_leaves_other_choices_running(cluster: Cluster) -> None:
     decode = cluster.decodes[0]
     decode.answers = {1: decode.answer[2:3] * 14}
     decode.hold_at = 12
-    running = asyncio.create_task(ask(cluster, n=2, stop=["how are"]))
+    running = asyncio.create_task(post_chat(cluster, n=2, stop=["how are"]))
     async with asyncio.timeout(5):
         abort = await decode.aborts.get()
         assert (abort.reason, abort.choice_index) == ("stop", 0)
         assert not running.done()
         decode.released.set()
         body = await running
-        whole = await decode.aborts.get()
+        placement_abort = await decode.aborts.get()
     texts = [each["message"]["content"] for each in body["choices"]]
     assert texts == ["hello world, ", "," * 14]
-    assert whole == AbortRequest(placement_id=abort.placement_id, reason="stop")
+    assert placement_abort == AbortRequest(placement_id=abort.placement_id, reason="stop")
 
 
 # ── logprobs ─────────────────────────────────────────────────────────────────────────────────────
@@ -123,9 +123,9 @@ def check_content(content: list[Any], text: str, num_top: int) -> None:
 
 
 @pytest.mark.parametrize("num_top", [None, 0, 3])
-async def test_logprobs_of_a_whole_answer(cluster: Cluster, num_top: int | None) -> None:
+async def test_logprobs_without_streaming(cluster: Cluster, num_top: int | None) -> None:
     fields = {} if num_top is None else {"top_logprobs": num_top}
-    body = await ask(cluster, logprobs=True, **fields)
+    body = await post_chat(cluster, logprobs=True, **fields)
     (choice,) = body["choices"]
     assert choice["logprobs"]["refusal"] is None
     content = choice["logprobs"]["content"]
@@ -133,8 +133,8 @@ async def test_logprobs_of_a_whole_answer(cluster: Cluster, num_top: int | None)
     assert len(content) == body["usage"]["completion_tokens"]
 
 
-async def test_logprobs_come_with_their_text(cluster: Cluster) -> None:
-    """In every chunk the tokens spell the text, also where characters take several tokens."""
+async def test_logprobs_are_in_the_chunk_of_their_text(cluster: Cluster) -> None:
+    """The tokens of each chunk spell its text, even if a character has several tokens."""
     events = await events_of(cluster, logprobs=True, top_logprobs=1)
     chunks = [each for each in choices_of(events, 0) if each["logprobs"] is not None]
     content = [entry for each in chunks for entry in each["logprobs"]["content"]]
@@ -158,7 +158,7 @@ async def test_no_logprobs_after_a_stop_match(cluster: Cluster, is_stream: bool)
         content = [entry for each in chunks for entry in each["logprobs"]["content"]]
         text = text_of(events, 0)
     else:
-        body = await ask(cluster, **fields)
+        body = await post_chat(cluster, **fields)
         usage, (choice,) = body["usage"], body["choices"]
         content, text = choice["logprobs"]["content"], choice["message"]["content"]
     assert text == "hello world, how "
@@ -166,7 +166,7 @@ async def test_no_logprobs_after_a_stop_match(cluster: Cluster, is_stream: bool)
     assert len(content) == usage["completion_tokens"]
 
 
-async def test_a_worker_that_leaves_logprobs_out_fails(cluster: Cluster) -> None:
+async def test_missing_logprobs_fail_the_request(cluster: Cluster) -> None:
     decode = cluster.decodes[0]
     decode.tells_logprobs = False
     response = await cluster.http.post(CHAT, json={**BODY, "logprobs": True})
@@ -175,7 +175,7 @@ async def test_a_worker_that_leaves_logprobs_out_fails(cluster: Cluster) -> None
     assert (await decode.aborts.get()).reason == "failed"
 
 
-async def test_openai_sdk_takes_choices_and_logprobs(cluster: Cluster) -> None:
+async def test_openai_sdk_parses_choices_and_logprobs(cluster: Cluster) -> None:
     async with cluster.openai as client:
         answer = await client.chat.completions.create(  # type: ignore[call-overload]
             model="tiny", messages=MESSAGES, n=2, logprobs=True, top_logprobs=2

@@ -101,7 +101,7 @@ async def test_prefix_tokens_start_every_prompt_with_its_system(
 ) -> None:
     response = await cluster.http.put(f"{PREFIXES}/house", json={"system": SYSTEM})
     assert response.status_code == 200, response.text
-    reported = response.json()
+    info = response.json()
     saved = await pinned_prefix.load(store, "tenant-1", "house")
     assert saved is not None
     token_ids = unpack_token_ids(saved.token_ids)
@@ -109,11 +109,11 @@ async def test_prefix_tokens_start_every_prompt_with_its_system(
         request = await received(cluster, **chat_body(question))
         prompt = unpack_token_ids(request.prompt_token_ids)
         assert prompt[: len(token_ids)] == token_ids
-    assert reported["num_tokens"] == len(token_ids) > 3 * CARD.block_size
-    assert reported["pinned_tokens"] == len(token_ids) // 16 * 16
+    assert info["num_tokens"] == len(token_ids) > 3 * CARD.block_size
+    assert info["pinned_tokens"] == len(token_ids) // 16 * 16
     hashes = extend_chain(root_hash("tenant-1", "r1"), token_ids, 16)
     assert unpack_hashes(request.block_hashes)[: len(hashes)] == hashes
-    assert (reported["name"], reported["model"], reported["is_public"]) == ("house", "tiny", False)
+    assert (info["name"], info["model"], info["is_public"]) == ("house", "tiny", False)
 
 
 async def test_prefix_is_listed_read_replaced_and_deleted(
@@ -154,8 +154,8 @@ async def test_other_tenant_cannot_read_or_delete_a_prefix(
 async def test_prefix_reports_workers_and_saved_tokens(
     cluster: Cluster, store: RedisStore, nats_server: NatsServer
 ) -> None:
-    reported = (await cluster.http.put(f"{PREFIXES}/house", json={"system": SYSTEM})).json()
-    assert (reported["state"], reported["workers"], reported["hits"]) == ("unknown", [], 0)
+    info = (await cluster.http.put(f"{PREFIXES}/house", json={"system": SYSTEM})).json()
+    assert (info["state"], info["workers"], info["hits"]) == ("unknown", [], 0)
     saved = await pinned_prefix.load(store, "tenant-1", "house")
     assert saved is not None
     token_ids = unpack_token_ids(saved.token_ids)
@@ -163,16 +163,10 @@ async def test_prefix_reports_workers_and_saved_tokens(
     record = pinned_prefix.record_key("tenant-1", hashes[-1])
     await store.write([("HSET", record, "hits", 3, "saved_tokens", 144, "last_use", 1_000)])
     async with running_index(nats_server, *hashes) as queries:
-        reported = (await cluster.http.get(f"{PREFIXES}/house")).json()
-        assert reported["workers"] == [
-            {"worker": "decode-1", "cached_tokens": reported["pinned_tokens"]}
-        ]
-        assert reported["state"] == "warming"  # decode-2 does not have it
-        assert (reported["hits"], reported["saved_tokens"], reported["last_used_at"]) == (
-            3,
-            144,
-            1_000,
-        )
+        info = (await cluster.http.get(f"{PREFIXES}/house")).json()
+        assert info["workers"] == [{"worker": "decode-1", "cached_tokens": info["pinned_tokens"]}]
+        assert info["state"] == "warming"  # decode-2 does not have it
+        assert (info["hits"], info["saved_tokens"], info["last_used_at"]) == (3, 144, 1_000)
         assert not queries[-1].is_counted
     await store.write([("DEL", record)])
 
@@ -328,8 +322,8 @@ async def test_gateway_stores_token_ids_of_a_public_prefix(
     token_ids = await publish(cluster, store)
     saved = await pinned_prefix.load(store, PUBLIC_TENANT_ID, "house")
     assert saved is not None and unpack_token_ids(saved.token_ids) == token_ids
-    reported = (await cluster.http.get(f"{PREFIXES}/house")).json()
-    assert reported["is_public"] and reported["num_tokens"] == len(token_ids)
+    info = (await cluster.http.get(f"{PREFIXES}/house")).json()
+    assert info["is_public"] and info["num_tokens"] == len(token_ids)
     listed = (await cluster.http.get(PREFIXES)).json()["data"]
     assert [(each["name"], each["is_public"]) for each in listed] == [("house", True)]
     check_envelope(await cluster.http.delete(f"{PREFIXES}/house"), 404, "prefix_not_found", "name")
