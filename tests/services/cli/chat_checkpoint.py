@@ -1,4 +1,4 @@
-"""A small random checkpoint that can be chatted with: byte-level tokenizer and a chat template."""
+"""A small random checkpoint for chats: byte-level tokenizer and a chat template."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEMPLATE = (
 
 
 def write_chat_checkpoint(folder: Path, *, max_position_embeddings: int = 192) -> Path:
-    """Its answers are noise, of at most `max_position_embeddings` tokens."""
+    """Generates random text in a context of `max_position_embeddings` tokens; returns `folder`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<pad>", "<s>", "</s>", *alphabet]
     tokenizer = Tokenizer(BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))

@@ -1,4 +1,4 @@
-"""`hearth` processes of a test: started, watched, and counted by the state directory they share."""
+"""Starts `hearth` processes of a test and finds them by the state directory that they share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from services.local.state import ClusterState, clusters_dir, running_cluster
 from shared.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
-WAIT_S = 300.0  # the first time, kernels are compiled
+WAIT_S = 300.0  # the first start compiles kernels
 
 
 def environ_for(state_home: Path) -> dict[str, str]:
@@ -52,27 +52,27 @@ def run_hearth(
 
 
 def processes_of(state_home: Path) -> dict[int, str]:
-    """Command lines of the living processes that were started with this state directory.
+    """Command lines, by pid, of the live processes that were started with this state directory.
 
-    redis-server writes its title over its environment, but stays in the cluster's directory.
+    redis-server overwrites its environment with its title; its working directory identifies it.
     """
-    mark = f"XDG_STATE_HOME={state_home}".encode()
+    variable = f"XDG_STATE_HOME={state_home}".encode()
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             is_inside = (entry / "cwd").readlink().is_relative_to(state_home)
-            if is_inside or mark in (entry / "environ").read_bytes().split(b"\0"):
+            if is_inside or variable in (entry / "environ").read_bytes().split(b"\0"):
                 found[int(entry.name)] = (entry / "cmdline").read_bytes().decode()
         except OSError:
-            continue  # it ended, or belongs to somebody else
+            continue  # the process ended, or belongs to another user
     return found
 
 
-def eventually(predicate: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
-    """Waits for something that another process does; returns what the predicate gave."""
+def eventually(predicate: Callable[[], Any], event: str, timeout_s: float = WAIT_S) -> Any:
+    """Polls until the predicate returns a true value, and returns this value."""
     deadline = time.monotonic() + timeout_s
     while not (found := predicate()):
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {event}"
         time.sleep(0.02)
     return found
 
@@ -85,7 +85,7 @@ def cluster_of(state_home: Path) -> tuple[Path, ClusterState] | None:
 
 
 def ready(url: str) -> dict[str, Any]:
-    """The body of /ready, or nothing while it is not ready."""
+    """The body of /ready; empty while the gateway is not ready."""
     try:
         with urllib.request.urlopen(f"{url}/ready", timeout=2) as response:
             return json.load(response)
@@ -94,7 +94,7 @@ def ready(url: str) -> dict[str, Any]:
 
 
 class NoModel(Exception):
-    """The gateway knows no model yet."""
+    """The gateway has no model yet."""
 
 
 def complete(url: str, api_key: str) -> dict[str, Any]:

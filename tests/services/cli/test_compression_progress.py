@@ -1,4 +1,4 @@
-"""What a bundle saves, as a table that can be read wherever it is printed."""
+"""The table of a bundle's savings, printed to pipes and narrow terminals."""
 
 from __future__ import annotations
 
@@ -30,30 +30,29 @@ def _tensor(kind: str) -> StoredTensor:
     )
 
 
-def _shown(capsys: pytest.CaptureFixture[str]) -> list[str]:
+def _table_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     tensors = tuple(_tensor(kind) for kind in KINDS)
     shard = StoredShard(path="model.safetensors", header="", tensors=tensors)
     show_savings(Manifest(shards=(shard,), files=()), Path("out"))
     return capsys.readouterr().out.splitlines()
 
 
-def test_each_kind_has_one_whole_line_in_a_pipe(
+def test_each_kind_has_one_line_in_a_pipe(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
-    lines = _shown(capsys)
+    lines = _table_lines(capsys)
     for kind in KINDS:
         (line,) = [line for line in lines if line.startswith(kind)]
         assert line.split()[1:] == ["F8_E4M3", "1", "1", "10.67", "10.00", "33.3%"]
 
 
 @pytest.mark.parametrize("width", [60, 80])
-def test_a_narrow_terminal_cuts_nothing(
+def test_narrow_terminal_wraps_long_names(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
-    """Names that are too long go on in the next line."""
     monkeypatch.setenv("COLUMNS", str(width))
-    lines = _shown(capsys)
+    lines = _table_lines(capsys)
     table = lines[: next(at for at, line in enumerate(lines) if line.startswith("out: "))]
     assert max(map(len, table)) <= width
     assert "…" not in "".join(table)

@@ -1,4 +1,4 @@
-"""The fleet as `hearth status` shows it, on an invented clock."""
+"""The process table of `hearth status`, on a simulated clock."""
 
 import pytest
 from rich.console import Console
@@ -19,7 +19,7 @@ CARD = ModelCard(
 
 
 class Play:
-    """A decode worker and a gateway beat; the server answers every tick."""
+    """A decode worker and a gateway send heartbeats; the server replies at every tick."""
 
     def __init__(self) -> None:
         self.view = FleetView()
@@ -27,7 +27,7 @@ class Play:
         self.number = 0
         self.load = WorkerLoad(step=0, step_budget_s=0.1)
 
-    def beat(
+    def send_heartbeat(
         self, process_id: str, role: Role, *, epoch: int = 1, state: ProcessState = "ready"
     ) -> None:
         is_worker = role == "decode"
@@ -50,24 +50,24 @@ class Play:
         *,
         tokens_per_s: int = 0,
         has_worker: bool = True,
-        moves: bool = True,
+        is_stepping: bool = True,
         has_echo: bool = True,
     ) -> None:
-        end, next_beat = self.now + seconds, self.now
+        end, next_heartbeat = self.now + seconds, self.now
         while self.now < end:
-            if self.now >= next_beat:
-                self._beat_all(tokens_per_s, has_worker, moves)
-                next_beat += HEARTBEAT_INTERVAL_S
+            if self.now >= next_heartbeat:
+                self._send_heartbeats(tokens_per_s, has_worker, is_stepping)
+                next_heartbeat += HEARTBEAT_INTERVAL_S
             self.now += TICK_S
             if has_echo:
                 self.view.echo(self.now)
             self.view.tick(self.now)
 
-    def _beat_all(self, tokens_per_s: int, has_worker: bool, moves: bool) -> None:
+    def _send_heartbeats(self, tokens_per_s: int, has_worker: bool, is_stepping: bool) -> None:
         self.number += 1
         num_tokens = int(tokens_per_s * HEARTBEAT_INTERVAL_S)
         self.load = WorkerLoad(
-            step=self.load.step + moves,
+            step=self.load.step + is_stepping,
             step_budget_s=0.1,
             num_running=3,
             num_free_blocks=7,
@@ -77,9 +77,9 @@ class Play:
             num_prompt_tokens=400,
             num_cached_prompt_tokens=100,
         )
-        self.beat("gateway-1", "gateway")
+        self.send_heartbeat("gateway-1", "gateway")
         if has_worker:
-            self.beat("decode-1", "decode")
+            self.send_heartbeat("decode-1", "decode")
 
     @property
     def worker(self) -> ProcessView:
@@ -89,7 +89,7 @@ class Play:
 def test_speeds_are_differences_between_heartbeats() -> None:
     play = Play()
     play.play(0.1)
-    assert play.worker.generated_per_s is None  # one heartbeat tells no speed
+    assert play.worker.generated_per_s is None  # a rate needs two heartbeats
     play.play(4.0, tokens_per_s=400)
     assert play.worker.generated_per_s == pytest.approx(400, rel=0.2)
     assert play.worker.prefilled_per_s == pytest.approx(800, rel=0.2)
@@ -98,7 +98,7 @@ def test_speeds_are_differences_between_heartbeats() -> None:
     assert play.worker.hit_ratio == 0.25
 
 
-def test_workers_come_first_and_the_others_beneath() -> None:
+def test_workers_are_listed_first() -> None:
     play = Play()
     play.play(1.0)
     worker, gateway = play.view.rows()
@@ -108,7 +108,7 @@ def test_workers_come_first_and_the_others_beneath() -> None:
     assert gateway.generated_per_s is gateway.hit_ratio is None
 
 
-def test_a_silent_worker_is_shown_as_lost_for_a_while_and_can_come_back() -> None:
+def test_silent_worker_is_lost_until_heartbeat_or_removal() -> None:
     play = Play()
     play.play(2.0)
     play.play(SILENCE_LIMIT_S + 1.0, has_worker=False)
@@ -120,44 +120,44 @@ def test_a_silent_worker_is_shown_as_lost_for_a_while_and_can_come_back() -> Non
     assert [row.process_id for row in play.view.rows()] == ["gateway-1"]
 
 
-def test_a_worker_that_beats_without_a_step_stays_stuck_as_long_as_it_beats() -> None:
+def test_worker_without_new_steps_remains_listed_as_stuck() -> None:
     play = Play()
     play.play(2.0)
-    play.play(SHOW_LOST_S + 5.0, moves=False)
+    play.play(SHOW_LOST_S + 5.0, is_stepping=False)
     assert play.worker.state == "stuck"
     play.play(0.5)
     assert play.worker.state == "ready"
 
 
-def test_stopped_and_started_again() -> None:
+def test_stopped_worker_is_starting_after_a_restart() -> None:
     play = Play()
     play.play(2.0)
     play.number += 1
-    play.beat("decode-1", "decode", state="stopped")
+    play.send_heartbeat("decode-1", "decode", state="stopped")
     play.play(1.0, has_worker=False)
     assert play.worker.state == "stopped"
     play.load = WorkerLoad(step=0, step_budget_s=0.1)
     play.number = 1
-    play.beat("decode-1", "decode", epoch=2, state="starting")
+    play.send_heartbeat("decode-1", "decode", epoch=2, state="starting")
     assert (play.worker.state, play.worker.generated_per_s) == ("starting", None)
 
 
-def test_counters_of_an_earlier_life_do_not_count() -> None:
+def test_rates_ignore_counters_before_a_restart() -> None:
     play = Play()
     play.play(2.0, tokens_per_s=4000)
     play.load = WorkerLoad(step=0, step_budget_s=0.1)
-    play.beat("decode-1", "decode", epoch=2)
+    play.send_heartbeat("decode-1", "decode", epoch=2)
     assert play.worker.generated_per_s is None
 
 
-def test_nobody_is_lost_while_the_server_is_silent() -> None:
+def test_no_process_is_lost_while_the_server_is_silent() -> None:
     play = Play()
     play.play(2.0)
     play.play(5.0, has_worker=False, has_echo=False)
     assert [row.state for row in play.view.rows()] == ["ready", "ready"]
 
 
-def test_an_index_says_whether_it_is_exact() -> None:
+def test_index_state_and_number_of_blocks_are_shown() -> None:
     play = Play()
     heartbeat = Heartbeat(
         process_id="kv_index-1",

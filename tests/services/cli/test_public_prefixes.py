@@ -18,22 +18,22 @@ from tests.test_cli import hearth
 
 
 def load(redis: RedisServer, name: str) -> PinnedPrefix | None:
-    async def ask() -> PinnedPrefix | None:
+    async def read_prefix() -> PinnedPrefix | None:
         store = RedisStore(redis.url, MonotonicClock(), timeout_s=2.0)
         try:
             return await pinned_prefix.load(store, PUBLIC_TENANT_ID, name)
         finally:
             await store.close()
 
-    return asyncio.run(ask())
+    return asyncio.run(read_prefix())
 
 
-def test_an_operator_publishes_lists_and_removes(redis_server: RedisServer, tmp_path: Path) -> None:
+def test_publish_list_and_remove_commands(redis_server: RedisServer, tmp_path: Path) -> None:
     rules = tmp_path / "rules.txt"
     rules.write_text("Be kind.\n")
     url = ("--redis-url", redis_server.url)
-    given = ("prefix", "publish", "cli-rules", "--model", "m", "--file", str(rules))
-    assert hearth(*given, *url).returncode == 0
+    publish = ("prefix", "publish", "cli-rules", "--model", "m", "--file", str(rules))
+    assert hearth(*publish, *url).returncode == 0
     saved = load(redis_server, "cli-rules")
     assert saved is not None
     assert saved.messages == [{"role": "system", "content": "Be kind.\n"}]
@@ -46,7 +46,7 @@ def test_an_operator_publishes_lists_and_removes(redis_server: RedisServer, tmp_
     assert "there is no public prefix 'cli-rules'" in again.stderr
 
 
-def test_a_json_file_is_a_list_of_messages(redis_server: RedisServer) -> None:
+def test_json_file_is_a_list_of_messages(redis_server: RedisServer) -> None:
     messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hello."}]
     publish_prefix(redis_server.url, "json", "m", json.dumps(messages), is_json=True)
     saved = load(redis_server, "json")
@@ -63,21 +63,21 @@ def test_a_json_file_is_a_list_of_messages(redis_server: RedisServer) -> None:
         ("ok", '[{"role": "tool", "content": "x"}]', True, "not a list of messages"),
     ],
 )
-def test_what_no_gateway_would_take_is_refused(
+def test_invalid_prefixes_are_rejected(
     redis_server: RedisServer, name: str, text: str, is_json: bool, error: str
 ) -> None:
     with pytest.raises(ConfigError, match=error):
         publish_prefix(redis_server.url, name, "m", text, is_json=is_json)
 
 
-def test_there_are_only_so_many(redis_server: RedisServer) -> None:
+def test_number_of_public_prefixes_is_limited(redis_server: RedisServer) -> None:
     publish_prefix(redis_server.url, "first", "m", "x", is_json=False)
     with pytest.raises(ConfigError, match="remove one first"):
         publish_prefix(redis_server.url, "second", "m", "x", is_json=False, max_prefixes=1)
     remove_prefix(redis_server.url, "first")
 
 
-def test_the_table_says_what_is_not_read_yet(
+def test_table_marks_prefixes_not_tokenized_yet(
     redis_server: RedisServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     publish_prefix(redis_server.url, "shown", "m", "x", is_json=False)

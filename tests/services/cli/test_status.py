@@ -1,4 +1,4 @@
-"""`hearth status --once` against a real nats-server whose processes speak late, or never."""
+"""`hearth status --once` on a real nats-server, with a late heartbeat or without heartbeats."""
 
 import asyncio
 import json
@@ -24,11 +24,11 @@ def observed(tmp_path: Path) -> Iterator[NatsServer]:
     server.stop()
 
 
-async def test_a_table_waits_for_the_first_heartbeat(tmp_path: Path, observed: NatsServer) -> None:
+async def test_status_waits_for_the_first_heartbeat(tmp_path: Path, observed: NatsServer) -> None:
     status = start_hearth(
         tmp_path, "status", "--once", "--json", HEARTH_NATS_URL=observed.url("observer-1")
     )
-    with pytest.raises(subprocess.TimeoutExpired):  # it waits
+    with pytest.raises(subprocess.TimeoutExpired):  # the command waits for a heartbeat
         status.wait(2 * FIRST_LOOK_S)
     bus = await NatsBus.connect(observed.url("gateway-1"), process_id="gateway-1")
     health_monitor = HealthMonitor(bus, MonotonicClock(), SystemRandomness(), roles=("gateway",))
@@ -42,11 +42,11 @@ async def test_a_table_waits_for_the_first_heartbeat(tmp_path: Path, observed: N
     assert [row["process_id"] for row in json.loads(output[0])["services"]] == ["gateway-1"]
 
 
-def test_a_table_of_nothing_is_an_error(tmp_path: Path, observed: NatsServer) -> None:
+def test_status_without_heartbeats_is_an_error(tmp_path: Path, observed: NatsServer) -> None:
     url = observed.url("observer-1")
     status = start_hearth(tmp_path, "status", "--once", HEARTH_NATS_URL=url)
     output, _ = status.communicate(timeout=WAIT_S)
     assert status.returncode != 0
-    where = f"nats://127.0.0.1:{observed.port}"
-    assert f"no heartbeat at {where} within {FIRST_BEAT_TIMEOUT_S:g} s" in output
+    address = f"nats://127.0.0.1:{observed.port}"
+    assert f"no heartbeat at {address} within {FIRST_BEAT_TIMEOUT_S:g} s" in output
     assert "Traceback" not in output, output

@@ -49,7 +49,7 @@ class Up:
         return found
 
     def pid_of(self, command: str) -> int:
-        """Of the one service that runs this `hearth` command, or of a server."""
+        """The pid of the only process of this `hearth` command, or of this server."""
         (pid,) = self.pids_of(command)
         return pid
 
@@ -75,7 +75,7 @@ def running(tmp_path_factory: pytest.TempPathFactory, chat_model: Path) -> Itera
         cluster.stop()
 
 
-def test_it_starts_one_process_a_service_and_the_gateway_knows_them(running: Up) -> None:
+def test_up_starts_one_process_per_service(running: Up) -> None:
     lines = list(processes_of(running.state_home).values())
     # five services, the gateway's chat template, nats-server, redis-server, and up itself
     assert len(lines) == 9
@@ -83,7 +83,7 @@ def test_it_starts_one_process_a_service_and_the_gateway_knows_them(running: Up)
     assert workers == {"prefill": ["prefill-1"], "decode": ["decode-1"]}
 
 
-def test_no_secret_is_in_a_command_line_or_readable_by_others(running: Up) -> None:
+def test_secrets_are_not_in_command_lines_or_readable_by_others(running: Up) -> None:
     lines = "".join(processes_of(running.state_home).values())
     for credential in running.state.credentials:
         assert credential.password not in lines
@@ -94,14 +94,14 @@ def test_no_secret_is_in_a_command_line_or_readable_by_others(running: Up) -> No
             assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
 
 
-def test_chat_finds_the_cluster_and_keeps_its_history(running: Up) -> None:
+def test_chat_finds_the_cluster_and_answers_twice(running: Up) -> None:
     result = run_hearth(running.state_home, "chat", text="Hello\n/new\nHello\n/quit\n")
     assert result.returncode == 0, result.stderr
     times = re.findall(r"first token [\d.]+ ms .* decode decode-1", result.stdout)
     assert len(times) == 2
 
 
-def test_status_shows_every_process_and_what_it_did(running: Up) -> None:
+def test_status_shows_all_processes_and_worker_counters(running: Up) -> None:
     complete(running.state.url, running.state.api_key)
     table = run_hearth(running.state_home, "status", "--once")
     assert table.returncode == 0, table.stderr
@@ -117,7 +117,7 @@ def test_status_shows_every_process_and_what_it_did(running: Up) -> None:
     assert 0 <= decode["hit_ratio"] <= 1
 
 
-def test_status_goes_on_until_it_is_interrupted(running: Up) -> None:
+def test_status_repeats_until_interrupted(running: Up) -> None:
     process = start_hearth(running.state_home, "status", "--json", "--interval-s", "0.1")
     assert process.stdout is not None
     for _ in range(3):
@@ -127,7 +127,7 @@ def test_status_goes_on_until_it_is_interrupted(running: Up) -> None:
     assert process.returncode == 0
 
 
-def test_bench_ends_with_a_table_and_one_json_line(running: Up) -> None:
+def test_bench_prints_a_table_and_one_json_line(running: Up) -> None:
     loads = ("--concurrency", "1,3", "--requests", "4", "--input-tokens", "60")
     result = run_hearth(running.state_home, "bench", *loads, "--output-tokens", "3")
     assert result.returncode == 0, result.stderr
@@ -140,9 +140,7 @@ def test_bench_ends_with_a_table_and_one_json_line(running: Up) -> None:
         assert abs(row["prompt_tokens"] - 60) < 15
 
 
-def test_a_worker_joins_with_a_new_credential_and_leaves_again(
-    running: Up, chat_model: Path
-) -> None:
+def test_worker_joins_with_a_new_credential_and_leaves(running: Up, chat_model: Path) -> None:
     added = run_hearth(running.state_home, "credential", "worker", "--process-id", "far")
     assert "listens on 127.0.0.1 only" in added.stderr
     worker = start_hearth(
@@ -151,21 +149,21 @@ def test_a_worker_joins_with_a_new_credential_and_leaves_again(
         HEARTH_NATS_URL=added.stdout.strip(),
     )
 
-    def known() -> bool:
+    def is_known() -> bool:
         return "far" in ready(running.state.url)["workers"]["decode"]
 
     try:
-        eventually(known, "the worker's joining")
+        eventually(is_known, "the worker's joining")
         worker.terminate()
         assert worker.wait(timeout=30) == 0
-        eventually(lambda: not known(), "the worker's leaving")
+        eventually(lambda: not is_known(), "the worker's leaving")
     finally:
         worker.kill()
         worker.communicate()
 
 
 @pytest.mark.parametrize("command", ["decode", "redis-server", "nats-server"])
-def test_what_is_killed_is_started_again_and_the_cluster_answers(running: Up, command: str) -> None:
+def test_killed_process_is_restarted_and_the_cluster_answers(running: Up, command: str) -> None:
     kill_and_wait(running, command)
 
 
@@ -176,32 +174,32 @@ def kill_and_wait(running: Up, command: str) -> None:
     eventually(lambda: answers(running.state), "an answer")
 
 
-async def test_a_first_question_that_fails_ends_only_a_check() -> None:
-    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"  # nobody listens there
+async def test_failed_first_request_is_an_error_only_with_check() -> None:
+    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"  # no server listens on this port
     console = Console(file=io.StringIO(), width=200)
-    ask = partial(first_requests, url, "key", console, MonotonicClock(), observer=None)
-    await ask(is_check=False)
+    request_answers = partial(first_requests, url, "key", console, MonotonicClock(), observer=None)
+    await request_answers(is_check=False)
     assert f"no answer: cannot reach {url}" in console.file.getvalue()
     with pytest.raises(DependencyUnavailable):
-        await ask(is_check=True)
+        await request_answers(is_check=True)
 
 
 @pytest.fixture
-def temporary() -> Iterator[Path]:
-    """With a short path, as /tmp has: sockets will be in it."""
+def temporary_dir() -> Iterator[Path]:
+    """A directory with a short path, as it will contain sockets."""
     with tempfile.TemporaryDirectory(dir="/tmp") as path:
         yield Path(path)
 
 
-def test_files_of_a_killed_worker_go_with_the_cluster(
-    tmp_path: Path, temporary: Path, chat_model: Path
+def test_files_of_a_killed_worker_are_removed_at_the_end(
+    tmp_path: Path, temporary_dir: Path, chat_model: Path
 ) -> None:
     up = start_hearth(
-        tmp_path, "up", "--model", str(chat_model), "--role", "both", TMPDIR=str(temporary)
+        tmp_path, "up", "--model", str(chat_model), "--role", "both", TMPDIR=str(temporary_dir)
     )
     try:
         eventually(lambda: cluster_of(tmp_path), "the cluster")
-        assert list(temporary.rglob("kv.sock"))
+        assert list(temporary_dir.rglob("kv.sock"))
         worker = next(pid for pid, line in processes_of(tmp_path).items() if "\0worker\0" in line)
         os.kill(worker, signal.SIGKILL)
         up.terminate()
@@ -209,7 +207,7 @@ def test_files_of_a_killed_worker_go_with_the_cluster(
     finally:
         up.kill()
         up.communicate()
-    assert list(temporary.iterdir()) == []
+    assert list(temporary_dir.iterdir()) == []
 
 
 def answers(state: ClusterState) -> bool:
@@ -219,7 +217,7 @@ def answers(state: ClusterState) -> bool:
         return False
 
 
-def test_sigterm_ends_all_with_status_0_and_leaves_nothing(running: Up) -> None:
+def test_sigterm_stops_all_processes_with_status_0(running: Up) -> None:
     kill_and_wait(running, "decode")
     output = running.stop()
     assert running.process.returncode == 0, output
@@ -231,10 +229,10 @@ def test_sigterm_ends_all_with_status_0_and_leaves_nothing(running: Up) -> None:
     assert not running.directory.exists()
 
 
-def test_a_killed_up_takes_its_children_along(tmp_path: Path, chat_model: Path) -> None:
+def test_children_of_a_killed_up_end(tmp_path: Path, chat_model: Path) -> None:
     cluster = Up(tmp_path, "--model", str(chat_model), "--role", "both")
     assert ready(cluster.state.url)["workers"] == {"prefill": ["worker-1"], "decode": ["worker-1"]}
-    directory, _ = cluster_of(tmp_path) or pytest.fail("it runs")
+    directory, _ = cluster_of(tmp_path) or pytest.fail("the cluster is not running")
     scratch = (directory / "tmp").resolve()
     cluster.stop(signal.SIGKILL)
     eventually(lambda: not processes_of(tmp_path), "the children's end", 10.0)
@@ -245,14 +243,14 @@ def test_a_killed_up_takes_its_children_along(tmp_path: Path, chat_model: Path) 
 
 @pytest.fixture
 def open_nats() -> Iterator[Server]:
-    """A server of somebody else's, without credentials."""
+    """An external nats-server without credentials."""
     port = free_port("127.0.0.1")
     server = Server([find_binary("nats-server"), "-a", "127.0.0.1", "-p", str(port)], port)
     yield server
     server.stop()
 
 
-def test_check_on_given_servers_answers_once_and_leaves_them_alone(
+def test_check_with_external_servers_leaves_them_running(
     tmp_path: Path, chat_model: Path, open_nats: Server, redis_server: RedisServer
 ) -> None:
     result = run_hearth(
@@ -270,9 +268,7 @@ def test_check_on_given_servers_answers_once_and_leaves_them_alone(
         os.kill(server.pid, 0)
 
 
-def test_a_worker_that_cannot_start_ends_the_start_with_its_own_words(
-    tmp_path: Path, chat_model: Path
-) -> None:
+def test_up_fails_with_the_error_of_a_worker(tmp_path: Path, chat_model: Path) -> None:
     broken = tmp_path / "broken"
     subprocess.run(["cp", "-r", str(chat_model), str(broken)], check=True)
     (broken / "model.safetensors").write_bytes(b"not a checkpoint")
