@@ -11,7 +11,7 @@ QUESTION = [{"role": "user", "content": "What is Hearth?"}]
 
 
 class StepClock:
-    """Each look at it is one second later."""
+    """Every call of `now` advances the time by one second."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -39,52 +39,52 @@ LAST = {
     "hearth": {"decode_worker": "decode-1", "prefill_worker": "prefill-1"},
 }
 
-Answer = Callable[[httpx.Request], httpx.Response]
+Respond = Callable[[httpx.Request], httpx.Response]
 
 
-def client(answer: Answer) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.MockTransport(answer), base_url="http://gateway")
+def client(respond: Respond) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.MockTransport(respond), base_url="http://gateway")
 
 
-async def asked(body: str, *, status: int = 200) -> tuple[Reply, list[str]]:
-    heard: list[str] = []
+async def reply_to(body: str, *, status: int = 200) -> tuple[Reply, list[str]]:
+    deltas: list[str] = []
     async with client(lambda request: httpx.Response(status, text=body)) as gateway:
-        reply = await stream_chat(gateway, "demo", QUESTION, StepClock(), heard.append)
-    return reply, heard
+        reply = await stream_chat(gateway, "demo", QUESTION, StepClock(), deltas.append)
+    return reply, deltas
 
 
-async def test_text_comes_in_pieces_and_is_timed() -> None:
+async def test_text_deltas_are_passed_on_and_timed() -> None:
     role = {"choices": [{"index": 0, "delta": {"role": "assistant"}}]}
-    reply, heard = await asked(events(role, delta("Hearth "), delta("is"), delta(" a"), LAST))
-    assert heard == ["Hearth ", "is", " a"]
+    reply, deltas = await reply_to(events(role, delta("Hearth "), delta("is"), delta(" a"), LAST))
+    assert deltas == ["Hearth ", "is", " a"]
     assert reply.text == "Hearth is a"
     assert (reply.ttft_s, reply.itl_s, reply.median_itl_s) == (1.0, (1.0, 1.0), 1.0)
     assert reply.num_cached_tokens == 4
     assert reply.hearth == LAST["hearth"]
 
 
-async def test_an_empty_answer_is_an_answer() -> None:
-    reply, _ = await asked(events({"choices": [], "usage": None}))
+async def test_empty_reply_is_valid() -> None:
+    reply, _ = await reply_to(events({"choices": [], "usage": None}))
     assert (reply.text, reply.itl_s, reply.median_itl_s, reply.num_cached_tokens) == ("", (), 0, 0)
 
 
-async def test_a_refusal_carries_the_gateways_words() -> None:
+async def test_error_contains_status_and_message_of_the_gateway() -> None:
     body = json.dumps({"error": {"message": "the API key is not valid"}})
     with pytest.raises(HearthError, match="401: the API key is not valid"):
-        await asked(body, status=401)
+        await reply_to(body, status=401)
 
 
-async def test_an_error_in_mid_stream_is_an_error() -> None:
+async def test_error_event_in_a_stream_raises() -> None:
     with pytest.raises(HearthError, match="no worker"):
-        await asked(events(delta("He"), {"error": {"message": "no worker"}}))
+        await reply_to(events(delta("He"), {"error": {"message": "no worker"}}))
 
 
-async def test_a_stream_without_its_end_is_an_error() -> None:
+async def test_stream_without_done_raises() -> None:
     with pytest.raises(DependencyUnavailable, match="ended before its end"):
-        await asked(events(delta("He"), is_done=False))
+        await reply_to(events(delta("He"), is_done=False))
 
 
-async def test_a_broken_connection_is_an_error() -> None:
+async def test_lost_connection_raises() -> None:
     class Broken(httpx.AsyncByteStream):
         async def __aiter__(self) -> AsyncIterator[bytes]:
             yield events(delta("He"), is_done=False).encode()
@@ -95,7 +95,7 @@ async def test_a_broken_connection_is_an_error() -> None:
             await stream_chat(gateway, "demo", QUESTION, StepClock(), lambda text: None)
 
 
-async def test_the_first_model_is_asked_for() -> None:
+async def test_first_model_is_returned_if_there_is_one() -> None:
     models = {"data": [{"id": "demo"}, {"id": "other"}]}
     async with client(lambda request: httpx.Response(200, json=models)) as gateway:
         assert (await first_model(gateway)).id == "demo"
@@ -107,26 +107,26 @@ async def test_the_first_model_is_asked_for() -> None:
             await first_model(gateway)
 
 
-async def test_a_door_takes_the_url_with_or_without_v1() -> None:
+async def test_gateway_url_may_end_with_v1() -> None:
     for url in ("http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/"):
         async with gateway_client(url, "key") as made:
             assert str(made.base_url) in ("http://a:1", "http://a:1/")
             assert made.headers["authorization"] == "Bearer key"
 
 
-STRANGE = (b"[]", b"5", b'{"choices": 5}', b'{"choices": [{"delta": 7}]}', b'"\xff"', b"[" * 5000)
+INVALID = (b"[]", b"5", b'{"choices": 5}', b'{"choices": [{"delta": 7}]}', b'"\xff"', b"[" * 5000)
 
 
-@pytest.mark.parametrize("body", [*STRANGE, b'{"data": [{"name": "x"}]}'])
-async def test_another_servers_models_are_one_clear_error(body: bytes) -> None:
+@pytest.mark.parametrize("body", [*INVALID, b'{"data": [{"name": "x"}]}'])
+async def test_invalid_models_response_raises(body: bytes) -> None:
     client = gateway_client("http://x", "key")
     client._transport = httpx.MockTransport(lambda request: httpx.Response(200, content=body))
     with pytest.raises(HearthError):
         await first_model(client)
 
 
-@pytest.mark.parametrize("body", STRANGE)
-async def test_another_servers_events_are_one_clear_error(body: bytes) -> None:
+@pytest.mark.parametrize("body", INVALID)
+async def test_invalid_event_raises(body: bytes) -> None:
     content = b"data: " + body + b"\n\n"
     client = gateway_client("http://x", "key")
     client._transport = httpx.MockTransport(lambda request: httpx.Response(200, content=content))

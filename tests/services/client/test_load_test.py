@@ -1,4 +1,4 @@
-"""`hearth bench`: its HTTP client must see every event, however the bytes are cut."""
+"""`hearth bench`: its HTTP client finds every event, however the bytes are split."""
 
 import asyncio
 import random
@@ -20,23 +20,23 @@ EVENTS = (
 )
 
 
-def chunked(pieces: tuple[bytes, ...]) -> bytes:
-    return HEAD + b"".join(b"%x\r\n%s\r\n" % (len(each), each) for each in (*pieces, b""))
+def chunked(parts: tuple[bytes, ...]) -> bytes:
+    return HEAD + b"".join(b"%x\r\n%s\r\n" % (len(each), each) for each in (*parts, b""))
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_chunked_body_comes_whole_however_it_is_cut(seed: int) -> None:
-    answer, randomness = chunked(EVENTS), random.Random(seed)
+def test_chunked_body_is_complete_however_it_is_split(seed: int) -> None:
+    response, randomness = chunked(EVENTS), random.Random(seed)
     reader, body = BodyReader(), b""
-    while answer:
+    while response:
         size = randomness.choice((1, 2, 3, 17, 400))
         assert not reader.is_complete
-        body += reader.feed(answer[:size])
-        answer = answer[size:]
+        body += reader.feed(response[:size])
+        response = response[size:]
     assert (reader.status, reader.is_complete, body) == (200, True, b"".join(EVENTS))
 
 
-def test_a_body_with_a_length_comes_whole() -> None:
+def test_body_with_a_content_length_is_complete() -> None:
     reader = BodyReader()
     assert reader.feed(b"HTTP/1.1 429 Too Many\r\nContent-Length: 5\r\n\r\nab") == b"ab"
     assert not reader.is_complete
@@ -44,13 +44,13 @@ def test_a_body_with_a_length_comes_whole() -> None:
     assert (reader.status, reader.is_complete) == (429, True)
 
 
-async def asked(answer: bytes) -> Sample:
-    """Two requests on one connection of a server that always answers the same."""
+async def sample_of(response: bytes) -> Sample:
+    """Sends two requests on one connection; the server always responds with these bytes."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while await reader.read(1000):
-            writer.write(answer)
-            if not answer.startswith(b"HTTP"):
+            writer.write(response)
+            if not response.startswith(b"HTTP"):
                 writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
@@ -66,8 +66,8 @@ async def asked(answer: bytes) -> Sample:
     return sample
 
 
-async def test_text_is_timed_and_usage_read() -> None:
-    sample = await asked(chunked(EVENTS))
+async def test_text_is_timed_and_usage_is_read() -> None:
+    sample = await sample_of(chunked(EVENTS))
     assert sample.error == ""
     assert len(sample.arrivals) == 2
     assert (sample.num_prompt_tokens, sample.num_cached_tokens, sample.num_output_tokens) == (
@@ -77,15 +77,15 @@ async def test_text_is_timed_and_usage_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("response", "words"),
     [
         (b"HTTP/1.1 429 Busy\r\nContent-Length: 4\r\n\r\nbusy", "status 429: busy"),
         (chunked(EVENTS[:2]), "no text or no usage"),
         (b"", "the connection ended"),
     ],
 )
-async def test_what_is_no_whole_answer_is_an_error(answer: bytes, words: str) -> None:
-    assert words in (await asked(answer)).error
+async def test_incomplete_response_is_an_error(response: bytes, words: str) -> None:
+    assert words in (await sample_of(response)).error
 
 
 def sample(started: float, gaps: tuple[float, ...], error: str = "") -> Sample:
@@ -101,7 +101,7 @@ def sample(started: float, gaps: tuple[float, ...], error: str = "") -> Sample:
     )
 
 
-def test_a_row_counts_goodput_by_both_limits() -> None:
+def test_goodput_counts_requests_within_both_limits() -> None:
     samples = [
         sample(0.0, (0.1, 0.01, 0.01)),
         sample(1.0, (0.9, 0.01)),  # first token too late
@@ -111,7 +111,7 @@ def test_a_row_counts_goodput_by_both_limits() -> None:
     limits = LoadOptions(ttft_limit_s=0.5, itl_limit_s=0.05)
     row = row_of("closed 1", samples, limits)
     assert (row["num_requests"], row["num_errors"]) == (3, 1)
-    assert row["requests_per_s"] == 0.75  # three in four seconds
+    assert row["requests_per_s"] == 0.75  # three requests in four seconds
     assert row["goodput_per_s"] == 0.25
     assert row["tokens_per_s"] == 1.8
     assert row["ttft_p50_ms"] == pytest.approx(100.0)
@@ -119,13 +119,13 @@ def test_a_row_counts_goodput_by_both_limits() -> None:
         row_of("closed 1", samples[3:], limits)
 
 
-def test_a_quota_is_a_number_of_requests_or_a_time() -> None:
+def test_quota_limits_requests_or_time() -> None:
     quota = Quota(3, 0.0)
     assert [quota.take() for _ in range(5)] == [True, True, True, False, False]
     assert not Quota(None, 0.0).take()
     assert Quota(None, 100.0).take()
 
 
-async def test_a_door_that_is_closed_is_named() -> None:
+async def test_unreachable_url_is_in_the_error() -> None:
     with pytest.raises(DependencyUnavailable, match=r"cannot reach http://127\.0\.0\.1:9"):
         await Connection.open("http://127.0.0.1:9")

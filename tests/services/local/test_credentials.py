@@ -13,7 +13,7 @@ from services.local.credentials import (
 from shared.errors import ConfigError
 
 
-def test_every_credential_has_a_password_of_its_own() -> None:
+def test_every_credential_has_its_own_password() -> None:
     first, second = Credential("decode", "decode-1"), Credential("decode", "decode-2")
     assert first.password != second.password
     assert len(first.password) == 32
@@ -28,25 +28,26 @@ def test_config_names_every_process_with_its_own_password() -> None:
         assert f'user: "{each.process_id}", password: "{each.password}"' in text
 
 
-def test_variables_stand_unquoted_so_that_nats_reads_its_environment() -> None:
+def test_password_variables_are_unquoted() -> None:
+    """nats-server replaces only unquoted variables by values of its environment."""
     text = nats_config_with_variables([("prefill", "prefill-gpu")], host="0.0.0.0", port=4222)
     assert 'user: "prefill-gpu", password: $HEARTH_PREFILL_GPU_PASSWORD, ' in text
 
 
-def test_the_url_user_is_the_process_id() -> None:
+def test_url_user_is_the_process_id() -> None:
     assert process_id_for("decode", "nats://decode-7:word@host:4222") == "decode-7"
     name = process_id_for("decode", "nats://host:4222")
     assert name.startswith("decode-")
     assert len(name) == len("decode-") + 6
 
 
-def test_roles_are_read_in_both_spellings() -> None:
+def test_roles_are_parsed_with_dash_or_underscore() -> None:
     assert role_of("kv-index") == role_of("kv_index") == "kv_index"
     assert named_roles(["kv-index=kv-1", "worker=w"]) == [("kv_index", "kv-1"), ("worker", "w")]
 
 
 @pytest.mark.parametrize("argument", ["decode", "decode=", "=x", "router=r-1"])
-def test_a_wrong_role_is_refused(argument: str) -> None:
+def test_invalid_role_argument_is_rejected(argument: str) -> None:
     with pytest.raises(ConfigError):
         named_roles([argument])
 
@@ -61,12 +62,12 @@ def test_a_wrong_role_is_refused(argument: str) -> None:
         ["decode=a-b", "prefill=a_b"],
     ],
 )
-def test_a_name_that_would_break_the_configuration_is_refused(arguments: list[str]) -> None:
+def test_invalid_or_duplicate_names_are_rejected(arguments: list[str]) -> None:
     with pytest.raises(ConfigError):
         named_roles(arguments)
 
 
-def test_the_compose_file_is_what_the_command_in_its_first_line_prints() -> None:
+def test_nats_conf_equals_output_of_the_command_in_line_1() -> None:
     path = Path(__file__).parents[3] / "services" / "deploy" / "nats.conf"
     header, _, rest = path.read_text().partition("\n")
     words = header.removeprefix("# hearth nats-config ").split()

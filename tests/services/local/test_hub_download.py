@@ -1,4 +1,4 @@
-"""Models by hub id: from a cache on disk, from a hub that refuses, and from no hub at all."""
+"""Models by hub id: from the disk cache, from a hub, with errors of the hub and without a hub."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def hub_home(tmp_path: Path, chat_model: Path) -> Path:
-    """HF_HOME with one cached model, as huggingface_hub lays it out: names lead to blobs."""
+    """HF_HOME with one cached model in huggingface_hub's layout: names are links to blobs."""
     home = tmp_path / "hf"
     repository = home / "hub" / f"models--{MODEL.replace('/', '--')}"
     snapshot = repository / "snapshots" / COMMIT
@@ -47,7 +47,7 @@ def hub_home(tmp_path: Path, chat_model: Path) -> Path:
 
 
 def resolve(model: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """`local_copy` in a process of its own: huggingface_hub reads its variables at import."""
+    """Calls `local_copy` in a new process, as huggingface_hub reads its variables at import."""
     code = (
         "import sys; from pathlib import Path; from services.local.hub_download import local_copy\n"
         "from shared.errors import ConfigError\n"
@@ -69,7 +69,7 @@ def clean_environ() -> dict[str, str]:
     return {name: text for name, text in os.environ.items() if not name.startswith("HF_")}
 
 
-def refused(model: str, **environ: str) -> str:
+def error_line(model: str, **environ: str) -> str:
     result = resolve(model, **environ)
     assert result.returncode == 1, result.stdout
     line = result.stderr.strip().splitlines()[-1]
@@ -77,24 +77,24 @@ def refused(model: str, **environ: str) -> str:
     return line
 
 
-def test_what_looks_like_a_hub_id(tmp_path: Path) -> None:
+def test_hub_id_syntax(tmp_path: Path) -> None:
     for text in ("org/name", "meta-llama/Llama-3.2-1B", "a/b_c.d"):
         assert is_hub_id(Path(text))
     for text in ("name", "/org/name", "./org/name/x", "~/name", "../name", "a/b/c", str(tmp_path)):
         assert not is_hub_id(Path(text)), text
 
 
-def test_a_directory_is_itself_and_comes_before_the_hub(
+def test_existing_directory_takes_precedence_over_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert local_copy(Path("org/name")) == Path("org/name")
     assert local_copy(tmp_path) == tmp_path
-    assert local_copy(Path("/nowhere")) == Path("/nowhere")  # the configuration's check names it
+    assert local_copy(Path("/nowhere")) == Path("/nowhere")  # the configuration check reports it
 
 
-def test_a_cached_model_is_used_offline(hub_home: Path) -> None:
+def test_cached_model_is_used_offline(hub_home: Path) -> None:
     result = resolve(MODEL, HF_HOME=str(hub_home), HF_HUB_OFFLINE="1")
     assert result.returncode == 0, result.stderr
     found = Path(result.stdout.strip())
@@ -102,26 +102,26 @@ def test_a_cached_model_is_used_offline(hub_home: Path) -> None:
     assert (found / "model.safetensors").is_file()
 
 
-def test_a_cached_model_is_used_when_the_hub_cannot_be_reached(hub_home: Path) -> None:
+def test_cached_model_is_used_if_the_hub_is_unreachable(hub_home: Path) -> None:
     result = resolve(MODEL, HF_HOME=str(hub_home), HF_ENDPOINT="http://127.0.0.1:9")
     assert result.returncode == 0, result.stderr
     assert COMMIT in result.stdout
 
 
-def test_a_model_that_is_not_cached_is_refused_offline(hub_home: Path) -> None:
-    line = refused("org/other", HF_HOME=str(hub_home), HF_HUB_OFFLINE="1")
+def test_uncached_model_is_rejected_offline(hub_home: Path) -> None:
+    line = error_line("org/other", HF_HOME=str(hub_home), HF_HUB_OFFLINE="1")
     assert "'org/other' is not a directory here, not in" in line
     assert "HF_HUB_OFFLINE prevents the download" in line
 
 
-def test_without_a_network_it_says_what_was_tried(tmp_path: Path) -> None:
-    line = refused(MODEL, HF_HOME=str(tmp_path), HF_ENDPOINT="http://127.0.0.1:9")
+def test_unreachable_hub_is_in_the_error(tmp_path: Path) -> None:
+    line = error_line(MODEL, HF_HOME=str(tmp_path), HF_ENDPOINT="http://127.0.0.1:9")
     assert "http://127.0.0.1:9 cannot be reached" in line
     assert "give a checkpoint directory" in line
 
 
-def test_an_id_that_cannot_be_one_is_named(tmp_path: Path) -> None:
-    line = refused("org/a..b--c", HF_HOME=str(tmp_path), HF_ENDPOINT="http://127.0.0.1:9")
+def test_invalid_hub_id_is_in_the_error(tmp_path: Path) -> None:
+    line = error_line("org/a..b--c", HF_HOME=str(tmp_path), HF_ENDPOINT="http://127.0.0.1:9")
     assert "'org/a..b--c' is not a directory here, and not a valid id on" in line
 
 
@@ -130,7 +130,7 @@ Answer = tuple[int, dict[str, str], bytes]  # status, headers, body
 
 @contextlib.contextmanager
 def hub(answer: Callable[[str], Answer]) -> Iterator[str]:
-    """The URL of an HTTP server; `answer` is given the path of a request."""
+    """Yields the URL of an HTTP server; `answer` maps the path of a request to its response."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -168,7 +168,7 @@ FILES = {
 
 
 def published(path: str) -> Answer:
-    """As the hub answers for a repository of FILES."""
+    """The hub's response for a repository of FILES."""
     if path.startswith("/api/") and "/tree/" in path:
         entries = [
             {"type": "file", "path": name, "size": len(data), "oid": f"{number:040x}"}
@@ -185,7 +185,7 @@ def published(path: str) -> Answer:
 
 
 @pytest.mark.parametrize("needs", ["weights", "text"])
-def test_only_what_hearth_reads_is_fetched(tmp_path: Path, needs: str) -> None:
+def test_only_files_that_hearth_reads_are_downloaded(tmp_path: Path, needs: str) -> None:
     with hub(published) as url:
         result = resolve(MODEL, HF_HOME=str(tmp_path), HF_ENDPOINT=url, NEEDS=needs)
     assert result.returncode == 0, result.stderr
@@ -195,7 +195,7 @@ def test_only_what_hearth_reads_is_fetched(tmp_path: Path, needs: str) -> None:
     texts = {"config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja"}
     assert found == texts | weights
     assert (folder / "tokenizer.json").read_bytes() == FILES["tokenizer.json"]
-    assert "Fetching" in result.stderr  # its progress
+    assert "Fetching" in result.stderr  # the progress bar
 
 
 @pytest.mark.parametrize(
@@ -207,24 +207,22 @@ def test_only_what_hearth_reads_is_fetched(tmp_path: Path, needs: str) -> None:
         (500, "", "cannot be reached"),
     ],
 )
-def test_a_refusal_of_the_hub_is_one_line(
-    tmp_path: Path, status: int, code: str, words: str
-) -> None:
+def test_error_of_the_hub_is_one_line(tmp_path: Path, status: int, code: str, words: str) -> None:
     with hub(lambda path: (status, {"X-Error-Code": code}, b'{"error": "no"}')) as url:
-        line = refused(MODEL, HF_HOME=str(tmp_path), HF_ENDPOINT=url)
+        line = error_line(MODEL, HF_HOME=str(tmp_path), HF_ENDPOINT=url)
     assert words in line
     assert MODEL in line
 
 
-def test_a_model_without_safetensors_is_refused_by_those_who_need_them(hub_home: Path) -> None:
+def test_safetensors_are_required_only_with_weights(hub_home: Path) -> None:
     for path in hub_home.rglob("model.safetensors"):
         path.unlink()
     offline = {"HF_HOME": str(hub_home), "HF_HUB_OFFLINE": "1"}
-    assert "no *.safetensors" in refused(MODEL, **offline)
+    assert "no *.safetensors" in error_line(MODEL, **offline)
     assert resolve(MODEL, NEEDS="text", **offline).returncode == 0
 
 
-def test_the_refusal_of_a_command_is_one_line(tmp_path: Path) -> None:
+def test_command_reports_an_uncached_model_in_one_line(tmp_path: Path) -> None:
     environ = {**environ_for(tmp_path), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     for command in (
         ("up", "--model", MODEL),
@@ -244,7 +242,7 @@ def test_the_refusal_of_a_command_is_one_line(tmp_path: Path) -> None:
         assert len(result.stderr.splitlines()) == 1
 
 
-def test_a_cluster_serves_a_hub_model_by_its_id(tmp_path: Path, hub_home: Path) -> None:
+def test_cluster_serves_a_hub_model_by_its_id(tmp_path: Path, hub_home: Path) -> None:
     offline = {"HF_HOME": str(hub_home), "HF_HUB_OFFLINE": "1"}
     options = ("--model", MODEL, "--http", "127.0.0.1:0")
     process = start_hearth(tmp_path, "up", *options, **offline)

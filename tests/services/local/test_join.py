@@ -1,4 +1,4 @@
-"""`hearth credential` against a real nats-server that runs from a cluster's directory."""
+"""`hearth credential` with a real nats-server that is configured in a cluster's directory."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ OWNER = Credential("decode", "decode-1")
 
 @pytest.fixture
 async def environ(tmp_path: Path) -> AsyncIterator[dict[str, str]]:
-    """The environment that leads to the directory of a cluster of one credential."""
+    """The environment that selects a cluster with one credential; `url` is its NATS URL."""
     made = {"XDG_STATE_HOME": str(tmp_path)}
     state = StateDir.create(clusters_dir(made))
     port = free_port("127.0.0.1")
@@ -63,7 +63,7 @@ async def connects(url: str) -> bool:
     return True
 
 
-async def test_a_new_credential_works_at_once_and_the_others_stay_connected(
+async def test_new_credential_works_without_disconnecting_others(
     environ: dict[str, str],
 ) -> None:
     losses: list[str] = []
@@ -75,7 +75,7 @@ async def test_a_new_credential_works_at_once_and_the_others_stay_connected(
     added = add_credential("worker", "worker-far", None, environ)
     assert added.credential.role == "worker"
     assert not added.is_reachable
-    # The server reads its configuration on a signal, so a first try may come too early.
+    # The server reloads its configuration after a signal, so the first attempts may fail.
     async with asyncio.timeout(10.0):
         while not await connects(added.nats_url):
             pass
@@ -85,7 +85,7 @@ async def test_a_new_credential_works_at_once_and_the_others_stay_connected(
     await member.close()
 
 
-def test_names_are_checked_and_chosen(environ: dict[str, str]) -> None:
+def test_names_are_validated_or_generated(environ: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="taken"):
         add_credential("decode", "decode-1", None, environ)
     with pytest.raises(ConfigError, match="letters, digits"):
@@ -97,21 +97,21 @@ def test_names_are_checked_and_chosen(environ: dict[str, str]) -> None:
     assert "@10.0.0.5:" in added.nats_url
 
 
-async def test_credentials_added_at_once_are_all_kept(environ: dict[str, str]) -> None:
+async def test_concurrently_added_credentials_all_work(environ: dict[str, str]) -> None:
     names = [f"decode-{number}" for number in range(2, 10)]
     adding = (asyncio.to_thread(add_credential, "decode", name, None, environ) for name in names)
     for each in await asyncio.gather(*adding):
-        # as a worker does: it tries again while the server still reloads
+        # `connect` retries while the server reloads, as for a worker
         bus = await NatsBus.connect(each.nats_url, process_id=each.credential.process_id)
         await bus.close()
 
 
-def test_without_a_cluster_it_says_how_to_start_one(tmp_path: Path) -> None:
+def test_error_without_a_cluster_mentions_hearth_up(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="hearth up"):
         add_credential("decode", None, None, {"XDG_STATE_HOME": str(tmp_path)})
 
 
-async def test_a_process_is_healthy_while_it_beats(environ: dict[str, str]) -> None:
+async def test_process_with_ready_heartbeats_is_healthy(environ: dict[str, str]) -> None:
     url = environ["url"]
     assert not await receives_heartbeat(url, "decode-1", timeout_s=0.4)
     bus = await NatsBus.connect(url, process_id="decode-1")
@@ -124,34 +124,34 @@ async def test_a_process_is_healthy_while_it_beats(environ: dict[str, str]) -> N
     await bus.close()
 
 
-async def test_an_observer_hears_heartbeats_and_may_say_nothing(environ: dict[str, str]) -> None:
+async def test_observer_receives_heartbeats_and_cannot_publish(environ: dict[str, str]) -> None:
     added = add_credential("observer", "watcher", None, environ)
-    refusals: asyncio.Queue[str] = asyncio.Queue()
+    rejections: asyncio.Queue[str] = asyncio.Queue()
 
     async def on_error(error: Exception) -> None:
-        await refusals.put(str(error).lower())
+        await rejections.put(str(error).lower())
 
-    bus = await NatsBus.connect(added.nats_url, process_id="watcher")  # until the server knows it
+    bus = await NatsBus.connect(added.nats_url, process_id="watcher")  # retries until the reload
     await bus.close()
     observer = await nats.connect(added.nats_url, error_cb=on_error)
     member = await NatsBus.connect(environ["url"], process_id="decode-1")
-    heard = await observer.subscribe(from_anyone(HEARTBEATS))
+    heartbeats = await observer.subscribe(from_anyone(HEARTBEATS))
     await observer.flush()
     await HealthMonitor(
         member, MonotonicClock(), SystemRandomness(), roles=("decode",)
     ).transition_to("ready")
-    subject = (await heard.next_msg(timeout=20.0)).subject
+    subject = (await heartbeats.next_msg(timeout=20.0)).subject
     assert subject == sent_by(heartbeat("decode", "decode-1"), "decode-1")
     for subject in (SUBMIT, heartbeat("decode", "decode-1")):
         await observer.publish(subject, b"x")
-        refusal = await asyncio.wait_for(refusals.get(), timeout=20.0)
-        assert "permissions violation for publish" in refusal
+        rejection = await asyncio.wait_for(rejections.get(), timeout=20.0)
+        assert "permissions violation for publish" in rejection
     await observer.close()
     await member.close()
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1", "", "x", "9" * 30])
-def test_a_file_that_names_no_process_of_ours_signals_nobody(tmp_path: Path, text: str) -> None:
+def test_invalid_pid_in_the_pid_file_is_rejected(tmp_path: Path, text: str) -> None:
     (tmp_path / "nats.pid").write_text(text)
     with pytest.raises(ConfigError, match="cannot reload"):
         signalled_process(tmp_path / "nats.pid")

@@ -27,7 +27,7 @@ def options(tmp_path: Path, **changes: object) -> UpOptions:
     return UpOptions(model_dir=tmp_path, **changes)  # type: ignore[arg-type]
 
 
-def test_the_default_cluster_is_one_process_a_service(tmp_path: Path) -> None:
+def test_default_cluster_has_one_process_per_service(tmp_path: Path) -> None:
     credentials = plan_credentials(options(tmp_path))
     assert [each.process_id for each in credentials] == [
         "kv_index-1",
@@ -38,7 +38,7 @@ def test_the_default_cluster_is_one_process_a_service(tmp_path: Path) -> None:
     ]
 
 
-def test_a_worker_of_both_kinds_counts_as_both(tmp_path: Path) -> None:
+def test_worker_with_both_roles_counts_as_both(tmp_path: Path) -> None:
     chosen = options(tmp_path, num_prefill=0, num_decode=1, num_both=1)
     workers = expected_workers(plan_credentials(chosen))
     assert workers == {"prefill": {"worker-1"}, "decode": {"decode-1", "worker-1"}}
@@ -50,7 +50,7 @@ def test_names_on_an_external_nats_do_not_collide(tmp_path: Path) -> None:
     assert not {each.process_id for each in first} & {each.process_id for each in second}
 
 
-def test_secrets_travel_in_the_environment_and_never_in_argv(tmp_path: Path) -> None:
+def test_secrets_are_in_the_environment_and_not_in_argv(tmp_path: Path) -> None:
     chosen = options(tmp_path)
     credentials = plan_credentials(chosen)
     specs = plan_services(chosen, credentials, ENDPOINTS, num_cores=2, environ={})
@@ -80,7 +80,7 @@ def test_workers_share_the_cores(
         assert ("--num-threads" in spec.argv) == is_worker
 
 
-def test_the_gateway_stops_first_and_the_index_last(tmp_path: Path) -> None:
+def test_gateway_starts_after_workers_and_workers_after_index(tmp_path: Path) -> None:
     chosen = options(tmp_path)
     specs = plan_services(chosen, plan_credentials(chosen), ENDPOINTS, num_cores=2, environ={})
     order = {spec.argv[3]: spec.start_order for spec in specs}
@@ -88,30 +88,30 @@ def test_the_gateway_stops_first_and_the_index_last(tmp_path: Path) -> None:
     assert order["decode"] < order["gateway"]
 
 
-def test_every_problem_is_named_at_once(tmp_path: Path) -> None:
+def test_error_lists_all_problems(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--prefill -1 is negative.*not a directory"):
         check_options(UpOptions(model_dir=tmp_path / "none", num_prefill=-1))
 
 
-def test_workers_are_told_the_form_of_their_weights(tmp_path: Path) -> None:
+def test_weights_option_is_passed_to_workers(tmp_path: Path) -> None:
     chosen = options(tmp_path, num_both=1, weights="compressed")
     specs = plan_services(chosen, plan_credentials(chosen), ENDPOINTS, num_cores=2, environ={})
-    told = {spec.argv[3] for spec in specs if "--weights compressed" in " ".join(spec.argv)}
-    assert told == {"prefill", "decode", "worker"}
+    commands = {spec.argv[3] for spec in specs if "--weights compressed" in " ".join(spec.argv)}
+    assert commands == {"prefill", "decode", "worker"}
     with pytest.raises(ConfigError, match="--weights 'tiny' is none of auto, dense, compressed"):
         check_options(options(tmp_path, weights="tiny"))
 
 
-def test_a_cluster_without_decode_is_refused(tmp_path: Path) -> None:
+def test_cluster_without_decode_worker_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing could answer"):
         check_options(options(tmp_path, num_decode=0))
 
 
-def test_the_url_of_a_door_open_to_all_is_dialled_on_loopback() -> None:
+def test_http_url_of_the_wildcard_address_is_loopback() -> None:
     import msgspec
 
-    open_door = msgspec.structs.replace(ENDPOINTS, http_host="0.0.0.0")
-    assert open_door.http_url == "http://127.0.0.1:8123"
+    wildcard = msgspec.structs.replace(ENDPOINTS, http_host="0.0.0.0")
+    assert wildcard.http_url == "http://127.0.0.1:8123"
 
 
 def devices_of(chosen: UpOptions) -> list[str]:
@@ -129,17 +129,17 @@ def devices_of(chosen: UpOptions) -> list[str]:
         ("cpu", 2, ["cpu", "cpu"]),
     ],
 )
-def test_workers_have_a_gpu_each(
+def test_each_worker_has_its_own_gpu(
     tmp_path: Path, device: str, num_gpus: int, expected: list[str]
 ) -> None:
     assert devices_of(options(tmp_path, device=device, num_gpus=num_gpus)) == expected
 
 
 @pytest.mark.parametrize(
-    ("given", "device", "num_gpus", "expected"),
+    ("counts", "device", "num_gpus", "expected"),
     [
         ((None, None, None), "auto", 0, (1, 1, 0)),
-        ((None, None, None), "auto", 1, (0, 0, 1)),  # two would share the one GPU by turns
+        ((None, None, None), "auto", 1, (0, 0, 1)),  # two workers would alternate on the one GPU
         ((None, None, None), "auto", 2, (1, 1, 0)),
         ((None, None, None), "cuda:1", 2, (0, 0, 1)),
         ((None, None, None), "cpu", 1, (1, 1, 0)),
@@ -148,16 +148,16 @@ def test_workers_have_a_gpu_each(
         ((None, None, 0), "auto", 1, (1, 1, 0)),
     ],
 )
-def test_a_single_gpu_has_one_worker_for_both_unless_told_otherwise(
-    given: tuple[int | None, int | None, int | None],
+def test_single_gpu_has_one_worker_for_both_by_default(
+    counts: tuple[int | None, int | None, int | None],
     device: str,
     num_gpus: int,
     expected: tuple[int, int, int],
 ) -> None:
-    assert worker_counts(*given, device=device, num_gpus=num_gpus) == expected
+    assert worker_counts(*counts, device=device, num_gpus=num_gpus) == expected
 
 
-def test_workers_share_a_gpu_only_where_the_size_of_their_caches_is_given(tmp_path: Path) -> None:
+def test_workers_share_a_gpu_only_with_a_given_cache_size(tmp_path: Path) -> None:
     shared = options(tmp_path, num_gpus=1, kv_cache_bytes=1 << 30)
     assert devices_of(shared) == ["cuda:0", "cuda:0"]
     with pytest.raises(ConfigError, match=r"2 workers on 1 CUDA .*--both 1.*--kv-cache-bytes"):
@@ -174,14 +174,14 @@ def test_workers_share_a_gpu_only_where_the_size_of_their_caches_is_given(tmp_pa
         ("cuda:2", 2, "there are 2 CUDA devices, 0 to 1"),
     ],
 )
-def test_a_device_that_is_not_there_is_refused(
+def test_unknown_or_missing_device_is_rejected(
     tmp_path: Path, device: str, num_gpus: int, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check_options(options(tmp_path, device=device, num_gpus=num_gpus))
 
 
-def test_sizes_and_formats_reach_the_workers_alone(tmp_path: Path) -> None:
+def test_sizes_and_formats_are_passed_only_to_workers(tmp_path: Path) -> None:
     chosen = options(tmp_path, kv_cache_bytes=1 << 30, max_batch_tokens=4096, load_format="dummy")
     specs = plan_services(chosen, plan_credentials(chosen), ENDPOINTS, num_cores=2, environ={})
     wanted = "--load-format dummy --kv-cache-bytes 1073741824 --max-batch-tokens 4096"
@@ -189,8 +189,8 @@ def test_sizes_and_formats_reach_the_workers_alone(tmp_path: Path) -> None:
         "prefill",
         "decode",
     }
-    plain = options(tmp_path)
-    specs = plan_services(plain, plan_credentials(plain), ENDPOINTS, num_cores=2, environ={})
+    default = options(tmp_path)
+    specs = plan_services(default, plan_credentials(default), ENDPOINTS, num_cores=2, environ={})
     assert not any("--kv-cache-bytes" in spec.argv for spec in specs)
 
 
@@ -202,7 +202,7 @@ def test_sizes_and_formats_reach_the_workers_alone(tmp_path: Path) -> None:
         ({"max_batch_tokens": -1}, "--max-batch-tokens -1 is not positive"),
     ],
 )
-def test_bad_sizes_and_formats_are_refused(
+def test_invalid_sizes_and_formats_are_rejected(
     tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -217,7 +217,7 @@ def test_bad_sizes_and_formats_are_refused(
         (1, {"HEARTH_MAX_LOCAL_PREFILL_TOKENS": "4"}, "4"),
     ],
 )
-def test_long_prompts_go_to_prefill_workers_where_there_are_some(
+def test_local_prefill_limit_is_set_if_prefill_workers_exist(
     tmp_path: Path, num_prefill: int, environ: dict[str, str], expected: str | None
 ) -> None:
     chosen = options(tmp_path, num_prefill=num_prefill)

@@ -19,7 +19,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_secrets_are_for_the_owner_alone(tmp_path: Path) -> None:
+def test_secrets_are_readable_by_the_owner_only(tmp_path: Path) -> None:
     directory = StateDir.create(tmp_path / "clusters")
     secret = directory.write_secret("nats.conf", "word")
     directory.publish(state("http://a"))
@@ -29,9 +29,9 @@ def test_secrets_are_for_the_owner_alone(tmp_path: Path) -> None:
     assert not directory.path.exists()
 
 
-def test_the_newest_running_cluster_is_found(tmp_path: Path) -> None:
+def test_newest_running_cluster_is_found(tmp_path: Path) -> None:
     older, newer = StateDir.create(tmp_path), StateDir.create(tmp_path)
-    os.utime(older.path / "lock", (1, 1))  # two starts may fall in one tick of the file system
+    os.utime(older.path / "lock", (1, 1))  # both locks may get the same timestamp
     older.publish(state("http://older"))
     newer.publish(state("http://newer"))
     directory, found = running_cluster(tmp_path)
@@ -41,19 +41,19 @@ def test_the_newest_running_cluster_is_found(tmp_path: Path) -> None:
     older.close(retain_logs=False)
 
 
-def test_scratch_files_go_with_the_cluster_also_after_a_crash(tmp_path: Path) -> None:
+def test_scratch_files_are_removed_at_close_or_after_a_crash(tmp_path: Path) -> None:
     crashed = StateDir.create(tmp_path)
     (crashed.scratch / "kv.sock").touch()
     assert mode(crashed.scratch) == 0o700
     assert len(str(crashed.scratch)) < 60  # a unix socket's path has 107 characters at most
-    crashed._lock.close()  # as the kernel does
+    crashed._lock.close()  # as the kernel does after a crash
     living = StateDir.create(tmp_path)
     assert not crashed.scratch.exists()
     living.close(retain_logs=True)
     assert not living.scratch.exists()
 
 
-def test_a_cluster_of_another_version_is_named_so(tmp_path: Path) -> None:
+def test_cluster_of_another_version_is_an_error(tmp_path: Path) -> None:
     directory = StateDir.create(tmp_path)
     directory.write_secret("cluster.json", '{"address": 1}')
     with pytest.raises(ConfigError, match="another version"):
@@ -61,14 +61,14 @@ def test_a_cluster_of_another_version_is_named_so(tmp_path: Path) -> None:
     directory.close(retain_logs=False)
 
 
-def test_a_cluster_that_is_starting_is_not_offered(tmp_path: Path) -> None:
+def test_starting_cluster_is_not_found(tmp_path: Path) -> None:
     directory = StateDir.create(tmp_path)
     with pytest.raises(ConfigError, match="hearth up"):
         running_cluster(tmp_path)
     directory.close(retain_logs=False)
 
 
-def test_a_killed_cluster_is_not_found_and_its_secrets_go_at_the_next_start(
+def test_killed_cluster_is_not_found_and_is_removed_later(
     tmp_path: Path,
 ) -> None:
     code = (
@@ -88,7 +88,7 @@ def test_a_killed_cluster_is_not_found_and_its_secrets_go_at_the_next_start(
     fresh.close(retain_logs=False)
 
 
-def test_after_a_failure_only_the_logs_remain(tmp_path: Path) -> None:
+def test_only_the_logs_remain_after_a_failure(tmp_path: Path) -> None:
     directory = StateDir.create(tmp_path)
     directory.write_secret("nats.conf", "word")
     (directory.logs / "decode-1.log").write_text("why")
@@ -97,12 +97,12 @@ def test_after_a_failure_only_the_logs_remain(tmp_path: Path) -> None:
     assert left == {"lock", "decode-1.log"}
 
 
-def test_a_place_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
+def test_unwritable_state_directory_is_a_config_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot store state"):
         StateDir.create(tmp_path / "file" / "clusters")
 
 
-def test_the_state_directory_follows_xdg() -> None:
+def test_state_directory_follows_xdg() -> None:
     assert clusters_dir({"XDG_STATE_HOME": "/state"}) == Path("/state/hearth/clusters")
     assert clusters_dir({"HOME": "/home/a"}) == Path("/home/a/.local/state/hearth/clusters")

@@ -17,11 +17,11 @@ from shared.clock import MonotonicClock
 WAIT_S = 10.0
 
 SLEEPER = "import signal; print('up', flush=True); signal.pause()"
-STUBBORN = (
+IGNORES_SIGTERM = (
     "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     "print('up', flush=True)\nwhile True: signal.pause()"
 )
-NOTES_ITS_END = (
+LOGS_ITS_END = (
     "import signal, sys\n"
     "def end(*_):\n"
     "    with open('order', 'a') as file: file.write(sys.argv[1] + '\\n')\n"
@@ -32,12 +32,12 @@ NOTES_ITS_END = (
 
 async def eventually(predicate: Callable[[], bool]) -> None:
     async with asyncio.timeout(WAIT_S):
-        while not predicate():  # another process sets no event of ours
+        while not predicate():  # another process cannot set an asyncio.Event here
             await asyncio.sleep(0.005)
 
 
-class Told:
-    """What the supervisor reported."""
+class EventRecorder:
+    """Records the events that the supervisor reports."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, Event, str]] = []
@@ -51,14 +51,14 @@ class Told:
 
 
 @pytest.fixture
-def told() -> Told:
-    return Told()
+def recorder() -> EventRecorder:
+    return EventRecorder()
 
 
 @pytest.fixture
-async def supervisor(tmp_path: Path, told: Told) -> AsyncIterator[Supervisor]:
+async def supervisor(tmp_path: Path, recorder: EventRecorder) -> AsyncIterator[Supervisor]:
     (tmp_path / "logs").mkdir()
-    made = Supervisor(MonotonicClock(), tmp_path, tmp_path / "logs", told.report)
+    made = Supervisor(MonotonicClock(), tmp_path, tmp_path / "logs", recorder.report)
     yield made
     made.kill()
     await made.stop(grace_s=1.0)
@@ -74,8 +74,8 @@ def spec(name: str, code: str, *arguments: str, order: int = 0, port: int = 0) -
     )
 
 
-async def up(tmp_path: Path, name: str) -> None:
-    """Waits until the program has said so in its log."""
+async def wait_until_up(tmp_path: Path, name: str) -> None:
+    """Waits until the program has written `up` to its log."""
     log = tmp_path / "logs" / f"{name}.log"
     await eventually(lambda: "up" in log.read_text())
 
@@ -88,7 +88,7 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-async def test_a_death_at_the_start_is_told_with_the_last_words(
+async def test_startup_failure_contains_the_last_log_line(
     supervisor: Supervisor,
 ) -> None:
     await supervisor.launch(spec("bad", "import sys; sys.exit('no such checkpoint')"))
@@ -96,8 +96,8 @@ async def test_a_death_at_the_start_is_told_with_the_last_words(
         await asyncio.wait_for(supervisor.failure, WAIT_S)
 
 
-async def test_while_serving_a_dead_process_is_reported_and_started_again(
-    supervisor: Supervisor, told: Told
+async def test_killed_process_is_reported_and_restarted_when_serving(
+    supervisor: Supervisor, recorder: EventRecorder
 ) -> None:
     ups = []
 
@@ -108,15 +108,22 @@ async def test_while_serving_a_dead_process_is_reported_and_started_again(
     supervisor.serve()
     first = supervisor.pid_of("decode-1")
     os.kill(first, signal.SIGKILL)
-    await told.until("decode-1", "started", 2)
+    await recorder.until("decode-1", "started", 2)
     second = supervisor.pid_of("decode-1")
-    assert [event for _, event, _ in told.events] == ["started", "ended", "restarting", "started"]
-    assert told.events[1][2].startswith("SIGKILL: ")
+    assert [event for _, event, _ in recorder.events] == [
+        "started",
+        "ended",
+        "restarting",
+        "started",
+    ]
+    assert recorder.events[1][2].startswith("SIGKILL: ")
     assert ups == [first, second]
     assert not supervisor.failure.done()
 
 
-async def test_a_process_is_up_when_its_port_accepts(supervisor: Supervisor, told: Told) -> None:
+async def test_process_is_ready_when_its_port_accepts(
+    supervisor: Supervisor, recorder: EventRecorder
+) -> None:
     port = free_port("127.0.0.1")
     code = (
         "import socket, sys, signal; server = socket.socket()\n"
@@ -124,23 +131,27 @@ async def test_a_process_is_up_when_its_port_accepts(supervisor: Supervisor, tol
         "server.bind(('127.0.0.1', int(sys.argv[1]))); server.listen(); signal.pause()"
     )
     await supervisor.launch(spec("nats", code, str(port), port=port))
-    assert told.events == [("nats", "started", ""), ("nats", "ready", "")]
+    assert recorder.events == [("nats", "started", ""), ("nats", "ready", "")]
 
 
-async def test_all_are_stopped_in_reverse_order(supervisor: Supervisor, tmp_path: Path) -> None:
+async def test_processes_are_stopped_in_reverse_order(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
     names = ("nats", "decode-1", "gateway-1")
     for order, name in enumerate(names):
-        await supervisor.launch(spec(name, NOTES_ITS_END, name, order=order))
-        await up(tmp_path, name)
+        await supervisor.launch(spec(name, LOGS_ITS_END, name, order=order))
+        await wait_until_up(tmp_path, name)
     pids = [supervisor.pid_of(name) for name in names]
     await supervisor.stop(grace_s=WAIT_S)
     assert (tmp_path / "order").read_text().split() == ["gateway-1", "decode-1", "nats"]
     assert not any(is_alive(pid) for pid in pids)
 
 
-async def test_who_does_not_go_in_time_is_killed(supervisor: Supervisor, tmp_path: Path) -> None:
-    await supervisor.launch(spec("stubborn", STUBBORN))
-    await up(tmp_path, "stubborn")
+async def test_process_that_ignores_sigterm_is_killed(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    await supervisor.launch(spec("stubborn", IGNORES_SIGTERM))
+    await wait_until_up(tmp_path, "stubborn")
     pid = supervisor.pid_of("stubborn")
     async with asyncio.timeout(WAIT_S):
         await supervisor.stop(grace_s=0.05)
@@ -171,7 +182,7 @@ async def test_children_of_a_killed_parent_die(tmp_path: Path) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """False for a zombie, too: its new parent may take its time to reap it."""
+    """Returns False for a zombie, too: its new parent may reap it later."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -179,7 +190,7 @@ def is_running(pid: int) -> bool:
     return status.rpartition(")")[2].split()[0] != "Z"
 
 
-def test_the_last_line_skips_blank_ones(tmp_path: Path) -> None:
+def test_last_line_skips_blank_lines(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text("x" * 40_000 + "\nthe reason\n\n  \n")
     assert last_line(log) == "the reason"
@@ -190,5 +201,5 @@ def test_the_last_line_skips_blank_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("returncode", "words"), [(0, "exit status 0"), (-9, "SIGKILL"), (-250, "signal 250")]
 )
-def test_an_ending_in_words(returncode: int, words: str) -> None:
+def test_exit_status_in_words(returncode: int, words: str) -> None:
     assert ending(returncode) == words

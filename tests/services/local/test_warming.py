@@ -1,4 +1,4 @@
-"""When `hearth up` compiles CPU kernels beside the start of the rest."""
+"""When `hearth up` compiles CPU kernels while the other processes start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from services.local.plan import UpOptions, plan_warming
 
 
-def test_a_first_start_on_a_cpu_compiles_and_a_later_one_does_not(tmp_path: Path) -> None:
+def test_only_the_first_start_on_a_cpu_compiles_kernels(tmp_path: Path) -> None:
     environ = {"HEARTH_CACHE_DIR": str(tmp_path)}
     spec = plan_warming(UpOptions(model_dir=tmp_path, dtype="float32"), environ)
     assert spec is not None
