@@ -1,4 +1,4 @@
-"""Several choices of one request through the joint: the prompt once, then each its own answer."""
+"""Requests with several choices: one prefill of the prompt, then an output for each choice."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ THREE = {0: [], 1: [], 2: []}
 SLOW = StepCost(base_s=0.5)
 
 
-def several(outputs=THREE, prompt=PROMPT, **options):
+def choices_request(outputs=THREE, prompt=PROMPT, **options):
     return request_of(prompt, outputs=outputs, **{"temperature": 1.0, **options})
 
 
 def solo_outputs(choice_indices=(0, 1, 2), prompt=PROMPT, **options) -> dict[int, list[int]]:
-    """Each choice from a placement of its own, on a fresh worker."""
+    """Runs each choice as a placement of its own, on a fresh worker."""
 
     async def main(choice_index):
         async with cluster() as it:
-            request = several({choice_index: []}, prompt, **options)
+            request = choices_request({choice_index: []}, prompt, **options)
             placement_id = await it.peer.place("decode-1", request)
             return (await it.peer.finished(placement_id, choice_index)).output
 
@@ -51,7 +51,7 @@ def test_every_choice_equals_its_solo_run(num_tokens, temperature, candidates):
 
     async def main():
         async with cluster() as it:
-            request = several(prompt=prompt, temperature=temperature)
+            request = choices_request(prompt=prompt, temperature=temperature)
             placement_id = await it.peer.place("decode-1", request, candidates)
             assert await finished(it, placement_id) == expected
             await it.settled()
@@ -59,10 +59,10 @@ def test_every_choice_equals_its_solo_run(num_tokens, temperature, candidates):
     run(main())
 
 
-def test_the_prompt_is_pushed_once_and_its_blocks_are_shared():
+def test_prompt_is_pushed_once_and_its_blocks_are_shared():
     async def main():
         async with cluster(cost=SLOW) as it:
-            placement_id = await it.peer.place("decode-1", several(), ("prefill-1",))
+            placement_id = await it.peer.place("decode-1", choices_request(), ("prefill-1",))
             for choice_index in range(3):
                 received = await it.peer.has_tokens(placement_id, 1, choice_index)
                 assert received.served.prefill_worker_id == "prefill-1"
@@ -77,21 +77,23 @@ def test_the_prompt_is_pushed_once_and_its_blocks_are_shared():
 
 @EITHER
 @pytest.mark.parametrize("num_tokens", [241, 250])
-def test_a_prompt_that_the_cache_has(num_tokens, candidates):
-    """All but its last token, or all but nine more: those are pushed, if any worker may push."""
+def test_cached_prompt_tokens_are_not_pushed(num_tokens, candidates):
+    """240 tokens are cached: of 241 tokens none is pushed, of 250 tokens 9, by a handoff only."""
     prompt = PROMPT[:num_tokens]
     expected = solo_outputs(prompt=prompt)
     num_pushed = num_tokens - 241 if candidates else 0
 
     async def main():
         async with cluster() as it:
-            first = await it.peer.place("decode-1", several({7: []}, [*PROMPT[:241], 9]))
+            first = await it.peer.place("decode-1", choices_request({7: []}, [*PROMPT[:241], 9]))
             await it.peer.finished(first, 7)
-            placement_id = await it.peer.place("decode-1", several(prompt=prompt), candidates)
+            placement_id = await it.peer.place(
+                "decode-1", choices_request(prompt=prompt), candidates
+            )
             assert await finished(it, placement_id) == expected
             served = it.peer.of(placement_id).served
             assert served.num_pushed_tokens == num_pushed
-            # what the pusher had in its own cache is what counts of a push
+            # after a push, the count is of the prefill worker's cache
             assert served.num_cached_tokens == (0 if num_pushed else 240)
             await it.settled()
 
@@ -107,7 +109,9 @@ def test_choices_resume_where_each_stopped(num_tokens, candidates):
 
     async def main():
         async with cluster() as it:
-            placement_id = await it.peer.place("decode-1", several(received, prompt), candidates)
+            placement_id = await it.peer.place(
+                "decode-1", choices_request(received, prompt), candidates
+            )
             rest = await finished(it, placement_id, (1, 2, 5))
             assert {index: received[index] + rest[index] for index in rest} == expected
             await it.settled()
@@ -116,12 +120,12 @@ def test_choices_resume_where_each_stopped(num_tokens, candidates):
 
 
 @pytest.mark.parametrize("candidates", [("prefill-1",), ("prefill-1", "prefill-2")])
-def test_a_prefill_killed_in_the_middle_costs_no_token(candidates):
+def test_prefill_killed_midway_loses_no_token(candidates):
     expected = solo_outputs()
 
     async def main():
         async with cluster(cost=SLOW) as it:
-            placement_id = await it.peer.place("decode-1", several(), candidates)
+            placement_id = await it.peer.place("decode-1", choices_request(), candidates)
             await asyncio.sleep(0.8)  # the first chunk is pushed, the second computes
             await it.prefills[0].kill()
             it.workers.remove(it.prefills[0])
@@ -131,13 +135,13 @@ def test_a_prefill_killed_in_the_middle_costs_no_token(candidates):
     run(main())
 
 
-def test_more_choices_than_rows_in_the_batch():
+def test_more_choices_than_batch_rows_equal_solo_runs():
     indices = tuple(range(40))  # the worker runs 32 at once
     expected = solo_outputs((0, 31, 32, 39), max_tokens=3)
 
     async def main():
         async with cluster() as it:
-            request = several({index: [] for index in indices}, max_tokens=3)
+            request = choices_request({index: [] for index in indices}, max_tokens=3)
             placement_id = await it.peer.place("decode-1", request, ("prefill-1",))
             outputs = await finished(it, placement_id, indices)
             assert len({tuple(output) for output in outputs.values()}) == 40
@@ -148,13 +152,13 @@ def test_more_choices_than_rows_in_the_batch():
 
 
 @EITHER
-def test_lost_tokens_of_each_choice_are_sent_again_until_all_are_acknowledged(candidates):
+def test_lost_tokens_of_each_choice_are_resent_until_ack(candidates):
     expected = solo_outputs()
 
     async def main():
         async with cluster() as it:
             it.network.is_dropped = lambda subject, *_: subject.endswith(".tokens")
-            placement_id = await it.peer.place("decode-1", several(), candidates)
+            placement_id = await it.peer.place("decode-1", choices_request(), candidates)
             await asyncio.sleep(5)
             for choice_index in (2, 0, 1):
                 assert it.peer.of(placement_id, choice_index).output == []
@@ -175,12 +179,12 @@ def test_lost_tokens_of_each_choice_are_sent_again_until_all_are_acknowledged(ca
 
 @EITHER
 @pytest.mark.parametrize("delay_s", [0.0, 0.3, 1.2, 2.4, 2.8, 4.0, 8.0])
-def test_one_choice_aborted_in_any_phase_leaves_the_others(delay_s, candidates):
+def test_aborting_one_choice_does_not_affect_the_others(delay_s, candidates):
     expected = solo_outputs()
 
     async def main():
         async with cluster(cost=SLOW) as it:
-            placement_id = await it.peer.place("decode-1", several(), candidates)
+            placement_id = await it.peer.place("decode-1", choices_request(), candidates)
             await asyncio.sleep(delay_s)
             for _ in range(2):
                 await it.peer.abort("decode-1", placement_id, 1)
@@ -199,10 +203,10 @@ def test_one_choice_aborted_in_any_phase_leaves_the_others(delay_s, candidates):
 @EITHER
 @pytest.mark.parametrize("delay_s", [0.0, 0.3, 1.2, 2.4, 2.8, 4.0, 30.0])
 @pytest.mark.parametrize("is_one_by_one", [False, True])
-def test_all_aborted_in_any_phase_frees_all_blocks(delay_s, is_one_by_one, candidates):
+def test_aborting_all_choices_frees_all_blocks(delay_s, is_one_by_one, candidates):
     async def main():
         async with cluster(cost=SLOW) as it:
-            placement_id = await it.peer.place("decode-1", several(), candidates)
+            placement_id = await it.peer.place("decode-1", choices_request(), candidates)
             await asyncio.sleep(delay_s)
             for choice_index in (2, 0, 1) if is_one_by_one else (None, None):
                 await it.peer.abort("decode-1", placement_id, choice_index)
@@ -215,13 +219,13 @@ def test_all_aborted_in_any_phase_frees_all_blocks(delay_s, is_one_by_one, candi
     run(main())
 
 
-def test_what_has_ended_is_kept_when_the_last_of_the_others_is_aborted():
+def test_finished_choice_is_retained_when_others_abort():
     expected = solo_outputs()
 
     async def main():
         async with cluster(cost=SLOW) as it:
             received = {0: expected[0][:19], 1: []}
-            placement_id = await it.peer.place("decode-1", several(received))
+            placement_id = await it.peer.place("decode-1", choices_request(received))
             await it.peer.finished(placement_id, 0)
             await it.peer.abort("decode-1", placement_id, 1)
             async with asyncio.timeout(5):
@@ -240,10 +244,10 @@ def test_what_has_ended_is_kept_when_the_last_of_the_others_is_aborted():
 
 @EITHER
 @pytest.mark.parametrize("deadline_s", [1.0, 4.0])
-def test_the_deadline_ends_all_of_them(deadline_s, candidates):
+def test_deadline_ends_all_choices(deadline_s, candidates):
     async def main():
         async with cluster(cost=SLOW) as it:
-            request = several(max_tokens=10_000, deadline_s=deadline_s)
+            request = choices_request(max_tokens=10_000, deadline_s=deadline_s)
             await it.peer.place("decode-1", request, candidates)
             await it.settled()
 
@@ -251,8 +255,8 @@ def test_the_deadline_ends_all_of_them(deadline_s, candidates):
 
 
 @pytest.mark.parametrize("failing_step", [1, 3, 5])
-def test_a_step_that_fails_ends_those_that_were_in_it(failing_step):
-    """250 tokens in steps of 64: in four of them the prompt is computed, then all choices draw."""
+def test_failed_step_fails_all_choices(failing_step):
+    """Four steps of up to 64 tokens compute the prompt; each later step samples all choices."""
 
     async def main():
         async with cluster() as it:
@@ -266,27 +270,27 @@ def test_a_step_that_fails_ends_those_that_were_in_it(failing_step):
                 return await compute(inputs)
 
             it.decode.runner.run = fail_once
-            placement_id = await it.peer.place("decode-1", several())
+            placement_id = await it.peer.place("decode-1", choices_request())
             for choice_index in range(3):
                 received = await it.peer.finished(placement_id, choice_index)
                 assert received.finish.reason == "failed"
                 assert received.finish.failure is not None
                 assert received.output == []
             await it.settled()
-            again = await it.peer.place("decode-1", several())
+            again = await it.peer.place("decode-1", choices_request())
             await finished(it, again)
 
     run(main())
 
 
-def test_choices_share_a_small_pool_with_others_and_all_end():
+def test_choices_finish_after_preemptions_in_a_small_pool():
     expected = solo_outputs(max_tokens=60)
 
     async def main():
         async with cluster(num_blocks=26) as it:
-            first = await it.peer.place("decode-1", several(max_tokens=60), ("prefill-1",))
+            first = await it.peer.place("decode-1", choices_request(max_tokens=60), ("prefill-1",))
             second = await it.peer.place(
-                "decode-1", several(prompt=PROMPT[:40], max_tokens=60, tenant_id="b")
+                "decode-1", choices_request(prompt=PROMPT[:40], max_tokens=60, tenant_id="b")
             )
             assert await finished(it, first) == expected
             await finished(it, second)
@@ -307,11 +311,11 @@ def test_choices_share_a_small_pool_with_others_and_all_end():
         (tuple(range(129)), "129 choices"),
     ],
 )
-def test_choices_that_cannot_be_are_refused(indices, message):
+def test_invalid_choice_indices_are_rejected(indices, message):
     async def main():
         async with cluster() as it:
             choices = tuple(Choice(choice_index=index) for index in indices)
-            request = msgspec.structs.replace(several(), choices=choices)
+            request = msgspec.structs.replace(choices_request(), choices=choices)
             for candidates in ((), ("prefill-1",)):
                 with pytest.raises(InvalidRequest, match=message):
                     await it.peer.place("decode-1", request, candidates)
@@ -321,15 +325,15 @@ def test_choices_that_cannot_be_are_refused(indices, message):
 
 
 @EITHER
-def test_one_choice_that_cannot_be_run_refuses_the_request(candidates):
+def test_one_invalid_choice_rejects_the_request(candidates):
     async def main():
         async with cluster() as it:
             requests = (
-                several(prompt=list(range(9000))),
-                several({0: [], 1: [5] * 20}),  # max_tokens are drawn already
-                several({0: [], 1: [32_000]}),
-                several({0: [32_000], 1: []}),
-                several(stop_token_ids=(32_000,)),
+                choices_request(prompt=list(range(9000))),
+                choices_request({0: [], 1: [5] * 20}),  # max_tokens are sampled already
+                choices_request({0: [], 1: [32_000]}),
+                choices_request({0: [32_000], 1: []}),
+                choices_request(stop_token_ids=(32_000,)),
             )
             for request in requests:
                 with pytest.raises(InvalidRequest):

@@ -1,4 +1,4 @@
-"""What comes back besides tokens: logprobs, prompt logprobs, embeddings; and what is refused."""
+"""Results besides tokens (logprobs, prompt logprobs, embeddings), and rejected options."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def embedding_request(pooling: str, **options) -> Request:
 
 
 @pytest.mark.parametrize("mode", ["raw", "processed"])
-def test_logprobs_are_the_same_local_pushed_resumed_and_sent_again(mode):
+def test_logprobs_are_equal_if_pushed_resumed_or_resent(mode):
     options = {**ALL, "logprobs_mode": mode}
 
     async def main():
@@ -52,30 +52,30 @@ def test_logprobs_are_the_same_local_pushed_resumed_and_sent_again(mode):
     run(main())
 
 
-def test_prompt_logprobs_come_whole_from_a_local_prefill():
+def test_prompt_logprobs_are_computed_by_local_prefill():
     async def main():
         async with cluster() as it:
             plain = await it.run(request_of(PROMPT))
-            told = await it.run(request_of(PROMPT, num_prompt_logprobs=1))
-            assert told.output == plain.output
-            assert len(told.prompt_logprobs) == len(PROMPT) - 1
-            served = told.finish.served
+            with_logprobs = await it.run(request_of(PROMPT, num_prompt_logprobs=1))
+            assert with_logprobs.output == plain.output
+            assert len(with_logprobs.prompt_logprobs) == len(PROMPT) - 1
+            served = with_logprobs.finish.served
             assert (served.prefill_worker_id, served.num_cached_tokens) == (None, 0)
             resumed = await it.run(
                 request_of(PROMPT, num_prompt_logprobs=1, output=plain.output[:5])
             )
-            assert resumed.prompt_logprobs == told.prompt_logprobs
+            assert resumed.prompt_logprobs == with_logprobs.prompt_logprobs
             await it.settled()
 
     run(main())
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_an_embedding_is_computed_here_and_comes_with_the_ending(pooling):
+def test_embedding_is_computed_locally_and_sent_with_finish(pooling):
     async def main():
         async with cluster() as it:
             vectors = []
-            for _ in range(2):  # the second finds a cache
+            for _ in range(2):  # the second run finds a filled cache
                 received = await it.run(embedding_request(pooling))
                 assert (received.output, received.finish.reason) == ([], "stop")
                 assert received.finish.served.prefill_worker_id is None
@@ -99,7 +99,7 @@ def test_an_embedding_is_computed_here_and_comes_with_the_ending(pooling):
     ],
     ids=str,
 )
-def test_what_would_fail_a_shared_step_is_refused(options):
+def test_options_that_would_fail_a_step_are_rejected(options):
     async def main():
         async with cluster() as it:
             placement_id = await it.peer.place("decode-1", request_of(PROMPT))
@@ -111,12 +111,12 @@ def test_what_would_fail_a_shared_step_is_refused(options):
     run(main())
 
 
-def test_prompt_logprobs_that_no_message_can_carry_are_refused():
+def test_prompt_logprobs_too_large_for_a_message_are_rejected():
     async def main():
         async with cluster(num_blocks=1024) as it:
             long = list(range(100, 8000)) + list(range(100, 2000))
-            with pytest.raises(InvalidRequest, match="prompt") as refused:
+            with pytest.raises(InvalidRequest, match="prompt") as raised:
                 await it.peer.place("decode-1", request_of(long, num_prompt_logprobs=20))
-            assert refused.value.param == "prompt_logprobs"
+            assert raised.value.param == "prompt_logprobs"
 
     run(main())

@@ -1,4 +1,6 @@
-"""The prefill/decode joint on the simulated network: every way it can go, nothing left behind."""
+"""The handoff from prefill to decode on the simulated network, with all its failures; no failure
+leaks blocks.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from tests.simulation.world.clock import run
 from tests.simulation.world.kv_link import DataPlane
 from tests.simulation.world.workers import Peer, SimulatedWorker, request_of
 
-PROMPT = list(range(100, 350))  # 250 tokens: several chunks of 64, not a whole number of blocks
+PROMPT = list(range(100, 350))  # 250 tokens: several chunks of 64, not a multiple of the block size
 
 
 class Cluster:
@@ -37,7 +39,7 @@ class Cluster:
         return await self.peer.finished(placement_id)
 
     async def settled(self) -> None:
-        """Every block is free again on every worker that lives."""
+        """Waits until every live worker is idle and all its blocks are free."""
         async with asyncio.timeout(60):
             while not all(worker.is_empty for worker in self.workers):
                 await asyncio.sleep(0.05)  # virtual
@@ -48,7 +50,7 @@ async def cluster(**options):
     made = Cluster(**options)
     for each in (made.peer, *made.workers):
         await each.start()
-    await asyncio.sleep(2)  # virtual: heartbeats are heard, watchers trust themselves
+    await asyncio.sleep(2)  # virtual: heartbeats have arrived, health monitors judge peers
     try:
         yield made
     finally:
@@ -78,12 +80,12 @@ def test_disaggregated_output_equals_local_output(num_prompt_tokens, temperature
 
 
 def test_resumed_output_continues_where_it_stopped():
-    whole = outputs_of(request_of(PROMPT), candidates=())
-    resumed = outputs_of(request_of(PROMPT, output=whole[:8]), candidates=("prefill-1",))
-    assert resumed == whole[8:]
+    full = outputs_of(request_of(PROMPT), candidates=())
+    resumed = outputs_of(request_of(PROMPT, output=full[:8]), candidates=("prefill-1",))
+    assert resumed == full[8:]
 
 
-def test_prefill_does_the_work_and_decode_only_the_last_token():
+def test_prefill_pushes_all_prompt_tokens_but_the_last():
     async def main():
         async with cluster() as it:
             received = await it.run(request_of(PROMPT))
@@ -92,14 +94,14 @@ def test_prefill_does_the_work_and_decode_only_the_last_token():
             assert served.num_pushed_tokens == len(PROMPT) - 1
             assert served.num_cached_tokens == 0
             again = await it.run(request_of([*PROMPT, 7, 8, 9]))
-            # decode held 15 whole blocks already: it asked only for the rest
+            # decode has 15 full blocks in its cache and requests only the rest
             assert again.finish.served.num_pushed_tokens == 252 - 240
             assert again.finish.served.num_cached_tokens == 240
 
     run(main())
 
 
-def test_another_tenant_hits_nothing():
+def test_tenants_do_not_share_cached_blocks():
     async def main():
         async with cluster() as it:
             await it.run(request_of(PROMPT))
@@ -110,7 +112,7 @@ def test_another_tenant_hits_nothing():
     run(main())
 
 
-def test_a_prefill_that_is_not_there_leads_to_the_next_and_then_to_local_prefill():
+def test_missing_prefill_worker_falls_back_to_next_or_local():
     expected = outputs_of(request_of(PROMPT), candidates=())
 
     async def main():
@@ -127,7 +129,7 @@ def test_a_prefill_that_is_not_there_leads_to_the_next_and_then_to_local_prefill
 
 
 @pytest.mark.parametrize("candidates", [("prefill-1",), ("prefill-1", "prefill-2")])
-def test_a_prefill_killed_in_the_middle_costs_no_token(candidates):
+def test_prefill_killed_midway_loses_no_token(candidates):
     expected = outputs_of(request_of(PROMPT), candidates=())
 
     async def main():
@@ -146,7 +148,7 @@ def test_a_prefill_killed_in_the_middle_costs_no_token(candidates):
     run(main())
 
 
-def test_a_frozen_prefill_is_noticed_and_replaced_and_its_late_frames_are_refused():
+def test_frozen_prefill_is_replaced_by_the_next_candidate():
     expected = outputs_of(request_of(PROMPT), candidates=())
 
     async def main():
@@ -165,7 +167,7 @@ def test_a_frozen_prefill_is_noticed_and_replaced_and_its_late_frames_are_refuse
     run(main())
 
 
-def test_a_prefill_that_gave_up_while_the_bus_was_away_is_not_waited_for():
+def test_expired_prefill_lease_falls_back_to_local_prefill():
     expected = outputs_of(request_of(PROMPT), candidates=())
 
     async def main():
@@ -184,7 +186,7 @@ def test_a_prefill_that_gave_up_while_the_bus_was_away_is_not_waited_for():
     run(main())
 
 
-def test_requests_of_a_gateway_that_was_silent_for_a_while_run_again():
+def test_requests_run_after_their_gateway_recovers():
     async def main():
         async with cluster(cost=StepCost(base_s=0.5)) as it:
             it.network.freeze("gateway-1")
@@ -197,7 +199,7 @@ def test_requests_of_a_gateway_that_was_silent_for_a_while_run_again():
     run(main())
 
 
-def test_token_ids_outside_the_vocabulary_are_refused_before_they_fail_a_shared_step():
+def test_token_ids_outside_the_vocabulary_are_rejected():
     async def main():
         async with cluster() as it:
             requests = (
@@ -214,7 +216,7 @@ def test_token_ids_outside_the_vocabulary_are_refused_before_they_fail_a_shared_
     run(main())
 
 
-def test_a_corrupt_frame_is_found_and_computed_again():
+def test_corrupt_frame_moves_prefill_to_the_next_candidate():
     expected = outputs_of(request_of(PROMPT), candidates=())
 
     async def main():
@@ -250,7 +252,7 @@ def test_abort_in_any_phase_frees_all_blocks_on_both_workers(delay_s):
     run(main())
 
 
-def test_a_placement_aborted_before_it_arrives_is_refused():
+def test_placement_aborted_before_it_arrives_is_rejected():
     async def main():
         async with cluster() as it:
             await it.peer.abort("decode-1", (1).to_bytes(16, "big"))
@@ -261,7 +263,7 @@ def test_a_placement_aborted_before_it_arrives_is_refused():
     run(main())
 
 
-def test_lost_tokens_are_sent_again_until_the_ending_is_acknowledged():
+def test_lost_tokens_are_resent_until_finish_is_acknowledged():
     async def main():
         async with cluster() as it:
             it.network.is_dropped = lambda subject, *_: subject.endswith(".tokens")
@@ -279,7 +281,7 @@ def test_lost_tokens_are_sent_again_until_the_ending_is_acknowledged():
     run(main())
 
 
-def test_an_ending_is_told_again_until_it_is_acknowledged():
+def test_finish_is_resent_until_acknowledged():
     async def main():
         async with cluster() as it:
             placement_id = await it.peer.place("decode-1", request_of(PROMPT), ())
@@ -288,7 +290,7 @@ def test_an_ending_is_told_again_until_it_is_acknowledged():
                 flushed_at, received.finish = asyncio.get_running_loop().time(), None
                 await it.peer.finished(placement_id)
                 assert asyncio.get_running_loop().time() - flushed_at < 2.5
-            assert len(received.token_ids) == 20  # and nothing twice
+            assert len(received.token_ids) == 20  # no token twice
             await it.peer.acknowledge("decode-1", placement_id)
             received.finish = None
             await asyncio.sleep(5)
@@ -297,16 +299,16 @@ def test_an_ending_is_told_again_until_it_is_acknowledged():
     run(main())
 
 
-def test_a_placement_without_tokens_yet_is_told_of_as_well():
-    """Its gateway may have given it up: the abort is lost, and nothing else would remind it."""
+def test_placement_without_tokens_is_resent_too():
+    """The gateway's abort may have been lost; only this message makes the gateway repeat it."""
 
     async def main():
         async with cluster(cost=StepCost(base_s=10.0)) as it:
-            told = []
-            it.network.taps.append(lambda _, subject, __: told.append(subject))
+            sent = []
+            it.network.taps.append(lambda _, subject, __: sent.append(subject))
             placement_id = await it.peer.place("decode-1", request_of(PROMPT), ("prefill-1",))
             await asyncio.sleep(5)
-            assert sum(subject.endswith(".tokens") for subject in told) == 2
+            assert sum(subject.endswith(".tokens") for subject in sent) == 2
             received = it.peer.of(placement_id)
             assert (received.output, received.finish) == ([], None)
             await it.peer.abort("decode-1", placement_id)
@@ -340,7 +342,7 @@ def test_placements_of_a_restarted_gateway_are_dropped_at_once():
     run(main())
 
 
-def test_nobody_is_dropped_while_the_bus_is_silent_for_all():
+def test_bus_outage_drops_no_placement():
     expected = outputs_of(request_of(PROMPT, max_tokens=200), candidates=())
 
     async def main():
@@ -358,7 +360,7 @@ def test_nobody_is_dropped_while_the_bus_is_silent_for_all():
     run(main())
 
 
-def test_deadline_frees_what_it_ends():
+def test_deadline_frees_all_blocks():
     async def main():
         async with cluster(cost=StepCost(base_s=0.5)) as it:
             request = request_of(PROMPT, max_tokens=10_000, deadline_s=3.0)
@@ -368,7 +370,7 @@ def test_deadline_frees_what_it_ends():
     run(main())
 
 
-def test_bad_requests_are_refused_with_a_reason():
+def test_bad_requests_are_rejected():
     async def main():
         async with cluster() as it:
             for prompt in ([], list(range(9000))):
@@ -385,14 +387,14 @@ def test_bad_requests_are_refused_with_a_reason():
 def test_reservations_leave_room_for_running_sequences():
     async def main():
         async with cluster(num_blocks=64, cost=StepCost(base_s=0.5)) as it:
-            placed, refused = [], 0
+            placed, num_rejected = [], 0
             for index in range(6):
                 request = request_of(PROMPT, tenant_id=f"t{index}")
                 try:
                     placed.append(await it.peer.place("decode-1", request, ("prefill-1",)))
                 except WorkerBusy:
-                    refused += 1
-            assert len(placed) == 2 and refused == 4  # 16 blocks each, half of 64
+                    num_rejected += 1
+            assert len(placed) == 2 and num_rejected == 4  # 16 blocks each, half of 64
             for placement_id in placed:
                 assert (await it.peer.finished(placement_id)).finish.reason == "length"
             await it.settled()
@@ -400,7 +402,7 @@ def test_reservations_leave_room_for_running_sequences():
     run(main())
 
 
-def test_drain_finishes_what_runs_and_refuses_what_comes():
+def test_drain_finishes_running_and_rejects_new_requests():
     async def main():
         async with cluster() as it:
             placement_id = await it.peer.place("decode-1", request_of(PROMPT), ("prefill-1",))
@@ -410,14 +412,14 @@ def test_drain_finishes_what_runs_and_refuses_what_comes():
                 await it.peer.place("decode-1", request_of(PROMPT))
             received = await it.peer.finished(placement_id)
             assert received.finish.reason == "length"
-            assert not draining[-1].done()  # the ending is not acknowledged yet
+            assert not draining[-1].done()  # the finish is not acknowledged yet
             await it.peer.acknowledge("decode-1", placement_id)
             await asyncio.gather(*draining)
 
     run(main())
 
 
-def test_32_streams_at_once_each_equal_their_solo_run():
+def test_32_concurrent_streams_equal_their_solo_runs():
     prompts = [[1000 * n + i for i in range(5 + 13 * n)] for n in range(32)]
     solo = {}
 
@@ -445,12 +447,12 @@ def test_32_streams_at_once_each_equal_their_solo_run():
     run(together())
 
 
-def test_a_failed_prefill_is_told():
+def test_prefill_failure_is_sent_to_the_decode_worker():
     async def main():
         async with cluster() as it:
-            told = []
+            sent = []
             await it.peer.bus.subscribe(
-                "hearth.v1.decode.gateway-1.control", PrefillFailed, told.append
+                "hearth.v1.decode.gateway-1.control", PrefillFailed, sent.append
             )
             target = it.decode.receiver.address
             command = RunPrefill(
@@ -472,12 +474,12 @@ def test_a_failed_prefill_is_told():
                 run_prefill("prefill-1"), command, PrefillAccepted, timeout_s=1
             )
             await it.settled()
-            assert told and told[0].placement_id == b"p" * 16  # decode did not expect these frames
+            assert sent and sent[0].placement_id == b"p" * 16  # decode did not expect these frames
 
     run(main())
 
 
-def test_a_prefill_whose_step_fails_is_replaced_and_frees_its_blocks():
+def test_prefill_with_a_failed_step_is_replaced():
     expected = outputs_of(request_of(PROMPT), candidates=())
 
     async def main():
@@ -501,7 +503,7 @@ def test_a_prefill_whose_step_fails_is_replaced_and_frees_its_blocks():
     run(main())
 
 
-def test_the_engine_failing_on_a_step_ends_its_sequences_and_nothing_else():
+def test_failed_step_ends_only_its_own_sequences():
     async def main():
         async with cluster() as it:
             step = it.decode.runner.run

@@ -1,4 +1,4 @@
-"""Commands that no scheduler and no decode worker of ours would send."""
+"""Invalid commands, which Hearth's schedulers and decode workers never send."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from tests.simulation.world.workers import request_of
         ({"min_p": math.inf}, "min_p"),
     ],
 )
-def test_sampling_that_no_step_can_take_is_refused(sampling: dict[str, Any], param: str) -> None:
+def test_invalid_sampling_parameters_are_rejected(sampling: dict[str, Any], param: str) -> None:
     async def main() -> None:
         async with cluster() as it:
-            with pytest.raises(InvalidRequest) as refused:
+            with pytest.raises(InvalidRequest) as raised:
                 await it.peer.place("decode-1", request_of(PROMPT, **sampling))
-            assert refused.value.param == param
+            assert raised.value.param == param
             await it.settled()
 
     run(main())
 
 
-def test_many_choices_of_a_giant_prompt_are_refused_before_they_are_unpacked() -> None:
-    """A message of 4 MB would unpack to more than 1 GB, as each choice holds the prompt."""
+def test_oversized_requests_are_rejected_before_unpacking() -> None:
+    """A 4 MB message would unpack to more than 1 GB, because each choice holds the prompt."""
     giant = msgspec.structs.replace(
         request_of(PROMPT),
         prompt_token_ids=bytes(4_000_000),
@@ -65,7 +65,7 @@ def test_many_choices_of_a_giant_prompt_are_refused_before_they_are_unpacked() -
     run(main())
 
 
-def test_a_push_from_behind_the_end_is_refused() -> None:
+def test_push_that_starts_beyond_the_prompt_is_rejected() -> None:
     async def main() -> None:
         async with cluster() as it:
             command = RunPrefill(
@@ -101,7 +101,7 @@ def test_a_push_from_behind_the_end_is_refused() -> None:
         ("127.0.0.1", "/" + "p" * 300),
     ],
 )
-async def test_an_address_that_cannot_be_one_is_a_lost_link(host: str, unix_path: str) -> None:
+async def test_invalid_address_raises_link_lost(host: str, unix_path: str) -> None:
     dialer = Dialer(connect_timeout_s=1.0)
     target = DataPlaneAddress(host=host, port=1, unix_path=unix_path, instance_id=b"i")
     with pytest.raises(LinkLost):

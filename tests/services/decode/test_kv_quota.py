@@ -1,4 +1,4 @@
-"""A request's KV quota holds on every worker that computes or receives its KV."""
+"""A request's KV quota applies on every worker that computes or receives its KV."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.simulation.world.clock import run
 from tests.simulation.world.workers import BLOCK_SIZE, request_of
 
 
-def test_the_quota_travels_with_the_request():
+def test_kv_quota_applies_on_prefill_and_decode_workers():
     async def main():
         async with cluster() as it:
             prefill, decode = it.prefills[0].engine.pool, it.decode.engine.pool
@@ -28,7 +28,7 @@ def test_the_quota_travels_with_the_request():
     run(main())
 
 
-def test_the_choices_of_a_request_are_within_one_quota():
+def test_choices_of_a_request_share_one_kv_quota():
     async def main():
         async with cluster() as it:
             request = request_of(

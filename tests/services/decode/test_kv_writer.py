@@ -18,7 +18,7 @@ class SlowRunner(TimingRunner):
         await super().write_kv(block_table, first_token, num_tokens, payload)
 
 
-def test_a_frame_that_comes_twice_at_once_counts_once() -> None:
+def test_concurrent_duplicate_frame_is_counted_once() -> None:
     async def main() -> None:
         runner = SlowRunner(VirtualClock(), num_blocks=3)
         sequence = Sequence(
@@ -44,8 +44,8 @@ def test_a_frame_that_comes_twice_at_once_counts_once() -> None:
         )
         kv_writer = KvWriter(sequence, runner, num_held_tokens=0)
         payload = memoryview(bytes(header.payload_bytes))
-        taken = [kv_writer.frame(header, payload) for _ in range(2)]
-        results = await asyncio.gather(*taken, return_exceptions=True)
+        writes = [kv_writer.frame(header, payload) for _ in range(2)]
+        results = await asyncio.gather(*writes, return_exceptions=True)
         assert [type(each) for each in results] == [type(None), FrameRefused]
         assert kv_writer.num_held_tokens == 16
         assert not kv_writer.is_complete

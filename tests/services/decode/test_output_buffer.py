@@ -18,7 +18,7 @@ def output_buffer() -> tuple[OutputBuffer, Output, Output]:
     return made, first, second
 
 
-def test_one_batch_a_gateway_and_only_what_is_new():
+def test_take_returns_one_batch_per_gateway_with_new_tokens():
     it, p, q = output_buffer()
     it.add(p, (1,))
     it.add(q, (7,))
@@ -33,7 +33,7 @@ def test_one_batch_a_gateway_and_only_what_is_new():
     assert it.take() == {"gateway-1": [TokenEntry(P, 0, 7, (3,), STOP)]}
 
 
-def test_first_tokens_are_taken_alone():
+def test_take_first_returns_only_first_tokens():
     it, p, q = output_buffer()
     it.add(p, (1,))
     assert it.take_first() == {"gateway-1": [TokenEntry(P, 0, 5, (1,), None, SERVED)]}
@@ -46,7 +46,7 @@ def test_first_tokens_are_taken_alone():
     assert it.take_first() == {}
 
 
-def test_what_was_taken_dropped_or_sent_again_is_no_first_any_more():
+def test_take_first_skips_taken_resent_and_dropped_outputs():
     it, p, q = output_buffer()
     it.add(p, (1,))
     assert it.take() and it.take_first() == {}
@@ -60,7 +60,7 @@ def test_what_was_taken_dropped_or_sent_again_is_no_first_any_more():
     assert it.take_first() == {} and it.num_waiting == 0
 
 
-def test_one_without_tokens_that_was_told_again_has_its_first_yet_to_come():
+def test_first_token_after_resend_overdue_is_still_first():
     it, p, _ = output_buffer()
     it.resend_overdue(P)
     it.add(p, (1,))
@@ -68,26 +68,26 @@ def test_one_without_tokens_that_was_told_again_has_its_first_yet_to_come():
     assert it.take() == {}
 
 
-def test_an_ending_without_tokens_is_told():
+def test_finish_without_tokens_is_returned():
     it, p, _ = output_buffer()
     it.add(p, (), STOP)
     assert it.take() == {"gateway-1": [TokenEntry(P, 0, 5, (), STOP, SERVED)]}
 
 
 @pytest.mark.parametrize("position, token_ids", [(0, (1, 2, 3)), (6, (2, 3)), (8, ()), (99, ())])
-def test_resend_from_any_position(position, token_ids):
+def test_resend_returns_tokens_from_any_position(position, token_ids):
     it, p, _ = output_buffer()
     it.add(p, (1, 2, 3), STOP)
     entry = it.resend(P, 0, position)
     assert entry.token_ids == token_ids and entry.finish == STOP
     assert (entry.served == SERVED) is (position <= 5)
-    assert it.take() == {}, "what was sent again is not sent a third time"
+    assert it.take() == {}, "`take` returns no resent tokens"
 
 
 L1, L2, L3 = (TokenLogprobs(-float(n), (n,), (-0.5,)) for n in (1, 2, 3))
 
 
-def test_logprobs_go_with_their_tokens_and_those_of_the_prompt_with_the_first():
+def test_logprobs_follow_tokens_and_prompt_logprobs_the_first():
     it, p, _ = output_buffer()
     it.add(p, (1,), logprobs=(L1,), prompt_logprobs=(L3, L2))
     first = TokenEntry(P, 0, 5, (1,), None, SERVED, logprobs=(L1,), prompt_logprobs=(L3, L2))
@@ -101,7 +101,7 @@ def test_logprobs_go_with_their_tokens_and_those_of_the_prompt_with_the_first():
     assert (later.token_ids, later.logprobs, later.prompt_logprobs) == ((3,), (L3,), ())
 
 
-def test_large_entries_are_messages_of_their_own():
+def test_large_entries_are_sent_in_separate_messages():
     small = [TokenEntry(P, 0, 0, (1,), logprobs=(L1,)), TokenEntry(Q, 0, 0, (2,))]
     large = [TokenEntry(each, 0, 0, (3,), prompt_logprobs=(L1,)) for each in (P, Q)]
     assert apart([small[0], large[0], small[1], large[1]]) == [[large[0]], [large[1]], small]
@@ -109,7 +109,7 @@ def test_large_entries_are_messages_of_their_own():
     assert apart(small) == [small]
 
 
-def test_choices_of_one_placement_are_numbered_each_and_dropped_together():
+def test_choices_are_numbered_separately_and_dropped_together():
     it = OutputBuffer()
     first, other = it.open(P, "gateway-1", 0, 5), it.open(P, "gateway-1", 2, 0)
     first.served = other.served = SERVED
@@ -137,7 +137,7 @@ def test_choices_of_one_placement_are_numbered_each_and_dropped_together():
     assert it.take() == {} and P not in it
 
 
-def test_what_is_dropped_or_never_held_is_unknown():
+def test_dropped_and_unknown_outputs_cannot_be_resent():
     it, p, _ = output_buffer()
     it.add(p, (1,))
     it.drop(P)

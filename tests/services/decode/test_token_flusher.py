@@ -1,4 +1,4 @@
-"""When tokens leave: at once, or with those of the next short steps; never later than a step's."""
+"""When tokens are sent: at once, or together with the tokens of the next short steps."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def every_step(base_s: float) -> StepCost:
     return StepCost(base_s=base_s, per_token_s=0.0, per_context_token_s=0.0)
 
 
-def listen(it: Cluster) -> list[tuple[float, TokenBatch]]:
-    """What is told from now on, and when."""
-    told: list[tuple[float, TokenBatch]] = []
+def record_sent(it: Cluster) -> list[tuple[float, TokenBatch]]:
+    """Returns a list to which each later token batch is added, with its time in seconds."""
+    sent: list[tuple[float, TokenBatch]] = []
 
     def tap(sender: str, subject: str, data: bytes) -> None:
         if subject == tokens("gateway-1"):
             batch = msgspec.msgpack.decode(data, type=TokenBatch)
-            told.append((asyncio.get_running_loop().time(), batch))
+            sent.append((asyncio.get_running_loop().time(), batch))
 
     it.network.taps.append(tap)
-    return told
+    return sent
 
 
-async def told_of(it: Cluster, num_requests: int) -> list[tuple[float, TokenBatch]]:
-    told = listen(it)
+async def sent_for(it: Cluster, num_requests: int) -> list[tuple[float, TokenBatch]]:
+    sent = record_sent(it)
     request = request_of(PROMPT[:4], max_tokens=NUM_TOKENS)
     placed = [await it.peer.place("decode-1", request) for _ in range(num_requests)]
     for placement_id in placed:
@@ -46,34 +46,34 @@ async def told_of(it: Cluster, num_requests: int) -> list[tuple[float, TokenBatc
         assert len(received.output) == NUM_TOKENS and received.finish.reason == "length"
         await it.peer.acknowledge("decode-1", placement_id)
     await it.settled()
-    return told
+    return sent
 
 
 @pytest.mark.parametrize("step_s", [0.005, 0.002])
-def test_a_step_of_two_milliseconds_or_more_is_told_at_once(step_s):
+def test_steps_of_2_ms_or_more_are_sent_at_once(step_s):
     async def main():
         async with cluster(cost=every_step(step_s)) as it:
-            told = await told_of(it, 1)
-            assert [len(batch.entries[0].token_ids) for _, batch in told] == [1] * NUM_TOKENS
-            for (before, _), (at, _) in pairwise(told):
+            sent = await sent_for(it, 1)
+            assert [len(batch.entries[0].token_ids) for _, batch in sent] == [1] * NUM_TOKENS
+            for (before, _), (at, _) in pairwise(sent):
                 assert at - before == pytest.approx(step_s)
 
     run(main())
 
 
 @pytest.mark.parametrize("step_s", [0.0, 0.0001, 0.0004])
-def test_short_steps_are_told_together_and_a_first_token_at_once(step_s):
+def test_short_steps_are_sent_together_but_first_token_at_once(step_s):
     async def main():
         async with cluster(cost=every_step(step_s)) as it:
             began_at = asyncio.get_running_loop().time()
-            told = await told_of(it, 1)
-            (first_at, first), *others = told
+            sent = await sent_for(it, 1)
+            (first_at, first), *others = sent
             assert len(first.entries[0].token_ids) == 1
             assert first_at == pytest.approx(began_at + it.network.latency_s + step_s)
             assert len(others) <= NUM_TOKENS * step_s / INTERVAL_S + 1
-            times = [at for at, _ in told]
+            times = [at for at, _ in sent]
             gaps = [b - a for a, b in pairwise(times)]
-            # a timer may end the wait, or the first step after it; the last tokens do not wait
+            # a timer or the next step ends the wait; the last tokens do not wait
             assert all(INTERVAL_S - 1e-9 <= gap <= INTERVAL_S + step_s for gap in gaps[:-1])
             last_step_at = began_at + it.network.latency_s + NUM_TOKENS * step_s
             assert times[-1] == pytest.approx(last_step_at, abs=1e-6)
@@ -81,13 +81,13 @@ def test_short_steps_are_told_together_and_a_first_token_at_once(step_s):
     run(main())
 
 
-def test_a_long_step_does_not_hold_back_what_short_ones_drew_before():
+def test_long_step_does_not_delay_tokens_of_earlier_steps():
     async def main():
         async with cluster(cost=every_step(0.0003)) as it:
             placement_id = await it.peer.place("decode-1", request_of(PROMPT[:4]))
             await it.peer.has_tokens(placement_id, 5)
             it.decode.runner._cost = every_step(0.5)
-            await asyncio.sleep(3 * INTERVAL_S)  # virtual: the last short step, the wait, the way
+            await asyncio.sleep(3 * INTERVAL_S)  # virtual: last short step, flush interval, latency
             num_sampled = it.decode.engine.num_generated_tokens
             assert 5 < num_sampled < 20
             assert len(it.peer.of(placement_id).output) == num_sampled
@@ -95,38 +95,38 @@ def test_a_long_step_does_not_hold_back_what_short_ones_drew_before():
     run(main())
 
 
-def test_requests_that_run_together_share_their_messages():
+def test_concurrent_requests_share_messages():
     async def main():
         async with cluster(cost=every_step(0.0002)) as it:  # long enough that they overlap
-            told = await told_of(it, 8)
-            assert len(told) < 8 * 3
-            assert max(len(batch.entries) for _, batch in told) > 1
+            sent = await sent_for(it, 8)
+            assert len(sent) < 8 * 3
+            assert max(len(batch.entries) for _, batch in sent) > 1
 
     run(main())
 
 
-def test_the_more_run_the_longer_short_steps_are_gathered():
+def test_flush_interval_grows_with_running_requests():
     async def main():
         async with cluster(cost=every_step(0.0005), **WIDE) as it:
             request = request_of(PROMPT[:4], max_tokens=1000)
             for _ in range(120):
                 placement_id = await it.peer.place("decode-1", request)
             await it.peer.has_tokens(placement_id, 9)
-            told = listen(it)
+            sent = record_sent(it)
             await asyncio.sleep(0.05)  # virtual
-            assert len(told) > 15
-            assert [len(batch.entries) for _, batch in told] == [120] * len(told)
-            for (before, _), (at, _) in pairwise(told):
-                wanted = 120 * ENTRY_INTERVAL_S
-                assert wanted > INTERVAL_S and wanted - 1e-9 <= at - before <= wanted + 0.0005
+            assert len(sent) > 15
+            assert [len(batch.entries) for _, batch in sent] == [120] * len(sent)
+            for (before, _), (at, _) in pairwise(sent):
+                gap_s = 120 * ENTRY_INTERVAL_S
+                assert gap_s > INTERVAL_S and gap_s - 1e-9 <= at - before <= gap_s + 0.0005
 
     run(main())
 
 
-def test_a_first_token_leaves_without_waiting_for_those_of_others():
+def test_first_token_is_sent_without_waiting_for_others():
     async def main():
         async with cluster(cost=every_step(0.0001), **WIDE) as it:
-            told = listen(it)
+            sent = record_sent(it)
             request = request_of(PROMPT[:4], max_tokens=1000)
             for _ in range(80):
                 await it.peer.place("decode-1", request)
@@ -135,7 +135,7 @@ def test_a_first_token_leaves_without_waiting_for_those_of_others():
             await it.peer.has_tokens(joined, 1)
             at, first = next(
                 (at, batch)
-                for at, batch in told
+                for at, batch in sent
                 if joined in [entry.placement_id for entry in batch.entries]
             )
             assert at - began_at <= 0.0002
