@@ -48,7 +48,7 @@ async def eventually(holds: Callable[[], bool], *, within_s: float = 20.0) -> No
 
 
 class CacheWorker:
-    """Holds a set of blocks, tells of its changes, lists them in pages of PAGE_BLOCKS."""
+    """Holds a set of blocks, publishes its changes, lists the blocks in pages of PAGE_BLOCKS."""
 
     def __init__(self, bus: Bus, clock: Clock, role: Role = "prefill", epoch: int = 1) -> None:
         self.bus = bus
@@ -81,14 +81,14 @@ class CacheWorker:
 
     async def store(self, *numbers: int) -> None:
         self.held |= dict.fromkeys(numbers)
-        await self.tell(_run(list(numbers)))
+        await self.send_event(_run(list(numbers)))
 
     async def remove(self, *numbers: int) -> None:
         for number in numbers:
             self.held.pop(number, None)
-        await self.tell(BlocksRemoved(block_hashes=packed(*numbers)))
+        await self.send_event(BlocksRemoved(block_hashes=packed(*numbers)))
 
-    async def tell(self, event: BlocksStored | BlocksRemoved) -> None:
+    async def send_event(self, event: BlocksStored | BlocksRemoved) -> None:
         self.sequence_number += 1
         message = KvEvents(
             worker_id=self.bus.process_id,
@@ -101,10 +101,10 @@ class CacheWorker:
         )
         await self.bus.publish(subjects.kv_events(self.role, self.bus.process_id), message)
 
-    def page(self, question: ListBlocks) -> BlockPage:
+    def page(self, query: ListBlocks) -> BlockPage:
         self.num_listed += 1
         numbers = sorted(self.held)
-        first = question.cursor
+        first = query.cursor
         rest = [number for number in numbers if number >= first]
         shown = rest[:PAGE_BLOCKS]
         return BlockPage(
@@ -138,7 +138,7 @@ class Rig:
         self.store = MemoryStore()
         self.clock = VirtualClock()
         self.service = self.replica("kv_index-0")
-        self.asker: SimulatedBus = self.network.bus("scheduler-0")
+        self.scheduler_bus: SimulatedBus = self.network.bus("scheduler-0")
 
     def replica(self, process_id: str) -> KvIndexService:
         config = KvIndexConfig(
@@ -161,10 +161,10 @@ class Rig:
         return worker
 
     async def match(self, *numbers: int) -> tuple[str, dict[str, int]]:
-        return await ask(self.asker, *numbers)
+        return await all_matches(self.scheduler_bus, *numbers)
 
     async def exact(self, *numbers: int, within_s: float = 20.0) -> dict[str, int]:
-        """The answer as soon as the index calls itself exact."""
+        """Waits until the index reports the state exact. Returns the matches."""
         async with asyncio.timeout(within_s):
             while True:
                 state, lengths = await self.match(*numbers)
@@ -172,7 +172,7 @@ class Rig:
                     return lengths
 
 
-async def ask(bus: Bus, *numbers: int) -> tuple[str, dict[str, int]]:
-    question = MatchPrefix(tenant_id="t", model="m", revision="r1", block_hashes=packed(*numbers))
-    reply = await bus.request(subjects.MATCH, question, PrefixMatches, timeout_s=1.0)
+async def all_matches(bus: Bus, *numbers: int) -> tuple[str, dict[str, int]]:
+    query = MatchPrefix(tenant_id="t", model="m", revision="r1", block_hashes=packed(*numbers))
+    reply = await bus.request(subjects.MATCH, query, PrefixMatches, timeout_s=1.0)
     return reply.state, {match.worker_id: match.num_blocks for match in reply.matches}

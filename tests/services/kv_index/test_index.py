@@ -85,7 +85,7 @@ def state(index: PrefixIndex) -> str:
     return index.match([], "m", "r1").state
 
 
-def test_the_longest_prefix_without_a_gap_counts() -> None:
+def test_match_returns_longest_prefix_without_a_gap() -> None:
     index = synced("w0", "w1", "w2", "w3")
     index.apply(events("w0", 1, stored(1, 2, 3)))
     index.apply(events("w1", 1, stored(1, 3)))
@@ -97,7 +97,7 @@ def test_the_longest_prefix_without_a_gap_counts() -> None:
     assert found(index, 1, 2, 3, model="other") == {}
 
 
-def test_removal_and_clearing() -> None:
+def test_removed_and_cleared_blocks_do_not_match() -> None:
     index = synced("w0", "w1")
     index.apply(events("w0", 1, stored(1, 2, 3)))
     index.apply(events("w1", 1, stored(1, 2, 3)))
@@ -107,13 +107,13 @@ def test_removal_and_clearing() -> None:
     assert found(index, 1, 2, 3) == {"w0": 1, "w1": 1}
 
 
-def test_a_gap_degrades_until_the_resync_ends() -> None:
+def test_gap_degrades_index_until_resync_ends() -> None:
     index = synced("w0")
     index.apply(events("w0", 1, stored(1)))
     assert state(index) == "exact"
     assert index.apply(events("w0", 3, stored(3))) is Outcome.NEEDS_RESYNC
     assert state(index) == "degraded"
-    assert found(index, 1) == {"w0": 1}  # what is known still helps
+    assert found(index, 1) == {"w0": 1}  # known blocks still match
     index.begin_resync("w0")
     assert index.apply(events("w0", 4, removed(1))) is Outcome.QUEUED
     assert index.add_page(page("w0", 3, stored(1, 2), next_cursor=1))
@@ -126,7 +126,7 @@ def test_a_gap_degrades_until_the_resync_ends() -> None:
     assert index.apply(events("w0", 6, stored(8))) is Outcome.APPLIED
 
 
-def test_a_gap_within_the_resync_asks_for_another() -> None:
+def test_gap_during_resync_needs_another_resync() -> None:
     index = synced("w0")
     index.begin_resync("w0")
     index.apply(events("w0", 3, stored(3)))
@@ -135,7 +135,7 @@ def test_a_gap_within_the_resync_asks_for_another() -> None:
     assert index.state_of("w0") is SyncState.STALE
 
 
-def test_another_epoch_needs_a_resync_and_pages_of_two_epochs_do_not_mix() -> None:
+def test_new_epoch_needs_resync_and_epochs_do_not_mix() -> None:
     index = synced("w0")
     index.apply(events("w0", 1, stored(1)))
     assert index.apply(events("w0", 2, stored(2), epoch=2)) is Outcome.NEEDS_RESYNC
@@ -156,20 +156,20 @@ def test_old_events_are_ignored() -> None:
     assert found(index, 1) == {"w0": 1}
 
 
-def test_events_that_a_heartbeat_told_of_must_be_here_by_the_next() -> None:
+def test_announced_events_must_arrive_by_the_next_heartbeat() -> None:
     index = synced("w0")
-    assert index.announce("w0", 1, 2) is Outcome.APPLIED  # they may still be under way
+    assert index.announce("w0", 1, 2) is Outcome.APPLIED  # the events may be in flight
     index.apply(events("w0", 1, stored(1)))
     assert index.announce("w0", 2, 2) is Outcome.NEEDS_RESYNC
     assert state(index) == "degraded"
-    assert index.announce("w0", 2, 2) is Outcome.APPLIED  # once is enough
+    assert index.announce("w0", 2, 2) is Outcome.APPLIED  # one resync is enough
     index = synced("w0")
     assert index.announce("w0", 7, 5) is Outcome.APPLIED
-    assert index.announce("w0", 1, 0) is Outcome.APPLIED  # that was another life's
+    assert index.announce("w0", 1, 0) is Outcome.APPLIED  # announced in another epoch
     assert index.announce("stranger", 1, 5) is Outcome.IGNORED
 
 
-def test_an_abandoned_resync_keeps_what_was_known() -> None:
+def test_abandoned_resync_retains_known_blocks() -> None:
     index = synced("w0")
     index.apply(events("w0", 1, stored(1)))
     index.begin_resync("w0")
@@ -178,7 +178,7 @@ def test_an_abandoned_resync_keeps_what_was_known() -> None:
     assert (found(index, 1), found(index, 5), state(index)) == ({"w0": 1}, {}, "degraded")
 
 
-def test_a_lost_worker_is_forgotten_and_its_slot_used_again() -> None:
+def test_slot_of_a_lost_worker_is_swept_and_reused() -> None:
     index = synced("w0", "w1")
     index.apply(events("w0", 1, stored(*range(100))))
     index.apply(events("w1", 1, stored(0)))
@@ -188,11 +188,11 @@ def test_a_lost_worker_is_forgotten_and_its_slot_used_again() -> None:
         index.sweep(10)
     assert index.num_blocks == 1
     index.add_worker("w2", "m", "r1", FORMAT)
-    assert found(index, 0, 1) == {"w1": 1}  # nothing of w0 shows up under its old slot
+    assert found(index, 0, 1) == {"w1": 1}  # w2 has none of w0's blocks
     assert index._num_slots <= 4
 
 
-def test_a_worker_with_another_model_starts_empty() -> None:
+def test_worker_with_a_changed_model_starts_empty() -> None:
     index = synced("w0")
     index.apply(events("w0", 1, stored(1)))
     assert not index.add_worker("w0", "m", "r1", FORMAT)
@@ -202,7 +202,7 @@ def test_a_worker_with_another_model_starts_empty() -> None:
 
 @dataclass
 class Model:
-    """Each worker as a set of numbers; a lost message marks it stale until the next resync."""
+    """Each worker is a set of block numbers; after a lost event it is stale until a resync."""
 
     true: dict[str, set[int]] = field(default_factory=dict)
     seen: dict[str, set[int]] = field(default_factory=dict)
@@ -221,10 +221,10 @@ class Model:
         held.clear()
         return BlocksCleared()
 
-    def prefix(self, asked: list[int]) -> dict[str, int]:
+    def prefix(self, queried: list[int]) -> dict[str, int]:
         lengths = {}
         for worker_id, held in self.seen.items():
-            length = next((i for i, b in enumerate(asked) if b not in held), len(asked))
+            length = next((i for i, b in enumerate(queried) if b not in held), len(queried))
             if length:
                 lengths[worker_id] = length
         return lengths
@@ -247,8 +247,8 @@ steps = st.lists(
 
 @settings(max_examples=300, deadline=None)
 @given(steps, blocks)
-def test_equals_a_naive_model_on_random_operations(
-    operations: list[tuple[str, str, list[int], int]], asked: list[int]
+def test_index_equals_a_naive_model_on_random_operations(
+    operations: list[tuple[str, str, list[int], int]], queried: list[int]
 ) -> None:
     index, model = synced("w0", "w1", "w2"), Model()
     for worker_id in ("w0", "w1", "w2"):
@@ -267,21 +267,21 @@ def test_equals_a_naive_model_on_random_operations(
         else:
             event = model.change(worker_id, name, numbers)
             if chance == 0:
-                continue  # lost on the way; the next one shows it
+                continue  # lost; the next event shows the gap
             was_exact = model.exact[worker_id]
             outcome = index.apply(events(worker_id, model.number[worker_id], event))
             model.exact[worker_id] = outcome is Outcome.APPLIED
             assert was_exact or outcome is Outcome.NEEDS_RESYNC
             if outcome is Outcome.APPLIED:
                 model.seen[worker_id] = set(model.true[worker_id])
-        assert found(index, *asked) == model.prefix(asked)
+        assert found(index, *queried) == model.prefix(queried)
         assert state(index) == ("exact" if all(model.exact.values()) else "degraded")
 
 
 def resync(
     index: PrefixIndex, model: Model, worker_id: str, numbers: list[int], *, is_lost: bool
 ) -> None:
-    """Two pages with an event between them; pages split the blocks by parity."""
+    """Adds a page of even blocks, sends an event, then adds a page of odd blocks."""
     index.begin_resync(worker_id)
     halves = [{b for b in model.true[worker_id] if b % 2 == parity} for parity in (0, 1)]
     index.add_page(page(worker_id, model.number[worker_id], stored(*halves[0]), next_cursor=1))
@@ -293,12 +293,12 @@ def resync(
     index.finish_resync(worker_id)
     model.exact[worker_id] = True
     model.seen[worker_id] = set(model.true[worker_id])
-    if is_lost:  # not noticed before the next event: even blocks are as of the first page
+    if is_lost:  # the next event shows the loss; until then even blocks are those of the first page
         model.seen[worker_id] = halves[0] | odd
 
 
-def test_what_a_resync_keeps_is_bounded_by_its_blocks() -> None:
-    """Not by its messages, each of which may name half a million."""
+def test_queue_of_a_resync_is_bounded_in_blocks() -> None:
+    """The bound does not count messages: one message may name half a million blocks."""
     index = PrefixIndex(max_queued_blocks=50)
     index.add_worker("w0", "m", "r1", FORMAT)
     index.begin_resync("w0")
@@ -307,5 +307,5 @@ def test_what_a_resync_keeps_is_bounded_by_its_blocks() -> None:
     resync = index._workers["w0"].resync
     assert resync is not None
     assert len(resync.queued) == 5
-    index.apply(events("w0", 9, removed(1)))  # small, but beyond what was dropped
+    index.apply(events("w0", 9, removed(1)))  # small, but after a dropped event
     assert len(resync.queued) == 5

@@ -1,4 +1,4 @@
-"""Pinned prefixes on real workers (their engine times instead of computing), over virtual time."""
+"""Pinned prefixes on real workers with timing engines, which do not compute, in virtual time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CARD = ModelCard(
 )
 
 
-def a_prefix(name: str = "house-rules", *, start: int = 3, **fields: object) -> PinnedPrefix:
+def new_prefix(name: str = "house-rules", *, start: int = 3, **fields: object) -> PinnedPrefix:
     token_ids = range(start, start + NUM_BLOCKS * BLOCK_SIZE + 5)
     given = {"tenant_id": "t", "created_at": 900, **fields}
     return PinnedPrefix(
@@ -94,17 +94,17 @@ def scenario(test: Callable[[PinRig], Awaitable[None]]) -> None:
     async def play() -> None:
         rig = PinRig()
         await rig.service.start()
-        await asyncio.sleep(1.5)  # the watcher hears itself
+        await asyncio.sleep(1.5)  # the health monitor has received its own heartbeats
         await test(rig)
         await rig.service.stop()
 
     run(play())
 
 
-def test_every_worker_of_the_model_gets_it_and_keeps_it() -> None:
+def test_every_worker_of_the_model_retains_the_prefix() -> None:
     async def test(rig: PinRig) -> None:
         workers = [await rig.engine("prefill-0"), await rig.engine("decode-0", "decode")]
-        prefix = a_prefix()
+        prefix = new_prefix()
         await rig.save(prefix)
         await rig.warm(prefix, *workers)
         await asyncio.sleep(3 * PIN_LEASE_S)
@@ -117,9 +117,9 @@ def test_every_worker_of_the_model_gets_it_and_keeps_it() -> None:
     scenario(test)
 
 
-def test_a_worker_that_comes_later_gets_it_too() -> None:
+def test_worker_that_joins_later_receives_all_prefixes() -> None:
     async def test(rig: PinRig) -> None:
-        prefixes = [a_prefix("a"), a_prefix("b", start=200), a_prefix("c", start=400)]
+        prefixes = [new_prefix("a"), new_prefix("b", start=200), new_prefix("c", start=400)]
         for prefix in prefixes:
             await rig.save(prefix)
         await asyncio.sleep(2)
@@ -130,30 +130,30 @@ def test_a_worker_that_comes_later_gets_it_too() -> None:
     scenario(test)
 
 
-def test_a_new_worker_is_given_one_to_compute_each_round() -> None:
+def test_new_worker_computes_one_prefix_per_round() -> None:
     async def test(rig: PinRig) -> None:
         worker = await rig.engine("prefill-0")
-        told: list[float] = []
+        pinned_at: list[float] = []
         pin = worker.worker._pins.pin
 
-        def noted(command: PinPrefix, sequence: object) -> object:
-            told.append(asyncio.get_running_loop().time())
+        def timed_pin(command: PinPrefix, sequence: object) -> object:
+            pinned_at.append(asyncio.get_running_loop().time())
             return pin(command, sequence)  # type: ignore[arg-type]
 
-        worker.worker._pins.pin = noted  # type: ignore[method-assign, assignment]
+        worker.worker._pins.pin = timed_pin  # type: ignore[method-assign, assignment]
         for number in range(3):
-            await rig.save(a_prefix(f"p{number}", start=3 + 200 * number))
+            await rig.save(new_prefix(f"p{number}", start=3 + 200 * number))
         await asyncio.sleep(8)
-        assert len(told) == 3
-        assert told[1] - told[0] > 0.9 and told[2] - told[1] > 0.9
+        assert len(pinned_at) == 3
+        assert pinned_at[1] - pinned_at[0] > 0.9 and pinned_at[2] - pinned_at[1] > 0.9
 
     scenario(test)
 
 
-def test_what_is_deleted_is_let_go() -> None:
+def test_deleted_prefix_is_unpinned() -> None:
     async def test(rig: PinRig) -> None:
         worker = await rig.engine("prefill-0")
-        prefix = a_prefix()
+        prefix = new_prefix()
         await rig.save(prefix)
         await rig.warm(prefix, worker)
         await pinned_prefix.delete(rig.store, "t", prefix.name)
@@ -165,10 +165,10 @@ def test_what_is_deleted_is_let_go() -> None:
     scenario(test)
 
 
-def test_one_with_an_end_ends() -> None:
+def test_expired_prefix_is_unpinned_and_deleted() -> None:
     async def test(rig: PinRig) -> None:
         worker = await rig.engine("prefill-0")
-        prefix = a_prefix(expires_at=1_001)
+        prefix = new_prefix(expires_at=1_001)
         await rig.save(prefix)
         await rig.warm(prefix, worker)
         rig.service._keeper._wall_clock = lambda: 1_001.0
@@ -179,23 +179,23 @@ def test_one_with_an_end_ends() -> None:
     scenario(test)
 
 
-def test_it_goes_only_where_its_tenant_may() -> None:
+def test_prefix_is_pinned_only_in_allowed_regions() -> None:
     async def test(rig: PinRig) -> None:
-        here = await rig.engine("prefill-0", region="eu")
-        there = await rig.engine("prefill-1", region="us")
-        prefix = a_prefix(allowed_regions=("eu",))
+        eu_worker = await rig.engine("prefill-0", region="eu")
+        us_worker = await rig.engine("prefill-1", region="us")
+        prefix = new_prefix(allowed_regions=("eu",))
         await rig.save(prefix)
-        await rig.warm(prefix, here)
+        await rig.warm(prefix, eu_worker)
         await asyncio.sleep(3)
-        assert not is_pinned(there, prefix)
+        assert not is_pinned(us_worker, prefix)
 
     scenario(test)
 
 
-def test_a_public_one_is_nobodys_in_particular() -> None:
+def test_public_prefix_has_the_public_tenant_and_root() -> None:
     async def test(rig: PinRig) -> None:
         worker = await rig.engine("prefill-0")
-        prefix = a_prefix(tenant_id=PUBLIC_TENANT_ID)
+        prefix = new_prefix(tenant_id=PUBLIC_TENANT_ID)
         await rig.save(prefix)
         await rig.warm(prefix, worker)
         owners = {block.tenant_id for block in worker.engine.pool.cached_blocks()}
@@ -205,10 +205,10 @@ def test_a_public_one_is_nobodys_in_particular() -> None:
     scenario(test)
 
 
-def test_pins_stay_while_redis_is_away() -> None:
+def test_pins_are_retained_while_redis_is_away() -> None:
     async def test(rig: PinRig) -> None:
         worker = await rig.engine("prefill-0")
-        prefix = a_prefix()
+        prefix = new_prefix()
         await rig.save(prefix)
         await rig.warm(prefix, worker)
         rig.store.is_away = True
@@ -218,10 +218,10 @@ def test_pins_stay_while_redis_is_away() -> None:
     scenario(test)
 
 
-def test_an_index_that_has_not_read_them_tells_no_worker_to_let_go() -> None:
+def test_index_restarted_without_redis_unpins_nothing() -> None:
     async def test(rig: PinRig) -> None:
         worker = await rig.engine("prefill-0")
-        prefix = a_prefix()
+        prefix = new_prefix()
         await rig.save(prefix)
         await rig.warm(prefix, worker)
         await rig.service.stop()
@@ -238,12 +238,12 @@ def test_an_index_that_has_not_read_them_tells_no_worker_to_let_go() -> None:
     scenario(test)
 
 
-def test_one_replica_tells_the_workers_and_the_other_takes_over() -> None:
+def test_second_replica_takes_over_when_the_leader_stops() -> None:
     async def test(rig: PinRig) -> None:
         second = rig.replica("kv_index-1")
         await second.start()
         worker = await rig.engine("prefill-0")
-        prefix = a_prefix()
+        prefix = new_prefix()
         await rig.save(prefix)
         await rig.warm(prefix, worker)
         await asyncio.sleep(2)
@@ -260,10 +260,10 @@ def test_one_replica_tells_the_workers_and_the_other_takes_over() -> None:
     scenario(test)
 
 
-def test_a_restarted_worker_is_warmed_again() -> None:
+def test_restarted_worker_is_warmed_again() -> None:
     async def test(rig: PinRig) -> None:
         worker = await rig.engine("prefill-0")
-        prefix = a_prefix()
+        prefix = new_prefix()
         await rig.save(prefix)
         await rig.warm(prefix, worker)
         await worker.kill()
@@ -273,7 +273,7 @@ def test_a_restarted_worker_is_warmed_again() -> None:
     scenario(test)
 
 
-def test_workers_hear_nothing_where_nothing_is_pinned() -> None:
+def test_no_pin_commands_are_sent_without_pins() -> None:
     async def test(rig: PinRig) -> None:
         worker = await rig.engine("prefill-0")
         pins, received = worker.worker._pins, list[KeepPins]()
@@ -286,7 +286,7 @@ def test_workers_hear_nothing_where_nothing_is_pinned() -> None:
         pins.renew = recorded  # type: ignore[method-assign]
         await asyncio.sleep(5)
         assert received == []
-        prefix = a_prefix()
+        prefix = new_prefix()
         await rig.save(prefix)
         await rig.warm(prefix, worker)
         await asyncio.sleep(5)
@@ -295,22 +295,22 @@ def test_workers_hear_nothing_where_nothing_is_pinned() -> None:
     scenario(test)
 
 
-def test_hits_and_saved_tokens_are_counted_beyond_a_restart() -> None:
+def test_hit_counts_continue_after_a_restart() -> None:
     async def test(rig: PinRig) -> None:
         worker = await rig.engine("prefill-0")
-        prefix = a_prefix()
+        prefix = new_prefix()
         await rig.save(prefix)
         await rig.warm(prefix, worker)
         await asyncio.sleep(0.5)
         hashes = expected_pin(prefix, CARD).command.block_hashes  # type: ignore[union-attr]
-        await _ask(rig, hashes)
+        await _match_prefix(rig, hashes)
         await rig.service.drain()
         await rig.service.stop()
         rig.network.disconnect("kv_index-0")
         rig.service = rig.replica("kv_index-0")
         await rig.service.start()
         await asyncio.sleep(3)
-        await _ask(rig, hashes)
+        await _match_prefix(rig, hashes)
         await asyncio.sleep(0.5)
         record = rig.store.data[f"hearth:t:prefix:{tip_of(prefix).hex()}"]
         assert (record[b"hits"], record[b"saved_tokens"]) == (b"2", b"128")
@@ -318,32 +318,30 @@ def test_hits_and_saved_tokens_are_counted_beyond_a_restart() -> None:
     scenario(test)
 
 
-async def _ask(rig: PinRig, block_hashes: bytes) -> None:
-    question = MatchPrefix(
+async def _match_prefix(rig: PinRig, block_hashes: bytes) -> None:
+    query = MatchPrefix(
         tenant_id="t", model=MODEL, revision=REVISION, block_hashes=block_hashes + bytes(16)
     )
-    reply = await rig.asker.request(MATCH, question, PrefixMatches, timeout_s=1.0)
+    reply = await rig.scheduler_bus.request(MATCH, query, PrefixMatches, timeout_s=1.0)
     assert [each.num_blocks for each in reply.matches] == [NUM_BLOCKS]
 
 
 @pytest.mark.parametrize(
     ("prefix", "card"),
     [
-        (a_prefix(), msgspec.structs.replace(CARD, name="other")),
-        (a_prefix(), msgspec.structs.replace(CARD, max_context_tokens=64)),
-        (a_prefix(), msgspec.structs.replace(CARD, block_size=128)),
-        (msgspec.structs.replace(a_prefix(), token_ids=b""), CARD),
+        (new_prefix(), msgspec.structs.replace(CARD, name="other")),
+        (new_prefix(), msgspec.structs.replace(CARD, max_context_tokens=64)),
+        (new_prefix(), msgspec.structs.replace(CARD, block_size=128)),
+        (msgspec.structs.replace(new_prefix(), token_ids=b""), CARD),
     ],
 )
-def test_what_a_worker_cannot_hold_it_is_not_asked_to(
-    prefix: PinnedPrefix, card: ModelCard
-) -> None:
+def test_no_pin_is_expected_of_an_unsuitable_worker(prefix: PinnedPrefix, card: ModelCard) -> None:
     pins = Pins()
     pins.add(prefix)
     assert pins.expected_of(card, "") == {}
 
 
-def test_a_salt_has_a_root_of_its_own() -> None:
-    salted = expected_pin(a_prefix(cache_salt="s"), CARD)
+def test_cache_salt_changes_the_cache_root() -> None:
+    salted = expected_pin(new_prefix(cache_salt="s"), CARD)
     assert salted is not None
     assert salted.command.cache_root == root_hash("t", REVISION, cache_salt="s")

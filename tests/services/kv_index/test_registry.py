@@ -51,14 +51,14 @@ def holders(store: MemoryStore, number: int) -> set[str]:
     return {each.removeprefix("holder:") for each in names if each.startswith("holder:")}
 
 
-def test_a_record_says_what_is_known() -> None:
+def test_record_has_sizes_holders_and_hits() -> None:
     store = MemoryStore()
     registry = registry_on(store)
     store_run(registry, 4, "w1")
     store_run(registry, 4, "w0")
     registry.matched("t", [block(1), block(4), block(5)], 3)
-    registry.matched("t", [block(1), block(4), block(5)], 1)  # no known tip so early
-    registry.matched("other", [block(4)], 1)  # not its record
+    registry.matched("t", [block(1), block(4), block(5)], 1)  # the first block is no known tip
+    registry.matched("other", [block(4)], 1)  # another tenant's record
     assert run(registry.flush())
     assert store.data[key(4)] == {
         b"model": b"m",
@@ -77,7 +77,7 @@ def test_a_record_says_what_is_known() -> None:
     assert store.num_writes == 1
 
 
-def test_of_an_answer_that_grows_prompt_and_end_are_recorded() -> None:
+def test_growing_output_has_records_of_prompt_and_last_block() -> None:
     store = MemoryStore()
     registry = registry_on(store, max_per_tenant=9)
     store_run(registry, 1)
@@ -96,8 +96,8 @@ def test_of_an_answer_that_grows_prompt_and_end_are_recorded() -> None:
     assert holders(store, 5) == {"w0"}
 
 
-def test_what_anybody_met_keeps_its_record() -> None:
-    """Used by a request, held by a second worker, pinned, or another tenant's."""
+def test_extended_prefix_in_use_retains_its_record() -> None:
+    """In use: hit by a request, held by two workers, pinned, or extended by another tenant."""
     store = MemoryStore()
     registry = registry_on(store, max_per_tenant=99)
     for first in (10, 20, 30, 40):
@@ -116,7 +116,7 @@ def test_what_anybody_met_keeps_its_record() -> None:
     assert holders(store, 21) == {"w0", "w1"}
 
 
-def test_holders_follow_removal_clearing_and_loss() -> None:
+def test_removed_and_cleared_workers_are_no_holders() -> None:
     store = MemoryStore()
     registry = registry_on(store)
     for worker_id in ("w0", "w1", "w2"):
@@ -129,7 +129,7 @@ def test_holders_follow_removal_clearing_and_loss() -> None:
     assert holders(store, 2) == {"w0", "w2"}
 
 
-def test_the_least_recently_used_go_beyond_the_bound() -> None:
+def test_trim_deletes_least_recently_used_records() -> None:
     store = MemoryStore()
     registry = registry_on(store, max_per_tenant=3)
     for number in (1, 2, 3):
@@ -147,7 +147,7 @@ def test_the_least_recently_used_go_beyond_the_bound() -> None:
     assert key(9, "other") in store.data
 
 
-def test_redis_away_and_back_loses_no_hit() -> None:
+def test_redis_outage_loses_no_hit() -> None:
     store = MemoryStore()
     registry = registry_on(store)
     store_run(registry, 1)
@@ -164,7 +164,7 @@ def test_redis_away_and_back_loses_no_hit() -> None:
     assert registry.num_pending == 0
 
 
-def test_the_buffer_drops_the_oldest_and_counts() -> None:
+def test_full_buffer_drops_and_counts_oldest_changes() -> None:
     store = MemoryStore()
     store.is_away = True
     registry = registry_on(store, max_per_tenant=100, max_pending=5)
@@ -177,7 +177,7 @@ def test_the_buffer_drops_the_oldest_and_counts() -> None:
     assert set(store.data) == {key(number) for number in range(3, 8)} | {"hearth:t:prefixes"}
 
 
-def test_tenants_beyond_the_bound_are_forgotten_here() -> None:
+def test_tenants_beyond_the_bound_leave_memory() -> None:
     registry = registry_on(MemoryStore(), max_tenants=2)
     for number in range(5):
         store_run(registry, number, tenant=f"t{number}")
@@ -185,7 +185,7 @@ def test_tenants_beyond_the_bound_are_forgotten_here() -> None:
     assert registry._held_by == {"w0": {block(3), block(4)}}
 
 
-async def test_on_a_real_redis(redis_server: RedisServer) -> None:
+async def test_flush_and_trim_work_on_a_real_redis(redis_server: RedisServer) -> None:
     store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
     registry = registry_on(store, max_per_tenant=2)
     for number in (1, 2, 3):
@@ -201,7 +201,7 @@ async def test_on_a_real_redis(redis_server: RedisServer) -> None:
     await store.close()
 
 
-async def test_an_older_process_left_more_than_the_bound(redis_server: RedisServer) -> None:
+async def test_trim_deletes_surplus_records_of_an_older_process(redis_server: RedisServer) -> None:
     store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
     for number in (1, 2, 3):
         older = registry_on(store, max_per_tenant=100)
@@ -217,14 +217,14 @@ async def test_an_older_process_left_more_than_the_bound(redis_server: RedisServ
 
 
 def test_two_replicas_do_not_overwrite_each_other() -> None:
-    """Each hears the events in its own time, and half of the questions."""
+    """Both receive all events, at different times, and each receives half of the queries."""
     store = MemoryStore()
     first, second = registry_on(store), registry_on(store)
     for replica in (first, second):
         store_run(replica, 1, "w0")
     store_run(first, 1, "w1")
     run(first.flush())
-    run(second.flush())  # it has not heard of w1 yet
+    run(second.flush())  # it has not received w1's event yet
     assert holders(store, 1) == {"w0", "w1"}
     store_run(second, 1, "w1")
     for replica in (first, second):
@@ -236,7 +236,7 @@ def test_two_replicas_do_not_overwrite_each_other() -> None:
     assert store.data[key(1)][b"saved_tokens"] == b"32"
 
 
-def test_a_replica_does_not_delete_what_the_other_one_uses() -> None:
+def test_trim_retains_records_used_by_another_replica() -> None:
     store = MemoryStore()
     first, second = registry_on(store, max_per_tenant=2), registry_on(store, max_per_tenant=2)
     for number in (1, 2):
@@ -246,14 +246,14 @@ def test_a_replica_does_not_delete_what_the_other_one_uses() -> None:
     second._now = lambda: 5_000.0
     second.matched("t", [block(1)], 1)
     run(second.flush())
-    store_run(first, 3)  # by its own count block 1 is the oldest
+    store_run(first, 3)  # for this replica block 1 is the oldest
     run(first.flush())
     run(first.trim())
     assert key(1) in store.data
     assert key(2) not in store.data
 
 
-def test_news_of_a_holder_does_not_bring_a_deleted_record_back() -> None:
+def test_holder_removal_does_not_recreate_a_deleted_record() -> None:
     store = MemoryStore()
     registry = registry_on(store)
     store_run(registry, 1)
@@ -264,8 +264,8 @@ def test_news_of_a_holder_does_not_bring_a_deleted_record_back() -> None:
     assert store.data == {"hearth:t:prefixes": {}} or store.data == {}
 
 
-def test_a_restarted_replica_counts_on() -> None:
-    """Block 1 is nobody's tip any more in the pages that workers send."""
+def test_restarted_replica_continues_the_counts() -> None:
+    """In the pages that the workers send, block 1 is no longer a tip."""
     store = MemoryStore()
     before = registry_on(store)
     store_run(before, 1, "w0")
@@ -285,7 +285,7 @@ def test_a_restarted_replica_counts_on() -> None:
     assert holders(store, 1) == set()
 
 
-def test_what_recovery_reads_does_not_outdo_what_was_heard_since() -> None:
+def test_recovery_does_not_override_newer_events() -> None:
     store = MemoryStore()
     before = registry_on(store)
     store_run(before, 1, "w0")
@@ -298,7 +298,7 @@ def test_what_recovery_reads_does_not_outdo_what_was_heard_since() -> None:
     assert holders(store, 1) == set()
 
 
-def test_recovery_passes_over_what_it_cannot_read() -> None:
+def test_recovery_skips_unreadable_records() -> None:
     store = MemoryStore()
     store.data["hearth:t:prefixes"] = {b"zz": 1.0, b"aa": 2.0, block(9).hex().encode(): 3.0}
     store.data[key(9)] = {b"model": b"m", b"num_tokens": b"many"}
@@ -326,7 +326,7 @@ def pinned(number: int, tenant: str = "t", name: str = "n") -> PrefixRecord:
     return PrefixRecord(tenant, block(number), "m", "r1", 16 * number, 0, 0, pin=name)
 
 
-def test_a_pinned_prefix_counts_beside_the_deepest_and_is_not_trimmed() -> None:
+def test_pinned_prefix_counts_hits_and_is_not_trimmed() -> None:
     store = MemoryStore()
     registry = registry_on(store, max_per_tenant=2)
     registry.pin(pinned(1))
@@ -344,7 +344,7 @@ def test_a_pinned_prefix_counts_beside_the_deepest_and_is_not_trimmed() -> None:
     assert store.data[key(1)][b"pin"] == b""
 
 
-def test_a_public_prefix_counts_for_whoever_asks() -> None:
+def test_public_prefix_counts_hits_of_all_tenants() -> None:
     store = MemoryStore()
     registry = registry_on(store)
     registry.pin(pinned(1, tenant=""))
@@ -354,7 +354,7 @@ def test_a_public_prefix_counts_for_whoever_asks() -> None:
     assert store.data[key(1, "")][b"hits"] == b"2"
 
 
-def test_a_pinned_record_does_not_expire() -> None:
+def test_pinned_record_is_rewritten_before_it_expires() -> None:
     store = MemoryStore()
     registry = registry_on(store)
     registry.pin(pinned(1))
@@ -369,13 +369,13 @@ def test_a_pinned_record_does_not_expire() -> None:
     assert store.num_writes == num_writes + 1
 
 
-def test_what_redis_refuses_is_not_written_again_with_the_rest() -> None:
-    class Refusing(MemoryStore):
+def test_rejected_batch_is_not_written_again() -> None:
+    class RejectingStore(MemoryStore):
         async def write(self, commands: Sequence[Command]) -> None:
             await super().write(commands)
             raise StoreRejected("WRONGTYPE")
 
-    store = Refusing()
+    store = RejectingStore()
     registry = registry_on(store)
     store_run(registry, 1)
     registry.matched("t", [block(1)], 1)
@@ -384,7 +384,7 @@ def test_what_redis_refuses_is_not_written_again_with_the_rest() -> None:
     assert store.data[key(1)][b"hits"] == b"1"
 
 
-def test_a_record_of_many_holders_is_written_in_pieces() -> None:
+def test_record_with_2500_holders_is_written_completely() -> None:
     store = MemoryStore()
     registry = registry_on(store)
     workers = {f"w{number}" for number in range(2_500)}

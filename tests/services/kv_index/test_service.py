@@ -24,7 +24,7 @@ from shared.store import RedisStore
 from shared.subjects import HEARTBEATS, MATCH
 from shared.transport.bus import NatsBus
 from tests.servers import NatsServer, RedisServer
-from tests.services.kv_index.rig import CacheWorker, Rig, ask, block, eventually
+from tests.services.kv_index.rig import CacheWorker, Rig, all_matches, block, eventually
 from tests.simulation.world.clock import run
 
 
@@ -32,14 +32,14 @@ def scenario(test: Callable[[Rig], Awaitable[None]]) -> None:
     async def play() -> None:
         rig = Rig()
         await rig.service.start()
-        await asyncio.sleep(1.5)  # the watcher hears itself
+        await asyncio.sleep(1.5)  # the health monitor has received its own heartbeats
         await test(rig)
         await rig.service.stop()
 
     run(play())
 
 
-def test_events_are_known_at_once() -> None:
+def test_events_are_applied_at_once() -> None:
     async def test(rig: Rig) -> None:
         first, second = await rig.worker("prefill-0"), await rig.worker("decode-0", "decode")
         await asyncio.sleep(0.1)
@@ -54,7 +54,7 @@ def test_events_are_known_at_once() -> None:
     scenario(test)
 
 
-def test_a_fresh_index_asks_the_live_workers_page_by_page() -> None:
+def test_new_index_lists_worker_blocks_page_by_page() -> None:
     async def test(rig: Rig) -> None:
         worker = CacheWorker(rig.network.bus("prefill-0"), rig.clock)
         worker.held = dict.fromkeys(range(1, 11))
@@ -67,7 +67,7 @@ def test_a_fresh_index_asks_the_live_workers_page_by_page() -> None:
     scenario(test)
 
 
-def test_a_lost_event_is_found_and_mended() -> None:
+def test_lost_event_is_detected_and_resynced() -> None:
     async def test(rig: Rig) -> None:
         worker = await rig.worker("prefill-0")
         await asyncio.sleep(0.1)
@@ -86,7 +86,7 @@ def test_a_lost_event_is_found_and_mended() -> None:
     scenario(test)
 
 
-def test_a_lost_last_event_is_found_by_the_heartbeats() -> None:
+def test_lost_last_event_is_detected_by_heartbeats() -> None:
     async def test(rig: Rig) -> None:
         worker = await rig.worker("prefill-0")
         await asyncio.sleep(0.1)
@@ -103,8 +103,8 @@ def test_a_lost_last_event_is_found_by_the_heartbeats() -> None:
     scenario(test)
 
 
-def test_a_resync_leaves_in_redis_what_the_worker_still_holds() -> None:
-    """A prefix that is no longer the tip of a run in its pages, too."""
+def test_resync_retains_valid_holders_in_redis() -> None:
+    """Also for a prefix that is no longer the tip of a run in the worker's pages."""
 
     async def test(rig: Rig) -> None:
         worker = await rig.worker("prefill-0")
@@ -132,7 +132,7 @@ def test_events_during_a_resync_are_replayed() -> None:
         rig.network.latency_s = 0.01
         await worker.join()
         await eventually(lambda: worker.num_listed == 3)
-        await worker.remove(2)  # of a page already sent
+        await worker.remove(2)  # on a page already sent
         await worker.store(41)
         lengths = await rig.exact(1, 3, 40, 41)
         assert lengths == {"prefill-0": 4}
@@ -142,16 +142,16 @@ def test_events_during_a_resync_are_replayed() -> None:
     scenario(test)
 
 
-def test_an_event_that_makes_no_sense_during_a_resync_begins_it_anew() -> None:
+def test_invalid_event_during_a_resync_restarts_it() -> None:
     async def test(rig: Rig) -> None:
         worker = CacheWorker(rig.network.bus("prefill-0"), rig.clock)
         worker.held = dict.fromkeys(range(1, 11))
         list_page = worker.page
 
-        async def page(question: ListBlocks) -> BlockPage:
-            page = list_page(question)
+        async def page(query: ListBlocks) -> BlockPage:
+            page = list_page(query)
             if worker.num_listed == 1:
-                await worker.tell(BlocksRemoved(block_hashes=b"torn"))
+                await worker.send_event(BlocksRemoved(block_hashes=b"torn"))
             return page
 
         worker.page = page  # type: ignore[method-assign, assignment]
@@ -162,12 +162,12 @@ def test_an_event_that_makes_no_sense_during_a_resync_begins_it_anew() -> None:
     scenario(test)
 
 
-def test_an_event_that_makes_no_sense_is_mended_by_a_resync() -> None:
+def test_invalid_event_is_repaired_by_a_resync() -> None:
     async def test(rig: Rig) -> None:
         worker = await rig.worker("prefill-0")
         await asyncio.sleep(0.1)
         await worker.store(1, 2)
-        await worker.tell(BlocksRemoved(block_hashes=block(2) + b"torn"))
+        await worker.send_event(BlocksRemoved(block_hashes=block(2) + b"torn"))
         await worker.store(3)
         await asyncio.sleep(0.5)
         assert await rig.exact(1, 2, 3) == {"prefill-0": 3}
@@ -175,17 +175,17 @@ def test_an_event_that_makes_no_sense_is_mended_by_a_resync() -> None:
     scenario(test)
 
 
-def test_a_worker_whose_pages_have_no_end_is_given_up_until_it_has_one() -> None:
+def test_resync_with_endless_pages_fails_and_is_retried() -> None:
     async def test(rig: Rig) -> None:
         worker = CacheWorker(rig.network.bus("prefill-0"), rig.clock)
         worker.held = dict.fromkeys(range(1, 4))
         list_page = worker.page
 
-        def page(question: ListBlocks) -> BlockPage:
-            page = list_page(question)
+        def page(query: ListBlocks) -> BlockPage:
+            page = list_page(query)
             if worker.num_listed > 20:
                 return page
-            return msgspec.structs.replace(page, next_cursor=question.cursor)
+            return msgspec.structs.replace(page, next_cursor=query.cursor)
 
         worker.page = page  # type: ignore[method-assign]
         await worker.join()
@@ -196,7 +196,7 @@ def test_a_worker_whose_pages_have_no_end_is_given_up_until_it_has_one() -> None
     scenario(test)
 
 
-def test_a_restarted_worker_starts_anew() -> None:
+def test_restarted_worker_starts_empty() -> None:
     async def test(rig: Rig) -> None:
         worker = await rig.worker("prefill-0")
         await asyncio.sleep(0.1)
@@ -213,7 +213,7 @@ def test_a_restarted_worker_starts_anew() -> None:
     scenario(test)
 
 
-def test_a_silent_worker_is_forgotten_and_known_again_when_it_wakes() -> None:
+def test_silent_worker_is_removed_until_it_recovers() -> None:
     async def test(rig: Rig) -> None:
         worker = await rig.worker("prefill-0")
         await asyncio.sleep(0.1)
@@ -228,7 +228,7 @@ def test_a_silent_worker_is_forgotten_and_known_again_when_it_wakes() -> None:
     scenario(test)
 
 
-def test_redis_away_and_back() -> None:
+def test_records_are_written_after_a_redis_outage() -> None:
     async def test(rig: Rig) -> None:
         rig.store.is_away = True
         worker = await rig.worker("prefill-0")
@@ -250,7 +250,7 @@ def test_redis_away_and_back() -> None:
     scenario(test)
 
 
-def test_a_drain_leaves_the_group_and_writes_what_is_left() -> None:
+def test_drain_leaves_the_queue_group_and_flushes_records() -> None:
     async def test(rig: Rig) -> None:
         worker = await rig.worker("prefill-0")
         await asyncio.sleep(0.1)
@@ -264,10 +264,12 @@ def test_a_drain_leaves_the_group_and_writes_what_is_left() -> None:
     scenario(test)
 
 
-def test_its_heartbeat_says_whether_it_is_exact() -> None:
+def test_heartbeat_reports_whether_the_index_is_exact() -> None:
     async def test(rig: Rig) -> None:
         states = []
-        await rig.asker.subscribe(HEARTBEATS, Heartbeat, lambda beat: states.append(beat.index))
+        await rig.scheduler_bus.subscribe(
+            HEARTBEATS, Heartbeat, lambda beat: states.append(beat.index)
+        )
         worker = await rig.worker("prefill-0")
         await asyncio.sleep(0.6)
         await worker.store(1, 2, 3)
@@ -285,7 +287,7 @@ def test_its_heartbeat_says_whether_it_is_exact() -> None:
     scenario(test)
 
 
-def test_two_replicas_share_the_questions_and_write_one_record() -> None:
+def test_two_replicas_share_queries_and_write_one_record() -> None:
     async def test(rig: Rig) -> None:
         second = rig.replica("kv_index-1")
         await second.start()
@@ -295,8 +297,8 @@ def test_two_replicas_share_the_questions_and_write_one_record() -> None:
         await worker.store(1, 2)
         await other.store(1, 2)
         await asyncio.sleep(0.01)
-        answers = [await rig.exact(1, 2, 3) for _ in range(40)]
-        assert answers == [{"prefill-0": 2, "decode-0": 2}] * 40
+        replies = [await rig.exact(1, 2, 3) for _ in range(40)]
+        assert replies == [{"prefill-0": 2, "decode-0": 2}] * 40
         await other.remove(2)
         await asyncio.sleep(0.5)
         record = rig.store.data[f"hearth:t:prefix:{block(2).hex()}"]
@@ -309,16 +311,16 @@ def test_two_replicas_share_the_questions_and_write_one_record() -> None:
     scenario(test)
 
 
-def test_a_dry_look_counts_as_no_use() -> None:
+def test_uncounted_query_records_no_hit() -> None:
     async def test(rig: Rig) -> None:
         worker = await rig.worker("prefill-0")
         await asyncio.sleep(0.1)
         await worker.store(1)
         await asyncio.sleep(0.01)
-        question = MatchPrefix(
+        query = MatchPrefix(
             tenant_id="t", model="m", revision="r1", block_hashes=block(1), is_counted=False
         )
-        reply = await rig.asker.request(MATCH, question, PrefixMatches, timeout_s=1.0)
+        reply = await rig.scheduler_bus.request(MATCH, query, PrefixMatches, timeout_s=1.0)
         assert reply.matches
         await asyncio.sleep(0.5)
         assert b"hits" not in rig.store.data[f"hearth:t:prefix:{block(1).hex()}"]
@@ -326,14 +328,14 @@ def test_a_dry_look_counts_as_no_use() -> None:
     scenario(test)
 
 
-def test_a_restarted_index_recovers_from_redis_and_the_workers() -> None:
+def test_restarted_index_recovers_from_redis_and_workers() -> None:
     async def test(rig: Rig) -> None:
         worker = await rig.worker("prefill-0")
         await asyncio.sleep(0.1)
         await worker.store(1)
         await asyncio.sleep(0.01)
         await rig.exact(1)
-        await worker.store(2)  # block 1 is no tip any more
+        await worker.store(2)  # block 1 is no longer a tip
         await asyncio.sleep(0.5)
         await rig.service.stop()
         rig.network.disconnect("kv_index-0")
@@ -349,7 +351,9 @@ def test_a_restarted_index_recovers_from_redis_and_the_workers() -> None:
     scenario(test)
 
 
-async def test_over_real_servers(nats_server: NatsServer, redis_server: RedisServer) -> None:
+async def test_service_runs_on_real_servers(
+    nats_server: NatsServer, redis_server: RedisServer
+) -> None:
     async with AsyncExitStack() as stack:
         service = await build_kv_index(
             KvIndexConfig(
@@ -368,9 +372,9 @@ async def test_over_real_servers(nats_server: NatsServer, redis_server: RedisSer
         stack.push_async_callback(worker.health_monitor.stop)
         scheduler = await NatsBus.connect(nats_server.url("scheduler-1"), process_id="scheduler-1")
         stack.push_async_callback(scheduler.close)
-        await _answers(scheduler, {"prefill-1": 6}, *range(1, 7))
+        await _wait_for_matches(scheduler, {"prefill-1": 6}, *range(1, 7))
         await worker.store(7)
-        await _answers(scheduler, {"prefill-1": 7}, *range(1, 8))
+        await _wait_for_matches(scheduler, {"prefill-1": 7}, *range(1, 8))
         await service.drain()
         store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
         stack.push_async_callback(store.close)
@@ -378,12 +382,12 @@ async def test_over_real_servers(nats_server: NatsServer, redis_server: RedisSer
         assert record[b"holder:prefill-1"] == b"1"
 
 
-async def _answers(bus: NatsBus, expected: dict[str, int], *numbers: int) -> None:
-    """Asks until the answer is as expected; each question is a round trip, not a sleep."""
+async def _wait_for_matches(bus: NatsBus, expected: dict[str, int], *numbers: int) -> None:
+    """Queries until the matches are as expected; each query is a round trip, not a sleep."""
     async with asyncio.timeout(5):
         while True:
             try:
-                if await ask(bus, *numbers) == ("exact", expected):  # type: ignore[arg-type]
+                if await all_matches(bus, *numbers) == ("exact", expected):  # type: ignore[arg-type]
                     return
             except HearthError:
                 continue
