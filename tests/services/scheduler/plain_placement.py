@@ -1,4 +1,4 @@
-"""Placement's rule without vectors: look at every pair of workers, every time."""
+"""The placement rule without vectors: computes the cost of every pair of workers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from services.scheduler.worker_table import MAX_AHEAD_S, WorkerRow
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """How a decode worker could get the prompt's KV."""
+class PrefillOption:
+    """A local or remote prefill of the prompt for one decode worker."""
 
     seconds: float
     has_time: bool
@@ -62,9 +62,9 @@ class PlainScan:
                 found.append((not self.has_time(prefill), seconds, prefill.worker_id))
         return sorted(found)
 
-    def way(self, decode: WorkerRow) -> Way:
+    def prefill_option(self, decode: WorkerRow) -> PrefillOption:
         uncached = self.uncached(decode)
-        local = Way(
+        local = PrefillOption(
             self.first_s(decode) + uncached * decode.local_token_s, self.has_time(decode), False
         )
         handoffs = self.handoffs(decode)
@@ -72,20 +72,20 @@ class PlainScan:
             return local
         has_no_time, seconds, _ = handoffs[0]
         if seconds < local.seconds or uncached > self.local_prefill.at_most:
-            return Way(seconds, not has_no_time, True)
+            return PrefillOption(seconds, not has_no_time, True)
         return local
 
     def cost(self, decode: WorkerRow) -> float:
-        """Infinite: not this one now."""
+        """Returns seconds; infinity if the worker cannot take the request now."""
         has_room = self.needs.num_blocks(decode.block_size) <= decode.num_free_blocks
         is_usable = has_room and not decode.is_avoided and self.is_allowed(decode)
-        way = self.way(decode)
-        if not is_usable or decode.worker_id in self.excluded or not way.has_time:
+        prefill_option = self.prefill_option(decode)
+        if not is_usable or decode.worker_id in self.excluded or not prefill_option.has_time:
             return inf
-        return way.seconds + decode.load_s
+        return prefill_option.seconds + decode.load_s
 
     def best(self) -> set[str]:
-        """All that may be chosen when there is no affinity key."""
+        """Returns the ids of all workers that may be chosen without an affinity key."""
         costs = {each.worker_id: self.cost(each) for each in self.decodes}
         costs = {name: cost for name, cost in costs.items() if cost < inf}
         if not costs:
@@ -99,12 +99,12 @@ class PlainScan:
         deepest = max(held.values())
         if deepest > 0:
             near = {name: costs[name] for name in costs if held[name] >= NEAR_DEEPEST * deepest}
-            kept = min(near.values())
-            if kept <= MAX_COST_RATIO * least:
-                return {name for name, cost in near.items() if is_close(cost, kept)}
+            least_near = min(near.values())
+            if least_near <= MAX_COST_RATIO * least:
+                return {name for name, cost in near.items() if is_close(cost, least_near)}
         return {name for name, cost in costs.items() if is_close(cost, least)}
 
 
 def is_close(one: float, other: float) -> bool:
-    """Prefill workers that have enough to do are ranked by adding 1e6 s: that rounds."""
+    """The cost kernel adds 1e6 s to prefill workers with enough work, which rounds their cost."""
     return abs(one - other) < 1e-8

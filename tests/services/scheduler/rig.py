@@ -1,4 +1,4 @@
-"""A scheduler on the simulated network, with peers that record what they are sent."""
+"""A scheduler on the simulated network, with peers that record the messages they receive."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from tests.simulation.world.bus import SimulatedBus, SimulatedNetwork
 from tests.simulation.world.clock import VirtualClock
 from tests.simulation.world.randomness import SeededRandomness
 
-Told = Placed | PlacementFailed | QueueKeepalive
+PlacementUpdate = Placed | PlacementFailed | QueueKeepalive
 
 
 async def eventually(holds: Callable[[], bool], *, within_s: float = 30.0) -> None:
-    """Virtual time, so polling is exact and free."""
+    """Polls in virtual time, which is exact and costs nothing."""
     async with asyncio.timeout(within_s):
         while not holds():
             await asyncio.sleep(0.001)
@@ -45,21 +45,21 @@ async def eventually(holds: Callable[[], bool], *, within_s: float = 30.0) -> No
 
 @dataclass
 class Worker:
-    """A peer that heartbeats like a worker and answers as `answer` says."""
+    """A peer that sends heartbeats like a worker; `reply` makes its reply to StartDecode."""
 
     bus: SimulatedBus
     role: Role
     model: str = "m"
     num_free_blocks: int = 1000
     region: str = ""
-    answer: Callable[[StartDecode], DecodeStarted] = lambda start: DecodeStarted(
+    reply: Callable[[StartDecode], DecodeStarted] = lambda start: DecodeStarted(
         placement_id=start.placement_id, num_cached_tokens=0
     )
     delay_s: float = 0.0
-    token_s: float = 0.0  # that its heartbeats make a prompt token take; 0: they tell of no work
+    token_s: float = 0.0  # per prompt token, by its heartbeats; 0: they report no work
     started: list[StartDecode] = field(default_factory=list)
     aborted: list[AbortRequest] = field(default_factory=list)
-    heard_at: list[float] = field(default_factory=list)
+    started_at: list[float] = field(default_factory=list)
     step: int = 0
 
     async def join(self) -> None:
@@ -102,10 +102,10 @@ class Worker:
 
     async def _start(self, message: StartDecode) -> DecodeStarted:
         self.started.append(message)
-        self.heard_at.append(asyncio.get_running_loop().time())
+        self.started_at.append(asyncio.get_running_loop().time())
         if self.delay_s:
             await asyncio.sleep(self.delay_s)
-        return self.answer(message)
+        return self.reply(message)
 
 
 def hash_of(name: str) -> int:
@@ -120,8 +120,8 @@ class Rig:
         self.service = SchedulerService(
             config, self.network.bus("scheduler-0"), VirtualClock(), SeededRandomness(5)
         )
-        self.told: dict[str, list[Told]] = {}
-        self.flushed_at: list[float] = []
+        self.updates: dict[str, list[PlacementUpdate]] = {}
+        self.received_at: list[float] = []
         self.workers: dict[str, Worker] = {}
         self.matches: tuple[PrefixMatch, ...] = ()
 
@@ -131,13 +131,13 @@ class Rig:
 
     async def gateway(self, gateway_id: str) -> SimulatedBus:
         bus = self.network.bus(gateway_id)
-        told = self.told.setdefault(gateway_id, [])
+        updates = self.updates.setdefault(gateway_id, [])
 
-        def note(message: Told) -> None:
-            told.append(message)
-            self.flushed_at.append(asyncio.get_running_loop().time())
+        def record(message: PlacementUpdate) -> None:
+            updates.append(message)
+            self.received_at.append(asyncio.get_running_loop().time())
 
-        await bus.subscribe(subjects.placement(gateway_id), Told, note)
+        await bus.subscribe(subjects.placement(gateway_id), PlacementUpdate, record)
         self.buses = getattr(self, "buses", {}) | {gateway_id: bus}
         return bus
 
@@ -160,10 +160,10 @@ class Rig:
         bus = self.buses[message.request.gateway_id]
         return await bus.request(subject, message, Queued, timeout_s=0.25)
 
-    def endings(self, gateway_id: str = "gateway-0") -> list[Placed | PlacementFailed]:
-        told = self.told[gateway_id]
-        return [each for each in told if not isinstance(each, QueueKeepalive)]
+    def results(self, gateway_id: str = "gateway-0") -> list[Placed | PlacementFailed]:
+        updates = self.updates[gateway_id]
+        return [each for each in updates if not isinstance(each, QueueKeepalive)]
 
-    async def ending(self, *, num: int = 1, within_s: float = 30.0) -> Placed | PlacementFailed:
-        await eventually(lambda: len(self.endings()) >= num, within_s=within_s)
-        return self.endings()[num - 1]
+    async def result(self, *, num: int = 1, within_s: float = 30.0) -> Placed | PlacementFailed:
+        await eventually(lambda: len(self.results()) >= num, within_s=within_s)
+        return self.results()[num - 1]

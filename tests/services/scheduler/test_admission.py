@@ -14,142 +14,142 @@ def admission(max_requests: int = 100, max_tokens: int = 100_000) -> Admission:
     return Admission(max_requests, max_tokens)
 
 
-def order(held: Admission) -> list[str]:
+def order(queue: Admission) -> list[str]:
     names = []
-    while (ticket := held.pop(0.0)) is not None:
+    while (ticket := queue.pop(0.0)) is not None:
         names.append(ticket.request.request_id)
     return names
 
 
-def test_the_queue_is_bounded_in_requests() -> None:
-    held = admission(max_requests=2)
-    held.enqueue(submit_of("r0"), 0.0)
-    held.enqueue(submit_of("r1"), 0.0)
-    with pytest.raises(Overloaded) as refused:
-        held.enqueue(submit_of("r2"), 0.0)
-    assert refused.value.retry_after_s is not None
-    assert refused.value.retry_after_s > 0
-    held.remove("r0")
-    held.enqueue(submit_of("r2"), 0.0)
-    assert len(held) == 2
+def test_queue_is_bounded_in_requests() -> None:
+    queue = admission(max_requests=2)
+    queue.enqueue(submit_of("r0"), 0.0)
+    queue.enqueue(submit_of("r1"), 0.0)
+    with pytest.raises(Overloaded) as raised:
+        queue.enqueue(submit_of("r2"), 0.0)
+    assert raised.value.retry_after_s is not None
+    assert raised.value.retry_after_s > 0
+    queue.remove("r0")
+    queue.enqueue(submit_of("r2"), 0.0)
+    assert len(queue) == 2
 
 
-def test_the_queue_is_bounded_in_tokens_but_takes_a_giant_alone() -> None:
-    held = admission(max_tokens=100)
-    held.enqueue(submit_of("giant", num_prompt_tokens=500), 0.0)
+def test_queue_is_bounded_in_tokens_unless_empty() -> None:
+    queue = admission(max_tokens=100)
+    queue.enqueue(submit_of("giant", num_prompt_tokens=500), 0.0)
     with pytest.raises(Overloaded):
-        held.enqueue(submit_of("small"), 0.0)
-    held.remove("giant")
-    held.enqueue(submit_of("small"), 0.0)
+        queue.enqueue(submit_of("small"), 0.0)
+    queue.remove("giant")
+    queue.enqueue(submit_of("small"), 0.0)
 
 
 def test_one_tenant_cannot_fill_the_queue() -> None:
-    held = admission(max_requests=90)
+    queue = admission(max_requests=90)
     for number in range(80):
-        held.enqueue(submit_of(f"r{number}", tenant_id="greedy"), 0.0)
+        queue.enqueue(submit_of(f"r{number}", tenant_id="greedy"), 0.0)
     with pytest.raises(Overloaded, match="tenant"):
-        held.enqueue(submit_of("r80", tenant_id="greedy"), 0.0)
-    held.enqueue(submit_of("other", tenant_id="modest"), 0.0)
+        queue.enqueue(submit_of("r80", tenant_id="greedy"), 0.0)
+    queue.enqueue(submit_of("other", tenant_id="modest"), 0.0)
 
 
-def test_what_is_being_placed_still_counts() -> None:
-    held = admission(max_requests=1)
-    held.enqueue(submit_of("r0"), 0.0)
-    ticket = held.pop(0.0)
+def test_requests_being_placed_count_toward_the_bound() -> None:
+    queue = admission(max_requests=1)
+    queue.enqueue(submit_of("r0"), 0.0)
+    ticket = queue.pop(0.0)
     assert ticket is not None
     with pytest.raises(Overloaded):
-        held.enqueue(submit_of("r1"), 0.0)
-    held.placed(ticket, 1.0)
-    held.enqueue(submit_of("r1"), 1.0)
+        queue.enqueue(submit_of("r1"), 0.0)
+    queue.placed(ticket, 1.0)
+    queue.enqueue(submit_of("r1"), 1.0)
 
 
 def test_retry_after_follows_the_rate_of_placement() -> None:
-    held = admission()
+    queue = admission()
     for number in range(20):
-        held.enqueue(submit_of(f"r{number}", num_prompt_tokens=90, max_tokens=10), 0.0)
+        queue.enqueue(submit_of(f"r{number}", num_prompt_tokens=90, max_tokens=10), 0.0)
     for second in range(10):
-        ticket = held.pop(float(second))
+        ticket = queue.pop(float(second))
         assert ticket is not None
-        held.placed(ticket, float(second))
-    with pytest.raises(Overloaded) as refused:
-        held.max_requests = 10
-        held.enqueue(submit_of("r20"), 9.0)
-    # Ten left, 1,000 tokens, and 100 tokens a second.
-    assert refused.value.retry_after_s is not None
-    assert 4.0 < refused.value.retry_after_s < 6.0
+        queue.placed(ticket, float(second))
+    with pytest.raises(Overloaded) as raised:
+        queue.max_requests = 10
+        queue.enqueue(submit_of("r20"), 9.0)
+    # Ten requests of 1,000 tokens in all are left; the rate is 100 tokens/s.
+    assert raised.value.retry_after_s is not None
+    assert 4.0 < raised.value.retry_after_s < 6.0
 
 
-def test_requeued_requests_keep_their_place() -> None:
-    held = admission()
+def test_requeued_requests_retain_their_position() -> None:
+    queue = admission()
     for number in range(4):
-        held.enqueue(submit_of(f"r{number}"), 0.0)
-    first, second = held.pop(0.0), held.pop(0.0)
+        queue.enqueue(submit_of(f"r{number}"), 0.0)
+    first, second = queue.pop(0.0), queue.pop(0.0)
     assert first is not None and second is not None
-    held.requeue(second, 0.0)
-    held.requeue(first, 0.0)
-    assert order(held) == ["r0", "r1", "r2", "r3"]
+    queue.requeue(second, 0.0)
+    queue.requeue(first, 0.0)
+    assert order(queue) == ["r0", "r1", "r2", "r3"]
 
 
-def test_removed_while_being_placed_does_not_come_back() -> None:
-    held = admission()
-    held.enqueue(submit_of("r0"), 0.0)
-    ticket = held.pop(0.0)
+def test_request_removed_while_placing_is_not_requeued() -> None:
+    queue = admission()
+    queue.enqueue(submit_of("r0"), 0.0)
+    ticket = queue.pop(0.0)
     assert ticket is not None
-    assert held.remove("r0") is ticket
-    held.requeue(ticket, 0.0)
+    assert queue.remove("r0") is ticket
+    queue.requeue(ticket, 0.0)
     assert ticket.is_removed
-    assert held.pop(0.0) is None
-    assert len(held) == 0
-    assert held.num_tokens == 0
+    assert queue.pop(0.0) is None
+    assert len(queue) == 0
+    assert queue.num_tokens == 0
 
 
-def test_a_resubmission_replaces_the_earlier_try() -> None:
-    held = admission()
-    earlier = held.enqueue(submit_of("r0"), 0.0)
-    held.enqueue(submit_of("r0"), 1.0)
+def test_resubmission_replaces_the_earlier_attempt() -> None:
+    queue = admission()
+    earlier = queue.enqueue(submit_of("r0"), 0.0)
+    queue.enqueue(submit_of("r0"), 1.0)
     assert earlier.is_removed
-    assert order(held) == ["r0"]
+    assert order(queue) == ["r0"]
 
 
-def test_expired_ones_leave_in_any_phase() -> None:
-    held = admission()
-    held.enqueue(submit_of("placing", deadline_s=1.0), 0.0)
-    held.pop(0.0)
-    held.enqueue(submit_of("late", deadline_s=3.0), 0.0)
-    held.enqueue(submit_of("soon", deadline_s=2.0), 0.0)
-    assert held.remove_expired(0.9) == []
-    expired = held.remove_expired(2.0)
+def test_expired_requests_are_removed_in_any_phase() -> None:
+    queue = admission()
+    queue.enqueue(submit_of("placing", deadline_s=1.0), 0.0)
+    queue.pop(0.0)
+    queue.enqueue(submit_of("late", deadline_s=3.0), 0.0)
+    queue.enqueue(submit_of("soon", deadline_s=2.0), 0.0)
+    assert queue.remove_expired(0.9) == []
+    expired = queue.remove_expired(2.0)
     assert [ticket.request.request_id for ticket in expired] == ["placing", "soon"]
-    assert order(held) == ["late"]
+    assert order(queue) == ["late"]
 
 
-def test_a_blocked_lane_does_not_hold_up_another_model() -> None:
-    held = admission()
-    held.enqueue(submit_of("a0", model="a"), 0.0)
-    held.enqueue(submit_of("b0", model="b"), 0.0)
-    held.enqueue(submit_of("b1", model="b"), 0.0)
-    ticket = held.pop(0.0, blocked={Lane("a", "r1")})
+def test_blocked_lane_does_not_delay_another_model() -> None:
+    queue = admission()
+    queue.enqueue(submit_of("a0", model="a"), 0.0)
+    queue.enqueue(submit_of("b0", model="b"), 0.0)
+    queue.enqueue(submit_of("b1", model="b"), 0.0)
+    ticket = queue.pop(0.0, blocked={Lane("a", "r1")})
     assert ticket is not None
     assert ticket.request.request_id == "b0"
-    assert order(held) == ["a0", "b1"]
+    assert order(queue) == ["a0", "b1"]
 
 
-def test_a_gateways_requests_are_dropped_together() -> None:
-    held = admission()
-    held.enqueue(submit_of("r0", gateway_id="gateway-0"), 0.0)
-    held.enqueue(submit_of("r1", gateway_id="gateway-1"), 0.0)
-    dropped = held.remove_of_gateway("gateway-0")
+def test_requests_of_a_gateway_are_removed_together() -> None:
+    queue = admission()
+    queue.enqueue(submit_of("r0", gateway_id="gateway-0"), 0.0)
+    queue.enqueue(submit_of("r1", gateway_id="gateway-1"), 0.0)
+    dropped = queue.remove_of_gateway("gateway-0")
     assert [ticket.request.request_id for ticket in dropped] == ["r0"]
-    assert held.request_ids_by_gateway() == {"gateway-1": ("r1",)}
+    assert queue.request_ids_by_gateway() == {"gateway-1": ("r1",)}
 
 
-def test_early_endings_do_not_pile_up_until_their_deadlines() -> None:
-    held = admission()
+def test_deadlines_of_removed_requests_are_dropped() -> None:
+    queue = admission()
     for number in range(1000):
-        held.enqueue(submit_of(f"r{number}"), 0.0)
-        held.remove(f"r{number}")
-        held.remove_expired(0.0)
-    assert len(held._deadlines) < 200
+        queue.enqueue(submit_of(f"r{number}"), 0.0)
+        queue.remove(f"r{number}")
+        queue.remove_expired(0.0)
+    assert len(queue._deadlines) < 200
 
 
 @pytest.mark.parametrize(
@@ -163,13 +163,13 @@ def test_early_endings_do_not_pile_up_until_their_deadlines() -> None:
         ({"deadline_s": 0.0}, DeadlineExceeded),
     ],
 )
-def test_bad_requests_are_refused(change: dict, error: type[Exception]) -> None:
+def test_invalid_requests_are_rejected(change: dict, error: type[Exception]) -> None:
     submit = submit_of("r0")
     bad = SubmitRequest(request=msgspec.structs.replace(submit.request, **change))
-    held = admission()
+    queue = admission()
     with pytest.raises(error):
-        held.enqueue(bad, 0.0)
-    assert len(held) == 0
+        queue.enqueue(bad, 0.0)
+    assert len(queue) == 0
 
 
 def cancel_of(attempt: int | None, gateway_id: str = "gateway-0") -> CancelQueued:
@@ -179,76 +179,78 @@ def cancel_of(attempt: int | None, gateway_id: str = "gateway-0") -> CancelQueue
 @pytest.mark.parametrize(
     ("cancel", "is_held"),
     [
-        (cancel_of(2), True),  # came late: the third try is held
+        (cancel_of(2), True),  # too late: attempt 3 is queued
         (cancel_of(3), False),
         (cancel_of(4), False),
         (cancel_of(None), False),
         (cancel_of(None, "gateway-1"), True),
     ],
 )
-def test_a_cancel_is_of_its_gateways_tries_so_far(cancel: CancelQueued, is_held: bool) -> None:
-    held = admission()
-    held.enqueue(msgspec.structs.replace(submit_of("r0"), attempt=3), 0.0)
-    held.cancel(cancel)
-    assert len(held) == is_held
+def test_cancel_ignores_later_attempts_and_other_gateways(
+    cancel: CancelQueued, is_held: bool
+) -> None:
+    queue = admission()
+    queue.enqueue(msgspec.structs.replace(submit_of("r0"), attempt=3), 0.0)
+    queue.cancel(cancel)
+    assert len(queue) == is_held
 
 
-def test_no_gateway_replaces_the_request_of_another() -> None:
-    held = admission()
-    held.enqueue(submit_of("r0"), 0.0)
+def test_gateway_cannot_replace_request_of_another() -> None:
+    queue = admission()
+    queue.enqueue(submit_of("r0"), 0.0)
     with pytest.raises(InvalidRequest, match="another gateway"):
-        held.enqueue(submit_of("r0", gateway_id="gateway-1"), 0.0)
-    assert held.request_ids_by_gateway() == {"gateway-0": ("r0",)}
+        queue.enqueue(submit_of("r0", gateway_id="gateway-1"), 0.0)
+    assert queue.request_ids_by_gateway() == {"gateway-0": ("r0",)}
 
 
-def backlog(held: Admission, *, tenant_id: str = "busy", num: int = 40) -> None:
-    """Requests of 100 tokens, of which one a second finds a worker: ten are placed."""
+def backlog(queue: Admission, *, tenant_id: str = "busy", num: int = 40) -> None:
+    """Enqueues `num` requests of 100 tokens, then places ten of them, one per second."""
     for number in range(num):
         submit = submit_of(
             f"{tenant_id}-{number}", tenant_id=tenant_id, num_prompt_tokens=90, max_tokens=10
         )
-        held.enqueue(submit, 0.0)
+        queue.enqueue(submit, 0.0)
     for second in range(10):
-        ticket = held.pop(float(second))
+        ticket = queue.pop(float(second))
         assert ticket is not None
-        held.placed(ticket, float(second))
+        queue.placed(ticket, float(second))
 
 
-def test_who_cannot_meet_its_deadline_is_refused_at_once() -> None:
-    held = admission()
-    backlog(held)  # 3,000 tokens left, about 110 a second
-    with pytest.raises(Overloaded, match="the wait is about") as refused:
-        held.enqueue(submit_of("r0", tenant_id="busy", deadline_s=20.0), 9.0)
-    assert refused.value.retry_after_s is not None
-    assert 3 < refused.value.retry_after_s < 15  # till the rest of it takes 20 seconds
-    assert len(held) == 30
-    held.enqueue(submit_of("r1", tenant_id="busy", deadline_s=60.0), 9.0)
-    held.enqueue(submit_of("r2", tenant_id="modest", deadline_s=2.0), 9.0)  # its turn is next
-    ticket = held.pop(9.0)
+def test_request_that_cannot_meet_its_deadline_is_rejected() -> None:
+    queue = admission()
+    backlog(queue)  # 3,000 tokens left, about 110 tokens/s
+    with pytest.raises(Overloaded, match="the wait is about") as raised:
+        queue.enqueue(submit_of("r0", tenant_id="busy", deadline_s=20.0), 9.0)
+    assert raised.value.retry_after_s is not None
+    assert 3 < raised.value.retry_after_s < 15  # until the expected wait is 20 s
+    assert len(queue) == 30
+    queue.enqueue(submit_of("r1", tenant_id="busy", deadline_s=60.0), 9.0)
+    queue.enqueue(submit_of("r2", tenant_id="modest", deadline_s=2.0), 9.0)  # served next
+    ticket = queue.pop(9.0)
     assert ticket is not None and ticket.request.request_id == "r2"
 
 
-def test_a_heavier_tenant_waits_less() -> None:
-    held = admission()
-    backlog(held, num=20)
+def test_tenant_with_higher_weight_waits_less() -> None:
+    queue = admission()
+    backlog(queue, num=20)
     backlog_of_other = submit_of("r0", tenant_id="heavy", num_prompt_tokens=990)
     heavy = msgspec.structs.replace(backlog_of_other.request, weight=9.0)
-    held.enqueue(SubmitRequest(request=heavy), 9.0)
+    queue.enqueue(SubmitRequest(request=heavy), 9.0)
     late = msgspec.structs.replace(heavy, request_id="r1", deadline_s=12.0)
-    held.enqueue(SubmitRequest(request=late), 9.0)  # 1,000 tokens at nine tenths of the rate
+    queue.enqueue(SubmitRequest(request=late), 9.0)  # 1,000 tokens at nine tenths of the rate
     light = msgspec.structs.replace(late, request_id="r2", tenant_id="busy", weight=1.0)
     with pytest.raises(Overloaded, match="the wait is about"):
-        held.enqueue(SubmitRequest(request=light), 9.0)
+        queue.enqueue(SubmitRequest(request=light), 9.0)
 
 
-def test_nobody_is_refused_for_a_rate_that_no_wait_has_shown() -> None:
-    """A short burst after a quiet time says nothing of what the workers can do."""
-    held = admission()
+def test_no_rejection_before_a_wait_was_measured() -> None:
+    """The rate before a burst shows the demand, not the capacity of the workers."""
+    queue = admission()
     for second in range(100):
-        held.enqueue(submit_of(f"r{second}"), float(second))
-        ticket = held.pop(float(second))
+        queue.enqueue(submit_of(f"r{second}"), float(second))
+        ticket = queue.pop(float(second))
         assert ticket is not None
-        held.placed(ticket, second + 0.01)
+        queue.placed(ticket, second + 0.01)
     for number in range(50):
-        held.enqueue(submit_of(f"burst-{number}", deadline_s=0.5), 100.0)
-    assert len(held) == 50
+        queue.enqueue(submit_of(f"burst-{number}", deadline_s=0.5), 100.0)
+    assert len(queue) == 50

@@ -1,11 +1,11 @@
-"""The loops are compiled by `load` alone, and share numba's cache with other schedulers."""
+"""Only `load` compiles the loops; schedulers on one host share numba's cache."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-# A lock of one's own process keeps out, too, whoever opens the file anew.
+# flock also conflicts with a lock of the same process, if the file is opened again.
 SOURCE = """
 import fcntl
 from pathlib import Path
@@ -32,14 +32,14 @@ print(len(found) > 1, all(found))
 """
 
 
-def test_one_process_at_a_time_reads_and_fills_the_cache() -> None:
+def test_numba_cache_is_accessed_under_a_file_lock() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SOURCE], capture_output=True, text=True, check=True, timeout=120
     )
     assert done.stdout.split() == ["True", "True"]
 
 
-# Random fleets, decided by Python and then by machine code: exact equality.
+# Decides on random fleets in Python, then in machine code; the results are exactly equal.
 EQUAL = """
 import sys
 import numpy as np
@@ -78,7 +78,7 @@ print(len(plain), all(np.array_equal(a, b) for a, b in zip(plain, compiled, stri
 """
 
 
-def test_python_decides_as_the_machine_code_does() -> None:
+def test_python_and_compiled_loops_decide_equally() -> None:
     done = subprocess.run(
         [sys.executable, "-c", EQUAL], capture_output=True, text=True, check=True, timeout=120
     )

@@ -21,7 +21,7 @@ class Item:
 
 @dataclass
 class Model:
-    """The same rule without data structures: look at everything, every time."""
+    """The same rule without heaps: each operation examines all waiting requests."""
 
     waiting: list[Item] = field(default_factory=list)
     class_time: dict[int, float] = field(default_factory=dict)
@@ -91,7 +91,7 @@ operations = st.lists(
 
 
 @given(operations)
-def test_equals_the_model_on_random_operations(steps: list[tuple]) -> None:
+def test_queue_equals_the_model_on_random_operations(steps: list[tuple]) -> None:
     queue: FairQueue[Item] = FairQueue()
     model = Model()
     now = 0.0
@@ -105,7 +105,7 @@ def test_equals_the_model_on_random_operations(steps: list[tuple]) -> None:
             case "pop":
                 assert queue.pop(now) == model.pop(now)
             case "push_back":
-                # Popped and pushed back at once, the next pop must give the same request.
+                # After a pop and a push_back, the next pop returns the same request.
                 first = queue.pop(now)
                 if first is not None:
                     queue.push_back(first, now)
@@ -126,7 +126,7 @@ def test_equals_the_model_on_random_operations(steps: list[tuple]) -> None:
 def test_backlogged_tenants_differ_by_at_most_the_largest_requests(
     costs_a: list[int], costs_b: list[int], weight_b: float
 ) -> None:
-    """In tokens by weight."""
+    """The unit is tokens divided by weight."""
     queue: FairQueue[Item] = FairQueue()
     for number, (cost_a, cost_b) in enumerate(zip(costs_a, costs_b, strict=True)):
         queue.push(Item(2 * number, "a", cost_a), 0.0)
@@ -147,7 +147,7 @@ def drain(queue: FairQueue[Item]) -> list[int]:
     return order
 
 
-def test_fair_in_tokens_not_in_requests() -> None:
+def test_queue_is_fair_in_tokens_not_in_requests() -> None:
     queue: FairQueue[Item] = FairQueue()
     for number in range(3):
         queue.push(Item(number, "long", 100), 0.0)
@@ -156,7 +156,7 @@ def test_fair_in_tokens_not_in_requests() -> None:
     assert drain(queue) == [0, 3, 4, 1, 5, 6, 2, 7, 8]
 
 
-def test_a_higher_class_goes_first_and_a_lower_one_does_not_starve() -> None:
+def test_higher_class_is_first_and_lower_does_not_starve() -> None:
     queue: FairQueue[Item] = FairQueue()
     for number in range(4):
         queue.push(Item(number, "a", 10), 0.0)
@@ -165,7 +165,7 @@ def test_a_higher_class_goes_first_and_a_lower_one_does_not_starve() -> None:
     assert drain(queue) == [4, 0, 5, 6, 7, 8, 1, 9, 10, 11, 12, 2, 13, 3]
 
 
-def test_weights_share_the_tokens() -> None:
+def test_tenants_share_tokens_by_weight() -> None:
     queue: FairQueue[Item] = FairQueue()
     for number in range(4):
         queue.push(Item(number, "big", 10, weight=2.0), 0.0)
@@ -174,7 +174,7 @@ def test_weights_share_the_tokens() -> None:
     assert drain(queue) == [0, 4, 1, 2, 5, 3, 6, 7]
 
 
-def test_idling_earns_no_credit() -> None:
+def test_new_tenant_has_no_credit_for_earlier_time() -> None:
     queue: FairQueue[Item] = FairQueue()
     for number in range(20):
         queue.push(Item(number, "busy", 10), 0.0)
@@ -194,7 +194,7 @@ def test_idle_tenants_are_forgotten() -> None:
     assert len(queue._classes[0].flows) <= 1025
 
 
-def test_coming_back_earns_no_credit_for_a_tenant() -> None:
+def test_returning_tenant_has_no_credit_for_idle_time() -> None:
     queue: FairQueue[Item] = FairQueue()
     queue.push(Item(0, "returning", 10), 0.0)
     queue.pop(0.0)
@@ -207,7 +207,7 @@ def test_coming_back_earns_no_credit_for_a_tenant() -> None:
     assert drain(queue)[:8] == [21, 11, 22, 12, 23, 13, 24, 14]
 
 
-def test_coming_back_earns_no_credit_for_a_class() -> None:
+def test_returning_class_has_no_credit_for_idle_time() -> None:
     queue: FairQueue[Item] = FairQueue()
     queue.push(Item(0, "a", 10, priority=1), 0.0)
     queue.pop(0.0)
@@ -220,7 +220,7 @@ def test_coming_back_earns_no_credit_for_a_class() -> None:
     assert drain(queue)[:8] == [21, 22, 11, 23, 12, 24, 13, 25]
 
 
-def test_within_a_tenant_the_earliest_deadline_goes_first() -> None:
+def test_tenant_requests_are_ordered_by_deadline() -> None:
     queue: FairQueue[Item] = FairQueue()
     for number, deadline_at in enumerate([60.0, 30.0, 60.0, 5.0]):
         queue.push(Item(number, "a", 10, deadline_at=deadline_at), 0.0)
@@ -228,8 +228,8 @@ def test_within_a_tenant_the_earliest_deadline_goes_first() -> None:
     assert drain(queue) == [3, 4, 1, 0, 2]
 
 
-def test_a_class_gains_by_waiting_and_its_tenants_keep_their_turns() -> None:
-    """By weight alone the second one's turn came after 4^8 of the highest class."""
+def test_ageing_class_is_served_and_its_tenants_alternate() -> None:
+    """By weight alone, its second request would follow 4^8 requests of the highest class."""
     queue: FairQueue[Item] = FairQueue()
     for number in range(9):
         queue.push(Item(number, "flooder" if number < 8 else "modest", 10, priority=-4), 0.0)
@@ -248,7 +248,7 @@ def test_a_class_gains_by_waiting_and_its_tenants_keep_their_turns() -> None:
     assert len(gaps) >= 2
 
 
-def test_memory_is_bounded_by_what_waits() -> None:
+def test_heap_sizes_are_bounded_by_waiting_requests() -> None:
     queue: FairQueue[Item] = FairQueue()
     for number in range(5000):
         queue.push(Item(number, "a", 10), 0.0)

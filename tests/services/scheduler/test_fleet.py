@@ -1,4 +1,4 @@
-"""The scheduler's view of the workers: what heartbeats say, and what was placed since."""
+"""The scheduler's estimate of the workers' load: heartbeats, plus later assignments."""
 
 from __future__ import annotations
 
@@ -69,17 +69,17 @@ class Rig:
         return target.decode_id
 
 
-def test_what_was_placed_counts_until_a_heartbeat_must_know_of_it() -> None:
+def test_assignment_counts_until_a_heartbeat_includes_it() -> None:
     rig = Rig()
     rig.beat("d1", 0.0)
     assert [rig.assign(0.01), rig.assign(0.02), rig.assign(0.03)] == ["d1", "d1", None]
-    rig.beat("d1", 0.04)  # it may have been sent before it knew
+    rig.beat("d1", 0.04)  # may have been sent before the assignment
     assert rig.assign(0.04) is None
     rig.beat("d1", 0.25)
     assert rig.assign(0.26) == "d1"
 
 
-def test_what_a_worker_refused_does_not_count() -> None:
+def test_rejected_assignment_does_not_count() -> None:
     rig = Rig()
     rig.beat("d1", 0.0)
     for _ in range(5):
@@ -93,7 +93,7 @@ def test_what_a_worker_refused_does_not_count() -> None:
     assert rig.place(0.26) is not None
 
 
-def test_a_prompt_is_counted_where_it_is_computed() -> None:
+def test_prompt_counts_on_the_worker_that_computes_it() -> None:
     rig = Rig()
     rig.beat("d1", 0.0)
     rig.beat("p1", 0.0, "prefill")
@@ -110,7 +110,7 @@ def test_a_prompt_is_counted_where_it_is_computed() -> None:
     "change",
     [{"state": "draining"}, {"state": "starting"}, {"model": None}, {"load": None}],
 )
-def test_who_takes_no_work_gets_none(change: dict[str, object]) -> None:
+def test_worker_that_accepts_no_work_gets_none(change: dict[str, object]) -> None:
     rig = Rig()
     rig.beat("d1", 0.0)
     assert rig.workers.has_worker(LANE, ())
@@ -121,7 +121,7 @@ def test_who_takes_no_work_gets_none(change: dict[str, object]) -> None:
     assert rig.place(0.5) is not None
 
 
-def test_a_lost_worker_is_gone_until_it_makes_a_step() -> None:
+def test_lost_worker_is_excluded_until_it_makes_a_step() -> None:
     rig = Rig()
     last = rig.beat("d1", 0.0)
     for tick in range(30):
@@ -144,7 +144,7 @@ def test_a_lost_worker_is_gone_until_it_makes_a_step() -> None:
     assert rig.workers.has_worker(LANE, ())
 
 
-def test_an_old_heartbeat_changes_nothing() -> None:
+def test_old_heartbeat_is_ignored() -> None:
     rig = Rig()
     first = rig.beat("d1", 0.0)
     rig.beat("d1", 0.25, state="draining")
@@ -152,7 +152,7 @@ def test_an_old_heartbeat_changes_nothing() -> None:
     assert not rig.workers.has_worker(LANE, ())
 
 
-def test_a_worker_that_changes_its_model_changes_its_lane() -> None:
+def test_worker_that_changes_its_model_changes_its_lane() -> None:
     rig = Rig()
     rig.beat("d1", 0.0)
     rig.beat("d1", 0.25, model=msgspec.structs.replace(CARD, revision="r2"))
@@ -160,7 +160,7 @@ def test_a_worker_that_changes_its_model_changes_its_lane() -> None:
     assert rig.workers.has_worker(("m", "r2"), ())
 
 
-def test_regions_are_those_that_heartbeats_name() -> None:
+def test_worker_regions_are_those_of_the_heartbeats() -> None:
     rig = Rig()
     rig.beat("d1", 0.0, region="eu")
     rig.beat("d2", 0.0)

@@ -1,4 +1,4 @@
-"""Whatever an index says, a request is placed once, on a worker that is there: it costs time."""
+"""An invalid reply of the index costs time only: each request is placed once, on a live worker."""
 
 from __future__ import annotations
 
@@ -23,52 +23,50 @@ def matches(*pairs: tuple[str, int]) -> PrefixMatches:
     return PrefixMatches(state="exact", matches=found)
 
 
-class Torn(Message, frozen=True, kw_only=True, tag="PrefixMatches"):
-    """Looks like an answer."""
+class AnyMatches(Message, frozen=True, kw_only=True, tag="PrefixMatches"):
+    """Has the tag of PrefixMatches, but fields of any type."""
 
     state: Any = "exact"
     matches: Any = ()
 
 
-NONSENSE: dict[str, Message] = {
+INVALID_REPLIES: dict[str, Message] = {
     "unknown workers": matches(("nobody", 3), ("", 2), ("gateway-0", 9)),
-    "more blocks than asked": matches(("decode-0", LARGEST), ("prefill-0", LARGEST)),
-    "one worker again and again": matches(*[("decode-0", count) for count in (0, 9, 1)] * 500),
+    "more blocks than requested": matches(("decode-0", LARGEST), ("prefill-0", LARGEST)),
+    "one worker repeatedly": matches(*[("decode-0", count) for count in (0, 9, 1)] * 500),
     "a prefill worker as decode": matches(("prefill-0", 2)),
-    "negative": Torn(matches=[{"worker_id": "decode-0", "num_blocks": -4}]),
-    "no number": Torn(matches=[{"worker_id": "decode-0", "num_blocks": "many"}]),
-    "no list": Torn(matches={"decode-0": 4}),
-    "no state": Torn(state="fine"),
+    "negative": AnyMatches(matches=[{"worker_id": "decode-0", "num_blocks": -4}]),
+    "not a number": AnyMatches(matches=[{"worker_id": "decode-0", "num_blocks": "many"}]),
+    "not a list": AnyMatches(matches={"decode-0": 4}),
+    "unknown state": AnyMatches(state="fine"),
     "another message": Done(),
     "a failure": failure_of(HearthError("out of order")),
 }
 
 
-@pytest.mark.parametrize("answer", NONSENSE.values(), ids=NONSENSE)
+@pytest.mark.parametrize("reply", INVALID_REPLIES.values(), ids=INVALID_REPLIES)
 @pytest.mark.parametrize("has_prefill", [False, True])
-def test_a_request_is_placed_once_on_a_worker_that_is_there(
-    answer: Message, has_prefill: bool
-) -> None:
+def test_request_is_placed_once_on_a_live_worker(reply: Message, has_prefill: bool) -> None:
     async def play() -> None:
         rig = Rig()
         await rig.start()
         bus = rig.network.bus("kv_index-0")
-        asked: list[MatchPrefix] = []
+        queries: list[MatchPrefix] = []
 
-        def match(question: MatchPrefix) -> Message:
-            asked.append(question)
-            return answer
+        def match(query: MatchPrefix) -> Message:
+            queries.append(query)
+            return reply
 
         await bus.serve(subjects.MATCH, MatchPrefix, match, queue=subjects.KV_INDEX_GROUP)
         workers = [await rig.worker("decode-0"), await rig.worker("decode-1")]
         if has_prefill:
             await rig.worker("prefill-0", "prefill")
         await rig.submit(submit_of("r", num_prompt_tokens=100))
-        ending = await rig.ending()
-        assert isinstance(ending, Placed), ending
+        result = await rig.result()
+        assert isinstance(result, Placed), result
         await asyncio.sleep(1)
-        assert len(asked) == 1
-        assert [ending.placement_id] == [
+        assert len(queries) == 1
+        assert [result.placement_id] == [
             start.placement_id for worker in workers for start in worker.started
         ]
         for worker in workers:

@@ -20,9 +20,9 @@ LONG = RequestSize(
     num_prompt_tokens=1600, num_tokens=1600
 )  # 100 blocks, and one for the next token
 MEASURED = Speed(is_measured=True)  # 5 ms a step, 0.1 ms a token
-HOP_S = 0.004
+HANDOFF_OVERHEAD_S = 0.004
 NOW = 50.0
-LEARNED = LocalPrefill(always=4, at_most=1_000_000)
+BY_COST = LocalPrefill(always=4, at_most=1_000_000)
 
 
 def placed(
@@ -31,13 +31,13 @@ def placed(
     prefills: list[WorkerRow],
     cached: dict[str, int] | None = None,
     *,
-    local_prefill: LocalPrefill = LEARNED,
+    local_prefill: LocalPrefill = BY_COST,
     excluded: frozenset[str] = frozenset(),
     seed: int = 0,
 ) -> Target | None:
     return place(
         needs,
-        Workers(WorkerTable(decodes), WorkerTable(prefills), HOP_S),
+        Workers(WorkerTable(decodes), WorkerTable(prefills), HANDOFF_OVERHEAD_S),
         cached or {},
         local_prefill=local_prefill,
         now=NOW,
@@ -89,7 +89,7 @@ def busy_s(worker: WorkerRow, seconds: float) -> WorkerRow:
             ("d1", ()),
         ),
         (
-            "but not any load",
+            "a long prefix is not worth any load",
             [replace(D1, decode_tokens=100_000), D2],
             [P1],
             {"d1": 99},
@@ -102,7 +102,7 @@ def busy_s(worker: WorkerRow, seconds: float) -> WorkerRow:
             {},
             ("d1", ()),
         ),
-        ("one that refused lately", [replace(D1, is_avoided=True), D2], [], {}, ("d2", ())),
+        ("an avoided worker", [replace(D1, is_avoided=True), D2], [], {}, ("d2", ())),
         (
             "the faster worker",
             [replace(D1, speed=Speed(token_s=1e-3)), D2],
@@ -131,8 +131,8 @@ def test_placement_table(
     assert found == expected
 
 
-def test_short_prompts_are_computed_where_they_are_decoded_and_long_ones_are_not() -> None:
-    """On a CPU: 5 ms a step, 10,000 tokens/s; and on decode a handful of requests under way."""
+def test_only_long_prompts_are_handed_off() -> None:
+    """As on a CPU: 5 ms per step, 10,000 tokens/s; six requests run on the decode worker."""
     decode = replace(D1, num_running=6, speed=MEASURED)
     prefill = replace(P1, speed=MEASURED)
     is_remote = {
@@ -142,7 +142,7 @@ def test_short_prompts_are_computed_where_they_are_decoded_and_long_ones_are_not
     assert is_remote == {20: False, 100: False, 200: True, 1000: True, 8000: True}
 
 
-def test_a_rest_of_a_given_length_is_never_handed_off_or_always() -> None:
+def test_local_prefill_limits_forbid_or_force_a_handoff() -> None:
     never, always = LocalPrefill(always=2000, at_most=2000), LocalPrefill(always=4, at_most=4)
     assert placed(LONG, [D1], [P1], local_prefill=never).prefill_candidates == ()
     short = prompt(20)
@@ -150,17 +150,17 @@ def test_a_rest_of_a_given_length_is_never_handed_off_or_always() -> None:
     assert placed(short, [D1], [], local_prefill=always).prefill_candidates == ()
 
 
-def test_at_most_three_prefill_candidates() -> None:
+def test_target_has_at_most_three_prefill_candidates() -> None:
     prefills = [replace(P1, worker_id=f"p{number}") for number in range(9)]
     assert len(placed(LONG, [D1], prefills).prefill_candidates) == 3
 
 
-def test_a_wholly_cached_prompt_needs_no_prefill_worker() -> None:
+def test_fully_cached_prompt_needs_no_prefill_worker() -> None:
     target = placed(LONG, [D1], [P1], {"d1": 100}, local_prefill=LocalPrefill(0, 0))
     assert (target.prefill_candidates, target.num_uncached_tokens) == ((), 0)
 
 
-def test_received_outputs_need_room_too() -> None:
+def test_received_outputs_need_blocks_too() -> None:
     resumed = RequestSize(num_prompt_tokens=1600, num_tokens=1632)
     assert placed(resumed, [replace(D1, num_free_blocks=102)], []) is None
     assert placed(resumed, [replace(D1, num_free_blocks=103)], []).num_blocks == 103
@@ -169,10 +169,10 @@ def test_received_outputs_need_room_too() -> None:
 def test_equal_workers_share_the_load() -> None:
     firsts: Counter[str] = Counter()
     randomness = SeededRandomness(1)
-    workers = Workers(WorkerTable([D1, D2, D3]), WorkerTable([P1, P2]), HOP_S)
+    workers = Workers(WorkerTable([D1, D2, D3]), WorkerTable([P1, P2]), HANDOFF_OVERHEAD_S)
     for _ in range(600):
         target = place(
-            LONG, workers, {}, local_prefill=LEARNED, now=NOW, random_below=randomness.below
+            LONG, workers, {}, local_prefill=BY_COST, now=NOW, random_below=randomness.below
         )
         assert target is not None
         firsts[target.decode_id] += 1
@@ -181,8 +181,8 @@ def test_equal_workers_share_the_load() -> None:
     assert all(250 < firsts[name] < 350 for name in ("p1", "p2"))
 
 
-def test_a_hot_prefix_does_not_go_to_one_worker() -> None:
-    """Only d1 holds it at first; whoever decodes it holds it from then on."""
+def test_requests_of_a_hot_prefix_spread_over_workers() -> None:
+    """At first only d1 has the prefix in its cache; each worker that decodes it adds it."""
     workers = {name: replace(D1, worker_id=name) for name in ("d1", "d2", "d3")}
     cached, count = {"d1": 99}, Counter[str]()
     for number in range(300):
@@ -194,7 +194,7 @@ def test_a_hot_prefix_does_not_go_to_one_worker() -> None:
     assert min(count.values()) > 60
 
 
-def test_an_affinity_key_names_one_worker_until_it_costs_twice_the_best() -> None:
+def test_affinity_key_selects_one_worker_up_to_twice_the_cost() -> None:
     session = replace(LONG, affinity_key="session-7")
     first = placed(session, [D1, D2, D3], [P1]).decode_id
     for seed in range(20):
@@ -206,8 +206,8 @@ def test_an_affinity_key_names_one_worker_until_it_costs_twice_the_best() -> Non
     assert placed(session, [loaded, *others], [P1]).decode_id != first
 
 
-def test_of_equal_prefixes_the_affinity_keys_worker_is_kept() -> None:
-    """A system prompt is on all of them, the history not yet known."""
+def test_affinity_key_decides_between_equal_prefixes() -> None:
+    """All workers have the system prompt in their cache; the session has no history yet."""
     session, cached = replace(LONG, affinity_key="session-7"), {"d1": 50, "d2": 50, "d3": 50}
     first = placed(session, [D1, D2, D3], []).decode_id
     loads = [replace(each, decode_tokens=500 * (each.worker_id == first)) for each in (D1, D2, D3)]
@@ -216,7 +216,7 @@ def test_of_equal_prefixes_the_affinity_keys_worker_is_kept() -> None:
     assert placed(session, loads, [], deeper).decode_id != first
 
 
-def test_sessions_spread_and_a_lost_worker_moves_only_its_own() -> None:
+def test_sessions_spread_and_lost_worker_moves_only_its_own() -> None:
     decodes = [replace(D1, worker_id=f"d{number}") for number in range(8)]
     sessions = [replace(LONG, affinity_key=f"session-{number}") for number in range(400)]
     before = {each.affinity_key: placed(each, decodes, []).decode_id for each in sessions}
@@ -228,7 +228,7 @@ def test_sessions_spread_and_a_lost_worker_moves_only_its_own() -> None:
     }
 
 
-def test_no_region_outside_of_those_allowed_is_tried() -> None:
+def test_workers_outside_allowed_regions_are_not_tried() -> None:
     eu = replace(LONG, allowed_regions=("eu",))
     d_eu, d_us = replace(D1, region="eu", decode_tokens=90_000), replace(D2, region="us")
     p_eu, p_us = replace(P1, region="eu", busy_until=NOW + 0.3), replace(P2, region="us")
@@ -237,18 +237,18 @@ def test_no_region_outside_of_those_allowed_is_tried() -> None:
     target = placed(eu, [d_eu, d_us], [replace(p_eu, busy_until=0.0), p_us])
     assert (target.decode_id, target.prefill_candidates) == ("d1", ("p1",))
     assert placed(eu, [d_us, D3], [p_eu]) is None
-    nameless = replace(LONG, allowed_regions=("",))
-    assert placed(nameless, [D3], []) is None
+    no_region = replace(LONG, allowed_regions=("",))
+    assert placed(no_region, [D3], []) is None
 
 
-def test_who_has_enough_to_do_gets_nothing() -> None:
+def test_worker_with_enough_work_gets_no_request() -> None:
     decode, prefill = replace(D1, speed=MEASURED), replace(P1, speed=MEASURED)
     full = busy_s(prefill, 0.5)
     assert placed(LONG, [busy_s(decode, 1.0)], [full]) is None
     assert placed(LONG, [decode], [busy_s(prefill, 0.05)]).prefill_candidates == ()
-    short_of_it = busy_s(decode, 1.0)
-    assert placed(LONG, [short_of_it], [busy_s(prefill, 0.05)]).prefill_candidates == ("p1",)
-    # A prompt that costs less to wait with than to compute here waits.
+    busy_decode = busy_s(decode, 1.0)
+    assert placed(LONG, [busy_decode], [busy_s(prefill, 0.05)]).prefill_candidates == ("p1",)
+    # The prompt waits, because waiting costs less than a local prefill.
     crowded = replace(decode, num_running=100)
     assert placed(LONG, [crowded], [full]) is None
     unmeasured = replace(full, speed=Speed())
@@ -296,9 +296,9 @@ def workers(draw: st.DrawFn) -> list[WorkerRow]:
     st.dictionaries(st.sampled_from([*names, "unknown"]), st.integers(0, 50)),
     st.sampled_from([(), ("eu",), ("eu", "us"), ("asia",)]),
     st.frozensets(st.sampled_from(names), max_size=2),
-    st.sampled_from([LEARNED, LocalPrefill(0, 0), LocalPrefill(100, 300)]),
+    st.sampled_from([BY_COST, LocalPrefill(0, 0), LocalPrefill(100, 300)]),
 )
-def test_equals_the_plain_scan(
+def test_placement_equals_the_plain_scan(
     decodes: list[WorkerRow],
     prefills: list[WorkerRow],
     num_prompt_tokens: int,
@@ -311,7 +311,9 @@ def test_equals_the_plain_scan(
     needs = RequestSize(
         num_prompt_tokens, num_prompt_tokens + num_output_tokens, allowed_regions=regions
     )
-    scan = PlainScan(needs, decodes, prefills, cached, HOP_S, local_prefill, NOW, excluded)
+    scan = PlainScan(
+        needs, decodes, prefills, cached, HANDOFF_OVERHEAD_S, local_prefill, NOW, excluded
+    )
     target = placed(
         needs, decodes, prefills, cached, local_prefill=local_prefill, excluded=excluded
     )
@@ -321,23 +323,23 @@ def test_equals_the_plain_scan(
         return
     assert target.decode_id in best
     decode = next(each for each in decodes if each.worker_id == target.decode_id)
-    way = scan.way(decode)
-    assert bool(target.prefill_candidates) == way.is_remote
+    prefill_option = scan.prefill_option(decode)
+    assert bool(target.prefill_candidates) == prefill_option.is_remote
     assert target.num_blocks == needs.num_blocks(decode.block_size)
     by_name = {each.worker_id: each for each in prefills}
-    if not way.is_remote:
+    if not prefill_option.is_remote:
         assert target.num_uncached_tokens == scan.uncached(decode)
         return
     assert target.num_uncached_tokens == scan.uncached(by_name[target.prefill_candidates[0]])
     ranks = {name: (closed, seconds) for closed, seconds, name in scan.handoffs(decode)}
     found = [ranks[name] for name in target.prefill_candidates]
-    wanted = sorted(ranks.values())[:3]
-    assert [closed for closed, _ in found] == [closed for closed, _ in wanted]
-    assert all(is_close(a, b) for (_, a), (_, b) in zip(found, wanted, strict=True))
+    best_ranks = sorted(ranks.values())[:3]
+    assert [closed for closed, _ in found] == [closed for closed, _ in best_ranks]
+    assert all(is_close(a, b) for (_, a), (_, b) in zip(found, best_ranks, strict=True))
 
 
 @given(st.lists(st.tuples(st.sampled_from(names), st.booleans(), st.integers(0, 99))))
-def test_a_table_holds_what_was_put_last(steps: list[tuple[str, bool, int]]) -> None:
+def test_table_has_the_last_row_put_for_each_worker(steps: list[tuple[str, bool, int]]) -> None:
     table, held = WorkerTable(), dict[str, WorkerRow]()
     for name, is_put, number in steps:
         if is_put:

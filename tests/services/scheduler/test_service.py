@@ -45,14 +45,14 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def test_a_request_is_placed_and_forgotten() -> None:
+def test_request_is_placed_and_forgotten() -> None:
     async def test(rig: Rig) -> None:
         decode = await rig.worker("decode-0")
         await rig.worker("prefill-0", "prefill")
         await rig.index()
         queued = await rig.submit(submit_of("r0", num_prompt_tokens=2000))
         assert (queued.scheduler_id, queued.num_ahead) == ("scheduler-0", 0)
-        placed = await rig.ending()
+        placed = await rig.result()
         start = decode.started[0]
         assert placed == Placed(
             request_id="r0", placement_id=start.placement_id, worker_id="decode-0"
@@ -61,20 +61,20 @@ def test_a_request_is_placed_and_forgotten() -> None:
         assert start.prefill_candidates == ("prefill-0",)
         assert 59.9 < start.request.deadline_s < 60.0
         await asyncio.sleep(2)
-        assert rig.told["gateway-0"] == [placed]  # no keepalive for what is not held
+        assert rig.updates["gateway-0"] == [placed]  # no keepalive for a placed request
 
     scenario(test)
 
 
-def test_a_busy_worker_is_followed_by_the_next_under_a_new_id() -> None:
+def test_busy_worker_is_followed_by_next_with_a_new_id() -> None:
     async def test(rig: Rig) -> None:
-        await rig.worker("decode-0", answer=busy)
-        await rig.worker("decode-1", answer=busy)
+        await rig.worker("decode-0", reply=busy)
+        await rig.worker("decode-1", reply=busy)
         good = await rig.worker("decode-2")
         for number in range(6):
             await rig.submit(submit_of(f"r{number}"))
-        await rig.ending(num=6)
-        assert {each.worker_id for each in rig.endings() if isinstance(each, Placed)} == {
+        await rig.result(num=6)
+        assert {each.worker_id for each in rig.results() if isinstance(each, Placed)} == {
             "decode-2"
         }
         ids = [start.placement_id for worker in rig.workers.values() for start in worker.started]
@@ -84,14 +84,14 @@ def test_a_busy_worker_is_followed_by_the_next_under_a_new_id() -> None:
     scenario(test)
 
 
-def test_silence_means_the_next_worker_and_an_abort_of_the_old_id() -> None:
+def test_start_timeout_aborts_and_tries_the_next_worker() -> None:
     async def test(rig: Rig) -> None:
         hung = await rig.worker("decode-0", delay_s=5.0)
         await rig.submit(submit_of("r0"))
         await eventually(lambda: len(hung.started) == 1)
         began = now()
         good = await rig.worker("decode-1")
-        placed = await rig.ending()
+        placed = await rig.result()
         assert isinstance(placed, Placed)
         assert placed.worker_id == "decode-1"
         assert now() - began < 0.11
@@ -102,7 +102,7 @@ def test_silence_means_the_next_worker_and_an_abort_of_the_old_id() -> None:
     scenario(test)
 
 
-def test_a_worker_that_left_without_a_word_is_passed_over() -> None:
+def test_disconnected_worker_is_skipped() -> None:
     async def test(rig: Rig) -> None:
         await rig.worker("decode-0")
         rig.network.disconnect("decode-0")
@@ -110,26 +110,26 @@ def test_a_worker_that_left_without_a_word_is_passed_over() -> None:
         rig.workers["decode-1"].num_free_blocks = 900
         for number in range(4):
             await rig.submit(submit_of(f"r{number}"))
-        await rig.ending(num=4)
+        await rig.result(num=4)
         assert len(rig.workers["decode-1"].started) == 4
 
     scenario(test)
 
 
-def test_a_silent_index_costs_20_ms_and_no_more() -> None:
+def test_unresponsive_index_delays_placement_by_20_ms() -> None:
     async def test(rig: Rig) -> None:
         await rig.worker("decode-0")
         await rig.index()
         rig.network.freeze("kv_index-0")
         began = now()
         await rig.submit(submit_of("r0", num_prompt_tokens=100))
-        await rig.ending()
+        await rig.result()
         assert 0.02 <= now() - began < 0.03
 
     scenario(test)
 
 
-def test_a_cached_prefix_draws_its_requests() -> None:
+def test_requests_are_placed_where_their_prefix_is_cached() -> None:
     async def test(rig: Rig) -> None:
         for number in range(3):
             await rig.worker(f"decode-{number}")
@@ -137,29 +137,29 @@ def test_a_cached_prefix_draws_its_requests() -> None:
         rig.matches = (PrefixMatch(worker_id="decode-1", num_blocks=62),)
         for number in range(5):
             await rig.submit(submit_of(f"r{number}", num_prompt_tokens=1000))
-        await rig.ending(num=5)
+        await rig.result(num=5)
         assert len(rig.workers["decode-1"].started) == 5
 
     scenario(test)
 
 
-def test_a_burst_between_two_heartbeats_spreads() -> None:
+def test_burst_between_heartbeats_spreads_over_workers() -> None:
     async def test(rig: Rig) -> None:
         for number in range(4):
             await rig.worker(f"decode-{number}")
         began = now()
         for number in range(40):
             await rig.submit(submit_of(f"r{number}", num_prompt_tokens=500))
-        await rig.ending(num=40)
+        await rig.result(num=40)
         assert now() - began < 0.25
-        counts = Counter(e.worker_id for e in rig.endings() if isinstance(e, Placed))
+        counts = Counter(e.worker_id for e in rig.results() if isinstance(e, Placed))
         assert sorted(counts.values()) == [10, 10, 10, 10]
 
     scenario(test)
 
 
-def test_of_those_that_come_at_once_the_queue_decides_who_is_next() -> None:
-    """As after another scheduler's death: all that it held comes in one read."""
+def test_fair_queue_orders_concurrent_requests() -> None:
+    """As after the loss of another scheduler: all its requests arrive in one read."""
 
     async def test(rig: Rig) -> None:
         decode = await rig.worker("decode-0")
@@ -167,15 +167,15 @@ def test_of_those_that_come_at_once_the_queue_decides_who_is_next() -> None:
             rig.service._submit(submit_of(f"flood-{number}", tenant_id="flooder"))
         rig.service._submit(submit_of("other"))
         rig.service._submit(submit_of("urgent", tenant_id="flooder", priority=3))
-        await rig.ending(num=42)
+        await rig.result(num=42)
         order = [start.request.request_id for start in decode.started]
-        assert order[0] == "flood-0"  # nobody else was there yet
+        assert order[0] == "flood-0"  # the only request at that time
         assert {"urgent", "other"} < set(order[:8])
 
     scenario(test)
 
 
-def test_a_burst_does_not_overrun_the_room_of_the_last_heartbeat() -> None:
+def test_burst_does_not_exceed_free_blocks_of_the_heartbeat() -> None:
     async def test(rig: Rig) -> None:
         worker = await rig.worker("decode-0", num_free_blocks=100)
         for number in range(10):  # of 32 blocks each
@@ -186,15 +186,15 @@ def test_a_burst_does_not_overrun_the_room_of_the_last_heartbeat() -> None:
     scenario(test)
 
 
-def test_an_invalid_request_fails_at_once() -> None:
-    def refuse(message: StartDecode) -> DecodeStarted:
+def test_invalid_request_fails_at_once() -> None:
+    def reject(message: StartDecode) -> DecodeStarted:
         raise InvalidRequest("no such token", param="prompt")
 
     async def test(rig: Rig) -> None:
-        await rig.worker("decode-0", answer=refuse)
-        await rig.worker("decode-1", answer=refuse)
+        await rig.worker("decode-0", reply=reject)
+        await rig.worker("decode-1", reply=reject)
         await rig.submit(submit_of("r0"))
-        failed = await rig.ending(within_s=0.05)
+        failed = await rig.result(within_s=0.05)
         assert isinstance(failed, PlacementFailed)
         assert (failed.failure.code, failed.failure.param) == ("invalid_request", "prompt")
         assert sum(len(worker.started) for worker in rig.workers.values()) == 1
@@ -202,18 +202,18 @@ def test_an_invalid_request_fails_at_once() -> None:
     scenario(test)
 
 
-def test_a_prompt_beyond_every_cache_fails_at_once() -> None:
+def test_prompt_larger_than_every_cache_fails_at_once() -> None:
     async def test(rig: Rig) -> None:
         await rig.worker("decode-0")
         await rig.submit(submit_of("r0", num_prompt_tokens=16_000))
-        failed = await rig.ending(within_s=0.1)
+        failed = await rig.result(within_s=0.1)
         assert isinstance(failed, PlacementFailed)
         assert failed.failure.code == "context_length_exceeded"
 
     scenario(test)
 
 
-def test_full_workers_get_it_when_a_heartbeat_shows_room() -> None:
+def test_queued_requests_start_when_a_heartbeat_shows_room() -> None:
     async def test(rig: Rig) -> None:
         worker = await rig.worker("decode-0", num_free_blocks=NO_ROOM)
         await rig.submit(submit_of("r0"))
@@ -221,54 +221,54 @@ def test_full_workers_get_it_when_a_heartbeat_shows_room() -> None:
         await asyncio.sleep(3)
         assert worker.started == []
         worker.num_free_blocks = 100
-        await rig.ending(num=2, within_s=0.3)
+        await rig.result(num=2, within_s=0.3)
         assert [start.request.request_id for start in worker.started] == ["r0", "r1"]
         assert worker.started[0].request.deadline_s < 57
 
     scenario(test)
 
 
-def test_refusing_workers_are_asked_again_after_their_next_heartbeat() -> None:
+def test_busy_workers_are_retried_after_their_next_heartbeat() -> None:
     async def test(rig: Rig) -> None:
-        worker = await rig.worker("decode-0", answer=busy)
+        worker = await rig.worker("decode-0", reply=busy)
         await rig.submit(submit_of("r0"))
         await asyncio.sleep(1.0)
         assert 3 <= len(worker.started) <= 6
-        worker.answer = type(worker).answer
-        assert isinstance(await rig.ending(within_s=0.3), Placed)
+        worker.reply = type(worker).reply
+        assert isinstance(await rig.result(within_s=0.3), Placed)
 
     scenario(test)
 
 
-def test_a_full_model_does_not_hold_up_another() -> None:
+def test_full_model_does_not_delay_another() -> None:
     async def test(rig: Rig) -> None:
         await rig.worker("decode-0", num_free_blocks=NO_ROOM)
         await rig.worker("decode-1", model="other")
         await rig.submit(submit_of("r0"))
         await rig.submit(submit_of("r1", model="other"))
-        placed = await rig.ending(within_s=0.1)
+        placed = await rig.result(within_s=0.1)
         assert (placed.request_id, type(placed)) == ("r1", Placed)
 
     scenario(test)
 
 
-def test_the_next_is_placed_as_soon_as_a_worker_has_done_enough() -> None:
-    """Not when somebody next looks at the clock or the worker's heartbeat comes."""
+def test_next_request_is_placed_when_enough_work_is_done() -> None:
+    """The request waits neither for the next tick nor for the next heartbeat."""
 
     async def test(rig: Rig) -> None:
         worker = await rig.worker("decode-0", token_s=1e-4)
         for number in range(12):
-            await asyncio.sleep(0.57)  # to another place between two looks and two heartbeats
-            first = len(worker.heard_at)
+            await asyncio.sleep(0.57)  # each time in another phase of ticks and heartbeats
+            first = len(worker.started_at)
             await rig.submit(submit_of(f"a{number}", num_prompt_tokens=1100))
             await rig.submit(submit_of(f"b{number}", num_prompt_tokens=100))
-            await eventually(lambda first=first: len(worker.heard_at) == first + 2)
-            assert worker.heard_at[-1] - worker.heard_at[-2] < 0.03
+            await eventually(lambda first=first: len(worker.started_at) == first + 2)
+            assert worker.started_at[-1] - worker.started_at[-2] < 0.03
 
     scenario(test)
 
 
-def test_keepalives_name_what_is_held() -> None:
+def test_keepalives_list_queued_requests() -> None:
     async def test(rig: Rig) -> None:
         await rig.worker("decode-0", num_free_blocks=NO_ROOM)
         await rig.gateway("gateway-1")
@@ -278,38 +278,38 @@ def test_keepalives_name_what_is_held() -> None:
         await asyncio.sleep(1.6)
         keepalive = QueueKeepalive(scheduler_id="scheduler-0", request_ids=("r0", "r1"))
         other = QueueKeepalive(scheduler_id="scheduler-0", request_ids=("r2",))
-        assert rig.told["gateway-0"] == [keepalive] * 3
-        assert rig.told["gateway-1"] == [other] * 3
+        assert rig.updates["gateway-0"] == [keepalive] * 3
+        assert rig.updates["gateway-1"] == [other] * 3
 
     scenario(test)
 
 
-def test_the_deadline_ends_the_wait() -> None:
+def test_deadline_ends_the_wait() -> None:
     async def test(rig: Rig) -> None:
         await rig.worker("decode-0", num_free_blocks=NO_ROOM)
         began = now()
         await rig.submit(submit_of("r0", deadline_s=2.0))
-        failed = await rig.ending()
+        failed = await rig.result()
         assert isinstance(failed, PlacementFailed)
         assert failed.failure.code == "deadline_exceeded"
         assert 2.0 <= now() - began < 2.2
         rig.workers["decode-0"].num_free_blocks = 100
         await asyncio.sleep(1)
-        assert rig.endings() == [failed]
+        assert rig.results() == [failed]
 
     scenario(test)
 
 
-def test_a_deadline_that_passes_while_a_worker_is_asked_ends_it_once() -> None:
+def test_deadline_during_start_decode_fails_request_once() -> None:
     async def test(rig: Rig) -> None:
         worker = await rig.worker("decode-0", delay_s=0.09)
         for number in range(20):  # at every phase of the scheduler's tick
             await rig.submit(submit_of(f"r{number}", deadline_s=0.08))
             await asyncio.sleep(0.013)
         await asyncio.sleep(2)
-        assert [each.request_id for each in rig.endings()] != []
-        assert len({each.request_id for each in rig.endings()}) == len(rig.endings()) == 20
-        failed = {each.request_id for each in rig.endings() if isinstance(each, PlacementFailed)}
+        assert [each.request_id for each in rig.results()] != []
+        assert len({each.request_id for each in rig.results()}) == len(rig.results()) == 20
+        failed = {each.request_id for each in rig.results() if isinstance(each, PlacementFailed)}
         started = {each.placement_id: each.request.request_id for each in worker.started}
         assert failed
         assert {started[each.placement_id] for each in worker.aborted} == failed
@@ -317,27 +317,27 @@ def test_a_deadline_that_passes_while_a_worker_is_asked_ends_it_once() -> None:
     scenario(test)
 
 
-def test_a_deadline_that_passes_before_a_worker_is_asked_leaves_its_load_as_it_was() -> None:
+def test_deadline_before_start_decode_leaves_load_unchanged() -> None:
     async def test(rig: Rig) -> None:
         await rig.worker("decode-0", num_free_blocks=10)
         await rig.index()
         for number in range(3):
             await rig.submit(submit_of(f"r{number}", num_prompt_tokens=100, deadline_s=0.0001))
-            ending = await rig.ending(num=number + 1)
-            assert isinstance(ending, PlacementFailed)
-            assert ending.failure.code == "deadline_exceeded"
+            result = await rig.result(num=number + 1)
+            assert isinstance(result, PlacementFailed)
+            assert result.failure.code == "deadline_exceeded"
         await rig.submit(submit_of("r3", num_prompt_tokens=100))
-        assert isinstance(await rig.ending(num=4, within_s=2.0), Placed)
+        assert isinstance(await rig.result(num=4, within_s=2.0), Placed)
 
     scenario(test)
 
 
-def test_no_worker_for_the_model_fails_after_the_grace() -> None:
+def test_request_without_a_worker_fails_after_the_grace() -> None:
     async def test(rig: Rig) -> None:
         await rig.worker("decode-0", model="other")
         began = now()
         await rig.submit(submit_of("r0"))
-        failed = await rig.ending()
+        failed = await rig.result()
         assert isinstance(failed, PlacementFailed)
         assert failed.failure.code == "no_capacity"
         assert failed.failure.retry_after_s is not None
@@ -346,12 +346,12 @@ def test_no_worker_for_the_model_fails_after_the_grace() -> None:
     scenario(test)
 
 
-def test_a_worker_that_comes_within_the_grace_gets_it() -> None:
+def test_worker_that_joins_within_the_grace_gets_the_request() -> None:
     async def test(rig: Rig) -> None:
         await rig.submit(submit_of("r0"))
         await asyncio.sleep(1.0)
         await rig.worker("decode-0")
-        assert isinstance(await rig.ending(within_s=0.5), Placed)
+        assert isinstance(await rig.result(within_s=0.5), Placed)
 
     scenario(test)
 
@@ -362,31 +362,31 @@ def test_excluded_workers_are_not_used() -> None:
         await rig.worker("decode-1")
         for number in range(8):
             await rig.submit(submit_of(f"r{number}", excluded_workers=("decode-0",)))
-        await rig.ending(num=8)
+        await rig.result(num=8)
         assert len(rig.workers["decode-1"].started) == 8
         await rig.submit(submit_of("r8", excluded_workers=("decode-0", "decode-1")))
         await rig.submit(submit_of("r9"))
-        assert (await rig.ending(num=9, within_s=0.1)).request_id == "r9"
-        failed = await rig.ending(num=10)
+        assert (await rig.result(num=9, within_s=0.1)).request_id == "r9"
+        failed = await rig.result(num=10)
         assert isinstance(failed, PlacementFailed)
         assert failed.failure.code == "no_capacity"
 
     scenario(test)
 
 
-def test_a_request_stays_in_its_regions_or_fails() -> None:
+def test_request_runs_in_its_allowed_regions_or_fails() -> None:
     async def test(rig: Rig) -> None:
         eu = await rig.worker("decode-0", region="eu", num_free_blocks=NO_ROOM)
         us = await rig.worker("decode-1", region="us")
         await rig.worker("decode-2")
         await rig.submit(submit_of("r0", allowed_regions=("eu",)))
         await rig.submit(submit_of("r1", allowed_regions=("asia", "africa")))
-        failed = await rig.ending()
+        failed = await rig.result()
         assert isinstance(failed, PlacementFailed)
         assert failed.failure.code == "no_capacity"
         assert "in the allowed regions (asia, africa)" in failed.failure.message
         eu.num_free_blocks = 100
-        placed = await rig.ending(num=2, within_s=0.3)
+        placed = await rig.result(num=2, within_s=0.3)
         assert isinstance(placed, Placed)
         assert placed.worker_id == "decode-0"
         assert us.started == rig.workers["decode-2"].started == []
@@ -395,7 +395,7 @@ def test_a_request_stays_in_its_regions_or_fails() -> None:
 
 
 @pytest.mark.parametrize("phase", ["queued", "parked", "matching", "starting"])
-def test_cancel_in_each_phase(phase: str) -> None:
+def test_cancel_ends_a_request_in_each_phase(phase: str) -> None:
     async def test(rig: Rig) -> None:
         if phase != "parked":
             room = NO_ROOM if phase == "queued" else 100
@@ -410,7 +410,7 @@ def test_cancel_in_each_phase(phase: str) -> None:
         )
         await rig.buses["gateway-0"].publish(subjects.cancel("scheduler-0"), cancel)
         await asyncio.sleep(5)
-        assert rig.endings() == []
+        assert rig.results() == []
         if phase == "starting":
             worker = rig.workers["decode-0"]
             assert [each.placement_id for each in worker.aborted] == [
@@ -423,7 +423,7 @@ def test_cancel_in_each_phase(phase: str) -> None:
     scenario(test)
 
 
-def test_a_lost_gateways_requests_are_dropped() -> None:
+def test_requests_of_a_lost_gateway_are_dropped() -> None:
     async def test(rig: Rig) -> None:
         worker = await rig.worker("decode-0", num_free_blocks=NO_ROOM)
         bus = await rig.gateway("gateway-1")
@@ -437,21 +437,21 @@ def test_a_lost_gateways_requests_are_dropped() -> None:
         rig.network.freeze("gateway-1")
         await asyncio.sleep(SILENCE_LIMIT_S + 0.5)
         worker.num_free_blocks = 100
-        await rig.ending()
+        await rig.result()
         await asyncio.sleep(1)
         assert [start.request.request_id for start in worker.started] == ["r1"]
 
     scenario(test)
 
 
-def test_a_full_queue_refuses_with_a_time_to_retry() -> None:
+def test_full_queue_rejects_with_retry_after() -> None:
     async def test(rig: Rig) -> None:
         await rig.worker("decode-0", num_free_blocks=NO_ROOM)
         await rig.submit(submit_of("r0"))
         await rig.submit(submit_of("r1"))
-        with pytest.raises(Overloaded) as refused:
+        with pytest.raises(Overloaded) as raised:
             await rig.submit(submit_of("r2"))
-        assert refused.value.retry_after_s is not None
+        assert raised.value.retry_after_s is not None
 
     scenario(test, max_queued_requests=2)
 
@@ -464,14 +464,14 @@ def test_tenants_take_turns_when_room_is_scarce() -> None:
         await rig.submit(submit_of("b0", tenant_id="b"))
         await asyncio.sleep(1)
         worker.num_free_blocks = 1000
-        await rig.ending(num=5)
+        await rig.result(num=5)
         order = [start.request.request_id for start in worker.started]
         assert order.index("b0") == 1
 
     scenario(test)
 
 
-def test_a_drain_places_what_it_can_and_hands_back_the_rest() -> None:
+def test_drain_places_or_fails_all_queued_requests() -> None:
     async def test(rig: Rig) -> None:
         worker = await rig.worker("decode-0", num_free_blocks=NO_ROOM)
         await rig.worker("decode-1", model="full", num_free_blocks=NO_ROOM)
@@ -484,35 +484,35 @@ def test_a_drain_places_what_it_can_and_hands_back_the_rest() -> None:
                 await rig.submit(submit_of("r2"), subject)
         worker.num_free_blocks = 100
         await draining
-        await rig.ending(num=2)
-        endings = {each.request_id: type(each) for each in rig.endings()}
-        assert endings == {"r0": Placed, "r1": PlacementFailed}
+        await rig.result(num=2)
+        results = {each.request_id: type(each) for each in rig.results()}
+        assert results == {"r0": Placed, "r1": PlacementFailed}
 
     scenario(test)
 
 
-def test_nothing_is_told_twice_and_nothing_is_left_untold() -> None:
-    """A hundred requests over flaky workers: each gets exactly one ending."""
+def test_each_request_gets_exactly_one_result() -> None:
+    """Places 100 requests on workers that reject some, over a network that loses some."""
 
     async def test(rig: Rig) -> None:
-        draws = SeededRandomness(3)
+        randomness = SeededRandomness(3)
 
         def flaky(message: StartDecode) -> DecodeStarted:
-            if draws.below(3) == 0:
+            if randomness.below(3) == 0:
                 raise WorkerBusy("not now")
             return DecodeStarted(placement_id=message.placement_id, num_cached_tokens=0)
 
         for number in range(3):
-            await rig.worker(f"decode-{number}", answer=flaky)
+            await rig.worker(f"decode-{number}", reply=flaky)
         rig.network.is_dropped = lambda subject, sender, receiver: (
-            subject.endswith(".start") and draws.below(10) == 0
+            subject.endswith(".start") and randomness.below(10) == 0
         )
         for number in range(100):
             await rig.submit(submit_of(f"r{number}", deadline_s=20.0))
-        await rig.ending(num=100)
+        await rig.result(num=100)
         await asyncio.sleep(5)
-        names = [each.request_id for each in rig.endings()]
+        names = [each.request_id for each in rig.results()]
         assert sorted(names) == sorted(f"r{number}" for number in range(100))
-        assert all(isinstance(each, Placed) for each in rig.endings())
+        assert all(isinstance(each, Placed) for each in rig.results())
 
     scenario(test)

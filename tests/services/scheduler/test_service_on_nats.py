@@ -15,10 +15,10 @@ from shared.messages import Placed, PlacementFailed, Queued, QueueKeepalive
 from shared.transport.bus import NatsBus
 from tests.servers import NatsServer
 from tests.services.scheduler.literals import submit_of
-from tests.services.scheduler.rig import Told, Worker, eventually
+from tests.services.scheduler.rig import PlacementUpdate, Worker, eventually
 
 
-async def test_a_request_is_placed_over_nats(nats_server: NatsServer) -> None:
+async def test_request_is_placed_over_nats(nats_server: NatsServer) -> None:
     async with AsyncExitStack() as stack:
 
         async def connect(process_id: str) -> NatsBus:
@@ -33,16 +33,18 @@ async def test_a_request_is_placed_over_nats(nats_server: NatsServer) -> None:
         worker = Worker(await connect("decode-1"), "decode")  # type: ignore[arg-type]
         await worker.join()
         stack.push_async_callback(worker.health_monitor.stop)
-        gateway, told = await connect("gateway-1"), list[Told]()
+        gateway, updates = await connect("gateway-1"), list[PlacementUpdate]()
         await gateway.subscribe(
-            subjects.placement("gateway-1"), Placed | PlacementFailed | QueueKeepalive, told.append
+            subjects.placement("gateway-1"),
+            Placed | PlacementFailed | QueueKeepalive,
+            updates.append,
         )
         await gateway.flush()
         submit = submit_of("r0", gateway_id="gateway-1", num_prompt_tokens=5000)
         queued = await gateway.request(subjects.SUBMIT, submit, Queued, timeout_s=5)
         assert queued.scheduler_id == "scheduler-1"
-        await eventually(lambda: bool(told), within_s=5)
-        placed = told[0]
+        await eventually(lambda: bool(updates), within_s=5)
+        placed = updates[0]
         assert isinstance(placed, Placed)
         assert placed.placement_id == worker.started[0].placement_id
         await asyncio.wait_for(scheduler.drain(), timeout=5)
@@ -50,9 +52,9 @@ async def test_a_request_is_placed_over_nats(nats_server: NatsServer) -> None:
             await gateway.request(subjects.SUBMIT, submit, Queued, timeout_s=5)
 
 
-async def test_a_bad_configuration_names_every_problem() -> None:
+async def test_configuration_error_names_every_problem() -> None:
     config = SchedulerConfig(nats_url="http://x", process_id="a b", local_prefill_tokens=-1)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as raised:
         await build_scheduler(config)
     for name in ("nats_url", "process_id", "local_prefill_tokens"):
-        assert name in refused.value.message
+        assert name in raised.value.message

@@ -23,34 +23,34 @@ def load(**counts: float) -> WorkerLoad:
 
 
 def loads_of(
-    step_s: float, token_s: float, *, drawn_s: float = 0.0, num: int = 60
+    step_s: float, token_s: float, *, sampled_s: float = 0.0, num: int = 60
 ) -> Iterator[WorkerLoad]:
-    """Heartbeats of a worker that computes a few prompts of all lengths between two of them."""
-    draw, steps, prompt, drawn, busy_s = Random(0), 0, 0, 0, 0.0
+    """Loads of a worker that computes 1 to 11 prompts of random length between two heartbeats."""
+    rng, steps, prompt, sampled, busy_s = Random(0), 0, 0, 0, 0.0
     for _ in range(num):
         yield load(
             num_busy_steps=steps,
             num_computed_prompt_tokens=prompt,
-            num_generated_tokens=drawn,
+            num_generated_tokens=sampled,
             busy_s=busy_s,
         )
-        new_steps, new_drawn = draw.randrange(1, 12), draw.randrange(100)
-        new_prompt = sum(draw.randrange(1, 2000) for _ in range(new_steps))
-        steps, prompt, drawn = steps + new_steps, prompt + new_prompt, drawn + new_drawn
-        busy_s += new_steps * step_s + new_prompt * token_s + new_drawn * drawn_s
+        new_steps, new_sampled = rng.randrange(1, 12), rng.randrange(100)
+        new_prompt = sum(rng.randrange(1, 2000) for _ in range(new_steps))
+        steps, prompt, sampled = steps + new_steps, prompt + new_prompt, sampled + new_sampled
+        busy_s += new_steps * step_s + new_prompt * token_s + new_sampled * sampled_s
 
 
 @pytest.mark.parametrize(("step_s", "token_s"), [(0.005, 1e-4), (0.02, 5e-4), (0.001, 2e-6)])
-def test_steps_and_tokens_are_told_apart(step_s: float, token_s: float) -> None:
+def test_step_and_token_times_are_separated(step_s: float, token_s: float) -> None:
     worker = WorkerThroughput(Speed())
-    for each in loads_of(step_s, token_s, drawn_s=2e-5):
+    for each in loads_of(step_s, token_s, sampled_s=2e-5):
         worker.observe(each)
     assert worker.speed.is_measured
     assert worker.speed.token_s == pytest.approx(token_s, rel=0.1, abs=2e-6)
     assert worker.speed.step_s == pytest.approx(step_s, rel=0.15, abs=0.001)
 
 
-def test_a_worker_that_becomes_slow_is_known_to_be_so_within_seconds() -> None:
+def test_slowdown_shows_within_40_heartbeats() -> None:
     worker = WorkerThroughput(Speed())
     *_, last = [each for each in loads_of(0.005, 1e-4) if not worker.observe(each) or each]
     before = worker.speed.token_s
@@ -67,14 +67,14 @@ def test_a_worker_that_becomes_slow_is_known_to_be_so_within_seconds() -> None:
     assert worker.speed.token_s > 5 * before
 
 
-def test_nothing_is_measured_without_prompts() -> None:
+def test_speed_is_not_measured_without_prompts() -> None:
     worker = WorkerThroughput(Speed())
     for number in range(50):
         worker.observe(load(num_busy_steps=number, num_generated_tokens=number, busy_s=number / 9))
     assert not worker.speed.is_measured
 
 
-def test_counters_that_fall_begin_a_new_history() -> None:
+def test_falling_counters_do_not_change_the_speed() -> None:
     worker = WorkerThroughput(Speed())
     for each in loads_of(0.005, 1e-4):
         worker.observe(each)
@@ -83,7 +83,7 @@ def test_counters_that_fall_begin_a_new_history() -> None:
     assert worker.speed == known
 
 
-def test_a_new_worker_is_believed_to_be_like_the_others() -> None:
+def test_new_worker_starts_with_the_mean_speed() -> None:
     speeds = ModelThroughput()
     for each in loads_of(0.02, 5e-4):
         speeds.observe("old", each)
@@ -92,7 +92,7 @@ def test_a_new_worker_is_believed_to_be_like_the_others() -> None:
     assert not speed.is_measured
 
 
-def test_what_a_handoff_and_a_link_take_is_learned() -> None:
+def test_handoff_overhead_and_push_speed_are_learned() -> None:
     speeds = ModelThroughput()
     assert speeds.handoff_overhead_s == pytest.approx(0.004)
     for number in range(200):
@@ -125,7 +125,7 @@ seconds = st.floats(0, 1e12)
         max_size=8,
     )
 )
-def test_whatever_a_heartbeat_says_speeds_stay_sane(loads: list[WorkerLoad]) -> None:
+def test_speeds_are_within_bounds_for_any_heartbeat(loads: list[WorkerLoad]) -> None:
     speeds = ModelThroughput()
     for each in loads:
         speed = speeds.observe("w", each)
@@ -138,10 +138,10 @@ triples = st.tuples(*[st.floats(0, 1000) for _ in range(4)])
 
 
 @given(st.lists(triples, max_size=10))
-def test_least_squares_is_the_optimum_over_coefficients_that_are_not_negative(
+def test_least_squares_finds_the_nonnegative_optimum(
     equations: list[tuple[float, ...]],
 ) -> None:
-    """By the Karush-Kuhn-Tucker conditions, and numpy's solution where that one is feasible."""
+    """Checks the Karush-Kuhn-Tucker conditions, and numpy's solution if it is not negative."""
     prior = (0.005, 1e-4, 1e-4)
     fit = LeastSquares(prior, PRIOR_WEIGHTS)
     moments, products = np.zeros((3, 3)), np.zeros(3)
@@ -161,8 +161,8 @@ def test_least_squares_is_the_optimum_over_coefficients_that_are_not_negative(
     assert (np.abs(gradient[found > 0]) <= scale[found > 0]).all()
 
 
-def test_a_coefficient_that_would_be_negative_leaves_the_rest_to_the_others() -> None:
-    """Steps that take no time of their own: clamped, the other two would stay wrong."""
+def test_other_coefficients_are_refitted_if_one_is_zero() -> None:
+    """If the first were only clamped to zero, the other two would be wrong."""
     fit = LeastSquares((0.0, 0.0, 0.0), (1e-6, 1e-6, 1e-6))
     for x, y in ((1.0, 10.0), (2.0, 11.0), (8.0, 12.0)):  # 0.1 y exactly, and less with more x
         fit.add(0.1 * y - 0.01 * x, x, y, 0.0)
