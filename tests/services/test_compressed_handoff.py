@@ -1,4 +1,4 @@
-"""KV of a real model from a prefill engine to a decode engine: compressed, and the same tokens."""
+"""Hands off KV of a real model, compressed on slow links; the tokens equal a local run."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from tests.shared.kv_wire.throttled import ThrottledPair, throttled_pair
 from tests.threads import computing_threads
 
 DEMO_MODEL = Path("shared/demo_model")
-CHUNK = 22  # tokens; large enough for a frame that is worth it
+CHUNK = 22  # tokens; a frame of this size is worth compressing
 NUM_CHUNKS = 42
 PROMPT = [(7 * n + n * n) % 2000 + 6 for n in range(NUM_CHUNKS * CHUNK + 1)]
 GREEDY = SamplingParams(seed=1, max_tokens=12, temperature=0.0)
-SLOW, FAST = 50e6, 10e9  # bytes a second
+SLOW, FAST = 50e6, 10e9  # bytes/s
 PLACEMENT = b"p" * 16
 
 
 @dataclass
-class Sides:
+class WorkerPair:
     prefill: Worker
     decode: Worker
 
@@ -41,22 +41,22 @@ class Sides:
 @pytest.fixture(scope="module")
 def expected() -> list[int]:
     async def main() -> list[int]:
-        async with sides() as both:
+        async with worker_pair() as both:
             return await both.decode.run(new_sequence(PROMPT, GREEDY))
 
     return asyncio.run(main())
 
 
 @asynccontextmanager
-async def sides() -> AsyncIterator[Sides]:
+async def worker_pair() -> AsyncIterator[WorkerPair]:
     with computing_threads(1):
-        both = Sides(*(Worker(DEMO_MODEL, "bfloat16", budget=512) for _ in range(2)))
+        both = WorkerPair(*(Worker(DEMO_MODEL, "bfloat16", budget=512) for _ in range(2)))
         yield both
         await asyncio.gather(both.prefill.runner.close(), both.decode.runner.close())
 
 
-async def hand_off(both: Sides, pair: ThrottledPair, address: DataPlaneAddress) -> Sequence:
-    """Chunk after chunk, as the prefill service does. Returns decode's sequence, ready to run."""
+async def hand_off(both: WorkerPair, pair: ThrottledPair, address: DataPlaneAddress) -> Sequence:
+    """Pushes chunk by chunk, like the prefill service. Returns decode's sequence, ready to run."""
     source, target = new_sequence(PROMPT[:-1], None), new_sequence(PROMPT, GREEDY)
     await both.prefill.run(source)
     assert both.decode.engine.reserve(target)
@@ -67,7 +67,7 @@ async def hand_off(both: Sides, pair: ThrottledPair, address: DataPlaneAddress) 
     async def dial() -> PushLink:
         return link
 
-    push = KvSender(
+    sender = KvSender(
         PLACEMENT,
         source,
         first_token=0,
@@ -76,10 +76,10 @@ async def hand_off(both: Sides, pair: ThrottledPair, address: DataPlaneAddress) 
         clock=pair.clock,
         counts=PushCounts(),
     )
-    running = asyncio.ensure_future(push.run())
+    running = asyncio.ensure_future(sender.run())
     async with asyncio.timeout(DEADLINE_S):
         for num_tokens in range(CHUNK, len(PROMPT), CHUNK):
-            push.computed(num_tokens)
+            sender.computed(num_tokens)
             await eventually(
                 lambda: kv_writer.num_held_tokens == num_tokens and link.num_unacked == 0  # noqa: B023
             )
@@ -89,15 +89,15 @@ async def hand_off(both: Sides, pair: ThrottledPair, address: DataPlaneAddress) 
 
 
 @pytest.mark.parametrize(
-    ("way", "bandwidth", "is_compressed"),
+    ("transport", "bandwidth", "is_compressed"),
     [("tcp", SLOW, True), ("tcp", FAST, False), ("memfd", SLOW, False)],
 )
-async def test_a_handoff_gives_the_same_tokens(
-    expected: list[int], way: str, bandwidth: float, is_compressed: bool
+async def test_handoff_gives_the_same_tokens(
+    expected: list[int], transport: str, bandwidth: float, is_compressed: bool
 ) -> None:
-    async with sides() as both, throttled_pair(bandwidth) as pair:
+    async with worker_pair() as both, throttled_pair(bandwidth) as pair:
         shared_memory = msgspec.structs.replace(pair.server.address, port=1)
-        target = await hand_off(both, pair, pair.address if way == "tcp" else shared_memory)
+        target = await hand_off(both, pair, pair.address if transport == "tcp" else shared_memory)
         await both.decode.run_on()
         assert both.decode.tokens[target.sequence_id] == expected
         num_coded = (NUM_PAIRS + 1) // 2 + NUM_CHUNKS - (NUM_NEEDED + NUM_PAIRS + 1)

@@ -37,7 +37,7 @@ def test_bf16_has_a_codec_unless_it_is_off(
     assert (None if codec is None else codec.name) == name
 
 
-def test_a_host_that_cannot_compile_serves_without(
+def test_host_that_cannot_compile_has_no_codec(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no_directory = tmp_path / "file"
@@ -46,6 +46,6 @@ def test_a_host_that_cannot_compile_serves_without(
     assert load_codec(config("auto"), "bfloat16") is None
 
 
-def test_another_choice_is_refused() -> None:
+def test_unknown_kv_compression_is_rejected() -> None:
     with pytest.raises(ConfigError, match="kv_compression 'always' is none of auto, off"):
         check(config("always"))

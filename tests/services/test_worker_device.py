@@ -1,4 +1,4 @@
-"""What a worker's device decides before anything is loaded."""
+"""Settings that depend on a worker's device, before the model is loaded."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def config(device: str) -> WorkerConfig:
         ("cuda:1", ("prefill", "decode"), 2048),
     ],
 )
-def test_the_size_of_a_step_follows_device_and_roles(
+def test_max_batch_tokens_follows_device_and_roles(
     device: str, roles: tuple[Role, ...], max_batch_tokens: int
 ) -> None:
     found = on_device(config(device), roles)
     assert (found.device, found.max_batch_tokens) == (device, max_batch_tokens)
 
 
-def test_auto_is_what_torch_has() -> None:
+def test_auto_selects_cuda_if_available() -> None:
     found = on_device(config("auto"), ("decode",))
     assert found.device == ("cuda" if torch.cuda.is_available() else "cpu")

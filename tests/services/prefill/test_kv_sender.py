@@ -1,4 +1,4 @@
-"""The push of a prefill's KV, against links that fail."""
+"""Pushes KV of a prefill over a link that fails."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from tests.simulation.world.clock import VirtualClock, run
 BLOCK_SIZE = 16
 
 
-class BreakingLink:
-    """Takes frames until it is told to break; then all that are under way fail in one turn."""
+class FailingLink:
+    """Accepts frames until `is_lost` is set; then all frames in flight fail in one loop turn."""
 
     def __init__(self) -> None:
         self.num_failed = 0
-        self.is_broken = asyncio.Event()
+        self.is_lost = asyncio.Event()
 
     async def send(self, header: FrameHeader, fill: object) -> None:
-        await self.is_broken.wait()
+        await self.is_lost.wait()
         self.num_failed += 1
         raise LinkLost(f"frame {header.sequence_number}")
 
 
-def _push_over(link: BreakingLink) -> KvSender:
-    async def dial() -> BreakingLink:
+def _sender_over(link: FailingLink) -> KvSender:
+    async def dial() -> FailingLink:
         return link
 
     sequence = Sequence(
@@ -52,33 +52,33 @@ def _push_over(link: BreakingLink) -> KvSender:
     )
 
 
-async def _two_frames_fail(link: BreakingLink) -> str:
-    """Returns what the push raised."""
-    push = _push_over(link)
+async def _two_frames_fail(link: FailingLink) -> str:
+    """Returns the message of the error that the sender raises."""
+    sender = _sender_over(link)
 
     async def compute() -> None:
         for num_chunks in (1, 2):
-            push.computed(num_chunks * BLOCK_SIZE)
+            sender.computed(num_chunks * BLOCK_SIZE)
             await asyncio.sleep(0.1)
-        link.is_broken.set()
-        push.computed(3 * BLOCK_SIZE)
+        link.is_lost.set()
+        sender.computed(3 * BLOCK_SIZE)
 
     computing, raised = asyncio.ensure_future(compute()), ""
     try:
-        await push.run()
+        await sender.run()
     except LinkLost as error:
         raised = error.message
     await computing
     return raised
 
 
-def test_what_every_frame_of_a_broken_link_raised_is_taken_and_the_first_told() -> None:
-    """asyncio reports an exception that nobody took when its task goes."""
+def test_first_frame_error_is_raised_and_all_are_retrieved() -> None:
+    """asyncio reports an exception that was not retrieved when its task is deleted."""
 
     async def scenario() -> list[object]:
         unhandled: list[object] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, each: unhandled.append(each))
-        link = BreakingLink()
+        link = FailingLink()
         assert await _two_frames_fail(link) == "frame 0"
         gc.collect()
         assert link.num_failed == 2
