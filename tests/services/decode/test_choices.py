@@ -69,7 +69,7 @@ def test_prompt_is_pushed_once_and_its_blocks_are_shared():
                 assert received.served.num_pushed_tokens == len(PROMPT) - 1
                 assert received.served.num_cached_tokens == 0
             pool = it.decode.engine.pool
-            assert pool.num_blocks - pool.num_free_blocks == 15 + 3  # 249 tokens, 16 a block
+            assert pool.num_blocks - pool.num_free_blocks == 15 + 3  # 249 tokens, 16 per block
             await finished(it, placement_id)
 
     run(main())
@@ -93,7 +93,7 @@ def test_cached_prompt_tokens_are_not_pushed(num_tokens, candidates):
             assert await finished(it, placement_id) == expected
             served = it.peer.of(placement_id).served
             assert served.num_pushed_tokens == num_pushed
-            # after a push, the count is of the prefill worker's cache
+            # after a push, num_cached_tokens is that of the prefill worker
             assert served.num_cached_tokens == (0 if num_pushed else 240)
             await it.settled()
 

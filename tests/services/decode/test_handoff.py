@@ -290,7 +290,7 @@ def test_finish_is_resent_until_acknowledged():
                 flushed_at, received.finish = asyncio.get_running_loop().time(), None
                 await it.peer.finished(placement_id)
                 assert asyncio.get_running_loop().time() - flushed_at < 2.5
-            assert len(received.token_ids) == 20  # no token twice
+            assert len(received.token_ids) == 20  # no token arrives twice
             await it.peer.acknowledge("decode-1", placement_id)
             received.finish = None
             await asyncio.sleep(5)

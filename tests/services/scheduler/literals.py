@@ -1,4 +1,4 @@
-"""Requests and heartbeats as literals for the scheduler's tests."""
+"""Submitted requests as literals for the scheduler's tests."""
 
 from __future__ import annotations
 

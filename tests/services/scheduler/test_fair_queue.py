@@ -64,7 +64,7 @@ class Model:
             if (class_of(each.priority), each.tenant_id) == (level, item.tenant_id)
         ]
         flow_time = self.tenant_time[level, item.tenant_id]
-        # the head decides between tenants, the deadline within one
+        # the first request ranks its tenant; the deadline ranks the tenant's requests
         return (
             *(self._due(level, now), -level, flow_time),
             *(min(own), item.deadline_at, item.sequence_number),

@@ -19,7 +19,7 @@ P1, P2 = replace(D1, worker_id="p1"), replace(D1, worker_id="p2")
 LONG = RequestSize(
     num_prompt_tokens=1600, num_tokens=1600
 )  # 100 blocks, and one for the next token
-MEASURED = Speed(is_measured=True)  # 5 ms a step, 0.1 ms a token
+MEASURED = Speed(is_measured=True)  # 5 ms per step, 0.1 ms per token
 HANDOFF_OVERHEAD_S = 0.004
 NOW = 50.0
 BY_COST = LocalPrefill(always=4, at_most=1_000_000)
@@ -96,7 +96,7 @@ def busy_s(worker: WorkerRow, seconds: float) -> WorkerRow:
             ("d2", ("p1",)),
         ),
         (
-            "a prefill worker whose whole cache is too small",
+            "a prefill worker with too small a cache",
             [D1],
             [replace(P1, num_total_blocks=100)],
             {},
