@@ -9,6 +9,6 @@ from tests.threads import computing_threads
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread_computes() -> Iterator[None]:
-    """Unless a test says otherwise: test runs share a machine's cores."""
+    """The default for every test, because parallel test runs share the machine's cores."""
     with computing_threads(1):
         yield

@@ -1,4 +1,4 @@
-"""The engine core: what it accepts, how a sequence ends, and leaving in every state."""
+"""The engine core: request checks, finish reasons, reservations, and aborts in every state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOKENS = solo(PROMPT, greedy(30))
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 30])
-def test_max_tokens(max_tokens: int) -> None:
+def test_max_tokens_ends_the_sequence(max_tokens: int) -> None:
     rig = Rig()
     sequence = new_sequence(PROMPT, greedy(max_tokens))
     assert rig.complete(sequence) == TOKENS[:max_tokens]
@@ -39,7 +39,7 @@ def test_max_tokens(max_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("stop_index", [0, 1, 12])
-def test_a_stop_token_is_told_and_not_part_of_the_output(stop_index: int) -> None:
+def test_stop_token_is_reported_but_not_output(stop_index: int) -> None:
     rig = Rig()
     sequence = new_sequence(PROMPT, greedy(30), stop=(5, TOKENS[stop_index]))
     assert rig.complete(sequence) == TOKENS[:stop_index]
@@ -48,14 +48,16 @@ def test_a_stop_token_is_told_and_not_part_of_the_output(stop_index: int) -> Non
     )
 
 
-def test_without_stop_ids_nothing_stops() -> None:
+def test_without_stop_ids_output_reaches_max_tokens() -> None:
     rig = Rig()
     assert rig.complete(new_sequence(PROMPT, greedy(30), stop=())) == TOKENS
 
 
 @pytest.mark.parametrize(("min_tokens", "num_output"), [(3, 3), (4, 4), (5, None)])
-def test_before_min_tokens_no_stop_token_is_drawn(min_tokens: int, num_output: int | None) -> None:
-    """Of two tokens one stops, so that up to `min_tokens` only the other is drawn."""
+def test_no_stop_token_is_sampled_before_min_tokens(
+    min_tokens: int, num_output: int | None
+) -> None:
+    """One of two tokens stops, so only the other is sampled before `min_tokens`."""
     rig = Rig(vocab_size=18)
     sequence = new_sequence(PROMPT, greedy(200, min_tokens=min_tokens), stop=(17,))
     tokens = rig.complete(sequence)
@@ -65,7 +67,7 @@ def test_before_min_tokens_no_stop_token_is_drawn(min_tokens: int, num_output: i
     assert rig.endings[sequence.sequence_id].stop_token_id == 17
 
 
-def test_min_tokens_counts_what_was_received_before() -> None:
+def test_min_tokens_counts_received_tokens() -> None:
     stop = TOKENS[5]
     for min_tokens, is_stopped in ((5, True), (6, False)):
         rig = Rig()
@@ -74,14 +76,14 @@ def test_min_tokens_counts_what_was_received_before() -> None:
         assert (rig.complete(sequence) == []) is is_stopped
 
 
-def test_the_context_limit_ends_with_length() -> None:
+def test_context_limit_ends_with_length() -> None:
     rig = Rig(max_context_tokens=14)
     sequence = new_sequence(PROMPT, greedy(30))
     assert rig.complete(sequence) == TOKENS[:4]
     assert rig.ending(sequence) == "length"
 
 
-def test_the_pool_bounds_the_context() -> None:
+def test_pool_size_bounds_the_context() -> None:
     rig = Rig(num_blocks=4, max_context_tokens=4096)
     assert rig.engine.max_context_tokens == 16
     sequence = new_sequence(PROMPT, greedy(30))
@@ -89,33 +91,33 @@ def test_the_pool_bounds_the_context() -> None:
     assert rig.ending(sequence) == "length"
 
 
-def refused_longer_than_the_context() -> Sequence:
+def longer_than_the_context() -> Sequence:
     return new_sequence(prompt(17), greedy())
 
 
-def refused_more_hashes_than_blocks() -> Sequence:
+def more_hashes_than_blocks() -> Sequence:
     sequence = new_sequence(PROMPT, greedy())
     sequence.block_hashes = [b"x" * 16] * 3
     return sequence
 
 
-def refused_no_tokens() -> Sequence:
+def no_tokens() -> Sequence:
     return new_sequence([], greedy())
 
 
-def refused_nothing_left_to_draw() -> Sequence:
+def nothing_left_to_sample() -> Sequence:
     return new_sequence(PROMPT, greedy(2), output_ids=TOKENS[:2])
 
 
-def refused_a_seed_that_is_no_u64() -> Sequence:
+def seed_out_of_uint64() -> Sequence:
     return new_sequence(PROMPT, seeded(seed=-1))
 
 
-def refused_a_top_k_beyond_int64() -> Sequence:
+def top_k_beyond_int64() -> Sequence:
     return new_sequence(PROMPT, SamplingParams(seed=0, max_tokens=1, top_k=2**63))
 
 
-def refused_a_choice_index_beyond_int64() -> Sequence:
+def choice_index_beyond_int64() -> Sequence:
     return new_sequence(PROMPT, greedy(), choice_index=2**63)
 
 
@@ -144,16 +146,16 @@ NAN, INFINITY = float("nan"), float("inf")
     ],
     ids=lambda options: str(options)[:40],
 )
-def test_refuses_options_that_no_logits_can_bear(options: dict[str, Any]) -> None:
+def test_rejects_sampling_options_out_of_range(options: dict[str, Any]) -> None:
     rig = Rig(num_blocks=64)
     params = SamplingParams(seed=0, max_tokens=1, **options)
-    for take in (rig.engine.add, rig.engine.reserve):
+    for submit in (rig.engine.add, rig.engine.reserve):
         with pytest.raises(InvalidRequest):
-            take(new_sequence(PROMPT, params))
+            submit(new_sequence(PROMPT, params))
     assert rig.engine.is_idle
 
 
-def test_takes_the_outermost_options() -> None:
+def test_accepts_sampling_options_at_their_limits() -> None:
     params = SamplingParams(
         seed=0,
         max_tokens=1,
@@ -169,28 +171,28 @@ def test_takes_the_outermost_options() -> None:
 
 
 @pytest.mark.parametrize(
-    "refused",
+    "rejected",
     [
-        refused_longer_than_the_context,
-        refused_more_hashes_than_blocks,
-        refused_no_tokens,
-        refused_nothing_left_to_draw,
-        refused_a_seed_that_is_no_u64,
-        refused_a_top_k_beyond_int64,
-        refused_a_choice_index_beyond_int64,
+        longer_than_the_context,
+        more_hashes_than_blocks,
+        no_tokens,
+        nothing_left_to_sample,
+        seed_out_of_uint64,
+        top_k_beyond_int64,
+        choice_index_beyond_int64,
     ],
 )
-def test_refuses_what_it_can_never_compute(refused) -> None:  # type: ignore[no-untyped-def]
+def test_rejects_sequences_it_can_never_compute(rejected) -> None:  # type: ignore[no-untyped-def]
     rig = Rig(num_blocks=4)
-    for take in (rig.engine.add, rig.engine.reserve):
+    for submit in (rig.engine.add, rig.engine.reserve):
         with pytest.raises(InvalidRequest):
-            take(refused())
+            submit(rejected())
     rig.check()
     assert rig.engine.is_idle
 
 
-def test_the_lists_that_it_was_given_stay_the_callers() -> None:
-    """Choices of one request may be made from one list of tokens and hashes."""
+def test_callers_lists_are_not_changed() -> None:
+    """The choices of one request may share one list of tokens and one of hashes."""
     rig = Rig()
     donor = rig.add(new_sequence(prompt(8), greedy()))
     hashes, ids = list(donor.block_hashes), prompt(8)
@@ -216,7 +218,7 @@ def test_the_lists_that_it_was_given_stay_the_callers() -> None:
         assert rig.output(sequence) == solo(tuple(ids), seeded(20), choice_index=n)
 
 
-def test_reservations_are_bounded_by_their_share() -> None:
+def test_reservations_are_limited_to_their_share() -> None:
     rig = Rig(num_blocks=16)
     first, second, third = (new_sequence(prompt(16, start=n), greedy()) for n in (0, 50, 90))
     assert rig.reserve(first)
@@ -229,19 +231,19 @@ def test_reservations_are_bounded_by_their_share() -> None:
     rig.check()
 
 
-def test_one_reservation_alone_may_exceed_the_share() -> None:
+def test_single_reservation_may_exceed_the_share() -> None:
     rig = Rig(num_blocks=16)
     assert rig.reserve(new_sequence(prompt(50), greedy()))
     assert not rig.reserve(new_sequence(prompt(4), greedy()))
 
 
-def test_no_reservation_without_room() -> None:
+def test_reservation_fails_without_free_blocks() -> None:
     rig = Rig(num_blocks=8)
     rig.add(new_sequence(prompt(24), greedy()))
     rig.step()
-    refused = new_sequence(prompt(12, start=500), greedy())
-    assert not rig.reserve(refused)
-    assert not refused.block_table
+    rejected = new_sequence(prompt(12, start=500), greedy())
+    assert not rig.reserve(rejected)
+    assert not rejected.block_table
     rig.check()
 
 
@@ -251,7 +253,7 @@ def test_activation_leaves_a_token_to_compute() -> None:
     assert rig.reserve(sequence)
     with pytest.raises(ValueError, match="10 of 10 tokens"):
         rig.engine.activate(sequence, 10)
-    rig.arrive(sequence, pushed_kv(PROMPT, 0, 9), 9)
+    rig.receive_kv(sequence, pushed_kv(PROMPT, 0, 9), 9)
     rig.run()
     assert rig.output(sequence) == TOKENS[:8]
 
@@ -277,56 +279,56 @@ def in_state(rig: Rig, state: SequenceState) -> Sequence:
 
 
 @pytest.mark.parametrize("state", list(S))
-def test_abort_frees_at_once_and_twice_is_once(state: SequenceState) -> None:
+def test_abort_releases_at_once_and_is_idempotent(state: SequenceState) -> None:
     rig = Rig()
     sequence = in_state(rig, state)
-    told = list(rig.output(sequence))
+    output_before = list(rig.output(sequence))
     for _ in range(2):
         rig.engine.abort(sequence)
         rig.check()
         assert sequence.state is S.FINISHED
     assert rig.engine.is_idle
     assert rig.step() == []
-    assert rig.output(sequence) == told
+    assert rig.output(sequence) == output_before
 
 
 @pytest.mark.parametrize("is_prefill", [False, True])
-def test_abort_in_a_step_frees_when_the_step_ends(is_prefill: bool) -> None:
+def test_abort_during_a_step_releases_when_it_ends(is_prefill: bool) -> None:
     rig = Rig()
     other = rig.add(new_sequence(prompt(6, start=500), greedy()))
-    gone = rig.add(new_sequence(PROMPT, None if is_prefill else greedy()))
+    aborted = rig.add(new_sequence(PROMPT, None if is_prefill else greedy()))
     rows = rig.begin()
     for _ in range(2):
-        rig.engine.abort(gone)
-        assert (gone.state, len(gone.block_table)) == (S.RUNNING, 3)
+        rig.engine.abort(aborted)
+        assert (aborted.state, len(aborted.block_table)) == (S.RUNNING, 3)
         rig.check()
     rig.end(rows)
-    assert (gone.state, len(gone.block_table)) == (S.FINISHED, 0)
+    assert (aborted.state, len(aborted.block_table)) == (S.FINISHED, 0)
     rig.run()
-    assert rig.output(gone) == []
-    assert gone.sequence_id not in rig.endings
+    assert rig.output(aborted) == []
+    assert aborted.sequence_id not in rig.endings
     assert rig.output(other) == solo(tuple(prompt(6, start=500)), greedy())
 
 
-def test_the_draw_of_an_aborted_sequence_goes_to_nobody_else() -> None:
+def test_token_sampled_for_aborted_sequence_is_dropped() -> None:
     rig = Rig()
-    gone = rig.add(new_sequence(prompt(6, start=500), greedy()))
-    stays = rig.add(new_sequence(PROMPT, greedy()))
+    aborted = rig.add(new_sequence(prompt(6, start=500), greedy()))
+    remaining = rig.add(new_sequence(PROMPT, greedy()))
     rows = rig.begin()
-    rig.engine.abort(gone)
+    rig.engine.abort(aborted)
     rig.end(rows)
     rig.run()
-    assert rig.output(gone) == []
-    assert rig.output(stays) == TOKENS[:8]
+    assert rig.output(aborted) == []
+    assert rig.output(remaining) == TOKENS[:8]
 
 
-def test_blocks_are_announced_as_one_chain_step_by_step() -> None:
+def test_blocks_are_announced_as_one_chain() -> None:
     rig = Rig(max_batch_tokens=10)
     sequence = rig.add(new_sequence(prompt(19), greedy(6)))
     rig.run()
     hashes = extend_chain(sequence.cache_root, prompt(19) + rig.output(sequence), BLOCK_SIZE)
     chain = [sequence.cache_root, *hashes]
-    # computed: 10, then 19, then one a step: the last token drawn is never computed
+    # computed: 10, then 19, then one a step; the last sampled token is never computed
     assert rig.engine.pool.take_events() == [
         BlocksStored(
             tenant_id="tenant-a",
@@ -338,7 +340,7 @@ def test_blocks_are_announced_as_one_chain_step_by_step() -> None:
     ]
 
 
-def test_a_failed_step_ends_its_sequences_and_no_others() -> None:
+def test_failed_step_ends_only_its_own_sequences() -> None:
     rig = Rig(max_sequences=2)
     failing = [rig.add(new_sequence(prompt(6, start=n), greedy())) for n in (0, 50)]
     waiting = rig.add(new_sequence(PROMPT, greedy()))
@@ -349,10 +351,12 @@ def test_a_failed_step_ends_its_sequences_and_no_others() -> None:
     assert [sequence.state for sequence in failing] == [S.FINISHED] * 2
     rig.run()
     assert rig.output(waiting) == TOKENS[:8]
-    assert not rig.engine.pool.match(failing[0].block_hashes), "what failed is not cached"
+    assert not rig.engine.pool.match(failing[0].block_hashes), (
+        "blocks of a failed step are not cached"
+    )
 
 
-def test_load_figures() -> None:
+def test_load_counts_uncomputed_and_context_tokens() -> None:
     rig = Rig(max_batch_tokens=4)
     rig.add(new_sequence(PROMPT, greedy()))
     assert (rig.engine.num_uncomputed_tokens, rig.engine.num_context_tokens) == (10, 0)
@@ -365,7 +369,9 @@ def test_load_figures() -> None:
 
 @pytest.mark.parametrize("state", list(S))
 @pytest.mark.parametrize("target", list(S))
-def test_only_moves_of_the_diagram(state: SequenceState, target: SequenceState) -> None:
+def test_only_transitions_of_the_diagram_are_allowed(
+    state: SequenceState, target: SequenceState
+) -> None:
     sequence = new_sequence(PROMPT, greedy())
     sequence.state = state
     if target in TRANSITIONS[state]:

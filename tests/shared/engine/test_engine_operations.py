@@ -1,7 +1,7 @@
-"""The engine under random operations, any of them also while a step computes.
+"""The engine under random operations, also between the start and the end of a step.
 
-Whatever happens to a sequence or to the others - chunks, cache hits, preemption, a push, a fork, a
-failed step, aborts - its tokens are those of its solo run, and nothing is left at the end.
+The tokens of each sequence equal those of its solo run, despite chunks, cache hits, preemption,
+pushes, forks, failed steps and aborts. At the end no sequence is left and no block is referenced.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.shared.engine.support.rig import (
 )
 
 NUM_BLOCKS = 14
-VOCAB_SIZE = 22  # six tokens, so that stop tokens are drawn
+VOCAB_SIZE = 22  # six tokens, so that stop tokens are sampled
 
 PROMPTS = st.builds(
     lambda num_shared, num_own, start: [*prompt(num_shared), *prompt(num_own, start=start)],
@@ -68,7 +68,7 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.rows: list[ScheduledSequence] = []
         self.expected: dict[Sequence, list[int]] = {}
-        self.given_up: set[Sequence] = set()
+        self.abandoned: set[Sequence] = set()
         self.replayed: dict[bytes, tuple[str, bytes, int]] = {}
 
     @rule(
@@ -79,7 +79,7 @@ class EngineMachine(RuleBasedStateMachine):
         is_reserved=st.booleans(),
         share_received=st.sampled_from([0.0, 0.0, 0.5]),
     )
-    def ask(
+    def submit(
         self,
         ids: list[int],
         sampling: SamplingParams,
@@ -88,28 +88,28 @@ class EngineMachine(RuleBasedStateMachine):
         is_reserved: bool,
         share_received: float,
     ) -> None:
-        whole = solo(tuple(ids), sampling, stop, vocab_size=VOCAB_SIZE)
-        received = whole[: int(len(whole) * share_received)]
+        full_output = solo(tuple(ids), sampling, stop, vocab_size=VOCAB_SIZE)
+        received = full_output[: int(len(full_output) * share_received)]
         sequence = new_sequence(ids, sampling, output_ids=received, stop=stop, tenant_id=tenant_id)
         if not is_reserved:
             self.rig.add(sequence)
         elif not self.rig.reserve(sequence):
             return
-        self.expected[sequence] = whole[len(received) :]
+        self.expected[sequence] = full_output[len(received) :]
 
     @rule(ids=PROMPTS, tenant_id=TENANTS, is_reserved=st.booleans())
     def prefill(self, ids: list[int], tenant_id: str, is_reserved: bool) -> None:
-        take = self.rig.reserve if is_reserved else self.rig.add
-        take(new_sequence(ids, None, tenant_id=tenant_id))
+        reserve_or_add = self.rig.reserve if is_reserved else self.rig.add
+        reserve_or_add(new_sequence(ids, None, tenant_id=tenant_id))
 
     @states(SequenceState.RESERVED)
     @rule(data=st.data())
-    def arrive(self, data: st.DataObject) -> None:
+    def receive_kv(self, data: st.DataObject) -> None:
         sequence = self.draw(data, SequenceState.RESERVED)
         first = sequence.num_computed_tokens
         end = data.draw(st.integers(first, sequence.num_prefill_tokens))
         payload = pushed_kv(sequence.token_ids, first, end - first)
-        self.rig.arrive(sequence, payload, end)
+        self.rig.receive_kv(sequence, payload, end)
 
     @states(SequenceState.HELD)
     @rule(
@@ -125,15 +125,17 @@ class EngineMachine(RuleBasedStateMachine):
         stop: tuple[int, ...],
         shares_received: list[float],
     ) -> None:
-        """The choices of a prompt that is held but for its last token."""
+        """Forks the choices of a prompt from a held prefill of all but its last token."""
         parent = self.draw(data, SequenceState.HELD)
         if parent.num_uncomputed_tokens:  # its step failed
             return
         ids = [*parent.token_ids, 500]
         children = []
         for index, share in enumerate(shares_received):
-            whole = solo(tuple(ids), sampling, stop, choice_index=index, vocab_size=VOCAB_SIZE)
-            received = whole[: int(len(whole) * share)]
+            full_output = solo(
+                tuple(ids), sampling, stop, choice_index=index, vocab_size=VOCAB_SIZE
+            )
+            received = full_output[: int(len(full_output) * share)]
             child = new_sequence(
                 ids,
                 sampling,
@@ -142,22 +144,22 @@ class EngineMachine(RuleBasedStateMachine):
                 tenant_id=parent.tenant_id,
                 choice_index=index,
             )
-            self.expected[child] = whole[len(received) :]
+            self.expected[child] = full_output[len(received) :]
             children.append(child)
         self.rig.fork(parent, children)
 
     @states(SequenceState.HELD)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        self.give_back(self.draw(data, SequenceState.HELD))
+        self.release_prefill(self.draw(data, SequenceState.HELD))
 
     @states(*SequenceState)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         sequence = self.draw(data, *SequenceState)
-        self.given_up.add(sequence)
+        self.abandoned.add(sequence)
         if sequence.state is SequenceState.HELD:
-            self.give_back(sequence)
+            self.release_prefill(sequence)
         else:
             self.rig.engine.abort(sequence)
 
@@ -188,17 +190,17 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.rows)
     @rule()
     def fail(self) -> None:
-        self.given_up.update(row.sequence for row in self.rows)
+        self.abandoned.update(row.sequence for row in self.rows)
         self.rig.fail(self.rows)
         self.rows = []
 
     def draw(self, data: st.DataObject, *wanted: SequenceState) -> Sequence:
         return data.draw(st.sampled_from([s for s in self.rig.sequences if s.state in wanted]))
 
-    def give_back(self, prefill: Sequence) -> None:
-        """What a prefill held until now is the KV that it was asked for, unless its step failed."""
+    def release_prefill(self, prefill: Sequence) -> None:
+        """Checks the KV of the prefill, unless its step failed, and releases it."""
         num_tokens = prefill.num_tokens
-        if prefill not in self.given_up:
+        if prefill not in self.abandoned:
             assert self.rig.read_kv(prefill, 0, num_tokens) == pushed_kv(
                 prefill.token_ids, 0, num_tokens
             )
@@ -221,7 +223,7 @@ class EngineMachine(RuleBasedStateMachine):
             return
         self.rig.end(self.rows)
         for _ in range(100):
-            self.clear_the_way()
+            self.activate_and_release()
             if self.rig.engine.is_idle:
                 break
             for _ in range(100):
@@ -229,16 +231,16 @@ class EngineMachine(RuleBasedStateMachine):
         self.holds()
         assert self.rig.engine.is_idle, "a sequence is stuck"
         for sequence, expected in self.expected.items():
-            if sequence not in self.given_up:
+            if sequence not in self.abandoned:
                 assert self.rig.output(sequence) == expected
                 assert self.rig.ending(sequence) in ("stop", "length")
 
-    def clear_the_way(self) -> None:
+    def activate_and_release(self) -> None:
         for sequence in list(self.rig.sequences):
             if sequence.state is SequenceState.RESERVED:
                 self.rig.engine.activate(sequence, sequence.num_computed_tokens)
             elif sequence.state is SequenceState.HELD:
-                self.give_back(sequence)
+                self.release_prefill(sequence)
         self.rig.check()
 
 

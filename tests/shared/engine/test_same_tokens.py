@@ -1,4 +1,4 @@
-"""One answer, however it is computed: local, cached, pushed, resumed, preempted, in any chunks."""
+"""The same tokens by every path: local, cached, pushed, resumed, preempted, in any chunks."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from tests.shared.engine.support.rig import (
 )
 
 PROMPT = prompt(45)
-EITHER = pytest.mark.parametrize("sampling", [greedy(20), seeded(20)], ids=["greedy", "seeded"])
+EACH_SAMPLING = pytest.mark.parametrize(
+    "sampling", [greedy(20), seeded(20)], ids=["greedy", "seeded"]
+)
 
 
-@EITHER
+@EACH_SAMPLING
 @pytest.mark.parametrize("budget", [1, 7, 64, 4096])
 def test_any_chunk_budget(budget: int, sampling: SamplingParams) -> None:
     rig = Rig(max_batch_tokens=budget)
     assert rig.complete(new_sequence(PROMPT, sampling)) == solo(tuple(PROMPT), sampling)
 
 
-@EITHER
+@EACH_SAMPLING
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 44, 45])
 def test_pushed_from_another_engine(num_tokens: int, sampling: SamplingParams) -> None:
     ids = prompt(num_tokens)
@@ -36,16 +38,16 @@ def test_pushed_from_another_engine(num_tokens: int, sampling: SamplingParams) -
     sequence = new_sequence(ids, sampling)
     assert rig.reserve(sequence)
     payload = pushed_kv(ids, 0, num_tokens - 1) if num_tokens > 1 else b""
-    rig.arrive(sequence, payload, num_tokens - 1)
+    rig.receive_kv(sequence, payload, num_tokens - 1)
     rig.run()
     assert rig.output(sequence) == solo(tuple(ids), sampling)
-    assert rig.num_computed_tokens == 1 + 19  # the prompt's last, and all outputs but the last
+    assert rig.num_computed_tokens == 1 + 19  # the last prompt token, all outputs but the last
 
 
-@EITHER
-@pytest.mark.parametrize("num_arrived", [20, 21, 44])
-def test_a_push_behind_a_cached_prefix_that_may_stop_short(
-    num_arrived: int, sampling: SamplingParams
+@EACH_SAMPLING
+@pytest.mark.parametrize("num_pushed", [20, 21, 44])
+def test_complete_or_partial_push_after_cached_prefix(
+    num_pushed: int, sampling: SamplingParams
 ) -> None:
     rig = Rig()
     rig.complete(new_sequence([*PROMPT[:16], 7], greedy(1)))
@@ -53,35 +55,35 @@ def test_a_push_behind_a_cached_prefix_that_may_stop_short(
     assert rig.reserve(sequence)
     assert sequence.num_cached_tokens == sequence.num_computed_tokens == 16
     before = rig.num_computed_tokens
-    rig.arrive(sequence, pushed_kv(PROMPT, 16, num_arrived - 16), num_arrived)
+    rig.receive_kv(sequence, pushed_kv(PROMPT, 16, num_pushed - 16), num_pushed)
     rig.run()
-    assert rig.num_computed_tokens - before == 45 - num_arrived + 19
+    assert rig.num_computed_tokens - before == 45 - num_pushed + 19
     assert rig.output(sequence) == solo(tuple(PROMPT), sampling)
 
 
-@EITHER
-def test_a_pushed_prefix_is_cached_for_the_next(sampling: SamplingParams) -> None:
+@EACH_SAMPLING
+def test_pushed_prefix_is_cached_for_next_request(sampling: SamplingParams) -> None:
     rig = Rig()
     first = new_sequence(PROMPT, sampling)
     assert rig.reserve(first)
-    rig.arrive(first, pushed_kv(PROMPT, 0, 44), 44)
+    rig.receive_kv(first, pushed_kv(PROMPT, 0, 44), 44)
     rig.run()
     before = rig.num_computed_tokens
     assert rig.complete(new_sequence(PROMPT, sampling)) == solo(tuple(PROMPT), sampling)
     assert rig.num_computed_tokens - before == 1 + 19
 
 
-@EITHER
+@EACH_SAMPLING
 @pytest.mark.parametrize("num_received", [1, 7, 19])
-def test_resumed_with_the_tokens_received(num_received: int, sampling: SamplingParams) -> None:
-    whole = solo(tuple(PROMPT), sampling)
+def test_resumed_after_received_tokens(num_received: int, sampling: SamplingParams) -> None:
+    expected = solo(tuple(PROMPT), sampling)
     for rig in (Rig(), Rig(max_batch_tokens=7)):
-        resumed = new_sequence(PROMPT, sampling, output_ids=whole[:num_received])
-        assert rig.complete(resumed) == whole[num_received:]
+        resumed = new_sequence(PROMPT, sampling, output_ids=expected[:num_received])
+        assert rig.complete(resumed) == expected[num_received:]
         assert rig.ending(resumed) == "length"
 
 
-@EITHER
+@EACH_SAMPLING
 def test_preempted(sampling: SamplingParams) -> None:
     rig = Rig(num_blocks=12, max_batch_tokens=16)
     sequences = [rig.add(new_sequence(prompt(9, start=n * 50), sampling)) for n in range(4)]
@@ -91,8 +93,8 @@ def test_preempted(sampling: SamplingParams) -> None:
         assert rig.output(sequence) == solo(tuple(prompt(9, start=n * 50)), sampling)
 
 
-@EITHER
-def test_32_at_once(sampling: SamplingParams) -> None:
+@EACH_SAMPLING
+def test_32_concurrent_sequences(sampling: SamplingParams) -> None:
     rig = Rig(num_blocks=512, max_sequences=32)
     prompts = [prompt(3 + 5 * n % 41, start=n // 4 * 100) for n in range(32)]
     sequences = [rig.add(new_sequence(ids, sampling)) for ids in prompts]
@@ -101,7 +103,7 @@ def test_32_at_once(sampling: SamplingParams) -> None:
         assert rig.output(sequence) == solo(tuple(ids), sampling)
 
 
-def test_choices_of_one_prompt_are_their_own() -> None:
+def test_choices_of_one_prompt_are_sampled_separately() -> None:
     rig = Rig()
     first = new_sequence(PROMPT, seeded())
     second = new_sequence(PROMPT, seeded(), choice_index=1)
@@ -118,7 +120,7 @@ def test_choices_of_one_prompt_are_their_own() -> None:
     ("num_shared", "num_rest", "num_cached"),
     [(40, 5, 40), (42, 5, 40), (44, 1, 44), (3, 9, 0)],
 )
-def test_the_second_with_the_same_prefix_computes_only_the_rest(
+def test_request_with_cached_prefix_computes_only_the_rest(
     num_shared: int, num_rest: int, num_cached: int
 ) -> None:
     rig = Rig()
@@ -132,17 +134,17 @@ def test_the_second_with_the_same_prefix_computes_only_the_rest(
     assert second.num_cached_tokens == num_cached
 
 
-def test_the_next_turn_finds_the_answer_too() -> None:
+def test_next_turn_hits_the_cached_answer() -> None:
     rig = Rig()
     answer = rig.complete(new_sequence(PROMPT, greedy(20)))
     before = rig.num_computed_tokens
     ids = [*PROMPT, *answer, 7, 8, 9]
     assert rig.complete(new_sequence(ids, greedy(1))) == solo(tuple(ids), greedy(1))
-    # 45 + 19 computed by the first turn: 16 whole blocks
+    # the first turn computed 45 + 19 tokens: 16 full blocks
     assert rig.num_computed_tokens - before == 68 - 16 * BLOCK_SIZE
 
 
-def test_another_tenant_never_hits() -> None:
+def test_other_tenant_gets_no_cache_hit() -> None:
     rig = Rig()
     rig.complete(new_sequence(PROMPT, greedy(1), tenant_id="tenant-a"))
     before = rig.num_computed_tokens
@@ -154,7 +156,7 @@ def test_another_tenant_never_hits() -> None:
     assert tenants == ["tenant-a"] * 11 + ["tenant-b"] * 11
 
 
-def test_a_prefix_that_was_evicted_is_computed_again() -> None:
+def test_evicted_prefix_is_computed_again() -> None:
     rig = Rig(num_blocks=14, max_batch_tokens=64)
     rig.complete(new_sequence(PROMPT, greedy(4)))
     rig.complete(new_sequence(prompt(20, start=900), greedy(1)))
@@ -164,7 +166,7 @@ def test_a_prefix_that_was_evicted_is_computed_again() -> None:
 
 
 @pytest.mark.parametrize("damage", ["flipped", "stale", "moved", "foreign"])
-def test_wrong_kv_shows_as_other_tokens(damage: str) -> None:
+def test_wrong_kv_changes_the_tokens(damage: str) -> None:
     rig = Rig()
     sequence = new_sequence(PROMPT, greedy())
     assert rig.reserve(sequence)
@@ -178,12 +180,12 @@ def test_wrong_kv_shows_as_other_tokens(damage: str) -> None:
             payload = payload[8:] + payload[:8]
         case "foreign":
             payload = pushed_kv(prompt(44, start=500), 0, 44)
-    rig.arrive(sequence, payload, 44)
+    rig.receive_kv(sequence, payload, 44)
     rig.run()
     assert rig.output(sequence) != solo(tuple(PROMPT), greedy())
 
 
-def test_a_prefill_holds_its_blocks_until_it_is_released() -> None:
+def test_prefill_holds_its_blocks_until_released() -> None:
     rig = Rig(max_batch_tokens=16)
     prefill = rig.add(new_sequence(PROMPT[:44], None))
     states = []

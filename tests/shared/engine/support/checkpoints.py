@@ -1,4 +1,4 @@
-"""Random checkpoints for tests: small, of odd shapes, with answers that depend on every input."""
+"""Small random checkpoints of odd shapes. Their output depends on every input."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def write_model(
     max_shard_size: str = "5GB",
     **overrides: Any,
 ) -> PreTrainedModel:
-    """Writes a checkpoint as transformers does and returns its model, in FP32 evaluation mode.
+    """Writes a checkpoint with transformers. Returns its model, in FP32 and evaluation mode.
 
-    Untied and with a wide initialisation: a tied model of the default width repeats one token and
-    proves nothing. `overrides` are fields of the architecture's config.
+    The model is untied and its weights have a wide distribution: a tied model with the default
+    distribution repeats one token. `overrides` are fields of the architecture's config.
     """
     fields: dict[str, Any] = {
         "vocab_size": 199,

@@ -1,4 +1,4 @@
-"""Small random models of every family, with the peculiarities that its checkpoints can have."""
+"""Small random models of every family, with the options that its checkpoints can have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine over a model, stepped by hand."""
+"""An engine with a model runner, stepped without an engine loop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Worker:
         budget: int = 64,
         runner: ModelRunner | None = None,
     ):
-        """`runner`: of this model, dtype and number of blocks, which nobody uses meanwhile."""
+        """`runner`, if given, has this model, dtype and `num_blocks`, and no other user."""
         self.runner = runner or runner_with(model_dir, dtype, num_blocks)
         self.engine = Engine(
             num_blocks=num_blocks,
@@ -52,7 +52,7 @@ class Worker:
         self.num_computed_tokens = 0
 
     async def run(self, *sequences: Sequence) -> list[int]:
-        """Computes all to their ends; returns the first one's new tokens."""
+        """Runs all sequences to completion. Returns the new tokens of the first."""
         for sequence in sequences:
             self.engine.add(sequence)
         await self.run_on()
@@ -61,9 +61,9 @@ class Worker:
     async def run_on(self) -> None:
         while self.engine.batcher.waiting or self.engine.batcher.running:
             rows, _ = self.engine.schedule()
-            drawn = await self.runner.run(build_inputs(rows, 16))
+            sampled = await self.runner.run(build_inputs(rows, 16))
             self.num_computed_tokens += sum(row.num_scheduled_tokens for row in rows)
-            for each in self.engine.apply(rows, drawn):
+            for each in self.engine.apply(rows, sampled):
                 self._record(each)
             self.engine.pool.check()
 
@@ -72,7 +72,7 @@ class Worker:
         self.tokens[sequence_id] += progress.token_ids
         self.logprobs[sequence_id] += progress.logprobs
         if progress.prompt_logprobs:
-            assert sequence_id not in self.prompt_logprobs, "told twice"
+            assert sequence_id not in self.prompt_logprobs, "received twice"
             self.prompt_logprobs[sequence_id] = progress.prompt_logprobs
         if progress.finish_reason is not None:
             self.endings[sequence_id] = progress

@@ -1,4 +1,4 @@
-"""What transformers draws, for prompts that rounding cannot tip over."""
+"""Greedy tokens of transformers, for prompts where rounding cannot change a token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MARGIN = 1e-4
 def margin_checked_prompt(
     model: PreTrainedModel, num_tokens: int, vocab_size: int, num_sampled: int
 ) -> tuple[list[int], list[int]]:
-    """A random prompt and its greedy continuation, each of whose tokens wins by MARGIN."""
+    """A random prompt and its greedy continuation, in which each token wins by over MARGIN."""
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
         prompt = torch.randint(3, vocab_size, (num_tokens,), generator=generator).tolist()
@@ -24,7 +24,7 @@ def margin_checked_prompt(
 def _continuation(
     model: PreTrainedModel, prompt: list[int], num_sampled: int
 ) -> tuple[list[int], float]:
-    """Greedy tokens, and the least distance of a winner to its runner-up."""
+    """Greedy tokens, and the smallest difference between the two largest logits."""
     token_ids, margin = list(prompt), float("inf")
     with torch.inference_mode():
         out = model(torch.tensor([prompt]), use_cache=True)

@@ -1,7 +1,7 @@
-"""An engine core over a timing runner, driven step by step without an event loop.
+"""An engine core with a timing runner, driven step by step without an event loop.
 
-Every step proves what must hold whatever happens: the pool adds up, the budget is kept, no block is
-written that anybody else can see, and none that is copied can become another's before it is.
+Every step checks the invariants: the pool is consistent, the token budget is not exceeded, a row
+writes no block that another sequence holds, and the source of a block copy stays referenced.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ids = count()
 
 
 class InstantClock:
-    """Nothing takes time, so that a runner's coroutine ends without an event loop."""
+    """A clock whose sleeps take no time, so that runner coroutines end without an event loop."""
 
     def now(self) -> float:
         return 0.0
@@ -38,7 +38,7 @@ class InstantClock:
 
 
 def row_of(sequence: Sequence, num_tokens: int) -> ScheduledSequence:
-    """A row of that sequence as it is."""
+    """A row of the sequence in its current state."""
     return ScheduledSequence(sequence, num_tokens, sequence.num_uncomputed_tokens == num_tokens)
 
 
@@ -116,7 +116,7 @@ class Rig:
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = max_sequences
         self.sequences: list[Sequence] = []
-        self.rows: list[ScheduledSequence] = []  # of the step under way
+        self.rows: list[ScheduledSequence] = []  # of the current step
         self.tokens: dict[bytes, list[int]] = defaultdict(list)
         self.logprobs: dict[bytes, list[TokenLogprobs]] = defaultdict(list)
         self.prompt_logprobs: dict[bytes, tuple[TokenLogprobs, ...]] = {}
@@ -160,9 +160,9 @@ class Rig:
     def end(self, rows: list[ScheduledSequence]) -> None:
         if rows:
             self.rows = []
-            drawn = finish(self.runner.run(build_inputs(rows, BLOCK_SIZE)))
+            sampled = finish(self.runner.run(build_inputs(rows, BLOCK_SIZE)))
             self.num_computed_tokens += sum(row.num_scheduled_tokens for row in rows)
-            self._record(self.engine.apply(rows, drawn))
+            self._record(self.engine.apply(rows, sampled))
             self.check()
 
     def step(self) -> list[ScheduledSequence]:
@@ -171,7 +171,7 @@ class Rig:
         return rows
 
     def run(self, *, max_steps: int = 5000) -> None:
-        """Steps until no sequence waits or runs; one that is stuck fails the test."""
+        """Steps until no sequence waits or runs. Fails the test after `max_steps`."""
         batcher = self.engine.batcher
         for _ in range(max_steps):
             if not (batcher.waiting or batcher.running):
@@ -187,7 +187,7 @@ class Rig:
         return None if progress is None else progress.finish_reason
 
     def complete(self, sequence: Sequence) -> list[int]:
-        """Adds it, runs everything, returns its new tokens."""
+        """Adds the sequence and runs all sequences. Returns the new tokens of this one."""
         self.add(sequence)
         self.run()
         return self.output(sequence)
@@ -198,8 +198,8 @@ class Rig:
         finish(self.runner.read_kv(table, first_token, num_tokens, memoryview(payload)))
         return payload
 
-    def arrive(self, sequence: Sequence, payload: bytes | bytearray, num_computed: int) -> None:
-        """KV of the tokens behind the cached prefix is written, then the sequence may run."""
+    def receive_kv(self, sequence: Sequence, payload: bytes | bytearray, num_computed: int) -> None:
+        """Writes the KV of the tokens after the cached prefix and activates the sequence."""
         first = sequence.num_computed_tokens
         view = memoryview(payload)
         finish(self.runner.write_kv(sequence.block_table, first, num_computed - first, view))
@@ -215,8 +215,8 @@ class Rig:
         for sequence in self.sequences:
             own = list(sequence.block_table[sequence.num_committed_blocks :])
             shared = [block_id for block_id in own if holders[block_id] > 1]
-            if shared:  # choices that have not written yet; the block is the last and not full
-                assert not sequence.is_in_step, "a block shared for writing"
+            if shared:  # choices before their first write: they share the last, partial block
+                assert not sequence.is_in_step, "a row writes a shared block"
                 assert shared == own
                 assert sequence.num_computed_tokens % BLOCK_SIZE
             assert sequence.num_computed_tokens >= sequence.num_committed_blocks * BLOCK_SIZE
@@ -233,7 +233,7 @@ class Rig:
             self.tokens[sequence_id] += each.token_ids
             self.logprobs[sequence_id] += each.logprobs
             if each.prompt_logprobs:
-                assert sequence_id not in self.prompt_logprobs, "told twice"
+                assert sequence_id not in self.prompt_logprobs, "received twice"
                 self.prompt_logprobs[sequence_id] = each.prompt_logprobs
             if each.finish_reason is not None:
                 self.endings[sequence_id] = each
@@ -258,7 +258,7 @@ def holders_of(sequences: list[Sequence]) -> Counter[int]:
 
 
 def check_writes(rows: list[ScheduledSequence], sequences: list[Sequence]) -> None:
-    """Whoever writes a block is alone in holding it; a copy gives a row what it goes on from."""
+    """Written blocks have one holder. A block copy goes to the block that its row writes next."""
     if not rows:
         return
     holders = holders_of(sequences)
@@ -269,9 +269,9 @@ def check_writes(rows: list[ScheduledSequence], sequences: list[Sequence]) -> No
     assert len({*sources, *destinations}) == len(sources) + len(destinations)
     for row in rows:
         if row.block_copy is not None:
-            place, offset = divmod(row.sequence.num_computed_tokens, BLOCK_SIZE)
+            block_index, offset = divmod(row.sequence.num_computed_tokens, BLOCK_SIZE)
             assert offset
-            assert row.block_copy[1] == row.sequence.block_table[place]
+            assert row.block_copy[1] == row.sequence.block_table[block_index]
 
 
 @cache
@@ -282,14 +282,14 @@ def solo(
     choice_index: int = 0,
     vocab_size: int = VOCAB_SIZE,
 ) -> list[int]:
-    """Tokens of a sequence alone in an engine, its prompt computed in one step."""
+    """Output of a sequence that runs alone in an engine, its prompt computed in one step."""
     rig = Rig(max_batch_tokens=4096, vocab_size=vocab_size)
     return rig.complete(new_sequence(prompt_ids, sampling, stop=stop, choice_index=choice_index))
 
 
 @cache
 def prefilled(token_ids: tuple[int, ...]) -> tuple[Rig, Sequence]:
-    """Another engine that holds the KV of these tokens, ready to be pushed."""
+    """Another engine and its finished prefill of these tokens, ready to push their KV."""
     rig = Rig(max_batch_tokens=4096)
     sequence = rig.add(new_sequence(token_ids, None))
     rig.run()

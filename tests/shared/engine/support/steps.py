@@ -15,7 +15,7 @@ from shared.engine.runners.model_runner import ModelRunner
 
 @dataclass
 class Line:
-    """A sequence: its tokens so far, the blocks it owns, and how many have their KV."""
+    """A sequence: its tokens, its blocks, and the number of tokens whose KV is computed."""
 
     token_ids: list[int]
     block_table: list[int]
@@ -24,7 +24,7 @@ class Line:
 
 @dataclass
 class Blocks:
-    """Hands out block ids in random order."""
+    """Allocates block ids in random order."""
 
     num_blocks: int
     seed: int = 0
@@ -54,7 +54,7 @@ def greedy(logits_indices: Sequence[int]) -> SamplingInputs:
 
 
 def step_of(work: Sequence[tuple[Line, int]], block_size: int = 16) -> StepInputs:
-    """One step over (line, number of new tokens); every new token's logits are asked for."""
+    """One step over (line, number of new tokens). Every new token has a row of logits."""
     input_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -88,7 +88,7 @@ def advance(runner: ModelRunner, work: Sequence[tuple[Line, int]]) -> torch.Tens
 
 
 def prefill(runner: ModelRunner, line: Line, chunk: int) -> torch.Tensor:
-    """All of the line's tokens in chunks. Returns all their logits."""
+    """Computes the line's tokens in chunks. Returns the logits of all of them."""
     parts = []
     while line.num_computed < len(line.token_ids):
         parts.append(advance(runner, [(line, min(chunk, len(line.token_ids) - line.num_computed))]))
@@ -96,7 +96,7 @@ def prefill(runner: ModelRunner, line: Line, chunk: int) -> torch.Tensor:
 
 
 def generate(runner: ModelRunner, line: Line, num_tokens: int) -> list[int]:
-    """Greedy continuation; the line needs room for it."""
+    """Greedy continuation of `num_tokens`. The line must have blocks for it."""
     start = len(line.token_ids)
     logits = prefill(runner, line, 512)
     while len(line.token_ids) < start + num_tokens:
