@@ -19,7 +19,7 @@ ROOT = b"\0" * 16
 
 
 def digest(path: str) -> bytes:
-    """A prefix tree's node stands for a chain of blocks: "abb" is the child of "ab"."""
+    """Hash of a chain of blocks, given as a path in a prefix tree: "abb" is a child of "ab"."""
     return blake2b(path.encode(), digest_size=16).digest() if path else ROOT
 
 
@@ -50,7 +50,7 @@ def removed(pool: BlockPool) -> list[bytes]:
     return [each for event in events for each in unpack_hashes(event.block_hashes)]
 
 
-def test_evicts_the_least_recently_used_chain_tail_first() -> None:
+def test_lru_chain_is_evicted_tail_first() -> None:
     pool = BlockPool(6, 4)
     cached(pool, "abc")
     cached(pool, "xyz")
@@ -59,7 +59,7 @@ def test_evicts_the_least_recently_used_chain_tail_first() -> None:
     assert removed(pool) == [digest(p) for p in ["abc", "ab", "a", "xyz", "xy", "x"]]
 
 
-def test_a_hit_moves_only_the_blocks_it_held_to_the_end() -> None:
+def test_cache_hit_moves_only_its_blocks_to_lru_end() -> None:
     pool = BlockPool(6, 4)
     cached(pool, "abc")
     cached(pool, "xyz")
@@ -71,7 +71,7 @@ def test_a_hit_moves_only_the_blocks_it_held_to_the_end() -> None:
     assert removed(pool) == [digest(p) for p in ["abc", "xyz", "xy", "x", "ab", "a"]]
 
 
-def test_empty_blocks_are_taken_before_cached_ones() -> None:
+def test_empty_blocks_are_allocated_before_cached_ones() -> None:
     pool = BlockPool(4, 4)
     cached(pool, "ab")
     block_ids = pool.allocate(2)
@@ -81,7 +81,7 @@ def test_empty_blocks_are_taken_before_cached_ones() -> None:
     assert removed(pool) == [digest("ab")]
 
 
-def test_a_held_block_is_never_evicted() -> None:
+def test_held_block_is_never_evicted() -> None:
     pool = BlockPool(3, 4)
     cached(pool, "abc")
     pool.hold(pool.match(chain("a")))
@@ -92,7 +92,7 @@ def test_a_held_block_is_never_evicted() -> None:
     assert pool.match(chain("abc")) == pool.match(chain("a")) != []
 
 
-def test_match_ends_at_the_first_gap() -> None:
+def test_match_ends_at_the_first_missing_block() -> None:
     pool = BlockPool(4, 4)
     block_ids = cached(pool, "abc")
     assert pool.match(chain("abd")) == block_ids[:2]
@@ -101,7 +101,7 @@ def test_match_ends_at_the_first_gap() -> None:
     assert pool.match(chain("abc")) == block_ids[:2]
 
 
-def test_a_child_without_its_parent_is_no_prefix() -> None:
+def test_child_without_its_parent_does_not_match() -> None:
     pool = BlockPool(4, 4)
     block_ids = pool.allocate(3)
     commit(pool, block_ids[2:], "abc", 2)
@@ -110,7 +110,7 @@ def test_a_child_without_its_parent_is_no_prefix() -> None:
     assert pool.match(chain("abc")) == block_ids[:1]
 
 
-def test_counts_what_a_hit_takes_from_the_free_blocks() -> None:
+def test_num_evictable_in_counts_unreferenced_blocks() -> None:
     pool = BlockPool(4, 4)
     block_ids = cached(pool, "ab")
     assert pool.num_evictable_in(block_ids) == 2
@@ -119,7 +119,7 @@ def test_counts_what_a_hit_takes_from_the_free_blocks() -> None:
     assert pool.num_cached_blocks == 1
 
 
-def test_a_hash_known_already_keeps_its_block() -> None:
+def test_known_hash_keeps_its_block() -> None:
     pool = BlockPool(6, 4)
     first, second = pool.allocate(2), pool.allocate(3)
     commit(pool, first, "ab")
@@ -135,11 +135,11 @@ def test_a_hash_known_already_keeps_its_block() -> None:
         )
     ]
     pool.release(second)
-    assert pool.num_cached_blocks == 1  # the two doubles are empty again
+    assert pool.num_cached_blocks == 1  # the two duplicates are empty again
     pool.check()
 
 
-def test_events_are_runs_of_children_in_the_order_of_what_happened() -> None:
+def test_events_are_runs_in_order_of_occurrence() -> None:
     pool = BlockPool(3, 4)
     cached(pool, "ab")
     cached(pool, "x")
@@ -162,7 +162,7 @@ def test_events_are_runs_of_children_in_the_order_of_what_happened() -> None:
     assert pool.take_events() == []
 
 
-def test_runs_split_where_the_parent_is_another() -> None:
+def test_runs_split_where_the_parent_differs() -> None:
     blocks = [
         CachedBlock("tenant-a", digest(path[:-1]), len(path) - 1, digest(path))
         for path in ("a", "ab", "b", "bc", "abc")
@@ -176,7 +176,7 @@ def test_runs_split_where_the_parent_is_another() -> None:
     assert [run.first_block_index for run in runs] == [0, 0, 2]
 
 
-def test_refuses_to_release_what_nobody_holds() -> None:
+def test_release_of_unreferenced_block_raises() -> None:
     pool = BlockPool(2, 4)
     block_ids = pool.allocate(1)
     pool.release(block_ids)
@@ -185,12 +185,12 @@ def test_refuses_to_release_what_nobody_holds() -> None:
 
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
-def test_blocks_for(num_tokens: int, num_blocks: int) -> None:
+def test_blocks_for_rounds_up(num_tokens: int, num_blocks: int) -> None:
     assert BlockPool(8, 4).blocks_for(num_tokens) == num_blocks
 
 
 @pytest.mark.parametrize("damage", ["lost", "twice", "nameless"])
-def test_check_finds_a_damaged_pool(damage: str) -> None:
+def test_check_detects_an_inconsistent_pool(damage: str) -> None:
     pool = BlockPool(4, 4)
     cached(pool, "ab")
     match damage:
@@ -204,7 +204,7 @@ def test_check_finds_a_damaged_pool(damage: str) -> None:
         pool.check()
 
 
-def test_pinned_blocks_go_after_all_others() -> None:
+def test_pinned_blocks_are_evicted_last() -> None:
     pool = BlockPool(6, 4)
     cached(pool, "abc")
     cached(pool, "xyz")
@@ -214,7 +214,7 @@ def test_pinned_blocks_go_after_all_others() -> None:
     assert removed(pool) == [digest(p) for p in ["abc", "xyz", "xy", "x", "ab", "a"]]
 
 
-def test_a_prefix_that_two_have_pinned_stays_pinned_until_both_let_go() -> None:
+def test_block_pinned_twice_stays_pinned_after_one_unpin() -> None:
     pool = BlockPool(4, 4)
     cached(pool, "ab")
     cached(pool, "xy")
@@ -227,7 +227,7 @@ def test_a_prefix_that_two_have_pinned_stays_pinned_until_both_let_go() -> None:
     assert removed(pool) == [digest(p) for p in ["xy", "x", "ab", "a"]]
 
 
-def test_a_block_can_be_pinned_before_it_is_there() -> None:
+def test_block_can_be_pinned_before_it_is_cached() -> None:
     pool = BlockPool(4, 4)
     pool.pin(chain("ab"))
     cached(pool, "ab")
@@ -238,7 +238,7 @@ def test_a_block_can_be_pinned_before_it_is_there() -> None:
 
 
 class Model:
-    """The pool by the book: who holds what, what is known, in which order it would go."""
+    """A simple model of the pool: references, known hashes, pins and LRU order."""
 
     def __init__(self) -> None:
         self.refs: dict[int, int] = {}
@@ -265,7 +265,7 @@ class Model:
         return [self.path_of.pop(block_id) for block_id in victims]
 
     def pin(self, path: str, step: int) -> None:
-        """What becomes pinned, or no longer is, counts as used; a chain's tail before its head."""
+        """A block whose pinned state changes becomes most recently used, a chain's tail first."""
         for end in range(len(path), 0, -1):
             before = self.pins[path[:end]] > 0
             self.pins[path[:end]] += step
@@ -284,7 +284,7 @@ class Model:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Holders take a chain as a sequence does: cached prefix, new blocks, commit, release."""
+    """Holders use a chain as a sequence does: match, hold, allocate, commit, release."""
 
     NUM_BLOCKS = 7
 
@@ -379,7 +379,7 @@ def removed_by(events: list[object]) -> list[bytes]:
 
 
 def replay(event: object, known: dict[bytes, tuple[str, bytes, int]]) -> None:
-    """What an index does with the events: hash to (tenant, parent, position)."""
+    """Applies an event to an index of hash to (tenant, parent, position)."""
     match event:
         case BlocksStored():
             parent = event.parent_hash

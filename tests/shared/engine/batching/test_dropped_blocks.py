@@ -1,4 +1,4 @@
-"""Blocks behind the window of every layer are given back while their sequence runs."""
+"""Blocks before the window of every layer are released while their sequence runs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.shared.engine.support.rig import (
     solo,
 )
 
-REACH = 2 * BLOCK_SIZE + 1
+SPAN = 2 * BLOCK_SIZE + 1
 WINDOW = 21
 
 
 def run_to_end(rig: Rig, sequence: Sequence) -> int:
-    """The most blocks that it held behind its prompt."""
+    """Returns the most blocks that the sequence held after its prompt was computed."""
     most = 0
     while sequence.state is not SequenceState.FINISHED:
         rig.step()
@@ -38,15 +38,15 @@ def run_to_end(rig: Rig, sequence: Sequence) -> int:
 
 
 @pytest.mark.parametrize("budget", [5, 64])
-def test_a_long_answer_holds_what_its_next_token_sees(budget: int) -> None:
-    rig = Rig(attention_span=REACH, max_batch_tokens=budget)
+def test_long_output_holds_only_blocks_in_the_span(budget: int) -> None:
+    rig = Rig(attention_span=SPAN, max_batch_tokens=budget)
     sequence = rig.add(new_sequence(prompt(30), greedy(60)))
     assert run_to_end(rig, sequence) == 3  # of four tokens each
     assert rig.output(sequence) == solo(tuple(prompt(30)), greedy(60))
 
 
-def test_sequences_run_together_that_had_no_room_together() -> None:
-    rig = Rig(num_blocks=20, attention_span=REACH)
+def test_dropped_blocks_make_room_for_other_sequences() -> None:
+    rig = Rig(num_blocks=20, attention_span=SPAN)
     sequences = [rig.add(new_sequence(prompt(30, start=n), greedy(40))) for n in (100, 200, 300)]
     rig.run()
     assert all(each.num_preemptions == 0 for each in sequences)
@@ -54,8 +54,8 @@ def test_sequences_run_together_that_had_no_room_together() -> None:
         assert rig.output(each) == solo(tuple(prompt(30, start=start)), greedy(40))
 
 
-def test_a_cached_prefix_is_found_behind_the_reach_too() -> None:
-    rig = Rig(attention_span=REACH)
+def test_cached_prefix_is_found_beyond_the_span() -> None:
+    rig = Rig(attention_span=SPAN)
     rig.complete(new_sequence(prompt(41), greedy(30)))
     again = new_sequence(prompt(41), greedy(30))
     assert rig.complete(again) == solo(tuple(prompt(41)), greedy(30))
@@ -63,9 +63,9 @@ def test_a_cached_prefix_is_found_behind_the_reach_too() -> None:
 
 
 @pytest.mark.parametrize("num_taken", [0, 1, 7, 15])
-def test_what_an_answer_leaves_is_evicted_tail_first(num_taken: int) -> None:
-    """Though its first blocks were given back first."""
-    rig = Rig(num_blocks=16, attention_span=REACH)
+def test_dropped_and_held_blocks_are_evicted_tail_first(num_taken: int) -> None:
+    """The sequence dropped its first blocks first."""
+    rig = Rig(num_blocks=16, attention_span=SPAN)
     sequence = rig.add(new_sequence(prompt(30), greedy(32)))
     hashes = sequence.block_hashes
     run_to_end(rig, sequence)
@@ -77,8 +77,8 @@ def test_what_an_answer_leaves_is_evicted_tail_first(num_taken: int) -> None:
     assert len(pool.match(hashes)) == num_cached - num_taken
 
 
-def test_a_preempted_one_begins_with_what_is_cached() -> None:
-    rig = Rig(attention_span=REACH)
+def test_preempted_sequence_resumes_from_cached_blocks() -> None:
+    rig = Rig(attention_span=SPAN)
     sequence = rig.add(new_sequence(prompt(30), seeded(40)))
     for _ in range(20):
         rig.step()
@@ -90,8 +90,8 @@ def test_a_preempted_one_begins_with_what_is_cached() -> None:
     assert rig.num_computed_tokens - before == 2 + 19  # 48 were cached
 
 
-def test_a_prefill_keeps_what_is_to_be_pushed() -> None:
-    rig = Rig(attention_span=REACH, max_batch_tokens=5)
+def test_prefill_drops_no_blocks() -> None:
+    rig = Rig(attention_span=SPAN, max_batch_tokens=5)
     sequence = rig.add(new_sequence(prompt(30), None))
     rig.run()
     assert (sequence.state, len(sequence.held_blocks)) == (SequenceState.HELD, 8)
@@ -101,7 +101,7 @@ def test_a_prefill_keeps_what_is_to_be_pushed() -> None:
         assert rig.output(child) == solo(tuple(prompt(31)), seeded(40), (), index)
 
 
-# ── over a model ─────────────────────────────────────────────────────────────────────────────────
+# ── with a model ─────────────────────────────────────────────────────────────────────────────────
 
 
 def tokens(seed: int, count: int) -> list[int]:
@@ -110,8 +110,8 @@ def tokens(seed: int, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_model_reads_nothing_that_was_dropped(tmp_path: Path, dtype: str) -> None:
-    """Every block that nobody holds is NaN before each step."""
+def test_model_reads_no_dropped_block(tmp_path: Path, dtype: str) -> None:
+    """Every unreferenced block is set to NaN before each step."""
     write_model(tmp_path, "MistralForCausalLM", sliding_window=WINDOW, head_dim=32)
     prompts = [tokens(1, 620), tokens(2, 700)]
 
@@ -145,10 +145,14 @@ async def poisoned_step(worker: Worker) -> None:
     [
         ("LlamaForCausalLM", {}, None),
         ("MistralForCausalLM", {"sliding_window": WINDOW}, WINDOW + 511),
-        ("Gemma2ForCausalLM", {"sliding_window": WINDOW}, None),  # every other layer sees all
+        (
+            "Gemma2ForCausalLM",
+            {"sliding_window": WINDOW},
+            None,
+        ),  # every other layer has full attention
     ],
 )
-def test_the_reach_of_a_model(
+def test_attention_span_of_a_model(
     tmp_path: Path, architecture: str, options: dict[str, int], attention_span: int | None
 ) -> None:
     write_model(tmp_path, architecture, **options)

@@ -1,4 +1,4 @@
-"""A tenant's KV quota: whose blocks go, in which order, and that nothing else changes."""
+"""A tenant's KV quota: which blocks are evicted, in which order; tokens do not change."""
 
 from __future__ import annotations
 
@@ -41,37 +41,37 @@ def cached(pool: BlockPool, tenant_id: str, path: str, quota: int) -> None:
     pool.release(block_ids)
 
 
-def names(pool: BlockPool, tenant_id: str, *paths: str) -> list[str]:
-    """Which of these blocks have been removed since last asked, in that order."""
+def removed_paths(pool: BlockPool, tenant_id: str, *paths: str) -> list[str]:
+    """The paths of the tenant's blocks removed since the last call, in order of removal."""
     name_of = {digest(tenant_id, path): path for path in paths}
     return [name_of[each] for each in removed_by(list(pool.take_events()))]
 
 
-def test_who_is_over_loses_its_oldest_though_blocks_are_empty() -> None:
+def test_tenant_over_quota_loses_its_oldest_blocks() -> None:
     pool = BlockPool(20, 4)
     cached(pool, "a", "pq", 4)
     cached(pool, "b", "pq", NO_QUOTA)
     cached(pool, "a", "xyz", 4)
-    assert names(pool, "a", "pq", "p") == ["pq"]
+    assert removed_paths(pool, "a", "pq", "p") == ["pq"]
     cached(pool, "a", "uvw", 4)
-    assert names(pool, "a", "p", "xyz", "xy") == ["p", "xyz", "xy"]
+    assert removed_paths(pool, "a", "p", "xyz", "xy") == ["p", "xyz", "xy"]
     assert pool.num_blocks_of("a") == 4
     assert pool.num_blocks_of("b") == 2
     assert pool.num_free_blocks == 20
     pool.check()
 
 
-def test_a_chain_longer_than_the_quota_keeps_its_head() -> None:
+def test_chain_longer_than_quota_keeps_its_head() -> None:
     pool = BlockPool(20, 4)
     block_ids = pool.allocate(5)
     commit(pool, block_ids, "a", "vwxyz", 2)
-    assert pool.match(chain("a", "vwxyz")) == block_ids  # as long as it is held
+    assert pool.match(chain("a", "vwxyz")) == block_ids  # while it is held
     pool.release(block_ids)
-    assert names(pool, "a", "vwxyz", "vwxy", "vwx") == ["vwxyz", "vwxy", "vwx"]
+    assert removed_paths(pool, "a", "vwxyz", "vwxy", "vwx") == ["vwxyz", "vwxy", "vwx"]
     assert pool.match(chain("a", "vwxyz")) == block_ids[:2]
 
 
-def test_what_a_sequence_holds_is_never_taken() -> None:
+def test_held_blocks_are_not_evicted_for_the_quota() -> None:
     pool = BlockPool(20, 4)
     cached(pool, "a", "pq", 4)
     held = pool.match(chain("a", "pq"))
@@ -82,10 +82,10 @@ def test_what_a_sequence_holds_is_never_taken() -> None:
     assert pool.match(chain("a", "wxyz")) == others
     assert pool.num_blocks_of("a") == 6
     pool.release(others)
-    assert names(pool, "a", "wxyz", "wxy") == ["wxyz", "wxy"]
+    assert removed_paths(pool, "a", "wxyz", "wxy") == ["wxyz", "wxy"]
 
 
-def test_a_quota_of_less_than_a_block_keeps_nothing() -> None:
+def test_quota_below_one_block_caches_nothing() -> None:
     pool = BlockPool(4, 4)
     block_ids = pool.allocate(1)
     pool.commit(
@@ -100,7 +100,7 @@ def test_a_quota_of_less_than_a_block_keeps_nothing() -> None:
     assert pool.match(chain("a", "x")) == []
 
 
-def test_a_new_bound_holds_at_once_and_is_forgotten_with_the_last_block() -> None:
+def test_new_quota_applies_at_once_until_the_last_block() -> None:
     pool = BlockPool(20, 4)
     cached(pool, "a", "vwxyz", NO_QUOTA)
     pool.limit("a", 3 * 4)
@@ -113,7 +113,7 @@ def test_a_new_bound_holds_at_once_and_is_forgotten_with_the_last_block() -> Non
     assert pool._shares == {}
 
 
-def test_tenants_that_come_once_leave_nothing_behind() -> None:
+def test_tenants_without_blocks_are_forgotten() -> None:
     pool = BlockPool(8, 4)
     for number in range(1000):
         cached(pool, f"tenant-{number}", "xy", 4)
@@ -122,7 +122,7 @@ def test_tenants_that_come_once_leave_nothing_behind() -> None:
     assert pool._shares == {}
 
 
-def test_without_quotas_the_least_recently_used_block_goes_whoever_has_it() -> None:
+def test_without_quotas_eviction_is_lru_across_tenants() -> None:
     pool = BlockPool(6, 4)
     cached(pool, "a", "xyz", NO_QUOTA)
     cached(pool, "b", "xyz", NO_QUOTA)
@@ -154,25 +154,25 @@ def test_many_removals_are_one_event() -> None:
 
 
 @pytest.mark.parametrize("quota", [NO_QUOTA, 1, 4, 12, 40])
-def test_an_engine_draws_the_same_tokens_whatever_the_quota(quota: int) -> None:
+def test_tokens_do_not_depend_on_the_quota(quota: int) -> None:
     rig = Rig(num_blocks=12, max_batch_tokens=7)
-    asked = []
+    requests = []
     for start in (100, 300, 100, 500, 300):
         sequence = new_sequence(prompt(13, start=start), greedy(9))
         sequence.kv_quota_tokens = quota
-        asked.append((start, rig.add(sequence)))
+        requests.append((start, rig.add(sequence)))
     rig.run()
-    for start, sequence in asked:
+    for start, sequence in requests:
         assert rig.output(sequence) == solo(tuple(prompt(13, start=start)), greedy(9))
     if quota:
         assert rig.engine.pool.num_blocks_of("tenant-a") <= quota // BLOCK_SIZE
 
 
-def test_a_request_that_finds_all_in_the_cache_tells_its_quota_as_well() -> None:
+def test_fully_cached_request_applies_its_quota() -> None:
     rig = Rig(num_blocks=32)
     rig.complete(new_sequence(prompt(18), greedy(1)))
     assert rig.engine.pool.num_blocks_of("tenant-a") == 4
-    again = new_sequence(prompt(18), greedy(1))  # which fills no block of its own
+    again = new_sequence(prompt(18), greedy(1))  # fills no block of its own
     again.kv_quota_tokens = 2 * BLOCK_SIZE
     rig.complete(again)
     assert again.num_cached_tokens == 16
@@ -180,7 +180,7 @@ def test_a_request_that_finds_all_in_the_cache_tells_its_quota_as_well() -> None
 
 
 class Model:
-    """Who holds what, what is known, and in which order it would go: all of it by search."""
+    """A simple model of references, known blocks, LRU order and quotas, by linear search."""
 
     def __init__(self) -> None:
         self.refs: dict[int, int] = {}
@@ -218,13 +218,13 @@ class Model:
         return self.trim(tenant_id)
 
     def trim(self, tenant_id: str) -> list[tuple[str, str]]:
-        gone = []
+        evicted = []
         while (quota := self.quotas.get(tenant_id)) and self.num_blocks_of(tenant_id) > quota:
             own = [each for each in self.lru if self.known[each][0] == tenant_id]
             if not own:
                 break
-            gone.append(self.evict(own[0]))
-        return gone
+            evicted.append(self.evict(own[0]))
+        return evicted
 
     def release(self, block_id: int) -> list[tuple[str, str]]:
         self.refs[block_id] -= 1
@@ -241,7 +241,7 @@ TENANTS = st.sampled_from(["a", "b", "c"])
 
 
 class QuotaMachine(RuleBasedStateMachine):
-    """Tenants with the same prompts; what is evicted, and in which order, is told by the model."""
+    """Tenants with the same prompts. The model predicts the evicted blocks and their order."""
 
     NUM_BLOCKS = 9
 
@@ -251,9 +251,9 @@ class QuotaMachine(RuleBasedStateMachine):
         self.model = Model()
         self.holders: list[tuple[str, str, list[int]]] = []
 
-    def expect(self, gone: list[tuple[str, str]]) -> None:
+    def expect(self, evicted: list[tuple[str, str]]) -> None:
         removed = removed_by(list(self.pool.take_events()))
-        assert removed == [digest(*name) for name in gone]
+        assert removed == [digest(*name) for name in evicted]
 
     @rule(tenant_id=TENANTS, path=st.text("xy", min_size=1, max_size=5))
     def admit(self, tenant_id: str, path: str) -> None:
@@ -267,9 +267,9 @@ class QuotaMachine(RuleBasedStateMachine):
             self.model.hold(block_id)
         num_empty = self.NUM_BLOCKS - len(self.model.refs) - len(self.model.lru)
         victims = self.model.lru[: max(0, num_new - num_empty)]
-        gone = [self.model.evict(block_id) for block_id in victims]
+        evicted = [self.model.evict(block_id) for block_id in victims]
         new = self.pool.allocate(num_new)
-        self.expect(gone)
+        self.expect(evicted)
         for block_id in new:
             assert block_id not in self.model.refs
             assert block_id not in self.model.known
@@ -300,10 +300,10 @@ class QuotaMachine(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(self.holders) - 1))
         _, _, block_ids = self.holders.pop(index)
         self.pool.release(block_ids)
-        gone = []
+        evicted = []
         for block_id in reversed(block_ids):
-            gone += self.model.release(block_id)
-        self.expect(gone)
+            evicted += self.model.release(block_id)
+        self.expect(evicted)
 
     @invariant()
     def holds(self) -> None:

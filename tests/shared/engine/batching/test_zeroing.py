@@ -1,4 +1,4 @@
-"""KV that nobody can find or holds any more is zeroed, before anybody else writes there."""
+"""KV blocks that are neither held nor findable are zeroed before another sequence writes there."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Bench:
-    """An engine over a model, its loop running on real threads."""
+    """An engine with a model; its loop runs on real threads."""
 
     def __init__(self, runner: ModelRunner, *, zeroes_freed_blocks: bool) -> None:
         self.runner = runner
@@ -64,7 +64,7 @@ class Bench:
                 await self.changed.wait()
 
     def filled_blocks(self) -> set[int]:
-        """Those whose KV is anything but zeros, in any layer."""
+        """Blocks whose KV is not all zeros in every layer."""
         by_block = self.runner.executor.kv_cache.float().abs().amax(dim=(0, 1, 3, 4, 5))
         return set(by_block.nonzero().flatten().tolist())
 
@@ -87,9 +87,9 @@ async def bench(model_dir: Path, *, zeroes_freed_blocks: bool) -> AsyncIterator[
 
 
 @pytest.mark.parametrize("zeroes", [True, False])
-async def test_only_what_can_be_found_is_left_in_the_cache(model_dir: Path, zeroes: bool) -> None:
+async def test_only_findable_blocks_are_left_filled(model_dir: Path, zeroes: bool) -> None:
     async with bench(model_dir, zeroes_freed_blocks=zeroes) as it:
-        for start in (10, 60, 110, 10, 90):  # more than the pool holds: some is evicted
+        for start in (10, 60, 110, 10, 90):  # more than the pool holds, so blocks are evicted
             await it.complete(new_sequence(prompt(57, start=start), greedy(4)))
         await it.loop.zero_freed_blocks()
         assert it.findable_blocks()
@@ -98,9 +98,7 @@ async def test_only_what_can_be_found_is_left_in_the_cache(model_dir: Path, zero
 
 
 @pytest.mark.parametrize("zeroes", [True, False])
-async def test_a_tenant_without_a_quota_to_keep_leaves_nothing(
-    model_dir: Path, zeroes: bool
-) -> None:
+async def test_tenant_with_quota_below_a_block_leaves_no_kv(model_dir: Path, zeroes: bool) -> None:
     async with bench(model_dir, zeroes_freed_blocks=zeroes) as it:
         sequence = new_sequence(prompt(57), greedy(4))
         sequence.kv_quota_tokens = 1
@@ -110,17 +108,17 @@ async def test_a_tenant_without_a_quota_to_keep_leaves_nothing(
         assert (it.filled_blocks() == set()) is zeroes
 
 
-async def test_an_idle_loop_zeroes_by_itself(model_dir: Path) -> None:
+async def test_idle_loop_zeroes_freed_blocks(model_dir: Path) -> None:
     async with bench(model_dir, zeroes_freed_blocks=True) as it:
         zeroed: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
         zero_blocks = it.runner.zero_blocks
 
-        async def tell(block_ids: list[int]) -> None:
+        async def zero_and_notify(block_ids: list[int]) -> None:
             await zero_blocks(block_ids)
             if not zeroed.done():
                 zeroed.set_result(block_ids)
 
-        it.runner.zero_blocks = tell  # type: ignore[method-assign]
+        it.runner.zero_blocks = zero_and_notify  # type: ignore[method-assign]
         sequence = new_sequence(prompt(5), greedy(4))
         await it.complete(sequence)
         block_ids = await asyncio.wait_for(zeroed, 30)
@@ -128,13 +126,13 @@ async def test_an_idle_loop_zeroes_by_itself(model_dir: Path) -> None:
         assert it.filled_blocks() == set()
 
 
-async def test_what_could_not_be_zeroed_is_tried_again(model_dir: Path) -> None:
+async def test_failed_zeroing_is_retried(model_dir: Path) -> None:
     async with bench(model_dir, zeroes_freed_blocks=True) as it:
-        zero_blocks, told, done = it.runner.zero_blocks, [], asyncio.Event()
+        zero_blocks, attempts, done = it.runner.zero_blocks, [], asyncio.Event()
 
         async def fail_once(block_ids: list[int]) -> None:
-            told.append(list(block_ids))
-            if len(told) == 1:
+            attempts.append(list(block_ids))
+            if len(attempts) == 1:
                 raise RuntimeError("the device says no")
             await zero_blocks(block_ids)
             done.set()
@@ -142,11 +140,11 @@ async def test_what_could_not_be_zeroed_is_tried_again(model_dir: Path) -> None:
         it.runner.zero_blocks = fail_once  # type: ignore[method-assign]
         await it.complete(new_sequence(prompt(5), greedy(4)))
         await asyncio.wait_for(done.wait(), 30)
-        assert told == [told[0], told[0]]
+        assert attempts == [attempts[0], attempts[0]]
         assert it.filled_blocks() == set()
 
 
-def test_the_pool_notes_only_what_lost_its_content_and_only_when_asked() -> None:
+def test_pool_records_freed_blocks_only_if_enabled() -> None:
     pool = BlockPool(8, 4, notes_freed=True)
     cached(pool, "a", "pq", 0)
     assert pool.take_freed() == []
@@ -157,13 +155,13 @@ def test_the_pool_notes_only_what_lost_its_content_and_only_when_asked() -> None
     pool.allocate(8)
     assert len(pool.take_freed()) == 2  # "pq" was evicted
     assert pool.take_freed() == []
-    silent = BlockPool(8, 4)
-    silent.release(silent.allocate(8))
-    assert silent.take_freed() == []
+    without_notes = BlockPool(8, 4)
+    without_notes.release(without_notes.allocate(8))
+    assert without_notes.take_freed() == []
 
 
-class WatchfulRunner(CopyingRunner):
-    """Whoever writes KV finds zeros from there to the end of its blocks."""
+class ZeroCheckingRunner(CopyingRunner):
+    """Checks before each KV write that the slots from there to the end of the blocks are zero."""
 
     num_checked = 0
 
@@ -185,18 +183,18 @@ class WatchfulRunner(CopyingRunner):
 
     def _check_zeros(self, table: list[int], first_token: int) -> None:
         slots = self._slots(table, first_token, len(table) * BLOCK_SIZE - first_token)
-        assert not self._kv[slots].any(), "another's KV was there"
+        assert not self._kv[slots].any(), "the block has KV of another sequence"
         type(self).num_checked += 1
 
 
 @pytest.mark.parametrize("zeroes", [True, False])
 @pytest.mark.parametrize("copy_s", [0.0, pytest.param(0.003, marks=pytest.mark.long), 0.03])
-def test_nobody_writes_before_the_blocks_are_clear(copy_s: float, zeroes: bool) -> None:
-    """Two tenants in turn, by local prefill and by pushed KV, aborted and not, in few blocks."""
+def test_blocks_are_zeroed_before_they_are_written(copy_s: float, zeroes: bool) -> None:
+    """Two tenants alternate in few blocks, with local prefill, pushed KV and aborts."""
 
     async def main() -> None:
         options = {"num_blocks": 24, "copy_s": copy_s, "zeroes_freed_blocks": zeroes}
-        async with cluster(**options, runner_type=WatchfulRunner) as it:
+        async with cluster(**options, runner_type=ZeroCheckingRunner) as it:
             placed = []
             for number in range(24):
                 tenant_id = f"tenant-{number % 2}"
@@ -205,7 +203,7 @@ def test_nobody_writes_before_the_blocks_are_clear(copy_s: float, zeroes: bool) 
                 candidates = ("prefill-1",) if number % 3 else ()
                 try:
                     placed.append(await it.peer.place("decode-1", request, candidates))
-                except WorkerBusy:  # it is small on purpose
+                except WorkerBusy:  # the pool is small on purpose
                     continue
                 await asyncio.sleep(0.004 * (number % 4))
                 if number % 7 == 3:
@@ -215,10 +213,10 @@ def test_nobody_writes_before_the_blocks_are_clear(copy_s: float, zeroes: bool) 
                 assert received.finish.reason == "length"
             await it.settled()
 
-    WatchfulRunner.num_checked = 0
+    ZeroCheckingRunner.num_checked = 0
     if zeroes:
         run(main())
-        assert WatchfulRunner.num_checked > 100
+        assert ZeroCheckingRunner.num_checked > 100
     else:
         with pytest.raises((AssertionError, TimeoutError)):
             run(main())

@@ -1,4 +1,4 @@
-"""Checkpoint folders of every kind of file, and how to compare two of them."""
+"""Checkpoint folders with every kind of file, and functions to compare them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
 class Silent:
     def __init__(self) -> None:
         self.num_expected = self.num_done = 0
-        self.said: list[str] = []
+        self.steps: list[str] = []
 
     def expect(self, num_bytes: int) -> None:
         self.num_expected += num_bytes
 
     def advance(self, what: str, num_bytes: int) -> None:
         self.num_done += num_bytes
-        self.said.append(what)
+        self.steps.append(what)
 
 
 def bf16(values: np.ndarray) -> bytes:
@@ -39,7 +39,7 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 
 
 def tensors_of_all_kinds(seed: int) -> Tensors:
-    draw = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     return {
         f"model.layers.{seed}.mlp.up_proj.weight": ("BF16", (33, 401), bf16(normal(seed, 33, 401))),
         f"model.layers.{seed}.self_attn.q_proj.weight": (
@@ -48,8 +48,8 @@ def tensors_of_all_kinds(seed: int) -> Tensors:
         ),
         f"model.layers.{seed}.norm.weight": ("BF16", (7,), bf16(np.ones(7))),
         f"model.layers.{seed}.scale": ("F32", (19,), normal(seed, 19).tobytes()),
-        f"model.layers.{seed}.qweight": ("I32", (5, 9), draw.bytes(180)),
-        f"model.layers.{seed}.noise": ("BF16", (3000,), draw.bytes(6000)),
+        f"model.layers.{seed}.qweight": ("I32", (5, 9), rng.bytes(180)),
+        f"model.layers.{seed}.noise": ("BF16", (3000,), rng.bytes(6000)),
         f"model.layers.{seed}.none": ("BF16", (0, 4), b""),
         f"model.layers.{seed}.odd": ("F4", (3,), b"xyz"),
         f'model.layers.{seed}."ünusual" .weight': ("BF16", (2000,), bf16(normal(seed, 2000))),
@@ -57,7 +57,7 @@ def tensors_of_all_kinds(seed: int) -> Tensors:
 
 
 def safetensors_of(tensors: Tensors, *, padding: int = 0) -> bytes:
-    """With a header that no library would write the same way."""
+    """A safetensors file with a header that no library writes in the same form."""
     header: dict[str, object] = {"__metadata__": {"format": "pt", "by": "a test"}}
     offset = 0
     for name, (dtype, shape, data) in tensors.items():
@@ -70,7 +70,7 @@ def safetensors_of(tensors: Tensors, *, padding: int = 0) -> bytes:
 
 
 def write_folder(folder: Path, *, num_shards: int = 2) -> Path:
-    """Shards, an index, files of other kinds, one of them in a folder below."""
+    """Writes shards, an index and files of other kinds, some of them in subfolders."""
     folder.mkdir(parents=True)
     weight_map = {}
     for number in range(num_shards):
@@ -93,13 +93,13 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def bundled(tmp_path: Path, *, num_shards: int = 2) -> tuple[Path, Path, Manifest]:
-    """A folder, its bundle, and what that says."""
+    """A checkpoint folder, its bundle, and the bundle's manifest."""
     source = write_folder(tmp_path / "model", num_shards=num_shards)
     target = tmp_path / "bundle"
     return source, target, compress_folder(source, target, Silent())
 
 
-def refused(kind: type[HearthError], message: str, run: Any) -> str:
+def require_error(kind: type[HearthError], message: str, run: Any) -> str:
     with pytest.raises(kind) as caught:
         run()
     assert message in caught.value.message

@@ -1,4 +1,4 @@
-"""A folder to a bundle and back: byte by byte, or refused in one line that names the culprit."""
+"""A folder is bundled and restored to the byte; an error names the file in one line."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from tests.shared.engine.codec.folders import (
     Silent,
     bundled,
     contents,
-    refused,
+    require_error,
     safetensors_of,
     tensors_of_all_kinds,
     write_folder,
 )
 
 
-def test_every_file_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_round_trip_restores_every_file(tmp_path: Path) -> None:
     source, bundle, manifest = bundled(tmp_path)
     before = contents(source)
     decompress_folder(bundle, tmp_path / "again", Silent())
@@ -42,7 +42,7 @@ def test_every_file_comes_back_as_it_was(tmp_path: Path) -> None:
     assert read_manifest(bundle).shards == manifest.shards
 
 
-def test_what_is_stored_is_what_the_manifest_says(tmp_path: Path) -> None:
+def test_stored_shards_match_the_manifest(tmp_path: Path) -> None:
     _, bundle, manifest = bundled(tmp_path)
     assert {"config.json", ".hidden", "below/deeper/empty.txt"} <= set(contents(bundle))
     assert not list(bundle.rglob("model-?.safetensors"))
@@ -59,7 +59,7 @@ def test_what_is_stored_is_what_the_manifest_says(tmp_path: Path) -> None:
     assert codecs["model.layers.1.self_attn.q_proj"] == "fp16-huffman"
 
 
-def test_progress_ends_where_it_said(tmp_path: Path) -> None:
+def test_progress_reaches_the_expected_bytes(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "model")
     for run in (
         lambda progress: compress_folder(source, tmp_path / "bundle", progress),
@@ -70,31 +70,31 @@ def test_progress_ends_where_it_said(tmp_path: Path) -> None:
         assert progress.num_done == progress.num_expected > 0
 
 
-def test_a_coder_that_errs_is_found_out_before_there_is_a_bundle(
+def test_faulty_coder_is_detected_before_bundle_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_folder(tmp_path / "model")
 
-    def erring(plane: Bytes, executor: Executor) -> list[bytes]:
+    def faulty(plane: Bytes, executor: Executor) -> list[bytes]:
         return encode_plane(np.where(plane == plane[77], plane[77] ^ 1, plane), executor)
 
-    monkeypatch.setattr("shared.engine.codec.tensor.encode_plane", erring)
+    monkeypatch.setattr("shared.engine.codec.tensor.encode_plane", faulty)
     message = "tensor model.layers.9.mlp.up_proj.weight: damaged: its checksum differs"
-    refused(
+    require_error(
         CheckpointError, message, lambda: compress_folder(source, tmp_path / "bundle", Silent())
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
-def test_the_number_of_threads_changes_nothing(tmp_path: Path) -> None:
+def test_bundle_does_not_depend_on_thread_count(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "model")
     for number in (1, 3):
         compress_folder(source, tmp_path / f"{number}", Silent(), num_threads=number)
     assert contents(tmp_path / "1") == contents(tmp_path / "3")
 
 
-def test_links_to_files_are_read_through(tmp_path: Path) -> None:
-    """As the hub's cache has them."""
+def test_links_to_files_are_followed(tmp_path: Path) -> None:
+    """The hub's cache has such links."""
     source = write_folder(tmp_path / "blobs")
     linked = tmp_path / "snapshot"
     linked.mkdir()
@@ -106,10 +106,10 @@ def test_links_to_files_are_read_through(tmp_path: Path) -> None:
     assert contents(tmp_path / "again") == contents(linked)
 
 
-# ── refused before anything is written ───────────────────────────────────────────────────────────
+# ── rejected before anything is written ──────────────────────────────────────────────────────────
 
 
-def test_folders_that_cannot_be(tmp_path: Path) -> None:
+def test_invalid_folders_are_rejected(tmp_path: Path) -> None:
     source, bundle, _ = bundled(tmp_path)
     before = contents(tmp_path)
 
@@ -119,44 +119,46 @@ def test_folders_that_cannot_be(tmp_path: Path) -> None:
     def back(start: Path, target: Path) -> Any:
         return lambda: decompress_folder(start, target, Silent())
 
-    refused(ConfigError, "bundle exists already", to(source, bundle))
-    refused(ConfigError, "model exists already", back(bundle, source))
-    refused(ConfigError, "inside of", to(source, source / "bundle"))
-    refused(ConfigError, "inside of", to(source, source / "below" / "bundle"))
-    refused(ConfigError, "inside of", back(bundle, bundle / "model"))
-    refused(ConfigError, "is a bundle already", to(bundle, tmp_path / "new"))
-    refused(ConfigError, "is not a directory", to(tmp_path / "no", tmp_path / "new"))
-    refused(ConfigError, "is not a folder", to(source, tmp_path / "no" / "new"))
-    refused(ConfigError, "no *.safetensors in it", to(source / "below" / "deeper", tmp_path / "n"))
-    refused(CheckpointError, f"there is no {MANIFEST}", back(source, tmp_path / "new"))
+    require_error(ConfigError, "bundle exists already", to(source, bundle))
+    require_error(ConfigError, "model exists already", back(bundle, source))
+    require_error(ConfigError, "inside of", to(source, source / "bundle"))
+    require_error(ConfigError, "inside of", to(source, source / "below" / "bundle"))
+    require_error(ConfigError, "inside of", back(bundle, bundle / "model"))
+    require_error(ConfigError, "is a bundle already", to(bundle, tmp_path / "new"))
+    require_error(ConfigError, "is not a directory", to(tmp_path / "no", tmp_path / "new"))
+    require_error(ConfigError, "is not a folder", to(source, tmp_path / "no" / "new"))
+    require_error(
+        ConfigError, "no *.safetensors in it", to(source / "below" / "deeper", tmp_path / "n")
+    )
+    require_error(CheckpointError, f"there is no {MANIFEST}", back(source, tmp_path / "new"))
     assert contents(tmp_path) == before
 
 
-def test_what_cannot_be_carried_is_named(tmp_path: Path) -> None:
+def test_unsupported_file_is_named(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "model")
     (source / "dangling").symlink_to(tmp_path / "nowhere")
     run = lambda: compress_folder(source, tmp_path / "new", Silent())  # noqa: E731
-    refused(ConfigError, "dangling: not a file", run)
+    require_error(ConfigError, "dangling: not a file", run)
     (source / "dangling").unlink()
     (source / "loop").symlink_to(source)
-    refused(ConfigError, "loop: a link to a folder", run)
+    require_error(ConfigError, "loop: a link to a folder", run)
     (source / "loop").unlink()
     content = safetensors_of(tensors_of_all_kinds(1))
     (source / "model-1.safetensors").write_bytes(content[:-2000])
-    refused(CheckpointError, "model-1.safetensors: incomplete safetensors file: tensor ", run)
+    require_error(CheckpointError, "model-1.safetensors: incomplete safetensors file: tensor ", run)
     assert not (tmp_path / "new.partial").exists()
 
 
-def test_somebody_elses_folder_is_not_touched(tmp_path: Path) -> None:
+def test_foreign_work_folder_is_not_touched(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "model")
     (tmp_path / "new.partial").mkdir()
     (tmp_path / "new.partial" / "diary").write_text("mine")
     message = "new.partial exists and is not from"
-    refused(ConfigError, message, lambda: compress_folder(source, tmp_path / "new", Silent()))
+    require_error(ConfigError, message, lambda: compress_folder(source, tmp_path / "new", Silent()))
     assert contents(tmp_path / "new.partial") == {"diary": b"mine"}
 
 
-def test_the_tools_of_a_checkpoint_are_left_behind(tmp_path: Path) -> None:
+def test_git_and_cache_folders_are_not_bundled(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "model")
     before = contents(source)
     for name in (".git", ".cache"):

@@ -1,4 +1,4 @@
-"""Safetensors files as they are, to the byte, and those that are not whole."""
+"""Headers and bytes of safetensors files; errors for invalid and truncated ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shared.errors import CheckpointError
 from tests.shared.engine.codec.folders import safetensors_of, tensors_of_all_kinds
 
 
-def test_header_and_bytes_are_those_of_the_file(tmp_path: Path) -> None:
+def test_header_and_bytes_match_the_file(tmp_path: Path) -> None:
     path, tensors = tmp_path / "a.safetensors", tensors_of_all_kinds(0)
     content = safetensors_of(tensors, padding=3)
     path.write_bytes(content)
@@ -30,7 +30,7 @@ def test_header_and_bytes_are_those_of_the_file(tmp_path: Path) -> None:
     assert mapped.header.metadata == {"format": "pt", "by": "a test"}
 
 
-def test_files_of_the_library_are_read_alike(tmp_path: Path) -> None:
+def test_layout_matches_the_safetensors_library(tmp_path: Path) -> None:
     path = Path("shared/demo_model/model.safetensors")
     mapped = map_safetensors(path)
     with safe_open(path, framework="pt") as opened:
@@ -69,19 +69,19 @@ def _span(start: int, end: int, dtype: str = "U8", **more: Any) -> dict[str, Any
         (_header(__metadata__={"x": 1}), "cannot be read"),
     ],
 )
-def test_a_header_that_cannot_be_is_refused(header: bytes, message: str) -> None:
+def test_invalid_header_is_rejected(header: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         parse_header(header)
     assert "\n" not in str(caught.value)
 
 
-def test_empty_tensors_may_lie_anywhere() -> None:
+def test_empty_tensors_are_allowed_anywhere() -> None:
     spans = {"a": _span(0, 0), "b": _span(0, 3), "c": _span(3, 3), "d": _span(3, 3)}
     assert list(parse_header(_header(**spans)).spans) == ["a", "b", "c", "d"]
     assert parse_header(b"{} ").num_data_bytes == 0
 
 
-def test_a_file_that_is_cut_off_names_the_first_tensor_that_is(tmp_path: Path) -> None:
+def test_truncated_file_error_names_the_first_cut_tensor(tmp_path: Path) -> None:
     path, tensors = tmp_path / "a.safetensors", tensors_of_all_kinds(0)
     content = safetensors_of(tensors)
     data_start = 8 + struct.unpack("<Q", content[:8])[0]

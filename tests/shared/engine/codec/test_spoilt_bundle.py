@@ -1,4 +1,4 @@
-"""A bundle that is spoilt, cut off, foreign or newer is refused, by the name of the culprit."""
+"""A corrupt, truncated, foreign or newer bundle is rejected; the error names the file or tensor."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ from tests.shared.engine.codec.folders import (
     Silent,
     bundled,
     contents,
-    refused,
+    require_error,
 )
 
 
-def test_any_flipped_byte_is_refused_or_changes_nothing(
+def test_flipped_bit_is_rejected_or_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, bundle, _ = bundled(tmp_path, num_shards=1)
-    monkeypatch.setattr("os.fsync", lambda _: None)  # most of the time, and not what is tested
+    monkeypatch.setattr("os.fsync", lambda _: None)  # takes most of the time and is not under test
     before, stored = contents(source), contents(bundle)
-    draw = random.Random(0)
-    refusals = 0
+    rng = random.Random(0)
+    num_rejected = 0
     for name, content in stored.items():
-        places = range(len(content))
-        for place in draw.sample(places, min(len(places), 60)):
+        positions = range(len(content))
+        for position in rng.sample(positions, min(len(positions), 60)):
             flipped = bytearray(content)
-            flipped[place] ^= 1 << draw.randrange(8)
+            flipped[position] ^= 1 << rng.randrange(8)
             (bundle / name).write_bytes(flipped)
             target = tmp_path / "again"
             try:
                 decompress_folder(bundle, target, Silent())
-                assert contents(target) == before, (name, place)
+                assert contents(target) == before, (name, position)
             except CheckpointError as error:
-                refusals += 1
+                num_rejected += 1
                 assert "\n" not in error.message
                 assert str(bundle) in error.message
                 assert not target.exists()
             shutil.rmtree(target, ignore_errors=True)
             shutil.rmtree(tmp_path / "again.partial", ignore_errors=True)
         (bundle / name).write_bytes(content)
-    assert refusals > 150
+    assert num_rejected > 150
 
 
-def test_a_spoilt_tensor_is_named(tmp_path: Path) -> None:
+def test_corrupt_tensor_is_named(tmp_path: Path) -> None:
     _, bundle, manifest = bundled(tmp_path, num_shards=1)
     shard = next(each for each in manifest.shards if each.path == "model-0.safetensors")
     path = bundle / bundle_path(shard.path)
@@ -65,48 +65,50 @@ def test_a_spoilt_tensor_is_named(tmp_path: Path) -> None:
     end = len(content)
     for tensor in reversed(shard.tensors):
         if tensor.num_stored_bytes:
-            spoilt = bytearray(content)
-            spoilt[end - 1] ^= 0x10
-            path.write_bytes(spoilt)
+            corrupt = bytearray(content)
+            corrupt[end - 1] ^= 0x10
+            path.write_bytes(corrupt)
             run = lambda: decompress_folder(bundle, tmp_path / "again", Silent())  # noqa: E731
-            refused(CheckpointError, f"{path}: tensor {tensor.name}: damaged", run)
+            require_error(CheckpointError, f"{path}: tensor {tensor.name}: damaged", run)
             path.write_bytes(content[: end - 1])
-            refused(CheckpointError, f"tensor {tensor.name}", run)
+            require_error(CheckpointError, f"tensor {tensor.name}", run)
         end -= tensor.num_stored_bytes
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path: Path) -> None:
     source, bundle, _ = bundled(tmp_path)
     run = lambda: decompress_folder(bundle, tmp_path / "again", Silent())  # noqa: E731
     for name in ("model-1.hearth.safetensors", "config.json", ".hidden"):
         (bundle / name).rename(tmp_path / "aside")
-        refused(CheckpointError, f"{bundle / name}: no such file", run)
+        require_error(CheckpointError, f"{bundle / name}: no such file", run)
         assert not (tmp_path / "again.partial").exists()
         (tmp_path / "aside").rename(bundle / name)
     run()
     assert contents(tmp_path / "again") == contents(source)
 
 
-def test_a_spoilt_file_is_named_before_anything_is_written(tmp_path: Path) -> None:
+def test_corrupt_file_is_named_before_anything_is_written(tmp_path: Path) -> None:
     _, bundle, _ = bundled(tmp_path)
     (bundle / "config.json").write_text('{"a": 2 }\n')
     run = lambda: decompress_folder(bundle, tmp_path / "again", Silent())  # noqa: E731
-    refused(CheckpointError, f"{bundle}/config.json: damaged: it differs from the bundled", run)
+    require_error(
+        CheckpointError, f"{bundle}/config.json: damaged: it differs from the bundled", run
+    )
     assert not (tmp_path / "again.partial").exists()
 
 
-def test_shards_of_another_bundle_are_refused(tmp_path: Path) -> None:
+def test_shard_of_another_bundle_is_rejected(tmp_path: Path) -> None:
     _, bundle, _ = bundled(tmp_path)
     shutil.copy(bundle / "model-0.hearth.safetensors", bundle / "model-1.hearth.safetensors")
     run = lambda: decompress_folder(bundle, tmp_path / "again", Silent())  # noqa: E731
-    refused(CheckpointError, "tensor model.layers.1.mlp.up_proj.weight: there is no", run)
+    require_error(CheckpointError, "tensor model.layers.1.mlp.up_proj.weight: there is no", run)
 
 
 def _with(manifest: Manifest, **changes: Any) -> bytes:
     return encode_manifest(msgspec.structs.replace(manifest, **changes))
 
 
-def test_a_foreign_or_newer_manifest_is_refused(tmp_path: Path) -> None:
+def test_invalid_or_newer_manifest_is_rejected(tmp_path: Path) -> None:
     _, bundle, manifest = bundled(tmp_path)
     path, file, shard = bundle / MANIFEST, manifest.files[0], manifest.shards[0]
 
@@ -139,5 +141,5 @@ def test_a_foreign_or_newer_manifest_is_refused(tmp_path: Path) -> None:
     ):
         path.write_bytes(content)
         run = lambda: decompress_folder(bundle, tmp_path / "again", Silent())  # noqa: E731
-        refused(CheckpointError, message, run)
+        require_error(CheckpointError, message, run)
         shutil.rmtree(tmp_path / "again.partial", ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Any bytes come back as they were, and what is stored is what it should be."""
+"""Any bytes are restored by decoding, and tensors are stored in the expected form and size."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def decoded(encoded: EncodedTensor, num_bytes: int, executor: Executor) -> Bytes
     num_cut=st.integers(0, 3),
     num_skipped=st.integers(0, 1),
 )
-def test_any_bits_come_back(
+def test_any_bytes_round_trip(
     threads: Executor, words: np.ndarray, dtype: str, num_cut: int, num_skipped: int
 ) -> None:
-    """Also of an odd number of bytes, and at an odd address."""
+    """Also with an odd number of bytes and at an odd address."""
     data = words.view(np.uint8)[num_skipped : max(num_skipped, words.nbytes - num_cut)]
     encoded = encode_tensor(data, dtype, threads)
     np.testing.assert_array_equal(decoded(encoded, data.size, threads), data)
@@ -66,13 +66,13 @@ def test_any_bits_come_back(
 
 
 @pytest.mark.parametrize("split", [BF16, FP16], ids=lambda split: split.codec)
-def test_each_word_is_joined_of_its_planes(split) -> None:
+def test_joined_planes_restore_each_word(split) -> None:
     words = np.arange(1 << 16, dtype=np.uint16)
     low, high, joined = np.empty(1 << 16, np.uint8), np.empty(1 << 16, np.uint8), words * 0
     split.split(words, low, high)
     split.join(low, high, joined)
     np.testing.assert_array_equal(joined, words)
-    if split is BF16:  # the planes that the engine's own form of a weight has, too
+    if split is BF16:  # the same planes as in the engine's compressed weights
         np.testing.assert_array_equal(high, words >> 7 & 0xFF)
         np.testing.assert_array_equal(low, (words >> 8 & 0x80) | (words & 0x7F))
     else:
@@ -81,29 +81,31 @@ def test_each_word_is_joined_of_its_planes(split) -> None:
 
 @pytest.mark.parametrize("num_weights", [1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1])
 @pytest.mark.parametrize("dtype", ["BF16", "F16"])
-def test_chunks_meet_at_their_edges(threads: Executor, dtype: str, num_weights: int) -> None:
+def test_tensors_around_the_chunk_size_round_trip(
+    threads: Executor, dtype: str, num_weights: int
+) -> None:
     values = normal(3, num_weights)
     data = bf16(values) if dtype == "BF16" else values.astype("<f2").tobytes()
-    plain = np.frombuffer(data, np.uint8)
-    encoded = encode_tensor(plain, dtype, threads)
+    uncompressed = np.frombuffer(data, np.uint8)
+    encoded = encode_tensor(uncompressed, dtype, threads)
     assert (encoded.codec == AS_IS) is (num_weights == 1)
-    np.testing.assert_array_equal(decoded(encoded, plain.size, threads), plain)
+    np.testing.assert_array_equal(decoded(encoded, uncompressed.size, threads), uncompressed)
 
 
-@pytest.mark.parametrize(("dtype", "most_bits"), [("BF16", 10.7), ("F16", 13.7)])
-def test_weights_take_hardly_more_than_their_entropy(
-    threads: Executor, dtype: str, most_bits: float
+@pytest.mark.parametrize(("dtype", "max_bits"), [("BF16", 10.7), ("F16", 13.7)])
+def test_coded_weights_are_within_3_percent_of_entropy(
+    threads: Executor, dtype: str, max_bits: float
 ) -> None:
     values = normal(0, 300_000)
     data = bf16(values) if dtype == "BF16" else values.astype("<f2").tobytes()
     encoded = encode_tensor(np.frombuffer(data, np.uint8), dtype, threads)
-    assert 8 * encoded.num_bytes / values.size < most_bits
+    assert 8 * encoded.num_bytes / values.size < max_bits
     coded = sum(plane.num_bytes for plane in encoded.planes if plane.is_coded)
     assert coded < 1.03 * (encoded.entropy_bytes - values.size)
     assert [plane.is_coded for plane in encoded.planes] == [False, True]
 
 
-def test_a_plane_that_is_random_is_not_coded_and_one_that_is_not_is(threads: Executor) -> None:
+def test_only_compressible_planes_are_coded(threads: Executor) -> None:
     upcast = np.frombuffer(bf16(normal(1, 40_000)), "<u2") & 0xFFF0  # three bits of mantissa
     encoded = encode_tensor(upcast.view(np.uint8), "BF16", threads)
     assert all(plane.is_coded for plane in encoded.planes)
@@ -112,7 +114,7 @@ def test_a_plane_that_is_random_is_not_coded_and_one_that_is_not_is(threads: Exe
     assert encode_tensor(noise, "BF16", threads).codec == AS_IS
 
 
-def test_what_saves_too_little_is_kept_as_it_is(threads: Executor) -> None:
+def test_tensor_with_too_little_savings_is_stored_as_is(threads: Executor) -> None:
     for num_weights in (100, 10_000):
         data = np.frombuffer(bf16(normal(2, num_weights)), np.uint8)
         encoded = encode_tensor(data, "BF16", threads)
@@ -120,7 +122,7 @@ def test_what_saves_too_little_is_kept_as_it_is(threads: Executor) -> None:
         assert encoded.codec == AS_IS or encoded.num_bytes <= data.size - MIN_SAVED_BYTES
 
 
-def test_entropy_is_shannons() -> None:
+def test_entropy_bits_is_the_shannon_entropy() -> None:
     assert entropy_bits(byte_counts(np.arange(256, dtype=np.uint8))) == 8.0
     assert entropy_bits(byte_counts(np.zeros(5, np.uint8))) == 0.0
     assert entropy_bits(byte_counts(np.empty(0, np.uint8))) == 0.0
@@ -131,7 +133,7 @@ def test_entropy_is_shannons() -> None:
         np.testing.assert_array_equal(byte_counts(plane), expected)
 
 
-def test_a_frame_of_another_size_is_refused(threads: Executor) -> None:
+def test_frame_of_wrong_size_is_rejected(threads: Executor) -> None:
     plane = np.frombuffer(bf16(normal(5, 3000)), np.uint8)[1::2].copy()
     coded = np.frombuffer(b"".join(encode_plane(plane, threads)), np.uint8)
     assert len(frames_of(coded, 3000)) == 1
@@ -154,8 +156,8 @@ def test_a_frame_of_another_size_is_refused(threads: Executor) -> None:
         decode_tensor("bf16-huffman", stored, [], out[:5999], threads)
 
 
-def test_a_frame_that_says_it_is_huge_takes_no_memory(threads: Executor) -> None:
-    """RFC 8878, 3.1.1: magic, a descriptor (content size in 8 bytes, one segment), the size."""
+def test_frame_with_huge_declared_size_is_rejected(threads: Executor) -> None:
+    """RFC 8878, 3.1.1: magic, descriptor (content size in 8 bytes, one segment), size 2^50."""
     frame = bytes.fromhex("28b52ffd e0") + (1 << 50).to_bytes(8, "little") + bytes(20)
     coded = np.frombuffer(len(frame).to_bytes(4, "little") + frame, np.uint8)
     stored = {"sign_mantissa": np.zeros(3000, np.uint8), "exponents": coded}

@@ -1,4 +1,4 @@
-"""Killed halfway, out of disk, or two at once: nothing is lost and nothing half is left."""
+"""Runs that are killed, fill the disk or overlap: finished files remain, partial ones do not."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Killer:
 """
 
 
-def kill_at(verb: str, source: Path, target: Path, what: str) -> None:
+def kill_at(verb: str, source: Path, target: Path, step: str) -> None:
     script = KILLED.format(verb=verb)
-    child = subprocess.run([sys.executable, "-c", script, source, target, what], timeout=180)
+    child = subprocess.run([sys.executable, "-c", script, source, target, step], timeout=180)
     assert child.returncode == -signal.SIGKILL
     assert not target.exists()
 
@@ -55,8 +55,8 @@ def identity(path: Path) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "moment", ["model-2.safetensors", "model-2.safetensors, verified", "config.json"]
 )
-def test_killed_halfway_it_goes_on(tmp_path: Path, moment: str) -> None:
-    source, whole, _ = bundled(tmp_path, num_shards=3)
+def test_killed_compression_resumes(tmp_path: Path, moment: str) -> None:
+    source, expected, _ = bundled(tmp_path, num_shards=3)
     target, partial = tmp_path / "new", tmp_path / "new.partial"
     kill_at("compress", source, target, moment)
     first = identity(partial / FIRST)
@@ -65,21 +65,21 @@ def test_killed_halfway_it_goes_on(tmp_path: Path, moment: str) -> None:
     progress = Silent()
     compress_folder(source, target, progress)
     assert identity(target / FIRST.removeprefix("files/")) == first
-    assert contents(target) == contents(whole)
+    assert contents(target) == contents(expected)
     assert not partial.exists()
-    assert ("model-2.safetensors, kept" in progress.said) is is_last_done
+    assert ("model-2.safetensors, kept" in progress.steps) is is_last_done
     assert progress.num_done == progress.num_expected
 
 
-def test_what_a_killed_try_left_is_verified(tmp_path: Path) -> None:
-    """A shard that the disk has spoiled, one whose original has changed, one that is no more."""
-    source, whole, _ = bundled(tmp_path, num_shards=3)
+def test_files_of_a_killed_run_are_verified(tmp_path: Path) -> None:
+    """One shard is corrupt on disk, one has a changed source, and one has no source any more."""
+    source, expected, _ = bundled(tmp_path, num_shards=3)
     target, partial = tmp_path / "new", tmp_path / "new.partial"
     kill_at("compress", source, target, "config.json")
-    spoilt = partial / FIRST
-    content = bytearray(spoilt.read_bytes())
+    corrupt = partial / FIRST
+    content = bytearray(corrupt.read_bytes())
     content[-5] ^= 1
-    spoilt.write_bytes(content)
+    corrupt.write_bytes(content)
     changed = tensors_of_all_kinds(1)
     name, (dtype, shape, data) = next(iter(changed.items()))
     changed[name] = dtype, shape, data[::-1]
@@ -89,35 +89,35 @@ def test_what_a_killed_try_left_is_verified(tmp_path: Path) -> None:
     assert (partial / "files" / ".hidden").exists()
     progress = Silent()
     compress_folder(source, target, progress)
-    kept = {what.partition(",")[0] for what in progress.said if what.endswith("kept")}
-    assert kept == {"model-0.safetensors"}
+    reused = {step.partition(",")[0] for step in progress.steps if step.endswith("kept")}
+    assert reused == {"model-0.safetensors"}
     assert not (target / "model-2.hearth.safetensors").exists()
     decompress_folder(target, tmp_path / "again", Silent())
     assert contents(tmp_path / "again") == contents(source)
     assert (target / FIRST.removeprefix("files/")).read_bytes() == (
-        whole / FIRST.removeprefix("files/")
+        expected / FIRST.removeprefix("files/")
     ).read_bytes()
 
 
-def test_decompressing_goes_on_too(tmp_path: Path) -> None:
+def test_killed_decompression_resumes(tmp_path: Path) -> None:
     source, bundle, _ = bundled(tmp_path, num_shards=3)
     target = tmp_path / "again"
     kill_at("decompress", bundle, target, "model-2.safetensors")
     done = target.with_name("again.partial") / "files"
     first = identity(done / "model-0.safetensors")
-    spoilt = bytearray((done / "model-1.safetensors").read_bytes())
-    spoilt[-1] ^= 1
-    (done / "model-1.safetensors").write_bytes(spoilt)
+    corrupt = bytearray((done / "model-1.safetensors").read_bytes())
+    corrupt[-1] ^= 1
+    (done / "model-1.safetensors").write_bytes(corrupt)
     progress = Silent()
     decompress_folder(bundle, target, progress)
     assert contents(target) == contents(source)
     assert identity(target / "model-0.safetensors") == first
-    assert "model-1.safetensors, kept" not in progress.said
+    assert "model-1.safetensors, kept" not in progress.steps
     assert progress.num_done == progress.num_expected
 
 
-def test_a_full_disk_is_told_and_what_is_finished_is_kept(tmp_path: Path) -> None:
-    """A limit of a file's size, which the kernel refuses as it does the last block of a disk."""
+def test_full_disk_is_reported_and_finished_files_remain(tmp_path: Path) -> None:
+    """A limit on the file size makes a write fail, as on a full disk."""
     source = write_folder(tmp_path / "model")
     tensors = tensors_of_all_kinds(5)
     tensors["huge"] = "U8", (300_000,), os.urandom(300_000)
@@ -134,16 +134,16 @@ def test_a_full_disk_is_told_and_what_is_finished_is_kept(tmp_path: Path) -> Non
         [sys.executable, "-c", script, source, target], capture_output=True, text=True, timeout=180
     )
     assert child.returncode == 2
-    refusal = child.stderr.strip().splitlines()[-1]
-    assert os.strerror(errno.EFBIG) in refusal
-    assert "finished files remain in new.partial" in refusal
+    error_line = child.stderr.strip().splitlines()[-1]
+    assert os.strerror(errno.EFBIG) in error_line
+    assert "finished files remain in new.partial" in error_line
     assert sorted(contents(tmp_path / "new.partial")) == [FIRST, "lock"]
     first = identity(tmp_path / "new.partial" / FIRST)
     compress_folder(source, target, Silent())
     assert identity(target / FIRST.removeprefix("files/")) == first
 
 
-def test_two_at_once_are_refused(tmp_path: Path) -> None:
+def test_concurrent_compression_is_rejected(tmp_path: Path) -> None:
     source = write_folder(tmp_path / "model")
     with work_folder(tmp_path / "new") as work:
         work.path("begun").touch()
@@ -154,7 +154,7 @@ def test_two_at_once_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "new" / "begun").exists()
 
 
-def test_a_failure_with_nothing_done_leaves_nothing(tmp_path: Path) -> None:
+def test_failure_before_the_first_file_leaves_nothing(tmp_path: Path) -> None:
     with (
         pytest.raises(CheckpointError, match=r"new: no more$"),
         work_folder(tmp_path / "new"),
@@ -163,8 +163,8 @@ def test_a_failure_with_nothing_done_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_with_links_is_nobodys_earlier_try(tmp_path: Path) -> None:
-    """They would lead to files that are not the bundle's, and those would be removed."""
+def test_work_folder_with_links_is_rejected(tmp_path: Path) -> None:
+    """The links would lead to files outside the work folder, which would be removed."""
     others = tmp_path / "others"
     others.mkdir()
     (others / "precious").touch()
@@ -177,7 +177,7 @@ def test_a_folder_with_links_is_nobodys_earlier_try(tmp_path: Path) -> None:
     assert (others / "precious").exists()
 
 
-def test_a_try_that_was_killed_at_once_is_in_nobodys_way(tmp_path: Path) -> None:
+def test_empty_work_folder_of_a_killed_run_is_reused(tmp_path: Path) -> None:
     (tmp_path / "new.partial").mkdir()
     with work_folder(tmp_path / "new") as work:
         work.path("begun").touch()

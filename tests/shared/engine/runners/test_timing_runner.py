@@ -1,4 +1,4 @@
-"""The timing runner: tokens that follow from the KV, and time that follows from the work."""
+"""The timing runner: tokens depend on the KV, and the time of a step on its work."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_tokens_are_in_the_vocabulary_and_never_special(vocab_size: int) -> None
     assert all(FIRST_TOKEN_ID <= token_id < vocab_size for token_id in tokens)
 
 
-def test_noise_follows_seed_and_choice_and_greedy_has_none() -> None:
+def test_seed_and_choice_change_all_but_greedy_tokens() -> None:
     ids = tuple(prompt(10))
     assert solo(ids, seeded(seed=1)) != solo(ids, seeded(seed=2))
     assert solo(ids, seeded()) != solo(ids, seeded(), choice_index=1)
@@ -50,7 +50,7 @@ def test_noise_follows_seed_and_choice_and_greedy_has_none() -> None:
     assert solo(ids, seeded(seed=2**64 - 1)) != solo(ids, seeded(seed=0))
 
 
-def test_a_banned_token_is_not_drawn() -> None:
+def test_banned_token_is_not_sampled() -> None:
     params = SamplingParams(seed=0, max_tokens=60, temperature=0.0, min_tokens=40)
     stop = (17, 18, 19)
     tokens = solo(tuple(prompt(5)), params, stop, vocab_size=20)
@@ -59,7 +59,7 @@ def test_a_banned_token_is_not_drawn() -> None:
     assert set(free) == {16, *stop}
 
 
-def test_a_ban_leaves_other_draws_as_they_were() -> None:
+def test_ban_does_not_change_other_tokens() -> None:
     ids, params = tuple(prompt(5)), SamplingParams(seed=0, max_tokens=20, temperature=0.0)
     banning = SamplingParams(seed=0, max_tokens=20, temperature=0.0, min_tokens=20)
     absent = next(each for each in range(16, 1000) if each not in solo(ids, params))
@@ -67,35 +67,35 @@ def test_a_ban_leaves_other_draws_as_they_were() -> None:
 
 
 @pytest.mark.parametrize("mode", ["raw", "processed"])
-def test_logprobs_are_of_the_distribution_that_the_state_gives(mode: LogprobsMode) -> None:
+def test_logprobs_match_the_formulas_distribution(mode: LogprobsMode) -> None:
     cold = SamplingParams(seed=0, max_tokens=9, temperature=0.0, num_logprobs=3)
     rig = Rig()
     sequence = rig.add(new_sequence(prompt(9), msgspec.structs.replace(cold, logprobs_mode=mode)))
     rig.run()
-    for token_id, told in zip(
+    for token_id, reported in zip(
         rig.output(sequence), rig.logprobs[sequence.sequence_id], strict=True
     ):
-        assert told.top_token_ids[0] == token_id
-        assert told.logprob == told.top_logprobs[0]
-        assert [math.exp(each) for each in told.top_logprobs] == pytest.approx(
+        assert reported.top_token_ids[0] == token_id
+        assert reported.logprob == reported.top_logprobs[0]
+        assert [math.exp(each) for each in reported.top_logprobs] == pytest.approx(
             [1 / 2, 1 / 4, 1 / 8]
         )
 
 
-def test_raw_logprobs_know_no_noise_and_processed_ones_do() -> None:
-    for mode, is_likeliest in (("raw", False), ("processed", True)):
+def test_only_processed_logprobs_include_the_noise() -> None:
+    for mode, is_top in (("raw", False), ("processed", True)):
         warm = SamplingParams(
             seed=3, max_tokens=9, num_logprobs=1, logprobs_mode=mode, presence_penalty=1.0
         )
         rig = Rig()
         sequence = rig.add(new_sequence(prompt(9), warm))
         rig.run()
-        told = rig.logprobs[sequence.sequence_id]
-        tops = [each.top_token_ids[0] for each in told]
-        assert (tops == rig.output(sequence)) is is_likeliest
+        reported = rig.logprobs[sequence.sequence_id]
+        tops = [each.top_token_ids[0] for each in reported]
+        assert (tops == rig.output(sequence)) is is_top
 
 
-def test_where_all_is_banned_a_step_does_not_fail() -> None:
+def test_step_succeeds_with_every_token_banned() -> None:
     params = SamplingParams(
         seed=0, max_tokens=3, temperature=0.0, bad_words=tuple((n,) for n in range(20))
     )
@@ -103,30 +103,30 @@ def test_where_all_is_banned_a_step_does_not_fail() -> None:
 
 
 @pytest.mark.parametrize("position", [0, 3, 4, 10, 11])
-def test_any_byte_of_the_last_kv_decides(position: int) -> None:
-    """The last token's KV is chained from the one before it, so that one must be right."""
+def test_tokens_depend_on_the_last_kv_only(position: int) -> None:
+    """The next KV is a digest of the last one, which is a digest of the KV before it."""
     ids = prompt(13)
     rig = Rig()
     sequence = new_sequence(ids, greedy())
     assert rig.reserve(sequence)
     payload = pushed_kv(ids, 0, 12)
     payload[position * 8] ^= 1
-    rig.arrive(sequence, payload, 12)
+    rig.receive_kv(sequence, payload, 12)
     rig.run()
     is_last = position == 11
     assert (rig.output(sequence) != solo(tuple(ids), greedy())) is is_last
 
 
-def test_kv_moves_in_pieces_and_in_the_layout_of_the_wire() -> None:
+def test_kv_is_read_in_parts_in_wire_layout() -> None:
     rig, sequence = prefilled(tuple(prompt(13)))
-    whole = np.frombuffer(pushed_kv(prompt(13), 0, 13), dtype=np.uint8).reshape(2, 13, 8)
+    full = np.frombuffer(pushed_kv(prompt(13), 0, 13), dtype=np.uint8).reshape(2, 13, 8)
     for first, count in ((0, 1), (2, 5), (4, 4), (11, 2)):
-        piece = np.frombuffer(rig.read_kv(sequence, first, count), dtype=np.uint8)
-        assert piece.reshape(2, count, 8).tolist() == whole[:, first : first + count].tolist()
-    assert len({row.tobytes() for half in whole for row in half}) == 26
+        part = np.frombuffer(rig.read_kv(sequence, first, count), dtype=np.uint8)
+        assert part.reshape(2, count, 8).tolist() == full[:, first : first + count].tolist()
+    assert len({row.tobytes() for half in full for row in half}) == 26
 
 
-def test_refuses_kv_of_another_size() -> None:
+def test_kv_of_wrong_size_is_rejected() -> None:
     rig, sequence = prefilled(tuple(prompt(13)))
     wrong = bytearray(rig.runner.kv_format.bytes_per_token * 3)
     with pytest.raises(ValueError):
@@ -135,7 +135,7 @@ def test_refuses_kv_of_another_size() -> None:
         rig.runner.write_kv(sequence.block_table, 0, 4, memoryview(wrong)).send(None)
 
 
-def test_a_step_takes_what_the_cost_model_says() -> None:
+def test_step_takes_the_time_of_the_cost_model() -> None:
     cost = StepCost(base_s=1.0, per_token_s=0.1, per_context_token_s=0.01)
 
     async def scenario() -> None:
@@ -147,9 +147,9 @@ def test_a_step_takes_what_the_cost_model_says() -> None:
             rows = rig.begin()
             inputs = build_inputs(rows, BLOCK_SIZE)
             before = clock.now()
-            drawn = await runner.run(inputs)
+            sampled = await runner.run(inputs)
             assert clock.now() - before == pytest.approx(expected_s)
             assert runner.step_budget_s(inputs) > expected_s
-            rig.engine.apply(rows, drawn)
+            rig.engine.apply(rows, sampled)
 
     run(scenario())
