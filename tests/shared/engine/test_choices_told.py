@@ -1,4 +1,4 @@
-"""Choices with penalties and logprobs over a model: each tells what it tells alone, to the bit."""
+"""Choices with penalties and logprobs, with a model: each equals its solo run to the bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.shared.engine.support.rig import new_sequence
 PROMPT = [(7 * n + n * n) % 190 + 3 for n in range(75)]  # four blocks and a partial one
 NUM_TOKENS = 24
 
-Told = tuple[list[int], list[TokenLogprobs]]
+Output = tuple[list[int], list[TokenLogprobs]]
 
 
 class Site:
@@ -31,7 +31,7 @@ class Site:
     async def choices(
         self, worker: Worker, sampling: SamplingParams, outputs: list[list[int]]
     ) -> list[Sequence]:
-        """The choices of a prompt whose KV was pushed, when all have ended."""
+        """Runs the choices of a prompt whose KV was pushed. Returns the finished sequences."""
         source, shared = (new_sequence(PROMPT[:-1], None) for _ in range(2))
         await self.prefill.run(source)
         assert worker.engine.reserve(shared)
@@ -83,36 +83,36 @@ def to_sampling(mode: LogprobsMode) -> SamplingParams:
     )
 
 
-def told(worker: Worker, sequence: Sequence) -> Told:
+def output_of(worker: Worker, sequence: Sequence) -> Output:
     return worker.tokens[sequence.sequence_id], worker.logprobs[sequence.sequence_id]
 
 
-async def alone(worker: Worker, sampling: SamplingParams, choice_index: int) -> Told:
-    tenant_id = f"alone-{choice_index}"  # nothing is cached for it
+async def run_alone(worker: Worker, sampling: SamplingParams, choice_index: int) -> Output:
+    tenant_id = f"alone-{choice_index}"  # without cached blocks
     sequence = new_sequence(PROMPT, sampling, choice_index=choice_index, tenant_id=tenant_id)
     await worker.run(sequence)
     assert sequence.num_cached_tokens == 0
-    return told(worker, sequence)
+    return output_of(worker, sequence)
 
 
 @pytest.mark.parametrize("mode", ["raw", "processed"])
-@pytest.mark.parametrize("num_received", [(0, 0, 0), (0, 1, 3)], ids=["whole", "resumed"])
+@pytest.mark.parametrize("num_received", [(0, 0, 0), (0, 1, 3)], ids=["new", "resumed"])
 @pytest.mark.parametrize("is_crowded", [False, True], ids=["roomy", "crowded"])
-def test_choices_of_a_pushed_prompt_tell_what_each_tells_alone(
+def test_choices_of_pushed_prompt_equal_solo_runs(
     site: Site, is_crowded: bool, num_received: tuple[int, ...], mode: LogprobsMode
 ) -> None:
     sampling = to_sampling(mode)
     worker = site.crowded if is_crowded else site.roomy
 
     async def main() -> None:
-        expected = [await alone(site.roomy, sampling, index) for index in range(3)]
+        expected = [await run_alone(site.roomy, sampling, index) for index in range(3)]
         received = [
             tokens[:count] for (tokens, _), count in zip(expected, num_received, strict=True)
         ]
         children = await site.choices(worker, sampling, received)
         for child, (tokens, logprobs), count in zip(children, expected, num_received, strict=True):
             assert len(tokens) == len(logprobs) == NUM_TOKENS
-            assert told(worker, child) == (tokens[count:], logprobs[count:])
+            assert output_of(worker, child) == (tokens[count:], logprobs[count:])
         assert any(child.num_preemptions for child in children) is is_crowded
         assert all(child.state is SequenceState.FINISHED for child in children)
 

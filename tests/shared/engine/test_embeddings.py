@@ -1,4 +1,4 @@
-"""Embeddings: those of transformers' last hidden states, in any chunks, cached or preempted."""
+"""Embeddings equal pooled hidden states of transformers in any chunks, cached or preempted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.shared.engine.support.model_worker import Worker
 from tests.shared.engine.support.rig import Rig, greedy, new_sequence, prompt, solo
 
 PROMPT = [(7 * n + n * n) % 190 + 3 for n in range(75)]
-EITHER = pytest.mark.parametrize("pooling", ["last", "mean"])
+EACH_POOLING = pytest.mark.parametrize("pooling", ["last", "mean"])
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +39,9 @@ def embedding_of(ending: StepProgress) -> NDArray[np.float32]:
     return ending.embedding
 
 
-@EITHER
+@EACH_POOLING
 @pytest.mark.parametrize("budget", [1, 7, 512])
-def test_it_is_that_of_transformers_in_any_chunks(
+def test_embedding_matches_transformers_in_any_chunks(
     model: LlamaForCausalLM, model_dir: Path, pooling: Pooling, budget: int
 ) -> None:
     with torch.inference_mode():
@@ -56,7 +56,7 @@ def test_it_is_that_of_transformers_in_any_chunks(
     assert worker.tokens[sequence.sequence_id] == []
 
 
-@EITHER
+@EACH_POOLING
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_chunks_change_no_bit(
     model: LlamaForCausalLM, model_dir: Path, pooling: Pooling, dtype: str
@@ -72,7 +72,7 @@ def test_chunks_change_no_bit(
 
 
 def embedded(rig: Rig, sequence: Sequence) -> list[float]:
-    """Runs all; the sequence is added if it is new."""
+    """Adds the sequence if it is new and runs all sequences. Returns its embedding."""
     if sequence not in rig.sequences:
         rig.add(sequence)
     rig.run()
@@ -80,8 +80,8 @@ def embedded(rig: Rig, sequence: Sequence) -> list[float]:
     return embedding_of(rig.endings[sequence.sequence_id]).tolist()
 
 
-@EITHER
-def test_a_cache_is_used_where_all_but_the_last_token_may_come_from_it(pooling: Pooling) -> None:
+@EACH_POOLING
+def test_cached_prefix_is_used_for_last_pooling_only(pooling: Pooling) -> None:
     rig, ids = Rig(max_batch_tokens=16), prompt(44)
     expected = embedded(Rig(), new_sequence(ids, None, pooling=pooling))
     rig.complete(new_sequence(ids, greedy(1)))
@@ -92,7 +92,7 @@ def test_a_cache_is_used_where_all_but_the_last_token_may_come_from_it(pooling: 
     assert rig.num_computed_tokens - before == 44 - sequence.num_cached_tokens
 
 
-def test_every_token_counts_in_a_mean_and_the_last_states_all() -> None:
+def test_embedding_depends_on_every_token() -> None:
     for pooling in ("last", "mean"):
         vectors = [
             embedded(Rig(), new_sequence(ids, None, pooling=pooling))  # type: ignore[arg-type]
@@ -101,9 +101,9 @@ def test_every_token_counts_in_a_mean_and_the_last_states_all() -> None:
         assert vectors[0] != vectors[1] != vectors[2] != vectors[0]
 
 
-@EITHER
+@EACH_POOLING
 @pytest.mark.parametrize("num_steps", [1, 2])
-def test_a_preempted_one_starts_over(pooling: Pooling, num_steps: int) -> None:
+def test_embedding_is_unchanged_by_preemption(pooling: Pooling, num_steps: int) -> None:
     ids, rig = prompt(45), Rig(max_batch_tokens=16)
     sequence = rig.add(new_sequence(ids, None, pooling=pooling))
     for _ in range(num_steps):
@@ -113,9 +113,9 @@ def test_a_preempted_one_starts_over(pooling: Pooling, num_steps: int) -> None:
     assert embedded(rig, sequence) == expected
 
 
-@EITHER
-def test_it_makes_room_for_others_and_never_holds_blocks(pooling: Pooling) -> None:
-    """Unlike a prefill, whose blocks wait for a push."""
+@EACH_POOLING
+def test_embedding_holds_no_blocks_after_its_end(pooling: Pooling) -> None:
+    """Unlike a prefill, which holds its blocks until they are pushed."""
     rig = Rig(num_blocks=14, max_batch_tokens=8)
     answer = rig.add(new_sequence(prompt(9), greedy(20)))
     sequence = rig.add(new_sequence(prompt(45, start=200), None, pooling=pooling))
@@ -125,8 +125,8 @@ def test_it_makes_room_for_others_and_never_holds_blocks(pooling: Pooling) -> No
     assert rig.engine.is_idle
 
 
-@EITHER
-def test_a_failed_step_ends_it(pooling: Pooling) -> None:
+@EACH_POOLING
+def test_failed_step_ends_the_embedding(pooling: Pooling) -> None:
     rig = Rig(max_batch_tokens=16)
     sequence = rig.add(new_sequence(prompt(45), None, pooling=pooling))
     (progress,) = rig.engine.fail(rig.begin())
@@ -135,8 +135,8 @@ def test_a_failed_step_ends_it(pooling: Pooling) -> None:
     assert rig.engine.is_idle
 
 
-@EITHER
-def test_an_aborted_one_is_gone_with_its_step(pooling: Pooling) -> None:
+@EACH_POOLING
+def test_aborted_embedding_ends_with_its_step(pooling: Pooling) -> None:
     rig = Rig(max_batch_tokens=64)
     sequence = rig.add(new_sequence(prompt(45), None, pooling=pooling))
     rows = rig.begin()

@@ -1,4 +1,4 @@
-"""From rows to flat arrays."""
+"""Scheduled rows become the flat arrays of a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.shared.engine.support.rig import greedy, new_sequence, row_of
 BLOCK_SIZE = 4
 
 
-def standing(
+def sequence_with(
     token_ids: list[int],
     sampling: SamplingParams | None,
     *,
@@ -34,24 +34,24 @@ def standing(
     return sequence
 
 
-def test_a_mixed_step() -> None:
-    drawn = SamplingParams(
+def test_arrays_of_a_mixed_step() -> None:
+    sampled = SamplingParams(
         seed=2**64 - 1, max_tokens=9, temperature=0.5, top_k=3, top_p=0.75, min_p=0.25, min_tokens=3
     )
-    decode = standing(
+    decode = sequence_with(
         [10, 11, 12, 13],
-        drawn,
+        sampled,
         block_table=[7, 2],
         num_computed_tokens=5,
         output_ids=(14, 15),
         stop=(3,),
         choice_index=1,
     )
-    chunk = standing(
+    chunk = sequence_with(
         list(range(20, 32)), greedy(), block_table=[5, 0, 9], num_computed_tokens=2, stop=(3,)
     )
-    first = standing([40, 41], greedy(), block_table=[1], num_computed_tokens=0, stop=(4,))
-    pushed = standing([50, 51], None, block_table=[3], num_computed_tokens=1)
+    first = sequence_with([40, 41], greedy(), block_table=[1], num_computed_tokens=0, stop=(4,))
+    pushed = sequence_with([50, 51], None, block_table=[3], num_computed_tokens=1)
     rows = [
         row_of(decode, 1),
         row_of(chunk, 3),
@@ -77,18 +77,20 @@ def test_a_mixed_step() -> None:
     assert sampling.seed.tolist() == [2**64 - 1, 0]
     assert sampling.choice_index.tolist() == [1, 0]
     assert sampling.output_position.tolist() == [2, 0]
-    assert sampling.banned == [(0, 3)]  # two of three are out; the other may stop at once
+    assert sampling.banned == [
+        (0, 3)
+    ]  # row 0 has two of its three minimum tokens; row 1 may stop at once
 
 
-def test_no_row_samples() -> None:
-    chunk = standing([1, 2, 3, 4], greedy(), block_table=[0], num_computed_tokens=0)
+def test_step_in_which_no_row_samples() -> None:
+    chunk = sequence_with([1, 2, 3, 4], greedy(), block_table=[0], num_computed_tokens=0)
     inputs = build_inputs([row_of(chunk, 3)], BLOCK_SIZE)
     assert inputs.sampling.num_rows == 0
     assert inputs.sampling.banned == []
 
 
-def test_dtypes_are_as_the_seam_says_even_when_empty() -> None:
-    chunk = standing([1, 2], greedy(), block_table=[0], num_computed_tokens=0)
+def test_dtypes_are_correct_even_when_empty() -> None:
+    chunk = sequence_with([1, 2], greedy(), block_table=[0], num_computed_tokens=0)
     for num_tokens in (1, 2):
         inputs = build_inputs([row_of(chunk, num_tokens)], BLOCK_SIZE)
         flat = (inputs.input_ids, inputs.positions, inputs.slot_mapping, inputs.query_lens)
@@ -102,8 +104,8 @@ def test_dtypes_are_as_the_seam_says_even_when_empty() -> None:
         assert {array.dtype for array in floats} == {np.dtype(np.float32)}
 
 
-def test_the_tables_are_a_copy_that_a_later_change_does_not_reach() -> None:
-    chunk = standing([1, 2], greedy(), block_table=[6], num_computed_tokens=0)
+def test_arrays_are_copies_of_the_sequences_data() -> None:
+    chunk = sequence_with([1, 2], greedy(), block_table=[6], num_computed_tokens=0)
     inputs = build_inputs([row_of(chunk, 2)], BLOCK_SIZE)
     chunk.block_table[0] = 1
     chunk.token_ids[0] = 99
@@ -124,10 +126,8 @@ def test_the_tables_are_a_copy_that_a_later_change_does_not_reach() -> None:
     ],
     ids=str,
 )
-def test_each_option_beyond_a_packed_row_reaches_its_field(
-    extra: dict[str, Any], field: str
-) -> None:
+def test_each_extra_sampling_option_sets_its_field(extra: dict[str, Any], field: str) -> None:
     params = SamplingParams(seed=1, max_tokens=9, **extra)
-    sequence = standing([10, 11], params, block_table=[1], num_computed_tokens=0, stop=(3,))
-    for _ in range(2):  # the second step takes the cached row
+    sequence = sequence_with([10, 11], params, block_table=[1], num_computed_tokens=0, stop=(3,))
+    for _ in range(2):  # the second step uses the cached row
         assert getattr(build_inputs([row_of(sequence, 2)], BLOCK_SIZE).sampling, field)

@@ -1,4 +1,4 @@
-"""A token's bits depend neither on its batch nor on how its prompt was cut into chunks."""
+"""The bits of the logits depend neither on the batch nor on the chunks of the prompt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 24,
         "hidden_size": 56,
     },
-    # inner sizes from which the CPU's matrix products pick other kernels for few rows
+    # inner sizes at which the CPU's GEMM selects other kernels for few rows
     "wide": {
         "hidden_size": 256,
         "intermediate_size": 2048,
@@ -65,7 +65,7 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def whole(runner: ModelRunner) -> torch.Tensor:
+def one_step_logits(runner: ModelRunner) -> torch.Tensor:
     """The logits of a prompt that one thread computed in one step."""
     logits = prefill(runner, Blocks(runner.num_blocks).line(_prompt(1, PROMPT_TOKENS)), 150)
     assert torch.isfinite(logits).all()
@@ -73,8 +73,8 @@ def whole(runner: ModelRunner) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def alone(runner: ModelRunner) -> list[torch.Tensor]:
-    """The last logits of each of 32 prompts, by themselves on one thread."""
+def solo_logits(runner: ModelRunner) -> list[torch.Tensor]:
+    """The last logits of each of 32 prompts, each computed alone on one thread."""
     blocks = Blocks(runner.num_blocks)
     return [prefill(runner, blocks.line(prompt), 64)[-1] for prompt in _prompts()]
 
@@ -97,28 +97,30 @@ def _prompt(seed: int, num_tokens: int) -> list[int]:
     ],
 )
 def test_logits_are_bit_equal_for_every_chunking(
-    runner: ModelRunner, whole: torch.Tensor, num_threads: int, chunk: int
+    runner: ModelRunner, one_step_logits: torch.Tensor, num_threads: int, chunk: int
 ) -> None:
     line = Blocks(runner.num_blocks).line(_prompt(1, PROMPT_TOKENS))
     with computing_threads(num_threads):
-        assert torch.equal(prefill(runner, line, chunk), whole)
+        assert torch.equal(prefill(runner, line, chunk), one_step_logits)
 
 
-def test_tiles_left_out_before_a_window_change_no_bit(tmp_path: Path) -> None:
-    """More of them the smaller the chunk, and an odd number at times."""
+def test_tiles_skipped_before_a_window_change_no_bit(tmp_path: Path) -> None:
+    """Smaller chunks skip more tiles, sometimes an odd number."""
     runner = _load(tmp_path, "window, soft caps", "float32")
     blocks = Blocks(runner.num_blocks)
     prompt = _prompt(1, 400)
-    whole = prefill(runner, blocks.line(prompt), 400)
+    one_step_logits = prefill(runner, blocks.line(prompt), 400)
     for chunk in (1, 7, 64):
-        assert torch.equal(prefill(runner, blocks.line(prompt), chunk), whole), f"chunks of {chunk}"
+        assert torch.equal(prefill(runner, blocks.line(prompt), chunk), one_step_logits), (
+            f"chunks of {chunk}"
+        )
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_logits_are_bit_equal_for_every_batch(
-    runner: ModelRunner, alone: list[torch.Tensor], num_threads: int
+    runner: ModelRunner, solo_logits: list[torch.Tensor], num_threads: int
 ) -> None:
-    """Decode rows of contexts of all lengths, beside a prefill chunk or not."""
+    """Decode rows with contexts of 1 to 300 tokens, beside a prefill chunk."""
     for batch_size in (7, 32):
         blocks = Blocks(runner.num_blocks, seed=batch_size)
         lines = [blocks.line(prompt) for prompt in _prompts()[:batch_size]]
@@ -131,7 +133,7 @@ def test_logits_are_bit_equal_for_every_batch(
             logits = advance(runner, work)
         logits = torch.cat((logits[:3], logits[23:]))
         for index in range(batch_size):
-            assert torch.equal(logits[index], alone[index]), f"row {index} of {batch_size}"
+            assert torch.equal(logits[index], solo_logits[index]), f"row {index} of {batch_size}"
 
 
 def _prefill_all_but_last(runner: ModelRunner, line: Line) -> None:
@@ -153,8 +155,8 @@ def test_block_size_changes_no_bit(tmp_path: Path, block_size: int, architecture
     assert torch.equal(logits[0], logits[1])
 
 
-def test_stale_kv_behind_the_end_is_not_seen(tmp_path: Path) -> None:
-    """Blocks are not cleaned between sequences."""
+def test_stale_kv_after_the_context_is_not_read(tmp_path: Path) -> None:
+    """Blocks are not zeroed between sequences."""
     write_llama(tmp_path)
     runner = load_runner(tmp_path, dtype="float32", kv_cache_bytes=4 << 20)
     blocks = Blocks(runner.num_blocks)

@@ -1,4 +1,4 @@
-"""The loop around an engine, in virtual time."""
+"""The engine loop, in virtual time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEP_S = 0.01
 
 
 class RecordingRunner(TimingRunner):
-    """Notes when each step began; fails the steps that compute a chosen token."""
+    """Records when each step began. Fails steps that compute the token `poison`."""
 
     def __init__(self, *, step_s: float = STEP_S, poison: int = -1) -> None:
         cost = StepCost(base_s=step_s, per_token_s=0.0, per_context_token_s=0.0)
@@ -47,9 +47,9 @@ class RecordingRunner(TimingRunner):
         self.began_s.append(VirtualClock().now())
         if self.poison in inputs.input_ids:
             raise RuntimeError("the device says no")
-        drawn = await super().run(inputs)
+        sampled = await super().run(inputs)
         self.num_done += 1
-        return drawn
+        return sampled
 
     async def close(self) -> None:
         self.is_closed = True
@@ -67,11 +67,11 @@ class Bench:
         )
         self.loop = EngineLoop(self.engine, runner, VirtualClock())
         self.loop.listen(self._record)
-        self.told: list[StepProgress] = []
+        self.received: list[StepProgress] = []
         self.changed = asyncio.Event()
 
     def _record(self, progress: list[StepProgress]) -> None:
-        self.told += progress
+        self.received += progress
         self.changed.set()
 
     def add(self, sequence: Sequence) -> Sequence:
@@ -79,18 +79,18 @@ class Bench:
         self.loop.wake()
         return sequence
 
-    async def reached(self, sequence: Sequence, state: SequenceState) -> None:
+    async def wait_for_state(self, sequence: Sequence, state: SequenceState) -> None:
         async with asyncio.timeout(100):
             while sequence.state is not state:
                 self.changed.clear()
                 await self.changed.wait()
 
-    async def ended(self, sequence: Sequence) -> StepProgress:
-        await self.reached(sequence, SequenceState.FINISHED)
-        return next(p for p in reversed(self.told) if p.sequence is sequence)
+    async def wait_until_finished(self, sequence: Sequence) -> StepProgress:
+        await self.wait_for_state(sequence, SequenceState.FINISHED)
+        return next(p for p in reversed(self.received) if p.sequence is sequence)
 
     def tokens(self, sequence: Sequence) -> list[int]:
-        return [t for each in self.told if each.sequence is sequence for t in each.token_ids]
+        return [t for each in self.received if each.sequence is sequence for t in each.token_ids]
 
 
 @asynccontextmanager
@@ -103,19 +103,19 @@ async def running(runner: RecordingRunner, *, max_sequences: int = 8) -> AsyncIt
         await bench.loop.stop()
 
 
-def test_runs_what_it_is_given() -> None:
+def test_loop_runs_all_added_sequences() -> None:
     async def scenario() -> None:
         async with running(RecordingRunner()) as bench:
             sequences = [bench.add(new_sequence(prompt(n + 1), greedy())) for n in range(5)]
             for n, sequence in enumerate(sequences):
-                assert (await bench.ended(sequence)).finish_reason == "length"
+                assert (await bench.wait_until_finished(sequence)).finish_reason == "length"
                 assert bench.tokens(sequence) == solo(tuple(prompt(n + 1)), greedy())
             assert bench.engine.is_idle
 
     run(scenario())
 
 
-def test_the_step_counter_ticks_when_idle() -> None:
+def test_step_counter_increases_while_idle() -> None:
     async def scenario() -> None:
         async with running(RecordingRunner()) as bench:
             await asyncio.sleep(10 * IDLE_TICK_S + IDLE_TICK_S / 2)
@@ -127,35 +127,35 @@ def test_the_step_counter_ticks_when_idle() -> None:
     run(scenario())
 
 
-def test_a_wake_is_heard_at_once() -> None:
+def test_wake_starts_a_step_at_once() -> None:
     async def scenario() -> None:
         async with running(RecordingRunner()) as bench:
             await asyncio.sleep(IDLE_TICK_S / 3)
             woken_s = VirtualClock().now()
-            await bench.ended(bench.add(new_sequence(prompt(3), greedy(1))))
+            await bench.wait_until_finished(bench.add(new_sequence(prompt(3), greedy(1))))
             assert bench.runner.began_s == [woken_s]
             assert VirtualClock().now() - woken_s == pytest.approx(STEP_S)
 
     run(scenario())
 
 
-def test_a_wake_during_a_step_is_not_lost() -> None:
+def test_wake_during_a_step_is_not_lost() -> None:
     async def scenario() -> None:
         async with running(RecordingRunner()) as bench:
             first = bench.add(new_sequence(prompt(3), greedy(1)))
             await asyncio.sleep(STEP_S / 2)
             second = bench.add(new_sequence(prompt(5), greedy(1)))
-            await bench.ended(first)
-            await bench.ended(second)
+            await bench.wait_until_finished(first)
+            await bench.wait_until_finished(second)
             assert bench.runner.began_s == [0.0, pytest.approx(STEP_S)]
 
     run(scenario())
 
 
-def test_a_wake_is_heard_once() -> None:
+def test_one_wake_causes_no_busy_loop() -> None:
     async def scenario() -> None:
         async with running(RecordingRunner()) as bench:
-            await bench.ended(bench.add(new_sequence(prompt(3), greedy(1))))
+            await bench.wait_until_finished(bench.add(new_sequence(prompt(3), greedy(1))))
             bench.loop.wake()
             num_steps = bench.loop.load().step
             for _ in range(100):  # no time passes
@@ -165,7 +165,7 @@ def test_a_wake_is_heard_once() -> None:
     run(scenario())
 
 
-def test_the_budget_of_the_step_under_way_is_announced() -> None:
+def test_load_reports_the_budget_of_the_current_step() -> None:
     async def scenario() -> None:
         async with running(RecordingRunner(step_s=30.0)) as bench:
             bench.add(new_sequence(prompt(3), greedy(1)))
@@ -180,7 +180,7 @@ def test_the_budget_of_the_step_under_way_is_announced() -> None:
     run(scenario())
 
 
-def test_load_counts_what_waits_runs_and_is_reserved() -> None:
+def test_load_counts_waiting_running_and_reserved() -> None:
     async def scenario() -> None:
         async with running(RecordingRunner(step_s=1.0), max_sequences=1) as bench:
             bench.add(new_sequence(prompt(9), greedy()))
@@ -196,16 +196,16 @@ def test_load_counts_what_waits_runs_and_is_reserved() -> None:
     run(scenario())
 
 
-def test_a_step_that_raises_fails_its_sequences_and_the_loop_goes_on() -> None:
+def test_step_that_raises_ends_only_its_own_sequences() -> None:
     async def scenario() -> None:
         async with running(RecordingRunner(poison=999), max_sequences=2) as bench:
             bad = bench.add(new_sequence([1, 2, 999], greedy()))
             beside = bench.add(new_sequence(prompt(3), greedy()))
-            behind = bench.add(new_sequence(prompt(6), greedy()))
+            later = bench.add(new_sequence(prompt(6), greedy()))
             for sequence in (bad, beside):
-                assert (await bench.ended(sequence)).finish_reason == "failed"
-            assert (await bench.ended(behind)).finish_reason == "length"
-            assert bench.tokens(behind) == solo(tuple(prompt(6)), greedy())
+                assert (await bench.wait_until_finished(sequence)).finish_reason == "failed"
+            assert (await bench.wait_until_finished(later)).finish_reason == "length"
+            assert bench.tokens(later) == solo(tuple(prompt(6)), greedy())
             assert bench.engine.is_idle
             bench.engine.pool.check()
             assert bench.engine.pool.num_free_blocks == 64
@@ -213,19 +213,19 @@ def test_a_step_that_raises_fails_its_sequences_and_the_loop_goes_on() -> None:
     run(scenario())
 
 
-def test_a_prefill_found_in_the_cache_is_told_without_a_step() -> None:
+def test_cached_prefill_is_reported_without_a_step() -> None:
     async def scenario() -> None:
         async with running(RecordingRunner()) as bench:
             for num_steps in (1, 1):
                 prefill = bench.add(new_sequence(prompt(8), None))
-                await bench.reached(prefill, SequenceState.HELD)
+                await bench.wait_for_state(prefill, SequenceState.HELD)
                 assert len(bench.runner.began_s) == num_steps
                 bench.engine.release(prefill)
 
     run(scenario())
 
 
-def test_stop_lets_the_step_end_and_leaves_no_task() -> None:
+def test_stop_waits_for_the_step_and_leaves_no_task() -> None:
     async def scenario() -> None:
         async with running(RecordingRunner()) as bench:
             sequence = bench.add(new_sequence(prompt(3), greedy()))
@@ -243,7 +243,7 @@ def test_stop_lets_the_step_end_and_leaves_no_task() -> None:
     run(scenario())
 
 
-def test_stop_when_idle_is_prompt_and_leaves_no_task() -> None:
+def test_stop_while_idle_is_immediate_and_leaves_no_task() -> None:
     async def scenario() -> None:
         async with running(RecordingRunner()) as bench:
             await asyncio.sleep(1.0)
@@ -255,11 +255,11 @@ def test_stop_when_idle_is_prompt_and_leaves_no_task() -> None:
     run(scenario())
 
 
-def test_idling_leaves_no_task_behind() -> None:
+def test_idle_loop_does_not_accumulate_tasks() -> None:
     async def scenario() -> None:
         async with running(RecordingRunner()) as bench:
             await asyncio.sleep(50 * IDLE_TICK_S)
-            # the test, the loop, and what the loop waits for: the tick and the wake
+            # tasks of the test and of the loop, and the two that the loop awaits: tick and wake
             assert len(asyncio.all_tasks()) <= 4
             assert bench.loop.load().step >= 49
 
@@ -275,12 +275,14 @@ def test_stop_before_start_closes_the_runner() -> None:
     run(scenario())
 
 
-def test_the_load_counts_tokens_since_the_start() -> None:
+def test_load_counts_tokens_since_start() -> None:
     async def scenario() -> None:
         async with running(RecordingRunner()) as bench:
             for num_cached in (0, 2 * BLOCK_SIZE):
                 before = bench.loop.load()
-                await bench.ended(bench.add(new_sequence(prompt(2 * BLOCK_SIZE + 3), greedy(5))))
+                await bench.wait_until_finished(
+                    bench.add(new_sequence(prompt(2 * BLOCK_SIZE + 3), greedy(5)))
+                )
                 load = bench.loop.load()
                 assert load.num_generated_tokens - before.num_generated_tokens == 5
                 assert load.num_prompt_tokens - before.num_prompt_tokens == 2 * BLOCK_SIZE + 3
@@ -291,11 +293,11 @@ def test_the_load_counts_tokens_since_the_start() -> None:
     run(scenario())
 
 
-def test_output_drawn_by_an_earlier_try_is_computed_but_is_no_prompt() -> None:
+def test_resumed_output_does_not_count_as_prompt() -> None:
     async def scenario() -> None:
         async with running(RecordingRunner()) as bench:
             sequence = new_sequence(prompt(6), greedy(8), output_ids=prompt(3, start=500))
-            await bench.ended(bench.add(sequence))
+            await bench.wait_until_finished(bench.add(sequence))
             load = bench.loop.load()
             assert load.num_computed_prompt_tokens == 6
             assert load.num_generated_tokens == 5

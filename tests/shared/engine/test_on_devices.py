@@ -1,5 +1,6 @@
-"""What the engine promises holds on every device: loading, forks, preemption, moved KV, and a cache
-that is too large for it. On the CPU here; `pytest -m gpu` runs it where there are GPUs.
+"""The engine on every device: loading, forks, preemption, moved KV, and a too large KV cache.
+
+Cases on the CPU always run; `pytest -m gpu` runs the cases on GPUs.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def load(folder: Path, device: str, *, num_blocks: int = 64) -> ModelRunner:
 
 
 class Driver:
-    """An engine over a runner, stepped to the end."""
+    """An engine with a runner, stepped until all sequences finish."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
@@ -69,7 +70,7 @@ class Driver:
         self.tokens: dict[bytes, list[int]] = defaultdict(list)
 
     def run(self, *sequences: Sequence) -> list[list[int]]:
-        """New tokens of each."""
+        """Runs the sequences. Returns the new tokens of each."""
         for sequence in sequences:
             self.engine.add(sequence)
         asyncio.run(self._run())
@@ -90,18 +91,16 @@ def solo(runner: ModelRunner, prompt: list[int], *, choice_index: int = 0) -> li
     return Driver(runner).run(new_sequence(prompt, seeded(NUM_NEW), choice_index=choice_index))[0]
 
 
-def test_a_loaded_model_draws_the_tokens_that_it_draws_on_the_cpu(
-    model_dir: Path, device: str
-) -> None:
-    runner, plain = load(model_dir, device), load(model_dir, "cpu")
-    found, wanted = (
+def test_tokens_equal_those_of_the_cpu(model_dir: Path, device: str) -> None:
+    runner, cpu_runner = load(model_dir, device), load(model_dir, "cpu")
+    found, expected = (
         generate(each, Blocks(each.num_blocks).line(PROMPT, room=NUM_NEW), NUM_NEW)
-        for each in (runner, plain)
+        for each in (runner, cpu_runner)
     )
-    assert found == wanted
+    assert found == expected
 
 
-def test_choices_share_a_prompt(model_dir: Path, device: str) -> None:
+def test_forked_choices_equal_solo_runs(model_dir: Path, device: str) -> None:
     runner = load(model_dir, device)
     driver, parent = Driver(runner), new_sequence(PROMPT[:-1], None)
     driver.run(parent)
@@ -115,7 +114,7 @@ def test_choices_share_a_prompt(model_dir: Path, device: str) -> None:
     assert found == [solo(runner, PROMPT, choice_index=index) for index in range(3)]
 
 
-def test_a_preempted_sequence_goes_on_as_it_would_have(model_dir: Path, device: str) -> None:
+def test_preempted_sequences_equal_solo_runs(model_dir: Path, device: str) -> None:
     prompts = [PROMPT, PROMPT[::-1], PROMPT[5:]]
     sequences = [new_sequence(prompt, seeded(NUM_NEW)) for prompt in prompts]
     found = Driver(load(model_dir, device, num_blocks=10)).run(*sequences)
@@ -124,11 +123,11 @@ def test_a_preempted_sequence_goes_on_as_it_would_have(model_dir: Path, device: 
     assert found == [solo(roomy, prompt) for prompt in prompts]
 
 
-def test_moved_kv_continues_alike(model_dir: Path, device: str) -> None:
-    """Through host memory, from one runner's scattered blocks to another's."""
+def test_moved_kv_gives_the_same_tokens(model_dir: Path, device: str) -> None:
+    """KV moves through host memory between the scattered blocks of two runners."""
     source, target = load(model_dir, device), load(model_dir, device)
     line = Blocks(source.num_blocks).line(PROMPT, room=NUM_NEW)
-    wanted = generate(source, line, NUM_NEW)
+    expected = generate(source, line, NUM_NEW)
     moved = Blocks(target.num_blocks, seed=1).line(PROMPT, room=NUM_NEW)
 
     async def move() -> None:
@@ -139,10 +138,10 @@ def test_moved_kv_continues_alike(model_dir: Path, device: str) -> None:
 
     asyncio.run(move())
     moved.num_computed = len(PROMPT) - 1
-    assert generate(target, moved, NUM_NEW) == wanted
+    assert generate(target, moved, NUM_NEW) == expected
 
 
-def test_a_cache_that_is_too_large_leaves_the_device_usable(model_dir: Path, device: str) -> None:
+def test_device_is_usable_after_too_large_a_kv_cache(model_dir: Path, device: str) -> None:
     with pytest.raises((HearthError, RuntimeError, MemoryError)):
         load(model_dir, device, num_blocks=1 << 34)
     assert len(solo(load(model_dir, device), PROMPT)) == NUM_NEW

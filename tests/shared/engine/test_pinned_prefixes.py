@@ -14,7 +14,7 @@ from tests.shared.engine.support.rig import BLOCK_SIZE, Rig, finish, greedy, new
 LEASE_S = 10.0
 
 
-class HandClock:
+class ManualClock:
     def __init__(self) -> None:
         self.at = 0.0
 
@@ -22,7 +22,7 @@ class HandClock:
         return self.at
 
     async def sleep(self, delay_s: float) -> None:
-        raise AssertionError("nobody sleeps here")
+        raise AssertionError("sleep is not expected")
 
 
 class Pinned:
@@ -30,24 +30,24 @@ class Pinned:
 
     def __init__(self) -> None:
         self.rig = Rig(num_blocks=16)
-        self.clock = HandClock()
+        self.clock = ManualClock()
         self.pins = PinnedPrefixes(self.rig.engine, self.clock)
 
     def pin(self, command: PinPrefix) -> PrefixPinned:
         return self.pins.pin(command, sequence_of(command, BLOCK_SIZE))
 
     def run(self) -> None:
-        """Steps the engine, and tells of it as the loop does."""
+        """Steps the engine and calls `on_step` as the engine loop does."""
         engine = self.rig.engine
         while not engine.is_idle:
             rows, progress = engine.schedule()
             self.pins.on_step(progress)
             if rows:
-                drawn = finish(self.rig.runner.run(build_inputs(rows, BLOCK_SIZE)))
-                self.pins.on_step(engine.apply(rows, drawn))
+                sampled = finish(self.rig.runner.run(build_inputs(rows, BLOCK_SIZE)))
+                self.pins.on_step(engine.apply(rows, sampled))
 
     def fill(self, start: int) -> None:
-        """Other prompts take all blocks that can be had."""
+        """Computes other prompts, which take all evictable blocks."""
         for number in range(8):
             self.rig.complete(new_sequence(prompt(15, start=start + 100 * number), greedy(1)))
 
@@ -72,7 +72,7 @@ def renew(*commands: PinPrefix) -> KeepPins:
     )
 
 
-def test_it_is_computed_and_stays_when_others_go() -> None:
+def test_pinned_prefix_is_computed_and_not_evicted() -> None:
     pinned = Pinned()
     reply = pinned.pin(command(3))
     assert (reply.num_cached_blocks, reply.is_computing) == (0, True)
@@ -82,8 +82,8 @@ def test_it_is_computed_and_stays_when_others_go() -> None:
     assert pinned.rig.engine.is_idle
 
 
-def test_an_unpinned_one_goes() -> None:
-    """The other side of the same: without pin the blocks above are gone."""
+def test_unpinned_prefix_is_evicted() -> None:
+    """Without the pin, the same prompts evict the blocks."""
     pinned = Pinned()
     pinned.pin(command(3))
     pinned.run()
@@ -92,7 +92,7 @@ def test_an_unpinned_one_goes() -> None:
     assert pinned.pin(command(3)).num_cached_blocks == 0
 
 
-def test_a_lease_that_nobody_renews_runs_out() -> None:
+def test_lease_expires_without_renewal() -> None:
     pinned = Pinned()
     pinned.pin(command(2))
     pinned.clock.at = LEASE_S - 1
@@ -105,24 +105,24 @@ def test_a_lease_that_nobody_renews_runs_out() -> None:
     assert len(pinned.pins) == pinned.rig.engine.pool.num_pinned_blocks == 0
 
 
-def test_keeping_tells_what_is_missing() -> None:
+def test_renew_reports_missing_pins() -> None:
     pinned = Pinned()
     pinned.pin(command(2))
     other = command(1, start=700)
-    kept = pinned.pins.renew(renew(command(2), other))
-    assert kept.missing_tip_hashes == other.block_hashes
+    renewed = pinned.pins.renew(renew(command(2), other))
+    assert renewed.missing_tip_hashes == other.block_hashes
 
 
-def test_pins_have_a_share_of_the_cache() -> None:
+def test_pins_are_limited_to_a_share_of_the_cache() -> None:
     pinned = Pinned()
     pinned.pin(command(3))
     with pytest.raises(WorkerBusy, match="5 blocks would be pinned, more than 4"):
         pinned.pin(command(2, start=700))
-    pinned.pin(command(4))  # shares three of them
+    pinned.pin(command(4))  # shares three blocks with the first
     assert pinned.rig.engine.pool.num_pinned_blocks == 4
 
 
-def test_pinning_again_costs_nothing() -> None:
+def test_pinning_again_adds_no_work() -> None:
     pinned = Pinned()
     pinned.pin(command(3))
     assert pinned.pin(command(3)).is_computing
@@ -133,7 +133,7 @@ def test_pinning_again_costs_nothing() -> None:
     assert pinned.rig.engine.pool.num_pinned_blocks == 0
 
 
-def test_who_waits_comes_first() -> None:
+def test_prefix_is_not_computed_while_requests_wait() -> None:
     pinned = Pinned()
     for number in range(2):
         pinned.rig.engine.add(new_sequence(prompt(8, start=700 + number * 50), greedy(1)))
@@ -142,7 +142,7 @@ def test_who_waits_comes_first() -> None:
     assert pinned.pin(command(3)).is_computing
 
 
-def test_stopping_leaves_nothing_behind() -> None:
+def test_stop_leaves_the_engine_idle() -> None:
     pinned = Pinned()
     pinned.pin(command(3))
     pinned.pins.stop()
@@ -160,19 +160,19 @@ def test_stopping_leaves_nothing_behind() -> None:
         {"token_ids": pack_token_ids(prompt(2 * BLOCK_SIZE, start=101))},
     ],
 )
-def test_what_is_not_whole_blocks_with_their_hashes_is_refused(change: dict[str, object]) -> None:
+def test_pin_without_full_blocks_and_hashes_is_rejected(change: dict[str, object]) -> None:
     bad = msgspec.structs.replace(command(2), **change)
     with pytest.raises(InvalidRequest):
         sequence_of(bad, BLOCK_SIZE)
 
 
-def test_what_the_engine_can_never_hold_is_refused() -> None:
+def test_pin_larger_than_the_pool_is_rejected() -> None:
     pinned = Pinned()
     with pytest.raises(InvalidRequest, match="do not fit"):
         pinned.pin(command(17))
 
 
-def test_a_pin_does_not_lift_its_tenants_quota() -> None:
+def test_pin_does_not_lift_the_tenants_quota() -> None:
     pinned = Pinned()
     bounded = new_sequence(prompt(9, start=700), greedy(1))
     bounded.kv_quota_tokens = 3 * BLOCK_SIZE
@@ -182,10 +182,10 @@ def test_a_pin_does_not_lift_its_tenants_quota() -> None:
     pool = pinned.rig.engine.pool
     assert pool.quota_tokens_of("tenant-a") == 3 * BLOCK_SIZE
     assert pool.num_blocks_of("tenant-a") == 3
-    assert pinned.pin(command(2)).num_cached_blocks == 2  # what is not pinned went
+    assert pinned.pin(command(2)).num_cached_blocks == 2  # the unpinned blocks were evicted
 
 
-def test_a_tenant_over_its_quota_loses_pinned_blocks_last() -> None:
+def test_tenant_over_quota_loses_pinned_blocks_last() -> None:
     pinned = Pinned()
     pinned.pin(command(2))
     pinned.run()

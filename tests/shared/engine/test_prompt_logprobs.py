@@ -1,4 +1,4 @@
-"""Log-probabilities of the prompt: those of transformers, however it is cut, once and complete."""
+"""Prompt logprobs equal those of transformers in any chunks, and are sent once and complete."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.shared.engine.support.rig import Rig, new_sequence, prompt
 from tests.shared.engine.support.steps import Blocks, step_of
 
 PROMPT = [(7 * n + n * n) % 190 + 3 for n in range(75)]
-ASKING = SamplingParams(seed=0, max_tokens=4, temperature=0.0, num_prompt_logprobs=3)
-PLAIN = SamplingParams(seed=0, max_tokens=4, temperature=0.0)
+WITH_LOGPROBS = SamplingParams(seed=0, max_tokens=4, temperature=0.0, num_prompt_logprobs=3)
+WITHOUT_LOGPROBS = SamplingParams(seed=0, max_tokens=4, temperature=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -37,26 +37,26 @@ def model(model_dir: Path) -> LlamaForCausalLM:
 
 
 @pytest.mark.parametrize("budget", [1, 7, 512])
-def test_they_are_those_of_transformers_in_any_chunks(
+def test_prompt_logprobs_match_transformers_in_any_chunks(
     model: LlamaForCausalLM, model_dir: Path, budget: int
 ) -> None:
     with torch.inference_mode():
         expected = model(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
     worker = Worker(model_dir, "float32", budget=budget)
-    sequence = new_sequence(PROMPT, ASKING)
-    asyncio.run(worker.run(sequence, new_sequence(PROMPT[:20], PLAIN)))
+    sequence = new_sequence(PROMPT, WITH_LOGPROBS)
+    asyncio.run(worker.run(sequence, new_sequence(PROMPT[:20], WITHOUT_LOGPROBS)))
     asyncio.run(worker.runner.close())
-    told = worker.prompt_logprobs[sequence.sequence_id]
-    assert len(told) == len(PROMPT) - 1
+    logprobs = worker.prompt_logprobs[sequence.sequence_id]
+    assert len(logprobs) == len(PROMPT) - 1
     own = expected[:-1].gather(1, torch.tensor(PROMPT[1:]).unsqueeze(1)).squeeze(1)
     top = expected[:-1].topk(3)
-    np.testing.assert_allclose([each.logprob for each in told], own, atol=1e-4)
-    np.testing.assert_allclose([each.top_logprobs for each in told], top.values, atol=1e-4)
-    assert [list(each.top_token_ids) for each in told] == top.indices.tolist()
+    np.testing.assert_allclose([each.logprob for each in logprobs], own, atol=1e-4)
+    np.testing.assert_allclose([each.top_logprobs for each in logprobs], top.values, atol=1e-4)
+    assert [list(each.top_token_ids) for each in logprobs] == top.indices.tolist()
     assert worker.endings.keys() == worker.tokens.keys()
 
 
-def test_pieces_change_no_bit() -> None:
+def test_splitting_the_logits_changes_no_bit() -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(75, 84, generator=generator).bfloat16()
     weight = torch.randn(199, 84, generator=generator).bfloat16()
@@ -80,58 +80,61 @@ def test_pieces_change_no_bit() -> None:
     assert list(found[0]) == [1] and len(found[0][1]) == 70
 
 
-def test_a_cached_prefix_is_computed_again_and_only_for_who_asks() -> None:
+def test_only_prompt_logprobs_recompute_a_cached_prefix() -> None:
     rig, ids = Rig(max_batch_tokens=16), prompt(45)
-    first = rig.add(new_sequence(ids, ASKING))
+    first = rig.add(new_sequence(ids, WITH_LOGPROBS))
     rig.run()
-    told = rig.prompt_logprobs[first.sequence_id]
-    again, plain = rig.add(new_sequence(ids, ASKING)), rig.add(new_sequence(ids, PLAIN))
+    logprobs = rig.prompt_logprobs[first.sequence_id]
+    again, without_logprobs = (
+        rig.add(new_sequence(ids, WITH_LOGPROBS)),
+        rig.add(new_sequence(ids, WITHOUT_LOGPROBS)),
+    )
     rig.run()
-    assert rig.prompt_logprobs == {first.sequence_id: told, again.sequence_id: told}
-    assert len(told) == 44
-    assert (again.num_cached_tokens, plain.num_cached_tokens) == (0, 44)
-    assert rig.output(again) == rig.output(plain) == rig.output(first)
+    assert rig.prompt_logprobs == {first.sequence_id: logprobs, again.sequence_id: logprobs}
+    assert len(logprobs) == 44
+    assert (again.num_cached_tokens, without_logprobs.num_cached_tokens) == (0, 44)
+    assert rig.output(again) == rig.output(without_logprobs) == rig.output(first)
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 4])
-def test_a_preempted_sequence_starts_over_until_it_has_told(num_steps: int) -> None:
-    """Three steps for the prompt; the first token comes with the third."""
-    ids, whole, rig = prompt(45), Rig(), Rig(max_batch_tokens=16)
-    expected = whole.add(new_sequence(ids, ASKING))
-    whole.run()
-    sequence = rig.add(new_sequence(ids, ASKING))
+def test_preempted_sequence_starts_over_until_logprobs_are_sent(num_steps: int) -> None:
+    """The prompt takes three steps, the last of which samples the first token."""
+    ids, reference, rig = prompt(45), Rig(), Rig(max_batch_tokens=16)
+    expected = reference.add(new_sequence(ids, WITH_LOGPROBS))
+    reference.run()
+    sequence = rig.add(new_sequence(ids, WITH_LOGPROBS))
     for _ in range(num_steps):
         rig.step()
     rig.engine.batcher.preempt(sequence)
     before = rig.num_computed_tokens
     rig.run()
-    told = rig.prompt_logprobs[sequence.sequence_id]
-    assert told == whole.prompt_logprobs[expected.sequence_id]
-    assert rig.output(sequence) == whole.output(expected)
-    found_again = 0 if num_steps < 3 else 44
-    assert rig.num_computed_tokens - before == 45 + 3 - found_again
+    logprobs = rig.prompt_logprobs[sequence.sequence_id]
+    assert logprobs == reference.prompt_logprobs[expected.sequence_id]
+    assert rig.output(sequence) == reference.output(expected)
+    num_cached = 0 if num_steps < 3 else 44
+    assert rig.num_computed_tokens - before == 45 + 3 - num_cached
 
 
-def test_they_come_with_a_stop_token_too() -> None:
-    first = Rig().complete(new_sequence(prompt(9), ASKING))[0]
+def test_prompt_logprobs_are_sent_if_the_first_token_stops() -> None:
+    first = Rig().complete(new_sequence(prompt(9), WITH_LOGPROBS))[0]
     rig = Rig()
-    stopped = new_sequence(prompt(9), ASKING, stop=(first,))
+    stopped = new_sequence(prompt(9), WITH_LOGPROBS, stop=(first,))
     assert rig.complete(stopped) == []
     assert len(rig.prompt_logprobs[stopped.sequence_id]) == 8
 
 
-def test_a_prompt_of_one_token_has_none() -> None:
+def test_one_token_prompt_has_no_logprobs() -> None:
     rig = Rig()
-    assert len(rig.complete(new_sequence([5], ASKING))) == 4
+    assert len(rig.complete(new_sequence([5], WITH_LOGPROBS))) == 4
     assert rig.prompt_logprobs == {}
 
 
 @pytest.mark.parametrize("budget", [7, 512])
-def test_a_prefill_tells_for_its_children(budget: int) -> None:
-    """Of all their prompt, whose last token it does not have."""
-    ids, rig, whole = prompt(45), Rig(max_batch_tokens=budget), Rig()
-    expected = whole.add(new_sequence(ids, ASKING))
-    whole.run()
+def test_prefill_computes_logprobs_for_its_children(budget: int) -> None:
+    """The logprobs include the last prompt token, which the prefill does not have."""
+    ids, rig, reference = prompt(45), Rig(max_batch_tokens=budget), Rig()
+    expected = reference.add(new_sequence(ids, WITH_LOGPROBS))
+    reference.run()
     parent = Sequence(
         sequence_id=b"shared",
         tenant_id="tenant-a",
@@ -144,9 +147,11 @@ def test_a_prefill_tells_for_its_children(budget: int) -> None:
     rig.add(parent)
     rig.run()
     before = rig.num_computed_tokens
-    asking, plain = rig.fork(parent, [new_sequence(ids, ASKING), new_sequence(ids, PLAIN)])
+    with_logprobs, without_logprobs = rig.fork(
+        parent, [new_sequence(ids, WITH_LOGPROBS), new_sequence(ids, WITHOUT_LOGPROBS)]
+    )
     rig.run()
-    told = whole.prompt_logprobs[expected.sequence_id]
-    assert rig.prompt_logprobs == {asking.sequence_id: told}
-    assert rig.output(asking) == rig.output(plain) == whole.output(expected)
+    logprobs = reference.prompt_logprobs[expected.sequence_id]
+    assert rig.prompt_logprobs == {with_logprobs.sequence_id: logprobs}
+    assert rig.output(with_logprobs) == rig.output(without_logprobs) == reference.output(expected)
     assert (before, rig.num_computed_tokens - before) == (44, 2 * 4)
