@@ -34,7 +34,7 @@ def sequence_with(
     return sequence
 
 
-def test_arrays_of_a_mixed_step() -> None:
+def test_mixed_step_fills_all_arrays() -> None:
     sampled = SamplingParams(
         seed=2**64 - 1, max_tokens=9, temperature=0.5, top_k=3, top_p=0.75, min_p=0.25, min_tokens=3
     )
@@ -77,12 +77,10 @@ def test_arrays_of_a_mixed_step() -> None:
     assert sampling.seed.tolist() == [2**64 - 1, 0]
     assert sampling.choice_index.tolist() == [1, 0]
     assert sampling.output_position.tolist() == [2, 0]
-    assert sampling.banned == [
-        (0, 3)
-    ]  # row 0 has two of its three minimum tokens; row 1 may stop at once
+    assert sampling.banned == [(0, 3)]  # row 0 has 2 of 3 minimum tokens; row 1 may stop at once
 
 
-def test_step_in_which_no_row_samples() -> None:
+def test_chunk_step_has_no_sampling_rows() -> None:
     chunk = sequence_with([1, 2, 3, 4], greedy(), block_table=[0], num_computed_tokens=0)
     inputs = build_inputs([row_of(chunk, 3)], BLOCK_SIZE)
     assert inputs.sampling.num_rows == 0

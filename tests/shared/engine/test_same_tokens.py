@@ -25,14 +25,14 @@ EACH_SAMPLING = pytest.mark.parametrize(
 
 @EACH_SAMPLING
 @pytest.mark.parametrize("budget", [1, 7, 64, 4096])
-def test_any_chunk_budget(budget: int, sampling: SamplingParams) -> None:
+def test_chunk_budget_changes_no_token(budget: int, sampling: SamplingParams) -> None:
     rig = Rig(max_batch_tokens=budget)
     assert rig.complete(new_sequence(PROMPT, sampling)) == solo(tuple(PROMPT), sampling)
 
 
 @EACH_SAMPLING
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 44, 45])
-def test_pushed_from_another_engine(num_tokens: int, sampling: SamplingParams) -> None:
+def test_pushed_kv_changes_no_token(num_tokens: int, sampling: SamplingParams) -> None:
     ids = prompt(num_tokens)
     rig = Rig()
     sequence = new_sequence(ids, sampling)
@@ -46,7 +46,7 @@ def test_pushed_from_another_engine(num_tokens: int, sampling: SamplingParams) -
 
 @EACH_SAMPLING
 @pytest.mark.parametrize("num_pushed", [20, 21, 44])
-def test_complete_or_partial_push_after_cached_prefix(
+def test_push_after_cached_prefix_changes_no_token(
     num_pushed: int, sampling: SamplingParams
 ) -> None:
     rig = Rig()
@@ -75,7 +75,7 @@ def test_pushed_prefix_is_cached_for_next_request(sampling: SamplingParams) -> N
 
 @EACH_SAMPLING
 @pytest.mark.parametrize("num_received", [1, 7, 19])
-def test_resumed_after_received_tokens(num_received: int, sampling: SamplingParams) -> None:
+def test_resuming_changes_no_token(num_received: int, sampling: SamplingParams) -> None:
     expected = solo(tuple(PROMPT), sampling)
     for rig in (Rig(), Rig(max_batch_tokens=7)):
         resumed = new_sequence(PROMPT, sampling, output_ids=expected[:num_received])
@@ -84,7 +84,7 @@ def test_resumed_after_received_tokens(num_received: int, sampling: SamplingPara
 
 
 @EACH_SAMPLING
-def test_preempted(sampling: SamplingParams) -> None:
+def test_preemption_changes_no_token(sampling: SamplingParams) -> None:
     rig = Rig(num_blocks=12, max_batch_tokens=16)
     sequences = [rig.add(new_sequence(prompt(9, start=n * 50), sampling)) for n in range(4)]
     rig.run()
@@ -94,7 +94,7 @@ def test_preempted(sampling: SamplingParams) -> None:
 
 
 @EACH_SAMPLING
-def test_32_concurrent_sequences(sampling: SamplingParams) -> None:
+def test_batch_of_32_changes_no_token(sampling: SamplingParams) -> None:
     rig = Rig(num_blocks=512, max_sequences=32)
     prompts = [prompt(3 + 5 * n % 41, start=n // 4 * 100) for n in range(32)]
     sequences = [rig.add(new_sequence(ids, sampling)) for ids in prompts]

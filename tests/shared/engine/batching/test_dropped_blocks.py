@@ -152,7 +152,7 @@ async def poisoned_step(worker: Worker) -> None:
         ),  # every other layer has full attention
     ],
 )
-def test_attention_span_of_a_model(
+def test_attention_span_follows_the_windows(
     tmp_path: Path, architecture: str, options: dict[str, int], attention_span: int | None
 ) -> None:
     write_model(tmp_path, architecture, **options)

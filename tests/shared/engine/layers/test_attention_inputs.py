@@ -1,4 +1,4 @@
-"""Which rows of a step go to which attention."""
+"""The split of a step's rows between decode attention and prefill attention."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from shared.engine.layers.attention_inputs import build_attention_inputs
 from tests.shared.engine.support.steps import Blocks, Line, step_of
 
-CPU, ELSEWHERE = torch.device("cpu"), torch.device("meta")
+CPU, NOT_CPU = torch.device("cpu"), torch.device("meta")
 
 
 def mixed(*query_lens: int) -> list[tuple[Line, int]]:
@@ -15,8 +15,8 @@ def mixed(*query_lens: int) -> list[tuple[Line, int]]:
     return [(blocks.line(range(20)), query_len) for query_len in query_lens]
 
 
-def test_single_tokens_are_decoded_apart_from_runs() -> None:
-    inputs = build_attention_inputs(step_of(mixed(3, 1, 2, 1)), ELSEWHERE)
+def test_single_tokens_are_decoded_separately() -> None:
+    inputs = build_attention_inputs(step_of(mixed(3, 1, 2, 1)), NOT_CPU)
     assert inputs.prefill is not None
     assert inputs.decode is not None
     assert inputs.prefill.rows is not None
@@ -25,7 +25,7 @@ def test_single_tokens_are_decoded_apart_from_runs() -> None:
     assert inputs.decode.rows.shape == (2,)
 
 
-def test_the_cpu_takes_a_mixed_step_as_it_is() -> None:
+def test_cpu_computes_a_mixed_step_as_prefill() -> None:
     inputs = build_attention_inputs(step_of(mixed(3, 1, 2, 1)), CPU)
     assert inputs.decode is None
     assert inputs.prefill is not None
@@ -33,7 +33,7 @@ def test_the_cpu_takes_a_mixed_step_as_it_is() -> None:
     assert inputs.prefill.cu_seqlens_q.tolist() == [0, 3, 4, 6, 7]
 
 
-def test_steps_of_single_tokens_are_decoded() -> None:
+def test_step_of_single_tokens_is_decoded() -> None:
     inputs = build_attention_inputs(step_of(mixed(1, 1)), CPU)
     assert inputs.prefill is None
     assert inputs.decode is not None

@@ -1,4 +1,4 @@
-"""Models whose layers go through one kernel: which do, and that it changes no bit of an answer."""
+"""Layers that one fused kernel computes: which ones, and that no bit of the logits changes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def load(folder: Path, dtype: str = "bfloat16") -> ModelRunner:
 
 
 def logits(runner: ModelRunner) -> list[Tensor]:
-    """Of a mixed step, a step of single tokens, and one of a long run."""
+    """Logits of a mixed step, a step of single tokens, and a step with a long prompt."""
     blocks = Blocks(runner.num_blocks)
     ids = torch.randint(0, 224, (600,), generator=torch.Generator().manual_seed(0)).tolist()
     lines = [blocks.line(ids[:45]), blocks.line(ids[50:53]), blocks.line(ids)]
@@ -54,40 +54,40 @@ def logits(runner: ModelRunner) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("architecture", FUSED)
-def test_the_same_logits(
+def test_fused_layers_give_the_same_logits(
     architecture: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_model(tmp_path, architecture, **SHAPE)
     fused = load(tmp_path, dtype)
     assert all(isinstance(layer, FusedLayer) for layer in fused.executor.model.layers)
     monkeypatch.setattr(Decoder, "fuse", lambda model: None)
-    single = load(tmp_path, dtype)
-    assert not any(isinstance(layer, FusedLayer) for layer in single.executor.model.layers)
-    for got, expected in zip(logits(fused), logits(single), strict=True):
+    unfused = load(tmp_path, dtype)
+    assert not any(isinstance(layer, FusedLayer) for layer in unfused.executor.model.layers)
+    for got, expected in zip(logits(fused), logits(unfused), strict=True):
         assert torch.equal(got, expected)
 
 
-def test_layers_with_more_to_them_stay(tmp_path: Path) -> None:
+def test_layers_with_mlp_bias_are_not_fused(tmp_path: Path) -> None:
     write_model(tmp_path, "LlamaForCausalLM", **SHAPE, mlp_bias=True)
     runner = load(tmp_path)
     assert not any(isinstance(layer, FusedLayer) for layer in runner.executor.model.layers)
 
 
-def test_a_greedy_step_draws_the_largest_logits(tmp_path: Path) -> None:
+def test_greedy_step_samples_the_argmax(tmp_path: Path) -> None:
     write_model(tmp_path, "LlamaForCausalLM", **SHAPE)
     runner = load(tmp_path)
     step = step_of([(Blocks(runner.num_blocks).line(range(40)), 40)])
     assert step.sampling.is_plain_greedy
     expected = runner.step_logits(step).argmax(-1).tolist()
     assert runner._run(step).token_ids == expected
-    told = msgspec.structs.replace(step.sampling, raw_logprobs={3: 2})
-    output = runner._run(msgspec.structs.replace(step, sampling=told))
+    with_logprobs = msgspec.structs.replace(step.sampling, raw_logprobs={3: 2})
+    output = runner._run(msgspec.structs.replace(step, sampling=with_logprobs))
     assert output.token_ids == expected
     assert [row for row, each in enumerate(output.logprobs) if each is not None] == [3]
 
 
 @pytest.mark.parametrize(
-    "touched",
+    "changes",
     [
         {"temperature": np.array([0, 0.5], np.float32)},
         {"banned": [(1, 7)]},
@@ -95,9 +95,9 @@ def test_a_greedy_step_draws_the_largest_logits(tmp_path: Path) -> None:
         {"bias": LogitBias(np.array([0]), np.array([3]), np.array([1], np.float32))},
         {"penalties": Penalties(*np.ones((2, 1), np.int64), *np.ones((2, 1), np.float32))},
     ],
-    ids=lambda touched: next(iter(touched)),
+    ids=lambda changes: next(iter(changes)),
 )
-def test_logits_are_needed_where_something_is_done_to_them(touched: dict[str, Any]) -> None:
+def test_options_that_change_logits_are_not_plain_greedy(changes: dict[str, Any]) -> None:
     sampling = greedy([0, 1])
     assert sampling.is_plain_greedy
-    assert not msgspec.structs.replace(sampling, **touched).is_plain_greedy
+    assert not msgspec.structs.replace(sampling, **changes).is_plain_greedy

@@ -1,6 +1,6 @@
-"""Every family computes what transformers computes, whichever way a sequence goes through a runner.
+"""Every family gives the logits and tokens of transformers, by every path through a runner.
 
-The models are random, wide and untied: each difference in a window, a cap, a norm or a rope shows.
+The models are random, wide and untied, so that an error in a window, cap, norm or rope shows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Checkpoint = Callable[[str, str], tuple[Path, PreTrainedModel]]
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """By family and dtype of the weights: the folder, and transformers' model in FP32."""
+    """Returns, for a family and a dtype of the weights, the folder and the FP32 model."""
 
     @cache
     def write(family: str, dtype: str) -> tuple[Path, PreTrainedModel]:
@@ -51,48 +51,50 @@ def _relative_error(actual: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_transformers(checkpoint: Checkpoint, family: str, dtype: str) -> None:
+def test_logits_match_transformers(checkpoint: Checkpoint, family: str, dtype: str) -> None:
     folder, model = checkpoint(family, dtype)
     with torch.inference_mode():
         expected = model(torch.tensor([PROMPT])).logits[0]
     runner = _load(folder, dtype)
-    whole = prefill(runner, Blocks(runner.num_blocks).line(PROMPT), len(PROMPT))
-    assert _relative_error(whole, expected) < TOLERANCE[dtype]
+    one_step_logits = prefill(runner, Blocks(runner.num_blocks).line(PROMPT), len(PROMPT))
+    assert _relative_error(one_step_logits, expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_bit_depends_on_the_way(checkpoint: Checkpoint, family: str, dtype: str) -> None:
-    """Whole, in chunks, behind a cached prefix, and by decoding: the same bits."""
+def test_no_bit_depends_on_the_path(checkpoint: Checkpoint, family: str, dtype: str) -> None:
+    """One step, chunks, a cached prefix and decode steps give the same bits."""
     runner = _load(checkpoint(family, dtype)[0], dtype)
     blocks = Blocks(runner.num_blocks)
     first = blocks.line(PROMPT)
-    whole = prefill(runner, first, len(PROMPT))
+    one_step_logits = prefill(runner, first, len(PROMPT))
     for chunk in (1, 7, 64):
-        assert torch.equal(prefill(runner, blocks.line(PROMPT), chunk), whole), f"chunks of {chunk}"
+        assert torch.equal(prefill(runner, blocks.line(PROMPT), chunk), one_step_logits), (
+            f"chunks of {chunk}"
+        )
     own = blocks.line(PROMPT[80:])
     cached = Line(PROMPT, first.block_table[:5] + own.block_table, num_computed=80)
-    assert torch.equal(prefill(runner, cached, 33), whole[80:])
+    assert torch.equal(prefill(runner, cached, 33), one_step_logits[80:])
     decoding = blocks.line(PROMPT)
     advance(runner, [(decoding, 100)])
     decoded = [advance(runner, [(decoding, 1)]) for _ in PROMPT[100:]]
-    assert torch.equal(torch.cat(decoded), whole[100:])
+    assert torch.equal(torch.cat(decoded), one_step_logits[100:])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_those_of_transformers(checkpoint: Checkpoint, family: str) -> None:
-    """From prompts within a window of 64 or 70 tokens, across its edge, and far beyond."""
+def test_greedy_tokens_match_transformers(checkpoint: Checkpoint, family: str) -> None:
+    """Contexts are within a window of 64 or 70 tokens, across its edge, and far beyond it."""
     folder, model = checkpoint(family, "float32")
     runner = _load(folder, "float32")
     blocks = Blocks(runner.num_blocks)
     for num_tokens, num_sampled in ((50, 24), (300, 8)):
         prompt, expected = margin_checked_prompt(model, num_tokens, runner.vocab_size, num_sampled)
         assert generate(runner, blocks.line(prompt, room=num_sampled), num_sampled) == expected
-        is_tied = "tied" in family  # such a model repeats itself
-        assert is_tied or len(set(expected)) > 3, "proves nothing"
+        is_tied = "tied" in family  # a tied model repeats itself
+        assert is_tied or len(set(expected)) > 3, "the output has too few different tokens"
 
 
-def test_the_embedding_scale_is_rounded_as_in_transformers() -> None:
+def test_embedding_scale_is_rounded_as_in_transformers() -> None:
     """The root of 48 lies between two BF16 numbers."""
     ids = torch.arange(9)
     embedding = TokenEmbedding(9, 48, scale=48**0.5, dtype=torch.bfloat16)

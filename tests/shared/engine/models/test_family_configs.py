@@ -1,4 +1,4 @@
-"""What each family makes of the configs that its checkpoints are published with, and refuses."""
+"""How each family reads the configs of published checkpoints, and which configs it rejects."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-ENDLESS_YARN = {"type": "yarn", "factor": 1e308, "original_max_position_embeddings": 4096}
+HUGE_YARN = {"type": "yarn", "factor": 1e308, "original_max_position_embeddings": 4096}
 SHORT, LONG = [1.0 + pair for pair in range(9)], [2.0 + 3 * pair for pair in range(9)]
-# As transformers 4 and the families' authors write them: much is left to the family's defaults.
+# As transformers 4 and the families' authors write them: many fields are left to the defaults.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"rope_theta": 500_000.0, "max_position_embeddings": 8192},
     "LlamaForCausalLM, linear": {"rope_scaling": {"type": "linear", "factor": 2.0}},
@@ -100,8 +100,8 @@ def _written(kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", PUBLISHED)
-def test_a_published_config_means_what_transformers_makes_of_it(tmp_path: Path, kind: str) -> None:
-    """transformers reads it, fills in its defaults, and writes it in its own newer spelling."""
+def test_published_config_equals_its_rewrite_by_transformers(tmp_path: Path, kind: str) -> None:
+    """transformers reads the config, fills in defaults, and writes the newer field names."""
     written = _written(kind)
     config_class = getattr(transformers, written["architectures"][0]).config_class
     config_class.from_dict(json.loads(json.dumps(written))).save_pretrained(tmp_path / "newer")
@@ -111,7 +111,7 @@ def test_a_published_config_means_what_transformers_makes_of_it(tmp_path: Path, 
     assert _read(tmp_path / "older", written) == _read(tmp_path / "newer", newer)
 
 
-def test_windows_fall_on_the_layers_that_have_them(tmp_path: Path) -> None:
+def test_windows_apply_to_the_right_layers(tmp_path: Path) -> None:
     def windows(kind: str, **changes: Any) -> list[int | None]:
         config = _read(tmp_path, {**_written(kind), **changes})
         return [layer.window for layer in config.layers]
@@ -133,14 +133,14 @@ def test_gemma3_has_a_rope_for_each_kind_of_layer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("older", ["su", "yarn"])
-def test_phi3_has_older_names_for_longrope(tmp_path: Path, older: str) -> None:
+def test_phi3_accepts_older_names_of_longrope(tmp_path: Path, older: str) -> None:
     written = _written("Phi3ForCausalLM, longer")
     expected = _read(tmp_path, written)
     rope = {**written["rope_scaling"], "type": older}
     assert _read(tmp_path, {**written, "rope_scaling": rope}) == expected
 
 
-REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+REJECTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "moe": ("LlamaForCausalLM", {"architectures": ["Qwen3MoeForCausalLM"]}, "'Qwen3MoeForCausalL"),
     "mla": ("LlamaForCausalLM", {"architectures": ["DeepseekV3ForCausalLM"]}, "'DeepseekV3ForCaus"),
     "none": ("LlamaForCausalLM", {"architectures": None}, "architecture '' is not supported"),
@@ -154,7 +154,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"hidden_activation": "relu"},
         "hidden_activation 'relu' is not supported, only silu, gelu_pytorch_tanh",
     ),
-    "both ways": (
+    "bidirectional": (
         "Gemma3ForCausalLM",
         {"use_bidirectional_attention": True},
         "use_bidirectional_attention is not supported",
@@ -214,22 +214,22 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"layer_types": ["sliding_attention"] * 8, "use_sliding_window": False},
         "sliding_attention layers, but no sliding_window",
     ),
-    "window of nothing": (
+    "zero window": (
         "MistralForCausalLM",
         {"sliding_window": 0},
         r"at `\$.sliding_window`",
     ),
-    "a rope of no layer": (
+    "rope of an unknown layer type": (
         "Gemma3ForCausalLM",
         {"rope_parameters": {"rope_type": "default"}},
         "rope_parameters: 'rope_type' is not a layer type",
     ),
-    "cap of nothing": (
+    "zero cap": (
         "Gemma2ForCausalLM",
         {"attn_logit_softcapping": 0.0},
         r"at `\$.attn_logit_softcapping`",
     ),
-    "no turns": (
+    "zero beta": (
         "LlamaForCausalLM",
         {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_slow": 0}},
         "rope parameters are out of range",
@@ -242,9 +242,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_is_not_supported_is_refused_in_one_line(tmp_path: Path, kind: str) -> None:
-    family, changes, message = REFUSED[kind]
+@pytest.mark.parametrize("kind", REJECTED)
+def test_unsupported_config_is_rejected_in_one_line(tmp_path: Path, kind: str) -> None:
+    family, changes, message = REJECTED[kind]
     with pytest.raises(CheckpointError, match=message) as caught:
         _read(tmp_path, {**_written(family), **changes})
     assert caught.value.message.startswith(f"{tmp_path}/config.json: ")
@@ -257,18 +257,18 @@ def test_what_is_not_supported_is_refused_in_one_line(tmp_path: Path, kind: str)
         ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
         ({"vocab_size": 2**40}, "vocab_size"),
         ({"hidden_size": 2**40}, "hidden_size"),
-        ({"rope_scaling": ENDLESS_YARN}, "numbers out of range"),
+        ({"rope_scaling": HUGE_YARN}, "numbers out of range"),
         ({"rope_parameters": {"full_attention": 5}}, "full_attention is not an object"),
         ({"eos_token_id": [2, 199]}, "eos_token_id 199"),
         ({"eos_token_id": -1}, "eos_token_id -1"),
     ],
 )
-def test_values_that_no_model_has_are_refused_in_one_line(
+def test_value_out_of_range_is_rejected_in_one_line(
     tmp_path: Path, changed: dict[str, Any], reason: str
 ) -> None:
-    """The first would take all memory for its layers before anything is compared."""
+    """Without the check, the first case would fill all memory with its layers."""
     config = {"architectures": ["LlamaForCausalLM"], **SIZES, **changed}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=reason) as refused:
+    with pytest.raises(CheckpointError, match=reason) as rejected:
         read_config(tmp_path)
-    assert "\n" not in refused.value.message
+    assert "\n" not in rejected.value.message

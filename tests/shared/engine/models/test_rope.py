@@ -1,4 +1,4 @@
-"""Rotary frequencies and tables against transformers' own."""
+"""Rotary frequencies and tables, compared with those of transformers."""
 
 from __future__ import annotations
 
@@ -75,21 +75,21 @@ def _fields(written: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("kind", ROPES)
-def test_frequencies_are_those_of_transformers_at_the_served_context(kind: str) -> None:
+def test_frequencies_match_transformers_at_served_context(kind: str) -> None:
     expected, attention_factor = _transformers(ROPES[kind], context=CONTEXT)
     rope = _ours(ROPES[kind])
     torch.testing.assert_close(inverse_frequencies(rope), expected, rtol=2e-6, atol=0)
     assert rope.attention_factor == pytest.approx(attention_factor)
 
 
-def test_longrope_differs_within_the_original_context_of_a_longer_one() -> None:
+def test_longrope_uses_long_factors_in_short_contexts_too() -> None:
     kind = ROPES["longrope"]
     short, _ = _transformers(kind, context=1024)
     assert not torch.allclose(inverse_frequencies(_ours(kind)), short)
 
 
-def test_dynamic_leaves_the_base_as_it_is_and_could_stretch_it() -> None:
-    """Every length up to the served one agrees; a longer context would be another choice."""
+def test_dynamic_theta_grows_only_beyond_the_context() -> None:
+    """Theta is constant up to the served context, and equals transformers' beyond it."""
     fields = _fields(ROPES["dynamic"])
     assert served_context(fields) == CONTEXT
     for context in (1, 100, CONTEXT):
@@ -116,7 +116,7 @@ def test_yarn_serves_its_factor_times_the_original_context(
     assert served_context(_fields({**YARN, **changes})) == context
 
 
-def test_tables_carry_each_ropes_attention_factor() -> None:
+def test_tables_include_each_ropes_attention_factor() -> None:
     plain = RopeConfig(theta=10_000.0, rotary_dim=8)
     factored = RopeConfig(theta=100.0, rotary_dim=8, attention_factor=1.5)
     cos, sin = rotary_tables((plain, factored), 7)

@@ -1,4 +1,4 @@
-"""The CUDA runner without a GPU: tensors are on the CPU, and the driver is one that records."""
+"""The CUDA runner without a GPU: tensors are on the CPU, and a fake driver records its calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMPT = list(range(5, 45))
 
 @dataclass
 class FakeDriver:
-    """As `torch.cuda`: every thread starts on device 0. `free` is read at each measurement."""
+    """A fake `torch.cuda`: every thread starts on device 0; `free` gives the free bytes."""
 
     free: Callable[[], int] = lambda: 1 << 20
     bound: dict[str, int] = field(default_factory=dict)  # thread name -> device
@@ -76,7 +76,7 @@ def load(
     return CudaRunner.load(model_dir, chosen, device)
 
 
-def test_the_cache_takes_nine_tenths_of_what_is_free_after_the_largest_step(
+def test_kv_cache_takes_nine_tenths_of_free_memory(
     model_dir: Path,
 ) -> None:
     driver = FakeDriver(free=lambda: 3 << 20)
@@ -84,28 +84,28 @@ def test_the_cache_takes_nine_tenths_of_what_is_free_after_the_largest_step(
     block_bytes = 16 * runner.kv_format.bytes_per_token
     assert runner.num_blocks == int((3 << 20) * KV_SHARE) // block_bytes
     assert runner.max_context_tokens == min(2048, runner.num_blocks * 16)
-    # what loading left behind is given back first; measured once all that was launched has ended
+    # unused memory is released first; free memory is measured after all launched work has ended
     assert driver.calls == ["synchronize", "empty_cache", "synchronize", "mem_get_info"]
 
 
-def test_a_given_size_is_taken_and_nothing_measured(model_dir: Path) -> None:
+def test_given_kv_cache_size_is_used_without_measuring(model_dir: Path) -> None:
     driver = FakeDriver()
     runner = load(model_dir, driver, kv_cache_bytes=1 << 19)
     assert runner.num_blocks == (1 << 19) // (16 * runner.kv_format.bytes_per_token)
     assert "mem_get_info" not in driver.calls
 
 
-def test_a_device_without_room_is_a_config_error(model_dir: Path) -> None:
+def test_device_without_room_raises_config_error(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match="no room for KV"):
         load(model_dir, FakeDriver(free=lambda: 100))
 
 
-def test_a_device_that_runs_no_kernels_is_a_config_error_before_a_model_is_read() -> None:
+def test_missing_compiler_raises_config_error_before_loading() -> None:
     with pytest.raises(ConfigError, match="no C compiler"):
         load(Path("/there/is/no/model"), FakeDriver(), no_compiler)
 
 
-async def test_every_thread_that_touches_the_device_is_bound_to_it(model_dir: Path) -> None:
+async def test_every_thread_that_uses_the_device_is_bound_to_it(model_dir: Path) -> None:
     driver = FakeDriver()
     runner = load(model_dir, driver)
     line = Blocks(runner.num_blocks).line(PROMPT)
@@ -120,7 +120,7 @@ async def test_every_thread_that_touches_the_device_is_bound_to_it(model_dir: Pa
     assert {"engine-step", "engine-copy"} <= workers
 
 
-async def test_a_thread_on_another_device_launches_nothing(model_dir: Path) -> None:
+async def test_launch_from_a_thread_on_another_device_raises(model_dir: Path) -> None:
     runner = load(model_dir, FakeDriver())
     line = Blocks(runner.num_blocks).line(PROMPT)
     wire = memoryview(bytearray(16 * runner.kv_format.bytes_per_token))
@@ -137,7 +137,7 @@ async def test_a_thread_on_another_device_launches_nothing(model_dir: Path) -> N
     await runner.close()
 
 
-def test_tokens_and_revision_are_those_of_the_other_runner(model_dir: Path) -> None:
+def test_tokens_and_revision_equal_those_of_load_runner(model_dir: Path) -> None:
     found = load(model_dir, FakeDriver())
     expected = load_runner(model_dir, dtype="float32", kv_cache_bytes=1 << 20)
     assert found.revision == expected.revision

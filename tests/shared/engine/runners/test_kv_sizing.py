@@ -10,7 +10,7 @@ LLAMA_8B = KvFormat("bfloat16", 16, 32, 8, 128)  # 128 KiB a token
 GIB = 1 << 30
 
 
-def test_nine_tenths_of_what_is_free_become_blocks() -> None:
+def test_nine_tenths_of_free_memory_become_blocks() -> None:
     """An H200 of 140 GiB with 16 GiB of weights and steps holds 912,000 tokens."""
     report = MemoryReport(free=124 * GIB, total=140 * GIB)
     num_blocks = num_blocks_in(report, LLAMA_8B)
@@ -18,12 +18,12 @@ def test_nine_tenths_of_what_is_free_become_blocks() -> None:
     assert num_blocks * 16 > 850_000
 
 
-def test_a_small_model_gets_no_more_blocks_than_the_engine_keeps_records_of() -> None:
+def test_number_of_blocks_is_at_most_max_blocks() -> None:
     tiny = KvFormat("bfloat16", 16, 1, 1, 16)
     assert num_blocks_in(MemoryReport(124 * GIB, 140 * GIB), tiny) == MAX_BLOCKS
 
 
-def test_a_full_device_is_refused_with_what_would_help() -> None:
+def test_full_device_error_suggests_compressed_weights() -> None:
     report = MemoryReport(free=2 << 20, total=140 * GIB)
     with pytest.raises(ConfigError, match=r"2 MiB of 143360 MiB .* --weights compressed"):
         num_blocks_in(report, LLAMA_8B)

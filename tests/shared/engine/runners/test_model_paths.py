@@ -1,4 +1,4 @@
-"""One prompt, every way through the engine with a real model: the same tokens each time."""
+"""Every path of a prompt through the engine, with a model, gives the same tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAMPLINGS = {
 }
 
 
-# Windows are shorter than the prompt, and one is longer than what a step of 64 computes.
+# Windows are shorter than the prompt; one is longer than a step of 64 tokens.
 LLAMA = Family(
     "LlamaForCausalLM", {"num_attention_heads": 7, "hidden_size": 84, "num_hidden_layers": 2}
 )
@@ -62,7 +62,7 @@ Idle = dict[tuple[str, str, int], list[ModelRunner]]
 
 @pytest.fixture(scope="module")
 def idle(model_dirs: dict[str, Path]) -> Iterator[Idle]:
-    """Runners that no test uses now, by model, dtype and number of blocks."""
+    """Unused runners, by model, dtype and number of blocks."""
     idle: Idle = defaultdict(list)
     yield idle
     for runners in idle.values():
@@ -72,7 +72,7 @@ def idle(model_dirs: dict[str, Path]) -> Iterator[Idle]:
 
 @pytest.fixture
 def workers(case: tuple[str, str, str], model_dirs: dict[str, Path], idle: Idle) -> Iterator[type]:
-    """Makes workers: new engines over runners that may have computed other things before."""
+    """Makes workers: new engines, with runners that other tests may have used before."""
     taken: list[tuple[tuple[str, str, int], ModelRunner]] = []
 
     def make(num_blocks: int = 64, budget: int = 64) -> Worker:
@@ -100,18 +100,18 @@ def local(workers, sampling: SamplingParams) -> list[int]:
 
 
 @pytest.mark.parametrize("budget", [1, 7, 512])
-def test_chunked(workers, sampling, budget):
+def test_chunk_budget_changes_no_token(workers, sampling, budget):
     output = asyncio.run(workers(budget=budget).run(new_sequence(PROMPT, sampling)))
     assert output == local(workers, sampling)
 
 
-def test_among_others(workers, sampling):
+def test_batch_changes_no_token(workers, sampling):
     others = [new_sequence(each, sampling) for each in OTHERS]
     output = asyncio.run(workers().run(new_sequence(PROMPT, sampling), *others))
     assert output == local(workers, sampling)
 
 
-def test_cached(workers, sampling):
+def test_cached_prefix_changes_no_token(workers, sampling):
     async def main() -> None:
         worker = workers()
         expected = await worker.run(new_sequence(PROMPT, sampling))
@@ -124,8 +124,8 @@ def test_cached(workers, sampling):
     asyncio.run(main())
 
 
-def test_preempted(workers, sampling):
-    """Blocks for two and a half sequences, and four of them."""
+def test_preemption_changes_no_token(workers, sampling):
+    """Four sequences run in blocks for two and a half."""
     sequences = [new_sequence(PROMPT, sampling, tenant_id=f"tenant-{n}") for n in range(4)]
     worker = workers(num_blocks=15)
     asyncio.run(worker.run(*sequences))
@@ -135,14 +135,14 @@ def test_preempted(workers, sampling):
 
 
 @pytest.mark.parametrize("num_received", [1, 5, 23])
-def test_resumed(workers, sampling, num_received):
+def test_resuming_changes_no_token(workers, sampling, num_received):
     expected = local(workers, sampling)
     resumed = new_sequence(PROMPT, sampling, output_ids=expected[:num_received])
     assert asyncio.run(workers().run(resumed)) == expected[num_received:]
 
 
 @pytest.mark.parametrize("budget", [7, 64])
-def test_disaggregated(workers, sampling, budget):
+def test_disaggregation_changes_no_token(workers, sampling, budget):
     expected = local(workers, sampling)
 
     async def main() -> None:
@@ -158,26 +158,30 @@ def test_disaggregated(workers, sampling, budget):
         decode.engine.activate(target, num_tokens)
         await decode.run_on()
         assert decode.tokens[target.sequence_id] == expected
-        assert decode.num_computed_tokens == 24  # the last prompt token and 23 drawn ones
+        assert decode.num_computed_tokens == 24  # the last prompt token and 23 sampled tokens
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("received", [(0, 0, 0), (0, 5, 23)])
-def test_choices(workers, sampling, received):
-    """Three that share a prompt of four blocks and a partial one equal their three solo runs."""
+def test_choices_equal_their_solo_runs(workers, sampling, received):
+    """Three choices share a prompt of four full blocks and a partial one."""
 
-    async def alone(choice_index: int) -> list[int]:
+    async def run_alone(choice_index: int) -> list[int]:
         return await workers().run(new_sequence(PROMPT, sampling, choice_index=choice_index))
 
     async def main() -> None:
-        expected = [await alone(choice_index) for choice_index in range(3)]
+        expected = [await run_alone(choice_index) for choice_index in range(3)]
         worker = workers()
         shared = new_sequence(PROMPT[:-1], None)
         await worker.run(shared)
         children = [
-            new_sequence(PROMPT, sampling, output_ids=whole[:count], choice_index=index)
-            for index, (whole, count) in enumerate(zip(expected, received, strict=True))
+            new_sequence(
+                PROMPT, sampling, output_ids=output_ids_of_choice[:count], choice_index=index
+            )
+            for index, (output_ids_of_choice, count) in enumerate(
+                zip(expected, received, strict=True)
+            )
         ]
         for child in children:
             worker.engine.accept(child)
@@ -189,7 +193,7 @@ def test_choices(workers, sampling, received):
     asyncio.run(main())
 
 
-def test_choices_take_the_prompt_once_and_a_partial_block_each(workers, sampling):
+def test_choices_share_all_but_the_partial_block(workers, sampling):
     async def main() -> None:
         worker, ids = workers(), [*PROMPT, *PROMPT[:25]]
         shared = new_sequence(ids[:-1], None)

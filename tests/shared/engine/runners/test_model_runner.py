@@ -31,20 +31,20 @@ async def test_kv_moved_to_another_runner_gives_the_same_next_token(
 ) -> None:
     source = load_runner(model_dir, dtype=dtype, kv_cache_bytes=1 << 20)
     target = load_runner(model_dir, dtype=dtype, kv_cache_bytes=2 << 20)
-    held = Blocks(source.num_blocks).line(PROMPT)
-    moved = Blocks(target.num_blocks, seed=1).line(PROMPT)
-    expected = prefill(source, held, 32)[-1]
+    source_line = Blocks(source.num_blocks).line(PROMPT)
+    target_line = Blocks(target.num_blocks, seed=1).line(PROMPT)
+    expected = prefill(source, source_line, 32)[-1]
     for first, num_tokens in ((0, 5), (5, 27), (32, 0), (32, 16), (48, 34)):
         wire = bytearray(num_tokens * source.kv_format.bytes_per_token)
-        await source.read_kv(held.block_table, first, num_tokens, memoryview(wire))
+        await source.read_kv(source_line.block_table, first, num_tokens, memoryview(wire))
         payload = memoryview(bytes(wire))  # read-only, as from a shared mapping
-        await target.write_kv(moved.block_table, first, num_tokens, payload)
-    moved.num_computed = len(PROMPT) - 1
-    assert torch.equal(advance(target, [(moved, 1)])[-1], expected)
+        await target.write_kv(target_line.block_table, first, num_tokens, payload)
+    target_line.num_computed = len(PROMPT) - 1
+    assert torch.equal(advance(target, [(target_line, 1)])[-1], expected)
     await asyncio.gather(source.close(), target.close())
 
 
-async def test_write_kv_touches_only_its_run(model_dir: Path) -> None:
+async def test_write_kv_changes_only_its_tokens(model_dir: Path) -> None:
     runner = load_runner(model_dir, kv_cache_bytes=1 << 20)
     line = Blocks(runner.num_blocks).line(PROMPT)
     prefill(runner, line, 32)
@@ -67,7 +67,7 @@ async def test_write_kv_touches_only_its_run(model_dir: Path) -> None:
     assert (by_token(after)[:, 34:] == by_token(before)[:, 34:]).all()
 
 
-async def test_kv_of_wrong_length_or_range_is_refused(model_dir: Path) -> None:
+async def test_kv_of_wrong_length_or_range_is_rejected(model_dir: Path) -> None:
     runner = load_runner(model_dir, kv_cache_bytes=1 << 20)
     with pytest.raises(ValueError, match="bytes are not 2 tokens"):
         await runner.read_kv([0], 0, 2, memoryview(bytearray(3)))
@@ -76,20 +76,20 @@ async def test_kv_of_wrong_length_or_range_is_refused(model_dir: Path) -> None:
     await runner.close()
 
 
-async def test_run_draws_what_the_logits_say_and_learns_its_pace(model_dir: Path) -> None:
+async def test_run_samples_the_argmax_and_adapts_its_budget(model_dir: Path) -> None:
     runner = load_runner(model_dir, kv_cache_bytes=1 << 20, num_threads=1)
     line = Blocks(runner.num_blocks).line(PROMPT)
     inputs = step_of([(line, len(PROMPT))])
     before = runner.step_budget_s(inputs)
     for _ in range(50):
-        drawn = (await runner.run(inputs)).token_ids
-    assert drawn == runner.step_logits(inputs).argmax(-1).tolist()
+        sampled = (await runner.run(inputs)).token_ids
+    assert sampled == runner.step_logits(inputs).argmax(-1).tolist()
     assert runner.step_budget_s(step_of([(line, 1)])) < runner.step_budget_s(inputs) < before
     assert runner.step_budget_s(step_of([(line, 1)])) > 1.0
     await runner.close()
 
 
-async def test_a_step_that_samples_nothing_draws_nothing(model_dir: Path) -> None:
+async def test_step_without_sampling_rows_returns_no_tokens(model_dir: Path) -> None:
     runner = load_runner(model_dir, kv_cache_bytes=1 << 20)
     line = Blocks(runner.num_blocks).line(PROMPT)
     output = await runner.run(msgspec.structs.replace(step_of([(line, 20)]), sampling=greedy([])))
@@ -97,33 +97,33 @@ async def test_a_step_that_samples_nothing_draws_nothing(model_dir: Path) -> Non
     await runner.close()
 
 
-async def test_banned_tokens_are_not_drawn(model_dir: Path) -> None:
+async def test_banned_tokens_are_not_sampled(model_dir: Path) -> None:
     runner = load_runner(model_dir, kv_cache_bytes=1 << 20)
     line = Blocks(runner.num_blocks).line(PROMPT)
     inputs = msgspec.structs.replace(step_of([(line, len(PROMPT))]), sampling=greedy([10, 82]))
     first, second = (await runner.run(inputs)).token_ids
     banned = msgspec.structs.replace(inputs.sampling, banned=[(1, second)])
-    drawn = (await runner.run(msgspec.structs.replace(inputs, sampling=banned))).token_ids
-    assert drawn[0] == first
-    assert drawn[1] != second
+    sampled = (await runner.run(msgspec.structs.replace(inputs, sampling=banned))).token_ids
+    assert sampled[0] == first
+    assert sampled[1] != second
     await runner.close()
 
 
-def test_a_slot_of_minus_one_is_skipped(model_dir: Path) -> None:
-    """A token whose KV is there already may be computed again without a write."""
+def test_slot_minus_one_is_not_written(model_dir: Path) -> None:
+    """A token whose KV is already stored may be computed again without a write."""
     runner = load_runner(model_dir, kv_cache_bytes=1 << 20)
     line = Blocks(runner.num_blocks).line(PROMPT)
-    whole = prefill(runner, line, 83)
+    expected_logits = prefill(runner, line, 83)
     again = step_of([(Line(PROMPT, line.block_table), 83)])
     again.input_ids[40] = 5
     again.slot_mapping[:] = -1
     logits = runner.step_logits(again)
-    assert torch.equal(logits[39], whole[39])
-    assert not torch.equal(logits[40], whole[40])
-    assert torch.equal(logits[41], whole[41])  # it saw the KV of the old token
+    assert torch.equal(logits[39], expected_logits[39])
+    assert not torch.equal(logits[40], expected_logits[40])
+    assert torch.equal(logits[41], expected_logits[41])  # attention read the KV of the old token
 
 
-def test_what_the_runner_says_of_itself(model_dir: Path) -> None:
+def test_runner_reports_its_properties(model_dir: Path) -> None:
     runner = load_runner(model_dir, dtype="float32", kv_cache_bytes=1 << 20)
     assert runner.kv_format.key == "float32/b16/l2/h2/d12"
     assert runner.num_blocks == (1 << 20) // (16 * 2 * 2 * 2 * 12 * 4)
@@ -144,23 +144,23 @@ def test_what_the_runner_says_of_itself(model_dir: Path) -> None:
         ({"device": "meta"}, "device .meta. cannot be used: it is neither the CPU nor CUDA"),
     ],
 )
-def test_bad_options_are_config_errors(
+def test_bad_options_raise_config_error(
     model_dir: Path, options: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load_runner(model_dir, **options)  # type: ignore[arg-type]
 
 
-def test_a_missing_folder_is_a_checkpoint_error(tmp_path: Path) -> None:
+def test_missing_folder_raises_checkpoint_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json: No such file"):
         load_runner(tmp_path / "nowhere")
 
 
-def test_the_device_is_cuda_where_there_is_one() -> None:
+def test_auto_device_is_cuda_if_available() -> None:
     assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def test_a_cuda_worker_loads_nothing_that_is_the_cpus() -> None:
+def test_cuda_runner_imports_no_cpu_modules() -> None:
     code = (
         "import sys, shared.engine.runners.load, shared.engine.runners.cuda_runner\n"
         "rooms = ('cpu_runner', 'step_threads')\n"

@@ -1,4 +1,4 @@
-"""A step runs on as many threads as pay, and gives the same tokens on any number."""
+"""The number of threads of a step depends on the size of its work."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ LARGE, SMALL = 125_000_000, 100_000
         (SMALL, 1, 1),
         (SMALL, 64, 1),
         (SMALL, 4096, 2),
-        (LARGE, 1, 2),  # it takes long to read so much
+        (LARGE, 1, 2),  # reading the weights takes long
     ],
 )
-def test_small_steps_run_alone(num_weights: int, num_tokens: int, expected: int) -> None:
+def test_small_steps_use_one_thread(num_weights: int, num_tokens: int, expected: int) -> None:
     with computing_threads(2):
         StepThreads(2, num_weights, torch.float32).set_for(num_tokens)
         assert (torch.get_num_threads(), numba.get_num_threads()) == (expected, expected)
 
 
-def test_kernels_that_share_their_tasks_are_worth_a_thread_sooner() -> None:
+def test_custom_gemm_uses_two_threads_for_smaller_steps() -> None:
     with computing_threads(2):
         threads = StepThreads(2, 4_400_000, torch.float32, has_custom_gemm=True)
         threads.set_for(16)
@@ -42,20 +42,20 @@ def test_kernels_that_share_their_tasks_are_worth_a_thread_sooner() -> None:
         assert (torch.get_num_threads(), numba.get_num_threads()) == (1, 1)
 
 
-def test_never_more_threads_than_told() -> None:
+def test_never_more_threads_than_configured() -> None:
     with computing_threads(2):
         StepThreads(1, LARGE, torch.bfloat16).set_for(4096)
         assert torch.get_num_threads() == 1
 
 
-def test_torch_keeps_to_one_thread_where_it_has_little_to_compute() -> None:
+def test_torch_uses_one_thread_beside_a_custom_gemm() -> None:
     with computing_threads(2):
         StepThreads(2, LARGE, torch.bfloat16, has_custom_gemm=True).set_for(1)
         assert (torch.get_num_threads(), numba.get_num_threads()) == (1, 2)
 
 
-async def test_a_runner_takes_more_threads_for_large_steps(tmp_path: Path) -> None:
-    """Told by the step thread itself, since each thread has a number of its own."""
+async def test_runner_uses_more_threads_for_large_steps(tmp_path: Path) -> None:
+    """Reads the number on the step thread, because each thread has its own."""
     write_llama(tmp_path, max_position_embeddings=4096)
     runner = load_runner(tmp_path, dtype="float32", kv_cache_bytes=64 << 20, num_threads=2)
     blocks, seen = Blocks(runner.num_blocks), []

@@ -1,4 +1,4 @@
-"""What a row's options do to its logits, against a plain restatement of the formulas."""
+"""Sampling options, compared with a direct implementation of their formulas."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sequence_with(output: list[int] = OUTPUT, **options: Any) -> Sequence:
 
 
 def inputs_of(*sequences: Sequence) -> SamplingInputs:
-    """Each is about to compute its last token, and to draw."""
+    """Inputs of a step in which each sequence computes its last token and samples."""
     for sequence in sequences:
         sequence.block_table = array("q", [0, 1, 2])
         sequence.num_computed_tokens = sequence.num_tokens - 1
@@ -85,34 +85,34 @@ WITH_PROCESSED = {"num_logprobs": 20, "logprobs_mode": "processed"}
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_processed_logprobs_are_those_of_the_formulas(name: str) -> None:
+def test_processed_logprobs_match_the_formulas(name: str) -> None:
     sequence = sequence_with(**OPTIONS[name], **WITH_PROCESSED)
     logits = logits_of(1)
     expected = torch.tensor(oracle(logits[0].tolist(), sequence)).log_softmax(-1)
-    (token_id,), (told,) = sample_tokens(logits, inputs_of(sequence))
-    assert told is not None
+    (token_id,), (logprobs,) = sample_tokens(logits, inputs_of(sequence))
+    assert logprobs is not None
     assert token_id == int(expected.argmax())
     values, ids = expected.sort(descending=True, stable=True)
-    assert list(told.top_token_ids) == ids[:20].tolist()
-    assert told.top_logprobs == pytest.approx(values[:20].tolist(), abs=1e-5)
-    assert told.logprob == told.top_logprobs[0]
+    assert list(logprobs.top_token_ids) == ids[:20].tolist()
+    assert logprobs.top_logprobs == pytest.approx(values[:20].tolist(), abs=1e-5)
+    assert logprobs.logprob == logprobs.top_logprobs[0]
 
 
-def test_each_row_has_its_own_options_and_rows_without_any_are_untouched() -> None:
-    alone = []
+def test_options_apply_only_to_their_own_row() -> None:
+    one_by_one = []
     logits = logits_of(len(OPTIONS), seed=4)
     for row, options in enumerate(OPTIONS.values()):
         sequence = sequence_with(**options, temperature=0.8)
-        alone += sample_tokens(logits[row : row + 1].clone(), inputs_of(sequence))[0]
+        one_by_one += sample_tokens(logits[row : row + 1].clone(), inputs_of(sequence))[0]
     sequences = [sequence_with(**each, temperature=0.8) for each in OPTIONS.values()]
     inputs = inputs_of(*sequences)
     together = logits.clone()
-    assert sample_tokens(together, inputs) == (alone, [])
+    assert sample_tokens(together, inputs) == (one_by_one, [])
     assert torch.equal(together[0], logits[0])
     assert inputs.penalties is not None and 0 not in inputs.penalties.rows
 
 
-def test_a_bias_of_a_hundred_decides() -> None:
+def test_bias_of_100_determines_the_token() -> None:
     for temperature in (0.0, 1.0):
         sequence = sequence_with(logit_bias=((33, 100.0),), temperature=temperature)
         assert sample_tokens(logits_of(1), inputs_of(sequence))[0] == [33]
@@ -130,97 +130,99 @@ def test_a_bias_of_a_hundred_decides() -> None:
         ((1, *PROMPT, *OUTPUT, 8), False),
     ],
 )
-def test_a_bad_word_is_never_completed(word: tuple[int, ...], is_banned: bool) -> None:
-    """Across the prompt's end, too."""
+def test_bad_word_is_never_completed(word: tuple[int, ...], is_banned: bool) -> None:
+    """Also if the bad word starts in the prompt."""
     sequence = sequence_with(bad_words=(word,), logit_bias=((8, 1000.0),))
     (token_id,), _ = sample_tokens(logits_of(1), inputs_of(sequence))
     assert (token_id != 8) is is_banned
 
 
-def test_a_long_bad_word_meets_a_short_sequence() -> None:
+def test_bad_word_longer_than_the_sequence_bans_nothing() -> None:
     sequence = new_sequence([4], SamplingParams(seed=0, max_tokens=9, bad_words=((4, 4, 1),)))
     assert inputs_of(sequence).banned == []
 
 
 @pytest.mark.parametrize("k", [0, 1, 5, 20])
 @pytest.mark.parametrize("temperature", [0.0, 1.7])
-def test_raw_logprobs_are_the_models_own(temperature: float, k: int) -> None:
+def test_raw_logprobs_ignore_the_options(temperature: float, k: int) -> None:
     sequence = sequence_with(**OPTIONS["all"], temperature=temperature, num_logprobs=k)
     logits = logits_of(1, seed=2)
     expected = logits[0].log_softmax(-1)
-    (token_id,), (told,) = sample_tokens(logits, inputs_of(sequence))
-    assert told is not None
+    (token_id,), (logprobs,) = sample_tokens(logits, inputs_of(sequence))
+    assert logprobs is not None
     assert token_id != int(expected.argmax()), "the options should have changed the token"
-    assert told.logprob == pytest.approx(float(expected[token_id]), abs=1e-6)
-    assert list(told.top_token_ids) == expected.argsort(descending=True)[:k].tolist()
-    assert told.top_logprobs == pytest.approx(expected.sort(descending=True).values[:k].tolist())
+    assert logprobs.logprob == pytest.approx(float(expected[token_id]), abs=1e-6)
+    assert list(logprobs.top_token_ids) == expected.argsort(descending=True)[:k].tolist()
+    assert logprobs.top_logprobs == pytest.approx(
+        expected.sort(descending=True).values[:k].tolist()
+    )
 
 
-def test_processed_logprobs_know_temperature_and_truncation() -> None:
+def test_processed_logprobs_include_temperature_and_top_k() -> None:
     options = {"temperature": 2.0, "top_k": 3, **WITH_PROCESSED}
     logits = logits_of(1, seed=3)
-    kept = logits[0].topk(3)
-    expected = (kept.values / 2.0).log_softmax(-1).tolist()
-    (token_id,), (told,) = sample_tokens(logits, inputs_of(sequence_with(**options)))
-    assert told is not None
-    assert told.top_token_ids[:3] == tuple(kept.indices.tolist())
-    assert told.top_logprobs[:3] == pytest.approx(expected, abs=1e-6)
-    assert told.top_logprobs[3:] == (-INFINITY,) * 17
-    # ties come by the lowest id
-    others = [each for each in range(VOCAB_SIZE) if each not in told.top_token_ids[:3]]
-    assert list(told.top_token_ids[3:]) == others[:17]
-    assert told.logprob == told.top_logprobs[told.top_token_ids.index(token_id)]
+    top_3 = logits[0].topk(3)
+    expected = (top_3.values / 2.0).log_softmax(-1).tolist()
+    (token_id,), (logprobs,) = sample_tokens(logits, inputs_of(sequence_with(**options)))
+    assert logprobs is not None
+    assert logprobs.top_token_ids[:3] == tuple(top_3.indices.tolist())
+    assert logprobs.top_logprobs[:3] == pytest.approx(expected, abs=1e-6)
+    assert logprobs.top_logprobs[3:] == (-INFINITY,) * 17
+    # ties are in the order of their ids
+    others = [each for each in range(VOCAB_SIZE) if each not in logprobs.top_token_ids[:3]]
+    assert list(logprobs.top_token_ids[3:]) == others[:17]
+    assert logprobs.logprob == logprobs.top_logprobs[logprobs.top_token_ids.index(token_id)]
 
 
-def test_greedy_processed_logprobs_are_at_temperature_one_and_untruncated() -> None:
-    """Also beside a drawn row, whose temperature is another."""
+def test_greedy_processed_logprobs_ignore_truncation() -> None:
+    """Their temperature is 1, also beside a sampled row with another temperature."""
     logits = logits_of(2, seed=5)
     expected = logits[0].log_softmax(-1).sort(descending=True).values[:20].tolist()
     greedy = sequence_with(top_k=2, top_p=0.1, min_p=0.9, **WITH_PROCESSED)
-    _, told = sample_tokens(logits, inputs_of(greedy, sequence_with(temperature=3.0)))
-    assert told[1] is None
-    assert told[0] is not None
-    assert told[0].top_logprobs == pytest.approx(expected, abs=1e-5)
+    _, logprobs = sample_tokens(logits, inputs_of(greedy, sequence_with(temperature=3.0)))
+    assert logprobs[1] is None
+    assert logprobs[0] is not None
+    assert logprobs[0].top_logprobs == pytest.approx(expected, abs=1e-5)
 
 
-def test_only_rows_that_ask_are_told() -> None:
-    asking: list[dict[str, Any]] = [
+def test_only_rows_that_request_logprobs_get_them() -> None:
+    row_options: list[dict[str, Any]] = [
         {},
         {"num_logprobs": 2},
         {"num_logprobs": 0, "logprobs_mode": "processed"},
         {"num_prompt_logprobs": 3},
     ]
-    sequences = [sequence_with(**each, temperature=1.0) for each in asking]
+    sequences = [sequence_with(**each, temperature=1.0) for each in row_options]
     logits = logits_of(4)
     expected = logits.log_softmax(-1)
-    token_ids, told = sample_tokens(logits, inputs_of(*sequences))
-    sizes = [None if each is None else len(each.top_token_ids) for each in told]
+    token_ids, logprobs = sample_tokens(logits, inputs_of(*sequences))
+    sizes = [None if each is None else len(each.top_token_ids) for each in logprobs]
     assert sizes == [None, 2, 0, None]
     for row in (1, 2):  # at temperature 1 and without options both modes are the same
-        each = told[row]
+        each = logprobs[row]
         assert each is not None
         assert each.logprob == pytest.approx(float(expected[row, token_ids[row]]), abs=1e-5)
 
 
-def test_where_all_is_banned_a_token_is_drawn_and_nothing_is_nan() -> None:
+def test_sampling_with_every_token_banned_gives_no_nan() -> None:
     bad_words = tuple((token_id,) for token_id in range(VOCAB_SIZE))
     for temperature in (0.0, 1.0):
         sequence = sequence_with(bad_words=bad_words, temperature=temperature, **WITH_PROCESSED)
-        (token_id,), (told,) = sample_tokens(logits_of(1), inputs_of(sequence))
+        (token_id,), (logprobs,) = sample_tokens(logits_of(1), inputs_of(sequence))
         assert 0 <= token_id < VOCAB_SIZE
-        assert told is not None
-        assert told.logprob == -INFINITY
-        assert not any(math.isnan(each) for each in told.top_logprobs)
+        assert logprobs is not None
+        assert logprobs.logprob == -INFINITY
+        assert not any(math.isnan(each) for each in logprobs.top_logprobs)
 
 
-def test_an_explicit_zero_is_no_penalty() -> None:
+def test_explicit_zero_is_no_penalty() -> None:
     sequence = sequence_with(frequency_penalty=0.0, presence_penalty=0.0, repetition_penalty=1.0)
     inputs = inputs_of(sequence)
     assert (inputs.bias, inputs.penalties, inputs.banned) == (None, None, [])
     assert not inputs.raw_logprobs and not inputs.processed_logprobs
 
 
-def test_the_penalties_of_a_long_sequence_are_sparse() -> None:
+def test_penalties_of_a_long_sequence_are_sparse() -> None:
     params = SamplingParams(seed=0, max_tokens=999, temperature=0.0, frequency_penalty=0.5)
     sequence = new_sequence([5] * 500, params, output_ids=[6, 7] * 50)
     sequence.block_table = array("q", range(200))

@@ -1,4 +1,4 @@
-"""With any options: resumed, preempted or among others, what is told is what was told whole."""
+"""With any options, a resumed, preempted or batched sequence gives the output of its solo run."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def options(draw: Callable[..., Any]) -> SamplingParams:
     )
 
 
-Told = tuple[list[int], list[TokenLogprobs], tuple[TokenLogprobs, ...]]
+Output = tuple[list[int], list[TokenLogprobs], tuple[TokenLogprobs, ...]]
 
 
-def told(machine: Rig | Worker, sequence_id: bytes) -> Told:
+def output_of(machine: Rig | Worker, sequence_id: bytes) -> Output:
     return (
         machine.tokens[sequence_id],
         machine.logprobs[sequence_id],
@@ -63,14 +63,14 @@ def told(machine: Rig | Worker, sequence_id: bytes) -> Told:
     budget=st.integers(1, 40),
     num_steps=st.integers(1, 20),
 )
-def test_resumed_and_preempted_over_formula_tokens(
+def test_output_equals_solo_run_with_timing_runner(
     params: SamplingParams, num_received: int, budget: int, num_steps: int
 ) -> None:
     ids, stop = prompt(17, start=16), (18, 19)
-    whole = Rig(vocab_size=64)
-    first = whole.add(new_sequence(ids, params, stop=stop))
-    whole.run()
-    tokens, logprobs, prompt_logprobs = told(whole, first.sequence_id)
+    solo = Rig(vocab_size=64)
+    first = solo.add(new_sequence(ids, params, stop=stop))
+    solo.run()
+    tokens, logprobs, prompt_logprobs = output_of(solo, first.sequence_id)
     received = tokens[: max(0, min(num_received, len(tokens) - 1))]
 
     other = Rig(max_batch_tokens=budget, vocab_size=64)
@@ -83,7 +83,7 @@ def test_resumed_and_preempted_over_formula_tokens(
         other.engine.batcher.preempt(resumed)
     other.run()
     rest = (tokens[len(received) :], logprobs[len(received) :], prompt_logprobs)
-    assert told(other, resumed.sequence_id) == rest
+    assert output_of(other, resumed.sequence_id) == rest
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_resumed_and_preempted_over_formula_tokens(
         {"logit_bias": ((500, 1.0),)},
     ],
 )
-def test_every_option_changes_the_formulas_tokens(changed: dict[str, Any]) -> None:
+def test_every_option_changes_the_timing_runners_tokens(changed: dict[str, Any]) -> None:
     outputs = []
     for each in ({}, changed):
         params = SamplingParams(seed=0, max_tokens=9, temperature=0.0, **each)
@@ -103,20 +103,20 @@ def test_every_option_changes_the_formulas_tokens(changed: dict[str, Any]) -> No
     assert outputs[0] != outputs[1]
 
 
-def test_a_bad_word_is_not_completed_by_the_formula_either() -> None:
-    plain = SamplingParams(seed=0, max_tokens=9, temperature=0.0)
-    free = Rig().complete(new_sequence(prompt(9), plain))
+def test_timing_runner_never_completes_a_bad_word() -> None:
+    without_ban = SamplingParams(seed=0, max_tokens=9, temperature=0.0)
+    free = Rig().complete(new_sequence(prompt(9), without_ban))
     banning = SamplingParams(
         seed=0, max_tokens=9, temperature=0.0, bad_words=((free[3], free[4]), (free[1], free[4]))
     )
-    kept = Rig().complete(new_sequence(prompt(9), banning))
-    assert kept[:4] == free[:4]
-    assert kept[4] == free[4] + 1
+    banned = Rig().complete(new_sequence(prompt(9), banning))
+    assert banned[:4] == free[:4]
+    assert banned[4] == free[4] + 1
 
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Worker, Worker]]:
-    """One with room, and one whose blocks hold two and a half sequences."""
+    """A worker with enough blocks, and one with blocks for two and a half sequences."""
     folder: Path = tmp_path_factory.mktemp("model")
     write_llama(folder, num_attention_heads=7, num_key_value_heads=1, hidden_size=84)
     made = Worker(folder, "bfloat16"), Worker(folder, "bfloat16", num_blocks=7, budget=13)
@@ -134,17 +134,17 @@ def model_prompt(start: int) -> list[int]:
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(params=options(), num_received=st.integers(0, NUM_TOKENS - 1))
-def test_resumed_and_preempted_over_a_model(
+def test_output_equals_solo_run_with_model(
     workers: tuple[Worker, Worker], params: SamplingParams, num_received: int
 ) -> None:
     roomy, crowded = workers
     ids, stop = model_prompt(0), (7, 8)
     first = new_sequence(ids, params, stop=stop, tenant_id="tenant-a")
     asyncio.run(roomy.run(first))
-    tokens, logprobs, prompt_logprobs = told(roomy, first.sequence_id)
+    tokens, logprobs, prompt_logprobs = output_of(roomy, first.sequence_id)
     received = tokens[: max(0, min(num_received, len(tokens) - 1))]
     resumed = new_sequence(ids, params, output_ids=received, stop=stop)
     others = [new_sequence(model_prompt(n), params) for n in (1, 2, 3)]
     asyncio.run(crowded.run(*others, resumed))
     rest = (tokens[len(received) :], logprobs[len(received) :], prompt_logprobs)
-    assert told(crowded, resumed.sequence_id) == rest
+    assert output_of(crowded, resumed.sequence_id) == rest

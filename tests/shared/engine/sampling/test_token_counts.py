@@ -11,7 +11,7 @@ TOKENS = st.lists(st.integers(0, 9), max_size=30)
 
 
 @given(TOKENS, TOKENS, st.sets(st.integers(0, 60)))
-def test_counts_are_those_of_the_tokens_however_often_they_advance(
+def test_counts_do_not_depend_on_the_calls_of_advance(
     prompt: list[int], output: list[int], stops: set[int]
 ) -> None:
     counts, token_ids = TokenCounts(), [*prompt, *output]
@@ -23,7 +23,7 @@ def test_counts_are_those_of_the_tokens_however_often_they_advance(
     assert counts.in_output().tolist() == [in_output[each] for each in dict.fromkeys(token_ids)]
 
 
-def test_what_it_gave_does_not_change_later() -> None:
+def test_returned_counts_do_not_change_later() -> None:
     counts = TokenCounts()
     counts.advance([5, 6], 1)
     token_ids, in_output = counts.token_ids(), counts.in_output()

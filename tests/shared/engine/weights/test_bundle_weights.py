@@ -1,4 +1,4 @@
-"""A bundle is a checkpoint to the engine: the same tensors, logits and revision."""
+"""An engine loads a bundle like a checkpoint: with the same tensors, logits and revision."""
 
 from __future__ import annotations
 
@@ -38,15 +38,18 @@ def _logits(folder: Path, dtype: str = "bfloat16") -> tuple[torch.Tensor, str]:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_logits_and_revision_are_those_of_the_plain_folder(
+def test_logits_and_revision_equal_the_uncompressed_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, is_tied: bool
 ) -> None:
-    plain = tmp_path / "plain"
+    uncompressed = tmp_path / "plain"
     options = {"dtype": getattr(torch, dtype), "tie_word_embeddings": is_tied}
-    bundle = _bundled(plain, tmp_path / "bundle", max_shard_size="100KB", **options)
+    bundle = _bundled(uncompressed, tmp_path / "bundle", max_shard_size="100KB", **options)
     assert len(list(bundle.glob("*.hearth.safetensors"))) > 1
-    expected, revision = _logits(plain, dtype)
-    for cache in ("cache", "cache/config.json"):  # weights that are mapped, and ones that are not
+    expected, revision = _logits(uncompressed, dtype)
+    for cache in (
+        "cache",
+        "cache/config.json",
+    ):  # the weights are mapped, then not mapped: that cache path is a file
         monkeypatch.setenv("HEARTH_CACHE_DIR", str(tmp_path / cache))
         (tmp_path / "cache").mkdir(exist_ok=True)
         (tmp_path / "cache" / "config.json").touch()
@@ -57,20 +60,20 @@ def test_logits_and_revision_are_those_of_the_plain_folder(
 
 @pytest.fixture(scope="module")
 def one_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
-    """A plain folder and its bundle; copy what you change."""
+    """An uncompressed folder and its bundle; a test that changes them copies them first."""
     folder = tmp_path_factory.mktemp("one_file")
     bundle = _bundled(folder / "plain", folder / "bundle", dtype=torch.bfloat16)
     yield folder / "plain", bundle
 
 
-def test_tensors_are_those_of_the_plain_file(one_file: tuple[Path, Path]) -> None:
-    plain, bundle = one_file
-    with open_checkpoint(plain) as expected, open_checkpoint(bundle) as found:
+def test_tensors_equal_those_of_the_uncompressed_file(one_file: tuple[Path, Path]) -> None:
+    uncompressed, bundle = one_file
+    with open_checkpoint(uncompressed) as expected, open_checkpoint(bundle) as found:
         assert found.names() == expected.names()
         for name in expected.names():
-            tensor, like = found.read(name), expected.read(name)
-            assert (tensor.dtype, tensor.shape) == (like.dtype, like.shape)
-            assert torch.equal(tensor.view(torch.int16), like.view(torch.int16))
+            tensor, original = found.read(name), expected.read(name)
+            assert (tensor.dtype, tensor.shape) == (original.dtype, original.shape)
+            assert torch.equal(tensor.view(torch.int16), original.view(torch.int16))
             assert found.content(name) == expected.content(name)
             assert found.path(name) == bundle / "model.hearth.safetensors"
         assert weights_digest(found, b"x") == weights_digest(expected, b"x")
@@ -81,18 +84,18 @@ def _copied(one_file: tuple[Path, Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(one_file[1], tmp_path / "bundle"))
 
 
-def test_a_spoilt_or_missing_shard_is_named(one_file: tuple[Path, Path], tmp_path: Path) -> None:
+def test_corrupt_or_missing_shard_is_named(one_file: tuple[Path, Path], tmp_path: Path) -> None:
     bundle = _copied(one_file, tmp_path)
     path = bundle / "model.hearth.safetensors"
     content = path.read_bytes()
-    last = "model.norm.weight"  # their order is that of the file
-    for spoilt, message in (
+    last = "model.norm.weight"  # the tensors are in the order of the file
+    for corrupt, message in (
         (content[:-1] + bytes([content[-1] ^ 1]), f"tensor {last}: damaged: its checksum"),
         (content[:-1], f"tensor {last}.whole is cut off"),
         (content[:100], "its header is cut off"),
         ((one_file[0] / "model.safetensors").read_bytes(), "there is no .*\\.sign_mantissa"),
     ):
-        path.write_bytes(spoilt)
+        path.write_bytes(corrupt)
         with pytest.raises(CheckpointError, match=f"{path}: .*{message}") as caught:
             _logits(bundle)
         assert "\n" not in caught.value.message
@@ -101,7 +104,7 @@ def test_a_spoilt_or_missing_shard_is_named(one_file: tuple[Path, Path], tmp_pat
         _logits(bundle)
 
 
-def test_an_index_that_names_another_shard_is_refused(
+def test_index_naming_a_foreign_shard_or_tensor_is_rejected(
     one_file: tuple[Path, Path], tmp_path: Path
 ) -> None:
     bundle = _copied(one_file, tmp_path)
@@ -114,7 +117,7 @@ def test_an_index_that_names_another_shard_is_refused(
         _logits(bundle)
 
 
-def test_what_is_saved_is_told_by_kind_of_layer(tmp_path: Path) -> None:
+def test_savings_report_has_a_row_for_each_layer_kind(tmp_path: Path) -> None:
     write_llama(tmp_path / "plain", **SHAPE, dtype=torch.bfloat16)
     manifest = compress_folder(tmp_path / "plain", tmp_path / "bundle", Silent())
     tensors = tensors_of(manifest)
@@ -138,8 +141,8 @@ def _with_tensor(folder: Path, name: str, tensor: torch.Tensor) -> None:
     save_file(load_file(path) | {name: tensor}, path)
 
 
-def _spoilt(bundle: Path, tensor: str) -> None:
-    """So that nobody can read the tensor without noticing."""
+def _corrupt_tensor(bundle: Path, tensor: str) -> None:
+    """Flips a bit of the tensor, so that decoding it fails."""
     path = bundle / "model.hearth.safetensors"
     header = map_safetensors(path).header
     _, end = next(
@@ -158,14 +161,14 @@ def _spoilt(bundle: Path, tensor: str) -> None:
         ("lm_head.weight", torch.zeros(1 << 20).bfloat16(), "is not part of the model"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_it_is_decoded(
+def test_unfit_tensor_is_rejected_before_decoding(
     tmp_path: Path, name: str, tensor: torch.Tensor, message: str
 ) -> None:
-    """The tensor is spoilt, too: who decodes it says that instead."""
-    plain, bundle = tmp_path / "plain", tmp_path / "bundle"
-    write_llama(plain, **SHAPE, dtype=torch.bfloat16, tie_word_embeddings=True)
-    _with_tensor(plain, name, tensor)
-    compress_folder(plain, bundle, Silent())
-    _spoilt(bundle, name)
+    """The tensor is also corrupt: decoding it would give another error."""
+    uncompressed, bundle = tmp_path / "plain", tmp_path / "bundle"
+    write_llama(uncompressed, **SHAPE, dtype=torch.bfloat16, tie_word_embeddings=True)
+    _with_tensor(uncompressed, name, tensor)
+    compress_folder(uncompressed, bundle, Silent())
+    _corrupt_tensor(bundle, name)
     with pytest.raises(CheckpointError, match=f"tensor {name} {message}"):
         _logits(bundle)

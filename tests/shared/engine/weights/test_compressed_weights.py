@@ -1,4 +1,4 @@
-"""An engine over compressed weights: the same bits as a dense one, and never the dense weights."""
+"""An engine with compressed weights: logits with the bits of dense weights, in less memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.shared.engine.support.steps import Blocks, advance, prefill
 ROOT = Path(__file__).parents[4]
 PROMPT = [5 + 7 * index % 180 for index in range(90)]
 WIDE = {"hidden_size": 96, "intermediate_size": 160, "vocab_size": 224, "head_dim": 32}
-# ends within blocks: of the hidden size, of the inner one, of the vocabulary
+# hidden size, inner size and vocabulary are not multiples of the block sizes
 ODD = {"hidden_size": 120, "intermediate_size": 250, "vocab_size": 199, "head_dim": 40}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama, yarn", {}),
@@ -61,7 +61,7 @@ def logits(runner: ModelRunner, chunk: int = 64) -> torch.Tensor:
 
 
 def batched(runner: ModelRunner) -> torch.Tensor:
-    """A prompt's chunk beside sequences that decode, and then all of them one token each."""
+    """Logits of a step with a prefill chunk and decode rows, and of one with decode rows only."""
     blocks = Blocks(runner.num_blocks)
     lines = [blocks.line(PROMPT[first:], room=8) for first in range(0, 40, 2)]
     for line in lines[1:]:
@@ -83,7 +83,7 @@ def assert_same(found: ModelRunner, expected: ModelRunner) -> None:
 
 @pytest.mark.parametrize("shape", [WIDE, ODD], ids=["whole tiles", "odd shapes"])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_have_the_bits_of_dense_weights(
+def test_logits_equal_those_of_dense_weights(
     tmp_path: Path, name: str, shape: dict[str, int]
 ) -> None:
     family, options = MODELS[name]
@@ -95,7 +95,9 @@ def test_logits_have_the_bits_of_dense_weights(
     assert_same(found, load(tmp_path / "model", "dense"))
 
 
-def test_without_products_of_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_are_equal_without_the_custom_gemm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for module in (compressed_weight, linear):
         monkeypatch.setattr(module, "can_pack_halves", lambda weight: False)
     write_llama(tmp_path / "model", tie_word_embeddings=True, **WIDE)
@@ -104,7 +106,7 @@ def test_without_products_of_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert_same(found, load(tmp_path / "model", "dense"))
 
 
-def test_a_tied_weight_is_kept_once(tmp_path: Path, cache: Path) -> None:
+def test_tied_weight_is_stored_once(tmp_path: Path, cache: Path) -> None:
     write_llama(tmp_path / "model", tie_word_embeddings=True, **WIDE)
     runner = load(tmp_path / "model", "compressed")
     model, report = runner.executor.model, runner.weights
@@ -116,30 +118,30 @@ def test_a_tied_weight_is_kept_once(tmp_path: Path, cache: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_other_dtypes_pass_through(tmp_path: Path, dtype: str) -> None:
+def test_other_dtypes_are_not_compressed(tmp_path: Path, dtype: str) -> None:
     write_llama(tmp_path / "model", **WIDE)
     with capture_logs() as logs:
         found = load(tmp_path / "model", "compressed", dtype)
-    (told,) = (entry for entry in logs if entry["event"] == "weights_compressed")
-    assert told["num_compressed"] == 0
-    assert told["num_plain"] == found.weights.num_plain > 100_000
+    (logged,) = (entry for entry in logs if entry["event"] == "weights_compressed")
+    assert logged["num_compressed"] == 0
+    assert logged["num_plain"] == found.weights.num_plain > 100_000
     assert torch.equal(logits(found), logits(load(tmp_path / "model", "dense", dtype)))
 
 
-def test_a_start_tells_what_it_saves(tmp_path: Path) -> None:
+def test_start_logs_the_savings(tmp_path: Path) -> None:
     write_llama(tmp_path / "model", **WIDE)
     with capture_logs() as logs:
         load(tmp_path / "model", "compressed")
         load(tmp_path / "model", "dense")
-    (told,) = (entry for entry in logs if entry["event"] == "weights_compressed")
-    assert 11 < told["bits_per_weight"] < 12.5
-    assert 0.01 < told["verbatim_share"] < 0.1
-    assert told["num_compressed_bytes"] * 8 == pytest.approx(
-        told["bits_per_weight"] * told["num_compressed"], rel=1e-3
+    (logged,) = (entry for entry in logs if entry["event"] == "weights_compressed")
+    assert 11 < logged["bits_per_weight"] < 12.5
+    assert 0.01 < logged["verbatim_share"] < 0.1
+    assert logged["num_compressed_bytes"] * 8 == pytest.approx(
+        logged["bits_per_weight"] * logged["num_compressed"], rel=1e-3
     )
 
 
-def test_weights_of_ones_own_are_compressed_too(
+def test_weights_without_a_cache_are_compressed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_llama(tmp_path / "model", attention_bias=True, tie_word_embeddings=True, **WIDE)
@@ -151,8 +153,8 @@ def test_weights_of_ones_own_are_compressed_too(
     assert_same(found, expected)
 
 
-def test_a_filled_model_is_compressed_in_place(tmp_path: Path) -> None:
-    """As on a device to which it was brought first."""
+def test_loaded_model_is_compressed_in_place(tmp_path: Path) -> None:
+    """As on a device to which the dense weights were copied first."""
     write_llama(tmp_path, tie_word_embeddings=True, **WIDE)
     model = Decoder(read_config(tmp_path), dtype=torch.bfloat16, num_positions=64)
     with open_checkpoint(tmp_path) as tensors:
@@ -165,7 +167,7 @@ def test_a_filled_model_is_compressed_in_place(tmp_path: Path) -> None:
     assert torch.equal(found, expected)
 
 
-def test_both_forms_have_files_of_their_own(tmp_path: Path, cache: Path) -> None:
+def test_dense_and_compressed_weights_have_separate_files(tmp_path: Path, cache: Path) -> None:
     write_llama(tmp_path / "model", **WIDE)
     for weights in ("dense", "compressed", "auto", "compressed"):
         load(tmp_path / "model", weights)
@@ -175,32 +177,32 @@ def test_both_forms_have_files_of_their_own(tmp_path: Path, cache: Path) -> None
 
 
 @pytest.mark.parametrize("position", [100, 0.3, 0.9, -200], ids=str)
-def test_a_damaged_file_is_built_again(tmp_path: Path, cache: Path, position: float) -> None:
+def test_damaged_file_is_built_again(tmp_path: Path, cache: Path, position: float) -> None:
     write_llama(tmp_path / "model", **WIDE)
     expected = logits(load(tmp_path / "model", "compressed"))
     (path,) = cache.glob("*.packed")
-    whole = path.read_bytes()
-    content = bytearray(whole)
-    content[int(position * len(whole)) if isinstance(position, float) else position] ^= 1
+    original = path.read_bytes()
+    content = bytearray(original)
+    content[int(position * len(original)) if isinstance(position, float) else position] ^= 1
     path.write_bytes(content)
     assert torch.equal(logits(load(tmp_path / "model", "compressed")), expected)
-    assert path.read_bytes() == whole
+    assert path.read_bytes() == original
 
 
-def test_what_is_compressed_on_disk_is_so_in_memory_where_that_costs_no_time(
+def test_auto_compresses_bundles_on_cuda_and_with_amx(
     tmp_path: Path,
 ) -> None:
-    def wanted(device: str) -> list[bool]:
+    def compressed_by_form(device: str) -> list[bool]:
         forms = ("auto", "dense", "compressed")
         return [uses_compressed(each, tmp_path, torch.device(device)) for each in forms]
 
-    assert wanted("cpu") == wanted("cuda") == [False, False, True]
+    assert compressed_by_form("cpu") == compressed_by_form("cuda") == [False, False, True]
     (tmp_path / "hearth_bundle.json").touch()
-    assert wanted("cpu") == [has_amx(), False, True]
-    assert wanted("cuda") == [True, False, True]
+    assert compressed_by_form("cpu") == [has_amx(), False, True]
+    assert compressed_by_form("cuda") == [True, False, True]
 
 
-def test_a_form_that_there_is_not(tmp_path: Path) -> None:
+def test_unknown_weight_form_is_rejected(tmp_path: Path) -> None:
     write_llama(tmp_path / "model")
     with pytest.raises(ConfigError, match="weights 'small' is none of auto, dense, compressed"):
         load(tmp_path / "model", "small")
@@ -234,12 +236,12 @@ print(memory("VmHWM:") - before)
 
 
 @pytest.mark.parametrize("is_first_start", [True, False])
-def test_the_plain_weights_are_never_in_memory_together(
+def test_peak_memory_is_below_that_of_dense_weights(
     tmp_path: Path, cache: Path, is_first_start: bool
 ) -> None:
-    """Not even while the packed file is built; the compressed ones are counted, being mapped."""
+    """Also while the packed file is built. The compressed weights are mapped, so they count."""
     wide = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 8192}
-    # The same kernels: their code is in memory before.
+    # Both models use the same kernels, whose code is in memory before the measurement.
     for name, num_layers in (("small", 1), ("large", 12)):
         changes = {**wide, "num_hidden_layers": num_layers}
         write_model(tmp_path / name, "LlamaForCausalLM", dtype=torch.bfloat16, **changes)
@@ -252,11 +254,11 @@ def test_the_plain_weights_are_never_in_memory_together(
         command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    plain = (tmp_path / "large" / "model.safetensors").stat().st_size
+    dense = (tmp_path / "large" / "model.safetensors").stat().st_size
     packed = max(each.stat().st_size for each in cache.glob("*.packed"))
-    grown = int(done.stdout.split()[-1]) - packed  # which is mapped whole
-    assert packed < 0.73 * plain
-    if is_first_start:  # what is read of the checkpoint is mapped, too; and a tensor lies filled
-        assert grown - plain < 0.6 * plain
+    grown = int(done.stdout.split()[-1]) - packed  # the packed file is mapped in full
+    assert packed < 0.73 * dense
+    if is_first_start:  # the checkpoint is mapped, too, and one tensor is decoded
+        assert grown - dense < 0.6 * dense
     else:
-        assert grown < 0.35 * plain
+        assert grown < 0.35 * dense

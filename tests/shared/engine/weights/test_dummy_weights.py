@@ -1,4 +1,4 @@
-"""Weights that follow from the config alone: the same on every load, and tokens come of them."""
+"""Weights computed from the config alone: the same on every load, with finite, varied logits."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tokens(runner: ModelRunner) -> list[int]:
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_a_folder_with_only_a_config_gives_tokens(tmp_path: Path, architecture: str) -> None:
+def test_folder_with_only_a_config_gives_tokens(tmp_path: Path, architecture: str) -> None:
     runner = load(only_config(tmp_path, architecture))
     logits = prefill(runner, Blocks(runner.num_blocks).line(PROMPT), 64)
     assert bool(logits.isfinite().all())
@@ -50,26 +50,26 @@ def test_a_folder_with_only_a_config_gives_tokens(tmp_path: Path, architecture: 
     assert 0.1 < float(logits.std()) < 10
 
 
-def test_two_loads_agree_in_revision_and_tokens(
+def test_repeated_loads_have_equal_revision_and_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = only_config(tmp_path / "model")
     first, second = load(folder), load(folder)
     monkeypatch.setenv("HEARTH_CACHE_DIR", str(tmp_path / "empty"))
-    third = load(folder)  # made again, not mapped
+    third = load(folder)  # built again, not mapped
     assert first.revision == second.revision == third.revision
     assert tokens(first) == tokens(second) == tokens(third)
 
 
-def test_the_revision_is_not_that_of_the_weights_in_the_folder(tmp_path: Path) -> None:
-    """Nor are the weights, although the cache of shared ones has both."""
+def test_dummy_revision_differs_from_that_of_real_weights(tmp_path: Path) -> None:
+    """The weights differ, too, although the cache of shared weights has both."""
     write_model(tmp_path, "LlamaForCausalLM")
     real, dummy = load(tmp_path, load_format="auto"), load(tmp_path)
     assert real.revision != dummy.revision
     assert tokens(real) != tokens(dummy)
 
 
-def test_another_formula_is_not_served_from_the_cache_of_this_one(
+def test_new_formula_version_does_not_use_the_old_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = only_config(tmp_path)
@@ -80,7 +80,7 @@ def test_another_formula_is_not_served_from_the_cache_of_this_one(
     assert tokens(first) != tokens(second)
 
 
-def test_the_revision_follows_the_config(tmp_path: Path) -> None:
+def test_revision_depends_on_the_config(tmp_path: Path) -> None:
     one = load(only_config(tmp_path / "one"))
     config = json.loads((tmp_path / "one" / "config.json").read_text())
     (tmp_path / "other").mkdir()
@@ -89,14 +89,14 @@ def test_the_revision_follows_the_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("weights", ["dense", "compressed"])
-def test_every_form_in_memory_gives_the_same_tokens(tmp_path: Path, weights: str) -> None:
+def test_dense_and_compressed_give_the_same_tokens(tmp_path: Path, weights: str) -> None:
     folder = only_config(tmp_path, hidden_size=64, intermediate_size=128, head_dim=16)
     expected = tokens(load(folder, dtype="bfloat16"))
     assert tokens(load(folder, dtype="bfloat16", weights=weights)) == expected
 
 
-def test_the_formula_does_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In numpy, with words that do not wrap by themselves; in pieces as in one."""
+def test_formula_matches_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference is numpy with 64-bit words, which do not wrap; the tensor has many chunks."""
     shape, name = (7, 100), "model.layers.0.mlp.down_proj.weight"
     tensors = DummyTensors(Path("model"), {name: torch.empty(shape)})
     monkeypatch.setattr(dummy_weights, "CHUNK_ELEMENTS", 64)
@@ -111,9 +111,12 @@ def test_the_formula_does_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(tensors.read(name), torch.from_numpy(expected).view(shape))
 
 
-def test_elements_are_close_to_normal_and_differ_by_name_and_seed() -> None:
-    wanted = {"a.weight": torch.empty(512, 256), "b.weight": torch.empty(512, 256)}
-    first, other = DummyTensors(Path(), wanted), DummyTensors(Path(), wanted, seed=1)
+def test_elements_are_nearly_normal_and_depend_on_name_and_seed() -> None:
+    tensors_by_name = {"a.weight": torch.empty(512, 256), "b.weight": torch.empty(512, 256)}
+    first, other = (
+        DummyTensors(Path(), tensors_by_name),
+        DummyTensors(Path(), tensors_by_name, seed=1),
+    )
     made = first.read("a.weight")
     assert abs(float(made.mean())) < 0.001
     assert abs(float(made.std()) * 16 - 1) < 0.01
@@ -124,7 +127,7 @@ def test_elements_are_close_to_normal_and_differ_by_name_and_seed() -> None:
     assert first.content("a.weight") != other.content("a.weight")
 
 
-def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
+def test_unknown_load_format_is_rejected(tmp_path: Path) -> None:
     folder = only_config(tmp_path)
     with pytest.raises(ConfigError, match="load_format 'gguf' is none of auto, dummy"):
         load(folder, load_format="gguf")

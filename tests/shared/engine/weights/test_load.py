@@ -27,7 +27,7 @@ def _logits(runner: ModelRunner) -> torch.Tensor:
     return prefill(runner, Blocks(runner.num_blocks).line(PROMPT), 64)
 
 
-def test_shards_load_like_one_file_and_have_its_revision(tmp_path: Path) -> None:
+def test_shards_load_like_one_file(tmp_path: Path) -> None:
     write_llama(tmp_path / "one")
     write_llama(tmp_path / "many", max_shard_size="60KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
@@ -37,7 +37,7 @@ def test_shards_load_like_one_file_and_have_its_revision(tmp_path: Path) -> None
     assert len(one.revision) == 32
 
 
-def test_revision_follows_weights_and_config(tmp_path: Path) -> None:
+def test_revision_depends_on_weights_and_config(tmp_path: Path) -> None:
     for name, options in {
         "a": {},
         "weights": {"seed": 1},
@@ -60,7 +60,7 @@ def test_sources_are_converted_to_the_compute_dtype(
     assert error < 0.05 * expected.pow(2).mean().sqrt()
 
 
-def test_both_spellings_of_the_config_mean_the_same(tmp_path: Path) -> None:
+def test_old_and_new_config_fields_are_equivalent(tmp_path: Path) -> None:
     write_llama(tmp_path, rope_parameters=LLAMA3_ROPE)
     new = _load(tmp_path)
     path = tmp_path / "config.json"
@@ -81,7 +81,7 @@ def test_eos_ids_come_from_the_generation_config(tmp_path: Path) -> None:
     assert _load(tmp_path).eos_token_ids == (0, 7)
 
 
-def test_a_saved_rotary_buffer_and_a_copy_of_a_tied_head_do_no_harm(tmp_path: Path) -> None:
+def test_saved_rotary_buffer_and_tied_head_copy_are_ignored(tmp_path: Path) -> None:
     write_llama(tmp_path, tie_word_embeddings=True)
     expected = _logits(_load(tmp_path))
 
@@ -112,33 +112,33 @@ BAD_TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", BAD_TENSORS)
-def test_a_bad_tensor_is_named(tmp_path: Path, kind: str) -> None:
+def test_bad_tensor_is_named(tmp_path: Path, kind: str) -> None:
     write_llama(tmp_path)
     edit, message = BAD_TENSORS[kind]
     _edit_tensors(tmp_path, edit)
-    _refused(tmp_path, message)
+    _require_error(tmp_path, message)
 
 
-@pytest.mark.parametrize("kept", [0.9, 0.001, 0.0])
-def test_a_truncated_file_is_named(tmp_path: Path, kept: float) -> None:
+@pytest.mark.parametrize("share", [0.9, 0.001, 0.0])
+def test_truncated_file_is_named(tmp_path: Path, share: float) -> None:
     write_llama(tmp_path)
     path = tmp_path / "model.safetensors"
     content = path.read_bytes()
-    path.write_bytes(content[: int(len(content) * kept)])
-    _refused(tmp_path, "model.safetensors: invalid safetensors file")
+    path.write_bytes(content[: int(len(content) * share)])
+    _require_error(tmp_path, "model.safetensors: invalid safetensors file")
 
 
-def test_a_missing_file_or_shard_is_named(tmp_path: Path) -> None:
+def test_missing_file_or_shard_is_named(tmp_path: Path) -> None:
     write_llama(tmp_path / "one")
     (tmp_path / "one" / "model.safetensors").unlink()
-    _refused(tmp_path / "one", "model.safetensors: no such file")
+    _require_error(tmp_path / "one", "model.safetensors: no such file")
     write_llama(tmp_path / "many", max_shard_size="60KB")
     shard = min((tmp_path / "many").glob("*.safetensors"))
     shard.unlink()
-    _refused(tmp_path / "many", f"{shard.name}: no such file")
+    _require_error(tmp_path / "many", f"{shard.name}: no such file")
 
 
-def test_an_index_at_odds_with_its_shards_is_named(tmp_path: Path) -> None:
+def test_index_that_contradicts_its_shards_is_rejected(tmp_path: Path) -> None:
     write_llama(tmp_path, max_shard_size="60KB")
     path = tmp_path / "model.safetensors.index.json"
     index = json.loads(path.read_text())
@@ -148,9 +148,9 @@ def test_an_index_at_odds_with_its_shards_is_named(tmp_path: Path) -> None:
         ("nonsense", "Expected `object`"),
     ):
         path.write_text(json.dumps({"weight_map": weight_map}))
-        _refused(tmp_path, message)
+        _require_error(tmp_path, message)
     path.write_text("{")
-    _refused(tmp_path, "index.json: Input data was truncated")
+    _require_error(tmp_path, "index.json: Input data was truncated")
 
 
 BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
@@ -168,23 +168,23 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", BAD_CONFIGS)
-def test_a_bad_config_is_refused(tmp_path: Path, kind: str) -> None:
+def test_bad_config_is_rejected(tmp_path: Path, kind: str) -> None:
     write_llama(tmp_path)
     changes, message = BAD_CONFIGS[kind]
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-    _refused(tmp_path, message)
+    _require_error(tmp_path, message)
 
 
-def test_an_unreadable_config_is_refused(tmp_path: Path) -> None:
+def test_unreadable_config_is_rejected(tmp_path: Path) -> None:
     write_llama(tmp_path)
     (tmp_path / "generation_config.json").write_text("[1")
-    _refused(tmp_path, "generation_config.json: ")
+    _require_error(tmp_path, "generation_config.json: ")
     (tmp_path / "config.json").write_bytes(b"\xff{")
-    _refused(tmp_path, "config.json: ")
+    _require_error(tmp_path, "config.json: ")
 
 
-def _refused(folder: Path, message: str) -> None:
+def _require_error(folder: Path, message: str) -> None:
     with pytest.raises(CheckpointError, match=message) as caught:
         _load(folder)
     assert "\n" not in caught.value.message

@@ -1,4 +1,4 @@
-"""Weights that the processes of a host share: the same bits, one copy, and never a bad file."""
+"""Weights that the processes of a host share: equal bits, one copy, and no use of bad files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FIELDS = ("Rss", "Pss", "Private_Dirty", "Private_Clean")
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of weights; compiled kernels are those of the test run."""
+    """An empty weights cache; the compiled kernels are those of the test run."""
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "kernels").symlink_to(cache_root() / "kernels")
     monkeypatch.setenv("HEARTH_CACHE_DIR", str(tmp_path / "cache"))
@@ -54,7 +54,7 @@ def logits(runner: ModelRunner) -> torch.Tensor:
 
 
 def private(checkpoint: Path, dtype: str = "float32") -> ModelRunner:
-    """Loaded where there can be no cache."""
+    """Loads with a cache path that cannot exist, so the weights are private."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HEARTH_CACHE_DIR", str(checkpoint / "config.json" / "cache"))
         return load(checkpoint, dtype)
@@ -65,19 +65,19 @@ def packed_file(cache: Path) -> Path:
     return found
 
 
-def test_the_cache_is_where_the_environment_says() -> None:
+def test_cache_dir_follows_the_environment() -> None:
     assert weights_cache_dir({"HEARTH_CACHE_DIR": "/c", "HOME": "/h"}) == Path("/c/weights")
     assert weights_cache_dir({"XDG_CACHE_HOME": "/x"}) == Path("/x/hearth/weights")
     assert weights_cache_dir({"HOME": "/h"}) == Path("/h/.cache/hearth/weights")
 
 
-def test_this_torch_can_share_packed_weights() -> None:
+def test_installed_torch_can_share_packed_weights() -> None:
     assert can_share_packed()
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
-def test_the_bits_are_those_of_private_weights(
+def test_logits_equal_those_of_private_weights(
     cache: Path, tmp_path: Path, dtype: str, is_tied: bool
 ) -> None:
     checkpoint = tmp_path / "model"
@@ -90,7 +90,7 @@ def test_the_bits_are_those_of_private_weights(
         assert runner.revision == expected.revision
 
 
-def test_two_processes_have_one_copy(cache: Path, checkpoint: Path) -> None:
+def test_two_processes_share_one_copy(cache: Path, checkpoint: Path) -> None:
     code = (
         "import sys; from shared.engine.runners.load import load_runner\n"
         f"runner = load_runner({str(checkpoint)!r}, dtype='bfloat16', kv_cache_bytes=9**6)\n"
@@ -119,7 +119,7 @@ def test_two_processes_have_one_copy(cache: Path, checkpoint: Path) -> None:
 
 
 def mapping_of(pid: int) -> tuple[str, dict[str, int]]:
-    """Permissions and KiB of the packed file in a process's memory."""
+    """Permissions of the packed file's mapping in a process, and its memory fields in KiB."""
     text = Path(f"/proc/{pid}/smaps").read_text()
     (block,) = (
         each for each in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", text) if ".packed\n" in each
@@ -128,7 +128,7 @@ def mapping_of(pid: int) -> tuple[str, dict[str, int]]:
     return block.split()[1], {name: int(values[name]) for name in FIELDS}
 
 
-def test_every_parameter_is_aligned_and_of_the_file(cache: Path, checkpoint: Path) -> None:
+def test_every_parameter_is_aligned_and_in_the_file(cache: Path, checkpoint: Path) -> None:
     model = load(checkpoint, "bfloat16").executor.model
     first, last = address_range(packed_file(cache))
     parameters = list(model.parameters())
@@ -150,20 +150,18 @@ def address_range(path: Path) -> tuple[int, int]:
     raise LookupError(path)
 
 
-def test_a_second_start_reads_no_weights(cache: Path, checkpoint: Path) -> None:
+def test_second_start_reads_no_weights(cache: Path, checkpoint: Path) -> None:
     expected = logits(load(checkpoint))
     path = checkpoint / "model.safetensors"
     stat = path.stat()
-    with path.open("r+b") as file:  # the same file by all that a start looks at
+    with path.open("r+b") as file:  # the same size and times, which are all that a start checks
         file.seek(-1000, os.SEEK_END)
         file.write(bytes(1000))
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert torch.equal(logits(load(checkpoint)), expected)
 
 
-def test_a_changed_checkpoint_is_packed_anew_and_the_old_file_goes(
-    cache: Path, checkpoint: Path
-) -> None:
+def test_changed_checkpoint_replaces_the_packed_file(cache: Path, checkpoint: Path) -> None:
     first = load(checkpoint)
     old = packed_file(cache)
     write_llama(checkpoint, seed=1, attention_bias=True)
@@ -179,7 +177,9 @@ def private_revision(checkpoint: Path, seed: int) -> str:
     return private(other).revision
 
 
-def test_other_models_and_dtypes_stay(cache: Path, checkpoint: Path, tmp_path: Path) -> None:
+def test_files_of_other_models_and_dtypes_remain(
+    cache: Path, checkpoint: Path, tmp_path: Path
+) -> None:
     write_llama(tmp_path / "other", seed=1)
     for each in (checkpoint, tmp_path / "other"):
         for dtype in ("float32", "bfloat16"):
@@ -201,8 +201,8 @@ def cut(num_bytes: int) -> Callable[[Path], None]:
     return lambda path: os.truncate(path, path.stat().st_size - num_bytes)
 
 
-def unseen(path: Path, content: bytes) -> None:
-    """Writes without a trace in the file's times."""
+def write_with_old_times(path: Path, content: bytes) -> None:
+    """Writes the content and restores the file's times."""
     stat = path.stat()
     path.write_bytes(content)
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
@@ -216,24 +216,24 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "one byte short": cut(1),
     "without trailer": cut(32),
     "half": lambda path: os.truncate(path, path.stat().st_size // 2),
-    "first part gone": lambda path: unseen(path, path.read_bytes()[64:]),
+    "first part missing": lambda path: write_with_old_times(path, path.read_bytes()[64:]),
     "empty": lambda path: os.truncate(path, 0),
     "one byte more": lambda path: path.write_bytes(path.read_bytes() + b"x"),
-    "another's": lambda path: path.write_bytes(b"something else" * 1000),
+    "other content": lambda path: path.write_bytes(b"something else" * 1000),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_built_again(cache: Path, checkpoint: Path, damage: str) -> None:
+def test_damaged_file_is_built_again(cache: Path, checkpoint: Path, damage: str) -> None:
     expected = logits(load(checkpoint))
     path = packed_file(cache)
-    whole = path.read_bytes()
+    original = path.read_bytes()
     DAMAGES[damage](path)
     assert torch.equal(logits(load(checkpoint)), expected)
-    assert path.read_bytes() == whole
+    assert path.read_bytes() == original
 
 
-def test_a_copy_that_is_whole_is_used_and_sealed_again(cache: Path, checkpoint: Path) -> None:
+def test_intact_file_with_a_new_time_is_sealed_again(cache: Path, checkpoint: Path) -> None:
     load(checkpoint)
     path = packed_file(cache)
     before = path.stat()
@@ -243,14 +243,14 @@ def test_a_copy_that_is_whole_is_used_and_sealed_again(cache: Path, checkpoint: 
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
-def test_without_a_usable_cache_there_is_one_warning(checkpoint: Path) -> None:
+def test_unusable_cache_logs_one_warning(checkpoint: Path) -> None:
     with capture_logs() as logs:
         private(checkpoint)
     assert [entry["event"] for entry in logs] == ["shared_weights_unavailable"]
     assert "Not a directory" in logs[0]["reason"]
 
 
-def test_a_disk_that_is_full_leaves_nothing_behind(cache: Path, checkpoint: Path) -> None:
+def test_full_disk_leaves_no_partial_file(cache: Path, checkpoint: Path) -> None:
     expected = private(checkpoint)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
@@ -264,7 +264,7 @@ def test_a_disk_that_is_full_leaves_nothing_behind(cache: Path, checkpoint: Path
     assert torch.equal(logits(runner), logits(expected))
 
 
-def test_of_those_that_start_at_once_one_builds(cache: Path, checkpoint: Path) -> None:
+def test_one_of_several_concurrent_starts_builds(cache: Path, checkpoint: Path) -> None:
     with capture_logs() as logs, ThreadPoolExecutor(4) as pool:
         runners = list(pool.map(load, [checkpoint] * 4))
     assert [entry["event"] for entry in logs] == ["weights_packed"]
@@ -273,7 +273,7 @@ def test_of_those_that_start_at_once_one_builds(cache: Path, checkpoint: Path) -
         assert torch.equal(logits(runner), logits(runners[0]))
 
 
-def test_what_a_dead_builder_left_is_removed(cache: Path, checkpoint: Path) -> None:
+def test_partial_file_of_a_dead_builder_is_removed(cache: Path, checkpoint: Path) -> None:
     cache.mkdir(parents=True)
     (cache / "0123.partial").write_bytes(b"half of it")
     load(checkpoint)
@@ -281,14 +281,14 @@ def test_what_a_dead_builder_left_is_removed(cache: Path, checkpoint: Path) -> N
 
 
 class Padded(torch.nn.Module):
-    """A parameter of which a checkpoint sets the first three rows."""
+    """A module with a parameter of four rows; the checkpoint sets the first three."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.full((4, 2), 7.0), requires_grad=False)
 
 
-def test_what_no_checkpoint_sets_keeps_its_value(tmp_path: Path) -> None:
+def test_rows_that_no_checkpoint_sets_are_unchanged(tmp_path: Path) -> None:
     rows = torch.arange(6.0).view(3, 2)
     save_file({"rows": rows}, tmp_path / "model.safetensors")
     for _ in range(2):
