@@ -38,7 +38,7 @@ def commit(pool: BlockPool, block_ids: list[int], path: str, first: int = 0) -> 
 
 
 def cached(pool: BlockPool, path: str) -> list[int]:
-    """Allocates, commits and releases a whole chain."""
+    """Allocates, commits and releases a chain."""
     block_ids = pool.allocate(len(path))
     commit(pool, block_ids, path)
     pool.release(block_ids)

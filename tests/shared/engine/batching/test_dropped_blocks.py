@@ -145,11 +145,7 @@ async def poisoned_step(worker: Worker) -> None:
     [
         ("LlamaForCausalLM", {}, None),
         ("MistralForCausalLM", {"sliding_window": WINDOW}, WINDOW + 511),
-        (
-            "Gemma2ForCausalLM",
-            {"sliding_window": WINDOW},
-            None,
-        ),  # every other layer has full attention
+        ("Gemma2ForCausalLM", {"sliding_window": WINDOW}, None),  # every other layer is full
     ],
 )
 def test_attention_span_follows_the_windows(

@@ -64,7 +64,7 @@ class Bench:
                 await self.changed.wait()
 
     def filled_blocks(self) -> set[int]:
-        """Blocks whose KV is not all zeros in every layer."""
+        """Blocks with a nonzero KV value in any layer."""
         by_block = self.runner.executor.kv_cache.float().abs().amax(dim=(0, 1, 3, 4, 5))
         return set(by_block.nonzero().flatten().tolist())
 

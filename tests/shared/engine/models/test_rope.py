@@ -117,9 +117,9 @@ def test_yarn_serves_its_factor_times_the_original_context(
 
 
 def test_tables_include_each_ropes_attention_factor() -> None:
-    plain = RopeConfig(theta=10_000.0, rotary_dim=8)
+    unscaled = RopeConfig(theta=10_000.0, rotary_dim=8)
     factored = RopeConfig(theta=100.0, rotary_dim=8, attention_factor=1.5)
-    cos, sin = rotary_tables((plain, factored), 7)
+    cos, sin = rotary_tables((unscaled, factored), 7)
     assert cos.shape == sin.shape == (7, 2, 4)
     torch.testing.assert_close((cos**2 + sin**2)[:, 0], torch.ones(7, 4))
     torch.testing.assert_close((cos**2 + sin**2)[:, 1], torch.full((7, 4), 2.25))

@@ -46,10 +46,7 @@ def test_logits_and_revision_equal_the_uncompressed_folders(
     bundle = _bundled(uncompressed, tmp_path / "bundle", max_shard_size="100KB", **options)
     assert len(list(bundle.glob("*.hearth.safetensors"))) > 1
     expected, revision = _logits(uncompressed, dtype)
-    for cache in (
-        "cache",
-        "cache/config.json",
-    ):  # the weights are mapped, then not mapped: that cache path is a file
+    for cache in ("cache", "cache/config.json"):  # mapped weights, then private weights
         monkeypatch.setenv("HEARTH_CACHE_DIR", str(tmp_path / cache))
         (tmp_path / "cache").mkdir(exist_ok=True)
         (tmp_path / "cache" / "config.json").touch()

@@ -81,7 +81,7 @@ def assert_same(found: ModelRunner, expected: ModelRunner) -> None:
     assert torch.equal(batched(found), batched(expected))
 
 
-@pytest.mark.parametrize("shape", [WIDE, ODD], ids=["whole tiles", "odd shapes"])
+@pytest.mark.parametrize("shape", [WIDE, ODD], ids=["full tiles", "odd shapes"])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_those_of_dense_weights(
     tmp_path: Path, name: str, shape: dict[str, int]
