@@ -5,33 +5,33 @@ import asyncio
 from shared.background import Background
 
 
-async def test_a_cancellation_that_is_swallowed_is_repeated() -> None:
-    """As by `wait_for` in a loop that flushes a connection: its answer came in that moment."""
-    answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    num_rounds = 0
+async def test_swallowed_cancellation_is_repeated() -> None:
+    """Python 3.11's `wait_for` swallows a cancellation that coincides with its result."""
+    reply: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    num_swallowed = 0
 
-    async def ask_for_ever() -> None:
-        nonlocal num_rounds
+    async def wait_forever() -> None:
+        nonlocal num_swallowed
         while True:
             try:
-                await asyncio.shield(answer)
+                await asyncio.shield(reply)
             except asyncio.CancelledError:
-                if num_rounds:
+                if num_swallowed:
                     raise
-            num_rounds += 1
+            num_swallowed += 1
 
     background = Background()
-    task = background.start(ask_for_ever())
+    task = background.start(wait_forever())
     await asyncio.sleep(0)
     async with asyncio.timeout(20):
         await background.stop()
-    assert task.cancelled() and num_rounds == 1
+    assert task.cancelled() and num_swallowed == 1
 
 
-async def test_stopping_waits_for_what_tasks_do_at_their_end() -> None:
+async def test_stop_waits_for_cleanup_of_tasks() -> None:
     done: list[int] = []
 
-    async def take_leave() -> None:
+    async def run_with_cleanup() -> None:
         try:
             await asyncio.Event().wait()
         finally:
@@ -39,7 +39,7 @@ async def test_stopping_waits_for_what_tasks_do_at_their_end() -> None:
             done.append(1)
 
     background = Background()
-    background.start(take_leave())
+    background.start(run_with_cleanup())
     await asyncio.sleep(0)
     await background.stop()
     assert done == [1]

@@ -11,8 +11,8 @@ from shared.block_hash import extend_chain, root_hash
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
 
-def test_the_value_is_fixed_for_ever() -> None:
-    """A changed digest would silently empty every cache between two versions."""
+def test_hash_values_never_change() -> None:
+    """A changed hash would make all blocks cached by an older version useless, without an error."""
     root = root_hash("tenant", "weights")
     assert root.hex() == "d5fb4cb13c264b3f00db4c13c206971d"
     assert [each.hex() for each in extend_chain(root, [1, 2, 3, 4, 5], 2)] == [
@@ -21,13 +21,13 @@ def test_the_value_is_fixed_for_ever() -> None:
     ]
 
 
-def test_another_process_computes_the_same() -> None:
+def test_hash_is_equal_in_another_process() -> None:
     code = "from shared.block_hash import root_hash; print(root_hash('t', 'w').hex())"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert other.stdout.strip() == root_hash("t", "w").hex()
 
 
-def test_every_field_of_the_root_separates() -> None:
+def test_every_root_field_changes_the_hash() -> None:
     roots = {
         root_hash("a", "b"),
         root_hash("b", "a"),
@@ -49,25 +49,25 @@ def test_only_full_blocks_have_a_hash(token_ids: list[int], block_size: int) -> 
 
 
 @given(tokens, st.integers(1, 8), st.integers(0, 5))
-def test_a_chain_can_be_extended_in_pieces(
+def test_chain_can_be_extended_in_steps(
     token_ids: list[int], block_size: int, num_blocks: int
 ) -> None:
     root = root_hash("t", "w")
-    whole = extend_chain(root, token_ids, block_size)
-    cut = min(num_blocks, len(whole))
+    full = extend_chain(root, token_ids, block_size)
+    cut = min(num_blocks, len(full))
     head = extend_chain(root, token_ids[: cut * block_size], block_size)
     tail = extend_chain([root, *head][-1], token_ids[cut * block_size :], block_size)
-    assert head + tail == whole
+    assert head + tail == full
 
 
 @given(st.lists(st.integers(0, 9), min_size=8, max_size=8), st.integers(0, 7))
-def test_one_token_changes_its_block_and_all_after_it(token_ids: list[int], at: int) -> None:
+def test_token_changes_hashes_from_its_block_on(token_ids: list[int], at: int) -> None:
     root = root_hash("t", "w")
     changed = [token + (index == at) for index, token in enumerate(token_ids)]
     before, after = (extend_chain(root, each, 2) for each in (token_ids, changed))
     assert [a == b for a, b in zip(before, after, strict=True)] == [i < at // 2 for i in range(4)]
 
 
-def test_equal_tokens_of_two_tenants_share_nothing() -> None:
+def test_two_tenants_share_no_hash() -> None:
     chains = [extend_chain(root_hash(tenant, "w"), range(64), 16) for tenant in ("a", "b")]
     assert not set(chains[0]) & set(chains[1])

@@ -19,7 +19,7 @@ NATS = "nats://u:p@127.0.0.1:4222"
 REDIS = "redis://127.0.0.1:6379/0"
 
 
-def good(tmp_path: Path) -> list[ProcessConfig]:
+def valid_configs(tmp_path: Path) -> list[ProcessConfig]:
     return [
         SchedulerConfig(nats_url=NATS, process_id="s", local_prefill_tokens=0),
         KvIndexConfig(nats_url=NATS, process_id="i", redis_url="unix:///run/redis.sock"),
@@ -28,13 +28,13 @@ def good(tmp_path: Path) -> list[ProcessConfig]:
     ]
 
 
-def test_good_ones_pass(tmp_path: Path) -> None:
-    for config in good(tmp_path):
+def test_valid_configs_pass(tmp_path: Path) -> None:
+    for config in valid_configs(tmp_path):
         check(config)
 
 
 @pytest.mark.parametrize(
-    ("which", "change", "named"),
+    ("index", "change", "message_start"),
     [
         (0, {"nats_url": "http://x"}, "nats_url"),
         (0, {"nats_url": "nats://h:port"}, "nats_url"),
@@ -60,18 +60,20 @@ def test_good_ones_pass(tmp_path: Path) -> None:
         (3, {"block_size": 0}, "block_size"),
     ],
 )
-def test_bad_ones_are_named(tmp_path: Path, which: int, change: dict, named: str) -> None:
-    config = msgspec.structs.replace(good(tmp_path)[which], **change)
-    with pytest.raises(ConfigError) as refused:
+def test_error_names_invalid_field(
+    tmp_path: Path, index: int, change: dict, message_start: str
+) -> None:
+    config = msgspec.structs.replace(valid_configs(tmp_path)[index], **change)
+    with pytest.raises(ConfigError) as raised:
         check(config)
-    assert refused.value.message.startswith(named)
+    assert raised.value.message.startswith(message_start)
 
 
-def test_all_problems_are_named_at_once() -> None:
+def test_error_names_all_invalid_fields() -> None:
     config = SchedulerConfig(nats_url="x", process_id="", max_queued_requests=0)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as raised:
         check(config)
-    assert len(refused.value.message.split("; ")) == 3
+    assert len(raised.value.message.split("; ")) == 3
 
 
 @pytest.mark.parametrize(
@@ -79,11 +81,11 @@ def test_all_problems_are_named_at_once() -> None:
     [
         ("cpu", False, 256 << 20, 512),
         ("cpu", True, 256 << 20, 512),
-        ("cuda", False, None, 2048),  # None: measured
+        ("cuda", False, None, 2048),  # None: the runner measures the free memory
         ("cuda:1", True, None, 8192),
     ],
 )
-def test_a_device_has_defaults_of_its_own(
+def test_defaults_depend_on_device(
     tmp_path: Path,
     device: str,
     is_prefill_only: bool,
@@ -98,7 +100,7 @@ def test_a_device_has_defaults_of_its_own(
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_is_given_stays(tmp_path: Path, device: str) -> None:
+def test_explicit_values_override_defaults(tmp_path: Path, device: str) -> None:
     config = WorkerConfig(
         nats_url=NATS, process_id="w", model_dir=tmp_path, kv_cache_bytes=5, max_batch_tokens=7
     )

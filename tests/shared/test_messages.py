@@ -1,4 +1,4 @@
-"""Fields that a handler relies on are checked where a message is decoded."""
+"""Decoding a message validates the fields on which handlers rely."""
 
 from __future__ import annotations
 
@@ -45,32 +45,32 @@ LEASE = RenewLease(decode_worker_id="decode-1", placement_ids=(PLACEMENT_ID,), l
 PLACED = Placed(request_id="r", placement_id=PLACEMENT_ID, worker_id="decode-1")
 
 
-def decoded(message: Message) -> Any:
+def round_trip(message: Message) -> Any:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
 
 
 @pytest.mark.parametrize("lease_s", [math.nan, math.inf, -1.0, MAX_DURATION_S + 1])
-def test_a_duration_is_finite_and_not_negative(lease_s: float) -> None:
-    """Nothing ever expires at NaN, and nothing behind it in a heap of deadlines."""
+def test_duration_must_be_finite_and_not_negative(lease_s: float) -> None:
+    """A NaN deadline never expires, and blocks all later deadlines in the same heap."""
     with pytest.raises(msgspec.ValidationError, match="lease_s"):
-        decoded(msgspec.structs.replace(LEASE, lease_s=lease_s))
+        round_trip(msgspec.structs.replace(LEASE, lease_s=lease_s))
     with pytest.raises(msgspec.ValidationError, match="retry_after_s"):
-        decoded(Failure(code="overloaded", message="", retry_after_s=lease_s))
+        round_trip(Failure(code="overloaded", message="", retry_after_s=lease_s))
 
 
 @pytest.mark.parametrize(
     "process_id", ["", "a.b", "*", ">", "two words", "line\n", "\r\nPUB x 0\r\n", "x" * 257]
 )
-def test_a_process_id_is_one_token_of_a_subject(process_id: str) -> None:
+def test_process_id_must_be_one_subject_token(process_id: str) -> None:
     with pytest.raises(msgspec.ValidationError, match="worker_id"):
-        decoded(msgspec.structs.replace(PLACED, worker_id=process_id))
+        round_trip(msgspec.structs.replace(PLACED, worker_id=process_id))
 
 
 @pytest.mark.parametrize("placement_id", [b"", b"p" * 15, b"p" * 17, bytes(1 << 20)])
-def test_a_placement_id_has_128_bits(placement_id: bytes) -> None:
-    """What remembers them is bounded in their number only."""
+def test_placement_id_must_have_128_bits(placement_id: bytes) -> None:
+    """Tables of placement ids limit the number of ids, not their size."""
     with pytest.raises(msgspec.ValidationError, match="placement_id"):
-        decoded(AbortRequest(placement_id=placement_id, reason="fenced"))
+        round_trip(AbortRequest(placement_id=placement_id, reason="fenced"))
 
 
 @pytest.mark.parametrize(
@@ -105,25 +105,25 @@ def test_a_placement_id_has_128_bits(placement_id: bytes) -> None:
         ),
     ],
 )
-def test_what_a_handler_could_not_bear_is_no_message(message: Message, field: str) -> None:
+def test_invalid_field_is_rejected(message: Message, field: str) -> None:
     with pytest.raises(msgspec.ValidationError, match=field):
-        decoded(message)
+        round_trip(message)
 
 
 @pytest.mark.parametrize("token_id", [-1, 2**32])
-def test_a_token_id_fits_where_it_is_packed(token_id: int) -> None:
+def test_token_id_must_fit_in_32_bits(token_id: int) -> None:
     batch = TokenBatch(
         worker_id="decode-1", entries=(TokenEntry(PLACEMENT_ID, 0, 0, (1, token_id)),)
     )
     with pytest.raises(msgspec.ValidationError):
-        decoded(batch)
+        round_trip(batch)
 
 
-def test_the_likeliest_tokens_come_with_their_logprobs() -> None:
+def test_top_tokens_and_logprobs_must_match_in_length() -> None:
     with pytest.raises(msgspec.ValidationError, match="differ in length"):
         msgspec.msgpack.decode(msgspec.msgpack.encode([-1.0, [1, 2], [-1.0]]), type=TokenLogprobs)
 
 
 @pytest.mark.parametrize("message", [HEARTBEAT, CARD, LEASE, PLACED])
-def test_what_is_meant_passes(message: Message) -> None:
-    assert decoded(message) == message
+def test_valid_message_round_trips(message: Message) -> None:
+    assert round_trip(message) == message

@@ -9,7 +9,7 @@ from shared.packing import pack_hashes, pack_token_ids, unpack_hashes, unpack_to
 
 
 @given(st.lists(st.integers(0, 2**32 - 1)))
-def test_token_ids_come_back(token_ids: list[int]) -> None:
+def test_token_ids_round_trip(token_ids: list[int]) -> None:
     packed = pack_token_ids(token_ids)
     assert len(packed) == 4 * len(token_ids)
     assert unpack_token_ids(packed) == token_ids
@@ -20,17 +20,17 @@ def test_token_ids_are_little_endian() -> None:
 
 
 @given(st.lists(st.binary(min_size=16, max_size=16)))
-def test_hashes_come_back(hashes: list[bytes]) -> None:
+def test_hashes_round_trip(hashes: list[bytes]) -> None:
     assert unpack_hashes(pack_hashes(hashes)) == hashes
 
 
 @pytest.mark.parametrize("token_ids", [[-1], [2**32], [1.5], ["1"], [None]])
-def test_what_is_no_token_id_is_refused(token_ids: list) -> None:
+def test_invalid_token_id_is_rejected(token_ids: list) -> None:
     with pytest.raises(InvalidRequest):
         pack_token_ids(token_ids)
 
 
-def test_broken_lengths_are_refused() -> None:
+def test_invalid_length_is_rejected() -> None:
     with pytest.raises(InvalidRequest):
         unpack_token_ids(bytes(7))
     with pytest.raises(InvalidRequest):

@@ -13,7 +13,7 @@ from tests.servers import RedisServer, free_port
 from tests.simulation.world.store import MemoryStore
 
 
-class HandClock:
+class ManualClock:
     def __init__(self) -> None:
         self.at = 10.0
 
@@ -26,7 +26,7 @@ class HandClock:
 
 @pytest.fixture
 async def store(redis_server: RedisServer) -> AsyncIterator[RedisStore]:
-    store = RedisStore(redis_server.url, HandClock(), timeout_s=2.0)
+    store = RedisStore(redis_server.url, ManualClock(), timeout_s=2.0)
     yield store
     await store.close()
 
@@ -53,7 +53,7 @@ COMMANDS = [
 ]
 
 
-async def test_the_simulated_store_does_what_redis_does(store: RedisStore) -> None:
+async def test_simulated_store_matches_redis(store: RedisStore) -> None:
     memory = MemoryStore()
     for each in (store, memory):
         await each.write(COMMANDS)
@@ -69,14 +69,14 @@ async def test_the_simulated_store_does_what_redis_does(store: RedisStore) -> No
         assert await memory.sorted_set_size(key) == await store.sorted_set_size(key)
 
 
-async def test_what_redis_refuses_does_not_keep_it_from_the_rest(store: RedisStore) -> None:
+async def test_rejected_command_does_not_stop_later_commands(store: RedisStore) -> None:
     writes = [("SET", "r:text", 1), ("HSET", "r:text", "a", 1), ("SET", "r:next", 2)]
     with pytest.raises(StoreRejected, match="WRONGTYPE"):
         await store.write(writes)
-    assert await store.get("r:next") == b"2"  # and the breaker is closed
+    assert await store.get("r:next") == b"2"  # the breaker is still closed
 
 
-async def test_a_command_that_is_too_long_does_not_keep_redis_from_the_rest(
+async def test_too_long_command_does_not_stop_later_commands(
     store: RedisStore,
 ) -> None:
     writes = [("HDEL", "r:hash", *(str(each) for each in range(20_000))), ("SET", "r:after", 3)]
@@ -85,8 +85,8 @@ async def test_a_command_that_is_too_long_does_not_keep_redis_from_the_rest(
     assert await store.get("r:after") == b"3"
 
 
-async def test_a_missing_redis_is_one_error_and_then_a_breaker() -> None:
-    clock = HandClock()
+async def test_missing_redis_opens_the_breaker() -> None:
+    clock = ManualClock()
     store = RedisStore(f"redis://127.0.0.1:{free_port()}", clock)
     with pytest.raises(StoreUnavailable, match="does not answer"):
         await store.get("key")
@@ -100,26 +100,26 @@ async def test_a_missing_redis_is_one_error_and_then_a_breaker() -> None:
     await store.close()
 
 
-async def test_a_hanging_redis_costs_at_most_its_timeout() -> None:
-    server, clock = RedisServer(), HandClock()
+async def test_call_to_hanging_redis_ends_at_timeout() -> None:
+    server, clock = RedisServer(), ManualClock()
     store = RedisStore(server.url, clock, timeout_s=0.05)
     try:
         await store.write([("SET", "a", 1)])
         os.kill(server.pid, signal.SIGSTOP)
-        began = time.monotonic()
+        started_at = time.monotonic()
         with pytest.raises(StoreUnavailable):
             await store.get("a")
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - started_at < 1.0
         os.kill(server.pid, signal.SIGCONT)
         clock.at += BREAKER_S
         async with asyncio.timeout(5):
-            assert await _when_back(store, clock) == b"1"
+            assert await _get_when_available(store, clock) == b"1"
     finally:
         await store.close()
         server.stop()
 
 
-async def _when_back(store: RedisStore, clock: HandClock) -> bytes | None:
+async def _get_when_available(store: RedisStore, clock: ManualClock) -> bytes | None:
     while True:
         try:
             return await store.get("a")

@@ -12,17 +12,17 @@ USERS: list[tuple[CredentialRole, str, str]] = [
 ]
 
 
-def may(role: CredentialRole, process_id: str, verb: str, subject: str) -> bool:
-    """Publish in its own name, or hear what somebody publishes."""
+def is_allowed(role: CredentialRole, process_id: str, verb: str, subject: str) -> bool:
+    """Whether the process may publish in its own name, or subscribe to any sender."""
     if not subject.startswith("_INBOX"):
-        signer = process_id if verb == "publish" else "somebody"
-        subject = subjects.sent_by(subject, signer)
+        sender = process_id if verb == "publish" else "somebody"
+        subject = subjects.sent_by(subject, sender)
     patterns = getattr(permissions(role, process_id), verb)
     return any(matches(pattern, subject) for pattern in patterns)
 
 
 @pytest.mark.parametrize(
-    ("role", "process_id", "needs_to_publish", "needs_to_hear"),
+    ("role", "process_id", "needs_to_publish", "needs_to_subscribe"),
     [
         (
             "gateway",
@@ -69,31 +69,34 @@ def may(role: CredentialRole, process_id: str, verb: str, subject: str) -> bool:
         ),
     ],
 )
-def test_each_role_has_what_it_needs(
-    role: CredentialRole, process_id: str, needs_to_publish: list[str], needs_to_hear: list[str]
+def test_each_role_has_required_permissions(
+    role: CredentialRole,
+    process_id: str,
+    needs_to_publish: list[str],
+    needs_to_subscribe: list[str],
 ) -> None:
-    assert all(may(role, process_id, "publish", each) for each in needs_to_publish)
-    assert all(may(role, process_id, "subscribe", each) for each in needs_to_hear)
-    assert may(role, process_id, "publish", subjects.alive("decode", "other"))
-    assert not may(role, process_id, "subscribe", "_INBOX.other.x")
-    assert not may(role, process_id, "publish", f"hearth.v1.{role}.other.heartbeat")
+    assert all(is_allowed(role, process_id, "publish", each) for each in needs_to_publish)
+    assert all(is_allowed(role, process_id, "subscribe", each) for each in needs_to_subscribe)
+    assert is_allowed(role, process_id, "publish", subjects.alive("decode", "other"))
+    assert not is_allowed(role, process_id, "subscribe", "_INBOX.other.x")
+    assert not is_allowed(role, process_id, "publish", f"hearth.v1.{role}.other.heartbeat")
 
 
-def test_nobody_may_sign_as_another() -> None:
+def test_role_publishes_only_in_its_own_name() -> None:
     for role in ("gateway", "scheduler", "prefill", "decode", "kv_index", "worker"):
         for pattern in permissions(role, "own").publish:
             assert pattern.endswith(".own"), pattern
 
 
-def test_an_observer_hears_heartbeats_and_reaches_nobody() -> None:
-    assert may("observer", "o", "subscribe", subjects.heartbeat("decode", "d"))
+def test_observer_may_only_receive_heartbeats() -> None:
+    assert is_allowed("observer", "o", "subscribe", subjects.heartbeat("decode", "d"))
     for subject in (subjects.SUBMIT, subjects.tokens("g"), subjects.kv_events("decode", "d")):
-        assert not may("observer", "o", "subscribe", subject)
-        assert not may("observer", "o", "publish", subject)
-    assert not may("observer", "o", "publish", subjects.heartbeat("decode", "o"))
+        assert not is_allowed("observer", "o", "subscribe", subject)
+        assert not is_allowed("observer", "o", "publish", subject)
+    assert not is_allowed("observer", "o", "publish", subjects.heartbeat("decode", "o"))
 
 
-def test_the_server_file_binds_users_to_their_subjects() -> None:
+def test_server_config_limits_users_to_their_subjects() -> None:
     config = nats_server_config(USERS, host="127.0.0.1", port=4222)
     assert 'listen: "127.0.0.1:4222"' in config
     assert "max_payload: 8388608" in config
