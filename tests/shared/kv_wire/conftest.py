@@ -19,7 +19,7 @@ from tests.simulation.world.kv_link import SimulatedDialer, SimulatedReceiver
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Processes run on uvloop; the standard loop differs in what it does to buffers and closes."""
+    """Services run on uvloop. The standard loop handles buffers and closing differently."""
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
@@ -39,10 +39,10 @@ async def dialer() -> AsyncIterator[Dialer]:
 
 @pytest.fixture(params=["memfd", "tcp"])
 def address(request: pytest.FixtureRequest, server: KvServer) -> DataPlaneAddress:
-    """The server, reached over either transport."""
+    """The server's address with one usable transport."""
     if request.param == "tcp":
         return msgspec.structs.replace(server.address, unix_path="")
-    return msgspec.structs.replace(server.address, port=1)  # nobody listens there
+    return msgspec.structs.replace(server.address, port=1)  # no process listens on port 1
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ class Pair:
 
 @pytest.fixture(params=["memfd", "tcp", "simulated"])
 async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
-    """Both ends of every implementation of the seam."""
+    """Both ends of a link, for each implementation."""
     if request.param == "simulated":
         network = SimulatedDialer()
         receiver = SimulatedReceiver(network, INSTANCE)
         yield Pair(receiver, network, receiver.address)
         return
     server, dialer = await KvServer.start(instance_id=INSTANCE), Dialer(connect_timeout_s=5.0)
-    without = {"port": 1} if request.param == "memfd" else {"unix_path": ""}
-    yield Pair(server, dialer, msgspec.structs.replace(server.address, **without))
+    single_transport = {"port": 1} if request.param == "memfd" else {"unix_path": ""}
+    yield Pair(server, dialer, msgspec.structs.replace(server.address, **single_transport))
     await dialer.close()
     await server.close()

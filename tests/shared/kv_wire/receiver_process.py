@@ -1,4 +1,4 @@
-"""A receiver to be killed: prints its address as JSON and never finishes a delivery."""
+"""A receiver that a test kills: prints its address as JSON and never completes a delivery."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sender to be killed: pushes frames to the address given as JSON until it dies."""
+"""A sender that a test kills: pushes frames to the address in argv[1] (JSON) until then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the KV data plane share: frames to send and sinks that remember."""
+"""Frames and recording sinks for the tests of the KV data plane."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def fill_with(data: bytes) -> Fill:
 
 
 class RecordingSink:
-    """Keeps what it was given; `gate` holds deliveries up, `refusal` refuses them."""
+    """Records all calls. `gate` delays deliveries; `refusal` is raised to reject them."""
 
     def __init__(self, gate: asyncio.Event | None = None) -> None:
         self.frames: list[tuple[FrameHeader, bytes]] = []
@@ -77,17 +77,17 @@ class RecordingSink:
 
 
 async def eventually(is_true: Callable[[], bool]) -> None:
-    """Gives the loop turns until it holds. Raises TimeoutError after the deadline."""
+    """Runs the loop until the condition is true. Raises TimeoutError after DEADLINE_S."""
     async with asyncio.timeout(DEADLINE_S):
         while not is_true():
             await asyncio.sleep(0)
 
 
 def descriptors() -> dict[str, str]:
-    """This process's open descriptors: path below /proc and what each points at."""
+    """Targets of this process's open file descriptors, by path in /proc."""
     found = {}
     for fd in list(Path("/proc/self/fd").iterdir()):
-        with contextlib.suppress(OSError):  # the one that listed them is gone
+        with contextlib.suppress(OSError):  # the descriptor of the listing is closed
             found[str(fd)] = str(fd.readlink())
     return found
 

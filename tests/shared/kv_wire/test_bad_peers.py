@@ -1,4 +1,4 @@
-"""Peers that are not what they seem: garbage, lies about lengths and slots, wrong instances."""
+"""Faulty and hostile peers: garbage, false lengths and slots, wrong instance ids."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ FRAME = Frame(0, header(1000))
 
 @pytest.fixture(params=["unix", "tcp"])
 async def raw(request: pytest.FixtureRequest, server: KvServer) -> AsyncIterator[Streams]:
-    """A bare connection to the server, nothing said yet."""
+    """A connection to the server before the handshake."""
     if request.param == "unix":
         reader, writer = await asyncio.open_unix_connection(server.address.unix_path)
     else:
@@ -61,10 +61,10 @@ async def raw(request: pytest.FixtureRequest, server: KvServer) -> AsyncIterator
     writer.close()
 
 
-def zeros(num_bytes: int) -> FrameHeader:
-    made = header(num_bytes)
-    checksum = sealed_sum(made, checksum_of(memoryview(bytes(num_bytes))))
-    return msgspec.structs.replace(made, checksum=checksum)
+def zeros_header(num_bytes: int) -> FrameHeader:
+    unsealed = header(num_bytes)
+    checksum = sealed_sum(unsealed, checksum_of(memoryview(bytes(num_bytes))))
+    return msgspec.structs.replace(unsealed, checksum=checksum)
 
 
 async def read_record(reader: asyncio.StreamReader) -> Record:
@@ -92,7 +92,7 @@ async def read_goodbye(reader: asyncio.StreamReader) -> str:
         (encode_record(Hello(b"someone else")), "does not listen here"),
     ],
 )
-async def test_a_bad_hello_gets_a_reason_and_the_end(
+async def test_invalid_hello_gets_reason_and_ends_connection(
     raw: Streams, server: KvServer, sent: bytes, reason: str
 ) -> None:
     reader, writer = raw
@@ -100,12 +100,12 @@ async def test_a_bad_hello_gets_a_reason_and_the_end(
     try:
         assert reason in await read_goodbye(reader)
     except ConnectionResetError:
-        assert len(sent) > PREFIX.size  # bytes that nobody reads turn the end into a reset
+        assert len(sent) > PREFIX.size  # unread bytes turn the close into a reset
     await eventually(lambda: server.counts.num_bad_peers == 1)
     assert server.num_connections == 0
 
 
-async def test_a_peer_that_leaves_in_its_hello_is_counted(raw: Streams, server: KvServer) -> None:
+async def test_close_during_hello_counts_as_bad_peer(raw: Streams, server: KvServer) -> None:
     _, writer = raw
     writer.write(encode_record(Hello(INSTANCE))[:-1])
     writer.close()
@@ -123,7 +123,7 @@ async def test_a_peer_that_leaves_in_its_hello_is_counted(raw: Streams, server: 
         (encode_record(Frame(0, header(0), 0)), None),
     ],
 )
-async def test_nonsense_after_the_hello_ends_the_connection(
+async def test_invalid_record_after_hello_ends_connection(
     raw: Streams, server: KvServer, sent: bytes, reason: str | None
 ) -> None:
     reader, writer = raw
@@ -136,7 +136,7 @@ async def test_nonsense_after_the_hello_ends_the_connection(
     assert server.counts.num_bad_peers == 1
 
 
-async def test_a_frame_cut_short_is_not_delivered_and_its_sink_is_told(server: KvServer) -> None:
+async def test_truncated_frame_is_dropped_and_sink_notified(server: KvServer) -> None:
     sink = RecordingSink()
     server.expect(b"placement-a", sink)
     reader, writer = await asyncio.open_connection(server.address.host, server.address.port)
@@ -150,7 +150,7 @@ async def test_a_frame_cut_short_is_not_delivered_and_its_sink_is_told(server: K
     assert server.counts.num_bad_peers == 1
 
 
-async def test_a_wrong_sum_on_the_wire_is_refused(server: KvServer) -> None:
+async def test_wrong_checksum_is_rejected(server: KvServer) -> None:
     sink = RecordingSink()
     server.expect(b"placement-a", sink)
     reader, writer = await asyncio.open_connection(server.address.host, server.address.port)
@@ -164,14 +164,14 @@ async def test_a_wrong_sum_on_the_wire_is_refused(server: KvServer) -> None:
     writer.close()
 
 
-async def test_more_frames_than_the_window_end_the_connection(server: KvServer) -> None:
+async def test_too_many_frames_in_flight_end_connection(server: KvServer) -> None:
     sink = RecordingSink(gate=asyncio.Event())
     server.expect(b"placement-a", sink)
     reader, writer = await asyncio.open_connection(server.address.host, server.address.port)
     writer.write(encode_record(Hello(INSTANCE)))
     await read_record(reader)
     for frame_id in range(5):
-        writer.write(encode_record(Frame(frame_id, zeros(1000))) + bytes(1000))
+        writer.write(encode_record(Frame(frame_id, zeros_header(1000))) + bytes(1000))
     record = await read_record(reader)
     writer.close()
     assert isinstance(record, Goodbye)
@@ -180,31 +180,31 @@ async def test_more_frames_than_the_window_end_the_connection(server: KvServer) 
 
 
 @pytest.mark.parametrize("slots", [(4,), (-1,), (1 << 40,), (None,), (0, 0)])
-async def test_slots_that_are_not_the_senders_end_the_connection(
+async def test_invalid_slots_end_connection(
     server: KvServer, slots: tuple[int | None, ...]
 ) -> None:
     server.expect(b"placement-a", RecordingSink(gate=asyncio.Event()))
     reader, writer = await asyncio.open_unix_connection(server.address.unix_path)
     writer.write(encode_record(Hello(INSTANCE)))
     await read_record(reader)
-    writer.write(b"".join(encode_record(Frame(i, zeros(1), s)) for i, s in enumerate(slots)))
+    writer.write(b"".join(encode_record(Frame(i, zeros_header(1), s)) for i, s in enumerate(slots)))
     record = await read_record(reader)
     assert isinstance(record, Goodbye)
     assert "slot" in record.reason or "does not send Frame here" in record.reason
     writer.close()
 
 
-# ── receivers that are not what they seem ────────────────────────────────────────────────────────
+# ── faulty receivers ─────────────────────────────────────────────────────────────────────────────
 
-Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 @asynccontextmanager
-async def listening(path: Path, answer: Answer) -> AsyncIterator[DataPlaneAddress]:
-    """The same answers on a unix socket and on TCP."""
+async def listening(path: Path, handler: Handler) -> AsyncIterator[DataPlaneAddress]:
+    """Serves one handler on a unix socket and on TCP."""
     async with (
-        await asyncio.start_unix_server(answer, path),
-        await asyncio.start_server(answer, "127.0.0.1", 0) as listener,
+        await asyncio.start_unix_server(handler, path),
+        await asyncio.start_server(handler, "127.0.0.1", 0) as listener,
     ):
         yield DataPlaneAddress(
             host="127.0.0.1",
@@ -214,13 +214,13 @@ async def listening(path: Path, answer: Answer) -> AsyncIterator[DataPlaneAddres
         )
 
 
-def saying(data: bytes) -> Answer:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+def sending(data: bytes) -> Handler:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1000)
         writer.write(data)
         writer.close()
 
-    return answer
+    return handler
 
 
 @pytest.mark.parametrize(
@@ -236,15 +236,15 @@ def saying(data: bytes) -> Answer:
         (encode_record(Ack(0)), "received Ack, expected Welcome"),
     ],
 )
-async def test_a_dialer_checks_whom_it_reached(
+async def test_dialer_rejects_invalid_welcome(
     tmp_path: Path, dialer: Dialer, data: bytes, message: str
 ) -> None:
-    async with listening(tmp_path / "s", saying(data)) as address:
+    async with listening(tmp_path / "s", sending(data)) as address:
         with pytest.raises(LinkLost, match=message):
             await dialer.link(address)
 
 
-async def test_a_server_refuses_who_looks_for_another(server: KvServer, dialer: Dialer) -> None:
+async def test_server_rejects_hello_to_another_instance(server: KvServer, dialer: Dialer) -> None:
     target = msgspec.structs.replace(server.address, instance_id=b"gone by now")
     before = open_files()
     with pytest.raises(LinkLost, match="does not listen here"):
@@ -253,7 +253,7 @@ async def test_a_server_refuses_who_looks_for_another(server: KvServer, dialer: 
     assert open_files() == before
 
 
-async def test_a_silent_receiver_costs_the_connect_timeout_only(tmp_path: Path) -> None:
+async def test_dial_of_silent_receiver_ends_at_timeout(tmp_path: Path) -> None:
     async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
@@ -294,16 +294,16 @@ async def test_memory_that_could_fault_is_not_mapped(
     assert not [name for name in open_files() if "trap" in name]
 
 
-async def test_answers_to_frames_never_sent_end_the_link(tmp_path: Path, dialer: Dialer) -> None:
+async def test_ack_of_unsent_frame_ends_link(tmp_path: Path, dialer: Dialer) -> None:
     data = encode_record(Welcome(INSTANCE, 4, MAX_FRAME_BYTES)) + encode_record(Ack(77))
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1000)
         writer.write(data)
         await reader.read()
         writer.close()
 
-    async with listening(tmp_path / "s", answer) as address:
+    async with listening(tmp_path / "s", handler) as address:
         try:
             link = await dialer.link(msgspec.structs.replace(address, unix_path=""))
         except LinkLost:
@@ -313,5 +313,5 @@ async def test_answers_to_frames_never_sent_end_the_link(tmp_path: Path, dialer:
             await link.send(header(3), fill_with(b"abc"))
 
 
-def test_the_prefix_is_twelve_bytes() -> None:
+def test_prefix_is_twelve_bytes() -> None:
     assert struct.calcsize(PREFIX.format) == PREFIX.size == 12

@@ -1,4 +1,4 @@
-"""Compressed frames from a sender to a receiver, over TCP that takes its time."""
+"""Compressed frames from a sender to a receiver, over TCP with a given bandwidth."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ from tests.shared.kv_wire.support import (
     payload_of,
 )
 from tests.shared.kv_wire.test_bad_peers import read_goodbye, read_record
-from tests.shared.kv_wire.throttled import CODEC, SpentClock, ThrottledPair, throttled_pair
+from tests.shared.kv_wire.throttled import CODEC, SimulatedClock, ThrottledPair, throttled_pair
 
 FRAME_BYTES = 200_001
-MANY = NUM_NEEDED + NUM_PAIRS + 1 + UNCOMPRESSED_EVERY  # so that the next frame goes compressed
-NUM_CODED = (NUM_PAIRS + 1) // 2 + UNCOMPRESSED_EVERY - 1  # of so many on a slow link
+# After NUM_FRAMES, NUM_CODED of them compressed, a slow link compresses the next frame too.
+NUM_FRAMES = NUM_NEEDED + NUM_PAIRS + 1 + UNCOMPRESSED_EVERY
+NUM_CODED = (NUM_PAIRS + 1) // 2 + UNCOMPRESSED_EVERY - 1
 
 
 def kv_of(num_bytes: int, seed: int = 0) -> bytes:
@@ -46,11 +47,11 @@ def kv_of(num_bytes: int, seed: int = 0) -> bytes:
 async def push(
     pair: ThrottledPair,
     *,
-    num_frames: int = MANY,
+    num_frames: int = NUM_FRAMES,
     address: DataPlaneAddress | None = None,
     payload: Callable[[int, int], bytes] = kv_of,
 ) -> None:
-    """One frame after the other, each of which must arrive as it was."""
+    """Sends frames one after the other. Asserts that each arrives unchanged."""
     sink = RecordingSink()
     pair.server.expect(b"placement-a", sink)
     link = await pair.dialer.link(address or pair.address)
@@ -62,23 +63,23 @@ async def push(
     pair.server.forget(b"placement-a")
 
 
-async def test_a_slow_link_goes_over_to_compressed_frames() -> None:
+async def test_slow_link_switches_to_compression() -> None:
     async with throttled_pair(50e6) as pair:
         await push(pair)
         counts = pair.dialer.compressed
         assert counts.num_frames == pair.codec.num_decoded == NUM_CODED
         assert counts.num_saved_bytes > 0.25 * NUM_CODED * FRAME_BYTES
-        sent = MANY * FRAME_BYTES - counts.num_saved_bytes
-        assert sent < pair.throttle.num_bytes < sent + MANY * 500 + 500
+        sent = NUM_FRAMES * FRAME_BYTES - counts.num_saved_bytes
+        assert sent < pair.throttle.num_bytes < sent + NUM_FRAMES * 500 + 500
 
 
-async def test_compressed_frames_take_less_time() -> None:
-    spent = []
+async def test_compression_is_faster_on_slow_link() -> None:
+    seconds = []
     for sender_has_codec in (False, True):
         async with throttled_pair(50e6, sender_has_codec=sender_has_codec) as pair:
             await push(pair, num_frames=200)
-            spent.append(pair.clock.time_s)
-    assert spent[1] < 0.8 * spent[0]
+            seconds.append(pair.clock.time_s)
+    assert seconds[1] < 0.8 * seconds[0]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ async def test_compressed_frames_take_less_time() -> None:
     [(5e9, 5e9, 0), (1.2e9, 5e9, 0), (125e6, 0.2e9, 6), (800e6, 5e9, 16)],
     ids=["fast", "ten gigabits", "slow codec", "between"],
 )
-async def test_where_it_does_not_pay_it_stays_off(
+async def test_compression_stays_off_without_benefit(
     bandwidth: float, encode: float, max_coded: int
 ) -> None:
     async with throttled_pair(bandwidth, encode=encode) as pair:
@@ -94,7 +95,7 @@ async def test_where_it_does_not_pay_it_stays_off(
         assert pair.codec.num_encoded <= max_coded
 
 
-async def test_a_link_that_becomes_fast_goes_back() -> None:
+async def test_compression_stops_when_link_becomes_fast() -> None:
     async with throttled_pair(50e6) as pair:
         await push(pair)
         pair.throttle.bandwidth = 10e9
@@ -105,9 +106,9 @@ async def test_a_link_that_becomes_fast_goes_back() -> None:
 
 
 @pytest.mark.parametrize("num_at_once", [1, 3])
-async def test_a_receiver_that_takes_its_time_does_not_make_the_link_slow(num_at_once: int) -> None:
-    """Of several frames under way the next may come while it is busy, and is noticed late: that
-    looks like a slow wire, until frames of fewer bytes have come no sooner.
+async def test_slow_receiver_does_not_count_as_slow_link(num_at_once: int) -> None:
+    """With several frames in flight, the next may arrive while the receiver is busy, and is read
+    late. That looks like a slow wire, until compressed frames arrive no earlier.
     """
 
     class SlowSink(RecordingSink):
@@ -132,28 +133,28 @@ async def test_a_receiver_that_takes_its_time_does_not_make_the_link_slow(num_at
             assert pair.codec.num_encoded == 0
 
 
-@pytest.mark.parametrize("is_first_refused", [False, True])
-def test_what_a_refused_frame_took_is_not_the_next_ones_time(is_first_refused: bool) -> None:
-    """Two at a time over 1.2 GB/s, on which nothing is tried."""
-    clock, data = SpentClock(), memoryview(bytearray(FRAME_BYTES))
+@pytest.mark.parametrize("is_first_rejected", [False, True])
+def test_rejected_frame_adds_no_wire_time_to_the_next(is_first_rejected: bool) -> None:
+    """Two frames in flight over 1.2 GB/s, which is too fast for a trial of compression."""
+    clock, data = SimulatedClock(), memoryview(bytearray(FRAME_BYTES))
     compression = LinkCompression(CODEC, clock, CompressionCounts(), round_trip_s=0.0)
     for _ in range(20):
         sent = [compression.sent(data, None) for _ in range(2)]
         for frame_id, each in enumerate(sent):
             clock.time_s += FRAME_BYTES / 1.2e9
-            is_refused = is_first_refused and frame_id == 0
-            compression.answered(each, Refusal(frame_id, "no") if is_refused else Ack(frame_id))
+            is_rejected = is_first_rejected and frame_id == 0
+            compression.answered(each, Refusal(frame_id, "no") if is_rejected else Ack(frame_id))
     assert not any(compression.gate.takes(FRAME_BYTES) for _ in range(4))
 
 
-async def test_what_does_not_shrink_goes_as_it_is() -> None:
+async def test_incompressible_payload_is_sent_uncompressed() -> None:
     async with throttled_pair(10e6) as pair:
         await push(pair, payload=payload_of)
-        assert 0 < pair.codec.num_encoded <= MANY // 2
+        assert 0 < pair.codec.num_encoded <= NUM_FRAMES // 2
         assert pair.dialer.compressed.num_frames == pair.codec.num_decoded == 0
 
 
-async def test_through_shared_memory_it_is_off_however_slow() -> None:
+async def test_shared_memory_link_never_compresses() -> None:
     async with throttled_pair(10e6) as pair:
         address = msgspec.structs.replace(pair.server.address, port=1)
         assert (await pair.dialer.link(address))._compression is None
@@ -161,36 +162,38 @@ async def test_through_shared_memory_it_is_off_however_slow() -> None:
         assert pair.codec.num_encoded == 0
 
 
-@pytest.mark.parametrize("lacks", ["sender", "receiver", "same codec"])
-async def test_peers_that_do_not_share_a_codec_send_plain_frames(lacks: str) -> None:
+@pytest.mark.parametrize("missing", ["sender", "receiver", "same codec"])
+async def test_peers_without_common_codec_do_not_compress(missing: str) -> None:
     class OtherCodec:
         name = "another"
         encode, decode = CODEC.encode, CODEC.decode
 
-    theirs: Any = {"receiver": None, "same codec": OtherCodec()}.get(lacks, "same")
-    has_codec = lacks != "sender"
-    async with throttled_pair(10e6, sender_has_codec=has_codec, receiver_codec=theirs) as pair:
+    codec_of_receiver: Any = {"receiver": None, "same codec": OtherCodec()}.get(missing, "same")
+    has_codec = missing != "sender"
+    async with throttled_pair(
+        10e6, sender_has_codec=has_codec, receiver_codec=codec_of_receiver
+    ) as pair:
         await push(pair)
         assert pair.codec.num_encoded == pair.codec.num_decoded == 0
 
 
-async def test_a_compressed_frame_damaged_on_the_way_is_found_and_counted() -> None:
+async def test_corrupt_compressed_frame_is_rejected_and_counted() -> None:
     async with throttled_pair(10e6) as pair:
         await push(pair)
         sink = RecordingSink()
         pair.server.expect(b"placement-a", sink)
         link: PushLink = await pair.dialer.link(pair.address)
-        pair.codec.spoil = True
+        pair.codec.corrupt = True
         with pytest.raises(FrameRefused, match="checksum"):
             await link.send(header(FRAME_BYTES, sequence_number=7), fill_with(kv_of(FRAME_BYTES)))
-        pair.codec.spoil = False
+        pair.codec.corrupt = False
         assert [each.sequence_number for each in sink.corrupted] == [7]
         assert pair.server.counts.num_corrupt == 1
         await link.send(header(FRAME_BYTES), fill_with(kv_of(FRAME_BYTES)))
         assert [data for _, data in sink.frames] == [kv_of(FRAME_BYTES)]
 
 
-async def test_a_receiver_that_dies_meanwhile_fails_the_send() -> None:
+async def test_closed_receiver_fails_the_send() -> None:
     async with throttled_pair(10e6) as pair:
         await push(pair)
         pair.server.expect(b"placement-a", RecordingSink(asyncio.Event()))
@@ -206,13 +209,13 @@ async def test_a_receiver_that_dies_meanwhile_fails_the_send() -> None:
 # ── threads ──────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_cancelled_send_leaves_when_its_thread_has_let_go_of_the_slot() -> None:
+async def test_cancelled_send_waits_for_its_encoder_thread() -> None:
     async with throttled_pair(10e6) as pair:
         await push(pair)
         sink = RecordingSink()
         pair.server.expect(b"placement-a", sink)
         link = await pair.dialer.link(pair.address)
-        pair.codec.go.clear()
+        pair.codec.may_run.clear()
         send = asyncio.ensure_future(link.send(header(FRAME_BYTES), fill_with(kv_of(FRAME_BYTES))))
         await eventually(lambda: pair.codec.num_encoded == NUM_CODED + 1)
         send.cancel()
@@ -221,7 +224,7 @@ async def test_a_cancelled_send_leaves_when_its_thread_has_let_go_of_the_slot() 
         for _ in range(100):
             await asyncio.sleep(0)
         assert not send.done()
-        pair.codec.go.set()
+        pair.codec.may_run.set()
         async with asyncio.timeout(DEADLINE_S):
             await following
         assert send.cancelled()
@@ -229,23 +232,23 @@ async def test_a_cancelled_send_leaves_when_its_thread_has_let_go_of_the_slot() 
         assert link.num_unacked == 0
 
 
-@pytest.mark.parametrize("dies", ["receiver", "link"])
-async def test_a_link_that_ends_while_a_thread_encodes_fails_the_send(dies: str) -> None:
+@pytest.mark.parametrize("closed_end", ["receiver", "link"])
+async def test_link_closed_during_encoding_fails_the_send(closed_end: str) -> None:
     async with throttled_pair(10e6) as pair:
         await push(pair)
         link = await pair.dialer.link(pair.address)
-        pair.codec.go.clear()
+        pair.codec.may_run.clear()
         send = asyncio.ensure_future(link.send(header(FRAME_BYTES), fill_with(kv_of(FRAME_BYTES))))
         await eventually(lambda: pair.codec.num_encoded == NUM_CODED + 1)
-        await (pair.server.close() if dies == "receiver" else link.close())
+        await (pair.server.close() if closed_end == "receiver" else link.close())
         await eventually(lambda: link.is_lost)
-        pair.codec.go.set()
+        pair.codec.may_run.set()
         with pytest.raises(LinkLost):
             async with asyncio.timeout(DEADLINE_S):
                 await send
 
 
-async def test_a_receiver_closes_when_its_thread_has_let_go_of_the_frame() -> None:
+async def test_receiver_close_waits_for_its_decoder_thread() -> None:
     async with throttled_pair(10e6) as pair:
         await push(pair)
         sink = RecordingSink()
@@ -254,20 +257,20 @@ async def test_a_receiver_closes_when_its_thread_has_let_go_of_the_frame() -> No
         num_before = pair.codec.num_decoded
         send = asyncio.ensure_future(link.send(header(FRAME_BYTES), fill_with(kv_of(FRAME_BYTES))))
         await eventually(lambda: link.num_unacked == 1)  # encoded
-        pair.codec.go.clear()
+        pair.codec.may_run.clear()
         await eventually(lambda: pair.codec.num_decoded == num_before + 1)
         closing = asyncio.ensure_future(pair.server.close())
         with pytest.raises(LinkLost):
             await send
         assert not closing.done()
-        pair.codec.go.set()
+        pair.codec.may_run.set()
         async with asyncio.timeout(DEADLINE_S):
             await closing
         assert not sink.frames
 
 
-async def test_several_frames_under_way_do_not_meet_in_the_receivers_memory() -> None:
-    """The sink holds the first while the others arrive."""
+async def test_frames_in_flight_do_not_share_receiver_memory() -> None:
+    """The sink delays the first frame while the others arrive."""
     async with throttled_pair(10e6) as pair:
         await push(pair)
         sink = RecordingSink(asyncio.Event())
@@ -291,10 +294,10 @@ async def test_several_frames_under_way_do_not_meet_in_the_receivers_memory() ->
 
 
 @asynccontextmanager
-async def bare_sender() -> AsyncIterator[
+async def raw_sender() -> AsyncIterator[
     tuple[KvServer, RecordingSink, asyncio.StreamReader, asyncio.StreamWriter]
 ]:
-    """Has said its hello to a receiver that can decode."""
+    """A connection, after the handshake, to a receiver with a codec."""
     server, sink = await KvServer.start(instance_id=INSTANCE, codec=CODEC), RecordingSink()
     server.expect(b"placement-a", sink)
     reader, writer = await asyncio.open_connection(server.address.host, server.address.port)
@@ -311,9 +314,11 @@ def coded_frame(**changed: Any) -> tuple[Frame, bytes]:
     data = kv_of(FRAME_BYTES)
     out = memoryview(bytearray(FRAME_BYTES))
     coded = bytes(out[: CODEC.encode(memoryview(bytearray(data)), out)])
-    made = header(FRAME_BYTES)
-    made = msgspec.structs.replace(made, checksum=sealed_sum(made, checksum_of(memoryview(data))))
-    frame = Frame(0, made, codec=CODEC.name, coded_bytes=len(coded))
+    frame_header = header(FRAME_BYTES)
+    frame_header = msgspec.structs.replace(
+        frame_header, checksum=sealed_sum(frame_header, checksum_of(memoryview(data)))
+    )
+    frame = Frame(0, frame_header, codec=CODEC.name, coded_bytes=len(coded))
     return msgspec.structs.replace(frame, **changed), coded
 
 
@@ -322,7 +327,7 @@ def noise(coded: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("changed", "spoil"),
+    ("changed", "corrupt"),
     [
         ({"coded_bytes": 1}, lambda coded: coded[:1]),
         ({"coded_bytes": 5000}, lambda coded: coded[:5000]),
@@ -332,11 +337,11 @@ def noise(coded: bytes) -> bytes:
         ({}, lambda coded: b"\xff" * len(coded)),
     ],
 )
-async def test_what_cannot_be_decoded_is_refused_as_corrupt(
-    changed: dict[str, Any], spoil: Callable[[bytes], bytes]
+async def test_undecodable_frame_is_rejected_as_corrupt(
+    changed: dict[str, Any], corrupt: Callable[[bytes], bytes]
 ) -> None:
-    async with bare_sender() as (server, sink, reader, writer):
-        for frame_id in (0, 2):  # what the first leaves in memory must not pass for the second's
+    async with raw_sender() as (server, sink, reader, writer):
+        for frame_id in (0, 2):  # the decoder must not use data that frame 0 left in memory
             frame, coded = coded_frame(frame_id=frame_id)
             writer.write(encode_record(frame) + coded)
             ack: Record = await read_record(reader)
@@ -345,23 +350,23 @@ async def test_what_cannot_be_decoded_is_refused_as_corrupt(
             assert sink.frames.pop()[1] == kv_of(FRAME_BYTES)
             if frame_id == 0:
                 frame, coded = coded_frame(frame_id=1, **changed)
-                writer.write(encode_record(frame) + spoil(coded))
+                writer.write(encode_record(frame) + corrupt(coded))
                 assert isinstance(await read_record(reader), Refusal)
                 assert (server.counts.num_corrupt, len(sink.corrupted)) == (1, 1)
         assert not sink.frames
 
 
 @pytest.mark.parametrize("codec", ["zip", "x" * 60_000])
-async def test_a_codec_that_nobody_offered_ends_the_connection(codec: str) -> None:
-    async with bare_sender() as (server, _, reader, writer):
+async def test_unoffered_codec_ends_connection(codec: str) -> None:
+    async with raw_sender() as (server, _, reader, writer):
         writer.write(encode_record(coded_frame(codec=codec)[0]))
         assert "was not offered" in await read_goodbye(reader)
         await eventually(lambda: server.counts.num_bad_peers == 1)
 
 
 @pytest.mark.parametrize("coded_bytes", [0, -1, FRAME_BYTES, 1 << 40])
-async def test_a_code_that_is_no_shorter_ends_the_connection(coded_bytes: int) -> None:
-    async with bare_sender() as (server, _, reader, writer):
+async def test_encoding_not_smaller_than_payload_ends_connection(coded_bytes: int) -> None:
+    async with raw_sender() as (server, _, reader, writer):
         writer.write(encode_record(coded_frame(coded_bytes=coded_bytes)[0]))
         assert "is not smaller" in await read_goodbye(reader)
         await eventually(lambda: server.counts.num_bad_peers == 1)

@@ -40,14 +40,14 @@ RECORDS = [
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
-def test_records_survive_the_wire(record: msgspec.Struct) -> None:
+def test_records_round_trip(record: msgspec.Struct) -> None:
     data = encode_record(record)  # type: ignore[arg-type]
     assert decode_prefix(data[: PREFIX.size]) == len(data) - PREFIX.size
     assert decode_record(data[PREFIX.size :]) == record
 
 
 @given(st.binary(max_size=200))
-def test_garbage_is_an_error_of_the_protocol_and_no_other(data: bytes) -> None:
+def test_garbage_raises_only_protocol_errors(data: bytes) -> None:
     with contextlib.suppress(ProtocolError):
         decode_record(data)
     if len(data) >= PREFIX.size:
@@ -64,12 +64,12 @@ def test_garbage_is_an_error_of_the_protocol_and_no_other(data: bytes) -> None:
         (PREFIX.pack(MAGIC, VERSION, MAX_RECORD_BYTES + 1), "a record of 65537 bytes"),
     ],
 )
-def test_a_bad_prefix_says_what_is_wrong(prefix: bytes, message: str) -> None:
+def test_error_states_fault_of_prefix(prefix: bytes, message: str) -> None:
     with pytest.raises(ProtocolError, match=message):
         decode_prefix(prefix)
 
 
-def test_records_are_bounded_on_the_way_out_too() -> None:
+def test_encoded_records_are_bounded() -> None:
     with pytest.raises(ProtocolError, match="exceeds"):
         encode_record(Goodbye("x" * (MAX_RECORD_BYTES + 1)))
     assert len(closing_record("x" * (MAX_RECORD_BYTES + 1))) < MAX_RECORD_BYTES
@@ -89,6 +89,6 @@ def test_records_are_bounded_on_the_way_out_too() -> None:
         ({"num_cached_tokens": -1}, "ranges"),
     ],
 )
-def test_headers_no_link_carries(change: dict[str, object], fault: str | None) -> None:
+def test_fault_of_invalid_header(change: dict[str, object], fault: str | None) -> None:
     found = fault_of(msgspec.structs.replace(header(100), **change))
     assert found is None if fault is None else fault in str(found)

@@ -1,4 +1,4 @@
-"""Shared memory and TCP: damage, bounds, deaths and what is left behind."""
+"""Shared memory and TCP links: corruption, limits, killed peers and leaked resources."""
 
 from __future__ import annotations
 
@@ -38,28 +38,28 @@ ROOT = Path(__file__).resolve().parents[3]
 NUM_SLOTS = 4
 
 
-def damage_after_sum(link: StagedLink) -> None:
-    """The next frame's payload changes between its checksum and the receiver's copy."""
+def corrupt_after_checksum(link: StagedLink) -> None:
+    """Corrupts the next frame's payload after its checksum and before the receiver's copy."""
     transmit = link._staging.transmit
 
-    def damaged(
-        to: record_stream.RecordStream, frame_id: int, header: object, slot_index: int
+    def transmit_corrupted(
+        stream: record_stream.RecordStream, frame_id: int, header: object, slot_index: int
     ) -> None:
         link._staging.view(slot_index, 1)[0] ^= 0x10
         link._staging.transmit = transmit  # type: ignore[method-assign]
-        transmit(to, frame_id, header, slot_index)  # type: ignore[arg-type]
+        transmit(stream, frame_id, header, slot_index)  # type: ignore[arg-type]
 
-    link._staging.transmit = damaged  # type: ignore[method-assign, assignment]
+    link._staging.transmit = transmit_corrupted  # type: ignore[method-assign, assignment]
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4096, 3 << 20])
-async def test_a_damaged_payload_is_found_counted_and_not_delivered(
+async def test_corrupt_payload_is_rejected_and_counted(
     server: KvServer, dialer: Dialer, address: DataPlaneAddress, num_bytes: int
 ) -> None:
     sink, data = RecordingSink(), payload_of(num_bytes)
     server.expect(b"placement-a", sink)
     link = await dialer.link(address)
-    damage_after_sum(link)
+    corrupt_after_checksum(link)
     with pytest.raises(FrameRefused, match="checksum"):
         await link.send(header(num_bytes, sequence_number=5), fill_with(data))
     assert [found.sequence_number for found in sink.corrupted] == [5]
@@ -78,7 +78,7 @@ async def test_a_damaged_payload_is_found_counted_and_not_delivered(
         {"num_cached_tokens": 1},
     ],
 )
-async def test_a_header_that_is_not_the_payloads_is_found_as_damage(
+async def test_altered_header_fails_the_checksum(
     server: KvServer, dialer: Dialer, address: DataPlaneAddress, changed: dict[str, Any]
 ) -> None:
     sinks = {each: RecordingSink() for each in (b"placement-a", b"placement-b")}
@@ -87,19 +87,19 @@ async def test_a_header_that_is_not_the_payloads_is_found_as_damage(
     link = await dialer.link(address)
     transmit = link._staging.transmit
 
-    def mislabelled(
-        to: record_stream.RecordStream, frame_id: int, made: Any, slot_index: int
+    def transmit_altered(
+        stream: record_stream.RecordStream, frame_id: int, sealed: Any, slot_index: int
     ) -> None:
-        transmit(to, frame_id, msgspec.structs.replace(made, **changed), slot_index)
+        transmit(stream, frame_id, msgspec.structs.replace(sealed, **changed), slot_index)
 
-    link._staging.transmit = mislabelled  # type: ignore[method-assign, assignment]
+    link._staging.transmit = transmit_altered  # type: ignore[method-assign, assignment]
     with pytest.raises(FrameRefused, match="checksum"):
         await link.send(header(100), fill_with(payload_of(100)))
     assert not any(sink.frames for sink in sinks.values())
     assert server.counts.num_corrupt == 1
 
 
-async def test_a_slow_sink_bounds_the_frames_under_way(
+async def test_slow_sink_limits_frames_in_flight(
     server: KvServer, dialer: Dialer, address: DataPlaneAddress
 ) -> None:
     num_filled = 0
@@ -125,7 +125,7 @@ async def test_a_slow_sink_bounds_the_frames_under_way(
     assert link.num_unacked == 0
 
 
-async def test_a_cancelled_send_lets_its_fill_end_and_gives_the_slot_back(
+async def test_cancelled_send_awaits_fill_and_frees_slot(
     server: KvServer, dialer: Dialer, address: DataPlaneAddress
 ) -> None:
     has_started, may_end = asyncio.Event(), asyncio.Event()
@@ -157,7 +157,7 @@ async def test_a_cancelled_send_lets_its_fill_end_and_gives_the_slot_back(
     assert server.counts.num_frames == 1
 
 
-async def test_a_send_cancelled_while_unacknowledged_frees_its_slot_with_the_answer(
+async def test_ack_frees_slot_of_cancelled_send(
     server: KvServer, dialer: Dialer, address: DataPlaneAddress
 ) -> None:
     gate = asyncio.Event()
@@ -175,9 +175,7 @@ async def test_a_send_cancelled_while_unacknowledged_frees_its_slot_with_the_ans
     assert sink.sequence_numbers == [0, 0, 0, 0, 9]
 
 
-async def test_a_killed_sender_is_noticed_by_its_sinks(
-    server: KvServer, address: DataPlaneAddress
-) -> None:
+async def test_killed_sender_notifies_sinks(server: KvServer, address: DataPlaneAddress) -> None:
     sink = RecordingSink()
     server.expect(b"placement-a", sink)
     script = Path(__file__).with_name("sender_process.py")
@@ -198,7 +196,7 @@ async def test_a_killed_sender_is_noticed_by_its_sinks(
 
 
 @pytest.mark.parametrize("transport", ["memfd", "tcp"])
-async def test_a_killed_receiver_fails_every_send(dialer: Dialer, transport: str) -> None:
+async def test_killed_receiver_fails_every_send(dialer: Dialer, transport: str) -> None:
     script = Path(__file__).with_name("receiver_process.py")
     process = await asyncio.create_subprocess_exec(
         sys.executable, str(script), cwd=ROOT, env={"PYTHONPATH": str(ROOT)},
@@ -221,21 +219,21 @@ async def test_a_killed_receiver_fails_every_send(dialer: Dialer, transport: str
             results = await asyncio.gather(*sends, return_exceptions=True)
     finally:
         await process.wait()
-    shutil.rmtree(directory)  # nobody is left to remove it
+    shutil.rmtree(directory)  # the killed receiver cannot remove it
     assert [type(result) for result in results] == [LinkLost] * 10
     with pytest.raises(LinkLost):
         await dialer.link(address)
 
 
-def what_is_open() -> tuple[int, int, int]:
-    """Files, threads and tasks; the loop's own threads come as it needs them, up to a bound."""
+def num_open_resources() -> tuple[int, int, int]:
+    """Numbers of files, threads and tasks, without the executor threads that the loop starts."""
     gc.collect()
     own = [each for each in threading.enumerate() if not each.name.startswith("asyncio_")]
     return len(open_files()), len(own), len(asyncio.all_tasks())
 
 
-async def test_nothing_is_left_behind(address: DataPlaneAddress, server: KvServer) -> None:
-    async def push_and_leave(is_busy: bool) -> None:
+async def test_closed_links_leak_nothing(address: DataPlaneAddress, server: KvServer) -> None:
+    async def push_and_close(is_busy: bool) -> None:
         gate = asyncio.Event()
         sink = RecordingSink(gate if is_busy else None)
         server.expect(b"placement-a", sink)
@@ -251,15 +249,15 @@ async def test_nothing_is_left_behind(address: DataPlaneAddress, server: KvServe
         server.forget(b"placement-a")
         await eventually(lambda: server.num_connections == 0)
 
-    await push_and_leave(False)  # whatever is opened once for good is open by now
-    before = what_is_open()
+    await push_and_close(False)  # opens the resources that stay open
+    before = num_open_resources()
     for is_busy in (False, True, False, True):
-        await push_and_leave(is_busy)
-    # a closed transport lets go of its socket a few turns of the loop later
-    await eventually(lambda: all(map(le, what_is_open(), before)))
+        await push_and_close(is_busy)
+    # a closed transport closes its socket a few loop iterations later
+    await eventually(lambda: all(map(le, num_open_resources(), before)))
 
 
-async def test_a_closed_server_leaves_no_file_and_no_task() -> None:
+async def test_closed_server_leaks_no_file_or_task() -> None:
     before = open_files(), len(asyncio.all_tasks())
     server = await KvServer.start(instance_id=INSTANCE)
     directory = Path(server.address.unix_path).parent
@@ -282,9 +280,7 @@ async def test_small_frames_take_little_memory(server: KvServer, dialer: Dialer)
     assert status.st_blocks * 512 <= NUM_SLOTS * 16_384
 
 
-async def test_tcp_is_taken_where_the_unix_path_is_of_no_use(
-    server: KvServer, tmp_path: Path, dialer: Dialer
-) -> None:
+async def test_dialer_falls_back_to_tcp(server: KvServer, tmp_path: Path, dialer: Dialer) -> None:
     server.expect(b"placement-a", RecordingSink())
     (tmp_path / "a_file").touch()
     other = await KvServer.start(instance_id=b"another-instance")

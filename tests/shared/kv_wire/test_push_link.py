@@ -12,7 +12,7 @@ from shared.kv_wire.shared_memory import SharedMemoryStaging, create_memory
 from tests.shared.kv_wire.support import DEADLINE_S, fill_with, header
 
 
-async def test_a_link_that_ends_just_as_a_slot_becomes_free_is_lost_and_nothing_else() -> None:
+async def test_waiting_send_fails_if_link_ends_as_slot_is_freed() -> None:
     fd = create_memory(4096)
     link = StagedLink(SharedMemoryStaging(fd, 1, 4096), on_end=lambda ended: None)
     os.close(fd)
@@ -24,7 +24,7 @@ async def test_a_link_that_ends_just_as_a_slot_becomes_free_is_lost_and_nothing_
         while not link.num_unacked:
             await asyncio.sleep(0)
         for _ in range(5):
-            await asyncio.sleep(0)  # the second waits for the slot of the first
+            await asyncio.sleep(0)  # the second send waits for the slot of the first
         link.record_arrived(Ack(0))
         link.ended(LinkLost("gone"))
         await first

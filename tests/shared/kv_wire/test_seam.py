@@ -1,4 +1,4 @@
-"""What every implementation of the KV link does: shared memory, TCP and the simulated one."""
+"""Behaviour of every implementation of the KV link: shared memory, TCP and the simulated one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = (1, 63, 4095, 4097, 65536, 65537, 262145, MIB + 1, 4 * MIB, MAX_FRAME_BY
 
 
 @pytest.mark.parametrize("num_bytes", SIZES)
-async def test_a_frame_arrives_as_it_was_filled(pair: Pair, num_bytes: int) -> None:
+async def test_frame_arrives_unchanged(pair: Pair, num_bytes: int) -> None:
     sink, data = RecordingSink(), payload_of(num_bytes)
     pair.receiver.expect(b"placement-a", sink)
     link = await pair.dialer.link(pair.address)
@@ -34,7 +34,7 @@ async def test_a_frame_arrives_as_it_was_filled(pair: Pair, num_bytes: int) -> N
 
 
 @pytest.mark.parametrize("num_bytes", [-1, 0, MAX_FRAME_BYTES + 1, 1 << 40])
-async def test_sizes_out_of_bounds_are_refused_before_the_fill(pair: Pair, num_bytes: int) -> None:
+async def test_invalid_size_is_rejected_before_fill(pair: Pair, num_bytes: int) -> None:
     async def fill(view: memoryview) -> None:
         raise AssertionError("nothing should be filled")
 
@@ -43,7 +43,7 @@ async def test_sizes_out_of_bounds_are_refused_before_the_fill(pair: Pair, num_b
         await link.send(header(num_bytes), fill)
 
 
-async def test_placements_interleave_and_each_keeps_its_order(pair: Pair) -> None:
+async def test_interleaved_placements_arrive_in_order(pair: Pair) -> None:
     sinks = {f"placement-{i}".encode(): RecordingSink() for i in range(20)}
     for placement_id, sink in sinks.items():
         pair.receiver.expect(placement_id, sink)
@@ -63,7 +63,7 @@ async def test_placements_interleave_and_each_keeps_its_order(pair: Pair) -> Non
         assert all(data == payload_of(len(data), h.sequence_number) for h, data in sink.frames)
 
 
-async def test_an_unknown_placement_is_refused_and_the_link_lives_on(pair: Pair) -> None:
+async def test_unknown_placement_is_rejected_without_link_loss(pair: Pair) -> None:
     sink = RecordingSink()
     pair.receiver.expect(b"placement-a", sink)
     link = await pair.dialer.link(pair.address)
@@ -75,7 +75,7 @@ async def test_an_unknown_placement_is_refused_and_the_link_lives_on(pair: Pair)
 
 
 @pytest.mark.parametrize("error", [NoCapacity("no room for it"), ValueError("no room for it")])
-async def test_a_sink_that_raises_refuses_with_its_reason(pair: Pair, error: Exception) -> None:
+async def test_sink_error_rejects_frame_with_reason(pair: Pair, error: Exception) -> None:
     sink = RecordingSink()
     sink.refusal = error
     pair.receiver.expect(b"placement-a", sink)
@@ -87,19 +87,19 @@ async def test_a_sink_that_raises_refuses_with_its_reason(pair: Pair, error: Exc
     assert pair.receiver.counts.num_rejected == 1  # type: ignore[attr-defined]
 
 
-async def test_a_fill_that_raises_costs_nothing_but_its_frame(pair: Pair) -> None:
+async def test_failed_fill_leaves_link_usable(pair: Pair) -> None:
     async def fill(view: memoryview) -> None:
         raise RuntimeError("the source is gone")
 
     pair.receiver.expect(b"placement-a", RecordingSink())
     link = await pair.dialer.link(pair.address)
-    for _ in range(10):  # more often than there are slots
+    for _ in range(10):  # more times than there are slots
         with pytest.raises(RuntimeError, match="gone"):
             await link.send(header(3), fill)
     await link.send(header(3), fill_with(b"abc"))
 
 
-async def test_quiet_waits_for_the_delivery_that_forget_lets_run(pair: Pair) -> None:
+async def test_idle_waits_for_delivery_after_forget(pair: Pair) -> None:
     gate = asyncio.Event()
     sink = RecordingSink(gate)
     pair.receiver.expect(b"placement-a", sink)
@@ -121,13 +121,13 @@ async def test_quiet_waits_for_the_delivery_that_forget_lets_run(pair: Pair) -> 
         await link.send(header(3), fill_with(b"abc"))
 
 
-async def test_one_placement_is_expected_once(pair: Pair) -> None:
+async def test_placement_cannot_be_expected_twice(pair: Pair) -> None:
     pair.receiver.expect(b"placement-a", RecordingSink())
     with pytest.raises(ValueError, match="expected already"):
         pair.receiver.expect(b"placement-a", RecordingSink())
 
 
-async def test_losing_the_link_tells_its_sinks_once_and_fails_every_send(pair: Pair) -> None:
+async def test_lost_link_notifies_sinks_once_and_fails_sends(pair: Pair) -> None:
     gate = asyncio.Event()
     busy, used, idle = RecordingSink(gate), RecordingSink(), RecordingSink()
     for placement_id, sink in ((b"busy", busy), (b"used", used), (b"idle", idle)):
@@ -152,7 +152,7 @@ async def test_losing_the_link_tells_its_sinks_once_and_fails_every_send(pair: P
     assert (busy.num_lost, used.num_lost, idle.num_lost) == (1, 1, 0)
 
 
-async def test_the_dialer_keeps_one_link_and_dials_again_after_a_loss(pair: Pair) -> None:
+async def test_dialer_shares_one_link_and_redials_after_loss(pair: Pair) -> None:
     pair.receiver.expect(b"placement-a", RecordingSink())
     first, second = await asyncio.gather(
         pair.dialer.link(pair.address), pair.dialer.link(pair.address)
@@ -164,7 +164,7 @@ async def test_the_dialer_keeps_one_link_and_dials_again_after_a_loss(pair: Pair
     await third.send(header(3), fill_with(b"abc"))
 
 
-async def test_a_receiver_that_closed_cannot_be_reached(pair: Pair) -> None:
+async def test_closed_receiver_is_unreachable(pair: Pair) -> None:
     await pair.receiver.close()
     with pytest.raises(LinkLost):
         await pair.dialer.link(pair.address)

@@ -1,5 +1,6 @@
-"""A TCP link of a stated bandwidth, and a codec of a stated speed: both spend a clock's time, so
-that tests neither wait nor depend on the machine.
+"""A TCP link with a given bandwidth and a codec with a given speed.
+
+Both advance a simulated clock, so tests do not wait and do not depend on the machine's speed.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from tests.shared.kv_wire.support import DEADLINE_S, INSTANCE
 CODEC = Bf16FrameCodec()
 
 
-class SpentClock:
-    """Time passes only where somebody spends it."""
+class SimulatedClock:
+    """Its time changes only when code adds to `time_s` or sleeps."""
 
     def __init__(self) -> None:
         self.time_s = 0.0
@@ -37,40 +38,40 @@ class SpentClock:
 
 
 class PacedCodec:
-    """The real codec at so many bytes a second each way; `spoil` damages what it encodes, `go`
-    holds its threads up.
+    """The real codec, with `encode` and `decode` in bytes/s. `corrupt` damages encoded frames;
+    threads wait for `may_run`.
     """
 
     name = CODEC.name
 
-    def __init__(self, clock: SpentClock, encode: float = 5e9, decode: float = 15e9) -> None:
+    def __init__(self, clock: SimulatedClock, encode: float = 5e9, decode: float = 15e9) -> None:
         self.num_encoded = self.num_decoded = 0
-        self.spoil = False
-        self.go = threading.Event()
-        self.go.set()
+        self.corrupt = False
+        self.may_run = threading.Event()
+        self.may_run.set()
         self._clock = clock
         self._encode, self._decode = encode, decode
 
     def encode(self, payload: memoryview, out: memoryview) -> int:
         self.num_encoded += 1
-        assert self.go.wait(DEADLINE_S)
+        assert self.may_run.wait(DEADLINE_S)
         self._clock.time_s += len(payload) / self._encode
         num_bytes = CODEC.encode(payload, out)
-        if self.spoil:
+        if self.corrupt:
             out[num_bytes // 2] ^= 0x10
         return num_bytes
 
     def decode(self, coded: memoryview, out: memoryview) -> bool:
         self.num_decoded += 1
-        assert self.go.wait(DEADLINE_S)
+        assert self.may_run.wait(DEADLINE_S)
         self._clock.time_s += len(out) / self._decode
         return CODEC.decode(coded, out)
 
 
 class Throttle:
-    """Stands between a sender and a receiver; each byte takes its time."""
+    """A proxy between sender and receiver: bytes from the sender take 1 / bandwidth s each."""
 
-    def __init__(self, address: DataPlaneAddress, clock: SpentClock, bandwidth: float) -> None:
+    def __init__(self, address: DataPlaneAddress, clock: SimulatedClock, bandwidth: float) -> None:
         self.bandwidth = bandwidth
         self.num_bytes = 0  # from the sender
         self._address = address
@@ -83,31 +84,31 @@ class Throttle:
             self._address.host, self._address.port
         )
 
-        async def answer() -> None:
+        async def forward_replies() -> None:
             with contextlib.suppress(OSError):
                 while data := await from_receiver.read(1 << 16):
                     to_sender.write(data)
             to_sender.close()
 
-        answers = asyncio.ensure_future(answer())
-        with contextlib.suppress(OSError):  # one of the two may die
+        replies = asyncio.ensure_future(forward_replies())
+        with contextlib.suppress(OSError):  # either peer may close its connection
             while data := await from_sender.read(1 << 16):
                 self.num_bytes += len(data)
                 self._clock.time_s += len(data) / self.bandwidth
                 to_receiver.write(data)
                 await to_receiver.drain()
         to_receiver.close()
-        await answers
+        await replies
 
 
 @dataclass
 class ThrottledPair:
-    clock: SpentClock
+    clock: SimulatedClock
     codec: PacedCodec
     server: KvServer
     dialer: Dialer
     throttle: Throttle
-    address: DataPlaneAddress  # of the throttle; `server.address` is the way around it
+    address: DataPlaneAddress  # of the throttle; `server.address` bypasses it
 
 
 @asynccontextmanager
@@ -119,10 +120,10 @@ async def throttled_pair(
     sender_has_codec: bool = True,
     receiver_codec: FrameCodec | str | None = "same",
 ) -> AsyncIterator[ThrottledPair]:
-    clock = SpentClock()
+    clock = SimulatedClock()
     codec = PacedCodec(clock, encode, decode)
-    theirs = codec if isinstance(receiver_codec, str) else receiver_codec
-    server = await KvServer.start(instance_id=INSTANCE, codec=theirs, clock=clock)
+    codec_of_receiver = codec if isinstance(receiver_codec, str) else receiver_codec
+    server = await KvServer.start(instance_id=INSTANCE, codec=codec_of_receiver, clock=clock)
     throttle = Throttle(server.address, clock, bandwidth)
     relay = await asyncio.start_server(throttle.accept, "127.0.0.1", 0)
     port = relay.sockets[0].getsockname()[1]
