@@ -13,8 +13,11 @@ from shared.lifecycle.child_process import send_signal
 
 
 @pytest.fixture
-async def waits_in_the_loop() -> AsyncIterator[None]:
-    """As from Python 3.12 on; before, a thread waits, and is mostly quicker than this test."""
+async def pidfd_child_watcher() -> AsyncIterator[None]:
+    """The event loop waits for children, as by default since Python 3.12.
+
+    Python 3.11 waits on a thread, which usually reaps the child before the test sends its signal.
+    """
     if sys.version_info >= (3, 12):
         yield
         return
@@ -26,31 +29,31 @@ async def waits_in_the_loop() -> AsyncIterator[None]:
     watcher.close()
 
 
-@pytest.mark.usefixtures("waits_in_the_loop")
-async def test_a_signal_takes_no_exit_status_away(caplog: pytest.LogCaptureFixture) -> None:
-    process = await child("raise SystemExit(7)")
-    wait_unseen(process)
+@pytest.mark.usefixtures("pidfd_child_watcher")
+async def test_signal_preserves_exit_status(caplog: pytest.LogCaptureFixture) -> None:
+    process = await start_child("raise SystemExit(7)")
+    wait_without_reaping(process)
     send_signal(process, signal.SIGTERM)
     assert await process.wait() == 7
     assert caplog.records == []
 
 
-async def test_a_signal_arrives() -> None:
-    process = await child("import time; time.sleep(60)")
+async def test_signal_reaches_child() -> None:
+    process = await start_child("import time; time.sleep(60)")
     send_signal(process, signal.SIGKILL)
     assert await process.wait() == -signal.SIGKILL
 
 
-async def test_who_is_gone_gets_none() -> None:
-    process = await child("")
+async def test_signal_to_ended_child_is_ignored() -> None:
+    process = await start_child("")
     assert await process.wait() == 0
     send_signal(process, signal.SIGKILL)
 
 
-async def child(code: str) -> Process:
+async def start_child(code: str) -> Process:
     return await asyncio.create_subprocess_exec(sys.executable, "-S", "-c", code)
 
 
-def wait_unseen(process: Process) -> None:
-    """Until it has ended; the event loop stands still and does not notice."""
+def wait_without_reaping(process: Process) -> None:
+    """Blocks the event loop until the child has ended, so that the loop cannot reap it."""
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)

@@ -9,7 +9,7 @@ OWN = "own"
 INTERVAL_S = 0.25
 
 
-def beat(
+def heartbeat_from(
     process_id: str,
     number: int,
     *,
@@ -30,8 +30,8 @@ def beat(
     )
 
 
-class Watch:
-    """Plays time in ticks; `speaks` says who is heard, `steps` whose engine moves."""
+class FleetSimulation:
+    """A fleet on simulated time. Records losses: process id, kind, time."""
 
     def __init__(self) -> None:
         self.fleet = Fleet(OWN)
@@ -40,21 +40,21 @@ class Watch:
         self.step = 0
         self.lost: list[tuple[str, Loss, float]] = []
 
-    def play(self, seconds: float, speaks: tuple[str, ...], *, moves: bool = True) -> None:
-        """Everyone in `speaks` beats at INTERVAL_S; the fleet ticks at TICK_S."""
-        end, next_beat = self.now + seconds, self.now
+    def run(self, seconds: float, senders: tuple[str, ...], *, engines_step: bool = True) -> None:
+        """Each of `senders` sends a heartbeat every INTERVAL_S; the fleet ticks every TICK_S."""
+        end, next_heartbeat_at = self.now + seconds, self.now
         while self.now < end:
-            if self.now >= next_beat:
+            if self.now >= next_heartbeat_at:
                 self.number += 1
-                self.step += moves
-                for process_id in speaks:
-                    self.hear(beat(process_id, self.number, step=self.step))
-                next_beat += INTERVAL_S
+                self.step += engines_step
+                for process_id in senders:
+                    self.receive(heartbeat_from(process_id, self.number, step=self.step))
+                next_heartbeat_at += INTERVAL_S
             self.now += TICK_S
             for process_id, loss in self.fleet.tick(self.now):
                 self.lost.append((process_id, loss, self.now))
 
-    def hear(self, heartbeat: Heartbeat) -> None:
+    def receive(self, heartbeat: Heartbeat) -> None:
         loss = self.fleet.observe(heartbeat, self.now)
         if loss is not None:
             self.lost.append((heartbeat.process_id, loss, self.now))
@@ -64,167 +64,167 @@ class Watch:
 
 
 @pytest.fixture
-def watch() -> Watch:
-    watch = Watch()
-    watch.play(2.0, (OWN, "a", "b"))
-    assert watch.lost == []
-    return watch
+def sim() -> FleetSimulation:
+    sim = FleetSimulation()
+    sim.run(2.0, (OWN, "a", "b"))
+    assert sim.lost == []
+    return sim
 
 
-def live(watch: Watch) -> list[str]:
-    return sorted(each.process_id for each in watch.fleet.live("decode"))
+def live(sim: FleetSimulation) -> list[str]:
+    return sorted(each.process_id for each in sim.fleet.live("decode"))
 
 
-def test_who_falls_silent_is_lost_within_the_limit(watch: Watch) -> None:
-    silent_from = watch.now
-    watch.play(2.0, (OWN, "b"))
-    assert watch.losses() == [("a", Loss.UNRESPONSIVE)]
-    assert SILENCE_LIMIT_S - INTERVAL_S <= watch.lost[0][2] - silent_from <= SILENCE_LIMIT_S + 0.2
-    assert live(watch) == ["b"]
-    watch.play(0.5, (OWN, "a", "b"))
-    assert live(watch) == ["a", "b"]
-    assert watch.fleet.is_live("a")
+def test_silent_peer_is_lost_within_limit(sim: FleetSimulation) -> None:
+    silent_since = sim.now
+    sim.run(2.0, (OWN, "b"))
+    assert sim.losses() == [("a", Loss.UNRESPONSIVE)]
+    assert SILENCE_LIMIT_S - INTERVAL_S <= sim.lost[0][2] - silent_since <= SILENCE_LIMIT_S + 0.2
+    assert live(sim) == ["b"]
+    sim.run(0.5, (OWN, "a", "b"))
+    assert live(sim) == ["a", "b"]
+    assert sim.fleet.is_live("a")
 
 
-def test_a_process_without_an_engine_is_live_again_as_soon_as_it_is_heard(watch: Watch) -> None:
-    watch.hear(beat("gateway", 1))
-    watch.play(2.0, (OWN, "a", "b"))
-    assert watch.losses() == [("gateway", Loss.UNRESPONSIVE)]
-    watch.hear(beat("gateway", 2))
-    assert watch.fleet.is_live("gateway")
-    assert not watch.fleet.is_lost("gateway")
+def test_peer_without_engine_is_live_after_one_heartbeat(sim: FleetSimulation) -> None:
+    sim.receive(heartbeat_from("gateway", 1))
+    sim.run(2.0, (OWN, "a", "b"))
+    assert sim.losses() == [("gateway", Loss.UNRESPONSIVE)]
+    sim.receive(heartbeat_from("gateway", 2))
+    assert sim.fleet.is_live("gateway")
+    assert not sim.fleet.is_lost("gateway")
 
 
-def test_who_beats_without_a_step_is_stuck_beyond_its_budget(watch: Watch) -> None:
-    stuck_from = watch.now
-    watch.play(3.0, (OWN, "a", "b"), moves=False)
-    assert watch.losses() == [("a", Loss.STUCK), ("b", Loss.STUCK)]
-    assert watch.lost[0][2] - stuck_from <= 0.5 + SILENCE_LIMIT_S + 0.3
-    assert live(watch) == []
-    watch.play(0.5, (OWN, "a", "b"))
-    assert live(watch) == ["a", "b"]
+def test_peer_without_steps_is_stuck_after_its_budget(sim: FleetSimulation) -> None:
+    stuck_since = sim.now
+    sim.run(3.0, (OWN, "a", "b"), engines_step=False)
+    assert sim.losses() == [("a", Loss.STUCK), ("b", Loss.STUCK)]
+    assert sim.lost[0][2] - stuck_since <= 0.5 + SILENCE_LIMIT_S + 0.3
+    assert live(sim) == []
+    sim.run(0.5, (OWN, "a", "b"))
+    assert live(sim) == ["a", "b"]
 
 
-def test_a_long_step_is_no_loss_within_its_announced_budget(watch: Watch) -> None:
-    watch.step += 1
-    watch.number += 1
+def test_long_step_within_its_budget_is_no_loss(sim: FleetSimulation) -> None:
+    sim.step += 1
+    sim.number += 1
     for _ in range(20):
-        watch.number += 1
-        watch.hear(beat("a", watch.number, step=watch.step, budget_s=30.0))
-        watch.hear(beat("b", watch.number, step=watch.step, budget_s=30.0))
-        watch.hear(beat(OWN, watch.number))
-        watch.now += INTERVAL_S
-        watch.lost += [(*each, watch.now) for each in watch.fleet.tick(watch.now)]
-    assert watch.lost == []
+        sim.number += 1
+        sim.receive(heartbeat_from("a", sim.number, step=sim.step, budget_s=30.0))
+        sim.receive(heartbeat_from("b", sim.number, step=sim.step, budget_s=30.0))
+        sim.receive(heartbeat_from(OWN, sim.number))
+        sim.now += INTERVAL_S
+        sim.lost += [(*each, sim.now) for each in sim.fleet.tick(sim.now)]
+    assert sim.lost == []
 
 
-def test_nobody_is_suspected_when_all_fall_silent_at_once(watch: Watch) -> None:
-    watch.play(30.0, ())
-    assert watch.lost == []
-    watch.play(5.0, (OWN, "a", "b"))
-    assert watch.lost == []
+def test_no_loss_if_all_peers_are_silent(sim: FleetSimulation) -> None:
+    sim.run(30.0, ())
+    assert sim.lost == []
+    sim.run(5.0, (OWN, "a", "b"))
+    assert sim.lost == []
 
 
-def test_after_the_silence_of_all_peers_get_a_full_period(watch: Watch) -> None:
-    watch.play(5.0, ())
-    watch.play(0.9, (OWN, "b"))
-    assert watch.lost == []
-    watch.play(1.0, (OWN, "b"))
-    assert watch.losses() == [("a", Loss.UNRESPONSIVE)]
+def test_peers_get_full_period_after_bus_outage(sim: FleetSimulation) -> None:
+    sim.run(5.0, ())
+    sim.run(0.9, (OWN, "b"))
+    assert sim.lost == []
+    sim.run(1.0, (OWN, "b"))
+    assert sim.losses() == [("a", Loss.UNRESPONSIVE)]
 
 
-def test_a_bus_that_is_back_only_for_moments_makes_nobody_silent(watch: Watch) -> None:
-    """Between its outages this process is connected again sooner than others."""
-    watch.play(1.0, ())
+def test_no_loss_while_bus_reconnects_repeatedly(sim: FleetSimulation) -> None:
+    """Between the outages, this process reconnects sooner than its peers."""
+    sim.run(1.0, ())
     for _ in range(5):
-        watch.hear(beat(OWN, watch.number))
-        watch.play(0.4, ())
-        watch.now += 0.15
-    watch.hear(beat(OWN, watch.number))
-    watch.play(0.5, ())
-    assert watch.lost == []
-    watch.play(2.0, (OWN, "b"))
-    assert watch.losses() == [("a", Loss.UNRESPONSIVE)]
+        sim.receive(heartbeat_from(OWN, sim.number))
+        sim.run(0.4, ())
+        sim.now += 0.15
+    sim.receive(heartbeat_from(OWN, sim.number))
+    sim.run(0.5, ())
+    assert sim.lost == []
+    sim.run(2.0, (OWN, "b"))
+    assert sim.losses() == [("a", Loss.UNRESPONSIVE)]
 
 
-def test_a_watcher_that_stalled_judges_nobody_for_a_period(watch: Watch) -> None:
-    watch.now += 5.0  # this process itself was frozen
-    watch.play(0.9, (OWN,))
-    assert watch.lost == []
-    watch.play(0.5, (OWN, "a", "b"))
-    assert watch.lost == []
+def test_no_loss_for_one_period_after_own_stall(sim: FleetSimulation) -> None:
+    sim.now += 5.0  # this process itself was frozen
+    sim.run(0.9, (OWN,))
+    assert sim.lost == []
+    sim.run(0.5, (OWN, "a", "b"))
+    assert sim.lost == []
 
 
-def test_a_new_epoch_is_a_new_process(watch: Watch) -> None:
-    watch.hear(beat("a", 1, step=1, epoch=2))
-    assert watch.losses() == [("a", Loss.RESTARTED)]
-    assert live(watch) == ["a", "b"]
+def test_new_epoch_is_a_restart(sim: FleetSimulation) -> None:
+    sim.receive(heartbeat_from("a", 1, step=1, epoch=2))
+    assert sim.losses() == [("a", Loss.RESTARTED)]
+    assert live(sim) == ["a", "b"]
 
 
-def test_stopped_is_gone_at_once_and_only_once(watch: Watch) -> None:
-    watch.hear(beat("a", watch.number + 1, state="stopped"))
-    watch.hear(beat("a", watch.number + 2, state="stopped"))
-    assert watch.losses() == [("a", Loss.STOPPED)]
-    assert watch.fleet.heartbeat_of("a") is None
+def test_stopped_peer_is_lost_once(sim: FleetSimulation) -> None:
+    sim.receive(heartbeat_from("a", sim.number + 1, state="stopped"))
+    sim.receive(heartbeat_from("a", sim.number + 2, state="stopped"))
+    assert sim.losses() == [("a", Loss.STOPPED)]
+    assert sim.fleet.heartbeat_of("a") is None
 
 
-def test_draining_is_alive_but_takes_no_work(watch: Watch) -> None:
-    watch.hear(beat("a", watch.number + 1, state="draining"))
-    assert live(watch) == ["b"]
-    assert watch.fleet.is_live("a")
+def test_draining_peer_is_live_but_accepts_no_work(sim: FleetSimulation) -> None:
+    sim.receive(heartbeat_from("a", sim.number + 1, state="draining"))
+    assert live(sim) == ["b"]
+    assert sim.fleet.is_live("a")
 
 
-def test_an_old_heartbeat_changes_nothing(watch: Watch) -> None:
-    watch.hear(beat("a", 1, state="draining"))
-    assert live(watch) == ["a", "b"]
+def test_old_heartbeat_is_ignored(sim: FleetSimulation) -> None:
+    sim.receive(heartbeat_from("a", 1, state="draining"))
+    assert live(sim) == ["a", "b"]
 
 
-def test_the_long_lost_are_forgotten(watch: Watch) -> None:
-    watch.play(FORGET_AFTER_S + 2, (OWN, "b"))
-    assert watch.fleet.heartbeat_of("a") is None
-    assert watch.losses() == [("a", Loss.UNRESPONSIVE)]
+def test_lost_peer_is_forgotten_later(sim: FleetSimulation) -> None:
+    sim.run(FORGET_AFTER_S + 2, (OWN, "b"))
+    assert sim.fleet.heartbeat_of("a") is None
+    assert sim.losses() == [("a", Loss.UNRESPONSIVE)]
 
 
-def test_without_its_own_echo_it_judges_nobody() -> None:
-    watch = Watch()
-    watch.play(1.0, ("a",))
-    watch.play(5.0, ())
-    assert watch.lost == []
+def test_no_loss_without_own_heartbeat() -> None:
+    sim = FleetSimulation()
+    sim.run(1.0, ("a",))
+    sim.run(5.0, ())
+    assert sim.lost == []
 
 
-def test_strangers_are_bounded_and_those_known_stay() -> None:
+def test_new_peers_beyond_limit_are_ignored() -> None:
     fleet = Fleet(OWN)
     for number in range(MAX_PEERS + 10):
-        fleet.observe(beat(f"stranger-{number}", 1), 0.0)
+        fleet.observe(heartbeat_from(f"stranger-{number}", 1), 0.0)
     assert fleet.heartbeat_of(f"stranger-{MAX_PEERS}") is None
-    fleet.observe(beat("stranger-0", 2), 1.0)
+    fleet.observe(heartbeat_from("stranger-0", 2), 1.0)
     newest = fleet.heartbeat_of("stranger-0")
     assert newest is not None and newest.sequence_number == 2
     assert sum(1 for _ in fleet.live("decode")) == MAX_PEERS
 
 
-def test_who_is_late_is_asked_and_gone_if_nobody_has_its_name(watch: Watch) -> None:
-    watch.play(0.35, (OWN, "b"))
-    (last,) = watch.fleet.late(watch.now)
+def test_late_peer_without_responder_is_lost(sim: FleetSimulation) -> None:
+    sim.run(0.35, (OWN, "b"))
+    (last,) = sim.fleet.late(sim.now)
     assert last.process_id == "a"
-    assert watch.fleet.mark_disconnected(last, watch.now) is Loss.DISCONNECTED
-    assert live(watch) == ["b"]
-    assert watch.fleet.mark_disconnected(last, watch.now) is None
-    assert watch.fleet.late(watch.now) == []
-    watch.play(2.0, (OWN, "b"))
-    assert watch.losses() == []  # told once
+    assert sim.fleet.mark_disconnected(last, sim.now) is Loss.DISCONNECTED
+    assert live(sim) == ["b"]
+    assert sim.fleet.mark_disconnected(last, sim.now) is None
+    assert sim.fleet.late(sim.now) == []
+    sim.run(2.0, (OWN, "b"))
+    assert sim.losses() == []  # reported only once
 
 
-def test_who_spoke_after_the_question_is_not_gone(watch: Watch) -> None:
-    watch.play(0.35, (OWN, "b"))
-    (last,) = watch.fleet.late(watch.now)
-    watch.play(0.1, (OWN, "a", "b"))
-    assert watch.fleet.mark_disconnected(last, watch.now) is None
-    assert live(watch) == ["a", "b"]
+def test_peer_with_newer_heartbeat_is_not_lost(sim: FleetSimulation) -> None:
+    sim.run(0.35, (OWN, "b"))
+    (last,) = sim.fleet.late(sim.now)
+    sim.run(0.1, (OWN, "a", "b"))
+    assert sim.fleet.mark_disconnected(last, sim.now) is None
+    assert live(sim) == ["a", "b"]
 
 
-def test_after_a_gap_of_its_own_echo_a_watcher_asks_nobody(watch: Watch) -> None:
-    """The bus was away for a moment: others may still be on their way back."""
-    watch.play(0.55, ())
-    watch.play(0.9, (OWN,))
-    assert watch.fleet.late(watch.now) == []
+def test_no_peer_is_late_after_gap_in_own_heartbeats(sim: FleetSimulation) -> None:
+    """The bus was disconnected, so peers may still be reconnecting."""
+    sim.run(0.55, ())
+    sim.run(0.9, (OWN,))
+    assert sim.fleet.late(sim.now) == []

@@ -13,9 +13,9 @@ from tests.simulation.world.randomness import SeededRandomness
 class Process:
     def __init__(self, network: SimulatedNetwork, process_id: str, seed: int) -> None:
         self.step = 0
-        self.is_wedged = False
+        self.is_stuck = False
         self.lost: list[tuple[str, Loss]] = []
-        self.heard: list[Heartbeat] = []
+        self.received: list[Heartbeat] = []
         self.bus = network.bus(process_id)
         self.health_monitor = HealthMonitor(
             self.bus,
@@ -25,10 +25,10 @@ class Process:
             load=self.load,
         )
         self.health_monitor.on_lost(lambda peer, loss: self.lost.append((peer, loss)))
-        self.health_monitor.on_heartbeat(self.heard.append)
+        self.health_monitor.on_heartbeat(self.received.append)
 
     def load(self) -> WorkerLoad:
-        self.step += not self.is_wedged
+        self.step += not self.is_stuck
         return WorkerLoad(step=self.step, step_budget_s=0.5)
 
     async def join(self) -> None:
@@ -36,7 +36,7 @@ class Process:
         await self.health_monitor.transition_to("ready")
 
 
-async def three() -> tuple[SimulatedNetwork, list[Process]]:
+async def start_three_processes() -> tuple[SimulatedNetwork, list[Process]]:
     network = SimulatedNetwork()
     processes = [Process(network, f"decode-{number}", number) for number in range(3)]
     for process in processes:
@@ -45,26 +45,26 @@ async def three() -> tuple[SimulatedNetwork, list[Process]]:
     return network, processes
 
 
-def test_hearts_know_each_other() -> None:
+def test_processes_see_each_other_live() -> None:
     async def scenario() -> None:
-        _, processes = await three()
+        _, processes = await start_three_processes()
         for process in processes:
             assert len(list(process.health_monitor.fleet.live("decode"))) == 2
             assert process.lost == []
-        own = [each for each in processes[0].heard if each.process_id == "decode-0"]
+        own = [each for each in processes[0].received if each.process_id == "decode-0"]
         assert 8 <= len(own) <= 10
         assert {each.interval_s for each in own} == {HEARTBEAT_INTERVAL_S}
 
     run(scenario())
 
 
-def test_frozen_wedged_and_stopped_are_told_apart() -> None:
+def test_frozen_stuck_and_stopped_are_distinct_losses() -> None:
     async def scenario() -> None:
-        network, (first, second, third) = await three()
+        network, (first, second, third) = await start_three_processes()
         network.freeze("decode-1")
         await asyncio.sleep(SILENCE_LIMIT_S + 0.5)
         assert first.lost == [("decode-1", Loss.UNRESPONSIVE)] == third.lost
-        third.is_wedged = True
+        third.is_stuck = True
         await asyncio.sleep(2.5)
         assert first.lost[1:] == [("decode-2", Loss.STUCK)]
         network.thaw("decode-1")
@@ -77,9 +77,9 @@ def test_frozen_wedged_and_stopped_are_told_apart() -> None:
     run(scenario())
 
 
-def test_a_dead_bus_makes_nobody_suspect() -> None:
+def test_bus_outage_causes_no_loss() -> None:
     async def scenario() -> None:
-        network, processes = await three()
+        network, processes = await start_three_processes()
         network.is_down = True
         await asyncio.sleep(20.0)
         network.is_down = False
@@ -89,11 +89,11 @@ def test_a_dead_bus_makes_nobody_suspect() -> None:
     run(scenario())
 
 
-def test_the_dead_are_missed_sooner_than_the_silent() -> None:
-    """Their connection has ended, and the server says so to who asks."""
+def test_disconnected_peer_is_lost_before_silent_one() -> None:
+    """The server reports that the subject of a disconnected peer has no responder."""
 
     async def scenario() -> None:
-        network, (first, second, third) = await three()
+        network, (first, second, third) = await start_three_processes()
         await second.bus.close()
         network.freeze("decode-2")
         await asyncio.sleep(0.5)

@@ -1,4 +1,4 @@
-"""The life of a real process: signals, drain, exit status."""
+"""A real service process: signals, drain, exit status."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def process(mode: str, drain_timeout_s: float = 60) -> Iterator[subprocess.Popen
         child.communicate()
 
 
-def said(child: subprocess.Popen[str]) -> str:
+def read_line(child: subprocess.Popen[str]) -> str:
     assert child.stdout is not None
     return child.stdout.readline().strip()
 
@@ -66,26 +66,26 @@ def wait_for_log(child: subprocess.Popen[str], word: str) -> None:
         assert child.poll() is None
 
 
-def test_a_signal_drains_and_stops() -> None:
+def test_signal_drains_and_stops() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         with process("serve") as child:
-            assert said(child) == "started"
+            assert read_line(child) == "started"
             wait_for_log(child, '"ready"')
             child.send_signal(number)
-            assert [said(child), said(child)] == ["draining", "stopped"]
+            assert [read_line(child), read_line(child)] == ["draining", "stopped"]
             assert child.wait(timeout=10) == 0
 
 
-def test_a_second_signal_forces() -> None:
+def test_second_signal_aborts_the_drain() -> None:
     with process("hang") as child:
         wait_for_log(child, '"ready"')
         child.send_signal(signal.SIGTERM)
-        assert [said(child), said(child)] == ["started", "draining"]
+        assert [read_line(child), read_line(child)] == ["started", "draining"]
         child.send_signal(signal.SIGTERM)
         assert child.wait(timeout=10) == 1
 
 
-def test_a_refused_start_stops_and_prints_one_line() -> None:
+def test_failed_start_stops_and_prints_one_line() -> None:
     with process("refuse") as child:
         out, err = child.communicate(timeout=10)
         assert out.split() == ["started", "stopped"]
@@ -93,17 +93,17 @@ def test_a_refused_start_stops_and_prints_one_line() -> None:
         assert child.returncode == 2
 
 
-def test_a_broken_background_task_ends_the_process() -> None:
+def test_failed_background_task_ends_process() -> None:
     with process("break") as child:
         _, err = child.communicate(timeout=10)
         assert child.returncode == 1
         assert "a bug" in err
 
 
-def test_a_drain_that_does_not_end_is_cut_short() -> None:
+def test_drain_ends_at_its_timeout() -> None:
     with process("hang", drain_timeout_s=0.2) as child:
-        assert said(child) == "started"
+        assert read_line(child) == "started"
         child.send_signal(signal.SIGTERM)
-        assert said(child) == "draining"
-        assert said(child) == "stopped"
+        assert read_line(child) == "draining"
+        assert read_line(child) == "stopped"
         assert child.wait(10) == 0

@@ -1,4 +1,4 @@
-"""The meter by itself, and that Redis does the same: one order, two carriers, one reading."""
+"""The rate limit counter in Python, and its Lua version in Redis, which must match it."""
 
 from __future__ import annotations
 
@@ -38,72 +38,72 @@ def command(limits: dict[str, int], **parts: Any) -> LimitCommand:
     return LimitCommand(limits=limits, lease_s=LEASE_S, **parts)
 
 
-def admitted(
+def apply_request(
     counter: RateLimitCounter, limits: dict[str, int], number: int, now: float
 ) -> LimitState:
     return counter.apply(command(limits, asked=asked(f"r{number}")), now)
 
 
-# ── by itself ────────────────────────────────────────────────────────────────────────────────────
+# ── in Python ────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_minute_holds_its_limit_and_fills_evenly() -> None:
+def test_limit_per_minute_refills_evenly() -> None:
     counter, limits = RateLimitCounter(), {"requests_per_min": 7}
-    assert all(not admitted(counter, limits, n, 0.0).rejected_by for n in range(7))
-    refused = admitted(counter, limits, 7, 0.0)
-    assert refused.rejected_by == "requests_per_min"
-    assert refused.wait_s == pytest.approx(60 / 7)
-    assert admitted(counter, limits, 8, 60 / 7 - 0.001).rejected_by
-    assert not admitted(counter, limits, 9, 60 / 7).rejected_by
-    assert admitted(counter, limits, 10, 60 / 7).rejected_by
-    assert [not admitted(counter, limits, n, 1000.0).rejected_by for n in range(20, 28)] == [
+    assert all(not apply_request(counter, limits, n, 0.0).rejected_by for n in range(7))
+    rejection = apply_request(counter, limits, 7, 0.0)
+    assert rejection.rejected_by == "requests_per_min"
+    assert rejection.wait_s == pytest.approx(60 / 7)
+    assert apply_request(counter, limits, 8, 60 / 7 - 0.001).rejected_by
+    assert not apply_request(counter, limits, 9, 60 / 7).rejected_by
+    assert apply_request(counter, limits, 10, 60 / 7).rejected_by
+    assert [not apply_request(counter, limits, n, 1000.0).rejected_by for n in range(20, 28)] == [
         *[True] * 7,
         False,
     ]
 
 
-def test_what_waits_longest_is_named() -> None:
+def test_limit_with_longest_wait_is_reported() -> None:
     limits = {"requests_per_min": 60, "input_tokens_per_min": 60, "concurrency": 1}
     counter = RateLimitCounter()
     counter.apply(command(limits, asked=asked("a", 60, 30)), 0.0)
-    read = counter.apply(command(limits, asked=asked("b", 1, 40)), 0.0)
-    assert (read.rejected_by, read.wait_s) == ("input_tokens_per_min", pytest.approx(10))
-    read = counter.apply(command(limits, asked=asked("b", 1, 0)), 14.0)
-    assert (read.rejected_by, read.wait_s) == ("concurrency", 1.0)
+    state = counter.apply(command(limits, asked=asked("b", 1, 40)), 0.0)
+    assert (state.rejected_by, state.wait_s) == ("input_tokens_per_min", pytest.approx(10))
+    state = counter.apply(command(limits, asked=asked("b", 1, 0)), 14.0)
+    assert (state.rejected_by, state.wait_s) == ("concurrency", 1.0)
 
 
-def test_places_are_given_back_once_and_heal_by_themselves() -> None:
+def test_leases_are_released_once_and_expire() -> None:
     counter, limits = RateLimitCounter(), {"concurrency": 2}
     for name in ("a", "b"):
         assert not counter.apply(command(limits, asked=asked(name)), 0.0).rejected_by
     assert counter.apply(command(limits, asked=asked("c")), 0.0).rejected_by == "concurrency"
     twice = (Settled("a", 0), Settled("a", 0), Settled("nobody", 0))
-    read = counter.apply(command(limits, settled=twice, asked=asked("c")), 1.0)
-    assert (read.rejected_by, read.num_open) == ("", 2)
-    read = counter.apply(command(limits, renewed=("b",)), 14.0)
-    assert read.num_open == 2
-    assert counter.apply(command(limits), 1.0 + LEASE_S).num_open == 1  # c's gateway has died
+    state = counter.apply(command(limits, settled=twice, asked=asked("c")), 1.0)
+    assert (state.rejected_by, state.num_open) == ("", 2)
+    state = counter.apply(command(limits, renewed=("b",)), 14.0)
+    assert state.num_open == 2
+    assert counter.apply(command(limits), 1.0 + LEASE_S).num_open == 1  # lease of c expired
     assert counter.apply(command(limits), 14.0 + LEASE_S).num_open == 0
 
 
-def test_reserved_output_is_given_back_as_far_as_it_was_not_drawn() -> None:
+def test_unused_output_tokens_are_refunded_once() -> None:
     counter, limits = RateLimitCounter(), {"output_tokens_per_min": 600}
     counter.apply(command(limits, asked=asked("a", outputs=500)), 0.0)
     assert counter.apply(command(limits, asked=asked("b", outputs=200)), 0.0).rejected_by
-    read = counter.apply(command(limits, settled=(Settled("a", 400),)), 0.0)
-    assert read.used["output_tokens_per_min"] == 100
-    read = counter.apply(command(limits, settled=(Settled("a", 400),)), 0.0)
-    assert read.used["output_tokens_per_min"] == 100
+    state = counter.apply(command(limits, settled=(Settled("a", 400),)), 0.0)
+    assert state.used["output_tokens_per_min"] == 100
+    state = counter.apply(command(limits, settled=(Settled("a", 400),)), 0.0)
+    assert state.used["output_tokens_per_min"] == 100
 
 
-def test_a_lowered_limit_is_not_paid_for_by_a_longer_wait() -> None:
+def test_lowered_limit_adds_no_wait() -> None:
     counter = RateLimitCounter()
     counter.apply(command({"requests_per_min": 1000}, asked=asked("a", 1000)), 0.0)
-    read = counter.apply(command({"requests_per_min": 10}, asked=asked("b")), 0.0)
-    assert read.wait_s == pytest.approx(6)
+    state = counter.apply(command({"requests_per_min": 10}, asked=asked("b")), 0.0)
+    assert state.wait_s == pytest.approx(6)
 
 
-def test_a_meter_is_idle_when_it_is_empty_and_nothing_is_under_way() -> None:
+def test_unused_counter_without_leases_is_idle() -> None:
     counter = RateLimitCounter()
     counter.apply(LimitCommand(limits={"concurrency": 1}, lease_s=1e9, asked=asked("a")), 0.0)
     assert not counter.is_idle(2 * IDLE_S)
@@ -112,7 +112,7 @@ def test_a_meter_is_idle_when_it_is_empty_and_nothing_is_under_way() -> None:
     assert counter.is_idle(2 + IDLE_S)
 
 
-def test_headers_are_openai_s() -> None:
+def test_headers_match_openai() -> None:
     used = {"requests_per_min": 10.0, "input_tokens_per_min": 75.5, "output_tokens_per_min": 30.0}
     limits = {"requests_per_min": 60, "input_tokens_per_min": 100, "output_tokens_per_min": 120}
     headers = ratelimit_headers(limits, LimitState("", 0.0, used, 0))
@@ -141,19 +141,19 @@ def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-# ── and in Redis ─────────────────────────────────────────────────────────────────────────────────
+# ── in Redis ─────────────────────────────────────────────────────────────────────────────────────
 
 TIMED = APPLY_LUA.replace("redis.call('TIME')", "{ARGV[2], '0'}")
 names = st.sampled_from("abcde")
 limit = st.integers(1, 50)
-orders = st.builds(
+commands = st.builds(
     command,
     st.fixed_dictionaries({}, optional=dict.fromkeys((*RATES, "concurrency"), limit)),
     settled=st.lists(st.builds(Settled, names, st.integers(0, 30)), max_size=2).map(tuple),
     renewed=st.lists(names, max_size=2).map(tuple),
     asked=st.none() | st.builds(asked, names, *[st.integers(0, 30)] * 3),
 )
-steps = st.lists(st.tuples(orders, st.sampled_from((0, 0, 1, 7, 20, 90))), max_size=12)
+steps = st.lists(st.tuples(commands, st.sampled_from((0, 0, 1, 7, 20, 90))), max_size=12)
 
 
 @pytest.fixture(scope="module")
@@ -164,36 +164,36 @@ def client(redis_server: RedisServer) -> Iterator[redis.Redis]:
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(steps=steps)
-def test_redis_reads_what_the_meter_reads(client: redis.Redis, steps: list[Any]) -> None:
+def test_redis_matches_the_python_counter(client: redis.Redis, steps: list[Any]) -> None:
     assert TIMED != APPLY_LUA
     client.delete("meter", "open")
     counter, now = RateLimitCounter(), 1_700_000_000
     for each, pause_s in steps:
         now += pause_s
         own = counter.apply(each, float(now))
-        # Redis' own expiry runs on its own time: what it would have dropped is empty anyway
+        # Redis would expire the keys on its own clock; an expired counter is empty in any case
         reply = client.eval(TIMED, 2, "meter", "open", msgspec.json.encode(each), now)
         client.persist("meter")
         client.persist("open")
-        read = to_limit_state(reply)
-        assert (read.rejected_by, read.num_open) == (own.rejected_by, own.num_open)
-        assert read.wait_s == pytest.approx(own.wait_s, abs=1e-4)
-        assert read.used == pytest.approx(own.used, abs=1e-4)
+        state = to_limit_state(reply)
+        assert (state.rejected_by, state.num_open) == (own.rejected_by, own.num_open)
+        assert state.wait_s == pytest.approx(own.wait_s, abs=1e-4)
+        assert state.used == pytest.approx(own.used, abs=1e-4)
 
 
-def test_what_cannot_be_in_the_record_is_mended_within_a_minute(client: redis.Redis) -> None:
-    for text, is_refused in ((b"nan", True), (b"inf", True), (b"-5", False), (b"x", False)):
+def test_invalid_record_recovers_within_a_minute(client: redis.Redis) -> None:
+    for text, is_rejected in ((b"nan", True), (b"inf", True), (b"-5", False), (b"x", False)):
         client.delete("meter", "open")
         client.hset("meter", mapping={"at": text, "requests_per_min": text})
-        whole = command({"requests_per_min": 5}, asked=asked("a", 5))
-        reply = client.eval(APPLY_LUA, 2, "meter", "open", msgspec.json.encode(whole))
-        read = to_limit_state(reply)
-        assert bool(read.rejected_by) is is_refused, text
-        assert read.wait_s <= 60
+        full = command({"requests_per_min": 5}, asked=asked("a", 5))
+        reply = client.eval(APPLY_LUA, 2, "meter", "open", msgspec.json.encode(full))
+        state = to_limit_state(reply)
+        assert bool(state.rejected_by) is is_rejected, text
+        assert state.wait_s <= 60
     client.delete("meter", "open")
 
 
-async def test_many_gateways_at_once_let_in_exactly_the_limit(redis_server: RedisServer) -> None:
+async def test_concurrent_gateways_admit_exactly_the_limit(redis_server: RedisServer) -> None:
     limits = {"requests_per_min": 40, "output_tokens_per_min": 1_000_000, "concurrency": 25}
 
     def gateway(number: int) -> list[str]:
