@@ -1,4 +1,4 @@
-"""The bus over a real nats-server, whose permissions keep processes apart."""
+"""The bus over a real nats-server with permissions for each process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.servers import NatsServer
 
 Connect = Callable[[str], Awaitable[NatsBus]]
 ABORT = AbortRequest(placement_id=b"p" * 16, reason="stop")
-# No msgpack; text that is not UTF-8; nested without end, where a field is skipped.
+# Empty; not msgpack; text that is not UTF-8; an unknown field nested 100,000 deep.
 UNREADABLE_BYTES = (
     b"",
     b"\xc1",
@@ -55,7 +55,7 @@ class Inbox:
     def __init__(self) -> None:
         self.messages: asyncio.Queue[object] = asyncio.Queue()
 
-    def take(self, message: object) -> None:
+    def receive(self, message: object) -> None:
         self.messages.put_nowait(message)
 
     async def next(self) -> object:
@@ -65,7 +65,7 @@ class Inbox:
 async def test_publish_arrives_in_order(connect: Connect) -> None:
     gateway, decode, inbox = await connect("gateway-1"), await connect("decode-1"), Inbox()
     subject = subjects.control("decode", "decode-1")
-    unsubscribe = await decode.subscribe(subject, AbortRequest, inbox.take)
+    unsubscribe = await decode.subscribe(subject, AbortRequest, inbox.receive)
     await decode.flush()
     sent = [AbortRequest(placement_id=bytes([n]) * 16, reason="stop") for n in range(50)]
     for message in sent:
@@ -79,16 +79,16 @@ async def test_publish_arrives_in_order(connect: Connect) -> None:
     assert inbox.messages.empty()
 
 
-async def test_a_bad_message_does_not_end_a_subscription(connect: Connect) -> None:
+async def test_invalid_message_does_not_end_subscription(connect: Connect) -> None:
     gateway, decode, inbox = await connect("gateway-1"), await connect("decode-1"), Inbox()
     subject = subjects.control("decode", "decode-1")
 
-    def fragile(message: AbortRequest) -> None:
+    def failing_handler(message: AbortRequest) -> None:
         if message.reason == "fenced":
             raise RuntimeError("a bug")
-        inbox.take(message)
+        inbox.receive(message)
 
-    await decode.subscribe(subject, AbortRequest, fragile)
+    await decode.subscribe(subject, AbortRequest, failing_handler)
     await decode.flush()
     await gateway.publish(subject, ListBlocks())
     await gateway.publish(subject, AbortRequest(placement_id=bytes(16), reason="fenced"))
@@ -99,7 +99,7 @@ async def test_a_bad_message_does_not_end_a_subscription(connect: Connect) -> No
 
 
 @pytest.mark.parametrize("data", UNREADABLE_BYTES)
-async def test_a_request_that_cannot_be_read_is_refused_as_such(data: bytes) -> None:
+async def test_unreadable_request_is_rejected_as_invalid(data: bytes) -> None:
     decode = msgspec.msgpack.Decoder(CancelQueued).decode
     reply = await reply_to(lambda message: Done(), decode, data)
     assert isinstance(reply, Failure)
@@ -107,22 +107,22 @@ async def test_a_request_that_cannot_be_read_is_refused_as_such(data: bytes) -> 
 
 
 @pytest.mark.parametrize("data", [each.replace(*AS_FAILURE) for each in UNREADABLE_BYTES])
-async def test_a_reply_that_cannot_be_read_is_a_peers_failure(
+async def test_unreadable_reply_raises_dependency_unavailable(
     connect: Connect, data: bytes
 ) -> None:
     index, worker = await connect("kv_index-1"), await connect("prefill-1")
     subject = subjects.list_blocks("prefill", "prefill-1")
 
-    async def answer(message: Msg) -> None:
+    async def send_reply(message: Msg) -> None:
         await message.respond(data)
 
-    await worker._client.subscribe(subjects.from_anyone(subject), cb=answer)
+    await worker._client.subscribe(subjects.from_anyone(subject), cb=send_reply)
     await worker.flush()
     with pytest.raises(DependencyUnavailable, match="invalid reply on"):
         await index.request(subject, ListBlocks(), Done, timeout_s=2)
 
 
-async def test_what_the_server_raises_the_client_gets(connect: Connect) -> None:
+async def test_client_raises_the_error_of_the_handler(connect: Connect) -> None:
     index, worker = await connect("kv_index-1"), await connect("prefill-1")
     errors: list[Exception] = [
         Overloaded("full", retry_after_s=2.5),
@@ -130,11 +130,11 @@ async def test_what_the_server_raises_the_client_gets(connect: Connect) -> None:
         ValueError("a secret of the implementation"),
     ]
 
-    async def refuse(message: ListBlocks) -> Done:
+    async def fail(message: ListBlocks) -> Done:
         raise errors[message.cursor]
 
     subject = subjects.list_blocks("prefill", "prefill-1")
-    await worker.serve(subject, ListBlocks, refuse)
+    await worker.serve(subject, ListBlocks, fail)
     await worker.flush()
     with pytest.raises(Overloaded, match="full") as overloaded:
         await index.request(subject, ListBlocks(cursor=0), Done, timeout_s=2)
@@ -149,7 +149,7 @@ async def test_what_the_server_raises_the_client_gets(connect: Connect) -> None:
         await index.request(subject, ABORT, Done, timeout_s=2)
 
 
-def test_every_error_survives_the_wire() -> None:
+def test_every_error_round_trips() -> None:
     def tree(root: type[HearthError]) -> list[type[HearthError]]:
         children = [each for child in root.__subclasses__() for each in tree(child)]
         return [root, *children] if root.__module__ == "shared.errors" else []
@@ -157,78 +157,78 @@ def test_every_error_survives_the_wire() -> None:
     for error_class in tree(HearthError):
         error = error_class("why", param="field", retry_after_s=0.0)
         wire = msgspec.msgpack.decode(msgspec.msgpack.encode(failure_of(error)), type=Failure)
-        back = error_of(wire)
-        assert type(back) is error_class
-        assert (back.message, back.param, back.retry_after_s) == ("why", "field", 0.0)
+        decoded = error_of(wire)
+        assert type(decoded) is error_class
+        assert (decoded.message, decoded.param, decoded.retry_after_s) == ("why", "field", 0.0)
     assert type(error_of(Failure(code="of a newer version", message="?"))) is HearthError
 
 
-async def test_nobody_there_and_nobody_answering(connect: Connect) -> None:
+async def test_request_without_responder_or_reply_raises(connect: Connect) -> None:
     index, worker = await connect("kv_index-1"), await connect("prefill-1")
     subject = subjects.list_blocks("prefill", "prefill-1")
     with pytest.raises(NoResponders):
         await index.request(subject, ListBlocks(), Done, timeout_s=2)
     release = asyncio.Event()
 
-    async def silent(message: ListBlocks) -> Done:
+    async def wait_for_release(message: ListBlocks) -> Done:
         await release.wait()
         return Done()
 
-    await worker.serve(subject, ListBlocks, silent)
+    await worker.serve(subject, ListBlocks, wait_for_release)
     await worker.flush()
     with pytest.raises(RequestTimeout):
         await index.request(subject, ListBlocks(), Done, timeout_s=0.05)
     release.set()
 
 
-async def test_served_requests_do_not_wait_for_each_other(connect: Connect) -> None:
+async def test_requests_are_served_concurrently(connect: Connect) -> None:
     index, worker = await connect("kv_index-1"), await connect("prefill-1")
     subject = subjects.list_blocks("prefill", "prefill-1")
-    arrived, everybody = 0, asyncio.Event()
+    arrived, all_arrived = 0, asyncio.Event()
 
-    async def meet(message: ListBlocks) -> Done:
+    async def wait_for_all(message: ListBlocks) -> Done:
         nonlocal arrived
         arrived += 1
         if arrived == 20:
-            everybody.set()
-        await everybody.wait()
+            all_arrived.set()
+        await all_arrived.wait()
         return Done()
 
-    await worker.serve(subject, ListBlocks, meet)
+    await worker.serve(subject, ListBlocks, wait_for_all)
     await worker.flush()
     calls = [index.request(subject, ListBlocks(), Done, timeout_s=5) for _ in range(20)]
     assert await asyncio.gather(*calls) == [Done()] * 20
 
 
-async def test_a_queue_group_answers_once(connect: Connect) -> None:
+async def test_request_reaches_one_member_of_queue_group(connect: Connect) -> None:
     gateway = await connect("gateway-1")
-    taken: list[str] = []
+    served_by: list[str] = []
     for process_id in ("scheduler-1", "scheduler-2"):
         scheduler = await connect(process_id)
 
-        def note(message: CancelQueued, process_id: str = process_id) -> Done:
-            taken.append(process_id)
+        def record(message: CancelQueued, process_id: str = process_id) -> Done:
+            served_by.append(process_id)
             return Done()
 
-        await scheduler.serve(subjects.SUBMIT, CancelQueued, note, queue=subjects.SCHEDULER_GROUP)
+        await scheduler.serve(subjects.SUBMIT, CancelQueued, record, queue=subjects.SCHEDULER_GROUP)
         await scheduler.flush()
     cancel = CancelQueued(request_id="r", gateway_id="gateway-1")
     for _ in range(40):
         await gateway.request(subjects.SUBMIT, cancel, Done, timeout_s=2)
-    assert len(taken) == 40
-    assert set(taken) == {"scheduler-1", "scheduler-2"}
+    assert len(served_by) == 40
+    assert set(served_by) == {"scheduler-1", "scheduler-2"}
 
 
-async def test_a_message_beyond_the_limit_is_refused_before_it_is_sent(tmp_path: Path) -> None:
+async def test_too_large_message_is_rejected_before_sending(tmp_path: Path) -> None:
     server = NatsServer(tmp_path, max_payload_bytes=64 * 1024)
     try:
         bus = await NatsBus.connect(server.url("gateway-1"), process_id="gateway-1")
         assert bus.max_payload_bytes == 64 * 1024
-        giant = AbortRequest(placement_id=b"x" * 70_000, reason="stop")
+        too_large = AbortRequest(placement_id=b"x" * 70_000, reason="stop")
         with pytest.raises(PayloadTooLarge):
-            await bus.publish(subjects.control("decode", "decode-1"), giant)
+            await bus.publish(subjects.control("decode", "decode-1"), too_large)
         with pytest.raises(PayloadTooLarge):
-            await bus.request(subjects.SUBMIT, giant, Done, timeout_s=1)
+            await bus.request(subjects.SUBMIT, too_large, Done, timeout_s=1)
         await bus.flush()
         assert bus.is_connected
         await bus.close()
@@ -236,10 +236,10 @@ async def test_a_message_beyond_the_limit_is_refused_before_it_is_sent(tmp_path:
         server.stop()
 
 
-async def test_eight_mebibytes_pass(connect: Connect) -> None:
+async def test_message_of_8_mib_is_delivered(connect: Connect) -> None:
     gateway, decode, inbox = await connect("gateway-1"), await connect("decode-1"), Inbox()
     subject = subjects.control("decode", "decode-1")
-    await decode.subscribe(subject, BlocksRemoved, inbox.take)
+    await decode.subscribe(subject, BlocksRemoved, inbox.receive)
     await decode.flush()
     large = BlocksRemoved(block_hashes=bytes(8 * 1024 * 1024 - 100))
     await gateway.publish(subject, large)
@@ -250,10 +250,10 @@ async def test_eight_mebibytes_pass(connect: Connect) -> None:
 
 
 @asynccontextmanager
-async def plain_client(
+async def raw_client(
     server: NatsServer, process_id: str
 ) -> AsyncIterator[tuple[Client, asyncio.Queue[str]]]:
-    """A client with this process's credential and nothing of ours; what the server objects to."""
+    """A nats-py client with the credential of the process, and the errors from the server."""
     errors: asyncio.Queue[str] = asyncio.Queue()
 
     async def on_error(error: Exception) -> None:
@@ -264,7 +264,7 @@ async def plain_client(
     await client.close()
 
 
-def heard(subject: str) -> str:
+def subscribed_subject(subject: str) -> str:
     return subject if subject.startswith("_INBOX") else subjects.from_anyone(subject)
 
 
@@ -285,15 +285,15 @@ def heard(subject: str) -> str:
         ("worker-1", subjects.run_prefill("worker-1"), subjects.run_prefill("worker-2")),
     ],
 )
-async def test_a_process_listens_to_its_own_subjects_only(
+async def test_process_subscribes_only_to_its_own_subjects(
     nats_server: NatsServer, process_id: str, own: str, foreign: str
 ) -> None:
-    async with plain_client(nats_server, process_id) as (client, errors):
-        await client.subscribe(heard(own))
-        await client.subscribe(heard(foreign))
-        refusal = await asyncio.wait_for(errors.get(), timeout=5)
-        assert "permissions violation for subscription" in refusal
-        assert f'"{heard(foreign)}"'.lower() in refusal  # and not `own`, which came first
+    async with raw_client(nats_server, process_id) as (client, errors):
+        await client.subscribe(subscribed_subject(own))
+        await client.subscribe(subscribed_subject(foreign))
+        violation = await asyncio.wait_for(errors.get(), timeout=5)
+        assert "permissions violation for subscription" in violation
+        assert f'"{subscribed_subject(foreign)}"'.lower() in violation  # not `own`, which was first
 
 
 @pytest.mark.parametrize(
@@ -318,30 +318,30 @@ async def test_a_process_listens_to_its_own_subjects_only(
         ("worker-1", subjects.kv_events("decode", "worker-1"), subjects.SUBMIT),
     ],
 )
-async def test_a_process_cannot_pose_as_another(
+async def test_process_publishes_only_to_its_own_subjects(
     nats_server: NatsServer, process_id: str, own: str, foreign: str
 ) -> None:
-    async with plain_client(nats_server, process_id) as (client, errors):
+    async with raw_client(nats_server, process_id) as (client, errors):
         await client.publish(subjects.sent_by(own, process_id), b"")
         await client.publish(subjects.sent_by(foreign, process_id), b"")
-        refusal = await asyncio.wait_for(errors.get(), timeout=5)
-        assert "permissions violation for publish" in refusal
-        assert f'"{foreign}.{process_id}"'.lower() in refusal  # and not `own`, which came first
+        violation = await asyncio.wait_for(errors.get(), timeout=5)
+        assert "permissions violation for publish" in violation
+        assert f'"{foreign}.{process_id}"'.lower() in violation  # not `own`, which was first
 
 
 # ── connection ───────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_wrong_password_or_no_server_is_one_clear_error(nats_server: NatsServer) -> None:
+async def test_failed_connect_raises_error_without_password(nats_server: NatsServer) -> None:
     wrong = nats_server.url("gateway-1").replace(":test@", ":guess@")
     for url in (wrong, "nats://gateway-1:guess@127.0.0.1:1"):
-        with pytest.raises(DependencyUnavailable) as refused:
+        with pytest.raises(DependencyUnavailable) as raised:
             await NatsBus.connect(url, process_id="gateway-1", timeout_s=1.0)
-        assert "guess" not in refused.value.message
-        assert "cannot reach NATS" in refused.value.message
+        assert "guess" not in raised.value.message
+        assert "cannot reach NATS" in raised.value.message
 
 
-def test_a_url_is_shown_without_its_password() -> None:
+def test_url_is_shown_without_password() -> None:
     assert without_password("nats://user:secret@host:4222/x?token=y") == "nats://host:4222/x"
 
 
@@ -354,7 +354,7 @@ async def test_subscriptions_survive_a_server_restart(tmp_path: Path) -> None:
         decode = await NatsBus.connect(server.url("decode-1"), process_id="decode-1")
         stack.push_async_callback(decode.close)
         inbox, subject = Inbox(), subjects.control("decode", "decode-1")
-        await decode.subscribe(subject, AbortRequest, inbox.take)
+        await decode.subscribe(subject, AbortRequest, inbox.receive)
         await decode.flush()
         server.stop()
         await _until(lambda: not gateway.is_connected and not decode.is_connected)
@@ -365,13 +365,13 @@ async def test_subscriptions_survive_a_server_restart(tmp_path: Path) -> None:
         assert await inbox.next() == ABORT
 
 
-async def _until(holds: Callable[[], bool]) -> None:
+async def _until(is_true: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
-        while not holds():
+        while not is_true():
             await asyncio.sleep(0.01)
 
 
-async def test_a_closed_bus_says_so(nats_server: NatsServer) -> None:
+async def test_closed_bus_raises_dependency_unavailable(nats_server: NatsServer) -> None:
     bus = await NatsBus.connect(nats_server.url("gateway-1"), process_id="gateway-1")
     await bus.close()
     with pytest.raises(DependencyUnavailable):
@@ -380,31 +380,31 @@ async def test_a_closed_bus_says_so(nats_server: NatsServer) -> None:
         await bus.request(subjects.SUBMIT, ABORT, Done, timeout_s=0.2)
 
 
-async def test_a_refused_credential_is_told_at_once(nats_server: NatsServer) -> None:
+async def test_rejected_credential_raises_before_timeout(nats_server: NatsServer) -> None:
     scheme, rest = nats_server.url("kv_index-1").split("://")
     user, host = rest.split(":", 1)[0], rest.rsplit("@", 1)[1]
-    with pytest.raises(DependencyUnavailable, match=r"(?i)authorization") as refused:
+    with pytest.raises(DependencyUnavailable, match=r"(?i)authorization") as raised:
         async with asyncio.timeout(3):
             await NatsBus.connect(f"{scheme}://{user}:wrong-word@{host}", process_id=user)
-    assert "wrong-word" not in refused.value.message
+    assert "wrong-word" not in raised.value.message
 
 
-async def test_a_request_that_meets_a_leaving_server_is_answered_or_finds_nobody(
+async def test_request_during_unsubscribe_gets_reply_or_no_responders(
     connect: Connect,
 ) -> None:
-    """It must not be lost between the server's forgetting and the process's."""
+    """No request is lost between the unsubscription at the server and in the process."""
     gateway, decode = await connect("gateway-1"), await connect("decode-1")
     subject = subjects.resend("decode-1")
     for num_turns in range(40):
-        leave = await decode.serve(subject, ListBlocks, lambda _: Done())
+        stop_serving = await decode.serve(subject, ListBlocks, lambda _: Done())
         await decode.flush()
         requests = [
             asyncio.ensure_future(gateway.request(subject, ListBlocks(), Done, timeout_s=2))
             for _ in range(5)
         ]
         for _ in range(num_turns):
-            await asyncio.sleep(0)  # the requests are a little further on their way each time
-        await leave()
+            await asyncio.sleep(0)  # the requests progress further in each round
+        await stop_serving()
         requests += [
             asyncio.ensure_future(gateway.request(subject, ListBlocks(), Done, timeout_s=2))
             for _ in range(5)

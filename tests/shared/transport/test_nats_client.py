@@ -1,4 +1,4 @@
-"""The shorter way of messages and replies, over a real nats-server."""
+"""The shorter path for messages and replies, over a real nats-server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Errors:
     def __init__(self) -> None:
         self.seen: list[str] = []
 
-    async def take(self, error: Exception) -> None:
+    async def receive(self, error: Exception) -> None:
         self.seen.append(str(error))
 
 
@@ -45,140 +45,140 @@ async def connect(nats_server: NatsServer, errors: Errors) -> AsyncIterator[Conn
             client = DirectClient()
             inbox = subjects.inbox_prefix(process_id)
             url = nats_server.url(process_id)
-            await client.connect(url, inbox_prefix=inbox, error_cb=errors.take)
+            await client.connect(url, inbox_prefix=inbox, error_cb=errors.receive)
             stack.push_async_callback(client.close)
             return client
 
         yield connected
 
 
-async def flushed(client: DirectClient) -> None:
-    """A first PING may overtake what is still buffered."""
+async def flush_all(client: DirectClient) -> None:
+    """The first PING may be sent before data that is still buffered."""
     for _ in range(2):
         await client.flush()
 
 
-async def answer_on(client: DirectClient, answer: Callable[[bytes], bytes | None]) -> None:
-    async def take(subject: str, reply: str, data: bytes) -> None:
-        told = answer(data)
-        if told is not None:
-            await client.publish(reply, told)
+async def serve(client: DirectClient, handler: Callable[[bytes], bytes | None]) -> None:
+    async def receive(subject: str, reply: str, data: bytes) -> None:
+        response = handler(data)
+        if response is not None:
+            await client.publish(reply, response)
 
-    await client.listen(SUBJECT, take)
-    await flushed(client)
-
-
-async def test_messages_and_replies_take_the_shorter_way(connect: Connect) -> None:
-    """nats-py counts those that take its own; else only time would tell."""
-    asker, worker = await connect("kv_index-1"), await connect("prefill-1")
-    await answer_on(worker, bytes.upper)
-    asked = [
-        asker.request_bytes(SUBJECT, b"%d: abc" % n, timeout_s=5) for n in range(20)
-    ]  # the first ones
-    assert await asyncio.gather(*asked) == [b"%d: ABC" % n for n in range(20)]
-    assert (asker.stats["in_msgs"], worker.stats["in_msgs"]) == (0, 0)
+    await client.listen(SUBJECT, receive)
+    await flush_all(client)
 
 
-async def test_without_it_they_take_nats_pys(
+async def test_messages_and_replies_bypass_nats_py_queues(connect: Connect) -> None:
+    """nats-py counts only messages on its own path: the counters stay 0."""
+    requester, worker = await connect("kv_index-1"), await connect("prefill-1")
+    await serve(worker, bytes.upper)
+    requests = [
+        requester.request_bytes(SUBJECT, b"%d: abc" % n, timeout_s=5) for n in range(20)
+    ]  # concurrent, and the first of this client
+    assert await asyncio.gather(*requests) == [b"%d: ABC" % n for n in range(20)]
+    assert (requester.stats["in_msgs"], worker.stats["in_msgs"]) == (0, 0)
+
+
+async def test_messages_use_nats_py_queues_without_override(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(DirectClient, "_process_msg")
-    asker, worker = await connect("kv_index-1"), await connect("prefill-1")
-    await answer_on(worker, bytes.upper)
-    assert await asker.request_bytes(SUBJECT, b"abc", timeout_s=5) == b"ABC"
-    assert (asker.stats["in_msgs"], worker.stats["in_msgs"]) == (1, 1)
+    requester, worker = await connect("kv_index-1"), await connect("prefill-1")
+    await serve(worker, bytes.upper)
+    assert await requester.request_bytes(SUBJECT, b"abc", timeout_s=5) == b"ABC"
+    assert (requester.stats["in_msgs"], worker.stats["in_msgs"]) == (1, 1)
 
 
-async def test_a_reply_that_comes_too_late_is_nobody_elses(connect: Connect) -> None:
-    asker, worker = await connect("kv_index-1"), await connect("prefill-1")
+async def test_late_reply_does_not_answer_another_request(connect: Connect) -> None:
+    requester, worker = await connect("kv_index-1"), await connect("prefill-1")
     withheld: list[Msg] = []
 
-    async def answer(message: Msg) -> None:
+    async def handler(message: Msg) -> None:
         withheld.append(message)
         if len(withheld) == 2:
             await withheld[0].respond(b"first")
             await withheld[1].respond(b"second")
             await withheld[1].respond(b"again")
 
-    await worker.subscribe(SUBJECT, cb=answer)
-    await flushed(worker)
+    await worker.subscribe(SUBJECT, cb=handler)
+    await flush_all(worker)
     with pytest.raises(TimeoutError):
-        await asker.request_bytes(SUBJECT, b"", timeout_s=0.05)
-    assert await asker.request_bytes(SUBJECT, b"", timeout_s=5) == b"second"
-    assert asker._replies == {}
+        await requester.request_bytes(SUBJECT, b"", timeout_s=0.05)
+    assert await requester.request_bytes(SUBJECT, b"", timeout_s=5) == b"second"
+    assert requester._replies == {}
 
 
-async def test_nobody_listens(connect: Connect) -> None:
-    asker = await connect("kv_index-1")
+async def test_request_without_responder_raises(connect: Connect) -> None:
+    requester = await connect("kv_index-1")
     with pytest.raises(NoRespondersError):
-        await asker.request_bytes(SUBJECT, b"", timeout_s=5)
+        await requester.request_bytes(SUBJECT, b"", timeout_s=5)
     with pytest.raises(BadSubjectError):
-        await asker.request_bytes("a b", b"", timeout_s=5)
-    assert asker._replies == {}
+        await requester.request_bytes("a b", b"", timeout_s=5)
+    assert requester._replies == {}
 
 
-async def test_who_asks_may_leave(connect: Connect) -> None:
-    asker, worker = await connect("kv_index-1"), await connect("prefill-1")
-    await answer_on(worker, lambda data: None)
-    asking = asyncio.create_task(asker.request_bytes(SUBJECT, b"", timeout_s=60))
-    while not asker._replies:
+async def test_request_can_be_cancelled(connect: Connect) -> None:
+    requester, worker = await connect("kv_index-1"), await connect("prefill-1")
+    await serve(worker, lambda data: None)
+    request = asyncio.create_task(requester.request_bytes(SUBJECT, b"", timeout_s=60))
+    while not requester._replies:
         await asyncio.sleep(0)
-    asking.cancel()
+    request.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asking
-    assert asker._replies == {}
+        await request
+    assert requester._replies == {}
 
 
-async def test_what_a_taker_raises_ends_nothing(connect: Connect, errors: Errors) -> None:
-    asker, worker = await connect("kv_index-1"), await connect("prefill-1")
+async def test_handler_error_does_not_end_subscription(connect: Connect, errors: Errors) -> None:
+    requester, worker = await connect("kv_index-1"), await connect("prefill-1")
 
-    def answer(data: bytes) -> bytes:
+    def handler(data: bytes) -> bytes:
         if data == b"bad":
             raise ValueError("a bug")
         return data
 
-    await answer_on(worker, answer)
-    bad = asyncio.create_task(asker.request_bytes(SUBJECT, b"bad", timeout_s=60))
-    while not asker._replies:
+    await serve(worker, handler)
+    bad = asyncio.create_task(requester.request_bytes(SUBJECT, b"bad", timeout_s=60))
+    while not requester._replies:
         await asyncio.sleep(0)
-    assert await asker.request_bytes(SUBJECT, b"good", timeout_s=5) == b"good"
+    assert await requester.request_bytes(SUBJECT, b"good", timeout_s=5) == b"good"
     bad.cancel()
     assert errors.seen == ["a bug"]
 
 
-async def test_who_has_unsubscribed_hears_no_more(connect: Connect) -> None:
-    asker, worker = await connect("kv_index-1"), await connect("prefill-1")
-    heard: list[bytes] = []
+async def test_no_delivery_after_unsubscribe(connect: Connect) -> None:
+    requester, worker = await connect("kv_index-1"), await connect("prefill-1")
+    received: list[bytes] = []
 
-    async def take(subject: str, reply: str, data: bytes) -> None:
-        heard.append(data)
+    async def receive(subject: str, reply: str, data: bytes) -> None:
+        received.append(data)
         if data == b"last":
             await subscription.unsubscribe()
 
-    subscription = await worker.listen(SUBJECT, take)
-    await flushed(worker)
+    subscription = await worker.listen(SUBJECT, receive)
+    await flush_all(worker)
     for data in (b"last", b"one more"):  # in one segment: both are read at once
-        await asker.publish(SUBJECT, data)
-    await flushed(asker)
-    await flushed(worker)
-    assert heard == [b"last"]
+        await requester.publish(SUBJECT, data)
+    await flush_all(requester)
+    await flush_all(worker)
+    assert received == [b"last"]
     assert worker._takers == {}
 
 
-async def test_a_flush_that_is_given_up_ends_nothing(connect: Connect) -> None:
-    asker, worker = await connect("kv_index-1"), await connect("prefill-1")
-    await answer_on(worker, bytes.upper)
-    for client in (asker, worker):
+async def test_cancelled_flush_does_not_break_client(connect: Connect) -> None:
+    requester, worker = await connect("kv_index-1"), await connect("prefill-1")
+    await serve(worker, bytes.upper)
+    for client in (requester, worker):
         flush = asyncio.create_task(client.flush())
-        await asyncio.sleep(0)  # its PING is on the way
+        await asyncio.sleep(0)  # sends its PING
         flush.cancel()
         await asyncio.gather(flush, return_exceptions=True)
-        await flushed(client)  # the first PONG is of the flush that was given up
-    assert await asker.request_bytes(SUBJECT, b"abc", timeout_s=5) == b"ABC"
+        await flush_all(client)  # the first PONG belongs to the cancelled flush
+    assert await requester.request_bytes(SUBJECT, b"abc", timeout_s=5) == b"ABC"
 
 
-def test_nats_py_has_the_internals_that_are_overridden() -> None:
-    """A release that moves them must be looked at before it is admitted."""
+def test_nats_py_internals_have_expected_parameters() -> None:
+    """Review a release that changes them before pyproject.toml admits it."""
     assert version("nats-py").startswith(f"{nats_client.TESTED_RELEASE}.")
     found = {
         name: tuple(inspect.signature(getattr(Client, name)).parameters)
@@ -187,7 +187,7 @@ def test_nats_py_has_the_internals_that_are_overridden() -> None:
     assert found == nats_client.INTERNALS
 
 
-async def test_nats_py_has_the_attributes_that_are_used(connect: Connect) -> None:
+async def test_nats_py_has_the_attributes_in_use(connect: Connect) -> None:
     client = await connect("kv_index-1")
     subscription = await client.subscribe(SUBJECT)
     assert [name for name in nats_client.CLIENT_ATTRIBUTES if not hasattr(client, name)] == []

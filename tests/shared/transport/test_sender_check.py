@@ -1,4 +1,4 @@
-"""Nobody speaks in another's name: what the server knows against what a message says."""
+"""A message must name its true sender, which the server enforces in the subject."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def run_prefill(decode_worker_id: str) -> RunPrefill:
     )
 
 
-# What is heard by whom under which subject, who sends it, and what it says for a process id.
-TOLD: list[tuple[str, str, str, str, Callable[[str], Message]]] = [
+# Receiver, its subscription, sender, subject, and the message that names a given process id.
+PUBLISHED: list[tuple[str, str, str, str, Callable[[str], Message]]] = [
     (
         "gateway-1",
         subjects.HEARTBEATS,
@@ -141,7 +141,7 @@ TOLD: list[tuple[str, str, str, str, Callable[[str], Message]]] = [
         lambda name: PrefillFailed(placement_id=ID, prefill_worker_id=name, failure=FAILURE),
     ),
 ]
-ASKED: list[tuple[str, str, str, Callable[[str], Message]]] = [
+REQUESTED: list[tuple[str, str, str, Callable[[str], Message]]] = [
     ("scheduler-1", subjects.SUBMIT, "gateway-1", lambda name: submit_of("r", gateway_id=name)),
     ("prefill-1", subjects.run_prefill("prefill-1"), "decode-1", run_prefill),
 ]
@@ -159,30 +159,30 @@ async def connect(nats_server: NatsServer) -> AsyncIterator[Connect]:
         yield connected
 
 
-@pytest.mark.parametrize(("hearer", "heard_as", "sender", "subject", "make"), TOLD)
-async def test_what_is_told_in_anothers_name_is_refused_and_counted(
+@pytest.mark.parametrize(("receiver", "subscription", "sender", "subject", "make"), PUBLISHED)
+async def test_message_with_wrong_sender_is_dropped_and_counted(
     connect: Connect,
-    hearer: str,
-    heard_as: str,
+    receiver: str,
+    subscription: str,
     sender: str,
     subject: str,
     make: Callable[[str], Message],
 ) -> None:
-    receiving, sending = await connect(hearer), await connect(sender)
-    heard: asyncio.Queue[Message] = asyncio.Queue()
-    await receiving.subscribe(heard_as, type(make(sender)), heard.put_nowait)
+    receiving, sending = await connect(receiver), await connect(sender)
+    received: asyncio.Queue[Message] = asyncio.Queue()
+    await receiving.subscribe(subscription, type(make(sender)), received.put_nowait)
     await receiving.flush()
     await sending.publish(subject, make("another"))
     await sending.publish(subject, make(sender))
-    assert await asyncio.wait_for(heard.get(), 5) == make(sender)
-    assert (heard.qsize(), receiving.num_sender_mismatches) == (0, 1)
+    assert await asyncio.wait_for(received.get(), 5) == make(sender)
+    assert (received.qsize(), receiving.num_sender_mismatches) == (0, 1)
 
 
-@pytest.mark.parametrize(("server", "subject", "client", "make"), ASKED)
-async def test_what_is_asked_in_anothers_name_is_refused_and_counted(
+@pytest.mark.parametrize(("server", "subject", "client", "make"), REQUESTED)
+async def test_request_with_wrong_sender_is_rejected_and_counted(
     connect: Connect, server: str, subject: str, client: str, make: Callable[[str], Message]
 ) -> None:
-    serving, asking = await connect(server), await connect(client)
+    serving, requesting = await connect(server), await connect(client)
     served: list[Message] = []
 
     def serve(message: Message) -> Done:
@@ -192,13 +192,13 @@ async def test_what_is_asked_in_anothers_name_is_refused_and_counted(
     await serving.serve(subject, type(make(client)), serve)
     await serving.flush()
     with pytest.raises(SenderMismatch, match="that names another"):
-        await asking.request(subject, make("another"), Done, timeout_s=5)
-    await asking.request(subject, make(client), Done, timeout_s=5)
+        await requesting.request(subject, make("another"), Done, timeout_s=5)
+    await requesting.request(subject, make(client), Done, timeout_s=5)
     assert served == [make(client)]
     assert serving.num_sender_mismatches == 1
 
 
-async def test_an_answer_in_anothers_name_makes_no_sense(connect: Connect) -> None:
+async def test_reply_with_wrong_sender_is_invalid(connect: Connect) -> None:
     index, worker = await connect("kv_index-1"), await connect("prefill-1")
     subject = subjects.list_blocks("prefill", "prefill-1")
     page = BlockPage(worker_id="prefill-2", stored=(), **CACHE)
@@ -209,8 +209,8 @@ async def test_an_answer_in_anothers_name_makes_no_sense(connect: Connect) -> No
     assert index.num_sender_mismatches == 1
 
 
-async def test_the_goodbye_of_another_loses_nobody(connect: Connect) -> None:
-    """A process with a credential says that another has stopped."""
+async def test_stopped_heartbeat_with_wrong_sender_is_ignored(connect: Connect) -> None:
+    """A process with a valid credential reports that another process has stopped."""
     watching, hostile, good = (
         await connect("gateway-1"),
         await connect("decode-2"),
@@ -236,34 +236,34 @@ async def test_the_goodbye_of_another_loses_nobody(connect: Connect) -> None:
     await health_monitor.stop()
 
 
-async def test_the_server_lets_nobody_sign_as_another(connect: Connect) -> None:
-    """Nor does a sender get around the check by another name at the end of its subject."""
+async def test_server_rejects_subject_with_wrong_sender(connect: Connect) -> None:
+    """A sender cannot bypass the check with another process id at the end of the subject."""
     receiving, hostile, good = (
         await connect("gateway-1"),
         await connect("decode-2"),
         await connect("decode-1"),
     )
-    heard: asyncio.Queue[TokenBatch] = asyncio.Queue()
+    received: asyncio.Queue[TokenBatch] = asyncio.Queue()
     subject = subjects.tokens("gateway-1")
-    await receiving.subscribe(subject, TokenBatch, heard.put_nowait)
+    await receiving.subscribe(subject, TokenBatch, received.put_nowait)
     await receiving.flush()
     batch = TokenBatch(worker_id="decode-1", entries=())
-    signed = subjects.sent_by(subject, "decode-1")
-    await hostile._client.publish(signed, msgspec.msgpack.encode(batch))
+    forged_subject = subjects.sent_by(subject, "decode-1")
+    await hostile._client.publish(forged_subject, msgspec.msgpack.encode(batch))
     await hostile.flush()
     await good.publish(subject, batch)
-    await asyncio.wait_for(heard.get(), 5)
+    await asyncio.wait_for(received.get(), 5)
     await receiving.flush()
-    assert heard.empty()
+    assert received.empty()
 
 
-def test_every_message_that_names_its_sender_is_tied_to_it() -> None:
-    """A new message with the id of a process says in `sender_id` whether it is the sender's."""
+def test_every_message_that_names_its_sender_is_checked() -> None:
+    """A message type with a process id overrides `sender_id` if that id is its sender's."""
     named = {"worker_id", "scheduler_id", "process_id", "decode_worker_id", "prefill_worker_id"}
-    others = {"Placed", "PrefixMatch", "Served"}  # of whom it tells is not who tells it
+    others = {"Placed", "PrefixMatch", "Served"}  # they name a process that is not their sender
     for kind in Message.__subclasses__():
-        has_name = bool(named & set(kind.__struct_fields__)) and kind.__name__ not in others
-        is_tied = kind.sender_id is not Message.sender_id
+        names_sender = bool(named & set(kind.__struct_fields__)) and kind.__name__ not in others
+        is_checked = kind.sender_id is not Message.sender_id
         of_gateway = kind in (CancelQueued, SubmitRequest)
-        assert is_tied is (has_name or of_gateway), kind.__name__
+        assert is_checked is (names_sender or of_gateway), kind.__name__
     assert ResendTokens.sender_id is Message.sender_id
