@@ -1,4 +1,4 @@
-"""The benchmark of bundles in small: its sizes add up, and its statistics are those it states."""
+"""The bundle benchmark at a small size: its rows are consistent, its weights as stated."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from shared.engine.codec.byte_planes import byte_counts, entropy_bits
 
 def test_sizes_and_bars_of_a_small_run() -> None:
     rows, bars = at_rest([], num_layers=1, rows_divisor=512, rounds=1, num_threads=2)
-    whole = [row for row in rows if row["kind"] == "whole model, by shape"]
-    assert [row["case"] for row in whole] == ["8B shapes, usual", "8B shapes, harsh"]
-    for row in whole:
+    full_model = [row for row in rows if row["kind"] == "whole model, by shape"]
+    assert [row["case"] for row in full_model] == ["8B shapes, usual", "8B shapes, harsh"]
+    for row in full_model:
         assert row["weights_m"] == 8030.26
         assert 8 < row["entropy_bits"] < row["bits_per_weight"] < 11.5
         assert row["smaller"] == pytest.approx(1 - row["bits_per_weight"] / 16, abs=1e-3)
@@ -27,12 +27,12 @@ def test_sizes_and_bars_of_a_small_run() -> None:
     assert all(bar.holds for bar in sizes if bar.name.startswith("demo_model"))
 
 
-def test_the_shapes_are_those_of_the_model() -> None:
+def test_shapes_have_the_parameters_of_8b() -> None:
     assert sum(count * math.prod(shape) for _, shape, count in WHOLE_MODEL) == 8_030_261_248
 
 
 @pytest.mark.parametrize(("name", "bits"), [("usual", 2.69), ("harsh", 2.88)])
-def test_statistics_are_as_stated(name: str, bits: float) -> None:
+def test_weights_have_the_stated_statistics(name: str, bits: float) -> None:
     words = weights((512, 1024), STATISTICS[name], np.random.default_rng(0))
     exponents = (words.reshape(-1) >> 7 & 0xFF).astype(np.uint8)
     assert entropy_bits(byte_counts(exponents)) == pytest.approx(bits, abs=0.04)

@@ -1,4 +1,4 @@
-"""The benchmark's simulation in small: what it counts must be what happened."""
+"""The simulation benchmark at a small size: its figures must match the simulated requests."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def test_every_request_ends_once(policy: Hearth | RoundRobin | LeastLoaded | Pre
     outcome = Simulation(FleetShape(3, 3), policy).run(spread(60, 4))
     figures = figures_of(outcome)
     assert figures.num_requests == len(outcome.decision_ns) == 60
-    assert figures.hit_ratio == 0  # nothing is shared
+    assert figures.hit_ratio == 0  # no two prompts share a prefix
     assert outcome.num_prompt_tokens == sum(each.input_length for each in spread(60, 4))
 
 
-def test_who_waits_beyond_its_deadline_has_ended_too() -> None:
-    """One slow site, far too many at once: some end, some are refused, the rest expires."""
+def test_expired_requests_are_counted() -> None:
+    """One overloaded site: some requests complete, some are rejected, the others expire."""
     shape = FleetShape(1, 1, Costs(num_blocks=60), deadline_s=5.0)
     outcome = Simulation(shape, RoundRobin()).run(spread(200, 100))
     figures = figures_of(outcome)
@@ -39,7 +39,7 @@ def test_who_waits_beyond_its_deadline_has_ended_too() -> None:
     assert figures.num_requests + figures.num_refused + figures.num_expired == 200
 
 
-def test_one_request_takes_what_its_parts_take() -> None:
+def test_request_latency_is_sum_of_its_parts() -> None:
     shape = FleetShape(1, 1)
     request = TraceRequest(0.0, 2001, 11, [1, 2, 3, 4])
     outcome = Simulation(shape, RoundRobin()).run([request])
@@ -50,7 +50,7 @@ def test_one_request_takes_what_its_parts_take() -> None:
     assert outcome.tpot_s[0] == pytest.approx(step_s)
 
 
-def test_sessions_find_their_history() -> None:
+def test_sessions_hit_their_cached_history() -> None:
     hits = {}
     for policy in (Hearth(Random(0).randrange), LeastLoaded()):
         outcome = Simulation(FleetShape(6, 6), policy).run(agents(60, 0.5))
@@ -58,15 +58,15 @@ def test_sessions_find_their_history() -> None:
     assert hits["hearth"] > 0.75 > 0.6 > hits["least loaded"]
 
 
-def test_a_flood_leaves_the_normal_requests_as_they_are() -> None:
-    def normals(flood_per_s: float) -> list[tuple[float, int]]:
+def test_flood_does_not_change_normal_requests() -> None:
+    def normal_requests(flood_per_s: float) -> list[tuple[float, int]]:
         trace = flood(50, 10, flood_per_s, flooder=FLOODER)
         return [(each.timestamp, each.input_length) for each in trace if each.tenant != FLOODER]
 
-    assert normals(100.0) == normals(0.0)
+    assert normal_requests(100.0) == normal_requests(0.0)
 
 
-def test_mooncakes_lines_are_read_and_written(tmp_path: Path) -> None:
+def test_mooncake_trace_is_read_and_written(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(f"{MOONCAKE_LINE}\n")
     requests = list(read_trace(path))
@@ -78,7 +78,7 @@ def test_mooncakes_lines_are_read_and_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line", ["{}", "[1]", MOONCAKE_LINE.replace("6955", "0"), MOONCAKE_LINE.replace("27482", "1")]
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
+def test_error_names_invalid_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(f"{MOONCAKE_LINE}\n{line}\n")
     with pytest.raises(ValueError, match=r"trace.jsonl:2: "):

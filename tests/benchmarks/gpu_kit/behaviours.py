@@ -1,4 +1,4 @@
-"""Parts of a kit that behave as real ones might."""
+"""Kit parts with the behaviours and faults that real parts may have."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(session: Session, behaviour: str, folder: str = "") -> None:
 
 
 def hang(folder: Path) -> None:
-    """With a child of its own, deaf to requests to end. Writes the ids of both."""
+    """Hangs with a child process; both ignore SIGTERM. Writes both process ids."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
     child = subprocess.Popen([sys.executable, "-c", code])

@@ -1,4 +1,4 @@
-"""The GPU kit without a GPU: what its parts do to one another, and a dry run of all of it."""
+"""The GPU kit without a GPU: isolation of its parts, and a dry run of all parts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def part(
 
 
 def kit(folder: Path, *parts: Part, budget_s: float = BUDGET_S) -> dict[str, Any]:
-    """What summary.json says of each part, by name."""
+    """Runs the parts. Returns the entries of summary.json by part name."""
     outputs = Outputs(folder / "out", folder / "work")
     run_kit(parts, outputs, budget_s=budget_s, is_dry=False)
     summary = json.loads((folder / "out" / "summary.json").read_text())
@@ -47,7 +47,7 @@ def is_running(process_id: int) -> bool:
     return state != "Z"
 
 
-def test_a_part_that_fails_takes_nothing_with_it(tmp_path: Path) -> None:
+def test_failed_part_does_not_stop_other_parts(tmp_path: Path) -> None:
     names = ("raise", "crash", "not built", "lacks", "flood", "talk")
     missing = part("fine", needs=("torch", "no_such_module"))
     found = kit(tmp_path, *map(part, names), missing, Part("future", 0, ""), part("last"))
@@ -70,7 +70,7 @@ def test_a_part_that_fails_takes_nothing_with_it(tmp_path: Path) -> None:
     assert len(log) < LOG_BYTES + (64 << 10)
 
 
-def test_a_deadline_ends_a_part_and_all_that_it_started(tmp_path: Path) -> None:
+def test_deadline_ends_part_and_its_child_processes(tmp_path: Path) -> None:
     found = kit(tmp_path, part("hang", str(tmp_path), deadline_s=3), part("last"))
     assert (found["hang"]["status"], found["hang"]["num_rows"]) == ("timed out", 1)
     assert found["last"]["status"] == "ok"
@@ -78,32 +78,32 @@ def test_a_deadline_ends_a_part_and_all_that_it_started(tmp_path: Path) -> None:
     assert [each for each in ids if is_running(each)] == []
 
 
-def test_nothing_begins_after_the_end_of_the_time(tmp_path: Path) -> None:
+def test_no_part_starts_without_time_left(tmp_path: Path) -> None:
     found = kit(tmp_path, part("fine"), budget_s=20)
     assert found["fine"]["status"] == "timed out"
     assert found["fine"]["reason"] == "no time left"
 
 
-def test_compiled_kernels_travel_in_one_archive(tmp_path: Path) -> None:
+def test_compiled_kernels_are_packed_in_one_archive(tmp_path: Path) -> None:
     first = Outputs(tmp_path / "out", tmp_path / "work")
     kernel = first.cache / "HASH"
     kernel.mkdir(parents=True)
     for name in ("k.cubin", "k.json", "k.ttgir", "launcher.so"):
         (kernel / name).write_text(name)
     first.pack_cache()
-    elsewhere = Outputs(tmp_path / "out", tmp_path / "other")
-    assert elsewhere.unpack_cache()
-    kept = sorted(path.name for path in elsewhere.cache.rglob("*") if path.is_file())
-    assert kept == ["k.cubin", "k.json", "launcher.so"]
+    second = Outputs(tmp_path / "out", tmp_path / "other")
+    assert second.unpack_cache()
+    unpacked = sorted(path.name for path in second.cache.rglob("*") if path.is_file())
+    assert unpacked == ["k.cubin", "k.json", "launcher.so"]
 
 
-def test_a_broken_archive_is_a_cold_start(tmp_path: Path) -> None:
+def test_invalid_archive_is_ignored(tmp_path: Path) -> None:
     outputs = Outputs(tmp_path / "out", tmp_path / "work")
     (tmp_path / "out" / "triton_cache.tar.gz").write_bytes(b"no archive")
     assert not outputs.unpack_cache()
 
 
-def test_the_parts_have_names_of_their_own() -> None:
+def test_part_names_are_unique() -> None:
     assert len({part.name for part in PARTS}) == len(PARTS)
 
 
@@ -115,7 +115,7 @@ REPORT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def test_a_test_that_fails_is_a_row(tmp_path: Path) -> None:
+def test_failed_test_becomes_a_row(tmp_path: Path) -> None:
     (tmp_path / "report.xml").write_text(REPORT)
     session = Session("tests", tmp_path / "rows.jsonl")
     assert add_rows(session, tmp_path / "report.xml") == 3
@@ -126,8 +126,8 @@ def test_a_test_that_fails_is_a_row(tmp_path: Path) -> None:
     ]
 
 
-def test_tests_are_interrupted_in_time() -> None:
-    """By the signal at which pytest ends and writes its report."""
+def test_tests_are_interrupted_at_deadline() -> None:
+    """Interrupts with SIGINT: pytest then stops and writes its report."""
     code = "import signal; print(flush=True); signal.pause()"
     tests = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert tests.stdout is not None
@@ -135,7 +135,7 @@ def test_tests_are_interrupted_in_time() -> None:
     assert status_of(tests, 0.0) == -signal.SIGINT
 
 
-def test_the_tools_findings_are_read() -> None:
+def test_tool_outputs_are_parsed() -> None:
     output = "launched linear\n========= Invalid read\n========= ERROR SUMMARY: 1 error\nbye"
     assert findings(output) == ["========= Invalid read", "========= ERROR SUMMARY: 1 error"]
     table = (
@@ -153,8 +153,8 @@ def test_the_tools_findings_are_read() -> None:
     ]
 
 
-def test_the_roofline_of_8b() -> None:
-    """15.0 GB of weights a step, 128 KiB of KV a token, 132 TFLOP for a prompt of 8,192."""
+def test_roofline_of_8b() -> None:
+    """15.0 GB of weights per step, 128 KiB of KV per token, 132 TFLOP for 8,192 prompt tokens."""
     config = roofline.CONFIG
     assert roofline.kv_bytes_per_token(config) == 128 << 10
     assert roofline.decode_bytes(config, 1, 0) == pytest.approx(15.0e9, rel=0.005)
@@ -162,8 +162,8 @@ def test_the_roofline_of_8b() -> None:
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="the interpreter launches nothing")
-def test_a_dry_run(tmp_path: Path) -> None:
-    """From the script on: launches are real ones up to the driver; what needs a GPU says so."""
+def test_dry_run(tmp_path: Path) -> None:
+    """Runs the script. Launches go to a fake driver; no part that needs a GPU fails."""
     pytest.importorskip("triton")
     command = [str(ROOT / "scripts" / "gpu_kit"), "out", "--dry-run", "--work", "work"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""The kit's parts that run a whole model, on the CPU and with a small one."""
+"""The kit's parts that run a full model, on the CPU with a small model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shared.engine.runners.load import load_runner
 SMALL = handoff.CONFIG | {"num_hidden_layers": 2}
 
 
-def test_a_model_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches for which there is no room are left out, and said to be."""
+def test_model_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches that exceed the KV blocks are skipped, with a row that says so."""
     monkeypatch.setattr(model_8b, "BATCHES", (1, 3, 500))
     monkeypatch.setattr(model_8b, "CONTEXT", 100)
     monkeypatch.setattr(model_8b, "PROMPT", 96)
@@ -35,7 +35,7 @@ def test_a_model_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert row["error"] == pytest.approx(row["measured_ms"] / row["predicted_ms"] - 1, rel=0.1)
 
 
-def test_kv_is_handed_from_process_to_process() -> None:
+def test_kv_is_pushed_between_processes() -> None:
     with model_8b.folder_of(SMALL) as folder:
         rows = handoff.measure(folder, "cpu", "cpu", 100, 2)
     assert [row["case"] for row in rows] == ["push of 100 tokens"] * 2
