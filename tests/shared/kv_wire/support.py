@@ -45,13 +45,13 @@ def fill_with(data: bytes) -> Fill:
 
 
 class RecordingSink:
-    """Records all calls. `gate` delays deliveries; `refusal` is raised to reject them."""
+    """Records all calls. `gate` delays deliveries; `rejection` is raised to reject them."""
 
     def __init__(self, gate: asyncio.Event | None = None) -> None:
         self.frames: list[tuple[FrameHeader, bytes]] = []
         self.corrupted: list[FrameHeader] = []
         self.num_lost = 0
-        self.refusal: Exception | None = None
+        self.rejection: Exception | None = None
         self.gate = gate
         self.entered = asyncio.Event()
         self.lost = asyncio.Event()
@@ -60,8 +60,8 @@ class RecordingSink:
         self.entered.set()
         if self.gate is not None:
             await self.gate.wait()
-        if self.refusal is not None:
-            raise self.refusal
+        if self.rejection is not None:
+            raise self.rejection
         self.frames.append((header, bytes(payload)))
 
     def corrupt(self, header: FrameHeader) -> None:

@@ -77,12 +77,12 @@ async def test_unknown_placement_is_rejected_without_link_loss(pair: Pair) -> No
 @pytest.mark.parametrize("error", [NoCapacity("no room for it"), ValueError("no room for it")])
 async def test_sink_error_rejects_frame_with_reason(pair: Pair, error: Exception) -> None:
     sink = RecordingSink()
-    sink.refusal = error
+    sink.rejection = error
     pair.receiver.expect(b"placement-a", sink)
     link = await pair.dialer.link(pair.address)
     with pytest.raises(FrameRefused, match="no room for it"):
         await link.send(header(3), fill_with(b"abc"))
-    sink.refusal = None
+    sink.rejection = None
     await link.send(header(3), fill_with(b"abc"))
     assert pair.receiver.counts.num_rejected == 1  # type: ignore[attr-defined]
 
