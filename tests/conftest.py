@@ -1,4 +1,4 @@
-"""Shared servers of tests; each test run (and each xdist worker) has separate ones."""
+"""Servers that tests share; each test run and each xdist worker has separate ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# The slowest first, by CPU seconds: a long file that starts last leaves the other process idle.
+# Sorted by CPU seconds, slowest first: a long file that starts last leaves the other process idle.
 SLOW_FIRST = (
     "tests/simulation/test_schedules.py",
     "tests/kernels/test_interpreted.py",
@@ -46,15 +46,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Packed weights of a test run are deleted with it; compiled code stays for the next run."""
+    """Shared weights of a test run are deleted with it; the next run reuses compiled code."""
     with pytest.MonkeyPatch.context() as patch:
         home = tmp_path_factory.mktemp("cache")
-        own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         (home / "hearth").mkdir()
         for name in ("kernels", "passed"):  # compiled kernels; tests/kernels/support/passed.py
-            kept = own / "hearth" / name
-            kept.mkdir(parents=True, exist_ok=True)
-            (home / "hearth" / name).symlink_to(kept)
+            reused = user_cache / "hearth" / name
+            reused.mkdir(parents=True, exist_ok=True)
+            (home / "hearth" / name).symlink_to(reused)
         patch.setenv("XDG_CACHE_HOME", str(home))
         patch.delenv("HEARTH_CACHE_DIR", raising=False)
         yield home

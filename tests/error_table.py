@@ -1,4 +1,4 @@
-"""The gateway's errors by code, as its README has them: from the classes, with what each means.
+"""The table of errors in the gateway's README, generated from the error classes.
 
 python -m tests.error_table            print the table
 python -m tests.error_table --write    put it into services/gateway/README.md
@@ -61,14 +61,14 @@ MEANING = {
     "worker_busy": "a worker has no room (between processes)",
     "deadline_exceeded": "the request took longer than `--request-timeout-s`",
 }
-STARTING = {"config_error", "checkpoint_error"}  # they stop a start and answer no request
+STARTUP_ONLY = {"config_error", "checkpoint_error"}  # raised at startup, never in a response
 
 
 def error_classes() -> list[type[HearthError]]:
-    """Every class of the four modules whose code a response can carry."""
+    """Every class of the four modules whose code can occur in a response."""
     modules = {module.__name__ for module in MODULES}
     found = [each for each in _descendants(HearthError) if each.__module__ in modules]
-    return [each for each in found if each.code not in STARTING]
+    return [each for each in found if each.code not in STARTUP_ONLY]
 
 
 def _descendants(root: type[HearthError]) -> Iterator[type[HearthError]]:
@@ -78,7 +78,7 @@ def _descendants(root: type[HearthError]) -> Iterator[type[HearthError]]:
 
 
 def table() -> str:
-    """Markdown, by status. Raises KeyError for a code without a meaning."""
+    """The Markdown table, sorted by status. Raises KeyError for a code without a meaning."""
     lines = ["| status | `code` | `type` | meaning |", "| --- | --- | --- | --- |"]
     rows = [(each.http_status, each.code, each.openai_type) for each in error_classes()]
     for status, code, kind in sorted(rows, key=lambda row: row[0]):
@@ -87,7 +87,7 @@ def table() -> str:
 
 
 def written() -> str:
-    """The README as it should be."""
+    """The README with the current table."""
     return replaced(README.read_text(), MARKER, table())
 
 

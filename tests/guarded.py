@@ -1,4 +1,4 @@
-"""Memory that ends, or begins, where no byte may be touched: whoever does is killed at once."""
+"""Buffers beside a protected page: an access outside the buffer kills the process at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PROT_NONE = 0
 
 
 def guarded(data: bytes | int, *, is_at_end: bool) -> NDArray[np.uint8]:
-    """A copy of these bytes, or so many of any value, right before or behind a forbidden page."""
+    """A copy of `data`, or that many bytes of 0xA5, right before or after a protected page."""
     num_bytes = data if isinstance(data, int) else len(data)
     size = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     memory = np.frombuffer(mmap.mmap(-1, size + 2 * mmap.PAGESIZE), np.uint8)
@@ -22,6 +22,6 @@ def guarded(data: bytes | int, *, is_at_end: bool) -> NDArray[np.uint8]:
         if _libc.mprotect(page, mmap.PAGESIZE, _PROT_NONE) != 0:
             raise OSError(ctypes.get_errno(), "mprotect")
     first = mmap.PAGESIZE + (size - num_bytes if is_at_end else 0)
-    room = memory[first : first + num_bytes]
-    room[:] = 0xA5 if isinstance(data, int) else np.frombuffer(data, np.uint8)
-    return room
+    buffer = memory[first : first + num_bytes]
+    buffer[:] = 0xA5 if isinstance(data, int) else np.frombuffer(data, np.uint8)
+    return buffer

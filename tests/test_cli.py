@@ -1,4 +1,4 @@
-"""The `hearth` command as a user meets it."""
+"""The `hearth` command: help, options, model names and error messages."""
 
 import os
 import subprocess
@@ -49,7 +49,7 @@ def hearth_process(*arguments: str, **environ: str) -> subprocess.CompletedProce
     )
 
 
-def test_help_names_every_command_and_loads_no_engine() -> None:
+def test_help_lists_commands_without_heavy_imports() -> None:
     result = hearth_process("--help")
     assert result.returncode == 0
     for command in COMMANDS:
@@ -62,21 +62,23 @@ def test_help_names_every_command_and_loads_no_engine() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
 
 
-def test_the_demo_model_has_one_name_however_it_is_started() -> None:
+def test_demo_model_name_does_not_depend_on_its_path() -> None:
     assert model_name_for(DEMO_MODEL_DIR, "") == DEMO_MODEL_NAME
     assert model_name_for(DEMO_MODEL_DIR / ".." / DEMO_MODEL_DIR.name, "") == DEMO_MODEL_NAME
     assert model_name_for(DEMO_MODEL_DIR, "mine") == "mine"
     assert model_name_for(Path("/models/other"), "") == ""
 
 
-def test_a_hub_model_is_called_by_its_id() -> None:
+def test_hub_model_name_is_its_id() -> None:
     assert model_name_for(Path("org/name-1.5"), "") == "org/name-1.5"
     assert model_name_for(Path("org/name-1.5"), "mine") == "mine"
-    assert model_name_for(Path("services/local"), "") == ""  # a directory here comes first
+    assert (
+        model_name_for(Path("services/local"), "") == ""
+    )  # an existing directory takes precedence
 
 
-def test_a_process_gives_what_the_other_tests_see() -> None:
-    """They call `main` in the process of the tests; this one starts the command."""
+def test_process_output_equals_in_process_output() -> None:
+    """Other tests call `main` in the test process; this test starts the command."""
     for arguments in (["chat"], ["status", "--help"], ["tenant"]):
         process, called = hearth_process(*arguments), hearth(*arguments)
         assert process.returncode == called.returncode
@@ -84,7 +86,7 @@ def test_a_process_gives_what_the_other_tests_see() -> None:
         assert process.stderr == called.stderr
 
 
-def test_no_argument_is_a_wish_for_help() -> None:
+def test_no_argument_prints_help() -> None:
     assert hearth().stdout == hearth("--help").stdout
 
 
@@ -96,7 +98,7 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
 
 
 @pytest.mark.parametrize("config", [GatewayConfig, SchedulerConfig, KvIndexConfig, WorkerConfig])
-def test_every_field_of_a_configuration_is_an_explained_option(config: type) -> None:
+def test_every_config_field_has_help_text(config: type) -> None:
     assert {field.name for field in msgspec.structs.fields(config)} <= set(HELP)
 
 
@@ -150,7 +152,7 @@ def test_every_field_of_a_configuration_is_an_explained_option(config: type) -> 
         (["decompress", "shared/demo_model", "/tmp/new"], "not a bundle"),
     ],
 )
-def test_every_refusal_is_one_line_and_status_2(arguments: list[str], words: str) -> None:
+def test_invalid_arguments_print_one_line_and_exit_with_2(arguments: list[str], words: str) -> None:
     result = hearth(*arguments)
     assert result.returncode == 2, result.stderr
     assert words in result.stderr
@@ -167,7 +169,7 @@ def test_every_refusal_is_one_line_and_status_2(arguments: list[str], words: str
         (["--batch-invariant"], {"HEARTH_BATCH_INVARIANT": "false"}, True),
     ],
 )
-def test_a_switch_can_be_turned_off(
+def test_boolean_option_can_be_turned_off(
     arguments: list[str], variables: dict[str, str], expected: bool
 ) -> None:
     seen: list[bool] = []
@@ -182,7 +184,7 @@ def test_a_switch_can_be_turned_off(
     assert (result.exit_code, seen) == (0, [expected])
 
 
-def test_options_come_from_the_environment_too() -> None:
+def test_environment_variables_set_options() -> None:
     result = hearth("decode", HEARTH_NATS_URL="nats://d-1:word@127.0.0.1:9", HEARTH_DTYPE="int3")
     assert result.returncode == 2
     assert "dtype 'int3'" in result.stderr

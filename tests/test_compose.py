@@ -1,4 +1,4 @@
-"""docker-compose.yml without Docker: each service is started by the very command of the file."""
+"""docker-compose.yml without Docker: each service runs the exact command of the file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.services.cli.running import NoModel, complete, eventually, ready
 ROOT = Path(__file__).parents[1]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, Any] = COMPOSE["services"]
-OURS = ("kv_index", "scheduler", "prefill", "decode", "gateway")
+HEARTH_SERVICES = ("kv_index", "scheduler", "prefill", "decode", "gateway")
 SECRETS = {
     name: f"p{index}"
     for index, name in enumerate(sorted(set(re.findall(r"HEARTH_\w+_PASSWORD", str(COMPOSE)))))
@@ -28,7 +28,7 @@ SECRETS = {
 
 
 def interpolated(text: str) -> str:
-    """As compose does it: ${NAME}, ${NAME:-default}, ${NAME:?message}; $$ is a dollar."""
+    """Interpolates as compose does: ${NAME}, ${NAME:-default}, ${NAME:?message}; $$ is a dollar."""
 
     def value(match: re.Match[str]) -> str:
         name, _, default = match[1].partition(":")
@@ -46,7 +46,7 @@ def plain_environ() -> dict[str, str]:
 
 
 class ComposedServer(Server):
-    """A server with the file's environment; the Server of other tests has none of its own."""
+    """A server with the environment variables of the compose file."""
 
     def __init__(self, command: list[str], port: int, environ: dict[str, str]) -> None:
         assignments = [f"{name}={text}" for name, text in environ.items()]
@@ -54,14 +54,14 @@ class ComposedServer(Server):
 
 
 class Stack:
-    """The five services on this host: names of containers become 127.0.0.1 and a port."""
+    """The five services on this host; container names become 127.0.0.1 and a port."""
 
     def __init__(self, directory: Path) -> None:
         self.logs = directory
         self.model_dir = write_chat_checkpoint(directory / "model")
         self.ports = {"nats:4222": free_port(), "redis:6379": free_port(), "0.0.0.0": free_port()}
         self.servers = [self._nats(), self._redis()]
-        self.processes = {service: self._start(service) for service in OURS}
+        self.processes = {service: self._start(service) for service in HEARTH_SERVICES}
 
     @property
     def url(self) -> str:
@@ -98,9 +98,7 @@ class Stack:
     def _start(self, service: str) -> subprocess.Popen[bytes]:
         command = [self.local(word) for word in SERVICES[service]["command"]]
         environ = self.local_environment(service)
-        if (
-            service == "scheduler"
-        ):  # so that the data plane is used: else it finds it is not worth it
+        if service == "scheduler":  # otherwise decode workers compute these short prompts
             environ["HEARTH_MAX_LOCAL_PREFILL_TOKENS"] = "4"
         with (self.logs / f"{service}.log").open("wb") as log:
             return subprocess.Popen(
@@ -120,7 +118,7 @@ class Stack:
         return fixed.get(text, text)
 
     def local_environment(self, service: str) -> dict[str, str]:
-        """Containers are one another's hosts by their names; here all are on one."""
+        """Containers reach each other by name; here all services run on one host."""
         environ = {name: self.local(text) for name, text in environment(service).items()}
         if "HEARTH_DATA_PLANE_ADVERTISED_HOST" in environ:
             assert environ["HEARTH_DATA_PLANE_ADVERTISED_HOST"] == service
@@ -130,9 +128,9 @@ class Stack:
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    made = Stack(tmp_path_factory.mktemp("compose"))
-    yield made
-    made.stop()
+    started = Stack(tmp_path_factory.mktemp("compose"))
+    yield started
+    started.stop()
 
 
 def answers(url: str, api_key: str) -> dict[str, Any] | None:
@@ -142,7 +140,7 @@ def answers(url: str, api_key: str) -> dict[str, Any] | None:
         return None
 
 
-def test_the_five_services_become_ready_and_answer(stack: Stack) -> None:
+def test_five_services_become_ready_and_answer(stack: Stack) -> None:
     eventually(lambda: ready(stack.url), f"ready; logs in {stack.logs}")
     workers = eventually(
         lambda: all((found := ready(stack.url).get("workers", {})).values()) and found, "workers"
@@ -156,12 +154,12 @@ def test_the_five_services_become_ready_and_answer(stack: Stack) -> None:
     assert answer["hearth"]["prefill_worker"] == "prefill"
 
 
-@pytest.mark.parametrize("service", OURS)
-def test_the_health_check_of_the_image_tells_who_is_well(stack: Stack, service: str) -> None:
+@pytest.mark.parametrize("service", HEARTH_SERVICES)
+def test_health_check_succeeds_for_a_running_service(stack: Stack, service: str) -> None:
     assert health(stack, environment(service)["HEARTH_NATS_URL"]) == 0
 
 
-def test_the_health_check_tells_who_is_not(stack: Stack) -> None:
+def test_health_check_fails_for_an_absent_service(stack: Stack) -> None:
     absent = f"nats://decode-gpu:{SECRETS['HEARTH_DECODE_GPU_PASSWORD']}@nats:4222"
     assert health(stack, absent) == 1
 
@@ -175,7 +173,7 @@ def health(stack: Stack, nats_url: str) -> int:
     return subprocess.run(command, env=environ, cwd=ROOT, capture_output=True).returncode
 
 
-def test_every_service_may_only_use_its_own_credential() -> None:
+def test_every_service_has_its_own_credential() -> None:
     users = [
         re.search(r"nats://([\w-]+):\$\{(\w+)\}@", service["environment"]["HEARTH_NATS_URL"])
         for service in SERVICES.values()
@@ -192,7 +190,7 @@ def test_every_service_may_only_use_its_own_credential() -> None:
     assert set(re.findall(r'user: "([\w-]+)"', text)) == set(names)
 
 
-def test_no_secret_has_a_default_and_only_the_door_is_published() -> None:
+def test_secrets_have_no_default_and_only_gateway_is_published() -> None:
     for name in SECRETS:
         assert f"${{{name}:-" not in (ROOT / "docker-compose.yml").read_text()
     published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}

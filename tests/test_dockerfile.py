@@ -10,7 +10,7 @@ import yaml
 ROOT = Path(__file__).parents[1]
 DOCKERFILE = (ROOT / "services" / "Dockerfile").read_text()
 SERVICES = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
-# name -> (the stage that it goes on from, its instructions)
+# name -> (the stage that it extends, its instructions)
 STAGES = {
     name: (base, body)
     for base, name, body in re.findall(
@@ -19,7 +19,7 @@ STAGES = {
 }
 
 
-def test_the_gpu_image_has_the_compiler_that_triton_needs() -> None:
+def test_gpu_image_has_tritons_compiler() -> None:
     base, body = STAGES["gpu"]
     assert base in STAGES
     installed = re.search(r"apt-get install [^&]*", body)
@@ -43,6 +43,6 @@ def test_compose_builds_the_gpu_stage_for_gpu_workers_only() -> None:
     }
 
 
-def test_the_default_image_has_no_compiler() -> None:
+def test_default_image_has_no_compiler() -> None:
     *_, last = STAGES
     assert STAGES[last] == ("hearth", "")

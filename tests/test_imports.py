@@ -1,4 +1,4 @@
-"""Who may import whom: services do not know each other, and torch stays in the engine."""
+"""Import rules: services do not import each other; only engine and kernels import torch."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ class Rule:
 
     inside: tuple[str, ...]
     outside: frozenset[str]
-    but_not: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
 
 
-def rule(inside: str, *outside: set[str], but_not: str = "") -> Rule:
-    return Rule(tuple(inside.split()), frozenset().union(*outside), tuple(but_not.split()))
+def rule(inside: str, *outside: set[str], excluded: str = "") -> Rule:
+    return Rule(tuple(inside.split()), frozenset().union(*outside), tuple(excluded.split()))
 
 
-# The longest matching place decides.
+# The rule of the longest matching path applies.
 RULES = {
     "kernels": rule("kernels", {"torch", "triton", "numpy", "numba", "llvmlite"}),
-    "shared": rule("shared", BASE, but_not="shared.engine"),
+    "shared": rule("shared", BASE, excluded="shared.engine"),
     "shared/engine": rule("shared kernels", BASE, TENSORS),
     "services/scheduler": rule(
-        "services.scheduler shared", BASE, {"numpy", "numba"}, but_not="shared.engine"
+        "services.scheduler shared", BASE, {"numpy", "numba"}, excluded="shared.engine"
     ),
-    "services/kv_index": rule("services.kv_index shared", BASE, but_not="shared.engine"),
-    "services/gateway": rule("services.gateway shared", BASE, WEB, but_not="shared.engine"),
+    "services/kv_index": rule("services.kv_index shared", BASE, excluded="shared.engine"),
+    "services/gateway": rule("services.gateway shared", BASE, WEB, excluded="shared.engine"),
     "services/prefill": rule("services.prefill shared", BASE),
     "services/decode": rule("services.decode shared", BASE),
     "services/cli": rule(
         "services.cli services.local services.client shared",
         *(BASE, TERMINAL),
-        but_not="shared.engine",
+        excluded="shared.engine",
     ),
     "services/cli/bundle_commands.py": rule("services.cli services.local shared", BASE, TERMINAL),
     "services/cli/warm_command.py": rule("services.cli services.local shared", BASE, TERMINAL),
     "services/cli/compression_progress.py": rule("services.cli shared", BASE, TERMINAL),
-    "services/client": rule("services.client shared", BASE, TERMINAL, but_not="shared.engine"),
-    "services/local": rule("services.local shared", BASE, TERMINAL, HUB, but_not="shared.engine"),
+    "services/client": rule("services.client shared", BASE, TERMINAL, excluded="shared.engine"),
+    "services/local": rule("services.local shared", BASE, TERMINAL, HUB, excluded="shared.engine"),
     "services": rule("services shared", BASE, TERMINAL),
 }
 
@@ -100,11 +100,11 @@ def is_allowed(name: str, rule: Rule) -> bool:
     if name == "services":  # the bare package, to find its path
         return any(prefix.startswith("services") for prefix in rule.inside)
     if top in ("kernels", "shared", "services", "tests", "benchmarks", "scripts"):
-        return is_within(name, rule.inside) and not is_within(name, rule.but_not)
+        return is_within(name, rule.inside) and not is_within(name, rule.excluded)
     return top in sys.stdlib_module_names or top in rule.outside
 
 
-def test_every_file_imports_what_its_folder_may() -> None:
+def test_every_file_imports_only_allowed_modules() -> None:
     offenders = {
         path.relative_to(ROOT).as_posix(): found
         for path in sources()
@@ -113,9 +113,9 @@ def test_every_file_imports_what_its_folder_may() -> None:
     assert offenders == {}
 
 
-# Of a folder's rooms, from the top down: each imports only what stands after it. Rooms of one line
-# do not import each other.
-FLOORS = {
+# The layers of each folder, from the top down. A module or subfolder imports only from layers after
+# its own; members of one layer do not import each other.
+LAYERS = {
     "services": "__main__ | cli | local client worker | decode prefill gateway scheduler kv_index",
     "services/gateway": (
         "service | app | prefixes | openai | http | request | streams tenancy | text | catalog |"
@@ -130,8 +130,8 @@ FLOORS = {
 MAX_FILES = 16
 
 
-def folder_rooms(path: Path, folder: str) -> str | None:
-    """The room of `folder` that a module lies in; None for one outside of it."""
+def folder_member(path: Path, folder: str) -> str | None:
+    """The module or subfolder of `folder` that contains `path`; None if `path` is outside."""
     parts, inside = path.with_suffix("").parts, Path(folder).parts
     return (
         parts[len(inside)] if parts[: len(inside)] == inside and len(parts) > len(inside) else None
@@ -139,7 +139,7 @@ def folder_rooms(path: Path, folder: str) -> str | None:
 
 
 def module_file(name: str) -> Path | None:
-    """Of a dotted name, which may go on with something that the module defines."""
+    """The file of a dotted name, which may end with a name that the module defines."""
     parts = name.split(".")
     while parts:
         for path in (Path(*parts).with_suffix(".py"), Path(*parts, "__init__.py")):
@@ -158,29 +158,29 @@ def own_imports() -> list[tuple[Path, Path]]:
     return sorted({(importer, found) for importer, found in pairs if found and found != importer})
 
 
-def test_no_import_runs_upward() -> None:
+def test_no_import_goes_upward() -> None:
     offenders = []
-    for folder, rows in FLOORS.items():
-        floor_of = {room: i for i, row in enumerate(rows.split("|")) for room in row.split()}
+    for folder, rows in LAYERS.items():
+        layer_of = {member: i for i, row in enumerate(rows.split("|")) for member in row.split()}
         for importer, found in own_imports():
-            above, below = folder_rooms(importer, folder), folder_rooms(found, folder)
-            is_placed = above != below and above in floor_of and below in floor_of
-            if is_placed and floor_of[above] >= floor_of[below]:
+            above, below = folder_member(importer, folder), folder_member(found, folder)
+            is_placed = above != below and above in layer_of and below in layer_of
+            if is_placed and layer_of[above] >= layer_of[below]:
                 offenders.append(f"{folder}: {importer} imports {found}")
     assert offenders == []
 
 
-def test_no_import_goes_in_a_circle_at_any_level() -> None:
-    """Among the files and folders of each folder."""
+def test_imports_have_no_cycles() -> None:
+    """The files and subfolders of each folder form an acyclic graph."""
     graphs: dict[Path, dict[str, set[str]]] = {}
     for importer, found in own_imports():
         level = Path(os.path.commonpath([importer.parent, found.parent]))
         if found.name == "__init__.py" and found.parent == level:
             continue
         depth = 0 if level == Path() else len(level.parts)
-        here, there = importer.parts[depth], found.parts[depth]
-        if here != there:
-            graphs.setdefault(level, {}).setdefault(here, set()).add(there)
+        source, target = importer.parts[depth], found.parts[depth]
+        if source != target:
+            graphs.setdefault(level, {}).setdefault(source, set()).add(target)
     for level, graph in graphs.items():
         try:
             tuple(TopologicalSorter(graph).static_order())
@@ -188,7 +188,7 @@ def test_no_import_goes_in_a_circle_at_any_level() -> None:
             pytest.fail(f"{level}: {error.args[1]}")
 
 
-def test_no_folder_is_crowded() -> None:
+def test_no_folder_exceeds_max_files() -> None:
     tests = [path for name in ("tests", "benchmarks") for path in (ROOT / name).rglob("*.py")]
     files = [path for path in (*sources(), *tests) if path.name != "__init__.py"]
     counts = Counter(path.parent.relative_to(ROOT).as_posix() for path in files)
@@ -212,12 +212,12 @@ def test_no_folder_is_crowded() -> None:
         ("shared/packing.py", "tests.servers"),
     ],
 )
-def test_the_rules_forbid(file: str, name: str) -> None:
+def test_forbidden_import_is_rejected(file: str, name: str) -> None:
     assert not is_allowed(name, rule_of(ROOT / file))
 
 
 @pytest.mark.parametrize("service", ["gateway", "scheduler", "kv_index"])
-def test_torch_is_not_even_loaded(service: str) -> None:
+def test_service_does_not_load_torch(service: str) -> None:
     code = (
         f"import sys, services.{service}.service\n"
         "print(sorted({'torch', 'transformers', 'triton'} & set(sys.modules)))"
@@ -229,5 +229,5 @@ def test_torch_is_not_even_loaded(service: str) -> None:
 
 
 def test_kernels_stays_an_empty_package() -> None:
-    """transformers imports a package of that name where it finds one on the path."""
+    """transformers imports any package named `kernels` that it finds on the path."""
     assert (ROOT / "kernels" / "__init__.py").read_text() == ""

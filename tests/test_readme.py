@@ -1,4 +1,4 @@
-"""The READMEs tell the truth: paths and commands exist, figures are those of committed results."""
+"""The READMEs are correct: paths and commands exist, figures equal the committed results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEARTH = re.compile(r"(?:^|`)(?:HEARTH_\S+ )?hearth (\w[\w-]*)([^#\n`]*)", re.MU
 SCRIPT = re.compile(r"(?:^|`)(scripts/[\w.]+)", re.MULTILINE)
 MODULE = re.compile(r"python -m ((?:benchmarks|tests|services)[\w.]*)")
 OPTION = re.compile(r"`(--[\w-]+)[^`]*`")
-STARTS_EMPTY = {"clients/"}  # a folder without a file is not in a checkout
+STARTS_EMPTY = {"clients/"}  # git does not check out empty folders
 FOREIGN_OPTIONS = {"--profile"}  # of docker compose
 
 
@@ -43,14 +43,14 @@ def found_in_readmes(pattern: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[
             yield readme, match
 
 
-def shown(readme: Path, text: str) -> str:
+def located(readme: Path, text: str) -> str:
     return f"{readme.relative_to(ROOT)}: {text}"
 
 
 def test_every_path_exists():
-    """From the root of the repository, or from the README's folder."""
+    """Paths are relative to the repository's root or to the README's folder."""
     missing = [
-        shown(readme, path)
+        located(readme, path)
         for readme, match in found_in_readmes(PATH)
         if not (ROOT / (path := match[1])).exists()
         and not (readme.parent / path).exists()
@@ -59,45 +59,45 @@ def test_every_path_exists():
     assert missing == []
 
 
-def test_figures_are_those_of_the_results():
+def test_figures_equal_the_committed_results():
     stale = [path for path, text in readme_table.written().items() if path.read_text() != text]
     assert stale == [], "run: python -m benchmarks.readme_table --write"
 
 
-def test_errors_are_those_of_the_classes():
+def test_error_table_equals_the_error_classes():
     text = error_table.README.read_text()
     assert error_table.written() == text, "run: python -m tests.error_table --write"
 
 
 def test_no_table_is_empty():
     header_alone = re.compile(r"^\|[ |-]*---[ |-]*\|\n(?!\|)", re.MULTILINE)
-    assert [shown(readme, match[0]) for readme, match in found_in_readmes(header_alone)] == []
+    assert [located(readme, match[0]) for readme, match in found_in_readmes(header_alone)] == []
 
 
-def test_a_result_without_rows_is_no_table():
+def test_result_without_rows_raises():
     found = {"commit": "c", "command": "run", "machine": MACHINE, "rows": []}
     with pytest.raises(ValueError, match="would have no rows"):
         readme_table.block(found, "title", {"what": "name"})
 
 
-def test_a_bar_in_a_cell_does_not_end_it():
+def test_bar_in_a_table_cell_is_escaped():
     found = {"commit": "c", "command": "run", "machine": MACHINE, "rows": [{"name": "|x|"}]}
     assert r"| \|x\| |" in readme_table.block(found, "title", {"what": "name"})
 
 
-def test_the_front_page_is_short():
+def test_root_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_FRONT_LINES
 
 
 def test_large_folders_have_a_short_map():
-    """A map is what stands before a README's first section."""
+    """The map is the part of a README before its first section."""
     folders = {path.parent for name in FOLDERS[:4] for path in (ROOT / name).rglob("*.py")}
     large = [each for each in folders if len(list(each.glob("*.py"))) > MAX_FILES_WITHOUT_MAP]
     missing = [each for each in large if not (each / "README.md").exists()]
     assert missing == []
     for readme in readmes()[1:]:
         map_lines, *_ = re.split(r"^## ", readme.read_text(), maxsplit=1, flags=re.MULTILINE)
-        assert len(map_lines.splitlines()) <= MAX_MAP_LINES, shown(readme, "the map is too long")
+        assert len(map_lines.splitlines()) <= MAX_MAP_LINES, located(readme, "the map is too long")
 
 
 def test_every_option_of_a_command_exists():
@@ -110,18 +110,18 @@ def test_every_option_of_a_command_exists():
         if hasattr(command, "commands") and words:  # a group of commands: `hearth tenant add`
             command = command.commands[words[0]]
         options = set(re.findall(r"--[\w-]+", rest)) - options_of(command)
-        unknown += [shown(readme, f"hearth {name} {each}") for each in options]
+        unknown += [located(readme, f"hearth {name} {each}") for each in options]
     assert unknown == []
 
 
-def test_every_option_that_is_named_exists():
-    """Of any command or service; where `services/` describes them."""
+def test_every_option_in_services_readmes_exists():
+    """Each option belongs to any command or service."""
     known = set(FOREIGN_OPTIONS)
     for command in typer.main.get_command(app).commands.values():
         for each in getattr(command, "commands", {"": command}).values():
             known |= options_of(each)
     unknown = [
-        shown(readme, match[1])
+        located(readme, match[1])
         for readme, match in found_in_readmes(OPTION)
         if (ROOT / "services") in readme.parents and match[1] not in known
     ]
@@ -136,7 +136,7 @@ def options_of(command) -> set[str]:
 def test_every_script_and_module_exists():
     front = (ROOT / "README.md").read_text()
     assert {"scripts/up", "scripts/test"} <= set(SCRIPT.findall(front))
-    missing = [shown(*each) for each in missing_programs()]
+    missing = [located(*each) for each in missing_programs()]
     assert missing == []
 
 

@@ -1,4 +1,4 @@
-"""scripts/up and scripts/test on machines of several kinds; pip and Python are recorders here."""
+"""scripts/up and scripts/test on simulated machines; pip and Python only record their calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 class Machine:
-    """A copy of the scripts, and a PATH that holds basic tools and what a test adds."""
+    """A copy of the scripts, and a PATH with basic tools and the programs that a test adds."""
 
     def __init__(self, directory: Path) -> None:
         self.root = directory / "hearth"
@@ -30,14 +30,14 @@ class Machine:
             (self.bin / tool).symlink_to(found)
         self.calls_path = directory / "calls"
 
-    def add(self, name: str, text: str, where: Path | None = None) -> None:
-        path = (self.bin if where is None else where) / name
+    def add(self, name: str, text: str, folder: Path | None = None) -> None:
+        path = (self.bin if folder is None else folder) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"#!{self.bin}/bash\n{text}\n")
         path.chmod(0o755)
 
     def add_venv(self, *, pip: str = "") -> None:
-        """An environment whose programs write their arguments down; `pip` may then fail."""
+        """An environment whose programs record their arguments; `pip` is code that pip runs."""
         for name in ("pip", "hearth", "pytest", "ruff", "mypy"):
             record = f'echo "{name} $*" >> {self.calls_path}\n'
             self.add(name, record + (pip if name == "pip" else ""), self.root / ".venv" / "bin")
@@ -68,7 +68,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_an_old_python_is_named(machine: Machine) -> None:
+def test_old_python_is_reported(machine: Machine) -> None:
     machine.add("python3", "exit 1")
     result = machine.run("scripts/up")
     assert result.returncode == 2
@@ -76,21 +76,21 @@ def test_an_old_python_is_named(machine: Machine) -> None:
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_a_newer_python_beside_an_old_one_is_taken(machine: Machine) -> None:
+def test_newer_python_is_preferred(machine: Machine) -> None:
     machine.add("python3", "exit 1")
     machine.add("python3.12", f'[[ $1 == -c ]] && exit 0; echo "made $*" >> {machine.calls_path}')
     machine.run("scripts/up")
     assert machine.calls[-1] == f"made -m venv {machine.root}/.venv"
 
 
-def test_a_missing_venv_module_names_its_package(machine: Machine) -> None:
+def test_missing_venv_module_names_its_package(machine: Machine) -> None:
     machine.add("python3", '[[ $2 == "import venv, ensurepip" ]] && exit 1; exit 0')
     result = machine.run("scripts/test")
     assert result.returncode == 2
     assert "apt install python3-venv" in result.stderr
 
 
-def test_cpu_torch_comes_from_the_configured_sources_first(machine: Machine) -> None:
+def test_cpu_torch_comes_from_configured_sources_first(machine: Machine) -> None:
     machine.add_venv()
     assert machine.run("scripts/up", "--check").returncode == 0
     torch, project, hearth = machine.calls
@@ -100,13 +100,13 @@ def test_cpu_torch_comes_from_the_configured_sources_first(machine: Machine) -> 
     assert hearth == "hearth up --check"
 
 
-def test_else_from_pytorchs_own_index(machine: Machine) -> None:
+def test_cpu_torch_falls_back_to_pytorchs_index(machine: Machine) -> None:
     machine.add_venv(pip='[[ "$*" != *--no-deps* ]]')
     assert machine.run("scripts/up").returncode == 0
     assert machine.calls[1] == f"pip install --extra-index-url {CPU_INDEX} torch==2.13.0+cpu"
 
 
-def test_a_named_index_is_the_only_one_asked(machine: Machine) -> None:
+def test_only_the_given_torch_index_is_used(machine: Machine) -> None:
     machine.add_venv()
     machine.run("scripts/up", HEARTH_TORCH_INDEX="https://mirror/cpu")
     torch, project, _ = machine.calls
@@ -114,7 +114,7 @@ def test_a_named_index_is_the_only_one_asked(machine: Machine) -> None:
     assert "mirror" not in project
 
 
-def test_no_torch_at_all_is_one_clear_line(machine: Machine) -> None:
+def test_failed_torch_install_names_the_index_variable(machine: Machine) -> None:
     machine.add_venv(pip="exit 1")
     result = machine.run("scripts/up")
     assert result.returncode == 2
@@ -122,14 +122,14 @@ def test_no_torch_at_all_is_one_clear_line(machine: Machine) -> None:
     assert not any(call.startswith("hearth") for call in machine.calls)
 
 
-def test_with_an_nvidia_driver_nothing_is_pinned(machine: Machine) -> None:
+def test_torch_is_not_pinned_with_an_nvidia_driver(machine: Machine) -> None:
     machine.add("nvidia-smi", "exit 0")
     machine.add_venv()
     assert machine.run("scripts/up").returncode == 0
     assert machine.calls[0] == f"pip install -e {machine.root}[servers]"
 
 
-def test_a_second_start_installs_nothing_until_the_project_changes(machine: Machine) -> None:
+def test_second_start_installs_only_after_a_project_change(machine: Machine) -> None:
     machine.add_venv()
     machine.run("scripts/up")
     machine.run("scripts/up")
@@ -140,7 +140,7 @@ def test_a_second_start_installs_nothing_until_the_project_changes(machine: Mach
     assert len(machine.calls) == 3
 
 
-def test_a_failed_installation_is_tried_again(machine: Machine) -> None:
+def test_failed_installation_is_retried(machine: Machine) -> None:
     machine.add_venv(pip='[[ "$*" != *servers* ]]')
     assert machine.run("scripts/up").returncode != 0
     machine.add_venv()
@@ -156,13 +156,13 @@ def calls_of(machine: Machine) -> list[str]:
     return [call for call in machine.calls if not call.startswith("pip")]
 
 
-def test_arguments_choose_tests(machine: Machine) -> None:
+def test_arguments_select_tests(machine: Machine) -> None:
     machine.add_venv()
     assert machine.run(".ci/run", "tests/shared").returncode == 0
     assert calls_of(machine) == [f"{PYTEST} tests/shared", *CHECKS]
 
 
-def test_ci_runs_everything_short_and_then_outside_clients(machine: Machine) -> None:
+def test_ci_runs_short_tests_then_clients(machine: Machine) -> None:
     machine.add_venv()
     (machine.root / "tests" / "clients").mkdir(parents=True)
     assert machine.run(".ci/run").returncode == 0
@@ -170,7 +170,7 @@ def test_ci_runs_everything_short_and_then_outside_clients(machine: Machine) -> 
 
 
 @pytest.mark.parametrize("failing", ["-n", "tests/clients"])
-def test_ci_fails_if_either_fails_and_runs_both(machine: Machine, failing: str) -> None:
+def test_ci_runs_both_and_fails_if_either_fails(machine: Machine, failing: str) -> None:
     machine.add_venv()
     (machine.root / "tests" / "clients").mkdir(parents=True)
     text = f'echo "pytest $1" >> {machine.calls_path}; [[ "$1" != "{failing}" ]]'
@@ -181,8 +181,8 @@ def test_ci_fails_if_either_fails_and_runs_both(machine: Machine, failing: str) 
 
 
 @pytest.mark.parametrize(("status", "expected"), [("0", 0), ("1", 1), ("2", 1), ("4", 1), ("5", 0)])
-def test_no_clients_at_all_is_a_success(machine: Machine, status: str, expected: int) -> None:
-    """pytest ends with 5 where it collects nothing."""
+def test_clients_run_without_tests_succeeds(machine: Machine, status: str, expected: int) -> None:
+    """pytest exits with 5 if it collects nothing."""
     machine.add_venv()
     machine.add("pytest", f"exit {status}", machine.root / ".venv" / "bin")
     assert "nothing to run" in machine.run("scripts/test", "--clients").stdout
@@ -192,12 +192,12 @@ def test_no_clients_at_all_is_a_success(machine: Machine, status: str, expected:
     assert ("tests/clients is empty" in result.stdout) == (status == "5")
 
 
-def test_the_long_run_repeats(machine: Machine) -> None:
+def test_long_run_calls(machine: Machine) -> None:
     machine.add_venv()
-    where = machine.root / ".venv" / "bin"
+    folder = machine.root / ".venv" / "bin"
     variables = "${TRITON_INTERPRET:-} ${PYTHONPATH:-} ${HEARTH_COMPILE_AGAIN:-}"
-    machine.add("pytest", f'echo "pytest $* {variables}" >> {machine.calls_path}', where)
-    machine.add("python", f'echo "python $*" >> {machine.calls_path}; exit 1', where)
+    machine.add("pytest", f'echo "pytest $* {variables}" >> {machine.calls_path}', folder)
+    machine.add("python", f'echo "python $*" >> {machine.calls_path}; exit 1', folder)
     assert machine.run("scripts/test", "--long").returncode == 1
     oldest = machine.root / ".venv" / "oldest"
     runs = [" ".join(call.split()) for call in calls_of(machine)]
@@ -218,7 +218,7 @@ def test_the_long_run_repeats(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("call", ["pytest -n", "ruff check", "ruff format", "mypy "])
-def test_any_of_them_fails_the_run(machine: Machine, call: str) -> None:
+def test_any_failing_tool_fails_the_run(machine: Machine, call: str) -> None:
     machine.add_venv()
     tool, argument = call.split(" ")
     machine.add(tool, f'[[ "${{1:-}}" != "{argument}" ]]', machine.root / ".venv" / "bin")

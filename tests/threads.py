@@ -1,4 +1,4 @@
-"""How many threads compute: torch's and those of the compiled loops."""
+"""The number of compute threads of torch and of numba's compiled loops."""
 
 from __future__ import annotations
 
