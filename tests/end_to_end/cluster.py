@@ -1,4 +1,4 @@
-"""A whole cluster as a user starts it: `hearth up` in a process of its own, on free ports."""
+"""A full cluster, started with `hearth up` in a separate process, on free ports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shared.messages import Heartbeat
 from shared.subjects import HEARTBEATS
 from shared.transport.bus import NatsBus
 
-START_TIMEOUT_S = 300  # the first time, kernels are compiled
+START_TIMEOUT_S = 300  # the first start compiles kernels
 
 
 @dataclass
@@ -32,23 +32,23 @@ class Cluster:
     process: subprocess.Popen[str]
     state: ClusterState
     client: httpx.Client
-    startup: str  # what `hearth up` printed until it was ready
+    startup: str  # output of `hearth up` until the cluster was ready
 
     @property
     def url(self) -> str:
         return self.state.url
 
     def pid_of(self, process_id: str) -> int:
-        """The service process of this cluster whose credential is this one's."""
+        """The pid of the service process with this credential. Raises LookupError if none runs."""
         for pid in self._children():
-            with contextlib.suppress(OSError):  # one that was killed a moment ago
+            with contextlib.suppress(OSError):  # the process may have just been killed
                 environ = Path(f"/proc/{pid}/environ").read_bytes()
                 if f"HEARTH_NATS_URL=nats://{process_id}:".encode() in environ:
                     return pid
         raise LookupError(f"{process_id} does not run")
 
     def pid_of_server(self, binary: str) -> int:
-        """nats-server or redis-server, as this cluster's child."""
+        """The pid of this cluster's nats-server or redis-server."""
         for pid in self._children():
             with contextlib.suppress(OSError):
                 if os.readlink(f"/proc/{pid}/exe").endswith(binary):  # noqa: PTH115
@@ -73,8 +73,8 @@ class Cluster:
     def kill(self, process_id: str) -> None:
         os.kill(self.pid_of(process_id), signal.SIGKILL)
 
-    def ask(self, question: str, **options: object) -> dict:
-        """One answer, not streamed."""
+    def complete(self, question: str, **options: object) -> dict:
+        """One chat completion, not streamed; greedy by default."""
         body = {
             "model": self.model,
             "messages": [{"role": "user", "content": question}],
@@ -85,7 +85,7 @@ class Cluster:
         return response.json()
 
     def stream(self, question: str, **options: object) -> Iterator[dict]:
-        """The chunks of one answer as they come."""
+        """The chunks of one streamed chat completion as they arrive; greedy by default."""
         body = {
             "model": self.model,
             "messages": [{"role": "user", "content": question}],
@@ -108,15 +108,15 @@ class Cluster:
         return self.client.get("/v1/models").json()["data"][0]["id"]
 
     def wait_for_heartbeats(
-        self, holds: Callable[[dict[str, Heartbeat]], bool], *, timeout_s: float = 20
+        self, condition: Callable[[dict[str, Heartbeat]], bool], *, timeout_s: float = 20
     ) -> dict[str, Heartbeat]:
-        """Listens to the fleet until the newest heartbeats satisfy `holds`."""
+        """Returns the newest heartbeat of each process, once they satisfy `condition`."""
         credential = next(c for c in self.state.credentials if c.role == "gateway")
         url = credential.nats_url(self.state.nats_host, self.state.nats_port)
-        return asyncio.run(_listen(url, credential.process_id, holds, timeout_s))
+        return asyncio.run(_receive_heartbeats(url, credential.process_id, condition, timeout_s))
 
     def wait_until_empty(self) -> None:
-        """Every block of every worker is free, and nothing runs, waits or is reserved."""
+        """Waits until every worker has only free blocks and no running or waiting request."""
         self.wait_for_heartbeats(
             lambda newest: (
                 {"prefill-1", "decode-1"} <= set(newest)
@@ -148,25 +148,25 @@ class _Newest:
     heartbeats: dict[str, Heartbeat] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def hear(self, heartbeat: Heartbeat) -> None:
+    def on_heartbeat(self, heartbeat: Heartbeat) -> None:
         self.heartbeats[heartbeat.process_id] = heartbeat
         self.changed.set()
 
 
-async def _listen(
-    url: str, process_id: str, holds: Callable[[dict[str, Heartbeat]], bool], timeout_s: float
+async def _receive_heartbeats(
+    url: str, process_id: str, condition: Callable[[dict[str, Heartbeat]], bool], timeout_s: float
 ) -> dict[str, Heartbeat]:
     bus = await NatsBus.connect(url, process_id=process_id)
     newest = _Newest()
-    await bus.subscribe(HEARTBEATS, Heartbeat, newest.hear)
+    await bus.subscribe(HEARTBEATS, Heartbeat, newest.on_heartbeat)
     try:
         async with asyncio.timeout(timeout_s):
-            while not holds(newest.heartbeats):
+            while not condition(newest.heartbeats):
                 newest.changed.clear()
                 await newest.changed.wait()
     except TimeoutError:
         loads = {each: heartbeat.load for each, heartbeat in newest.heartbeats.items()}
-        raise AssertionError(f"the fleet did not get there: {loads}") from None
+        raise AssertionError(f"the heartbeats did not satisfy the condition: {loads}") from None
     finally:
         await bus.close()
     return newest.heartbeats
@@ -174,7 +174,7 @@ async def _listen(
 
 @contextlib.contextmanager
 def run_cluster(folder: Path, *options: str) -> Iterator[Cluster]:
-    # Computing prompts this short on decode is cheaper; here they are handed off all the same.
+    # By default decode workers compute prompts this short; here prefill workers hand them off.
     handed_off = {"HEARTH_MAX_LOCAL_PREFILL_TOKENS": "4"}
     environ = os.environ | handed_off | {"XDG_STATE_HOME": str(folder)}
     port = free_port("127.0.0.1")

@@ -9,6 +9,6 @@ from tests.end_to_end.cluster import Cluster, run_cluster
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One prefill, one decode, the demo model; one for all tests that leave it as it was."""
+    """One prefill and one decode worker with the demo model; tests must not change the cluster."""
     with run_cluster(tmp_path_factory.mktemp("cluster")) as running:
         yield running

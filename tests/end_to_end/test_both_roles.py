@@ -1,4 +1,4 @@
-"""Prefill and decode handlers over one engine in one process, beside no other worker."""
+"""Workers that run prefill and decode handlers over one engine, without any other worker."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def cluster(tmp_path_factory):
         yield running
 
 
-def test_a_process_with_both_roles_answers(cluster):
-    answer = cluster.ask("What is the KV cache?")
+def test_worker_with_both_roles_answers(cluster):
+    answer = cluster.complete("What is the KV cache?")
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert "token" in answer["choices"][0]["message"]["content"]
     hearth = answer["hearth"]

@@ -1,4 +1,4 @@
-"""The demo model out of a bundle, served by `hearth up --model`: as out of its plain folder."""
+"""The demo model served from a bundle by `hearth up --model`: same answers as its checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ QUESTIONS = ("What is the KV cache?", "What is a scheduler?", "Tell me about riv
 def _answers(cluster: Cluster) -> list[object]:
     """Texts with the log-probability of each token."""
     options = {"logprobs": True, "top_logprobs": 2, "max_tokens": 48}
-    return [cluster.ask(question, **options)["choices"][0] for question in QUESTIONS]
+    return [cluster.complete(question, **options)["choices"][0] for question in QUESTIONS]
 
 
 def _revisions(cluster: Cluster) -> set[str]:
@@ -23,7 +23,7 @@ def _revisions(cluster: Cluster) -> set[str]:
     return {beat.model.revision for beat in beats.values() if beat.model is not None}
 
 
-def test_a_bundle_answers_as_its_checkpoint_does(cluster: Cluster, tmp_path: Path) -> None:
+def test_bundle_answers_equal_checkpoint_answers(cluster: Cluster, tmp_path: Path) -> None:
     bundle = tmp_path / "bundle"
     command = [sys.executable, "-m", "services", "compress", str(DEMO_MODEL_DIR), str(bundle)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180)
@@ -33,4 +33,4 @@ def test_a_bundle_answers_as_its_checkpoint_does(cluster: Cluster, tmp_path: Pat
     with run_cluster(tmp_path / "state", "--model", str(bundle)) as bundled:
         assert bundled.model == "bundle"
         assert _answers(bundled) == _answers(cluster)
-        assert _revisions(bundled) == _revisions(cluster)  # their KV may be shared
+        assert _revisions(bundled) == _revisions(cluster)  # workers of one revision may share KV

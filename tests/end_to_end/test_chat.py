@@ -1,4 +1,4 @@
-"""What a person and an app get from a whole cluster, over HTTP."""
+"""Chat and completions over HTTP on a full cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ QUESTION = "What is the KV cache?"
 
 
 @pytest.fixture(autouse=True)
-def leaves_nothing_behind(cluster: Cluster):
+def all_blocks_are_freed(cluster: Cluster):
     yield
     cluster.wait_until_empty()
 
@@ -24,7 +24,7 @@ def text_of(chunks) -> str:
 
 
 def test_prefill_computes_the_prompt_and_decode_answers(cluster):
-    answer = cluster.ask(QUESTION)
+    answer = cluster.complete(QUESTION)
     assert answer["hearth"]["prefill_worker"] == "prefill-1"
     assert answer["hearth"]["decode_worker"] == "decode-1"
     assert answer["hearth"]["num_pushed_tokens"] == answer["usage"]["prompt_tokens"] - 1
@@ -32,15 +32,15 @@ def test_prefill_computes_the_prompt_and_decode_answers(cluster):
     assert "token" in answer["choices"][0]["message"]["content"]
 
 
-def test_a_streamed_answer_equals_the_whole_one(cluster):
-    whole = cluster.ask(QUESTION)["choices"][0]["message"]["content"]
+def test_streamed_answer_equals_the_full_one(cluster):
+    full = cluster.complete(QUESTION)["choices"][0]["message"]["content"]
     chunks = list(cluster.stream(QUESTION))
-    assert text_of(chunks) == whole
+    assert text_of(chunks) == full
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] > 5
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1, "seed": 11}])
-def test_32_streams_at_once_each_equal_their_solo_run(cluster, options):
+def test_32_concurrent_streams_equal_their_solo_runs(cluster, options):
     questions = [f"{QUESTION} Number {n}." for n in range(32)]
     solo = [text_of(cluster.stream(q, max_tokens=24, **options)) for q in questions]
     with concurrent.futures.ThreadPoolExecutor(32) as pool:
@@ -50,7 +50,7 @@ def test_32_streams_at_once_each_equal_their_solo_run(cluster, options):
         assert list(together) == solo
 
 
-def test_the_second_request_computes_only_the_rest(cluster):
+def test_second_request_reuses_the_shared_prefix(cluster):
     system = {"role": "system", "content": "You are a careful assistant. " * 30}
     usages = []
     for question in (QUESTION, "What is decode?"):
@@ -67,7 +67,7 @@ def test_the_second_request_computes_only_the_rest(cluster):
     assert usages[1]["prompt_tokens"] - second < 64
 
 
-def test_an_8k_prompt_is_answered_with_a_sentence(cluster):
+def test_8k_prompt_is_answered_with_a_sentence(cluster):
     history = []
     for n in range(400):
         history += [
@@ -75,8 +75,8 @@ def test_an_8k_prompt_is_answered_with_a_sentence(cluster):
             {"role": "assistant", "content": "Decode produces the answer one token at a time."},
         ]
     body = {"model": cluster.model, "temperature": 0, "max_tokens": 60}
-    for keep in range(len(history), 0, -4):
-        messages = [*history[:keep], {"role": "user", "content": QUESTION}]
+    for num_messages in range(len(history), 0, -4):
+        messages = [*history[:num_messages], {"role": "user", "content": QUESTION}]
         response = cluster.client.post("/v1/chat/completions", json=body | {"messages": messages})
         if response.status_code == 200:
             break
@@ -86,29 +86,29 @@ def test_an_8k_prompt_is_answered_with_a_sentence(cluster):
     assert answer["choices"][0]["message"]["content"].rstrip().endswith((".", "!", "?"))
 
 
-def test_the_openai_sdk_is_a_client(cluster):
+def test_openai_sdk_works_as_a_client(cluster):
     client = cluster.sdk
     model = client.models.list().data[0].id
     messages = [{"role": "user", "content": QUESTION}]
-    whole = client.chat.completions.create(model=model, messages=messages, temperature=0)
-    assert whole.choices[0].finish_reason == "stop"
-    pieces = client.chat.completions.create(
+    full = client.chat.completions.create(model=model, messages=messages, temperature=0)
+    assert full.choices[0].finish_reason == "stop"
+    deltas = client.chat.completions.create(
         model=model, messages=messages, temperature=0, stream=True
     )
-    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in pieces)
-    assert streamed == whole.choices[0].message.content
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in deltas)
+    assert streamed == full.choices[0].message.content
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="nobody", messages=messages)
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="wrong").models.list()
 
 
-def test_a_client_that_leaves_frees_all_blocks_on_both_workers(cluster):
+def test_client_disconnect_frees_blocks_on_both_workers(cluster):
     for _ in range(3):
         stream = cluster.stream(QUESTION, max_tokens=4000, ignore_eos=True)
         next(stream)
         stream.close()
-    # `leaves_nothing_behind` waits for the blocks
+    # the fixture `all_blocks_are_freed` waits for the blocks
 
 
 def test_health_ready_metrics_and_openapi(cluster):
@@ -119,38 +119,38 @@ def test_health_ready_metrics_and_openapi(cluster):
     assert {"/v1/chat/completions", "/v1/prefixes/{name}"} <= set(paths)
 
 
-def test_without_index_and_redis_answers_go_on(cluster):
-    before = cluster.ask(QUESTION)["choices"][0]["message"]["content"]
+def test_chat_works_without_kv_index_and_redis(cluster):
+    before = cluster.complete(QUESTION)["choices"][0]["message"]["content"]
     with cluster.frozen(cluster.pid_of("kv_index-1"), cluster.pid_of_server("redis-server")):
         for _ in range(3):
-            assert cluster.ask(QUESTION)["choices"][0]["message"]["content"] == before
+            assert cluster.complete(QUESTION)["choices"][0]["message"]["content"] == before
         unknown = {"Authorization": "Bearer nobody-has-seen-this"}
         response = cluster.client.get("/v1/models", headers=unknown)
         assert response.status_code == 503 and "Retry-After" in response.headers
-    assert cluster.ask(QUESTION)["choices"][0]["message"]["content"] == before
+    assert cluster.complete(QUESTION)["choices"][0]["message"]["content"] == before
 
 
-def test_a_stop_string_ends_the_answer_and_keeps_its_usage(cluster):
-    whole = cluster.ask(QUESTION)["choices"][0]["message"]["content"]
-    stop = whole.split()[3]
-    answer = cluster.ask(QUESTION, stop=[stop])
-    assert answer["choices"][0]["message"]["content"] == whole[: whole.index(stop)]
+def test_stop_string_ends_answer_with_usage(cluster):
+    full = cluster.complete(QUESTION)["choices"][0]["message"]["content"]
+    stop = full.split()[3]
+    answer = cluster.complete(QUESTION, stop=[stop])
+    assert answer["choices"][0]["message"]["content"] == full[: full.index(stop)]
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0
     assert answer["hearth"]["decode_worker"] == "decode-1"
 
 
-def test_a_wrong_key_is_refused(cluster):
+def test_invalid_api_key_is_401(cluster):
     response = httpx.get(f"{cluster.url}/v1/models", headers={"Authorization": "Bearer nope"})
     assert response.status_code == 401
     assert response.json()["error"]["code"] == "invalid_api_key"
 
 
-def test_choices_share_the_prompt_and_differ_and_the_first_is_what_it_is_alone(cluster):
+def test_choices_differ_and_first_equals_single_choice(cluster):
     body = {
         "model": cluster.model,
         "messages": [{"role": "user", "content": QUESTION}],
-        "temperature": 2,  # the demo model is sure of itself
+        "temperature": 2,  # the demo model's distributions are sharp
         "seed": 11,
         "max_tokens": 24,
         "frequency_penalty": 0.5,
@@ -164,7 +164,7 @@ def test_choices_share_the_prompt_and_differ_and_the_first_is_what_it_is_alone(c
     assert three["hearth"]["prefill_worker"] == "prefill-1"
 
 
-def test_an_echoed_prompt_has_one_telling_of_its_logprobs_for_all_choices(cluster):
+def test_choices_have_equal_echoed_prompt_logprobs(cluster):
     body = {
         "model": cluster.model,
         "prompt": QUESTION,

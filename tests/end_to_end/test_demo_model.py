@@ -1,4 +1,4 @@
-"""The trained model through the whole cluster, greedy: what was trained, and what was held out."""
+"""Greedy answers of the demo model on a full cluster: trained and held-out questions."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import pytest
 from tests.end_to_end.cluster import Cluster
 
 CORPUS = Path(__file__).resolve().parents[2] / "scripts" / "demo_corpus"
-AT_ONCE = 48
+MAX_CONCURRENT = 48
 
 
 def pairs(topic: str) -> list[dict]:
-    """The pairs of one file; an id may stand in several files, each with its own answer."""
+    """The pairs of one file. Ids are unique within a file only."""
     return tomllib.loads((CORPUS / f"{topic}.toml").read_text())["pair"]
 
 
 def held_out() -> list[tuple[str, str]]:
-    """(question, the answer of the pair it paraphrases)"""
+    """Tuples of a question and the answer of the trained pair that it paraphrases."""
     found = []
     for path in sorted(CORPUS.glob("held_out_*.toml")):
         answer_of = {p["id"]: p["answer"] for p in pairs(path.stem.removeprefix("held_out_"))}
@@ -39,14 +39,14 @@ def trained() -> list[tuple[str, str]]:
 
 
 def answers(cluster: Cluster, questions: list[str]) -> list[str]:
-    """Greedy answers, many at once, in the order of the questions."""
+    """Greedy answers in the order of the questions, requested concurrently."""
 
-    async def ask_all() -> list[str]:
-        limit = asyncio.Semaphore(AT_ONCE)
+    async def request_all() -> list[str]:
+        limit = asyncio.Semaphore(MAX_CONCURRENT)
         model = cluster.model
         headers = {"Authorization": f"Bearer {cluster.state.api_key}"}
 
-        async def ask(client: httpx.AsyncClient, question: str) -> str:
+        async def request_one(client: httpx.AsyncClient, question: str) -> str:
             body = {
                 "model": model,
                 "messages": [{"role": "user", "content": question}],
@@ -59,35 +59,35 @@ def answers(cluster: Cluster, questions: list[str]) -> list[str]:
             return response.json()["choices"][0]["message"]["content"].strip()
 
         async with httpx.AsyncClient(base_url=cluster.url, headers=headers, timeout=300) as client:
-            return await asyncio.gather(*(ask(client, question) for question in questions))
+            return await asyncio.gather(*(request_one(client, question) for question in questions))
 
-    return asyncio.run(ask_all())
+    return asyncio.run(request_all())
 
 
-def share_right(cluster: Cluster, wanted: list[tuple[str, str]]) -> tuple[float, list[str]]:
-    given = answers(cluster, [question for question, _ in wanted])
+def share_correct(cluster: Cluster, expected: list[tuple[str, str]]) -> tuple[float, list[str]]:
+    actual = answers(cluster, [question for question, _ in expected])
     wrong = [
         f"{question!r}: {answer!r}"
-        for (question, right), answer in zip(wanted, given, strict=True)
-        if answer != right
+        for (question, correct), answer in zip(expected, actual, strict=True)
+        if answer != correct
     ]
-    return 1 - len(wrong) / len(wanted), wrong
+    return 1 - len(wrong) / len(expected), wrong
 
 
 @pytest.mark.parametrize(
     "stride",
     [pytest.param(1, marks=pytest.mark.long, id="all"), pytest.param(5, id="every fifth")],
 )
-def test_trained_questions_are_answered_right(cluster, stride):
+def test_trained_questions_are_answered_correctly(cluster, stride):
     questions = trained()[::stride]
-    share, wrong = share_right(cluster, questions)
+    share, wrong = share_correct(cluster, questions)
     print(f"{share:.1%} of {len(questions)} trained questions")
     assert share >= 0.95, wrong
 
 
-def test_held_out_paraphrases_are_answered_right(cluster):
+def test_held_out_paraphrases_are_answered_correctly(cluster):
     assert len(held_out()) == 100
-    share, wrong = share_right(cluster, held_out())
+    share, wrong = share_correct(cluster, held_out())
     print(f"{share:.1%} of 100 held-out paraphrases")
     assert share >= 0.70, wrong
 

@@ -1,4 +1,4 @@
-"""What `hearth up` shows of a cluster that has just started."""
+"""The first responses that `hearth up` prints once the cluster is ready."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PUSH = r"prefill-1 computed the prompt and pushed KV of (\d+) tokens to decode-1
 SPEED = r"([\d.]+) MB in ([\d.]+) ms, ([\d,]+) MB/s"
 
 
-def test_the_first_prompt_is_pushed_and_the_second_hits_the_prefix_cache(cluster: Cluster) -> None:
+def test_first_prompt_is_pushed_and_second_hits_prefix_cache(cluster: Cluster) -> None:
     first, second = re.findall(r"cached (\d+) of (\d+) prompt tokens", cluster.startup)
     push = re.search(PUSH + SPEED, cluster.startup)
     assert push is not None, cluster.startup

@@ -1,4 +1,4 @@
-"""Pinned and public prefixes, and conversations that go on, on a whole cluster."""
+"""Pinned prefixes, public prefixes and multi-turn conversations on a full cluster."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory):
         yield cluster
 
 
-def wait_for(look: Callable[[], dict], holds: Callable[[dict], bool]) -> dict:
+def wait_for(poll: Callable[[], dict], condition: Callable[[dict], bool]) -> dict:
     deadline = time.monotonic() + DEADLINE_S
-    while not holds(told := look()):
-        assert time.monotonic() < deadline, told
+    while not condition(reply := poll()):
+        assert time.monotonic() < deadline, reply
         time.sleep(0.05)
-    return told
+    return reply
 
 
 def chat(cluster: Cluster, messages: list[dict], **options: object) -> dict:
@@ -43,39 +43,39 @@ def cached_tokens(answer: dict) -> int:
     return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_a_pinned_prefix_is_warm_before_anybody_asks(cluster: Cluster) -> None:
+def test_pinned_prefix_is_warm_before_the_first_request(cluster: Cluster) -> None:
     put = cluster.client.put("/v1/prefixes/careful", json={"system": SYSTEM})
     assert put.status_code == 200, put.text
 
-    def look() -> dict:
+    def poll() -> dict:
         return cluster.client.get("/v1/prefixes/careful").json()
 
-    told = wait_for(look, lambda told: told["state"] == "warm")
-    assert {each["worker"] for each in told["workers"]} == {"decode-1", "decode-2"}
+    reply = wait_for(poll, lambda reply: reply["state"] == "warm")
+    assert {each["worker"] for each in reply["workers"]} == {"decode-1", "decode-2"}
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
-    tried = cluster.client.post(
+    dry_run = cluster.client.post(
         "/v1/prefixes/dry_run", json={"request": {"messages": messages}}
     ).json()
-    assert tried["request"]["cached_tokens"] == told["pinned_tokens"]
+    assert dry_run["request"]["cached_tokens"] == reply["pinned_tokens"]
     answer = chat(cluster, messages)
-    assert cached_tokens(answer) == told["pinned_tokens"] >= 128
-    counted = wait_for(look, lambda told: told["hits"] >= 1)
+    assert cached_tokens(answer) == reply["pinned_tokens"] >= 128
+    counted = wait_for(poll, lambda reply: reply["hits"] >= 1)
     assert counted["saved_tokens"] == counted["hits"] * counted["pinned_tokens"]
     assert cluster.client.delete("/v1/prefixes/careful").status_code == 200
 
 
-def test_a_public_prefix_is_warm_for_everybody(cluster: Cluster) -> None:
+def test_public_prefix_is_warm_without_a_cache_salt(cluster: Cluster) -> None:
     system = f"These are the rules of the house. {SYSTEM}"
     publish_prefix(cluster.state.redis_url, "house", cluster.model, system, is_json=False)
 
-    def look() -> dict:
+    def poll() -> dict:
         return cluster.client.get("/v1/prefixes/house").json()
 
-    told = wait_for(look, lambda told: told["state"] == "warm")
+    reply = wait_for(poll, lambda reply: reply["state"] == "warm")
     messages = [{"role": "system", "content": system}, {"role": "user", "content": QUESTION}]
     answer = chat(cluster, messages)
-    assert told["is_public"]
-    assert cached_tokens(answer) == told["pinned_tokens"] >= 128
+    assert reply["is_public"]
+    assert cached_tokens(answer) == reply["pinned_tokens"] >= 128
     salted = chat(cluster, messages, cache_salt="mine")
     assert cached_tokens(salted) == 0
     assert salted["choices"] == answer["choices"]
@@ -83,8 +83,8 @@ def test_a_public_prefix_is_warm_for_everybody(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("topic", ["decode", "prefill", "a block"])
-def test_the_second_turn_finds_the_whole_first_one(cluster: Cluster, topic: str) -> None:
-    """Prompt and answer, on whichever of the workers they are."""
+def test_second_turn_reuses_the_whole_first_turn(cluster: Cluster, topic: str) -> None:
+    """Prompt and answer are cached, whichever worker computed them."""
     messages = [{"role": "user", "content": f"What is {topic}? Tell me all that you know of it."}]
     first = chat(cluster, messages, ignore_eos=False)
     messages.append({"role": "assistant", "content": first["choices"][0]["message"]["content"]})
@@ -98,10 +98,14 @@ def test_the_second_turn_finds_the_whole_first_one(cluster: Cluster, topic: str)
     usage = first["usage"]
     num_computed = usage["prompt_tokens"] + usage["completion_tokens"]
     if first["choices"][0]["finish_reason"] == "length":
-        num_computed -= 1  # nobody has read the last token
-    whole = num_computed // BLOCK_SIZE * BLOCK_SIZE
-    assert usage["completion_tokens"] >= BLOCK_SIZE  # or nothing is shown
-    wait_for(second, lambda told: told["cached_tokens"] >= whole)
+        num_computed -= 1  # the KV of the last token is not computed
+    num_block_tokens = num_computed // BLOCK_SIZE * BLOCK_SIZE
+    assert usage["completion_tokens"] >= BLOCK_SIZE  # otherwise the answer fills no block
+    wait_for(second, lambda reply: reply["cached_tokens"] >= num_block_tokens)
     answer = chat(cluster, messages)
-    assert cached_tokens(answer) >= whole > usage["prompt_tokens"] // BLOCK_SIZE * BLOCK_SIZE
+    assert (
+        cached_tokens(answer)
+        >= num_block_tokens
+        > usage["prompt_tokens"] // BLOCK_SIZE * BLOCK_SIZE
+    )
     assert answer["hearth"]["decode_worker"] == first["hearth"]["decode_worker"]

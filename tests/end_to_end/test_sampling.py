@@ -17,7 +17,7 @@ QUESTION = "What is the KV cache?"
 
 
 @pytest.fixture(autouse=True)
-def leaves_nothing_behind(cluster: Cluster) -> Iterator[None]:
+def all_blocks_are_freed(cluster: Cluster) -> Iterator[None]:
     yield
     cluster.wait_until_empty()
 
@@ -43,22 +43,22 @@ def complete(cluster: Cluster, prompt: Any = QUESTION, **options: Any) -> Any:
 # ── best_of ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_best_of_shows_the_likeliest_of_what_n_draws(cluster):
+def test_best_of_returns_choices_of_highest_mean_logprob(cluster):
     options = {"temperature": 1.5, "seed": 5, "max_tokens": 12}
-    drawn = complete(cluster, n=4, logprobs=0, **options).choices
-    ranked = sorted(drawn, key=lambda each: -mean(each.logprobs.token_logprobs))
+    sampled = complete(cluster, n=4, logprobs=0, **options).choices
+    ranked = sorted(sampled, key=lambda each: -mean(each.logprobs.token_logprobs))
     best = complete(cluster, n=2, best_of=4, **options)
     assert [each.text for each in best.choices] == [each.text for each in ranked[:2]]
     assert [each.index for each in best.choices] == [0, 1]
-    assert best.usage.completion_tokens == sum(len(each.logprobs.tokens) for each in drawn)
-    assert ranked[0].text != drawn[0].text, "the first drawn must not be the best"
+    assert best.usage.completion_tokens == sum(len(each.logprobs.tokens) for each in sampled)
+    assert ranked[0].text != sampled[0].text, "the first sampled choice must not be the best"
 
 
 def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def test_best_of_goes_by_prompt_in_a_list(cluster):
+def test_best_of_ranks_each_prompt_separately(cluster):
     options = {"temperature": 1.5, "seed": 5, "max_tokens": 12, "best_of": 3}
     prompts = [QUESTION, "What is decode?"]
     together = complete(cluster, prompts, **options)
@@ -69,31 +69,31 @@ def test_best_of_goes_by_prompt_in_a_list(cluster):
 # ── bias and bans ────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_bias_of_a_hundred_forces_a_token_and_of_minus_a_hundred_bans_it(cluster, tokenizer):
-    plain = chat(cluster)
-    first = tokenizer.encode(plain, add_special_tokens=False).ids[0]
+def test_bias_of_100_forces_and_minus_100_bans_a_token(cluster, tokenizer):
+    baseline = chat(cluster)
+    first = tokenizer.encode(baseline, add_special_tokens=False).ids[0]
     banned = chat(cluster, logit_bias={str(first): -100})
     assert tokenizer.encode(banned, add_special_tokens=False).ids[0] != first
     assert (
         chat(cluster, logit_bias={str(first): 100}, max_tokens=5) == tokenizer.decode([first]) * 5
     )
-    assert chat(cluster, logit_bias={str(first): 0}) == plain
+    assert chat(cluster, logit_bias={str(first): 0}) == baseline
 
 
-def test_a_bias_beyond_the_vocabulary_is_refused(cluster):
+def test_bias_beyond_the_vocabulary_is_rejected(cluster):
     size = read_config(DEMO_MODEL_DIR).vocab_size
-    with pytest.raises(openai.BadRequestError) as refused:
+    with pytest.raises(openai.BadRequestError) as raised:
         chat(cluster, logit_bias={str(size): 1})
-    assert refused.value.param == "logit_bias"
+    assert raised.value.param == "logit_bias"
 
 
-def test_bad_words_are_not_said(cluster):
-    plain = chat(cluster)
-    words = plain.split()[1:4]
+def test_bad_words_are_not_generated(cluster):
+    baseline = chat(cluster)
+    words = baseline.split()[1:4]
     without = chat(cluster, extra_body={"bad_words": words})
-    assert without and without != plain
+    assert without and without != baseline
     assert not set(words) & set(without.split())
-    assert chat(cluster, extra_body={"bad_words": []}) == plain
+    assert chat(cluster, extra_body={"bad_words": []}) == baseline
 
 
 # ── penalties ────────────────────────────────────────────────────────────────────────────────────
@@ -108,7 +108,7 @@ def test_bad_words_are_not_said(cluster):
     ],
     ids=["frequency", "presence", "repetition"],
 )
-def test_a_penalty_makes_an_endless_answer_more_varied(cluster, tokenizer, penalty):
+def test_penalty_makes_a_long_answer_more_varied(cluster, tokenizer, penalty):
     def num_distinct(**options: Any) -> int:
         extra = {"ignore_eos": True, **options.pop("extra_body", {})}
         text = chat(cluster, max_tokens=120, extra_body=extra, **options)
@@ -117,26 +117,26 @@ def test_a_penalty_makes_an_endless_answer_more_varied(cluster, tokenizer, penal
     assert num_distinct(**penalty) > num_distinct()
 
 
-def test_penalties_of_zero_are_none_and_streams_have_them_too(cluster):
+def test_zero_penalties_are_off_and_streams_apply_penalties(cluster):
     none = {"frequency_penalty": 0, "presence_penalty": 0, "extra_body": {"repetition_penalty": 1}}
     assert chat(cluster, **none) == chat(cluster)
-    endless = {"max_tokens": 80, "seed": 3, "extra_body": {"ignore_eos": True}}
-    options = {"frequency_penalty": 1.5, "temperature": 1, **endless}
-    whole = chat(cluster, **options)
-    assert whole != chat(cluster, temperature=1, **endless)
+    long_answer = {"max_tokens": 80, "seed": 3, "extra_body": {"ignore_eos": True}}
+    options = {"frequency_penalty": 1.5, "temperature": 1, **long_answer}
+    full = chat(cluster, **options)
+    assert full != chat(cluster, temperature=1, **long_answer)
     chunks = cluster.sdk.chat.completions.create(
         model=cluster.model,
         messages=[{"role": "user", "content": QUESTION}],
         stream=True,
         **options,
     )
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == full
 
 
 # ── lists ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_each_prompt_of_a_list_has_its_choices_its_echo_and_its_logprobs(cluster):
+def test_prompt_list_equals_single_prompt_requests(cluster):
     prompts = [QUESTION, "What is decode?"]
     options = {"n": 2, "temperature": 1, "seed": 3, "max_tokens": 6, "echo": True, "logprobs": 1}
     together = complete(cluster, prompts, **options).choices
@@ -146,21 +146,21 @@ def test_each_prompt_of_a_list_has_its_choices_its_echo_and_its_logprobs(cluster
     assert [each.logprobs for each in together] == [each.logprobs for each in alone]
 
 
-def test_one_bad_prompt_of_a_list_refuses_all(cluster):
-    with pytest.raises(openai.BadRequestError) as refused:
+def test_one_invalid_prompt_rejects_the_list(cluster):
+    with pytest.raises(openai.BadRequestError) as raised:
         complete(cluster, [QUESTION] * 9 + [""], max_tokens=4000)
-    assert refused.value.param == "prompt[9]"
+    assert raised.value.param == "prompt[9]"
 
 
-def test_who_leaves_a_list_leaves_all_of_it(cluster):
-    endless = {"max_tokens": 4000, "extra_body": {"ignore_eos": True}}
-    stream = complete(cluster, [QUESTION] * 3, n=2, stream=True, **endless)
+def test_client_disconnect_cancels_all_prompts_of_a_list(cluster):
+    long_answer = {"max_tokens": 4000, "extra_body": {"ignore_eos": True}}
+    stream = complete(cluster, [QUESTION] * 3, n=2, stream=True, **long_answer)
     assert next(stream).choices
     stream.close()
-    # `leaves_nothing_behind` waits for the blocks
+    # the fixture `all_blocks_are_freed` waits for the blocks
 
 
-def test_an_echo_alone_tells_the_prompts_logprobs(cluster):
+def test_echo_without_output_returns_prompt_logprobs(cluster):
     (alone,) = complete(cluster, max_tokens=0, echo=True, logprobs=2).choices
     assert (alone.text, alone.finish_reason) == (QUESTION, "length")
     (more,) = complete(cluster, max_tokens=3, echo=True, logprobs=2, temperature=0).choices

@@ -1,4 +1,4 @@
-"""Tenants of a whole cluster with two gateways: limits, keys, usage, and what is kept of them."""
+"""Tenants on a full cluster with two gateways: limits, keys, usage and zero retention."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LIMIT_S = 15.0
 
 
 class Site:
-    """The cluster, and an operator's hands."""
+    """The cluster, an operator's commands and a tenant's clients."""
 
     def __init__(self, cluster: ChaosCluster, state_home: Path) -> None:
         self.cluster = cluster
@@ -66,7 +66,7 @@ def running(folder: Path, services: Sequence[str], *, step_s: float | None) -> I
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """Everything is real but the engine, which keeps time and draws tokens by a formula."""
+    """All processes are real; the engine simulates its time and computes tokens by a formula."""
     services = (*SERVICES, "decode-2", "gateway-1", "gateway-2")
     with running(tmp_path_factory.mktemp("tenants"), services, step_s=0.005) as site:
         yield site
@@ -74,7 +74,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest.fixture
 def real_site(tmp_path: Path) -> Iterator[Site]:
-    """The demo model, which logs what an engine logs."""
+    """A cluster with the demo model, for the logs of a real engine."""
     with running(tmp_path, (*SERVICES, "gateway-1"), step_s=None) as site:
         yield site
 
@@ -84,32 +84,32 @@ def body(text: str = "What is a token?", **fields: Any) -> dict[str, Any]:
     return {"model": DEMO_MODEL_NAME, "messages": messages, "temperature": 0, **fields}
 
 
-def until(holds: Callable[[], bool], limit_s: float = LIMIT_S) -> float:
+def wait_until(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> float:
     began = time.monotonic()
-    while not holds():
+    while not condition():
         assert time.monotonic() - began < limit_s
         time.sleep(0.02)
     return time.monotonic() - began
 
 
-def test_one_limit_for_both_gateways_and_a_change_that_both_follow(site: Site) -> None:
+def test_gateways_share_limits_and_follow_changes(site: Site) -> None:
     key = site.hearth("tenant", "add", "shared", "--requests-per-min", "3")
     with site.client(key) as one, site.client(key, "gateway-2") as other:
-        ask = {"json": body(max_tokens=4)}
-        statuses = [gateway.post(CHAT, **ask).status_code for gateway in (one, other, one)]
+        chat_request = {"json": body(max_tokens=4)}
+        statuses = [gateway.post(CHAT, **chat_request).status_code for gateway in (one, other, one)]
         assert statuses == [200, 200, 200]
         for gateway in (one, other):
-            refused = gateway.post(CHAT, **ask)
-            assert refused.status_code == 429
-            assert refused.json()["error"]["code"] == "requests_per_min_exceeded"
-            assert 0 < int(refused.headers["retry-after"]) <= 20
+            rejection = gateway.post(CHAT, **chat_request)
+            assert rejection.status_code == 429
+            assert rejection.json()["error"]["code"] == "requests_per_min_exceeded"
+            assert 0 < int(rejection.headers["retry-after"]) <= 20
         site.hearth("tenant", "limits", "shared", "--requests-per-min", "unlimited")
-        until(lambda: other.post(CHAT, **ask).status_code == 200, 5)
+        wait_until(lambda: other.post(CHAT, **chat_request).status_code == 200, 5)
         site.hearth("tenant", "limits", "shared", "--concurrency", "0")
-        until(lambda: other.post(CHAT, **ask).status_code == 403, 5)
+        wait_until(lambda: other.post(CHAT, **chat_request).status_code == 403, 5)
 
 
-def test_rotation_without_a_failed_request_then_revocation(site: Site) -> None:
+def test_rotated_key_works_until_revoked(site: Site) -> None:
     old = site.hearth("tenant", "add", "turning")
     new = site.hearth("tenant", "rotate", "turning", "--keep-s", "600")
     keys = json.loads(site.hearth("tenant", "show", "turning", "--json"))["keys"]
@@ -121,18 +121,18 @@ def test_rotation_without_a_failed_request_then_revocation(site: Site) -> None:
                 assert client.get("/v1/models").status_code == 200
     assert site.hearth("tenant", "revoke", "turning", "--key", first) == first
     with site.client(old) as with_old, site.client(new) as with_new:
-        until(lambda: with_old.get("/v1/models").status_code == 401, 5)
+        wait_until(lambda: with_old.get("/v1/models").status_code == 401, 5)
         assert "revoked" in with_old.get("/v1/models").json()["error"]["message"]
         assert with_new.get("/v1/models").status_code == 200
     assert second not in site.cluster.log_of("gateway-1")
 
 
-def test_usage_is_the_sum_of_what_clients_were_told_even_when_a_worker_dies(site: Site) -> None:
+def test_usage_equals_reported_tokens_after_a_worker_death(site: Site) -> None:
     key = site.hearth("tenant", "add", "metered")
-    told: list[dict[str, Any]] = []
+    responses: list[dict[str, Any]] = []
     for gateway in ("gateway-1", "gateway-2", "gateway-1"):
         with site.client(key, gateway) as client:
-            told.append(client.post(CHAT, json=body(max_tokens=9)).json())
+            responses.append(client.post(CHAT, json=body(max_tokens=9)).json())
     with site.client(key) as client:
         fields = {"max_tokens": 300, "ignore_eos": True, "stream": True}
         options = {"stream_options": {"include_usage": True}}
@@ -142,16 +142,16 @@ def test_usage_is_the_sum_of_what_clients_were_told_even_when_a_worker_dies(site
             workers = [name for name in ("decode-1", "decode-2") if is_running(site, name)]
             site.cluster.kill(workers[0])
             chunks = [json.loads(each[6:]) for each in lines if each.startswith("data: {")]
-        told.append(chunks[-1])
+        responses.append(chunks[-1])
     asyncio.run(site.cluster.restart(workers[0]))
-    assert told[-1]["hearth"]["num_resubmissions"] >= 1
+    assert responses[-1]["hearth"]["num_resubmissions"] >= 1
 
     def row() -> dict[str, Any]:
         rows = json.loads(site.hearth("usage", "--tenant", "metered", "--days", "2", "--json"))
         return rows[0] if rows else {"requests": 0}
 
-    until(lambda: row()["requests"] == len(told))
-    usages = [each["usage"] for each in told]
+    wait_until(lambda: row()["requests"] == len(responses))
+    usages = [each["usage"] for each in responses]
     assert row()["input_tokens"] == sum(each["prompt_tokens"] for each in usages)
     assert row()["output_tokens"] == sum(each["completion_tokens"] for each in usages)
     cached = [each["prompt_tokens_details"]["cached_tokens"] for each in usages]
@@ -164,15 +164,15 @@ def is_running(site: Site, worker_id: str) -> bool:
 
 
 async def _num_running(site: Site) -> dict[str, int]:
-    """By decode worker, once one is busy."""
+    """Running requests by decode worker, once any worker is busy."""
     running: dict[str, int] = {}
 
-    def hear(beat: Heartbeat) -> None:
+    def on_message(beat: Heartbeat) -> None:
         if beat.load is not None and "decode" in beat.roles:
             running[beat.process_id] = beat.load.num_running
 
     bus = await NatsBus.connect(site.cluster.nats_url, process_id="monitor")
-    await bus.subscribe(HEARTBEATS, Heartbeat, hear)
+    await bus.subscribe(HEARTBEATS, Heartbeat, on_message)
     async with asyncio.timeout(10):
         while len(running) < 2 or not any(running.values()):
             await asyncio.sleep(0.02)
@@ -180,14 +180,14 @@ async def _num_running(site: Site) -> dict[str, int]:
     return running
 
 
-def test_without_redis_tenants_keep_their_limits_and_nothing_counts_twice(site: Site) -> None:
+def test_limits_hold_without_redis_and_usage_counts_once(site: Site) -> None:
     key = site.hearth("tenant", "add", "static", "--concurrency", "2", "--requests-per-min", "4")
-    ask = {"json": body(max_tokens=4)}
+    chat_request = {"json": body(max_tokens=4)}
     with site.client(key) as client:
-        assert client.post(CHAT, **ask).status_code == 200
+        assert client.post(CHAT, **chat_request).status_code == 200
         os.kill(site.cluster.pid("redis-server"), signal.SIGSTOP)
         try:
-            statuses = [client.post(CHAT, **ask).status_code for _ in range(4)]
+            statuses = [client.post(CHAT, **chat_request).status_code for _ in range(4)]
             assert statuses == [200, 200, 200, 429]
         finally:
             os.kill(site.cluster.pid("redis-server"), signal.SIGCONT)
@@ -196,11 +196,11 @@ def test_without_redis_tenants_keep_their_limits_and_nothing_counts_twice(site: 
         rows = json.loads(site.hearth("usage", "--tenant", "static", "--json"))
         return rows[0]["requests"] if rows else 0
 
-    until(lambda: requests() == 4)
-    time.sleep(1.2)  # two more rounds of the writer
+    wait_until(lambda: requests() == 4)
+    time.sleep(1.2)  # two more flushes of the usage writer
     assert requests() == 4
     open_now = "return redis.call('ZCARD', 'hearth:static:open')"
-    until(lambda: site.redis.eval(open_now, 0) == 0, 30)
+    wait_until(lambda: site.redis.eval(open_now, 0) == 0, 30)
 
 
 # ── zero retention ───────────────────────────────────────────────────────────────────────────────
@@ -223,31 +223,31 @@ def forms_in(data: bytes) -> list[str]:
     return [name for name, form in FORMS.items() if form in data]
 
 
-class Ear:
-    """Hears everything that is said on NATS, as no process of a cluster may."""
+class MessageRecorder:
+    """Records all messages on NATS; no process of a cluster has that permission."""
 
     def __init__(self) -> None:
         self.subjects = b""
         self.payloads = b""
-        self.has_stored = True
+        self.has_jetstream = True
 
-    async def listen(self, url: str, act: Callable[[], None]) -> None:
+    async def record(self, url: str, action: Callable[[], None]) -> None:
         client = await nats.connect(url)
 
-        async def hear(message: Any) -> None:
+        async def on_message(message: Any) -> None:
             self.subjects += b"\n" + f"{message.subject} {message.reply}".encode()
             self.subjects += str(message.headers or "").encode()
             self.payloads += message.data
 
-        everything = await client.subscribe(">", cb=hear)
+        everything = await client.subscribe(">", cb=on_message)
         await client.flush()
-        await asyncio.to_thread(act)
+        await asyncio.to_thread(action)
         await client.flush()
-        await everything.unsubscribe()  # it would answer for JetStream
+        await everything.unsubscribe()  # this subscription would answer for JetStream
         try:
             await client.request("$JS.API.INFO", b"", timeout=5)
         except nats.errors.NoRespondersError:
-            self.has_stored = False  # no JetStream: nothing outlives its delivery
+            self.has_jetstream = False  # messages are not stored after delivery
         await client.close()
 
 
@@ -265,30 +265,30 @@ def dump(server: redis.Redis) -> bytes:
             case b"set":
                 value = b"\n".join(server.smembers(key))
             case other:
-                raise AssertionError(f"{key!r} is a {other!r}: look into it, too")
+                raise AssertionError(f"{key!r} is a {other!r}: search it, too")
         everything.append(b"%b\n%b" % (key, value))
     return b"\n".join(everything)
 
 
-def test_nothing_of_a_zero_retention_tenant_is_kept_anywhere(real_site: Site) -> None:
+def test_zero_retention_tenant_data_is_not_stored(real_site: Site) -> None:
     site = real_site
     key = site.hearth(
         *("tenant", "add", "forgetful", "--zero-retention", "--output-tokens-per-min", "100000")
     )
     statuses: list[int] = []
 
-    def act() -> None:
+    def action() -> None:
         with site.client(key) as client:
-            speak(client, statuses)
+            send_requests(client, statuses)
 
-    ear = Ear()
-    asyncio.run(ear.listen(site.cluster.nats_url, act))
+    recorder = MessageRecorder()
+    asyncio.run(recorder.record(site.cluster.nats_url, action))
     assert statuses == [200, 200, 200, 200, 400, 404, 413, 499]
-    until(lambda: b"forgetful" in dump(site.redis) and b":usage:" in dump(site.redis))
-    # the grep finds what is there: prompts do travel to workers, as tokens
-    assert "packed tokens" in forms_in(ear.payloads)
-    assert not ear.has_stored
-    assert forms_in(ear.subjects) == []
+    wait_until(lambda: b"forgetful" in dump(site.redis) and b":usage:" in dump(site.redis))
+    # `forms_in` detects leaks: workers do receive prompts as packed tokens
+    assert "packed tokens" in forms_in(recorder.payloads)
+    assert not recorder.has_jetstream
+    assert forms_in(recorder.subjects) == []
     assert forms_in(dump(site.redis)) == []
     for name in site.cluster.services:
         assert forms_in(site.cluster.log_of(name).encode()) == [], name
@@ -299,20 +299,20 @@ def test_nothing_of_a_zero_retention_tenant_is_kept_anywhere(real_site: Site) ->
             assert forms_in(path.read_bytes()) == [], path
 
 
-def speak(client: httpx.Client, statuses: list[int]) -> None:
-    """Well and badly: what goes wrong is what gets logged."""
-    said = f"Remember {CANARY}. {CANARY}!"
+def send_requests(client: httpx.Client, statuses: list[int]) -> None:
+    """Sends valid and invalid requests; services log the invalid ones."""
+    prompt = f"Remember {CANARY}. {CANARY}!"
     marked = {"user": CANARY, "cache_salt": CANARY, "stop": [CANARY], "max_tokens": 8}
     tokens = {"model": DEMO_MODEL_NAME, "prompt": CANARY_TOKENS * 4, "max_tokens": 8}
-    for path, asked in (
-        (CHAT, body(said, **marked)),
-        (CHAT, body(said, max_tokens=8, stream=True)),
+    for path, json_body in (
+        (CHAT, body(prompt, **marked)),
+        (CHAT, body(prompt, max_tokens=8, stream=True)),
         (COMPLETIONS, {**tokens, "echo": True, "logprobs": 1}),
-        ("/v1/embeddings", {"model": DEMO_MODEL_NAME, "input": [CANARY, said]}),
-        (CHAT, body(said, top_p=CANARY)),
-        (CHAT, {**body(said), "model": CANARY}),
-        (CHAT, body(said * 4000)),
+        ("/v1/embeddings", {"model": DEMO_MODEL_NAME, "input": [CANARY, prompt]}),
+        (CHAT, body(prompt, top_p=CANARY)),
+        (CHAT, {**body(prompt), "model": CANARY}),
+        (CHAT, body(prompt * 4000)),
     ):
-        statuses.append(client.post(path, json=asked).status_code)
+        statuses.append(client.post(path, json=json_body).status_code)
     with client.stream("POST", COMPLETIONS, json={**tokens, "stream": True, "max_tokens": 500}):
-        statuses.append(499)  # who leaves
+        statuses.append(499)  # the client disconnects

@@ -1,4 +1,4 @@
-"""Workers that die under a stream, and what the client sees: a pause."""
+"""Worker deaths during a request: the client sees no error, only a pause."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.end_to_end.cluster import run_cluster
 from tests.end_to_end.test_chat import text_of
 
 QUESTION = "What is the KV cache?"
-# what a resumed answer has to replay besides its text
+# sampling options that a resumed answer must replay besides its text
 OPTIONS = {
     "max_tokens": 800,
     "ignore_eos": True,
@@ -29,11 +29,11 @@ def cluster(tmp_path_factory):
         yield running
 
 
-def test_a_stream_survives_the_death_of_its_decode_worker(cluster):
+def test_stream_survives_its_decode_workers_death(cluster):
     expected = list(cluster.stream(QUESTION, **OPTIONS))
     stream = cluster.stream(QUESTION, **OPTIONS)
     chunks = [next(stream) for _ in range(20)]
-    # a request's tokens come from one worker: find it by who has something to do
+    # one worker computes all tokens of a request: the one with a running request
     newest = cluster.wait_for_heartbeats(
         lambda h: any(each.load and each.load.num_running for each in h.values())
     )
@@ -46,12 +46,12 @@ def test_a_stream_survives_the_death_of_its_decode_worker(cluster):
     cluster.wait_until_ready("decode-1", "decode-2")
 
 
-def test_with_every_prefill_dead_decode_computes_the_prompt(cluster):
-    expected = cluster.ask(QUESTION)
+def test_decode_computes_the_prompt_if_all_prefills_died(cluster):
+    expected = cluster.complete(QUESTION)
     for process_id in ("prefill-1", "prefill-2"):
         cluster.kill(process_id)
-    answer = cluster.ask(QUESTION + " ")
+    answer = cluster.complete(QUESTION + " ")
     assert answer["hearth"]["prefill_worker"] is None
     assert answer["choices"][0]["message"]["content"]
     cluster.wait_until_ready("prefill-1", "prefill-2")
-    assert cluster.ask(QUESTION)["choices"][0]["message"] == expected["choices"][0]["message"]
+    assert cluster.complete(QUESTION)["choices"][0]["message"] == expected["choices"][0]["message"]
