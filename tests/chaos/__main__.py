@@ -45,11 +45,11 @@ def main() -> int:
     outcome = Outcome()
     if not options.frames:
         asyncio.run(_matrix(options, outcome))
-    if options.frames or options.is_whole:
+    if options.frames or options.is_full_matrix:
         asyncio.run(_frames(options, outcome))
-    for name, held in outcome.leftovers.items():
-        print(f"{name} still holds {held}")
-    if options.is_whole or options.save:
+    for name, counts in outcome.leftovers.items():
+        print(f"{name} still holds {counts}")
+    if options.is_full_matrix or options.save:
         rows = [msgspec.to_builtins(row) for row in (*outcome.rows, *outcome.frames)]
         _save("chaos", options, rows, bars_of(outcome))
     return int(outcome.is_bad)
@@ -69,7 +69,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--keep-logs", action="store_true")
     options = parser.parse_args()
     is_part = options.victim or options.fault or options.phase or options.frames
-    options.is_whole = not is_part
+    options.is_full_matrix = not is_part
     return options
 
 
@@ -86,12 +86,12 @@ async def _matrix(options: argparse.Namespace, outcome: Outcome) -> None:
                         row = await run_row(running, fault, victim, phase)
                         print(row, flush=True)
                         outcome.rows.append(row)
-            if options.is_whole and not is_queued:
+            if options.is_full_matrix and not is_queued:
                 await leave_early(running, NUM_LEAVING)
                 outcome.num_left = NUM_LEAVING
-                await running.wait_until_whole()
+                await running.wait_until_empty()
             outcome.leftovers |= await running.leftovers()
-            if options.is_whole and not is_queued:
+            if options.is_full_matrix and not is_queued:
                 await _restart_all(running, outcome)
 
 
@@ -103,7 +103,7 @@ async def _restart_all(running: Chaos, outcome: Outcome) -> None:
     outcome.num_unclean = sum(each.exit_status != 0 for each in restarts)
     outcome.longest_drain_s = max(each.drain_s for each in restarts)
     outcome.failed_in_restart = len(load.failed)
-    print(f"{load.num_asked} requests meanwhile, {load.num_refused} tries refused", flush=True)
+    print(f"{load.num_requests} requests meanwhile, {load.num_refused} tries refused", flush=True)
 
 
 async def _soak(options: argparse.Namespace) -> int:
@@ -117,7 +117,7 @@ async def _soak(options: argparse.Namespace) -> int:
         row = {
             "minutes": options.soak_minutes,
             "clients": load.num_clients,
-            "requests": load.num_asked,
+            "requests": load.num_requests,
             "tokens": load.num_tokens,
             "failed": len(load.failed),
             "refused": load.num_refused,
@@ -139,9 +139,12 @@ async def _frames(options: argparse.Namespace, outcome: Outcome) -> None:
     """Each way to spoil a frame separately, on each transport."""
     for transport in TRANSPORTS:
         folder = _folder(options)
-        async with running_frames(folder, transport, is_model=options.demo_model) as (it, made):
+        async with running_frames(folder, transport, is_model=options.demo_model) as (
+            it,
+            frame_relays,
+        ):
             for spoiling in SPOILINGS:
-                row = await run_frames(it, made, transport, spoiling)
+                row = await run_frames(it, frame_relays, transport, spoiling)
                 print(row, flush=True)
                 outcome.frames.append(row)
 

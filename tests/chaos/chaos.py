@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 
 from tests.chaos.checks.leftovers import left_behind
 from tests.chaos.checks.monitor import Monitor, is_empty
-from tests.chaos.world.clients import ChoiceTold, Exchange, converse
+from tests.chaos.world.clients import ChoiceOutput, Exchange, run_exchange
 from tests.chaos.world.cluster import ChaosCluster
 from tests.chaos.world.workload import Body, requests, with_stops
 
 MAX_TRIES = 8
-LONGEST_KEPT_S = 8.0  # an ending is resent every 2 s
+MAX_RETAINED_S = 8.0  # an ending is resent every 2 s
 BROKEN_PAUSE_S, REFUSED_PAUSE_S = 0.1, 0.5  # before a client retries
 
 
 @dataclass
-class Asked:
+class Call:
     """One client's request with all its tries; the last one counts."""
 
     path: str
@@ -32,7 +32,7 @@ class Asked:
 
 @dataclass
 class Undisturbed:
-    told: list[dict[int, ChoiceTold]]
+    output: list[dict[int, ChoiceOutput]]
     usage: list[tuple[int, int]]
     longest_gap_s: float
     ttft_s: list[float]
@@ -53,18 +53,18 @@ class Chaos:
     async def learn(self) -> None:
         """Runs undisturbed: first to choose stop strings, then for the reference responses."""
         first = await self.run()
-        with_stops(self.requests, [each.last.told for each in first])
-        asked = await self.run()
-        exchanges = [each.last for each in asked]
-        assert all(each.is_whole for each in exchanges), [*map(str, exchanges)]
+        with_stops(self.requests, [each.last.output for each in first])
+        sent = await self.run()
+        exchanges = [each.last for each in sent]
+        assert all(each.is_successful for each in exchanges), [*map(str, exchanges)]
         self.undisturbed = Undisturbed(
-            told=[each.told for each in exchanges],
+            output=[each.output for each in exchanges],
             usage=[each.usage for each in exchanges],
             longest_gap_s=max(each.pause_since(each.arrivals[0]) for each in exchanges),
             ttft_s=[each.ttft_s for each in exchanges],
             ttft_without_s={},
         )
-        await self.wait_until_whole()
+        await self.wait_until_empty()
         self.idle = {name: await self.cluster.census(name) for name in self.cluster.services}
 
     async def leftovers(self) -> dict[str, dict[str, int]]:
@@ -72,53 +72,53 @@ class Chaos:
 
         An ending whose acknowledgement was lost is retained for a while; this waits for it.
         """
-        give_up_at = time.monotonic() + LONGEST_KEPT_S
-        while (found := await self._held()) and time.monotonic() < give_up_at:
+        give_up_at = time.monotonic() + MAX_RETAINED_S
+        while (found := await self._find_leftovers()) and time.monotonic() < give_up_at:
             await asyncio.sleep(1.0)
         return found
 
-    async def _held(self) -> dict[str, dict[str, int]]:
+    async def _find_leftovers(self) -> dict[str, dict[str, int]]:
         found = {}
         for name in self.cluster.services:
-            held = left_behind(self.idle[name], await self.cluster.census(name))
-            if held:
-                found[name] = held
+            excess = left_behind(self.idle[name], await self.cluster.census(name))
+            if excess:
+                found[name] = excess
         return found
 
     async def learn_without(self, worker: str) -> None:
         """Measures undisturbed times of the spares alone."""
         self.cluster.terminate(worker)
         await self.cluster.ended(worker, 20)
-        asked = await self.run()
-        self.undisturbed.ttft_without_s[worker] = [each.last.ttft_s for each in asked]
+        sent = await self.run()
+        self.undisturbed.ttft_without_s[worker] = [each.last.ttft_s for each in sent]
         await self.cluster.restart(worker)
         await self.cluster.wait_until_ready()
 
-    async def run(self) -> list[Asked]:
-        asked, tasks = self.ask_all()
+    async def run(self) -> list[Call]:
+        sent, tasks = self.send_all()
         await asyncio.gather(*tasks)
-        return asked
+        return sent
 
-    def ask_all(self) -> tuple[list[Asked], list[asyncio.Task[None]]]:
+    def send_all(self) -> tuple[list[Call], list[asyncio.Task[None]]]:
         """Sends all requests, alternating gateways; each run has a salt: no prefix is cached."""
         self._num_runs += 1
         salt = f"run {self._num_runs}"
-        asked = [Asked(path, {**body, "cache_salt": salt}) for path, body in self.requests]
+        sent = [Call(path, {**body, "cache_salt": salt}) for path, body in self.requests]
         gateways = [*self.cluster.urls]
         tasks = [
-            asyncio.create_task(self.ask(each, gateways[index % len(gateways) :] + gateways))
-            for index, each in enumerate(asked)
+            asyncio.create_task(self.send(each, gateways[index % len(gateways) :] + gateways))
+            for index, each in enumerate(sent)
         ]
-        return asked, tasks
+        return sent, tasks
 
-    async def ask(self, asked: Asked, gateways: list[str]) -> None:
-        """Like a client: retries, at the next gateway, if the response allows it."""
+    async def send(self, sent: Call, gateways: list[str]) -> None:
+        """Retries at the next gateway as a client does, if the response allows it."""
         for number in range(MAX_TRIES):
             gateway = gateways[number % len(gateways)]
-            exchange = Exchange(asked.body, gateway)
-            asked.tries.append(exchange)
+            exchange = Exchange(sent.body, gateway)
+            sent.tries.append(exchange)
             url = self.cluster.urls[gateway]
-            await converse(exchange, url, self.cluster.api_key, asked.path)
+            await run_exchange(exchange, url, self.cluster.api_key, sent.path)
             if exchange.status in (429, 503) and exchange.has_retry_after:
                 await asyncio.sleep(REFUSED_PAUSE_S)
             elif exchange.is_broken:
@@ -128,18 +128,18 @@ class Chaos:
 
     def is_same(self, index: int, exchange: Exchange) -> bool:
         """Whether the output equals that of the undisturbed run of request `index`."""
-        true = self.undisturbed
-        return exchange.told == true.told[index] and exchange.usage == true.usage[index]
+        expected = self.undisturbed
+        return exchange.output == expected.output[index] and exchange.usage == expected.usage[index]
 
-    async def wait_until_whole(self, timeout_s: float = 20.0) -> float:
+    async def wait_until_empty(self, timeout_s: float = 20.0) -> float:
         """Returns the seconds until every worker is idle with all blocks. Raises TimeoutError."""
         started = time.monotonic()
         self.monitor.newest.clear()
         names = {*self.cluster.named("prefill"), *self.cluster.named("decode")}
 
-        def holds() -> bool:
+        def is_idle() -> bool:
             newest = self.monitor.newest
             return names <= newest.keys() and all(is_empty(newest[name]) for name in names)
 
-        await self.monitor.wait(holds, timeout_s=timeout_s)
+        await self.monitor.wait(is_idle, timeout_s=timeout_s)
         return time.monotonic() - started

@@ -11,6 +11,6 @@ from tests.chaos.running import running_chaos
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def chaos(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Chaos]:
-    """Two of everything on the timing engine, with the undisturbed responses."""
+    """The default services with the timing engine, and their undisturbed responses."""
     async with running_chaos(tmp_path_factory.mktemp("chaos")) as running:
         yield running

@@ -58,8 +58,8 @@ class FrameRow(msgspec.Struct, kw_only=True):
         return is_wrong or bool(self.missed) or not self.found
 
     def __str__(self) -> str:
-        told = msgspec.to_builtins(self).items()
-        return "  ".join(f"{v:12}" if isinstance(v, str) else f"{name} {v}" for name, v in told)
+        fields = msgspec.to_builtins(self).items()
+        return "  ".join(f"{v:12}" if isinstance(v, str) else f"{name} {v}" for name, v in fields)
 
 
 @contextlib.asynccontextmanager
@@ -67,31 +67,31 @@ async def relays(
     cluster: ChaosCluster, monitor: Monitor, transport: Transport
 ) -> AsyncIterator[list[Relay]]:
     """One relay per decode worker, to which no prefill worker may have connected yet."""
-    made, names = [], cluster.named("decode")
+    frame_relays, names = [], cluster.named("decode")
     await monitor.wait(lambda: monitor.newest.keys() >= set(names))
     for seed, name in enumerate(names):
         address = monitor.newest[name].data_plane
         assert address is not None, "a decode worker tells its address"
-        made.append(Relay(address, transport, seed=seed))
+        frame_relays.append(Relay(address, transport, seed=seed))
     try:
-        yield made
+        yield frame_relays
     finally:
-        for relay in made:
+        for relay in frame_relays:
             relay.close()
 
 
 async def run_frames(
-    chaos: Chaos, made: list[Relay], transport: Transport, *spoilings: Spoiling
+    chaos: Chaos, frame_relays: list[Relay], transport: Transport, *spoilings: Spoiling
 ) -> FrameRow:
     """Spoils in all ways at random if none is given."""
-    for relay in made:
+    for relay in frame_relays:
         relay.spoiler.start(spoilings or SPOILINGS, SHARE)
     before, failed_before = await _counted(chaos), _num_failed_tries(chaos)
-    asked = await chaos.run()
-    for relay in made:
+    sent = await chaos.run()
+    for relay in frame_relays:
         relay.spoiler.stop()
     try:
-        whole_after_s: float | None = round(await chaos.wait_until_whole(), 3)
+        whole_after_s: float | None = round(await chaos.wait_until_empty(), 3)
     except TimeoutError:
         whole_after_s = None
     after = await _counted(chaos)
@@ -99,16 +99,16 @@ async def run_frames(
     return FrameRow(
         fault="+".join(spoilings) or "any",
         process=f"frames, {transport}",
-        streams=len(asked),
-        frames=sum(relay.spoiler.num_frames for relay in made),
-        spoilt=sum(relay.spoiler.done.total() for relay in made),
+        streams=len(sent),
+        frames=sum(relay.spoiler.num_frames for relay in frame_relays),
+        spoilt=sum(relay.spoiler.done.total() for relay in frame_relays),
         corrupt=corrupt,
         unknown=unknown,
         refused=refused,
         bad_peers=bad_peers,
         tries_failed=_num_failed_tries(chaos) - failed_before,
-        lost=sum(not each.last.is_whole for each in asked),
-        altered=sum(not chaos.is_same(index, each.last) for index, each in enumerate(asked)),
+        lost=sum(not each.last.is_successful for each in sent),
+        altered=sum(not chaos.is_same(index, each.last) for index, each in enumerate(sent)),
         whole_after_s=whole_after_s,
     )
 

@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from shared.messages import AbortRequest, CancelQueued, Placed
-from tests.chaos.chaos import Asked, Chaos
+from tests.chaos.chaos import Call, Chaos
 from tests.chaos.checks.logs import given_up, suspicions
 from tests.chaos.checks.phases import Phase, reach
 from tests.chaos.world.clients import Exchange
@@ -83,8 +83,8 @@ class Strike:
     fault: Fault
     victim: str
     phase: Phase
-    asked: list[Asked]
-    late: list[Asked] = field(default_factory=list)
+    sent: list[Call]
+    late: list[Call] = field(default_factory=list)
     at: float = field(default_factory=time.monotonic)
     wall: float = field(default_factory=time.time)  # the same moment in the logs' clock
 
@@ -94,12 +94,12 @@ class Strike:
         return self.at + _frozen_s(self.victim) if self.fault == "freeze" else math.inf
 
     @property
-    def everyone(self) -> list[tuple[int, Asked]]:
-        return [*enumerate(self.asked), *enumerate(self.late)]
+    def all_requests(self) -> list[tuple[int, Call]]:
+        return [*enumerate(self.sent), *enumerate(self.late)]
 
     @property
     def tries(self) -> list[Exchange]:
-        return [each for _, asked in self.everyone for each in asked.tries]
+        return [each for _, sent in self.all_requests for each in sent.tries]
 
     @property
     def broken(self) -> list[Exchange]:
@@ -113,18 +113,18 @@ class Strike:
     def lost(self) -> int:
         """Exchanges cut off without that reason, or without a complete response in the end."""
         cut = {id(each) for each in self.tries if each.is_broken} - {id(e) for e in self.broken}
-        return len(cut | {id(a.last) for _, a in self.everyone if not a.last.is_whole})
+        return len(cut | {id(a.last) for _, a in self.all_requests if not a.last.is_successful})
 
 
 async def run_row(chaos: Chaos, fault: Fault, victim: str, phase: Phase) -> Row:
     cluster = chaos.cluster
     chaos.monitor.forget()
-    asked, tasks = chaos.ask_all()
-    await reach(phase, chaos.monitor, asked, victim)
-    strike = Strike(fault, victim, phase, asked)
+    sent, tasks = chaos.send_all()
+    await reach(phase, chaos.monitor, sent, victim)
+    strike = Strike(fault, victim, phase, sent)
     cluster.kill(victim) if fault == "kill" else cluster.freeze(victim)
     repair = asyncio.create_task(_repair(cluster, fault, victim))
-    strike.late, late_tasks = await _ask_late(chaos, victim)
+    strike.late, late_tasks = await _send_late(chaos, victim)
     _, unfinished = await asyncio.wait([*tasks, *late_tasks], timeout=ROW_TIMEOUT_S)
     for task in unfinished:
         task.cancel()
@@ -133,18 +133,18 @@ async def run_row(chaos: Chaos, fault: Fault, victim: str, phase: Phase) -> Row:
         await cluster.restart(victim)
     await cluster.wait_until_ready()
     try:
-        whole_after_s: float | None = await chaos.wait_until_whole()
+        whole_after_s: float | None = await chaos.wait_until_empty()
     except TimeoutError:
         whole_after_s = None
     return _row(chaos, strike, outage_s, whole_after_s)
 
 
-async def _ask_late(chaos: Chaos, victim: str) -> tuple[list[Asked], list[asyncio.Task[None]]]:
+async def _send_late(chaos: Chaos, victim: str) -> tuple[list[Call], list[asyncio.Task[None]]]:
     await asyncio.sleep(LATE_AFTER_S)
     gateways = [each for each in chaos.cluster.urls if each != victim]
     salt = {"cache_salt": f"late {time.monotonic()}"}
-    late = [Asked(path, body | salt) for path, body in chaos.requests[:NUM_LATE]]
-    return late, [asyncio.create_task(chaos.ask(each, gateways)) for each in late]
+    late = [Call(path, body | salt) for path, body in chaos.requests[:NUM_LATE]]
+    return late, [asyncio.create_task(chaos.send(each, gateways)) for each in late]
 
 
 async def _repair(cluster: ChaosCluster, fault: Fault, victim: str) -> float | None:
@@ -167,15 +167,15 @@ def _frozen_s(victim: str) -> float:
 
 
 def _row(chaos: Chaos, strike: Strike, outage_s: float | None, whole_after_s: float | None) -> Row:
-    everyone, pauses = strike.everyone, _pauses(chaos, strike)
+    all_requests, pauses = strike.all_requests, _pauses(chaos, strike)
     return Row(
         fault=strike.fault,
         process=strike.victim,
         phase=strike.phase,
-        streams=len(everyone),
+        streams=len(all_requests),
         lost=strike.lost,
-        altered=sum(a.last.is_whole and not chaos.is_same(i, a.last) for i, a in everyone),
-        resubmitted=sum(a.last.served.get("num_resubmissions", 0) > 0 for _, a in everyone),
+        altered=sum(a.last.is_successful and not chaos.is_same(i, a.last) for i, a in all_requests),
+        resubmitted=sum(a.last.metadata.get("num_resubmissions", 0) > 0 for _, a in all_requests),
         broken=len(strike.broken),
         refused=sum(e.status in (429, 503) and e.has_retry_after for e in strike.tries),
         suspected=len(suspicions(chaos.cluster, strike.victim, strike.wall)),
@@ -193,12 +193,12 @@ def _rounded(seconds: float | None) -> float | None:
 
 def _pauses(chaos: Chaos, strike: Strike) -> list[tuple[float, float]]:
     """(pause, pause minus the time to recompute it) of each stream that was not broken."""
-    true, found = chaos.undisturbed, []
-    recompute_s = true.ttft_without_s.get(strike.victim, true.ttft_s)
+    expected, found = chaos.undisturbed, []
+    recompute_s = expected.ttft_without_s.get(strike.victim, expected.ttft_s)
     if strike.phase == "queued":
         recompute_s = [max(recompute_s)] * len(recompute_s)
-    for each, again_s in zip(strike.asked, recompute_s, strict=True):
-        if len(each.tries) == 1 and each.last.is_whole:
+    for each, again_s in zip(strike.sent, recompute_s, strict=True):
+        if len(each.tries) == 1 and each.last.is_successful:
             pause_s = each.last.pause_since(strike.at)
             found.append((pause_s, pause_s - again_s))
     return found

@@ -38,11 +38,11 @@ async def running_frames(
     workers = {**WORKERS, **SHORT_CHUNKS, **(WORKERS_APART if transport == "tcp" else {})}
     async with (
         _started(folder, workers, is_model=is_model) as (cluster, monitor),
-        relays(cluster, monitor, transport) as made,
+        relays(cluster, monitor, transport) as frame_relays,
     ):
         running = Chaos(cluster, monitor)
         await running.learn()
-        yield running, made
+        yield running, frame_relays
 
 
 @contextlib.asynccontextmanager

@@ -16,12 +16,12 @@ from tests.chaos.chaos import Chaos
 from tests.chaos.checks.phases import Phase
 from tests.chaos.restarts import restart_each
 from tests.chaos.rows import Fault, run_row
-from tests.chaos.world.clients import Exchange, converse
+from tests.chaos.world.clients import Exchange, run_exchange
 from tests.chaos.world.load import leave_early
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-LEASE_S = 3.0 + 1.0  # of a gateway's placements, after its loss was detected
+LEASE_S = 3.0 + 1.0  # of a gateway's placements, after its loss is detected
 SLACK_S = 3.0
 LONG = {"max_tokens": 4000, "ignore_eos": True, "temperature": 0}
 
@@ -37,7 +37,7 @@ LONG = {"max_tokens": 4000, "ignore_eos": True, "temperature": 0}
         ("freeze", "redis-server", "placed"),
     ],
 )
-async def test_every_answer_is_the_undisturbed_one(
+async def test_responses_equal_the_undisturbed_run(
     chaos: Chaos, fault: Fault, victim: str, phase: Phase
 ) -> None:
     row = await run_row(chaos, fault, victim, phase)
@@ -48,13 +48,13 @@ async def test_every_answer_is_the_undisturbed_one(
         assert row.detect_s is not None
 
 
-async def test_clients_that_leave_take_everything_with_them(chaos: Chaos) -> None:
+async def test_disconnected_clients_leave_nothing_behind(chaos: Chaos) -> None:
     await leave_early(chaos, 300)
-    await chaos.wait_until_whole()
+    await chaos.wait_until_empty()
     assert await chaos.leftovers() == {}
 
 
-async def test_what_a_dead_gateway_owned_is_dropped(chaos: Chaos) -> None:
+async def test_requests_of_a_dead_gateway_are_dropped(chaos: Chaos) -> None:
     """Its clients get a broken connection; its workers must stop computing their requests."""
     cluster = chaos.cluster
     exchanges = [_long(chaos, "gateway-1", f"orphan {number}") for number in range(4)]
@@ -64,16 +64,16 @@ async def test_what_a_dead_gateway_owned_is_dropped(chaos: Chaos) -> None:
     killed_at = time.monotonic()
     await asyncio.gather(*tasks)
     assert all(exchange.is_broken for _, exchange in exchanges)
-    await chaos.wait_until_whole(timeout_s=LEASE_S + SLACK_S)
+    await chaos.wait_until_empty(timeout_s=LEASE_S + SLACK_S)
     assert time.monotonic() - killed_at > 1.0  # the requests would have run longer than that
     await cluster.restart("gateway-1")
     await cluster.wait_until_ready()
 
 
-async def test_a_second_signal_forces_and_the_stream_goes_on_elsewhere(chaos: Chaos) -> None:
+async def test_second_sigterm_forces_exit_and_stream_continues(chaos: Chaos) -> None:
     cluster = chaos.cluster
-    asking, exchange = _long(chaos, "gateway-1", "forced", max_tokens=300)
-    task = asyncio.create_task(asking)
+    sending, exchange = _long(chaos, "gateway-1", "forced", max_tokens=300)
+    task = asyncio.create_task(sending)
     await exchange.first_event.wait()
     victim = await chaos.monitor.wait(_running_decode(chaos))
     cluster.terminate(victim)
@@ -81,34 +81,34 @@ async def test_a_second_signal_forces_and_the_stream_goes_on_elsewhere(chaos: Ch
     cluster.terminate(victim)
     assert await cluster.ended(victim, 5.0) == 1
     await task
-    assert exchange.is_whole, exchange
-    assert exchange.served["num_resubmissions"] == 1
+    assert exchange.is_successful, exchange
+    assert exchange.metadata["num_resubmissions"] == 1
     await cluster.restart(victim)
     await cluster.wait_until_ready()
 
 
-async def test_a_rolling_restart_fails_no_request(chaos: Chaos) -> None:
+async def test_rolling_restart_fails_no_request(chaos: Chaos) -> None:
     names = [name for name in chaos.cluster.services if name.endswith("-1")]
     restarts, load = await restart_each(chaos, names)
     assert [each.exit_status for each in restarts] == [0] * len(names), restarts
-    assert load.num_asked > len(names)
+    assert load.num_requests > len(names)
     assert load.failed == []
     assert load.num_resubmitted == 0  # a draining process finishes its work
-    await chaos.wait_until_whole()
+    await chaos.wait_until_empty()
 
 
 def _long(
     chaos: Chaos, gateway: str, salt: str, **options: object
 ) -> tuple[Coroutine[Any, Any, Exchange], Exchange]:
-    """A long stream, and the record that it fills."""
+    """A long stream and the exchange that records it."""
     body = {**chaos.requests[0][1], **LONG, "cache_salt": salt, **options}
     exchange = Exchange(body, gateway)
     url, path = chaos.cluster.urls[gateway], chaos.requests[0][0]
-    return converse(exchange, url, chaos.cluster.api_key, path), exchange
+    return run_exchange(exchange, url, chaos.cluster.api_key, path), exchange
 
 
 def _running_decode(chaos: Chaos) -> Callable[[], str | None]:
-    """A decode worker that reports running requests, once there is one."""
+    """Returns a function that finds a decode worker with running requests, or None."""
 
     def found() -> str | None:
         newest = chaos.monitor.newest

@@ -1,4 +1,4 @@
-"""Frames that are spoilt in transit between real workers, in all ways at once."""
+"""KV frames spoilt in transit between real workers, with all faults at once."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.chaos.world.relay import TRANSPORTS, Transport
     "transport",
     [pytest.param(each, marks=[pytest.mark.long] if each == "tcp" else []) for each in TRANSPORTS],
 )
-async def test_spoilt_frames_are_found_counted_and_never_served(
+async def test_spoilt_frames_are_detected_and_never_served(
     tmp_path_factory: pytest.TempPathFactory, transport: Transport
 ) -> None:
     folder = tmp_path_factory.mktemp("frames")
-    async with running_frames(folder, transport) as (running, made):
-        row = await run_frames(running, made, transport)
+    async with running_frames(folder, transport) as (running, frame_relays):
+        row = await run_frames(running, frame_relays, transport)
     assert (row.lost, row.altered) == (0, 0), row
     assert row.spoilt > 10, row
     assert row.found > 10 and not row.missed, row

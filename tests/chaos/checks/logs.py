@@ -18,27 +18,27 @@ def events(cluster: ChaosCluster, name: str, event: str, since: float) -> Iterat
     """Events of one kind, with `at`, which like `since` is wall-clock time in seconds."""
     for line in cluster.log_of(name).splitlines():
         if f'"event": "{event}"' in line:
-            told = msgspec.json.decode(line)
-            told["at"] = datetime.fromisoformat(told["timestamp"]).timestamp()
-            if told["at"] >= since:
-                yield told
+            record = msgspec.json.decode(line)
+            record["at"] = datetime.fromisoformat(record["timestamp"]).timestamp()
+            if record["at"] >= since:
+                yield record
 
 
 def suspicions(cluster: ChaosCluster, victim: str | None, since: float) -> list[str]:
     """Which process suspected which other one, among those without a fault."""
     return [
-        f"{name} of {told['peer']}: {told['loss']}"
+        f"{name} of {record['peer']}: {record['loss']}"
         for name in cluster.services
-        for told in events(cluster, name, "peer_lost", since)
-        if told["loss"] in SUSPICIONS and told["peer"] != victim
+        for record in events(cluster, name, "peer_lost", since)
+        if record["loss"] in SUSPICIONS and record["peer"] != victim
     ]
 
 
 def given_up(cluster: ChaosCluster, prefill: str, since: float) -> list[float]:
     """When decode workers gave up a try in progress on this prefill worker."""
     return [
-        told["at"]
+        record["at"]
         for name in cluster.named("decode")
-        for told in events(cluster, name, "prefill_attempt_failed", since)
-        if told["prefill"] == prefill and not any(w in told["reason"] for w in NEVER_BEGUN)
+        for record in events(cluster, name, "prefill_attempt_failed", since)
+        if record["prefill"] == prefill and not any(w in record["reason"] for w in NEVER_BEGUN)
     ]

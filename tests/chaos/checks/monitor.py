@@ -34,7 +34,7 @@ _CONTROL = AbortRequest | AckFinished | RenewLease | PrefillFailed
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class RecordedMessage:
     at: float
     subject: str
     message: Any
@@ -42,24 +42,24 @@ class Heard:
 
 @dataclass
 class Monitor:
-    heard: list[Heard] = field(default_factory=list)
+    recorded: list[RecordedMessage] = field(default_factory=list)
     newest: dict[str, Heartbeat] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _bus: NatsBus | None = None
 
     async def start(self, cluster: ChaosCluster) -> None:
         bus = self._bus = await NatsBus.connect(cluster.nats_url, process_id=MONITOR)
-        await bus.subscribe(HEARTBEATS, Heartbeat, self._hear_heartbeat)
+        await bus.subscribe(HEARTBEATS, Heartbeat, self._record_heartbeat)
         for name, role in cluster.services.items():
             own = f"{PREFIX}.{role}.{name}"
             if role == "gateway":
-                await bus.subscribe(f"{own}.placement", _PLACEMENT, self._hearing(f"{name}"))
-                await bus.subscribe(f"{own}.tokens", TokenBatch, self._hearing(f"{name}"))
+                await bus.subscribe(f"{own}.placement", _PLACEMENT, self._recorder(f"{name}"))
+                await bus.subscribe(f"{own}.tokens", TokenBatch, self._recorder(f"{name}"))
             elif role in ("decode", "prefill"):
-                await bus.subscribe(f"{own}.control", _CONTROL, self._hearing(name))
+                await bus.subscribe(f"{own}.control", _CONTROL, self._recorder(name))
             elif role == "scheduler":
-                await bus.subscribe(f"{own}.cancel", CancelQueued, self._hearing(name))
-        await bus.subscribe(KV_EVENTS, KvEvents, lambda each: self._hear(each.worker_id, each))
+                await bus.subscribe(f"{own}.cancel", CancelQueued, self._recorder(name))
+        await bus.subscribe(KV_EVENTS, KvEvents, lambda each: self._record(each.worker_id, each))
         await bus.flush()
 
     async def stop(self) -> None:
@@ -67,31 +67,31 @@ class Monitor:
             await self._bus.close()
 
     def forget(self) -> None:
-        self.heard.clear()
+        self.recorded.clear()
 
-    def of(self, kind: type, name: str | None = None) -> list[Heard]:
+    def of(self, kind: type, name: str | None = None) -> list[RecordedMessage]:
         return [
             each
-            for each in self.heard
+            for each in self.recorded
             if isinstance(each.message, kind) and name in (None, each.subject)
         ]
 
-    async def wait(self, holds: Callable[[], Any], *, timeout_s: float = 20.0) -> Any:
-        """Waits for `holds` and returns its result. Raises TimeoutError."""
+    async def wait(self, condition: Callable[[], Any], *, timeout_s: float = 20.0) -> Any:
+        """Waits until `condition` returns a true result and returns it. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
-            while not (found := holds()):
+            while not (found := condition()):
                 self._changed.clear()
                 await self._changed.wait()
         return found
 
-    def _hearing(self, name: str) -> Callable[[Any], None]:
-        return lambda message: self._hear(name, message)
+    def _recorder(self, name: str) -> Callable[[Any], None]:
+        return lambda message: self._record(name, message)
 
-    def _hear(self, name: str, message: Any) -> None:
-        self.heard.append(Heard(time.monotonic(), name, message))
+    def _record(self, name: str, message: Any) -> None:
+        self.recorded.append(RecordedMessage(time.monotonic(), name, message))
         self._changed.set()
 
-    def _hear_heartbeat(self, heartbeat: Heartbeat) -> None:
+    def _record_heartbeat(self, heartbeat: Heartbeat) -> None:
         self.newest[heartbeat.process_id] = heartbeat
         self._changed.set()
 

@@ -1,4 +1,4 @@
-"""Detects from outside when most streams are in one phase of their lives."""
+"""Detects from outside when most streams are in a given phase."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from shared.messages import KvEvents, Placed
-from tests.chaos.chaos import Asked
+from tests.chaos.chaos import Call
 from tests.chaos.checks.monitor import Monitor
 
 Phase = Literal["queued", "placed", "prefilling", "transferring", "decoding", "finishing"]
@@ -25,17 +25,15 @@ POLL_S = 0.005
 PHASE_TIMEOUT_S = 20.0
 
 
-async def reach(phase: Phase, monitor: Monitor, asked: list[Asked], victim: str) -> None:
+async def reach(phase: Phase, monitor: Monitor, sent: list[Call], victim: str) -> None:
     """Waits until a fault of `victim` would hit the streams in this phase. Raises TimeoutError."""
-    holds = _in_phase(phase, monitor, asked, victim)
+    is_reached = _in_phase(phase, monitor, sent, victim)
     async with asyncio.timeout(PHASE_TIMEOUT_S):
-        while not holds():
+        while not is_reached():
             await asyncio.sleep(POLL_S)
 
 
-def _in_phase(
-    phase: Phase, monitor: Monitor, asked: list[Asked], victim: str
-) -> Callable[[], bool]:
+def _in_phase(phase: Phase, monitor: Monitor, sent: list[Call], victim: str) -> Callable[[], bool]:
     def placed() -> list[float]:
         return [each.at for each in monitor.of(Placed)]
 
@@ -45,7 +43,7 @@ def _in_phase(
 
     def is_queued() -> bool:
         times = placed()
-        is_waiting = 4 <= len(times) <= len(asked) - 4
+        is_waiting = 4 <= len(times) <= len(sent) - 4
         return is_waiting and time.monotonic() - times[-1] > 0.04
 
     def is_placed() -> bool:
@@ -53,7 +51,7 @@ def _in_phase(
         return victim in ids if victim.startswith("decode") else bool(ids)
 
     def is_decoding() -> bool:
-        return sum(bool(a.tries) and len(a.last.arrivals) >= 15 for a in asked) >= 24
+        return sum(bool(a.tries) and len(a.last.arrivals) >= 15 for a in sent) >= 24
 
     return {
         "queued": is_queued,
@@ -61,5 +59,5 @@ def _in_phase(
         "prefilling": lambda: len(placed()) >= 4 and time.monotonic() - placed()[3] > 0.03,
         "transferring": stored,
         "decoding": is_decoding,
-        "finishing": lambda: sum(bool(a.tries) and a.last.is_done for a in asked) >= 3,
+        "finishing": lambda: sum(bool(a.tries) and a.last.is_done for a in sent) >= 3,
     }[phase]

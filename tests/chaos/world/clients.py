@@ -21,7 +21,7 @@ DONE = b"data: [DONE]"
 
 
 @dataclass
-class ChoiceTold:
+class ChoiceOutput:
     """Everything received for one choice. Two runs of a request must agree in it."""
 
     text: str = ""
@@ -42,11 +42,11 @@ class Exchange:
     headers: bytes = b""
     events: list[bytes] = field(default_factory=list)
     is_done: bool = False
-    trouble: str = ""  # how the connection failed, if it did
+    failure: str = ""  # how the connection failed, if it did
     first_event: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
-    def is_whole(self) -> bool:
+    def is_successful(self) -> bool:
         return self.status == 200 and self.is_done and not self.errors
 
     @property
@@ -63,11 +63,11 @@ class Exchange:
         return [event for event in self.events if b'"error"' in event]
 
     @property
-    def told(self) -> dict[int, ChoiceTold]:
-        found: dict[int, ChoiceTold] = {}
+    def output(self) -> dict[int, ChoiceOutput]:
+        found: dict[int, ChoiceOutput] = {}
         for event in self._messages():
             for choice in event.get("choices") or ():
-                _add(found.setdefault(choice["index"], ChoiceTold()), choice)
+                _add(found.setdefault(choice["index"], ChoiceOutput()), choice)
         return found
 
     @property
@@ -79,7 +79,7 @@ class Exchange:
         return 0, 0
 
     @property
-    def served(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         return next((e["hearth"] for e in reversed(self._messages()) if e.get("hearth")), {})
 
     @property
@@ -94,7 +94,7 @@ class Exchange:
 
     def __str__(self) -> str:
         tail = b" ".join(self.events[-1:])[:300]
-        return f"{self.gateway} {self.status} {self.trouble or 'ended'} {tail!r}"
+        return f"{self.gateway} {self.status} {self.failure or 'ended'} {tail!r}"
 
     def _messages(self) -> list[dict[str, Any]]:
         return [
@@ -104,20 +104,20 @@ class Exchange:
         ]
 
 
-def _add(told: ChoiceTold, choice: dict[str, Any]) -> None:
+def _add(output: ChoiceOutput, choice: dict[str, Any]) -> None:
     delta = choice.get("delta") or {}
-    told.text += choice.get("text") or delta.get("content") or ""
+    output.text += choice.get("text") or delta.get("content") or ""
     if choice.get("finish_reason"):
-        told.finish_reasons.append(choice["finish_reason"])
+        output.finish_reasons.append(choice["finish_reason"])
     logprobs = choice.get("logprobs") or {}
     if "content" in logprobs:
-        told.logprobs += logprobs["content"] or ()
+        output.logprobs += logprobs["content"] or ()
     elif "tokens" in logprobs:
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        told.logprobs += zip(*(logprobs[name] for name in names), strict=True)
+        output.logprobs += zip(*(logprobs[name] for name in names), strict=True)
 
 
-async def converse(exchange: Exchange, url: str, api_key: str, path: str) -> Exchange:
+async def run_exchange(exchange: Exchange, url: str, api_key: str, path: str) -> Exchange:
     """Runs the exchange to its end and records errors in it."""
     parts = urlsplit(url)
     exchange.started = time.monotonic()
@@ -127,7 +127,7 @@ async def converse(exchange: Exchange, url: str, api_key: str, path: str) -> Exc
         writer.write(http_request(url, api_key, path, exchange.body))
         await _read(exchange, reader)
     except OSError as error:
-        exchange.trouble = repr(error)
+        exchange.failure = repr(error)
     finally:
         exchange.ended = time.monotonic()
         exchange.first_event.set()
@@ -141,7 +141,7 @@ async def _read(exchange: Exchange, reader: asyncio.StreamReader) -> None:
     while not body.is_complete:
         data = await reader.read(READ_BYTES)
         if not data:
-            exchange.trouble = "the connection ended"
+            exchange.failure = "the connection ended"
             return
         if not exchange.headers:
             head += data

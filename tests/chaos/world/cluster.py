@@ -107,7 +107,7 @@ class ChaosCluster:
                 await asyncio.sleep(POLL_S)
 
     async def _missing(self, client: httpx.AsyncClient) -> set[str]:
-        """Names that some gateway does not have."""
+        """Names of processes that some gateway does not know."""
         wanted = {name for name, role in self.services.items() if role != "gateway"}
         missing: set[str] = set()
         for gateway, url in self.urls.items():
@@ -225,7 +225,7 @@ class ChaosCluster:
         environ = {
             **clean,
             **thread_environ(1),
-            "HEARTH_MAX_LOCAL_PREFILL_TOKENS": "4",  # or no prompt would be long enough to hand off
+            "HEARTH_MAX_LOCAL_PREFILL_TOKENS": "4",  # otherwise decode computes these short prompts
             "PYTHONPATH": str(ROOT),
             "HEARTH_NATS_URL": self._nats_url_of(name),
             "HEARTH_REDIS_URL": self._redis_url,

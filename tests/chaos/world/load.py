@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from services.client.http_client import http_request
-from tests.chaos.chaos import Asked, Chaos
+from tests.chaos.chaos import Call, Chaos
 
 LONGEST_STAY_S = 1.0
 NUM_CLIENTS = 16
-RENDER_TIMEOUT = 4000  # max_tokens: takes a minute if not aborted
+LONG_OUTPUT_TOKENS = 4000  # max_tokens: takes a minute unless aborted
 
 
 @dataclass
@@ -25,11 +25,11 @@ class Steady:
 
     chaos: Chaos
     num_clients: int = NUM_CLIENTS
-    num_asked: int = 0
+    num_requests: int = 0
     num_resubmitted: int = 0
     num_refused: int = 0  # tries
     num_tokens: int = 0
-    failed: list[Asked] = field(default_factory=list)
+    failed: list[Call] = field(default_factory=list)
     _is_over: bool = False
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -42,34 +42,34 @@ class Steady:
         await asyncio.gather(*self._tasks)
 
     async def _client(self, number: int) -> None:
-        draw = random.Random(number)
+        rng = random.Random(number)
         gateways = [*self.chaos.cluster.urls]
         while not self._is_over:
-            index = draw.randrange(len(self.chaos.requests))
+            index = rng.randrange(len(self.chaos.requests))
             path, body = self.chaos.requests[index]
-            asked = Asked(path, {**body, "cache_salt": f"{number} {draw.random()}"})
-            draw.shuffle(gateways)
-            await self.chaos.ask(asked, gateways)
-            self._count(index, asked)
+            sent = Call(path, {**body, "cache_salt": f"{number} {rng.random()}"})
+            rng.shuffle(gateways)
+            await self.chaos.send(sent, gateways)
+            self._count(index, sent)
 
-    def _count(self, index: int, asked: Asked) -> None:
-        is_cut = any(each.is_broken and each.status == 200 for each in asked.tries)
-        is_same = asked.last.is_whole and self.chaos.is_same(index, asked.last)
+    def _count(self, index: int, sent: Call) -> None:
+        is_cut = any(each.is_broken and each.status == 200 for each in sent.tries)
+        is_same = sent.last.is_successful and self.chaos.is_same(index, sent.last)
         if is_cut or not is_same:
-            self.failed.append(asked)
-        self.num_asked += 1
-        self.num_tokens += sum(asked.last.usage)
-        self.num_resubmitted += asked.last.served.get("num_resubmissions", 0) > 0
-        self.num_refused += sum(each.status != 200 for each in asked.tries)
+            self.failed.append(sent)
+        self.num_requests += 1
+        self.num_tokens += sum(sent.last.usage)
+        self.num_resubmitted += sent.last.metadata.get("num_resubmissions", 0) > 0
+        self.num_refused += sum(each.status != 200 for each in sent.tries)
 
 
 async def leave_early(chaos: Chaos, count: int, *, at_once: int = 48) -> None:
     """`count` clients that send a request and leave after a random time, in any phase."""
-    limit, draw = asyncio.Semaphore(at_once), random.Random(count)
+    limit, rng = asyncio.Semaphore(at_once), random.Random(count)
 
     async def one(number: int) -> None:
         async with limit:
-            await _leave_after(chaos, number, draw.random() ** 2 * LONGEST_STAY_S, draw.random())
+            await _leave_after(chaos, number, rng.random() ** 2 * LONGEST_STAY_S, rng.random())
 
     await asyncio.gather(*(one(number) for number in range(count)))
 
@@ -79,10 +79,10 @@ async def _leave_after(chaos: Chaos, number: int, stay_s: float, chance: float) 
     path, body = chaos.requests[number % len(chaos.requests)]
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-    endless = {**body, "max_tokens": RENDER_TIMEOUT, "stop": None}
+    long_body = {**body, "max_tokens": LONG_OUTPUT_TOKENS, "stop": None}
     if chance < 0.7:
-        endless["cache_salt"] = f"leaves {number}"
-    writer.write(http_request(url, chaos.cluster.api_key, path, endless))
+        long_body["cache_salt"] = f"leaves {number}"
+    writer.write(http_request(url, chaos.cluster.api_key, path, long_body))
     try:
         async with asyncio.timeout(stay_s):
             while await reader.read(65536):

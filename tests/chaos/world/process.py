@@ -47,10 +47,10 @@ def _die_with_parent() -> None:
 def _watch(folder: Path) -> None:
     """Every thread inherits the mask, so that only this watcher receives the signal."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    threading.Thread(target=_answer, args=(folder,), daemon=True).start()
+    threading.Thread(target=_write_census_on_signal, args=(folder,), daemon=True).start()
 
 
-def _answer(folder: Path) -> None:
+def _write_census_on_signal(folder: Path) -> None:
     while True:
         signal.sigwait({signal.SIGUSR1})
         draft = folder / f"{os.getpid()}.draft"

@@ -30,7 +30,7 @@ from shared.kv_wire.frames import (
 )
 from shared.kv_wire.shared_memory import NUM_SLOTS
 from shared.messages import DataPlaneAddress
-from tests.chaos.world.spoiling import FIRST_FORGED_ID, Broken, Passed, Passing, Spoiler
+from tests.chaos.world.spoiling import FIRST_FORGED_ID, Broken, Forwarded, FrameForwarder, Spoiler
 
 Transport = Literal["tcp", "memfd"]
 
@@ -53,18 +53,18 @@ class Relay:
             self._listener.listen()
         else:
             self._listener = socket.create_server((HOST, address.port))
-        self._passages: list[_Passage] = []
+        self._connections: list[_RelayedConnection] = []
         _thread(self._accept)
 
     def close(self) -> None:
         _shut(self._listener)
-        for each in self._passages:
+        for each in self._connections:
             each.close()
 
     def _accept(self) -> None:
         while True:
             sender, _ = self._listener.accept()
-            self._passages.append(_Passage(self.spoiler, sender, self._connect()))
+            self._connections.append(_RelayedConnection(self.spoiler, sender, self._connect()))
 
     def _connect(self) -> socket.socket:
         if not self._is_unix:
@@ -74,36 +74,36 @@ class Relay:
         return receiver
 
 
-class _Passage:
+class _RelayedConnection:
     """One connection of a prefill worker: a thread for each direction."""
 
     def __init__(self, spoiler: Spoiler, sender: socket.socket, receiver: socket.socket) -> None:
         self._sender, self._receiver = sender, receiver
         self._memory: mmap.mmap | None = None
-        self._passing = Passing(spoiler)
-        _thread(self._pass_all)
+        self._forwarder = FrameForwarder(spoiler)
+        _thread(self._forward_all)
 
     def close(self) -> None:
         _shut(self._sender)
         _shut(self._receiver)
 
-    def _pass_all(self) -> None:
+    def _forward_all(self) -> None:
         self._receiver.sendall(_read_record(self._sender)[1])
-        self._pass_welcome()
-        _thread(self._pump_frames)
+        self._forward_welcome()
+        _thread(self._forward_frames_to_end)
         try:
-            self._pump_answers()
+            self._forward_replies()
         finally:
             self.close()
 
-    def _pump_answers(self) -> None:
+    def _forward_replies(self) -> None:
         """From decode to prefill, without replies to frames that prefill has not sent."""
         while True:
             record, raw = _read_record(self._receiver)
             if not isinstance(record, Ack | Refusal) or record.frame_id < FIRST_FORGED_ID:
                 self._sender.sendall(raw)
 
-    def _pass_welcome(self) -> None:
+    def _forward_welcome(self) -> None:
         if self._receiver.family != socket.AF_UNIX:
             self._sender.sendall(_read_record(self._receiver)[1])
             return
@@ -112,13 +112,13 @@ class _Passage:
         socket.send_fds(self._sender, [raw], fds)
         os.close(fds[0])
 
-    def _pump_frames(self) -> None:
+    def _forward_frames_to_end(self) -> None:
         try:
-            self._pass_frames()
+            self._forward_frames()
         finally:  # forwards the receiver's records until it has ended, too
             self._receiver.shutdown(socket.SHUT_WR)
 
-    def _pass_frames(self) -> None:
+    def _forward_frames(self) -> None:
         while True:
             self._wait_for_a_frame()
             record, raw = _read_record(self._sender)
@@ -127,17 +127,17 @@ class _Passage:
                 continue
             payload = self._payload(record)
             try:
-                self._send(self._passing.pass_on(record, payload))
+                self._send(self._forwarder.forward(record, payload))
             except Broken as broken:
                 self._break_off(raw + (b"" if self._is_shared else payload), broken)
                 return
 
     def _wait_for_a_frame(self) -> None:
         """Releases the held frame if no other one arrives in time."""
-        if self._passing.is_holding:
+        if self._forwarder.is_holding:
             ready, _, _ = select.select([self._sender], [], [], SWAP_WITHIN_S)
             if not ready:
-                self._send(self._passing.release())
+                self._send(self._forwarder.release())
 
     @property
     def _is_shared(self) -> bool:
@@ -150,8 +150,8 @@ class _Passage:
         start = _start_of(frame)
         return self._memory[start : start + num_bytes]
 
-    def _send(self, passed: Passed) -> None:
-        for frame, payload in passed:
+    def _send(self, forwarded: Forwarded) -> None:
+        for frame, payload in forwarded:
             if self._memory is None:
                 self._receiver.sendall(encode_record(frame) + payload)
             else:
@@ -178,10 +178,10 @@ def _read_record(sock: socket.socket) -> tuple[Record, bytes]:
 def _read_exactly(sock: socket.socket, num_bytes: int) -> bytes:
     data = b""
     while len(data) < num_bytes:
-        piece = sock.recv(num_bytes - len(data))
-        if not piece:
+        chunk = sock.recv(num_bytes - len(data))
+        if not chunk:
             raise ConnectionError("the connection has ended")
-        data += piece
+        data += chunk
     return data
 
 

@@ -11,7 +11,7 @@ import msgspec
 from shared.kv_wire.frames import Frame
 
 Spoiling = Literal["flip", "label", "shorten", "cut", "noise", "twice", "swap", "late", "foreign"]
-Passed = list[tuple[Frame, bytes]]
+Forwarded = list[tuple[Frame, bytes]]
 
 SPOILINGS: tuple[Spoiling, ...] = get_args(Spoiling)
 FIRST_FORGED_ID = 1 << 40  # of a frame that no sender waits for
@@ -29,7 +29,7 @@ class Spoiler:
     """One for all connections to a receiver. `done` counts its faults, out of `num_frames`."""
 
     def __init__(self, seed: int) -> None:
-        self._draw = Random(seed)
+        self._rng = Random(seed)
         self._spoilings: tuple[Spoiling, ...] = ()
         self._share = 0.0
         self.num_frames = 0
@@ -46,24 +46,24 @@ class Spoiler:
 
     def fate(self) -> Spoiling | None:
         self.num_frames += 1
-        is_spared = not self._spoilings or self._draw.random() >= self._share
-        return None if is_spared else self._draw.choice(self._spoilings)
+        is_spared = not self._spoilings or self._rng.random() >= self._share
+        return None if is_spared else self._rng.choice(self._spoilings)
 
 
-class Passing:
+class FrameForwarder:
     """The frames of one connection."""
 
     def __init__(self, spoiler: Spoiler) -> None:
         self._spoiler = spoiler
-        self._held: Passed = []  # until a later frame of the same placement has passed
-        self._past: Passed = []  # the first frame of each placement
+        self._held: Forwarded = []  # until a later frame of the same placement has passed
+        self._past: Forwarded = []  # the first frame of each placement
         self._num_forged = 0
 
     @property
     def is_holding(self) -> bool:
         return bool(self._held)
 
-    def pass_on(self, frame: Frame, payload: bytes) -> Passed:
+    def forward(self, frame: Frame, payload: bytes) -> Forwarded:
         """Returns what the receiver gets instead of this frame. Raises Broken."""
         self._record(frame, payload)
         fate = self._spoiler.fate()
@@ -75,13 +75,13 @@ class Passing:
                 self._held = [(frame, payload)]
                 return []
         elif fate is not None:
-            passed = self._spoilt(fate, frame, payload)
-            if passed is not None:
+            forwarded = self._spoilt(fate, frame, payload)
+            if forwarded is not None:
                 self._spoiler.done[fate] += 1
-                return passed
+                return forwarded
         return [(frame, payload)]
 
-    def release(self) -> Passed:
+    def release(self) -> Forwarded:
         """Returns the frames that wait for a later one."""
         held, self._held = self._held, []
         return held
@@ -91,7 +91,7 @@ class Passing:
         if all(past.header.placement_id != placement_id for past, _ in self._past):
             self._past.append((frame, payload))
 
-    def _spoilt(self, fate: Spoiling, frame: Frame, payload: bytes) -> Passed | None:
+    def _spoilt(self, fate: Spoiling, frame: Frame, payload: bytes) -> Forwarded | None:
         """None if this fault does not apply to the frame."""
         header = frame.header
         match fate:
@@ -114,7 +114,7 @@ class Passing:
                 return self._foreign(frame, payload)
         return None
 
-    def _foreign(self, frame: Frame, payload: bytes) -> Passed | None:
+    def _foreign(self, frame: Frame, payload: bytes) -> Forwarded | None:
         """Relabels the frame with the most recent other placement."""
         for past, _ in reversed(self._past):
             other = past.header.placement_id
@@ -135,15 +135,15 @@ def _relabelled(frame: Frame, **changed: object) -> Frame:
     return msgspec.structs.replace(frame, header=header)
 
 
-def _shortened(frame: Frame, payload: bytes) -> Passed | None:
+def _shortened(frame: Frame, payload: bytes) -> Forwarded | None:
     """Half of the frame, declared as complete."""
     header = frame.header
     if header.num_tokens < 2:
         return None
     num_tokens = header.num_tokens // 2
     num_bytes = header.payload_bytes // header.num_tokens * num_tokens
-    told = _relabelled(frame, num_tokens=num_tokens, payload_bytes=num_bytes)
+    shortened = _relabelled(frame, num_tokens=num_tokens, payload_bytes=num_bytes)
     if frame.codec:
         num_bytes = len(payload) // 2
-        told = msgspec.structs.replace(told, coded_bytes=num_bytes)
-    return [(told, payload[:num_bytes])]
+        shortened = msgspec.structs.replace(shortened, coded_bytes=num_bytes)
+    return [(shortened, payload[:num_bytes])]

@@ -9,7 +9,7 @@ import random
 from typing import Any
 
 from services.cli.service_options import DEMO_MODEL_NAME
-from tests.chaos.world.clients import ChoiceTold
+from tests.chaos.world.clients import ChoiceOutput
 
 NUM_STREAMS = 32
 NUM_PROMPT_TOKENS = range(120, 480)
@@ -24,40 +24,40 @@ def requests(count: int = NUM_STREAMS) -> list[tuple[str, Body]]:
     return [_request(index) for index in range(count)]
 
 
-def with_stops(bodies: list[tuple[str, Body]], answers: list[dict[int, ChoiceTold]]) -> None:
+def with_stops(bodies: list[tuple[str, Body]], outputs: list[dict[int, ChoiceOutput]]) -> None:
     """Gives a quarter of the requests a string that cuts their first choice, and one that matches
     only partially and delays text until the match fails.
     """
-    for index, ((_, body), told) in enumerate(zip(bodies, answers, strict=True)):
-        text = told[0].text
+    for index, ((_, body), output) in enumerate(zip(bodies, outputs, strict=True)):
+        text = output[0].text
         if index % 8 in (2, 6) and len(text) > 40:
             middle = int(len(text) * 0.6)
             body["stop"] = [text[middle : middle + 6], text[middle // 2 :][:3] + NEVER]
 
 
 def _request(index: int) -> tuple[str, Body]:
-    draw = random.Random(index)
+    rng = random.Random(index)
     is_chat = index % 2 == 1
-    body = _chat(draw) if is_chat else _completion(draw)
+    body = _chat(rng) if is_chat else _completion(rng)
     body |= {
         "model": DEMO_MODEL_NAME,
         "stream": True,
         "stream_options": {"include_usage": True},
         "ignore_eos": True,
-        "max_tokens": draw.choice(NUM_OUTPUT_TOKENS),
+        "max_tokens": rng.choice(NUM_OUTPUT_TOKENS),
         "temperature": 0,
     }
     body |= _sampling(index, is_chat)
     return ("/v1/chat/completions" if is_chat else "/v1/completions"), body
 
 
-def _chat(draw: random.Random) -> Body:
-    words = " ".join(draw.choice(_WORDS) for _ in range(draw.choice(NUM_PROMPT_TOKENS) // 3))
+def _chat(rng: random.Random) -> Body:
+    words = " ".join(rng.choice(_WORDS) for _ in range(rng.choice(NUM_PROMPT_TOKENS) // 3))
     return {"messages": [{"role": "user", "content": f"What is the KV cache? {words}"}]}
 
 
-def _completion(draw: random.Random) -> Body:
-    return {"prompt": [draw.randrange(300, 2000) for _ in range(draw.choice(NUM_PROMPT_TOKENS))]}
+def _completion(rng: random.Random) -> Body:
+    return {"prompt": [rng.randrange(300, 2000) for _ in range(rng.choice(NUM_PROMPT_TOKENS))]}
 
 
 def _sampling(index: int, is_chat: bool) -> Body:
