@@ -77,7 +77,7 @@ def _requests(random: Random, fleet: FleetPlan) -> tuple[RequestPlan, ...]:
 
 
 def _embedding(random: Random, plan: RequestPlan) -> RequestPlan | None:
-    """Sometimes the embedding of its prompt, instead of an answer."""
+    """Sometimes requests an embedding of the prompt instead of an answer."""
     if random.random() < 0.85:
         return None
     pooling = random.choice(("last", "mean"))
@@ -105,8 +105,8 @@ def _with_stop_token(random: Random, plan: RequestPlan) -> RequestPlan:
     """Sometimes adds a stop token that the request will sample."""
     if random.random() < 0.8:
         return plan
-    told = expected_choice(plan, 0, states_of(plan.prompt)[-1])
-    stop_token_id = random.choice(told.token_ids)
+    output = expected_choice(plan, 0, states_of(plan.prompt)[-1])
+    stop_token_id = random.choice(output.token_ids)
     sampling = msgspec.structs.replace(plan.sampling, stop_token_ids=(stop_token_id,))
     return replace(plan, sampling=sampling)
 
@@ -152,7 +152,7 @@ def _faults(random: Random, fleet: FleetPlan) -> tuple[Fault, ...]:
 
 def _fault(random: Random, fleet: FleetPlan, kind: FaultKind) -> Fault:
     roles = fleet.process_ids
-    anybody = [process_id for ids in roles.values() for process_id in ids]
+    all_process_ids = [process_id for ids in roles.values() for process_id in ids]
     workers = roles["prefill"] + roles["decode"] + roles["worker"]
     at_s = round(random.uniform(0.0, 4.0), 3)
     short_s = random.choice((0.05, 0.4, random.uniform(0.5, 2.0)))
@@ -161,13 +161,18 @@ def _fault(random: Random, fleet: FleetPlan, kind: FaultKind) -> Fault:
             return Fault(
                 at_s=at_s,
                 kind=kind,
-                target=random.choice(anybody),
+                target=random.choice(all_process_ids),
                 duration_s=random.choice((0.2, 1.0, 3.0)),
                 comes_back=random.random() < 0.7,
             )
         case "freeze" | "cut_off":
             duration_s = random.choice((short_s, random.uniform(1.0, LAST_FAULT_S)))
-            return Fault(at_s=at_s, kind=kind, target=random.choice(anybody), duration_s=duration_s)
+            return Fault(
+                at_s=at_s,
+                kind=kind,
+                target=random.choice(all_process_ids),
+                duration_s=duration_s,
+            )
         case "slow" | "wedge":
             return Fault(
                 at_s=at_s,
@@ -182,8 +187,8 @@ def _fault(random: Random, fleet: FleetPlan, kind: FaultKind) -> Fault:
             return Fault(
                 at_s=at_s,
                 kind=kind,
-                target=random.choice(anybody),
-                other=random.choice(anybody),
+                target=random.choice(all_process_ids),
+                other=random.choice(all_process_ids),
                 duration_s=random.uniform(0.5, LAST_FAULT_S),
             )
         case "noise" | "link_noise":

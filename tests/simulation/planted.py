@@ -168,7 +168,7 @@ def _impatient(right: Any) -> Any:
 
 def _pooled_anew(right: Any) -> Any:
     def pooling(rows: Any) -> Any:
-        return {row: PoolingInputs(asked.how, None) for row, asked in right(rows).items()}
+        return {row: PoolingInputs(row_inputs.how, None) for row, row_inputs in right(rows).items()}
 
     return pooling
 

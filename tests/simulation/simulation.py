@@ -55,14 +55,14 @@ class Journal:
 
 @contextmanager
 def journal() -> Iterator[Journal]:
-    before, taken = structlog.get_config(), Journal()
+    before, logs = structlog.get_config(), Journal()
     structlog.configure(
-        processors=[structlog.processors.format_exc_info, taken.take],
+        processors=[structlog.processors.format_exc_info, logs.take],
         wrapper_class=structlog.make_filtering_bound_logger(30),
         cache_logger_on_first_use=False,
     )
     try:
-        yield taken
+        yield logs
     finally:
         structlog.configure(**before)
 
@@ -73,22 +73,22 @@ def simulate(seed: int) -> Outcome:
 
 def run_plan(plan: Plan) -> Outcome:
     loop = VirtualLoop()
-    with journal() as taken:
+    with journal() as logs:
         broken: list[str] = []
         loop.set_exception_handler(lambda _, context: broken.append(repr(context)))
         try:
-            outcome = loop.run_until_complete(_run(plan, taken))
+            outcome = loop.run_until_complete(_run(plan, logs))
             gc.collect()  # reports unretrieved exceptions of collected tasks
         finally:
             asyncio.set_event_loop(None)
             loop.close()
     outcome.wrongs += [f"unhandled: {each}" for each in broken]
-    outcome.wrongs += [f"logged: {each}" for each in taken.errors]
-    outcome.events = taken.events
+    outcome.wrongs += [f"logged: {each}" for each in logs.errors]
+    outcome.events = logs.events
     return outcome
 
 
-async def _run(plan: Plan, taken: Journal) -> Outcome:
+async def _run(plan: Plan, logs: Journal) -> Outcome:
     loop, fleet = asyncio.get_running_loop(), Fleet(plan)
     digest = blake2b(digest_size=8)
 
@@ -97,9 +97,9 @@ async def _run(plan: Plan, taken: Journal) -> Outcome:
 
     fleet.network.taps.append(record)
     outcome = Outcome(plan.seed, [], "")
-    await _live(fleet, outcome)
+    await _run_until_ended(fleet, outcome)
     await _settle(fleet, outcome)
-    outcome.wrongs += wrongs_of(fleet, taken.events)
+    outcome.wrongs += wrongs_of(fleet, logs.events)
     for client in fleet.clients:
         outcome.endings[ending_of(client)] += 1
         digest.update(repr((client.ended_at, client.choices)).encode())
@@ -108,14 +108,14 @@ async def _run(plan: Plan, taken: Journal) -> Outcome:
     return outcome
 
 
-async def _live(fleet: Fleet, outcome: Outcome) -> None:
+async def _run_until_ended(fleet: Fleet, outcome: Outcome) -> None:
     """Runs until every request has ended and every fault has passed."""
     try:
         async with asyncio.timeout(LIMIT_S):
             await fleet.start()
             busy = asyncio.gather(fleet.serve(), fleet.suffer())
             while not busy.done() or any(client.is_open for client in fleet.clients):
-                fleet.monitor.look(fleet.hosts())
+                fleet.monitor.check_bounds(fleet.hosts())
                 await asyncio.sleep(POLL_INTERVAL_S)
             busy.result()
     except TimeoutError:
@@ -142,8 +142,8 @@ async def stop(fleet: Fleet) -> None:
 def ending_of(client: Any) -> str:
     if client.lost_gateway:
         return "gateway died"
-    if client.refused is not None:
-        return f"refused: {client.refused.code}"
+    if client.rejection is not None:
+        return f"refused: {client.rejection.code}"
     if client.end is None:
         return "never asked" if client.opened_at is None else "open"
     return "finished" if client.end.error is None else client.end.error.code

@@ -1,4 +1,4 @@
-"""No sequence of operations gives a tenant, or a salt, anything of another's in any tier."""
+"""No sequence of operations leaks data between tenants, or between salts, in any tier."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CANDIDATES = ((), ("prefill-1",), ("worker-1", "prefill-1"), ("nobody",))
 Operation = tuple[Any, ...]
 
 TENANT, SALT, PROMPT = st.sampled_from(TENANTS), st.sampled_from(SALTS), st.sampled_from(PROMPTS)
-ASK = st.tuples(
+PLACE_REQUEST = st.tuples(
     st.just("ask"),
     TENANT,
     SALT,
@@ -48,8 +48,8 @@ ASK = st.tuples(
 )
 OPERATIONS = st.lists(
     st.one_of(
-        ASK,
-        ASK,
+        PLACE_REQUEST,
+        PLACE_REQUEST,
         st.tuples(st.just("match"), TENANT, SALT, PROMPT),
         st.tuples(st.just("stranger"), PROMPT, st.sampled_from(DECODERS)),
         st.tuples(st.just("abort"), st.integers(0, 9)),
@@ -63,7 +63,7 @@ OPERATIONS = st.lists(
 
 
 async def play(it: Isolation, operations: list[Operation]) -> None:
-    num_strangers = 0
+    num_new_tenants = 0
     for operation in operations:
         match operation:
             case ("ask", tenant_id, salt, tokens, worker_id, candidates, options):
@@ -73,8 +73,8 @@ async def play(it: Isolation, operations: list[Operation]) -> None:
             case ("match", tenant_id, salt, tokens):
                 await it.match(tenant_id, salt, tokens)
             case ("stranger", tokens, worker_id):
-                num_strangers += 1
-                await visit(it, f"stranger-{num_strangers}", tokens, worker_id)
+                num_new_tenants += 1
+                await check_new_tenant(it, f"stranger-{num_new_tenants}", tokens, worker_id)
             case ("abort", index) if it.open:
                 await it.abort(index % len(it.open))
             case ("wait", delay_s):
@@ -91,8 +91,10 @@ async def play(it: Isolation, operations: list[Operation]) -> None:
                 await it.match(tenant_id, salt, tokens)
 
 
-async def visit(it: Isolation, tenant_id: str, tokens: list[int], worker_id: str) -> None:
-    """A new tenant finds nothing, even after others sent the same prompt."""
+async def check_new_tenant(
+    it: Isolation, tenant_id: str, tokens: list[int], worker_id: str
+) -> None:
+    """Checks that a new tenant has no cached prefix, even if others sent the same prompt."""
     if await it.match(tenant_id, "", tokens):
         it.origins.record("index: a stranger has a match")
     request, number = it.request(tenant_id, "", tokens, max_tokens=1)
@@ -117,11 +119,13 @@ def found(operations: list[Operation]) -> tuple[list[str], int]:
 
 @settings(max_examples=200, deadline=None)
 @given(OPERATIONS)
-def test_nothing_of_one_tenant_reaches_another(operations: list[Operation]) -> None:
+def test_nothing_leaks_between_tenants(operations: list[Operation]) -> None:
     assert found(operations)[0] == []
 
 
-def ask(tenant_id: str, salt: str, tokens: list[int], worker_id: str, *candidates: str) -> Any:
+def request_operation(
+    tenant_id: str, salt: str, tokens: list[int], worker_id: str, *candidates: str
+) -> Any:
     options = {"max_tokens": 1, "num_choices": 1, "kv_quota_tokens": 0}
     return ("ask", tenant_id, salt, tokens, worker_id, candidates, options)
 
@@ -129,29 +133,29 @@ def ask(tenant_id: str, salt: str, tokens: list[int], worker_id: str, *candidate
 # Every tier is used, by several tenants and salts with one prompt: own hits, pushes, evictions,
 # new tenants, a resync.
 TOUR: list[Operation] = [
-    ask("a", "", STEM, "decode-1", "prefill-1"),
+    request_operation("a", "", STEM, "decode-1", "prefill-1"),
     ("wait", 1.0),
-    ask("*", "", STEM, "decode-1", "prefill-1"),
-    ask("a", "a", STEM, "worker-1"),
-    ask("*", "", STEM, "worker-1"),
+    request_operation("*", "", STEM, "decode-1", "prefill-1"),
+    request_operation("a", "a", STEM, "worker-1"),
+    request_operation("*", "", STEM, "worker-1"),
     ("wait", 1.0),
-    ask("a", "", STEM, "worker-1", "prefill-1"),
+    request_operation("a", "", STEM, "worker-1", "prefill-1"),
     ("wait", 1.0),
     ("match", "a", "", STEM),
     ("match", "*", "", STEM),
     ("lose events", True),
-    ask("a:prefix", "", STEM, "worker-1"),
+    request_operation("a:prefix", "", STEM, "worker-1"),
     ("wait", 1.0),
     ("lose events", False),
     ("stranger", STEM, "decode-1"),
     ("stranger", STEM, "worker-1"),
-    ask("a", "", PROMPTS[2], "decode-1"),
-    ask("a", "", STEM, "decode-1"),
+    request_operation("a", "", PROMPTS[2], "decode-1"),
+    request_operation("a", "", STEM, "decode-1"),
     ("wait", 1.0),
 ]
 
 
-def test_a_tour_of_all_tiers_finds_nothing_and_looks_at_much() -> None:
+def test_tour_of_all_tiers_finds_no_leak() -> None:
     violations, num_checked = found(TOUR)
     assert violations == []
     assert num_checked > 1000
@@ -181,18 +185,18 @@ def _any_block_matches(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockPool, "match", match)
 
 
-def _frames_go_to_another(patch: pytest.MonkeyPatch) -> None:
+def _first_payload_repeated(patch: pytest.MonkeyPatch) -> None:
     """A sink that repeats the first payload, like a staging slot that is reused too early."""
     right, first = KvWriter.frame, {}
 
     async def frame(self: KvWriter, header: Any, payload: memoryview) -> None:
-        kept = first.setdefault(len(payload), bytes(payload))
-        await right(self, header, memoryview(kept))
+        repeated = first.setdefault(len(payload), bytes(payload))
+        await right(self, header, memoryview(repeated))
 
     patch.setattr(KvWriter, "frame", frame)
 
 
-def _index_answers_all_with_the_first(patch: pytest.MonkeyPatch) -> None:
+def _index_matches_first_request(patch: pytest.MonkeyPatch) -> None:
     right, first = KvIndexService._match, []
 
     def match(self: KvIndexService, message: MatchPrefix) -> Any:
@@ -206,7 +210,7 @@ def _keys_without_tenant(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(registry, "_set_key", lambda tenant_id: "hearth:a:prefixes")
 
 
-def _keys_with_tenants_as_they_are(patch: pytest.MonkeyPatch) -> None:
+def _keys_with_unquoted_tenants(patch: pytest.MonkeyPatch) -> None:
     right = registry.record_key
 
     def unquoted(tenant_id: str, block_hash: bytes) -> str:
@@ -216,7 +220,7 @@ def _keys_with_tenants_as_they_are(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plant", "seen"),
+    ("plant", "part_of_message"),
     [
         (_roots_without_tenant, "reads"),
         (_roots_without_tenant, "index"),
@@ -224,13 +228,15 @@ def _keys_with_tenants_as_they_are(patch: pytest.MonkeyPatch) -> None:
         (_roots_without_tenant, "usage"),
         (_roots_without_salt, "two salts"),
         (_any_block_matches, "reads"),
-        (_frames_go_to_another, "is sent"),
-        (_index_answers_all_with_the_first, "index"),
+        (_first_payload_repeated, "is sent"),
+        (_index_matches_first_request, "index"),
         (_keys_without_tenant, "registry"),
-        (_keys_with_tenants_as_they_are, "registry"),
+        (_keys_with_unquoted_tenants, "registry"),
     ],
 )
-def test_a_leak_is_seen(plant: Plant, seen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_leak_is_detected(
+    plant: Plant, part_of_message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plant(monkeypatch)
     violations, _ = found(TOUR)
-    assert any(seen in each for each in violations), violations
+    assert any(part_of_message in each for each in violations), violations

@@ -11,23 +11,23 @@ from tests.shared.kv_wire.support import DEADLINE_S, RecordingSink, fill_with, h
 from tests.simulation.world.kv_link import SimulatedDialer, SimulatedReceiver
 
 
-async def test_the_next_frame_of_one_placement_can_be_corrupted() -> None:
+async def test_next_frame_of_a_placement_can_be_corrupted() -> None:
     network = SimulatedDialer()
     receiver = SimulatedReceiver(network, b"decode-1")
-    sick, well = RecordingSink(), RecordingSink()
-    receiver.expect(b"sick", sick)
-    receiver.expect(b"well", well)
+    faulty, healthy = RecordingSink(), RecordingSink()
+    receiver.expect(b"sick", faulty)
+    receiver.expect(b"well", healthy)
     receiver.corrupt_next(b"sick")
     link = await network.link(receiver.address)
     await link.send(header(3, placement_id=b"well"), fill_with(b"abc"))
     with pytest.raises(FrameRefused, match="checksum"):
         await link.send(header(3, placement_id=b"sick"), fill_with(b"abc"))
     await link.send(header(3, placement_id=b"sick"), fill_with(b"abc"))
-    assert (len(sick.corrupted), len(sick.frames)) == (1, 1)
-    assert (len(well.corrupted), len(well.frames)) == (0, 1)
+    assert (len(faulty.corrupted), len(faulty.frames)) == (1, 1)
+    assert (len(healthy.corrupted), len(healthy.frames)) == (0, 1)
 
 
-async def test_dropped_links_fail_sends_tell_sinks_and_can_be_dialled_again() -> None:
+async def test_dropped_links_fail_sends_and_can_be_redialled() -> None:
     network = SimulatedDialer()
     receiver = SimulatedReceiver(network, b"decode-1")
     sink = RecordingSink(gate=asyncio.Event())
@@ -43,7 +43,7 @@ async def test_dropped_links_fail_sends_tell_sinks_and_can_be_dialled_again() ->
     assert not (await network.link(receiver.address)).is_lost
 
 
-async def test_an_instance_that_is_not_there_cannot_be_dialled() -> None:
+async def test_absent_instance_cannot_be_dialled() -> None:
     network = SimulatedDialer()
     receiver = SimulatedReceiver(network, b"decode-1")
     del network.receivers[b"decode-1"]

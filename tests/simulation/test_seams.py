@@ -18,7 +18,7 @@ from tests.simulation.world.store import MemoryStore, ProcessStore
 ABORT = AbortRequest(placement_id=b"p" * 16, reason="stop")
 
 
-def test_time_jumps_and_timers_keep_their_order() -> None:
+def test_virtual_time_jumps_and_timers_stay_ordered() -> None:
     async def scenario() -> list[tuple[float, str]]:
         clock, seen = VirtualClock(), []
 
@@ -32,7 +32,7 @@ def test_time_jumps_and_timers_keep_their_order() -> None:
     assert run(scenario()) == [(0.0, "now"), (0.5, "soon"), (3000.0, "late")]
 
 
-def test_a_run_that_does_not_end_is_an_error() -> None:
+def test_endless_run_raises_timeout_error() -> None:
     async def forever() -> None:
         while True:
             await asyncio.sleep(1)
@@ -57,23 +57,23 @@ def test_subject_patterns(pattern: str, subject: str, expected: bool) -> None:
     assert matches(pattern, subject) is expected
 
 
-def test_requests_end_as_on_nats() -> None:
+def test_request_outcomes_equal_those_of_nats() -> None:
     async def scenario() -> None:
         network = SimulatedNetwork(max_payload_bytes=1000)
         client, server = network.bus("client"), network.bus("server")
 
-        async def answer(message: ListBlocks) -> Done:
+        async def handler(message: ListBlocks) -> Done:
             if message.cursor:
                 raise Overloaded("full", retry_after_s=float(message.cursor))
             return Done()
 
         with pytest.raises(NoResponders):
             await client.request("s", ListBlocks(), Done, timeout_s=1)
-        unsubscribe = await server.serve("s", ListBlocks, answer)
+        unsubscribe = await server.serve("s", ListBlocks, handler)
         assert await client.request("s", ListBlocks(), Done, timeout_s=1) == Done()
-        with pytest.raises(Overloaded) as refused:
+        with pytest.raises(Overloaded) as raised:
             await client.request("s", ListBlocks(cursor=3), Done, timeout_s=1)
-        assert refused.value.retry_after_s == 3.0
+        assert raised.value.retry_after_s == 3.0
         with pytest.raises(PayloadTooLarge):
             await client.publish("s", AbortRequest(placement_id=bytes(1001), reason="stop"))
         network.freeze("server")
@@ -89,31 +89,33 @@ def test_requests_end_as_on_nats() -> None:
     run(scenario())
 
 
-def test_a_frozen_process_gets_and_sends_all_when_it_wakes() -> None:
+def test_thawed_process_receives_and_sends_its_backlog() -> None:
     async def scenario() -> None:
         network = SimulatedNetwork()
-        one, two, heard = network.bus("one"), network.bus("two"), list[bytes]()
-        await two.subscribe("s", AbortRequest, lambda message: heard.append(message.placement_id))
+        one, two, received = network.bus("one"), network.bus("two"), list[bytes]()
+        await two.subscribe(
+            "s", AbortRequest, lambda message: received.append(message.placement_id)
+        )
         network.freeze("two")
         for number in range(5):
             await one.publish("s", AbortRequest(placement_id=bytes([number]) * 16, reason="stop"))
         await asyncio.sleep(1)
-        assert heard == []
+        assert received == []
         network.thaw("two")
-        assert heard == [bytes([number]) * 16 for number in range(5)]
+        assert received == [bytes([number]) * 16 for number in range(5)]
         network.freeze("one")
         await one.publish("s", ABORT)
         await asyncio.sleep(1)
-        assert len(heard) == 5
+        assert len(received) == 5
         network.thaw("one")
         await asyncio.sleep(1)
-        assert len(heard) == 6
+        assert len(received) == 6
 
     run(scenario())
 
 
-def test_redis_hangs_as_a_stopped_one_does() -> None:
-    """Callers wait no longer than for the real one; pending commands are executed later."""
+def test_hanging_store_behaves_like_stopped_redis() -> None:
+    """Callers time out as with real Redis; pending commands are executed later."""
 
     async def scenario() -> None:
         shared, clock = MemoryStore(), VirtualClock()
@@ -138,10 +140,10 @@ def test_redis_hangs_as_a_stopped_one_does() -> None:
 
 def test_two_runs_are_equal() -> None:
     async def scenario() -> tuple[list[str], list[tuple[float, str, str]]]:
-        network, taken = SimulatedNetwork(seed=3), list[str]()
+        network, receivers = SimulatedNetwork(seed=3), list[str]()
 
         def record(name: str, message: AbortRequest) -> None:
-            taken.append(name)
+            receivers.append(name)
 
         for name in ("a", "b", "c"):
             bus = network.bus(name)
@@ -150,7 +152,7 @@ def test_two_runs_are_equal() -> None:
         for _ in range(50):
             await client.publish("s", ABORT)
             await asyncio.sleep(0.1)
-        return taken, network.log
+        return receivers, network.log
 
     first, second = run(scenario()), run(scenario())
     assert first == second

@@ -27,7 +27,7 @@ print(*(simulate(seed).digest for seed in (3, 14, 15, 92, 65)))
 """
 
 
-def test_a_seed_gives_the_same_run_event_by_event() -> None:
+def test_seed_reproduces_a_run_event_by_event() -> None:
     once = [simulate(seed) for seed in (3, 14, 15, 92, 65)]
     again = [simulate(seed) for seed in (65, 92, 15, 14, 3)]
     assert [each.digest for each in once] == [each.digest for each in reversed(again)]
@@ -43,19 +43,19 @@ def test_a_seed_gives_the_same_run_event_by_event() -> None:
     assert other.stdout.split() == [each.digest for each in once]
 
 
-def test_a_failing_seed_tells_how_to_replay_it() -> None:
+def test_outcome_has_replay_command_and_explained_failures() -> None:
     plan = plan_of(8)
     forever = Fault(at_s=0.0, kind="kill", target="scheduler-0", comes_back=False)
-    alone = replace(plan, fleet=replace(plan.fleet, num_schedulers=1), faults=(forever,))
-    outcome = run_plan(replace(alone, faults=()))
+    single_scheduler = replace(plan, fleet=replace(plan.fleet, num_schedulers=1), faults=(forever,))
+    outcome = run_plan(replace(single_scheduler, faults=()))
     assert outcome.wrongs == []
     assert outcome.replay == "scripts/simulate --first 8 --seeds 1"
-    assert run_plan(alone).endings["finished"] == 0  # and each failure is explained
-    assert run_plan(alone).wrongs == []
+    assert run_plan(single_scheduler).endings["finished"] == 0  # each failure is explained
+    assert run_plan(single_scheduler).wrongs == []
 
 
-def test_a_scheduler_that_hangs_costs_a_new_request_time_and_no_more() -> None:
-    """NATS sends it its share of the tries for three seconds."""
+def test_hanging_scheduler_only_delays_a_new_request() -> None:
+    """NATS sends the hanging scheduler its share of the tries for three seconds."""
     for seed in range(40):
         plan = plan_of(seed)
         hangs = Fault(at_s=0.0, kind="freeze", target="scheduler-0", duration_s=6.0)
@@ -66,12 +66,12 @@ def test_a_scheduler_that_hangs_costs_a_new_request_time_and_no_more() -> None:
 
 
 @pytest.mark.parametrize("seed", FAILED_ONCE)
-def test_seeds_that_failed_once(seed: int) -> None:
+def test_seed_that_failed_once_passes(seed: int) -> None:
     assert simulate(seed).wrongs == []
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_a_planted_bug_is_found(bug: Bug) -> None:
+def test_planted_bug_is_found(bug: Bug) -> None:
     """Uses its stored seed, which is stale once the code that draws from it has changed."""
     assert simulate(bug.found_by).wrongs == []
     with bug.planted():
@@ -79,7 +79,7 @@ def test_a_planted_bug_is_found(bug: Bug) -> None:
     assert is_found, f"seed {bug.found_by} is stale; this command finds a new one: {bug.search}"
 
 
-def test_the_saved_pieces_of_a_sweep_add_up() -> None:
+def test_saved_pieces_of_a_sweep_add_up() -> None:
     rows: list[Row] = []
     for first, commit in ((0, "old"), (10, "old"), (20, "new"), (40, "new")):
         tally = Tally(num_schedules=10, cpu_s=0.5, endings=Counter(finished=3))
@@ -90,5 +90,5 @@ def test_the_saved_pieces_of_a_sweep_add_up() -> None:
     assert ranges == [(0, 19, "old"), (20, 29, "new"), (40, 49, "new")]
     assert [row["failed"] for row in rows if "commit" in row] == [1, 0, 0]
     assert {"requests": "finished", "count": 12} in rows
-    whole = next(row for row in rows if "schedules" in row and "commit" not in row)
-    assert (whole["schedules"], whole["failed"], whole["cpu_s"]) == (40, 1, 2.0)
+    total = next(row for row in rows if "schedules" in row and "commit" not in row)
+    assert (total["schedules"], total["failed"], total["cpu_s"]) == (40, 1, 2.0)

@@ -56,11 +56,11 @@ class Trouble:
 
 def unexplained(client: Client, plan: Plan, troubles: list[Trouble]) -> str | None:
     """What is wrong about this request's failure; None if it did not fail, or had to."""
-    error = client.refused if client.end is None else client.end.error
+    error = client.rejection if client.end is None else client.end.error
     if error is None:
         return None
-    if client.refused is not None:
-        return _at_the_door(error, client, troubles)
+    if client.rejection is not None:
+        return _unexplained_rejection(error, client, troubles)
     if error.code == "client_gone":
         return None if client.left else "its client had not left"
     if isinstance(error, DeadlineExceeded):
@@ -96,14 +96,16 @@ def _swallowing(plan: Plan, troubles: list[Trouble]) -> list[tuple[float, float]
     ]
 
 
-def _at_the_door(error: HearthError, client: Client, troubles: list[Trouble]) -> str | None:
+def _unexplained_rejection(
+    error: HearthError, client: Client, troubles: list[Trouble]
+) -> str | None:
     """Redis is queried twice, possibly by another request that closed the breaker before."""
-    asked_at, refused_at = client.asked_at, client.ended_at
+    sent_at, rejected_at = client.sent_at, client.ended_at
     if error.code == "no_capacity":  # it may have waited for Redis before
-        kinds, began, ended = {"drain"}, refused_at, asked_at - REJOIN_S
+        kinds, began, ended = {"drain"}, rejected_at, sent_at - REJOIN_S
     elif error.code == "dependency_unavailable":
-        kinds, began = {"redis_away", "redis_hang"}, refused_at
-        ended = refused_at - BREAKER_S - 2 * STORE_TIMEOUT_S
+        kinds, began = {"redis_away", "redis_hang"}, rejected_at
+        ended = rejected_at - BREAKER_S - 2 * STORE_TIMEOUT_S
     else:
         return f"refused without a reason: {error}"
     has_reason = any(

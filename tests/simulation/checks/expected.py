@@ -43,7 +43,7 @@ def expected_prompt_logprobs(plan: RequestPlan) -> tuple[TokenLogprobs, ...]:
         return ()
     states = states_of(plan.prompt)
     return tuple(
-        _told(state, token_id, count)
+        _logprobs_of(state, token_id, count)
         for state, token_id in zip(states, plan.prompt[1:], strict=False)
     )
 
@@ -54,7 +54,7 @@ def expected_choice(plan: RequestPlan, choice_index: int, state: bytes) -> Expec
     noise, counts = _noise(params, choice_index), dict.fromkeys(plan.prompt, 0)
     while True:
         processed = state + noise + _bias(params) + _penalties(params, counts)
-        token_id = _draw(params, processed, len(found.token_ids))
+        token_id = _sample(params, processed, len(found.token_ids))
         is_stop = token_id in params.stop_token_ids or token_id in EOS
         if is_stop and len(found.token_ids) >= params.min_tokens:
             found.finish_reason = "stop"
@@ -62,7 +62,7 @@ def expected_choice(plan: RequestPlan, choice_index: int, state: bytes) -> Expec
         found.token_ids.append(token_id)
         counts[token_id] = counts.get(token_id, 0) + 1
         if params.num_logprobs is not None:
-            found.logprobs.append(_told(state, token_id, params.num_logprobs))
+            found.logprobs.append(_logprobs_of(state, token_id, params.num_logprobs))
         if plan.stop_modulus and token_id % plan.stop_modulus == 0:
             return found
         if len(found.token_ids) >= params.max_tokens:
@@ -72,7 +72,7 @@ def expected_choice(plan: RequestPlan, choice_index: int, state: bytes) -> Expec
         state = _next_state(state, token_id, position)
 
 
-def _draw(params: SamplingParams, processed: bytes, num_sampled: int) -> int:
+def _sample(params: SamplingParams, processed: bytes, num_sampled: int) -> int:
     banned = {*params.stop_token_ids, *EOS} if num_sampled < params.min_tokens else ()
     first = _token_id(processed, 0)
     for rank in range(NUM_TOKENS):
@@ -131,7 +131,7 @@ def _token_id(state: bytes, rank: int) -> int:
     return FIRST_TOKEN_ID + (number + rank) % NUM_TOKENS
 
 
-def _told(state: bytes, token_id: int, num_top_logprobs: int) -> TokenLogprobs:
+def _logprobs_of(state: bytes, token_id: int, num_top_logprobs: int) -> TokenLogprobs:
     rank = (token_id - _token_id(state, 0)) % NUM_TOKENS
     ranks = range(num_top_logprobs)
     return TokenLogprobs(

@@ -30,14 +30,14 @@ def held_too_long(fleet: Fleet) -> list[str]:
     declared lost because its step takes longer than announced is unknown to an index meanwhile.
     """
     is_forgetful = any(fault.kind in FORGETFUL for fault in fleet.plan.faults)
-    kept = ("ended", "output_buffer") if is_forgetful else ()
+    retained = ("ended", "output_buffer") if is_forgetful else ()
     busy = [
         f"{worker.worker_id}: {name}: "
         for worker in fleet.workers()
         if any(_may_last(each, worker) for each in worker.engine.batcher.running)
         for name in ("running", "blocks", "computing_pins")
     ]
-    allowed = [f"{worker.worker_id}: {name}: " for worker in fleet.workers() for name in kept]
+    allowed = [f"{worker.worker_id}: {name}: " for worker in fleet.workers() for name in retained]
     allowed += [
         f"{index.process.process_id}: {worker.worker_id}'s cache is None"
         for index in fleet.indices()
@@ -79,8 +79,8 @@ def wrongs_of_accounts(fleet: Fleet) -> list[str]:
     killed = {fault.target for fault in fleet.plan.faults if fault.kind == "kill"}
     lost = {each.plan.request_id for each in fleet.clients if each.gateway_id in killed}
     for client in fleet.clients:
-        told = {"requests": 1, "output_tokens": client.num_output_tokens}
-        expected = {kind: amount for kind, amount in told.items() if amount}
+        reported = {"requests": 1, "output_tokens": client.num_output_tokens}
+        expected = {kind: amount for kind, amount in reported.items() if amount}
         counts = written.pop(client.plan.request_id, {})
         is_due = client.end is not None and client.plan.request_id not in lost
         if counts != (expected if client.end is not None else {}) and (is_due or counts):
@@ -115,17 +115,17 @@ def wrongs_of_client(client: Client) -> list[str]:
         found.append("has no ending")
     is_whole = client.end is not None and client.end.error is None
     for index, expected in enumerate(expected_of(client.plan)):
-        told = client.choices[index]
-        found += _wrongs_of_tokens(index, told.token_ids, expected.token_ids, is_whole=is_whole)
-        if told.logprobs != expected.logprobs[: len(told.logprobs)]:
+        reported = client.choices[index]
+        found += _wrongs_of_tokens(index, reported.token_ids, expected.token_ids, is_whole=is_whole)
+        if reported.logprobs != expected.logprobs[: len(reported.logprobs)]:
             found.append(f"choice {index}: other logprobs")
-        if client.plan.sampling.num_logprobs is not None and len(told.logprobs) < len(
-            told.token_ids
+        if client.plan.sampling.num_logprobs is not None and len(reported.logprobs) < len(
+            reported.token_ids
         ):
             found.append(f"choice {index}: tokens without logprobs")
         found += _wrongs_of_ending(index, client, expected)
-        is_told = told.finish is not None and told.finish.failure is None
-        if is_told and told.finish.embedding != expected.embedding:
+        is_finished = reported.finish is not None and reported.finish.failure is None
+        if is_finished and reported.finish.embedding != expected.embedding:
             found.append(f"choice {index}: another embedding")
     wanted = expected_prompt_logprobs(client.plan)
     if any(each != wanted for each in client.prompt_logprobs):
@@ -136,19 +136,19 @@ def wrongs_of_client(client: Client) -> list[str]:
 
 
 def _wrongs_of_tokens(
-    index: int, told: list[int], expected: list[int], *, is_whole: bool
+    index: int, reported: list[int], expected: list[int], *, is_whole: bool
 ) -> list[str]:
-    if told != expected[: len(told)]:
-        return [f"choice {index}: tokens {told} are not those of {expected}"]
-    if is_whole and len(told) < len(expected):
-        return [f"choice {index}: {len(told)} of {len(expected)} tokens"]
+    if reported != expected[: len(reported)]:
+        return [f"choice {index}: tokens {reported} are not those of {expected}"]
+    if is_whole and len(reported) < len(expected):
+        return [f"choice {index}: {len(reported)} of {len(expected)} tokens"]
     return []
 
 
 def _wrongs_of_ending(index: int, client: Client, expected: Expected) -> list[str]:
-    told = client.choices[index]
-    if told.is_stopped:  # the worker may also have stopped at the same token
+    reported = client.choices[index]
+    if reported.is_stopped:  # the worker may also have stopped at the same token
         return []
-    if told.finish is not None and told.finish.reason != expected.finish_reason:
-        return [f"choice {index}: ended by {told.finish.reason}, not {expected.finish_reason}"]
+    if reported.finish is not None and reported.finish.reason != expected.finish_reason:
+        return [f"choice {index}: ended by {reported.finish.reason}, not {expected.finish_reason}"]
     return []

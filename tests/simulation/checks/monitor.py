@@ -69,7 +69,7 @@ class Monitor:
         elif isinstance(host, SimulatedScheduler):
             self._watch_exclusions(host)
 
-    def look(self, hosts: list[AnyHost]) -> None:
+    def check_bounds(self, hosts: list[AnyHost]) -> None:
         for host in hosts:
             for name, size, limit in _bounds(host):
                 if size > limit:

@@ -83,15 +83,15 @@ class Origins:
                     if each not in self.hashes_of[event.tenant_id]:
                         self.record("events: a block that was not computed for its tenant")
 
-    def check_registry(self, store: MemoryStore, num_asked: dict[str, int]) -> None:
-        told: set[str] = set()
+    def check_registry(self, store: MemoryStore, num_requested: dict[str, int]) -> None:
+        allowed_keys: set[str] = set()
         for tenant_id in set(self.tenant_of.values()):
             key = f"hearth:{quote(tenant_id, safe='@')}"
             hashes, num_hits = self.hashes_of[tenant_id], 0
-            told.add(f"{key}:prefixes")
+            allowed_keys.add(f"{key}:prefixes")
             for block_hash, workers in hashes.items():
                 record = store.data.get(f"{key}:prefix:{block_hash.hex()}")
-                told.add(f"{key}:prefix:{block_hash.hex()}")
+                allowed_keys.add(f"{key}:prefix:{block_hash.hex()}")
                 if record is not None:
                     num_hits += int(record.get(b"hits", 0))
                     names = [name.decode() for name in record]
@@ -101,10 +101,12 @@ class Origins:
             listed = store.data.get(f"{key}:prefixes", {})
             if not {bytes.fromhex(each.decode()) for each in listed} <= set(hashes):
                 self.record("registry: a tenant's list names a block that is not its own")
-            if num_hits > num_asked.get(tenant_id, 0):
-                self.record(f"registry: {num_hits} hits of {num_asked.get(tenant_id, 0)} questions")
-        if not set(store.data) <= told:
-            self.record(f"registry: {sorted(set(store.data) - told)} are no tenant's")
+            if num_hits > num_requested.get(tenant_id, 0):
+                self.record(
+                    f"registry: {num_hits} hits of {num_requested.get(tenant_id, 0)} questions"
+                )
+        if not set(store.data) <= allowed_keys:
+            self.record(f"registry: {sorted(set(store.data) - allowed_keys)} are no tenant's")
 
 
 class MarkedRunner(CopyingRunner):

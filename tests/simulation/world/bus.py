@@ -203,8 +203,8 @@ class SimulatedNetwork:
         """Delivers the held messages to processes whose connections still exist."""
         self.is_hanging = False
         held, self._held = self._held, []
-        for act in held:
-            act()
+        for action in held:
+            action()
         for process_id, connection in self._connections.items():
             if not connection.is_up:
                 self.reconnect_later(process_id)
@@ -325,7 +325,7 @@ class SimulatedNetwork:
         self.loop.call_at(when, subscription.take, parcel)
 
     def _after_a_while(
-        self, sender: str, receiver: SimulatedProcess, act: Callable[[], object]
+        self, sender: str, receiver: SimulatedProcess, action: Callable[[], object]
     ) -> None:
         delays: tuple[float, ...] = (0.0,)
         if self.fate is not None:
@@ -334,7 +334,7 @@ class SimulatedNetwork:
 
         def take() -> None:
             if connection.is_up and connection.process is receiver:
-                receiver.arrive(act)
+                receiver.arrive(action)
 
         for delay_s in delays:
             loop.call_later(self._latency() + delay_s, take)
@@ -458,7 +458,7 @@ class SimulatedBus:
             except Exception:  # like the real bus: one bad message does not end the subscription
                 log.exception("subscriber_failed", subject=subject)
 
-        return self._listen(subject, queue, take)
+        return self._subscribe(subject, queue, take)
 
     async def serve(
         self, subject: str, message_type: Any, handler: Callable[[Any], Any], *, queue: str = ""
@@ -476,7 +476,7 @@ class SimulatedBus:
             self._tasks[task] = None
             task.add_done_callback(self._tasks.pop)
 
-        return self._listen(subject, queue, take)
+        return self._subscribe(subject, queue, take)
 
     async def close(self) -> None:
         self._is_closed = True
@@ -485,7 +485,9 @@ class SimulatedBus:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _listen(self, pattern: str, queue: str, deliver: Callable[[Parcel], None]) -> Unsubscribe:
+    def _subscribe(
+        self, pattern: str, queue: str, deliver: Callable[[Parcel], None]
+    ) -> Unsubscribe:
         subscription = _Subscription(self._connection, pattern, queue, deliver)
         self._network.add(subscription)
 

@@ -1,4 +1,4 @@
-"""A client as its gateway sees it: records its responses, and detects forbidden ones."""
+"""A client of a gateway: records its responses, and detects forbidden ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODEL, REVISION = "timing", "r1"
 
 
 @dataclass
-class Told:
+class ReceivedChoice:
     """The received output of one choice."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -33,12 +33,12 @@ class Client:
     def __init__(self, plan: RequestPlan) -> None:
         self.plan = plan
         self.gateway_id = ""
-        self.choices = [Told() for _ in range(plan.num_choices)]
+        self.choices = [ReceivedChoice() for _ in range(plan.num_choices)]
         self.prompt_logprobs: list[tuple[TokenLogprobs, ...]] = []
-        self.was_asked = False
-        self.asked_at = 0.0
+        self.was_sent = False
+        self.sent_at = 0.0
         self.opened_at: float | None = None  # accepted
-        self.refused: HearthError | None = None  # by the gateway
+        self.rejection: HearthError | None = None  # by the gateway
         self.end: StreamEnd | None = None
         self.ended_at = 0.0
         self.left = False
@@ -49,20 +49,20 @@ class Client:
     @property
     def is_open(self) -> bool:
         """True also while the request waits for Redis to be admitted."""
-        has_answer = self.end is not None or self.refused is not None
-        return self.was_asked and not has_answer and not self.lost_gateway
+        has_answer = self.end is not None or self.rejection is not None
+        return self.was_sent and not has_answer and not self.lost_gateway
 
     def on_tokens(
         self, choice_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> bool:
-        told = self.choices[choice_index]
-        if told.is_stopped or told.finish is not None or self.end is not None:
+        output = self.choices[choice_index]
+        if output.is_stopped or output.finish is not None or self.end is not None:
             self.wrongs.append(f"choice {choice_index}: tokens after its end")
-        wanted = self._wanted(token_ids)
-        told.token_ids += token_ids[:wanted]
-        told.logprobs += logprobs[:wanted]
-        told.is_stopped = wanted > 0 and self._stops(token_ids[wanted - 1])
-        return not told.is_stopped
+        num_wanted = self._num_wanted(token_ids)
+        output.token_ids += token_ids[:num_wanted]
+        output.logprobs += logprobs[:num_wanted]
+        output.is_stopped = num_wanted > 0 and self._stops(token_ids[num_wanted - 1])
+        return not output.is_stopped
 
     def on_served(self, choice_index: int, served: Served) -> None:
         self.choices[choice_index].served.append(served)
@@ -71,10 +71,10 @@ class Client:
         self.prompt_logprobs.append(tuple(logprobs))
 
     def on_finish(self, choice_index: int, finish: Finish) -> None:
-        told = self.choices[choice_index]
-        if told.finish is not None or self.end is not None:
+        output = self.choices[choice_index]
+        if output.finish is not None or self.end is not None:
             self.wrongs.append(f"choice {choice_index}: a second ending")
-        told.finish = finish
+        output.finish = finish
 
     def on_end(self, end: StreamEnd) -> None:
         if self.end is not None:
@@ -108,7 +108,7 @@ class Client:
             pooling=plan.pooling,
         )
 
-    def _wanted(self, token_ids: Sequence[int]) -> int:
+    def _num_wanted(self, token_ids: Sequence[int]) -> int:
         for index, token_id in enumerate(token_ids):
             if self._stops(token_id):
                 return index + 1

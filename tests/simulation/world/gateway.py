@@ -74,15 +74,15 @@ class SimulatedGateway:
     async def serve(self, client: Client) -> None:
         """Serves a client's request until its response ends or the client leaves."""
         self.clients.append(client)
-        plan, client.was_asked, client.asked_at = client.plan, True, self._clock.now()
+        plan, client.was_sent, client.sent_at = client.plan, True, self._clock.now()
         try:
             record = await self._api_keys.tenant_of(f"Bearer {plan.tenant_id}")
-            lease = await self._limits.admit(record, plan.request_id, demand_of(client))
+            lease = await self._limits.admit(record, plan.request_id, cost_of(client))
             if self.health_monitor.state != "ready":
                 self._limits.settle(lease, 0)
                 raise NoCapacity("the gateway is draining", retry_after_s=1.0)
         except HearthError as error:
-            client.refused, client.ended_at = error, self._clock.now()
+            client.rejection, client.ended_at = error, self._clock.now()
             return
         client.gateway_id = self.process.process_id
         client.opened_at = self._clock.now()
@@ -126,7 +126,7 @@ class SimulatedGateway:
         )
 
 
-def demand_of(client: Client) -> RequestCost:
+def cost_of(client: Client) -> RequestCost:
     plan = client.plan
     num_output = 0 if plan.pooling is not None else plan.num_choices * plan.sampling.max_tokens
     return RequestCost(len(plan.prompt), num_output)

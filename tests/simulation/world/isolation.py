@@ -43,10 +43,10 @@ class Isolation:
         self.store = MemoryStore()
         self.peer = Peer(self.network)
         self.index = SimulatedIndex(self.network, self.store, "kv_index-1", seed=3)
-        self.num_asked: dict[str, int] = defaultdict(int)
+        self.num_requested: dict[str, int] = defaultdict(int)
         self.open: list[tuple[str, bytes, Request, int]] = []
-        self._asker = self.network.bus("scheduler-1")
-        self._listener = self.network.bus("observer-1")
+        self._scheduler_bus = self.network.bus("scheduler-1")
+        self._observer_bus = self.network.bus("observer-1")
         plane = DataPlane()
         self.workers = {
             "decode-1": self._worker(plane, "decode-1", ("decode",), zeroes_freed_blocks=True),
@@ -73,7 +73,7 @@ class Isolation:
         return worker
 
     async def start(self) -> None:
-        await self._listener.subscribe(subjects.KV_EVENTS, KvEvents, self.origins.take_events)
+        await self._observer_bus.subscribe(subjects.KV_EVENTS, KvEvents, self.origins.take_events)
         for each in (self.peer, self.index, *self.workers.values()):
             await each.start()
         await asyncio.sleep(1.5)  # virtual: watchers become able to judge
@@ -114,14 +114,16 @@ class Isolation:
     async def match(self, tenant_id: str, cache_salt: str, tokens: list[int]) -> int:
         """The most blocks that a worker has according to the index."""
         request, number = self.request(tenant_id, cache_salt, tokens)
-        self.num_asked[tenant_id] += 1
-        question = MatchPrefix(
+        self.num_requested[tenant_id] += 1
+        match_request = MatchPrefix(
             tenant_id=tenant_id,
             model=request.model,
             revision=request.revision,
             block_hashes=request.block_hashes,
         )
-        reply = await self._asker.request(subjects.MATCH, question, PrefixMatches, timeout_s=1.0)
+        reply = await self._scheduler_bus.request(
+            subjects.MATCH, match_request, PrefixMatches, timeout_s=1.0
+        )
         for each in reply.matches:
             hit = tokens[: each.num_blocks * BLOCK_SIZE]
             self.origins.check_hit("index", each.worker_id, number, hit)
@@ -150,7 +152,7 @@ class Isolation:
         await asyncio.sleep(3.0)  # virtual: heartbeats reveal a gap, and a resync repairs it
         for worker in self.workers.values():
             assert worker.is_empty
-        self.origins.check_registry(self.store, self.num_asked)
+        self.origins.check_registry(self.store, self.num_requested)
 
     async def stop(self) -> None:
         for each in (*self.workers.values(), self.index, self.peer):

@@ -268,9 +268,9 @@ class Peer:
         message = AckFinished(placement_ids=(placement_id,))
         await self.bus.publish(control("decode", worker_id), message)
 
-    async def _until(self, received: Received, holds: Callable[[], bool]) -> Received:
+    async def _until(self, received: Received, condition: Callable[[], bool]) -> Received:
         async with asyncio.timeout(120):
-            while not holds():
+            while not condition():
                 received.changed.clear()
                 await received.changed.wait()
         return received
