@@ -20,13 +20,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_thread_computes() -> Iterator[None]:
+def _use_one_thread() -> Iterator[None]:
     """Uses one thread unless a test sets another number: test runs share a machine's cores."""
     with computing_threads(1):
         yield
 
 
 @pytest.fixture(autouse=True)
-def _same_numbers_in_every_order() -> None:
+def _seed_random_numbers() -> None:
     """Makes random numbers, and so tolerance checks, independent of the order of tests."""
     torch.manual_seed(0)

@@ -70,7 +70,7 @@ def _modules(**environ: str) -> dict[str, list[str]]:
     }
 
 
-def test_a_cpu_has_its_loops_and_else_the_library() -> None:
+def test_cpu_uses_its_loops_or_else_the_library() -> None:
     assert _modules() == {
         name: [library, cpu or library, library] for name, (library, cpu, _) in BACKENDS.items()
     }

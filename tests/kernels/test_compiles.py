@@ -143,7 +143,7 @@ def _launch_sample() -> None:
         sample(logits, floats, integers, floats, floats, integers, integers, integers, mask)
 
 
-WAYS_TO_ATTEND: tuple[tuple[int, dict[str, Any]], ...] = (
+ATTENTION_OPTIONS: tuple[tuple[int, dict[str, Any]], ...] = (
     (64, {}),
     (64, {"is_batch_invariant": True}),
     (32, {"window": 4096, "softcap": 50.0}),
@@ -153,7 +153,7 @@ WAYS_TO_ATTEND: tuple[tuple[int, dict[str, Any]], ...] = (
 def _launch_prefill_attention(dtype: torch.dtype = BF16) -> None:
     from kernels.gpu.attention.prefill_attention import prefill_attention
 
-    for num_heads, options in WAYS_TO_ATTEND if dtype == BF16 else WAYS_TO_ATTEND[:1]:
+    for num_heads, options in ATTENTION_OPTIONS if dtype == BF16 else ATTENTION_OPTIONS[:1]:
         query, cache, tables, lens, scales = _attention(300, num_heads, 3, dtype)
         starts = _empty(4, dtype=torch.int32)
         prefill_attention(query, cache, tables, starts, lens, 0.1, kv_scales=scales, **options)
@@ -162,7 +162,7 @@ def _launch_prefill_attention(dtype: torch.dtype = BF16) -> None:
 def _launch_decode_attention(dtype: torch.dtype = BF16) -> None:
     from kernels.gpu.attention.decode_attention import decode_attention
 
-    for num_heads, options in WAYS_TO_ATTEND if dtype == BF16 else WAYS_TO_ATTEND[:1]:
+    for num_heads, options in ATTENTION_OPTIONS if dtype == BF16 else ATTENTION_OPTIONS[:1]:
         query, cache, tables, lens, scales = _attention(64, num_heads, 64, dtype)
         decode_attention(query, cache, tables, lens, 0.1, kv_scales=scales, **options)
 
@@ -239,7 +239,7 @@ def test_compiles_for_fp8_caches(request: pytest.FixtureRequest, op: str) -> Non
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("is_batch_invariant", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 64])
-def test_a_split_weight_meets_the_tensor_cores_as_a_dense_one(
+def test_split_and_dense_weights_use_equal_dot_layouts(
     request: pytest.FixtureRequest, num_rows: int, is_batch_invariant: bool, capability: int
 ) -> None:
     """Uses the same instructions and operand layouts; otherwise sums would round differently."""

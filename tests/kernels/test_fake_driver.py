@@ -30,10 +30,10 @@ def test_each_key_is_compiled_once() -> None:
         assert [each.name for each in fake.compiled] == ["_rms_norm_kernel"] * 2
     with fake_driver() as another:
         launch(1)
-        assert len(another.compiled) == 1, "nothing is known of another's kernels"
+        assert len(another.compiled) == 1, "drivers do not share compiled kernels"
 
 
-def test_a_thread_launches_on_its_current_device() -> None:
+def test_thread_launches_on_its_current_device() -> None:
     with fake_driver() as fake, ThreadPoolExecutor(1) as thread:
         fake.set_current_device(1)
         launch(1)

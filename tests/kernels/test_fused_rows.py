@@ -12,18 +12,18 @@ from kernels.gpu.gemm.fused_rows import DEFAULT, NUM_ROWS, FusedRows, fused_rows
 
 
 @pytest.mark.parametrize("limit", [0, 16, 100, 5000])
-def test_the_last_number_before_it_is_slower(limit: int) -> None:
-    asked = []
+def test_max_fused_rows_is_the_last_faster_number(limit: int) -> None:
+    measured = []
 
     def is_fused_faster(num_rows: int) -> bool:
-        asked.append(num_rows)
+        measured.append(num_rows)
         return num_rows <= limit
 
     assert max_fused_rows(is_fused_faster) == max((n for n in NUM_ROWS if n <= limit), default=0)
-    assert len(asked) == min(len(NUM_ROWS), sum(n <= limit for n in NUM_ROWS) + 1)
+    assert len(measured) == min(len(NUM_ROWS), sum(n <= limit for n in NUM_ROWS) + 1)
 
 
-def test_measured_once_and_kept(tmp_path: Path) -> None:
+def test_measurement_is_stored_and_reused(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "fused_rows.json"
     assert FusedRows(path).of("a", lambda: 64) == 64
     other = FusedRows(path)
@@ -35,19 +35,19 @@ def test_measured_once_and_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"a": "x"}'])
-def test_a_damaged_file_is_measured_again(content: str, tmp_path: Path) -> None:
+def test_damaged_file_is_measured_again(content: str, tmp_path: Path) -> None:
     path = tmp_path / "fused_rows.json"
     path.write_text(content)
     assert FusedRows(path).of("a", lambda: 64) == 64
     assert FusedRows(path).of("a", lambda: 1 // 0) == 64
 
 
-def test_a_file_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+def test_unwritable_file_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert FusedRows(tmp_path / "file" / "fused_rows.json").of("a", lambda: 64) == 64
 
 
-def test_without_cuda_nothing_is_measured() -> None:
+def test_nothing_is_measured_without_cuda() -> None:
     def never(x: torch.Tensor) -> None:
         raise AssertionError
 

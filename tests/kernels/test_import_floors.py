@@ -1,4 +1,4 @@
-"""Which folder of `kernels` may import which: never a higher one, nor one on the same level."""
+"""Import rules of `kernels`: a module imports only from layers below its own."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# From the top down. Folders of one line do not import each other.
-FLOORS = [
+# From the top down. Members of one layer do not import each other.
+LAYERS = [
     {"kernels.ops", "kernels.host_codec"},
     {"kernels.cpu", "kernels.gpu"},
     {"kernels.reference"},
@@ -18,7 +18,7 @@ FLOORS = [
     {"kernels.split_weight", "kernels.device", "kernels.cache"},
     {"kernels.check_tensor"},
 ]
-CPU_FLOORS = [
+CPU_LAYERS = [
     {"kernels.cpu.host"},
     {"kernels.cpu.warm"},
     {"kernels.cpu.probe"},
@@ -29,7 +29,7 @@ CPU_FLOORS = [
     {"kernels.cpu.simd"},
     {"kernels.cpu.compile"},
 ]
-GPU_FLOORS = [
+GPU_LAYERS = [
     {"kernels.gpu.attention", "kernels.gpu.kv", "kernels.gpu.rows", "kernels.gpu.sampling"},
     {"kernels.gpu.gemm"},
 ]
@@ -57,41 +57,41 @@ def imports(folder: str) -> Iterator[tuple[str, str]]:
                 yield from ((module, f"{node.module}.{alias.name}") for alias in node.names)
 
 
-def place(name: str, floors: list[set[str]]) -> tuple[int, str] | None:
-    for floor, rooms in enumerate(floors):
-        for room in rooms:
-            if name == room or name.startswith(f"{room}."):
-                return floor, room
+def layer_of(name: str, layers: list[set[str]]) -> tuple[int, str] | None:
+    for layer, members in enumerate(layers):
+        for member in members:
+            if name == member or name.startswith(f"{member}."):
+                return layer, member
     return None
 
 
-def offenders(folder: str, floors: list[set[str]]) -> list[str]:
+def offenders(folder: str, layers: list[set[str]]) -> list[str]:
     found = []
     for module, name in imports(folder):
-        here, there = place(module, floors), place(name, floors)
-        if here and there and here != there and there[0] <= here[0]:
+        source, target = layer_of(module, layers), layer_of(name, layers)
+        if source and target and source != target and target[0] <= source[0]:
             found.append(f"{module} imports {name}")
     return found
 
 
 def test_no_folder_imports_upward() -> None:
-    assert offenders("kernels", FLOORS) == []
-    assert offenders("kernels/cpu", CPU_FLOORS) == []
-    assert offenders("kernels/gpu", GPU_FLOORS) == []
+    assert offenders("kernels", LAYERS) == []
+    assert offenders("kernels/cpu", CPU_LAYERS) == []
+    assert offenders("kernels/gpu", GPU_LAYERS) == []
 
 
-def test_every_room_has_a_floor() -> None:
+def test_every_module_has_a_layer() -> None:
     entries = [*ROOT.glob("kernels/*"), *ROOT.glob("kernels/cpu/*"), *ROOT.glob("kernels/gpu/*")]
     names = {
         ".".join(each.relative_to(ROOT).with_suffix("").parts)
         for each in entries
         if each.stem != "__init__" and (each.suffix == ".py" or any(each.glob("*.py")))
     }
-    known = set().union(*FLOORS, *CPU_FLOORS, *GPU_FLOORS)
+    known = set().union(*LAYERS, *CPU_LAYERS, *GPU_LAYERS)
     assert names - known == set()
 
 
-def test_the_engine_knows_three_modules_of_kernels() -> None:
+def test_shared_imports_only_three_kernels_modules() -> None:
     allowed = ("kernels.ops.", "kernels.device.", "kernels.host_codec.")
     found = [
         f"{module} imports {name}"
@@ -101,7 +101,7 @@ def test_the_engine_knows_three_modules_of_kernels() -> None:
     assert found == []
 
 
-def test_a_worker_on_cuda_does_not_load_numba() -> None:
+def test_cuda_worker_does_not_load_numba() -> None:
     child = subprocess.run(
         [sys.executable, "-c", CUDA_WORKER], cwd=ROOT, capture_output=True, text=True, check=True
     )

@@ -32,6 +32,6 @@ def test_kernels_agree_with_their_references(parts: list[str]) -> None:
     environ = {name: value for name, value in environ.items() if not name.startswith("PYTEST_")}
     folders = [str(GPU_TESTS / part) for part in parts]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *folders]
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
+    completed = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stdout[-8000:] + completed.stderr[-2000:]
+    assert " passed" in completed.stdout

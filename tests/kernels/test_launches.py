@@ -19,13 +19,13 @@ def launches() -> Iterator[tuple[str, ast.Call]]:
                 yield f"{path.relative_to(FOLDER)}:{node.lineno}", node
 
 
-def test_every_launch_says_whether_multiplications_and_additions_are_fused() -> None:
+def test_every_launch_sets_enable_fp_fusion() -> None:
     """Triton's default is about to change, which would change the bits of kernels relying on it."""
     found = dict(launches())
     assert len(found) > 15
-    silent = [
-        place
-        for place, call in found.items()
+    unset = [
+        location
+        for location, call in found.items()
         if not any(
             each.arg == "enable_fp_fusion"
             and isinstance(each.value, ast.Constant)
@@ -33,4 +33,4 @@ def test_every_launch_says_whether_multiplications_and_additions_are_fused() -> 
             for each in call.keywords
         )
     ]
-    assert silent == []
+    assert unset == []

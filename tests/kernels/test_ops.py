@@ -187,19 +187,19 @@ def test_rotate_and_store_with_norms(ops: Ops, has_unit_offset: bool, dtype: tor
 def test_rotate_and_store_to_an_fp8_cache(ops: Ops) -> None:
     heads, angles = _random(5, 7, 16) * 9, _random(5, 8, seed=1)
     scales = torch.tensor([[0.5, 1.0], [2.0, 0.01]])
-    plain = torch.zeros(2, 4, 2, 8, 16)
-    cache, slots = plain.to(torch.float8_e4m3fn), torch.tensor([31, -1, 0, 17, 9])
-    expected = ops.rotate_and_store(heads, angles.cos(), angles.sin(), plain, slots)
+    unscaled = torch.zeros(2, 4, 2, 8, 16)
+    cache, slots = unscaled.to(torch.float8_e4m3fn), torch.tensor([31, -1, 0, 17, 9])
+    expected = ops.rotate_and_store(heads, angles.cos(), angles.sin(), unscaled, slots)
     query = ops.rotate_and_store(heads, angles.cos(), angles.sin(), cache, slots, kv_scales=scales)
     assert torch.equal(query, expected)
     stored = cache.float() * scales.view(2, 1, 2, 1, 1)
     bound = 448 * scales.view(2, 1, 2, 1, 1)
-    wanted = torch.minimum(torch.maximum(plain, -bound), bound)
-    torch.testing.assert_close(stored, wanted, rtol=2**-4, atol=2**-9)
-    assert bool((wanted[1, :, 1].abs() == bound[1, 0, 1]).any())  # some are saturated
+    clamped = torch.minimum(torch.maximum(unscaled, -bound), bound)
+    torch.testing.assert_close(stored, clamped, rtol=2**-4, atol=2**-9)
+    assert bool((clamped[1, :, 1].abs() == bound[1, 0, 1]).any())  # some are saturated
 
 
-def test_payload_checksum_is_its_formula() -> None:
+def test_payload_checksum_equals_its_formula() -> None:
     mask = (1 << 64) - 1
     payload = _random(3, 5, 4, dtype=torch.float16)
     total, data = 0, payload.numpy().tobytes()
@@ -212,7 +212,7 @@ def test_payload_checksum_is_its_formula() -> None:
     assert payload_checksum(payload).item() & mask == total
 
 
-def test_payload_checksum_sees_what_goes_wrong() -> None:
+def test_payload_checksum_detects_changes() -> None:
     payload = torch.arange(64)
     changed = [payload.clone() for _ in range(5)]
     changed[0][[3, 9]] = payload[[9, 3]]  # exchanged
@@ -298,7 +298,7 @@ def _naive(
 @pytest.mark.parametrize("dim", [8, 20, 64])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (7, 1), (3, 3)])
 def test_attention(ops: Ops, num_heads: int, num_kv_heads: int, dim: int) -> None:
-    _attention_holds(ops, num_heads, num_kv_heads, dim)
+    _check_attention(ops, num_heads, num_kv_heads, dim)
 
 
 @both
@@ -307,10 +307,10 @@ def test_attention(ops: Ops, num_heads: int, num_kv_heads: int, dim: int) -> Non
 def test_attention_in_a_window_with_capped_scores(
     ops: Ops, window: int | None, softcap: float | None
 ) -> None:
-    _attention_holds(ops, 3, 1, 20, window=window, softcap=softcap)
+    _check_attention(ops, 3, 1, 20, window=window, softcap=softcap)
 
 
-def _attention_holds(ops: Ops, num_heads: int, num_kv_heads: int, dim: int, **options: Any) -> None:
+def _check_attention(ops: Ops, num_heads: int, num_kv_heads: int, dim: int, **options: Any) -> None:
     """Compares both functions with FP64, and compiled ones bit for bit with each other."""
     cache, tables = _paged(4, 20, num_kv_heads, dim)
     query_lens, context_lens = [2, 150, 63, 20], [2, 300, 64, 300]
@@ -370,10 +370,8 @@ def test_attention_of_an_fp8_cache(ops: Ops) -> None:
 
 
 @both
-@pytest.mark.parametrize("left_behind", [torch.nan, torch.inf])
-def test_attention_does_not_see_what_others_left_in_the_blocks(
-    ops: Ops, left_behind: float
-) -> None:
+@pytest.mark.parametrize("stale_value", [torch.nan, torch.inf])
+def test_attention_ignores_stale_block_contents(ops: Ops, stale_value: float) -> None:
     """After the context's end, in blocks not reached yet, and in the block that pads a table."""
     cache, tables = _paged(2, 20, 2, 8)
     context_lens, starts = torch.tensor([5, 300]), torch.tensor([0, 2, 4])
@@ -382,9 +380,9 @@ def test_attention_does_not_see_what_others_left_in_the_blocks(
     prefilled = ops.prefill_attention(query, cache, tables, starts, context_lens, 0.3)
     decoded = ops.decode_attention(query[[1, 3]], cache, tables, context_lens, 0.3)
 
-    cache[:, padding] = left_behind
-    cache[:, tables[0, 0], :, 5:] = left_behind
-    cache[:, tables[1, 18], :, 300 % 16 :] = left_behind
+    cache[:, padding] = stale_value
+    cache[:, tables[0, 0], :, 5:] = stale_value
+    cache[:, tables[1, 18], :, 300 % 16 :] = stale_value
     assert torch.equal(
         ops.prefill_attention(query, cache, tables, starts, context_lens, 0.3), prefilled
     )

@@ -129,7 +129,7 @@ def test_sums_do_not_depend_on_the_number_of_rows(op: str) -> None:
     assert differing(fake.compiled) == {}
 
 
-def test_both_attentions_add_alike() -> None:
+def test_prefill_and_decode_attention_add_in_one_order() -> None:
     """A token's bits are the same in a prefill and in a decode step."""
     with fake_driver("ttgir") as fake:
         _decode_attention(17)
@@ -138,7 +138,7 @@ def test_both_attentions_add_alike() -> None:
     assert kernels["_decode_attention_kernel"] == kernels["_prefill_attention_kernel"]
 
 
-def test_what_is_compared() -> None:
+def test_structure_lists_reductions_and_dots() -> None:
     with fake_driver("ttgir") as fake:
         _rms_norm(4096, 2)
         _linear(64)

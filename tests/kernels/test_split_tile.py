@@ -66,12 +66,12 @@ def _packed(elements: NDArray[np.uint32], bits: int) -> Words:
 
 
 @pytest.mark.parametrize("is_second", [False, True])
-def test_the_instructions_decode_weights(is_second: bool) -> None:
+def test_instructions_decode_weights(is_second: bool) -> None:
     """Every code with every base, each next to random ones."""
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     codes, bases = (each.ravel() for each in np.meshgrid(np.arange(256), np.arange(256)))
     num = len(codes)
-    own = draw.integers(0, 256, (4, num, 4), dtype=np.uint32)
+    own = rng.integers(0, 256, (4, num, 4), dtype=np.uint32)
     rest, lower, upper, code = own
     place = np.arange(num) % 4
     code[np.arange(num), place] = codes

@@ -1,4 +1,4 @@
-"""A weight is restored from its split form bit for bit, for any bits; and the form's size."""
+"""A weight is restored from its split form bit for bit, for any bits; sizes of the form."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ def _is_restored(split: SplitWeight, weight: Tensor) -> bool:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("share", [0.0, 0.01, 1.0])
-def test_every_weight_comes_back(shape: tuple[int, int], share: float) -> None:
+def test_every_weight_is_restored(shape: tuple[int, int], share: float) -> None:
     weight = with_outliers(normal_weight(*shape), share)
     split = _split(weight)
     assert split.shape == shape
     assert _is_restored(split, weight)
 
 
-def test_every_bit_pattern_comes_back() -> None:
+def test_every_bit_pattern_is_restored() -> None:
     """Zeros of both signs, denormals, infinities and NaN with all their payloads."""
     weight = all_bit_patterns()
     assert _is_restored(_split(weight), weight)
     assert _is_restored(_split(weight.t().contiguous()), weight.t())
 
 
-def test_pieces_of_rows_give_what_the_whole_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_by_pieces_equals_split_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = with_outliers(normal_weight(50, 300), 0.01)
-    whole = _split(weight)
+    full = _split(weight)
     monkeypatch.setattr(form, "PIECE_WEIGHTS", 7 * 300)
     pieces = _split(weight)
-    for name, plane in whole.planes().items():
+    for name, plane in full.planes().items():
         assert torch.equal(plane, pieces.planes()[name]), name
 
 
-def test_a_code_is_where_the_docstring_says() -> None:
+def test_code_positions_match_the_docstring() -> None:
     weight = torch.ones(1, 4 * GROUP, dtype=torch.bfloat16)  # exponent 127
     weight[0, 3], weight[0, 3 + GROUP // 2], weight[0, 3 * GROUP + 40] = 2.0, -4.0, 2.0**-100
     split = _split(weight)
@@ -70,7 +70,7 @@ def test_a_code_is_where_the_docstring_says() -> None:
     assert split.wide_exponents[0, 8].item() == (27 - 114) % 256 & 0xF0
 
 
-def test_the_base_is_the_one_of_fewest_wide_groups() -> None:
+def test_base_minimises_wide_groups() -> None:
     weight = with_outliers(normal_weight(6, 1024), 0.02)
     exponents = (weight.view(torch.int16) >> 7 & 0xFF).to(torch.uint8)
     groups = form._by_group(exponents, 0).int()
@@ -92,7 +92,7 @@ def test_codes_that_fit_need_no_side_table() -> None:
     assert split.bits_per_weight == pytest.approx(12, abs=0.2)
 
 
-def test_sizes_are_those_of_the_planes() -> None:
+def test_sizes_equal_those_of_the_planes() -> None:
     weight = with_outliers(normal_weight(96, 4096), 1e-3)
     split = _split(weight)
     total = sum(plane.numel() * plane.element_size() for plane in split.planes().values())
@@ -109,7 +109,7 @@ def test_normal_rows_take_12_bits() -> None:
     assert 0.002 < split.wide_share < 0.007
 
 
-def test_what_saves_nothing_is_left() -> None:
+def test_incompressible_weight_returns_none() -> None:
     assert split_weight(with_outliers(normal_weight(64, 512), 1.0)) is None
     assert split_weight(normal_weight(64, 33)) is None  # padded to a group, it takes 16 bits
     assert split_weight(normal_weight(64, 512).half()) is None
@@ -117,7 +117,7 @@ def test_what_saves_nothing_is_left() -> None:
     assert split_weight(normal_weight(64, 100)) is not None
 
 
-def test_what_cannot_be_split_is_named() -> None:
+def test_invalid_weight_raises() -> None:
     with pytest.raises(BadTensor, match=r"weight has shape \[2, 3, 4\], not \[any, any\]"):
         split_weight(torch.zeros(2, 3, 4, dtype=torch.bfloat16))
     with pytest.raises(BadTensor, match=r"weight is torch.float16, not torch.bfloat16"):
@@ -126,7 +126,7 @@ def test_what_cannot_be_split_is_named() -> None:
 
 @pytest.mark.parametrize("parts", [2, 3, 4])
 @pytest.mark.parametrize("is_along_k", [False, True])
-def test_slices_are_splits_of_slices(parts: int, is_along_k: bool) -> None:
+def test_slice_of_a_split_equals_split_of_the_slice(parts: int, is_along_k: bool) -> None:
     """The cuts of tensor parallelism; the last part along K ends within a group."""
     weight = with_outliers(normal_weight(97, 3 * 4 * GROUP + 17), 2e-3)
     split = _split(weight)
@@ -135,14 +135,14 @@ def test_slices_are_splits_of_slices(parts: int, is_along_k: bool) -> None:
         stop = weight.shape[int(is_along_k)] if index == parts - 1 else (index + 1) * size
         bounds = index * size, stop
         part = split.columns(*bounds) if is_along_k else split.rows(*bounds)
-        wanted = weight[:, slice(*bounds)] if is_along_k else weight[slice(*bounds)]
-        assert _is_restored(part, wanted.contiguous())
+        expected = weight[:, slice(*bounds)] if is_along_k else weight[slice(*bounds)]
+        assert _is_restored(part, expected.contiguous())
         if not is_along_k:
-            for name, plane in _split(wanted).planes().items():
+            for name, plane in _split(expected).planes().items():
                 assert torch.equal(plane, part.planes()[name]), name
 
 
-def test_a_cut_through_a_group_is_refused() -> None:
+def test_cut_through_a_group_raises() -> None:
     split = _split(normal_weight(4, 300))
     with pytest.raises(BadTensor, match=r"columns 32 to 256 of 300 cannot be cut off"):
         split.columns(32, 256)
@@ -157,7 +157,7 @@ def test_entropy_of_exponents() -> None:
 
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="tests/kernels/gpu has this")
-def test_the_engine_multiplies_with_it() -> None:
+def test_ops_multiply_with_a_split_weight() -> None:
     weight = normal_weight(48, 96)
     x, split = normal_weight(5, 96, seed=1), _split(weight)
     y = ops.compressed_linear(x, split, is_batch_invariant=True)
@@ -165,7 +165,7 @@ def test_the_engine_multiplies_with_it() -> None:
     assert torch.equal(bits_of(ops.decompress(split)), bits_of(weight))
 
 
-def test_it_goes_into_scratch() -> None:
+def test_decompress_writes_into_out() -> None:
     weight = normal_weight(9, 256)
     out = torch.empty_like(weight)
     assert decompress(_split(weight), out) is out
@@ -173,7 +173,7 @@ def test_it_goes_into_scratch() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5])
-def test_rows_are_looked_up(share: float) -> None:
+def test_select_rows(share: float) -> None:
     weight = with_outliers(normal_weight(40, 64 * 35 + 7), share)
     row_ids = torch.tensor([39, 0, 7, 7])
     found = select_rows(_split(weight), row_ids)

@@ -21,9 +21,7 @@ from tests.kernels.support.fake_driver import fake_driver
 CPU = torch.device("cpu")
 
 
-def test_it_says_that_the_c_compiler_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_c_compiler_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def launcher(source: Any, metadata: Any) -> Any:
         """Builds like the CUDA driver: with the C compiler on the PATH."""
         (tmp_path / "launcher.c").write_text("#include <Python.h>\n")
@@ -37,7 +35,7 @@ def test_it_says_that_the_c_compiler_is_missing(
             check_triton(CPU)
 
 
-def test_a_kernel_that_computes_nothing_is_noticed() -> None:
+def test_kernel_without_output_is_detected() -> None:
     with fake_driver() as fake, pytest.raises(TritonUnusable, match=r"returned \[0, 1, .* 15\]"):
         check_triton(CPU)
     assert fake.num_launches == 1

@@ -45,7 +45,7 @@ print(sum(item_size.stats.cache_hits.values()))
 """
 
 
-def test_processes_that_compile_at_once_do_not_mix_up_their_code(
+def test_concurrent_compilations_do_not_mix_up_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
@@ -66,6 +66,7 @@ def test_processes_that_compile_at_once_do_not_mix_up_their_code(
 @pytest.mark.skipif(
     (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="no TBB from pip"
 )
-def test_threads_that_wait_leave_their_cores_to_others() -> None:
+def test_threading_layer_is_tbb() -> None:
+    """TBB's waiting threads leave their cores to other threads."""
     silu_and_mul(torch.ones(2, 4))
     assert numba.threading_layer() == "tbb"

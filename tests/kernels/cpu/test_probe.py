@@ -20,18 +20,18 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     probe.failure.cache_clear()
 
 
-def test_a_child_that_llvm_aborted_is_a_failure_for_good() -> None:
+def test_llvm_abort_is_a_permanent_failure() -> None:
     probe.record(-signal.SIGABRT, "LLVM ERROR: Cannot select: intrinsic %llvm.x86.x\nstack dump\n")
     assert probe.known_failure() == probe.failure()
     assert "signal 6: LLVM ERROR: Cannot select" in (probe.failure() or "")
 
 
-def test_a_child_that_was_stopped_says_nothing() -> None:
+def test_killed_child_is_not_recorded() -> None:
     probe.record(-signal.SIGKILL, "")
     assert probe.known_failure() is None
     assert list(Path(str(numba.config.CACHE_DIR)).iterdir()) == []
 
 
-def test_what_compiled_once_is_not_tried_again() -> None:
+def test_successful_compilation_is_not_repeated() -> None:
     probe.record(0, "")
     assert probe.failure() is None

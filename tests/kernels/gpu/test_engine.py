@@ -82,17 +82,17 @@ def test_logits_are_bit_equal_for_every_batch_and_chunking(
         tmp_path, dtype=dtype, kv_cache_bytes=1 << 22, device=str(device), num_threads=1
     )
     blocks, prompt = Blocks(runner.num_blocks), prompt_of(num_tokens)
-    whole = prefill(runner, blocks.line(prompt), num_tokens)
+    unchunked = prefill(runner, blocks.line(prompt), num_tokens)
     chunked = prefill(runner, blocks.line(prompt), 64)
-    assert torch.equal(chunked, whole)
+    assert torch.equal(chunked, unchunked)
     line, others = blocks.line(prompt), [blocks.line(prompt_of(n)) for n in (9, 3)]
     advance(runner, [(line, num_tokens - 2)])
     for position in (num_tokens - 2, num_tokens - 1):  # compared with prefill, one token at a time
         logits = advance(runner, [(others[0], 1), (line, 1), (others[1], 1)])
-        assert torch.equal(logits[1], whole[position])
+        assert torch.equal(logits[1], unchunked[position])
 
 
-def test_drawn_tokens(tmp_path: Path, device: torch.device) -> None:
+def test_sampled_tokens(tmp_path: Path, device: torch.device) -> None:
     write_model(tmp_path, "LlamaForCausalLM", **SMALL)
     runner = load_runner(
         tmp_path, dtype="float32", kv_cache_bytes=1 << 20, device=str(device), num_threads=1
@@ -105,7 +105,7 @@ def test_drawn_tokens(tmp_path: Path, device: torch.device) -> None:
         top_p=np.full(9, 0.8, dtype=np.float32),
         seed=np.arange(9, dtype=np.uint64),
     )
-    drawn = asyncio.run(runner.run(replace(inputs, sampling=sampling))).token_ids
+    sampled = asyncio.run(runner.run(replace(inputs, sampling=sampling))).token_ids
     columns = (
         torch.from_numpy(column).to(device)
         for column in (
@@ -113,7 +113,7 @@ def test_drawn_tokens(tmp_path: Path, device: torch.device) -> None:
             *(sampling.seed.view(np.int64), sampling.choice_index, sampling.output_position),
         )
     )
-    assert drawn == sample(runner.step_logits(inputs), *columns).tolist()
+    assert sampled == sample(runner.step_logits(inputs), *columns).tolist()
 
 
 @pytest.mark.parametrize("is_tied", [False, True])

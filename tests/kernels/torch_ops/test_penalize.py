@@ -34,13 +34,13 @@ def test_repetition_equals_transformers_bit_for_bit(logits: Tensor, repetition: 
     assert torch.equal(actual[1:2], expected)
 
 
-def test_only_the_rows_and_tokens_named_change(logits: Tensor) -> None:
+def test_only_given_rows_and_tokens_change(logits: Tensor) -> None:
     actual = _penalized(logits, [3, 7], 2.0, [0.5, 0.0])
     changed = torch.nonzero(actual != logits).tolist()
     assert changed == [[1, 3], [1, 7]]
 
 
-def test_repetition_comes_before_what_is_subtracted() -> None:
+def test_repetition_is_applied_before_subtraction() -> None:
     logits = torch.tensor([[0.0, 0.0, 0.0], [3.0, -3.0, 0.0]])
     assert _penalized(logits, [0, 1, 2], 2.0, [1.0, 1.0, 1.0])[1].tolist() == [0.5, -7.0, -1.0]
 

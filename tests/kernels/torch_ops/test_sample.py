@@ -13,7 +13,7 @@ from kernels.torch_ops.sample import _floors, sample, uniform
 MASK = 0xFFFFFFFF
 
 
-def _draw(logits: Tensor, **overrides: Any) -> Tensor:
+def _sample(logits: Tensor, **overrides: Any) -> Tensor:
     """Samples one token per row; positions count up unless given."""
     num_rows = logits.shape[0]
     columns: dict[str, Any] = {
@@ -36,29 +36,29 @@ def _draw(logits: Tensor, **overrides: Any) -> Tensor:
     return sample(logits.clone(), **tensors)
 
 
-def _chi_square(drawn: Tensor, probabilities: Tensor) -> float:
-    expected = probabilities.double() * len(drawn)
-    counts = torch.bincount(drawn, minlength=len(probabilities)).double()
+def _chi_square(sampled: Tensor, probabilities: Tensor) -> float:
+    expected = probabilities.double() * len(sampled)
+    counts = torch.bincount(sampled, minlength=len(probabilities)).double()
     return float(((counts - expected).pow(2) / expected).sum())
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("varied", ["output_position", "seed", "choice_index"])
-def test_draws_follow_the_softmax(temperature: float, varied: str) -> None:
+def test_samples_follow_the_softmax(temperature: float, varied: str) -> None:
     """Chi-square with 19 degrees of freedom: exceeds 43.8 once in a thousand."""
     logits = torch.randn(20, generator=torch.Generator().manual_seed(0))
-    num_draws = 20_000
-    counter = torch.arange(num_draws)
+    num_samples = 20_000
+    counter = torch.arange(num_samples)
     options = {"output_position": 3, varied: counter * 7919 if varied == "seed" else counter}
-    drawn = _draw(logits.expand(num_draws, -1), temperature=temperature, **options)
-    assert _chi_square(drawn, (logits / temperature).softmax(-1)) < 43.8
+    sampled = _sample(logits.expand(num_samples, -1), temperature=temperature, **options)
+    assert _chi_square(sampled, (logits / temperature).softmax(-1)) < 43.8
 
 
 def test_noise_is_the_same_in_every_row_and_batch() -> None:
     logits = torch.randn(64, 500, generator=torch.Generator().manual_seed(1))
     seeds = torch.arange(64) * 0x1234567 - 2**62
-    together = _draw(logits, seed=seeds, temperature=5.0)
-    flipped = _draw(
+    together = _sample(logits, seed=seeds, temperature=5.0)
+    flipped = _sample(
         logits.flip(0),
         seed=seeds.flip(0),
         output_position=torch.arange(64).flip(0),
@@ -66,7 +66,7 @@ def test_noise_is_the_same_in_every_row_and_batch() -> None:
     )
     assert torch.equal(together, flipped.flip(0))
     for row in range(64):
-        alone = _draw(
+        alone = _sample(
             logits[row : row + 1],
             seed=seeds[row : row + 1],
             output_position=torch.tensor([row]),
@@ -94,22 +94,22 @@ def test_noise_is_pinned() -> None:
 
 def test_greedy_takes_the_lowest_of_equal_logits() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 3.0], [2.0, 2.0, 2.0, 2.0]])
-    assert _draw(logits, temperature=0.0).tolist() == [1, 0]
+    assert _sample(logits, temperature=0.0).tolist() == [1, 0]
 
 
-def test_the_least_temperature_draws_the_largest_logit() -> None:
+def test_lowest_temperature_samples_the_largest_logit() -> None:
     logits = torch.tensor([[1.0, 2.0, 40.0, 39.0]])
     for temperature in (1e-3, 1e-37, 1e-40):
-        assert _draw(logits, temperature=temperature, top_k=3, top_p=0.9).tolist() == [2]
-        assert _draw(logits, temperature=temperature).tolist() == [2]
+        assert _sample(logits, temperature=temperature, top_k=3, top_p=0.9).tolist() == [2]
+        assert _sample(logits, temperature=temperature).tolist() == [2]
 
 
-def test_greedy_and_drawn_rows_share_a_batch() -> None:
+def test_greedy_and_sampled_rows_share_a_batch() -> None:
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(2))
     temperature = torch.tensor([0.0, 1.0, 0.0, 9.0, 9.0, 0.0])
-    mixed = _draw(logits, temperature=temperature)
+    mixed = _sample(logits, temperature=temperature)
     assert torch.equal(mixed[temperature == 0], logits.argmax(-1)[temperature == 0])
-    assert torch.equal(mixed[3:5], _draw(logits, temperature=9.0)[3:5])
+    assert torch.equal(mixed[3:5], _sample(logits, temperature=9.0)[3:5])
 
 
 PROBABILITIES = torch.tensor([0.05, 0.4, 0.02, 0.3, 0.15, 0.08])
@@ -134,27 +134,27 @@ PROBABILITIES = torch.tensor([0.05, 0.4, 0.02, 0.3, 0.15, 0.08])
         ({"temperature": 2.0, "min_p": 0.5}, {1, 3, 4}),
     ],
 )
-def test_truncations_keep_exactly_their_support(
+def test_truncation_samples_exactly_its_support(
     options: dict[str, float], support: set[int]
 ) -> None:
-    drawn = _draw(PROBABILITIES.log().expand(4000, -1), **options)
-    assert set(drawn.tolist()) == support
+    sampled = _sample(PROBABILITIES.log().expand(4000, -1), **options)
+    assert set(sampled.tolist()) == support
 
 
-def test_truncated_draws_follow_the_renormalised_softmax() -> None:
-    drawn = _draw(PROBABILITIES.log().expand(20_000, -1), top_k=3)
-    kept = torch.tensor([1, 3, 4])
-    ranks = torch.bucketize(drawn, kept)
-    expected = PROBABILITIES[kept] / PROBABILITIES[kept].sum()
+def test_truncated_samples_follow_the_renormalised_softmax() -> None:
+    sampled = _sample(PROBABILITIES.log().expand(20_000, -1), top_k=3)
+    retained = torch.tensor([1, 3, 4])
+    ranks = torch.bucketize(sampled, retained)
+    expected = PROBABILITIES[retained] / PROBABILITIES[retained].sum()
     assert _chi_square(ranks, expected) < 13.8  # 2 degrees of freedom, one in a thousand
 
 
 def test_each_row_has_its_own_truncation() -> None:
     logits = PROBABILITIES.log().expand(5, -1)
     top_k, top_p = torch.tensor([0, 1, 0, 2, 0]), torch.tensor([1.0, 1.0, 0.1, 1.0, 1.0])
-    together = _draw(logits, top_k=top_k, top_p=top_p)
+    together = _sample(logits, top_k=top_k, top_p=top_p)
     for row in range(5):
-        alone = _draw(
+        alone = _sample(
             logits[:1],
             top_k=top_k[row : row + 1],
             top_p=top_p[row : row + 1],
@@ -163,14 +163,14 @@ def test_each_row_has_its_own_truncation() -> None:
         assert alone[0] == together[row]
 
 
-def test_a_banned_token_is_never_drawn() -> None:
+def test_banned_token_is_never_sampled() -> None:
     logits = PROBABILITIES.log().clone()
     logits[1] = float("-inf")
-    assert 1 not in _draw(logits.expand(2000, -1), top_p=0.99).tolist()
+    assert 1 not in _sample(logits.expand(2000, -1), top_p=0.99).tolist()
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.1, 3.0])
-def test_a_limit_is_the_same_whether_few_logits_were_put_in_order_or_all(spread: float) -> None:
+def test_limit_is_equal_for_partial_and_full_sort(spread: float) -> None:
     """With ties throughout, and limits on both sides of the sorted part."""
     logits = torch.randn(60, 40, generator=torch.Generator().manual_seed(3)).mul_(spread)
     scaled = logits.mul_(4).round_().div_(4).sub_(logits.amax(-1, keepdim=True))
@@ -191,19 +191,19 @@ def _floor_of(scaled: list[float], top_k: int, top_p: float) -> float:
     if top_p == 1:
         return ordered[-1]
     weights = [math.exp(x) for x in ordered]
-    kept = [x for i, x in enumerate(ordered) if sum(weights[:i]) < top_p * sum(weights)]
-    return kept[-1] if kept else ordered[0]
+    retained = [x for i, x in enumerate(ordered) if sum(weights[:i]) < top_p * sum(weights)]
+    return retained[-1] if retained else ordered[0]
 
 
-def test_the_noise_is_that_of_its_formula() -> None:
+def test_noise_equals_its_formula() -> None:
     seeds = [0, 1, 2**31, 2**32 - 1, 2**63 + 12345, 2**64 - 1]
     columns = [
         torch.tensor(np.array(column, dtype=np.uint64).view(np.int64))
         for column in (seeds, [0, 1, 2, 2**31, 2**32, 2**63 - 1], [5, 0, 2**20, 3, 2**31 - 1, 7])
     ]
-    drawn = uniform(*columns, vocab_size=50)
+    sampled = uniform(*columns, vocab_size=50)
     for row, key in enumerate(zip(*(each.tolist() for each in columns), strict=True)):
-        assert drawn[row].tolist() == [_uniform_of(*key, token) for token in range(50)]
+        assert sampled[row].tolist() == [_uniform_of(*key, token) for token in range(50)]
 
 
 def _uniform_of(seed: int, choice_index: int, output_position: int, token: int) -> float:

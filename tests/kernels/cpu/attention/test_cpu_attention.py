@@ -1,4 +1,4 @@
-"""The compiled attention kernels are right against FP64, and their bits do not depend on cuts."""
+"""The compiled attention kernels are near FP64, and their bits do not depend on cuts."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Paged:
     def __init__(
         self, num_tokens: int, *, heads: int, head_dim: int, block_size: int, dtype: torch.dtype
     ) -> None:
-        draw = torch.Generator().manual_seed(num_tokens)
+        rng = torch.Generator().manual_seed(num_tokens)
         num_blocks = -(-num_tokens // block_size)
-        self.table = torch.randperm(num_blocks + 3, generator=draw)[:num_blocks]
+        self.table = torch.randperm(num_blocks + 3, generator=rng)[:num_blocks]
         shape = (2, num_blocks + 3, heads, block_size, head_dim)
         self.cache = torch.full(shape, torch.nan, dtype=dtype)
-        self.kv = torch.randn(2, num_tokens, heads, head_dim, generator=draw).to(dtype)
+        self.kv = torch.randn(2, num_tokens, heads, head_dim, generator=rng).to(dtype)
         for token in range(num_tokens):
             block = self.table[token // block_size]
             self.cache[:, block, :, token % block_size] = self.kv[:, token]
@@ -79,7 +79,7 @@ def decode(
     ("num_heads", "num_kv_heads", "head_dim", "block_size"),
     [(1, 1, 10, 4), (7, 1, 64, 16), (6, 2, 80, 64), (8, 1, 96, 32)],
 )
-def test_both_equal_the_formula_and_each_other(
+def test_prefill_and_decode_equal_fp64_and_each_other(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -93,11 +93,11 @@ def test_both_equal_the_formula_and_each_other(
         num_tokens, heads=num_kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype
     )
     query = (torch.randn(num_tokens, num_heads, head_dim) * 2).to(dtype)
-    whole = prefill(paged, query, num_tokens, window, cap)
+    unchunked = prefill(paged, query, num_tokens, window, cap)
     expected = torch.stack([paged.attend(q, i, window, cap) for i, q in enumerate(query)])
     tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(whole.double(), expected, rtol=tolerance, atol=tolerance)
-    assert torch.equal(decode(paged, query, torch.arange(1, 132), window, cap), whole)
+    torch.testing.assert_close(unchunked.double(), expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(decode(paged, query, torch.arange(1, 132), window, cap), unchunked)
 
 
 @pytest.mark.parametrize("window", [None, 300, SEGMENT])
@@ -108,20 +108,20 @@ def test_bits_do_not_depend_on_chunks_across_segments(
     num_tokens = 2 * SEGMENT + 100
     paged = Paged(num_tokens, heads=2, head_dim=head_dim, block_size=16, dtype=dtype)
     query = torch.randn(num_tokens, 4, head_dim).to(dtype)
-    whole = prefill(paged, query, num_tokens, window, None)
+    unchunked = prefill(paged, query, num_tokens, window, None)
     singly = decode(paged, query, torch.arange(1, num_tokens + 1), window, None)
-    assert torch.equal(singly, whole)
+    assert torch.equal(singly, unchunked)
     for size in (7, 64, 500):
         cuts = range(0, num_tokens, size)
-        pieces = [
+        chunks = [
             prefill(paged, query[cut : cut + size], min(cut + size, num_tokens), window, None)
             for cut in cuts
         ]
-        assert torch.equal(torch.cat(pieces), whole)
+        assert torch.equal(torch.cat(chunks), unchunked)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sequences_of_one_batch_do_not_touch_each_other(dtype: torch.dtype) -> None:
+def test_sequences_of_a_batch_are_independent(dtype: torch.dtype) -> None:
     paged = Paged(90, heads=2, head_dim=32, block_size=16, dtype=dtype)
     query = torch.randn(57, 4, 32).to(dtype)
     tables, lens = paged.table.expand(3, -1), torch.tensor([90, 33, 24])
@@ -146,7 +146,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None
     assert torch.equal(*outputs)
 
 
-def test_a_fully_masked_lane_and_large_scores_stay_finite() -> None:
+def test_masked_lane_and_large_scores_stay_finite() -> None:
     paged = Paged(70, heads=1, head_dim=16, block_size=16, dtype=torch.float32)
     query = torch.full((70, 1, 16), 1e4)
     out = prefill(paged, query, 70, None, None)

@@ -1,4 +1,4 @@
-"""The largest column of a product that is never stored."""
+"""The argmax of logits that are never stored."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ each_dtype = pytest.mark.parametrize(
     [pytest.param(torch.bfloat16, marks=BF16), pytest.param(torch.float32, marks=AVX512)],
     ids=str,
 )
-draw = torch.Generator().manual_seed(0)
+rng = torch.Generator().manual_seed(0)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.randn(*shape, generator=draw).to(dtype)
+    return torch.randn(*shape, generator=rng).to(dtype)
 
 
 @each_dtype
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("num_rows", [1, 31, 33, HALF_CHUNK_ROWS + 1])
-def test_the_largest_logit(num_rows: int, num_threads: int, dtype: torch.dtype) -> None:
+def test_argmax_equals_that_of_stored_logits(
+    num_rows: int, num_threads: int, dtype: torch.dtype
+) -> None:
     x, weight = random(num_rows, 64, dtype=dtype), pack_weight(random(2048, 64, dtype=dtype))
     with computing_threads(num_threads):
-        got = argmax_logits(x, weight)
-    assert torch.equal(got, logits(x, weight).argmax(-1))
+        actual = argmax_logits(x, weight)
+    assert torch.equal(actual, logits(x, weight).argmax(-1))
 
 
 @BF16
-def test_of_a_compressed_weight() -> None:
+def test_compressed_weight_gives_the_same_argmax() -> None:
     x, weight = random(40, 256), random(512, 256)
     compressed = compress_weight(weight)
     assert isinstance(compressed, CompressedWeight)
@@ -46,7 +48,7 @@ def test_of_a_compressed_weight() -> None:
 
 
 @each_dtype
-def test_of_equal_ones_the_first(dtype: torch.dtype) -> None:
+def test_first_of_equal_logits_wins(dtype: torch.dtype) -> None:
     weight = random(32, 64, dtype=dtype).repeat(9, 1)  # each logit nine times, in every task's part
     x = random(5, 64, dtype=dtype)
     assert torch.equal(
@@ -56,6 +58,6 @@ def test_of_equal_ones_the_first(dtype: torch.dtype) -> None:
 
 
 @each_dtype
-def test_rows_of_no_numbers_get_the_first_column(dtype: torch.dtype) -> None:
+def test_nan_rows_get_the_first_column(dtype: torch.dtype) -> None:
     x = torch.full((2, 64), torch.nan, dtype=dtype)
     assert argmax_logits(x, pack_weight(random(96, 64, dtype=dtype))).tolist() == [0, 0]

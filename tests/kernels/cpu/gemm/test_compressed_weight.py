@@ -77,7 +77,7 @@ def assert_same_bits(found: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_all_rows_come_back(order: str, shape: tuple[int, int]) -> None:
+def test_all_rows_are_restored(order: str, shape: tuple[int, int]) -> None:
     weight = like_a_model(*shape)
     found = compressed(weight)
     assert found.order == ("rows" if any(size % 32 for size in shape) else order)
@@ -88,7 +88,7 @@ def test_all_rows_come_back(order: str, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.usefixtures("order")
-def test_every_bit_pattern_comes_back() -> None:
+def test_every_bit_pattern_is_restored() -> None:
     patterns = torch.arange(1 << 16).int().to(torch.int16)[torch.randperm(1 << 16)]
     weight = torch.cat([patterns.view(torch.bfloat16), like_a_model(1, 1 << 18)[0]])
     weight = weight[torch.randperm(len(weight))].view(640, 512)
@@ -99,7 +99,7 @@ def test_every_bit_pattern_comes_back() -> None:
 
 
 @pytest.mark.usefixtures("order")
-def test_blocks_without_a_coded_word_come_back() -> None:
+def test_blocks_without_a_coded_word_are_restored() -> None:
     weight = like_a_model(64, 1024)
     weight[32:, 96:160] = torch.tensor([0.0, float("nan")]).repeat(32)
     found = compressed(weight)
@@ -109,7 +109,7 @@ def test_blocks_without_a_coded_word_come_back() -> None:
 
 @pytest.mark.usefixtures("order", "num_threads")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_products_have_the_bits_of_plain_weights(shape: tuple[int, int]) -> None:
+def test_products_have_the_bits_of_dense_weights(shape: tuple[int, int]) -> None:
     weight, bias = like_a_model(*shape), torch.randn(shape[0]).bfloat16()
     found, packed = compressed(weight), pack_weight(weight)
     x = torch.randn(max(NUM_ROWS), shape[1]).bfloat16()
@@ -120,7 +120,7 @@ def test_products_have_the_bits_of_plain_weights(shape: tuple[int, int]) -> None
 
 
 @pytest.mark.usefixtures("order")
-def test_what_is_not_a_number_is_multiplied_as_by_plain_weights() -> None:
+def test_nan_and_infinity_are_multiplied_as_with_dense_weights() -> None:
     weight = like_a_model(96, 256)
     weight[5, 7], weight[40, 200], weight[90] = float("inf"), float("nan"), 0.0
     x = torch.randn(40, 256).bfloat16()
@@ -134,14 +134,14 @@ def test_what_is_not_a_number_is_multiplied_as_by_plain_weights() -> None:
 
 
 @pytest.mark.usefixtures("order")
-def test_slices_of_a_weight() -> None:
+def test_slices_of_a_weight_are_restored() -> None:
     """Shards of ranks that split a layer by its output, or by its input."""
-    whole = like_a_model(256, 512)
-    for part in (whole[64:160], whole[:, 128:384], whole[32:224, 96:352], whole.T):
+    full = like_a_model(256, 512)
+    for part in (full[64:160], full[:, 128:384], full[32:224, 96:352], full.T):
         assert_same_bits(decompress(compressed(part)), part)
 
 
-def test_rows_between_others_are_taken() -> None:
+def test_non_contiguous_rows() -> None:
     weight, wide = like_a_model(64, 96), torch.randn(40, 200).bfloat16()
     found = compressed(weight)
     x = wide[:, 50:146]
@@ -149,7 +149,7 @@ def test_rows_between_others_are_taken() -> None:
 
 
 @pytest.mark.usefixtures("order")
-def test_its_memory_is_all_of_it() -> None:
+def test_memory_contains_the_entire_weight() -> None:
     weight = like_a_model(96, 320)
     found = compressed(weight)
     copied = replace(found, memory=found.memory.clone())
@@ -159,7 +159,7 @@ def test_its_memory_is_all_of_it() -> None:
 
 @pytest.mark.usefixtures("order")
 @pytest.mark.parametrize(("degrees", "bits"), [(0, 11.45), (6, 11.5), (4, 11.6)])
-def test_size_of_weights_like_those_of_models(degrees: int, bits: float) -> None:
+def test_size_of_realistic_weights(degrees: int, bits: float) -> None:
     """Rows whose scales spread by e^0.5, normal or Student-t: 12.15 bits is the limit."""
     weight = like_a_model(512, 2048).float()
     if degrees:
@@ -168,7 +168,7 @@ def test_size_of_weights_like_those_of_models(degrees: int, bits: float) -> None
 
 
 @pytest.mark.usefixtures("order")
-def test_what_would_not_become_smaller_is_left() -> None:
+def test_incompressible_weight_returns_none() -> None:
     noise = torch.randint(-(1 << 15), 1 << 15, (64, 256)).to(torch.int16).view(torch.bfloat16)
     assert compress_weight(noise) is None
     assert compress_weight(like_a_model(1, 512)) is None  # 31 of a block's 32 rows are empty
@@ -177,7 +177,7 @@ def test_what_would_not_become_smaller_is_left() -> None:
     assert compress_weight(torch.empty(0, 64, dtype=torch.bfloat16)) is None
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_arguments_raise() -> None:
     found = compressed(like_a_model(64, 96))
     with pytest.raises(BadTensor, match=r"x has shape \[2, 64\], not \[any, 96\]"):
         compressed_linear(torch.zeros(2, 64, dtype=torch.bfloat16), found)
@@ -189,7 +189,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.skipif(not has_half_products(), reason="this CPU has no products of BF16")
-def test_the_prefetch_at_the_end_stays_harmless() -> None:
+def test_prefetch_past_the_end_is_harmless() -> None:
     """The blocks after the last one are outside the weight's memory."""
     weight = like_a_model(32, 32 * amx_gemm.PIECE_STEPS)
     found = compressed(weight)

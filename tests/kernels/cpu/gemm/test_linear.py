@@ -1,4 +1,4 @@
-"""Products are right, and a row's bits do not depend on the number of rows, on any CPU."""
+"""Products are near FP64, and a row's bits do not depend on the number of rows, on any CPU."""
 
 from __future__ import annotations
 
@@ -56,20 +56,20 @@ def test_bits_do_not_depend_on_the_number_of_rows(
 ) -> None:
     x, weight = _operands(shape, dtype)
     packed = pack_weight(weight)
-    whole = linear(x, packed)
+    full = linear(x, packed)
     for num_rows in (1, 2, 5, 16, 17, 31, 33, 64, 129):
         parts = [linear(part, packed) for part in x.split(num_rows)]
-        assert torch.equal(torch.cat(parts), whole), f"{num_rows} rows"
+        assert torch.equal(torch.cat(parts), full), f"{num_rows} rows"
 
 
-def test_rows_between_others_are_taken() -> None:
+def test_non_contiguous_rows() -> None:
     x, weight = _operands((64, 32), torch.bfloat16)
     wide = torch.cat([x, x.neg()], dim=1)
     packed = pack_weight(weight)
     assert torch.equal(linear(wide[:, :64], packed), linear(x, packed))
 
 
-def test_what_is_not_a_number_stays_in_its_row() -> None:
+def test_nan_and_infinity_stay_in_their_rows() -> None:
     x, weight = _operands((64, 32), torch.bfloat16)
     packed = pack_weight(weight)
     expected = linear(x, packed)
@@ -82,7 +82,7 @@ def test_what_is_not_a_number_stays_in_its_row() -> None:
 
 
 @pytest.mark.skipif(not has_amx(), reason="this CPU has no AMX")
-def test_whole_tiles_are_packed_for_amx() -> None:
+def test_full_tiles_are_packed_for_amx() -> None:
     packed = pack_weight(_operands((64, 96), torch.bfloat16)[1])
     assert is_packed(packed)
     assert has_custom_gemm(packed)
@@ -91,7 +91,7 @@ def test_whole_tiles_are_packed_for_amx() -> None:
 
 
 @pytest.mark.skipif(not has_pair_products(), reason="this CPU has no products of pairs")
-def test_pairs_are_packed_next_to_each_other() -> None:
+def test_pairs_are_packed_side_by_side() -> None:
     weight = _operands((64, 96), torch.bfloat16)[1]
     packed = pack_pairs(weight)
     assert packed.shape == (3, 32, 32, 2)
@@ -106,15 +106,15 @@ def test_products_of_pairs() -> None:
     for shape in ((64, 96), (32 * (PIECE_STEPS + 3), 32)):
         x, weight = _operands(shape, torch.bfloat16)
         packed = pack_pairs(weight)
-        whole = linear(x, packed)
-        assert_near(whole, x.double() @ weight.double().T)
+        full = linear(x, packed)
+        assert_near(full, x.double() @ weight.double().T)
         for num_rows in (1, 2, 3, 7, 12, 31):
             parts = [linear(part, packed) for part in x.split(num_rows)]
-            assert torch.equal(torch.cat(parts), whole), f"{num_rows} rows"
+            assert torch.equal(torch.cat(parts), full), f"{num_rows} rows"
 
 
 @pytest.mark.skipif(not has_avx512(), reason="this CPU has no AVX-512")
-def test_whole_blocks_of_fp32_are_packed_for_our_own_product() -> None:
+def test_full_fp32_blocks_are_packed_for_the_custom_gemm() -> None:
     weight = _operands((64, 96), torch.float32)[1]
     packed = pack_weight(weight)
     assert is_packed(packed)
@@ -126,7 +126,7 @@ def test_whole_blocks_of_fp32_are_packed_for_our_own_product() -> None:
 
 @pytest.mark.parametrize("shape", [(64, 40), (40, 96)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_other_products_are_the_librarys(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_other_shapes_have_no_custom_gemm(shape: tuple[int, int], dtype: torch.dtype) -> None:
     weight = _operands(shape, dtype)[1]
     assert not has_custom_gemm(weight)
     assert not has_custom_gemm(pack_weight(weight))

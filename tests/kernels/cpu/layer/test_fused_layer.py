@@ -32,7 +32,7 @@ AVX512 = pytest.mark.skipif(not has_avx512(), reason="needs a CPU with AVX-512")
 EPS = 1e-5
 NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE = 3, 1, 16
 GATES = {"silu": silu_and_mul, "gelu_pytorch_tanh": gelu_and_mul}
-draw = torch.Generator()
+rng = torch.Generator()
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Layer:
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        draw.manual_seed(0)
+        rng.manual_seed(0)
         width = (NUM_HEADS + 2 * NUM_KV_HEADS) * self.head_dim
         shapes = [
             (width, self.hidden),
@@ -68,7 +68,7 @@ class Layer:
         self.head_norms = [self.random(self.head_dim) for _ in range(2 * self.has_head_norms)]
 
     def random(self, *shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(*shape, generator=draw) * scale).to(self.dtype)
+        return (torch.randn(*shape, generator=rng) * scale).to(self.dtype)
 
     def fused(self) -> PackedLayer | None:
         return packed_layer(
@@ -132,8 +132,8 @@ def check(layer: Layer, num_rows: int) -> None:
     fused = layer.fused()
     assert fused is not None
     x = layer.random(num_rows, layer.hidden)
-    angles = torch.randn(2, num_rows, layer.rotary_dim // 2, generator=draw)
-    slots = torch.randperm(num_rows + 7, generator=draw)[:num_rows]
+    angles = torch.randn(2, num_rows, layer.rotary_dim // 2, generator=rng)
+    slots = torch.randperm(num_rows + 7, generator=rng)[:num_rows]
     slots[num_rows // 2] = -1
     num_blocks = -(-(num_rows + 7) // BLOCK_SIZE)
     shape = 2, num_blocks, NUM_KV_HEADS, BLOCK_SIZE, layer.head_dim
@@ -154,13 +154,15 @@ def check(layer: Layer, num_rows: int) -> None:
 @each_dtype
 @pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 33, 70, 2 * MANY_ROWS + 5])
 @pytest.mark.parametrize("name", LAYERS)
-def test_the_bits_of_single_operations(name: str, num_rows: int, dtype: torch.dtype) -> None:
+def test_bits_equal_those_of_single_operations(
+    name: str, num_rows: int, dtype: torch.dtype
+) -> None:
     check(layer_of(dtype, **LAYERS[name]), num_rows)
 
 
 @each_dtype
 @pytest.mark.parametrize("num_rows", [40, MANY_ROWS, 600])
-def test_on_one_thread(num_rows: int, dtype: torch.dtype) -> None:
+def test_bits_on_one_thread(num_rows: int, dtype: torch.dtype) -> None:
     with computing_threads(1):
         assert numba.get_num_threads() == 1
         check(layer_of(dtype, **LAYERS["qwen3"]), num_rows)
@@ -168,14 +170,14 @@ def test_on_one_thread(num_rows: int, dtype: torch.dtype) -> None:
 
 @BF16
 @pytest.mark.parametrize("num_rows", [1, 33, 2 * MANY_ROWS + 5])
-def test_compressed_weights_are_multiplied_by_as_they_are(num_rows: int) -> None:
+def test_compressed_weights_are_used_directly(num_rows: int) -> None:
     layer = layer_of(torch.bfloat16, **COMPRESSED)
     assert all(isinstance(each, CompressedWeight) for each in layer.weights)
     check(layer, num_rows)
 
 
 @each_dtype
-def test_none_without_packed_weights(dtype: torch.dtype) -> None:
+def test_no_fused_layer_without_packed_weights(dtype: torch.dtype) -> None:
     layer = Layer(dtype=dtype)
     layer.weights[2] = layer.random(2 * layer.inner, layer.hidden)
     assert layer.fused() is None

@@ -34,7 +34,7 @@ def _tanh(x: Any, out: Any) -> None:
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_first_numbers_are_widened_and_zeros_follow(dtype: torch.dtype, count: int) -> None:
+def test_load_widens_first_numbers_and_zeroes_the_rest(dtype: torch.dtype, count: int) -> None:
     stored = torch.randn(NUM_FLOATS).to(dtype)
     out = np.full(NUM_FLOATS, np.nan, np.float32)
     _load(array(stored), count, out)
@@ -45,9 +45,7 @@ def test_the_first_numbers_are_widened_and_zeros_follow(dtype: torch.dtype, coun
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_first_numbers_are_rounded_and_no_other_is_touched(
-    dtype: torch.dtype, count: int
-) -> None:
+def test_store_rounds_first_numbers_and_leaves_the_rest(dtype: torch.dtype, count: int) -> None:
     x = torch.randn(NUM_FLOATS)
     x[:4] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, -torch.inf])
     stored = torch.full((NUM_FLOATS + 1,), 5.0, dtype=dtype)
@@ -58,7 +56,7 @@ def test_the_first_numbers_are_rounded_and_no_other_is_touched(
     assert torch.equal(stored, expected)
 
 
-def test_tanh_is_right_and_finite_far_from_zero() -> None:
+def test_tanh_is_accurate_and_finite_far_from_zero() -> None:
     x = torch.linspace(-3, 3, NUM_FLOATS)
     x[:4] = torch.tensor([-torch.inf, -1e30, 1e30, torch.inf])
     out = np.empty(NUM_FLOATS, np.float32)

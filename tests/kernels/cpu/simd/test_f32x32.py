@@ -1,4 +1,4 @@
-"""32 numbers as one value: arithmetic, halves, powers of two, a row of scores and its weights."""
+"""32 numbers as one value: arithmetic, BF16, powers of two, a row of scores and its weights."""
 
 from __future__ import annotations
 
@@ -47,26 +47,26 @@ def _compute(a: Any, b: Any, out: Any) -> None:
 
 
 @compiled()
-def _halves(x: Any, out: Any) -> None:
+def _bf16_round_trip(x: Any, out: Any) -> None:
     store_halves(load_floats(x.ctypes.data), out.ctypes.data)
     store_floats(load_halves(out.ctypes.data), x.ctypes.data)
 
 
 @compiled()
-def _powers(x: Any, out: Any, singly: Any) -> None:
+def _powers(x: Any, out: Any, scalar: Any) -> None:
     store_floats(exp2_floats(load_floats(x.ctypes.data)), out.ctypes.data)
     for index in range(len(x)):
-        singly[index] = exp2(x[index])
+        scalar[index] = exp2(x[index])
 
 
 @compiled()
-def _soften(scores: Any, start: int, end: int, factor: Any, weights: Any) -> Any:
+def _softmax(scores: Any, start: int, end: int, factor: Any, weights: Any) -> Any:
     """The largest score, and the sum of the stored weights 2**(factor * (score - largest))."""
-    seen = masked(load_floats(scores.ctypes.data), start, end)
-    top = largest(seen)
-    seen = weights_of(seen, factor, top * factor)
-    store_halves(seen, weights.ctypes.data)
-    return top, total(seen)
+    visible = masked(load_floats(scores.ctypes.data), start, end)
+    top = largest(visible)
+    visible = weights_of(visible, factor, top * factor)
+    store_halves(visible, weights.ctypes.data)
+    return top, total(visible)
 
 
 def normal(seed: int, scale: float = 1.0) -> NDArray[Any]:
@@ -77,54 +77,54 @@ def bf16(x: NDArray[Any]) -> torch.Tensor:
     return torch.from_numpy(x).bfloat16()
 
 
-def test_arithmetic_is_that_of_numbers() -> None:
+def test_arithmetic_equals_numpy() -> None:
     a, b = normal(0), normal(1)
     out = np.empty((8, NUM_FLOATS), FLOATS)
     _compute(a, b, out)
     fused = (a.astype(np.float64) * b + a).astype(FLOATS)
     expected = [a + b, a - b, a * b, a / b, fused, np.minimum(a, b), np.maximum(a, b)]
-    for got, wanted in zip(out, [*expected, b[3] + a * b[1]], strict=True):
-        np.testing.assert_array_equal(got, wanted)
+    for actual, reference in zip(out, [*expected, b[3] + a * b[1]], strict=True):
+        np.testing.assert_array_equal(actual, reference)
 
 
-def test_halves_are_rounded_to_the_nearest_even() -> None:
+def test_bf16_is_rounded_to_nearest_even() -> None:
     x = normal(2)
     x[:4] = 1 + 2**-8, 1 + 3 * 2**-8, np.inf, -np.inf
     expected, out = bf16(x), np.empty(NUM_FLOATS, np.uint16)
-    _halves(x, out)
+    _bf16_round_trip(x, out)
     assert torch.equal(torch.from_numpy(out.view(np.int16)).view(torch.bfloat16), expected)
     np.testing.assert_array_equal(x, expected.float().numpy())
 
 
-def test_powers_of_two_have_the_bits_of_single_ones() -> None:
+def test_vector_exp2_equals_scalar_exp2() -> None:
     x = normal(3, scale=50)
     x[:5] = -np.inf, 128, -127, -126, 0
     x = np.minimum(x, FLOATS(128))
-    out, singly = np.empty_like(x), np.empty_like(x)
-    _powers(x, out, singly)
-    np.testing.assert_array_equal(out.view(np.int32), singly.view(np.int32))
+    out, scalar = np.empty_like(x), np.empty_like(x)
+    _powers(x, out, scalar)
+    np.testing.assert_array_equal(out.view(np.int32), scalar.view(np.int32))
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, NUM_FLOATS), (0, 1), (7, 25), (31, 32)])
-def test_scores_become_weights(start: int, end: int) -> None:
+def test_softmax_weights_of_scores(start: int, end: int) -> None:
     scores, weights = normal(4, scale=20), np.zeros(NUM_FLOATS, np.uint16)
 
-    top, summed = _soften(scores, start, end, FLOATS(0.7), weights)
+    top, summed = _softmax(scores, start, end, FLOATS(0.7), weights)
 
-    seen = scores[start:end].astype(np.float64)
+    visible = scores[start:end].astype(np.float64)
     expected = np.zeros(NUM_FLOATS)
-    expected[start:end] = 2.0 ** (0.7 * (seen - seen.max()))
+    expected[start:end] = 2.0 ** (0.7 * (visible - visible.max()))
     assert top == scores[start:end].max()
     assert summed == pytest.approx(expected.sum(), rel=1e-5)
-    got = torch.from_numpy(weights.view(np.int16)).view(torch.bfloat16).double().numpy()
-    np.testing.assert_allclose(got, expected, rtol=2**-8, atol=2.0**-126)
-    assert not got[:start].any() and not got[end:].any()
+    actual = torch.from_numpy(weights.view(np.int16)).view(torch.bfloat16).double().numpy()
+    np.testing.assert_allclose(actual, expected, rtol=2**-8, atol=2.0**-126)
+    assert not actual[:start].any() and not actual[end:].any()
 
 
-def test_far_below_the_largest_score_a_weight_is_zero() -> None:
+def test_weight_far_below_the_largest_score_is_zero() -> None:
     scores = np.array([-np.inf, -1e30, -127.0, -126.0] * (NUM_FLOATS // 4), FLOATS)
     scores[0] = 0.0
     weights = np.zeros(NUM_FLOATS, np.uint16)
-    _, summed = _soften(scores, 0, NUM_FLOATS, FLOATS(1), weights)
+    _, summed = _softmax(scores, 0, NUM_FLOATS, FLOATS(1), weights)
     assert summed == 1.0
     assert weights[:3].tolist() == [0x3F80, 0, 0]

@@ -25,7 +25,7 @@ def _query(paged: Paged, num_heads: int, dtype: torch.dtype) -> Tensor:
     return random(num_seqs, num_heads, head_dim, like=paged.cache.device, dtype=dtype)
 
 
-def _holds(
+def _check(
     group: int,
     head_dim: int,
     block_size: int,
@@ -61,7 +61,7 @@ def _holds(
 def test_shapes(
     group: int, head_dim: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    _holds(group, head_dim, block_size, dtype, device)
+    _check(group, head_dim, block_size, dtype, device)
 
 
 @pytest.mark.parametrize("is_batch_invariant", [False, True])
@@ -76,16 +76,16 @@ def test_windows_and_capped_scores(
 ) -> None:
     dtype = torch.float32 if IS_INTERPRETED else torch.bfloat16
     options = {"window": window, "softcap": softcap, "is_batch_invariant": is_batch_invariant}
-    _holds(4, 64, 16, dtype, device, index_dtype=torch.int32, num_kv_heads=1, **options)
+    _check(4, 64, 16, dtype, device, index_dtype=torch.int32, num_kv_heads=1, **options)
 
 
 @pytest.mark.parametrize("num_processors", [1, 7, 132])
-def test_however_a_batch_is_split(
+def test_any_number_of_processors(
     num_processors: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "kernels.gpu.attention.decode_attention.num_processors"
     monkeypatch.setattr(name, lambda _: num_processors)
-    _holds(2, 16, 16, torch.float32, device, num_kv_heads=1)
+    _check(2, 16, 16, torch.float32, device, num_kv_heads=1)
 
 
 @pytest.mark.parametrize("window", [40, 150])
@@ -93,12 +93,12 @@ def test_blocks_before_the_window_are_not_read(window: int, device: torch.device
     """These blocks may belong to other sequences by now."""
     lens = [300, 200, 30]
     dtype = torch.float32 if IS_INTERPRETED else torch.bfloat16
-    whole = paged(lens, num_kv_heads=1, head_dim=64, block_size=16, dtype=dtype, device=device)
-    rest = whole.without([length - window for length in lens])
-    query = _query(whole, 4, dtype)
+    full = paged(lens, num_kv_heads=1, head_dim=64, block_size=16, dtype=dtype, device=device)
+    rest = full.without([length - window for length in lens])
+    query = _query(full, 4, dtype)
     out, expected = (
         decode_attention(*(query, each.cache, each.tables, each.context_lens, 0.125), window=window)
-        for each in (rest, whole)
+        for each in (rest, full)
     )
     assert torch.equal(out, expected)
 
@@ -170,7 +170,7 @@ def test_no_rows(device: torch.device) -> None:
     assert decode_attention(query, *rest).shape == (0, 2, 16)
 
 
-def test_what_does_not_fit_is_named(device: torch.device) -> None:
+def test_invalid_arguments_raise(device: torch.device) -> None:
     context = paged(
         [5], num_kv_heads=2, head_dim=16, block_size=16, dtype=torch.float32, device=device
     )

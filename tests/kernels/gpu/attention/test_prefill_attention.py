@@ -30,7 +30,7 @@ def _starts(query_lens: list[int], like: Tensor) -> Tensor:
     return torch.tensor([0, *query_lens]).cumsum(0).to(like)
 
 
-def _holds(
+def _check(
     group: int,
     head_dim: int,
     block_size: int,
@@ -67,7 +67,7 @@ def _holds(
 def test_shapes(
     group: int, head_dim: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    _holds(group, head_dim, block_size, dtype, device)
+    _check(group, head_dim, block_size, dtype, device)
 
 
 @pytest.mark.parametrize("is_batch_invariant", [False, True])
@@ -82,7 +82,7 @@ def test_windows_and_capped_scores(
 ) -> None:
     dtype = torch.float32 if IS_INTERPRETED else torch.bfloat16
     options = {"window": window, "softcap": softcap, "is_batch_invariant": is_batch_invariant}
-    _holds(4, 64, 16, dtype, device, index_dtype=torch.int32, num_kv_heads=1, **options)
+    _check(4, 64, 16, dtype, device, index_dtype=torch.int32, num_kv_heads=1, **options)
 
 
 @pytest.mark.parametrize("window", [40, 150])
@@ -90,14 +90,14 @@ def test_blocks_before_the_window_are_not_read(window: int, device: torch.device
     """These blocks may belong to other sequences by now."""
     query_lens, lens = [50, 1], [300, 200]
     dtype = torch.float32 if IS_INTERPRETED else torch.bfloat16
-    whole = paged(lens, num_kv_heads=1, head_dim=64, block_size=16, dtype=dtype, device=device)
-    rest = whole.without([lens[seq] - query_lens[seq] - window + 1 for seq in (0, 1)])
-    query, starts = _query(51, whole, 4, dtype), _starts(query_lens, whole.tables)
+    full = paged(lens, num_kv_heads=1, head_dim=64, block_size=16, dtype=dtype, device=device)
+    rest = full.without([lens[seq] - query_lens[seq] - window + 1 for seq in (0, 1)])
+    query, starts = _query(51, full, 4, dtype), _starts(query_lens, full.tables)
     out, expected = (
         prefill_attention(
             *(query, each.cache, each.tables, starts, each.context_lens, 0.125), window=window
         )
-        for each in (rest, whole)
+        for each in (rest, full)
     )
     assert torch.equal(out, expected)
 
@@ -173,7 +173,7 @@ def test_no_rows(device: torch.device) -> None:
     assert prefill_attention(query, *rest).shape == (0, 2, 16)
 
 
-def test_what_does_not_fit_is_named(device: torch.device) -> None:
+def test_invalid_arguments_raise(device: torch.device) -> None:
     context = paged(
         [5], num_kv_heads=2, head_dim=16, block_size=16, dtype=torch.float32, device=device
     )

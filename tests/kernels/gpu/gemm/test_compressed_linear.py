@@ -51,7 +51,7 @@ def _x(num_rows: int, width: int, device: torch.device) -> Tensor:
 @pytest.mark.parametrize("is_batch_invariant", [False, True])
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_bits_are_those_of_linear(
+def test_bits_equal_those_of_linear(
     shape: tuple[int, int], num_rows: int, is_batch_invariant: bool, device: torch.device
 ) -> None:
     """With a bias for every second number of rows; one weight in 200 is any bit pattern."""
@@ -66,7 +66,7 @@ def test_the_bits_are_those_of_linear(
 
 @pytest.mark.usefixtures("is_split")
 @pytest.mark.parametrize(("place", "expected"), [(384, 2.0), (512, 0.0)])
-def test_a_segment_adds_up_before_it_is_added(
+def test_segment_is_summed_before_it_is_added(
     place: int, expected: float, device: torch.device
 ) -> None:
     """Segments of 256: in FP32, 2**24 + 1 + 1 - 2**24 is 0, and 2**24 + (1 + 1) - 2**24 is 2."""
@@ -78,7 +78,7 @@ def test_a_segment_adds_up_before_it_is_added(
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
-def test_wide_nowhere_and_everywhere(share: float, device: torch.device) -> None:
+def test_no_wide_groups_and_only_wide_groups(share: float, device: torch.device) -> None:
     signs = torch.sign(normal_weight(40, 320)).float() + 0.5  # 1.5 and -0.5: one window
     weight = with_outliers(signs.bfloat16(), share).to(device)
     split = _split(weight)
@@ -87,7 +87,7 @@ def test_wide_nowhere_and_everywhere(share: float, device: torch.device) -> None
     assert torch.equal(bits_of(compressed_linear(x, split)), bits_of(linear(x, weight)))
 
 
-def test_products_are_right(device: torch.device) -> None:
+def test_products_are_near_fp64(device: torch.device) -> None:
     """Compares with FP64, not only with `linear`."""
     weight = normal_weight(70, 600) * 2
     x, bias = _x(9, 600, device), random(70, like=device, dtype=BF16, seed=2)
@@ -96,7 +96,7 @@ def test_products_are_right(device: torch.device) -> None:
         assert_near(op(x, _split(weight.to(device)), bias), exact)
 
 
-def test_a_rows_bits_do_not_depend_on_the_number_of_rows(device: torch.device) -> None:
+def test_row_bits_do_not_depend_on_the_number_of_rows(device: torch.device) -> None:
     weight = with_outliers(normal_weight(40, 1300), 1e-3).nan_to_num(0, 0, 0).to(device)
     split, x = _split(weight), _x(130, 1300, device)
     together = compressed_linear(x, split, is_batch_invariant=True)
@@ -108,9 +108,9 @@ def test_a_rows_bits_do_not_depend_on_the_number_of_rows(device: torch.device) -
 def test_slices_for_tensor_parallelism(device: torch.device) -> None:
     weight = with_outliers(normal_weight(90, 576), 0.005).to(device)
     split, x = _split(weight), _x(3, 576, device)
-    whole = compressed_linear(x, split)
+    full = compressed_linear(x, split)
     parts = [compressed_linear(x, split.rows(start, start + 45)) for start in (0, 45)]
-    assert torch.equal(bits_of(torch.cat(parts, dim=1)), bits_of(whole))
+    assert torch.equal(bits_of(torch.cat(parts, dim=1)), bits_of(full))
     for start, stop in ((0, 192), (192, 384), (384, 576)):
         y = compressed_linear(x[:, start:stop], split.columns(start, stop))
         expected = linear(x[:, start:stop], weight[:, start:stop])
@@ -118,7 +118,7 @@ def test_slices_for_tensor_parallelism(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [3, DEFAULT + 1])
-def test_the_engine_multiplies_here(
+def test_ops_use_this_kernel(
     num_rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Few rows are fused, for many the weight is decompressed first: the bits are the same."""
@@ -132,12 +132,12 @@ def test_the_engine_multiplies_here(
     assert len(decompressed) == (num_rows > DEFAULT)
 
 
-def test_nothing_to_multiply(device: torch.device) -> None:
+def test_no_rows(device: torch.device) -> None:
     split = _split(normal_weight(3, 64).to(device))
     assert compressed_linear(_x(0, 64, device), split).shape == (0, 3)
 
 
-def test_what_does_not_fit_is_named(device: torch.device) -> None:
+def test_invalid_arguments_raise(device: torch.device) -> None:
     split, x = _split(normal_weight(3, 64).to(device)), _x(2, 64, device)
     with pytest.raises(BadTensor, match=r"x is torch.float16, not torch.bfloat16, the dtype of a"):
         compressed_linear(x.half(), split)

@@ -37,7 +37,7 @@ def test_decompress(shape: tuple[int, int], share: float, device: torch.device) 
 
 
 @pytest.mark.parametrize("is_mixed", [False, True])
-def test_every_bit_pattern(is_mixed: bool, device: torch.device) -> None:
+def test_every_bit_pattern_is_restored(is_mixed: bool, device: torch.device) -> None:
     """Rows with two exponents, and rows with all."""
     weight = all_bit_patterns().t().contiguous() if is_mixed else all_bit_patterns()
     split = _split(weight, device)
@@ -45,7 +45,7 @@ def test_every_bit_pattern(is_mixed: bool, device: torch.device) -> None:
     assert torch.equal(bits_of(decompress(split)).cpu(), bits_of(weight))
 
 
-def test_scratch_keeps_what_is_beside_it(device: torch.device) -> None:
+def test_columns_beside_out_are_unchanged(device: torch.device) -> None:
     weight = normal_weight(40, 100)
     scratch = torch.full((40, 128), 7.0, dtype=torch.bfloat16, device=device)
     assert decompress(_split(weight, device), scratch[:, :100]).data_ptr() == scratch.data_ptr()
@@ -53,12 +53,12 @@ def test_scratch_keeps_what_is_beside_it(device: torch.device) -> None:
     assert (scratch[:, 100:] == 7).all()
 
 
-def test_nothing_to_decompress(device: torch.device) -> None:
+def test_no_rows(device: torch.device) -> None:
     split = _split(normal_weight(0, 128), device)
     assert decompress(split).shape == (0, 128)
 
 
-def test_what_does_not_fit_is_named(device: torch.device) -> None:
+def test_invalid_arguments_raise(device: torch.device) -> None:
     split = _split(normal_weight(4, 128), device)
     with pytest.raises(BadTensor, match=r"out has shape \[4, 64\], not \[4, 128\]"):
         decompress(split, torch.empty(4, 64, dtype=torch.bfloat16, device=device))

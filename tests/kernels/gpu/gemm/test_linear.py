@@ -16,7 +16,7 @@ from tests.kernels.support.tolerance import assert_near
 SHAPES = [(1, 1), (63, 100), (100, 600)]
 if not IS_INTERPRETED:
     SHAPES += [(6144, 4096), (4096, 4096), (4096, 14336), (28672, 4096)]
-MOST_ROWS = 130 if IS_INTERPRETED else 3000
+MAX_ROWS = 130 if IS_INTERPRETED else 3000
 
 
 @pytest.fixture(params=[True, False], ids=["split", "not split"])
@@ -51,34 +51,34 @@ def test_linear(
     device: torch.device,
 ) -> None:
     x, weight, bias = _operands(num_rows, shape, device, dtype)
-    given = bias if has_bias else None
+    bias_or_none = bias if has_bias else None
     with poisoned_outputs():
-        y = linear(x, weight, given, is_batch_invariant=is_batch_invariant)
+        y = linear(x, weight, bias_or_none, is_batch_invariant=is_batch_invariant)
     exact = x.double().cpu() @ weight.double().cpu().T
     assert y.dtype == dtype
     assert_near(y, exact + (bias.double().cpu() if has_bias else 0))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_rows_bits_do_not_depend_on_the_number_of_rows(
+def test_row_bits_do_not_depend_on_the_number_of_rows(
     shape: tuple[int, int],
     dtype: torch.dtype,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nor on whether a program computes all segments or one."""
-    x, weight, bias = _operands(MOST_ROWS, shape, device, dtype)
+    x, weight, bias = _operands(MAX_ROWS, shape, device, dtype)
     together = linear(x, weight, bias, is_batch_invariant=True)
     monkeypatch.setattr("kernels.gpu.gemm.linear_tile.NUM_MULTIPROCESSORS", 4)
     for num_rows in (1, 7, 63, 100):
-        for first in {0, MOST_ROWS - num_rows}:
+        for first in {0, MAX_ROWS - num_rows}:
             rows = slice(first, first + num_rows)
             alone = linear(x[rows], weight, bias, is_batch_invariant=True)
             assert torch.equal(alone, together[rows]), num_rows
 
 
 @pytest.mark.parametrize("is_batch_invariant", [False, True])
-def test_a_segment_adds_up_before_it_is_added(
+def test_segment_is_summed_before_it_is_added(
     is_batch_invariant: bool, is_split: bool, device: torch.device
 ) -> None:
     """2**24 + 1 + 1 is 2**24 in FP32; 2**24 + (1 + 1) is not."""
@@ -90,7 +90,7 @@ def test_a_segment_adds_up_before_it_is_added(
 
 
 @pytest.mark.usefixtures("is_split")
-def test_the_bias_is_added_to_the_rounded_product(device: torch.device) -> None:
+def test_bias_is_added_to_the_rounded_product(device: torch.device) -> None:
     """1 + 2**-11 + 2**-11 is 1 in FP16, if rounded after each sum."""
     x = torch.tensor([[1.0, 2.0**-11]], device=device, dtype=torch.float16)
     weight = torch.ones(5, 2, device=device, dtype=torch.float16)
@@ -99,13 +99,13 @@ def test_the_bias_is_added_to_the_rounded_product(device: torch.device) -> None:
         assert op(x, weight, bias).tolist() == [[1.0] * 5]
 
 
-def test_rows_with_a_gap_between_them(dtype: torch.dtype, device: torch.device) -> None:
+def test_non_contiguous_rows(dtype: torch.dtype, device: torch.device) -> None:
     x, weight, _ = _operands(5, (40, 96), device, dtype)
     wide, tall = torch.cat((x, x), dim=1), torch.cat((weight, weight), dim=1)
     assert torch.equal(linear(wide[:, :96], tall[:, :96]), linear(x, weight))
 
 
-def test_what_is_not_a_number_stays_in_its_row(dtype: torch.dtype, device: torch.device) -> None:
+def test_nan_stays_in_its_row(dtype: torch.dtype, device: torch.device) -> None:
     x, weight, _ = _operands(20, (40, 100), device, dtype)
     expected = linear(x, weight)
     x[7, 3] = float("nan")
@@ -115,7 +115,7 @@ def test_what_is_not_a_number_stays_in_its_row(dtype: torch.dtype, device: torch
     assert torch.equal(y[others], expected[others])
 
 
-def test_the_engine_multiplies_here(device: torch.device) -> None:
+def test_ops_use_this_kernel(device: torch.device) -> None:
     """Interpreted, weights stay unpacked; on CUDA, only the batch-invariant product is this one."""
     x, weight, bias = _operands(5, (64, 96), device, torch.float32)
     y = ops.linear(x, ops.pack_weight(weight), bias, is_batch_invariant=True)
@@ -123,12 +123,12 @@ def test_the_engine_multiplies_here(device: torch.device) -> None:
     assert_near(ops.linear(x, ops.pack_weight(weight), bias), y)
 
 
-def test_nothing_to_multiply(device: torch.device) -> None:
+def test_no_rows(device: torch.device) -> None:
     weight = torch.ones(3, 8, device=device)
     assert linear(torch.ones(0, 8, device=device), weight).shape == (0, 3)
 
 
-def test_what_does_not_fit_is_named(device: torch.device) -> None:
+def test_invalid_arguments_raise(device: torch.device) -> None:
     x, weight = torch.ones(2, 8, device=device), torch.ones(3, 8, device=device)
     with pytest.raises(BadTensor, match=r"weight has shape \[3, 7\], not \[any, 8\]"):
         linear(x, weight[:, :7])

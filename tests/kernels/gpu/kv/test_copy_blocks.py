@@ -70,7 +70,7 @@ def test_no_copies(device: torch.device) -> None:
     assert torch.equal(cache, before)
 
 
-def test_what_does_not_fit_is_named(device: torch.device) -> None:
+def test_invalid_arguments_raise(device: torch.device) -> None:
     cache, ids = cache_of(3, 1, 1, 4, device), torch.arange(2, device=device)
     for match, arguments in {
         r"kv_cache is not contiguous": (cache[:, :, ::2], ids, ids),

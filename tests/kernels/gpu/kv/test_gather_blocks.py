@@ -74,7 +74,7 @@ def test_no_tokens(device: torch.device) -> None:
     assert torch.equal(checksum, payload_checksum(payload_of(cache, 0)))
 
 
-def test_what_does_not_fit_is_named(device: torch.device) -> None:
+def test_invalid_arguments_raise(device: torch.device) -> None:
     cache, table = paged(30, 2, 16, 64, device)
     out = payload_of(cache, 20)
     for match, arguments in {

@@ -86,18 +86,18 @@ def test_rotate_and_store(
 def test_fp8_cache(
     rotary_dim: int, index: torch.dtype, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """The stored values are the unscaled cache's, scaled."""
+    """The stored values equal those of the unscaled cache, scaled."""
     heads = random(30, 10, 64, like=device, dtype=dtype) * 30
     cos, sin = angles_of(30, rotary_dim // 2, device)
     scales = torch.tensor([[0.25, 1.0], [0.1, 7.0]], device=device)
-    plain, cache = (empty_cache(30, 2, 16, heads, each) for each in (dtype, FP8))
+    unscaled, cache = (empty_cache(30, 2, 16, heads, each) for each in (dtype, FP8))
     slots = slots_of(30, 64, device).to(index)
     options = norms_of(64, dtype, device)
-    plain_query = rotate_and_store(heads, cos, sin, plain, slots, **options)
+    unscaled_query = rotate_and_store(heads, cos, sin, unscaled, slots, **options)
     with poisoned_outputs():
         query = rotate_and_store(heads, cos, sin, cache, slots, **options, kv_scales=scales)
-    assert torch.equal(query, plain_query)
-    by_slot = plain.transpose(2, 3).flatten(1, 2)  # [2, slots, num_kv_heads, D]
+    assert torch.equal(query, unscaled_query)
+    by_slot = unscaled.transpose(2, 3).flatten(1, 2)  # [2, slots, num_kv_heads, D]
     tokens = torch.nonzero(slots >= 0).squeeze(1)
     key, value = by_slot[:, slots[tokens]]
     expected = empty_cache(30, 2, 16, heads, FP8)
@@ -108,8 +108,8 @@ def test_fp8_cache(
 
 def test_fp8_rounding(dtype: torch.dtype, device: torch.device) -> None:
     """Every power of two in FP8, ties, and saturation: tested on values, which are not rotated."""
-    draw = torch.Generator().manual_seed(3)
-    sizes = 2.0 ** torch.randint(-12, 12, (40, 3, 64), generator=draw).to(device)
+    rng = torch.Generator().manual_seed(3)
+    sizes = 2.0 ** torch.randint(-12, 12, (40, 3, 64), generator=rng).to(device)
     heads = torch.zeros(80, 7, 64, device=device)
     heads[:40, 4:] = random(40, 3, 64, like=device, dtype=torch.float32) * sizes
     heads[40:, 4:] = torch.arange(40 * 3 * 64, device=device).view(40, 3, 64) / 64 - 60
@@ -127,18 +127,18 @@ def test_fp8_rounding(dtype: torch.dtype, device: torch.device) -> None:
     assert_same_bits(cache[1], expected[1])
 
 
-def test_a_token_does_not_depend_on_the_others(dtype: torch.dtype, device: torch.device) -> None:
+def test_token_does_not_depend_on_the_others(dtype: torch.dtype, device: torch.device) -> None:
     heads = random(100, 7, 80, like=device, dtype=dtype)
     cos, sin = angles_of(100, 40, device)
     cache = torch.zeros(2, 7, 1, 16, 80, dtype=dtype, device=device)
     slots = torch.arange(100, device=device)
     options = norms_of(80, dtype, device)
     together = rotate_and_store(heads, cos, sin, cache, slots, **options)
-    kept = cache.clone()
+    stored = cache.clone()
     for rows in (slice(0, 1), slice(31, 38), slice(99, 100)):
         alone = rotate_and_store(heads[rows], cos[rows], sin[rows], cache, slots[rows], **options)
         assert torch.equal(alone, together[rows])
-    assert torch.equal(cache, kept)
+    assert torch.equal(cache, stored)
 
 
 def test_no_tokens(device: torch.device) -> None:
@@ -149,7 +149,7 @@ def test_no_tokens(device: torch.device) -> None:
     assert rotate_and_store(heads, cos, sin, cache, slots).shape == (0, 2, 16)
 
 
-def test_what_does_not_fit_is_named(device: torch.device) -> None:
+def test_invalid_arguments_raise(device: torch.device) -> None:
     heads = torch.ones(3, 6, 16, device=device)
     cos, sin = angles_of(3, 8, device)
     cache = torch.zeros(2, 4, 2, 16, 16, device=device)

@@ -35,7 +35,7 @@ def test_add_rms_norm(
     assert_near(out, expected)
 
 
-def test_rows_with_a_gap_between_them(dtype: torch.dtype, device: torch.device) -> None:
+def test_non_contiguous_rows(dtype: torch.dtype, device: torch.device) -> None:
     x, residual = random(2, 5, 40, like=device, dtype=dtype)[..., :33]
     weight = random(33, like=device, dtype=dtype, seed=2)
     out, total = add_rms_norm(x, residual, weight, 1e-5)
@@ -49,7 +49,7 @@ def test_no_rows(device: torch.device) -> None:
     assert out.shape == total.shape == (0, 8)
 
 
-def test_what_does_not_fit_is_named(device: torch.device) -> None:
+def test_invalid_arguments_raise(device: torch.device) -> None:
     x, weight = torch.ones(2, 8, device=device), torch.ones(8, device=device)
     with pytest.raises(BadTensor, match=r"residual has shape \[1, 8\], not \[2, 8\]"):
         add_rms_norm(x, x[:1], weight, 1e-5)

@@ -28,7 +28,7 @@ def test_large_gates(dtype: torch.dtype, device: torch.device) -> None:
     assert_near(out, torch.tensor([[0.0, 0.0, 60.0, 600.0]]))
 
 
-def test_rows_with_a_gap_between_them(dtype: torch.dtype, device: torch.device) -> None:
+def test_non_contiguous_rows(dtype: torch.dtype, device: torch.device) -> None:
     gate_up = random(5, 80, like=device, dtype=dtype)[:, 3:69]
     assert_near(gelu_and_mul(gate_up), reference_gelu_and_mul(gate_up.float()))
 
@@ -37,7 +37,7 @@ def test_no_tokens(device: torch.device) -> None:
     assert gelu_and_mul(torch.empty(0, 8, device=device)).shape == (0, 4)
 
 
-def test_what_does_not_fit_is_named(device: torch.device) -> None:
+def test_invalid_arguments_raise(device: torch.device) -> None:
     with pytest.raises(BadTensor, match=r"gate_up has shape \[1, 2, 8\]"):
         gelu_and_mul(torch.ones(1, 2, 8, device=device))
     with pytest.raises(BadTensor, match=r"gate_up has 7 columns"):

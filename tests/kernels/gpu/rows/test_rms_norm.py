@@ -27,7 +27,7 @@ def test_rms_norm(
     assert_near(out, expected)
 
 
-def test_rows_with_a_gap_between_them(dtype: torch.dtype, device: torch.device) -> None:
+def test_non_contiguous_rows(dtype: torch.dtype, device: torch.device) -> None:
     """The queries of fused projections: heads of a token are adjacent, tokens are not."""
     heads = random(5, 7, 16, like=device, dtype=dtype)[:, :3]
     weight = random(16, like=device, dtype=dtype, seed=1)
@@ -36,7 +36,7 @@ def test_rows_with_a_gap_between_them(dtype: torch.dtype, device: torch.device) 
     )
 
 
-def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype, device: torch.device) -> None:
+def test_row_does_not_depend_on_the_others(dtype: torch.dtype, device: torch.device) -> None:
     x = random(100, 96, like=device, dtype=dtype)
     weight = random(96, like=device, dtype=dtype, seed=1)
     together = rms_norm(x, weight, 1e-5)
@@ -49,7 +49,7 @@ def test_no_rows(device: torch.device) -> None:
     assert rms_norm(x, torch.ones(8, device=device), 1e-5).shape == (0, 8)
 
 
-def test_what_does_not_fit_is_named(device: torch.device) -> None:
+def test_invalid_arguments_raise(device: torch.device) -> None:
     x = torch.ones(2, 8, device=device)
     with pytest.raises(BadTensor, match=r"weight has shape \[7\], not \[8\]"):
         rms_norm(x, torch.ones(7, device=device), 1e-5)

@@ -22,9 +22,7 @@ def _entries(num_entries: int, device: torch.device) -> tuple[Tensor, Tensor, Te
 
 
 @pytest.mark.parametrize("num_entries", [0, 1, 63, 1000])
-def test_penalize_changes_what_the_reference_does_bit_for_bit(
-    num_entries: int, device: torch.device
-) -> None:
+def test_penalize_equals_reference_bit_for_bit(num_entries: int, device: torch.device) -> None:
     logits = random(63, 100, like=device, dtype=torch.float32)
     expected, entries = logits.clone(), _entries(num_entries, device)
     reference_penalize(expected, *entries)
@@ -32,7 +30,7 @@ def test_penalize_changes_what_the_reference_does_bit_for_bit(
     assert torch.equal(logits, expected)
 
 
-def test_rows_with_a_gap_between_them(device: torch.device) -> None:
+def test_non_contiguous_rows(device: torch.device) -> None:
     wide = random(63, 150, like=device, dtype=torch.float32)
     expected, beside, entries = wide[:, :100].clone(), wide[:, 100:].clone(), _entries(63, device)
     reference_penalize(expected, *entries)
@@ -50,7 +48,7 @@ def test_no_overflow_reaches_infinity(device: torch.device) -> None:
     assert logits[1, 0] > logits[1, 2] == 30.0
 
 
-def test_what_does_not_fit_is_named(device: torch.device) -> None:
+def test_invalid_arguments_raise(device: torch.device) -> None:
     logits, entries = torch.ones(63, 100, device=device), _entries(5, device)
     rows, token_ids, repetition, subtracted = entries
     with pytest.raises(BadTensor, match=r"logits is torch.float16, not torch.float32"):

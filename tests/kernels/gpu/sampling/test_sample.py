@@ -111,7 +111,7 @@ def _mask(num_rows: int, vocab_size: int, device: torch.device, *, part: float) 
 
 
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
-def test_the_token_is_the_references(
+def test_tokens_equal_the_reference(
     vocab_size: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if IS_INTERPRETED:
@@ -128,7 +128,7 @@ def test_the_token_is_the_references(
 
 @pytest.mark.usefixtures("lists")
 @pytest.mark.parametrize("part", [0.02, 0.5])
-def test_only_what_the_mask_allows_is_drawn(part: float, device: torch.device) -> None:
+def test_only_allowed_tokens_are_sampled(part: float, device: torch.device) -> None:
     columns, vocab_size = _one_row_each(device), VOCAB_SIZES[-1]
     num_rows = len(columns["seed"])
     logits = random(num_rows, vocab_size, like=device, dtype=torch.float32) * 3
@@ -142,7 +142,7 @@ def test_only_what_the_mask_allows_is_drawn(part: float, device: torch.device) -
     assert ((words >> (tokens % 32)) & 1 == 1).all()
 
 
-def test_a_draw_does_not_depend_on_the_other_rows(device: torch.device) -> None:
+def test_sample_does_not_depend_on_other_rows(device: torch.device) -> None:
     columns = _one_row_each(device)
     logits = random(len(columns["seed"]), 100, like=device, dtype=torch.float32) * 3
     together = sample(logits, **columns)
@@ -153,7 +153,7 @@ def test_a_draw_does_not_depend_on_the_other_rows(device: torch.device) -> None:
 
 
 @pytest.mark.usefixtures("lists")
-def test_ties_are_kept_together_and_the_lowest_id_wins(device: torch.device) -> None:
+def test_ties_share_a_limit_and_lowest_id_wins(device: torch.device) -> None:
     """Few distinct logits, as in BF16, so that limits are among equal ones."""
     columns = _one_row_each(device)
     logits = random(len(columns["seed"]), VOCAB_SIZES[-1], like=device, dtype=torch.float32)
@@ -162,7 +162,7 @@ def test_ties_are_kept_together_and_the_lowest_id_wins(device: torch.device) -> 
     _assert_same(tokens, reference_sample(logits, **columns), logits, columns)
 
 
-def test_the_least_temperature_draws_the_largest_logit(device: torch.device) -> None:
+def test_lowest_temperature_samples_the_largest_logit(device: torch.device) -> None:
     logits = torch.tensor([[1.0, 2.0, 40.0, 39.0]], device=device).repeat(3, 1)
     columns = _columns(3, device, temperature=torch.tensor([1e-3, 1e-37, 1e-40]))
     columns["top_k"][:2], columns["top_p"][1:] = 3, 0.9
@@ -174,13 +174,13 @@ def test_infinite_logits(device: torch.device) -> None:
     rows = [_columns(1, device, **OPTIONS[name]) for name in chosen]
     columns = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
-    def drawn(*row: float) -> set[int]:
+    def sampled(*row: float) -> set[int]:
         logits = torch.tensor([row] * len(rows), device=device)
         return set(sample(logits, **columns).tolist())
 
-    assert drawn(-infinity, -infinity, -infinity) == {0}
-    assert drawn(-infinity, -1e30, -infinity, -1e30) <= {1, 3}
-    assert drawn(0.0, infinity, 3.0) == {1}
+    assert sampled(-infinity, -infinity, -infinity) == {0}
+    assert sampled(-infinity, -1e30, -infinity, -1e30) <= {1, 3}
+    assert sampled(0.0, infinity, 3.0) == {1}
 
 
 @triton.jit
@@ -190,28 +190,28 @@ def _uniform_kernel(seed_ptr, choice_ptr, position_ptr, out_ptr, num: tl.constex
     tl.store(out_ptr + row * num + token, uniform(token, key))
 
 
-def test_the_uniform_numbers_are_the_references_bit_for_bit(device: torch.device) -> None:
+def test_uniform_numbers_equal_reference_bit_for_bit(device: torch.device) -> None:
     seeds = torch.tensor([0, 1, 2**31, 2**32 - 1, -1, -(2**63)], device=device)
     choices = torch.tensor([0, 1, 2, 2**31, 2**32, 2**63 - 1], device=device)
     positions = torch.tensor([5, 0, 2**20, 3, 2**31 - 1, 7], device=device)
-    drawn = torch.full((6, 256), torch.nan, device=device)
-    _uniform_kernel[(6,)](seeds, choices, positions, drawn, num=256)
-    assert torch.equal(drawn, reference_uniform(seeds, choices, positions, 256))
+    sampled = torch.full((6, 256), torch.nan, device=device)
+    _uniform_kernel[(6,)](seeds, choices, positions, sampled, num=256)
+    assert torch.equal(sampled, reference_uniform(seeds, choices, positions, 256))
 
 
-def test_draws_follow_the_renormalised_softmax(device: torch.device) -> None:
+def test_samples_follow_the_renormalised_softmax(device: torch.device) -> None:
     """Chi-square with 2 degrees of freedom: exceeds 13.8 once in a thousand."""
-    num_draws = 40 if IS_INTERPRETED else 50_000
+    num_samples = 40 if IS_INTERPRETED else 50_000
     probabilities = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
-    logits = probabilities.log().float().expand(num_draws, -1).contiguous().to(device)
-    drawn = sample(logits, **_columns(num_draws, device, top_p=0.8)).cpu()
-    expected = probabilities[:3] / probabilities[:3].sum() * num_draws
-    counts = torch.bincount(drawn, minlength=4)
+    logits = probabilities.log().float().expand(num_samples, -1).contiguous().to(device)
+    sampled = sample(logits, **_columns(num_samples, device, top_p=0.8)).cpu()
+    expected = probabilities[:3] / probabilities[:3].sum() * num_samples
+    counts = torch.bincount(sampled, minlength=4)
     assert counts[3] == 0
     assert ((counts[:3] - expected).square() / expected).sum() < 13.8
 
 
-def test_rows_with_a_gap_between_them(device: torch.device) -> None:
+def test_non_contiguous_rows(device: torch.device) -> None:
     wide = random(3, 200, like=device, dtype=torch.float32)
     mask = _mask(3, 200, device, part=0.5)
     columns = _columns(3, device, temperature=2.0)
@@ -223,7 +223,7 @@ def test_no_rows(device: torch.device) -> None:
     assert sample(torch.ones(0, 5, device=device), **_columns(0, device)).shape == (0,)
 
 
-def test_what_does_not_fit_is_named(device: torch.device) -> None:
+def test_invalid_arguments_raise(device: torch.device) -> None:
     logits, columns = torch.ones(2, 100, device=device), _columns(2, device)
     with pytest.raises(BadTensor, match=r"logits is torch.float16, not torch.float32"):
         sample(logits.half(), **columns)

@@ -20,7 +20,7 @@ def _several_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("k", [0, 1, 20, 63])
 @pytest.mark.parametrize("num_columns", WIDTHS)
-def test_the_largest_by_falling_value_and_rising_index(
+def test_largest_values_are_ordered_by_value_then_index(
     num_columns: int, k: int, device: torch.device
 ) -> None:
     """Rows with few distinct values and with many."""
@@ -42,13 +42,13 @@ def test_close_values_and_infinities(device: torch.device) -> None:
     assert found == [[8, 7, 3, 4, 2, 1, 0, 5, 6], [5, 7, 8, 3, 0, 1, 2, 4, 6]]
 
 
-def test_rows_with_a_gap_between_them(device: torch.device) -> None:
+def test_non_contiguous_rows(device: torch.device) -> None:
     wide = random(3, 300, like=device, dtype=torch.float32)
     assert torch.equal(top_k(wide[:, :100], 5), top_k(wide[:, :100].clone(), 5))
     assert top_k(wide[:0], 5).shape == (0, 5)
 
 
-def test_what_does_not_fit_is_named(device: torch.device) -> None:
+def test_invalid_arguments_raise(device: torch.device) -> None:
     with pytest.raises(BadTensor, match=r"x is torch.float16, not torch.float32"):
         top_k(torch.ones(2, 8, device=device).half(), 3)
     with pytest.raises(BadTensor, match=r"x has shape \[8\], not \[any, any\]"):
