@@ -91,7 +91,7 @@ class Fleet:
         await pinned_prefix.save(self.index_store, PINNED, 0.0)
         for each in self._services:
             await each.start()
-        await asyncio.sleep(2)  # virtual: heartbeats arrive, watchers become able to judge
+        await asyncio.sleep(2)  # virtual seconds, until heartbeats have arrived
 
     async def stop(self) -> None:
         for each in reversed(self._services):
@@ -135,8 +135,8 @@ class Fleet:
             for each in streams._by_request.values()
         )
 
-    def left(self) -> dict[str, Any]:
-        """What is still held for any request."""
+    def leftovers(self) -> dict[str, Any]:
+        """The number of objects that processes still hold for requests, by name."""
         found: dict[str, Any] = {
             "streams": len(self.gateway._driver),
             "early entries": len(self.gateway._driver._streams._early),
@@ -162,10 +162,10 @@ class Fleet:
         """Waits until leases, deadlines and acknowledgements have released everything."""
         try:
             async with asyncio.timeout(150):  # virtual
-                while self.left():
+                while self.leftovers():
                     await asyncio.sleep(0.5)
         except TimeoutError:
-            raise AssertionError(f"left behind: {self.left()}") from None
+            raise AssertionError(f"left behind: {self.leftovers()}") from None
 
 
 @asynccontextmanager

@@ -93,12 +93,12 @@ class Meddler:
         if how in (None, "after", "twice", "late", "elsewhere"):
             send(parcel)
         if how is not None:
-            for at, told in self._instead(how, subject, parcel):
-                told = Parcel(told, parcel.reply, parcel.sender_id)
+            for at, sent in self._instead(how, subject, parcel):
+                sent = Parcel(sent, parcel.reply, parcel.sender_id)
                 if at == subject:
-                    send(told)
+                    send(sent)
                 else:
-                    self._post(connection, at, told)
+                    self._post(connection, at, sent)
         self._past.setdefault(subject, []).append(data)
 
     def _how(self, kind: str, data: bytes) -> str | None:
@@ -110,9 +110,9 @@ class Meddler:
     def _record(self, kind: str, data: bytes) -> None:
         """Records the placements of the spared request."""
         if kind in ("start", "run", "placement") and any(name in data for name in self._spared):
-            told = msgspec.msgpack.decode(data)
-            if "placement_id" in told:
-                self._spared.add(told["placement_id"])
+            sent = msgspec.msgpack.decode(data)
+            if "placement_id" in sent:
+                self._spared.add(sent["placement_id"])
 
     def _instead(self, how: str, subject: str, parcel: Parcel) -> list[tuple[str, bytes]]:
         data = parcel.data
@@ -133,8 +133,8 @@ class Meddler:
             case "after":
                 some = st.lists(st.sampled_from(_commands(subject, parcel)), min_size=1, max_size=4)
                 return [
-                    (at, self._draw(st.just(encode(told)) | _spoiling(told)))
-                    for at, told in self._draw(some)
+                    (at, self._draw(st.just(encode(sent)) | _spoiling(sent)))
+                    for at, sent in self._draw(some)
                 ]
         return []
 
@@ -172,8 +172,8 @@ def _commands(subject: str, parcel: Parcel) -> list[tuple[str, Message]]:
         abort = AbortRequest(placement_id=run.placement_id, reason="superseded")
         return [(control("prefill", owner), renewed), (control("prefill", owner), abort)]
     if kind == "control" and sender.startswith("prefill"):
-        told = msgspec.msgpack.decode(parcel.data).get("placement_id", bytes(16))
-        failed = PrefillFailed(placement_id=told, prefill_worker_id=sender, failure=FAILURE)
+        sent = msgspec.msgpack.decode(parcel.data).get("placement_id", bytes(16))
+        failed = PrefillFailed(placement_id=sent, prefill_worker_id=sender, failure=FAILURE)
         return [(subject, failed)]
     if kind == "kv_events":
         return [(subject, _halved(msgspec.msgpack.decode(parcel.data, type=KvEvents)))]
@@ -191,12 +191,15 @@ def _of_scheduler(
     gateway: str, sender: str, request_id: str, placed: dict[str, Any]
 ) -> list[tuple[str, Message]]:
     failed = PlacementFailed(request_id=request_id, scheduler_id=sender, attempt=1, failure=FAILURE)
-    kept = QueueKeepalive(scheduler_id=sender, request_ids=(request_id, request_id, "other"))
-    told: list[tuple[str, Message]] = [(placement(gateway), failed), (placement(gateway), kept)]
+    keepalive = QueueKeepalive(scheduler_id=sender, request_ids=(request_id, request_id, "other"))
+    sent: list[tuple[str, Message]] = [
+        (placement(gateway), failed),
+        (placement(gateway), keepalive),
+    ]
     if "worker_id" in placed:
         placement_id, worker_id = placed["placement_id"], placed["worker_id"]
         other = "first" if request_id == "second" else "second"
-        told += [
+        sent += [
             (placement(gateway), Placed(request_id=of, placement_id=where, worker_id=by))
             for of, where, by in (
                 (request_id, bytes(16), "worker-1"),
@@ -204,8 +207,8 @@ def _of_scheduler(
                 (other, placement_id, worker_id),
             )
         ]
-        told += _of_owner(worker_id, placement_id)
-    return told
+        sent += _of_owner(worker_id, placement_id)
+    return sent
 
 
 def _of_owner(worker: str, placement_id: bytes) -> list[tuple[str, Message]]:

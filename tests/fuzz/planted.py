@@ -1,4 +1,4 @@
-"""Does the fuzzing of the bus find bugs? `python -m tests.fuzz.planted` plants bugs one by one into
+"""Checks that bus fuzzing finds bugs. `python -m tests.fuzz.planted` plants bugs one by one into
 the real handlers and runs the test as a test run does. The exit status is 1 if a bug is missed.
 """
 
@@ -137,9 +137,9 @@ BUGS = (
 
 def main(names: list[str]) -> int:
     test: Any = test_services_bear_what_others_say
-    as_ever = test._hypothesis_internal_use_settings
+    usual_settings = test._hypothesis_internal_use_settings
     test._hypothesis_internal_use_settings = settings(
-        as_ever, max_examples=MAX_EXAMPLES, phases=(Phase.generate,)
+        usual_settings, max_examples=MAX_EXAMPLES, phases=(Phase.generate,)
     )
     num_hidden = 0
     for bug in BUGS:

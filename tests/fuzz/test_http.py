@@ -102,8 +102,8 @@ BAD_HEADERS = (
 )
 
 
-class Door:
-    """A gateway with peers that reply immediately, for all examples of a run."""
+class FuzzedGateway:
+    """A gateway whose peers reply immediately, shared by all examples of a run."""
 
     def __init__(self, patience_s: float) -> None:
         """`patience_s`: the timeout of a request's head and of its body."""
@@ -210,14 +210,14 @@ GOOD_BODY = json.dumps({"prompt": "x", "max_tokens": 9}).encode()
 
 
 @cache
-def gateway_client(patience_s: float) -> Door:
-    return Door(patience_s)
+def gateway_client(patience_s: float) -> FuzzedGateway:
+    return FuzzedGateway(patience_s)
 
 
 def check(answer: bytes) -> None:
     """Checks that it is a documented response in the documented form."""
     answer = answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
-    if not answer:  # the client has not continued after 100
+    if not answer:  # the client did not send the rest after status 100
         return
     head, _, body = answer.partition(b"\r\n\r\n")
     status = int(head.split(b" ", 2)[1])

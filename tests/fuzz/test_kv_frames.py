@@ -123,7 +123,7 @@ def is_genuine(frame: FrameHeader, payload: bytes) -> bool:
     return frame.checksum == checksum_of(frame, payload)
 
 
-class Hostile:
+class HostileSender:
     """A bare connection that has sent its hello."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -131,7 +131,7 @@ class Hostile:
         self.memory: mmap.mmap | None = None
 
     @classmethod
-    async def dial(cls, server: KvServer, *, is_unix: bool) -> Hostile:
+    async def dial(cls, server: KvServer, *, is_unix: bool) -> HostileSender:
         loop = asyncio.get_running_loop()
         address = server.address
         family = socket.AF_UNIX if is_unix else socket.AF_INET
@@ -176,19 +176,19 @@ async def play(data: bytes, cuts: list[int], *, is_unix: bool) -> None:
     for placement_id, sink in sinks.items():
         server.expect(placement_id, sink)
     before = len(descriptors())
-    hostile = await Hostile.dial(server, is_unix=is_unix)
-    if hostile.memory is not None:
-        hostile.memory[: len(PAYLOADS[2])] = PAYLOADS[2]
+    sender = await HostileSender.dial(server, is_unix=is_unix)
+    if sender.memory is not None:
+        sender.memory[: len(PAYLOADS[2])] = PAYLOADS[2]
     for start, end in zip([0, *cuts], [*cuts, len(data)], strict=True):
-        await hostile.send(data[start:end])
+        await sender.send(data[start:end])
         await asyncio.sleep(0)
-    await hostile.cancel()
+    await sender.cancel()
     await eventually(lambda: server.num_connections == 0)
     num_served = sum(len(sink.frames) for sink in sinks.values())
     assert server.counts.num_frames == num_served
     for sink in sinks.values():
         assert all(is_genuine(*each) for each in sink.frames)
-    await _serves_on(server, is_unix=is_unix)
+    await _check_next_frame(server, is_unix=is_unix)
     for placement_id in sinks:
         server.forget(placement_id)
         await server.idle(placement_id)
@@ -199,7 +199,7 @@ async def play(data: bytes, cuts: list[int], *, is_unix: bool) -> None:
     assert not broken, broken
 
 
-async def _serves_on(server: KvServer, *, is_unix: bool) -> None:
+async def _check_next_frame(server: KvServer, *, is_unix: bool) -> None:
     sink, dialer = RecordingSink(), Dialer(connect_timeout_s=5.0)
     server.expect(b"placement-c", sink)
     changed: dict[str, Any] = {"port": 1} if is_unix else {"unix_path": ""}

@@ -71,20 +71,22 @@ class Spoiler:
             case "cut":
                 return FrameFate(is_truncated=True)
             case "header":
-                return FrameFate(told=self._lie(header))
+                return FrameFate(replacement=self._lie(header))
             case "twice":
                 return FrameFate(num_copies=2)
             case "late":  # the very first frame, instead of this one
-                return FrameFate(told=self._first)
+                return FrameFate(replacement=self._first)
             case "foreign":
-                return FrameFate(told=msgspec.structs.replace(header, placement_id=bytes(16)))
+                return FrameFate(
+                    replacement=msgspec.structs.replace(header, placement_id=bytes(16))
+                )
             case "hold":
                 return FrameFate(stall_s=0.03)
         return HARMLESS
 
     def _lie(self, header: FrameHeader) -> FrameHeader:
-        told = next(self._lies, {})
-        changed = {name: told[name] for name in LIES if name in told}
+        replacement = next(self._lies, {})
+        changed = {name: replacement[name] for name in LIES if name in replacement}
         changed = {name: value for name, value in changed.items() if value != FIELDS[name]}
         try:
             return msgspec.convert(

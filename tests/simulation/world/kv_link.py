@@ -35,7 +35,7 @@ NO_HOST = SimulatedProcess("nobody")
 class FrameFate:
     """`is_forged`: other KV with a valid checksum, as from a faulty sender.
 
-    `told` replaces the frame's own header.
+    `replacement` replaces the frame's own header.
     """
 
     num_copies: int = 1
@@ -43,7 +43,7 @@ class FrameFate:
     is_forged: bool = False
     is_truncated: bool = False
     stall_s: float = 0.0
-    told: FrameHeader | None = None
+    replacement: FrameHeader | None = None
 
 
 HARMLESS = FrameFate()
@@ -151,7 +151,7 @@ class _FaultyStaging(TcpStaging):
         if fate.is_forged:
             checksum = sealed_sum(header, checksum_of(memoryview(payload)))
             header = msgspec.structs.replace(header, checksum=checksum)
-        header = fate.told or header
+        header = fate.replacement or header
         if fate.stall_s:
             self._end.stall(fate.stall_s)
         if fate.is_truncated:
