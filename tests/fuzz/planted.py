@@ -19,7 +19,7 @@ from services.gateway.streams.streams import Streams
 from services.kv_index.service import KvIndexService
 from services.prefill.service import PrefillService
 from services.scheduler.admission import Admission
-from tests.fuzz.test_bus_messages import test_services_bear_what_others_say
+from tests.fuzz.test_bus_messages import test_services_survive_wrong_messages
 from tests.simulation.planted import Bug
 
 
@@ -136,7 +136,7 @@ BUGS = (
 
 
 def main(names: list[str]) -> int:
-    test: Any = test_services_bear_what_others_say
+    test: Any = test_services_survive_wrong_messages
     usual_settings = test._hypothesis_internal_use_settings
     test._hypothesis_internal_use_settings = settings(
         usual_settings, max_examples=MAX_EXAMPLES, phases=(Phase.generate,)

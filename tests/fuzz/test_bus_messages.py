@@ -34,7 +34,7 @@ def files() -> tuple[Path, ModelFiles]:
 
 
 def text_of(output: RequestOutput) -> str:
-    return "".join(piece.text for piece in output.take())
+    return "".join(delta.text for delta in output.take())
 
 
 @cache
@@ -50,7 +50,7 @@ def undisturbed() -> str:
 
 @fuzz(40)
 @given(plans, st.data())
-def test_services_bear_what_others_say(plan: Plan, data: st.DataObject) -> None:
+def test_services_survive_wrong_messages(plan: Plan, data: st.DataObject) -> None:
     async def main() -> None:
         async with fleet(*files()) as it:
             meddler = Meddler(it.network, plan, data.draw, SPARED)
