@@ -81,7 +81,7 @@ def _written(manifest: bytes | None, shard: bytes | None) -> Path:
 
 @fuzz(120)
 @given(st.none() | st.deferred(manifests), st.none() | torn([good()[1]]))
-def test_it_is_read_or_refused(manifest: bytes | None, shard: bytes | None) -> None:
+def test_bundle_is_read_or_rejected(manifest: bytes | None, shard: bytes | None) -> None:
     bundle = _written(manifest, shard)
     try:
         with open_checkpoint(bundle) as tensors:
@@ -96,7 +96,7 @@ def test_it_is_read_or_refused(manifest: bytes | None, shard: bytes | None) -> N
 
 @fuzz(40)
 @given(st.none() | st.deferred(manifests), st.none() | torn([good()[1]]))
-def test_nothing_is_written_outside_and_nothing_half(
+def test_decompress_writes_only_its_output_folder(
     manifest: bytes | None, shard: bytes | None
 ) -> None:
     bundle, out = _written(manifest, shard), scratch() / "out"

@@ -101,7 +101,7 @@ def in_json(trees: list[Any]) -> st.SearchStrategy[bytes]:
     return bad | bad | bad | torn(good) | anything
 
 
-def refuses_clearly(read: Callable[[], object], *errors: type[HearthError]) -> None:
+def reads_or_rejects_clearly(read: Callable[[], object], *errors: type[HearthError]) -> None:
     """`read` succeeds, or raises one of `errors` with a clear message."""
     try:
         read()
@@ -127,7 +127,7 @@ def test_config(config: bytes, generation: bytes | None) -> None:
     (folder / "generation_config.json").unlink(missing_ok=True)
     if generation is not None:
         (folder / "generation_config.json").write_bytes(generation)
-    refuses_clearly(lambda: read_config(folder), CheckpointError)
+    reads_or_rejects_clearly(lambda: read_config(folder), CheckpointError)
 
 
 GENERATION = {
@@ -164,7 +164,7 @@ TEXT_FILES = ("generation_config.json", "config.json", "chat_template.jinja")
 
 @fuzz(120)
 @given(st.deferred(spoilt_model_files))
-def test_the_gateways_model_files(files: dict[str, bytes]) -> None:
+def test_gateway_model_files(files: dict[str, bytes]) -> None:
     folder = scratch() / "files"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -176,7 +176,7 @@ def test_the_gateways_model_files(files: dict[str, bytes]) -> None:
         token_ids = found.tokenizer.encode(["hello world"])
         found.tokenizer.decode_with_offsets(token_ids[:50])
 
-    refuses_clearly(read, ConfigError)
+    reads_or_rejects_clearly(read, ConfigError)
 
 
 # ── weights ──────────────────────────────────────────────────────────────────────────────────────
@@ -242,7 +242,7 @@ def test_weights(shard: bytes | None, index: bytes | None) -> None:
         with open_checkpoint(folder) as tensors:
             weights_digest(TextTensors(tensors), b"")
 
-    refuses_clearly(read, CheckpointError)
+    reads_or_rejects_clearly(read, CheckpointError)
 
 
 # ── the packed weights that processes share ──────────────────────────────────────────────────────
@@ -353,7 +353,7 @@ def test_records_of_tenants_and_api_keys(record: bytes, more: dict[bytes, bytes]
         TENANTS: {b"bad": record, b"good": sound},
     }
 
-    async def ask() -> None:
+    async def look_up_keys() -> None:
         keys = ApiKeys(store, VirtualClock())
         for name in ("bad", "worse"):
             try:
@@ -365,7 +365,7 @@ def test_records_of_tenants_and_api_keys(record: bytes, more: dict[bytes, bytes]
         await asyncio.sleep(0)
         assert not keys._lookups
 
-    run(ask())
+    run(look_up_keys())
 
 
 STATE = ClusterState(
@@ -384,14 +384,14 @@ def test_cluster_state(content: bytes) -> None:
     directory = StateDir.create(parent)
     (directory.path / "cluster.json").write_bytes(content)
     try:
-        refuses_clearly(lambda: running_cluster(parent), ConfigError)
+        reads_or_rejects_clearly(lambda: running_cluster(parent), ConfigError)
     finally:
         directory.close(retain_logs=False)
 
 
 @fuzz(40)
 @given(torn([b"4711\n"]) | anything | st.integers(-(2**70), 2**70).map(lambda n: str(n).encode()))
-def test_nobody_is_signalled_by_mistake(content: bytes) -> None:
+def test_only_a_valid_pid_is_signalled(content: bytes) -> None:
     """-1 would signal every process of the user."""
     path = scratch() / "nats.pid"
     path.write_bytes(content)

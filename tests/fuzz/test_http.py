@@ -241,14 +241,14 @@ def json_bodies(tree: dict[str, Any]) -> st.SearchStrategy[bytes]:
 
 
 @st.composite
-def asked(draw: st.DrawFn) -> bytes:
+def json_requests(draw: st.DrawFn) -> bytes:
     path, tree = draw(st.sampled_from(BODIES))
     return request_of("POST", path, GOOD_HEADERS, draw(json_bodies(tree)))
 
 
 @st.composite
-def told(draw: st.DrawFn) -> bytes:
-    """Right or wrong headers and sizes, with a good body or another."""
+def header_requests(draw: st.DrawFn) -> bytes:
+    """Requests with right or wrong headers and sizes, and a good body or another."""
     _, tree = draw(st.sampled_from(BODIES))
     body = draw(st.sampled_from((json.dumps(tree).encode(), b"", b"[" * 200_000)) | anything)
     size = draw(st.sampled_from((None, None, MAX_BODY_BYTES, MAX_BODY_BYTES + 1)))
@@ -261,14 +261,14 @@ def told(draw: st.DrawFn) -> bytes:
 
 
 @st.composite
-def hardly(draw: st.DrawFn) -> bytes:
+def malformed_requests(draw: st.DrawFn) -> bytes:
     path, tree = draw(st.sampled_from(BODIES))
     good = request_of("POST", path, GOOD_HEADERS, json.dumps(tree).encode())
     return draw(torn([good]) | anything)
 
 
 @fuzz(200)
-@given(asked())
+@given(json_requests())
 def test_bodies(data: bytes) -> None:
     patient = gateway_client(PATIENT_S)
     answer = patient.runner.run(patient.play(data))
@@ -277,7 +277,7 @@ def test_bodies(data: bytes) -> None:
 
 
 @fuzz(100)
-@given(told())
+@given(header_requests())
 def test_methods_paths_headers_and_sizes(data: bytes) -> None:
     impatient = gateway_client(IMPATIENT_S)
     answer = impatient.runner.run(impatient.play(data))
@@ -286,8 +286,8 @@ def test_methods_paths_headers_and_sizes(data: bytes) -> None:
 
 
 @fuzz(48)
-@given(hardly())
-def test_what_is_hardly_http(data: bytes) -> None:
+@given(malformed_requests())
+def test_malformed_http(data: bytes) -> None:
     impatient = gateway_client(IMPATIENT_S)
     answer = impatient.runner.run(impatient.play(data))
     if answer:

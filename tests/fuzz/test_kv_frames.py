@@ -220,13 +220,13 @@ def cut_bytes(draw: st.DrawFn, slot_index: int | None) -> tuple[bytes, list[int]
 
 @fuzz(60)
 @given(cut_bytes(None))
-def test_a_receiver_bears_any_bytes_over_tcp(sent: tuple[bytes, list[int]]) -> None:
+def test_receiver_survives_any_bytes_over_tcp(sent: tuple[bytes, list[int]]) -> None:
     asyncio.run(play(*sent, is_unix=False))
 
 
 @fuzz(60)
 @given(cut_bytes(0))
-def test_a_receiver_bears_any_bytes_over_a_unix_socket(sent: tuple[bytes, list[int]]) -> None:
+def test_receiver_survives_any_bytes_over_a_unix_socket(sent: tuple[bytes, list[int]]) -> None:
     asyncio.run(play(*sent, is_unix=True))
 
 
@@ -244,13 +244,13 @@ def codes(draw: st.DrawFn) -> bytes:
 
 @fuzz(120)
 @given(codes(), st.integers(-3, 3) | st.integers(-len(SHRINKING), 3 * BLOCK_BYTES), st.booleans())
-def test_a_codec_bears_any_bytes(coded: bytes, num_extra: int, is_at_end: bool) -> None:
+def test_codec_survives_any_bytes(coded: bytes, num_extra: int, is_at_end: bool) -> None:
     """It writes no byte outside its buffers, and valid data decodes to one payload."""
     found = []
     for _ in range(2):
-        room = guarded(len(SHRINKING) + num_extra, is_at_end=is_at_end)
-        is_whole = CODEC.decode(guarded(coded, is_at_end=is_at_end).data, room.data)
-        found.append(room.tobytes() if is_whole else None)
+        buffer = guarded(len(SHRINKING) + num_extra, is_at_end=is_at_end)
+        is_decoded = CODEC.decode(guarded(coded, is_at_end=is_at_end).data, buffer.data)
+        found.append(buffer.tobytes() if is_decoded else None)
     assert found[0] == found[1]
 
 
@@ -261,13 +261,13 @@ def test_a_codec_bears_any_bytes(coded: bytes, num_extra: int, is_at_end: bool) 
     ),
     st.booleans(),
 )
-def test_a_codec_gives_back_what_it_takes(parts: list[tuple[bytes, int]], is_at_end: bool) -> None:
+def test_codec_decodes_what_it_encoded(parts: list[tuple[bytes, int]], is_at_end: bool) -> None:
     payload = b"".join(part[:size] for part, size in parts)
-    room = guarded(len(payload), is_at_end=is_at_end)
-    num_bytes = CODEC.encode(guarded(payload, is_at_end=is_at_end).data, room.data)
+    buffer = guarded(len(payload), is_at_end=is_at_end)
+    num_bytes = CODEC.encode(guarded(payload, is_at_end=is_at_end).data, buffer.data)
     if num_bytes:
-        back = guarded(len(payload), is_at_end=is_at_end)
+        decoded = guarded(len(payload), is_at_end=is_at_end)
         assert CODEC.decode(
-            guarded(room[:num_bytes].tobytes(), is_at_end=is_at_end).data, back.data
+            guarded(buffer[:num_bytes].tobytes(), is_at_end=is_at_end).data, decoded.data
         )
-        assert back.tobytes() == payload
+        assert decoded.tobytes() == payload
