@@ -72,9 +72,7 @@ def test_demo_model_name_does_not_depend_on_its_path() -> None:
 def test_hub_model_name_is_its_id() -> None:
     assert model_name_for(Path("org/name-1.5"), "") == "org/name-1.5"
     assert model_name_for(Path("org/name-1.5"), "mine") == "mine"
-    assert (
-        model_name_for(Path("services/local"), "") == ""
-    )  # an existing directory takes precedence
+    assert model_name_for(Path("services/local"), "") == ""  # an existing directory
 
 
 def test_process_output_equals_in_process_output() -> None:

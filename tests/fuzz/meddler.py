@@ -47,7 +47,7 @@ KINDS = {
 }  # fmt: skip
 FAILURE = Failure(code="worker_busy", message="no", retry_after_s=1.0)
 
-# The most critical kinds are drawn more often.
+# The most critical kinds are sampled more often.
 places = st.sampled_from((*KINDS, *("tokens", "placement") * 3)).flatmap(
     lambda kind: st.tuples(st.just(kind), st.integers(0, KINDS[kind]))
 )
@@ -64,8 +64,8 @@ class Meddler:
         self._spared = {spared.encode()}  # and the ids of its placements
         self._seen: Counter[str] = Counter()
         self._past: dict[str, list[bytes]] = {}
-        self._post, self._ask = network.post, network.ask
-        network.post, network.ask = self.post, self.ask  # type: ignore[method-assign]
+        self._post, self._send_request = network.post, network.send_request
+        network.post, network.send_request = self.post, self.send_request  # type: ignore[method-assign]
         network.spoil_reply = self.reply
 
     def stop(self) -> None:
@@ -74,9 +74,11 @@ class Meddler:
     def post(self, connection: Any, subject: str, parcel: Parcel) -> None:
         self._take(connection, subject, parcel, lambda each: self._post(connection, subject, each))
 
-    def ask(self, connection: Any, subject: str, parcel: Parcel, on_nobody: Any) -> None:
+    def send_request(
+        self, connection: Any, subject: str, parcel: Parcel, on_no_responders: Any
+    ) -> None:
         def send(each: Parcel) -> None:
-            self._ask(connection, subject, each, on_nobody)
+            self._send_request(connection, subject, each, on_no_responders)
 
         self._take(connection, subject, parcel, send)
 

@@ -82,8 +82,8 @@ def spoiled(draw: st.DrawFn, good: Sequence[Any], *, has_bytes: bool = True) -> 
             parent = parent[step]
         how = draw(st.sampled_from(("change", "change", "change", "remove", "add", "repeat")))
         if how == "change":
-            drawn = draw(_alike(parent[path[-1]], has_bytes=has_bytes))
-            parent[path[-1]] = copy.deepcopy(drawn)
+            new_value = draw(_alike(parent[path[-1]], has_bytes=has_bytes))
+            parent[path[-1]] = copy.deepcopy(new_value)
         elif how == "remove":
             del parent[path[-1]]
         elif isinstance(parent, list):

@@ -160,10 +160,12 @@ class FuzzedGateway:
             await each.start()
         while not self.gateway.readiness().ready:
             await asyncio.sleep(0.01)
-        good = await self.ask_again(request_of("POST", "/v1/completions", GOOD_HEADERS, GOOD_BODY))
+        good = await self.send_until_answered(
+            request_of("POST", "/v1/completions", GOOD_HEADERS, GOOD_BODY)
+        )
         assert good.startswith(b"HTTP/1.1 200") and b"hello world" in good
 
-    async def ask(self, data: bytes) -> bytes:
+    async def send(self, data: bytes) -> bytes:
         """Returns everything that the gateway sends until it closes."""
         host, port = self.gateway._web_server.address
         reader, writer = await asyncio.open_connection(host, port)
@@ -178,20 +180,20 @@ class FuzzedGateway:
             writer.transport.abort()
         return answer
 
-    async def ask_again(self, data: bytes) -> bytes:
+    async def send_until_answered(self, data: bytes) -> bytes:
         """Retries: on a stalled machine the short timeout can hit good requests, too."""
         async with asyncio.timeout(ANSWER_S):
-            while not (answer := await self.ask(data)):
+            while not (answer := await self.send(data)):
                 pass
         return answer
 
     async def play(self, data: bytes) -> bytes:
         with structlog.testing.capture_logs() as logs:
-            answer = await self.ask(data)
+            answer = await self.send(data)
             async with asyncio.timeout(ANSWER_S):
                 while len(self.gateway._driver):
                     await asyncio.sleep(0.001)
-        health = await self.ask_again(request_of("GET", "/health", (), b""))
+        health = await self.send_until_answered(request_of("GET", "/health", (), b""))
         assert health.startswith(b"HTTP/1.1 200"), health
         errors = [each for each in logs if each["log_level"] in ("error", "critical")]
         assert not errors, errors

@@ -246,16 +246,18 @@ class SimulatedNetwork:
         """Publishes a message."""
         self._when_connected(connection, lambda: self._route(connection, subject, parcel))
 
-    def ask(
+    def send_request(
         self,
         connection: _Connection,
         subject: str,
         parcel: Parcel,
-        on_nobody: Callable[[], object],
+        on_no_responders: Callable[[], object],
     ) -> None:
         def send() -> None:
             if self._route(connection, subject, parcel) == 0:
-                self._after_a_while(connection.process.process_id, connection.process, on_nobody)
+                self._after_a_while(
+                    connection.process.process_id, connection.process, on_no_responders
+                )
 
         self._when_connected(connection, send)
 
@@ -422,8 +424,10 @@ class SimulatedBus:
             )
 
         timer = self._process.call_later(timeout_s, partial(settle, _NoReply.LATE))
-        nobody = partial(settle, _NoReply.NOBODY)
-        self._network.ask(self._connection, subject, Parcel(data, reply, self.process_id), nobody)
+        no_responders = partial(settle, _NoReply.NOBODY)
+        self._network.send_request(
+            self._connection, subject, Parcel(data, reply, self.process_id), no_responders
+        )
         self.num_requests_under_way += 1
         try:
             answer = await replied
