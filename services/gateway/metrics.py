@@ -148,8 +148,8 @@ class GatewayMetrics:
         self._cached_tokens.inc(cached)
         self._output_tokens.inc(output)
 
-    def count_resubmissions(self, number: int) -> None:
-        self._resubmissions.inc(number)
+    def count_resubmission(self) -> None:
+        self._resubmissions.inc()
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

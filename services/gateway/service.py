@@ -74,7 +74,7 @@ class GatewayService:
         self.catalog = Catalog(self._health_monitor.fleet, config.served_name)
         self.metrics = GatewayMetrics()
         self._driver = StreamDriver(
-            bus, clock, self._health_monitor, on_resubmitted=self.metrics.count_resubmissions
+            bus, clock, self._health_monitor, on_resubmitted=self.metrics.count_resubmission
         )
         self.submission = Submission(
             max_requests=config.max_requests,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 from zlib import crc32
 
 from shared.messages import (
@@ -41,7 +42,29 @@ class Resend:
     message: ResendTokens
 
 
-Action = Publish | Submit | Resend
+ResubmissionCause = Literal[
+    "worker_lost",
+    "worker_failed",
+    "worker_excluded",  # a late placement on a worker that this request avoids
+    "placement_unknown",  # the worker does not have it any more
+    "placement_retired",  # aborted here before its scheduler named it
+    "resends_failed",
+    "scheduler_lost",
+    "scheduler_silent",
+    "bus_reconnected",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ReportResubmission:
+    """Nothing to send: for the log and the metrics. `worker_id`: the last worker, if any."""
+
+    request_id: str
+    cause: ResubmissionCause
+    worker_id: str | None
+
+
+Action = Publish | Submit | Resend | ReportResubmission
 
 
 def submit_subject(message: SubmitRequest, scheduler_ids: Sequence[str]) -> str:
@@ -79,6 +102,9 @@ class Actions:
 
     def submit(self, message: SubmitRequest) -> None:
         self._due.append(Submit(message))
+
+    def report_resubmission(self, report: ReportResubmission) -> None:
+        self._due.append(report)
 
     def resend(self, worker_id: str, message: ResendTokens) -> None:
         self._due.append(Resend(worker_id, message))

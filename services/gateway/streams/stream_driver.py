@@ -8,7 +8,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from services.gateway.streams.actions import Publish, Resend, Submit, submit_subject
+import structlog
+
+from services.gateway.streams.actions import (
+    Publish,
+    ReportResubmission,
+    Resend,
+    Submit,
+    submit_subject,
+)
 from services.gateway.streams.stream import Receiver
 from services.gateway.streams.streams import Streams
 from shared.background import Background
@@ -30,6 +38,8 @@ from shared.subjects import SUBMIT, placement, resend, tokens
 from shared.transport.bus import Bus
 from shared.transport.outbox import Outbox
 
+log = structlog.get_logger(__name__)
+
 SUBMIT_TIMEOUT_S = 0.25
 RESEND_TIMEOUT_S = 0.5
 
@@ -43,13 +53,12 @@ class StreamDriver:
         clock: Clock,
         health_monitor: HealthMonitor,
         *,
-        on_resubmitted: Callable[[int], None] = lambda number: None,
+        on_resubmitted: Callable[[], None] = lambda: None,
     ) -> None:
         self._bus = bus
         self._clock = clock
         self._health_monitor = health_monitor
         self._on_resubmitted = on_resubmitted
-        self._num_reported_resubmissions = 0
         self._streams = Streams(bus.process_id)
         self._outbox = Outbox(bus)
         self._background = Background()
@@ -146,12 +155,19 @@ class StreamDriver:
                     self._background.start(self._submit(action))
                 case Resend():
                     self._background.start(self._resend(action))
+                case ReportResubmission():
+                    self._report(action)
         if not len(self._streams):
             self._is_idle.set()
-        fresh = self._streams.num_resubmissions - self._num_reported_resubmissions
-        if fresh:
-            self._num_reported_resubmissions += fresh
-            self._on_resubmitted(fresh)
+
+    def _report(self, resubmission: ReportResubmission) -> None:
+        log.info(
+            "request_resubmitted",
+            request=resubmission.request_id,
+            cause=resubmission.cause,
+            worker=resubmission.worker_id,
+        )
+        self._on_resubmitted()
 
     async def _submit(self, action: Submit) -> None:
         message = action.message

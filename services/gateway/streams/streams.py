@@ -15,7 +15,12 @@ Synchronous and without I/O: each method handles one event and queues `Action`s,
 
 from __future__ import annotations
 
-from services.gateway.streams.actions import Action, Actions
+from services.gateway.streams.actions import (
+    Action,
+    Actions,
+    ReportResubmission,
+    ResubmissionCause,
+)
 from services.gateway.streams.choice_tokens import ChoiceTokens
 from services.gateway.streams.early_entries import ANSWER_EVERY_S, EarlyEntries, RetiredPlacements
 from services.gateway.streams.stream import (
@@ -77,7 +82,6 @@ class Streams:
         self._early = EarlyEntries()
         self._retired = RetiredPlacements()
         self._actions = Actions(gateway_id)
-        self.num_resubmissions = 0
 
     def __len__(self) -> int:
         return len(self._by_request)
@@ -162,11 +166,11 @@ class Streams:
         if stream is None or placed.worker_id in stream.excluded_workers:
             self._abort(placed.worker_id, placed.placement_id, "superseded", now)
             if stream is not None:
-                self._resubmit(stream, now)
+                self._resubmit(stream, "worker_excluded", now)
             return
         # the placement was aborted already, or it belongs to another request
         if placed.placement_id in self._retired or placed.placement_id in self._by_placement:
-            self._resubmit(stream, now)
+            self._resubmit(stream, "placement_retired", now)
             return
         self._run(stream, placed, now)
 
@@ -195,7 +199,7 @@ class Streams:
     def on_scheduler_lost(self, scheduler_id: str, now: float) -> None:
         for stream in list(self._by_request.values()):
             if stream.state is StreamState.QUEUED and stream.scheduler_id == scheduler_id:
-                self._resubmit(stream, now)
+                self._resubmit(stream, "scheduler_lost", now)
 
     def on_bus_back(self, now: float) -> None:
         """Recovers messages lost with the connection: silent choices soon trigger a resend.
@@ -204,7 +208,7 @@ class Streams:
         """
         for stream in list(self._by_request.values()):
             if stream.state is StreamState.QUEUED:
-                self._resubmit(stream, now)
+                self._resubmit(stream, "bus_reconnected", now)
             for choice in stream.choices.values():
                 choice.last_token_at = min(
                     choice.last_token_at, now - TOKEN_TIMEOUT_S + RESEND_RETRY_S
@@ -246,20 +250,20 @@ class Streams:
         if choice.is_finished:  # since the resend request; a worker drops a stopped choice
             return
         if isinstance(error, UnknownPlacement):
-            self._resubmit(stream, now)
+            self._resubmit(stream, "placement_unknown", now)
             return
         choice.last_token_at = now - TOKEN_TIMEOUT_S + RESEND_RETRY_S
         if is_bus_trusted:
             placement.num_failed_resends[index] += 1
         if placement.num_failed_resends[index] >= MAX_FAILED_RESENDS:
-            self._resubmit(stream, now, excluded=placement.worker_id)
+            self._resubmit(stream, "resends_failed", now, excluded=placement.worker_id)
 
     def on_worker_lost(self, worker_id: str, now: float, *, is_excluded: bool) -> None:
         """Resubmits the worker's requests. `is_excluded` is false for a restarted worker."""
         excluded = worker_id if is_excluded else None
         for stream in list(self._by_placement.values()):
             if stream.placement is not None and stream.placement.worker_id == worker_id:
-                self._resubmit(stream, now, excluded=excluded)
+                self._resubmit(stream, "worker_lost", now, excluded=excluded)
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -286,7 +290,7 @@ class Streams:
         if not is_bus_trusted:
             stream.keepalive_at = now
         elif now - stream.keepalive_at >= KEEPALIVE_LIMIT_S:
-            self._resubmit(stream, now)
+            self._resubmit(stream, "scheduler_silent", now)
 
     # ── transitions ──────────────────────────────────────────────────────────────────────────────
 
@@ -330,7 +334,14 @@ class Streams:
             if stream.placement is not None:
                 self._accept(stream, entry, now)
 
-    def _resubmit(self, stream: Stream, now: float, *, excluded: str | None = None) -> None:
+    def _resubmit(
+        self,
+        stream: Stream,
+        cause: ResubmissionCause,
+        now: float,
+        *,
+        excluded: str | None = None,
+    ) -> None:
         """Cancels the queue entry or placement and submits again with all tokens received."""
         self._leave(stream, "superseded", now)
         if excluded is not None:
@@ -346,7 +357,9 @@ class Streams:
             self._end(stream, None, "superseded", now)
             return
         stream.num_resubmissions += 1
-        self.num_resubmissions += 1
+        self._actions.report_resubmission(
+            ReportResubmission(stream.request_id, cause, stream.last_worker_id)
+        )
         if stream.state is not StreamState.SUBMITTING:
             stream.transition_to(StreamState.SUBMITTING)
         self._open_window(stream, now)
@@ -428,7 +441,7 @@ class Streams:
             error = error_of(finish.failure)
         if isinstance(error, (*_TRANSIENT, *_PATIENT)):
             worker_id = None if stream.placement is None else stream.placement.worker_id
-            self._resubmit(stream, now, excluded=worker_id)
+            self._resubmit(stream, "worker_failed", now, excluded=worker_id)
         else:
             self._end(stream, error, "failed", now)
 

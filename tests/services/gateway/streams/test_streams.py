@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from services.gateway.streams import streams as core
-from services.gateway.streams.actions import Publish, Resend, Submit
+from services.gateway.streams.actions import Publish, ReportResubmission, Resend, Submit
 from services.gateway.streams.choice_tokens import MAX_AHEAD_ENTRIES, ChoiceTokens
 from services.gateway.streams.early_entries import (
     EARLY_LIMIT_S,
@@ -62,7 +62,11 @@ from shared.subjects import cancel, control
 P1, P2, P3 = b"1" * 16, b"2" * 16, b"3" * 16
 SERVED = Served(num_cached_tokens=1, prefill_worker_id=None)
 STOP = Finish(reason="stop", served=SERVED)
+FAILED = Finish(
+    reason="failed", served=SERVED, failure=Failure(code=WorkerBusy.code, message="no room")
+)
 QUEUED = Queued(scheduler_id="s1", num_ahead=0)
+RESEND = ResendTokens(placement_id=P1, choice_index=0, from_position=0)
 
 
 def request(request_id: str = "r1", max_tokens: int = 100) -> Request:
@@ -121,14 +125,22 @@ class Rig:
         self.streams = Streams("g")
         self.now = 10.0
         self.client = Recorder(stops_at)
+        self.reports: list[ReportResubmission] = []
         self.streams.open(request(max_tokens=max_tokens), self.client, self.now)
 
     def actions(self) -> list[Any]:
-        return self.streams.take_actions()
+        """The actions that send a message. The others are added to `reports`."""
+        actions = self.streams.take_actions()
+        self.reports += [each for each in actions if isinstance(each, ReportResubmission)]
+        return [each for each in actions if not isinstance(each, ReportResubmission)]
 
     def submit(self) -> Any:
         (action,) = (each for each in self.actions() if isinstance(each, Submit))
         return action.message
+
+    def resubmission_causes(self) -> list[str]:
+        self.actions()
+        return [each.cause for each in self.reports]
 
     def published(self) -> list[tuple[str, Any]]:
         actions = self.actions()
@@ -344,6 +356,51 @@ def test_worker_lost_after_last_token_ends_request() -> None:
     assert [finish.reason for finish in rig.client.finishes] == ["length"]
     assert rig.client.error is None
     assert not any(isinstance(action, Submit) for action in rig.actions())
+
+
+def lose_resends(rig: Rig) -> None:
+    for _ in range(core.MAX_FAILED_RESENDS):
+        rig.streams.on_resend_failed(RESEND, RequestTimeout("late"), rig.now, is_bus_trusted=True)
+
+
+@pytest.mark.parametrize(
+    ("cause", "resubmit"),
+    [
+        ("worker_lost", lambda rig: rig.streams.on_worker_lost("w1", rig.now, is_excluded=True)),
+        ("worker_failed", lambda rig: rig.tokens(0, finish=FAILED)),
+        (
+            "placement_unknown",
+            lambda rig: rig.streams.on_resend_failed(
+                RESEND, UnknownPlacement("none"), rig.now, is_bus_trusted=True
+            ),
+        ),
+        ("resends_failed", lose_resends),
+    ],
+)
+def test_resubmission_of_running_request_reports_cause(
+    cause: str, resubmit: Callable[[Rig], None]
+) -> None:
+    rig = running()
+    resubmit(rig)
+    assert rig.resubmission_causes() == [cause]
+    assert (rig.reports[0].request_id, rig.reports[0].worker_id) == ("r1", "w1")
+
+
+@pytest.mark.parametrize(
+    ("cause", "resubmit"),
+    [
+        ("scheduler_lost", lambda rig: rig.streams.on_scheduler_lost("s1", rig.now)),
+        ("scheduler_silent", lambda rig: rig.tick(core.KEEPALIVE_LIMIT_S)),
+        ("bus_reconnected", lambda rig: rig.streams.on_bus_back(rig.now)),
+    ],
+)
+def test_resubmission_of_queued_request_reports_cause(
+    cause: str, resubmit: Callable[[Rig], None]
+) -> None:
+    rig = Rig()
+    rig.queue()
+    resubmit(rig)
+    assert rig.resubmission_causes() == [cause]
 
 
 def test_resubmissions_are_limited() -> None:
@@ -633,7 +690,7 @@ def test_placement_id_of_another_request_is_rejected() -> None:
     rig.streams.open(request("r2"), other, rig.now)
     rig.streams.on_queued("r2", 1, QUEUED, rig.now)
     rig.streams.on_placed(Placed(request_id="r2", placement_id=P1, worker_id="w1"), rig.now)
-    assert rig.streams.num_resubmissions == 1
+    assert rig.resubmission_causes() == ["placement_retired"]
     rig.tokens(0, 5, 6, finish=STOP)
     assert (rig.client.tokens, other.tokens) == ([5, 6], [])
     rig.streams.close("r2", "client_gone", HearthError("gone"), rig.now)
