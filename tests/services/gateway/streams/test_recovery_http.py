@@ -73,6 +73,8 @@ async def test_lost_worker_is_replaced(cluster: Cluster, is_killed: bool) -> Non
     assert resubmit.request.sampling.seed == submit.request.sampling.seed
     assert resubmit.attempt > submit.attempt
     assert second.emitted.get_nowait().first_position == 9
+    metrics = (await cluster.http.get("/metrics")).text
+    assert "hearth_gateway_resubmissions_total 1.0" in metrics
     if is_killed:
         return
     first.is_hung = False
