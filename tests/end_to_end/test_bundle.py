@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from services.cli.service_options import DEMO_MODEL_DIR
+from shared.messages import Heartbeat
 from tests.end_to_end.cluster import Cluster, run_cluster
 
 QUESTIONS = ("What is the KV cache?", "What is a scheduler?", "Tell me about rivers.")
@@ -18,9 +19,13 @@ def _answers(cluster: Cluster) -> list[object]:
     return [cluster.complete(question, **options)["choices"][0] for question in QUESTIONS]
 
 
-def _revisions(cluster: Cluster) -> set[str]:
-    beats = cluster.wait_for_heartbeats(lambda newest: {"prefill-1", "decode-1"} <= set(newest))
-    return {beat.model.revision for beat in beats.values() if beat.model is not None}
+def _revisions(cluster: Cluster) -> set[str | None]:
+    beats = cluster.wait_for_heartbeats(lambda newest: any(map(_revision, newest.values())))
+    return {_revision(beat) for beat in beats.values()} - {None}
+
+
+def _revision(heartbeat: Heartbeat) -> str | None:
+    return None if heartbeat.model is None else heartbeat.model.revision
 
 
 def test_bundle_answers_equal_checkpoint_answers(cluster: Cluster, tmp_path: Path) -> None:
@@ -30,7 +35,7 @@ def test_bundle_answers_equal_checkpoint_answers(cluster: Cluster, tmp_path: Pat
     assert done.returncode == 0, done.stderr
     assert "mlp.up_proj" in done.stdout
     assert not list(bundle.glob("model.safetensors"))
-    with run_cluster(tmp_path / "state", "--model", str(bundle)) as bundled:
+    with run_cluster(tmp_path / "state", "--model", str(bundle), "--role", "both") as bundled:
         assert bundled.model == "bundle"
         assert _answers(bundled) == _answers(cluster)
         assert _revisions(bundled) == _revisions(cluster)  # workers of one revision may share KV

@@ -36,9 +36,10 @@ from tests.services.cli.running import (
 class Up:
     """A running `hearth up`."""
 
-    def __init__(self, state_home: Path, *arguments: str) -> None:
+    def __init__(self, state_home: Path, *arguments: str, **environ: str) -> None:
         self.state_home = state_home
-        self.process = start_hearth(state_home, "up", "--http", "127.0.0.1:0", *arguments)
+        arguments = ("up", "--http", "127.0.0.1:0", *arguments)
+        self.process = start_hearth(state_home, *arguments, **environ)
         self.directory, self.state = self._wait()
 
     def _wait(self) -> tuple[Path, ClusterState]:
@@ -68,8 +69,18 @@ class Up:
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory, chat_model: Path) -> Iterator[Up]:
-    cluster = Up(tmp_path_factory.mktemp("state"), "--model", str(chat_model))
+def temporary_dir() -> Iterator[Path]:
+    """A directory with a short path, as it will contain sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        yield Path(path)
+
+
+@pytest.fixture(scope="module")
+def running(
+    tmp_path_factory: pytest.TempPathFactory, chat_model: Path, temporary_dir: Path
+) -> Iterator[Up]:
+    state_home = tmp_path_factory.mktemp("state")
+    cluster = Up(state_home, "--model", str(chat_model), TMPDIR=str(temporary_dir))
     yield cluster
     if cluster.process.poll() is None:
         cluster.stop()
@@ -162,8 +173,8 @@ def test_worker_joins_with_a_new_credential_and_leaves(running: Up, chat_model: 
         worker.communicate()
 
 
-@pytest.mark.parametrize("command", ["decode", "redis-server", "nats-server"])
-def test_killed_process_is_restarted_and_the_cluster_answers(running: Up, command: str) -> None:
+@pytest.mark.parametrize("command", ["redis-server", "nats-server"])
+def test_killed_server_is_restarted_and_the_cluster_answers(running: Up, command: str) -> None:
     kill_and_wait(running, command)
 
 
@@ -174,42 +185,6 @@ def kill_and_wait(running: Up, command: str) -> None:
     eventually(lambda: answers(running.state), "an answer")
 
 
-async def test_failed_first_request_is_an_error_only_with_check() -> None:
-    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"  # no server listens on this port
-    console = Console(file=io.StringIO(), width=200)
-    request_answers = partial(first_requests, url, "key", console, MonotonicClock(), observer=None)
-    await request_answers(is_check=False)
-    assert f"no answer: cannot reach {url}" in console.file.getvalue()
-    with pytest.raises(DependencyUnavailable):
-        await request_answers(is_check=True)
-
-
-@pytest.fixture
-def temporary_dir() -> Iterator[Path]:
-    """A directory with a short path, as it will contain sockets."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as path:
-        yield Path(path)
-
-
-def test_files_of_a_killed_worker_are_removed_at_the_end(
-    tmp_path: Path, temporary_dir: Path, chat_model: Path
-) -> None:
-    up = start_hearth(
-        tmp_path, "up", "--model", str(chat_model), "--role", "both", TMPDIR=str(temporary_dir)
-    )
-    try:
-        eventually(lambda: cluster_of(tmp_path), "the cluster")
-        assert list(temporary_dir.rglob("kv.sock"))
-        worker = next(pid for pid, line in processes_of(tmp_path).items() if "\0worker\0" in line)
-        os.kill(worker, signal.SIGKILL)
-        up.terminate()
-        assert up.wait(timeout=30) == 0
-    finally:
-        up.kill()
-        up.communicate()
-    assert list(temporary_dir.iterdir()) == []
-
-
 def answers(state: ClusterState) -> bool:
     try:
         return complete(state.url, state.api_key)["usage"]["completion_tokens"] == 8
@@ -217,8 +192,10 @@ def answers(state: ClusterState) -> bool:
         return False
 
 
-def test_sigterm_stops_all_processes_with_status_0(running: Up) -> None:
+def test_worker_is_restarted_and_sigterm_leaves_nothing(running: Up, temporary_dir: Path) -> None:
+    """Neither processes nor files, not even those of the worker that was killed."""
     kill_and_wait(running, "decode")
+    assert list(temporary_dir.rglob("kv.sock"))
     output = running.stop()
     assert running.process.returncode == 0, output
     assert "decode-1 ended (SIGKILL" in output
@@ -227,6 +204,17 @@ def test_sigterm_stops_all_processes_with_status_0(running: Up) -> None:
     assert f"curl -N {running.state.url}/v1/chat/completions" in output
     assert processes_of(running.state_home) == {}
     assert not running.directory.exists()
+    assert list(temporary_dir.iterdir()) == []
+
+
+async def test_failed_first_request_is_an_error_only_with_check() -> None:
+    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"  # no server listens on this port
+    console = Console(file=io.StringIO(), width=200)
+    request_answers = partial(first_requests, url, "key", console, MonotonicClock(), observer=None)
+    await request_answers(is_check=False)
+    assert f"no answer: cannot reach {url}" in console.file.getvalue()
+    with pytest.raises(DependencyUnavailable):
+        await request_answers(is_check=True)
 
 
 def test_children_of_a_killed_up_end(tmp_path: Path, chat_model: Path) -> None:
