@@ -173,7 +173,7 @@ async def running_cluster(
         bus = await NatsBus.connect(nats_server.url(name), process_id=name)
         decodes.append(PeerDecode(bus, answer))
     bus = await NatsBus.connect(nats_server.url("scheduler-1"), process_id="scheduler-1")
-    scheduler = PeerScheduler(bus, decodes)
+    scheduler = PeerScheduler(bus, list(decodes))  # tests change its list
     gateway = await build_gateway(gateway_config)
     for each in (gateway, scheduler, *decodes):
         await each.start()

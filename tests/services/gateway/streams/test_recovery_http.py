@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -138,29 +136,9 @@ async def test_lost_messages_of_several_choices_are_resent(cluster: Cluster) -> 
     assert body["hearth"]["num_resubmissions"] == 0
 
 
-@contextlib.asynccontextmanager
-async def within(cluster: Cluster, seconds: float) -> AsyncIterator[None]:
-    """Fails after `seconds` and reports the states of the gateway's streams."""
-    streams = cluster.gateway._driver._streams
-    try:
-        async with asyncio.timeout(seconds):
-            yield
-    except TimeoutError:
-        found = [
-            (
-                each.state,
-                each.attempt,
-                each.placement,
-                [c.finish for c in each.choices.values()],
-            )
-            for each in streams._by_request.values()
-        ]
-        pytest.fail(f"not within {seconds:g} s: {found}")
-
-
 async def test_lost_finish_is_resent(cluster: Cluster) -> None:
     cluster.decodes[0].loses = lambda entry: entry.finish is not None
-    async with within(cluster, WAIT_S):
+    async with asyncio.timeout(WAIT_S):
         events = await events_of(cluster)
     assert text_of(events) == ANSWER
     assert await cluster.decodes[0].acks.get()
