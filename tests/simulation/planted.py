@@ -178,13 +178,13 @@ def _queue_without_bound(right: Any) -> Any:
 
 
 BUGS = (
-    Bug("the gateway's fence is gone", Streams, "on_token_batch", _late_tokens_accepted, 8665),
+    Bug("the gateway's fence is gone", Streams, "on_token_batch", _late_tokens_accepted, 824),
     Bug("decode renews no prefill lease", ActiveHandoffs, "renew_leases", _nothing, 334),
     Bug("blocks are freed while a step writes them", Engine, "abort", _blocks_freed_in_step, 3),
     Bug("a late KV frame is accepted", Handoff, "_try", _one_id_for_all_tries, 25),
     Bug("acknowledged before the end", Streams, "_accept", _acknowledged_at_once, 0),
     Bug("nothing is sent again", Streams, "_request_again", _nothing, 14),
-    Bug("a gap in the tokens is overlooked", ChoiceTokens, "accept", _gaps_overlooked, 22),
+    Bug("a gap in the tokens is overlooked", ChoiceTokens, "accept", _gaps_overlooked, 14),
     Bug("the gateway aborts nothing", Actions, "abort", _nothing, 0),
     Bug("an excluded worker is chosen", Decision, "target", _exclusion_ignored, 161),
     Bug("the checksum is not compared", ExpectedPushes, "_hand_over", _checksum_not_compared, 55),
@@ -194,7 +194,7 @@ BUGS = (
     Bug("a shared block is written", Batcher, "_writes_shared", _shared_block_written, 1),
     Bug("a request looks too short for a scheduler", streams, "SUBMIT_WINDOW_S", _impatient, 21),
     Bug("who was away with the bus is asked", Fleet, "bus_was_away", _nothing, 60),
-    Bug("nobody misses a last KV event", PrefixIndex, "announce", _nothing, 16),
+    Bug("nobody misses a last KV event", PrefixIndex, "announce", _nothing, 4),
     Bug("an embedding begins anew at each chunk", inputs, "_pooling", _pooled_anew, 4),
     Bug("what Redis missed is not written again", PrefixRegistry, "_restore", _nothing, 44),
     Bug("Redis keeps what a resync did not find", PrefixRegistry, "checked", _nothing, 18),
