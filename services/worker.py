@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from typing import Protocol
 
@@ -26,6 +27,8 @@ from shared.randomness import SystemRandomness
 from shared.transport.bus import NatsBus
 
 log = structlog.get_logger(__name__)
+
+DEVICE_LOST_STATUS = 3  # of the process: a supervisor starts it again, with growing pauses
 
 
 class ModelledRunner(Runner, Protocol):
@@ -151,6 +154,7 @@ async def build_worker(
         region=config.region,
         data_plane=None if receiver is None else receiver.address,
         frame_counts=None if receiver is None else receiver.counts,
+        on_device_lost=lambda: os._exit(DEVICE_LOST_STATUS),
         max_pinned_share=config.max_pinned_share,
     )
     handlers: list[PrefillService | DecodeService] = []

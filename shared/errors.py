@@ -19,6 +19,9 @@ and OpenAI's error `type`. `bus.py` converts an exception to a `Failure` message
     │   └── FrameRefused               the receiver rejected this KV
     ├── DeadlineExceeded          504
     ├── WorkerBusy                503  this worker rejects; another may accept
+    ├── StepFailed                503  a step raised for this request alone; another worker may not
+    ├── DeviceFailed              503  this worker's device fails; another worker's may not
+    ├── RequestBreaksWorkers      500  the request alone failed steps of several workers
     ├── UnknownPlacement          410  the worker never held it, or has removed it
     ├── ConfigError                    the process does not start
     └── CheckpointError                the process does not start
@@ -117,6 +120,20 @@ class DeadlineExceeded(HearthError):
 class WorkerBusy(HearthError):
     code = "worker_busy"
     http_status = 503
+
+
+class StepFailed(HearthError):
+    code = "step_failed"
+    http_status = 503
+
+
+class DeviceFailed(HearthError):
+    code = "device_failed"
+    http_status = 503
+
+
+class RequestBreaksWorkers(HearthError):
+    code = "request_breaks_workers"
 
 
 class UnknownPlacement(HearthError):

@@ -511,6 +511,8 @@ class WorkerLoad(Message, frozen=True, kw_only=True):
     num_computed_prompt_tokens: Count = 0
     num_busy_steps: Count = 0  # steps that computed something, and their total time
     busy_s: TotalSeconds = 0.0
+    num_failed_steps: Count = 0  # steps that raised, however many rows did
+    num_failed_zeroings: Count = 0
     num_handoffs: Count = 0  # prefills handed to another worker, and the wait for its reply
     handoff_ack_s: TotalSeconds = 0.0
     num_pushed_tokens: Count = 0  # tokens whose KV this worker pushed, and the time of the frames

@@ -52,6 +52,7 @@ MEANING = {
     "output_tokens_per_min_exceeded": "the tenant's output tokens of this minute are used up",
     "concurrency_exceeded": "the tenant has as many requests open as allowed",
     "internal_error": "a defect of Hearth; the log has the request's id",
+    "request_breaks_workers": "steps of two workers raised for this request alone",
     "no_capacity": "no worker can serve this now",
     "dependency_unavailable": "NATS, Redis or a peer does not answer",
     "no_responders": "no process listens, for example no scheduler",
@@ -59,6 +60,8 @@ MEANING = {
     "link_lost": "the KV connection ended (between processes)",
     "frame_refused": "the receiver rejected KV (between processes)",
     "worker_busy": "a worker has no room (between processes)",
+    "step_failed": "a step of a worker raised for this request alone (between processes)",
+    "device_failed": "the device of a worker failed (between processes)",
     "deadline_exceeded": "the request took longer than `--request-timeout-s`",
 }
 STARTUP_ONLY = {"config_error", "checkpoint_error"}  # raised at startup, never in a response

@@ -36,6 +36,7 @@ class ProcessView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     generated_per_s: float | None = None
     prefilled_per_s: float | None = None
     hit_ratio: float | None = None
+    num_failed_steps: int | None = None
     index_state: IndexState | None = None
     num_indexed_blocks: int | None = None
 
@@ -149,6 +150,7 @@ def _view(known: _KnownProcess) -> ProcessView:
             if load.num_prompt_tokens
             else None
         ),
+        num_failed_steps=load.num_failed_steps,
     )
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
+import msgspec
+
 from services.decode.active_handoffs import ActiveHandoffs
 from services.decode.handoff import Handoff
 from services.decode.output_buffer import Output, OutputBuffer
@@ -19,14 +21,13 @@ from shared.background import Background
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import StepProgress
 from shared.engine.worker import EngineWorker
-from shared.errors import HearthError, WorkerBusy
+from shared.errors import WorkerBusy
 from shared.kv_wire.link import KvReceiver
 from shared.lifecycle.health import Loss
 from shared.messages import (
     AbortRequest,
     AckFinished,
     DecodeStarted,
-    Failure,
     Finish,
     FinishReason,
     PrefillFailed,
@@ -35,6 +36,7 @@ from shared.messages import (
     TokenBatch,
 )
 from shared.subjects import control, resend, start_decode
+from shared.transport.bus import failure_of
 
 SWEEP_S = 0.25
 ORPHAN_S = 3.0  # from the loss of a gateway to the abort of its placements
@@ -222,7 +224,7 @@ class DecodeService:
             return
         self._engine.release(placement.prompt)
         for sequence in list(placement.choices.values()):
-            failed = StepProgress(sequence, finish_reason=progress.finish_reason)
+            failed = msgspec.structs.replace(progress, sequence=sequence)
             self._emit(*self._unfinished[sequence], failed, now)
 
     def _emit(
@@ -352,13 +354,12 @@ class DecodeService:
 
 
 def _finish_of(placement: RunningRequest, progress: StepProgress, reason: FinishReason) -> Finish:
-    embedding, is_failed = progress.embedding, reason == "failed"
-    failure = Failure(code=HearthError.code, message="the step failed") if is_failed else None
+    embedding = progress.embedding
     return Finish(
         reason=reason,
         served=placement.served(progress.sequence),
         stop_token_id=progress.stop_token_id,
-        failure=failure,
+        failure=None if progress.error is None else failure_of(progress.error),
         embedding=None if embedding is None else embedding.astype("<f4").tobytes(),
     )
 

@@ -44,6 +44,11 @@ def _counts(heartbeats: Iterable[Heartbeat]) -> Iterator[Metric]:
         "Bytes that a worker did not push because KV was sent compressed.",
         labels=["worker"],
     )
+    failed = CounterMetricFamily(
+        "hearth_worker_failed_steps",
+        "Operations of a worker's device that raised: step or zeroing.",
+        labels=["worker", "operation"],
+    )
     mismatches = CounterMetricFamily(
         "hearth_impostor_messages",
         "Messages that a process rejected because the stated sender had not sent them.",
@@ -56,7 +61,10 @@ def _counts(heartbeats: Iterable[Heartbeat]) -> Iterator[Metric]:
                 frames.add_metric([each.process_id, outcome], count)
         if each.load is not None and "prefill" in each.roles:
             saved.add_metric([each.process_id], each.load.saved_kv_bytes)
-    yield from (frames, saved, mismatches)
+        if each.load is not None:
+            failed.add_metric([each.process_id, "step"], each.load.num_failed_steps)
+            failed.add_metric([each.process_id, "zeroing"], each.load.num_failed_zeroings)
+    yield from (frames, saved, failed, mismatches)
 
 
 def _indices(heartbeats: Iterable[Heartbeat]) -> Iterator[Metric]:

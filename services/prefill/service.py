@@ -134,10 +134,9 @@ class PrefillService:
             prefill = self._prefills.get(sequence_id)
             if prefill is None:
                 continue
-            if each.finish_reason == "failed":
+            if each.error is not None:
                 prefill.push.cancel()
-                error = HearthError("the engine failed on this prompt")
-                self._send_failed(prefill.request.decode_worker_id, sequence_id, error)
+                self._send_failed(prefill.request.decode_worker_id, sequence_id, each.error)
             else:
                 prefill.push.computed(each.sequence.num_computed_tokens)
 

@@ -19,7 +19,7 @@ from shared.engine.batching.block_pool import BlockPool
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.runner import StepOutput
 from shared.engine.sampling.checks import check_sampling
-from shared.errors import InvalidRequest
+from shared.errors import HearthError, InvalidRequest
 from shared.messages import FinishReason, TokenLogprobs
 
 
@@ -33,6 +33,7 @@ class StepProgress(msgspec.Struct, frozen=True):
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `token_ids`, if requested
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # all, once, with the first sampled token
     embedding: NDArray[np.float32] | None = None  # [hidden_size], when an embedding finishes
+    error: HearthError | None = None  # with finish_reason "failed"
 
 
 class Engine:
@@ -226,8 +227,8 @@ class Engine:
                 progress.append(self._advance(sequence, token_id, logprobs))
         return progress
 
-    def fail(self, rows: list[ScheduledSequence]) -> list[StepProgress]:
-        """The step could not be computed: its sequences end, the others continue.
+    def fail(self, rows: list[ScheduledSequence], error: HearthError) -> list[StepProgress]:
+        """These rows could not be computed: their sequences end, the others continue.
 
         A prefill holds its blocks until `release`, because a push may still read them.
         """
@@ -240,7 +241,7 @@ class Engine:
             else:
                 self._hold(sequence)
             if not sequence.is_aborted:
-                progress.append(StepProgress(sequence, finish_reason="failed"))
+                progress.append(StepProgress(sequence, finish_reason="failed", error=error))
         return progress
 
     def _advance(

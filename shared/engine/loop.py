@@ -3,6 +3,15 @@
 All bookkeeping runs on the event loop's thread, so it needs no locks; only the computation runs on
 another thread. The step counter also increases while idle, so that a watcher can distinguish idle
 from hung.
+
+A step that raises is computed again in parts: a row that raises alone fails, the other rows get
+the tokens that they would have had. Repeating a step changes nothing: it writes the same KV to the
+same slots and samples with the same noise.
+
+    step raises ──▶ check the device ──raises───────────────────────────▶ device lost
+                         └──▶ halves ──▶ rows that raise alone: StepFailed
+                                └──most rows raise, or no row of three steps succeeds──▶ the device
+                                   is blamed: DeviceFailed; after three such steps it is lost
 """
 
 from __future__ import annotations
@@ -17,13 +26,15 @@ from shared.clock import Clock
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.engine import Engine, StepProgress
 from shared.engine.inputs import build_inputs
-from shared.engine.runner import Runner
+from shared.engine.runner import Runner, StepOutput
+from shared.errors import DeviceFailed, StepFailed
 from shared.messages import WorkerLoad
 
 log = structlog.get_logger(__name__)
 
 IDLE_TICK_S = 0.1
 ZEROED_BYTES = 64 << 20  # per call: a few milliseconds, then the step counter increases
+MAX_FAILED_STEPS = 3  # in a row, without a row that could be computed
 
 Listener = Callable[[list[StepProgress]], None]
 
@@ -39,6 +50,10 @@ class EngineLoop:
         self._step_budget_s = IDLE_TICK_S
         self._num_busy_steps = 0
         self._busy_s = 0.0
+        self._num_failed_steps = 0
+        self._num_failed_in_a_row = 0
+        self._num_failed_zeroings = 0
+        self._on_device_lost: Callable[[], None] = lambda: None
         self._background = Background()
         self._task: asyncio.Task[None] | None = None
         self._is_stopping = False
@@ -47,6 +62,10 @@ class EngineLoop:
     def listen(self, listener: Listener) -> None:
         """`listener` gets every step's progress, on the event loop's thread; it must not block."""
         self._listeners.append(listener)
+
+    def on_device_lost(self, handler: Callable[[], None]) -> None:
+        """`handler` is called once, when the device computes no more steps; none follows."""
+        self._on_device_lost = handler
 
     def wake(self) -> None:
         """Call after giving the engine something to do."""
@@ -100,6 +119,8 @@ class EngineLoop:
             num_computed_prompt_tokens=engine.num_computed_prompt_tokens,
             num_busy_steps=self._num_busy_steps,
             busy_s=self._busy_s,
+            num_failed_steps=self._num_failed_steps,
+            num_failed_zeroings=self._num_failed_zeroings,
             num_prompt_tokens=engine.batcher.num_admitted_tokens,
             num_cached_prompt_tokens=engine.batcher.num_admitted_cached_tokens,
         )
@@ -110,31 +131,92 @@ class EngineLoop:
             if progress:
                 self._report(progress)
             if rows:
-                began_at = self._clock.now()
                 self._report(await self._compute(rows))
-                self._num_busy_steps += 1
-                self._busy_s += self._clock.now() - began_at
             elif not progress:
                 await self._zero_when_idle()
                 await self._idle()
             self._step += 1
 
     async def _compute(self, rows: list[ScheduledSequence]) -> list[StepProgress]:
+        began_at = self._clock.now()
         try:
-            inputs = build_inputs(rows, self.engine.pool.block_size)
-            self._step_budget_s = self.runner.step_budget_s(inputs)
-            await self.zero_freed_blocks()
-            output = await self.runner.run(inputs)
-        except Exception:  # the engine's boundary: these sequences fail, the worker continues
+            output = await self._attempt(rows)
+        except Exception:  # the engine's boundary: some rows fail, the worker continues
             log.exception("step_failed", num_sequences=len(rows))
-            return self.engine.fail(rows)
+            return await self._compute_in_parts(rows)
+        self._num_failed_in_a_row = 0
+        self._num_busy_steps += 1
+        self._busy_s += self._clock.now() - began_at
         return self.engine.apply(rows, output)
+
+    async def _attempt(self, rows: list[ScheduledSequence]) -> StepOutput:
+        inputs = build_inputs(rows, self.engine.pool.block_size)
+        self._step_budget_s = self.runner.step_budget_s(inputs)
+        await self.zero_freed_blocks()
+        return await self.runner.run(inputs)
+
+    async def _compute_in_parts(self, rows: list[ScheduledSequence]) -> list[StepProgress]:
+        """For rows whose step raised. Does not count as a busy step: it says nothing about speed.
+
+        One bad row of N takes at most 2 log2(N) further steps.
+        """
+        self._num_failed_steps += 1
+        self._num_failed_in_a_row += 1
+        if not await self._device_works():
+            self._lose_device("its check raised")
+            return self.engine.fail(rows, DeviceFailed("the device of the worker failed"))
+        progress: list[StepProgress] = []
+        failed: list[ScheduledSequence] = []
+        parts = _halves(rows)
+        while parts:
+            part = parts.pop()
+            self._step += 1
+            try:
+                output = await self._attempt(part)
+            except Exception:
+                if len(part) == 1:
+                    failed += part
+                else:
+                    parts += _halves(part)
+            else:
+                progress += self.engine.apply(part, output)
+        return progress + self._blame(failed, len(rows))
+
+    def _blame(self, failed: list[ScheduledSequence], num_rows: int) -> list[StepProgress]:
+        """Ends the rows that raise alone. To blame are they or, if they are most rows of the step
+        and of several requests, the device.
+        """
+        if len(failed) < num_rows:
+            self._num_failed_in_a_row = 0
+        elif self._num_failed_in_a_row >= MAX_FAILED_STEPS:
+            self._lose_device(f"{MAX_FAILED_STEPS} steps in a row raised")
+        num_requests = len({row.sequence.placement_id for row in failed})
+        if num_requests > 1 and 2 * len(failed) > num_rows:
+            return self.engine.fail(failed, DeviceFailed("the device of the worker failed"))
+        return self.engine.fail(failed, StepFailed("the step raised for this request alone"))
+
+    async def _device_works(self) -> bool:
+        self._step += 1
+        try:
+            await self.runner.check()
+        except Exception:
+            log.exception("device_check_failed")
+            return False
+        return True
+
+    def _lose_device(self, reason: str) -> None:
+        log.error("device_lost", reason=reason)
+        self._is_stopping = True
+        self._on_device_lost()
 
     async def _zero_when_idle(self) -> None:
         try:
             await self.zero_freed_blocks()
         except Exception:  # the engine's boundary: retried with the next tick
             log.exception("zeroing_failed")
+            self._num_failed_zeroings += 1
+            if not await self._device_works():
+                self._lose_device("zeroing and its check raised")
 
     async def _idle(self) -> None:
         self._step_budget_s = IDLE_TICK_S
@@ -149,3 +231,9 @@ class EngineLoop:
     def _report(self, progress: list[StepProgress]) -> None:
         for listener in self._listeners:
             listener(progress)
+
+
+def _halves(rows: list[ScheduledSequence]) -> list[list[ScheduledSequence]]:
+    """A single row is computed once more: the error may have been a passing one."""
+    middle = len(rows) // 2
+    return [rows[middle:], rows[:middle]] if middle else [rows]

@@ -125,6 +125,10 @@ class Runner(Protocol):
         """Computes one step on the engine's thread."""
         ...
 
+    async def check(self) -> None:
+        """Computes a step without side effects, between two steps. Raises if the device fails."""
+        ...
+
     async def read_kv(
         self, block_table: Sequence[int], first_token: int, num_tokens: int, out: memoryview
     ) -> None:

@@ -65,8 +65,10 @@ class EngineWorker:
         region: str = "",
         data_plane: DataPlaneAddress | None = None,
         frame_counts: ReceiverCounts | None = None,
+        on_device_lost: Callable[[], None],
         max_pinned_share: float = 0.25,
     ) -> None:
+        """`on_device_lost` ends the process, after the worker has left the fleet."""
         self.bus = bus
         self.clock = clock
         self.randomness = randomness
@@ -84,6 +86,7 @@ class EngineWorker:
             model=served.card,
             data_plane=data_plane,
         )
+        self._on_device_lost = on_device_lost
         self._counters: list[Callable[[WorkerLoad], WorkerLoad]] = []
         self._frame_counts = ReceiverCounts() if frame_counts is None else frame_counts
         self._event_number = 0
@@ -140,6 +143,7 @@ class EngineWorker:
             list_blocks(self.roles[0], self.worker_id), ListBlocks, self._block_page
         )
         self.loop.listen(self._pins.on_step)
+        self.loop.on_device_lost(self._start_leaving)
         subject = pins(self.roles[0], self.worker_id)
         await self.bus.serve(subject, PinPrefix | KeepPins, self._on_pins)
         self._background.start(self._send_kv_events())
@@ -151,6 +155,16 @@ class EngineWorker:
         await self.loop.stop()
         await self.outbox.stop()
         await self.health_monitor.stop()
+
+    def _start_leaving(self) -> None:
+        self._background.start(self._leave())
+
+    async def _leave(self) -> None:
+        """Requests of a worker that announces its stop are moved at once."""
+        await self.outbox.stop()
+        await self.health_monitor.stop()
+        await self.bus.close()
+        self._on_device_lost()
 
     def _load(self) -> WorkerLoad:
         counts = self._frame_counts

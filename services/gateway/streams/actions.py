@@ -45,6 +45,7 @@ class Resend:
 ResubmissionCause = Literal[
     "worker_lost",
     "worker_failed",
+    "step_failed",  # for this request alone
     "worker_excluded",  # a late placement on a worker that this request avoids
     "placement_unknown",  # the worker does not have it any more
     "placement_retired",  # aborted here before its scheduler named it

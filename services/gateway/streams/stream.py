@@ -102,6 +102,7 @@ class Stream:
         self.state = StreamState.SUBMITTING
         self.attempt = 0
         self.num_resubmissions = 0
+        self.num_failed_steps = 0  # for this request alone
         self.excluded_workers: set[str] = set()
         self.submit_at: float | None = None  # when the next attempt is due
         self.window_opened_at = now

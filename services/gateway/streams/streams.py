@@ -9,6 +9,7 @@ Synchronous and without I/O: each method handles one event and queues `Action`s,
 - A choice that met a stop string is aborted while others run, and again if its tokens continue.
 - A lost worker, an unknown placement or a retryable failure resubmits the request with all tokens
   received, within a budget; a worker that is silent or failed is excluded.
+- A request for which a step raised on two workers, alone, ends.
 - A queued request that its scheduler stops naming is lost there and is resubmitted.
 - Every stream ends once, through `_end`.
 """
@@ -33,10 +34,13 @@ from services.gateway.streams.stream import (
 from shared.errors import (
     DeadlineExceeded,
     DependencyUnavailable,
+    DeviceFailed,
     HearthError,
     NoCapacity,
     NoResponders,
     Overloaded,
+    RequestBreaksWorkers,
+    StepFailed,
     UnknownPlacement,
     WorkerBusy,
 )
@@ -69,9 +73,10 @@ TOKEN_TIMEOUT_S = 2.0
 RESEND_RETRY_S = 0.3
 MAX_FAILED_RESENDS = 3
 MAX_RESUBMISSIONS = 5
+MAX_FAILED_STEPS = 2  # for one request alone, on different workers
 
 # Rejections that are retried; `_PATIENT` ones only in recovery or with retry_after_s=0.
-_TRANSIENT = (DependencyUnavailable, WorkerBusy, UnknownPlacement)
+_TRANSIENT = (DependencyUnavailable, DeviceFailed, WorkerBusy, UnknownPlacement)
 _PATIENT = (NoCapacity, Overloaded)
 
 
@@ -439,11 +444,24 @@ class Streams:
         error = HearthError("the worker failed")
         if finish.failure is not None:
             error = error_of(finish.failure)
-        if isinstance(error, (*_TRANSIENT, *_PATIENT)):
-            worker_id = None if stream.placement is None else stream.placement.worker_id
+        worker_id = None if stream.placement is None else stream.placement.worker_id
+        if isinstance(error, StepFailed):
+            self._move_after_failed_step(stream, worker_id, now)
+        elif isinstance(error, (*_TRANSIENT, *_PATIENT)):
             self._resubmit(stream, "worker_failed", now, excluded=worker_id)
         else:
             self._end(stream, error, "failed", now)
+
+    def _move_after_failed_step(self, stream: Stream, worker_id: str | None, now: float) -> None:
+        """A request that breaks steps must not reach every worker of the fleet."""
+        stream.num_failed_steps += 1
+        if stream.num_failed_steps < MAX_FAILED_STEPS:
+            self._resubmit(stream, "step_failed", now, excluded=worker_id)
+            return
+        error = RequestBreaksWorkers(
+            f"the request alone failed steps of {MAX_FAILED_STEPS} workers"
+        )
+        self._end(stream, error, "failed", now)
 
     def _end(
         self, stream: Stream, error: HearthError | None, reason: AbortReason, now: float

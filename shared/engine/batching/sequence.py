@@ -45,6 +45,8 @@ class SequenceState(Enum):
     FINISHED = "finished"
 
 
+PLACEMENT_ID_BYTES = 16
+
 _S = SequenceState
 TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
     _S.RESERVED: frozenset({_S.WAITING, _S.FINISHED}),
@@ -64,7 +66,7 @@ class Sequence:
     fill.
     """
 
-    sequence_id: bytes
+    sequence_id: bytes  # begins with the id of its placement, which the choices share
     tenant_id: str
     cache_root: bytes
     token_ids: list[int]
@@ -115,6 +117,10 @@ class Sequence:
         if block_index == self.num_public_blocks:  # a tenant's blocks after it are not shared
             return root_after_public(self.cache_root, parent)
         return parent
+
+    @property
+    def placement_id(self) -> bytes:
+        return self.sequence_id[:PLACEMENT_ID_BYTES]
 
     @property
     def held_blocks(self) -> array[int]:

@@ -22,6 +22,7 @@ from shared.engine.model_config import ModelConfig
 from shared.engine.models.decoder import Decoder
 from shared.engine.runner import StepInputs, StepOutput
 from shared.engine.runners.step_deadline import StepBudget
+from shared.engine.runners.warm_up import idle_step
 from shared.engine.sampling.hidden_state_outputs import pooled, prompt_logprobs
 from shared.engine.sampling.sampler import sample_tokens
 from shared.engine.weights.weight_form import WeightsReport, weights_report
@@ -207,6 +208,11 @@ class ModelRunner:
     async def run(self, inputs: StepInputs) -> StepOutput:
         output: StepOutput = await _on(self._step_thread, self._run, inputs)
         return output
+
+    async def check(self) -> None:
+        """Runs a step of a prompt and a decode, which both sample a token."""
+        step = idle_step(self.kv_format.block_size, [2, 1], temperature=1.0)
+        await _on(self._step_thread, self.executor.run, step)
 
     async def read_kv(
         self, block_table: Sequence[int], first_token: int, num_tokens: int, out: memoryview

@@ -82,6 +82,9 @@ class TimingRunner:
             token_ids, logprobs, self._prompt_logprobs(chunks, inputs), _pooled(chunks, inputs)
         )
 
+    async def check(self) -> None:
+        await self._clock.sleep(self._cost.base_s)
+
     async def read_kv(
         self, block_table: Sequence[int], first_token: int, num_tokens: int, out: memoryview
     ) -> None:

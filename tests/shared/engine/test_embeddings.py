@@ -129,7 +129,7 @@ def test_embedding_holds_no_blocks_after_its_end(pooling: Pooling) -> None:
 def test_failed_step_ends_the_embedding(pooling: Pooling) -> None:
     rig = Rig(max_batch_tokens=16)
     sequence = rig.add(new_sequence(prompt(45), None, pooling=pooling))
-    (progress,) = rig.engine.fail(rig.begin())
+    (progress,) = rig.fail(rig.begin())
     assert (progress.finish_reason, sequence.state) == ("failed", SequenceState.FINISHED)
     rig.check()
     assert rig.engine.is_idle

@@ -9,7 +9,7 @@ import pytest
 from shared.block_hash import extend_chain
 from shared.engine.batching.sequence import TRANSITIONS, Sequence, SequenceState
 from shared.engine.engine import StepProgress
-from shared.errors import InvalidRequest
+from shared.errors import InvalidRequest, StepFailed
 from shared.messages import BlocksStored, SamplingParams
 from tests.shared.engine.support.rig import (
     BLOCK_SIZE,
@@ -346,7 +346,9 @@ def test_failed_step_ends_only_its_own_sequences() -> None:
     waiting = rig.add(new_sequence(PROMPT, greedy()))
     rows = rig.begin()
     rig.engine.abort(failing[1])
-    assert rig.engine.fail(rows) == [StepProgress(failing[0], finish_reason="failed")]
+    error = StepFailed("the device says no")
+    expected = StepProgress(failing[0], finish_reason="failed", error=error)
+    assert rig.engine.fail(rows, error) == [expected]
     rig.check()
     assert [sequence.state for sequence in failing] == [S.FINISHED] * 2
     rig.run()

@@ -132,6 +132,7 @@ class SimulatedWorker:
             served=ServedModel(card=card, eos_token_ids=frozenset({2})),
             roles=roles,
             data_plane=self.receiver.address,
+            on_device_lost=self._exit,
         )
         self.prefill = PrefillService(self.worker, self.dialer) if "prefill" in roles else None
         self.decode = DecodeService(self.worker, self.receiver) if "decode" in roles else None
@@ -174,6 +175,11 @@ class SimulatedWorker:
         self.drop_links()
         await self.bus.close()
         await self.process.gone()
+
+    def _exit(self) -> None:
+        """After the worker has left the fleet."""
+        self.process.die()
+        self.drop_links()
 
     def drop_links(self) -> None:
         self.receiver.drop_links()

@@ -28,12 +28,15 @@ from services.gateway.streams.stream import (
 from services.gateway.streams.streams import Streams
 from shared.errors import (
     DeadlineExceeded,
+    DeviceFailed,
     HearthError,
     InvalidRequest,
     NoCapacity,
     NoResponders,
     Overloaded,
+    RequestBreaksWorkers,
     RequestTimeout,
+    StepFailed,
     UnknownPlacement,
     WorkerBusy,
 )
@@ -358,6 +361,38 @@ def test_worker_lost_after_last_token_ends_request() -> None:
     assert not any(isinstance(action, Submit) for action in rig.actions())
 
 
+def failed_with(error_class: type[HearthError]) -> Finish:
+    failure = Failure(code=error_class.code, message="the device says no")
+    return Finish(reason="failed", served=SERVED, failure=failure)
+
+
+def test_request_that_alone_fails_steps_of_two_workers_ends() -> None:
+    rig = running()
+    rig.tokens(0, 5, finish=failed_with(StepFailed))
+    submit = rig.submit()
+    assert submit.excluded_workers == ("w1",)
+    assert unpack_token_ids(submit.request.choices[0].output_token_ids) == [5]
+    rig.queue(submit.attempt)
+    rig.place(P2, "w2")
+    rig.tokens(1, finish=failed_with(StepFailed), placement_id=P2, worker_id="w2")
+    assert isinstance(rig.client.error, RequestBreaksWorkers)
+    assert rig.client.tokens == [5]
+    assert len(rig.streams) == 0
+
+
+def test_failed_devices_are_not_held_against_the_request() -> None:
+    rig, placement_id = running(), P1
+    for number, following in enumerate((P2, P3, b"4" * 16), 1):
+        finish, worker_id = failed_with(DeviceFailed), f"w{number}"
+        rig.tokens(0, finish=finish, placement_id=placement_id, worker_id=worker_id)
+        submit = rig.submit()
+        assert len(submit.excluded_workers) == number
+        rig.queue(submit.attempt)
+        rig.place(following, f"w{number + 1}")
+        placement_id = following
+    assert rig.client.ends == []
+
+
 def lose_resends(rig: Rig) -> None:
     for _ in range(core.MAX_FAILED_RESENDS):
         rig.streams.on_resend_failed(RESEND, RequestTimeout("late"), rig.now, is_bus_trusted=True)
@@ -375,6 +410,8 @@ def lose_resends(rig: Rig) -> None:
             ),
         ),
         ("resends_failed", lose_resends),
+        ("step_failed", lambda rig: rig.tokens(0, finish=failed_with(StepFailed))),
+        ("worker_failed", lambda rig: rig.tokens(0, finish=failed_with(DeviceFailed))),
     ],
 )
 def test_resubmission_of_running_request_reports_cause(

@@ -18,6 +18,7 @@ from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import Engine, StepProgress
 from shared.engine.inputs import build_inputs
 from shared.engine.runners.timing_runner import TimingRunner
+from shared.errors import StepFailed
 from shared.messages import Pooling, SamplingParams, TokenLogprobs
 
 T = TypeVar("T")
@@ -153,7 +154,7 @@ class Rig:
 
     def fail(self, rows: list[ScheduledSequence]) -> list[StepProgress]:
         self.rows = []
-        progress = self.engine.fail(rows)
+        progress = self.engine.fail(rows, StepFailed("the device says no"))
         self.check()
         return progress
 

@@ -1,0 +1,312 @@
+"""Steps that raise: which rows fail, and when the device is lost. In virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from itertools import count
+from math import ceil, log2
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.engine.batching.sequence import Sequence, SequenceState
+from shared.engine.engine import Engine, StepProgress
+from shared.engine.loop import IDLE_TICK_S, MAX_FAILED_STEPS, EngineLoop
+from shared.engine.runner import StepInputs, StepOutput
+from shared.engine.runners.timing_runner import StepCost, TimingRunner
+from shared.errors import DeviceFailed, HearthError, StepFailed
+from tests.shared.engine.support.rig import (
+    BLOCK_SIZE,
+    VOCAB_SIZE,
+    greedy,
+    new_sequence,
+    prompt,
+    seeded,
+    solo,
+)
+from tests.simulation.world.clock import VirtualClock, run
+
+STEP_S = 0.01
+POISON = 999
+NUM_BLOCKS = 512
+
+
+class FailingRunner(TimingRunner):
+    """Raises in steps with a poisonous token, in every step if sick, and in the check if lost."""
+
+    def __init__(self, poison: Collection[int] = (POISON,)) -> None:
+        cost = StepCost(base_s=STEP_S, per_token_s=0.0, per_context_token_s=0.0)
+        super().__init__(
+            VirtualClock(),
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            vocab_size=VOCAB_SIZE,
+            cost=cost,
+        )
+        self.poison = poison
+        self.is_sick = False
+        self.is_lost = False
+        self.num_runs = 0
+        self.num_passing_errors = 0  # raised by the next steps, which would otherwise succeed
+
+    async def run(self, inputs: StepInputs) -> StepOutput:
+        self.num_runs += 1
+        output = await super().run(inputs)  # raises late: KV is written before
+        self.num_passing_errors -= 1
+        has_poison = not set(self.poison).isdisjoint(inputs.input_ids.tolist())
+        if has_poison or self.is_sick or self.num_passing_errors >= 0:
+            raise RuntimeError("the device says no")
+        return output
+
+    async def check(self) -> None:
+        await super().check()
+        if self.is_lost:
+            raise RuntimeError("the device says nothing")
+
+    async def zero_blocks(self, block_ids: list[int]) -> None:
+        if self.is_lost:
+            raise RuntimeError("the device says nothing")
+        await super().zero_blocks(block_ids)
+
+
+class Worker:
+    def __init__(self, runner: FailingRunner, *, zeroes_freed_blocks: bool = False) -> None:
+        self.runner = runner
+        self.engine = Engine(
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            max_context_tokens=runner.max_context_tokens,
+            max_batch_tokens=2048,
+            max_sequences=64,
+            zeroes_freed_blocks=zeroes_freed_blocks,
+        )
+        self.loop = EngineLoop(self.engine, runner, VirtualClock())
+        self.loop.listen(self._record)
+        self.loop.on_device_lost(self._record_loss)
+        self.tokens: dict[bytes, list[int]] = {}
+        self.errors: dict[bytes, HearthError] = {}
+        self.num_losses = 0
+
+    def _record(self, progress: list[StepProgress]) -> None:
+        for each in progress:
+            self.tokens.setdefault(each.sequence.sequence_id, []).extend(each.token_ids)
+            if each.error is not None:
+                assert each.finish_reason == "failed"
+                self.errors[each.sequence.sequence_id] = each.error
+
+    def _record_loss(self) -> None:
+        self.num_losses += 1
+
+    def add(self, sequence: Sequence) -> Sequence:
+        self.engine.add(sequence)
+        self.loop.wake()
+        return sequence
+
+    async def settled(self) -> None:
+        async with asyncio.timeout(100):
+            while not self.engine.is_idle:
+                await asyncio.sleep(STEP_S)
+        self.engine.pool.check()
+        assert self.engine.pool.num_free_blocks == NUM_BLOCKS
+
+    def output(self, sequence: Sequence) -> list[int]:
+        return self.tokens[sequence.sequence_id]
+
+    def error(self, sequence: Sequence) -> HearthError:
+        return self.errors[sequence.sequence_id]
+
+
+@asynccontextmanager
+async def working(runner: FailingRunner) -> AsyncIterator[Worker]:
+    worker = Worker(runner)
+    worker.loop.start()
+    try:
+        yield worker
+    finally:
+        await worker.loop.stop()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    num_rows=st.integers(1, 64),
+    bad=st.sets(st.integers(0, 63), max_size=3),
+    bad_at=st.integers(0, 4),
+)
+def test_good_rows_are_bit_equal_beside_bad_rows(num_rows: int, bad: set[int], bad_at: int) -> None:
+    """`bad_at`: the output position from which a bad row raises; 0: with its prompt."""
+    bad = {each for each in bad if each < num_rows}
+    prompts = [prompt(3 + n % 9, start=12 * n) for n in range(num_rows)]
+    outputs = [solo(tuple(each), seeded(5)) for each in prompts]
+    poison = {prompts[n][0] if bad_at == 0 else outputs[n][bad_at - 1] for n in bad}
+
+    async def scenario() -> None:
+        async with working(FailingRunner(poison)) as worker:
+            sequences = [worker.add(new_sequence(each, seeded(5))) for each in prompts]
+            await worker.settled()
+            for token_ids, output, sequence in zip(prompts, outputs, sequences, strict=True):
+                computed = until_poison([*token_ids, *output], poison)[len(token_ids) :]
+                assert worker.output(sequence) == computed
+                is_failed = computed != output or (output[-1] in poison and len(output) < 5)
+                assert (sequence.sequence_id in worker.errors) == is_failed
+
+    run(scenario())
+
+
+def until_poison(token_ids: list[int], poison: set[int]) -> list[int]:
+    """The tokens known when a step with the first poisonous one raises."""
+    first = next((n for n, each in enumerate(token_ids) if each in poison), len(token_ids))
+    return token_ids[: first + 1]
+
+
+@pytest.mark.parametrize("num_rows", [2, 3, 8, 33, 64])
+def test_one_bad_row_takes_few_steps(num_rows: int) -> None:
+    async def scenario() -> None:
+        async with working(FailingRunner()) as worker:
+            for n in range(num_rows - 1):
+                worker.add(new_sequence(prompt(3, start=10 * n), greedy(1)))
+            bad = worker.add(new_sequence([POISON], greedy(1)))
+            await worker.settled()
+            assert worker.runner.num_runs <= 1 + 2 * ceil(log2(num_rows))
+            assert isinstance(worker.error(bad), StepFailed)
+            assert len(worker.errors) == 1
+            load = worker.loop.load()
+            assert (load.num_failed_steps, load.num_busy_steps, load.busy_s) == (1, 0, 0.0)
+            assert load.step >= worker.runner.num_runs  # each part is progress
+
+    run(scenario())
+
+
+def test_prefill_and_choices_beside_a_bad_row_continue() -> None:
+    async def scenario() -> None:
+        async with working(FailingRunner()) as worker:
+            parent = worker.add(new_sequence(prompt(6), None))
+            while parent.state is not SequenceState.HELD:
+                await asyncio.sleep(STEP_S)
+            choices = [
+                new_sequence([*prompt(6), 300 + n], seeded(5), choice_index=n) for n in range(3)
+            ]
+            for each in choices:
+                worker.engine.accept(each)
+            worker.engine.fork(parent, choices)  # two rows copy a block that the third one writes
+            bad = worker.add(new_sequence([POISON, 5], greedy()))
+            await worker.settled()
+            for n, each in enumerate(choices):
+                alone = solo((*prompt(6), 300 + n), seeded(5), choice_index=n)
+                assert worker.output(each) == alone
+            assert isinstance(worker.error(bad), StepFailed)
+
+    run(scenario())
+
+
+def test_failed_prefill_is_held_until_released() -> None:
+    async def scenario() -> None:
+        async with working(FailingRunner()) as worker:
+            prefill = worker.add(new_sequence([POISON, 2, 3], None))
+            while prefill.sequence_id not in worker.errors:
+                await asyncio.sleep(STEP_S)
+            assert prefill.state is SequenceState.HELD
+            worker.engine.release(prefill)
+            await worker.settled()
+
+    run(scenario())
+
+
+def test_passing_error_costs_no_row() -> None:
+    async def scenario() -> None:
+        for num_rows in (1, 4):
+            async with working(FailingRunner()) as worker:
+                worker.runner.num_passing_errors = 1
+                rows = [new_sequence(prompt(5, start=50 * n), greedy()) for n in range(num_rows)]
+                for each in rows:
+                    worker.add(each)
+                await worker.settled()
+                assert not worker.errors
+                for n, each in enumerate(rows):
+                    assert worker.output(each) == solo(tuple(prompt(5, start=50 * n)), greedy())
+
+    run(scenario())
+
+
+def test_rows_are_not_blamed_for_the_device() -> None:
+    """A request for which the device is to blame may be tried on any number of workers."""
+
+    async def scenario() -> None:
+        async with working(FailingRunner()) as worker:
+            worker.runner.is_sick = True
+            rows = [worker.add(new_sequence(prompt(5, start=50 * n), greedy())) for n in range(4)]
+            await worker.settled()
+            assert all(isinstance(worker.error(each), DeviceFailed) for each in rows)
+
+    run(scenario())
+
+
+def test_choices_of_one_request_do_not_blame_the_device() -> None:
+    async def scenario() -> None:
+        async with working(FailingRunner()) as worker:
+            ids = count()
+            rows = [new_sequence([POISON, n], greedy(), choice_index=n) for n in range(4)]
+            for each in rows:
+                each.sequence_id = b"p" * 16 + bytes([next(ids)])
+                worker.add(each)
+            await worker.settled()
+            assert all(isinstance(worker.error(each), StepFailed) for each in rows)
+
+    run(scenario())
+
+
+def test_device_that_fails_its_check_is_lost_at_once() -> None:
+    async def scenario() -> None:
+        async with working(FailingRunner()) as worker:
+            worker.runner.is_sick = worker.runner.is_lost = True
+            only = worker.add(new_sequence(prompt(5), greedy()))
+            await asyncio.sleep(10 * STEP_S)
+            assert isinstance(worker.error(only), DeviceFailed)
+            assert (worker.num_losses, worker.runner.num_runs) == (1, 1)
+            worker.add(new_sequence(prompt(5), greedy()))
+            await asyncio.sleep(10 * IDLE_TICK_S)
+            assert (worker.num_losses, worker.runner.num_runs) == (1, 1)  # computes no more
+
+    run(scenario())
+
+
+def test_device_is_lost_after_three_failed_steps_in_a_row() -> None:
+    async def scenario() -> None:
+        async with working(FailingRunner()) as worker:
+            for num_failed in range(1, MAX_FAILED_STEPS + 1):
+                assert worker.num_losses == 0
+                worker.add(new_sequence([POISON], greedy()))
+                await worker.settled()
+                assert worker.loop.load().num_failed_steps == num_failed
+            assert worker.num_losses == 1
+
+    run(scenario())
+
+
+def test_success_ends_a_row_of_failed_steps() -> None:
+    async def scenario() -> None:
+        async with working(FailingRunner()) as worker:
+            for _ in range(2 * MAX_FAILED_STEPS):
+                worker.add(new_sequence([POISON], greedy()))
+                await worker.settled()
+                worker.add(new_sequence(prompt(5), greedy()))
+                await worker.settled()
+            assert worker.num_losses == 0
+
+    run(scenario())
+
+
+def test_device_that_cannot_zero_blocks_is_lost() -> None:
+    async def scenario() -> None:
+        worker = Worker(FailingRunner(), zeroes_freed_blocks=True)
+        worker.loop.start()
+        worker.add(new_sequence(prompt(5), greedy(1)))
+        await asyncio.sleep(STEP_S / 2)
+        worker.runner.is_lost = True
+        await asyncio.sleep(10 * IDLE_TICK_S)
+        assert (worker.num_losses, worker.loop.load().num_failed_zeroings) == (1, 1)
+        await worker.loop.stop()
+
+    run(scenario())
