@@ -11,11 +11,12 @@ from shared.messages import Pooling, SamplingParams
 FaultKind = Literal[
     "kill", "freeze", "slow", "wedge", "drain", "cut_off",
     "nats_restart", "nats_hang", "redis_away", "redis_hang",
-    "noise", "deaf", "link_drop", "link_noise",
+    "noise", "deaf", "link_drop", "link_noise", "runner_raises",
 ]  # fmt: skip
 
 BLOCK_SIZE = 16
 TENANTS = ("tenant-a", "tenant-b", "tenant-c")
+POISON = 7  # a token for which every step raises; random prompts and outputs do not contain it
 PATIENT_S = 120.0  # a deadline that is missed only by a fleet without capacity
 
 
@@ -69,7 +70,8 @@ class Fault:
     other: str = ""  # the peer whose messages a deaf process loses
     duration_s: float = 0.0
     comes_back: bool = True
-    amount: float = 0.0  # of noise: a probability; of slowness: a factor
+    # of noise and of steps that raise: a probability (1: checks raise too); of slowness: a factor
+    amount: float = 0.0
 
     @property
     def ends_at_s(self) -> float:

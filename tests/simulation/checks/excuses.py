@@ -4,6 +4,7 @@ A request has what it needs at a moment if its gateway, NATS, some scheduler and
 are healthy: no fault affects them, and none did in the last REJOIN_S. It may fail with
 
     client_gone          if its client left
+    request_breaks_workers  if its prompt has the poison, or steps raised on two of its workers
     deadline_exceeded    no sooner than its deadline; a patient one only if it had what it needs for
                          less than WORK_S
     overloaded           if the schedulers' queues are short; an impatient one also if the reported
@@ -29,9 +30,15 @@ from services.gateway.streams.streams import (
     SUBMIT_WINDOW_S,
 )
 from services.scheduler.service import NO_WORKER_GRACE_S
-from shared.errors import DeadlineExceeded, HearthError, NoCapacity, Overloaded
+from shared.errors import (
+    DeadlineExceeded,
+    HearthError,
+    NoCapacity,
+    Overloaded,
+    RequestBreaksWorkers,
+)
 from shared.store import BREAKER_S, STORE_TIMEOUT_S
-from tests.simulation.plan import PATIENT_S, Fault, Plan
+from tests.simulation.plan import PATIENT_S, POISON, Fault, Plan
 from tests.simulation.world.bus import GIVEN_UP_AFTER_S
 from tests.simulation.world.client import Client
 
@@ -40,7 +47,10 @@ WORK_S = 90.0  # longer than all requests of a plan take together
 LATE_S = 0.3
 POLL_INTERVAL_S = 0.3  # a gateway stops waiting up to this much before its window ends
 NATS_FAULTS = ("nats_restart", "nats_hang")
-PROCESS_FAULTS = ("kill", "drain", "freeze", "cut_off", "deaf", "slow", "wedge")
+PROCESS_FAULTS = (
+    *("kill", "drain", "freeze", "cut_off", "deaf", "slow", "wedge"),
+    "runner_raises",
+)
 
 
 @dataclass
@@ -69,9 +79,18 @@ def unexplained(client: Client, plan: Plan, troubles: list[Trouble]) -> str | No
         is_short = plan.fleet.max_queued_requests < len(plan.requests)
         is_late = client.plan.deadline_s < PATIENT_S and "the wait is about" in error.message
         return None if is_short or is_late else f"no queue was full: {error}"
+    if isinstance(error, RequestBreaksWorkers):
+        return _breaks_workers(client, troubles)
     if isinstance(error, NoCapacity):
         return _no_capacity(client, plan, troubles, error)
     return f"nothing explains {error.code}: {error}"
+
+
+def _breaks_workers(client: Client, troubles: list[Trouble]) -> str | None:
+    workers = {each.fault.target for each in troubles if each.fault.kind == "runner_raises"}
+    if POISON in client.plan.prompt or len(workers) > 1:
+        return None
+    return "steps do not raise for its prompt"
 
 
 def lacks(plan: Plan, gateway_id: str, troubles: list[Trouble]) -> list[tuple[float, float]]:

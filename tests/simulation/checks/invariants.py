@@ -8,6 +8,7 @@ from shared.engine.batching.sequence import Sequence
 from shared.tenancy.rate_limit import RateLimitCounter
 from tests.simulation.checks.excuses import unexplained
 from tests.simulation.checks.expected import Expected, expected_of, expected_prompt_logprobs
+from tests.simulation.plan import POISON
 from tests.simulation.world.client import Client
 from tests.simulation.world.fleet import Fleet
 from tests.simulation.world.workers import SimulatedWorker
@@ -64,7 +65,8 @@ def wrongs_of(fleet: Fleet, events: Mapping[str, int]) -> list[str]:
         reason = unexplained(client, fleet.plan, fleet.troubles)
         if reason is not None:
             found.append(f"{client.plan.request_id}: {reason}")
-        if client.end is not None and client.end.num_resubmissions and kinds <= UNDISTURBING:
+        is_disturbed = POISON in client.plan.prompt or not kinds <= UNDISTURBING
+        if client.end is not None and client.end.num_resubmissions and not is_disturbed:
             found.append(f"{client.plan.request_id}: was submitted again for no reason")
         found += [f"{client.plan.request_id}: {each}" for each in wrongs_of_client(client)]
     return found

@@ -27,6 +27,7 @@ from tests.simulation.world.store import MemoryStore
 from tests.simulation.world.workers import MODEL, SimulatedWorker
 
 JOIN_S = 0.5
+RESTART_S = 0.5  # from the exit of a worker to its next start
 PINNED = PinnedPrefix(
     name="system-prompt",
     tenant_id=TENANTS[0],
@@ -171,6 +172,8 @@ class Fleet:
                 await self._end(fault)
             case "freeze" | "slow" | "wedge" | "cut_off":
                 await self._impede(fault)
+            case "runner_raises":
+                await self._fail_steps(fault)
             case "link_drop":
                 self.members[fault.target].host.drop_links()
             case "noise":
@@ -217,6 +220,22 @@ class Fleet:
         if not member.is_up:
             member.host = self._host(member.process_id.split("-")[0], member.process_id)
             await member.start()
+
+    async def _fail_steps(self, fault: Fault) -> None:
+        """A worker that has left with its device is started again, with a good one."""
+        member, loop = self.members[fault.target], asyncio.get_running_loop()
+        host, until = member.host, loop.time() + fault.duration_s
+        if not member.is_up or not isinstance(host, SimulatedWorker):
+            return
+        host.runner.step_raises = lambda: self._random.random() < fault.amount
+        host.runner.check_raises = fault.amount == 1
+        while loop.time() < until and not host.process.is_dead:
+            await asyncio.sleep(0.05)
+        host.runner.step_raises, host.runner.check_raises = lambda: False, False
+        if member.is_up and member.host is host and host.process.is_dead:
+            await member.kill()
+            await asyncio.sleep(RESTART_S)
+            await self._restart(member)
 
     async def _impede(self, fault: Fault) -> None:
         member = self.members[fault.target]

@@ -13,6 +13,7 @@ from shared.block_hash import extend_chain, root_hash
 from shared.clock import Clock
 from shared.engine.engine import Engine
 from shared.engine.loop import EngineLoop
+from shared.engine.runner import StepInputs, StepOutput
 from shared.engine.runners.timing_runner import StepCost, TimingRunner
 from shared.engine.worker import EngineWorker, ServedModel
 from shared.lifecycle.heartbeat import HealthMonitor
@@ -37,6 +38,7 @@ from shared.messages import (
 from shared.packing import pack_hashes, pack_token_ids
 from shared.subjects import control, resend, start_decode, tokens
 from tests.simulation.checks import leaks
+from tests.simulation.plan import POISON
 from tests.simulation.world.bus import SimulatedNetwork
 from tests.simulation.world.clock import VirtualClock
 from tests.simulation.world.kv_link import DataPlane, SimulatedDialer, SimulatedReceiver
@@ -47,11 +49,26 @@ MODEL, REVISION, BLOCK_SIZE = "timing", "r1", 16
 
 
 class CopyingRunner(TimingRunner):
-    """Copies take time, so that blocks freed during a copy are detected."""
+    """Copies take time, so that blocks freed during a copy are detected. Its device may fail: steps
+    raise after they have written KV.
+    """
 
     def __init__(self, clock: Clock, *, copy_s: float, **options: Any) -> None:
         super().__init__(clock, **options)
+        self.step_raises: Callable[[], bool] = lambda: False
+        self.check_raises = False
         self._copy_s = copy_s
+
+    async def run(self, inputs: StepInputs) -> StepOutput:
+        output = await super().run(inputs)
+        if self.step_raises() or POISON in inputs.input_ids:
+            raise RuntimeError("the device says no")
+        return output
+
+    async def check(self) -> None:
+        await super().check()
+        if self.check_raises:
+            raise RuntimeError("the device says no")
 
     async def read_kv(
         self, block_table: list[int], first_token: int, num_tokens: int, out: memoryview
