@@ -26,7 +26,7 @@ from tests.chaos.checks.phases import PHASES, Phase
 from tests.chaos.frames import run_frames
 from tests.chaos.outcome import FAULTS, Outcome, bars_of
 from tests.chaos.restarts import restart_each
-from tests.chaos.rows import VICTIMS, run_row
+from tests.chaos.rows import VICTIMS, can_befall, run_row
 from tests.chaos.running import WORKERS, running_chaos, running_frames
 from tests.chaos.world.load import Steady, leave_early
 from tests.chaos.world.relay import TRANSPORTS
@@ -81,7 +81,8 @@ async def _matrix(options: argparse.Namespace, outcome: Outcome) -> None:
             continue
         async with chaos(options, FEW_RESERVATIONS if is_queued else WORKERS) as running:
             for victim in options.victim or VICTIMS:
-                for fault in options.fault or FAULTS:
+                faults = [each for each in options.fault or FAULTS if can_befall(each, victim)]
+                for fault in faults:
                     for phase in wanted:
                         row = await run_row(running, fault, victim, phase)
                         print(row, flush=True)

@@ -8,9 +8,9 @@ from benchmarks.report import Bar, at_least, at_most
 from tests.chaos.frames import FrameRow
 from tests.chaos.rows import Fault, Row
 
-FAULTS: tuple[Fault, ...] = ("kill", "freeze")
-MAX_DETECT_S = {"kill": 0.5, "freeze": 1.5}
-MAX_EXCESS_S = {"kill": 1.0, "freeze": 2.0}
+FAULTS: tuple[Fault, ...] = ("kill", "freeze", "device")
+MAX_DETECT_S = {"kill": 0.5, "freeze": 1.5, "device": 0.5}
+MAX_EXCESS_S = {"kill": 1.0, "freeze": 2.0, "device": 1.0}
 
 
 @dataclass

@@ -21,7 +21,7 @@ from tests.chaos.checks.phases import Phase, reach
 from tests.chaos.world.clients import Exchange
 from tests.chaos.world.cluster import SERVERS, ChaosCluster
 
-Fault = Literal["kill", "freeze"]
+Fault = Literal["kill", "freeze", "device"]  # device: each step of a worker raises
 
 VICTIMS = (
     "decode-1",
@@ -122,14 +122,14 @@ async def run_row(chaos: Chaos, fault: Fault, victim: str, phase: Phase) -> Row:
     sent, tasks = chaos.send_all()
     await reach(phase, chaos.monitor, sent, victim)
     strike = Strike(fault, victim, phase, sent)
-    cluster.kill(victim) if fault == "kill" else cluster.freeze(victim)
+    _strike(cluster, fault, victim)
     repair = asyncio.create_task(_repair(cluster, fault, victim))
     strike.late, late_tasks = await _send_late(chaos, victim)
     _, unfinished = await asyncio.wait([*tasks, *late_tasks], timeout=ROW_TIMEOUT_S)
     for task in unfinished:
         task.cancel()
     outage_s = await repair
-    if fault == "kill" and victim not in SERVERS:
+    if fault != "freeze" and victim not in SERVERS:
         await cluster.restart(victim)
     await cluster.wait_until_ready()
     try:
@@ -137,6 +137,20 @@ async def run_row(chaos: Chaos, fault: Fault, victim: str, phase: Phase) -> Row:
     except TimeoutError:
         whole_after_s = None
     return _row(chaos, strike, outage_s, whole_after_s)
+
+
+def can_befall(fault: Fault, victim: str) -> bool:
+    return fault != "device" or victim.startswith(("prefill", "decode"))
+
+
+def _strike(cluster: ChaosCluster, fault: Fault, victim: str) -> None:
+    match fault:
+        case "kill":
+            cluster.kill(victim)
+        case "freeze":
+            cluster.freeze(victim)
+        case "device":
+            cluster.break_device(victim)
 
 
 async def _send_late(chaos: Chaos, victim: str) -> tuple[list[Call], list[asyncio.Task[None]]]:

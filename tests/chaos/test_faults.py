@@ -35,6 +35,8 @@ LONG = {"max_tokens": 4000, "ignore_eos": True, "temperature": 0}
         ("freeze", "scheduler-1", "placed"),
         ("kill", "nats-server", "finishing"),
         ("freeze", "redis-server", "placed"),
+        ("device", "decode-1", "decoding"),
+        ("device", "prefill-1", "transferring"),
     ],
 )
 async def test_responses_equal_the_undisturbed_run(
@@ -45,7 +47,9 @@ async def test_responses_equal_the_undisturbed_run(
     assert row.whole_after_s is not None, row
     if victim.startswith("decode"):
         assert row.resubmitted > 0, row
-        assert row.detect_s is not None
+        assert row.detect_s is not None or fault == "device"
+    if fault == "device":
+        assert "device_lost" in chaos.cluster.log_of(victim)
 
 
 async def test_disconnected_clients_leave_nothing_behind(chaos: Chaos) -> None:

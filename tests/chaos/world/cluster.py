@@ -133,6 +133,10 @@ class ChaosCluster:
     def freeze(self, name: str) -> None:
         os.kill(self.pid(name), signal.SIGSTOP)
 
+    def break_device(self, name: str) -> None:
+        """From now on every step of this worker, which has the timing engine, raises."""
+        os.kill(self.pid(name), signal.SIGUSR2)
+
     def thaw(self, name: str) -> None:
         os.kill(self.pid(name), signal.SIGCONT)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from typing import Literal
 
 import msgspec
@@ -11,6 +13,7 @@ from services.cli.service_options import service_command
 from services.worker import build_worker
 from shared.clock import MonotonicClock
 from shared.config import WorkerConfig
+from shared.engine.runner import StepInputs, StepOutput
 from shared.engine.runners.timing_runner import STATE_BYTES, StepCost, TimingRunner
 from shared.lifecycle.process import run_service
 
@@ -19,12 +22,40 @@ SECONDS_PER_TOKEN = 60e-6
 
 
 class ModelledTimingRunner(TimingRunner):
+    """After SIGUSR2 its device fails: every step and check raises."""
+
     revision = "timing"
     eos_token_ids = (4,)
+    has_device = True
+
+    async def run(self, inputs: StepInputs) -> StepOutput:
+        output = await super().run(inputs)
+        self._check_device()
+        return output
+
+    async def check(self) -> None:
+        await super().check()
+        self._check_device()
+
+    def _check_device(self) -> None:
+        if not self.has_device:
+            raise RuntimeError("the device says no")
+
+
+def _break_device_on_signal() -> None:
+    """Every thread inherits the mask, so that only this one receives the signal."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+
+    def wait() -> None:
+        signal.sigwait({signal.SIGUSR2})
+        ModelledTimingRunner.has_device = False
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def run_timing_worker(role: Literal["prefill", "decode"], step_s: float) -> None:
     """Takes the options of `hearth ROLE` from the command line."""
+    _break_device_on_signal()
 
     def load(config: WorkerConfig) -> ModelledTimingRunner:
         assert config.kv_cache_bytes is not None
