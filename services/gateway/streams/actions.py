@@ -65,7 +65,15 @@ class ReportResubmission:
     worker_id: str | None
 
 
-Action = Publish | Submit | Resend | ReportResubmission
+@dataclass(frozen=True, slots=True)
+class ReportBrokenSteps:
+    """For the log: this request alone failed steps of several workers."""
+
+    request_id: str
+    tenant_id: str
+
+
+Action = Publish | Submit | Resend | ReportResubmission | ReportBrokenSteps
 
 
 def submit_subject(message: SubmitRequest, scheduler_ids: Sequence[str]) -> str:
@@ -104,7 +112,7 @@ class Actions:
     def submit(self, message: SubmitRequest) -> None:
         self._due.append(Submit(message))
 
-    def report_resubmission(self, report: ReportResubmission) -> None:
+    def report(self, report: ReportResubmission | ReportBrokenSteps) -> None:
         self._due.append(report)
 
     def resend(self, worker_id: str, message: ResendTokens) -> None:

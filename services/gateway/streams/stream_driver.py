@@ -12,6 +12,7 @@ import structlog
 
 from services.gateway.streams.actions import (
     Publish,
+    ReportBrokenSteps,
     ReportResubmission,
     Resend,
     Submit,
@@ -157,6 +158,8 @@ class StreamDriver:
                     self._background.start(self._resend(action))
                 case ReportResubmission():
                     self._report(action)
+                case ReportBrokenSteps(request_id, tenant_id):
+                    log.warning("request_breaks_workers", request=request_id, tenant=tenant_id)
         if not len(self._streams):
             self._is_idle.set()
 

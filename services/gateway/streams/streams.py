@@ -19,6 +19,7 @@ from __future__ import annotations
 from services.gateway.streams.actions import (
     Action,
     Actions,
+    ReportBrokenSteps,
     ReportResubmission,
     ResubmissionCause,
 )
@@ -362,9 +363,7 @@ class Streams:
             self._end(stream, None, "superseded", now)
             return
         stream.num_resubmissions += 1
-        self._actions.report_resubmission(
-            ReportResubmission(stream.request_id, cause, stream.last_worker_id)
-        )
+        self._actions.report(ReportResubmission(stream.request_id, cause, stream.last_worker_id))
         if stream.state is not StreamState.SUBMITTING:
             stream.transition_to(StreamState.SUBMITTING)
         self._open_window(stream, now)
@@ -458,6 +457,7 @@ class Streams:
         if stream.num_failed_steps < MAX_FAILED_STEPS:
             self._resubmit(stream, "step_failed", now, excluded=worker_id)
             return
+        self._actions.report(ReportBrokenSteps(stream.request_id, stream.request.tenant_id))
         error = RequestBreaksWorkers(
             f"the request alone failed steps of {MAX_FAILED_STEPS} workers"
         )

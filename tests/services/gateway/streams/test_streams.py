@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from services.gateway.streams import streams as core
-from services.gateway.streams.actions import Publish, ReportResubmission, Resend, Submit
+from services.gateway.streams.actions import (
+    Publish,
+    ReportBrokenSteps,
+    ReportResubmission,
+    Resend,
+    Submit,
+)
 from services.gateway.streams.choice_tokens import MAX_AHEAD_ENTRIES, ChoiceTokens
 from services.gateway.streams.early_entries import (
     EARLY_LIMIT_S,
@@ -128,14 +134,17 @@ class Rig:
         self.streams = Streams("g")
         self.now = 10.0
         self.client = Recorder(stops_at)
-        self.reports: list[ReportResubmission] = []
+        self.reports: list[ReportResubmission | ReportBrokenSteps] = []
         self.streams.open(request(max_tokens=max_tokens), self.client, self.now)
 
     def actions(self) -> list[Any]:
         """The actions that send a message. The others are added to `reports`."""
         actions = self.streams.take_actions()
-        self.reports += [each for each in actions if isinstance(each, ReportResubmission)]
-        return [each for each in actions if not isinstance(each, ReportResubmission)]
+        reports = [
+            each for each in actions if isinstance(each, ReportResubmission | ReportBrokenSteps)
+        ]
+        self.reports += reports
+        return [each for each in actions if each not in reports]
 
     def submit(self) -> Any:
         (action,) = (each for each in self.actions() if isinstance(each, Submit))
@@ -143,7 +152,7 @@ class Rig:
 
     def resubmission_causes(self) -> list[str]:
         self.actions()
-        return [each.cause for each in self.reports]
+        return [each.cause for each in self.reports if isinstance(each, ReportResubmission)]
 
     def published(self) -> list[tuple[str, Any]]:
         actions = self.actions()
@@ -377,6 +386,8 @@ def test_request_that_alone_fails_steps_of_two_workers_ends() -> None:
     rig.tokens(1, finish=failed_with(StepFailed), placement_id=P2, worker_id="w2")
     assert isinstance(rig.client.error, RequestBreaksWorkers)
     assert rig.client.tokens == [5]
+    rig.actions()
+    assert rig.reports[-1] == ReportBrokenSteps("r1", "t")
     assert len(rig.streams) == 0
 
 
@@ -420,7 +431,9 @@ def test_resubmission_of_running_request_reports_cause(
     rig = running()
     resubmit(rig)
     assert rig.resubmission_causes() == [cause]
-    assert (rig.reports[0].request_id, rig.reports[0].worker_id) == ("r1", "w1")
+    (report,) = rig.reports
+    assert isinstance(report, ReportResubmission)
+    assert (report.request_id, report.worker_id) == ("r1", "w1")
 
 
 @pytest.mark.parametrize(
