@@ -10,8 +10,8 @@ same slots and samples with the same noise.
 
     step raises ──▶ check the device ──raises───────────────────────────▶ device lost
                          └──▶ halves ──▶ rows that raise alone: StepFailed
-                                └──most rows raise, or no row of three steps succeeds──▶ the device
-                                   is blamed: DeviceFailed; after three such steps it is lost
+                                │        (most rows, of several requests: DeviceFailed)
+                                └──no row succeeds, three times (failed_steps.py)──▶ device lost
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from shared.background import Background
 from shared.clock import Clock
 from shared.engine.batching.batcher import ScheduledSequence
 from shared.engine.engine import Engine, StepProgress
+from shared.engine.failed_steps import FailedSteps
 from shared.engine.inputs import build_inputs
 from shared.engine.runner import Runner, StepOutput
 from shared.errors import DeviceFailed, StepFailed
@@ -34,7 +35,6 @@ log = structlog.get_logger(__name__)
 
 IDLE_TICK_S = 0.1
 ZEROED_BYTES = 64 << 20  # per call: a few milliseconds, then the step counter increases
-MAX_FAILED_STEPS = 3  # in a row, without a row that could be computed
 
 Listener = Callable[[list[StepProgress]], None]
 
@@ -50,8 +50,7 @@ class EngineLoop:
         self._step_budget_s = IDLE_TICK_S
         self._num_busy_steps = 0
         self._busy_s = 0.0
-        self._num_failed_steps = 0
-        self._num_failed_in_a_row = 0
+        self._failed_steps = FailedSteps()
         self._num_failed_zeroings = 0
         self._on_device_lost: Callable[[], None] = lambda: None
         self._background = Background()
@@ -119,7 +118,7 @@ class EngineLoop:
             num_computed_prompt_tokens=engine.num_computed_prompt_tokens,
             num_busy_steps=self._num_busy_steps,
             busy_s=self._busy_s,
-            num_failed_steps=self._num_failed_steps,
+            num_failed_steps=self._failed_steps.num_failed,
             num_failed_zeroings=self._num_failed_zeroings,
             num_prompt_tokens=engine.batcher.num_admitted_tokens,
             num_cached_prompt_tokens=engine.batcher.num_admitted_cached_tokens,
@@ -144,7 +143,7 @@ class EngineLoop:
         except Exception:  # the engine's boundary: some rows fail, the worker continues
             log.exception("step_failed", num_sequences=len(rows))
             return await self._compute_in_parts(rows)
-        self._num_failed_in_a_row = 0
+        self._failed_steps.succeeded(rows[0])
         self._num_busy_steps += 1
         self._busy_s += self._clock.now() - began_at
         return self.engine.apply(rows, output)
@@ -160,8 +159,7 @@ class EngineLoop:
 
         One bad row of N takes at most 2 log2(N) further steps.
         """
-        self._num_failed_steps += 1
-        self._num_failed_in_a_row += 1
+        self._failed_steps.num_failed += 1
         if not await self._device_works():
             self._lose_device("its check raised")
             return self.engine.fail(rows, DeviceFailed("the device of the worker failed"))
@@ -179,6 +177,7 @@ class EngineLoop:
                 else:
                     parts += _halves(part)
             else:
+                self._failed_steps.succeeded(part[0])
                 progress += self.engine.apply(part, output)
         return progress + self._blame(failed, len(rows))
 
@@ -186,10 +185,10 @@ class EngineLoop:
         """Ends the rows that raise alone. To blame are they or, if they are most rows of the step
         and of several requests, the device.
         """
-        if len(failed) < num_rows:
-            self._num_failed_in_a_row = 0
-        elif self._num_failed_in_a_row >= MAX_FAILED_STEPS:
-            self._lose_device(f"{MAX_FAILED_STEPS} steps in a row raised")
+        if len(failed) == num_rows:
+            self._failed_steps.failed(failed[0])
+            if self._failed_steps.is_device_lost:
+                self._lose_device("steps in a row raised")
         num_requests = len({row.sequence.placement_id for row in failed})
         if num_requests > 1 and 2 * len(failed) > num_rows:
             return self.engine.fail(failed, DeviceFailed("the device of the worker failed"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import asynccontextmanager
 from itertools import count
 from math import ceil, log2
@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.engine import Engine, StepProgress
-from shared.engine.loop import IDLE_TICK_S, MAX_FAILED_STEPS, EngineLoop
+from shared.engine.failed_steps import MAX_IN_A_ROW
+from shared.engine.loop import IDLE_TICK_S, EngineLoop
 from shared.engine.runner import StepInputs, StepOutput
 from shared.engine.runners.timing_runner import StepCost, TimingRunner
 from shared.errors import DeviceFailed, HearthError, StepFailed
@@ -272,14 +273,44 @@ def test_device_that_fails_its_check_is_lost_at_once() -> None:
     run(scenario())
 
 
-def test_device_is_lost_after_three_failed_steps_in_a_row() -> None:
+def failures(tenants: Iterable[str], *, same_request: bool = False) -> list[int]:
+    """The number of losses after each failed step, of the requests of these tenants in turn."""
+    losses = []
+
     async def scenario() -> None:
         async with working(FailingRunner()) as worker:
-            for num_failed in range(1, MAX_FAILED_STEPS + 1):
-                assert worker.num_losses == 0
-                worker.add(new_sequence([POISON], greedy()))
+            for tenant_id in tenants:
+                bad = new_sequence([POISON], greedy(), tenant_id=tenant_id)
+                bad.sequence_id = b"p" * 16 if same_request else bad.sequence_id
+                worker.add(bad)
                 await worker.settled()
-                assert worker.loop.load().num_failed_steps == num_failed
+                losses.append(worker.num_losses)
+
+    run(scenario())
+    return losses
+
+
+def test_device_is_lost_after_three_failed_steps_in_a_row() -> None:
+    assert failures("a" * MAX_IN_A_ROW) == [0, 0, 1]
+    assert failures("aab") == [0, 0, 1]
+
+
+def test_one_request_does_not_cost_a_device() -> None:
+    """A pinned prefix is computed again and again."""
+    assert failures("a" * 2 * MAX_IN_A_ROW, same_request=True) == [0] * 2 * MAX_IN_A_ROW
+
+
+def test_one_tenant_does_not_cost_others_a_device() -> None:
+    async def scenario() -> None:
+        async with working(FailingRunner()) as worker:
+            worker.add(new_sequence(prompt(5), greedy(), tenant_id="other"))
+            await worker.settled()
+            for _ in range(2 * MAX_IN_A_ROW):
+                worker.add(new_sequence([POISON], greedy(), tenant_id="poisoner"))
+                await worker.settled()
+            assert worker.num_losses == 0
+            worker.add(new_sequence([POISON], greedy(), tenant_id="other"))
+            await worker.settled()
             assert worker.num_losses == 1
 
     run(scenario())
@@ -288,12 +319,13 @@ def test_device_is_lost_after_three_failed_steps_in_a_row() -> None:
 def test_success_ends_a_row_of_failed_steps() -> None:
     async def scenario() -> None:
         async with working(FailingRunner()) as worker:
-            for _ in range(2 * MAX_FAILED_STEPS):
+            for _ in range(2 * MAX_IN_A_ROW):
                 worker.add(new_sequence([POISON], greedy()))
                 await worker.settled()
                 worker.add(new_sequence(prompt(5), greedy()))
                 await worker.settled()
             assert worker.num_losses == 0
+            assert worker.loop.load().num_failed_steps == 2 * MAX_IN_A_ROW
 
     run(scenario())
 

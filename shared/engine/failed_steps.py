@@ -1,0 +1,34 @@
+"""Decides from failed steps whether the device is to blame. No I/O.
+
+A request that breaks steps must not take the device from others: failures in a row count once for
+each request, and on a worker that several tenants use they must come from more than one.
+"""
+
+from __future__ import annotations
+
+from shared.engine.batching.batcher import ScheduledSequence
+
+MAX_IN_A_ROW = 3
+
+
+class FailedSteps:
+    def __init__(self) -> None:
+        self.num_failed = 0  # since the start
+        self._in_a_row: dict[bytes, str] = {}  # request -> tenant, without a success in between
+        self._served: set[str] = set()  # two tenants at most: more tell nothing more
+
+    @property
+    def is_device_lost(self) -> bool:
+        tenants = set(self._in_a_row.values())
+        is_shared = len(tenants | self._served) > 1
+        return len(self._in_a_row) >= MAX_IN_A_ROW and (len(tenants) > 1 or not is_shared)
+
+    def succeeded(self, row: ScheduledSequence) -> None:
+        """`row`: one that was computed."""
+        self._in_a_row.clear()
+        if len(self._served) < 2:
+            self._served.add(row.sequence.tenant_id)
+
+    def failed(self, row: ScheduledSequence) -> None:
+        """A step in which no row could be computed. `row`: any of it."""
+        self._in_a_row[row.sequence.placement_id] = row.sequence.tenant_id
