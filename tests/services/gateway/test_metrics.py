@@ -24,7 +24,7 @@ def test_fleet_counters_are_labelled_by_process() -> None:
         decode,
         process_id="prefill-1",
         roles=("prefill",),
-        load=WorkerLoad(step=1, step_budget_s=1.0, saved_kv_bytes=4096),
+        load=WorkerLoad(step=1, step_budget_s=1.0, saved_kv_bytes=4096, num_failed_steps=3),
     )
     indices = [
         msgspec.structs.replace(gateway, process_id=process_id, roles=("kv_index",), index=index)
@@ -40,6 +40,8 @@ def test_fleet_counters_are_labelled_by_process() -> None:
         'hearth_worker_kv_frames_total{outcome="taken",worker="decode-1"} 70.0',
         'hearth_worker_kv_frames_total{outcome="corrupt",worker="decode-1"} 2.0',
         'hearth_worker_kv_saved_bytes_total{worker="prefill-1"} 4096.0',
+        'hearth_worker_failed_steps_total{operation="step",worker="prefill-1"} 3.0',
+        'hearth_worker_failed_steps_total{operation="zeroing",worker="decode-1"} 0.0',
         'hearth_impostor_messages_total{process="gateway-1"} 3.0',
         'hearth_impostor_messages_total{process="decode-1"} 0.0',
         'hearth_kv_index_exact{process="kv_index-1"} 1.0',
