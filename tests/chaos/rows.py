@@ -14,6 +14,7 @@ from typing import Literal
 
 import msgspec
 
+from services.worker import DEVICE_LOST_STATUS
 from shared.messages import AbortRequest, CancelQueued, Placed
 from tests.chaos.chaos import Call, Chaos
 from tests.chaos.checks.logs import given_up, suspicions
@@ -40,6 +41,7 @@ SERVER_OUTAGE_S = 0.5  # after which a supervisor restarts a server
 NUM_LATE = 4  # requests that are sent during the fault
 LATE_AFTER_S = 0.2
 ROW_TIMEOUT_S = 60.0
+EXIT_TIMEOUT_S = 10.0
 
 
 class Row(msgspec.Struct, kw_only=True):
@@ -129,6 +131,8 @@ async def run_row(chaos: Chaos, fault: Fault, victim: str, phase: Phase) -> Row:
     for task in unfinished:
         task.cancel()
     outage_s = await repair
+    if fault == "device":
+        assert await cluster.ended(victim, EXIT_TIMEOUT_S) == DEVICE_LOST_STATUS
     if fault != "freeze" and victim not in SERVERS:
         await cluster.restart(victim)
     await cluster.wait_until_ready()

@@ -45,8 +45,10 @@ def _die_with_parent() -> None:
 
 
 def _watch(folder: Path) -> None:
-    """Every thread inherits the mask, so that only this watcher receives the signal."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    """Every thread inherits the mask, so that only those receive the signals that wait for them:
+    this one, and the one of `timing.py`.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
     threading.Thread(target=_write_census_on_signal, args=(folder,), daemon=True).start()
 
 

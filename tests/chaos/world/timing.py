@@ -43,8 +43,7 @@ class ModelledTimingRunner(TimingRunner):
 
 
 def _break_device_on_signal() -> None:
-    """Every thread inherits the mask, so that only this one receives the signal."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+    """All threads block the signal: see `process.py`."""
 
     def wait() -> None:
         signal.sigwait({signal.SIGUSR2})

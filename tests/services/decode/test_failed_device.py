@@ -4,35 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from shared.engine.runner import StepInputs, StepOutput
 from shared.errors import DeviceFailed, StepFailed
 from tests.services.decode.test_handoff import PROMPT, Cluster, cluster, outputs_of
 from tests.simulation.world.clock import run
-from tests.simulation.world.workers import CopyingRunner, SimulatedWorker, request_of
+from tests.simulation.world.workers import SimulatedWorker, request_of
 
 POISON = 999
 
 
-class FailingRunner(CopyingRunner):
-    """Raises for a poisonous token; while sick, in every step and check."""
-
-    is_sick = False
-
-    async def run(self, inputs: StepInputs) -> StepOutput:
-        output = await super().run(inputs)
-        if self.is_sick or POISON in inputs.input_ids:
-            raise RuntimeError("the device says no")
-        return output
-
-    async def check(self) -> None:
-        await super().check()
-        if self.is_sick:
-            raise RuntimeError("the device says no")
-
-
 def make_sick(worker: SimulatedWorker) -> None:
-    assert isinstance(worker.runner, FailingRunner)
-    worker.runner.is_sick = True
+    worker.runner.step_raises, worker.runner.check_raises = lambda: True, True
 
 
 def is_known(it: Cluster, worker: SimulatedWorker) -> bool:
@@ -43,7 +24,7 @@ def test_decode_worker_leaves_the_fleet() -> None:
     """Requests of the failed step are handed back; a farewell makes gateways move the others."""
 
     async def main() -> None:
-        async with cluster(runner_type=FailingRunner) as it:
+        async with cluster() as it:
             make_sick(it.decode)
             requests = [request_of([n, *PROMPT[:20]]) for n in range(5)]
             placed = [await it.peer.place("decode-1", each) for each in requests]
@@ -60,7 +41,7 @@ def test_decode_computes_the_prompt_of_a_sick_prefill_worker() -> None:
     expected = outputs_of(request_of(PROMPT), candidates=())
 
     async def main() -> None:
-        async with cluster(runner_type=FailingRunner) as it:
+        async with cluster() as it:
             sick = it.prefills[0]
             make_sick(sick)
             received = await it.run(request_of(PROMPT))
@@ -78,7 +59,8 @@ def test_poisonous_prompt_fails_alone() -> None:
     expected = outputs_of(request_of(PROMPT), candidates=())
 
     async def main() -> None:
-        async with cluster(runner_type=FailingRunner) as it:
+        async with cluster() as it:
+            it.decode.runner.poison = frozenset({POISON})
             good = await it.peer.place("decode-1", request_of(PROMPT))
             bad = await it.peer.place("decode-1", request_of([POISON, *PROMPT[:20]]))
             failure: Any = (await it.peer.finished(bad)).finish.failure

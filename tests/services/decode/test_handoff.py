@@ -487,14 +487,14 @@ def test_prefill_with_a_failed_step_is_replaced():
             broken = it.prefills[0].runner
             step, num_steps = broken.run, 0
 
-            async def fail_second(inputs):
+            async def fail_from_second(inputs):
                 nonlocal num_steps
                 num_steps += 1
-                if num_steps == 2:
+                if num_steps >= 2:
                     raise RuntimeError("out of memory")
                 return await step(inputs)
 
-            broken.run = fail_second
+            broken.run = fail_from_second
             received = await it.run(request_of(PROMPT), ("prefill-1", "prefill-2"))
             assert received.output == expected
             assert received.finish.served.prefill_worker_id == "prefill-2"
@@ -509,12 +509,12 @@ def test_failed_step_ends_only_its_own_sequences():
             step = it.decode.runner.run
 
             async def broken(inputs):
-                it.decode.runner.run = step
                 raise HearthError("out of memory")
 
             it.decode.runner.run = broken
             failed = await it.run(request_of(PROMPT[:10]), ())
             assert failed.finish.reason == "failed" and failed.finish.failure is not None
+            it.decode.runner.run = step
             fine = await it.run(request_of(PROMPT[:10]), ())
             assert fine.finish.reason == "length"
             await it.settled()

@@ -17,7 +17,7 @@ from shared.tenancy.tenant_admin import TenantAdmin, store_api_key
 from tests.simulation.checks.excuses import Trouble
 from tests.simulation.checks.leaks import of_index
 from tests.simulation.checks.monitor import Monitor, tasks_left
-from tests.simulation.plan import TENANTS, Fault, Plan
+from tests.simulation.plan import POISON, TENANTS, Fault, Plan
 from tests.simulation.world.bus import SimulatedNetwork
 from tests.simulation.world.client import Client
 from tests.simulation.world.gateway import SimulatedGateway
@@ -113,7 +113,7 @@ class Fleet:
             case "kv_index":
                 return SimulatedIndex(self.network, self.store, process_id, seed=seed)
             case _:
-                return SimulatedWorker(
+                worker = SimulatedWorker(
                     self.network,
                     self.plane,
                     process_id,
@@ -125,6 +125,8 @@ class Fleet:
                     copy_s=fleet.copy_s,
                     seed=seed,
                 )
+                worker.runner.poison = frozenset({POISON})
+                return worker
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 

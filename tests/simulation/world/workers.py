@@ -38,7 +38,6 @@ from shared.messages import (
 from shared.packing import pack_hashes, pack_token_ids
 from shared.subjects import control, resend, start_decode, tokens
 from tests.simulation.checks import leaks
-from tests.simulation.plan import POISON
 from tests.simulation.world.bus import SimulatedNetwork
 from tests.simulation.world.clock import VirtualClock
 from tests.simulation.world.kv_link import DataPlane, SimulatedDialer, SimulatedReceiver
@@ -56,12 +55,13 @@ class CopyingRunner(TimingRunner):
     def __init__(self, clock: Clock, *, copy_s: float, **options: Any) -> None:
         super().__init__(clock, **options)
         self.step_raises: Callable[[], bool] = lambda: False
+        self.poison: frozenset[int] = frozenset()  # tokens for which each step raises
         self.check_raises = False
         self._copy_s = copy_s
 
     async def run(self, inputs: StepInputs) -> StepOutput:
         output = await super().run(inputs)
-        if self.step_raises() or POISON in inputs.input_ids:
+        if self.step_raises() or not self.poison.isdisjoint(inputs.input_ids.tolist()):
             raise RuntimeError("the device says no")
         return output
 
