@@ -30,6 +30,7 @@ from benchmarks.simulate.policies import Hearth, LeastLoaded, Policy, PrefixOnly
 from benchmarks.simulate.simulation import FLOODER, FleetShape, Outcome, Simulation
 from benchmarks.simulate.trace import TraceRequest, read_trace
 from benchmarks.simulate.workloads import agents, conversations, flood, hot_prefix, spread
+from services.scheduler import cost_kernel
 
 MAX_DECISION_US = 100.0
 
@@ -153,6 +154,7 @@ def main() -> None:
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--per-site-rate", type=float, default=1.0)
     options = parser.parse_args()
+    cost_kernel.load()  # as a scheduler does once it has a worker
     if options.trace is not None:
         case = run_trace(options.trace, options.per_site_rate)
         print_tables(case.name, case.rows, [])
