@@ -171,8 +171,9 @@ class EngineLoop:
             self._step += 1
             try:
                 output = await self._attempt(part)
-            except Exception:
+            except Exception as error:
                 if len(part) == 1:
+                    _log_row(part[0], error)
                     failed += part
                 else:
                     parts += _halves(part)
@@ -230,6 +231,17 @@ class EngineLoop:
     def _report(self, progress: list[StepProgress]) -> None:
         for listener in self._listeners:
             listener(progress)
+
+
+def _log_row(row: ScheduledSequence, error: Exception) -> None:
+    """The step's error was logged with its traceback; this one names the request."""
+    sequence = row.sequence
+    log.warning(
+        "row_failed",
+        placement=sequence.placement_id.hex(),
+        tenant=sequence.tenant_id,
+        error=repr(error),
+    )
 
 
 def _halves(rows: list[ScheduledSequence]) -> list[list[ScheduledSequence]]:

@@ -84,12 +84,12 @@ def run_plan(plan: Plan) -> Outcome:
             asyncio.set_event_loop(None)
             loop.close()
     outcome.wrongs += [f"unhandled: {each}" for each in broken]
-    outcome.wrongs += [f"logged: {each}" for each in logs.errors if not _is_of(plan, each)]
+    outcome.wrongs += [f"logged: {each}" for each in logs.errors if not _is_caused_by(plan, each)]
     outcome.events = logs.events
     return outcome
 
 
-def _is_of(plan: Plan, error: str) -> bool:
+def _is_caused_by(plan: Plan, error: str) -> bool:
     """Whether a logged error is one that the plan causes."""
     raises = plan.has("runner_raises") or any(POISON in each.prompt for each in plan.requests)
     return raises and error.startswith(RAISED)
