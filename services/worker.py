@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from socket import gethostname
 from typing import Protocol
 
 import structlog
@@ -21,6 +22,7 @@ from shared.errors import DependencyUnavailable
 from shared.kv_wire.compression import FrameCodec
 from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.kv_server import KvServer
+from shared.lifecycle.identity import check_name_at
 from shared.lifecycle.process import Service
 from shared.messages import ModelCard, Role
 from shared.randomness import SystemRandomness
@@ -122,6 +124,7 @@ async def build_worker(
     check(config)
     config = await asyncio.to_thread(on_device, config, roles)
     assert config.max_batch_tokens is not None
+    await check_name_at(config.nats_url, config.process_id, roles[0])
     runner = await asyncio.to_thread(load, config)
     codec = await asyncio.to_thread(load_codec, config, runner.kv_format.dtype)
     bus = await NatsBus.connect(config.nats_url, process_id=config.process_id)
@@ -141,7 +144,7 @@ async def build_worker(
         receiver = await KvServer.start(
             instance_id=randomness.bytes(16),
             bind_host=config.data_plane_host,
-            advertised_host=config.data_plane_advertised_host or None,
+            advertised_host=_advertised_host(config),
             codec=codec,
         )
     worker = EngineWorker(
@@ -163,6 +166,15 @@ async def build_worker(
     if receiver is not None:
         handlers.append(DecodeService(worker, receiver))
     return WorkerProcess(worker, handlers, bus)
+
+
+def _advertised_host(config: WorkerConfig) -> str | None:
+    """The host's own name where KV is received on all interfaces: replicas differ in nothing else.
+    None: the listen address.
+    """
+    if config.data_plane_advertised_host or config.data_plane_host not in ("0.0.0.0", "::"):
+        return config.data_plane_advertised_host or None
+    return gethostname()
 
 
 def _served(config: WorkerConfig, runner: ModelledRunner, engine: Engine) -> ServedModel:

@@ -16,6 +16,8 @@ LOAD_FORMATS = ("auto", "dummy")
 KV_COMPRESSIONS = ("auto", "off")
 DEVICES = "auto, cpu, cuda or cuda:N"
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
+_SUBJECT_TOKEN = re.compile(r"[^\s.*>]+")
+_PROCESS_ID = re.compile(rf"{_SUBJECT_TOKEN.pattern}(\.{_SUBJECT_TOKEN.pattern})?")
 CPU_KV_CACHE_BYTES = 256 * 1024 * 1024
 CPU_BATCH_TOKENS = 512
 # On CUDA a step of 512 tokens is bound by kernel launches, not by arithmetic. Decode has a smaller
@@ -25,7 +27,7 @@ CUDA_PREFILL_BATCH_TOKENS = 8192
 
 
 class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`nats_url` carries the credential; its user name is the process id."""
+    """`nats_url` carries the credential; its user name is the first part of the process id."""
 
     nats_url: str
     process_id: str
@@ -35,8 +37,13 @@ class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     def problems(self) -> Iterator[str]:
         yield from url_problems("nats_url", self.nats_url, schemes=("nats", "tls"))
         yield from positive_problems(self, "drain_timeout_s")
-        if not self.process_id or any(char in " .*>" for char in self.process_id):
-            yield f"process_id {self.process_id!r} must be a non-empty name without spaces . * >"
+        if not _PROCESS_ID.fullmatch(self.process_id):
+            yield (
+                f"process_id {self.process_id!r} must be CREDENTIAL or CREDENTIAL.INSTANCE, "
+                "of names without spaces . * >"
+            )
+        if self.region and not _SUBJECT_TOKEN.fullmatch(self.region):
+            yield f"region {self.region!r} must be a name without spaces . * >"
 
 
 class ModelProcessConfig(ProcessConfig, frozen=True, kw_only=True):

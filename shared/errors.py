@@ -141,6 +141,12 @@ class UnknownPlacement(HearthError):
     http_status = 410
 
 
+class NameInUse(HearthError):
+    """Another process uses the process id of this one."""
+
+    code = "name_in_use"
+
+
 class ConfigError(HearthError):
     code = "config_error"
 

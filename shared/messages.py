@@ -45,8 +45,9 @@ MAX_WEIGHT = 1000.0
 PlacementId = Annotated[bytes, Meta(min_length=PLACEMENT_ID_BYTES, max_length=PLACEMENT_ID_BYTES)]
 Digest = Annotated[bytes, Meta(min_length=BLOCK_HASH_BYTES, max_length=BLOCK_HASH_BYTES)]
 InstanceId = Annotated[bytes, Meta(min_length=1, max_length=64)]
-# One token of a subject.
-ProcessId = Annotated[str, Meta(max_length=256, pattern=r"\A[^\s.*>\x00-\x1f\x7f]+\Z")]
+# `{credential}`, or `{credential}.{instance}`: one or two tokens of a subject.
+_TOKEN = r"[^\s.*>\x00-\x1f\x7f]+"
+ProcessId = Annotated[str, Meta(max_length=256, pattern=rf"\A{_TOKEN}(\.{_TOKEN})?\Z")]
 Name = Annotated[str, Meta(max_length=256)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Epoch = Annotated[int, Meta(ge=0)]  # drawn when a process starts
@@ -477,9 +478,15 @@ class IndexLoad(Message, frozen=True, kw_only=True):
 
 
 class ReportAlive(Message, frozen=True, kw_only=True):
-    """Sent to a process whose heartbeat is late. The reply is Done; with no responder, the process
-    is gone.
+    """Sent to a process whose heartbeat is late, and by a process that starts, to its own name.
+    With no responder, the process is gone, or the name is free.
     """
+
+
+class Alive(Message, frozen=True, kw_only=True):
+    epoch: Epoch
+    host: Name
+    uptime_s: TotalSeconds
 
 
 class ModelCard(Message, frozen=True, kw_only=True):
@@ -544,6 +551,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     data_plane: DataPlaneAddress | None = None
     index: IndexLoad | None = None
     num_impostors: Count = 0  # messages rejected since its start for a wrong sender
+    uptime_s: TotalSeconds = 0.0  # of two processes with one id, the younger one leaves
 
     @property
     def sender_id(self) -> str:

@@ -1,15 +1,20 @@
 """Every subject and queue group, and the roles that may use each.
 
-    hearth.v1.{role}.{process_id}.{verb}      one process
-    hearth.v1.{role}.any.{verb}               any process of a role, by its queue group
+    hearth.v1.{role}.{credential}.{instance}.{verb}      one process
+    hearth.v1.{role}.any.{verb}                          any process of a role, by its queue group
 
-On the wire every subject ends with the sender's process id, enforced by the sender's permissions.
-`permissions()` is the only source of the NATS permission file: each process has a separate
-credential and reads only the commands to it, its inbox and the public events.
+A process id is `{credential}.{instance}`, or `{credential}` for the only process of a credential;
+its instance on the wire is then `-`. On the wire every subject ends with the sender's credential
+and instance. The sender's permissions enforce the credential, and leave the instance free: the
+processes of one credential (replicas) trust one another.
+
+`permissions()` is the only source of the NATS permission file: a process reads only the commands to
+its credential, its inbox and the public events.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -25,16 +30,37 @@ CredentialRole = Literal[
     "gateway", "scheduler", "prefill", "decode", "kv_index", "worker", "observer"
 ]
 
-HEARTBEATS = f"{PREFIX}.*.*.heartbeat"
-KV_EVENTS = f"{PREFIX}.*.*.kv_events"
+NO_INSTANCE = "-"
+NO_REGION = "-"
+_PREFILL_AND_DECODE: tuple[Role, ...] = ("prefill", "decode")
+
+HEARTBEATS = f"{PREFIX}.*.*.*.heartbeat.*"
+KV_EVENTS = f"{PREFIX}.*.*.*.kv_events"
 
 
-def command(role: Role, process_id: str, verb: str) -> str:
-    return f"{PREFIX}.{role}.{process_id}.{verb}"
+def process_id_of(credential: str, instance: str) -> str:
+    return credential if instance in ("", NO_INSTANCE) else f"{credential}.{instance}"
 
 
-def heartbeat(role: Role, process_id: str) -> str:
-    return command(role, process_id, "heartbeat")
+def credential_of(process_id: str) -> str:
+    return process_id.partition(".")[0]
+
+
+def command(role: CredentialRole, process_id: str, verb: str) -> str:
+    return f"{PREFIX}.{role}.{_two_tokens(process_id)}.{verb}"
+
+
+def heartbeat(roles: tuple[Role, ...], process_id: str, region: str = "") -> str:
+    """The subject states roles and region, so that permissions bind both to the credential."""
+    role: CredentialRole = "worker" if roles == _PREFILL_AND_DECODE else roles[0]
+    return f"{command(role, process_id, 'heartbeat')}.{region or NO_REGION}"
+
+
+def announced_by(wire_subject: str) -> tuple[tuple[str, ...], str]:
+    """The roles and the region that the subject of a received heartbeat states."""
+    parts = wire_subject.split(".")
+    role, region = parts[2], parts[6]
+    return _roles_of(role), "" if region == NO_REGION else region
 
 
 def kv_events(role: Role, process_id: str) -> str:
@@ -105,25 +131,34 @@ def pins(role: Role, worker_id: str) -> str:
 
 
 def sent_by(subject: str, process_id: str) -> str:
-    return f"{subject}.{process_id}"
+    return f"{subject}.{_two_tokens(process_id)}"
 
 
 def from_anyone(subject: str) -> str:
-    return f"{subject}.*"
+    return f"{subject}.*.*"
 
 
 def sender_of(wire_subject: str) -> str:
-    return wire_subject.rpartition(".")[2]
+    _, credential, instance = wire_subject.rsplit(".", 2)
+    return process_id_of(credential, instance)
 
 
 def owner_of(subject: str) -> str | None:
     """The process that a command addresses; None for a group."""
     parts = subject.split(".")
-    return parts[3] if len(parts) == 5 and parts[3] != ANY else None
+    return process_id_of(parts[3], parts[4]) if len(parts) == 6 else None
 
 
 def inbox_prefix(process_id: str) -> str:
-    return f"_INBOX.{process_id}"
+    return f"_INBOX.{_two_tokens(process_id)}"
+
+
+def _two_tokens(process_id: str) -> str:
+    return process_id if "." in process_id else f"{process_id}.{NO_INSTANCE}"
+
+
+def _roles_of(role: str) -> tuple[str, ...]:
+    return _PREFILL_AND_DECODE if role == "worker" else (role,)
 
 
 class Permissions(msgspec.Struct, frozen=True):
@@ -136,24 +171,25 @@ class Permissions(msgspec.Struct, frozen=True):
 _PUBLISH: dict[str, tuple[str, ...]] = {
     "gateway": (
         MATCH,
-        f"{PREFIX}.scheduler.*.submit",
-        f"{PREFIX}.scheduler.*.cancel",
-        f"{PREFIX}.decode.*.control",
-        f"{PREFIX}.decode.*.resend",
+        SUBMIT,
+        f"{PREFIX}.scheduler.*.*.submit",
+        f"{PREFIX}.scheduler.*.*.cancel",
+        f"{PREFIX}.decode.*.*.control",
+        f"{PREFIX}.decode.*.*.resend",
     ),
     "scheduler": (
         MATCH,
-        f"{PREFIX}.decode.*.start",
-        f"{PREFIX}.decode.*.control",
-        f"{PREFIX}.gateway.*.placement",
+        f"{PREFIX}.decode.*.*.start",
+        f"{PREFIX}.decode.*.*.control",
+        f"{PREFIX}.gateway.*.*.placement",
     ),
     "decode": (
-        f"{PREFIX}.prefill.*.run",
-        f"{PREFIX}.prefill.*.control",
-        f"{PREFIX}.gateway.*.tokens",
+        f"{PREFIX}.prefill.*.*.run",
+        f"{PREFIX}.prefill.*.*.control",
+        f"{PREFIX}.gateway.*.*.tokens",
     ),
-    "prefill": (f"{PREFIX}.decode.*.control",),
-    "kv_index": (f"{PREFIX}.*.*.list_blocks", f"{PREFIX}.*.*.pins"),
+    "prefill": (f"{PREFIX}.decode.*.*.control",),
+    "kv_index": (f"{PREFIX}.*.*.*.list_blocks", f"{PREFIX}.*.*.*.pins"),
 }
 
 _SHARED_SUBSCRIBE: dict[str, tuple[str, ...]] = {
@@ -165,36 +201,50 @@ _SHARED_SUBSCRIBE: dict[str, tuple[str, ...]] = {
 }
 
 
-def permissions(role: CredentialRole, process_id: str) -> Permissions:
-    """The minimal permissions that the process needs."""
+def permissions(role: CredentialRole, credential: str, region: str = "") -> Permissions:
+    """The minimal permissions that the credential's processes need."""
+    own_inbox = f"{inbox_prefix(f'{credential}.*')}.>"
     if role == "observer":
-        own = f"{inbox_prefix(process_id)}.>"
-        return Permissions(publish=(own,), subscribe=(own, from_anyone(HEARTBEATS)))
-    roles: tuple[Role, ...] = ("prefill", "decode") if role == "worker" else (role,)
-    publish = [f"{PREFIX}.*.*.alive"]
+        return Permissions(publish=(own_inbox,), subscribe=(own_inbox, from_anyone(HEARTBEATS)))
+    any_instance = f"{credential}.*"
+    roles: tuple[Role, ...] = _PREFILL_AND_DECODE if role == "worker" else (role,)
+    publish = [f"{PREFIX}.*.*.*.alive"]
+    if role == "worker":
+        publish.append(heartbeat(roles, any_instance, region))
     shared: list[str] = [HEARTBEATS]
     for each in roles:
-        publish += [heartbeat(each, process_id), kv_events(each, process_id), *_PUBLISH[each]]
-        shared += [f"{PREFIX}.{each}.{process_id}.*", *_SHARED_SUBSCRIBE[each]]
+        publish += [heartbeat((each,), any_instance, region), kv_events(each, any_instance)]
+        publish += _PUBLISH[each]
+        shared += [command(each, any_instance, "*"), *_SHARED_SUBSCRIBE[each]]
     return Permissions(
-        publish=tuple(sent_by(subject, process_id) for subject in publish),
-        subscribe=(f"{inbox_prefix(process_id)}.>", *map(from_anyone, shared)),
+        publish=tuple(sent_by(subject, any_instance) for subject in publish),
+        subscribe=(own_inbox, *map(from_anyone, shared)),
     )
 
 
+class NatsUser(msgspec.Struct, frozen=True):
+    """One credential of a NATS server; its user name is the credential's name."""
+
+    role: CredentialRole
+    credential: str
+    password: str
+    region: str = ""  # its processes may announce this one only
+
+
 def nats_server_config(
-    users: list[tuple[CredentialRole, str, str]],
+    users: Sequence[NatsUser],
     *,
     host: str,
     port: int,
     max_payload_bytes: int = 8 * 1024 * 1024,
 ) -> str:
-    """A nats-server configuration for `users` of (role, process_id, password).
+    """A nats-server configuration.
 
-    The user name is the process id, so one process cannot impersonate another. The server pings
-    every second and disconnects after two misses, so a frozen member leaves its queue group soon.
+    The user name is the first token of the process id, so no process can impersonate one of
+    another credential. The server pings every second and disconnects after two misses, so a frozen
+    member leaves its queue group soon.
     """
-    entries = "\n".join(_user_entry(role, process_id, word) for role, process_id, word in users)
+    entries = "\n".join(map(_user_entry, users))
     return (
         f'listen: "{host}:{port}"\n'
         f"max_payload: {max_payload_bytes}\n"
@@ -206,14 +256,14 @@ def nats_server_config(
     )
 
 
-def _user_entry(role: CredentialRole, process_id: str, password: str) -> str:
-    allowed = permissions(role, process_id)
+def _user_entry(user: NatsUser) -> str:
+    allowed = permissions(user.role, user.credential, user.region)
 
     def quote(subjects: tuple[str, ...]) -> str:
         return ", ".join(f'"{subject}"' for subject in subjects)
 
     return (
-        f'    {{user: "{process_id}", password: "{password}", permissions: {{\n'
+        f'    {{user: "{user.credential}", password: "{user.password}", permissions: {{\n'
         f"      publish: {{allow: [{quote(allowed.publish)}]}},\n"
         f"      subscribe: {{allow: [{quote(allowed.subscribe)}]}},\n"
         '      allow_responses: {max: 4, expires: "1m"}}}'

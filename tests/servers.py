@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from services.local.servers import nats_environ
-from shared.subjects import CredentialRole, nats_server_config
+from shared.subjects import CredentialRole, NatsUser, credential_of, nats_server_config
 
 START_TIMEOUT_S = 10.0
 PASSWORD = "test"
@@ -104,7 +104,7 @@ class NatsServer(Server):
     ) -> None:
         port = free_port()
         config = nats_server_config(
-            [(role, process_id, PASSWORD) for role, process_id in users],
+            [NatsUser(role, credential, PASSWORD) for role, credential in users],
             host="127.0.0.1",
             port=port,
             max_payload_bytes=max_payload_bytes,
@@ -118,7 +118,7 @@ class NatsServer(Server):
         )
 
     def url(self, process_id: str) -> str:
-        return f"nats://{process_id}:{PASSWORD}@127.0.0.1:{self.port}"
+        return f"nats://{credential_of(process_id)}:{PASSWORD}@127.0.0.1:{self.port}"
 
 
 class RedisServer(Server):

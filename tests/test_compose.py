@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from shared.subjects import credential_of
 from tests.servers import Server, find_binary, free_port
 from tests.services.cli.chat_checkpoint import write_chat_checkpoint
 from tests.services.cli.running import NoModel, complete, eventually, ready
@@ -61,7 +63,7 @@ class Stack:
         self.model_dir = write_chat_checkpoint(directory / "model")
         self.ports = {"nats:4222": free_port(), "redis:6379": free_port(), "0.0.0.0": free_port()}
         self.servers = [self._nats(), self._redis()]
-        self.processes = {service: self._start(service) for service in HEARTH_SERVICES}
+        self.processes = {service: self.start(service) for service in HEARTH_SERVICES}
 
     @property
     def url(self) -> str:
@@ -95,7 +97,7 @@ class Stack:
         line += f" --bind 127.0.0.1 --port {port} --dir {self.logs}"
         return ComposedServer([shell, flag, line], port, environment("redis"))
 
-    def _start(self, service: str) -> subprocess.Popen[bytes]:
+    def start(self, service: str) -> subprocess.Popen[bytes]:
         command = [self.local(word) for word in SERVICES[service]["command"]]
         environ = self.local_environment(service)
         if service == "scheduler":  # otherwise decode workers compute these short prompts
@@ -118,10 +120,9 @@ class Stack:
         return fixed.get(text, text)
 
     def local_environment(self, service: str) -> dict[str, str]:
-        """Containers reach each other by name; here all services run on one host."""
+        """Here all services run on one host, which may not resolve its own name."""
         environ = {name: self.local(text) for name, text in environment(service).items()}
-        if "HEARTH_DATA_PLANE_ADVERTISED_HOST" in environ:
-            assert environ["HEARTH_DATA_PLANE_ADVERTISED_HOST"] == service
+        if environ.get("HEARTH_DATA_PLANE_HOST") == "0.0.0.0":
             environ["HEARTH_DATA_PLANE_ADVERTISED_HOST"] = "127.0.0.1"
         return environ
 
@@ -145,13 +146,55 @@ def test_five_services_become_ready_and_answer(stack: Stack) -> None:
     workers = eventually(
         lambda: all((found := ready(stack.url).get("workers", {})).values()) and found, "workers"
     )
-    assert workers == {"prefill": ["prefill"], "decode": ["decode"]}
+    assert {role: list(map(credential_of, ids)) for role, ids in workers.items()} == {
+        "prefill": ["prefill"],
+        "decode": ["decode"],
+    }
+    key = api_key(stack)
+    answer = eventually(lambda: answers(stack.url, key), "an answer")
+    assert answer["hearth"]["decode_worker"] == workers["decode"][0]
+    assert answer["hearth"]["prefill_worker"] == workers["prefill"][0]
+
+
+def api_key(stack: Stack) -> str:
     environ = {**plain_environ(), "HEARTH_REDIS_URL": stack.redis_url}
     command = [sys.executable, "-m", "services", "api-key", "default"]
-    key = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, check=True)
-    answer = eventually(lambda: answers(stack.url, key.stdout.strip()), "an answer")
-    assert answer["hearth"]["decode_worker"] == "decode"
-    assert answer["hearth"]["prefill_worker"] == "prefill"
+    done = subprocess.run(
+        command, env=environ, cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def test_replica_replaces_a_service_without_a_lost_request(stack: Stack) -> None:
+    """As `--scale decode=2`, then a stop of the older one, under load."""
+    key, is_over, num_answers, failures = api_key(stack), threading.Event(), [], []
+
+    def num_decode_workers() -> int:
+        return len(ready(stack.url).get("workers", {}).get("decode", []))
+
+    def load() -> None:
+        while not is_over.is_set():
+            try:
+                num_answers.append(complete(stack.url, key))
+            except (OSError, NoModel) as error:
+                failures.append(repr(error))
+
+    eventually(lambda: answers(stack.url, key), "an answer")
+    replica = stack.start("decode")
+    eventually(lambda: num_decode_workers() == 2, "two decode workers")
+    thread = threading.Thread(target=load)
+    thread.start()
+    try:
+        stack.processes["decode"].terminate()
+        assert stack.processes["decode"].wait(timeout=30) == 0
+        num_before = len(num_answers)
+        eventually(lambda: len(num_answers) > num_before + 3, "answers of the replica")
+    finally:
+        is_over.set()
+        thread.join()
+        stack.processes["decode"] = replica
+    assert failures == []
+    eventually(lambda: num_decode_workers() == 1, "one decode worker")
 
 
 @pytest.mark.parametrize("service", HEARTH_SERVICES)

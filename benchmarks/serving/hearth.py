@@ -46,7 +46,7 @@ async def hearth(
         await save_api_key(redis.url, api_key, "benchmark")
         for name, role in services.items():
             environ = {"HEARTH_NATS_URL": nats.url(name), "HEARTH_REDIS_URL": redis.url}
-            command = [*_command(role, step_s), "--process-id", name]
+            command = [*_command(role, step_s), "--process-id", name, "--instance", "-"]
             if role == "gateway":
                 command += ["--http-port", url.rpartition(":")[2]]
             started[name] = _start(command, environ, folder / f"{name}.log")

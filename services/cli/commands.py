@@ -297,16 +297,19 @@ def credential(
         typer.Argument(help="gateway, scheduler, prefill, decode, kv_index, worker or observer."),
     ],
     process_id: Annotated[
-        str | None, typer.Option(help="Name of the process (default: ROLE-<6 hex digits>).")
+        str | None, typer.Option(help="Its name (default: ROLE-<6 hex digits>).")
     ] = None,
     host: Annotated[
         str | None, typer.Option(help="Address of this machine for the other host.")
     ] = None,
+    region: Annotated[
+        str, typer.Option(help="The region that the process may announce; empty: none.")
+    ] = "",
 ) -> None:
-    """Create a credential for another process of the local cluster: prints its NATS URL."""
+    """Create a credential for other processes of the local cluster: prints its NATS URL."""
     from services.local.join import add_credential
 
-    added = add_credential(role, process_id, host)
+    added = add_credential(role, process_id, host, region)
     print(added.nats_url)
     if not added.is_reachable:
         note = "note: this NATS listens on 127.0.0.1 only; `hearth up --advertise HOST` opens it"
@@ -319,20 +322,23 @@ def credential(
 @app.command(
     "nats-config",
     rich_help_panel=OPERATE,
-    epilog="Example:  hearth nats-config gateway=gateway decode=decode-1 decode=decode-2",
+    epilog="Example:  hearth nats-config gateway=gateway decode=decode-eu@eu decode=decode-us@us",
 )
 def nats_config(
-    processes: Annotated[list[str], typer.Argument(metavar="ROLE=PROCESS_ID...")],
+    processes: Annotated[list[str], typer.Argument(metavar="ROLE=NAME[@REGION]...")],
     host: Annotated[str, typer.Option(help="Address that nats-server listens on.")] = "0.0.0.0",
     port: Annotated[int, typer.Option(help="Port that nats-server listens on.")] = 4222,
 ) -> None:
-    """Print a nats-server configuration: one credential per process, with least permissions.
+    """Print a nats-server configuration: credentials with least permissions.
+
+    The replicas of one service may share a credential. A process announces the credential's region,
+    or none.
 
     Passwords are variables that nats-server reads from its environment: HEARTH_<ID>_PASSWORD.
     """
-    from services.local.credentials import named_roles, nats_config_with_variables
+    from services.local.credentials import named_credentials, nats_config_with_variables
 
-    text = nats_config_with_variables(named_roles(processes), host=host, port=port)
+    text = nats_config_with_variables(named_credentials(processes), host=host, port=port)
     print(f"# hearth nats-config {' '.join(processes)} --host {host} --port {port}")
     print(text, end="")
 
@@ -342,7 +348,10 @@ def health(
     nats_url: Annotated[str, typer.Option(envvar="HEARTH_NATS_URL", help="URL with credential.")],
     process_id: Annotated[
         str | None,
-        typer.Option(envvar="HEARTH_PROCESS_ID", help="Process (default: the NATS URL's user)."),
+        typer.Option(
+            envvar="HEARTH_PROCESS_ID",
+            help="Process (default: this host's, of the NATS URL's user).",
+        ),
     ] = None,
     timeout_s: Annotated[float, typer.Option(help="Seconds to wait for a heartbeat.")] = 3.0,
 ) -> None:

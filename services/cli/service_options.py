@@ -23,7 +23,8 @@ DEMO_MODEL_NAME = "hearth-demo"
 
 HELP = {
     "nats_url": "NATS server, with this process's credential: nats://ID:PASSWORD@HOST:PORT.",
-    "process_id": "Name of this process (default: the NATS URL's user, or ROLE-<6 hex digits>).",
+    "process_id": "Name of this process's credential (default: the NATS URL's user, or "
+    "ROLE-<6 hex digits>).",
     "region": "Region of this process, for requests with allowed regions (data residency).",
     "drain_timeout_s": "Seconds that a stop waits for running requests.",
     "redis_url": "Redis server: redis://:PASSWORD@HOST:PORT/0.",
@@ -62,7 +63,8 @@ HELP = {
     "max_pinned_share": "Share of the KV cache that pinned prefixes may hold.",
     "kv_compression": "BF16 KV over TCP: auto (compressed on links where that is faster) or off.",
     "data_plane_host": "Address that this worker's KV data plane listens on.",
-    "data_plane_advertised_host": "Its address for other workers (default: the listen address).",
+    "data_plane_advertised_host": "Its address for other workers (default: the listen address, or "
+    "this host's name if that is 0.0.0.0 or ::).",
 }
 _DEFAULTS = {"model_dir": DEMO_MODEL_DIR, "process_id": None}
 
@@ -91,8 +93,12 @@ def service_command(
 
     def command(**options: Any) -> None:
         arguments = () if not has_role_option else (options.pop("role") is WorkerRole.both,)
-        if options["process_id"] is None:
-            options["process_id"] = process_id_for(role, options["nats_url"])
+        options["process_id"] = process_id_for(
+            role,
+            options["nats_url"],
+            credential=options["process_id"],
+            instance=options.pop("instance"),
+        )
         if "model_dir" in options:
             given, is_worker = options["model_dir"], issubclass(config_type, WorkerConfig)
             needs_weights = is_worker and options["load_format"] != "dummy"
@@ -103,6 +109,7 @@ def service_command(
         _leave(run(config, *arguments))
 
     parameters = [_parameter(field) for field in msgspec.structs.fields(config_type)]
+    parameters.append(_instance_parameter())
     if has_role_option:
         parameters.append(_role_parameter(role))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -153,6 +160,22 @@ def _parameter(field: msgspec.structs.FieldInfo) -> inspect.Parameter:
 def _flag(name: str, *, is_switch: bool) -> str:
     words = name.removeprefix("is_").replace("_", "-")
     return f"--{words}/--no-{words}" if is_switch else f"--{words}"
+
+
+def _instance_parameter() -> inspect.Parameter:
+    option = typer.Option(
+        "--instance",
+        help="This process among those of its credential (default: 6 random hex digits); - is the "
+        "only one.",
+        envvar="HEARTH_INSTANCE",
+        show_default=False,
+    )
+    return inspect.Parameter(
+        "instance",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[str | None, option],
+    )
 
 
 def _role_parameter(role: str) -> inspect.Parameter:

@@ -1,29 +1,46 @@
-"""Checks whether the fleet sees a process as alive: receives its heartbeat through NATS."""
+"""Checks whether the fleet sees a process as alive: receives its heartbeat through NATS.
+
+A health check inside a container knows its credential only, which other containers may share: the
+reply to ReportAlive tells on which host a process is.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
+from socket import gethostname
 from urllib.parse import urlsplit
 
-from shared.errors import ConfigError
-from shared.messages import Heartbeat
-from shared.subjects import HEARTBEATS
+from shared.errors import ConfigError, HearthError
+from shared.messages import Alive, Heartbeat, ReportAlive
+from shared.subjects import HEARTBEATS, alive, credential_of, process_id_of
 from shared.transport.bus import NatsBus
 
+ALIVE_TIMEOUT_S = 1.0
 
-async def receives_heartbeat(nats_url: str, process_id: str, *, timeout_s: float) -> bool:
-    """True once a `ready` heartbeat of `process_id` arrives. Raises DependencyUnavailable."""
-    bus = await NatsBus.connect(nats_url, process_id=process_id, timeout_s=timeout_s)
-    received = asyncio.Event()
+
+async def receives_heartbeat(
+    nats_url: str, process_id: str, *, timeout_s: float, is_on_this_host: bool = False
+) -> bool:
+    """True once a `ready` heartbeat arrives from `process_id`, or from a process of that
+    credential. Raises DependencyUnavailable.
+    """
+    own_id = process_id_of(credential_of(process_id), secrets.token_hex(3))
+    bus = await NatsBus.connect(nats_url, process_id=own_id, timeout_s=timeout_s)
+    ready: asyncio.Queue[Heartbeat] = asyncio.Queue()
 
     def on_heartbeat(message: Heartbeat) -> None:
-        if message.process_id == process_id and message.state == "ready":
-            received.set()
+        names = (message.process_id, credential_of(message.process_id))
+        if process_id in names and message.state == "ready":
+            ready.put_nowait(message)
 
     try:
         await bus.subscribe(HEARTBEATS, Heartbeat, on_heartbeat)
         async with asyncio.timeout(timeout_s):
-            await received.wait()
+            while is_on_this_host and not await _is_on_this_host(bus, await ready.get()):
+                pass
+            if not is_on_this_host:
+                await ready.get()
     except TimeoutError:
         return False
     finally:
@@ -31,9 +48,20 @@ async def receives_heartbeat(nats_url: str, process_id: str, *, timeout_s: float
     return True
 
 
+async def _is_on_this_host(bus: NatsBus, heartbeat: Heartbeat) -> bool:
+    subject = alive(heartbeat.roles[0], heartbeat.process_id)
+    try:
+        reply = await bus.request(subject, ReportAlive(), Alive, timeout_s=ALIVE_TIMEOUT_S)
+    except HearthError:
+        return False
+    return reply.host == gethostname()
+
+
 def run_probe(nats_url: str, process_id: str | None, *, timeout_s: float) -> bool:
     """Raises ConfigError if no process id is given."""
     name = urlsplit(nats_url).username if process_id is None else process_id
     if not name:
         raise ConfigError("--process-id is needed where the NATS URL has no user")
-    return asyncio.run(receives_heartbeat(nats_url, name, timeout_s=timeout_s))
+    return asyncio.run(
+        receives_heartbeat(nats_url, name, timeout_s=timeout_s, is_on_this_host=process_id is None)
+    )

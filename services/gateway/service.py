@@ -29,6 +29,7 @@ from shared.clock import Clock, MonotonicClock
 from shared.config import GatewayConfig, check
 from shared.errors import NoCapacity
 from shared.lifecycle.heartbeat import HealthMonitor
+from shared.lifecycle.identity import check_name
 from shared.randomness import Randomness, SystemRandomness
 from shared.store import RedisStore, Store
 from shared.transport.bus import Bus, NatsBus
@@ -183,6 +184,7 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
     await renderer.start()
     clock = MonotonicClock()
     bus = await NatsBus.connect(config.nats_url, process_id=config.process_id)
+    await check_name(bus, "gateway")
     store = RedisStore(config.redis_url, clock)
     # prefixes may be long; their slow replies must not trip the breaker of the API key lookups
     prefix_redis = RedisStore(config.redis_url, clock, timeout_s=PREFIX_STORE_TIMEOUT_S)

@@ -26,6 +26,7 @@ from shared.config import KvIndexConfig, check
 from shared.errors import HearthError, InvalidRequest
 from shared.lifecycle.health import Loss
 from shared.lifecycle.heartbeat import HealthMonitor
+from shared.lifecycle.identity import check_name
 from shared.messages import (
     BlockPage,
     BlocksCleared,
@@ -288,6 +289,7 @@ async def build_kv_index(config: KvIndexConfig) -> KvIndexService:
     """Raises ConfigError, or DependencyUnavailable without a NATS server; Redis may start later."""
     check(config)
     bus = await NatsBus.connect(config.nats_url, process_id=config.process_id)
+    await check_name(bus, "kv_index")
     clock = MonotonicClock()
     store = RedisStore(config.redis_url, clock, timeout_s=STORE_TIMEOUT_S)
     return KvIndexService(

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from shared.errors import ConfigError
-from shared.subjects import CredentialRole, nats_server_config
+from shared.subjects import CredentialRole, NatsUser, nats_server_config, process_id_of
 
 ROLES: tuple[CredentialRole, ...] = (
     "gateway",
@@ -25,9 +25,12 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class Credential(msgspec.Struct, frozen=True):
+    """`process_id`: of its only process here; also the first part of the ids of its replicas."""
+
     role: CredentialRole
     process_id: str
     password: str = msgspec.field(default_factory=lambda: secrets.token_hex(16))
+    region: str = ""
 
     def nats_url(self, host: str, port: int) -> str:
         return f"nats://{self.process_id}:{self.password}@{host}:{port}"
@@ -45,30 +48,35 @@ def random_process_id(role: str) -> str:
     return f"{role}-{secrets.token_hex(3)}"
 
 
-def process_id_for(role: str, nats_url: str) -> str:
-    """The URL's user name, else a random process id for the role."""
-    return urlsplit(nats_url).username or random_process_id(role)
+def process_id_for(
+    role: str, nats_url: str, *, credential: str | None = None, instance: str | None = None
+) -> str:
+    """`credential` (default: the URL's user name, else a random name for the role) with `instance`
+    (default: random, so that replicas may share a credential; "-": none).
+    """
+    name = credential or urlsplit(nats_url).username or random_process_id(role)
+    return process_id_of(name, secrets.token_hex(3) if instance is None else instance)
 
 
 def nats_config(credentials: Sequence[Credential], *, host: str, port: int) -> str:
-    users = [(each.role, each.process_id, each.password) for each in credentials]
+    users = [
+        NatsUser(each.role, each.process_id, each.password, each.region) for each in credentials
+    ]
     return nats_server_config(users, host=host, port=port)
 
 
-def nats_config_with_variables(
-    names: Sequence[tuple[CredentialRole, str]], *, host: str, port: int
-) -> str:
+def nats_config_with_variables(named: Sequence[Credential], *, host: str, port: int) -> str:
     """A configuration without secrets: each password is `$HEARTH_<PROCESS_ID>_PASSWORD`.
 
     nats-server reads unquoted variables from its environment.
     """
-    variables = {process_id: _password_variable(process_id) for _, process_id in names}
-    text = nats_server_config(
-        [(role, process_id, variables[process_id]) for role, process_id in names],
-        host=host,
-        port=port,
-    )
-    for variable in variables.values():
+    variables = [_password_variable(each.process_id) for each in named]
+    users = [
+        NatsUser(each.role, each.process_id, variable, each.region)
+        for each, variable in zip(named, variables, strict=True)
+    ]
+    text = nats_server_config(users, host=host, port=port)
+    for variable in variables:
         text = text.replace(f'"{variable}"', variable)
     return text
 
@@ -83,16 +91,24 @@ def check_name(process_id: str) -> None:
         raise ConfigError(f"process id {process_id!r} may have letters, digits, - and _ only")
 
 
-def named_roles(arguments: Sequence[str]) -> list[tuple[CredentialRole, str]]:
-    """Parses roles and process ids such as `decode=decode-1`. Raises ConfigError."""
-    pairs = []
+def check_region(region: str) -> None:
+    """Raises ConfigError."""
+    if region and not _NAME.fullmatch(region):
+        raise ConfigError(f"region {region!r} may have letters, digits, - and _ only")
+
+
+def named_credentials(arguments: Sequence[str]) -> list[Credential]:
+    """Parses `decode=decode-1`, or `decode=decode-1@eu` with a region. Raises ConfigError."""
+    named = []
     for argument in arguments:
-        role, separator, process_id = argument.partition("=")
+        role, separator, name = argument.partition("=")
+        process_id, _, region = name.partition("@")
         if not separator or not process_id:
-            raise ConfigError(f"{argument!r} is not ROLE=PROCESS_ID")
+            raise ConfigError(f"{argument!r} is not ROLE=NAME or ROLE=NAME@REGION")
         check_name(process_id)
-        pairs.append((role_of(role), process_id))
-    variables = [_password_variable(process_id) for _, process_id in pairs]
+        check_region(region)
+        named.append(Credential(role_of(role), process_id, region=region))
+    variables = [_password_variable(each.process_id) for each in named]
     if len(set(variables)) < len(variables):  # - and _ give the same variable
         raise ConfigError("two processes have the same name, or the same password variable")
-    return pairs
+    return named

@@ -12,6 +12,7 @@ import msgspec
 from services.local.credentials import (
     Credential,
     check_name,
+    check_region,
     nats_config,
     random_process_id,
     role_of,
@@ -38,15 +39,17 @@ def add_credential(
     role: str,
     process_id: str | None,
     host: str | None,
+    region: str = "",
     environ: Mapping[str, str] = os.environ,
 ) -> NewCredential:
     """Adds a credential to the running local cluster's NATS. Raises ConfigError."""
     known_role = role_of(role)
     name = random_process_id(known_role) if process_id is None else process_id
     check_name(name)
+    check_region(region)
     directory, _ = running_cluster(clusters_dir(environ))
     with changing(directory) as state:
-        credential = Credential(known_role, name)
+        credential = Credential(known_role, name, region=region)
         _grant(credential, directory, state)
     return NewCredential(
         credential=credential,

@@ -14,7 +14,7 @@ from services.local.credentials import Credential, random_process_id
 from services.local.servers import LOOPBACK
 from shared.config import DEVICES, LOAD_FORMATS, WEIGHT_FORMS, is_device_name
 from shared.errors import ConfigError
-from shared.subjects import CredentialRole
+from shared.subjects import NO_INSTANCE, CredentialRole
 
 _ROOT = Path(services.__file__).resolve().parent.parent
 _COMMANDS: dict[CredentialRole, str] = {
@@ -217,7 +217,7 @@ def _service(
     environ: Mapping[str, str],
 ) -> ProcessSpec:
     """`device` is None for services without an engine."""
-    arguments = ["--process-id", credential.process_id]
+    arguments = ["--process-id", credential.process_id, "--instance", NO_INSTANCE]
     arguments += ["--drain-timeout-s", f"{DRAIN_TIMEOUT_S:g}"]
     if device is not None or credential.role == "gateway":
         arguments += ["--model-dir", str(options.model_dir.resolve())]

@@ -38,6 +38,7 @@ from shared.errors import (
 from shared.lifecycle.child_process import send_signal
 from shared.lifecycle.health import Loss
 from shared.lifecycle.heartbeat import HealthMonitor
+from shared.lifecycle.identity import check_name
 from shared.messages import (
     AbortReason,
     AbortRequest,
@@ -172,6 +173,8 @@ class SchedulerService:
 
     def _peer_lost(self, process_id: str, loss: Loss) -> None:
         self._workers.lost(process_id)
+        if loss is Loss.DOUBLED:  # one of the two gateways still waits for its requests
+            return
         dropped = self._admission.remove_of_gateway(process_id)
         if dropped:
             log.warning("gateway_lost", gateway=process_id, num_requests=len(dropped))
@@ -444,6 +447,7 @@ async def build_scheduler(config: SchedulerConfig) -> SchedulerService:
     """Raises ConfigError, or DependencyUnavailable without a NATS server."""
     check(config)
     bus = await NatsBus.connect(config.nats_url, process_id=config.process_id)
+    await check_name(bus, "scheduler")
     clock, randomness = MonotonicClock(), SystemRandomness()
     return SchedulerService(config, bus, clock, randomness, on_first_worker=_compile_loops)
 

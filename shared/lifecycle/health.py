@@ -14,12 +14,14 @@ to reconnect.
                                      │ ▲────────────────────────────────────────────────────────┘
                                      └─stopped──▶ forgotten
     restart: a new epoch is a new peer; the old one is lost.
+    doubled: a replaced epoch comes back, so two processes have one id. It is lost once, and takes
+             no work until one epoch is left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
 
@@ -32,6 +34,9 @@ SILENCE_LIMIT_S = 1.0  # four missed heartbeats
 MAX_LOOP_LAG_S = 0.2
 TICK_S = 0.1
 FORGET_AFTER_S = 60.0
+LEFT_AFTER_S = 0.75  # of two processes with one id: before SILENCE_LIMIT_S loses the other
+MIN_RETURNS = 2  # heartbeats of a replaced epoch before its process counts as alive
+MAX_REPLACED = 8  # epochs remembered for a peer
 MAX_PEERS = 8192  # further peers are ignored until others are forgotten
 
 
@@ -41,6 +46,19 @@ class Loss(Enum):
     STUCK = "stuck"
     RESTARTED = "restarted"
     STOPPED = "stopped"
+    DOUBLED = "doubled"
+
+
+@dataclass(slots=True)
+class _ReplacedEpoch:
+    """An epoch of a peer's id before its current one. One late heartbeat of it means nothing."""
+
+    sequence_number: int
+    num_returns: int = 0
+    returned_at: float = -inf
+
+    def is_alive(self, now: float) -> bool:
+        return self.num_returns >= MIN_RETURNS and now - self.returned_at <= SILENCE_LIMIT_S
 
 
 @dataclass(slots=True)
@@ -49,13 +67,17 @@ class Peer:
     last_heartbeat_at: float
     progressed_at: float
     is_suspect: bool = False
+    is_doubled: bool = False
+    replaced: dict[int, _ReplacedEpoch] = field(default_factory=dict)  # by epoch
 
 
 class Fleet:
     """The state of all peers, as one process sees it."""
 
-    def __init__(self, own_process_id: str) -> None:
+    def __init__(self, own_process_id: str, own_epoch: int | None = None) -> None:
+        """`own_epoch`: heartbeats of the own id with another one are no echoes."""
         self._own_process_id = own_process_id
+        self._own_epoch = own_epoch
         self._peers: dict[str, Peer] = {}
         self._last_echo_at = -inf
         self._last_tick_at = inf
@@ -64,19 +86,43 @@ class Fleet:
     def observe(self, heartbeat: Heartbeat, now: float) -> Loss | None:
         """Records a heartbeat. Returns a Loss if its process has stopped or restarted."""
         if heartbeat.process_id == self._own_process_id:
-            self._on_echo(now)
+            if self._own_epoch in (None, heartbeat.epoch):
+                self._on_echo(now)
             return None
         known = self._peers.get(heartbeat.process_id)
         if known is not None and _is_stale(heartbeat, known.heartbeat):
+            return None
+        if known is not None and heartbeat.epoch in known.replaced:
+            return self._on_replaced_epoch(known, heartbeat, now)
+        if known is not None and heartbeat.state == "stopped" and _is_other(heartbeat, known):
             return None
         if heartbeat.state == "stopped":
             return Loss.STOPPED if self._peers.pop(heartbeat.process_id, None) else None
         if known is None and len(self._peers) >= MAX_PEERS:
             return None
         self._peers[heartbeat.process_id] = self._updated(known, heartbeat, now)
-        if known is not None and known.heartbeat.epoch != heartbeat.epoch:
-            return Loss.RESTARTED
-        return None
+        return Loss.RESTARTED if known is not None and _is_other(heartbeat, known) else None
+
+    def _on_replaced_epoch(self, peer: Peer, heartbeat: Heartbeat, now: float) -> Loss | None:
+        """The process with this epoch was taken for gone, or for restarted with a new epoch."""
+        epoch = peer.replaced[heartbeat.epoch]
+        if heartbeat.state == "stopped":
+            epoch.num_returns = 0
+            return None
+        if heartbeat.sequence_number <= epoch.sequence_number:
+            return None
+        epoch.sequence_number = heartbeat.sequence_number
+        epoch.num_returns, epoch.returned_at = epoch.num_returns + 1, now
+        if now - peer.last_heartbeat_at > LEFT_AFTER_S:  # the other one has left
+            del peer.replaced[heartbeat.epoch]
+            self._peers[heartbeat.process_id] = Peer(
+                heartbeat, now, now, is_doubled=peer.is_doubled, replaced=peer.replaced
+            )
+            return None
+        if peer.is_doubled or not epoch.is_alive(now):
+            return None
+        peer.is_doubled = True
+        return Loss.DOUBLED
 
     def tick(self, now: float) -> list[tuple[str, Loss]]:
         """Call every TICK_S. Returns the peers that became suspect since the last call."""
@@ -87,6 +133,8 @@ class Fleet:
             return []
         lost = []
         for process_id, peer in list(self._peers.items()):
+            if peer.is_doubled:
+                peer.is_doubled = any(each.is_alive(now) for each in peer.replaced.values())
             loss = _loss_of(peer, now)
             if loss is not None and not peer.is_suspect:
                 peer.is_suspect = True
@@ -129,7 +177,8 @@ class Fleet:
     def live(self, role: Role) -> Iterator[Heartbeat]:
         """The last heartbeats of the processes of a role that accept new work."""
         for peer in self._peers.values():
-            takes_work = not peer.is_suspect and peer.heartbeat.state == "ready"
+            is_sound = not peer.is_suspect and not peer.is_doubled
+            takes_work = is_sound and peer.heartbeat.state == "ready"
             if takes_work and role in peer.heartbeat.roles:
                 yield peer.heartbeat
 
@@ -141,6 +190,11 @@ class Fleet:
         """Known and not suspect; it may be draining."""
         peer = self._peers.get(process_id)
         return peer is not None and not peer.is_suspect
+
+    def is_contested(self, heartbeat: Heartbeat) -> bool:
+        """Whether another process with the same id is known, so `heartbeat` describes neither."""
+        peer = self._peers.get(heartbeat.process_id)
+        return peer is not None and (peer.is_doubled or _is_other(heartbeat, peer))
 
     def is_lost(self, process_id: str) -> bool:
         """Suspect. An unknown process is not lost: it may have just started."""
@@ -158,9 +212,22 @@ class Fleet:
 
     @staticmethod
     def _updated(known: Peer | None, heartbeat: Heartbeat, now: float) -> Peer:
-        if known is None or _has_moved(known.heartbeat, heartbeat):
+        if known is None:
             return Peer(heartbeat, last_heartbeat_at=now, progressed_at=now)
-        return Peer(heartbeat, now, known.progressed_at, is_suspect=known.is_suspect)
+        if _is_other(heartbeat, known):
+            last = _ReplacedEpoch(known.heartbeat.sequence_number)
+            replaced = {**known.replaced, known.heartbeat.epoch: last}
+            newest = dict(list(replaced.items())[-MAX_REPLACED:])
+            return Peer(heartbeat, now, now, is_doubled=known.is_doubled, replaced=newest)
+        has_moved = _has_moved(known.heartbeat, heartbeat)
+        return Peer(
+            heartbeat,
+            last_heartbeat_at=now,
+            progressed_at=now if has_moved else known.progressed_at,
+            is_suspect=known.is_suspect and not has_moved,
+            is_doubled=known.is_doubled,
+            replaced=known.replaced,
+        )
 
 
 def _is_stale(heartbeat: Heartbeat, known: Heartbeat) -> bool:
@@ -168,9 +235,13 @@ def _is_stale(heartbeat: Heartbeat, known: Heartbeat) -> bool:
     return same_epoch and heartbeat.sequence_number <= known.sequence_number
 
 
+def _is_other(heartbeat: Heartbeat, peer: Peer) -> bool:
+    return heartbeat.epoch != peer.heartbeat.epoch
+
+
 def _has_moved(known: Heartbeat, heartbeat: Heartbeat) -> bool:
     """Whether the engine has progressed; without an engine every heartbeat counts as progress."""
-    if heartbeat.load is None or known.load is None or known.epoch != heartbeat.epoch:
+    if heartbeat.load is None or known.load is None:
         return True
     return known.load.step != heartbeat.load.step
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from socket import gethostname
 
 import structlog
 
 from shared.background import Background
 from shared.clock import Clock
-from shared.errors import DependencyUnavailable, HearthError, NoResponders
+from shared.errors import DependencyUnavailable, HearthError, NameInUse, NoResponders
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, TICK_S, Fleet, Loss
+from shared.lifecycle.identity import name_in_use
 from shared.messages import (
+    Alive,
     DataPlaneAddress,
-    Done,
     Heartbeat,
     IndexLoad,
     ModelCard,
@@ -48,9 +50,13 @@ class HealthMonitor:
         data_plane: DataPlaneAddress | None = None,
         index: Callable[[], IndexLoad] | None = None,
     ) -> None:
-        self.fleet = Fleet(bus.process_id)
         self.state: ProcessState = "starting"
         self.epoch = int.from_bytes(randomness.bytes(7), "little")
+        self.fleet = Fleet(bus.process_id, self.epoch)
+        self.on_name_in_use: Callable[[NameInUse], None] = self._end_process
+        self._last_of_other: Heartbeat | None = None  # another process with this one's id
+        self._is_other_reported = False
+        self._started_at = clock.now()
         self._bus = bus
         self._clock = clock
         self._roles = roles
@@ -59,6 +65,7 @@ class HealthMonitor:
         self._model = model
         self._data_plane = data_plane
         self._index = index
+        self._subject = heartbeat(roles, bus.process_id, region)
         self._sequence_number = 0
         self._lost_handlers: list[LostHandler] = []
         self._heartbeat_handlers: list[Callable[[Heartbeat], None]] = []
@@ -73,7 +80,7 @@ class HealthMonitor:
 
     async def start(self) -> None:
         own = alive(self._roles[0], self._bus.process_id)
-        await self._bus.serve(own, ReportAlive, lambda _: Done())
+        await self._bus.serve(own, ReportAlive, lambda _: self._alive())
         await self._bus.subscribe(HEARTBEATS, Heartbeat, self._on_heartbeat)
         self._background.start(self._beat())
         self._background.start(self._watch())
@@ -87,12 +94,47 @@ class HealthMonitor:
         await self._background.stop()
         await self.transition_to("stopped")
 
+    def _alive(self) -> Alive:
+        return Alive(epoch=self.epoch, host=gethostname(), uptime_s=self._uptime_s())
+
+    def _uptime_s(self) -> float:
+        return self._clock.now() - self._started_at
+
     def _on_heartbeat(self, message: Heartbeat) -> None:
+        if message.process_id == self._bus.process_id and message.epoch != self.epoch:
+            self._on_same_name(message)
+            return
         loss = self.fleet.observe(message, self._clock.now())
         if loss is not None:
             self._lost(message.process_id, loss)
+        if self.fleet.is_contested(message):
+            return
         for handler in self._heartbeat_handlers:
             handler(message)
+
+    def _on_same_name(self, message: Heartbeat) -> None:
+        """Of two processes with one id, the younger one ends. The first heartbeat of the other may
+        be the last one of a process that has gone.
+        """
+        last, self._last_of_other = self._last_of_other, message
+        if message.state == "stopped" or last is None or last.epoch != message.epoch:
+            return
+        if message.sequence_number <= last.sequence_number:
+            return
+        is_younger = (self._uptime_s(), self.epoch) < (message.uptime_s, message.epoch)
+        if is_younger:
+            self.on_name_in_use(
+                name_in_use(self._bus.process_id, "another connection", message.uptime_s)
+            )
+        elif not self._is_other_reported:
+            self._is_other_reported = True
+            log.error("name_in_use", by_epoch=message.epoch, its_uptime_s=round(message.uptime_s))
+
+    def _end_process(self, error: NameInUse) -> None:
+        async def fail() -> None:
+            raise error
+
+        self._background.start(fail())
 
     def _lost(self, process_id: str, loss: Loss) -> None:
         log.warning("peer_lost", peer=process_id, loss=loss.value)
@@ -125,7 +167,7 @@ class HealthMonitor:
         self._requested.add(last.process_id)
         num_reconnects = self._bus.num_reconnects
         try:
-            await self._bus.request(subject, ReportAlive(), Done, timeout_s=ALIVE_TIMEOUT_S)
+            await self._bus.request(subject, ReportAlive(), Alive, timeout_s=ALIVE_TIMEOUT_S)
         except NoResponders:
             is_steady = self._bus.num_reconnects == num_reconnects
             loss = self.fleet.mark_disconnected(last, self._clock.now()) if is_steady else None
@@ -151,8 +193,9 @@ class HealthMonitor:
             data_plane=self._data_plane,
             index=None if self._index is None else self._index(),
             num_impostors=self._bus.num_sender_mismatches,
+            uptime_s=self._uptime_s(),
         )
         try:
-            await self._bus.publish(heartbeat(self._roles[0], self._bus.process_id), message)
+            await self._bus.publish(self._subject, message)
         except DependencyUnavailable as error:
             log.warning("heartbeat_send_failed", error=error.message)

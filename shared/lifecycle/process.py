@@ -26,6 +26,7 @@ from shared.log import configure_logging
 
 log = structlog.get_logger(__name__)
 
+HEARTH_ERROR_STATUS = 2
 MAX_YOUNG_OBJECTS = 10_000  # before a garbage collection; Python's default of 700 is too frequent
 
 
@@ -54,7 +55,7 @@ def run_service(
         uvloop.run(_live(build, drain_timeout_s))
     except HearthError as error:
         print(f"{process_id}: {error.message}", file=sys.stderr, flush=True)
-        return 2
+        return HEARTH_ERROR_STATUS
     return 0
 
 
@@ -92,7 +93,8 @@ def _die(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     reason = context.get("message")
     log.error("unhandled", reason=reason, exc_info=context.get("exception"))
     if reason == TASK_FAILED:
-        os._exit(1)
+        error = context.get("exception")
+        os._exit(HEARTH_ERROR_STATUS if isinstance(error, HearthError) else 1)
 
 
 def _on_signals() -> asyncio.Event:

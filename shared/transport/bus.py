@@ -31,7 +31,7 @@ from shared.errors import (
     SenderMismatch,
 )
 from shared.messages import Failure, Message
-from shared.subjects import from_anyone, inbox_prefix, sender_of, sent_by
+from shared.subjects import from_anyone, inbox_prefix, sent_by
 from shared.transport.nats_client import DirectClient
 from shared.transport.sender_check import SenderCheck
 from shared.transport.wire_errors import UNREADABLE
@@ -205,7 +205,7 @@ class _ConnectionEvents:
 
 
 class NatsBus:
-    """One NATS connection. The user name in the URL, if any, is the process id.
+    """One NATS connection. The user name in the URL, if any, is the process's credential.
 
     Adds the sender to every published subject, and subscribes to each subject from any sender.
     """
@@ -300,7 +300,7 @@ class NatsBus:
         decode = msgspec.msgpack.Decoder(message_type).decode
 
         async def take(wire_subject: str, reply: str, data: bytes) -> None:
-            checked = self._sender_check.checked(decode, sender_of(wire_subject))
+            checked = self._sender_check.checked(decode, wire_subject)
             try:
                 hand_over(wire_subject, handler, checked, data)
             except Exception:  # the service boundary: one message must not end the subscription
@@ -326,7 +326,7 @@ class NatsBus:
                 rejection = Overloaded("too many requests at once", retry_after_s=1.0)
                 await answer(reply_to, failure_of(rejection))
                 return
-            checked = self._sender_check.checked(decode, sender_of(wire_subject))
+            checked = self._sender_check.checked(decode, wire_subject)
             reply = begin_reply(handler, checked, data)
             if isinstance(reply, Message):
                 await answer(reply_to, reply)

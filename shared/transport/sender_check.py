@@ -1,4 +1,6 @@
-"""Checks that a message names its true sender, which the server enforces in the subject."""
+"""Checks that a message names its true sender, which the server enforces in the subject; for a
+heartbeat also roles and region.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from shared.errors import SenderMismatch
-from shared.messages import Message
-from shared.subjects import owner_of
+from shared.messages import Heartbeat, Message
+from shared.subjects import announced_by, owner_of, sender_of
 
 Decode = Callable[[bytes], Any]
 
@@ -18,12 +20,14 @@ class SenderCheck:
     def __init__(self) -> None:
         self.num_sender_mismatches = 0
 
-    def checked(self, decode: Decode, sender_id: str) -> Decode:
-        """A decoder for bytes that `sender_id` published; it also raises SenderMismatch."""
+    def checked(self, decode: Decode, wire_subject: str) -> Decode:
+        """A decoder for bytes from `wire_subject`; it also raises SenderMismatch."""
 
         def decode_checked(data: bytes) -> Any:
             message = decode(data)
-            self._check(message, sender_id)
+            self._check(message, sender_of(wire_subject))
+            if isinstance(message, Heartbeat):
+                self._check_announcement(message, wire_subject)
             return message
 
         return decode_checked
@@ -36,6 +40,15 @@ class SenderCheck:
         owner_id = owner_of(subject)
         if owner_id is not None:
             self._check(reply, owner_id)
+
+    def _check_announcement(self, message: Heartbeat, wire_subject: str) -> None:
+        """Roles and region are the credential's, not the process's own word."""
+        roles, region = announced_by(wire_subject)
+        if message.region != region or not set(message.roles) <= set(roles):
+            self.num_sender_mismatches += 1
+            claimed = f"{', '.join(message.roles)} in region {message.region!r}"
+            allowed = f"{', '.join(roles)} in {region!r}"
+            raise SenderMismatch(f"{message.process_id} claims {claimed}; its subject is {allowed}")
 
     def _check(self, message: Message, sender_id: str) -> None:
         if message.sender_id not in (None, sender_id):

@@ -33,7 +33,7 @@ from shared.messages import (
     SubmitRequest,
 )
 from shared.packing import BLOCK_HASH_BYTES
-from shared.subjects import cancel, control, placement
+from shared.subjects import cancel, control, owner_of, placement, sender_of
 from tests.fuzz.mutations import anything, spoiled, torn
 from tests.simulation.world.bus import Parcel, SimulatedNetwork
 
@@ -96,7 +96,7 @@ class Meddler:
             send(parcel)
         if how is not None:
             for at, sent in self._instead(how, subject, parcel):
-                sent = Parcel(sent, parcel.reply, parcel.sender_id)
+                sent = Parcel(sent, parcel.reply, parcel.wire_subject)
                 if at == subject:
                     send(sent)
                 else:
@@ -150,8 +150,8 @@ def _spoiling(message: Message) -> st.SearchStrategy[bytes]:
 
 def _commands(subject: str, parcel: Parcel) -> list[tuple[str, Message]]:
     """The messages that this sender may send next about the ids that it has just named."""
-    _, _, _, owner, kind = subject.split(".")
-    sender = parcel.sender_id
+    owner, kind = owner_of(subject) or "", subject.rpartition(".")[2]
+    sender = sender_of(parcel.wire_subject)
     if kind == "submit":
         submit = msgspec.msgpack.decode(parcel.data, type=SubmitRequest)
         request_id = submit.request.request_id

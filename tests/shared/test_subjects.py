@@ -3,12 +3,13 @@ from __future__ import annotations
 import pytest
 
 from shared import subjects
-from shared.subjects import CredentialRole, nats_server_config, permissions
+from shared.messages import Role
+from shared.subjects import CredentialRole, NatsUser, nats_server_config, permissions
 from tests.simulation.world.bus import matches
 
-USERS: list[tuple[CredentialRole, str, str]] = [
-    ("gateway", "gateway-1", "word"),
-    ("worker", "worker-1", "other"),
+USERS = [
+    NatsUser("gateway", "gateway-1", "word"),
+    NatsUser("worker", "worker-1", "other"),
 ]
 
 
@@ -31,13 +32,13 @@ def is_allowed(role: CredentialRole, process_id: str, verb: str, subject: str) -
                 *(subjects.SUBMIT, subjects.submit_to("s"), subjects.cancel("s")),
                 *(subjects.resend("d"), subjects.MATCH),
             ],
-            [subjects.tokens("g"), subjects.placement("g"), "_INBOX.g.x.y"],
+            [subjects.tokens("g"), subjects.placement("g"), "_INBOX.g.-.y"],
         ),
         (
             "scheduler",
             "s",
             [subjects.MATCH, subjects.start_decode("d"), subjects.placement("g")],
-            [subjects.SUBMIT, subjects.submit_to("s"), subjects.heartbeat("decode", "d")],
+            [subjects.SUBMIT, subjects.submit_to("s"), subjects.heartbeat(("decode",), "d")],
         ),
         (
             "decode",
@@ -64,7 +65,11 @@ def is_allowed(role: CredentialRole, process_id: str, verb: str, subject: str) -
         (
             "worker",
             "w",
-            [subjects.run_prefill("p"), subjects.tokens("g"), subjects.heartbeat("prefill", "w")],
+            [
+                subjects.run_prefill("p"),
+                subjects.tokens("g"),
+                subjects.heartbeat(("prefill",), "w"),
+            ],
             [subjects.start_decode("w"), subjects.run_prefill("w")],
         ),
     ],
@@ -78,22 +83,23 @@ def test_each_role_has_required_permissions(
     assert all(is_allowed(role, process_id, "publish", each) for each in needs_to_publish)
     assert all(is_allowed(role, process_id, "subscribe", each) for each in needs_to_subscribe)
     assert is_allowed(role, process_id, "publish", subjects.alive("decode", "other"))
-    assert not is_allowed(role, process_id, "subscribe", "_INBOX.other.x")
-    assert not is_allowed(role, process_id, "publish", f"hearth.v1.{role}.other.heartbeat")
+    assert not is_allowed(role, process_id, "subscribe", "_INBOX.other.-.x")
+    foreign = subjects.heartbeat((role if role != "worker" else "decode",), "other")  # type: ignore[arg-type]
+    assert not is_allowed(role, process_id, "publish", foreign)
 
 
 def test_role_publishes_only_in_its_own_name() -> None:
     for role in ("gateway", "scheduler", "prefill", "decode", "kv_index", "worker"):
         for pattern in permissions(role, "own").publish:
-            assert pattern.endswith(".own"), pattern
+            assert pattern.endswith(".own.*"), pattern
 
 
 def test_observer_may_only_receive_heartbeats() -> None:
-    assert is_allowed("observer", "o", "subscribe", subjects.heartbeat("decode", "d"))
+    assert is_allowed("observer", "o", "subscribe", subjects.heartbeat(("decode",), "d"))
     for subject in (subjects.SUBMIT, subjects.tokens("g"), subjects.kv_events("decode", "d")):
         assert not is_allowed("observer", "o", "subscribe", subject)
         assert not is_allowed("observer", "o", "publish", subject)
-    assert not is_allowed("observer", "o", "publish", subjects.heartbeat("decode", "o"))
+    assert not is_allowed("observer", "o", "publish", subjects.heartbeat(("decode",), "o"))
 
 
 def test_server_config_limits_users_to_their_subjects() -> None:
@@ -102,5 +108,52 @@ def test_server_config_limits_users_to_their_subjects() -> None:
     assert "max_payload: 8388608" in config
     assert config.count("user: ") == 2
     gateway, worker = config.split("user: ")[1:]
-    assert '"_INBOX.gateway-1.>"' in gateway
-    assert '"_INBOX.gateway-1.>"' not in worker
+    assert '"_INBOX.gateway-1.*.>"' in gateway
+    assert '"_INBOX.gateway-1.*.>"' not in worker
+
+
+@pytest.mark.parametrize("process_id", ["decode-1", "decode-1.a1b2c3"])
+def test_process_id_survives_the_wire(process_id: str) -> None:
+    subject = subjects.start_decode(process_id)
+    assert subjects.owner_of(subject) == process_id
+    assert subjects.sender_of(subjects.sent_by(subject, process_id)) == process_id
+    assert subjects.owner_of(subjects.SUBMIT) is None
+
+
+@pytest.mark.parametrize(
+    ("subject", "is_read"),
+    [
+        (subjects.start_decode("decode.one"), True),
+        (subjects.start_decode("decode"), True),
+        (subjects.start_decode("decode-2.one"), False),
+        (subjects.start_decode("one.decode"), False),
+    ],
+)
+def test_replicas_of_a_credential_read_its_commands_alone(subject: str, is_read: bool) -> None:
+    assert is_allowed("decode", "decode", "subscribe", subject) == is_read
+
+
+@pytest.mark.parametrize(
+    ("roles", "region", "is_sent"),
+    [
+        (("decode",), "eu", True),
+        (("decode",), "us", False),
+        (("decode",), "", False),
+        (("prefill",), "eu", False),
+        (("prefill", "decode"), "eu", False),
+    ],
+)
+def test_credential_announces_its_own_roles_and_region(
+    roles: tuple[Role, ...], region: str, is_sent: bool
+) -> None:
+    subject = subjects.sent_by(subjects.heartbeat(roles, "d.one", region), "d.one")
+    patterns = permissions("decode", "d", "eu").publish
+    assert any(matches(pattern, subject) for pattern in patterns) == is_sent
+
+
+def test_worker_credential_announces_one_role_or_both() -> None:
+    patterns = permissions("worker", "w").publish
+    for roles in (("prefill",), ("decode",), ("prefill", "decode")):
+        subject = subjects.sent_by(subjects.heartbeat(roles, "w"), "w")  # type: ignore[arg-type]
+        assert any(matches(pattern, subject) for pattern in patterns), roles
+        assert set(subjects.announced_by(subject)[0]) == set(roles)

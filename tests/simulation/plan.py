@@ -11,7 +11,7 @@ from shared.messages import Pooling, SamplingParams
 FaultKind = Literal[
     "kill", "freeze", "slow", "wedge", "drain", "cut_off",
     "nats_restart", "nats_hang", "redis_away", "redis_hang",
-    "noise", "deaf", "link_drop", "link_noise", "runner_raises",
+    "noise", "deaf", "link_drop", "link_noise", "runner_raises", "twin",
 ]  # fmt: skip
 
 BLOCK_SIZE = 16

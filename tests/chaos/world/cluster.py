@@ -213,7 +213,7 @@ class ChaosCluster:
 
     def _command(self, name: str) -> list[str]:
         role = self.services[name]
-        options = {"process-id": name, **self._options.get(role, {})}
+        options = {"process-id": name, "instance": "-", **self._options.get(role, {})}
         if role in ("gateway", "prefill", "decode"):
             options |= {"model-dir": str(DEMO_MODEL_DIR), "model-name": DEMO_MODEL_NAME}
         if role == "gateway":

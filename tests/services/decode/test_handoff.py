@@ -452,7 +452,7 @@ def test_prefill_failure_is_sent_to_the_decode_worker():
         async with cluster() as it:
             sent = []
             await it.peer.bus.subscribe(
-                "hearth.v1.decode.gateway-1.control", PrefillFailed, sent.append
+                "hearth.v1.decode.gateway-1.-.control", PrefillFailed, sent.append
             )
             target = it.decode.receiver.address
             command = RunPrefill(

@@ -20,7 +20,7 @@ from shared.messages import (
     Role,
 )
 from shared.packing import pack_token_ids, unpack_hashes
-from shared.subjects import MATCH
+from shared.subjects import MATCH, heartbeat
 from shared.tenancy import pinned_prefix
 from shared.tenancy.pinned_prefix import PinnedPrefix
 from tests.services.kv_index.rig import Rig, eventually
@@ -66,7 +66,8 @@ class PinRig(Rig):
         self, worker_id: str, role: Role = "prefill", *, region: str = ""
     ) -> SimulatedWorker:
         worker = SimulatedWorker(self.network, self.plane, worker_id, (role,), num_blocks=64)
-        worker.worker.health_monitor._region = region
+        monitor = worker.worker.health_monitor
+        monitor._region, monitor._subject = region, heartbeat((role,), worker_id, region)
         await worker.start()
         return worker
 

@@ -1,10 +1,11 @@
+import re
 from pathlib import Path
 
 import pytest
 
 from services.local.credentials import (
     Credential,
-    named_roles,
+    named_credentials,
     nats_config,
     nats_config_with_variables,
     process_id_for,
@@ -30,26 +31,39 @@ def test_config_names_every_process_with_its_own_password() -> None:
 
 def test_password_variables_are_unquoted() -> None:
     """nats-server replaces only unquoted variables by values of its environment."""
-    text = nats_config_with_variables([("prefill", "prefill-gpu")], host="0.0.0.0", port=4222)
+    text = nats_config_with_variables(
+        [Credential("prefill", "prefill-gpu")], host="0.0.0.0", port=4222
+    )
     assert 'user: "prefill-gpu", password: $HEARTH_PREFILL_GPU_PASSWORD, ' in text
 
 
 def test_url_user_is_the_process_id() -> None:
-    assert process_id_for("decode", "nats://decode-7:word@host:4222") == "decode-7"
-    name = process_id_for("decode", "nats://host:4222")
-    assert name.startswith("decode-")
-    assert len(name) == len("decode-") + 6
+    url = "nats://decode-7:word@host:4222"
+    assert process_id_for("decode", url, instance="-") == "decode-7"
+    assert process_id_for("decode", url, instance="a") == "decode-7.a"
+    assert process_id_for("decode", url, credential="other", instance="-") == "other"
+    replicas = {process_id_for("decode", url) for _ in range(2)}
+    assert len(replicas) == 2
+    assert all(re.fullmatch(r"decode-7\.[0-9a-f]{6}", each) for each in replicas)
+    name = process_id_for("decode", "nats://host:4222", instance="-")
+    assert re.fullmatch(r"decode-[0-9a-f]{6}", name)
 
 
 def test_roles_are_parsed_with_dash_or_underscore() -> None:
     assert role_of("kv-index") == role_of("kv_index") == "kv_index"
-    assert named_roles(["kv-index=kv-1", "worker=w"]) == [("kv_index", "kv-1"), ("worker", "w")]
+    named = named_credentials(["kv-index=kv-1", "worker=w@eu"])
+    assert [(each.role, each.process_id, each.region) for each in named] == [
+        ("kv_index", "kv-1", ""),
+        ("worker", "w", "eu"),
+    ]
 
 
-@pytest.mark.parametrize("argument", ["decode", "decode=", "=x", "router=r-1"])
+@pytest.mark.parametrize(
+    "argument", ["decode", "decode=", "=x", "router=r-1", "decode=@eu", "decode=x@e.u"]
+)
 def test_invalid_role_argument_is_rejected(argument: str) -> None:
     with pytest.raises(ConfigError):
-        named_roles([argument])
+        named_credentials([argument])
 
 
 @pytest.mark.parametrize(
@@ -64,7 +78,7 @@ def test_invalid_role_argument_is_rejected(argument: str) -> None:
 )
 def test_invalid_or_duplicate_names_are_rejected(arguments: list[str]) -> None:
     with pytest.raises(ConfigError):
-        named_roles(arguments)
+        named_credentials(arguments)
 
 
 def test_nats_conf_equals_output_of_the_command_in_line_1() -> None:
@@ -73,4 +87,6 @@ def test_nats_conf_equals_output_of_the_command_in_line_1() -> None:
     words = header.removeprefix("# hearth nats-config ").split()
     processes, options = words[: words.index("--host")], words[words.index("--host") :]
     assert options == ["--host", "0.0.0.0", "--port", "4222"]
-    assert rest == nats_config_with_variables(named_roles(processes), host="0.0.0.0", port=4222)
+    assert rest == nats_config_with_variables(
+        named_credentials(processes), host="0.0.0.0", port=4222
+    )

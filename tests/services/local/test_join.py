@@ -72,7 +72,7 @@ async def test_new_credential_works_without_disconnecting_others(
         losses.append("lost")
 
     member = await nats.connect(environ["url"], disconnected_cb=on_loss)
-    added = add_credential("worker", "worker-far", None, environ)
+    added = add_credential("worker", "worker-far", None, environ=environ)
     assert added.credential.role == "worker"
     assert not added.is_reachable
     # The server reloads its configuration after a signal, so the first attempts may fail.
@@ -87,19 +87,21 @@ async def test_new_credential_works_without_disconnecting_others(
 
 def test_names_are_validated_or_generated(environ: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="taken"):
-        add_credential("decode", "decode-1", None, environ)
+        add_credential("decode", "decode-1", None, environ=environ)
     with pytest.raises(ConfigError, match="letters, digits"):
-        add_credential("decode", "a.b", None, environ)
+        add_credential("decode", "a.b", None, environ=environ)
     with pytest.raises(ConfigError, match="unknown role"):
-        add_credential("router", None, None, environ)
-    added = add_credential("kv-index", None, "10.0.0.5", environ)
+        add_credential("router", None, None, environ=environ)
+    added = add_credential("kv-index", None, "10.0.0.5", environ=environ)
     assert added.nats_url.startswith("nats://kv_index-")
     assert "@10.0.0.5:" in added.nats_url
 
 
 async def test_concurrently_added_credentials_all_work(environ: dict[str, str]) -> None:
     names = [f"decode-{number}" for number in range(2, 10)]
-    adding = (asyncio.to_thread(add_credential, "decode", name, None, environ) for name in names)
+    adding = (
+        asyncio.to_thread(add_credential, "decode", name, None, environ=environ) for name in names
+    )
     for each in await asyncio.gather(*adding):
         # `connect` retries while the server reloads, as for a worker
         bus = await NatsBus.connect(each.nats_url, process_id=each.credential.process_id)
@@ -108,7 +110,7 @@ async def test_concurrently_added_credentials_all_work(environ: dict[str, str]) 
 
 def test_error_without_a_cluster_mentions_hearth_up(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="hearth up"):
-        add_credential("decode", None, None, {"XDG_STATE_HOME": str(tmp_path)})
+        add_credential("decode", None, None, environ={"XDG_STATE_HOME": str(tmp_path)})
 
 
 async def test_process_with_ready_heartbeats_is_healthy(environ: dict[str, str]) -> None:
@@ -125,7 +127,7 @@ async def test_process_with_ready_heartbeats_is_healthy(environ: dict[str, str])
 
 
 async def test_observer_receives_heartbeats_and_cannot_publish(environ: dict[str, str]) -> None:
-    added = add_credential("observer", "watcher", None, environ)
+    added = add_credential("observer", "watcher", None, environ=environ)
     rejections: asyncio.Queue[str] = asyncio.Queue()
 
     async def on_error(error: Exception) -> None:
@@ -141,8 +143,8 @@ async def test_observer_receives_heartbeats_and_cannot_publish(environ: dict[str
         member, MonotonicClock(), SystemRandomness(), roles=("decode",)
     ).transition_to("ready")
     subject = (await heartbeats.next_msg(timeout=20.0)).subject
-    assert subject == sent_by(heartbeat("decode", "decode-1"), "decode-1")
-    for subject in (SUBMIT, heartbeat("decode", "decode-1")):
+    assert subject == sent_by(heartbeat(("decode",), "decode-1"), "decode-1")
+    for subject in (SUBMIT, heartbeat(("decode",), "decode-1")):
         await observer.publish(subject, b"x")
         rejection = await asyncio.wait_for(rejections.get(), timeout=20.0)
         assert "permissions violation for publish" in rejection

@@ -161,6 +161,49 @@ def test_new_epoch_is_a_restart(sim: FleetSimulation) -> None:
     assert live(sim) == ["a", "b"]
 
 
+def test_two_processes_with_one_id_are_one_loss(sim: FleetSimulation) -> None:
+    """Their heartbeats alternate, as those of two live processes do."""
+    for number in range(1, 9):
+        sim.receive(heartbeat_from("a", number, step=number, epoch=2))
+        sim.receive(heartbeat_from("a", sim.number + number, step=number))
+        sim.run(INTERVAL_S, (OWN, "b"))
+    assert sim.losses() == [("a", Loss.RESTARTED), ("a", Loss.DOUBLED)]
+    assert live(sim) == ["b"]
+
+
+@pytest.mark.parametrize("staying", [1, 2])
+def test_doubled_peer_takes_work_once_one_process_is_left(
+    sim: FleetSimulation, staying: int
+) -> None:
+    last = sim.number
+    for number in range(1, 4):
+        sim.receive(heartbeat_from("a", number, step=number, epoch=2))
+        sim.receive(heartbeat_from("a", last + number, step=number))
+        sim.run(INTERVAL_S, (OWN, "b"))
+    assert live(sim) == ["b"]
+    for number in range(4, 16):
+        own_number = number if staying == 2 else last + number
+        sim.receive(heartbeat_from("a", own_number, step=number, epoch=staying))
+        sim.run(INTERVAL_S, (OWN, "b"))
+    assert live(sim) == ["a", "b"]
+    assert sim.losses() == [("a", Loss.RESTARTED), ("a", Loss.DOUBLED)]
+
+
+def test_late_heartbeat_of_a_replaced_process_means_nothing(sim: FleetSimulation) -> None:
+    sim.receive(heartbeat_from("a", 1, step=1, epoch=2))
+    sim.receive(heartbeat_from("a", sim.number + 1, step=1))
+    sim.receive(heartbeat_from("a", sim.number + 2, state="stopped"))
+    assert sim.losses() == [("a", Loss.RESTARTED)]
+    assert live(sim) == ["a", "b"]
+
+
+def test_heartbeat_of_own_id_with_another_epoch_is_no_echo() -> None:
+    sim = FleetSimulation()
+    sim.fleet = Fleet(OWN, own_epoch=7)
+    sim.run(3.0, (OWN, "a"))
+    assert not sim.fleet.can_judge(sim.now)
+
+
 def test_stopped_peer_is_lost_once(sim: FleetSimulation) -> None:
     sim.receive(heartbeat_from("a", sim.number + 1, state="stopped"))
     sim.receive(heartbeat_from("a", sim.number + 2, state="stopped"))

@@ -2,11 +2,17 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from shared.errors import NameInUse
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, Loss
 from shared.lifecycle.heartbeat import HealthMonitor
-from shared.messages import Heartbeat, WorkerLoad
+from shared.lifecycle.identity import check_name
+from shared.messages import Heartbeat, Role, WorkerLoad
+from shared.subjects import heartbeat
 from tests.simulation.world.bus import SimulatedNetwork
 from tests.simulation.world.clock import VirtualClock, run
+from tests.simulation.world.process import SimulatedProcess
 from tests.simulation.world.randomness import SeededRandomness
 
 
@@ -77,6 +83,35 @@ def test_frozen_stuck_and_stopped_are_distinct_losses() -> None:
     run(scenario())
 
 
+def test_younger_of_two_processes_with_one_id_ends() -> None:
+    async def scenario() -> None:
+        _, (first, older, _) = await start_three_processes()
+        network = first.bus._network
+        younger = Process(network, "decode-1", seed=9)
+        ended: list[str] = []
+        for process in (older, younger):
+            process.health_monitor.on_name_in_use = lambda error, who=process: ended.append(
+                "older" if who is older else "younger"
+            )
+        await younger.join()
+        await asyncio.sleep(1.0)
+        assert set(ended) == {"younger"}
+        assert Loss.DOUBLED in [loss for _, loss in first.lost]
+
+    run(scenario())
+
+
+def test_name_in_use_is_refused_at_the_start() -> None:
+    async def scenario() -> None:
+        network, _ = await start_three_processes()
+        await check_name(network.bus("decode-9", SimulatedProcess("decode-9")), "decode")
+        second = network.bus("decode-1", SimulatedProcess("decode-1"))
+        with pytest.raises(NameInUse, match=r"another process on .*, up for 2 s, uses the name"):
+            await check_name(second, "decode")
+
+    run(scenario())
+
+
 def test_bus_outage_causes_no_loss() -> None:
     async def scenario() -> None:
         network, processes = await start_three_processes()
@@ -101,5 +136,34 @@ def test_disconnected_peer_is_lost_before_silent_one() -> None:
         await asyncio.sleep(1.0)
         assert first.lost[1:] == [("decode-2", Loss.UNRESPONSIVE)]
         assert third.lost == []
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("region", "roles"), [("us", ("decode",)), ("", ("decode",)), ("eu", ("prefill", "decode"))]
+)
+def test_region_and_roles_are_those_of_the_credential(region: str, roles: tuple[Role, ...]) -> None:
+    """The subject, which the server checks, says decode in eu."""
+
+    async def scenario() -> None:
+        network, (first, *_) = await start_three_processes()
+        bus = network.bus("decode-9")
+        for number, claim in enumerate([("eu", ("decode",)), (region, roles)], start=1):
+            message = Heartbeat(
+                process_id="decode-9",
+                epoch=1,
+                sequence_number=number,
+                roles=claim[1],
+                state="ready",
+                interval_s=HEARTBEAT_INTERVAL_S,
+                region=claim[0],
+            )
+            await bus.publish(heartbeat(("decode",), "decode-9", "eu"), message)
+        await asyncio.sleep(0.1)
+        known = first.health_monitor.fleet.heartbeat_of("decode-9")
+        assert known is not None
+        assert (known.region, known.roles, known.sequence_number) == ("eu", ("decode",), 1)
+        assert first.bus.num_sender_mismatches == 1
 
     run(scenario())

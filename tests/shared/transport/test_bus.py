@@ -271,18 +271,20 @@ def subscribed_subject(subject: str) -> str:
 @pytest.mark.parametrize(
     ("process_id", "own", "foreign"),
     [
-        ("gateway-1", "_INBOX.gateway-1.>", "_INBOX.gateway-2.>"),
-        ("gateway-1", "_INBOX.gateway-1.x", "_INBOX.>"),
+        ("gateway-1", "_INBOX.gateway-1.*.>", "_INBOX.gateway-2.*.>"),
+        ("gateway-1", "_INBOX.gateway-1.-.x", "_INBOX.>"),
         ("gateway-1", subjects.tokens("gateway-1"), subjects.tokens("gateway-2")),
         ("gateway-1", subjects.placement("gateway-1"), subjects.placement("gateway-2")),
         ("decode-1", subjects.start_decode("decode-1"), subjects.start_decode("decode-2")),
-        ("decode-1", subjects.control("decode", "decode-1"), "hearth.v1.decode.*.start"),
+        ("decode-1", subjects.control("decode", "decode-1"), "hearth.v1.decode.*.*.start"),
         ("prefill-1", subjects.run_prefill("prefill-1"), subjects.run_prefill("prefill-2")),
         ("prefill-1", subjects.HEARTBEATS, subjects.SUBMIT),
         ("scheduler-1", subjects.SUBMIT, subjects.cancel("scheduler-2")),
-        ("kv_index-1", subjects.KV_EVENTS, "hearth.v1.*.*"),
+        ("kv_index-1", subjects.KV_EVENTS, "hearth.v1.*.*.*"),
         ("worker-1", subjects.start_decode("worker-1"), subjects.start_decode("worker-2")),
         ("worker-1", subjects.run_prefill("worker-1"), subjects.run_prefill("worker-2")),
+        ("decode-1.a", subjects.start_decode("decode-1.b"), subjects.start_decode("decode-2.a")),
+        ("gateway-1.a", "_INBOX.gateway-1.a.>", "_INBOX.gateway-2.a.>"),
     ],
 )
 async def test_process_subscribes_only_to_its_own_subjects(
@@ -304,8 +306,8 @@ async def test_process_subscribes_only_to_its_own_subjects(
         ("decode-1", subjects.tokens("gateway-1"), subjects.placement("gateway-1")),
         (
             "decode-1",
-            subjects.heartbeat("decode", "decode-1"),
-            subjects.heartbeat("decode", "decode-2"),
+            subjects.heartbeat(("decode",), "decode-1"),
+            subjects.heartbeat(("decode",), "decode-2"),
         ),
         (
             "prefill-1",
@@ -316,6 +318,18 @@ async def test_process_subscribes_only_to_its_own_subjects(
         ("scheduler-1", subjects.MATCH, "_INBOX.gateway-1.reply"),
         ("kv_index-1", subjects.list_blocks("prefill", "prefill-1"), subjects.SUBMIT),
         ("worker-1", subjects.kv_events("decode", "worker-1"), subjects.SUBMIT),
+        # a replica: the instance is free, the credential is not
+        ("decode-1.a", subjects.tokens("gateway-1.b"), subjects.start_decode("decode-1.b")),
+        (
+            "decode-1.a",
+            subjects.heartbeat(("decode",), "decode-1.a"),
+            subjects.heartbeat(("decode",), "decode-2.a"),
+        ),
+        (
+            "decode-1.a",
+            subjects.heartbeat(("decode",), "decode-1.a"),
+            subjects.heartbeat(("decode",), "decode-1.a", "eu"),
+        ),
     ],
 )
 async def test_process_publishes_only_to_its_own_subjects(
@@ -326,7 +340,8 @@ async def test_process_publishes_only_to_its_own_subjects(
         await client.publish(subjects.sent_by(foreign, process_id), b"")
         violation = await asyncio.wait_for(errors.get(), timeout=5)
         assert "permissions violation for publish" in violation
-        assert f'"{foreign}.{process_id}"'.lower() in violation  # not `own`, which was first
+        foreign_on_wire = subjects.sent_by(foreign, process_id)
+        assert f'"{foreign_on_wire}"'.lower() in violation  # not `own`, which was first
 
 
 # ── connection ───────────────────────────────────────────────────────────────────────────────────

@@ -81,14 +81,14 @@ PUBLISHED: list[tuple[str, str, str, str, Callable[[str], Message]]] = [
         "gateway-1",
         subjects.HEARTBEATS,
         "decode-1",
-        subjects.heartbeat("decode", "decode-1"),
+        subjects.heartbeat(("decode",), "decode-1"),
         heartbeat,
     ),
     (
         "gateway-1",
         subjects.HEARTBEATS,
         "decode-1",
-        subjects.heartbeat("decode", "decode-1"),
+        subjects.heartbeat(("decode",), "decode-1"),
         lambda name: heartbeat(name, state="stopped"),
     ),
     (
@@ -224,7 +224,7 @@ async def test_stopped_heartbeat_with_wrong_sender_is_ignored(connect: Connect) 
     health_monitor = HealthMonitor(good, MonotonicClock(), SystemRandomness(), roles=("decode",))
     await health_monitor.start()
     await health_monitor.transition_to("ready")
-    subject = subjects.heartbeat("decode", "decode-2")
+    subject = subjects.heartbeat(("decode",), "decode-2")
     await hostile.publish(
         subject, heartbeat("decode-1", epoch=health_monitor.epoch, state="stopped")
     )

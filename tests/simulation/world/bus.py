@@ -34,6 +34,7 @@ from shared.errors import (
     SenderMismatch,
 )
 from shared.messages import Failure, Message
+from shared.subjects import sent_by
 from shared.transport.bus import Unsubscribe, error_of, hand_over, reply_to
 from shared.transport.sender_check import SenderCheck
 from shared.transport.wire_errors import UNREADABLE
@@ -64,11 +65,11 @@ def matches(pattern: str, subject: str) -> bool:
 class Parcel:
     """An encoded message in flight; all receivers of the same type share one decoded copy."""
 
-    __slots__ = ("_decoded", "_decoder", "data", "reply", "sender_id")
+    __slots__ = ("_decoded", "_decoder", "data", "reply", "wire_subject")
 
-    def __init__(self, data: bytes, reply: Reply, sender_id: str) -> None:
+    def __init__(self, data: bytes, reply: Reply, wire_subject: str) -> None:
         self.data = data
-        self.sender_id = sender_id
+        self.wire_subject = wire_subject
         self.reply = reply
         self._decoder: object = None
         self._decoded: Any = None
@@ -136,13 +137,18 @@ class SimulatedNetwork:
         self._subscriptions: list[_Subscription] = []
         self._interest: dict[str, tuple[list[_Subscription], list[list[_Subscription]]]] = {}
         self._connections: dict[str, _Connection] = {}
+        self._by_process: dict[SimulatedProcess, _Connection] = {}
+        self._doubled: list[_Connection] = []  # whose id a second process has taken
         self._processes: dict[str, SimulatedProcess] = {}
         self._held: list[Callable[[], object]] = []  # by a hanging server
 
     def bus(self, process_id: str, process: SimulatedProcess | None = None) -> SimulatedBus:
         owner = self._process(process_id) if process is None else process
         self._processes[process_id] = owner
-        connection = self._connections[process_id] = _Connection(owner)
+        former = self._connections.get(process_id)
+        if former is not None and former.process is not owner and not former.process.is_dead:
+            self._doubled.append(former)
+        connection = self._connections[process_id] = self._by_process[owner] = _Connection(owner)
         return SimulatedBus(self, process_id, connection)
 
     @cached_property
@@ -172,7 +178,10 @@ class SimulatedNetwork:
 
     def disconnect(self, process_id: str) -> None:
         """Removes a dead process's subscriptions, like the server does."""
-        for each in [s for s in self._subscriptions if s.process.process_id == process_id]:
+        self.remove_all(self._process(process_id))
+
+    def remove_all(self, process: SimulatedProcess) -> None:
+        for each in [s for s in self._subscriptions if s.process is process]:
             self.remove(each)
 
     def cut_off(self, process_id: str) -> None:
@@ -180,7 +189,9 @@ class SimulatedNetwork:
         self._lose(self._connections[process_id])
 
     def reconnect_later(self, process_id: str) -> None:
-        connection = self._connections[process_id]
+        self._reconnect_later(self._connections[process_id])
+
+    def _reconnect_later(self, connection: _Connection) -> None:
         loop = asyncio.get_running_loop()
         delay_s = self._random.uniform(0.1, 0.3)
         loop.call_later(delay_s, self._reconnect, connection)
@@ -188,13 +199,16 @@ class SimulatedNetwork:
     def stop_server(self) -> None:
         self.is_away = True
         self._held.clear()
-        for connection in self._connections.values():
+        for connection in self._all():
             self._lose(connection)
 
     def start_server(self) -> None:
         self.is_away = False
-        for process_id in self._connections:
-            self.reconnect_later(process_id)
+        for connection in self._all():
+            self._reconnect_later(connection)
+
+    def _all(self) -> list[_Connection]:
+        return [*self._connections.values(), *self._doubled]
 
     def hang(self) -> None:
         self.is_hanging = True
@@ -205,9 +219,9 @@ class SimulatedNetwork:
         held, self._held = self._held, []
         for action in held:
             action()
-        for process_id, connection in self._connections.items():
+        for connection in self._all():
             if not connection.is_up:
-                self.reconnect_later(process_id)
+                self._reconnect_later(connection)
 
     def _lose(self, connection: _Connection) -> None:
         connection.is_up = False
@@ -222,7 +236,7 @@ class SimulatedNetwork:
         if connection.is_up or process.is_dead or self.is_away or self.is_hanging:
             return
         if process.is_frozen:  # it retries once it is awake
-            process.arrive(lambda: self.reconnect_later(process.process_id))
+            process.arrive(partial(self._reconnect_later, connection))
             return
         connection.is_up = True
         connection.num_reconnects += 1
@@ -332,7 +346,7 @@ class SimulatedNetwork:
         delays: tuple[float, ...] = (0.0,)
         if self.fate is not None:
             delays = self.fate(INBOX, sender, receiver.process_id)
-        loop, connection = self.loop, self._connections[receiver.process_id]
+        loop, connection = self.loop, self._by_process[receiver]
 
         def take() -> None:
             if connection.is_up and connection.process is receiver:
@@ -403,7 +417,8 @@ class SimulatedBus:
 
     def publish_bytes(self, subject: str, data: bytes) -> None:
         """Publishes arbitrary bytes."""
-        self._network.post(self._connection, subject, Parcel(data, _no_reply, self.process_id))
+        parcel = Parcel(data, _no_reply, sent_by(subject, self.process_id))
+        self._network.post(self._connection, subject, parcel)
 
     async def publish(self, subject: str, message: Message) -> None:
         self.publish_bytes(subject, self._payload(message))
@@ -426,7 +441,10 @@ class SimulatedBus:
         timer = self._process.call_later(timeout_s, partial(settle, _NoReply.LATE))
         no_responders = partial(settle, _NoReply.NOBODY)
         self._network.send_request(
-            self._connection, subject, Parcel(data, reply, self.process_id), no_responders
+            self._connection,
+            subject,
+            Parcel(data, reply, sent_by(subject, self.process_id)),
+            no_responders,
         )
         self.num_requests_under_way += 1
         try:
@@ -456,7 +474,7 @@ class SimulatedBus:
             return parcel.decoded(message_type, decode)
 
         def take(parcel: Parcel) -> None:
-            checked = self._sender_check.checked(decoded, parcel.sender_id)
+            checked = self._sender_check.checked(decoded, parcel.wire_subject)
             try:
                 hand_over(subject, handler, checked, parcel)
             except Exception:  # like the real bus: one bad message does not end the subscription
@@ -470,7 +488,7 @@ class SimulatedBus:
         decode = _decoder_of(message_type).decode
 
         async def answer(parcel: Parcel) -> None:
-            checked = self._sender_check.checked(decode, parcel.sender_id)
+            checked = self._sender_check.checked(decode, parcel.wire_subject)
             encoded = _encode(await reply_to(handler, checked, parcel.data))
             if not self._is_closed:
                 parcel.reply(self._connection, encoded)
@@ -484,7 +502,7 @@ class SimulatedBus:
 
     async def close(self) -> None:
         self._is_closed = True
-        self._network.disconnect(self.process_id)
+        self._network.remove_all(self._process)
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from math import inf
 from random import Random
 
 import msgspec
 
+from shared.errors import NameInUse
 from shared.kv_wire.link import FrameHeader
 from shared.messages import Role
 from shared.packing import pack_token_ids
@@ -22,7 +24,13 @@ from tests.simulation.world.bus import SimulatedNetwork
 from tests.simulation.world.client import Client
 from tests.simulation.world.gateway import SimulatedGateway
 from tests.simulation.world.kv_link import HARMLESS, DataPlane, FrameFate
-from tests.simulation.world.members import AnyHost, Member, SimulatedIndex, SimulatedScheduler
+from tests.simulation.world.members import (
+    AnyHost,
+    Member,
+    SimulatedIndex,
+    SimulatedScheduler,
+    health_monitor_of,
+)
 from tests.simulation.world.store import MemoryStore
 from tests.simulation.world.workers import MODEL, SimulatedWorker
 
@@ -58,6 +66,7 @@ class Fleet:
         self.monitor = Monitor()
         self.troubles: list[Trouble] = []
         self._random = Random(plan.seed + 1)
+        self.num_left_names = 0  # processes that ended because another one had their id
         self._num_lives = 0
         self._noises: list[Fault] = []
         self._deaf: list[Fault] = []
@@ -176,6 +185,8 @@ class Fleet:
                 await self._impede(fault)
             case "runner_raises":
                 await self._fail_steps(fault)
+            case "twin":
+                await self._double(fault)
             case "link_drop":
                 self.members[fault.target].host.drop_links()
             case "noise":
@@ -238,6 +249,21 @@ class Fleet:
             await member.kill()
             await asyncio.sleep(RESTART_S)
             await self._restart(member)
+
+    async def _double(self, fault: Fault) -> None:
+        """A second process starts with the target's id, without the check at a real one's start."""
+        member = self.members[fault.target]
+        if not member.is_up:
+            return
+        twin = Member(self.network, self._host(member.process_id.split("-")[0], member.process_id))
+        for each in (member, twin):
+            monitor = health_monitor_of(each.host)
+            monitor.on_name_in_use = partial(self._leave, each)
+        await twin.start()
+
+    def _leave(self, member: Member, error: NameInUse) -> None:
+        self.num_left_names += 1
+        member.vanish()
 
     async def _impede(self, fault: Fault) -> None:
         member = self.members[fault.target]

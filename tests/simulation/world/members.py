@@ -9,6 +9,7 @@ from typing import Any
 from services.kv_index.service import KvIndexService
 from services.scheduler.service import SchedulerService
 from shared.config import KvIndexConfig, SchedulerConfig
+from shared.lifecycle.heartbeat import HealthMonitor
 from tests.simulation.checks import leaks
 from tests.simulation.world.bus import SimulatedNetwork
 from tests.simulation.world.gateway import SimulatedGateway
@@ -94,6 +95,16 @@ class SimulatedIndex:
         return resyncs + leaks.of_registry(self.service, self._redis)
 
 
+def health_monitor_of(host: AnyHost) -> HealthMonitor:
+    match host:
+        case SimulatedGateway():
+            return host.health_monitor
+        case SimulatedWorker():
+            return host.worker.health_monitor
+        case _:
+            return host.service.health_monitor
+
+
 AnyHost = SimulatedGateway | SimulatedScheduler | SimulatedIndex | SimulatedWorker
 
 
@@ -118,7 +129,7 @@ class Member:
             await self._do(host.stop())
         if not host.process.is_dead:
             self.is_up = False
-            self._vanish()
+            self.vanish()
             await host.process.gone()
 
     async def _do(self, act: Coroutine[Any, Any, None]) -> None:
@@ -131,11 +142,11 @@ class Member:
     async def kill(self) -> None:
         """SIGKILL."""
         self.is_up = False
-        self._vanish()
+        self.vanish()
         await self.host.bus.close()
         await self.host.process.gone()
 
-    def _vanish(self) -> None:
+    def vanish(self) -> None:
         self.host.process.die()
-        self._network.disconnect(self.process_id)
+        self._network.remove_all(self.host.process)
         self.host.drop_links()

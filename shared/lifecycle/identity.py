@@ -1,0 +1,48 @@
+"""Checks, before a process serves, that no other process uses its id.
+
+Two processes with one id would both execute every command to it. Names drawn at each start never
+meet one; a fixed name does after a copied environment file, or a restart before the old process has
+gone.
+"""
+
+from __future__ import annotations
+
+from shared.errors import NameInUse, NoResponders, RequestTimeout
+from shared.messages import Alive, ReportAlive, Role
+from shared.subjects import alive
+from shared.transport.bus import Bus, NatsBus
+
+REPLY_TIMEOUT_S = 1.0
+# A server drops the connection of a process that hangs, or of a lost host, within about 3 s.
+NUM_TRIES = 5
+
+
+async def check_name(bus: Bus, role: Role) -> None:
+    """Raises NameInUse if another process serves the id of this bus in `role`."""
+    for _ in range(NUM_TRIES):
+        try:
+            other = await bus.request(
+                alive(role, bus.process_id), ReportAlive(), Alive, timeout_s=REPLY_TIMEOUT_S
+            )
+        except NoResponders:
+            return
+        except RequestTimeout:
+            continue
+        raise name_in_use(bus.process_id, other.host, other.uptime_s)
+    raise NameInUse(f"another process uses the name {bus.process_id} and does not answer")
+
+
+async def check_name_at(nats_url: str, process_id: str, role: Role) -> None:
+    """Like `check_name`, over a connection of its own. Raises DependencyUnavailable, too."""
+    bus = await NatsBus.connect(nats_url, process_id=process_id)
+    try:
+        await check_name(bus, role)
+    finally:
+        await bus.close()
+
+
+def name_in_use(process_id: str, host: str, uptime_s: float) -> NameInUse:
+    return NameInUse(
+        f"another process on {host}, up for {uptime_s:.0f} s, uses the name {process_id}: "
+        "stop it, or give this one a name of its own"
+    )
