@@ -186,5 +186,6 @@ def _served(config: WorkerConfig, runner: ModelledRunner, engine: Engine) -> Ser
         max_context_tokens=engine.max_context_tokens,
         vocab_size=runner.vocab_size,
         kv_bytes_per_token=runner.kv_format.bytes_per_token,
+        model_context_tokens=engine.model_context_tokens,
     )
     return ServedModel(card=card, eos_token_ids=frozenset(runner.eos_token_ids))

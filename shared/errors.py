@@ -19,6 +19,8 @@ and OpenAI's error `type`. `bus.py` converts an exception to a `Failure` message
     │   └── FrameRefused               the receiver rejected this KV
     ├── DeadlineExceeded          504
     ├── WorkerBusy                503  this worker rejects; another may accept
+    │   └── WorkerUnfit           503  this worker will not serve this request at any time
+    │       └── ContextFull       503  its KV cache is smaller than the request
     ├── StepFailed                503  a step raised for this request alone; another worker may not
     ├── DeviceFailed              503  this worker's device fails; another worker's may not
     ├── RequestBreaksWorkers      500  the request alone failed steps of several workers
@@ -120,6 +122,14 @@ class DeadlineExceeded(HearthError):
 class WorkerBusy(HearthError):
     code = "worker_busy"
     http_status = 503
+
+
+class WorkerUnfit(WorkerBusy):
+    code = "worker_unfit"
+
+
+class ContextFull(WorkerUnfit):
+    code = "context_full"
 
 
 class StepFailed(HearthError):

@@ -53,6 +53,7 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 Epoch = Annotated[int, Meta(ge=0)]  # drawn when a process starts
 ChoiceIndex = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+BlockSize = Annotated[int, Meta(ge=1, le=2**20)]  # tokens
 NumTokens = Annotated[int, Meta(ge=1, le=MAX_CONTEXT_TOKENS)]
 Duration = Annotated[float, Meta(ge=0, le=MAX_DURATION_S)]  # seconds; NaN is invalid
 TotalSeconds = Annotated[float, Meta(ge=0, le=1e12)]  # summed since the process started
@@ -132,6 +133,7 @@ class Request(Message, frozen=True, kw_only=True):
     kv_quota_tokens: Count = 0  # of one worker's cache, for the whole tenant; 0: unlimited
     is_zero_retention: bool = False  # no data of it is retained after its end, except cached KV
     pooling: Pooling | None = None  # an embedding is requested, and no token is sampled
+    block_size: BlockSize = 16  # of `block_hashes`; the default is that of a worker's option
 
 
 class SubmitRequest(Message, frozen=True, kw_only=True):
@@ -490,15 +492,21 @@ class Alive(Message, frozen=True, kw_only=True):
 
 
 class ModelCard(Message, frozen=True, kw_only=True):
-    """The model that a worker serves. `revision` is the digest of its weights."""
+    """The model that a worker serves. `revision` is the digest of its weights.
+
+    `max_context_tokens`: the longest sequence that this worker computes: its KV cache may hold less
+    than the model's context.
+    """
 
     name: Name
     revision: Name
     kv_format: Name
-    block_size: Annotated[int, Meta(ge=1, le=2**20)]
+    block_size: BlockSize
     max_context_tokens: NumTokens
     vocab_size: NumTokens
     kv_bytes_per_token: Count = 0
+    # of the model, whatever this worker's KV cache holds; None: not reported
+    model_context_tokens: NumTokens | None = None
 
 
 class WorkerLoad(Message, frozen=True, kw_only=True):

@@ -71,7 +71,7 @@ def sequences_of(
     """
     _check_choices(request)
     _check_sent(request.sampling, len(request.prompt_token_ids) // TOKEN_ID_BYTES)
-    _check_sizes(request, card)
+    _check_hashes(request, card)
     prompt = unpack_token_ids(request.prompt_token_ids)
     if not prompt:
         raise InvalidRequest("the prompt has no tokens", param="messages")
@@ -84,6 +84,12 @@ def sequences_of(
     if len(choices) == 1 or len(prompt) == 1:
         return first, choices
     return _shared_prompt(placement_id, request, prompt, card.block_size), choices
+
+
+def longest_of(request: Request) -> int:
+    """The tokens of the prompt and of its longest choice, without unpacking them."""
+    longest = max((len(each.output_token_ids) for each in request.choices), default=0)
+    return (len(request.prompt_token_ids) + longest) // TOKEN_ID_BYTES
 
 
 def placement_id_of(sequence: Sequence) -> bytes:
@@ -101,14 +107,9 @@ def _check_choices(request: Request) -> None:
         raise InvalidRequest(f"{len(choices)} choices of an embedding, expected 1", param="n")
 
 
-def _check_sizes(request: Request, card: ModelCard) -> None:
-    """Checks sizes before unpacking, as every choice contains the prompt. Raises InvalidRequest."""
+def _check_hashes(request: Request, card: ModelCard) -> None:
+    """Checks their number before unpacking, as every choice contains them."""
     num_prompt = len(request.prompt_token_ids) // TOKEN_ID_BYTES
-    longest = max(len(choice.output_token_ids) // TOKEN_ID_BYTES for choice in request.choices)
-    if num_prompt + longest > card.max_context_tokens:
-        raise InvalidRequest(
-            f"{num_prompt} + {longest} tokens do not fit the context of {card.max_context_tokens}"
-        )
     num_hashes = len(request.block_hashes) // BLOCK_HASH_BYTES
     if num_hashes > num_prompt // card.block_size:
         raise InvalidRequest(

@@ -15,7 +15,12 @@ import msgspec
 from services.decode.active_handoffs import ActiveHandoffs
 from services.decode.handoff import Handoff
 from services.decode.output_buffer import Output, OutputBuffer
-from services.decode.running_request import RunningRequest, placement_id_of, sequences_of
+from services.decode.running_request import (
+    RunningRequest,
+    longest_of,
+    placement_id_of,
+    sequences_of,
+)
 from services.decode.token_flusher import TokenFlusher
 from shared.background import Background
 from shared.engine.batching.sequence import Sequence, SequenceState
@@ -104,6 +109,8 @@ class DecodeService:
             return self._started(known)
         self._check_admission(placement_id)
         self._worker.check_model(request.model, request.revision)
+        self._worker.check_block_size(request.block_size)
+        self._engine.check_fits(longest_of(request))  # before unpacking: choices repeat the prompt
         prompt, choices = sequences_of(
             placement_id,
             request,

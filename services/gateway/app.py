@@ -114,7 +114,7 @@ class Routes:
 
     async def models(self, request: Request[Any, Any, Any]) -> Response[ModelList]:
         """Lists the models that the tenant may use."""
-        cards = self._catalog.live_cards()
+        cards = self._catalog.cards()
         entries = [self._entry(card) for card in cards if may_use(request.state.tenant, card.name)]
         headers = {"x-request-id": request.state.request_id}
         return Response(ModelList(data=entries), headers=headers)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from services.gateway.card_selection import CardSelection
+from shared.clock import Clock
 from shared.errors import NoCapacity, UnknownModel
 from shared.lifecycle.health import Fleet
 from shared.messages import Heartbeat, ModelCard, Role
@@ -28,28 +30,40 @@ class Catalog:
     Without workers, requests of this model raise NoCapacity, not UnknownModel.
     """
 
-    def __init__(self, fleet: Fleet, name: str) -> None:
+    def __init__(self, fleet: Fleet, name: str, clock: Clock) -> None:
         self._fleet = fleet
+        self._clock = clock
+        self._cards = CardSelection()
         self.name = name
-        self._known: ModelCard | None = None
 
     def observe(self, heartbeat: Heartbeat) -> None:
-        if _serves(heartbeat, self.name) and "decode" in heartbeat.roles:
-            self._known = heartbeat.model
+        """Call after the fleet has processed the heartbeat."""
+        worker_id, now = heartbeat.process_id, self._clock.now()
+        if self._fleet.heartbeat_of(worker_id) is not heartbeat:  # old, or above the peer limit
+            return
+        takes_work = self._fleet.is_live(worker_id) and heartbeat.state == "ready"
+        card = heartbeat.model if "decode" in heartbeat.roles and takes_work else None
+        if card is None or card.name != self.name:
+            self._cards.remove(worker_id, now)
+        else:
+            self._cards.put(worker_id, card, now)
 
-    def live_cards(self) -> list[ModelCard]:
-        for heartbeat in self._decodes():
-            if heartbeat.model is not None:
-                return [heartbeat.model]
-        return []
+    def lost(self, worker_id: str) -> None:
+        self._cards.remove(worker_id, self._clock.now())
+
+    def cards(self) -> list[ModelCard]:
+        """The card of `card`, if there is one."""
+        card = self._cards.card(self._clock.now())
+        return [] if card is None else [card]
 
     def card(self, model: str) -> ModelCard:
-        """Raises UnknownModel, or NoCapacity if no worker of the model ever sent a heartbeat."""
+        """Raises UnknownModel, or NoCapacity if no worker of the model was live lately."""
         if model != self.name:
             raise UnknownModel(f"the model {model!r} does not exist", param="model")
-        if self._known is None:
-            raise NoCapacity(f"no worker serves {model!r} yet", retry_after_s=1.0)
-        return self._known
+        card = self._cards.card(self._clock.now())
+        if card is None:
+            raise NoCapacity(f"no worker serves {model!r} now", retry_after_s=1.0)
+        return card
 
     def readiness(self, *, is_connected: bool, is_draining: bool) -> Readiness:
         """Ready means that a request would be served now; `reason` names what is missing."""

@@ -72,7 +72,7 @@ class GatewayService:
         self._limits = Limits(store, clock)
         writer_id = f"{config.process_id}-{randomness.bytes(8).hex()}"
         self._usage = UsageCounter(store, clock, writer_id=writer_id, now=wall_clock)
-        self.catalog = Catalog(self._health_monitor.fleet, config.served_name)
+        self.catalog = Catalog(self._health_monitor.fleet, config.served_name, clock)
         self.metrics = GatewayMetrics()
         self._driver = StreamDriver(
             bus, clock, self._health_monitor, on_resubmitted=self.metrics.count_resubmission
@@ -137,6 +137,7 @@ class GatewayService:
     async def start(self) -> None:
         await self._driver.start()
         self._health_monitor.on_heartbeat(self.catalog.observe)
+        self._health_monitor.on_lost(lambda process_id, _: self.catalog.lost(process_id))
         await self.api_keys.warm_up()
         self._limits.start()
         self._usage.start()

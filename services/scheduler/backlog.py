@@ -7,28 +7,34 @@ from math import exp
 from typing import NamedTuple
 
 from services.scheduler.fair_queue import CLASS_WEIGHT, FairQueue, class_of
-from shared.messages import Request, SubmitRequest
+from shared.messages import ModelCard, Request, SubmitRequest
 
 
 class Lane(NamedTuple):
     """Identifies a queue. Regions are included, so that a request without room in its regions does
-    not block requests that may run elsewhere.
+    not block requests that may run elsewhere. Block hashes fit one block size.
     """
 
     model: str
     revision: str
+    block_size: int
     regions: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, request: Request) -> Lane:
-        return cls(request.model, request.revision, request.allowed_regions)
+        return cls(request.model, request.revision, request.block_size, request.allowed_regions)
 
     @property
     def served(self) -> ModelKey:
-        return self.model, self.revision
+        return self.model, self.revision, self.block_size
 
 
-ModelKey = tuple[str, str]  # the model and revision that a worker serves
+ModelKey = tuple[str, str, int]  # the model, revision and block size that a worker serves
+
+
+def model_key(card: ModelCard) -> ModelKey:
+    return card.name, card.revision, card.block_size
+
 
 MIN_RETRY_S = 0.5
 MAX_RETRY_S = 60.0
@@ -48,10 +54,15 @@ class QueuedRequest:
     deadline_at: float
     is_removed: bool = False  # removed: tasks that still process it must stop
     unservable_since: float | None = None  # since when no live worker serves it
+    unfit_workers: set[str] = field(default_factory=set)  # that answered WorkerUnfit
 
     @property
     def request(self) -> Request:
         return self.submit.request
+
+    @property
+    def excluded_workers(self) -> set[str]:
+        return self.unfit_workers.union(self.submit.excluded_workers)
 
     @property
     def tenant_id(self) -> str:

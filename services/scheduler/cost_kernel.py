@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 # The indices of a table's columns: floats, then codes.
 BLOCK_SIZE, FREE_TOKENS, TOTAL_TOKENS, LOAD_S, STEP_S = range(5)
-BUSY_UNTIL, CLOSED_UNTIL, TOKEN_S, LOCAL_TOKEN_S, PUSH_TOKEN_S = range(5, 10)
+BUSY_UNTIL, CLOSED_UNTIL, TOKEN_S, LOCAL_TOKEN_S, PUSH_TOKEN_S, CONTEXT_TOKENS = range(5, 11)
+NUM_FLOATS = 11
 FORMAT, REGION, NAME = range(3)
 
 CLOSED_S = 1e6  # added to the cost of workers with enough work, to rank others first
@@ -29,7 +30,7 @@ MAX_FORMATS = 4  # per model; with more, a kind of decode worker may be computed
 class WorkerColumns(NamedTuple):
     """Only the first `size` rows are in use."""
 
-    floats: NDArray[np.float64]  # [10, rows]
+    floats: NDArray[np.float64]  # [NUM_FLOATS, rows]
     codes: NDArray[np.uint64]  # [3, rows]
     size: int
 
@@ -48,6 +49,7 @@ class RequestTerms(NamedTuple):
 
     num_tokens_to_compute: float  # tokens to compute before the last
     num_tokens: float
+    num_context_tokens: float  # of the longest choice at its end
     free_local_tokens: float
     max_local_tokens: float
     handoff_overhead_s: float
@@ -227,7 +229,11 @@ def _costs_of_decodes(
             if each_s < best_s or (uncached[row] > terms.max_local_tokens and each_s < inf):
                 best_s, is_open, is_remote[row] = each_s, has_time, True
         is_allowed = not len(decodes.is_allowed) or decodes.is_allowed[row]
-        if is_open and is_allowed and floats[FREE_TOKENS, row] > terms.num_tokens:
+        free_tokens = floats[FREE_TOKENS, row]
+        # choices together may exceed the cache: then they take turns, in a cache of their own
+        has_room = free_tokens > terms.num_tokens or free_tokens >= floats[TOTAL_TOKENS, row]
+        has_context = floats[CONTEXT_TOKENS, row] >= terms.num_context_tokens
+        if is_open and is_allowed and has_room and has_context:
             cost[row] = best_s + floats[LOAD_S, row]
     cost[excluded] = inf
     first, num_equal = _least(cost)
@@ -268,8 +274,8 @@ def _forget(folder: str) -> None:
 
 
 def _compile(loops: _Loops) -> None:
-    columns = WorkerColumns(np.zeros((10, 1)), np.zeros((3, 1), dtype=np.uint64), 0)
+    columns = WorkerColumns(np.zeros((NUM_FLOATS, 1)), np.zeros((3, 1), dtype=np.uint64), 0)
     empty = np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0, dtype=np.bool_)
-    side, terms = RoleWorkers(columns, *empty), RequestTerms(*[0.0] * 6)
+    side, terms = RoleWorkers(columns, *empty), RequestTerms(*[0.0] * len(RequestTerms._fields))
     loops.costs_of_decodes(side, side, terms, empty[0])
     loops.nearest_prefills(side, terms, np.uint64(0), 0.0, 0, 1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from services.scheduler.backlog import ModelKey
+from services.scheduler.backlog import ModelKey, model_key
 from services.scheduler.placement import RequestSize, Target, Workers
 from services.scheduler.throughput import ModelThroughput, Speed
 from services.scheduler.worker_table import WorkerRow, WorkerTable
@@ -92,20 +92,20 @@ class WorkerFleet:
         return Workers(workers.decodes, workers.prefills, workers.speeds.handoff_overhead_s)
 
     def has_worker(
-        self, lane: ModelKey, excluded: Collection[str], regions: Collection[str] = ()
+        self,
+        lane: ModelKey,
+        excluded: Collection[str],
+        regions: Collection[str] = (),
+        *,
+        num_context_tokens: int = 0,
     ) -> bool:
-        """Whether any worker could decode if it had room."""
+        """Whether any worker with a context of so many tokens could decode if it had room."""
         workers = self._lanes.get(lane)
         if workers is None:
             return False
-        return workers.decodes.has_any(regions, but=excluded)
-
-    def could_hold(self, lane: ModelKey, needs: RequestSize) -> bool:
-        """False if the total KV cache of every live worker is too small."""
-        workers = self._lanes.get(lane)
-        if workers is None or not len(workers.decodes):
-            return True
-        return bool(workers.decodes.total_tokens.max() > needs.num_tokens)
+        return workers.decodes.has_any(
+            regions, but=excluded, num_context_tokens=num_context_tokens
+        )
 
     def assign(self, target: Target, needs: RequestSize, now: float) -> Assignment:
         prefill = target.prefill_candidates[0] if target.prefill_candidates else None
@@ -149,7 +149,7 @@ class WorkerFleet:
         if card is None or load is None or not takes_work:
             self.lost(worker_id)
             return
-        lane = (card.name, card.revision)
+        lane = model_key(card)
         known = self._known.get(worker_id)
         if known is not None and (known.lane, known.roles) != (lane, heartbeat.roles):
             self.lost(worker_id)
@@ -194,6 +194,7 @@ def _worker_of(
         decode_tokens=load.decode_tokens_in_flight,
         region=heartbeat.region,
         speed=speed,
+        max_context_tokens=card.max_context_tokens,
     )
 
 

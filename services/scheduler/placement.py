@@ -11,7 +11,8 @@ A local prefill delays the requests that decode on the worker, and a push overla
 unless the link is slower. A prefill worker must compute a prefix that only decode holds, so each
 side is credited with its own cache. The worker with the longest prefix, or the one that the
 affinity key names, is preferred unless it costs more than twice the best: affinity must not create
-a queue. A worker with enough work gets no request: requests queued here can still go elsewhere, and
+a queue. A worker whose context does not hold the request to its end, with all tokens that it may
+generate, is no candidate. A worker with enough work gets no request: requests queued here can still go elsewhere, and
 in fair order.
 
 The search is a linear scan of all workers (`cost_kernel.py`).
@@ -43,10 +44,13 @@ RandomBelow = Callable[[int], int]  # uniform in [0, limit)
 
 @dataclass(frozen=True, slots=True)
 class RequestSize:
-    """`num_tokens` counts tokens with KV before the first new token: prompt, received outputs."""
+    """`num_tokens` counts tokens with KV before the first new token: prompt, received outputs.
+    `num_context_tokens` counts those of the longest choice at its end; its last needs no KV.
+    """
 
     num_prompt_tokens: int
     num_tokens: int
+    num_context_tokens: int = 0
     affinity_key: str = ""
     allowed_regions: tuple[str, ...] = ()  # empty: all
 
@@ -120,6 +124,7 @@ class Decision:
                 needs.num_tokens - 1
             ),  # decode always computes the last token
             num_tokens=float(needs.num_tokens),
+            num_context_tokens=float(needs.num_context_tokens),
             free_local_tokens=float(local_prefill.always),
             max_local_tokens=float(local_prefill.at_most),
             handoff_overhead_s=workers.handoff_overhead_s,

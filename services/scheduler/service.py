@@ -18,7 +18,7 @@ import structlog
 
 from services.scheduler import cost_kernel
 from services.scheduler.admission import Admission
-from services.scheduler.backlog import Lane, QueuedRequest
+from services.scheduler.backlog import Lane, QueuedRequest, model_key
 from services.scheduler.fleet import WorkerFleet
 from services.scheduler.placement import LocalPrefill, RequestSize, Target, place
 from shared import subjects
@@ -31,9 +31,9 @@ from shared.errors import (
     HearthError,
     InvalidRequest,
     NoCapacity,
-    PromptTooLong,
     RequestTimeout,
     WorkerBusy,
+    WorkerUnfit,
 )
 from shared.lifecycle.child_process import send_signal
 from shared.lifecycle.health import Loss
@@ -163,7 +163,7 @@ class SchedulerService:
         if self._on_first_worker is not None:
             self._background.start(self._on_first_worker())
             self._on_first_worker = None
-        served = (heartbeat.model.name, heartbeat.model.revision)
+        served = model_key(heartbeat.model)
         self._wake.set()
         for lane, needs in self._blocked.items():
             num_blocks = needs.num_blocks(heartbeat.model.block_size)
@@ -232,7 +232,7 @@ class SchedulerService:
             self._wake.set()
         elif now - ticket.unservable_since >= NO_WORKER_GRACE_S:
             del self._parked[ticket]
-            self._fail(ticket, _no_worker_error(ticket.request))
+            self._fail(ticket, self._no_worker_error(ticket))
 
     async def _keep_alive(self) -> None:
         while True:
@@ -284,15 +284,17 @@ class SchedulerService:
     def _best_target(
         self, ticket: QueuedRequest, num_cached_blocks: Mapping[str, int], tried: set[str]
     ) -> Target | None:
-        """None after requeueing or parking the ticket. Raises PromptTooLong."""
-        excluded = ticket.submit.excluded_workers
+        """None after requeueing or parking the ticket. Raises NoCapacity if live workers could
+        decode, but have too small a context: waiting rarely brings a larger one.
+        """
         needs = _needs(ticket)
         if not self._has_worker(ticket):
-            ticket.unservable_since = self._clock.now()
+            fleet, now = self.health_monitor.fleet, self._clock.now()
+            if self._is_too_long(ticket) and fleet.can_judge(now):  # it knows all live workers
+                raise self._no_worker_error(ticket)
+            ticket.unservable_since = now
             self._parked[ticket] = None
             return None
-        if not self._workers.could_hold(ticket.lane.served, needs):
-            raise PromptTooLong("the prompt is longer than any worker's cache", param="prompt")
         target = place(
             needs,
             self._workers.lane(ticket.lane.served),
@@ -300,7 +302,7 @@ class SchedulerService:
             local_prefill=self._local_prefill,
             now=self._clock.now(),
             random_below=self._randomness.below,
-            excluded={*excluded, *tried},
+            excluded=ticket.excluded_workers | tried,
         )
         if target is None:
             self._block(ticket, needs)
@@ -328,8 +330,21 @@ class SchedulerService:
 
     def _has_worker(self, ticket: QueuedRequest) -> bool:
         """Whether a worker in the allowed regions can decode; other regions are never tried."""
+        lane, size = ticket.lane, _needs(ticket).num_context_tokens
+        return self._workers.has_worker(
+            lane.served, ticket.excluded_workers, lane.regions, num_context_tokens=size
+        )
+
+    def _is_too_long(self, ticket: QueuedRequest) -> bool:
+        """Of a request without a worker: whether one could decode a shorter request."""
         lane = ticket.lane
-        return self._workers.has_worker(lane.served, ticket.submit.excluded_workers, lane.regions)
+        return self._workers.has_worker(lane.served, ticket.excluded_workers, lane.regions)
+
+    def _no_worker_error(self, ticket: QueuedRequest) -> NoCapacity:
+        if not self._is_too_long(ticket):
+            return _no_worker_error(ticket.request)
+        size = _needs(ticket).num_context_tokens
+        return NoCapacity(f"no live worker's context holds {size} tokens", retry_after_s=2.0)
 
     def _unblock(self, lane: Lane) -> None:
         self._probing.discard(lane)
@@ -351,7 +366,10 @@ class SchedulerService:
             if isinstance(error, InvalidRequest | DeadlineExceeded):
                 raise
             log.info("start_decode_rejected", worker=worker_id, reason=error.code)
-            self._workers.avoid(worker_id)
+            if isinstance(error, WorkerUnfit):  # other requests may fit
+                ticket.unfit_workers.add(worker_id)
+            else:
+                self._workers.avoid(worker_id)
             if isinstance(error, RequestTimeout):
                 await self._abort(worker_id, placement_id, "superseded")
             return
@@ -423,6 +441,7 @@ def _needs(ticket: QueuedRequest) -> RequestSize:
     return RequestSize(
         num_prompt_tokens,
         num_prompt_tokens + num_output_tokens,
+        num_context_tokens=num_prompt_tokens + request.sampling.max_tokens - 1,
         affinity_key=ticket.submit.affinity_key,
         allowed_regions=request.allowed_regions,
     )

@@ -19,16 +19,19 @@ from services.scheduler.cost_kernel import (
     BLOCK_SIZE,
     BUSY_UNTIL,
     CLOSED_UNTIL,
+    CONTEXT_TOKENS,
     FORMAT,
     FREE_TOKENS,
     LOAD_S,
     NAME,
+    NUM_FLOATS,
     REGION,
     TOTAL_TOKENS,
     RoleWorkers,
     WorkerColumns,
 )
 from services.scheduler.throughput import Speed
+from shared.messages import MAX_CONTEXT_TOKENS
 
 BASE_TOKENS = 64  # minimum cost of a request, so that "twice the best" works on idle workers
 KV_READ_SHARE = 0.05  # cost of reading one token's KV, relative to computing a token
@@ -55,6 +58,7 @@ class WorkerRow:
     decode_tokens: int = 0
     region: str = ""
     speed: Speed = field(default_factory=Speed)
+    max_context_tokens: int = MAX_CONTEXT_TOKENS  # the longest sequence that it computes
     is_avoided: bool = False  # rejected or timed out since its last heartbeat
 
     @property
@@ -88,7 +92,7 @@ class WorkerTable:
     def __init__(self, workers: Iterable[WorkerRow] = ()) -> None:
         self.ids: list[str] = []
         self._row_of: dict[str, int] = {}
-        self._floats = np.zeros((10, FIRST_ROWS))
+        self._floats = np.zeros((NUM_FLOATS, FIRST_ROWS))
         self._codes = np.zeros((3, FIRST_ROWS), dtype=np.uint64)
         self._use(0)
         for worker in workers:
@@ -146,6 +150,7 @@ class WorkerTable:
             worker.speed.token_s,
             worker.local_token_s,
             worker.speed.push_token_s,
+            min(worker.max_context_tokens, worker.num_total_blocks * block_size),
         )
 
     @property
@@ -170,12 +175,14 @@ class WorkerTable:
         """Mask of the rows in `regions`; a worker without a region never matches."""
         return np.isin(self.region_codes, [code_of(each) for each in regions if each])
 
-    def has_any(self, regions: Collection[str], *, but: Collection[str]) -> bool:
-        excluded = self.rows_of(set(but))
-        if not regions:
-            return len(self) > len(excluded)
-        usable = self.in_regions(regions)
-        usable[excluded] = False
+    def has_any(
+        self, regions: Collection[str], *, but: Collection[str], num_context_tokens: int = 0
+    ) -> bool:
+        """Whether a worker in `regions`, other than `but`, has a context of so many tokens."""
+        usable = self.context_tokens >= num_context_tokens
+        if regions:
+            usable &= self.in_regions(regions)
+        usable[self.rows_of(set(but))] = False
         return bool(usable.any())
 
     def _add(self, worker_id: str) -> int:
@@ -194,7 +201,7 @@ class WorkerTable:
         # An avoided worker has -1 free tokens: too few for any request.
         self.block_sizes = self._floats[BLOCK_SIZE, :size]
         self.free_tokens = self._floats[FREE_TOKENS, :size]
-        self.total_tokens = self._floats[TOTAL_TOKENS, :size]
+        self.context_tokens = self._floats[CONTEXT_TOKENS, :size]
         self.load_s = self._floats[LOAD_S, :size]
         self.busy_until = self._floats[BUSY_UNTIL, :size]
         self.region_codes = self._codes[REGION, :size]

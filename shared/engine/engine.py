@@ -19,7 +19,7 @@ from shared.engine.batching.block_pool import BlockPool
 from shared.engine.batching.sequence import Sequence, SequenceState
 from shared.engine.runner import StepOutput
 from shared.engine.sampling.checks import check_sampling
-from shared.errors import HearthError, InvalidRequest
+from shared.errors import ContextFull, HearthError, InvalidRequest
 from shared.messages import FinishReason, TokenLogprobs
 
 
@@ -49,7 +49,7 @@ class Engine:
         attention_span: int | None = None,
         zeroes_freed_blocks: bool = False,
     ) -> None:
-        """The pool's size bounds `max_context_tokens`: a longer context could not be computed.
+        """`max_context_tokens`: of the model. A sequence may also be no longer than the pool.
         `attention_span` is the runner's. With `zeroes_freed_blocks` the owner has the runner zero
         freed blocks before they are written again: see `EngineLoop.zero_freed_blocks`.
         """
@@ -57,6 +57,7 @@ class Engine:
         self.batcher = Batcher(
             self.pool, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences
         )
+        self.model_context_tokens = max_context_tokens
         self.max_context_tokens = min(max_context_tokens, num_blocks * block_size)
         self.num_generated_tokens = 0  # since the start
         self.num_computed_prompt_tokens = 0
@@ -87,8 +88,8 @@ class Engine:
         return not (batcher.waiting or batcher.running or self._reserved or self._held)
 
     def accept(self, sequence: Sequence) -> None:
-        """Adds missing block hashes. Raises InvalidRequest for a sequence that this engine can
-        never compute, even with KV from another worker.
+        """Adds missing block hashes. Raises InvalidRequest for a sequence that no engine of this
+        model can compute, and ContextFull for one that only this engine's pool is too small for.
         """
         self.check_fits(sequence.num_tokens)
         check_samplable(sequence)
@@ -104,21 +105,28 @@ class Engine:
         self._extend_hashes(sequence, full)
 
     def check_fits(self, num_tokens: int) -> None:
-        """Raises InvalidRequest for a sequence longer than the context."""
-        if num_tokens > self.max_context_tokens:
+        """Raises InvalidRequest for a sequence longer than the model's context, and ContextFull for
+        one longer than the pool.
+        """
+        if num_tokens > self.model_context_tokens:
             raise InvalidRequest(
-                f"{num_tokens} tokens do not fit the context of {self.max_context_tokens}"
+                f"{num_tokens} tokens do not fit the model's context of {self.model_context_tokens}"
+            )
+        if num_tokens > self.max_context_tokens:
+            raise ContextFull(
+                f"{num_tokens} tokens do not fit this worker's KV cache of "
+                f"{self.max_context_tokens}"
             )
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence. Raises InvalidRequest if it can never be computed."""
+        """Queues a sequence. Raises InvalidRequest and ContextFull if it can never be computed."""
         self.accept(sequence)
         self.batcher.add(sequence)
 
     def reserve(self, sequence: Sequence) -> bool:
         """Holds blocks for all its tokens while another worker computes them. Returns False if too
         few blocks are free, reservations have reached their share, or a preempted sequence waits
-        for blocks. Raises InvalidRequest like `add`.
+        for blocks. Raises like `add`.
         """
         self.accept(sequence)
         if any(each.num_preemptions for each in self.batcher.waiting):
@@ -263,15 +271,23 @@ class Engine:
         sequence.token_ids.append(token_id)
         num_tokens = len(sequence.token_ids)
         is_long = num_tokens - sequence.num_prompt_tokens >= params.max_tokens
-        is_over = is_long or num_tokens >= self.max_context_tokens
-        if is_over:
+        finish_reason: FinishReason | None = None
+        error: ContextFull | None = None
+        if is_long or num_tokens >= self.model_context_tokens:
+            finish_reason = "length"
+        elif num_tokens > self.max_context_tokens:
+            # a worker with a larger pool continues it
+            finish_reason = "failed"
+            error = ContextFull(f"this worker's KV cache holds {self.max_context_tokens} tokens")
+        if finish_reason is not None:
             self._finish(sequence)
         return StepProgress(
             sequence,
             (token_id,),
-            finish_reason="length" if is_over else None,
+            finish_reason=finish_reason,
             logprobs=() if logprobs is None else (logprobs,),
             prompt_logprobs=prompt_logprobs,
+            error=error,
         )
 
     def _advance_unsampled(self, sequence: Sequence) -> StepProgress:

@@ -41,7 +41,7 @@ class PinnedPrefixes:
 
     def pin(self, command: PinPrefix, sequence: Sequence) -> PrefixPinned:
         """Pins a prefix; `sequence` is its prefill. Raises WorkerBusy above the share, and
-        InvalidRequest for a prefix longer than the context.
+        `Engine.check_fits` errors for a prefix longer than the context.
         """
         pool, hashes = self._engine.pool, sequence.block_hashes
         self._engine.check_fits(sequence.num_tokens)

@@ -111,7 +111,7 @@ class StepOutput(msgspec.Struct, frozen=True):
 class Runner(Protocol):
     kv_format: KvFormat
     num_blocks: int
-    max_context_tokens: int
+    max_context_tokens: int  # of the model
     vocab_size: int
     attention_span: (
         int | None

@@ -18,7 +18,7 @@ from shared.engine.batching.cached_block import CachedBlock, runs_of
 from shared.engine.batching.sequence import Sequence
 from shared.engine.loop import EngineLoop
 from shared.engine.pinned_prefixes import PinnedPrefixes, sequence_of
-from shared.errors import InvalidRequest, UnknownModel, WorkerBusy
+from shared.errors import InvalidRequest, WorkerBusy, WorkerUnfit
 from shared.kv_wire.expected_pushes import ReceiverCounts
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import (
@@ -109,16 +109,22 @@ class EngineWorker:
         self._counters.append(counter)
 
     def check_model(self, model: str, revision: str) -> None:
-        """Raises UnknownModel if this worker serves another model or revision."""
+        """Raises WorkerUnfit if this worker serves another model or revision."""
         card = self.served.card
         if (model, revision) != (card.name, card.revision):
-            raise UnknownModel(f"{self.worker_id} serves {card.name} at {card.revision}")
+            raise WorkerUnfit(f"{self.worker_id} serves {card.name} at {card.revision}")
+
+    def check_block_size(self, block_size: int) -> None:
+        """Raises WorkerUnfit if the size differs from this worker's: block hashes depend on it."""
+        own = self.served.card.block_size
+        if block_size != own:
+            raise WorkerUnfit(f"block size {block_size} differs from this worker's {own}")
 
     def check_kv_format(self, kv_format: str) -> None:
-        """Raises InvalidRequest if the format differs from this worker's."""
+        """Raises WorkerUnfit if the format differs from this worker's."""
         own = self.served.card.kv_format
         if kv_format != own:
-            raise InvalidRequest(f"kv_format {kv_format} differs from this worker's {own}")
+            raise WorkerUnfit(f"kv_format {kv_format} differs from this worker's {own}")
 
     def check_tokens(self, sequence: Sequence, *others: Sequence) -> None:
         """Raises InvalidRequest for a token id that would fail the complete batch.

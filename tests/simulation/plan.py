@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,6 +35,24 @@ class FleetPlan:
     cost: StepCost
     copy_s: float
     max_queued_requests: int
+    pool_sizes: Mapping[str, int] | None = None  # in blocks, by worker; None: `num_blocks` each
+    block_sizes: Mapping[str, int] | None = None  # in tokens, by worker; None: BLOCK_SIZE each
+
+    def num_blocks_of(self, worker_id: str) -> int:
+        return self.num_blocks if self.pool_sizes is None else self.pool_sizes[worker_id]
+
+    def block_size_of(self, worker_id: str) -> int:
+        return BLOCK_SIZE if self.block_sizes is None else self.block_sizes[worker_id]
+
+    def decodes_for(self, *, num_tokens: int, block_size: int) -> list[str]:
+        """The workers that can decode a sequence of `num_tokens` with hashes of `block_size`."""
+        ids = self.process_ids
+        return [
+            each
+            for each in ids["decode"] + ids["worker"]
+            if self.block_size_of(each) == block_size
+            and self.num_blocks_of(each) * block_size >= num_tokens
+        ]
 
     @property
     def process_ids(self) -> dict[str, list[str]]:
@@ -60,6 +79,11 @@ class RequestPlan:
     pooling: Pooling | None  # an embedding is requested
     stop_modulus: int  # token ids divisible by it are stop strings; 0: none
     leaves_after_s: float | None  # the client leaves
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Of the longest choice at its end; its last token needs no KV."""
+        return len(self.prompt) + self.sampling.max_tokens - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -140,4 +140,5 @@ def build_request(
         kv_quota_tokens=tenant.kv_quota_tokens or 0,
         is_zero_retention=tenant.is_zero_retention,
         pooling=generation.pooling,
+        block_size=card.block_size,
     )

@@ -46,6 +46,7 @@ ResubmissionCause = Literal[
     "worker_lost",
     "worker_failed",
     "step_failed",  # for this request alone
+    "context_full",  # the worker's KV cache is smaller than the request
     "worker_excluded",  # a late placement on a worker that this request avoids
     "placement_unknown",  # the worker does not have it any more
     "placement_retired",  # aborted here before its scheduler named it

@@ -33,6 +33,7 @@ from services.gateway.streams.stream import (
     StreamState,
 )
 from shared.errors import (
+    ContextFull,
     DeadlineExceeded,
     DependencyUnavailable,
     DeviceFailed,
@@ -446,6 +447,8 @@ class Streams:
         worker_id = None if stream.placement is None else stream.placement.worker_id
         if isinstance(error, StepFailed):
             self._move_after_failed_step(stream, worker_id, now)
+        elif isinstance(error, ContextFull):
+            self._resubmit(stream, "context_full", now, excluded=worker_id)
         elif isinstance(error, (*_TRANSIENT, *_PATIENT)):
             self._resubmit(stream, "worker_failed", now, excluded=worker_id)
         else:

@@ -183,9 +183,7 @@ class ModelRunner:
         self.revision = revision
         self.kv_format = executor.kv_format
         self.num_blocks = executor.kv_cache.shape[2]
-        self.max_context_tokens = min(
-            executor.model.cos.shape[0], self.num_blocks * self.kv_format.block_size
-        )
+        self.max_context_tokens = executor.model.cos.shape[0]
         self.vocab_size = config.vocab_size
         self.eos_token_ids = config.eos_token_ids
         self.attention_span = _attention_span(config, attention_segment)

@@ -1,7 +1,8 @@
 """When a request may fail: each failure must be explained by missing capacity of the fleet.
 
 A request has what it needs at a moment if its gateway, NATS, some scheduler and some decode worker
-are healthy: no fault affects them, and none did in the last REJOIN_S. It may fail with
+that fits it (block size, context) are healthy: no fault affects them, and none did in the last
+REJOIN_S. It may fail with
 
     client_gone          if its client left
     request_breaks_workers  if its prompt has the poison, or steps raised on two of its workers
@@ -11,8 +12,9 @@ are healthy: no fault affects them, and none did in the last REJOIN_S. It may fa
                          wait is longer than its deadline
     no_capacity          if it lacked what it needs for its full waiting time, or if it lost its
                          placement more often than it may be resubmitted, each time by a fault
-                         (a hanging scheduler may swallow all tries until NATS drops it)
-    on admission: dependency_unavailable if Redis was down or hung, no_capacity if the gateway
+                         (a hanging scheduler may swallow all tries until NATS drops it);
+                         at once if healthy workers, but none that fits, were there
+    on admission: context_length_exceeded if no worker that fits it was healthy, dependency_unavailable if Redis was down or hung, no_capacity if the gateway
                          drained
 
 and with no other error. If a request's gateway dies, no process is left to report its end.
@@ -70,7 +72,7 @@ def unexplained(client: Client, plan: Plan, troubles: list[Trouble]) -> str | No
     if error is None:
         return None
     if client.rejection is not None:
-        return _unexplained_rejection(error, client, troubles)
+        return _unexplained_rejection(error, client, plan, troubles)
     if error.code == "client_gone":
         return None if client.left else "its client had not left"
     if isinstance(error, DeadlineExceeded):
@@ -93,17 +95,22 @@ def _breaks_workers(client: Client, troubles: list[Trouble]) -> str | None:
     return "steps do not raise for its prompt"
 
 
-def lacks(plan: Plan, gateway_id: str, troubles: list[Trouble]) -> list[tuple[float, float]]:
-    """The times when a request of this gateway lacked something, including REJOIN_S."""
-    ids = plan.fleet.process_ids
+def lacks(plan: Plan, client: Client, troubles: list[Trouble]) -> list[tuple[float, float]]:
+    """The times when this request lacked something, including REJOIN_S."""
     found = [
         _span(each)
         for each in troubles
-        if each.fault.kind in NATS_FAULTS or each.touches(gateway_id)
+        if each.fault.kind in NATS_FAULTS or each.touches(client.gateway_id)
     ]
-    for process_ids in (ids["scheduler"], ids["decode"] + ids["worker"]):
+    for process_ids in (plan.fleet.process_ids["scheduler"], fitting_workers(plan, client)):
         found += _all_in_trouble(process_ids, troubles)
     return found
+
+
+def fitting_workers(plan: Plan, client: Client) -> list[str]:
+    return plan.fleet.decodes_for(
+        num_tokens=client.plan.num_context_tokens, block_size=client.block_size
+    )
 
 
 def _swallowing(plan: Plan, troubles: list[Trouble]) -> list[tuple[float, float]]:
@@ -116,10 +123,14 @@ def _swallowing(plan: Plan, troubles: list[Trouble]) -> list[tuple[float, float]
 
 
 def _unexplained_rejection(
-    error: HearthError, client: Client, troubles: list[Trouble]
+    error: HearthError, client: Client, plan: Plan, troubles: list[Trouble]
 ) -> str | None:
     """Redis is queried twice, possibly by another request that closed the breaker before."""
     sent_at, rejected_at = client.sent_at, client.ended_at
+    if error.code == "context_length_exceeded":
+        spans = _all_in_trouble(fitting_workers(plan, client), troubles)
+        is_missing = any(began <= rejected_at <= ended for began, ended in spans)
+        return None if is_missing else f"a worker fits it: {error}"
     if error.code == "no_capacity":  # it may have waited for Redis before
         kinds, began, ended = {"drain"}, rejected_at, sent_at - REJOIN_S
     elif error.code == "dependency_unavailable":
@@ -140,7 +151,7 @@ def _too_late(client: Client, plan: Plan, troubles: list[Trouble]) -> str | None
     took_s = client.ended_at - client.opened_at
     if took_s < deadline_s - 1e-6:
         return f"its deadline of {deadline_s:g} s had not come after {took_s:g} s"
-    spans = lacks(plan, client.gateway_id, troubles)
+    spans = lacks(plan, client, troubles)
     if deadline_s < PATIENT_S:
         own = [each for each in troubles if each.fault.target == client.gateway_id]
         is_late = took_s > deadline_s + LATE_S and not own
@@ -155,10 +166,12 @@ def _no_capacity(
     client: Client, plan: Plan, troubles: list[Trouble], error: NoCapacity
 ) -> str | None:
     assert client.opened_at is not None and client.end is not None
-    spans = lacks(plan, client.gateway_id, troubles)
+    spans = lacks(plan, client, troubles)
     if "no scheduler" in error.message:
         spans += _swallowing(plan, troubles)
     lacked_s = _covered(spans, client.opened_at, client.ended_at)
+    if "context holds" in error.message and not client.end.num_resubmissions:
+        return None if lacked_s > 0 else f"a worker fits it: {error}"
     if lacked_s >= _patience_s(client.end.num_resubmissions, error) - POLL_INTERVAL_S:
         return None
     touching = [

@@ -126,6 +126,7 @@ def wrongs_of_client(client: Client) -> list[str]:
         ):
             found.append(f"choice {index}: tokens without logprobs")
         found += _wrongs_of_ending(index, client, expected)
+        found += _wrongs_of_length(index, client)
         is_finished = reported.finish is not None and reported.finish.failure is None
         if is_finished and reported.finish.embedding != expected.embedding:
             found.append(f"choice {index}: another embedding")
@@ -144,6 +145,15 @@ def _wrongs_of_tokens(
         return [f"choice {index}: tokens {reported} are not those of {expected}"]
     if is_whole and len(reported) < len(expected):
         return [f"choice {index}: {len(reported)} of {len(expected)} tokens"]
+    return []
+
+
+def _wrongs_of_length(index: int, client: Client) -> list[str]:
+    """`length` only at the request's own end: no plan's request reaches the model's context."""
+    reported, most = client.choices[index], client.plan.sampling.max_tokens
+    is_length = reported.finish is not None and reported.finish.reason == "length"
+    if is_length and len(reported.token_ids) < most:
+        return [f"choice {index}: cut after {len(reported.token_ids)} of {most} tokens"]
     return []
 
 

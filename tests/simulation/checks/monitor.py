@@ -13,7 +13,6 @@ from services.scheduler.service import MAX_PLACING
 from shared.engine.batching.sequence import Sequence
 from shared.messages import TokenEntry
 from tests.simulation.checks.expected import states_of
-from tests.simulation.plan import BLOCK_SIZE
 from tests.simulation.world.gateway import SimulatedGateway
 from tests.simulation.world.members import AnyHost, SimulatedScheduler
 from tests.simulation.world.workers import SimulatedWorker
@@ -111,8 +110,8 @@ class Monitor:
     def _check_kv(self, worker: SimulatedWorker, sequence: Sequence, source: str) -> None:
         """The next token depends on the last KV only, so all KV from elsewhere is checked."""
         count = sequence.num_computed_tokens
-        table = np.array(sequence.block_table, dtype=np.int64)
-        slots = (table[:, None] * BLOCK_SIZE + np.arange(BLOCK_SIZE)).ravel()[:count]
+        table, size = np.array(sequence.block_table, dtype=np.int64), worker.engine.pool.block_size
+        slots = (table[:, None] * size + np.arange(size)).ravel()[:count]
         expected = b"".join(states_of(sequence.token_ids[:count]))
         if worker.runner._kv[slots].tobytes() != expected:
             self.record(f"{worker.worker_id}: wrong KV from {source}")

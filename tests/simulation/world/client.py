@@ -33,6 +33,7 @@ class Client:
     def __init__(self, plan: RequestPlan) -> None:
         self.plan = plan
         self.gateway_id = ""
+        self.block_size = BLOCK_SIZE  # of its request's hashes
         self.choices = [ReceivedChoice() for _ in range(plan.num_choices)]
         self.prompt_logprobs: list[tuple[TokenLogprobs, ...]] = []
         self.was_sent = False
@@ -101,11 +102,12 @@ class Client:
             revision=REVISION,
             cache_root=root,
             prompt_token_ids=pack_token_ids(plan.prompt),
-            block_hashes=pack_hashes(block_hash.extend_chain(root, plan.prompt, BLOCK_SIZE)),
+            block_hashes=pack_hashes(block_hash.extend_chain(root, plan.prompt, self.block_size)),
             sampling=plan.sampling,
             choices=tuple(Choice(choice_index=index) for index in range(plan.num_choices)),
             deadline_s=plan.deadline_s,
             pooling=plan.pooling,
+            block_size=self.block_size,
         )
 
     def _num_wanted(self, token_ids: Sequence[int]) -> int:

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from services.gateway.catalog import Catalog
 from services.gateway.streams.early_entries import RetiredPlacements
 from services.gateway.streams.stream_driver import StreamDriver
 from services.gateway.tenancy.api_keys import ApiKeys
 from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.request_cost import LimitLease, RequestCost
 from services.gateway.tenancy.usage_counter import UsageCounter
-from shared.errors import HearthError, NoCapacity
+from shared.errors import HearthError, NoCapacity, PromptTooLong
 from shared.lifecycle.heartbeat import HealthMonitor
 from tests.simulation.checks.leaks import not_empty
+from tests.simulation.plan import BLOCK_SIZE, RequestPlan
 from tests.simulation.world.bus import SimulatedNetwork
-from tests.simulation.world.client import Client
+from tests.simulation.world.client import MODEL, Client
 from tests.simulation.world.process import ProcessClock, SimulatedProcess
 from tests.simulation.world.randomness import SeededRandomness
 from tests.simulation.world.store import MemoryStore, ProcessStore
@@ -52,6 +54,7 @@ class SimulatedGateway:
         clock, randomness = ProcessClock(self.process), SeededRandomness(seed)
         self.bus = network.bus(gateway_id, self.process)
         self.health_monitor = HealthMonitor(self.bus, clock, randomness, roles=("gateway",))
+        self.catalog = Catalog(self.health_monitor.fleet, MODEL, clock)
         self.driver = StreamDriver(self.bus, clock, self.health_monitor)
         self.streams = self.driver._streams
         self.streams._retired = WatchedPlacements(on_given_up)
@@ -68,6 +71,8 @@ class SimulatedGateway:
         await self._api_keys.warm_up()
         self._limits.start()
         self._usage.start()
+        self.health_monitor.on_heartbeat(self.catalog.observe)
+        self.health_monitor.on_lost(lambda process_id, _: self.catalog.lost(process_id))
         await self.health_monitor.start()
         await self.health_monitor.transition_to("ready")
 
@@ -76,6 +81,7 @@ class SimulatedGateway:
         self.clients.append(client)
         plan, client.was_sent, client.sent_at = client.plan, True, self._clock.now()
         try:
+            client.block_size = self._checked_block_size(plan)
             record = await self._api_keys.tenant_of(f"Bearer {plan.tenant_id}")
             lease = await self._limits.admit(record, plan.request_id, cost_of(client))
             if self.health_monitor.state != "ready":
@@ -87,11 +93,22 @@ class SimulatedGateway:
         client.gateway_id = self.process.process_id
         client.opened_at = self._clock.now()
         client.on_ended = partial(self._close, lease)
-        self.driver.open(client.request(record.tenant_id, client.gateway_id), client)
+        request = client.request(record.tenant_id, client.gateway_id)
+        self.driver.open(request, client)
         if plan.leaves_after_s is not None:
             await self._clock.sleep(plan.leaves_after_s)
             client.left = client.end is None
             self.driver.close(plan.request_id, "client_gone", ClientDisconnected("gone"))
+
+    def _checked_block_size(self, plan: RequestPlan) -> int:
+        """Returns the block size for its hashes. Raises PromptTooLong, like `Preparation`. Without
+        a card the request waits at its scheduler.
+        """
+        for card in self.catalog.cards():
+            if plan.num_context_tokens > card.max_context_tokens:
+                raise PromptTooLong(f"exceeds the context of {card.max_context_tokens}")
+            return card.block_size
+        return BLOCK_SIZE
 
     async def drain(self) -> None:
         await self.health_monitor.transition_to("draining")

@@ -102,6 +102,7 @@ class SimulatedWorker:
         roles: tuple[Role, ...],
         *,
         num_blocks: int = 256,
+        block_size: int = BLOCK_SIZE,
         max_batch_tokens: int = 64,
         max_sequences: int = 32,
         cost: StepCost | None = None,
@@ -120,12 +121,12 @@ class SimulatedWorker:
             ProcessClock(self.process, is_engine=True),
             copy_s=copy_s,
             num_blocks=num_blocks,
-            block_size=BLOCK_SIZE,
+            block_size=block_size,
             cost=cost,
         )
         self.engine = Engine(
             num_blocks=num_blocks,
-            block_size=BLOCK_SIZE,
+            block_size=block_size,
             max_context_tokens=self.runner.max_context_tokens,
             max_batch_tokens=max_batch_tokens,
             max_sequences=max_sequences,
@@ -137,9 +138,10 @@ class SimulatedWorker:
             name=MODEL,
             revision=REVISION,
             kv_format=self.runner.kv_format.key,
-            block_size=BLOCK_SIZE,
+            block_size=block_size,
             max_context_tokens=self.engine.max_context_tokens,
             vocab_size=self.runner.vocab_size,
+            model_context_tokens=self.engine.model_context_tokens,
         )
         self.worker = EngineWorker(
             bus=self.bus,

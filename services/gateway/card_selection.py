@@ -1,0 +1,79 @@
+"""Selects the model card that a gateway shows and prepares requests for. No I/O.
+
+Workers of one model may differ in revision, block size and context. A request is for one revision
+and one block size, its version: the gateway serves the version with most live decode workers, so
+that a rollout changes the card once. The context is the largest of that version, and is held for a
+while, so that a worker that restarts does not change the limit twice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import inf
+
+from shared.messages import ModelCard
+
+HOLD_S = 60.0  # from the loss of the last worker with a card
+
+Version = tuple[str, int]  # revision, block size
+
+
+class CardSelection:
+    """The cards of one model's live decode workers. Times are seconds of any monotonic clock."""
+
+    def __init__(self) -> None:
+        self._live: dict[str, ModelCard] = {}  # by worker
+        self._left: dict[ModelCard, float] = {}  # when its last worker left
+        self._known: dict[Version, None] = {}  # the longest known first
+        self._selected: ModelCard | None = None
+        self._expires_at = -inf  # of `_selected`
+
+    def put(self, worker_id: str, card: ModelCard, now: float) -> None:
+        """`worker_id` is live and serves `card`."""
+        if self._live.get(worker_id) == card:
+            return
+        self.remove(worker_id, now)
+        self._live[worker_id] = card
+        self._left.pop(card, None)
+        self._known.setdefault(version_of(card))
+        self._expires_at = -inf
+
+    def remove(self, worker_id: str, now: float) -> None:
+        """Does nothing for an unknown worker."""
+        card = self._live.pop(worker_id, None)
+        if card is None:
+            return
+        if card not in self._live.values():
+            self._left[card] = now
+        self._expires_at = -inf
+
+    def card(self, now: float) -> ModelCard | None:
+        """None if no worker has been live for HOLD_S."""
+        if now >= self._expires_at:
+            self._select(now)
+        return self._selected
+
+    def _select(self, now: float) -> None:
+        self._left = {card: at for card, at in self._left.items() if now < at + HOLD_S}
+        cards = [*self._live.values(), *self._left]
+        versions = {version_of(card) for card in cards}
+        self._known = {each: None for each in self._known if each in versions}
+        version = self._version()
+        of_version = [card for card in cards if version_of(card) == version]
+        self._selected = max(of_version, key=lambda each: each.max_context_tokens, default=None)
+        self._expires_at = min(self._left.values(), default=inf) + HOLD_S
+
+    def _version(self) -> Version | None:
+        """The version with most live workers; the longest known of several; the current one if no
+        worker is live.
+        """
+        num_live = Counter(version_of(card) for card in self._live.values())
+        if num_live:
+            return max(self._known, key=lambda each: num_live[each])
+        if self._selected is not None and version_of(self._selected) in self._known:
+            return version_of(self._selected)
+        return next(iter(self._known), None)
+
+
+def version_of(card: ModelCard) -> Version:
+    return card.revision, card.block_size
