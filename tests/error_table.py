@@ -60,6 +60,8 @@ MEANING = {
     "link_lost": "the KV connection ended (between processes)",
     "frame_refused": "the receiver rejected KV (between processes)",
     "worker_busy": "a worker has no room (between processes)",
+    "worker_unfit": "a worker will not serve this request, whenever it comes (between processes)",
+    "context_full": "a worker's KV cache is smaller than the request (between processes)",
     "step_failed": "a step of a worker raised for this request alone (between processes)",
     "device_failed": "the device of a worker failed (between processes)",
     "deadline_exceeded": "the request took longer than `--request-timeout-s`",

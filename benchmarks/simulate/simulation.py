@@ -59,7 +59,7 @@ CARD = ModelCard(
     max_context_tokens=2**20,
     vocab_size=32_000,
 )
-LANE = (MODEL, REVISION)
+LANE = (MODEL, REVISION, BLOCK_TOKENS)
 _CHOICES = (Choice(choice_index=0),)
 
 
@@ -304,6 +304,7 @@ def submission_of(trace: TraceRequest, name: str, deadline_s: float) -> SubmitRe
         sampling=SamplingParams(seed=1, max_tokens=trace.output_length),
         choices=_CHOICES,
         deadline_s=deadline_s,
+        block_size=BLOCK_TOKENS,
     )
     return SubmitRequest(request=request, affinity_key=trace.session)
 

@@ -103,9 +103,7 @@ class WorkerFleet:
         workers = self._lanes.get(lane)
         if workers is None:
             return False
-        return workers.decodes.has_any(
-            regions, but=excluded, num_context_tokens=num_context_tokens
-        )
+        return workers.decodes.has_any(regions, but=excluded, num_context_tokens=num_context_tokens)
 
     def assign(self, target: Target, needs: RequestSize, now: float) -> Assignment:
         prefill = target.prefill_candidates[0] if target.prefill_candidates else None

@@ -12,8 +12,8 @@ unless the link is slower. A prefill worker must compute a prefix that only deco
 side is credited with its own cache. The worker with the longest prefix, or the one that the
 affinity key names, is preferred unless it costs more than twice the best: affinity must not create
 a queue. A worker whose context does not hold the request to its end, with all tokens that it may
-generate, is no candidate. A worker with enough work gets no request: requests queued here can still go elsewhere, and
-in fair order.
+generate, is no candidate. A worker with enough work gets no request: requests queued here can still
+go elsewhere, and in fair order.
 
 The search is a linear scan of all workers (`cost_kernel.py`).
 """
@@ -50,9 +50,9 @@ class RequestSize:
 
     num_prompt_tokens: int
     num_tokens: int
-    num_context_tokens: int = 0
     affinity_key: str = ""
     allowed_regions: tuple[str, ...] = ()  # empty: all
+    num_context_tokens: int = 0
 
     def num_blocks(self, block_size: int) -> int:
         return -(-(self.num_tokens + 1) // block_size)

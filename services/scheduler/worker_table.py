@@ -26,7 +26,6 @@ from services.scheduler.cost_kernel import (
     NAME,
     NUM_FLOATS,
     REGION,
-    TOTAL_TOKENS,
     RoleWorkers,
     WorkerColumns,
 )

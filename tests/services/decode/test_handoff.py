@@ -11,7 +11,14 @@ import msgspec
 import pytest
 
 from shared.engine.runners.timing_runner import StepCost
-from shared.errors import HearthError, InvalidRequest, UnknownModel, UnknownPlacement, WorkerBusy
+from shared.errors import (
+    ContextFull,
+    HearthError,
+    InvalidRequest,
+    UnknownPlacement,
+    WorkerBusy,
+    WorkerUnfit,
+)
 from shared.messages import PrefillAccepted, PrefillFailed, RunPrefill
 from shared.subjects import run_prefill
 from tests.simulation.world.bus import SimulatedNetwork
@@ -376,9 +383,36 @@ def test_bad_requests_are_rejected():
             for prompt in ([], list(range(9000))):
                 with pytest.raises(InvalidRequest):
                     await it.peer.place("decode-1", request_of(prompt), ("prefill-1",))
-            wrong = msgspec.structs.replace(request_of(PROMPT), revision="other")
-            with pytest.raises(UnknownModel):
-                await it.peer.place("decode-1", wrong)
+            await it.settled()
+
+    run(main())
+
+
+def test_worker_refuses_for_itself_what_another_may_serve():
+    async def main():
+        async with cluster(num_blocks=32) as it:
+            for change in ({"revision": "other"}, {"block_size": 32}):
+                wrong = msgspec.structs.replace(request_of(PROMPT), **change)
+                with pytest.raises(WorkerUnfit):
+                    await it.peer.place("decode-1", wrong)
+            for request in (request_of(list(range(513))), request_of(PROMPT, output=[5] * 263)):
+                with pytest.raises(ContextFull):
+                    await it.peer.place("decode-1", request, ("prefill-1",))
+            await it.settled()
+
+    run(main())
+
+
+def test_end_of_the_pool_hands_the_request_back():
+    """512 tokens of KV: the token sampled after the last of them needs no KV here."""
+
+    async def main():
+        async with cluster(num_blocks=32) as it:
+            received = await it.run(request_of(PROMPT, max_tokens=264))
+            assert (len(received.output), received.finish.reason) == (263, "failed")
+            assert received.finish.failure.code == ContextFull.code
+            received = await it.run(request_of(PROMPT, max_tokens=263))
+            assert (len(received.output), received.finish.reason) == (263, "length")
             await it.settled()
 
     run(main())

@@ -77,7 +77,10 @@ class PlainScan:
 
     def cost(self, decode: WorkerRow) -> float:
         """Returns seconds; infinity if the worker cannot take the request now."""
-        has_room = self.needs.num_blocks(decode.block_size) <= decode.num_free_blocks
+        is_unused = decode.num_free_blocks >= decode.num_total_blocks
+        has_room = is_unused or self.needs.num_blocks(decode.block_size) <= decode.num_free_blocks
+        context = min(decode.max_context_tokens, decode.num_total_blocks * decode.block_size)
+        has_room &= self.needs.num_context_tokens <= context
         is_usable = has_room and not decode.is_avoided and self.is_allowed(decode)
         prefill_option = self.prefill_option(decode)
         if not is_usable or decode.worker_id in self.excluded or not prefill_option.has_time:

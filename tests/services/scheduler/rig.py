@@ -51,6 +51,7 @@ class Worker:
     role: Role
     model: str = "m"
     num_free_blocks: int = 1000
+    max_context_tokens: int = 100_000
     region: str = ""
     reply: Callable[[StartDecode], DecodeStarted] = lambda start: DecodeStarted(
         placement_id=start.placement_id, num_cached_tokens=0
@@ -69,7 +70,7 @@ class Worker:
             revision="r1",
             kv_format="fp32/b16",
             block_size=BLOCK_SIZE,
-            max_context_tokens=100_000,
+            max_context_tokens=self.max_context_tokens,
             vocab_size=1000,
         )
         clock, randomness = VirtualClock(), SeededRandomness(hash_of(worker_id))

@@ -128,7 +128,7 @@ def test_blocked_lane_does_not_delay_another_model() -> None:
     queue.enqueue(submit_of("a0", model="a"), 0.0)
     queue.enqueue(submit_of("b0", model="b"), 0.0)
     queue.enqueue(submit_of("b1", model="b"), 0.0)
-    ticket = queue.pop(0.0, blocked={Lane("a", "r1")})
+    ticket = queue.pop(0.0, blocked={Lane("a", "r1", 16)})
     assert ticket is not None
     assert ticket.request.request_id == "b0"
     assert order(queue) == ["a0", "b1"]

@@ -49,9 +49,9 @@ from services.scheduler.cost_kernel import *
 assert "numba" not in sys.modules
 
 def side(rng, size):
-    floats = rng.uniform(0, 2, (10, size + 2))
+    floats = rng.uniform(0, 2, (NUM_FLOATS, size + 2))
     floats[[BUSY_UNTIL, CLOSED_UNTIL]] *= rng.integers(0, 2, (2, size + 2))
-    floats[[FREE_TOKENS, TOTAL_TOKENS]] *= 100
+    floats[[FREE_TOKENS, TOTAL_TOKENS, CONTEXT_TOKENS]] *= 100
     codes = rng.integers(0, 3, (3, size + 2)).astype(np.uint64)
     codes[NAME] = np.arange(size + 2)
     holders = rng.permutation(size)[: rng.integers(0, size + 1)].astype(np.int64)
@@ -64,7 +64,7 @@ def decide():
     for seed in range(60):
         rng = np.random.default_rng(seed)
         decodes, prefills = side(rng, 1 + seed % 9), side(rng, seed % 7)
-        terms = RequestTerms(50.0, 60.0, 10.0, 40.0, 0.01, 0.5)
+        terms = RequestTerms(50.0, 60.0, 70.0, 10.0, 40.0, 0.01, 0.5)
         excluded = np.arange(seed % 2)
         found += costs_of_decodes(decodes, prefills, terms, excluded)
         found += nearest_prefills(prefills, terms, np.uint64(1), 20.0, 0, 3)

@@ -11,7 +11,7 @@ from shared.lifecycle.health import Fleet, Loss
 from shared.messages import Heartbeat, ModelCard, Role, WorkerLoad
 from tests.simulation.world.randomness import SeededRandomness
 
-LANE = ("m", "r1")
+LANE = ("m", "r1", 16)
 CARD = ModelCard(
     name="m",
     revision="r1",
@@ -157,7 +157,30 @@ def test_worker_that_changes_its_model_changes_its_lane() -> None:
     rig.beat("d1", 0.0)
     rig.beat("d1", 0.25, model=msgspec.structs.replace(CARD, revision="r2"))
     assert not rig.workers.has_worker(LANE, ())
-    assert rig.workers.has_worker(("m", "r2"), ())
+    assert rig.workers.has_worker(("m", "r2", 16), ())
+
+
+def test_block_size_is_part_of_the_lane() -> None:
+    rig = Rig()
+    rig.beat("d1", 0.0, model=msgspec.structs.replace(CARD, block_size=32))
+    assert not rig.workers.has_worker(LANE, ())
+    assert rig.workers.has_worker(("m", "r1", 32), ())
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "workers"),
+    [(2000, ["d1", "d2"]), (2001, ["d2"]), (16_000, ["d2"]), (16_001, [])],
+)
+def test_context_is_the_reported_one_within_the_pool(num_tokens: int, workers: list[str]) -> None:
+    rig = Rig()
+    rig.beat("d1", 0.0, model=msgspec.structs.replace(CARD, max_context_tokens=2000))
+    rig.beat("d2", 0.0)  # 1,000 blocks
+    found = [
+        each
+        for each, other in (("d1", "d2"), ("d2", "d1"))
+        if rig.workers.has_worker(LANE, (other,), num_context_tokens=num_tokens)
+    ]
+    assert found == workers
 
 
 def test_worker_regions_are_those_of_the_heartbeats() -> None:

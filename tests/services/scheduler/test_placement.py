@@ -166,6 +166,24 @@ def test_received_outputs_need_blocks_too() -> None:
     assert placed(resumed, [replace(D1, num_free_blocks=103)], []).num_blocks == 103
 
 
+def test_context_must_hold_the_request_to_its_end() -> None:
+    """Also when the worker is the cheapest, holds the prefix or is the affinity key's."""
+    small, large = replace(D1, max_context_tokens=1799), replace(D2, decode_tokens=50_000)
+    for affinity_key in ("", "a", "b", "c"):
+        needs = RequestSize(1600, 1650, affinity_key, num_context_tokens=1800)
+        assert placed(needs, [small, large], [], {"d1": 100}).decode_id == "d2"
+        assert placed(needs, [small], [], {"d1": 100}) is None
+    fits = RequestSize(1600, 1650, num_context_tokens=1799)
+    assert placed(fits, [small, large], [], {"d1": 100}).decode_id == "d1"
+
+
+def test_choices_larger_than_the_cache_take_an_unused_one() -> None:
+    """Each of three choices fits alone: they take turns."""
+    needs = RequestSize(1600, 1600 + 3 * 8000, num_context_tokens=10_000)
+    assert placed(needs, [D1], []).decode_id == "d1"
+    assert placed(needs, [replace(D1, num_free_blocks=999)], []) is None
+
+
 def test_equal_workers_share_the_load() -> None:
     firsts: Counter[str] = Counter()
     randomness = SeededRandomness(1)
@@ -282,6 +300,7 @@ def workers(draw: st.DrawFn) -> list[WorkerRow]:
             decode_tokens=draw(counts),
             region=draw(st.sampled_from(["", "eu", "us"])),
             speed=draw(speeds),
+            max_context_tokens=draw(st.sampled_from([320, 500, 100_000])),
             is_avoided=draw(st.integers(0, 9)) == 0,
         )
         for name in chosen
@@ -293,6 +312,7 @@ def workers(draw: st.DrawFn) -> list[WorkerRow]:
     workers(),
     st.integers(1, 700),
     st.integers(0, 100),
+    st.integers(0, 400),
     st.dictionaries(st.sampled_from([*names, "unknown"]), st.integers(0, 50)),
     st.sampled_from([(), ("eu",), ("eu", "us"), ("asia",)]),
     st.frozensets(st.sampled_from(names), max_size=2),
@@ -303,13 +323,18 @@ def test_placement_equals_the_plain_scan(
     prefills: list[WorkerRow],
     num_prompt_tokens: int,
     num_output_tokens: int,
+    num_remaining_tokens: int,
     cached: dict[str, int],
     regions: tuple[str, ...],
     excluded: frozenset[str],
     local_prefill: LocalPrefill,
 ) -> None:
+    num_tokens = num_prompt_tokens + num_output_tokens
     needs = RequestSize(
-        num_prompt_tokens, num_prompt_tokens + num_output_tokens, allowed_regions=regions
+        num_prompt_tokens,
+        num_tokens,
+        num_context_tokens=num_tokens + num_remaining_tokens,
+        allowed_regions=regions,
     )
     scan = PlainScan(
         needs, decodes, prefills, cached, HANDOFF_OVERHEAD_S, local_prefill, NOW, excluded

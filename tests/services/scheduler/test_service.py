@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from shared import subjects
-from shared.errors import InvalidRequest, NoResponders, Overloaded, WorkerBusy
+from shared.errors import ContextFull, InvalidRequest, NoResponders, Overloaded, WorkerBusy
 from shared.lifecycle.health import SILENCE_LIMIT_S
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import (
@@ -202,13 +202,60 @@ def test_invalid_request_fails_at_once() -> None:
     scenario(test)
 
 
-def test_prompt_larger_than_every_cache_fails_at_once() -> None:
+def test_request_longer_than_every_context_fails_at_once() -> None:
+    """Once the scheduler knows all live workers: a larger one may be starting, too."""
+
     async def test(rig: Rig) -> None:
-        await rig.worker("decode-0")
-        await rig.submit(submit_of("r0", num_prompt_tokens=16_000))
-        failed = await rig.result(within_s=0.1)
-        assert isinstance(failed, PlacementFailed)
-        assert failed.failure.code == "context_length_exceeded"
+        await rig.worker("decode-0")  # 1,000 blocks
+        await asyncio.sleep(1.5)
+        for number, (num_prompt_tokens, max_tokens) in enumerate(((16_001, 1), (20, 15_982))):
+            message = submit_of(
+                f"r{number}", num_prompt_tokens=num_prompt_tokens, max_tokens=max_tokens
+            )
+            await rig.submit(message)
+            failed = await rig.result(num=number + 1, within_s=0.1)
+            assert isinstance(failed, PlacementFailed)
+            assert failed.failure.code == "no_capacity"
+            assert "no live worker's context holds 16001 tokens" in failed.failure.message
+        await rig.submit(submit_of("r2", num_prompt_tokens=20, max_tokens=15_981))
+        assert isinstance(await rig.result(num=3, within_s=0.1), Placed)
+
+    scenario(test)
+
+
+def test_scheduler_that_has_just_started_waits_for_a_larger_context() -> None:
+    async def test(rig: Rig) -> None:
+        await rig.worker("decode-0", max_context_tokens=128)
+        await rig.submit(submit_of("r0", num_prompt_tokens=40, max_tokens=200))
+        await asyncio.sleep(0.5)
+        await rig.worker("decode-1", max_context_tokens=4096)
+        placed = await rig.result(within_s=0.5)
+        assert isinstance(placed, Placed) and placed.worker_id == "decode-1"
+        await rig.submit(submit_of("r1", num_prompt_tokens=40, max_tokens=5000))
+        failed = await rig.result(num=2, within_s=3.0)
+        assert isinstance(failed, PlacementFailed) and failed.failure.code == "no_capacity"
+
+    scenario(test)
+
+
+def test_unfit_worker_is_excluded_for_this_request_alone() -> None:
+    async def test(rig: Rig) -> None:
+        def unfit_for_r0(message: StartDecode) -> DecodeStarted:
+            if message.request.request_id == "r0":
+                raise ContextFull("this worker's KV cache is smaller")
+            return DecodeStarted(placement_id=message.placement_id, num_cached_tokens=0)
+
+        small = await rig.worker("decode-0", reply=unfit_for_r0)
+        await rig.submit(submit_of("r0"))
+        await asyncio.sleep(1.0)  # it does not take turns with the worker's heartbeats
+        assert len(small.started) == 1
+        await rig.worker("decode-1")
+        placed = await rig.result(within_s=0.5)
+        assert isinstance(placed, Placed) and placed.worker_id == "decode-1"
+        for number in range(1, 9):
+            await rig.submit(submit_of(f"r{number}"))
+        await rig.result(num=9)
+        assert len(small.started) > 1
 
     scenario(test)
 

@@ -9,7 +9,7 @@ import pytest
 from shared.block_hash import extend_chain
 from shared.engine.batching.sequence import TRANSITIONS, Sequence, SequenceState
 from shared.engine.engine import StepProgress
-from shared.errors import InvalidRequest, StepFailed
+from shared.errors import ContextFull, InvalidRequest, StepFailed
 from shared.messages import BlocksStored, SamplingParams
 from tests.shared.engine.support.rig import (
     BLOCK_SIZE,
@@ -83,16 +83,20 @@ def test_context_limit_ends_with_length() -> None:
     assert rig.ending(sequence) == "length"
 
 
-def test_pool_size_bounds_the_context() -> None:
+def test_end_of_the_pool_is_no_end_of_the_request() -> None:
+    """Its 16 tokens of KV give 7 tokens after the prompt of 10: the last needs no KV."""
     rig = Rig(num_blocks=4, max_context_tokens=4096)
     assert rig.engine.max_context_tokens == 16
-    sequence = new_sequence(PROMPT, greedy(30))
-    assert rig.complete(sequence) == TOKENS[:6]
-    assert rig.ending(sequence) == "length"
+    for max_tokens, ending in ((7, "length"), (8, "failed")):
+        sequence = new_sequence(PROMPT, greedy(max_tokens))
+        assert rig.complete(sequence) == TOKENS[:7]
+        assert rig.ending(sequence) == ending
+    assert isinstance(rig.endings[sequence.sequence_id].error, ContextFull)
+    assert rig.engine.is_idle
 
 
 def longer_than_the_context() -> Sequence:
-    return new_sequence(prompt(17), greedy())
+    return new_sequence(prompt(15), greedy())
 
 
 def more_hashes_than_blocks() -> Sequence:
@@ -183,7 +187,7 @@ def test_accepts_sampling_options_at_their_limits() -> None:
     ],
 )
 def test_rejects_sequences_it_can_never_compute(rejected) -> None:  # type: ignore[no-untyped-def]
-    rig = Rig(num_blocks=4)
+    rig = Rig(num_blocks=4, max_context_tokens=14)
     for submit in (rig.engine.add, rig.engine.reserve):
         with pytest.raises(InvalidRequest):
             submit(rejected())

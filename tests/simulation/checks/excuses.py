@@ -14,8 +14,9 @@ REJOIN_S. It may fail with
                          placement more often than it may be resubmitted, each time by a fault
                          (a hanging scheduler may swallow all tries until NATS drops it);
                          at once if healthy workers, but none that fits, were there
-    on admission: context_length_exceeded if no worker that fits it was healthy, dependency_unavailable if Redis was down or hung, no_capacity if the gateway
-                         drained
+    on admission: context_length_exceeded if no worker that fits it was healthy,
+                         dependency_unavailable if Redis was down or hung, no_capacity if the
+                         gateway drained
 
 and with no other error. If a request's gateway dies, no process is left to report its end.
 """

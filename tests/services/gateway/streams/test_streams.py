@@ -33,6 +33,7 @@ from services.gateway.streams.stream import (
 )
 from services.gateway.streams.streams import Streams
 from shared.errors import (
+    ContextFull,
     DeadlineExceeded,
     DeviceFailed,
     HearthError,
@@ -423,6 +424,7 @@ def lose_resends(rig: Rig) -> None:
         ("resends_failed", lose_resends),
         ("step_failed", lambda rig: rig.tokens(0, finish=failed_with(StepFailed))),
         ("worker_failed", lambda rig: rig.tokens(0, finish=failed_with(DeviceFailed))),
+        ("context_full", lambda rig: rig.tokens(0, finish=failed_with(ContextFull))),
     ],
 )
 def test_resubmission_of_running_request_reports_cause(
@@ -463,7 +465,9 @@ def test_resubmissions_are_limited() -> None:
     assert isinstance(rig.client.error, NoCapacity)
 
 
-@pytest.mark.parametrize("code", [WorkerBusy.code, NoCapacity.code, RequestTimeout.code])
+@pytest.mark.parametrize(
+    "code", [WorkerBusy.code, ContextFull.code, NoCapacity.code, RequestTimeout.code]
+)
 def test_retryable_failure_continues_on_another_worker(code: str) -> None:
     rig = running()
     failure = Failure(code=code, message="handed back")
