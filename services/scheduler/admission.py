@@ -36,6 +36,12 @@ def request_tokens(request: Request) -> int:
     return num_prompt_tokens + request.sampling.max_tokens * len(request.choices)
 
 
+def num_context_tokens(request: Request) -> int:
+    """The tokens of the longest choice at its end whose KV is needed: all but the last."""
+    num_prompt_tokens = len(request.prompt_token_ids) // TOKEN_ID_BYTES
+    return num_prompt_tokens + request.sampling.max_tokens - 1
+
+
 class Admission:
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         self.max_requests = max_requests
@@ -55,10 +61,13 @@ class Admission:
     def num_tokens(self) -> int:
         return self._usage.num_tokens
 
-    def enqueue(self, submit: SubmitRequest, now: float) -> QueuedRequest:
+    def enqueue(
+        self, submit: SubmitRequest, now: float, *, context_tokens: int = 0
+    ) -> QueuedRequest:
         """Raises InvalidRequest, DeadlineExceeded, or Overloaded with a retry-after time.
 
-        Replaces a held request of the same id: its gateway has given up the earlier attempt.
+        `context_tokens`: the smallest of a live worker that holds the request. Replaces a held
+        request of the same id: its gateway has given up the earlier attempt.
         """
         request = submit.request
         _validate(request)
@@ -68,7 +77,8 @@ class Admission:
         self.remove(request.request_id)
         num_tokens = request_tokens(request)
         number, deadline_at = self._next_sequence_number, now + request.deadline_s
-        ticket = QueuedRequest(submit, Lane.of(request), number, num_tokens, now, deadline_at)
+        lane_name = Lane.of(request, context_tokens)
+        ticket = QueuedRequest(submit, lane_name, number, num_tokens, now, deadline_at)
         lane = self._lanes.get(ticket.lane) or Backlog(now)
         lane.advance(now)
         self._check_room(ticket, lane)

@@ -12,17 +12,20 @@ from shared.messages import ModelCard, Request, SubmitRequest
 
 class Lane(NamedTuple):
     """Identifies a queue. Regions are included, so that a request without room in its regions does
-    not block requests that may run elsewhere. Block hashes fit one block size.
+    not block requests that may run elsewhere; for the same reason, the context is. Block hashes fit
+    one block size.
     """
 
     model: str
     revision: str
     block_size: int
     regions: tuple[str, ...] = ()
+    context_tokens: int = 0  # the smallest of a live worker that held it when it was queued
 
     @classmethod
-    def of(cls, request: Request) -> Lane:
-        return cls(request.model, request.revision, request.block_size, request.allowed_regions)
+    def of(cls, request: Request, context_tokens: int = 0) -> Lane:
+        served = request.model, request.revision, request.block_size
+        return cls(*served, request.allowed_regions, context_tokens)
 
     @property
     def served(self) -> ModelKey:

@@ -105,6 +105,11 @@ class WorkerFleet:
             return False
         return workers.decodes.has_any(regions, but=excluded, num_context_tokens=num_context_tokens)
 
+    def smallest_context(self, lane: ModelKey, num_tokens: int) -> int:
+        """Of the live decode workers' contexts of at least `num_tokens`; 0 if there is none."""
+        workers = self._lanes.get(lane)
+        return 0 if workers is None else workers.decodes.smallest_context(num_tokens)
+
     def assign(self, target: Target, needs: RequestSize, now: float) -> Assignment:
         prefill = target.prefill_candidates[0] if target.prefill_candidates else None
         assignment = Assignment(

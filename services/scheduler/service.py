@@ -17,7 +17,7 @@ import msgspec
 import structlog
 
 from services.scheduler import cost_kernel
-from services.scheduler.admission import Admission
+from services.scheduler.admission import Admission, num_context_tokens
 from services.scheduler.backlog import Lane, QueuedRequest, model_key
 from services.scheduler.fleet import WorkerFleet
 from services.scheduler.placement import LocalPrefill, RequestSize, Target, place
@@ -147,7 +147,11 @@ class SchedulerService:
         if self._is_draining:
             raise WorkerBusy("this scheduler is draining")
         num_ahead = len(self._admission)
-        self._admission.enqueue(message, self._clock.now())
+        request = message.request
+        context_tokens = self._workers.smallest_context(
+            Lane.of(request).served, num_context_tokens(request)
+        )
+        self._admission.enqueue(message, self._clock.now(), context_tokens=context_tokens)
         if not self._wake.is_set():  # sends the index query together with this reply
             self._place_next()
         self._wake.set()  # the queue, not arrival, orders concurrent requests
@@ -330,7 +334,7 @@ class SchedulerService:
 
     def _has_worker(self, ticket: QueuedRequest) -> bool:
         """Whether a worker in the allowed regions can decode; other regions are never tried."""
-        lane, size = ticket.lane, _needs(ticket).num_context_tokens
+        lane, size = ticket.lane, num_context_tokens(ticket.request)
         return self._workers.has_worker(
             lane.served, ticket.excluded_workers, lane.regions, num_context_tokens=size
         )
@@ -343,7 +347,7 @@ class SchedulerService:
     def _no_worker_error(self, ticket: QueuedRequest) -> NoCapacity:
         if not self._is_too_long(ticket):
             return _no_worker_error(ticket.request)
-        size = _needs(ticket).num_context_tokens
+        size = num_context_tokens(ticket.request)
         return NoCapacity(f"no live worker's context holds {size} tokens", retry_after_s=2.0)
 
     def _unblock(self, lane: Lane) -> None:
@@ -441,7 +445,7 @@ def _needs(ticket: QueuedRequest) -> RequestSize:
     return RequestSize(
         num_prompt_tokens,
         num_prompt_tokens + num_output_tokens,
-        num_context_tokens=num_prompt_tokens + request.sampling.max_tokens - 1,
+        num_context_tokens=num_context_tokens(request),
         affinity_key=ticket.submit.affinity_key,
         allowed_regions=request.allowed_regions,
     )

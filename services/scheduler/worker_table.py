@@ -184,6 +184,11 @@ class WorkerTable:
         usable[self.rows_of(set(but))] = False
         return bool(usable.any())
 
+    def smallest_context(self, num_tokens: int) -> int:
+        """Of the contexts of at least `num_tokens`; 0 if there is none."""
+        fitting = self.context_tokens[self.context_tokens >= num_tokens]
+        return int(fitting.min()) if len(fitting) else 0
+
     def _add(self, worker_id: str) -> int:
         row = len(self.ids)
         if row == self._floats.shape[1]:

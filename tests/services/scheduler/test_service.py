@@ -238,6 +238,24 @@ def test_scheduler_that_has_just_started_waits_for_a_larger_context() -> None:
     scenario(test)
 
 
+def test_requests_that_wait_for_a_large_worker_block_no_others() -> None:
+    async def test(rig: Rig) -> None:
+        small = await rig.worker("decode-0", max_context_tokens=128)
+        large = await rig.worker("decode-1", num_free_blocks=NO_ROOM)
+        await rig.submit(submit_of("long", num_prompt_tokens=40, max_tokens=200))
+        await rig.submit(submit_of("short", num_prompt_tokens=40, max_tokens=20))
+        placed = await rig.result(within_s=0.05)
+        assert isinstance(placed, Placed)
+        assert (placed.request_id, placed.worker_id) == ("short", "decode-0")
+        large.num_free_blocks = 100
+        placed = await rig.result(num=2, within_s=0.5)
+        assert isinstance(placed, Placed)
+        assert (placed.request_id, placed.worker_id) == ("long", "decode-1")
+        assert len(small.started) == 1
+
+    scenario(test)
+
+
 def test_unfit_worker_is_excluded_for_this_request_alone() -> None:
     async def test(rig: Rig) -> None:
         def unfit_for_r0(message: StartDecode) -> DecodeStarted:
