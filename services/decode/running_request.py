@@ -11,6 +11,7 @@ returns the prompt's logprobs; several choices have them computed with the share
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -62,16 +63,22 @@ class RunningRequest:
 
 
 def sequences_of(
-    placement_id: bytes, request: Request, *, card: ModelCard, eos_token_ids: frozenset[int]
+    placement_id: bytes,
+    request: Request,
+    *,
+    card: ModelCard,
+    eos_token_ids: frozenset[int],
+    check_fits: Callable[[int], None],
 ) -> tuple[Sequence, dict[int, Sequence]]:
     """Returns the sequence of the prompt, and the choices by index. The first choice serves as the
     prompt if nothing is shared: the request has one choice, or the prompt is one token.
 
-    Raises InvalidRequest for a request that cannot be run.
+    Raises InvalidRequest for a request that cannot be run, and what `check_fits` raises for its
+    number of tokens.
     """
     _check_choices(request)
     _check_sent(request.sampling, len(request.prompt_token_ids) // TOKEN_ID_BYTES)
-    _check_hashes(request, card)
+    _check_sizes(request, card, check_fits)
     prompt = unpack_token_ids(request.prompt_token_ids)
     if not prompt:
         raise InvalidRequest("the prompt has no tokens", param="messages")
@@ -84,12 +91,6 @@ def sequences_of(
     if len(choices) == 1 or len(prompt) == 1:
         return first, choices
     return _shared_prompt(placement_id, request, prompt, card.block_size), choices
-
-
-def longest_of(request: Request) -> int:
-    """The tokens of the prompt and of its longest choice, without unpacking them."""
-    longest = max((len(each.output_token_ids) for each in request.choices), default=0)
-    return (len(request.prompt_token_ids) + longest) // TOKEN_ID_BYTES
 
 
 def placement_id_of(sequence: Sequence) -> bytes:
@@ -107,9 +108,11 @@ def _check_choices(request: Request) -> None:
         raise InvalidRequest(f"{len(choices)} choices of an embedding, expected 1", param="n")
 
 
-def _check_hashes(request: Request, card: ModelCard) -> None:
-    """Checks their number before unpacking, as every choice contains them."""
+def _check_sizes(request: Request, card: ModelCard, check_fits: Callable[[int], None]) -> None:
+    """Checks sizes before unpacking, as every choice contains the prompt."""
     num_prompt = len(request.prompt_token_ids) // TOKEN_ID_BYTES
+    longest = max(len(choice.output_token_ids) // TOKEN_ID_BYTES for choice in request.choices)
+    check_fits(num_prompt + longest)
     num_hashes = len(request.block_hashes) // BLOCK_HASH_BYTES
     if num_hashes > num_prompt // card.block_size:
         raise InvalidRequest(

@@ -15,12 +15,7 @@ import msgspec
 from services.decode.active_handoffs import ActiveHandoffs
 from services.decode.handoff import Handoff
 from services.decode.output_buffer import Output, OutputBuffer
-from services.decode.running_request import (
-    RunningRequest,
-    longest_of,
-    placement_id_of,
-    sequences_of,
-)
+from services.decode.running_request import RunningRequest, placement_id_of, sequences_of
 from services.decode.token_flusher import TokenFlusher
 from shared.background import Background
 from shared.engine.batching.sequence import Sequence, SequenceState
@@ -110,12 +105,12 @@ class DecodeService:
         self._check_admission(placement_id)
         self._worker.check_model(request.model, request.revision)
         self._worker.check_block_size(request.block_size)
-        self._engine.check_fits(longest_of(request))  # before unpacking: choices repeat the prompt
         prompt, choices = sequences_of(
             placement_id,
             request,
             card=self._worker.served.card,
             eos_token_ids=self._worker.served.eos_token_ids,
+            check_fits=self._engine.check_fits,
         )
         self._worker.check_tokens(*choices.values())
         for sequence in choices.values():

@@ -6,7 +6,7 @@ import pytest
 from shared.block_hash import extend_chain, root_hash
 from shared.engine.inputs import build_inputs
 from shared.engine.pinned_prefixes import PinnedPrefixes, sequence_of
-from shared.errors import InvalidRequest, WorkerBusy
+from shared.errors import ContextFull, InvalidRequest, WorkerBusy
 from shared.messages import KeepPins, PinPrefix, PrefixPinned
 from shared.packing import pack_hashes, pack_token_ids
 from tests.shared.engine.support.rig import BLOCK_SIZE, Rig, finish, greedy, new_sequence, prompt
@@ -168,7 +168,7 @@ def test_pin_without_full_blocks_and_hashes_is_rejected(change: dict[str, object
 
 def test_pin_larger_than_the_pool_is_rejected() -> None:
     pinned = Pinned()
-    with pytest.raises(InvalidRequest, match="do not fit"):
+    with pytest.raises(ContextFull, match="do not fit"):
         pinned.pin(command(17))
 
 

@@ -152,7 +152,7 @@ def _wrongs_of_length(index: int, client: Client) -> list[str]:
     """`length` only at the request's own end: no plan's request reaches the model's context."""
     reported, most = client.choices[index], client.plan.sampling.max_tokens
     is_length = reported.finish is not None and reported.finish.reason == "length"
-    if is_length and len(reported.token_ids) < most:
+    if is_length and not reported.is_stopped and len(reported.token_ids) < most:
         return [f"choice {index}: cut after {len(reported.token_ids)} of {most} tokens"]
     return []
 
