@@ -39,14 +39,16 @@ def plan_with(
     max_tokens: int = 200,
     num_prompt_tokens: int = 40,
     num_choices: int = 1,
+    is_same_prompt: bool = False,
     **fleet: Any,
 ) -> Plan:
+    first_token_ids = [FIRST_TOKEN_ID + (0 if is_same_prompt else n) for n in range(num_requests)]
     requests = tuple(
         RequestPlan(
             request_id=f"r{n}",
             at_s=0.05 * n,
-            tenant_id=f"tenant-{'ab'[n % 2]}",
-            prompt=tuple(range(FIRST_TOKEN_ID + n, FIRST_TOKEN_ID + n + num_prompt_tokens)),
+            tenant_id="tenant-a",
+            prompt=tuple(range(first, first + num_prompt_tokens)),
             num_choices=num_choices,
             sampling=SamplingParams(seed=n, max_tokens=max_tokens),
             deadline_s=PATIENT_S,
@@ -54,7 +56,7 @@ def plan_with(
             stop_modulus=0,
             leaves_after_s=None,
         )
-        for n in range(num_requests)
+        for n, first in enumerate(first_token_ids)
     )
     return Plan(seed=1, fleet=replace(FLEET, **fleet), requests=requests, faults=faults)
 
@@ -79,10 +81,18 @@ def ignore_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("num_choices", [1, 3])
-def test_no_answer_is_cut_by_a_small_worker(num_choices: int) -> None:
-    outcome = run_plan(plan_with(num_choices=num_choices))
-    assert outcome.wrongs == []
-    assert outcome.endings == {"finished": 12}
+@pytest.mark.parametrize("is_same_prompt", [False, True])
+def test_no_answer_is_cut_by_a_small_worker(num_choices: int, is_same_prompt: bool) -> None:
+    """A worker that has computed a prompt is preferred for it, if its pool is large enough."""
+    for sizes in ((SMALL, LARGE), (LARGE, SMALL)):
+        plan = plan_with(
+            num_choices=num_choices,
+            is_same_prompt=is_same_prompt,
+            pool_sizes=dict(zip(("decode-0", "decode-1"), sizes, strict=True)),
+        )
+        outcome = run_plan(plan)
+        assert outcome.wrongs == []
+        assert outcome.endings == {"finished": 12}
 
 
 def test_requests_that_fit_use_all_workers() -> None:
