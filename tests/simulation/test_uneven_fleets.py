@@ -40,13 +40,14 @@ def plan_with(
     num_prompt_tokens: int = 40,
     num_choices: int = 1,
     is_same_prompt: bool = False,
+    every_s: float = 0.05,
     **fleet: Any,
 ) -> Plan:
     first_token_ids = [FIRST_TOKEN_ID + (0 if is_same_prompt else n) for n in range(num_requests)]
     requests = tuple(
         RequestPlan(
             request_id=f"r{n}",
-            at_s=0.05 * n,
+            at_s=every_s * n,
             tenant_id="tenant-a",
             prompt=tuple(range(first, first + num_prompt_tokens)),
             num_choices=num_choices,
@@ -81,13 +82,18 @@ def ignore_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("num_choices", [1, 3])
-@pytest.mark.parametrize("is_same_prompt", [False, True])
-def test_no_answer_is_cut_by_a_small_worker(num_choices: int, is_same_prompt: bool) -> None:
-    """A worker that has computed a prompt is preferred for it, if its pool is large enough."""
+@pytest.mark.parametrize(("is_same_prompt", "every_s"), [(False, 0.05), (True, 2.0)])
+def test_no_answer_is_cut_by_a_small_worker(
+    num_choices: int, is_same_prompt: bool, every_s: float
+) -> None:
+    """An idle worker that has computed a prompt is preferred for it, if its pool holds the answer,
+    too.
+    """
     for sizes in ((SMALL, LARGE), (LARGE, SMALL)):
         plan = plan_with(
             num_choices=num_choices,
             is_same_prompt=is_same_prompt,
+            every_s=every_s,
             pool_sizes=dict(zip(("decode-0", "decode-1"), sizes, strict=True)),
         )
         outcome = run_plan(plan)
