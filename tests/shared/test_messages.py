@@ -59,9 +59,10 @@ def test_duration_must_be_finite_and_not_negative(lease_s: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "process_id", ["", "a.b", "*", ">", "two words", "line\n", "\r\nPUB x 0\r\n", "x" * 257]
+    "process_id",
+    ["", ".a", "a.", "a.b.c", "a.*", "*", ">", "two words", "line\n", "\r\nPUB x 0\r\n", "x" * 257],
 )
-def test_process_id_must_be_one_subject_token(process_id: str) -> None:
+def test_process_id_must_be_one_or_two_subject_tokens(process_id: str) -> None:
     with pytest.raises(msgspec.ValidationError, match="worker_id"):
         round_trip(msgspec.structs.replace(PLACED, worker_id=process_id))
 

@@ -21,7 +21,7 @@ import msgspec
 
 from services.cli.service_options import DEMO_MODEL_DIR, DEMO_MODEL_NAME
 from services.local.plan import thread_environ
-from shared.subjects import CredentialRole, nats_server_config
+from shared.subjects import CredentialRole, NatsUser, nats_server_config
 from shared.tenancy.tenant_admin import new_api_key, save_api_key
 from tests.chaos.world.process import STEP_VARIABLE
 from tests.servers import PASSWORD, Server, find_binary, free_port
@@ -183,7 +183,7 @@ class ChaosCluster:
 
     def _nats(self) -> Server:
         port = free_port()
-        users = [(role, name, PASSWORD) for name, role in self.services.items()]
+        users = [NatsUser(role, name, PASSWORD) for name, role in self.services.items()]
         text = nats_server_config(users, host="127.0.0.1", port=port)
         monitor = f'users: [\n    {{user: "{MONITOR}", password: "{PASSWORD}"}}\n'
         path = self.folder / "nats.conf"
