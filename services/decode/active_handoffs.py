@@ -19,7 +19,7 @@ from shared.subjects import control, run_prefill
 
 log = structlog.get_logger(__name__)
 
-PREFILL_ACK_S = 0.25
+PREFILL_ACK_S = 0.25  # and the round trip
 PREFILL_LEASE_S = 3.0
 
 
@@ -127,8 +127,8 @@ class ActiveHandoffs:
             deadline_s=max(0.0, placement.deadline_at - worker.clock.now()),
         )
         requested_at = worker.clock.now()
-        accepted = await worker.bus.request(
-            run_prefill(worker_id), command, PrefillAccepted, timeout_s=PREFILL_ACK_S
+        accepted = await worker.health_monitor.requests.request(
+            worker_id, run_prefill(worker_id), command, PrefillAccepted, base_s=PREFILL_ACK_S
         )
         self._num_accepted += 1
         self._ack_s += worker.clock.now() - requested_at

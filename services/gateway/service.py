@@ -93,9 +93,8 @@ class GatewayService:
             self.submission.render, files.tokenizer, lambda: bus.max_payload_bytes
         )
         self.prefix_store = PrefixStore(
-            bus,
             self._prefix_redis,
-            fleet=self._health_monitor.fleet,
+            health_monitor=self._health_monitor,
             catalog=self.catalog,
             reader=reader,
             wall_clock=wall_clock,

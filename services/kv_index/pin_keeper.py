@@ -16,18 +16,17 @@ from services.kv_index.index import PrefixIndex
 from services.kv_index.pins import PIN_LEASE_S, ExpectedPin, Pins
 from services.kv_index.registry import PrefixRecord, PrefixRegistry
 from shared.errors import HearthError
-from shared.lifecycle.health import Fleet
+from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import Heartbeat, KeepPins, ModelCard, PinsKept, PrefixPinned
 from shared.packing import pack_hashes, unpack_hashes
 from shared.store import Store, StoreUnavailable
 from shared.subjects import pins as pins_of
 from shared.tenancy import pinned_prefix
-from shared.transport.bus import Bus
 
 log = structlog.get_logger(__name__)
 
 ROUND_S = 1.0
-PIN_TIMEOUT_S = 0.5
+PIN_TIMEOUT_S = 0.5  # and the round trip
 MAX_AT_ONCE = 32  # concurrent requests to workers
 MAX_PINS = 4_096  # over all tenants
 
@@ -37,18 +36,17 @@ class PinKeeper:
 
     def __init__(
         self,
-        bus: Bus,
         store: Store,
-        fleet: Fleet,
+        health_monitor: HealthMonitor,
         index: PrefixIndex,
         registry: PrefixRegistry,
         *,
         wall_clock: Callable[[], float],
     ) -> None:
         self.pins = Pins()
-        self._bus = bus
+        self._requests = health_monitor.requests
         self._store = store
-        self._fleet = fleet
+        self._fleet = health_monitor.fleet
         self._index = index
         self._registry = registry
         self._wall_clock = wall_clock
@@ -120,7 +118,8 @@ class PinKeeper:
 
     def _leads(self) -> bool:
         live = {each.process_id for each in self._fleet.live("kv_index")}
-        return self._bus.process_id == min(live | {self._bus.process_id})
+        own = self._fleet.own_process_id
+        return own == min(live | {own})
 
     def _workers(self) -> list[Heartbeat]:
         found = {
@@ -140,12 +139,16 @@ class PinKeeper:
         subject = pins_of(worker.roles[0], worker_id)
         command = KeepPins(tip_hashes=pack_hashes(list(expected)), lease_s=PIN_LEASE_S)
         try:
-            reply = await self._bus.request(subject, command, PinsKept, timeout_s=PIN_TIMEOUT_S)
+            reply = await self._requests.request(
+                worker_id, subject, command, PinsKept, base_s=PIN_TIMEOUT_S
+            )
             (self._pinned_workers.add if expected else self._pinned_workers.discard)(worker_id)
             cold = self._cold(worker_id, expected, reply)
             if cold:
                 pin = cold[self._round % len(cold)]
-                await self._bus.request(subject, pin.command, PrefixPinned, timeout_s=PIN_TIMEOUT_S)
+                await self._requests.request(
+                    worker_id, subject, pin.command, PrefixPinned, base_s=PIN_TIMEOUT_S
+                )
         except HearthError as error:  # the next round retries, starting with another prefix
             log.debug("pin_failed", worker=worker_id, reason=error.message)
 

@@ -46,7 +46,7 @@ from shared.transport.bus import Bus, NatsBus, Unsubscribe
 
 log = structlog.get_logger(__name__)
 
-LIST_TIMEOUT_S = 1.0
+LIST_TIMEOUT_S = 1.0  # and the round trip
 MAX_PAGES = 1000  # of one worker: 20 million blocks
 RESYNC_BACKOFF_S = 0.25
 FLUSH_S = 0.2
@@ -84,7 +84,7 @@ class KvIndexService:
             ttl_s=config.prefix_ttl_s,
         )
         self._keeper = PinKeeper(
-            bus, store, self.health_monitor.fleet, self.index, self._registry, wall_clock=wall_clock
+            store, self.health_monitor, self.index, self._registry, wall_clock=wall_clock
         )
         self._bus = bus
         self._store = store
@@ -198,8 +198,8 @@ class KvIndexService:
         try:
             for _ in range(MAX_PAGES):
                 question = ListBlocks(cursor=cursor)
-                page = await self._bus.request(
-                    subject, question, BlockPage, timeout_s=LIST_TIMEOUT_S
+                page = await self.health_monitor.requests.request(
+                    worker_id, subject, question, BlockPage, base_s=LIST_TIMEOUT_S
                 )
                 if page.worker_id != worker_id or not self.index.add_page(page):
                     return self._resync_failed(worker_id, "the pages are inconsistent")

@@ -58,6 +58,7 @@ class QueuedRequest:
     is_removed: bool = False  # removed: tasks that still process it must stop
     unservable_since: float | None = None  # since when no live worker serves it
     unfit_workers: set[str] = field(default_factory=set)  # that answered WorkerUnfit
+    silent_since: float | None = None  # when the first start without a reply was sent
 
     @property
     def request(self) -> Request:

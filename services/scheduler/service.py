@@ -21,6 +21,7 @@ from services.scheduler.admission import Admission, num_context_tokens
 from services.scheduler.backlog import Lane, QueuedRequest, model_key
 from services.scheduler.fleet import WorkerFleet
 from services.scheduler.placement import LocalPrefill, RequestSize, Target, place
+from services.scheduler.silent_workers import SilentWorkers
 from shared import subjects
 from shared.background import Background
 from shared.clock import Clock, MonotonicClock
@@ -44,6 +45,7 @@ from shared.messages import (
     AbortRequest,
     CancelQueued,
     DecodeStarted,
+    Failure,
     Heartbeat,
     MatchPrefix,
     Message,
@@ -62,12 +64,13 @@ from shared.transport.bus import Bus, NatsBus, Unsubscribe, failure_of
 
 log = structlog.get_logger(__name__)
 
-MATCH_TIMEOUT_S = 0.02
+MATCH_TIMEOUT_S = 0.02  # each and the round trip
 START_TIMEOUT_S = 0.1
 KEEPALIVE_S = 0.5
 TICK_S = 0.1
 MIN_CLOSED_S = 0.002  # a lane is not retried sooner
 NO_WORKER_GRACE_S = 2.0
+SILENT_GRACE_S = 3.0  # since the request's first start that no worker answered
 DRAIN_S = 5.0
 MAX_PLACING = 32
 NUM_PLACEMENT_ID_BYTES = 16
@@ -87,6 +90,7 @@ class SchedulerService:
         self.health_monitor = HealthMonitor(
             bus, clock, randomness, roles=("scheduler",), region=config.region
         )
+        self._requests = self.health_monitor.requests
         self._config = config
         self._bus = bus
         self._clock = clock
@@ -96,6 +100,7 @@ class SchedulerService:
         self._local_prefill = LocalPrefill(
             always=config.local_prefill_tokens, at_most=config.max_local_prefill_tokens
         )
+        self._silent_workers = SilentWorkers()
         self._blocked: dict[Lane, RequestSize] = {}  # with the smallest request without room
         self._probing: set[Lane] = set()  # blocked lanes that may try one request: success unblocks
         self._opening: set[Lane] = set()  # blocked lanes with a scheduled probe
@@ -177,6 +182,7 @@ class SchedulerService:
 
     def _peer_lost(self, process_id: str, loss: Loss) -> None:
         self._workers.lost(process_id)
+        self._silent_workers.forget(process_id)
         if loss is Loss.DOUBLED:  # one of the two gateways still waits for its requests
             return
         dropped = self._admission.remove_of_gateway(process_id)
@@ -219,7 +225,8 @@ class SchedulerService:
         for ticket in list(self._parked):
             self._retry_parked(ticket, now)
         for lane in list(self._blocked):
-            if self._workers.has_worker(lane.served, (), lane.regions):
+            closed = self._silent_workers.closed(now)
+            if self._workers.has_worker(lane.served, closed, lane.regions):
                 self._probing.add(lane)  # workers also become free between heartbeats
                 self._wake.set()
             else:
@@ -234,7 +241,7 @@ class SchedulerService:
             ticket.unservable_since = None
             self._admission.requeue(ticket, now)
             self._wake.set()
-        elif now - ticket.unservable_since >= NO_WORKER_GRACE_S:
+        elif now >= _give_up_at(ticket, ticket.unservable_since):
             del self._parked[ticket]
             self._fail(ticket, self._no_worker_error(ticket))
 
@@ -277,8 +284,13 @@ class SchedulerService:
             block_hashes=request.block_hashes,
         )
         try:
-            reply = await self._bus.request(
-                subjects.MATCH, question, PrefixMatches, timeout_s=MATCH_TIMEOUT_S
+            reply = await self._requests.request(
+                subjects.MATCH,
+                subjects.MATCH,
+                question,
+                PrefixMatches,
+                base_s=MATCH_TIMEOUT_S,
+                unknown_s=0.0,  # a late reply is measured for the next request
             )
         except HearthError as error:
             log.debug("prefix_index_unavailable", reason=error.code)
@@ -291,10 +303,11 @@ class SchedulerService:
         """None after requeueing or parking the ticket. Raises NoCapacity if live workers could
         decode, but have too small a context: waiting rarely brings a larger one.
         """
+        now = self._clock.now()
         needs = _needs(ticket)
         if not self._has_worker(ticket):
-            fleet, now = self.health_monitor.fleet, self._clock.now()
-            if self._is_too_long(ticket) and fleet.can_judge(now):  # it knows all live workers
+            # it knows all live workers
+            if self._is_too_long(ticket) and self.health_monitor.fleet.can_judge(now):
                 raise self._no_worker_error(ticket)
             ticket.unservable_since = now
             self._parked[ticket] = None
@@ -304,9 +317,9 @@ class SchedulerService:
             self._workers.lane(ticket.lane.served),
             num_cached_blocks,
             local_prefill=self._local_prefill,
-            now=self._clock.now(),
+            now=now,
             random_below=self._randomness.below,
-            excluded=ticket.excluded_workers | tried,
+            excluded=self._excluded(ticket, now) | tried,
         )
         if target is None:
             self._block(ticket, needs)
@@ -335,14 +348,16 @@ class SchedulerService:
     def _has_worker(self, ticket: QueuedRequest) -> bool:
         """Whether a worker in the allowed regions can decode; other regions are never tried."""
         lane, size = ticket.lane, num_context_tokens(ticket.request)
+        excluded = self._excluded(ticket, self._clock.now())
         return self._workers.has_worker(
-            lane.served, ticket.excluded_workers, lane.regions, num_context_tokens=size
+            lane.served, excluded, lane.regions, num_context_tokens=size
         )
 
     def _is_too_long(self, ticket: QueuedRequest) -> bool:
         """Of a request without a worker: whether one could decode a shorter request."""
         lane = ticket.lane
-        return self._workers.has_worker(lane.served, ticket.excluded_workers, lane.regions)
+        excluded = self._excluded(ticket, self._clock.now())
+        return self._workers.has_worker(lane.served, excluded, lane.regions)
 
     def _no_worker_error(self, ticket: QueuedRequest) -> NoCapacity:
         if not self._is_too_long(ticket):
@@ -350,23 +365,42 @@ class SchedulerService:
         size = num_context_tokens(ticket.request)
         return NoCapacity(f"no live worker's context holds {size} tokens", retry_after_s=2.0)
 
+    def _excluded(self, ticket: QueuedRequest, now: float) -> set[str]:
+        """The gateway's exclusions, workers that the request does not fit, and those that are
+        closed because they do not reply. A request that waits too long for one that replies tries
+        none that has just been silent.
+        """
+        silent, since = self._silent_workers, ticket.silent_since
+        is_late = since is not None and now - since >= SILENT_GRACE_S
+        return (silent.silent() if is_late else silent.closed(now)).union(ticket.excluded_workers)
+
     def _unblock(self, lane: Lane) -> None:
         self._probing.discard(lane)
         if self._blocked.pop(lane, None) is not None:
             self._wake.set()
 
     async def _start(self, ticket: QueuedRequest, target: Target) -> None:
-        """Tries one worker, with a new placement id. Raises errors that any worker would return."""
+        """Tries one worker, with a new placement id. Raises errors that any worker would return.
+
+        A reply after the timeout is taken if the request still waits by then.
+        """
         worker_id = target.decode_id
         placement_id = self._randomness.bytes(NUM_PLACEMENT_ID_BYTES)
         message = self._start_message(ticket, target, placement_id)
         assignment = self._workers.assign(target, _needs(ticket), self._clock.now())
+        sent_at = self._clock.now()
         try:
-            await self._bus.request(
-                subjects.start_decode(worker_id), message, DecodeStarted, timeout_s=START_TIMEOUT_S
+            await self._requests.request(
+                worker_id,
+                subjects.start_decode(worker_id),
+                message,
+                DecodeStarted,
+                base_s=START_TIMEOUT_S,
+                on_late=lambda reply: self._on_late_start(ticket, worker_id, placement_id, reply),
             )
         except HearthError as error:
             self._workers.release(assignment, self._clock.now())
+            self._count_silence(ticket, worker_id, error, sent_at)
             if isinstance(error, InvalidRequest | DeadlineExceeded):
                 raise
             log.info("start_decode_rejected", worker=worker_id, reason=error.code)
@@ -374,16 +408,47 @@ class SchedulerService:
                 ticket.unfit_workers.add(worker_id)
             else:
                 self._workers.avoid(worker_id)
-            if isinstance(error, RequestTimeout):
-                await self._abort(worker_id, placement_id, "superseded")
             return
+        self._silent_workers.forget(worker_id)
         self._workers.confirm(assignment, self._clock.now())
         self._unblock(ticket.lane)
         await self._started(ticket, worker_id, placement_id)
 
+    def _count_silence(
+        self, ticket: QueuedRequest, worker_id: str, error: HearthError, sent_at: float
+    ) -> None:
+        if not isinstance(error, DependencyUnavailable):  # the worker has replied
+            self._silent_workers.forget(worker_id)
+        elif isinstance(error, RequestTimeout):
+            if ticket.silent_since is None:
+                ticket.silent_since = sent_at
+            closed_s = self._silent_workers.record(worker_id, sent_at, self._clock.now())
+            if closed_s is not None:
+                log.warning("worker_closed", worker=worker_id, seconds=closed_s)
+
+    def _on_late_start(
+        self,
+        ticket: QueuedRequest,
+        worker_id: str,
+        placement_id: bytes,
+        reply: DecodeStarted | Failure | None,
+    ) -> None:
+        """Between distant sites, the reply to a start may come after the next try has begun: the
+        first worker that replies has the request. Without a reply the placement is aborted, as the
+        worker may hold it.
+        """
+        if reply is not None:
+            self._silent_workers.forget(worker_id)
+        match reply:
+            case DecodeStarted():
+                self._unblock(ticket.lane)
+                self._background.start(self._started(ticket, worker_id, placement_id))
+            case None:
+                self._background.start(self._abort(worker_id, placement_id, "superseded"))
+
     async def _started(self, ticket: QueuedRequest, worker_id: str, placement_id: bytes) -> None:
-        if ticket.is_removed:  # cancelled, expired or its gateway lost during StartDecode
-            await self._abort(worker_id, placement_id, "client_gone")
+        if ticket.is_removed:  # cancelled, expired, its gateway lost, or started by another worker
+            await self._abort(worker_id, placement_id, "superseded")
             return
         self._admission.placed(ticket, self._clock.now())
         request = ticket.request
@@ -449,6 +514,13 @@ def _needs(ticket: QueuedRequest) -> RequestSize:
         affinity_key=ticket.submit.affinity_key,
         allowed_regions=request.allowed_regions,
     )
+
+
+def _give_up_at(ticket: QueuedRequest, unservable_since: float) -> float:
+    give_up_at = unservable_since + NO_WORKER_GRACE_S
+    if ticket.silent_since is None:
+        return give_up_at
+    return min(give_up_at, ticket.silent_since + SILENT_GRACE_S)
 
 
 def _no_worker_error(request: Request) -> NoCapacity:

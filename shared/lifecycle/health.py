@@ -76,7 +76,7 @@ class Fleet:
 
     def __init__(self, own_process_id: str, own_epoch: int | None = None) -> None:
         """`own_epoch`: heartbeats of the own id with another one are no echoes."""
-        self._own_process_id = own_process_id
+        self.own_process_id = own_process_id
         self._own_epoch = own_epoch
         self._peers: dict[str, Peer] = {}
         self._last_echo_at = -inf
@@ -85,7 +85,7 @@ class Fleet:
 
     def observe(self, heartbeat: Heartbeat, now: float) -> Loss | None:
         """Records a heartbeat. Returns a Loss if its process has stopped or restarted."""
-        if heartbeat.process_id == self._own_process_id:
+        if heartbeat.process_id == self.own_process_id:
             if self._own_epoch in (None, heartbeat.epoch):
                 self._on_echo(now)
             return None

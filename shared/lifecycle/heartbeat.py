@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from socket import gethostname
 
 import structlog
@@ -26,16 +27,20 @@ from shared.messages import (
 from shared.randomness import Randomness
 from shared.subjects import HEARTBEATS, alive, heartbeat
 from shared.transport.bus import Bus
+from shared.transport.timed_requests import TimedRequests
 
 log = structlog.get_logger(__name__)
 
-ALIVE_TIMEOUT_S = 0.2
+ALIVE_TIMEOUT_S = 0.2  # and the round trip
 
 LostHandler = Callable[[str, Loss], None]
 
 
 class HealthMonitor:
-    """Calls `load` and `index` for every heartbeat, to report the state of engine and index."""
+    """Calls `load` and `index` for every heartbeat, to report the state of engine and index.
+
+    `requests` measures the round trip to each peer; peers in use are probed.
+    """
 
     def __init__(
         self,
@@ -50,6 +55,7 @@ class HealthMonitor:
         data_plane: DataPlaneAddress | None = None,
         index: Callable[[], IndexLoad] | None = None,
     ) -> None:
+        self.requests = TimedRequests(bus, clock)
         self.state: ProcessState = "starting"
         self.epoch = int.from_bytes(randomness.bytes(7), "little")
         self.fleet = Fleet(bus.process_id, self.epoch)
@@ -158,16 +164,17 @@ class HealthMonitor:
             for last in self.fleet.late(self._clock.now()):
                 if last.process_id not in self._requested:
                     self._background.start(self._request(last))
+            for process_id in self.requests.round_trips.due_for_probe(self._clock.now()):
+                self._background.start(self._probe(process_id))
 
     async def _request(self, last: Heartbeat) -> None:
         """Requests a reply from a late peer. A peer that hangs does not reply: SILENCE_LIMIT_S
         applies to it.
         """
-        subject = alive(last.roles[0], last.process_id)
         self._requested.add(last.process_id)
         num_reconnects = self._bus.num_reconnects
         try:
-            await self._bus.request(subject, ReportAlive(), Alive, timeout_s=ALIVE_TIMEOUT_S)
+            await self._request_alive(last)
         except NoResponders:
             is_steady = self._bus.num_reconnects == num_reconnects
             loss = self.fleet.mark_disconnected(last, self._clock.now()) if is_steady else None
@@ -177,6 +184,20 @@ class HealthMonitor:
             log.debug("peer_unresponsive", peer=last.process_id, reason=error.code)
         finally:
             self._requested.discard(last.process_id)
+
+    async def _probe(self, process_id: str) -> None:
+        """Measures the round trip to a peer in use that has had no request for a while."""
+        last = self.fleet.heartbeat_of(process_id)
+        if last is None:  # a queue group, or a peer that has left
+            return
+        with suppress(HearthError):
+            await self._request_alive(last)
+
+    async def _request_alive(self, last: Heartbeat) -> None:
+        process_id = last.process_id
+        subject = alive(last.roles[0], process_id)
+        requests = self.requests
+        await requests.request(process_id, subject, ReportAlive(), Alive, base_s=ALIVE_TIMEOUT_S)
 
     async def _send(self) -> None:
         self._sequence_number += 1

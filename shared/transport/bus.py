@@ -72,10 +72,19 @@ class Bus(Protocol):
         ...
 
     async def request(
-        self, subject: str, message: Message, reply_type: type[M], *, timeout_s: float
+        self,
+        subject: str,
+        message: Message,
+        reply_type: type[M],
+        *,
+        timeout_s: float,
+        on_late: Callable[[M | Failure | None], None] | None = None,
     ) -> M:
         """Returns the reply. Raises the error that the handler raised, NoResponders,
         RequestTimeout, DependencyUnavailable for an invalid reply, or the errors of `publish`.
+
+        After RequestTimeout `on_late` is called once: with the reply if a valid one arrives within
+        LATE_REPLY_S of the timeout, else with None.
         """
         ...
 
@@ -177,6 +186,24 @@ def hand_over(
     handler(message)
 
 
+def late_reply(
+    subject: str,
+    decode: Callable[[bytes], M | Failure],
+    sender_check: SenderCheck,
+    reply: bytes | None,
+) -> M | Failure | None:
+    """The decoded reply; None if there is none, or no valid one."""
+    if reply is None:
+        return None
+    try:
+        decoded = decode(reply)
+        sender_check.check_reply(subject, decoded)
+    except (*UNREADABLE, SenderMismatch) as error:
+        log.warning("late_reply_invalid", subject=subject, error=str(error))
+        return None
+    return decoded
+
+
 class _ConnectionEvents:
     """nats-py's callbacks. Stores errors until the connection is established, then logs them."""
 
@@ -273,11 +300,26 @@ class NatsBus:
             raise DependencyUnavailable(f"cannot publish on NATS: {error!r}") from error
 
     async def request(
-        self, subject: str, message: Message, reply_type: type[M], *, timeout_s: float
+        self,
+        subject: str,
+        message: Message,
+        reply_type: type[M],
+        *,
+        timeout_s: float,
+        on_late: Callable[[M | Failure | None], None] | None = None,
     ) -> M:
+        decode = self._reply_decoder(reply_type).decode
+
+        def take_late(reply: bytes | None) -> None:
+            assert on_late is not None
+            on_late(late_reply(subject, decode, self._sender_check, reply))
+
         try:
             reply = await self._client.request_bytes(
-                sent_by(subject, self.process_id), self._payload(message), timeout_s=timeout_s
+                sent_by(subject, self.process_id),
+                self._payload(message),
+                timeout_s=timeout_s,
+                on_late=None if on_late is None else take_late,
             )
         except nats.errors.NoRespondersError:
             raise NoResponders(f"nobody serves {subject}") from None
@@ -286,7 +328,7 @@ class NatsBus:
         except (nats.errors.Error, OSError) as error:
             raise DependencyUnavailable(f"cannot request on NATS: {error!r}") from error
         try:
-            decoded = self._reply_decoder(reply_type).decode(reply)
+            decoded: M | Failure = decode(reply)
             self._sender_check.check_reply(subject, decoded)
         except (*UNREADABLE, SenderMismatch) as error:
             raise DependencyUnavailable(f"invalid reply on {subject}: {error}") from None

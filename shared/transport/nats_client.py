@@ -20,6 +20,7 @@ from nats.aio.subscription import Subscription
 from nats.errors import NoRespondersError, TimeoutError
 from nats.js.api import Header
 
+LATE_REPLY_S = 2.0  # how long after its timeout a reply is still taken, if the caller wants it
 Take = Callable[[str, str, bytes], Awaitable[None]]  # subject, reply subject or "", data
 
 TESTED_RELEASE = "2.16"
@@ -59,8 +60,19 @@ class DirectClient(Client):
         """Stops delivery at the server; messages already sent are still handled here."""
         await self._send_unsubscribe(subscription._id)
 
-    async def request_bytes(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
-        """Returns the reply. Raises NoRespondersError, TimeoutError, or the errors of `publish`."""
+    async def request_bytes(
+        self,
+        subject: str,
+        data: bytes,
+        *,
+        timeout_s: float,
+        on_late: Callable[[bytes | None], None] | None = None,
+    ) -> bytes:
+        """Returns the reply. Raises NoRespondersError, TimeoutError, or the errors of `publish`.
+
+        After TimeoutError `on_late` is called with the reply, or with None if there is none within
+        LATE_REPLY_S.
+        """
         if not self._reply_prefix:
             await self._listen_for_replies()
         loop = asyncio.get_running_loop()
@@ -71,9 +83,26 @@ class DirectClient(Client):
         try:
             await self.publish(subject, data, reply=self._reply_prefix + token)
             return await future
+        except TimeoutError:
+            if on_late is not None:
+                self._await_late(token, on_late)
+            raise
         finally:
             timer.cancel()
+            if self._replies[token] is future:
+                del self._replies[token]
+
+    def _await_late(self, token: str, on_late: Callable[[bytes | None], None]) -> None:
+        loop = asyncio.get_running_loop()
+        late = self._replies[token] = loop.create_future()
+        timer = loop.call_later(LATE_REPLY_S, _give_up, late)
+
+        def end(ended: asyncio.Future[bytes]) -> None:
+            timer.cancel()
             del self._replies[token]
+            on_late(None if ended.exception() is not None else ended.result())
+
+        late.add_done_callback(end)
 
     async def _listen_for_replies(self) -> None:
         prefix = self._reply_prefix = self.new_inbox() + "."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from shared.engine.runners.timing_runner import StepCost
@@ -53,6 +53,18 @@ class FleetPlan:
             if self.block_size_of(each) == block_size
             and self.num_blocks_of(each) * block_size >= num_tokens
         ]
+
+    # The region of each process (default ""), and the one-way delay between two regions: messages
+    # and KV take so much longer. A pair that is not listed, in either order, has none.
+    regions: Mapping[str, str] = field(default_factory=dict)
+    delays_s: Mapping[tuple[str, str], float] = field(default_factory=dict)
+
+    def delay_s(self, sender_id: str, receiver_id: str) -> float:
+        """The one-way delay between two processes. A process is no distance from itself."""
+        if not self.delays_s or sender_id == receiver_id:
+            return 0.0
+        pair = self.regions.get(sender_id, ""), self.regions.get(receiver_id, "")
+        return self.delays_s.get(pair, self.delays_s.get(pair[::-1], 0.0))
 
     @property
     def process_ids(self) -> dict[str, list[str]]:

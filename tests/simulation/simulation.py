@@ -33,6 +33,7 @@ class Outcome:
     settled_s: float = 0.0
     endings: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
+    durations_s: list[float] = field(default_factory=list)  # of requests that ended
 
     @property
     def replay(self) -> str:
@@ -111,6 +112,8 @@ async def _run(plan: Plan, logs: Journal) -> Outcome:
     outcome.wrongs += wrongs_of(fleet, logs.events)
     for client in fleet.clients:
         outcome.endings[ending_of(client)] += 1
+        if client.end is not None:
+            outcome.durations_s.append(client.ended_at - client.sent_at)
         digest.update(repr((client.ended_at, client.choices)).encode())
     outcome.digest, outcome.virtual_s = digest.hexdigest(), loop.time()
     await stop(fleet)

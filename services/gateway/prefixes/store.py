@@ -25,7 +25,7 @@ from services.gateway.prefixes.prefix_tokenizer import PrefixTokenizer
 from services.gateway.tenancy.permissions import check_model, check_regions
 from shared.block_hash import PUBLIC_TENANT_ID, extend_chain, public_root, root_hash
 from shared.errors import HearthError, InvalidRequest
-from shared.lifecycle.health import Fleet
+from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import MatchPrefix, ModelCard, PrefixMatches
 from shared.packing import TOKEN_ID_BYTES, pack_hashes, unpack_token_ids
 from shared.store import Store
@@ -33,28 +33,26 @@ from shared.subjects import MATCH
 from shared.tenancy import pinned_prefix
 from shared.tenancy.pinned_prefix import MAX_PER_TENANT, NAME_PATTERN, PinnedPrefix
 from shared.tenancy.tenant import TenantRecord
-from shared.transport.bus import Bus
 
 log = structlog.get_logger(__name__)
 
-MATCH_TIMEOUT_S = 0.25
+MATCH_TIMEOUT_S = 0.25  # and the round trip
 
 
 class PrefixStore:
     def __init__(
         self,
-        bus: Bus,
         store: Store,
         *,
-        fleet: Fleet,
+        health_monitor: HealthMonitor,
         catalog: Catalog,
         reader: PrefixTokenizer,
         wall_clock: Callable[[], float],
     ) -> None:
         """`wall_clock`: returns unix seconds, which stay valid across restarts."""
-        self._bus = bus
+        self._requests = health_monitor.requests
         self._store = store
-        self._fleet = fleet
+        self._fleet = health_monitor.fleet
         self._catalog = catalog
         self._reader = reader
         self._wall_clock = wall_clock
@@ -141,8 +139,8 @@ class PrefixStore:
             is_counted=False,
         )
         try:
-            return await self._bus.request(
-                MATCH, question, PrefixMatches, timeout_s=MATCH_TIMEOUT_S
+            return await self._requests.request(
+                MATCH, MATCH, question, PrefixMatches, base_s=MATCH_TIMEOUT_S
             )
         except HearthError as error:
             log.debug("prefix_index_unavailable", reason=error.code)

@@ -35,13 +35,13 @@ from shared.messages import (
     SubmitRequest,
     TokenBatch,
 )
-from shared.subjects import SUBMIT, placement, resend, tokens
+from shared.subjects import SUBMIT, owner_of, placement, resend, tokens
 from shared.transport.bus import Bus
 from shared.transport.outbox import Outbox
 
 log = structlog.get_logger(__name__)
 
-SUBMIT_TIMEOUT_S = 0.25
+SUBMIT_TIMEOUT_S = 0.25  # each and the round trip
 RESEND_TIMEOUT_S = 0.5
 
 
@@ -190,17 +190,21 @@ class StreamDriver:
     async def _request_from_scheduler(self, subject: str, message: SubmitRequest) -> Queued:
         """Falls back to SUBMIT. Raises NoResponders only if no scheduler is subscribed to it."""
         try:
-            return await self._bus.request(subject, message, Queued, timeout_s=SUBMIT_TIMEOUT_S)
+            return await self._submit_to(subject, message)
         except NoResponders:
             if subject == SUBMIT:
                 raise
-        return await self._bus.request(SUBMIT, message, Queued, timeout_s=SUBMIT_TIMEOUT_S)
+        return await self._submit_to(SUBMIT, message)
+
+    async def _submit_to(self, subject: str, message: SubmitRequest) -> Queued:
+        requests, peer = self._health_monitor.requests, owner_of(subject) or subject
+        return await requests.request(peer, subject, message, Queued, base_s=SUBMIT_TIMEOUT_S)
 
     async def _resend(self, action: Resend) -> None:
         subject = resend(action.worker_id)
         try:
-            batch = await self._bus.request(
-                subject, action.message, TokenBatch, timeout_s=RESEND_TIMEOUT_S
+            batch = await self._health_monitor.requests.request(
+                action.worker_id, subject, action.message, TokenBatch, base_s=RESEND_TIMEOUT_S
             )
         except HearthError as error:
             now = self._clock.now()

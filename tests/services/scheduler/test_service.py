@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from itertools import pairwise
 
 import pytest
 
@@ -86,18 +87,86 @@ def test_busy_worker_is_followed_by_next_with_a_new_id() -> None:
 
 def test_start_timeout_aborts_and_tries_the_next_worker() -> None:
     async def test(rig: Rig) -> None:
-        hung = await rig.worker("decode-0", delay_s=5.0)
+        hung = await rig.worker("decode-0")
+        await rig.submit(submit_of("before"))  # its round trip is known by then
+        await rig.result()
+        hung.started.clear()
+        hung.delay_s = 5.0
         await rig.submit(submit_of("r0"))
         await eventually(lambda: len(hung.started) == 1)
         began = now()
         good = await rig.worker("decode-1")
-        placed = await rig.result()
+        placed = await rig.result(num=2)
         assert isinstance(placed, Placed)
         assert placed.worker_id == "decode-1"
         assert now() - began < 0.11
         await eventually(lambda: len(hung.aborted) == 1)
         assert hung.aborted[0].placement_id == hung.started[0].placement_id
         assert hung.aborted[0].placement_id != good.started[0].placement_id
+
+    scenario(test)
+
+
+def test_late_reply_to_a_start_places_a_request_that_waits() -> None:
+    async def test(rig: Rig) -> None:
+        slow = await rig.worker("decode-0", delay_s=1.0)  # longer than a first reply is waited for
+        await rig.submit(submit_of("r0"))
+        placed = await rig.result()
+        assert isinstance(placed, Placed)
+        assert placed.placement_id == slow.started[0].placement_id
+        await asyncio.sleep(4.0)  # later tries are aborted, by their late replies
+        assert len(rig.results()) == 1
+        assert {each.placement_id for each in slow.aborted} == {
+            each.placement_id for each in slow.started[1:]
+        }
+        assert not len(rig.service._admission)
+
+    scenario(test)
+
+
+def test_first_of_two_workers_to_reply_has_the_request() -> None:
+    async def test(rig: Rig) -> None:
+        late = await rig.worker("decode-0", delay_s=0.9)
+        await rig.submit(submit_of("r0"))
+        await eventually(lambda: len(late.started) == 1)
+        other = await rig.worker("decode-1", delay_s=0.5)
+        placed = await rig.result()
+        assert isinstance(placed, Placed)
+        assert placed.placement_id == late.started[0].placement_id
+        await eventually(lambda: len(other.aborted) == 1)
+        assert other.aborted[0].placement_id == other.started[0].placement_id
+
+    scenario(test)
+
+
+def test_rejection_that_comes_late_is_no_silence() -> None:
+    async def test(rig: Rig) -> None:
+        full = await rig.worker("decode-0", delay_s=1.0, reply=busy)
+        await rig.submit(submit_of("r0", deadline_s=8.0))
+        failed = await rig.result()
+        assert isinstance(failed, PlacementFailed)
+        assert failed.failure.code == "deadline_exceeded"  # like every request without room
+        assert len(full.started) > 5
+        assert full.aborted == []
+
+    scenario(test)
+
+
+def test_worker_without_replies_is_closed_and_tried_again_later() -> None:
+    async def test(rig: Rig) -> None:
+        silent = await rig.worker("decode-0", delay_s=600.0)
+        for number in range(5):
+            await rig.submit(submit_of(f"r{number}"))
+            failed = await rig.result(num=number + 1)
+            assert isinstance(failed, PlacementFailed)
+            assert failed.failure.code == "no_capacity"
+        gaps = [after - before for before, after in pairwise(silent.started_at)]
+        assert max(gaps[:2]) < 1.0  # three starts, then it is closed
+        assert [gap for gap in gaps if gap > 1.0] == pytest.approx([3.0, 5.6], abs=0.8)
+        silent.delay_s = 0.0
+        await asyncio.sleep(10.0)
+        await rig.submit(submit_of("r5"))
+        assert isinstance(await rig.result(num=6), Placed)
 
     scenario(test)
 

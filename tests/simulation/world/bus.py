@@ -35,7 +35,8 @@ from shared.errors import (
 )
 from shared.messages import Failure, Message
 from shared.subjects import sent_by
-from shared.transport.bus import Unsubscribe, error_of, hand_over, reply_to
+from shared.transport.bus import Unsubscribe, error_of, hand_over, late_reply, reply_to
+from shared.transport.nats_client import LATE_REPLY_S
 from shared.transport.sender_check import SenderCheck
 from shared.transport.wire_errors import UNREADABLE
 from tests.simulation.world.process import SimulatedProcess
@@ -128,6 +129,8 @@ class SimulatedNetwork:
         self.spoil_reply: Callable[[bytes], bytes] = lambda data: data
         self.fate: Fate | None = None
         self.jitter_s = 0.0  # maximum additional delay of a message
+        # (sender, receiver) -> additional one-way delay; None: all are equally near
+        self.distance_s: Callable[[str, str], float] | None = None
         self.is_down = False  # every message is lost, but no process is disconnected
         self.is_away = False  # the server is down: see `stop_server`
         self.is_hanging = False
@@ -315,6 +318,8 @@ class SimulatedNetwork:
                 continue
             if self.fate is not None:
                 self._deliver_as_fated(each, subject, sender, parcel)
+            elif self.distance_s is not None:
+                self._deliver_in_order(usual, each, sender, parcel)
             elif each.last_arrival.get(sender, 0.0) > usual:
                 self._deliver_at(each.last_arrival[sender], each, parcel)
             else:
@@ -333,9 +338,18 @@ class SimulatedNetwork:
         for number, delay_s in enumerate(delays):
             when = now + self._latency() + delay_s
             if number == 0:
-                when = max(when, subscription.last_arrival.get(sender, 0.0))
-                subscription.last_arrival[sender] = when
-            self._deliver_at(when, subscription, parcel)
+                self._deliver_in_order(when, subscription, sender, parcel)
+            else:
+                when += self._distance_s(sender, subscription.process.process_id)
+                self._deliver_at(when, subscription, parcel)
+
+    def _deliver_in_order(
+        self, when: float, subscription: _Subscription, sender: str, parcel: Parcel
+    ) -> None:
+        when += self._distance_s(sender, subscription.process.process_id)
+        when = max(when, subscription.last_arrival.get(sender, 0.0))
+        subscription.last_arrival[sender] = when
+        self._deliver_at(when, subscription, parcel)
 
     def _deliver_at(self, when: float, subscription: _Subscription, parcel: Parcel) -> None:
         self.loop.call_at(when, subscription.take, parcel)
@@ -352,8 +366,12 @@ class SimulatedNetwork:
             if connection.is_up and connection.process is receiver:
                 receiver.arrive(action)
 
+        distance_s = self._distance_s(sender, receiver.process_id)
         for delay_s in delays:
-            loop.call_later(self._latency() + delay_s, take)
+            loop.call_later(self._latency() + distance_s + delay_s, take)
+
+    def _distance_s(self, sender: str, receiver: str) -> float:
+        return 0.0 if self.distance_s is None else self.distance_s(sender, receiver)
 
     def _latency(self) -> float:
         if self.jitter_s:
@@ -424,14 +442,31 @@ class SimulatedBus:
         self.publish_bytes(subject, self._payload(message))
 
     async def request(
-        self, subject: str, message: Message, reply_type: type[M], *, timeout_s: float
+        self,
+        subject: str,
+        message: Message,
+        reply_type: type[M],
+        *,
+        timeout_s: float,
+        on_late: Callable[[M | Failure | None], None] | None = None,
     ) -> M:
         data = self._payload(message)
-        replied: asyncio.Future[bytes | _NoReply] = asyncio.get_running_loop().create_future()
+        decode = _decoder_of(reply_type | Failure).decode
+        loop = asyncio.get_running_loop()
+        replied: asyncio.Future[bytes | _NoReply] = loop.create_future()
+        late: asyncio.Future[bytes | _NoReply] = loop.create_future()
 
         def settle(reply: bytes | _NoReply) -> None:
             if not replied.done():
                 replied.set_result(reply)
+            elif not late.done():
+                late.set_result(reply)
+
+        def end(ended: asyncio.Future[bytes | _NoReply]) -> None:
+            assert on_late is not None
+            answer = ended.result()
+            found = answer if isinstance(answer, bytes) else None
+            on_late(late_reply(subject, decode, self._sender_check, found))
 
         def reply(responder: _Connection, answer: bytes) -> None:
             self._network.answer(
@@ -453,11 +488,14 @@ class SimulatedBus:
             self.num_requests_under_way -= 1
             timer.cancel()
         if answer is _NoReply.LATE:
+            if on_late is not None:
+                late.add_done_callback(end)
+                self._process.call_later(LATE_REPLY_S, partial(settle, _NoReply.LATE))
             raise RequestTimeout(f"no reply on {subject} within {timeout_s:g} s")
         if answer is _NoReply.NOBODY:
             raise NoResponders(f"nobody serves {subject}")
         try:
-            decoded = _decoder_of(reply_type | Failure).decode(answer)
+            decoded: M | Failure = decode(answer)
             self._sender_check.check_reply(subject, decoded)
         except (*UNREADABLE, SenderMismatch) as error:
             raise DependencyUnavailable(f"invalid reply on {subject}: {error}") from None

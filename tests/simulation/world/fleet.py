@@ -59,7 +59,9 @@ class Fleet:
         self.plan = plan
         self.network = SimulatedNetwork(seed=plan.seed)
         self.network.jitter_s = 0.0004
-        self.plane = DataPlane(fate=self._frame_fate)
+        self.plane = DataPlane(fate=self._frame_fate, distance_s=plan.fleet.delay_s)
+        if plan.fleet.delays_s:
+            self.network.distance_s = plan.fleet.delay_s
         self.store = MemoryStore()
         self.members: dict[str, Member] = {}
         self.clients = [Client(request) for request in plan.requests]

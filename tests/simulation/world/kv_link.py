@@ -56,14 +56,17 @@ class DataPlane:
     receivers: dict[bytes, SimulatedReceiver] = field(default_factory=dict)
     # (sender, receiver, header) -> the fate of the frame
     fate: Callable[[str, str, FrameHeader], FrameFate] = lambda sender, receiver, header: HARMLESS
+    # (sender, receiver) -> additional one-way delay
+    distance_s: Callable[[str, str], float] = lambda sender, receiver: 0.0
 
 
 class _End(asyncio.Transport):
     """One end of a connection."""
 
-    def __init__(self, process: SimulatedProcess) -> None:
+    def __init__(self, process: SimulatedProcess, delay_s: float = LATENCY_S) -> None:
         super().__init__()
         self.process = process
+        self.delay_s = delay_s
         self.protocol: RecordStream | None = None
         self.peer: _End | None = None
         self.arrives_at = 0.0
@@ -127,7 +130,7 @@ class _End(asyncio.Transport):
     def _send(self, act: Callable[[_End], None]) -> None:
         peer, loop = self.peer, asyncio.get_running_loop()
         if peer is not None:
-            self.arrives_at = max(self.arrives_at, loop.time() + LATENCY_S)
+            self.arrives_at = max(self.arrives_at, loop.time() + self.delay_s)
             loop.call_at(self.arrives_at, peer.process.arrive, lambda: act(peer))
 
     def _lose_soon(self) -> None:
@@ -228,7 +231,8 @@ class SimulatedReceiver:
 
     def accept(self, sender: _End) -> None:
         """Creates the receiver's end of a new connection."""
-        end, reception = _End(self.process), TcpReception(self._placements, VirtualClock())
+        end = _End(self.process, sender.delay_s)
+        reception = TcpReception(self._placements, VirtualClock())
         self._ends[end] = reception
         reception.deliveries.task.add_done_callback(lambda _: self._ends.pop(end, None))
         end.connect(sender, reception.stream)
@@ -259,8 +263,9 @@ class SimulatedDialer(Dialer):
         receiver = self.receivers.get(target.instance_id)
         if receiver is None or receiver.is_closed or receiver.process.is_dead:
             raise LinkLost("no receiver of this instance is on the simulated network")
-        end = _End(self._process)
-        await self._welcome(receiver, end)
+        one_way_s = self.plane.distance_s(self._process.process_id, receiver.process.process_id)
+        end = _End(self._process, LATENCY_S + one_way_s)
+        await self._welcome(receiver, end, one_way_s)
         self._ends = [each for each in self._ends if not each.is_closing()]
         self._ends.append(end)
         link = StagedLink(_FaultyStaging(self._process, receiver, end), on_end)
@@ -268,14 +273,25 @@ class SimulatedDialer(Dialer):
         end.connect(end.peer, link.stream)
         return link
 
-    async def _welcome(self, receiver: SimulatedReceiver, end: _End) -> None:
-        """Both hosts' kernels connect immediately; the receiver replies once it is awake."""
+    async def _welcome(self, receiver: SimulatedReceiver, end: _End, one_way_s: float) -> None:
+        """Both hosts' kernels connect in a round trip; the receiver replies once it is awake."""
         welcomed = asyncio.get_running_loop().create_future()
 
         def accept() -> None:
             if not receiver.is_closed and not welcomed.done():
                 receiver.accept(end)
-                self._process.arrive(lambda: welcomed.done() or welcomed.set_result(None))
+                _after(one_way_s, lambda: self._process.arrive(greet))
 
-        receiver.process.arrive(accept)
+        def greet() -> None:
+            if not welcomed.done():
+                welcomed.set_result(None)
+
+        _after(3 * one_way_s, lambda: receiver.process.arrive(accept))
         await welcomed
+
+
+def _after(delay_s: float, act: Callable[[], object]) -> None:
+    if delay_s:
+        asyncio.get_running_loop().call_later(delay_s, act)
+    else:
+        act()

@@ -1,0 +1,93 @@
+"""Round-trip times to peers, estimated like those of TCP's retransmission timer (RFC 6298). No I/O.
+
+A request waits for its base time, which covers the peer's work, plus the estimate: a mean and four
+deviations. A peer may also be a queue group, named by its subject: then its members share one
+estimate, and their differences are part of its deviation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+UNKNOWN_S = 0.5  # estimate for a peer without a measurement: more than any two cities are apart
+MAX_WAIT_S = 2.0
+MEAN_SHARE = 1 / 8  # weights of a new measurement, as in RFC 6298
+DEVIATION_SHARE = 1 / 4
+NUM_DEVIATIONS = 4
+PROBE_INTERVAL_S = 5.0
+IN_USE_S = 60.0  # since the last request
+MAX_PEERS = 8192  # of which estimates are kept; the least recently used one is dropped
+
+
+@dataclass(slots=True)
+class RoundTrip:
+    """Mean and mean deviation of the round trips to one peer, in seconds; None if not measured."""
+
+    mean_s: float | None = None
+    deviation_s: float = 0.0
+
+    @property
+    def estimate_s(self) -> float:
+        """An upper bound of nearly all round trips."""
+        if self.mean_s is None:
+            return UNKNOWN_S
+        return self.mean_s + NUM_DEVIATIONS * self.deviation_s
+
+    def add(self, measured_s: float) -> None:
+        measured_s = min(max(measured_s, 0.0), MAX_WAIT_S)
+        if self.mean_s is None:
+            self.mean_s, self.deviation_s = measured_s, measured_s / 2
+            return
+        error_s = abs(measured_s - self.mean_s)
+        self.deviation_s += DEVIATION_SHARE * (error_s - self.deviation_s)
+        self.mean_s += MEAN_SHARE * (measured_s - self.mean_s)
+
+
+@dataclass(slots=True)
+class _Peer:
+    round_trip: RoundTrip
+    used_at: float = -inf
+    updated_at: float = -inf  # measured or probed
+
+
+class RoundTrips:
+    def __init__(self) -> None:
+        self._peers: dict[str, _Peer] = {}  # the least recently used one first
+
+    def estimate_s(self, peer: str) -> float:
+        known = self._peers.get(peer)
+        return UNKNOWN_S if known is None else known.round_trip.estimate_s
+
+    def wait_s(
+        self, peer: str, base_s: float, now: float, *, unknown_s: float = UNKNOWN_S
+    ) -> float:
+        """How long a request to `peer`, sent now, waits for its reply, in seconds. `unknown_s` is
+        the estimate as long as the peer is not measured.
+        """
+        known = self._take(peer)
+        known.used_at = now
+        is_known = known.round_trip.mean_s is not None
+        return min(base_s + (known.round_trip.estimate_s if is_known else unknown_s), MAX_WAIT_S)
+
+    def record(self, peer: str, measured_s: float, now: float) -> None:
+        known = self._take(peer)
+        known.round_trip.add(measured_s)
+        known.updated_at = now
+
+    def due_for_probe(self, now: float) -> list[str]:
+        """Peers in use without a measurement for PROBE_INTERVAL_S. Each counts as probed now."""
+        due = []
+        for peer, known in self._peers.items():
+            is_in_use = now - known.used_at < IN_USE_S
+            if is_in_use and now - known.updated_at >= PROBE_INTERVAL_S:
+                known.updated_at = now
+                due.append(peer)
+        return due
+
+    def _take(self, peer: str) -> _Peer:
+        known = self._peers.pop(peer, None) or _Peer(RoundTrip())
+        if len(self._peers) >= MAX_PEERS:
+            del self._peers[next(iter(self._peers))]
+        self._peers[peer] = known
+        return known
