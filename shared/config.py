@@ -64,6 +64,7 @@ class ModelProcessConfig(ProcessConfig, frozen=True, kw_only=True):
 
 class GatewayConfig(ModelProcessConfig, frozen=True, kw_only=True):
     redis_url: str
+    redis_read_url: str = ""  # a near replica, for API keys; empty: none
     http_host: str = "127.0.0.1"
     http_port: int = 8000
     request_timeout_s: float = 600.0
@@ -75,6 +76,9 @@ class GatewayConfig(ModelProcessConfig, frozen=True, kw_only=True):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from url_problems("redis_url", self.redis_url, schemes=("redis", "rediss", "unix"))
+        if self.redis_read_url:
+            schemes = ("redis", "rediss", "unix")
+            yield from url_problems("redis_read_url", self.redis_read_url, schemes=schemes)
         yield from positive_problems(
             self, "request_timeout_s", "max_body_bytes", "max_requests", "default_max_tokens"
         )

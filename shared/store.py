@@ -1,14 +1,18 @@
 """The store seam: the few Redis operations that Hearth uses, with a bound on every wait.
 
 Redis is never awaited between submit and first token except for tenant limits and an API key that
-is not cached yet, so each call takes at most `timeout_s`. After a failure the circuit breaker fails
-every call immediately for `BREAKER_S`, so that requests do not wait. An error reply of Redis does
-not open the breaker: one bad record must not make Redis unavailable to all requests.
+is not cached yet. A call waits for a time that follows the measured round trip, from
+STORE_TIMEOUT_S to MAX_STORE_TIMEOUT_S. A call that takes longer goes on without its caller: a new
+connection to a distant Redis is established by then, and its round trip is measured. After a
+failure the circuit breaker fails every call immediately for `BREAKER_S`, so that requests do not
+wait. An error reply of Redis does not open the breaker: one bad record must not make Redis
+unavailable to all requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -18,8 +22,12 @@ from redis.commands.core import AsyncScript
 
 from shared.clock import Clock
 from shared.errors import DependencyUnavailable
+from shared.transport.round_trips import RoundTrip
 
 STORE_TIMEOUT_S = 0.05
+MAX_STORE_TIMEOUT_S = 0.5
+ABANDONED_S = 2.0  # then a step of a call ends, though its caller has given up before
+NUM_ROUND_TRIPS = 4  # of a call on a new connection: TCP, HELLO, CLIENT SETINFO, the command
 BREAKER_S = 0.5
 
 # One write of a batch, in Redis's syntax: ("HSET", key, field, value, …).
@@ -76,30 +84,38 @@ class Store(Protocol):
 
 
 class RedisStore:
-    def __init__(self, url: str, clock: Clock, *, timeout_s: float = STORE_TIMEOUT_S) -> None:
-        """Connects lazily: a missing Redis fails the first call, not the start."""
+    def __init__(self, url: str, clock: Clock, *, timeout_s: float | None = None) -> None:
+        """Connects lazily: a missing Redis fails the first call, not the start. Without a
+        `timeout_s`, in seconds, calls wait as the measured round trip requires.
+        """
         self._clock = clock
+        self._timeout_s = timeout_s
+        self._round_trip = RoundTrip()
+        self._calls: set[asyncio.Future[object]] = set()  # also those that their callers gave up
         self._closed_until = 0.0
         self._scripts: dict[str, AsyncScript] = {}
+        longest_s = ABANDONED_S if timeout_s is None else timeout_s
         self._redis = redis.asyncio.Redis.from_url(
             url,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
+            socket_timeout=longest_s,
+            socket_connect_timeout=longest_s,
             retry=None,
             health_check_interval=0,
         )
 
     async def get(self, key: str) -> bytes | None:
-        return cast("bytes | None", await self._guard(self._redis.get(key)))
+        return cast("bytes | None", await self._guard(lambda: self._redis.get(key)))
 
     async def hash_get(self, key: str) -> Mapping[bytes, bytes]:
-        return cast("Mapping[bytes, bytes]", await self._guard(self._redis.hgetall(key)))
+        return cast("Mapping[bytes, bytes]", await self._guard(lambda: self._redis.hgetall(key)))
 
     async def sorted_set_head(self, key: str, count: int) -> Sequence[bytes]:
-        return cast("Sequence[bytes]", await self._guard(self._redis.zrange(key, 0, count - 1)))
+        return cast(
+            "Sequence[bytes]", await self._guard(lambda: self._redis.zrange(key, 0, count - 1))
+        )
 
     async def sorted_set_size(self, key: str) -> int:
-        return cast("int", await self._guard(self._redis.zcard(key)))
+        return cast("int", await self._guard(lambda: self._redis.zcard(key)))
 
     async def write(self, commands: Sequence[Command]) -> None:
         await self.evaluate(DO_ALL, [], [_encode([_as_text(each) for each in commands])])
@@ -107,27 +123,53 @@ class RedisStore:
     async def evaluate(
         self, script: str, keys: Sequence[str], arguments: Sequence[str | bytes | int | float]
     ) -> Any:
-        known = self._scripts.get(script)
-        if known is None:  # redis-py sends its digest, and the text only if Redis lacks the script
-            known = self._scripts[script] = self._redis.register_script(script)
-        return await self._guard(known(keys=keys, args=arguments))
+        if script not in self._scripts:
+            self._scripts[script] = self._redis.register_script(script)
+        run = self._scripts[script]  # sends its digest, and the text only if Redis lacks the script
+        return await self._guard(lambda: run(keys=keys, args=arguments))
 
     async def close(self) -> None:
+        for call in self._calls:
+            call.cancel()
+        await asyncio.gather(*self._calls, return_exceptions=True)
         await self._redis.aclose()
 
-    async def _guard(self, call: Awaitable[object]) -> object:
+    @property
+    def wait_s(self) -> float:
+        """How long a call waits for its reply, in seconds."""
+        if self._timeout_s is not None:
+            return self._timeout_s
+        measured_s = NUM_ROUND_TRIPS * self._round_trip.estimate_s
+        return min(STORE_TIMEOUT_S + measured_s, MAX_STORE_TIMEOUT_S)
+
+    async def _guard(self, call: Callable[[], Awaitable[object]]) -> object:
         if self._clock.now() < self._closed_until:
-            close = getattr(call, "close", None)
-            if close is not None:
-                close()
             raise StoreUnavailable("Redis is unavailable")
+        wait_s = self.wait_s
+        task = self._started(call)
+        await asyncio.wait({task}, timeout=wait_s)
         try:
-            return await call
+            if not task.done():
+                raise TimeoutError(f"no reply within {wait_s:.3g} s")
+            return task.result()
         except redis.exceptions.ResponseError as error:
             raise StoreRejected(f"Redis returned an error: {error}") from error
         except (redis.exceptions.RedisError, OSError, TimeoutError) as error:
             self._closed_until = self._clock.now() + BREAKER_S
             raise StoreUnavailable(f"Redis does not answer: {error!r}") from error
+
+    def _started(self, call: Callable[[], Awaitable[object]]) -> asyncio.Future[object]:
+        began_at = self._clock.now()
+
+        def end(task: asyncio.Future[object]) -> None:
+            self._calls.discard(task)
+            if not task.cancelled() and task.exception() is None:
+                self._round_trip.add(self._clock.now() - began_at)
+
+        task = asyncio.ensure_future(call())
+        self._calls.add(task)
+        task.add_done_callback(end)
+        return task
 
 
 def _as_text(command: Command) -> list[str | msgspec.Raw]:

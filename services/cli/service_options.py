@@ -28,6 +28,8 @@ HELP = {
     "region": "Region of this process, for requests with allowed regions (data residency).",
     "drain_timeout_s": "Seconds that a stop waits for running requests.",
     "redis_url": "Redis server: redis://:PASSWORD@HOST:PORT/0.",
+    "redis_read_url": "Near replica of that Redis, for API keys (default: none). A key that it "
+    "lacks is looked up in the Redis server.",
     "model_dir": "Checkpoint directory in Hugging Face layout, or a hub id such as org/name.",
     "model_name": "Model name for clients (default: the hub id, or the directory's name).",
     "http_host": "HTTP listen address.",

@@ -53,13 +53,17 @@ class GatewayService:
         randomness: Randomness,
         renderer: Renderer | None = None,
         prefix_redis: Store | None = None,
+        redis_replica: Store | None = None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`prefix_redis`: a Redis connection outside the request path (default: `store`)."""
+        """`prefix_redis`: a Redis connection outside the request path (default: `store`);
+        `redis_replica`: a near one, for API keys.
+        """
         self._config = config
         self._bus = bus
         self._store = store
         self._prefix_redis = store if prefix_redis is None else prefix_redis
+        self._redis_replica = redis_replica
         self.files = files
         self._clock = clock
         self._randomness = randomness
@@ -68,7 +72,7 @@ class GatewayService:
         )
         public = PublicPrefixes()
         self._renderer = Renderer(files.chat_template) if renderer is None else renderer
-        self.api_keys = ApiKeys(store, clock)
+        self.api_keys = ApiKeys(store, clock, replica=redis_replica)
         self._limits = Limits(store, clock)
         writer_id = f"{config.process_id}-{randomness.bytes(8).hex()}"
         self._usage = UsageCounter(store, clock, writer_id=writer_id, now=wall_clock)
@@ -166,6 +170,8 @@ class GatewayService:
         await self._bus.close()
         await self._store.close()
         await self._prefix_redis.close()
+        if self._redis_replica is not None:
+            await self._redis_replica.close()
 
     def new_request_id(self) -> str:
         return self._randomness.bytes(12).hex()
@@ -186,6 +192,7 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
     bus = await NatsBus.connect(config.nats_url, process_id=config.process_id)
     await check_name(bus, "gateway")
     store = RedisStore(config.redis_url, clock)
+    replica = RedisStore(config.redis_read_url, clock) if config.redis_read_url else None
     # prefixes may be long; their slow replies must not trip the breaker of the API key lookups
     prefix_redis = RedisStore(config.redis_url, clock, timeout_s=PREFIX_STORE_TIMEOUT_S)
     return GatewayService(
@@ -197,6 +204,7 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
         randomness=SystemRandomness(),
         renderer=renderer,
         prefix_redis=prefix_redis,
+        redis_replica=replica,
     )
 
 

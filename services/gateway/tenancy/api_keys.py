@@ -1,8 +1,12 @@
 """API keys and their tenants.
 
 A cached key is looked up again after `REFRESH_S`, so a revoked key and a changed limit take effect
-within that time. While Redis is unavailable, cached keys are valid with the cached records of
-their tenants; unknown keys cannot be checked.
+within that time. A request waits for that at most `KNOWN_KEY_WAIT_S`, however far Redis is, and
+then goes on with the cached record; the next request sees what the look-up has found. While Redis
+is unavailable, cached keys are valid with the cached records of their tenants; unknown keys cannot
+be checked.
+
+A near replica of Redis may answer first. Only a key that it has counts: the replica may lag.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import structlog
 from services.gateway.tenancy.errors import UnknownTenant
 from shared.clock import Clock
 from shared.errors import AuthenticationFailed, DependencyUnavailable
-from shared.store import BREAKER_S, Store, StoreRejected, StoreUnavailable
+from shared.store import BREAKER_S, STORE_TIMEOUT_S, Store, StoreRejected, StoreUnavailable
 from shared.tenancy.tenant import TENANTS, ApiKeyRecord, TenantRecord, api_key_record, digest_of
 from shared.transport.wire_errors import UNREADABLE
 
@@ -27,6 +31,7 @@ log = structlog.get_logger(__name__)
 
 REFRESH_S = 0.5  # below 1 s, including the latency of Redis
 SECOND_TRY_S = BREAKER_S + 0.05
+KNOWN_KEY_WAIT_S = STORE_TIMEOUT_S
 
 # KEYS: an API key's record, all tenants. Returns the key's fields, its tenant's record, the time.
 LOOK_UP = """
@@ -47,16 +52,17 @@ class _CachedTenant:
 class ApiKeys:
     """Caches valid keys only, so invalid keys cannot fill the cache."""
 
-    def __init__(self, store: Store, clock: Clock) -> None:
-        self._store = store
+    def __init__(self, store: Store, clock: Clock, *, replica: Store | None = None) -> None:
+        self._stores = (store,) if replica is None else (replica, store)
         self._clock = clock
         self._known: dict[str, _CachedTenant] = {}
         self._lookups: dict[str, asyncio.Task[TenantRecord]] = {}
 
     async def warm_up(self) -> None:
-        """Opens the connection to Redis, so that the first request does not wait for it."""
-        with contextlib.suppress(StoreUnavailable):
-            await self._store.evaluate(LOOK_UP, [api_key_record(digest_of("")), TENANTS], [])
+        """Opens the connections to Redis, so that the first request does not wait for them."""
+        for store in self._stores:
+            with contextlib.suppress(StoreUnavailable):
+                await store.evaluate(LOOK_UP, [api_key_record(digest_of("")), TENANTS], [])
 
     async def tenant_of(self, authorization: str | None) -> TenantRecord:
         """Raises AuthenticationFailed, UnknownTenant, or DependencyUnavailable for a new key
@@ -70,8 +76,17 @@ class ApiKeys:
         if lookup is None:  # concurrent requests share one lookup
             lookup = asyncio.create_task(self._look_up(digest))
             self._lookups[digest] = lookup
-            lookup.add_done_callback(lambda _: self._lookups.pop(digest))
+            lookup.add_done_callback(lambda ended: self._end(digest, ended))
+        if known is not None:
+            await asyncio.wait({lookup}, timeout=KNOWN_KEY_WAIT_S)
+            if not lookup.done():
+                return self._unexpired(known)
         return await asyncio.shield(lookup)
+
+    def _end(self, digest: str, lookup: asyncio.Task[TenantRecord]) -> None:
+        del self._lookups[digest]
+        if not lookup.cancelled():
+            lookup.exception()  # marks it retrieved: its request may not have waited
 
     async def _look_up(self, digest: str) -> TenantRecord:
         try:
@@ -89,7 +104,13 @@ class ApiKeys:
 
     async def _request(self, digest: str) -> list[Any]:
         keys = [api_key_record(digest), TENANTS]
-        reply: list[Any] = await self._store.evaluate(LOOK_UP, keys, [])
+        *replicas, primary = self._stores
+        for replica in replicas:
+            with contextlib.suppress(StoreUnavailable):
+                reply: list[Any] = await replica.evaluate(LOOK_UP, keys, [])
+                if _is_complete(reply):
+                    return reply
+        reply = await primary.evaluate(LOOK_UP, keys, [])
         return reply
 
     async def _second_try(self, digest: str) -> list[Any]:
@@ -131,6 +152,11 @@ class ApiKeys:
         if self._clock.now() >= known.expires_at:
             raise AuthenticationFailed("the API key has expired: it was replaced by a newer one")
         return known.tenant
+
+
+def _is_complete(reply: list[Any]) -> bool:
+    """Whether a key and its tenant were found."""
+    return bool(reply[0]) and reply[1] is not None
 
 
 def _unreadable(reason: object) -> DependencyUnavailable:

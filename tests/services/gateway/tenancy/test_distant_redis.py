@@ -1,0 +1,138 @@
+"""API keys and limits with a Redis that is far away: a relay delays both directions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from services.gateway.tenancy.api_keys import KNOWN_KEY_WAIT_S, REFRESH_S, ApiKeys
+from services.gateway.tenancy.limits import Limits
+from services.gateway.tenancy.request_cost import RequestCost
+from shared.clock import MonotonicClock
+from shared.errors import AuthenticationFailed
+from shared.store import (
+    BREAKER_S,
+    MAX_STORE_TIMEOUT_S,
+    STORE_TIMEOUT_S,
+    RedisStore,
+    StoreUnavailable,
+)
+from shared.tenancy.tenant_admin import TenantAdmin
+from tests.relay import DelayingRelay
+from tests.servers import RedisServer
+
+ONE_WAY_S = 0.04
+
+
+class OffsetClock(MonotonicClock):
+    """Real time, and a little more."""
+
+    offset_s = 0.0
+
+    def now(self) -> float:
+        return super().now() + self.offset_s
+
+
+@pytest.fixture
+def clock() -> OffsetClock:
+    return OffsetClock()
+
+
+@pytest.fixture
+async def admin(redis_server: RedisServer) -> AsyncIterator[TenantAdmin]:
+    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
+    await store.write([("FLUSHALL",)])
+    yield TenantAdmin(store, time.time)
+    await store.close()
+
+
+@pytest.fixture
+async def relay(redis_server: RedisServer) -> AsyncIterator[DelayingRelay]:
+    async with DelayingRelay(redis_server.port, one_way_s=ONE_WAY_S) as relay:
+        yield relay
+
+
+@pytest.fixture
+async def distant(relay: DelayingRelay, clock: OffsetClock) -> AsyncIterator[RedisStore]:
+    store = RedisStore(f"redis://127.0.0.1:{relay.port}/0", clock)
+    yield store
+    await store.close()
+
+
+async def test_unknown_keys_and_limits_are_decided_by_a_distant_redis(
+    distant: RedisStore, admin: TenantAdmin, clock: OffsetClock
+) -> None:
+    await admin.add("acme", {"requests_per_min": 2}, "k0")
+    for number in range(1, 6):
+        await admin.add_key("acme", f"k{number}")
+    keys, limits = ApiKeys(distant, clock), Limits(distant, clock)
+    await keys.warm_up()
+    # as many new connections as requests at once
+    records = await asyncio.gather(*(keys.tenant_of(f"Bearer k{n}") for n in range(6)))
+    assert {record.tenant_id for record in records} == {"acme"}
+    with pytest.raises(AuthenticationFailed):
+        await keys.tenant_of("Bearer unknown")
+    lease = await limits.admit(records[0], "lease", RequestCost(5, 5))
+    assert lease.is_charged
+    assert STORE_TIMEOUT_S + 2 * ONE_WAY_S < distant.wait_s <= MAX_STORE_TIMEOUT_S
+
+
+async def test_known_key_does_not_wait_for_a_distant_redis(
+    distant: RedisStore, admin: TenantAdmin, relay: DelayingRelay, clock: OffsetClock
+) -> None:
+    await admin.add("acme", {}, "k1")
+    keys = ApiKeys(distant, clock)
+    await keys.tenant_of("Bearer k1")
+    await admin.revoke("acme", None)
+    relay.one_way_s = 0.15
+    clock.offset_s += REFRESH_S
+    assert KNOWN_KEY_WAIT_S < 2 * relay.one_way_s
+    assert (await keys.tenant_of("Bearer k1")).tenant_id == "acme"  # as cached
+    with pytest.raises(AuthenticationFailed, match="revoked"):
+        while True:
+            await keys.tenant_of("Bearer k1")
+
+
+async def test_call_that_is_answered_late_lengthens_the_wait(
+    distant: RedisStore, relay: DelayingRelay, clock: OffsetClock
+) -> None:
+    """As after a failover to a Redis at another site."""
+    relay.one_way_s = 0.0
+    for _ in range(40):
+        await distant.get("key")
+    before_s = distant.wait_s
+    relay.one_way_s = 0.6 * MAX_STORE_TIMEOUT_S
+    with pytest.raises(StoreUnavailable, match="no reply within"):
+        await distant.get("key")
+    async with asyncio.timeout(5):
+        while distant.wait_s <= before_s:
+            await asyncio.sleep(0.01)
+    relay.one_way_s = 0.4 * MAX_STORE_TIMEOUT_S
+    clock.offset_s += BREAKER_S
+    assert await distant.get("key") is None
+
+
+async def test_near_replica_answers_for_keys_that_it_has(
+    distant: RedisStore, admin: TenantAdmin, clock: OffsetClock
+) -> None:
+    replica_server = RedisServer()
+    near = RedisStore(replica_server.url, clock)
+    copy = RedisStore(replica_server.url, clock, timeout_s=2.0)
+    keys = ApiKeys(distant, clock, replica=near)
+    try:
+        await TenantAdmin(copy, time.time).add("acme", {}, "copied")
+        await admin.add("acme", {}, "not-copied-yet")
+        for key in ("copied", "not-copied-yet"):
+            assert (await keys.tenant_of(f"Bearer {key}")).tenant_id == "acme"
+        with pytest.raises(AuthenticationFailed):
+            await keys.tenant_of("Bearer unknown")
+        replica_server.stop()
+        await admin.add_key("acme", "later")
+        assert (await keys.tenant_of("Bearer later")).tenant_id == "acme"
+    finally:
+        await near.close()
+        await copy.close()
+        replica_server.stop()
