@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from shared.errors import ConfigError
+from shared.nats_urls import nats_servers
 
 WEIGHT_FORMS = ("auto", "dense", "compressed")
 LOAD_FORMATS = ("auto", "dummy")
@@ -27,7 +28,9 @@ CUDA_PREFILL_BATCH_TOKENS = 8192
 
 
 class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`nats_url` carries the credential; its user name is the first part of the process id."""
+    """`nats_url` carries the credential; its user name is the first part of the process id. It may
+    be a comma list of servers.
+    """
 
     nats_url: str
     process_id: str
@@ -35,7 +38,10 @@ class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout_s: float = 60.0  # requests still running then are returned or end with an error
 
     def problems(self) -> Iterator[str]:
-        yield from url_problems("nats_url", self.nats_url, schemes=("nats", "tls"))
+        try:
+            nats_servers(self.nats_url)
+        except ConfigError as error:
+            yield error.message
         yield from positive_problems(self, "drain_timeout_s")
         if not _PROCESS_ID.fullmatch(self.process_id):
             yield (

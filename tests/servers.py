@@ -101,6 +101,7 @@ class NatsServer(Server):
         users: tuple[tuple[CredentialRole, str], ...] = USERS,
         *,
         max_payload_bytes: int = 8 * 1024 * 1024,
+        more_config: str = "",
     ) -> None:
         port = free_port()
         config = nats_server_config(
@@ -110,7 +111,7 @@ class NatsServer(Server):
             max_payload_bytes=max_payload_bytes,
         )
         path = directory / f"nats-{port}.conf"
-        path.write_text(config)
+        path.write_text(config + more_config)
         super().__init__(
             [find_binary("nats-server"), "-c", str(path)],
             port,

@@ -22,7 +22,8 @@ DEMO_MODEL_DIR = Path(shared.__file__).parent / "demo_model"
 DEMO_MODEL_NAME = "hearth-demo"
 
 HELP = {
-    "nats_url": "NATS server, with this process's credential: nats://ID:PASSWORD@HOST:PORT.",
+    "nats_url": "NATS server, with this process's credential: nats://ID:PASSWORD@HOST:PORT; or a "
+    "comma list of the servers of a cluster, the nearest first.",
     "process_id": "Name of this process's credential (default: the NATS URL's user, or "
     "ROLE-<6 hex digits>).",
     "region": "Region of this process, for requests with allowed regions (data residency).",

@@ -25,8 +25,9 @@ from shared.errors import ConfigError, DependencyUnavailable
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, TICK_S
 from shared.log import configure_logging
 from shared.messages import Heartbeat
+from shared.nats_urls import without_password
 from shared.subjects import HEARTBEATS
-from shared.transport.bus import NatsBus, without_password
+from shared.transport.bus import NatsBus
 
 CONNECT_TIMEOUT_S = 5.0
 FIRST_BEAT_TIMEOUT_S = 5.0

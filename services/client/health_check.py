@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 from socket import gethostname
-from urllib.parse import urlsplit
 
 from shared.errors import ConfigError, HearthError
 from shared.messages import Alive, Heartbeat, ReportAlive
+from shared.nats_urls import user_of
 from shared.subjects import HEARTBEATS, alive, credential_of, process_id_of
 from shared.transport.bus import NatsBus
 
@@ -59,7 +59,7 @@ async def _is_on_this_host(bus: NatsBus, heartbeat: Heartbeat) -> bool:
 
 def run_probe(nats_url: str, process_id: str | None, *, timeout_s: float) -> bool:
     """Raises ConfigError if no process id is given."""
-    name = urlsplit(nats_url).username if process_id is None else process_id
+    name = user_of(nats_url) if process_id is None else process_id
     if not name:
         raise ConfigError("--process-id is needed where the NATS URL has no user")
     return asyncio.run(

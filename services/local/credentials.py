@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Sequence
-from urllib.parse import urlsplit
 
 import msgspec
 
 from shared.errors import ConfigError
+from shared.nats_urls import user_of
 from shared.subjects import CredentialRole, NatsUser, nats_server_config, process_id_of
 
 ROLES: tuple[CredentialRole, ...] = (
@@ -54,7 +54,7 @@ def process_id_for(
     """`credential` (default: the URL's user name, else a random name for the role) with `instance`
     (default: random, so that replicas may share a credential; "-": none).
     """
-    name = credential or urlsplit(nats_url).username or random_process_id(role)
+    name = credential or user_of(nats_url) or random_process_id(role)
     return process_id_of(name, secrets.token_hex(3) if instance is None else instance)
 
 

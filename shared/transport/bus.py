@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Protocol, TypeVar
-from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 import nats
@@ -31,6 +30,7 @@ from shared.errors import (
     SenderMismatch,
 )
 from shared.messages import Failure, Message
+from shared.nats_urls import nats_servers, without_password
 from shared.subjects import from_anyone, inbox_prefix, sent_by
 from shared.transport.nats_client import DirectClient
 from shared.transport.sender_check import SenderCheck
@@ -118,14 +118,6 @@ def failure_of(error: Exception) -> Failure:
 def error_of(failure: Failure) -> HearthError:
     error_class = ERROR_BY_CODE.get(failure.code, HearthError)
     return error_class(failure.message, param=failure.param, retry_after_s=failure.retry_after_s)
-
-
-def without_password(url: str) -> str:
-    """The URL without credentials, for logs and errors."""
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    port = f":{parts.port}" if parts.port is not None else ""
-    return urlunsplit((parts.scheme, host + port, parts.path, "", ""))
 
 
 def begin_reply(
@@ -246,12 +238,18 @@ class NatsBus:
 
     @classmethod
     async def connect(cls, url: str, *, process_id: str, timeout_s: float = 10.0) -> NatsBus:
-        """Raises DependencyUnavailable if no server accepts the connection within `timeout_s`."""
+        """Raises DependencyUnavailable if no server accepts the connection within `timeout_s`, and
+        ConfigError for an invalid URL. The servers of a comma list are tried in order.
+        """
+        servers = nats_servers(url)
         client = DirectClient()
         events = _ConnectionEvents(client)
         connecting = asyncio.ensure_future(
             client.connect(
-                url,
+                servers.urls,
+                user=servers.user,  # also for the servers that the first one names
+                password=servers.password,
+                dont_randomize=True,
                 name=process_id,
                 inbox_prefix=inbox_prefix(process_id),
                 error_cb=events.on_error,

@@ -107,10 +107,10 @@ class ApiKeys:
         *replicas, primary = self._stores
         for replica in replicas:
             with contextlib.suppress(StoreUnavailable):
-                reply: list[Any] = await replica.evaluate(LOOK_UP, keys, [])
-                if _is_complete(reply):
-                    return reply
-        reply = await primary.evaluate(LOOK_UP, keys, [])
+                copied: list[Any] = await replica.evaluate(LOOK_UP, keys, [])
+                if _is_complete(copied):
+                    return copied
+        reply: list[Any] = await primary.evaluate(LOOK_UP, keys, [])
         return reply
 
     async def _second_try(self, digest: str) -> list[Any]:

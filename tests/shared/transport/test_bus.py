@@ -24,8 +24,8 @@ from shared.errors import (
     RequestTimeout,
 )
 from shared.messages import AbortRequest, BlocksRemoved, CancelQueued, Done, Failure, ListBlocks
-from shared.transport.bus import NatsBus, error_of, failure_of, reply_to, without_password
-from tests.servers import NatsServer
+from shared.transport.bus import NatsBus, error_of, failure_of, reply_to
+from tests.servers import NatsServer, free_port
 
 Connect = Callable[[str], Awaitable[NatsBus]]
 ABORT = AbortRequest(placement_id=b"p" * 16, reason="stop")
@@ -356,8 +356,63 @@ async def test_failed_connect_raises_error_without_password(nats_server: NatsSer
         assert "cannot reach NATS" in raised.value.message
 
 
-def test_url_is_shown_without_password() -> None:
-    assert without_password("nats://user:secret@host:4222/x?token=y") == "nats://host:4222/x"
+async def test_late_reply_is_handed_over_after_the_timeout(connect: Connect) -> None:
+    gateway, decode = await connect("gateway-1"), await connect("decode-1")
+    subject, late = subjects.resend("decode-1"), Inbox()
+    is_answering = asyncio.Event()
+
+    async def answer(_: ListBlocks) -> Done:
+        await is_answering.wait()
+        return Done()
+
+    await decode.serve(subject, ListBlocks, answer)
+    await decode.flush()
+    with pytest.raises(RequestTimeout):
+        await gateway.request(subject, ListBlocks(), Done, timeout_s=0.05, on_late=late.receive)
+    is_answering.set()
+    assert await late.next() == Done()
+    is_answering.clear()
+    with pytest.raises(RequestTimeout):
+        await gateway.request(subject, ListBlocks(), Done, timeout_s=0.05, on_late=late.receive)
+    assert await late.next() is None
+    assert not gateway._client._replies
+
+
+async def test_second_server_of_a_cluster_serves_when_the_first_is_down(tmp_path: Path) -> None:
+    first_port, second_port = free_port(), free_port()
+    async with AsyncExitStack() as stack:
+        first = NatsServer(tmp_path, more_config=_cluster(first_port, second_port))
+        stack.callback(first.stop)
+        second = NatsServer(tmp_path, more_config=_cluster(second_port, first_port))
+        stack.callback(second.stop)
+
+        async def connected(process_id: str, servers: list[NatsServer]) -> NatsBus:
+            near, far = servers
+            url = f"{near.url(process_id)},nats://127.0.0.1:{far.port}"
+            bus = await NatsBus.connect(url, process_id=process_id)
+            stack.push_async_callback(bus.close)
+            return bus
+
+        before = await connected("gateway-1", [first, second])
+        other = await connected("decode-1", [second, first])
+        inbox, subject = Inbox(), subjects.control("decode", "decode-1")
+        await other.subscribe(subject, AbortRequest, inbox.receive)
+        await other.flush()
+        assert before._client.connected_url.port == first.port
+        assert other._client.connected_url.port == second.port
+        first.stop()
+        after = await connected("gateway-2", [first, second])  # its first seed is down
+        await _until(lambda: before.num_reconnects == 1 and before.is_connected)
+        for bus in (before, after):
+            await bus.publish(subject, ABORT)
+            assert await inbox.next() == ABORT
+
+
+def _cluster(own_port: int, other_port: int) -> str:
+    return (
+        f'cluster {{\n  name: "sites"\n  listen: "127.0.0.1:{own_port}"\n'
+        f'  routes: ["nats-route://127.0.0.1:{other_port}"]\n}}\n'
+    )
 
 
 async def test_subscriptions_survive_a_server_restart(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ async def test_known_key_does_not_wait_for_a_distant_redis(
     await admin.revoke("acme", None)
     relay.one_way_s = 0.15
     clock.offset_s += REFRESH_S
-    assert KNOWN_KEY_WAIT_S < 2 * relay.one_way_s
+    assert 2 * relay.one_way_s > KNOWN_KEY_WAIT_S
     assert (await keys.tenant_of("Bearer k1")).tenant_id == "acme"  # as cached
     with pytest.raises(AuthenticationFailed, match="revoked"):
         while True:

@@ -1,0 +1,83 @@
+"""The NATS URL of a process: one server, or a comma list of the servers of one cluster.
+
+The servers share one credential, which stands in at least one of the URLs:
+`nats://ID:PASSWORD@near:4222,nats://far:4222`. They are tried in the order of the list.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+from urllib.parse import SplitResult, urlsplit, urlunsplit
+
+from shared.errors import ConfigError
+
+SCHEMES = ("nats", "tls")
+_BETWEEN_URLS = re.compile(r"\s*,\s*(?=[a-z]+://)")  # a password may contain a comma
+
+
+class NatsServers(NamedTuple):
+    """`urls` have no credential, unless it is a token: a user without a password."""
+
+    urls: list[str]
+    user: str | None
+    password: str | None
+
+
+def nats_servers(text: str) -> NatsServers:
+    """Raises ConfigError."""
+    parts = _split(text)
+    _check_servers(parts)
+    credentials = {_credential(each) for each in parts} - {""}
+    if len(credentials) > 1:
+        raise ConfigError("nats_url has two credentials: its servers must share one")
+    credential = credentials.pop() if credentials else ""
+    user, has_password, password = credential.partition(":")
+    if has_password:
+        return NatsServers([_url(each) for each in parts], user, password)
+    prefix = f"{credential}@" if credential else ""
+    return NatsServers([_url(each, prefix) for each in parts], None, None)
+
+
+def user_of(text: str) -> str | None:
+    """The user name, which is the process id; None without one."""
+    names = (each.username for each in _split(text))
+    return next((name for name in names if name), None)
+
+
+def without_password(text: str) -> str:
+    """The URLs without credentials, for logs and errors."""
+    return ",".join(
+        urlunsplit((each.scheme, _host_and_port(each), each.path, "", "")) for each in _split(text)
+    )
+
+
+def _split(text: str) -> list[SplitResult]:
+    return [urlsplit(each) for each in _BETWEEN_URLS.split(text.strip())]
+
+
+def _check_servers(parts: list[SplitResult]) -> None:
+    for each in parts:
+        if each.scheme not in SCHEMES:
+            expected = " or ".join(f"{scheme}://" for scheme in SCHEMES)
+            raise ConfigError(f"nats_url must start with {expected}, as each server of a list")
+        try:
+            _ = each.port
+        except ValueError as error:
+            raise ConfigError(f"nats_url: {error}") from None
+        if not each.hostname or "," in each.hostname:
+            raise ConfigError(f"nats_url: no server at {_host_and_port(each)!r}")
+    if len({each.scheme for each in parts}) > 1:
+        raise ConfigError("nats_url mixes nats:// and tls://")
+
+
+def _url(parts: SplitResult, prefix: str = "") -> str:
+    return urlunsplit(parts._replace(netloc=prefix + _host_and_port(parts)))
+
+
+def _host_and_port(parts: SplitResult) -> str:
+    return parts.netloc.rpartition("@")[2]
+
+
+def _credential(parts: SplitResult) -> str:
+    return parts.netloc.rpartition("@")[0]
