@@ -4,6 +4,9 @@ submit ──▶ queue ──▶ match prefix ──▶ plan ──▶ StartDeco
              ▲                         │  ▲          └─ busy, timeout, lost: next worker, new id
              └── no room: until the ───┘  └─ no worker serves the model: parked for a short grace
                  next heartbeat
+
+An ack that comes after its timeout places the request if it still waits. A worker that leaves
+several starts unanswered is closed for a while (`silent_workers.py`).
 """
 
 from __future__ import annotations

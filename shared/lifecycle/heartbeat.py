@@ -32,6 +32,7 @@ from shared.transport.timed_requests import TimedRequests
 log = structlog.get_logger(__name__)
 
 ALIVE_TIMEOUT_S = 0.2  # and the round trip
+MEASURE_S = 1.0  # interval of the search for peers to probe
 
 LostHandler = Callable[[str, Loss], None]
 
@@ -90,6 +91,7 @@ class HealthMonitor:
         await self._bus.subscribe(HEARTBEATS, Heartbeat, self._on_heartbeat)
         self._background.start(self._beat())
         self._background.start(self._watch())
+        self._background.start(self._measure())
 
     async def transition_to(self, state: ProcessState) -> None:
         """Announces the new state immediately, not with the next periodic heartbeat."""
@@ -164,8 +166,6 @@ class HealthMonitor:
             for last in self.fleet.late(self._clock.now()):
                 if last.process_id not in self._requested:
                     self._background.start(self._request(last))
-            for process_id in self.requests.round_trips.due_for_probe(self._clock.now()):
-                self._background.start(self._probe(process_id))
 
     async def _request(self, last: Heartbeat) -> None:
         """Requests a reply from a late peer. A peer that hangs does not reply: SILENCE_LIMIT_S
@@ -185,8 +185,14 @@ class HealthMonitor:
         finally:
             self._requested.discard(last.process_id)
 
+    async def _measure(self) -> None:
+        """Probes peers in use that have had no request for a while."""
+        while True:
+            await self._clock.sleep(MEASURE_S)
+            for process_id in self.requests.round_trips.due_for_probe(self._clock.now()):
+                self._background.start(self._probe(process_id))
+
     async def _probe(self, process_id: str) -> None:
-        """Measures the round trip to a peer in use that has had no request for a while."""
         last = self.fleet.heartbeat_of(process_id)
         if last is None:  # a queue group, or a peer that has left
             return

@@ -10,6 +10,7 @@ from shared.lifecycle.heartbeat import HealthMonitor
 from shared.lifecycle.identity import check_name
 from shared.messages import Heartbeat, Role, WorkerLoad
 from shared.subjects import heartbeat
+from shared.transport.round_trips import UNKNOWN_S
 from tests.simulation.world.bus import SimulatedNetwork
 from tests.simulation.world.clock import VirtualClock, run
 from tests.simulation.world.process import SimulatedProcess
@@ -42,8 +43,11 @@ class Process:
         await self.health_monitor.transition_to("ready")
 
 
-async def start_three_processes() -> tuple[SimulatedNetwork, list[Process]]:
+async def start_three_processes(
+    *, one_way_s: float = 0.0
+) -> tuple[SimulatedNetwork, list[Process]]:
     network = SimulatedNetwork()
+    network.distance_s = lambda sender, receiver: one_way_s
     processes = [Process(network, f"decode-{number}", number) for number in range(3)]
     for process in processes:
         await process.join()
@@ -165,5 +169,20 @@ def test_region_and_roles_are_those_of_the_credential(region: str, roles: tuple[
         assert known is not None
         assert (known.region, known.roles, known.sequence_number) == ("eu", ("decode",), 1)
         assert first.bus.num_sender_mismatches == 1
+
+    run(scenario())
+
+
+def test_round_trips_to_peers_in_use_are_measured() -> None:
+    async def scenario() -> None:
+        network, (first, second, third) = await start_three_processes(one_way_s=0.15)
+        round_trips = first.health_monitor.requests.round_trips
+        round_trips.wait_s(second.bus.process_id, 0.1, asyncio.get_running_loop().time())
+        await asyncio.sleep(30.0)
+        assert 0.3 < round_trips.estimate_s(second.bus.process_id) < UNKNOWN_S
+        sent = [subject.split(".")[3] for _, _, subject in network.log if "alive" in subject]
+        assert third.bus.process_id not in sent
+        assert 5 <= sent.count(second.bus.process_id) <= 7
+        assert first.lost == second.lost == []
 
     run(scenario())

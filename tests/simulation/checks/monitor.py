@@ -30,6 +30,7 @@ IDLE_TASKS = frozenset(
         "EngineLoop._tick",
         "HealthMonitor._beat",
         "HealthMonitor._watch",
+        "HealthMonitor._measure",
         "KvIndexService._retain_pins",
         "KvIndexService._sweep",
         "KvIndexService._write_behind",
