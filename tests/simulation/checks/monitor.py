@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from services.scheduler.backlog import QueuedRequest
     from services.scheduler.placement import Target
 
+PROBE = "HealthMonitor._probe"  # of an idle process, too: one request each
 # The tasks of an idle process; one of each, except deliveries: one per link.
 IDLE_TASKS = frozenset(
     {
@@ -150,11 +151,11 @@ def _bounds(host: AnyHost) -> list[tuple[str, int, int]]:
 
 
 def tasks_left(host: AnyHost) -> list[str]:
-    found = []
-    for name, count in host.process.task_names().items():
-        is_idle = name in (DELIVERIES, CLIENT_TASK) or (name in IDLE_TASKS and count == 1)
+    found, tasks = [], host.process.task_names()
+    for name, count in tasks.items():
+        is_idle = name in (DELIVERIES, CLIENT_TASK, PROBE) or (name in IDLE_TASKS and count == 1)
         if not is_idle:
             found.append(f"{host.process.process_id}: {count} tasks of {name}")
-    if host.bus.num_requests_under_way:
+    if host.bus.num_requests_under_way > tasks[PROBE]:
         found.append(f"{host.process.process_id}: a request on the bus is under way")
     return found
