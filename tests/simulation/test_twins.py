@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tests.simulation.scenarios.test_failed_devices import plan_with
 
 from shared.lifecycle.health import Fleet as Peers
 from shared.lifecycle.health import Loss, Peer
@@ -12,7 +13,6 @@ from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import Heartbeat, SamplingParams
 from tests.simulation.plan import Fault, Plan
 from tests.simulation.simulation import run_plan
-from tests.simulation.test_failed_devices import plan_with
 
 
 def twin(target: str) -> Fault:
