@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.simulation.scenarios.test_failed_devices import plan_with
 
 from shared.lifecycle.health import Fleet as Peers
 from shared.lifecycle.health import Loss, Peer
 from shared.lifecycle.heartbeat import HealthMonitor
 from shared.messages import Heartbeat, SamplingParams
 from tests.simulation.plan import Fault, Plan
+from tests.simulation.scenarios.test_failed_devices import plan_with
 from tests.simulation.simulation import run_plan
 
 
