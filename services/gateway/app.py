@@ -144,6 +144,7 @@ class Routes:
 
     async def ready(self) -> Response[Readiness]:
         """Returns 200 if a request would be served now, else 503."""
+        await self._api_keys.poll_redis()
         readiness = self._readiness()
         return Response(readiness, status_code=200 if readiness.ready else 503)
 

@@ -17,11 +17,14 @@ class ReadyWorkers(msgspec.Struct, frozen=True):
 
 
 class Readiness(msgspec.Struct, frozen=True):
+    """`redis`: unless "ok", only tenants that this gateway has already served are served."""
+
     ready: bool
     reason: str | None
     workers: ReadyWorkers
     scheduler: list[str]
     kv_index: list[str]
+    redis: str
 
 
 class Catalog:
@@ -65,7 +68,7 @@ class Catalog:
             raise NoCapacity(f"no worker serves {model!r} now", retry_after_s=1.0)
         return card
 
-    def readiness(self, *, is_connected: bool, is_draining: bool) -> Readiness:
+    def readiness(self, *, is_connected: bool, is_draining: bool, redis: str) -> Readiness:
         """Ready means that a request would be served now; `reason` names what is missing."""
         schedulers = self._ids("scheduler")
         reason = None
@@ -88,6 +91,7 @@ class Catalog:
             ),
             scheduler=schedulers,
             kv_index=self._ids("kv_index"),
+            redis=redis,
         )
 
     def _ids(self, role: Role) -> list[str]:

@@ -178,7 +178,9 @@ class GatewayService:
 
     def readiness(self) -> Readiness:
         return self.catalog.readiness(
-            is_connected=self._bus.is_connected, is_draining=self.submission.is_draining
+            is_connected=self._bus.is_connected,
+            is_draining=self.submission.is_draining,
+            redis=self.api_keys.redis_state,
         )
 
 

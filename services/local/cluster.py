@@ -147,10 +147,9 @@ class LocalCluster:
             self._warming = await start_child(warming, self._state.path, self._state.logs)
         if self._nats is not None:
             await self._supervisor.launch(self._nats_spec(self._nats))
-        if self._redis is not None:  # Redis starts empty, also after a crash
-            await self._supervisor.launch(self._redis_spec(self._redis), self._store_key)
-        else:
-            await self._store_key()
+        if self._redis is not None:
+            await self._supervisor.launch(self._redis_spec(self._redis))
+        await self._store_key()
         for spec in plan_services(
             self._options,
             self._credentials,

@@ -45,10 +45,10 @@ def nats_environ(environ: Mapping[str, str], *, num_cores: int) -> dict[str, str
 
 
 def redis_config(*, port: int, password: str, directory: Path) -> str:
-    """No persistence: a local cluster's keys and metadata live as long as the cluster."""
+    """Tenants, usage and prefixes are in an append-only file in `directory`, for a restart."""
     return (
         f"bind {LOOPBACK}\nport {port}\nrequirepass {password}\n"
-        f'dir "{directory}"\nsave ""\nappendonly no\ndaemonize no\n'
+        f'dir "{directory}"\nsave ""\nappendonly yes\ndaemonize no\n'
     )
 
 

@@ -4,6 +4,7 @@ $XDG_STATE_HOME/hearth/clusters/<random name>/     mode 0700
     lock            held by the running `hearth up`; a free lock means a dead cluster
     cluster.json    URL, API key, NATS address, credentials, Redis URL
     nats.conf redis.conf nats.pid
+    appendonly.aof appendonlydir       the tenants, keys and usage of the cluster's Redis
     logs/<process_id>.log
     tmp             symlink to the processes' temporary directory, where socket paths are short
 """
@@ -28,6 +29,7 @@ from shared.transport.wire_errors import UNREADABLE
 _LOCK = "lock"
 _CLUSTER = "cluster.json"
 _TMP = "tmp"
+_REDIS_DIR = "appendonlydir"  # of Redis 7; Redis 6 has a file
 
 
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +85,7 @@ class StateDir:
             for each in self.path.iterdir():
                 if each.is_file() and each.name != _LOCK:
                     each.unlink()
+            shutil.rmtree(self.path / _REDIS_DIR, ignore_errors=True)
         else:
             _remove(self.path)
         self._lock.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -51,16 +51,14 @@ class Supervisor:
     def pid_of(self, process_id: str) -> int:
         return self._children[process_id].process.pid
 
-    async def launch(
-        self, spec: ProcessSpec, on_up: Callable[[], Awaitable[None]] | None = None
-    ) -> None:
-        """Starts a process and waits for its port, if it has one; `on_up` runs at every start.
+    async def launch(self, spec: ProcessSpec) -> None:
+        """Starts a process and waits for its port, if it has one.
 
         Once started, an end of the process sets `failure` or, while serving, restarts the process.
         """
         await self._start(spec)
-        self._supervisions.append(asyncio.create_task(self._supervise(spec, on_up)))
-        await self._wait_until_up(spec, on_up)
+        self._supervisions.append(asyncio.create_task(self._supervise(spec)))
+        await self._wait_until_up(spec)
 
     def serve(self) -> None:
         """From now on a process that ends is restarted."""
@@ -94,18 +92,12 @@ class Supervisor:
         self._children[spec.process_id] = await start_child(spec, self._directory, self._logs)
         self._report(spec.process_id, "started", "")
 
-    async def _wait_until_up(
-        self, spec: ProcessSpec, on_up: Callable[[], Awaitable[None]] | None
-    ) -> None:
+    async def _wait_until_up(self, spec: ProcessSpec) -> None:
         if spec.listens_on is not None:
             await self._wait_for_port(*spec.listens_on)
             self._report(spec.process_id, "ready", "")
-        if on_up is not None:
-            await on_up()
 
-    async def _supervise(
-        self, spec: ProcessSpec, on_up: Callable[[], Awaitable[None]] | None
-    ) -> None:
+    async def _supervise(self, spec: ProcessSpec) -> None:
         pause_s = MIN_PAUSE_S
         while True:
             child, started = self._children[spec.process_id], self._clock.now()
@@ -122,7 +114,7 @@ class Supervisor:
             self._report(spec.process_id, "restarting", "")
             with contextlib.suppress(HearthError):  # the next iteration reports its end
                 await self._start(spec)
-                await self._wait_until_up(spec, on_up)
+                await self._wait_until_up(spec)
 
     def _fail(self, message: str) -> None:
         if not self.failure.done():

@@ -1,5 +1,6 @@
 """The records of tenants in Redis: `hearth tenant` writes them, gateways read them.
 
+    hearth:generation            random, written with the first tenant: Redis has its records
     hearth:tenants               hash: tenant id → its TenantRecord as JSON
     hearth:api_key:{digest}      hash: an ApiKeyRecord, under the SHA-256 of the key
     hearth:{tenant}:keys         hash: key id → digest
@@ -23,6 +24,7 @@ from msgspec import Meta
 from shared.errors import ConfigError
 from shared.messages import MAX_WEIGHT, Count, Name
 
+GENERATION = "hearth:generation"
 TENANTS = "hearth:tenants"
 MAX_PRIORITY = 4
 MAX_LISTED = 256

@@ -24,6 +24,7 @@ from shared.tenancy.rate_limit import (
     to_limit_state,
 )
 from shared.tenancy.tenant import (
+    GENERATION,
     TENANTS,
     USAGE_KINDS,
     ApiKeyRecord,
@@ -65,7 +66,8 @@ async def store_api_key(
     """Adds a key, and creates its tenant if needed. Raises StoreUnavailable."""
     record = TenantRecord(tenant_id=tenant_id, created_at=created_at)
     new_tenant: Command = ("HSETNX", TENANTS, tenant_id, msgspec.json.encode(record))
-    await store.write([new_tenant, *_key_commands(api_key, tenant_id, created_at)])
+    generation: Command = ("SETNX", GENERATION, secrets.token_hex(8))
+    await store.write([generation, new_tenant, *_key_commands(api_key, tenant_id, created_at)])
 
 
 async def save_api_key(redis_url: str, api_key: str, tenant_id: str) -> None:

@@ -4,7 +4,8 @@ A cached key is looked up again after `REFRESH_S`, so a revoked key and a change
 within that time. A request waits for that at most `KNOWN_KEY_WAIT_S`, however far Redis is, and
 then goes on with the cached record; the next request sees what the look-up has found. While Redis
 is unavailable, cached keys are valid with the cached records of their tenants; unknown keys cannot
-be checked.
+be checked. A Redis without `hearth:generation` has lost its records: it counts as unavailable, as
+otherwise every key would be invalid.
 
 A near replica of Redis may answer first. Only a key that it has counts: the replica may lag.
 """
@@ -15,7 +16,7 @@ import asyncio
 import contextlib
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import structlog
@@ -24,7 +25,14 @@ from services.gateway.tenancy.errors import UnknownTenant
 from shared.clock import Clock
 from shared.errors import AuthenticationFailed, DependencyUnavailable
 from shared.store import BREAKER_S, STORE_TIMEOUT_S, Store, StoreRejected, StoreUnavailable
-from shared.tenancy.tenant import TENANTS, ApiKeyRecord, TenantRecord, api_key_record, digest_of
+from shared.tenancy.tenant import (
+    GENERATION,
+    TENANTS,
+    ApiKeyRecord,
+    TenantRecord,
+    api_key_record,
+    digest_of,
+)
 from shared.transport.wire_errors import UNREADABLE
 
 log = structlog.get_logger(__name__)
@@ -33,12 +41,19 @@ REFRESH_S = 0.5  # below 1 s, including the latency of Redis
 SECOND_TRY_S = BREAKER_S + 0.05
 KNOWN_KEY_WAIT_S = STORE_TIMEOUT_S
 
-# KEYS: an API key's record, all tenants. Returns the key's fields, its tenant's record, the time.
+EMPTY_ADVICE = "restore Redis from its append-only file; a new one needs `hearth tenant add`"
+
+RedisState = Literal["ok", "unavailable", "empty"]
+
+# KEYS: an API key's record, all tenants, the generation. Returns the key's fields, its tenant's
+# record, the time, and whether Redis has records: 0 or 1. A Redis to which an earlier release wrote
+# has tenants and no generation.
 LOOK_UP = """
 local key = redis.call('HGETALL', KEYS[1])
 local tenant_id = redis.call('HGET', KEYS[1], 'tenant_id')
 local tenant = tenant_id and redis.call('HGET', KEYS[2], tenant_id)
-return {key, tenant or false, redis.call('TIME')[1]}
+local has_records = math.min(1, redis.call('EXISTS', KEYS[3], KEYS[2]))
+return {key, tenant or false, redis.call('TIME')[1], has_records}
 """
 
 
@@ -55,14 +70,26 @@ class ApiKeys:
     def __init__(self, store: Store, clock: Clock, *, replica: Store | None = None) -> None:
         self._stores = (store,) if replica is None else (replica, store)
         self._clock = clock
+        self._redis_state: RedisState = "ok"
+        self._polled_at = -inf
         self._known: dict[str, _CachedTenant] = {}
         self._lookups: dict[str, asyncio.Task[TenantRecord]] = {}
 
     async def warm_up(self) -> None:
         """Opens the connections to Redis, so that the first request does not wait for them."""
-        for store in self._stores:
+        await self.poll_redis()
+
+    @property
+    def redis_state(self) -> RedisState:
+        """As of the last request to Redis."""
+        return self._redis_state
+
+    async def poll_redis(self) -> None:
+        """Updates `redis_state`, at most once in REFRESH_S."""
+        if self._clock.now() - self._polled_at >= REFRESH_S:
+            self._polled_at = self._clock.now()
             with contextlib.suppress(StoreUnavailable):
-                await store.evaluate(LOOK_UP, [api_key_record(digest_of("")), TENANTS], [])
+                await self._request(digest_of(""))
 
     async def tenant_of(self, authorization: str | None) -> TenantRecord:
         """Raises AuthenticationFailed, UnknownTenant, or DependencyUnavailable for a new key
@@ -103,15 +130,30 @@ class ApiKeys:
         return known.tenant
 
     async def _request(self, digest: str) -> list[Any]:
-        keys = [api_key_record(digest), TENANTS]
+        """Raises StoreUnavailable, also for a Redis without the records of any tenant."""
+        keys = [api_key_record(digest), TENANTS, GENERATION]
         *replicas, primary = self._stores
         for replica in replicas:
             with contextlib.suppress(StoreUnavailable):
-                copied: list[Any] = await replica.evaluate(LOOK_UP, keys, [])
+                *copied, _ = await replica.evaluate(LOOK_UP, keys, [])
                 if _is_complete(copied):
                     return copied
-        reply: list[Any] = await primary.evaluate(LOOK_UP, keys, [])
+        try:
+            *reply, has_records = await primary.evaluate(LOOK_UP, keys, [])
+        except StoreRejected:
+            raise
+        except StoreUnavailable:
+            self._transition_to("unavailable")
+            raise
+        self._transition_to("ok" if has_records else "empty")
+        if not has_records:
+            raise StoreUnavailable(f"Redis is empty: it has no {GENERATION}")
         return reply
+
+    def _transition_to(self, state: RedisState) -> None:
+        if state == "empty" != self._redis_state:
+            log.error("redis_is_empty", missing=GENERATION, advice=EMPTY_ADVICE)
+        self._redis_state = state
 
     async def _second_try(self, digest: str) -> list[Any]:
         """Retries once: a burst of requests at this gateway can also cause a short timeout."""

@@ -1,5 +1,6 @@
 """`hearth up` from start to end, with real servers, services and a small model."""
 
+import asyncio
 import io
 import json
 import os
@@ -8,18 +9,24 @@ import signal
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from services.client.first_answers import first_requests
+from services.gateway.tenancy.usage_counter import day_of
 from services.local.servers import free_port
 from services.local.state import ClusterState, StateDir
 from shared.clock import MonotonicClock
 from shared.errors import DependencyUnavailable
+from shared.store import RedisStore
+from shared.tenancy.tenant import TenantRecord, UsageRow
+from shared.tenancy.tenant_admin import TenantAdmin
 from tests.servers import RedisServer, Server, find_binary
 from tests.services.cli.running import (
     NoModel,
@@ -173,9 +180,48 @@ def test_worker_joins_with_a_new_credential_and_leaves(running: Up, chat_model: 
         worker.communicate()
 
 
-@pytest.mark.parametrize("command", ["redis-server", "nats-server"])
-def test_killed_server_is_restarted_and_the_cluster_answers(running: Up, command: str) -> None:
-    kill_and_wait(running, command)
+def test_killed_nats_is_restarted_and_the_cluster_answers(running: Up) -> None:
+    kill_and_wait(running, "nats-server")
+
+
+def test_killed_redis_is_restarted_with_all_tenants_and_their_usage(running: Up) -> None:
+    """A key that no gateway has seen is valid afterwards, too."""
+    tenants = {"acme": {"requests_per_min": 50}, "other": {"concurrency": 9}}
+    keys = {name: f"key-of-{name}" for name in tenants}
+    asyncio.run(add_tenants(running.state.redis_url, tenants, keys))
+    assert complete(running.state.url, keys["acme"])["usage"]["completion_tokens"] == 8
+
+    def records() -> object:
+        return asyncio.run(records_of(running.state.redis_url, ("acme", "other")))
+
+    def is_counted() -> bool:
+        return "requests=1, input" in str(records())
+
+    eventually(is_counted, "the usage of a request")
+    before = records()
+    kill_and_wait(running, "redis-server")
+    assert records() == before
+    assert complete(running.state.url, keys["other"])["usage"]["completion_tokens"] == 8
+
+
+async def add_tenants(
+    redis_url: str, tenants: Mapping[str, Mapping[str, Any]], keys: Mapping[str, str]
+) -> None:
+    store = RedisStore(redis_url, MonotonicClock(), timeout_s=2.0)
+    for name, limits in tenants.items():
+        await TenantAdmin(store, time.time).add(name, limits, keys[name])
+    await store.close()
+
+
+async def records_of(
+    redis_url: str, tenant_ids: Sequence[str]
+) -> tuple[list[TenantRecord], list[UsageRow]]:
+    store = RedisStore(redis_url, MonotonicClock(), timeout_s=2.0)
+    admin, today = TenantAdmin(store, time.time), time.time()
+    records = [await admin.one(each) for each in tenant_ids]
+    usage = await admin.usage(tenant_ids, [day_of(today - 86_400), day_of(today)])
+    await store.close()
+    return records, usage
 
 
 def kill_and_wait(running: Up, command: str) -> None:

@@ -81,7 +81,7 @@ def test_address_of_another_machine_is_rejected() -> None:
             choose("192.0.2.1")
 
 
-def test_redis_has_a_password_and_no_persistence(tmp_path: Path) -> None:
+def test_redis_has_a_password_and_an_append_only_file(tmp_path: Path) -> None:
     lines = redis_config(port=1234, password="word", directory=tmp_path).splitlines()
-    for line in ("bind 127.0.0.1", "requirepass word", 'save ""', "appendonly no"):
+    for line in ("bind 127.0.0.1", "requirepass word", 'save ""', "appendonly yes"):
         assert line in lines

@@ -31,7 +31,8 @@ def _look_up(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> l
     tenant_id = fields.get(b"tenant_id")
     tenant = None if tenant_id is None else _fields(store, keys[1]).get(tenant_id)
     flat = [part for pair in fields.items() for part in pair]
-    return [flat, tenant, str(int(store.now())).encode()]
+    has_records = int(any(each in store.data for each in keys[1:]))
+    return [flat, tenant, str(int(store.now())).encode(), has_records]
 
 
 def _carry_out(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> list[Any]:

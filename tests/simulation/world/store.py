@@ -35,6 +35,7 @@ class MemoryStore:
         self._resumed.set()
         self._commands: dict[str, Callable[..., None]] = {
             "SET": self._set,
+            "SETNX": self._set_new,
             "DEL": self._delete,
             "EXPIRE": self._expire,
             "INCRBY": self._increase,
@@ -115,6 +116,9 @@ class MemoryStore:
             if unit != "EX":
                 raise ValueError(f"the simulated store does not know SET … {unit}")
             self.time_to_live_s[key] = int(amount)
+
+    def _set_new(self, key: str, value: str | bytes) -> None:
+        self.data.setdefault(key, _encoded(value))
 
     def _delete(self, *keys: str) -> None:
         for key in keys:

@@ -6,13 +6,21 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
+import structlog.testing
 
 from services.gateway.tenancy.api_keys import LOOK_UP, REFRESH_S, ApiKeys
 from services.gateway.tenancy.errors import UnknownTenant
 from shared.clock import MonotonicClock
 from shared.errors import AuthenticationFailed, ConfigError, DependencyUnavailable
 from shared.store import RedisStore, Store
-from shared.tenancy.tenant import TENANTS, TenantRecord, api_key_record, digest_of, keys_of
+from shared.tenancy.tenant import (
+    GENERATION,
+    TENANTS,
+    TenantRecord,
+    api_key_record,
+    digest_of,
+    keys_of,
+)
 from shared.tenancy.tenant_admin import TenantAdmin, key_id_of, store_api_key
 from tests.servers import RedisServer
 from tests.simulation.world.store import MemoryStore
@@ -54,7 +62,9 @@ async def redis_contents(store: RedisStore) -> bytes:
     script = """
     local all = {}
     for _, key in ipairs(redis.call('KEYS', '*')) do
-      all[#all + 1] = key .. ' ' .. table.concat(redis.call('HGETALL', key), ' ')
+      if redis.call('TYPE', key).ok == 'hash' then
+        all[#all + 1] = key .. ' ' .. table.concat(redis.call('HGETALL', key), ' ')
+      end
     end
     return table.concat(all, '\\n')
     """
@@ -74,6 +84,7 @@ async def test_key_maps_to_tenant_and_is_not_stored(store: RedisStore, admin: Te
 
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", "Basic k1", "k1", "Bearer no"])
 async def test_invalid_authorization_is_rejected(store: RedisStore, header: str | None) -> None:
+    await store_api_key(store, "k1", "acme")
     with pytest.raises(AuthenticationFailed):
         await ApiKeys(store, ManualClock()).tenant_of(header)
 
@@ -172,6 +183,40 @@ async def test_cached_keys_are_valid_without_redis() -> None:
     await store_api_key(RedisStore(server.url, clock, timeout_s=2.0), "k4", "other")
     assert (await look_up(keys, "k4")).tenant_id == "other"
     server.stop()
+
+
+async def test_emptied_redis_counts_as_unavailable(store: RedisStore, admin: TenantAdmin) -> None:
+    """Not as a Redis in which no key is valid."""
+    clock = ManualClock()
+    keys = ApiKeys(store, clock)
+    await admin.add("acme", {"requests_per_min": 7}, "k1")
+    await look_up(keys, "k1")
+    assert keys.redis_state == "ok"
+    await store.write([("FLUSHALL",)])
+    clock.time += 60
+    with structlog.testing.capture_logs() as logs:
+        assert (await look_up(keys, "k1")).requests_per_min == 7
+        with pytest.raises(DependencyUnavailable, match="cannot be checked"):
+            await look_up(keys, "k2")
+    assert [each["log_level"] for each in logs if each["event"] == "redis_is_empty"] == ["error"]
+    assert keys.redis_state == "empty"
+    await admin.add("other", {}, "k2")
+    assert (await look_up(keys, "k2")).tenant_id == "other"
+    assert keys.redis_state == "ok"
+
+
+async def test_tenants_without_a_generation_are_valid(store: RedisStore) -> None:
+    """Those that an earlier release stored."""
+    await store_api_key(store, "k1", "acme")
+    await store.write([("DEL", GENERATION)])
+    assert (await look_up(ApiKeys(store, ManualClock()), "k1")).tenant_id == "acme"
+
+
+async def test_generation_is_kept_by_later_tenants(store: RedisStore) -> None:
+    await store_api_key(store, "k1", "acme")
+    generation = await store.get(GENERATION)
+    await store_api_key(store, "k2", "other")
+    assert generation and generation == await store.get(GENERATION)
 
 
 async def test_concurrent_requests_share_one_lookup(
@@ -302,8 +347,8 @@ async def test_simulated_look_up_equals_redis(store: RedisStore) -> None:
 async def _looked_up(store: Store) -> list[Any]:
     replies = []
     for key in ("k1", "no"):
-        names = [api_key_record(digest_of(key)), TENANTS]
-        flat, tenant, _ = await store.evaluate(LOOK_UP, names, [])
-        replies.append((dict(zip(flat[::2], flat[1::2], strict=True)), tenant))
+        names = [api_key_record(digest_of(key)), TENANTS, GENERATION]
+        flat, tenant, _, has_records = await store.evaluate(LOOK_UP, names, [])
+        replies.append((dict(zip(flat[::2], flat[1::2], strict=True)), tenant, has_records))
     replies.append(await store.hash_get(keys_of("acme")))
     return replies

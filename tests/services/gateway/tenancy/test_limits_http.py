@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 
 from services.gateway.service import build_gateway
+from services.gateway.tenancy.api_keys import REFRESH_S, ApiKeys
 from services.gateway.tenancy.usage_counter import day_of
 from shared.clock import MonotonicClock
 from shared.config import GatewayConfig
@@ -292,6 +293,32 @@ async def test_unknown_tenant_is_403_and_broken_record_503(acme: Acme) -> None:
     check_envelope(await acme.post_chat(), 403, "unknown_tenant", None)
     await acme.store.write([("HSET", TENANTS, "acme", "{")])
     check_envelope(await acme.post_chat(), 503, "dependency_unavailable", None)
+
+
+async def test_emptied_redis_makes_no_key_invalid(acme: Acme) -> None:
+    """A known key is served by its last record, any other gets 503, and /ready shows it."""
+    await acme.configure(requests_per_min=60)
+    assert (await acme.post_chat()).status_code == 200
+    await acme.store.write([("FLUSHALL",)])
+    keys = acme.cluster.gateway.api_keys
+    await until(lambda: _is_outdated(keys))
+    response = await acme.post_chat()
+    assert response.status_code == 200
+    assert response.headers["x-ratelimit-limit-requests"] == "60"
+    unknown = await acme.http.post(CHAT, json=BODY, headers={"authorization": "Bearer unknown"})
+    check_envelope(unknown, 503, "dependency_unavailable", None)
+    ready = await acme.http.get("/ready")
+    assert (ready.status_code, ready.json()["redis"]) == (200, "empty")
+    await acme.admin.add("acme", {}, KEY)
+    await until(lambda: _is_outdated(keys))
+    unknown = await acme.http.post(CHAT, json=BODY, headers={"authorization": "Bearer unknown"})
+    check_envelope(unknown, 401, "invalid_api_key", None)
+
+
+def _is_outdated(keys: ApiKeys) -> bool:
+    """Whether the next use of each known key looks it up."""
+    now = keys._clock.now()
+    return all(now - each.checked_at >= REFRESH_S for each in keys._known.values())
 
 
 async def test_drain_flushes_usage_and_leases(
