@@ -58,7 +58,7 @@ def _run_gateway(config: GatewayConfig) -> int:
     from shared.lifecycle.process import run_service
 
     return run_service(
-        config.process_id, lambda: build_gateway(config), drain_timeout_s=config.drain_timeout_s
+        config.process_id, lambda: build_gateway(config), drain_timeout_s=config.leave_timeout_s
     )
 
 

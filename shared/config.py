@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -77,7 +78,13 @@ class GatewayConfig(ModelProcessConfig, frozen=True, kw_only=True):
     max_body_bytes: int = 16 * 1024 * 1024
     max_requests: int = 4096  # open at once; a request above the limit gets 429
     default_max_tokens: int = 1024
+    lame_duck_s: float = 5.0  # after SIGTERM, while balancers see /ready; then come drain and stop
     metrics_token: str = ""  # required to read /metrics; empty: none is required
+
+    @property
+    def leave_timeout_s(self) -> float:
+        """From SIGTERM to the stop."""
+        return self.lame_duck_s + self.drain_timeout_s
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -88,6 +95,8 @@ class GatewayConfig(ModelProcessConfig, frozen=True, kw_only=True):
         yield from positive_problems(
             self, "request_timeout_s", "max_body_bytes", "max_requests", "default_max_tokens"
         )
+        if not 0 <= self.lame_duck_s < inf:
+            yield f"lame_duck_s {self.lame_duck_s} is not a duration of at least 0"
         if not 0 <= self.http_port < 65536:
             yield f"http_port {self.http_port} is not in [0, 65536)"
 

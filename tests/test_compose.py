@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
+from shared.config import GatewayConfig
 from shared.subjects import credential_of
 from tests.servers import Server, find_binary, free_port
 from tests.services.cli.chat_checkpoint import write_chat_checkpoint
@@ -102,6 +104,8 @@ class Stack:
         environ = self.local_environment(service)
         if service == "scheduler":  # otherwise decode workers compute these short prompts
             environ["HEARTH_MAX_LOCAL_PREFILL_TOKENS"] = "4"
+        if service == "gateway":
+            environ["HEARTH_LAME_DUCK_S"] = "0"  # no balancer polls it here
         with (self.logs / f"{service}.log").open("wb") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "services", *command],
@@ -214,6 +218,13 @@ def health(stack: Stack, nats_url: str) -> int:
     environ = {**plain_environ(), "HEARTH_NATS_URL": stack.local(nats_url)}
     command = [sys.executable, "-m", "services", "health", "--timeout-s", "1.5"]
     return subprocess.run(command, env=environ, cwd=ROOT, capture_output=True).returncode
+
+
+def test_grace_period_covers_lame_duck_drain_and_stop() -> None:
+    defaults = {each.name: each.default for each in msgspec.structs.fields(GatewayConfig)}
+    leave_s = defaults["lame_duck_s"] + defaults["drain_timeout_s"]
+    for service in HEARTH_SERVICES:
+        assert float(SERVICES[service]["stop_grace_period"].removesuffix("s")) >= leave_s + 10
 
 
 def test_every_service_has_its_own_credential() -> None:

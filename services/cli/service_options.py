@@ -39,6 +39,7 @@ HELP = {
     "max_body_bytes": "Maximum size of a request body.",
     "max_requests": "Maximum concurrent requests; further requests are rejected with 429.",
     "default_max_tokens": "Tokens to generate for a request without max_tokens.",
+    "lame_duck_s": "Seconds after SIGTERM in which /ready is 503 and requests are still served.",
     "metrics_token": "Bearer token required for /metrics; empty: no authentication.",
     "max_queued_requests": "Maximum requests in the queue; further requests are rejected with 429.",
     "max_queued_tokens": "Maximum tokens of queued requests: prompts and max_tokens.",

@@ -112,6 +112,7 @@ class GatewayService:
             wall_clock=wall_clock,
         )
         self._background = Background()
+        self._is_leaving = False
         self.metrics.watch_open_streams(lambda: len(self._driver))
         self.metrics.watch_fleet(self._health_monitor.fleet.everyone)
         app = build_app(
@@ -143,7 +144,7 @@ class GatewayService:
         self._health_monitor.on_lost(lambda process_id, _: self.catalog.lost(process_id))
         await self.api_keys.warm_up()
         self._limits.start()
-        self._usage.start()
+        self._usage.start(self.submission.count_usage)
         await self._health_monitor.start()
         self._background.start(self._public_watcher.run())
         await self._web_server.start()
@@ -151,9 +152,14 @@ class GatewayService:
         log.info("listening", http_address=self.http_address)
 
     async def drain(self) -> None:
-        """Rejects new requests; waits for running ones, at most until their deadlines."""
-        self.submission.is_draining = True
+        """Serves for `lame_duck_s`, while /ready sends balancers away. Then rejects new requests,
+        and waits for running ones, at most until their deadlines.
+        """
+        self._is_leaving = True
+        self._web_server.close_after_responses()
         await self._health_monitor.transition_to("draining")
+        await self._clock.sleep(self._config.lame_duck_s)
+        self.submission.is_draining = True
         await self._driver.idle()
         await self._usage.flush()
 
@@ -179,7 +185,7 @@ class GatewayService:
     def readiness(self) -> Readiness:
         return self.catalog.readiness(
             is_connected=self._bus.is_connected,
-            is_draining=self.submission.is_draining,
+            is_draining=self._is_leaving or self.submission.is_draining,
             redis=self.api_keys.redis_state,
         )
 

@@ -235,6 +235,7 @@ def _service(
         environ = {"HEARTH_MAX_LOCAL_PREFILL_TOKENS": f"{MAX_LOCAL_PREFILL_TOKENS}", **environ}
     if credential.role == "gateway":
         arguments += ["--http-host", endpoints.http_host, "--http-port", str(endpoints.http_port)]
+        arguments += ["--lame-duck-s", "0"]  # no balancer polls a local gateway
     return ProcessSpec(
         process_id=credential.process_id,
         argv=(sys.executable, "-m", "services", _COMMANDS[credential.role], *arguments),

@@ -5,6 +5,7 @@ A background task that raises also ends the process.
     starting ──start()──▶ ready ──SIGTERM or SIGINT──▶ draining ──drain()──▶ stop() ──▶ exit 0
                             │                             └──drain_timeout_s──┘
                             └─────────────── second signal ──────────────────▶ exit 1 at once
+    starting ──SIGTERM or SIGINT──▶ stop(), at most START_STOP_S ──▶ exit 0
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import structlog
 import uvloop
@@ -27,6 +28,7 @@ from shared.log import configure_logging
 log = structlog.get_logger(__name__)
 
 HEARTH_ERROR_STATUS = 2
+START_STOP_S = 1.5  # from a signal during the start to the exit
 MAX_YOUNG_OBJECTS = 10_000  # before a garbage collection; Python's default of 700 is too frequent
 
 
@@ -40,7 +42,7 @@ class Service(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Closes everything; called once, also after a failed start."""
+        """Closes everything; called once, also after a failed or cancelled start."""
         ...
 
 
@@ -62,9 +64,14 @@ def run_service(
 async def _live(build: Callable[[], Awaitable[Service]], drain_timeout_s: float) -> None:
     asyncio.get_running_loop().set_exception_handler(_die)
     stopping = _on_signals()
-    service = await build()
+    starting = asyncio.create_task(_start(build))
+    stopped = asyncio.create_task(stopping.wait())
+    await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        await _abandon(starting)
+    stopped.cancel()
+    service = await starting
     try:
-        await service.start()
         _freeze_gc_heap()
         log.info("ready")
         await stopping.wait()
@@ -76,6 +83,28 @@ async def _live(build: Callable[[], Awaitable[Service]], drain_timeout_s: float)
     finally:
         await service.stop()
     log.info("stopped")
+
+
+async def _start(build: Callable[[], Awaitable[Service]]) -> Service:
+    service = await build()
+    try:
+        await service.start()
+    except BaseException:
+        await service.stop()
+        raise
+    return service
+
+
+async def _abandon(starting: asyncio.Task[Service]) -> NoReturn:
+    """Ends the process before it joins. A thread that loads a model cannot be cancelled, so the
+    process does not wait for its threads.
+    """
+    log.info("stopped_during_start")
+    starting.cancel()
+    await asyncio.wait({starting}, timeout=START_STOP_S)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _freeze_gc_heap() -> None:

@@ -187,6 +187,13 @@ class WebServer:
         if self._task.done():
             self._task.result()
 
+    def close_after_responses(self) -> None:
+        """Each later response ends its connection: clients connect to another gateway."""
+        headers = self._server.config.encoded_headers
+        headers.append((b"connection", b"close"))
+        state = self._server.server_state  # renewed from `headers` every second
+        state.default_headers = [*state.default_headers, headers[-1]]
+
     async def stop(self) -> None:
         """Stops the server; open responses have GRACE_S seconds to finish."""
         if self._task is None:

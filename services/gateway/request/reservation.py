@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from services.gateway.request.request_output import RequestOutput
@@ -24,26 +25,44 @@ class Reservation:
     """open ──no more submissions, and every output has ended──▶ closed, `on_close` called once."""
 
     def __init__(
-        self, lease: LimitLease, on_close: Callable[[LimitLease, Sequence[RequestOutput]], None]
+        self,
+        lease: LimitLease,
+        on_close: Callable[[Reservation, LimitLease, Sequence[RequestOutput]], None],
     ) -> None:
         self._lease = lease
         self._on_close = on_close
         self._num_open = 0
         self._is_closing = False
         self._is_closed = False
-        self._ended: list[RequestOutput] = []
+        self._outputs: list[RequestOutput] = []
+        self._counted: Counter[UsageKind] = Counter()
 
     @property
     def headers(self) -> Mapping[str, str]:
         return self._lease.headers
 
-    def opened(self) -> None:
+    @property
+    def tenant_id(self) -> str:
+        return self._lease.tenant.tenant_id
+
+    def opened(self, output: RequestOutput) -> None:
         self._num_open += 1
+        self._outputs.append(output)
 
     def ended(self, output: RequestOutput) -> None:
         self._num_open -= 1
-        self._ended.append(output)
         self._close_if_due()
+
+    def take_usage(self) -> dict[UsageKind, int]:
+        """Returns the usage since the last call. Cached tokens come with the end of the response:
+        their number changes if the request moves to another worker.
+        """
+        delivered = delivered_of(self._outputs)
+        if not self._is_closed:
+            delivered["cached_tokens"] = 0
+        fresh = {kind: number - self._counted[kind] for kind, number in delivered.items()}
+        self._counted.update(fresh)
+        return fresh
 
     def close_submissions(self) -> None:
         """No more outputs will be opened."""
@@ -53,4 +72,4 @@ class Reservation:
     def _close_if_due(self) -> None:
         if self._is_closing and not self._num_open and not self._is_closed:
             self._is_closed = True
-            self._on_close(self._lease, self._ended)
+            self._on_close(self, self._lease, self._outputs)

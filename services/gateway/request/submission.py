@@ -18,7 +18,7 @@ from services.gateway.request.output_merger import OutputMerger
 from services.gateway.request.preparation import Preparation, PreparedRequest
 from services.gateway.request.prompt import ChatPrompt
 from services.gateway.request.request_output import ClientDisconnected, RequestOutput
-from services.gateway.request.reservation import Reservation, delivered_of
+from services.gateway.request.reservation import Reservation
 from services.gateway.streams.stream_driver import StreamDriver
 from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.permissions import check_model, check_regions
@@ -61,6 +61,7 @@ class Submission:
         self._clock = clock
         self._max_payload_bytes = max_payload_bytes
         self._num_preparing = 0
+        self._reservations: set[Reservation] = set()
         self.is_draining = False
 
     async def submit(
@@ -129,7 +130,9 @@ class Submission:
             lease = await self._limits.admit(tenant, request_id, request_cost)
         finally:
             self._num_preparing -= len(prepared)
-        return Reservation(lease, self._settle)
+        reservation = Reservation(lease, self._settle)
+        self._reservations.add(reservation)
+        return reservation
 
     def open(self, prepared: PreparedRequest, reservation: Reservation) -> RequestOutput:
         """Sends the request to a scheduler. Raises the HearthError that rejects the request."""
@@ -138,7 +141,7 @@ class Submission:
         output = RequestOutput(
             prepared, assemblers, self._metrics, self._clock, on_end=reservation.ended
         )
-        reservation.opened()
+        reservation.opened(output)
         affinity_key = scoped_affinity_key(
             prepared.request.tenant_id, prepared.generation.affinity_key
         )
@@ -159,10 +162,18 @@ class Submission:
         finally:
             self._num_preparing -= 1
 
-    def _settle(self, lease: LimitLease, outputs: Sequence[RequestOutput]) -> None:
+    def count_usage(self) -> None:
+        """Counts what running responses have delivered since the last count."""
+        for reservation in self._reservations:
+            self._usage.count(reservation.tenant_id, self._catalog.name, reservation.take_usage())
+
+    def _settle(
+        self, reservation: Reservation, lease: LimitLease, outputs: Sequence[RequestOutput]
+    ) -> None:
         """Settles limits and counts usage, after every prompt of a response has ended."""
+        self._reservations.discard(reservation)
         self._limits.settle(lease, sum(each.num_output_tokens for each in outputs))
-        self._usage.count(lease.tenant.tenant_id, self._catalog.name, delivered_of(outputs))
+        self._usage.count(reservation.tenant_id, self._catalog.name, reservation.take_usage())
 
     async def _rendered(self, generation: GenerationRequest) -> GenerationRequest:
         prompt = generation.prompt

@@ -1,6 +1,7 @@
 """Tenants' usage: requests and tokens by tenant, model and day, written to Redis asynchronously.
 
-A request counts once, when it ends, with its delivered tokens, however often it was resubmitted.
+A request counts once, with its delivered tokens, however often it was resubmitted. A running one is
+counted every RUNNING_S, so that a gateway that is killed loses the usage of at most that time.
 Counts are buffered here and sent to Redis in numbered batches. A batch does not change until Redis
 has confirmed it, and Redis stores the number of the last batch of each process: a batch that is
 sent again because the reply was lost is not counted twice.
@@ -23,6 +24,7 @@ from shared.tenancy.tenant import UsageKind, usage_of
 log = structlog.get_logger(__name__)
 
 FLUSH_S = 0.5
+RUNNING_S = 5.0
 MAX_PER_BATCH = 500
 MAX_PENDING = 100_000  # counts by tenant, day, model, kind; more are dropped and logged
 RETENTION_S = 400 * 86_400
@@ -102,8 +104,9 @@ class UsageCounter:
             else:
                 self._drop(place, amount)
 
-    def start(self) -> None:
-        self._background.start(self._run())
+    def start(self, count_running: Callable[[], None] = lambda: None) -> None:
+        """`count_running` is called every RUNNING_S, to count what running requests have used."""
+        self._background.start(self._run(count_running))
 
     async def stop(self) -> None:
         """Flushes. Counts that Redis does not accept now remain only in the log."""
@@ -152,9 +155,13 @@ class UsageCounter:
             log.error("usage_unreadable", tenant_id=place[0], day=place[1])
         return True
 
-    async def _run(self) -> None:
+    async def _run(self, count_running: Callable[[], None]) -> None:
+        counted_at = self._clock.now()
         while True:
             await self._clock.sleep(FLUSH_S)
+            if self._clock.now() - counted_at >= RUNNING_S:
+                counted_at = self._clock.now()
+                count_running()
             await self.flush()
 
     def _drop(self, place: Place, amount: int) -> None:

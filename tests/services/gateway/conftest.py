@@ -94,6 +94,7 @@ def gateway_config(
         model_dir=model_dir,
         http_port=0,
         max_body_bytes=64 * 1024,
+        lame_duck_s=0.0,
     )
 
 

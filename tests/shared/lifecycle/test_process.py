@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 SCRIPT = """
-import asyncio, sys
+import asyncio, sys, time
 from shared.background import Background
 from shared.errors import ConfigError
 from shared.lifecycle.process import run_service
@@ -19,6 +19,8 @@ class Service:
         print(word, flush=True)
     async def start(self):
         self.say("started")
+        if sys.argv[1] == "start slowly":
+            await asyncio.Event().wait()
         if sys.argv[1] == "refuse":
             raise ConfigError("the port is taken")
         if sys.argv[1] == "break":
@@ -34,6 +36,9 @@ class Service:
         self.say("stopped")
 
 async def build():
+    if sys.argv[1] == "load slowly":
+        print("loading", flush=True)
+        await asyncio.to_thread(time.sleep, 60)
     return Service()
 
 sys.exit(run_service("process-1", build, drain_timeout_s=float(sys.argv[2])))
@@ -74,6 +79,22 @@ def test_signal_drains_and_stops() -> None:
             child.send_signal(number)
             assert [read_line(child), read_line(child)] == ["draining", "stopped"]
             assert child.wait(timeout=10) == 0
+
+
+def test_signal_during_the_load_ends_the_process_before_it_joins() -> None:
+    with process("load slowly") as child:
+        assert read_line(child) == "loading"
+        child.send_signal(signal.SIGTERM)
+        out, _ = child.communicate(timeout=10)  # the load takes a minute
+        assert (out, child.returncode) == ("", 0)
+
+
+def test_signal_during_the_start_stops_what_was_started() -> None:
+    with process("start slowly") as child:
+        assert read_line(child) == "started"
+        child.send_signal(signal.SIGTERM)
+        out, _ = child.communicate(timeout=10)
+        assert (out.split(), child.returncode) == (["stopped"], 0)
 
 
 def test_second_signal_aborts_the_drain() -> None:
