@@ -295,6 +295,32 @@ async def test_unknown_tenant_is_403_and_broken_record_503(acme: Acme) -> None:
     check_envelope(await acme.post_chat(), 503, "dependency_unavailable", None)
 
 
+async def test_usage_of_a_running_stream_is_counted_before_its_end(acme: Acme) -> None:
+    """A gateway that is killed then loses the usage of the last seconds only."""
+    await acme.configure()
+    for each in acme.cluster.decodes:
+        each.hold_at = 5
+    stream = asyncio.create_task(acme.post_chat(stream=True))
+    async with asyncio.timeout(5):
+        while (await _counted(acme)).output_tokens < 5:
+            await asyncio.sleep(0.01)
+    running = await _counted(acme)
+    assert (running.requests, running.output_tokens, running.cached_tokens) == (1, 5, 0)
+    assert running.input_tokens > 0
+    for each in acme.cluster.decodes:
+        each.released.set()
+    assert (await stream).status_code == 200
+    ended = await _counted(acme)
+    assert (ended.requests, ended.cached_tokens) == (1, 4)
+    assert ended.input_tokens == running.input_tokens
+    assert ended.output_tokens == len(acme.cluster.answer)
+
+
+async def _counted(acme: Acme) -> UsageRow:
+    acme.cluster.gateway.submission.count_usage()
+    return (await acme.usage() or [UsageRow(tenant_id="acme", day="", model="")])[0]
+
+
 async def test_emptied_redis_makes_no_key_invalid(acme: Acme) -> None:
     """A known key is served by its last record, any other gets 503, and /ready shows it."""
     await acme.configure(requests_per_min=60)

@@ -172,6 +172,23 @@ async def test_stop_flushes_pending_counts(usage: UsageCounter, store: FaultySto
     assert await rows(store) == [row()]
 
 
+async def test_running_requests_are_counted_every_five_seconds(store: FaultyStore) -> None:
+    clock = ManualClock()
+    times: list[float] = []
+    is_enough = asyncio.Event()
+
+    def count_running() -> None:
+        times.append(clock.time)
+        if len(times) == 3:
+            is_enough.set()
+
+    usage = UsageCounter(store, clock, writer_id="gateway-1-x", now=WallClock())
+    usage.start(count_running)
+    await is_enough.wait()
+    await usage.stop()
+    assert times[:3] == [105.0, 110.0, 115.0]
+
+
 async def test_unstored_counts_are_logged(usage: UsageCounter, store: FaultyStore) -> None:
     usage.count("acme", "m", COUNTS)
     store.num_lost_commands = 10**9

@@ -1,0 +1,133 @@
+"""Rolling restarts of a gateway behind a balancer that polls /ready, under load."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from functools import partial
+
+import httpx
+import msgspec
+import pytest
+
+from services.gateway.service import GatewayService, build_gateway
+from shared.config import GatewayConfig
+from tests.servers import NatsServer
+from tests.services.gateway.conftest import API_KEY, Cluster, until
+from tests.services.gateway.openai.test_chat_http import BODY, CHAT
+
+NUM_RESTARTS = 2
+LAME_DUCK_S = 0.4
+POLL_S = 0.02
+NUM_CLIENTS = 4
+
+
+@dataclass
+class Balancer:
+    """Sends each request to a gateway whose last /ready was 200, over kept connections."""
+
+    urls: set[str] = field(default_factory=set)
+    results: Counter[str] = field(default_factory=Counter)
+    _ready: list[str] = field(default_factory=list)
+
+    def has_served_from(self, url: str) -> bool:
+        return self.results[f"200 of {url}"] > 0
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[Balancer]:
+        headers = {"authorization": f"Bearer {API_KEY}"}
+        async with httpx.AsyncClient(headers=headers, timeout=30, trust_env=False) as http:
+            await self._poll(http)
+            tasks = [asyncio.create_task(self._poll_often(http))]
+            tasks += [asyncio.create_task(self._client(http)) for _ in range(NUM_CLIENTS)]
+            yield self
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _poll_often(self, http: httpx.AsyncClient) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            await self._poll(http)
+
+    async def _poll(self, http: httpx.AsyncClient) -> None:
+        ready = []
+        for url in sorted(self.urls):
+            with contextlib.suppress(httpx.HTTPError):
+                if (await http.get(f"{url}/ready")).status_code == 200:
+                    ready.append(url)
+        self._ready = ready
+
+    async def _client(self, http: httpx.AsyncClient) -> None:
+        for number in itertools.count():
+            url = self._ready[number % len(self._ready)]
+            try:
+                response = await http.post(url + CHAT, json=BODY)
+                self.results[f"{response.status_code} of {url}"] += 1
+            except httpx.HTTPError as error:
+                self.results[repr(error)] += 1
+
+
+@pytest.mark.own_cluster
+async def test_no_request_fails_in_rolling_restarts(
+    cluster: Cluster, gateway_config: GatewayConfig, nats_server: NatsServer
+) -> None:
+    config = msgspec.structs.replace(
+        gateway_config,
+        nats_url=nats_server.url("gateway-2"),
+        process_id="gateway-2",
+        lame_duck_s=LAME_DUCK_S,
+    )
+    balancer = Balancer({cluster.gateway.http_address})
+    async with balancer.running():
+        for _ in range(NUM_RESTARTS):
+            gateway = await started(config)
+            url = gateway.http_address
+            balancer.urls.add(url)
+            await until(partial(balancer.has_served_from, url))
+            await gateway.drain()
+            await gateway.stop()
+            balancer.urls.discard(url)
+    assert sum(balancer.results.values()) > 10 * NUM_RESTARTS
+    assert {each[:7] for each in balancer.results} == {"200 of "}, balancer.results
+
+
+async def started(config: GatewayConfig) -> GatewayService:
+    gateway = await build_gateway(config)
+    await gateway.start()
+    await until(lambda: gateway.readiness().ready)
+    return gateway
+
+
+@pytest.mark.own_cluster
+async def test_lame_duck_serves_and_closes_connections(
+    cluster: Cluster, gateway_config: GatewayConfig, nats_server: NatsServer
+) -> None:
+    """Then the gateway refuses; a connection that was open before is closed, too."""
+    config = msgspec.structs.replace(
+        gateway_config,
+        nats_url=nats_server.url("gateway-2"),
+        process_id="gateway-2",
+        lame_duck_s=60.0,
+    )
+    gateway = await started(config)
+    headers = {"authorization": f"Bearer {API_KEY}"}
+    async with httpx.AsyncClient(base_url=gateway.http_address, headers=headers) as http:
+        assert "connection" not in (await http.post(CHAT, json=BODY)).headers
+        draining = asyncio.create_task(gateway.drain())
+        await until(lambda: not gateway.readiness().ready)
+        for _ in range(2):
+            served = await http.post(CHAT, json=BODY)
+            assert (served.status_code, served.headers["connection"]) == (200, "close")
+        ready = await http.get("/ready")
+        assert (ready.status_code, ready.json()["reason"]) == (503, "draining")
+        draining.cancel()
+        await asyncio.gather(draining, return_exceptions=True)
+        gateway.submission.is_draining = True  # as after the lame duck
+        refused = await http.post(CHAT, json=BODY)
+        assert refused.status_code == 503
+    await gateway.stop()
