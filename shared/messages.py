@@ -231,7 +231,9 @@ class Finish(Message, frozen=True, kw_only=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural logarithms of probabilities at one position; the top ones in descending order."""
+    """Natural logarithms of probabilities at one position, in FP32; the top ones in descending
+    order.
+    """
 
     logprob: float  # of the token at this position
     top_token_ids: tuple[TokenId, ...] = ()

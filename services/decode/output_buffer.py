@@ -1,7 +1,8 @@
 """Buffers sampled tokens until their gateway acknowledges them, by placement and choice. No I/O.
 
 Tokens are numbered by their position in the output, over all attempts of a request. The buffer
-retains tokens until the gateway has acknowledged the finish, so that any gap can be resent.
+retains tokens until the gateway has acknowledged the finish, so that any gap can be resent. Their
+logprobs are packed; a worker rejects requests for more than MAX_LOGPROB_BYTES of them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 
 from shared.errors import UnknownPlacement
 from shared.messages import Finish, Served, TokenEntry, TokenLogprobs
+from shared.packed_logprobs import PackedLogprobs
 
 
 @dataclass(slots=True, eq=False)
@@ -23,8 +25,8 @@ class Output:
     num_emitted: int = 0
     finish: Finish | None = None
     served: Served | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: PackedLogprobs = field(default_factory=PackedLogprobs)
+    prompt_logprobs: PackedLogprobs = field(default_factory=PackedLogprobs)
     is_dropped: bool = False
 
     def entry_from(self, position: int) -> TokenEntry:
@@ -37,8 +39,8 @@ class Output:
             token_ids=tuple(self.token_ids[start - self.first_position :]),
             finish=self.finish,
             served=self.served if is_first else None,
-            logprobs=tuple(self.logprobs[start - self.first_position :]),
-            prompt_logprobs=self.prompt_logprobs if is_first else (),
+            logprobs=tuple(self.logprobs[start - self.first_position :]) if self.logprobs else (),
+            prompt_logprobs=tuple(self.prompt_logprobs) if is_first else (),
         )
 
 
@@ -81,9 +83,10 @@ class OutputBuffer:
             return
         output.token_ids += token_ids
         output.finish = finish
-        output.logprobs += logprobs
+        if logprobs:
+            output.logprobs.extend(logprobs)
         if prompt_logprobs and not output.prompt_logprobs:
-            output.prompt_logprobs = prompt_logprobs
+            output.prompt_logprobs.extend(prompt_logprobs)
         self._updates[output] = None
         if not output.num_emitted:
             self._first[output] = None

@@ -20,6 +20,7 @@ from services.decode.handoff import Handoff, HandoffResult
 from shared.engine.batching.sequence import Sequence, SequenceState, build_sequence
 from shared.errors import InvalidRequest
 from shared.messages import Choice, ModelCard, Request, SamplingParams, Served
+from shared.packed_logprobs import MAX_LOGPROB_BYTES, packed_bytes
 from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, unpack_token_ids
 
 # Logprob values of one prompt, sent to the gateway in one message: about 15 bytes each.
@@ -78,6 +79,7 @@ def sequences_of(
     """
     _check_choices(request)
     _check_sent(request.sampling, len(request.prompt_token_ids) // TOKEN_ID_BYTES)
+    _check_retained(request)
     _check_sizes(request, card, check_fits)
     prompt = unpack_token_ids(request.prompt_token_ids)
     if not prompt:
@@ -128,6 +130,16 @@ def _check_sent(sampling: SamplingParams, num_prompt_tokens: int) -> None:
         raise InvalidRequest(
             f"logprobs of this prompt are {num_values} values, more than {MAX_PROMPT_LOGPROBS}",
             param="prompt_logprobs",
+        )
+
+
+def _check_retained(request: Request) -> None:
+    """The worker retains all logprobs until the gateway acknowledges the end."""
+    num_bytes = packed_bytes(request.sampling, len(request.choices))
+    if num_bytes > MAX_LOGPROB_BYTES:
+        raise InvalidRequest(
+            f"logprobs of this request take {num_bytes} bytes, more than {MAX_LOGPROB_BYTES}",
+            param="logprobs",
         )
 
 

@@ -58,7 +58,7 @@ class TextAssembler:
         self._held.show_all()
         return text + self._stop_strings.flush()
 
-    def take_scored(self) -> list[ScoredToken]:
+    def take_scored(self) -> Sequence[ScoredToken]:
         """Returns the tokens whose text was released since the last call."""
         return self._held.take()
 

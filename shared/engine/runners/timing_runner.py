@@ -12,8 +12,10 @@ vocabulary; the first depends on the state, and for sampling also on noise, bias
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import chain
 
@@ -192,8 +194,10 @@ class TimingRunner:
         return slots
 
 
+@lru_cache(maxsize=4096)
 def _logprob(rank: int) -> float:
-    return -(rank + 1) * math.log(2)
+    """FP32, as the logprobs of a model."""
+    return array("f", (-(rank + 1) * math.log(2),))[0]
 
 
 def _noise(sampling: SamplingInputs, row: int) -> bytes:

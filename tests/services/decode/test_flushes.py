@@ -120,3 +120,17 @@ def test_prompt_logprobs_too_large_for_a_message_are_rejected():
             assert raised.value.param == "prompt_logprobs"
 
     run(main())
+
+
+def test_logprobs_too_large_to_retain_are_rejected():
+    """The worker retains a request's output until the gateway acknowledges its end."""
+
+    async def main():
+        async with cluster() as it:
+            with pytest.raises(InvalidRequest, match="logprobs of this request") as raised:
+                await it.peer.place(
+                    "decode-1", request_of(PROMPT, num_logprobs=20, max_tokens=400_000)
+                )
+            assert raised.value.param == "logprobs"
+
+    run(main())

@@ -131,11 +131,16 @@ def _token_id(state: bytes, rank: int) -> int:
     return FIRST_TOKEN_ID + (number + rank) % NUM_TOKENS
 
 
+def _logprob(rank: int) -> float:
+    """FP32, as the wire and its packed form carry it."""
+    return array("f", (-(rank + 1) * math.log(2),))[0]
+
+
 def _logprobs_of(state: bytes, token_id: int, num_top_logprobs: int) -> TokenLogprobs:
     rank = (token_id - _token_id(state, 0)) % NUM_TOKENS
     ranks = range(num_top_logprobs)
     return TokenLogprobs(
-        -(rank + 1) * math.log(2),
+        _logprob(rank),
         tuple(_token_id(state, each) for each in ranks),
-        tuple(-(each + 1) * math.log(2) for each in ranks),
+        tuple(_logprob(each) for each in ranks),
     )
