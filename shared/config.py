@@ -79,6 +79,10 @@ class GatewayConfig(ModelProcessConfig, frozen=True, kw_only=True):
     max_requests: int = 4096  # open at once; a request above the limit gets 429
     default_max_tokens: int = 1024
     lame_duck_s: float = 5.0  # after SIGTERM, while balancers see /ready; then come drain and stop
+    write_timeout_s: float = 30.0  # without a byte taken by the client
+    keep_alive_s: float = 10.0  # silence of a stream before its head and each comment
+    max_unsent_bytes: int = 8 * 1024 * 1024  # of one stream: text and packed logprobs
+    max_tenant_unsent_bytes: int = 128 * 1024 * 1024  # of all responses of a tenant
     metrics_token: str = ""  # required to read /metrics; empty: none is required
 
     @property
@@ -93,7 +97,15 @@ class GatewayConfig(ModelProcessConfig, frozen=True, kw_only=True):
             schemes = ("redis", "rediss", "unix")
             yield from url_problems("redis_read_url", self.redis_read_url, schemes=schemes)
         yield from positive_problems(
-            self, "request_timeout_s", "max_body_bytes", "max_requests", "default_max_tokens"
+            self,
+            "request_timeout_s",
+            "max_body_bytes",
+            "max_requests",
+            "default_max_tokens",
+            "write_timeout_s",
+            "keep_alive_s",
+            "max_unsent_bytes",
+            "max_tenant_unsent_bytes",
         )
         if not 0 <= self.lame_duck_s < inf:
             yield f"lame_duck_s {self.lame_duck_s} is not a duration of at least 0"

@@ -45,7 +45,7 @@ MEANING = {
     "unknown_placement": "the worker does not hold the request any more (between processes)",
     "context_length_exceeded": "the prompt does not fit the context of the model",
     "payload_too_large": "the body is larger than `--max-body-bytes`",
-    "overloaded": "a queue or the gateway is full, or the wait is longer than the deadline",
+    "overloaded": "a queue, the gateway or a tenant's output buffer is full",
     "rate_limit_exceeded": "a limit of the tenant; the four codes below name it",
     "requests_per_min_exceeded": "the tenant's requests of this minute are used up",
     "input_tokens_per_min_exceeded": "the tenant's prompt tokens of this minute are used up",

@@ -44,6 +44,7 @@ from services.gateway.request.submission import Submission
 from services.gateway.tenancy.api_keys import ApiKeys, bearer_of
 from services.gateway.tenancy.permissions import check_model, may_use
 from services.gateway.text.model_files import ModelFiles
+from shared.clock import Clock
 from shared.errors import AuthenticationFailed, HearthError
 from shared.messages import ModelCard
 
@@ -181,6 +182,8 @@ def build_app(
     readiness: Callable[[], Readiness],
     new_request_id: Callable[[], str],
     wall_clock: Callable[[], float],
+    clock: Clock,
+    keep_alive_s: float,
     max_body_bytes: int,
     version: str,
     metrics_token: str = "",
@@ -194,13 +197,16 @@ def build_app(
         wall_clock=wall_clock,
         metrics_token=metrics_token,
     )
+    openai = OpenAIRoutes(
+        submission, catalog, files, wall_clock, clock=clock, keep_alive_s=keep_alive_s
+    )
     known: dict[str, Any] = {
         "before_request": routes.authenticate,
         "security": [{BEARER: []}],
     }
     return Litestar(
         [
-            *_openai_handlers(OpenAIRoutes(submission, catalog, files, wall_clock), known),
+            *_openai_handlers(openai, known),
             *_model_handlers(routes, known),
             *_prefix_handlers(PrefixRoutes(submission, prefix_store, catalog, files), known),
             *_state_handlers(routes),

@@ -137,6 +137,11 @@ class GatewayMetrics:
             "Times a request was resubmitted after its scheduler or worker was lost.",
             registry=self.registry,
         )
+        self._slow_clients = Counter(
+            "hearth_gateway_slow_clients",
+            "Connections closed because the client did not read its response.",
+            registry=self.registry,
+        )
         self.observe_ttft = self._durations("ttft", "Submit to first token.", _TTFT_BUCKETS)
         self.observe_itl = self._durations("itl", "Between two token entries.", _ITL_BUCKETS)
 
@@ -158,6 +163,9 @@ class GatewayMetrics:
 
     def count_resubmission(self) -> None:
         self._resubmissions.inc()
+
+    def count_slow_client(self) -> None:
+        self._slow_clients.inc()
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

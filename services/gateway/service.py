@@ -18,6 +18,7 @@ from services.gateway.prefixes.store import PrefixStore
 from services.gateway.request.preparation import Preparation
 from services.gateway.request.public_prefixes import PublicPrefixes
 from services.gateway.request.submission import Submission
+from services.gateway.request.unsent_output import UnsentOutput
 from services.gateway.streams.stream_driver import StreamDriver
 from services.gateway.tenancy.api_keys import ApiKeys
 from services.gateway.tenancy.limits import Limits
@@ -92,6 +93,7 @@ class GatewayService:
             metrics=self.metrics,
             clock=clock,
             max_payload_bytes=lambda: bus.max_payload_bytes,
+            unsent=UnsentOutput(config.max_unsent_bytes, config.max_tenant_unsent_bytes),
         )
         reader = PrefixTokenizer(
             self.submission.render, files.tokenizer, lambda: bus.max_payload_bytes
@@ -125,11 +127,19 @@ class GatewayService:
             readiness=self.readiness,
             new_request_id=self.new_request_id,
             wall_clock=wall_clock,
+            clock=clock,
+            keep_alive_s=config.keep_alive_s,
             max_body_bytes=config.max_body_bytes,
             version=_installed_version(),
             metrics_token=config.metrics_token,
         )
-        self._web_server = WebServer(app, config.http_host, config.http_port)
+        self._web_server = WebServer(
+            app,
+            config.http_host,
+            config.http_port,
+            write_timeout_s=config.write_timeout_s,
+            on_slow_client=self.metrics.count_slow_client,
+        )
 
     @property
     def http_address(self) -> str:

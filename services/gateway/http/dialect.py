@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from services.gateway.request.request_output import OutputDelta
-from services.gateway.text.scored_tokens import ScoredToken
+from services.gateway.text.scored_tokens import ScoredTokens
 from shared.errors import HearthError
 
 
@@ -16,7 +17,7 @@ class ChoiceResult:
 
     index: int
     text: str = ""
-    tokens: list[ScoredToken] = field(default_factory=list)
+    tokens: ScoredTokens = field(default_factory=ScoredTokens)
     finish_reason: str = ""
 
 
@@ -29,9 +30,9 @@ class Dialect(Protocol):
         """Returns the events after the last delta."""
         ...
 
-    def body(self, results: list[ChoiceResult]) -> Any:
-        """Returns the complete response for the JSON encoder; `results` sorted by index. Raises
-        HearthError if the response cannot be built.
+    def body(self, results: list[ChoiceResult]) -> Iterator[bytes]:
+        """Returns the complete encoded response in parts; `results` sorted by index. Raises
+        HearthError, before the first part, if the response cannot be built.
         """
         ...
 

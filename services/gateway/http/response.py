@@ -1,29 +1,40 @@
 """Writes one HTTP response: a body at the end, or server-sent events as deltas arrive.
 
-The `Dialect` provides the content. The response starts with the first delta, so an error before
-that delta sets the HTTP status; a later error is sent as an event and ends the stream. When a
-client disconnects, its request is cancelled immediately.
+The `Dialect` provides the content. A streamed response starts with the first delta, or with a
+comment after `keep_alive_s` of silence. An error before that sets the HTTP status; a later error is
+sent as an event and ends the stream. A body starts when it is complete: errors always have their
+status, and nothing is sent before. When a client disconnects, or does not read, its request is
+cancelled immediately.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import msgspec
 from litestar.types import Receive, Scope, Send
 
+from services.gateway.http.connection import ClientConnection, connection_of
 from services.gateway.http.dialect import ChoiceResult, Dialect
+from services.gateway.http.sse import KEEP_ALIVE
 from services.gateway.request.output_merger import OutputMerger
+from services.gateway.request.request_output import ClientDisconnected, ClientSlow
 from services.gateway.tenancy.errors import RateLimited
+from shared.clock import Clock
 from shared.errors import HearthError, NoCapacity, Overloaded
 
 _encode = msgspec.json.Encoder().encode
-# A response with more choices is built on a thread, so that running streams do not wait.
-MAX_INLINE_RESULTS = 16
+MIN_PART_BYTES = 64 * 1024  # of a body; smaller bodies are sent at once, with their length
+KEEP_ALIVE_S = 10.0
 DEFAULT_RETRY_AFTER_S = 1.0
+JSON = (b"content-type", b"application/json")
+EVENTS = (
+    (b"content-type", b"text/event-stream"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx sends each event at once
+)
 
 
 def error_headers(error: HearthError) -> dict[str, str]:
@@ -37,44 +48,81 @@ def error_headers(error: HearthError) -> dict[str, str]:
     return headers
 
 
-@dataclass(frozen=True, slots=True)
 class GenerationResponse:
-    """An ASGI application for one response. Calls `cancel` when the client disconnects.
+    """An ASGI application for one response. Calls `cancel` when the response ends.
 
-    Successes and errors both have `headers`.
+    Successes and errors both have `headers`. `keep_alive_s`: silence before a comment is sent.
     """
 
-    merger: OutputMerger
-    dialect: Dialect
-    is_streamed: bool
-    headers: Mapping[str, str]
-    cancel: Callable[[], None]
+    def __init__(
+        self,
+        merger: OutputMerger,
+        dialect: Dialect,
+        *,
+        is_streamed: bool,
+        headers: Mapping[str, str],
+        cancel: Callable[[HearthError], None],
+        clock: Clock,
+        keep_alive_s: float = KEEP_ALIVE_S,
+    ) -> None:
+        self.merger = merger
+        self.dialect = dialect
+        self.is_streamed = is_streamed
+        self.headers = headers
+        self._cancel = cancel
+        self._clock = clock
+        self._keep_alive_s = keep_alive_s
+        self._sent_at = clock.now()
+        self._is_started = False
+        self._is_complete = False
+        self._sending = asyncio.Lock()  # a comment must not precede the head or follow the end
+        self._comments: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watcher = asyncio.create_task(self._watch(receive))
+        connection = connection_of(scope)
+        self.merger.unsent.watch(lambda: self._end_large(connection), is_streamed=self.is_streamed)
+        watcher = asyncio.create_task(self._watch(receive, connection))
         try:
-            await (self._send_events(send) if self.is_streamed else self._send_body(send))
+            if self.is_streamed:
+                self._comments = asyncio.create_task(self._keep_alive(send))
+                await self._send_events(send, connection)
+            else:
+                await self._send_body(send, connection)
+            await connection.sent()
         finally:
             watcher.cancel()
-            self.cancel()  # no effect on ended requests
+            self._stop_comments()
+            self._cancel(_client_error(connection))  # no effect on ended requests
+            self.merger.close()
 
-    async def _watch(self, receive: Receive) -> None:
+    async def _watch(self, receive: Receive, connection: ClientConnection) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self.cancel()
+        self._cancel(_client_error(connection))
 
-    async def _send_body(self, send: Send) -> None:
+    def _end_large(self, connection: ClientConnection) -> None:
+        """Ends a response that takes too much memory. A client that could read is slow."""
+        if self.is_streamed or self._is_started:
+            connection.abort_slow()
+        else:
+            error = "the outputs of this tenant that wait to be sent are too large"
+            self.merger.fail(Overloaded(error))
+
+    # ── a body ───────────────────────────────────────────────────────────────────────────────────
+
+    async def _send_body(self, send: Send, connection: ClientConnection) -> None:
         try:
-            results = await self._results()
-            if len(results) > MAX_INLINE_RESULTS:
-                body = await asyncio.to_thread(lambda: _encode(self.dialect.body(results)))
-            else:
-                body = _encode(self.dialect.body(results))
+            parts = _joined(self.dialect.body(await self._results()))
         except HearthError as error:
             await self._send_error(send, error)
             return
-        await self._start(send, 200, [(b"content-type", b"application/json")], len(body))
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+        part, following = next(parts), next(parts, None)
+        await self._start(send, 200, (JSON,), len(part) if following is None else None)
+        while following is not None and not connection.is_lost:
+            await self._send(send, part, more_body=True)
+            await asyncio.sleep(0)  # other streams continue
+            part, following = following, next(parts, None)
+        await self._send(send, part, more_body=False)
 
     async def _results(self) -> list[ChoiceResult]:
         results: dict[int, ChoiceResult] = {}
@@ -84,46 +132,114 @@ class GenerationResponse:
                 index = delta.choice_index
                 result = results.setdefault(index, ChoiceResult(index))
                 texts.setdefault(index, []).extend(delta.texts)
-                result.tokens += delta.tokens
+                result.tokens.extend(delta.tokens)
                 if delta.finish_reason is not None:
                     result.finish_reason = delta.finish_reason
+                self.merger.unsent.add(delta.num_bytes)
         for index, result in results.items():
             result.text = "".join(texts[index])
         return [results[index] for index in sorted(results)]
 
-    async def _send_events(self, send: Send) -> None:
+    # ── events ───────────────────────────────────────────────────────────────────────────────────
+
+    async def _send_events(self, send: Send, connection: ClientConnection) -> None:
         try:
             deltas = await self.merger.next()
         except HearthError as error:
-            await self._send_error(send, error)
+            await self._send_early_error(send, error)
             return
-        headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
-        await self._start(send, 200, headers)
-        events = b""
+        await self._start_events(send)
+        ending = b""
         try:
-            while deltas:
-                events = b"".join([self.dialect.event(delta) for delta in deltas])
+            while deltas and not connection.is_lost:
+                *parts, last = _joined(self.dialect.event(delta) for delta in deltas)
+                for part in parts:
+                    await self._send(send, part, more_body=True)
                 if self.merger.is_complete:  # send the closing events with the last delta
+                    ending = last
                     break
-                await send({"type": "http.response.body", "body": events, "more_body": True})
-                events = b""
+                await self._send(send, last, more_body=True)
+                if self.merger.has_more:
+                    await asyncio.sleep(0)  # other streams continue
                 deltas = await self.merger.next()
-            ending = events + self.dialect.closing()
+            ending += self.dialect.closing()
         except HearthError as error:
             ending = self.dialect.error_event(error)
-        await send({"type": "http.response.body", "body": ending, "more_body": False})
+        await self._send(send, ending, more_body=False)
+
+    async def _send_early_error(self, send: Send, error: HearthError) -> None:
+        """Sends an error without an output before it."""
+        if self._is_started:
+            await self._send(send, self.dialect.error_event(error), more_body=False)
+        else:
+            await self._send_error(send, error)
+
+    async def _keep_alive(self, send: Send) -> None:
+        """Sends a comment after each silence: clients ignore it, proxies see activity."""
+        while True:
+            silent_s = self._clock.now() - self._sent_at
+            if silent_s < self._keep_alive_s:
+                await self._clock.sleep(self._keep_alive_s - silent_s)
+                continue
+            await self._start_events(send)
+            await self._send(send, KEEP_ALIVE, more_body=True)
+
+    # ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _stop_comments(self) -> None:
+        if self._comments is not None:
+            self._comments.cancel()
 
     async def _send_error(self, send: Send, error: HearthError) -> None:
+        self._stop_comments()
+        self._cancel(error)  # of several prompts, one may have failed alone
         body = _encode(self.dialect.error_body(error))
-        headers = [(b"content-type", b"application/json")]
+        headers = [JSON]
         headers += [(key.encode(), text.encode()) for key, text in error_headers(error).items()]
         await self._start(send, error.http_status, headers, len(body))
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+        await self._send(send, body, more_body=False)
+
+    async def _start_events(self, send: Send) -> None:
+        if not self._is_started:
+            await self._start(send, 200, EVENTS)
 
     async def _start(
-        self, send: Send, status: int, headers: list[tuple[bytes, bytes]], length: int | None = None
+        self,
+        send: Send,
+        status: int,
+        headers: Iterable[tuple[bytes, bytes]],
+        length: int | None = None,
     ) -> None:
+        self._is_started = True
         headers = [*headers, *((key.encode(), text.encode()) for key, text in self.headers.items())]
         if length is not None:
             headers.append((b"content-length", str(length).encode()))
-        await send({"type": "http.response.start", "status": status, "headers": headers})
+        async with self._sending:
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _send(self, send: Send, body: bytes, *, more_body: bool) -> None:
+        async with self._sending:
+            if self._is_complete:
+                return
+            self._is_complete = not more_body
+            self._sent_at = self._clock.now()
+            await send({"type": "http.response.body", "body": body, "more_body": more_body})
+
+
+def _client_error(connection: ClientConnection) -> ClientDisconnected:
+    if connection.is_slow:
+        return ClientSlow("the client did not read its response")
+    return ClientDisconnected("the client closed the connection")
+
+
+def _joined(parts: Iterator[bytes]) -> Iterator[bytes]:
+    """Joins parts to at least MIN_PART_BYTES, except the last. Returns at least one."""
+    joined: list[bytes] = []
+    num_bytes = 0
+    for part in parts:
+        joined.append(part)
+        num_bytes += len(part)
+        if num_bytes >= MIN_PART_BYTES:
+            yield b"".join(joined)
+            joined, num_bytes = [], 0
+    yield b"".join(joined)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import uvicorn
 from litestar.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from services.gateway.http.connection import EXTENSION, ClientConnection, watch_peers
 from shared.errors import ConfigError
 
 LISTEN_BACKLOG = 2048
@@ -28,6 +29,7 @@ MAX_HEAD_BYTES = 64 * 1024
 # Limits for slow clients, which occupy a connection and memory.
 HEAD_TIMEOUT_S = 10.0  # from the first byte, or the connection's start, to the last header
 BODY_TIMEOUT_S = 60.0  # from the last header to the last byte
+WRITE_TIMEOUT_S = 30.0  # without a byte taken by the client
 
 
 class HeadWithBody:
@@ -57,27 +59,47 @@ class HeadWithBody:
 
 class _Http(HttpToolsProtocol):
     """uvicorn's protocol, plus limits that uvicorn lacks: the size of a request's head and
-    trailers, and the time for head and body.
+    trailers, the time for head and body, and the time that a client may leave its response unread.
 
     idle ──first byte──▶ head ──last header──▶ body ──last byte──▶ idle
     A connection starts in `head`. uvicorn closes idle connections.
     """
 
-    def __init__(self, *args: Any, head_timeout_s: float, body_timeout_s: float, **named: Any):
+    def __init__(
+        self,
+        *args: Any,
+        head_timeout_s: float,
+        body_timeout_s: float,
+        write_timeout_s: float,
+        on_slow_client: Callable[[], None],
+        **named: Any,
+    ) -> None:
         super().__init__(*args, **named)
         self._head_timeout_s = head_timeout_s
         self._body_timeout_s = body_timeout_s
+        self._write_timeout_s = write_timeout_s
+        self._on_slow_client = on_slow_client
         self._num_buffered_bytes = 0  # since the parser's last event
         self._is_idle = False
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._connection = ClientConnection(transport, self._write_timeout_s, self._on_slow_client)
         self._wait(self._head_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self._connection.lost()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._connection.bytes_wait()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._connection.bytes_sent()
 
     def data_received(self, data: bytes) -> None:
         if self._is_idle:
@@ -92,6 +114,7 @@ class _Http(HttpToolsProtocol):
         self._num_buffered_bytes = 0
         self._wait(self._body_timeout_s)
         super().on_headers_complete()
+        self.scope["extensions"] = {EXTENSION: self._connection}  # type: ignore[dict-item]
         if self.scope["method"] != "HEAD" and not self.expect_100_continue:
             self.cycle.transport = HeadWithBody(self.cycle)  # type: ignore[assignment]
 
@@ -148,17 +171,24 @@ class WebServer:
         *,
         head_timeout_s: float = HEAD_TIMEOUT_S,
         body_timeout_s: float = BODY_TIMEOUT_S,
+        write_timeout_s: float = WRITE_TIMEOUT_S,
         keep_alive_s: int = KEEP_ALIVE_S,
+        on_slow_client: Callable[[], None] = lambda: None,
     ) -> None:
         """Port 0 selects a free port. Raises ConfigError if the address cannot be bound."""
         try:
             self._socket = _bound_socket(host, port)
+            watch_peers(self._socket, write_timeout_s)
         except OSError as error:
             raise ConfigError(f"cannot listen on {host}:{port}: {error}") from error
         config = uvicorn.Config(
             app,  # type: ignore[arg-type]  # Litestar's ASGI types are stricter than uvicorn's
             http=partial(  # type: ignore[arg-type]  # called like the class
-                _Http, head_timeout_s=head_timeout_s, body_timeout_s=body_timeout_s
+                _Http,
+                head_timeout_s=head_timeout_s,
+                body_timeout_s=body_timeout_s,
+                write_timeout_s=write_timeout_s,
+                on_slow_client=on_slow_client,
             ),
             ws="none",
             lifespan="on",

@@ -14,6 +14,7 @@ _MARK = "\ufdd0text\ufdd1"
 _ENCODED_MARK = _encode(_MARK)
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment
 
 
 def event(body: Any) -> bytes:

@@ -74,6 +74,7 @@ def to_generation_request(body: ChatCompletionRequest, default_model: str) -> Ge
         sampling=body,
         max_tokens=_max_tokens(body),
         num_logprobs=_num_logprobs(body),
+        logprobs_param="top_logprobs" if body.top_logprobs else "logprobs",
         num_choices=body.num_choices,
         cache_salt="" if body.cache_salt is None else body.cache_salt,
         affinity_key=body.prompt_cache_key or "",

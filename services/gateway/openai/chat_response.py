@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from services.gateway.http import sse
 from services.gateway.http.dialect import ChoiceResult
+from services.gateway.http.json_parts import with_list, with_value
 from services.gateway.openai.chat import (
     AssistantMessage,
     ChatChoice,
@@ -16,12 +19,14 @@ from services.gateway.openai.chat import (
     Delta,
 )
 from services.gateway.openai.errors import OpenAIDialect
-from services.gateway.openai.logprobs import ChatLogprobs, chat_logprobs
+from services.gateway.openai.logprobs import ChatLogprobs, chat_logprobs, chat_logprobs_parts
 from services.gateway.openai.usage import hearth_info_of, to_usage
 from services.gateway.request.output_merger import OutputMerger
 from services.gateway.request.request_output import OutputDelta
 from services.gateway.text.scored_tokens import ScoredToken
 from services.gateway.text.token_bytes import TokenBytes
+
+_encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,24 +73,29 @@ class ChatRenderer(OpenAIDialect):
         )
         return sse.event(chunk) + sse.DONE
 
-    def body(self, results: list[ChoiceResult]) -> ChatCompletion:
+    def body(self, results: list[ChoiceResult]) -> Iterator[bytes]:
         outputs = self.merger.outputs
-        return ChatCompletion(
+        completion = ChatCompletion(
             id=f"chatcmpl-{self.request_id}",
             created=self.created,
             model=self.model,
-            choices=[
-                ChatChoice(
-                    index=each.index,
-                    message=AssistantMessage(content=each.text),
-                    finish_reason=each.finish_reason,
-                    logprobs=self._logprobs(each.tokens),
-                )
-                for each in results
-            ],
+            choices=[],
             usage=to_usage(outputs),
             hearth=hearth_info_of(self.request_id, outputs),
         )
+        return with_list(_encode(completion), b"choices", map(self._choice, results))
+
+    def _choice(self, result: ChoiceResult) -> Iterable[bytes]:
+        choice = ChatChoice(
+            index=result.index,
+            message=AssistantMessage(content=result.text),
+            finish_reason=result.finish_reason,
+        )
+        encoded = _encode(choice)
+        if not self.has_logprobs:
+            return (encoded,)
+        logprobs = chat_logprobs_parts(result.tokens, self.token_bytes)
+        return with_value(encoded, b"logprobs", logprobs)
 
     def _text_event(self, index: int) -> sse.TextEvent:
         known = self._text_events.get(index)

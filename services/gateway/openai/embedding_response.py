@@ -6,15 +6,20 @@ import math
 import sys
 from array import array
 from base64 import b64encode
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
+
 from services.gateway.http.dialect import ChoiceResult
+from services.gateway.http.json_parts import with_list
 from services.gateway.openai.embeddings import Embedding, EmbeddingList, EmbeddingUsage
 from services.gateway.openai.errors import OpenAIDialect
 from services.gateway.openai.usage import hearth_info_of
 from services.gateway.request.output_merger import OutputMerger
-from services.gateway.request.request_output import RequestOutput
 from shared.errors import HearthError
+
+_encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,24 +30,27 @@ class EmbeddingRenderer(OpenAIDialect):
     is_base64: bool
     is_normalized: bool
 
-    def body(self, results: list[ChoiceResult]) -> EmbeddingList:
+    def body(self, results: list[ChoiceResult]) -> Iterator[bytes]:
         """Raises HearthError if a worker ended a request without its embedding."""
         outputs = self.merger.outputs
+        for each in outputs:
+            if not each.embedding or len(each.embedding) % 4:
+                raise HearthError("the worker sent no embedding")
         num_tokens = sum(each.num_prompt_tokens for each in outputs)
-        return EmbeddingList(
-            data=[
-                Embedding(index=index, embedding=self._vector(output))
-                for index, output in enumerate(outputs)
-            ],
+        embeddings = EmbeddingList(
+            data=[],
             model=self.model,
             usage=EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
             hearth=hearth_info_of(self.request_id, outputs),
         )
+        encoded = (
+            (_encode(Embedding(index=index, embedding=self._vector(output.embedding or b""))),)
+            for index, output in enumerate(outputs)
+        )
+        return with_list(_encode(embeddings), b"data", encoded)
 
-    def _vector(self, output: RequestOutput) -> list[float] | str:
-        if not output.embedding or len(output.embedding) % 4:
-            raise HearthError("the worker sent no embedding")
-        vector = _little_endian(array("f", output.embedding))
+    def _vector(self, packed: bytes) -> list[float] | str:
+        vector = _little_endian(array("f", packed))
         if self.is_normalized:
             vector = normalized(vector)
         return b64encode(_little_endian(vector)).decode() if self.is_base64 else vector.tolist()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -13,6 +14,8 @@ from services.gateway.text.token_bytes import TokenBytes
 from shared.errors import HearthError
 from shared.messages import TokenLogprobs
 
+_encode = msgspec.json.Encoder().encode
+PART_ITEMS = 64  # of an encoded list: up to 130 KiB with 20 top tokens each
 LOWEST = -9999.0  # replaces minus infinity, which JSON cannot represent
 
 
@@ -43,44 +46,68 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
     text_offset: list[int]
 
 
-def chat_logprobs(tokens: Sequence[ScoredToken], token_bytes: TokenBytes) -> ChatLogprobs:
+class ListedToken(NamedTuple):
+    """A token of a text completion. `logprobs`: None for a prompt's first token."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None
+    text_offset: int
+
+
+def chat_logprobs(tokens: Iterable[ScoredToken], token_bytes: TokenBytes) -> ChatLogprobs:
     return ChatLogprobs([_content(each, token_bytes) for each in tokens])
 
 
-def completion_logprobs(
-    tokens: Sequence[ScoredToken], token_bytes: TokenBytes, *, first_offset: int
-) -> CompletionLogprobs:
+def chat_logprobs_parts(tokens: Iterable[ScoredToken], token_bytes: TokenBytes) -> Iterator[bytes]:
+    """Returns the encoded `chat_logprobs` in parts."""
+    yield b'{"content":['
+    yield from _encoded_parts(_content(each, token_bytes) for each in tokens)
+    yield b'],"refusal":null}'
+
+
+def output_tokens(tokens: Iterable[ScoredToken], *, first_offset: int) -> Iterator[ListedToken]:
     """`first_offset`: number of characters before the output, if the prompt is echoed."""
-    return CompletionLogprobs(
-        tokens=[_legacy_name(token_bytes[each.token_id]) for each in tokens],
-        token_logprobs=[_finite(each.logprobs.logprob) for each in tokens],
-        top_logprobs=[_tops(each.token_id, each.logprobs, token_bytes) for each in tokens],
-        text_offset=[first_offset + each.text_offset for each in tokens],
-    )
+    for each in tokens:
+        yield ListedToken(each.token_id, each.logprobs, first_offset + each.text_offset)
 
 
-def prompt_logprobs(
-    echo: Echo, logprobs: Sequence[TokenLogprobs], token_bytes: TokenBytes
-) -> CompletionLogprobs:
+def check_prompt_logprobs(echo: Echo, logprobs: Sequence[TokenLogprobs]) -> None:
     """`logprobs`: from the second token on. Raises HearthError if their number is wrong."""
     if len(logprobs) != len(echo.token_ids) - 1:
         raise HearthError("the worker sent a wrong number of prompt logprobs")
-    pairs = list(zip(echo.token_ids[1:], logprobs, strict=True))
-    return CompletionLogprobs(
-        tokens=[_legacy_name(token_bytes[token_id]) for token_id in echo.token_ids],
-        token_logprobs=[None, *(_finite(each.logprob) for _, each in pairs)],
-        top_logprobs=[None, *(_tops(token_id, each, token_bytes) for token_id, each in pairs)],
-        text_offset=echo.offsets,
-    )
 
 
-def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    return CompletionLogprobs(
-        tokens=first.tokens + second.tokens,
-        token_logprobs=first.token_logprobs + second.token_logprobs,
-        top_logprobs=first.top_logprobs + second.top_logprobs,
-        text_offset=first.text_offset + second.text_offset,
-    )
+def prompt_tokens(echo: Echo, logprobs: Sequence[TokenLogprobs]) -> Iterator[ListedToken]:
+    scored = chain((None,), logprobs)
+    for token_id, each, offset in zip(echo.token_ids, scored, echo.offsets, strict=True):
+        yield ListedToken(token_id, each, offset)
+
+
+def completion_logprobs(
+    tokens: Sequence[ListedToken], token_bytes: TokenBytes
+) -> CompletionLogprobs:
+    lists = {name: [of(each, token_bytes) for each in tokens] for name, of in _LISTS.items()}
+    return CompletionLogprobs(**lists)
+
+
+def completion_logprobs_parts(
+    tokens: Callable[[], Iterable[ListedToken]], token_bytes: TokenBytes
+) -> Iterator[bytes]:
+    """Returns the encoded `completion_logprobs` in parts. Reads the tokens once for each list."""
+    separator = b"{"
+    for name, of in _LISTS.items():
+        yield b'%b"%b":[' % (separator, name.encode())
+        yield from _encoded_parts(of(each, token_bytes) for each in tokens())
+        separator = b"],"
+    yield b"]}"
+
+
+def _encoded_parts(items: Iterator[Any]) -> Iterator[bytes]:
+    """Returns the inside of an encoded list, `PART_ITEMS` items at a time."""
+    separator = b""
+    while part := list(islice(items, PART_ITEMS)):
+        yield separator + _encode(part)[1:-1]
+        separator = b","
 
 
 def mean_logprob(tokens: Sequence[ScoredToken]) -> float:
@@ -105,6 +132,18 @@ def _tops(token_id: int, scores: TokenLogprobs, token_bytes: TokenBytes) -> dict
     for each, logprob in chain(zip(scores.top_token_ids, scores.top_logprobs, strict=True), own):
         named.setdefault(_legacy_name(token_bytes[each]), _finite(logprob))
     return named
+
+
+_LISTS: dict[str, Callable[[ListedToken, TokenBytes], Any]] = {
+    "tokens": lambda each, token_bytes: _legacy_name(token_bytes[each.token_id]),
+    "token_logprobs": lambda each, _: (
+        None if each.logprobs is None else _finite(each.logprobs.logprob)
+    ),
+    "top_logprobs": lambda each, token_bytes: (
+        None if each.logprobs is None else _tops(each.token_id, each.logprobs, token_bytes)
+    ),
+    "text_offset": lambda each, _: each.text_offset,
+}
 
 
 def _name(spelled: bytes) -> str:

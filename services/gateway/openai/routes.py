@@ -25,6 +25,7 @@ from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.output_merger import OutputMerger
 from services.gateway.request.submission import Submission
 from services.gateway.text.model_files import ModelFiles
+from shared.clock import Clock
 
 AFFINITY_HEADER = "x-session-affinity"  # overrides the body's prompt_cache_key
 
@@ -42,7 +43,9 @@ class EmbeddingBody(StrictBody):
 
 
 class OpenAIRoutes:
-    """The handlers of one gateway. `wall_clock`: seconds since 1970, for `created`."""
+    """The handlers of one gateway. `wall_clock`: seconds since 1970, for `created`.
+    `keep_alive_s`: silence of a stream before a comment is sent.
+    """
 
     def __init__(
         self,
@@ -50,11 +53,16 @@ class OpenAIRoutes:
         catalog: Catalog,
         files: ModelFiles,
         wall_clock: Callable[[], float],
+        *,
+        clock: Clock,
+        keep_alive_s: float,
     ) -> None:
         self._submission = submission
         self._catalog = catalog
         self._files = files
         self._wall_clock = wall_clock
+        self._clock = clock
+        self._keep_alive_s = keep_alive_s
 
     async def chat_completions(
         self, request: Request[Any, Any, Any], data: Annotated[ChatCompletionRequest, Body()]
@@ -131,4 +139,6 @@ class OpenAIRoutes:
             is_streamed=is_streamed,
             headers={"x-request-id": request.state.request_id, **merger.headers},
             cancel=partial(self._submission.cancel, merger.outputs),
+            clock=self._clock,
+            keep_alive_s=self._keep_alive_s,
         )

@@ -30,6 +30,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None = None  # None: the model's default
     num_logprobs: int | None = None  # None: none; k: of the sampled token and of the top k
     num_prompt_logprobs: int | None = None
+    logprobs_param: str = "logprobs"  # the request field that holds the number
     num_choices: int = 1
     cache_salt: str = ""
     affinity_key: str = ""  # session key: prefer the worker of the session's last request

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from services.gateway.request.request_output import OutputDelta, RequestOutput
+from services.gateway.request.unsent_output import UnsentOutput, UnsentResponse
+from shared.errors import HearthError
 
 
 class OutputMerger:
@@ -18,14 +20,23 @@ class OutputMerger:
         *,
         num_choices: int = 1,
         headers: Mapping[str, str] | None = None,
+        unsent: UnsentResponse | None = None,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """`num_choices`: choices per prompt. `headers`: the state of the tenant's limits."""
+        """`num_choices`: choices per prompt. `headers`: the state of the tenant's limits.
+        `unsent`: counts the response's bytes (default: without the tenant's other responses).
+        `on_close`: called by `close`.
+        """
         self.outputs = tuple(outputs)
         self.headers = {} if headers is None else headers
         self.num_choices = num_choices
         self._fresh = dict.fromkeys(self.outputs)
         self._num_open = len(self.outputs)
         self._waiter: asyncio.Future[None] | None = None
+        self._error: HearthError | None = None
+        self.unsent = UnsentOutput().open("") if unsent is None else unsent
+        self._on_close = on_close
+        self._num_counted_bytes = dict.fromkeys(self.outputs, 0)
         for index, output in enumerate(self.outputs):
             output.first_choice_index = index * num_choices
             output.on_update = partial(self._wake, output)
@@ -35,12 +46,31 @@ class OutputMerger:
         """Whether `next` has returned all deltas and none of the requests failed."""
         return not self._num_open
 
+    @property
+    def has_more(self) -> bool:
+        """Whether `next` returns at once."""
+        return bool(self._fresh)
+
+    def fail(self, error: HearthError) -> None:
+        """The next `next` raises the error."""
+        self._error = error
+        self._wake_waiter()
+
+    def close(self) -> None:
+        """The response has ended: its last byte has left, or its client has. Idempotent."""
+        self.unsent.close()
+        on_close, self._on_close = self._on_close, lambda: None
+        on_close()
+
     async def next(self) -> list[OutputDelta]:
         """Waits for the next deltas. Returns an empty list once all requests are complete.
 
-        Raises the HearthError that ended one of the requests, after the deltas before it.
+        Raises the HearthError that ended one of the requests, after the deltas before it, or that
+        of `fail`.
         """
         while True:
+            if self._error is not None:
+                raise self._error
             deltas = self._take()
             if deltas or not self._num_open:
                 return deltas
@@ -51,11 +81,14 @@ class OutputMerger:
         fresh, self._fresh = self._fresh, {}
         deltas = [delta for output in fresh for delta in output.take()]
         for output in fresh:
-            if output.end is not None:
-                self._close(output, has_more=bool(deltas))
+            self._count(output)
+            if output.has_more:
+                self._fresh[output] = None
+            elif output.end is not None:
+                self._end(output, has_more=bool(deltas))
         return deltas
 
-    def _close(self, output: RequestOutput, *, has_more: bool) -> None:
+    def _end(self, output: RequestOutput, *, has_more: bool) -> None:
         assert output.end is not None
         error = output.end.error
         if error is None:
@@ -67,5 +100,16 @@ class OutputMerger:
 
     def _wake(self, output: RequestOutput) -> None:
         self._fresh[output] = None
+        self._count(output)
+        self._wake_waiter()
+
+    def _wake_waiter(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def _count(self, output: RequestOutput) -> None:
+        num_bytes = output.num_buffered_bytes
+        num_more = num_bytes - self._num_counted_bytes[output]
+        if num_more:
+            self._num_counted_bytes[output] = num_bytes
+            self.unsent.add(num_more)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.gateway.request.generation_request import (
@@ -17,7 +18,9 @@ from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.text_assembler import TextAssembler
 from shared.config import GatewayConfig
+from shared.errors import InvalidRequest
 from shared.messages import ModelCard, Request
+from shared.packed_logprobs import MAX_LOGPROB_BYTES, packed_bytes
 from shared.randomness import Randomness
 from shared.tenancy.tenant import TenantRecord
 
@@ -37,6 +40,22 @@ class PreparedRequest:
         if not self.generation.shows_output:
             return 0
         return len(self.request.choices) * self.request.sampling.max_tokens
+
+
+def check_logprobs(prepared: Sequence[PreparedRequest]) -> None:
+    """Checks the logprobs of all prompts of one response together, as the gateway and the workers
+    retain them: choices × tokens × (1 + k). Raises InvalidRequest.
+    """
+    num_bytes = sum(
+        packed_bytes(each.request.sampling, len(each.request.choices)) for each in prepared
+    )
+    if num_bytes > MAX_LOGPROB_BYTES:
+        param = prepared[0].generation.logprobs_param
+        raise InvalidRequest(
+            f"{param}: the logprobs of this request may take {num_bytes} bytes, the limit is "
+            f"{MAX_LOGPROB_BYTES}: request fewer choices, tokens or logprobs",
+            param=param,
+        )
 
 
 class Preparation:
@@ -85,7 +104,9 @@ class Preparation:
         request = build_request(generation, prompt, sampling, card, origin, self._public)
         check_payload(request, generation.prompt.param, max_payload_bytes)
         echo = echo_of(generation.prompt, self._files) if generation.has_echo else None
-        return PreparedRequest(generation, request, prompt, echo)
+        prepared = PreparedRequest(generation, request, prompt, echo)
+        check_logprobs((prepared,))
+        return prepared
 
     def assembler(self, prepared: PreparedRequest) -> TextAssembler:
         context = prepared.prompt_token_ids if prepared.generation.continues_text else []

@@ -1,8 +1,8 @@
 """Buffers one request's output for the client.
 
 Tokens are detokenized on arrival, so a stop string is detected at once however slowly the client
-reads. Text is buffered per token until `take`; the backlog of a slow client is bounded by
-`max_tokens` and is joined.
+reads. Text is buffered per token until `take`, and logprobs are packed. A long backlog is joined
+and taken in parts, so that no event becomes large.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ import msgspec
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.request.preparation import PreparedRequest
 from services.gateway.streams.stream import StreamEnd
-from services.gateway.text.scored_tokens import ScoredToken
+from services.gateway.text.scored_tokens import ScoredToken, ScoredTokens
 from services.gateway.text.text_assembler import TextAssembler
 from shared.clock import Clock
 from shared.errors import HearthError
 from shared.messages import Finish, Served, TokenLogprobs
+from shared.packed_logprobs import PackedLogprobs
 
 MAX_TEXTS = 64  # buffered texts of a choice; more are joined
+MAX_DELTA_TOKENS = 64  # tokens with logprobs of a delta: up to 130 KiB with 20 top tokens each
+MAX_TAKEN_TOKENS = 4 * MAX_DELTA_TOKENS  # of all choices together
+TEXT_BYTES = 56  # of a Python string, besides its characters
 
 
 class ClientDisconnected(HearthError):
@@ -28,6 +32,12 @@ class ClientDisconnected(HearthError):
 
     code = "client_gone"
     http_status = 499
+
+
+class ClientSlow(ClientDisconnected):
+    """The client stopped reading, and the gateway closed the connection."""
+
+    code = "client_slow"
 
 
 class OutputDelta(msgspec.Struct, frozen=True):
@@ -44,25 +54,72 @@ class OutputDelta(msgspec.Struct, frozen=True):
     def text(self) -> str:
         return "".join(self.texts)
 
+    @property
+    def num_bytes(self) -> int:
+        return bytes_of_texts(self.texts) + bytes_of_tokens(self.tokens)
+
+
+def bytes_of_texts(texts: Sequence[str]) -> int:
+    return sum(map(len, texts)) + TEXT_BYTES * len(texts)
+
+
+def bytes_of_tokens(tokens: Sequence[ScoredToken]) -> int:
+    return tokens.num_bytes if isinstance(tokens, ScoredTokens) else 0
+
 
 class _ChoiceText:
+    """The text and tokens of one choice since the last delta."""
+
     def __init__(self, assembler: TextAssembler) -> None:
         self.assembler = assembler
-        self.texts: list[str] = []
-        self.tokens: list[ScoredToken] = []
         self.finish_reason: str | None = None
         self.is_taken = False  # including the finish reason
         self.served: Served | None = None
         self.last_token_at: float | None = None
+        self._texts: list[str] = []
+        self._tokens = ScoredTokens()
+        self._num_taken_chars = 0
 
-    def take_texts(self) -> list[str]:
-        """Joins the texts of tokens with logprobs, since one delta holds these tokens together."""
-        texts, self.texts = self.texts, []
-        return ["".join(texts)] if len(texts) > MAX_TEXTS or self.tokens else texts
+    @property
+    def has_output(self) -> bool:
+        return bool(self._texts or self._tokens)
 
-    def take_tokens(self) -> list[ScoredToken]:
-        tokens, self.tokens = self.tokens, []
-        return tokens
+    def add(self, texts: Sequence[str], tokens: Sequence[ScoredToken]) -> int:
+        """Returns the bytes that the output takes until it is in a delta."""
+        self._texts += texts
+        if tokens:
+            self._tokens.extend(tokens)
+        return bytes_of_texts(texts) + bytes_of_tokens(tokens)
+
+    def take(self, choice_index: int) -> OutputDelta | None:
+        """Returns at most MAX_DELTA_TOKENS tokens that have logprobs. The texts of tokens with
+        logprobs are joined, since one delta holds these tokens together.
+        """
+        if len(self._tokens) > MAX_DELTA_TOKENS:
+            return self._take_part(choice_index)
+        is_ending = self.finish_reason is not None and not self.is_taken
+        if not self.has_output and not is_ending:
+            return None
+        self.is_taken = is_ending
+        texts, self._texts = self._texts, []
+        tokens: Sequence[ScoredToken] = ()
+        if self._tokens:
+            tokens, self._tokens = self._tokens, ScoredTokens()
+            self._num_taken_chars += sum(map(len, texts))
+        if tokens or len(texts) > MAX_TEXTS:
+            texts = ["".join(texts)]
+        return OutputDelta(choice_index, texts, self.finish_reason, tokens)
+
+    def _take_part(self, choice_index: int) -> OutputDelta:
+        tokens, self._tokens = (
+            self._tokens[:MAX_DELTA_TOKENS],
+            self._tokens[MAX_DELTA_TOKENS:],
+        )
+        text = "".join(self._texts)
+        num_chars = self._tokens[0].text_offset - self._num_taken_chars
+        self._num_taken_chars += len(text[:num_chars])
+        self._texts = [text[num_chars:]]
+        return OutputDelta(choice_index, [text[:num_chars]], None, tokens)
 
 
 class RequestOutput:
@@ -89,7 +146,10 @@ class RequestOutput:
         self.prompt_logprobs: Sequence[TokenLogprobs] = ()
         self.first_choice_index = 0
         self.on_update: Callable[[], None] = lambda: None
+        self.num_buffered_bytes = 0  # of the deltas that `take` would return
         self._texts = [_ChoiceText(each) for each in assemblers]
+        self.has_more = False
+        self._first_taken = 0  # the choice that `take` returns first
         self._shows_output = prepared.generation.shows_output
         self._awaits_prompt_logprobs = (
             sampling.num_prompt_logprobs is not None and self.num_prompt_tokens > 1
@@ -122,16 +182,27 @@ class RequestOutput:
         return has_succeeded or self.num_output_tokens > 0
 
     def take(self) -> list[OutputDelta]:
-        """Returns the deltas since the last call; empty while prompt logprobs are outstanding."""
+        """Returns the next deltas, at most one for each choice; empty while prompt logprobs are
+        outstanding. `has_more` tells whether deltas are left, because they are too many.
+        """
         if self._awaits_prompt_logprobs and self.end is None:
             return []
-        taken = []
-        for index, text in enumerate(self._texts, self.first_choice_index):
-            is_ending = text.finish_reason is not None and not text.is_taken
-            if text.texts or text.tokens or is_ending:
-                texts = text.take_texts()
-                taken.append(OutputDelta(index, texts, text.finish_reason, text.take_tokens()))
-                text.is_taken = is_ending
+        taken: list[OutputDelta] = []
+        self.has_more = False
+        num_tokens, num_choices = 0, len(self._texts)
+        first = self._first_taken
+        for place in range(first, first + num_choices):
+            index = place % num_choices
+            if num_tokens >= MAX_TAKEN_TOKENS:
+                self.has_more, self._first_taken = True, index
+                break
+            text = self._texts[index]
+            delta = text.take(self.first_choice_index + index)
+            if delta is not None:
+                taken.append(delta)
+                num_tokens += len(delta.tokens)
+                self.has_more = self.has_more or text.has_output
+        self._count_taken(taken)
         return taken
 
     # ── stream.Receiver ──────────────────────────────────────────────────────────────────────────
@@ -144,10 +215,9 @@ class RequestOutput:
         if not self._shows_output:
             return True
         fresh = text.assembler.feed(token_ids, logprobs)
-        if logprobs:
-            text.tokens += text.assembler.take_scored()
-        text.texts += fresh
-        if fresh or text.tokens:
+        scored = text.assembler.take_scored() if logprobs else ()
+        if fresh or scored:
+            self.num_buffered_bytes += text.add(fresh, scored)
             self.on_update()
         if text.assembler.is_stopped:
             text.finish_reason = "stop"
@@ -160,16 +230,15 @@ class RequestOutput:
 
     def on_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
         if self._awaits_prompt_logprobs:
-            self.prompt_logprobs = logprobs
+            self.prompt_logprobs = PackedLogprobs(logprobs)
             self._awaits_prompt_logprobs = False
             self.on_update()
 
     def on_finish(self, choice_index: int, finish: Finish) -> None:
         text = self._texts[choice_index]
         fresh = text.assembler.flush()
-        if fresh:
-            text.texts.append(fresh)
-        text.tokens += text.assembler.take_scored()
+        scored = text.assembler.take_scored()
+        self.num_buffered_bytes += text.add((fresh,) if fresh else (), scored)
         text.finish_reason = self._finish_reason(text, finish)
         text.served = finish.served
         self.embedding = finish.embedding
@@ -190,6 +259,12 @@ class RequestOutput:
         self.on_update()
 
     # ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _count_taken(self, taken: Sequence[OutputDelta]) -> None:
+        if self.has_more:
+            self.num_buffered_bytes -= sum(each.num_bytes for each in taken)
+        else:
+            self.num_buffered_bytes = 0
 
     def _finish_reason(self, text: _ChoiceText, finish: Finish) -> str:
         if not self._shows_output:  # the client requested no tokens

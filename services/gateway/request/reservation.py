@@ -1,4 +1,4 @@
-"""The limit reservation of one response, which ends with the last of its outputs."""
+"""The limit reservation of one response, which ends when its last byte has left."""
 
 from __future__ import annotations
 
@@ -22,17 +22,25 @@ def delivered_of(outputs: Sequence[RequestOutput]) -> dict[UsageKind, int]:
 
 
 class Reservation:
-    """open ──no more submissions, and every output has ended──▶ closed, `on_close` called once."""
+    """open ──no more submissions, and every output has ended──▶ ended, `on_end` called once
+         ──response closed─▶ closed, `on_close` called once
+
+    A response that never began is closed with its last output.
+    """
 
     def __init__(
         self,
         lease: LimitLease,
-        on_close: Callable[[Reservation, LimitLease, Sequence[RequestOutput]], None],
+        on_end: Callable[[Reservation], None],
+        on_close: Callable[[LimitLease, Sequence[RequestOutput]], None],
     ) -> None:
         self._lease = lease
+        self._on_end = on_end
         self._on_close = on_close
         self._num_open = 0
-        self._is_closing = False
+        self._is_submitting = True
+        self._is_responding = False
+        self._is_ended = False
         self._is_closed = False
         self._outputs: list[RequestOutput] = []
         self._counted: Counter[UsageKind] = Counter()
@@ -51,25 +59,36 @@ class Reservation:
 
     def ended(self, output: RequestOutput) -> None:
         self._num_open -= 1
-        self._close_if_due()
+        self._advance()
 
     def take_usage(self) -> dict[UsageKind, int]:
-        """Returns the usage since the last call. Cached tokens come with the end of the response:
+        """Returns the usage since the last call. Cached tokens come with the end of the outputs:
         their number changes if the request moves to another worker.
         """
         delivered = delivered_of(self._outputs)
-        if not self._is_closed:
+        if not self._is_ended:
             delivered["cached_tokens"] = 0
         fresh = {kind: number - self._counted[kind] for kind, number in delivered.items()}
         self._counted.update(fresh)
         return fresh
 
-    def close_submissions(self) -> None:
-        """No more outputs will be opened."""
-        self._is_closing = True
-        self._close_if_due()
+    def close_submissions(self, *, has_response: bool = False) -> None:
+        """No more outputs will be opened. `has_response`: `close` follows."""
+        self._is_submitting = False
+        self._is_responding = has_response
+        self._advance()
 
-    def _close_if_due(self) -> None:
-        if self._is_closing and not self._num_open and not self._is_closed:
+    def close(self) -> None:
+        """The response has left, or its client has. Its outputs may still be ending."""
+        self._is_responding = False
+        self._advance()
+
+    def _advance(self) -> None:
+        if self._is_submitting or self._num_open:
+            return
+        if not self._is_ended:
+            self._is_ended = True
+            self._on_end(self)
+        if not self._is_responding and not self._is_closed:
             self._is_closed = True
-            self._on_close(self, self._lease, self._outputs)
+            self._on_close(self._lease, self._outputs)

@@ -15,10 +15,11 @@ from services.gateway.catalog import Catalog
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.request.generation_request import GenerationRequest, scoped_affinity_key
 from services.gateway.request.output_merger import OutputMerger
-from services.gateway.request.preparation import Preparation, PreparedRequest
+from services.gateway.request.preparation import Preparation, PreparedRequest, check_logprobs
 from services.gateway.request.prompt import ChatPrompt
 from services.gateway.request.request_output import ClientDisconnected, RequestOutput
 from services.gateway.request.reservation import Reservation
+from services.gateway.request.unsent_output import UnsentOutput
 from services.gateway.streams.stream_driver import StreamDriver
 from services.gateway.tenancy.limits import Limits
 from services.gateway.tenancy.permissions import check_model, check_regions
@@ -26,7 +27,7 @@ from services.gateway.tenancy.request_cost import LimitLease, RequestCost
 from services.gateway.tenancy.usage_counter import UsageCounter
 from services.gateway.text.template_renderer import Messages, Renderer
 from shared.clock import Clock
-from shared.errors import NoCapacity, Overloaded
+from shared.errors import HearthError, NoCapacity, Overloaded
 from shared.tenancy.tenant import TenantRecord
 
 # Longer prompts are tokenized on a thread, so that running streams do not wait.
@@ -49,6 +50,7 @@ class Submission:
         metrics: GatewayMetrics,
         clock: Clock,
         max_payload_bytes: Callable[[], int],
+        unsent: UnsentOutput,
     ) -> None:
         self._max_requests = max_requests
         self._preparation = preparation
@@ -60,6 +62,7 @@ class Submission:
         self._metrics = metrics
         self._clock = clock
         self._max_payload_bytes = max_payload_bytes
+        self._unsent = unsent
         self._num_preparing = 0
         self._reservations: set[Reservation] = set()
         self.is_draining = False
@@ -78,6 +81,7 @@ class Submission:
                 await asyncio.sleep(0)
             own_id = f"{request_id}-{index}" if index else request_id
             prepared.append(await self.prepare(tenant, own_id, generation))
+        check_logprobs(prepared)
         reservation = await self.admit(tenant, request_id, prepared)
         outputs: list[RequestOutput] = []
         try:
@@ -87,11 +91,16 @@ class Submission:
                 outputs.append(self.open(each, reservation))
         except BaseException:
             self.cancel(outputs)
-            raise
-        finally:
             reservation.close_submissions()
-        num_choices = generations[0].num_choices
-        return OutputMerger(outputs, num_choices=num_choices, headers=reservation.headers)
+            raise
+        reservation.close_submissions(has_response=True)
+        return OutputMerger(
+            outputs,
+            num_choices=generations[0].num_choices,
+            headers=reservation.headers,
+            unsent=self._unsent.open(tenant.tenant_id),
+            on_close=reservation.close,
+        )
 
     async def prepare(
         self, tenant: TenantRecord, request_id: str, generation: GenerationRequest
@@ -130,7 +139,7 @@ class Submission:
             lease = await self._limits.admit(tenant, request_id, request_cost)
         finally:
             self._num_preparing -= len(prepared)
-        reservation = Reservation(lease, self._settle)
+        reservation = Reservation(lease, on_end=self._count_last_usage, on_close=self._settle)
         self._reservations.add(reservation)
         return reservation
 
@@ -148,9 +157,10 @@ class Submission:
         self._driver.open(prepared.request, output, affinity_key=affinity_key)
         return output
 
-    def cancel(self, outputs: Sequence[RequestOutput]) -> None:
-        """Cancels the requests of a disconnected client. Does nothing for ended requests."""
-        error = ClientDisconnected("the client closed the connection")
+    def cancel(self, outputs: Sequence[RequestOutput], error: HearthError | None = None) -> None:
+        """Cancels the requests of a lost client. Does nothing for ended requests."""
+        if error is None:
+            error = ClientDisconnected("the client closed the connection")
         for output in outputs:
             self._driver.close(output.request_id, "client_gone", error)
 
@@ -167,13 +177,14 @@ class Submission:
         for reservation in self._reservations:
             self._usage.count(reservation.tenant_id, self._catalog.name, reservation.take_usage())
 
-    def _settle(
-        self, reservation: Reservation, lease: LimitLease, outputs: Sequence[RequestOutput]
-    ) -> None:
-        """Settles limits and counts usage, after every prompt of a response has ended."""
+    def _count_last_usage(self, reservation: Reservation) -> None:
+        """Counts usage after every prompt of a response has ended."""
         self._reservations.discard(reservation)
-        self._limits.settle(lease, sum(each.num_output_tokens for each in outputs))
         self._usage.count(reservation.tenant_id, self._catalog.name, reservation.take_usage())
+
+    def _settle(self, lease: LimitLease, outputs: Sequence[RequestOutput]) -> None:
+        """Settles limits after the last byte of a response has left."""
+        self._limits.settle(lease, sum(each.num_output_tokens for each in outputs))
 
     async def _rendered(self, generation: GenerationRequest) -> GenerationRequest:
         prompt = generation.prompt

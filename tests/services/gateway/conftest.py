@@ -184,7 +184,9 @@ async def running_cluster(
     ) as http:
         cluster = Cluster(gateway, scheduler, decodes, http, answer)
         await until(lambda: cluster.is_ready)
-        yield cluster
-    await gateway.stop()
-    for each in (scheduler, *decodes):
-        await each.stop()
+        try:
+            yield cluster
+        finally:
+            await gateway.stop()
+            for each in (scheduler, *decodes):
+                await each.stop()

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from services.gateway.http.connection import EXTENSION, ClientConnection
 from services.gateway.http.dialect import ChoiceResult
 from services.gateway.http.response import GenerationResponse
+from services.gateway.http.sse import KEEP_ALIVE
 from services.gateway.openai.errors import OpenAIDialect
 from services.gateway.request.output_merger import OutputMerger
-from services.gateway.request.request_output import OutputDelta
+from services.gateway.request.request_output import ClientSlow, OutputDelta, RequestOutput
 from services.gateway.streams.stream import StreamEnd
 from services.gateway.text.model_files import ModelFiles
+from shared.clock import MonotonicClock
 from shared.config import GatewayConfig
-from shared.errors import HearthError
+from shared.errors import HearthError, Overloaded
+from shared.messages import TokenLogprobs
 from tests.services.gateway.request.test_request_output import LENGTH, delivery_of
+from tests.simulation.world.clock import VirtualClock, run
 
 BODY = "http.response.body"
 
@@ -27,8 +37,28 @@ class ShortDialect(OpenAIDialect):
     def closing(self) -> bytes:
         return b"(closing)"
 
-    def body(self, results: list[ChoiceResult]) -> Any:
-        return [each.text for each in results]
+    def body(self, results: list[ChoiceResult]) -> Iterator[bytes]:
+        return iter([each.text.encode() for each in results])
+
+
+class IdleTransport(asyncio.Transport):
+    """A transport on which no byte ever waits."""
+
+    is_aborted = False
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        assert high == 0
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return SimpleNamespace(setsockopt=lambda *option: None) if name == "socket" else default
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+def scope() -> Any:
+    connection = ClientConnection(IdleTransport(), 30.0, lambda: None)
+    return {"extensions": {EXTENSION: connection}}
 
 
 async def bodies_of(
@@ -37,7 +67,12 @@ async def bodies_of(
     """Body messages of a response whose last token and stream end arrive together."""
     output = delivery_of(config, files, max_tokens=8)
     response = GenerationResponse(
-        OutputMerger([output]), ShortDialect(), is_streamed=True, headers={}, cancel=lambda: None
+        OutputMerger([output]),
+        ShortDialect(),
+        is_streamed=True,
+        headers={},
+        cancel=lambda error: None,
+        clock=MonotonicClock(),
     )
     messages: list[Any] = []
 
@@ -51,7 +86,7 @@ async def bodies_of(
     if error is None:
         output.on_finish(0, LENGTH)
     output.on_end(StreamEnd(error, "w", 0))
-    await response({}, receive, send)  # type: ignore[typeddict-item, arg-type]
+    await response(scope(), receive, send)
     return [(each["body"], each["more_body"]) for each in messages if each["type"] == BODY]
 
 
@@ -68,3 +103,124 @@ async def test_text_before_a_failure_is_sent_before_the_error(
     bodies = await bodies_of(gateway_config, model_files, HearthError("broken"))
     assert bodies[0] == (b"(a)", True)
     assert b"broken" in bodies[1][0] and b"[DONE]" not in bodies[1][0]
+
+
+# ── silence ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class Case:
+    """A streamed response on the virtual clock; `sent`: (seconds, status or body) of each send."""
+
+    def __init__(self, output: RequestOutput) -> None:
+        self.output = output
+        self.sent: list[tuple[float, Any]] = []
+        self.errors: list[HearthError] = []
+        self.scope = scope()
+        self.transport = self.scope["extensions"][EXTENSION]._transport
+        self.can_send = asyncio.Event()
+        self.can_send.set()
+        self.merger = OutputMerger([output])
+        self.response = GenerationResponse(
+            self.merger,
+            ShortDialect(),
+            is_streamed=True,
+            headers={},
+            cancel=self.errors.append,
+            clock=VirtualClock(),
+        )
+
+    async def receive(self) -> Any:
+        while not self.transport.is_aborted:
+            await asyncio.sleep(0.01)
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        await self.can_send.wait()
+        self.sent.append((VirtualClock().now(), message.get("status", message.get("body"))))
+
+    def start(self) -> asyncio.Task[None]:
+        return asyncio.create_task(self.response(self.scope, self.receive, self.send))
+
+
+def test_silent_stream_sends_head_and_comments(
+    gateway_config: GatewayConfig, model_files: ModelFiles
+) -> None:
+    async def main() -> None:
+        case = Case(delivery_of(gateway_config, model_files, max_tokens=8))
+        response = case.start()
+        await asyncio.sleep(25)
+        assert case.sent == [(10, 200), (10, KEEP_ALIVE), (20, KEEP_ALIVE)]
+        case.output.on_tokens(0, model_files.tokenizer.encode(["a"]), ())
+        await asyncio.sleep(14)
+        case.output.on_finish(0, LENGTH)
+        case.output.on_end(StreamEnd(None, "w", 0))
+        await response
+        assert case.sent[3:] == [(25, b"(a)"), (35, KEEP_ALIVE), (39, b"()(closing)")]
+
+    run(main())
+
+
+@pytest.mark.parametrize("after_s", [9.9, 10.1])
+def test_error_has_its_status_for_ten_seconds(
+    gateway_config: GatewayConfig, model_files: ModelFiles, after_s: float
+) -> None:
+    async def main() -> None:
+        case = Case(delivery_of(gateway_config, model_files, max_tokens=8))
+        response = case.start()
+        await asyncio.sleep(after_s)
+        case.output.on_end(StreamEnd(Overloaded("full"), None, 0))
+        await response
+        (_, status), *_, (ended_s, body) = case.sent
+        assert ended_s == after_s and b"overloaded" in body
+        if after_s < 10:
+            assert status == 429 and len(case.sent) == 2
+        else:
+            assert status == 200 and body.startswith(b"data: ") and case.sent[1][1] == KEEP_ALIVE
+
+    run(main())
+
+
+def test_no_comment_follows_an_end_that_waited(
+    gateway_config: GatewayConfig, model_files: ModelFiles
+) -> None:
+    """The client reads nothing for 15 s, also not the head that the silence has caused."""
+
+    async def main() -> None:
+        case = Case(delivery_of(gateway_config, model_files, max_tokens=8))
+        response = case.start()
+        case.can_send.clear()
+        await asyncio.sleep(12)
+        case.output.on_end(StreamEnd(Overloaded("full"), None, 0))
+        await asyncio.sleep(15)
+        case.can_send.set()
+        await response
+        bodies = [body for _, body in case.sent]
+        assert bodies[0] == 200 and b"overloaded" in bodies[1] and len(bodies) == 2
+
+    run(main())
+
+
+# ── bounds ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_stream_with_too_much_unread_output_is_aborted(
+    gateway_config: GatewayConfig, model_files: ModelFiles
+) -> None:
+    async def main() -> None:
+        output = delivery_of(gateway_config, model_files, max_tokens=400, num_logprobs=20)
+        case = Case(output)
+        bound = case.merger.unsent._unsent.max_response_bytes = 8 * 1024
+        case.start()
+        case.can_send.clear()
+        (token_id,) = model_files.tokenizer.encode(["a"])
+        scored = TokenLogprobs(-1.0, tuple(range(20)), (-1.0,) * 20)
+        num_fed = 0
+        while not case.transport.is_aborted:
+            output.on_tokens(0, (token_id,), (scored,))
+            num_fed += 1
+            await asyncio.sleep(0.01)
+        assert bound / 250 < num_fed < bound / 176 + 4
+        await asyncio.sleep(0.1)
+        assert isinstance(case.errors[-1], ClientSlow)
+
+    run(main())

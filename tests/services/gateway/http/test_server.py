@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -42,13 +43,19 @@ async def rest_of(reader: asyncio.StreamReader) -> bytes:
 
 
 @asynccontextmanager
-async def connected() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def started() -> AsyncIterator[WebServer]:
     server = WebServer(app, "127.0.0.1", 0, head_timeout_s=HEAD_S, body_timeout_s=BODY_S)
     await server.start()
-    reader, writer = await asyncio.open_connection(*server.address)
-    yield reader, writer
-    writer.close()
+    yield server
     await server.stop()
+
+
+@asynccontextmanager
+async def connected() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    async with started() as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        yield reader, writer
+        writer.close()
 
 
 async def test_connection_without_a_request_is_closed() -> None:
@@ -120,3 +127,19 @@ async def test_idle_timeout_exceeds_that_of_clients() -> None:
     assert client_idle_timeout_s is not None
     assert server._server.config.timeout_keep_alive > 2 * client_idle_timeout_s
     await server.stop()
+
+
+async def test_kernel_disconnects_lost_peers() -> None:
+    """The options of the listening socket hold for its connections."""
+    async with asyncio.timeout(20), started() as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(POST + b"abcd")
+        await reader.readuntil(b"0\r\n\r\n")
+        (protocol,) = server._server.server_state.connections
+        accepted = protocol.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        tcp = socket.IPPROTO_TCP
+        assert accepted.getsockopt(tcp, socket.TCP_USER_TIMEOUT) == 60_000
+        assert accepted.getsockopt(tcp, socket.TCP_KEEPIDLE) == 60
+        assert accepted.getsockopt(tcp, socket.TCP_NOTSENT_LOWAT) == 64 * 1024
+        writer.close()

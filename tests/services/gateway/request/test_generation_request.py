@@ -11,7 +11,7 @@ import pytest
 from tokenizers.processors import ByteLevel, TemplateProcessing
 
 from services.gateway.request.generation_request import GenerationRequest, max_output_tokens
-from services.gateway.request.preparation import Preparation
+from services.gateway.request.preparation import Preparation, PreparedRequest, check_logprobs
 from services.gateway.request.prompt import Echo, TextPrompt, TokenPrompt, echo_of, tokenize
 from services.gateway.request.sampling import SamplingFields
 from services.gateway.text.model_files import ModelFiles
@@ -172,3 +172,38 @@ def test_prompt_may_fill_context_if_no_output_is_shown(
     assert max_output_tokens(generation, longest, card, default=9) == 1
     with pytest.raises(PromptTooLong, match="prompt: a prompt of"):
         max_output_tokens(generation, longest + 1, card, default=9)
+
+
+# ── logprobs ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("num_prompts", [1, 8])
+@pytest.mark.parametrize("param", ["logprobs", "top_logprobs"])
+def test_logprobs_beyond_64_mib_are_rejected(
+    gateway_config: GatewayConfig, model_files: ModelFiles, num_prompts: int, param: str
+) -> None:
+    """Choices, tokens and top logprobs multiply, and all prompts of a response count together."""
+
+    def prepare(max_tokens: int) -> PreparedRequest:
+        generation = GenerationRequest(
+            model="tiny",
+            prompt=TokenPrompt([5], "prompt"),
+            sampling=SamplingFields(),
+            max_tokens=max_tokens,
+            num_logprobs=20,
+            num_choices=128,
+            logprobs_param=param,
+        )
+        return Preparation(gateway_config, model_files, SystemRandomness()).prepare(
+            generation,
+            msgspec.structs.replace(CARD, max_context_tokens=8192),
+            tenant=TenantRecord(tenant_id="t"),
+            request_id="r",
+            max_payload_bytes=2**23,
+        )
+
+    most = 64 * 1024 * 1024 // (128 * (8 + 8 * 21))
+    check_logprobs([prepare(most // num_prompts)] * num_prompts)
+    with pytest.raises(InvalidRequest, match=f"{param}: the logprobs of this request") as raised:
+        check_logprobs([prepare(most // num_prompts + 1)] * num_prompts)
+    assert raised.value.param == param

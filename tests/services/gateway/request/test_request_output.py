@@ -10,7 +10,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.request.generation_request import GenerationRequest
 from services.gateway.request.preparation import Preparation
 from services.gateway.request.prompt import TokenPrompt
-from services.gateway.request.request_output import MAX_TEXTS, RequestOutput
+from services.gateway.request.request_output import MAX_DELTA_TOKENS, MAX_TEXTS, RequestOutput
 from services.gateway.request.sampling import SamplingFields
 from services.gateway.text.model_files import ModelFiles
 from shared.clock import MonotonicClock
@@ -89,3 +89,36 @@ def test_tokens_with_logprobs_are_in_one_delta(
     (delta,) = output.take()
     assert [token.token_id for token in delta.tokens] == letters[:2]
     assert delta.text == model_files.tokenizer.tokenizer.decode(letters[:2])
+
+
+@pytest.mark.parametrize("num_at_once", [1, 7, 300])
+def test_backlog_of_tokens_with_logprobs_is_taken_in_parts(
+    gateway_config: GatewayConfig, model_files: ModelFiles, num_at_once: int
+) -> None:
+    """Each part has the text of its tokens, of which several form one character."""
+    text = "a😀東 fox\n" * 40
+    token_ids = model_files.tokenizer.encode([text])
+    output = delivery_of(gateway_config, model_files, max_tokens=500, num_logprobs=2)
+    scored = TokenLogprobs(-0.5, (1, 2), (-0.5, -1.0))
+    for first in range(0, len(token_ids), num_at_once):
+        fresh = token_ids[first : first + num_at_once]
+        output.on_tokens(0, fresh, (scored,) * len(fresh))
+    output.on_finish(0, LENGTH)
+    assert output.num_buffered_bytes > 32 * len(token_ids)
+    deltas = output.take()
+    while output.has_more:
+        deltas += output.take()
+    assert output.num_buffered_bytes == 0
+    assert "".join(delta.text for delta in deltas) == text
+    assert [token.token_id for delta in deltas for token in delta.tokens] == token_ids
+    assert all(token.logprobs == scored for delta in deltas for token in delta.tokens)
+    assert max(len(delta.tokens) for delta in deltas) == MAX_DELTA_TOKENS
+    assert [delta.finish_reason for delta in deltas] == [None] * (len(deltas) - 1) + ["length"]
+    spelled = model_files.tokenizer.token_bytes
+    shown = 0
+    for delta in deltas[:-1]:
+        shown += len(delta.tokens)
+        of_tokens = b"".join(spelled[token_id] for token_id in token_ids[:shown])
+        of_texts = "".join(each.text for each in deltas[: deltas.index(delta) + 1]).encode()
+        assert of_tokens.startswith(of_texts)
+        assert len(of_tokens) - len(of_texts) < 4  # within a character

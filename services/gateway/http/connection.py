@@ -1,0 +1,118 @@
+"""The sending side of a client's connection: closes it when the client takes no byte for too long.
+
+    empty ──bytes wait to be sent──▶ waiting ──all sent──▶ empty
+                                        └──no byte taken for `timeout_s`──▶ aborted
+
+The server sends a response's next part only from `empty`, so at most one part waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Callable
+
+from litestar.types import Scope
+
+EXTENSION = "hearth.connection"  # in an ASGI scope
+KEEP_ALIVE_IDLE_S = 60  # of a silent connection, before TCP asks whether the peer is there
+KEEP_ALIVE_INTERVAL_S = 10
+KEEP_ALIVE_PROBES = 3
+MAX_KERNEL_BYTES = 64 * 1024  # not yet on the wire: more wait in this process, where they count
+CHECKS_PER_TIMEOUT = 8
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+
+
+def watch_peers(listening: socket.socket, timeout_s: float) -> None:
+    """Sets TCP's options for all connections of a listening socket: a peer that no longer exists,
+    or that takes no byte for twice `timeout_s`, is disconnected by the kernel. The gateway's own
+    timeout comes first: it knows that the client is slow.
+    """
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {
+        socket.TCP_KEEPIDLE: KEEP_ALIVE_IDLE_S,
+        socket.TCP_KEEPINTVL: KEEP_ALIVE_INTERVAL_S,
+        socket.TCP_KEEPCNT: KEEP_ALIVE_PROBES,
+        socket.TCP_USER_TIMEOUT: round(2 * timeout_s * 1000),
+        socket.TCP_NOTSENT_LOWAT: MAX_KERNEL_BYTES,
+    }
+    for option, value in options.items():
+        listening.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+class ClientConnection:
+    """`on_slow`: called once if the connection is closed because its client does not read."""
+
+    def __init__(
+        self, transport: asyncio.Transport, timeout_s: float, on_slow: Callable[[], None]
+    ) -> None:
+        self._transport = transport
+        self._timeout_s = timeout_s
+        self._on_slow = on_slow
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
+        self._num_waiting = 0  # bytes, when the client last took one
+        self._taken_at = 0.0
+        self.is_slow = False
+        self.is_lost = False
+        transport.set_write_buffer_limits(high=0)  # reports every byte that waits
+
+    async def sent(self) -> None:
+        """Returns once no byte waits, or the connection is lost."""
+        await self._is_empty.wait()
+
+    def abort_slow(self) -> None:
+        """Resets the connection and drops its bytes, the kernel's too. Idempotent."""
+        if self.is_slow or self.is_lost:
+            return
+        self.is_slow = True
+        self._on_slow()
+        peer = self._transport.get_extra_info("socket")
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+        self._transport.abort()
+
+    # ── of the transport ─────────────────────────────────────────────────────────────────────────
+
+    def bytes_wait(self) -> None:
+        self._is_empty.clear()
+        self._num_waiting = self._transport.get_write_buffer_size()
+        self._taken_at = self._loop.time()
+        self._check_later()
+
+    def bytes_sent(self) -> None:
+        self._is_empty.set()
+        self._stop_checking()
+
+    def lost(self) -> None:
+        self.is_lost = True
+        self._is_empty.set()
+        self._stop_checking()
+
+    # ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _check_later(self) -> None:
+        self._stop_checking()
+        self._timer = self._loop.call_later(self._timeout_s / CHECKS_PER_TIMEOUT, self._check)
+
+    def _stop_checking(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _check(self) -> None:
+        num_waiting, now = self._transport.get_write_buffer_size(), self._loop.time()
+        if num_waiting < self._num_waiting:
+            self._num_waiting, self._taken_at = num_waiting, now
+        if now - self._taken_at >= self._timeout_s:
+            self.abort_slow()
+        else:
+            self._check_later()
+
+
+def connection_of(scope: Scope) -> ClientConnection:
+    connection = (scope.get("extensions") or {})[EXTENSION]
+    assert isinstance(connection, ClientConnection)
+    return connection
