@@ -39,7 +39,7 @@ def test_valid_configs_pass(tmp_path: Path) -> None:
         (0, {"nats_url": "http://x"}, "nats_url"),
         (0, {"nats_url": "nats://h:port"}, "nats_url"),
         (0, {"process_id": ""}, "process_id"),
-        (0, {"process_id": "a.b"}, "process_id"),
+        (0, {"process_id": "a.b.c"}, "process_id"),
         (0, {"max_queued_requests": 0}, "max_queued_requests"),
         (0, {"max_queued_tokens": -1}, "max_queued_tokens"),
         (0, {"local_prefill_tokens": -1}, "local_prefill_tokens"),

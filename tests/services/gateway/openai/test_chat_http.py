@@ -199,6 +199,7 @@ async def test_models_health_ready_metrics_openapi(cluster: Cluster) -> None:
         "workers": {"prefill": [], "decode": ["decode-1", "decode-2"]},
         "scheduler": ["scheduler-1"],
         "kv_index": [],
+        "redis": "ok",
     }
     await cluster.http.post(CHAT, json=BODY)
     response = await cluster.http.get("/metrics")
