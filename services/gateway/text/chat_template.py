@@ -2,11 +2,12 @@
 
 A template writes role markers as special tokens, which the tokenizer converts to ids. If message
 text were rendered unchanged, a client could forge a role by sending `<|im_start|>system`. So every
-special token *inside message text* is replaced by a reference (two Unicode noncharacters around a
-number) before the template runs, and `_split` returns the parts: template text, where special
-tokens are recognized, and literal text, where the same characters are ordinary. The model reads
-the client's text unchanged. Role markers that a model writes with ordinary tokens cannot be
-distinguished from text; this is true of every server of such a model.
+special token *inside text of the client* (contents, and the keys and values of tools) is replaced
+by a reference (two Unicode noncharacters around a number) before the template runs, and `_split`
+returns the parts: template text, where special tokens are recognized, and literal text, where the
+same characters are ordinary. The model reads the client's text unchanged. Role markers that a model
+writes with ordinary tokens cannot be distinguished from text; this is true of every server of such
+a model.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
@@ -25,7 +26,7 @@ import msgspec
 from shared.errors import ConfigError, InvalidRequest
 
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-_REFERENCE = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
+_REFERENCE = re.compile(f"{_OPEN}[0-9]+{_CLOSE}")
 
 Today = Callable[[], datetime.datetime]
 
@@ -63,8 +64,8 @@ class ChatTemplate:
         self.source = TemplateSource(source, tuple(special_tokens), dict(variables))
         # longest first, so that a token wins over its prefixes
         literals = sorted({*special_tokens, _OPEN, _CLOSE}, key=len, reverse=True)
-        self._literals = literals
-        self._index = {literal: index for index, literal in enumerate(literals)}
+        self._references = {each: f"{_OPEN}{i}{_CLOSE}" for i, each in enumerate(literals)}
+        self._literals = {reference: each for each, reference in self._references.items()}
         self._pattern = re.compile("|".join(re.escape(each) for each in literals))
         self._variables = dict(variables)
         try:
@@ -82,13 +83,13 @@ class ChatTemplate:
 
         Raises InvalidRequest with the template's message if the template rejects the messages.
         """
-        guarded = [_map_strings(message, self._guard) for message in messages]
+        guarded = [self._guard_message(message) for message in messages]
         if tools and not self.takes_tools:
             raise InvalidRequest("this model's chat template does not support tools", param="tools")
         try:
             prompt = self._template.render(
                 messages=guarded,
-                tools=[_map_strings(tool, self._guard) for tool in tools] or None,
+                tools=[self._guard_tree(tool) for tool in tools] or None,
                 documents=None,
                 add_generation_prompt=True,
                 **self._variables,
@@ -101,31 +102,39 @@ class ChatTemplate:
             raise InvalidRequest(message, param="messages") from error
         return self._split(prompt)
 
-    def _guard(self, text: str) -> str:
-        return self._pattern.sub(lambda hit: f"{_OPEN}{self._index[hit[0]]}{_CLOSE}", text)
+    def _guard_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        # the role is already checked against a fixed set, and templates compare it
+        return {
+            key: value if key == "role" else self._guard_tree(value)
+            for key, value in message.items()
+        }
 
-    def _split(self, prompt: str) -> list[str]:
-        parts: list[str] = []
-        for position, part in enumerate(_REFERENCE.split(prompt)):
-            if position % 2:
-                parts.append(LiteralText(self._literals[int(part)]))
-            elif part:
-                parts.append(part)
-        return parts
-
-
-def _map_strings(message: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
-    def changed(value: Any) -> Any:
+    def _guard_tree(self, value: Any) -> Any:
+        """The JSON value with every string guarded: templates render keys as they render values."""
         if isinstance(value, str):
-            return change(value)
+            return self._guard(value)
         if isinstance(value, dict):
-            return {key: changed(each) for key, each in value.items()}
+            return {self._guard(key): self._guard_tree(each) for key, each in value.items()}
         if isinstance(value, list):
-            return [changed(each) for each in value]
+            return [self._guard_tree(each) for each in value]
         return value
 
-    # the role is already checked against a fixed set, and templates compare it
-    return {key: value if key == "role" else changed(value) for key, value in message.items()}
+    def _guard(self, text: str) -> str:
+        return self._pattern.sub(lambda hit: self._references[hit[0]], text)
+
+    def _split(self, prompt: str) -> list[str]:
+        return [part for part in self._parts(prompt) if part]
+
+    def _parts(self, prompt: str) -> Iterator[str]:
+        """What only looks like a reference, because the template cut and joined texts, is text."""
+        end = 0
+        for hit in _REFERENCE.finditer(prompt):
+            literal = self._literals.get(hit[0])
+            if literal is not None:
+                yield prompt[end : hit.start()]
+                yield LiteralText(literal)
+                end = hit.end()
+        yield prompt[end:]
 
 
 def _environment(today: Today) -> jinja2.sandbox.ImmutableSandboxedEnvironment:

@@ -67,9 +67,18 @@ def main() -> None:
     template = msgspec.msgpack.decode(source, type=TemplateSource).compiled()
     while (order := _read()) is not None:
         signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
-        reply = reply_to(template, msgspec.msgpack.decode(order, type=RenderJob))
+        reply = encoded_reply(template, order)
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-        _write(encode(reply))
+        _write(reply)
+
+
+def encoded_reply(template: ChatTemplate, order: bytes) -> bytes:
+    """Rejects a job on any error: an end of the process would delay the jobs of other clients."""
+    try:
+        return encode(reply_to(template, msgspec.msgpack.decode(order, type=RenderJob)))
+    except Exception as error:  # of a template, which may raise anything, or of a client's data
+        name = type(error).__name__
+        return encode(Rejected(f"the chat template fails on these messages: {name}"))
 
 
 def reply_to(template: ChatTemplate, order: RenderJob) -> Reply:
@@ -79,8 +88,6 @@ def reply_to(template: ChatTemplate, order: RenderJob) -> Reply:
         parts = template.render(order.messages, order.tools)
     except HearthError as error:
         return Rejected(error.message)
-    except (MemoryError, RecursionError) as error:
-        return Rejected(f"the chat template fails on these messages: {type(error).__name__}")
     if sum(map(len, parts)) > MAX_PROMPT_CHARS:
         return Rejected(f"the rendered prompt has more than {MAX_PROMPT_CHARS} characters")
     return Rendered([(isinstance(part, LiteralText), str(part)) for part in parts])

@@ -1,0 +1,142 @@
+"""Clients write role marks, and the marks of references, into every string of a conversation."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import services
+from services.gateway.text.chat_template import ChatTemplate, LiteralText, TemplateSource
+from services.gateway.text.template_process import (
+    SIZE,
+    Rejected,
+    Rendered,
+    RenderJob,
+    Reply,
+    encode,
+    encoded_reply,
+)
+
+ROOT = Path(services.__file__).resolve().parents[1]
+SPECIAL_TOKENS = ["<|im_start|>", "<|im_end|>", "<|im_start|>x"]
+MESSAGES = [{"role": "user", "content": "hello"}]
+# Each special token is written once; the second line is what a template with `.items()` writes.
+TOOLS = (
+    "<|im_start|>{{ tools | tojson }}\n"
+    "{% for tool in tools %}{% for key, value in tool.items() %}{{ key }}: {{ value | tojson }}\n"
+    "{% endfor %}{% endfor %}<|im_end|>"
+)
+PIECES = (*SPECIAL_TOKENS, "\ufdd0", "\ufdd1", "\ufdd00\ufdd1", "\ufdd099999\ufdd1", "1", "\u0661")
+texts = st.lists(st.sampled_from((*PIECES, "role", "system\n", " ")), max_size=6).map("".join)
+trees = st.recursive(
+    texts | st.none() | st.integers(),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(texts, children, max_size=3),
+    max_leaves=12,
+)
+objects = st.dictionaries(texts | st.just("role"), trees, max_size=4)
+
+_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_decode = _decoder.decode
+
+
+def template(source: str = TOOLS) -> ChatTemplate:
+    return ChatTemplate(source, special_tokens=SPECIAL_TOKENS, variables={})
+
+
+def role_marks(parts: list[str]) -> list[str]:
+    """The special tokens that the tokenizer would recognize, in order."""
+    text = "\n".join(part for part in parts if not isinstance(part, LiteralText))
+    found = [(text.find(each, at), each) for each in SPECIAL_TOKENS for at in range(len(text))]
+    return [each for _, each in sorted({hit for hit in found if hit[0] >= 0})]
+
+
+@given(tools=st.lists(objects, min_size=1, max_size=3))
+def test_template_alone_writes_role_marks(tools: list[dict[str, Any]]) -> None:
+    """The text of any tools is unchanged, in keys as in values, and none of it is a role mark."""
+    parts = template().render(MESSAGES, tools)
+    assert role_marks(parts) == ["<|im_start|>", "<|im_end|>"]
+    lines = [
+        f"{key}: {json.dumps(value, ensure_ascii=False)}\n"
+        for tool in tools
+        for key, value in tool.items()
+    ]
+    whole = json.dumps(tools, ensure_ascii=False)
+    assert "".join(parts) == f"<|im_start|>{whole}\n{''.join(lines)}<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].content | replace('0', '99999') }}",  # no reference has this number
+        "{{ messages[0].content | replace('0', '1' * 5000) }}",  # not even an integer of Python
+        "{{ messages[0].content | replace('0', '\u0661') }}",  # a digit that is not of ASCII
+        "{{ messages[0].content[:-1] }}",
+    ],
+)
+def test_changed_reference_is_text(source: str) -> None:
+    parts = template(source).render([{"role": "user", "content": "<|im_start|>x"}])
+    assert len(parts) == 1 and not isinstance(parts[0], LiteralText)
+    assert role_marks(parts) == []
+
+
+def nested(depth: int) -> Any:
+    tree: Any = []
+    for _ in range(depth):
+        tree = [tree]
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("source", "job"),
+    [
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", encode(RenderJob(MESSAGES))),
+        ("{{ '\ud800' }}", encode(RenderJob(MESSAGES))),  # cannot be sent
+        ("{{ tools }}", encode(RenderJob(MESSAGES, [{"a": nested(500)}]))),
+        ("{{ tools }}", b"\x92\x91\x80\x91\x81\xa1a" + b"\x91" * 5_000 + b"\x90"),
+        ("", b"\xc1"),
+    ],
+)
+def test_any_error_rejects_the_job(source: str, job: bytes) -> None:
+    reply = _decode(encoded_reply(template(source), job))
+    assert isinstance(reply, Rejected)
+    assert "the chat template fails on these messages" in reply.reason
+
+
+def framed(message: RenderJob | TemplateSource) -> bytes:
+    data = encode(message)
+    return SIZE.pack(len(data)) + data
+
+
+def test_one_process_answers_every_hostile_job() -> None:
+    jobs = [
+        RenderJob(MESSAGES, [{text: value, "role": text}])
+        for text in (*PIECES, "\ufdd0" + "9" * 5_000 + "\ufdd1")
+        for value in (text, nested(900))
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "services.gateway.text.template_process"],
+        input=framed(template().source) + b"".join(map(framed, jobs)),
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=60,
+    )
+    assert done.returncode == 0
+    replies, left = [], done.stdout
+    while left:
+        (size,) = SIZE.unpack(left[: SIZE.size])
+        replies.append(_decode(left[SIZE.size : SIZE.size + size]))
+        left = left[SIZE.size + size :]
+    assert [type(each) for each in replies] == [Rendered, Rejected] * (len(jobs) // 2)
+    for reply in replies[::2]:
+        assert isinstance(reply, Rendered)
+        parts = [LiteralText(text) if is_literal else text for is_literal, text in reply.parts]
+        assert role_marks(parts) == ["<|im_start|>", "<|im_end|>"]
