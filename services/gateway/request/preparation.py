@@ -16,6 +16,7 @@ from services.gateway.request.prompt import Echo, echo_of, tokenize
 from services.gateway.request.public_prefixes import PublicPrefixes
 from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.model_files import ModelFiles
+from services.gateway.text.stop_strings import StopAutomaton
 from services.gateway.text.text_assembler import TextAssembler
 from shared.config import GatewayConfig
 from shared.errors import InvalidRequest
@@ -33,6 +34,7 @@ class PreparedRequest:
     request: Request
     prompt_token_ids: list[int]
     echo: Echo | None
+    stop: StopAutomaton
 
     @property
     def max_output_tokens(self) -> int:
@@ -104,7 +106,8 @@ class Preparation:
         request = build_request(generation, prompt, sampling, card, origin, self._public)
         check_payload(request, generation.prompt.param, max_payload_bytes)
         echo = echo_of(generation.prompt, self._files) if generation.has_echo else None
-        prepared = PreparedRequest(generation, request, prompt, echo)
+        stop = StopAutomaton(generation.sampling.stop_strings)
+        prepared = PreparedRequest(generation, request, prompt, echo, stop)
         check_logprobs((prepared,))
         return prepared
 
@@ -114,9 +117,8 @@ class Preparation:
         detokenizer = Detokenizer(
             tokenizer.tokenizer, context[-CONTEXT_TOKENS:], complete_texts=tokenizer.complete_texts
         )
-        sampling = prepared.generation.sampling
         min_tokens = prepared.request.sampling.min_tokens
-        return TextAssembler(detokenizer, sampling.stop_strings, min_tokens=min_tokens)
+        return TextAssembler(detokenizer, prepared.stop, min_tokens=min_tokens)
 
     def _default_max_tokens(self, generation: GenerationRequest, tenant: TenantRecord) -> int:
         """Capped at the tenant's limit, so that the default alone never rejects a request."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.scored_tokens import HeldTokens, ScoredToken
-from services.gateway.text.stop_strings import StopStrings
+from services.gateway.text.stop_strings import StopAutomaton, StopStrings
 from shared.messages import TokenLogprobs
 
 
@@ -17,10 +17,10 @@ class TextAssembler:
     that have logprobs, as many as are counted.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str], *, min_tokens: int) -> None:
+    def __init__(self, detokenizer: Detokenizer, stop: StopAutomaton, *, min_tokens: int) -> None:
         self._detokenizer = detokenizer
         self._stop_strings = StopStrings(stop)
-        self._has_stop = bool(stop)
+        self._has_stop = bool(stop.strings)
         self._min_tokens = min_tokens
         self._held = HeldTokens()
         self.num_tokens = 0

@@ -16,7 +16,7 @@ from services.gateway.text import tokenizer
 from services.gateway.text.chat_template import ChatTemplate, LiteralText
 from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.model_files import ModelFiles
-from services.gateway.text.stop_strings import StopStrings
+from services.gateway.text.stop_strings import StopAutomaton
 from services.gateway.text.text_assembler import TextAssembler
 from services.gateway.text.token_bytes import TokenBytes, complete_texts
 from services.gateway.text.tokenizer import PromptTokenizer
@@ -25,45 +25,6 @@ from shared.messages import TokenLogprobs
 from tests.services.gateway.model_dir import write_model_dir
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
-
-
-def naive_cut(text: str, stops: list[str]) -> str:
-    """Cuts at the match that completes first; if several complete together, at the longest."""
-    for end in range(len(text) + 1):
-        matches = [stop for stop in stops if text[:end].endswith(stop)]
-        if matches:
-            return text[: end - max(map(len, matches))]
-    return text
-
-
-@given(
-    parts=st.lists(st.text("abc", max_size=4), max_size=12),
-    stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=4),
-)
-def test_stop_strings_equal_the_naive_model(parts: list[str], stops: list[str]) -> None:
-    strings = StopStrings(stops)
-    shown = ""
-    for part in parts:
-        shown += strings.feed(part)
-        assert naive_cut("".join(parts), stops).startswith(shown)  # shows no part of a match
-    shown += strings.flush()
-    text = "".join(parts)
-    assert shown == naive_cut(text, stops)
-    assert (strings.matched is not None) == any(stop in text for stop in stops)
-
-
-def test_partial_stop_string_is_buffered_until_decided() -> None:
-    strings = StopStrings(["END"])
-    assert [strings.feed(part) for part in ("a E", "N", "x", "E", "ND", "more")] == [
-        "a ",
-        "",
-        "ENx",
-        "",
-        "",
-        "",
-    ]
-    assert strings.matched == "END"
-    assert strings.flush() == ""
 
 
 @given(text=st.text(max_size=40))
@@ -174,7 +135,7 @@ def test_scored_tokens_arrive_with_their_text(
     token_ids = model_files.tokenizer.encode([LiteralText(text)])
     spelled = model_files.tokenizer.token_bytes
     detokenizer = Detokenizer(model_files.tokenizer.tokenizer)
-    assembler = TextAssembler(detokenizer, stops, min_tokens=0)
+    assembler = TextAssembler(detokenizer, StopAutomaton(stops), min_tokens=0)
     shown, scored, left = "", [], token_ids
 
     def check() -> None:
@@ -227,7 +188,7 @@ def test_token_bytes_of_sentencepiece_vocabulary() -> None:
 def test_assembler_counts_tokens_up_to_stop_string(model_files: ModelFiles) -> None:
     tokenizer = model_files.tokenizer.tokenizer
     token_ids = [tokenizer.token_to_id(letter) for letter in "ababab"]
-    assembler = TextAssembler(Detokenizer(tokenizer), ["b"], min_tokens=3)
+    assembler = TextAssembler(Detokenizer(tokenizer), StopAutomaton(["b"]), min_tokens=3)
     assert assembler.feed(token_ids) == ["a", "b", "a"]
     assert assembler.is_stopped
     assert assembler.num_tokens == 4
