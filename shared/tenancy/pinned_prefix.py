@@ -21,16 +21,52 @@ import msgspec
 from msgspec import Meta
 
 from shared.block_hash import PUBLIC_TENANT_ID
+from shared.errors import HearthError
+from shared.packing import TOKEN_ID_BYTES
 from shared.store import Store
 from shared.transport.wire_errors import UNREADABLE
 
 VERSION_KEY = "hearth:pinned_prefixes:version"
 TENANTS_KEY = "hearth:pinned_prefixes:tenants"
 MAX_PER_TENANT = 64
+MAX_BYTES_PER_TENANT = 64 << 20  # of all its PinnedPrefix records
 MAX_TENANTS = 1_000
 NAME_PATTERN = r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
 
 PrefixName = Annotated[str, Meta(pattern=NAME_PATTERN)]
+
+# Counts and writes in one step, so that concurrent writes do not pass the limits together.
+# KEYS: the tenant's entries, the prefix, the tenants, the version. ARGV: name, Entry, PinnedPrefix,
+# seconds to live (0: for ever), creation time, tenant, the limits of prefixes and of their bytes,
+# and the start of the keys of the tenant's prefixes.
+SAVE_LUA = """
+local count, size = 1, #ARGV[3]
+for _, name in ipairs(redis.call('HKEYS', KEYS[1])) do
+  if name ~= ARGV[1] then
+    local length = redis.pcall('STRLEN', ARGV[9] .. name)
+    count = count + 1
+    if type(length) == 'number' then size = size + length end
+  end
+end
+if count > tonumber(ARGV[7]) then return 'too_many' end
+if size > tonumber(ARGV[8]) then return 'too_large' end
+redis.call('SET', KEYS[2], ARGV[3])
+if ARGV[4] ~= '0' then redis.call('EXPIRE', KEYS[2], ARGV[4]) end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+redis.call('ZADD', KEYS[3], 'GT', ARGV[5], ARGV[6])
+redis.call('INCRBY', KEYS[4], 1)
+return 'saved'
+"""
+
+
+class TooManyPrefixes(HearthError):
+    code = "too_many_prefixes"
+    http_status = 409
+    openai_type = "invalid_request_error"
+
+
+class PrefixStorageFull(TooManyPrefixes):
+    code = "prefix_storage_full"
 
 
 class PinnedPrefix(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +86,11 @@ class PinnedPrefix(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_public(self) -> bool:
         return self.tenant_id == PUBLIC_TENANT_ID
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the record in Redis."""
+        return len(_encode(self))
 
     @property
     def digest(self) -> str:
@@ -89,20 +130,34 @@ async def load(store: Store, tenant_id: str, name: str) -> PinnedPrefix | None:
     return prefix
 
 
-async def save(store: Store, prefix: PinnedPrefix, now: float) -> None:
-    """Adds a prefix, or replaces the one with the same name. Raises StoreUnavailable."""
-    entry = Entry(prefix.digest, prefix.model, len(prefix.token_ids) // 4, prefix.expires_at)
-    ending: tuple[str | int, ...] = ()
-    if prefix.expires_at is not None:
-        ending = ("EX", max(1, prefix.expires_at - int(now)))
-    await store.write(
-        [
-            ("SET", _body_key(prefix.tenant_id, prefix.name), _encode(prefix), *ending),
-            ("HSET", _entries_key(prefix.tenant_id), prefix.name, _encode(entry)),
-            ("ZADD", TENANTS_KEY, "GT", prefix.created_at, prefix.tenant_id),
-            ("INCRBY", VERSION_KEY, 1),
-        ]
-    )
+async def save(
+    store: Store, prefix: PinnedPrefix, now: float, *, max_prefixes: int = MAX_PER_TENANT
+) -> None:
+    """Adds a prefix, or replaces the one with the same name. `now`: unix seconds.
+
+    Raises TooManyPrefixes or PrefixStorageFull, with nothing changed; StoreUnavailable.
+    """
+    num_tokens = len(prefix.token_ids) // TOKEN_ID_BYTES
+    entry = Entry(prefix.digest, prefix.model, num_tokens, prefix.expires_at)
+    life_s = 0 if prefix.expires_at is None else max(1, prefix.expires_at - int(now))
+    keys = [
+        _entries_key(prefix.tenant_id),
+        _body_key(prefix.tenant_id, prefix.name),
+        TENANTS_KEY,
+        VERSION_KEY,
+    ]
+    arguments: list[str | bytes | int | float] = [
+        *(prefix.name, _encode(entry), _encode(prefix), life_s, prefix.created_at),
+        *(prefix.tenant_id, max_prefixes, MAX_BYTES_PER_TENANT, _body_key(prefix.tenant_id, "")),
+    ]
+    match await store.evaluate(SAVE_LUA, keys, arguments):
+        case b"too_many":
+            raise TooManyPrefixes(f"there can be at most {max_prefixes} prefixes: delete one first")
+        case b"too_large":
+            raise PrefixStorageFull(
+                f"with this prefix, all prefixes together take more than {MAX_BYTES_PER_TENANT} "
+                "bytes: delete one first"
+            )
 
 
 async def delete(store: Store, tenant_id: str, name: str) -> None:

@@ -41,6 +41,9 @@ CHAT_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
+MAX_NAME_CHARS = 64
+
+
 class TextPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
     text: str
 
@@ -48,7 +51,7 @@ class TextPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart] | None = None
-    name: str | None = None
+    name: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
     tool_calls: list[Any] | None = None  # only null or empty
 
 

@@ -36,7 +36,8 @@ class WorkerPrefix(msgspec.Struct, frozen=True, kw_only=True):
 
 class Prefix(msgspec.Struct, frozen=True, kw_only=True):
     """`pinned_tokens`: the tokens of full blocks, which a request can hit. `state`: `warm` if all
-    allowed workers hold them, `warming`, or `unknown` if the index does not reply.
+    allowed workers hold them, `warming`, or `unknown` if the index does not reply. `messages` have
+    their roles and contents alone.
     """
 
     object: Literal["prefix"] = "prefix"

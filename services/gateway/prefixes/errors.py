@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from services.gateway.tenancy.errors import PermissionDenied
-from shared.errors import HearthError, InvalidRequest
+from shared.errors import InvalidRequest
 
 
 class UnknownPrefix(InvalidRequest):
@@ -19,7 +19,6 @@ class PrefixTooShort(InvalidRequest):
     code = "prefix_too_short"
 
 
-class TooManyPrefixes(HearthError):
-    code = "too_many_prefixes"
-    http_status = 409
-    openai_type = "invalid_request_error"
+class PrefixTooLarge(InvalidRequest):
+    code = "prefix_too_large"
+    http_status = 413

@@ -8,7 +8,7 @@ from itertools import takewhile
 
 import msgspec
 
-from services.gateway.prefixes.errors import PrefixTooShort
+from services.gateway.prefixes.errors import PrefixTooLarge, PrefixTooShort
 from services.gateway.text.template_renderer import Messages
 from services.gateway.text.tokenizer import PromptTokenizer
 from shared.errors import PromptTooLong
@@ -19,6 +19,9 @@ from shared.tenancy.pinned_prefix import PinnedPrefix
 Render = Callable[[Messages, Messages], Awaitable[Sequence[str]]]
 
 ENVELOPE_BYTES = 4096  # of the pin message, besides tokens and hashes
+STORED_BYTES_PER_TOKEN = 16  # of a prefix's record in Redis: four of them are the token's id
+STORED_EXTRA_BYTES = 64 << 10
+STORED_FIELDS = ("role", "content")  # of a message
 # Possible continuations: the first token of a continuation can merge with the text before it.
 PROBES = ("A", "0", "\u2026", " x")
 
@@ -48,7 +51,9 @@ class PrefixTokenizer:
         self._max_payload_bytes = max_payload_bytes
 
     async def read(self, prefix: PinnedPrefix, card: ModelCard) -> PinnedPrefix:
-        """Returns the prefix with its tokens. Raises PromptTooLong and PrefixTooShort."""
+        """Returns the prefix as it is stored: with its tokens, and of each message the fields that
+        all templates render. Raises PromptTooLong, PrefixTooShort and PrefixTooLarge.
+        """
         token_ids = await prefix_tokens(
             self._render, self._tokenizer, prefix.messages, prefix.tools
         )
@@ -73,4 +78,23 @@ class PrefixTokenizer:
                 f"{self._max_payload_bytes()}",
                 param="messages",
             )
-        return msgspec.structs.replace(prefix, token_ids=pack_token_ids(token_ids))
+        messages = [
+            {name: value for name, value in each.items() if name in STORED_FIELDS}
+            for each in prefix.messages
+        ]
+        stored = msgspec.structs.replace(
+            prefix, messages=messages, token_ids=pack_token_ids(token_ids)
+        )
+        _check_size(stored, num_tokens)
+        return stored
+
+
+def _check_size(prefix: PinnedPrefix, num_tokens: int) -> None:
+    """A template may skip text, which then costs no tokens: it must not fill Redis."""
+    max_bytes = num_tokens * STORED_BYTES_PER_TOKEN + STORED_EXTRA_BYTES
+    if prefix.num_bytes > max_bytes:
+        raise PrefixTooLarge(
+            f"a prefix of {num_tokens} tokens may take {max_bytes} bytes, this one takes "
+            f"{prefix.num_bytes}: remove text and fields that the template does not render",
+            param="messages",
+        )

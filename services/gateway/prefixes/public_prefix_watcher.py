@@ -14,7 +14,7 @@ from shared.clock import Clock
 from shared.errors import HearthError, InvalidRequest
 from shared.store import Store
 from shared.tenancy import pinned_prefix
-from shared.tenancy.pinned_prefix import PinnedPrefix
+from shared.tenancy.pinned_prefix import PinnedPrefix, TooManyPrefixes
 
 log = structlog.get_logger(__name__)
 
@@ -70,8 +70,8 @@ class PublicPrefixWatcher:
         try:
             card = self._catalog.card(prefix.model)
             read = await self._reader.read(prefix, card)
-        except InvalidRequest as error:
+            await pinned_prefix.save(self._store, read, self._wall_clock())
+        except (InvalidRequest, TooManyPrefixes) as error:
             log.warning("public_prefix_refused", name=prefix.name, error=error.message)
             return prefix
-        await pinned_prefix.save(self._store, read, self._wall_clock())
         return read

@@ -16,11 +16,7 @@ from services.gateway.prefixes.bodies import (
     WorkerPrefix,
     conversation_of,
 )
-from services.gateway.prefixes.errors import (
-    TooManyPrefixes,
-    UnknownPrefix,
-    ZeroRetentionRejected,
-)
+from services.gateway.prefixes.errors import UnknownPrefix, ZeroRetentionRejected
 from services.gateway.prefixes.prefix_tokenizer import PrefixTokenizer
 from services.gateway.tenancy.permissions import check_model, check_regions
 from shared.block_hash import PUBLIC_TENANT_ID, extend_chain, public_root, root_hash
@@ -31,7 +27,12 @@ from shared.packing import TOKEN_ID_BYTES, pack_hashes, unpack_token_ids
 from shared.store import Store
 from shared.subjects import MATCH
 from shared.tenancy import pinned_prefix
-from shared.tenancy.pinned_prefix import MAX_PER_TENANT, NAME_PATTERN, PinnedPrefix
+from shared.tenancy.pinned_prefix import (
+    MAX_PER_TENANT,
+    NAME_PATTERN,
+    PinnedPrefix,
+    TooManyPrefixes,
+)
 from shared.tenancy.tenant import TenantRecord
 
 log = structlog.get_logger(__name__)
@@ -60,8 +61,8 @@ class PrefixStore:
     # ── prefixes of a tenant ─────────────────────────────────────────────────────────────────────
 
     async def put(self, tenant: TenantRecord, name: str, body: PrefixRequest) -> Prefix:
-        """Raises InvalidRequest and its subclasses, TooManyPrefixes, ZeroRetentionRejected,
-        NoRegionAllowed, ModelNotAllowed, StoreUnavailable.
+        """Raises InvalidRequest and its subclasses, TooManyPrefixes, PrefixStorageFull,
+        ZeroRetentionRejected, NoRegionAllowed, ModelNotAllowed, StoreUnavailable.
         """
         if tenant.is_zero_retention:
             raise ZeroRetentionRejected(
@@ -147,6 +148,7 @@ class PrefixStore:
             return None
 
     async def _check_room(self, tenant_id: str, name: str) -> None:
+        """Rejects early: `save` decides, after rendering and tokenizing."""
         others = set(await pinned_prefix.entries(self._store, tenant_id)) - {name}
         if len(others) >= MAX_PER_TENANT:
             raise TooManyPrefixes(f"a tenant can have {MAX_PER_TENANT} prefixes: delete one first")

@@ -72,7 +72,7 @@ def test_invalid_prefixes_are_rejected(
 
 def test_number_of_public_prefixes_is_limited(redis_server: RedisServer) -> None:
     publish_prefix(redis_server.url, "first", "m", "x", is_json=False)
-    with pytest.raises(ConfigError, match="remove one first"):
+    with pytest.raises(ConfigError, match="can be at most 1 prefixes: delete one first"):
         publish_prefix(redis_server.url, "second", "m", "x", is_json=False, max_prefixes=1)
     remove_prefix(redis_server.url, "first")
 

@@ -85,3 +85,8 @@ def test_redis_has_a_password_and_an_append_only_file(tmp_path: Path) -> None:
     lines = redis_config(port=1234, password="word", directory=tmp_path).splitlines()
     for line in ("bind 127.0.0.1", "requirepass word", 'save ""', "appendonly yes"):
         assert line in lines
+
+
+def test_redis_has_a_memory_limit_and_evicts_no_key(tmp_path: Path) -> None:
+    lines = redis_config(port=1234, password="word", directory=tmp_path).splitlines()
+    assert "maxmemory 1gb" in lines and "maxmemory-policy noeviction" in lines

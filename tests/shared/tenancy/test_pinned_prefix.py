@@ -1,12 +1,20 @@
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 import pytest
 
 from shared.clock import MonotonicClock
 from shared.store import RedisStore, Store
 from shared.tenancy import pinned_prefix
-from shared.tenancy.pinned_prefix import Entry, PinnedPrefix
+from shared.tenancy.pinned_prefix import (
+    MAX_BYTES_PER_TENANT,
+    Entry,
+    PinnedPrefix,
+    PrefixStorageFull,
+    TooManyPrefixes,
+)
 from tests.servers import RedisServer
 from tests.simulation.world.clock import run
 from tests.simulation.world.store import MemoryStore
@@ -52,6 +60,58 @@ async def test_life_cycle_in_redis(redis_server: RedisServer) -> None:
     store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=2.0)
     await check_life_cycle(store)
     await store.close()
+
+
+async def check_limits(store: Store) -> None:
+    """A save beyond a limit changes nothing; a replacement, and what follows a delete, is saved."""
+    text = "x" * (MAX_BYTES_PER_TENANT // 2 - 1_000)
+    large = make_prefix("large", "full", messages=[{"role": "system", "content": text}])
+    await pinned_prefix.save(store, large, NOW)
+    await pinned_prefix.save(store, large, NOW)
+    await pinned_prefix.save(store, msgspec.structs.replace(large, name="other"), NOW)
+    version = await store.get(pinned_prefix.VERSION_KEY)
+    third = msgspec.structs.replace(large, name="third", messages=[{"content": "x" * 2_000}])
+    with pytest.raises(PrefixStorageFull):
+        await pinned_prefix.save(store, third, NOW)
+    with pytest.raises(TooManyPrefixes):
+        await pinned_prefix.save(store, make_prefix("third", "full"), NOW, max_prefixes=2)
+    assert await store.get(pinned_prefix.VERSION_KEY) == version
+    assert list(await pinned_prefix.entries(store, "full")) == ["large", "other"]
+    assert await pinned_prefix.load(store, "full", "third") is None
+    await pinned_prefix.save(store, make_prefix("other", "full"), NOW, max_prefixes=2)
+    await pinned_prefix.save(store, third, NOW)
+    for name in ("large", "other", "third"):
+        await pinned_prefix.delete(store, "full", name)
+
+
+def test_limits_in_memory() -> None:
+    run(check_limits(MemoryStore()))
+
+
+async def test_limits_in_redis(redis_server: RedisServer) -> None:
+    store = RedisStore(redis_server.url, MonotonicClock(), timeout_s=10.0)
+    await check_limits(store)
+    await store.close()
+
+
+async def test_concurrent_saves_do_not_exceed_the_limit(redis_server: RedisServer) -> None:
+    """From two connections, as two gateways do."""
+    stores = [RedisStore(redis_server.url, MonotonicClock(), timeout_s=10.0) for _ in range(2)]
+
+    async def save(number: int) -> bool:
+        try:
+            await pinned_prefix.save(stores[number % 2], make_prefix(f"p{number}", "many"), NOW)
+        except TooManyPrefixes:
+            return False
+        return True
+
+    saved = await asyncio.gather(*map(save, range(120)))
+    entries = await pinned_prefix.entries(stores[0], "many")
+    assert sum(saved) == len(entries) == pinned_prefix.MAX_PER_TENANT
+    for name in entries:
+        await pinned_prefix.delete(stores[0], "many", name)
+    for store in stores:
+        await store.close()
 
 
 def test_text_expires_with_prefix() -> None:

@@ -10,6 +10,7 @@ import msgspec
 from services.gateway.tenancy.api_keys import LOOK_UP
 from services.gateway.tenancy.usage_counter import ADD_UP
 from shared.store import StoreRejected
+from shared.tenancy.pinned_prefix import SAVE_LUA
 from shared.tenancy.rate_limit import APPLY_LUA, RATES, LimitCommand, RateLimitCounter
 from shared.tenancy.tenant_admin import SWAP
 
@@ -70,9 +71,30 @@ def _swap(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> int:
     return 1
 
 
+def _save_prefix(store: MemoryStore, keys: Sequence[str], arguments: Arguments) -> bytes:
+    name, entry, body, life_s, created_at, tenant_id, max_prefixes, max_bytes, stem = arguments
+    others = [each for each in _fields(store, keys[0]) if each != name.encode()]
+    if len(others) >= max_prefixes:
+        return b"too_many"
+    sizes = [len(store.data.get(stem + each.decode(errors="replace"), b"")) for each in others]
+    if len(body) + sum(sizes) > max_bytes:
+        return b"too_large"
+    ending = ("EX", life_s) if life_s else ()
+    store.apply(
+        [
+            ("SET", keys[1], body, *ending),
+            ("HSET", keys[0], name, entry),
+            ("ZADD", keys[2], "GT", created_at, tenant_id),
+            ("INCRBY", keys[3], 1),
+        ]
+    )
+    return b"saved"
+
+
 SCRIPTS: dict[str, Callable[[MemoryStore, Sequence[str], Arguments], Any]] = {
     LOOK_UP: _look_up,
     APPLY_LUA: _carry_out,
     ADD_UP: _add_up,
+    SAVE_LUA: _save_prefix,
     SWAP: _swap,
 }

@@ -81,6 +81,9 @@ class MemoryStore:
     async def write(self, commands: Sequence[Command]) -> None:
         self._check()
         self.num_writes += 1
+        self.apply(commands)
+
+    def apply(self, commands: Sequence[Command]) -> None:
         for name, *arguments in commands:
             handler = self._commands.get(str(name).upper())
             if handler is None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
+import httpx
 import msgspec
 import pytest
 import pytest_asyncio
 
-from services.gateway.prefixes.errors import PrefixTooShort
+from services.gateway.prefixes.errors import PrefixTooLarge, PrefixTooShort
 from services.gateway.prefixes.prefix_tokenizer import Messages, PrefixTokenizer
 from services.gateway.prefixes.public_prefix_watcher import POLL_INTERVAL_S
 from services.gateway.request.generation_request import scoped_affinity_key
@@ -241,11 +243,57 @@ async def test_prefix_too_short_or_too_long_is_rejected(model_files: ModelFiles)
 async def test_number_of_prefixes_per_tenant_is_limited(
     cluster: Cluster, store: RedisStore
 ) -> None:
-    names = [f"p{number:02}" for number in range(MAX_PER_TENANT)]
-    for name, status in (*[(each, 200) for each in names], ("more", 409), (names[0], 200)):
-        response = await cluster.http.put(f"{PREFIXES}/{name}", json={"system": SYSTEM})
-        assert response.status_code == status
-    assert sorted(await pinned_prefix.entries(store, "tenant-1")) == names
+    """Of 120 concurrent writes as many as allowed succeed, and each can be replaced."""
+
+    async def put(name: str) -> httpx.Response:
+        while True:
+            response = await cluster.http.put(f"{PREFIXES}/{name}", json={"system": SYSTEM})
+            if response.status_code not in (429, 503):  # too many at once, for other reasons
+                return response
+            await asyncio.sleep(0.01)
+
+    responses = await asyncio.gather(*[put(f"p{number}") for number in range(120)])
+    statuses = [response.status_code for response in responses]
+    saved = list(await pinned_prefix.entries(store, "tenant-1"))
+    assert len(saved) == statuses.count(200) == MAX_PER_TENANT
+    assert statuses.count(409) == 120 - MAX_PER_TENANT
+    assert (await put(saved[0])).status_code == 200
+    check_envelope(await put("more"), 409, "too_many_prefixes", None)
+
+
+async def test_roles_and_contents_alone_are_stored(cluster: Cluster, store: RedisStore) -> None:
+    message = {"role": "system", "content": SYSTEM}
+    body = {"messages": [{**message, "name": "n" * 64}]}
+    stored = (await cluster.http.put(f"{PREFIXES}/house", json=body)).json()
+    assert stored["messages"] == [message]
+    body = {"messages": [{**message, "name": "n" * 65}]}
+    for response in (
+        await cluster.http.put(f"{PREFIXES}/house", json=body),
+        await cluster.http.post(CHAT, json=body),
+    ):
+        check_envelope(response, 400, "invalid_request", "messages[0].name")
+
+
+async def test_text_that_is_not_rendered_is_rejected(model_files: ModelFiles) -> None:
+    async def render(messages: Messages, tools: Messages) -> list[str]:
+        return [str(message["content"]).strip() for message in messages]
+
+    reader = PrefixTokenizer(render, model_files.tokenizer, lambda: 1 << 20)
+    prefix = PinnedPrefix(
+        name="n",
+        tenant_id="t",
+        model="tiny",
+        messages=[{"role": "system", "content": SYSTEM + " " * 60_000}],
+        created_at=0,
+    )
+    num_tokens = len(unpack_token_ids((await reader.read(prefix, CARD)).token_ids))
+    for changes in (
+        {"messages": [{"role": "system", "content": SYSTEM + " " * 70_000}]},
+        {"tools": [{"type": "function", "x": "x" * 70_000}]},
+        {"cache_salt": "x" * 70_000},
+    ):
+        with pytest.raises(PrefixTooLarge, match=f"may take {num_tokens * 16 + 65_536} bytes"):
+            await reader.read(msgspec.structs.replace(prefix, **changes), CARD)  # type: ignore[arg-type]
 
 
 @pytest.mark.own_cluster
