@@ -90,6 +90,7 @@ BARS = {
     "control_plane": "The whole control plane, engines that take no time, beside a peer",
     "simulate": "Placement, fair queue and index on a virtual clock",
     "kv_index": "The prefix index",
+    "stop_strings": "Stop strings, CPU time of a character in text that nearly matches",
     "tenant_timing": "What a tenant's timing tells of another's cache",
     "compression": "Weights at rest, and how fast",
     "compression_memory": "Weights in memory for CUDA",
