@@ -100,6 +100,7 @@ BARS = {
 }
 BAR_COLUMNS = {"what": "name", "measured": "value", "bar": "bar", "unit": "unit", "holds": "holds"}
 BEGIN = "<!-- table: {} -->\n"
+DIRTY = "-dirty"  # after the commit, if tracked files had changed
 END = "<!-- end of table -->"
 SUMMARY = "summary (benchmarks/readme_table.py)"
 RESULTS = "results (benchmarks/readme_table.py)"
@@ -134,7 +135,9 @@ def tables() -> str:
 
 
 def block(found: dict[str, Any], title: str, columns: dict[str, str]) -> str:
-    """Raises ValueError for a result without rows, as its table would be empty."""
+    """Raises ValueError for a result that no commit reproduces, and for one without rows."""
+    if found["commit"].endswith(DIRTY):
+        raise ValueError(f"the table {title!r} of {found['command']!r} is of an uncommitted tree")
     if not found["rows"]:
         raise ValueError(f"the table {title!r} of {found['command']!r} would have no rows")
     lines = [

@@ -80,6 +80,12 @@ def test_result_without_rows_raises():
         readme_table.block(found, "title", {"what": "name"})
 
 
+def test_result_of_an_uncommitted_tree_raises():
+    found = {"commit": "c-dirty", "command": "run", "machine": MACHINE, "rows": [{"name": "x"}]}
+    with pytest.raises(ValueError, match="uncommitted tree"):
+        readme_table.block(found, "title", {"what": "name"})
+
+
 def test_bar_in_a_table_cell_is_escaped():
     found = {"commit": "c", "command": "run", "machine": MACHINE, "rows": [{"name": "|x|"}]}
     assert r"| \|x\| |" in readme_table.block(found, "title", {"what": "name"})
