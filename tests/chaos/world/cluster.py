@@ -84,7 +84,7 @@ class ChaosCluster:
     async def start(self) -> None:
         """Waits until every gateway has every process."""
         self._servers["nats-server"] = self._nats()
-        self._servers["redis-server"] = _redis(free_port())
+        self._servers["redis-server"] = _redis(free_port(), self.folder)
         await self._store_key()
         for name in self.services:
             self._launch(name)
@@ -148,11 +148,9 @@ class ChaosCluster:
         return await asyncio.to_thread(self._processes[name].wait, timeout_s)
 
     async def restart(self, name: str) -> None:
-        """Restarts an ended process on the same ports; Redis is empty afterwards."""
+        """Restarts an ended process on the same ports; Redis reads its append-only file."""
         if name in SERVERS:
             await asyncio.to_thread(self._servers[name].start)
-            if name == "redis-server":
-                await self._store_key()
         else:
             self._processes[name].wait()
             self._launch(name)
@@ -191,10 +189,10 @@ class ChaosCluster:
         return Server([find_binary("nats-server"), "-c", str(path)], port)
 
     async def _store_key(self) -> None:
-        await save_api_key(self._redis_url, self.api_key, "chaos")
+        await save_api_key(self.redis_url, self.api_key, "chaos")
 
     @property
-    def _redis_url(self) -> str:
+    def redis_url(self) -> str:
         return f"redis://127.0.0.1:{self._servers['redis-server'].port}/0"
 
     def _nats_url_of(self, name: str) -> str:
@@ -217,7 +215,7 @@ class ChaosCluster:
         if role in ("gateway", "prefill", "decode"):
             options |= {"model-dir": str(DEMO_MODEL_DIR), "model-name": DEMO_MODEL_NAME}
         if role == "gateway":
-            options |= {"http-port": self.urls[name].rpartition(":")[2]}
+            options |= {"http-port": self.urls[name].rpartition(":")[2], "lame-duck-s": "0"}
         command = [sys.executable, "-m", "tests.chaos.world.process", str(self._census_folder)]
         command.append(role.replace("_", "-"))
         for option, value in options.items():
@@ -232,7 +230,7 @@ class ChaosCluster:
             "HEARTH_MAX_LOCAL_PREFILL_TOKENS": "4",  # otherwise decode computes these short prompts
             "PYTHONPATH": str(ROOT),
             "HEARTH_NATS_URL": self._nats_url_of(name),
-            "HEARTH_REDIS_URL": self._redis_url,
+            "HEARTH_REDIS_URL": self.redis_url,
         }
         if self._step_s is not None:
             environ[STEP_VARIABLE] = str(self._step_s)
@@ -251,6 +249,7 @@ def descriptors(pid: int) -> dict[str, int]:
     }
 
 
-def _redis(port: int) -> Server:
-    arguments = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+def _redis(port: int, folder: Path) -> Server:
+    arguments = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "yes"]
+    arguments += ["--dir", str(folder)]
     return Server([find_binary("redis-server"), *arguments], port)
