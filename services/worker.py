@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from socket import gethostname
-from typing import Protocol
+from typing import Protocol, cast
 
 import structlog
 
@@ -20,8 +20,9 @@ from shared.engine.runner import Runner
 from shared.engine.worker import EngineWorker, ServedModel
 from shared.errors import DependencyUnavailable
 from shared.kv_wire.compression import FrameCodec
-from shared.kv_wire.dialer import Dialer
+from shared.kv_wire.dialer import DataPlaneSecurity, Dialer
 from shared.kv_wire.kv_server import KvServer
+from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.lifecycle.identity import check_name_at
 from shared.lifecycle.process import Service
 from shared.messages import ModelCard, Role
@@ -115,6 +116,14 @@ def load_codec(config: WorkerConfig, dtype: str) -> FrameCodec | None:
         return None
 
 
+def data_plane_security(config: WorkerConfig) -> DataPlaneSecurity:
+    """The configured one. Warns of an open data plane off loopback."""
+    security = cast(DataPlaneSecurity, config.data_plane_security)  # checked with the config
+    if security == "none" and not config.is_on_loopback:
+        log.warning("kv_data_plane_unprotected", listens_on=config.data_plane_host)
+    return security
+
+
 async def build_worker(
     config: WorkerConfig,
     roles: tuple[Role, ...],
@@ -139,6 +148,8 @@ async def build_worker(
         attention_span=runner.attention_span,
         zeroes_freed_blocks=config.zero_freed_blocks,
     )
+    security = data_plane_security(config)
+    link_keys = None if security == "none" else LinkKeys(security, randomness)
     receiver = None
     if "decode" in roles:
         receiver = await KvServer.start(
@@ -146,6 +157,7 @@ async def build_worker(
             bind_host=config.data_plane_host,
             advertised_host=_advertised_host(config),
             codec=codec,
+            link_keys=link_keys,
         )
     worker = EngineWorker(
         bus=bus,
@@ -162,9 +174,9 @@ async def build_worker(
     )
     handlers: list[PrefillService | DecodeService] = []
     if "prefill" in roles:
-        handlers.append(PrefillService(worker, Dialer(codec=codec)))
+        handlers.append(PrefillService(worker, Dialer(codec=codec, security=security)))
     if receiver is not None:
-        handlers.append(DecodeService(worker, receiver))
+        handlers.append(DecodeService(worker, receiver, link_keys))
     return WorkerProcess(worker, handlers, bus)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from ipaddress import ip_address
 from math import inf
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,6 +17,7 @@ from shared.nats_urls import nats_servers
 WEIGHT_FORMS = ("auto", "dense", "compressed")
 LOAD_FORMATS = ("auto", "dummy")
 KV_COMPRESSIONS = ("auto", "off")
+DATA_PLANE_SECURITIES = ("aead", "mac", "none")
 DEVICES = "auto, cpu, cuda or cuda:N"
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 _SUBJECT_TOKEN = re.compile(r"[^\s.*>]+")
@@ -161,6 +163,14 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     data_plane_host: str = "127.0.0.1"  # where decode listens for KV
     data_plane_advertised_host: str = ""  # address that prefill workers dial; default: the same
     kv_compression: str = "auto"  # of BF16 KV to other hosts: if it is faster; or "off"
+    # of KV over TCP: encrypted and authenticated, only authenticated, or neither
+    data_plane_security: str = "aead"
+
+    @property
+    def is_on_loopback(self) -> bool:
+        """Whether neither KV nor its keys leave this host."""
+        hosts = (self.data_plane_host, self.data_plane_advertised_host or self.data_plane_host)
+        return is_on_loopback(self.nats_url) and all(map(is_loopback, hosts))
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -177,6 +187,16 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
             yield f"weights {self.weights!r} is none of {', '.join(WEIGHT_FORMS)}"
         if self.kv_compression not in KV_COMPRESSIONS:
             yield f"kv_compression {self.kv_compression!r} is none of {', '.join(KV_COMPRESSIONS)}"
+        if self.data_plane_security not in DATA_PLANE_SECURITIES:
+            yield (
+                f"data_plane_security {self.data_plane_security!r} is none of "
+                f"{', '.join(DATA_PLANE_SECURITIES)}"
+            )
+        elif self.data_plane_security != "none" and not _hides_keys(self.nats_url):
+            yield (
+                "nats_url must be tls:// off this host, because NATS carries the keys of the KV "
+                "data plane; or data_plane_security must be none"
+            )
         if self.num_threads < 0:
             yield f"num_threads {self.num_threads} is negative"
         if not 0 < self.max_reserved_share <= 1:
@@ -223,6 +243,28 @@ def url_problems(name: str, url: str, *, schemes: tuple[str, ...]) -> Iterator[s
         return
     if scheme not in schemes:
         yield f"{name} must start with {' or '.join(f'{each}://' for each in schemes)}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether packets to this host or address do not leave this machine."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def is_on_loopback(url: str) -> bool:
+    """False for a URL without a valid host."""
+    try:
+        return is_loopback(urlsplit(url).hostname or "")
+    except ValueError:
+        return False
+
+
+def _hides_keys(nats_url: str) -> bool:
+    """Whether each server of the list is on this host or required to use TLS."""
+    urls = nats_url.split(",")
+    return all(url.strip().startswith("tls://") or is_on_loopback(url.strip()) for url in urls)
 
 
 def positive_problems(config: ProcessConfig, *names: str) -> Iterator[str]:

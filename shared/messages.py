@@ -37,7 +37,12 @@ LogprobsMode = Literal["raw", "processed"]
 Pooling = Literal["last", "mean"]
 AbortReason = Literal["client_gone", "stop", "superseded", "fenced", "deadline", "failed"]
 
+# of KV over TCP: aead encrypts and authenticates, mac only authenticates
+LinkSecurity = Literal["aead", "mac"]
+
 PLACEMENT_ID_BYTES = 16
+LINK_KEY_ID_BYTES = 16
+LINK_KEY_BYTES = 32
 MAX_DURATION_S = 31 * 86_400.0
 MAX_CONTEXT_TOKENS = 2**31 - 1
 MAX_WEIGHT = 1000.0
@@ -308,6 +313,18 @@ class DataPlaneAddress(Message, frozen=True, kw_only=True):
     instance_id: InstanceId  # drawn at start; the handshake rejects a port that was reused
 
 
+class LinkKey(Message, frozen=True, kw_only=True):
+    """Seals KV over TCP between one prefill and one decode worker, which draws it."""
+
+    key_id: Annotated[bytes, Meta(min_length=LINK_KEY_ID_BYTES, max_length=LINK_KEY_ID_BYTES)]
+    key: Annotated[bytes, Meta(min_length=LINK_KEY_BYTES, max_length=LINK_KEY_BYTES)]
+    security: LinkSecurity
+
+    def __repr__(self) -> str:
+        """Without the key: logs may contain it."""
+        return f"LinkKey(key_id={self.key_id.hex()}, security={self.security})"
+
+
 class RunPrefill(Message, frozen=True, kw_only=True):
     """Compute the KV of `token_ids` (all but the last) and push [first_token, len) to decode."""
 
@@ -326,6 +343,7 @@ class RunPrefill(Message, frozen=True, kw_only=True):
     target: DataPlaneAddress
     lease_s: Duration
     deadline_s: Duration
+    link_key: LinkKey | None = None  # None: KV over TCP is neither encrypted nor authenticated
 
     @property
     def sender_id(self) -> str:

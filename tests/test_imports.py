@@ -16,7 +16,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-BASE = {"msgspec", "structlog", "nats", "redis", "uvloop", "xxhash", "prometheus_client"}
+BASE = {
+    "msgspec",
+    "structlog",
+    "nats",
+    "redis",
+    "uvloop",
+    "xxhash",
+    "prometheus_client",
+    "cryptography",
+}
 TENSORS = {"torch", "triton", "numpy", "numba", "safetensors", "transformers", "zstandard"}
 WEB = {"litestar", "uvicorn", "granian", "jinja2", "tiktoken", "tokenizers", "httpx"}
 TERMINAL = {"typer", "rich", "click", "httpx"}

@@ -70,6 +70,8 @@ HELP = {
     "zero_freed_blocks": "Zero the KV of blocks that are no longer cached or in use.",
     "max_pinned_share": "Share of the KV cache that pinned prefixes may hold.",
     "kv_compression": "BF16 KV over TCP: auto (compressed on links where that is faster) or off.",
+    "data_plane_security": "KV over TCP: aead (encrypted and authenticated), mac (authenticated) "
+    "or none.",
     "data_plane_host": "Address that this worker's KV data plane listens on.",
     "data_plane_advertised_host": "Its address for other workers (default: the listen address, or "
     "this host's name if that is 0.0.0.0 or ::).",

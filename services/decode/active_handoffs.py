@@ -13,6 +13,7 @@ from services.decode.running_request import RunningRequest
 from shared.engine.worker import EngineWorker
 from shared.errors import WorkerBusy
 from shared.kv_wire.link import KvReceiver
+from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.messages import AbortRequest, PrefillAccepted, RenewLease, RunPrefill, WorkerLoad
 from shared.packing import pack_hashes, pack_token_ids
 from shared.subjects import control, run_prefill
@@ -29,11 +30,13 @@ class ActiveHandoffs:
         worker: EngineWorker,
         receiver: KvReceiver,
         on_ended: Callable[[RunningRequest, Handoff, int], None],
+        link_keys: LinkKeys | None = None,
     ) -> None:
         """Each handoff ends with a call of `on_ended(placement, handoff, num_held_tokens)`."""
         self._worker = worker
         self._receiver = receiver
         self._on_ended = on_ended
+        self._link_keys = link_keys
         self._under_way: dict[Handoff, asyncio.Task[None]] = {}
         self._num_accepted = 0
         self._ack_s = 0.0
@@ -53,6 +56,9 @@ class ActiveHandoffs:
         await self._receiver.close()
 
     def fail_worker(self, worker_id: str, reason: str) -> None:
+        """The worker's link key is not used again: its next process gets another."""
+        if self._link_keys is not None:
+            self._link_keys.forget(worker_id)
         for handoff in list(self._under_way):
             if handoff.current is not None and handoff.current[0] == worker_id:
                 handoff.fail(reason)
@@ -125,6 +131,7 @@ class ActiveHandoffs:
             target=self._receiver.address,
             lease_s=PREFILL_LEASE_S,
             deadline_s=max(0.0, placement.deadline_at - worker.clock.now()),
+            link_key=None if self._link_keys is None else self._link_keys.key_for(worker_id),
         )
         requested_at = worker.clock.now()
         accepted = await worker.health_monitor.requests.request(

@@ -23,6 +23,7 @@ from shared.engine.engine import StepProgress
 from shared.engine.worker import EngineWorker
 from shared.errors import WorkerBusy
 from shared.kv_wire.link import KvReceiver
+from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.lifecycle.health import Loss
 from shared.messages import (
     AbortRequest,
@@ -56,7 +57,10 @@ class Ended:
 
 
 class DecodeService:
-    def __init__(self, worker: EngineWorker, receiver: KvReceiver) -> None:
+    def __init__(
+        self, worker: EngineWorker, receiver: KvReceiver, link_keys: LinkKeys | None = None
+    ) -> None:
+        """`link_keys`: of the links to `receiver`; None: they are not sealed."""
         self._worker = worker
         self._engine = worker.loop.engine
         self._output_buffer = OutputBuffer()
@@ -66,7 +70,7 @@ class DecodeService:
         self._ended: dict[bytes, Ended] = {}
         self._fenced: OrderedDict[bytes, None] = OrderedDict()  # aborted, maybe before StartDecode
         self._orphaned_since: dict[str, float] = {}
-        self._active_handoffs = ActiveHandoffs(worker, receiver, self._on_handoff_ended)
+        self._active_handoffs = ActiveHandoffs(worker, receiver, self._on_handoff_ended, link_keys)
         self._background = Background()
 
     async def start(self) -> None:

@@ -12,7 +12,7 @@ import services
 from services.local.child_processes import ProcessSpec
 from services.local.credentials import Credential, random_process_id
 from services.local.servers import LOOPBACK
-from shared.config import DEVICES, LOAD_FORMATS, WEIGHT_FORMS, is_device_name
+from shared.config import DEVICES, LOAD_FORMATS, WEIGHT_FORMS, is_device_name, is_loopback
 from shared.errors import ConfigError
 from shared.subjects import NO_INSTANCE, CredentialRole
 
@@ -231,6 +231,8 @@ def _service(
             arguments += ["--max-batch-tokens", str(options.max_batch_tokens)]
         arguments += ["--num-threads", str(num_threads)]
         arguments += ["--data-plane-host", options.advertise_host]
+        if options.nats_url is None and not is_loopback(options.advertise_host):
+            environ = {"HEARTH_DATA_PLANE_SECURITY": "none", **environ}  # no TLS to carry keys
     if credential.role == "scheduler" and options.num_prefill:
         environ = {"HEARTH_MAX_LOCAL_PREFILL_TOKENS": f"{MAX_LOCAL_PREFILL_TOKENS}", **environ}
     if credential.role == "gateway":

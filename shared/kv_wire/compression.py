@@ -15,6 +15,7 @@ from shared.kv_wire.checked_copy import grown, to_the_end
 from shared.kv_wire.compression_gate import CompressionGate, WireTimes
 from shared.kv_wire.frames import Ack, Refusal
 from shared.kv_wire.link import CompressionCounts
+from shared.kv_wire.sealing.ciphers import TAG_BYTES
 
 
 class FrameCodec(Protocol):
@@ -59,6 +60,10 @@ class LinkCompression:
         self._times = WireTimes(round_trip_s)
         self._buffers: dict[int, memoryview] = {}  # by slot, once it had a compressed frame
 
+    def buffer_of(self, slot_index: int) -> memoryview:
+        """The buffer of this slot's compressed payload, at least TAG_BYTES longer than it."""
+        return self._buffers[slot_index]
+
     async def coded(self, slot_index: int, payload: memoryview) -> memoryview | None:
         """The compressed payload to send, or None to send the slot's payload uncompressed.
 
@@ -66,7 +71,7 @@ class LinkCompression:
         """
         if not self.gate.takes(len(payload)):
             return None
-        out = grown(self._buffers.get(slot_index, memoryview(b"")), len(payload))
+        out = grown(self._buffers.get(slot_index, memoryview(b"")), len(payload) + TAG_BYTES)
         self._buffers[slot_index] = out
         loop, start = asyncio.get_running_loop(), self._clock.now()
         encode = loop.run_in_executor(None, self._codec.encode, payload, out[: len(payload)])

@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable
+from typing import Literal, get_args
 
 from shared.clock import Clock, MonotonicClock
 from shared.errors import LinkLost
@@ -17,8 +18,10 @@ from shared.kv_wire.link import CompressionCounts
 from shared.kv_wire.push_link import StagedLink, Staging
 from shared.kv_wire.shared_memory import SharedMemoryStaging
 from shared.kv_wire.tcp import TcpStaging
-from shared.messages import DataPlaneAddress
+from shared.messages import DataPlaneAddress, LinkKey
 
+DataPlaneSecurity = Literal["none", "mac", "aead"]
+SECURITIES: tuple[DataPlaneSecurity, ...] = get_args(DataPlaneSecurity)  # weakest first
 CONNECT_TIMEOUT_S = 1.0
 # A process on this host replies immediately or hangs; the rest of the timeout is for TCP.
 UNIX_SHARE = 0.25
@@ -33,7 +36,10 @@ class Dialer:
         *,
         codec: FrameCodec | None = None,
         clock: Clock | None = None,
+        security: DataPlaneSecurity = "none",
     ) -> None:
+        """`security`: the least that TCP links must have."""
+        self._security = security
         self._connect_timeout_s = connect_timeout_s
         self._codec = codec
         self._clock = clock or MonotonicClock()
@@ -41,14 +47,16 @@ class Dialer:
         self._links: dict[bytes, StagedLink] = {}
         self._dials: dict[bytes, asyncio.Task[StagedLink]] = {}
 
-    async def link(self, target: DataPlaneAddress) -> StagedLink:
-        """Raises LinkLost. Concurrent callers share one link."""
+    async def link(self, target: DataPlaneAddress, link_key: LinkKey | None = None) -> StagedLink:
+        """Raises LinkLost. `link_key` seals the link if it is over TCP. Concurrent callers share
+        one link.
+        """
         link = self._links.get(target.instance_id)
         if link is not None and not link.is_lost:
             return link
         dial = self._dials.get(target.instance_id)
         if dial is None:
-            dial = asyncio.get_running_loop().create_task(self._dial(target))
+            dial = asyncio.get_running_loop().create_task(self._dial(target, link_key))
             self._dials[target.instance_id] = dial
             dial.add_done_callback(lambda done: self._dialled(target.instance_id, done))
         return await asyncio.shield(dial)
@@ -66,14 +74,14 @@ class Dialer:
         if not dial.cancelled():
             dial.exception()  # marks it retrieved, since every caller may have been cancelled
 
-    async def _dial(self, target: DataPlaneAddress) -> StagedLink:
+    async def _dial(self, target: DataPlaneAddress, link_key: LinkKey | None) -> StagedLink:
         def forget(ended: StagedLink) -> None:
             if self._links.get(target.instance_id) is ended:
                 del self._links[target.instance_id]
 
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                link = await self._reach(target, forget)
+                link = await self._reach(target, link_key, forget)
         except TimeoutError as error:
             raise LinkLost(
                 f"{target.host}:{target.port} did not answer within {self._connect_timeout_s} s"
@@ -86,26 +94,39 @@ class Dialer:
         return link
 
     async def _reach(
-        self, target: DataPlaneAddress, on_end: Callable[[StagedLink], None]
+        self,
+        target: DataPlaneAddress,
+        link_key: LinkKey | None,
+        on_end: Callable[[StagedLink], None],
     ) -> StagedLink:
         if target.unix_path:
             try:
                 async with asyncio.timeout(self._connect_timeout_s * UNIX_SHARE):
                     return await self._connect(
-                        socket.AF_UNIX, target.unix_path, target.instance_id, on_end
+                        socket.AF_UNIX, target.unix_path, target.instance_id, None, on_end
                     )
             except (OSError, ValueError, LinkLost, TimeoutError):
                 pass  # another host, or no shared memory: try TCP
+        self._check_security(target, link_key)
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
         family, _, _, _, address = found[0]
-        return await self._connect(family, address, target.instance_id, on_end)
+        return await self._connect(family, address, target.instance_id, link_key, on_end)
+
+    def _check_security(self, target: DataPlaneAddress, link_key: LinkKey | None) -> None:
+        offered: DataPlaneSecurity = "none" if link_key is None else link_key.security
+        if SECURITIES.index(offered) < SECURITIES.index(self._security):
+            raise LinkLost(
+                f"{target.host}:{target.port} has data-plane security {offered}, "
+                f"this worker requires {self._security}"
+            )
 
     async def _connect(
         self,
         family: int,
         address: object,
         instance_id: bytes,
+        link_key: LinkKey | None,
         on_end: Callable[[StagedLink], None],
     ) -> StagedLink:
         loop = asyncio.get_running_loop()
@@ -115,9 +136,10 @@ class Dialer:
             start = self._clock.now()
             await loop.sock_connect(sock, address)  # type: ignore[arg-type]
             round_trip_s = self._clock.now() - start  # between the kernels, however busy the peer
-            welcome, fd = await send_hello(sock, instance_id)
-            staging = _staging(sock, welcome, fd)
-            link = StagedLink(staging, on_end, self._compression(welcome, round_trip_s))
+            greeted = await send_hello(sock, instance_id, link_key)
+            staging = _staging(sock, greeted.welcome, greeted.fd)
+            compression = self._compression(greeted.welcome, round_trip_s)
+            link = StagedLink(staging, on_end, compression, greeted.ciphers)
             if family == socket.AF_UNIX:
                 await loop.create_unix_connection(lambda: link.stream, sock=sock)
             else:

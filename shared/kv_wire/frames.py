@@ -5,13 +5,17 @@ msgpack body. On TCP the payload follows its `Frame` record; on one host the pay
 that the record names.
 
     sender                       receiver
-    Hello(instance_id) ────────▶
+    Hello(instance_id, key_id) ▶
                        ◀──────── Welcome(instance_id, slots, codecs) or Goodbye(reason)
     Frame(frame_id, …) ────────▶
                        ◀──────── Ack(frame_id)                       or Refusal(frame_id, reason)
 
 A payload on the stream may be compressed with a codec that the Welcome named; the checksum is of
 the uncompressed bytes.
+
+If the Hello names a link key, every record after the Welcome and every payload is sealed
+(`sealing/ciphers.py`): each is TAG_BYTES longer on the stream than its record states. Sealed frames
+have no checksum.
 """
 
 from __future__ import annotations
@@ -26,13 +30,14 @@ from shared.kv_wire.link import FrameHeader
 from shared.transport.wire_errors import UNREADABLE
 
 MAGIC = b"HKVW"
-VERSION = 2
+VERSION = 3
 PREFIX = struct.Struct("!4sHxxI")
 MAX_RECORD_BYTES = 64 * 1024
 MAX_FRAME_BYTES = 8 * 1024 * 1024
 MAX_REASON_CHARS = 1000
 MAX_ID_BYTES = 64
 MAX_SLOTS = 64
+MAX_FRAME_ID = 2**63 - 1
 
 
 class ProtocolError(LinkLost):
@@ -40,20 +45,27 @@ class ProtocolError(LinkLost):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """`instance_id`: of the receiver that the sender dials."""
+    """`instance_id`: of the receiver that the sender dials. `key_id` names the link's key, or is
+    empty if the link is not sealed; `ciphers` are those of the sender, fastest first.
+    """
 
     instance_id: bytes
+    key_id: bytes = b""
+    nonce: bytes = b""  # random, on sealed links
+    ciphers: tuple[str, ...] = ()
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
     """`num_slots` bounds the unacknowledged frames; `codecs` are the names of the codecs that the
-    receiver can decode.
+    receiver can decode; `cipher` seals all that follows, or is empty.
     """
 
     instance_id: bytes
     num_slots: int
     slot_bytes: int
     codecs: tuple[str, ...] = ()
+    nonce: bytes = b""  # random, on sealed links
+    cipher: str = ""
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag=True):
@@ -138,6 +150,8 @@ def sealed_sum(header: FrameHeader, payload_sum: int) -> int:
 
 def fault_of_frame(frame: Frame) -> str | None:
     """Why a receiver must reject this frame, or None if it is valid."""
+    if not 0 <= frame.frame_id <= MAX_FRAME_ID:
+        return f"frame id {frame.frame_id} is not in [0, 2**63)"
     fault = fault_of(frame.header)
     if fault is None and frame.codec and not 1 <= frame.coded_bytes < frame.header.payload_bytes:
         return f"a compressed payload of {frame.coded_bytes} bytes is empty or is not smaller"

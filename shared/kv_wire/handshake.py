@@ -1,6 +1,7 @@
 """Hello and Welcome, before a socket becomes a stream: both ends verify their peer.
 
-On a unix socket the Welcome carries the staging memory as a file descriptor.
+On a unix socket the Welcome carries the staging memory as a file descriptor. On TCP both ends
+derive the ciphers of the link from its key and from both records.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ import asyncio
 import os
 import socket
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import msgspec
 
 from shared.errors import LinkLost
 from shared.kv_wire.frames import (
@@ -24,16 +28,36 @@ from shared.kv_wire.frames import (
     decode_record,
     encode_record,
 )
+from shared.kv_wire.sealing.ciphers import (
+    NONCE_BYTES,
+    LinkCiphers,
+    ciphers_of_receiver,
+    ciphers_of_sender,
+    common_cipher,
+    preferred_ciphers,
+)
+from shared.messages import LinkKey
 
 Receive = Callable[[int], Awaitable[bytes]]
 
 
-async def send_hello(sock: socket.socket, instance_id: bytes) -> tuple[Welcome, int | None]:
-    """The sender's part. Returns the Welcome and the file descriptor of the memory or None; the
-    caller closes it.
-    """
+@dataclass(frozen=True, slots=True)
+class Greeted:
+    """`fd`: of the receiver's memory; the caller closes it."""
+
+    welcome: Welcome
+    fd: int | None
+    ciphers: LinkCiphers | None
+
+
+async def send_hello(
+    sock: socket.socket, instance_id: bytes, link_key: LinkKey | None = None
+) -> Greeted:
+    """The sender's part. With a key the link is sealed."""
     loop = asyncio.get_running_loop()
-    await loop.sock_sendall(sock, encode_record(Hello(instance_id)))
+    hello = Hello(instance_id) if link_key is None else _sealed_hello(instance_id, link_key)
+    sent = encode_record(hello)
+    await loop.sock_sendall(sock, sent)
     fds: list[int] = []
 
     async def receive(num_bytes: int) -> bytes:
@@ -45,24 +69,49 @@ async def send_hello(sock: socket.socket, instance_id: bytes) -> tuple[Welcome, 
         return data
 
     try:
-        welcome = _checked(await _read_record(receive), instance_id)
+        reply, received = await _read_record(receive)
+        welcome = _checked(reply, hello)
         if len(fds) > 1:
             raise ProtocolError(f"the welcome carries {len(fds)} file descriptors, more than 1")
     except BaseException:
         for fd in fds:
             os.close(fd)
         raise
-    return welcome, fds[0] if fds else None
+    ciphers = None
+    if link_key is not None:
+        ciphers = ciphers_of_sender(link_key, welcome.cipher, sent, received)
+    return Greeted(welcome, fds[0] if fds else None, ciphers)
 
 
-async def read_hello(sock: socket.socket, instance_id: bytes) -> None:
-    """The receiver's part. Raises ProtocolError, whose message is the reason to send back."""
+def _sealed_hello(instance_id: bytes, link_key: LinkKey) -> Hello:
+    return Hello(instance_id, link_key.key_id, os.urandom(NONCE_BYTES), preferred_ciphers())
+
+
+async def read_hello(sock: socket.socket, instance_id: bytes) -> tuple[Hello, bytes]:
+    """The receiver's part: the Hello, and its bytes. Raises ProtocolError, whose message is the
+    reason to send back.
+    """
     loop = asyncio.get_running_loop()
-    hello = await _read_record(lambda num_bytes: loop.sock_recv(sock, num_bytes))
+    hello, received = await _read_record(lambda num_bytes: loop.sock_recv(sock, num_bytes))
     if not isinstance(hello, Hello):
         raise ProtocolError(f"received {type(hello).__name__}, expected Hello")
     if hello.instance_id != instance_id:
         raise ProtocolError("the requested instance does not listen here")
+    return hello, received
+
+
+async def send_sealed_welcome(
+    sock: socket.socket, welcome: Welcome, hello: Hello, received: bytes, link_key: LinkKey
+) -> LinkCiphers:
+    """Completes the Welcome and sends it. `received`: the bytes of the Hello."""
+    if len(hello.nonce) != NONCE_BYTES:
+        raise ProtocolError(f"the nonce has {len(hello.nonce)} bytes, expected {NONCE_BYTES}")
+    cipher = common_cipher(hello.ciphers, preferred_ciphers())
+    if cipher is None:
+        raise ProtocolError("the peer has no common cipher")
+    welcome = msgspec.structs.replace(welcome, nonce=os.urandom(NONCE_BYTES), cipher=cipher)
+    await send_welcome(sock, welcome, None)
+    return ciphers_of_receiver(link_key, cipher, received, encode_record(welcome))
 
 
 async def send_welcome(sock: socket.socket, welcome: Welcome, fd: int | None) -> None:
@@ -73,21 +122,25 @@ async def send_welcome(sock: socket.socket, welcome: Welcome, fd: int | None) ->
         raise ProtocolError("the peer does not read its socket")
 
 
-def _checked(reply: Record, instance_id: bytes) -> Welcome:
+def _checked(reply: Record, hello: Hello) -> Welcome:
     if isinstance(reply, Goodbye):
         raise ProtocolError(f"the receiver rejected the connection: {reply.reason}")
     if not isinstance(reply, Welcome):
         raise ProtocolError(f"received {type(reply).__name__}, expected Welcome")
-    if reply.instance_id != instance_id:
+    if reply.instance_id != hello.instance_id:
         raise ProtocolError("another instance replied")
+    if hello.key_id and (reply.cipher not in hello.ciphers or len(reply.nonce) != NONCE_BYTES):
+        raise ProtocolError("the receiver does not seal the link")
     if not 1 <= reply.num_slots <= MAX_SLOTS or reply.slot_bytes != MAX_FRAME_BYTES:
         raise ProtocolError(f"unsupported: {reply.num_slots} slots of {reply.slot_bytes} bytes")
     return reply
 
 
-async def _read_record(receive: Receive) -> Record:
-    body_bytes = decode_prefix(await _read_exactly(receive, PREFIX.size))
-    return decode_record(await _read_exactly(receive, body_bytes))
+async def _read_record(receive: Receive) -> tuple[Record, bytes]:
+    """The record, and its bytes."""
+    prefix = await _read_exactly(receive, PREFIX.size)
+    body = await _read_exactly(receive, decode_prefix(prefix))
+    return decode_record(body), prefix + body
 
 
 async def _read_exactly(receive: Receive, num_bytes: int) -> bytes:

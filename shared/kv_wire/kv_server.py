@@ -17,9 +17,16 @@ from shared.errors import LinkLost
 from shared.kv_wire import tcp
 from shared.kv_wire.compression import FrameCodec
 from shared.kv_wire.expected_pushes import ExpectedPushes, ReceiverCounts
-from shared.kv_wire.frames import MAX_FRAME_BYTES, ProtocolError, Welcome, closing_record
-from shared.kv_wire.handshake import read_hello, send_welcome
+from shared.kv_wire.frames import (
+    MAX_FRAME_BYTES,
+    Hello,
+    ProtocolError,
+    Welcome,
+    closing_record,
+)
+from shared.kv_wire.handshake import read_hello, send_sealed_welcome, send_welcome
 from shared.kv_wire.link import FrameSink
+from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.kv_wire.shared_memory import (
     NUM_SLOTS,
     SLOT_BYTES,
@@ -27,7 +34,7 @@ from shared.kv_wire.shared_memory import (
     create_memory,
 )
 from shared.kv_wire.tcp import TcpReception
-from shared.messages import DataPlaneAddress
+from shared.messages import DataPlaneAddress, LinkKey
 
 log = structlog.get_logger(__name__)
 
@@ -49,11 +56,13 @@ class KvServer:
         directory: Path,
         codec: FrameCodec | None,
         clock: Clock,
+        link_keys: LinkKeys | None,
     ) -> None:
         self._address = address
         self._directory = directory
         self._codec = codec
         self._clock = clock
+        self._link_keys = link_keys
         self._placements = ExpectedPushes()
         self._receptions: set[Reception] = set()
         self._handshakes: set[asyncio.Task[None]] = set()
@@ -70,9 +79,11 @@ class KvServer:
         advertised_host: str | None = None,
         codec: FrameCodec | None = None,
         clock: Clock | None = None,
+        link_keys: LinkKeys | None = None,
     ) -> KvServer:
         """`advertised_host`: the host that peers dial, `bind_host` if None. `codec`: for frames
-        compressed by peers on TCP. Raises OSError.
+        compressed by peers on TCP. `link_keys`: required of peers on TCP; None: links are not
+        sealed. Raises OSError.
         """
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(bind_host, 0, type=socket.SOCK_STREAM)
@@ -89,9 +100,8 @@ class KvServer:
         address = DataPlaneAddress(
             host=host, port=port, unix_path=str(unix_path), instance_id=instance_id
         )
-        return cls(
-            address, (tcp_listener, unix_listener), directory, codec, clock or MonotonicClock()
-        )
+        listeners = (tcp_listener, unix_listener)
+        return cls(address, listeners, directory, codec, clock or MonotonicClock(), link_keys)
 
     @property
     def address(self) -> DataPlaneAddress:
@@ -154,8 +164,11 @@ class KvServer:
         sock.setblocking(False)
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                await read_hello(sock, self._address.instance_id)
-                reception = await self._open(sock)
+                hello, received = await read_hello(sock, self._address.instance_id)
+                if sock.family == socket.AF_UNIX:
+                    reception = await self._open_unix(sock)
+                else:
+                    reception = await self._open_tcp(sock, hello, received)
         except (LinkLost, OSError, TimeoutError) as error:
             self.counts.num_bad_peers += 1
             reason = "the handshake timed out" if isinstance(error, TimeoutError) else str(error)
@@ -167,14 +180,30 @@ class KvServer:
         else:
             await self._attach(sock, reception)
 
-    async def _open(self, sock: socket.socket) -> Reception:
-        instance_id = self._address.instance_id
-        if sock.family != socket.AF_UNIX:
-            tcp.tune(sock)
-            codecs = () if self._codec is None else (self._codec.name,)
-            welcome = Welcome(instance_id, tcp.NUM_SLOTS, MAX_FRAME_BYTES, codecs)
+    async def _open_tcp(self, sock: socket.socket, hello: Hello, received: bytes) -> Reception:
+        link_key = self._link_key_of(hello)
+        tcp.tune(sock)
+        codecs = () if self._codec is None else (self._codec.name,)
+        welcome = Welcome(self._address.instance_id, tcp.NUM_SLOTS, MAX_FRAME_BYTES, codecs)
+        ciphers = None
+        if link_key is None:
             await send_welcome(sock, welcome, None)
-            return TcpReception(self._placements, self._clock, self._codec)
+        else:
+            ciphers = await send_sealed_welcome(sock, welcome, hello, received, link_key)
+        return TcpReception(self._placements, self._clock, self._codec, ciphers)
+
+    def _link_key_of(self, hello: Hello) -> LinkKey | None:
+        if self._link_keys is None:
+            if hello.key_id:
+                raise ProtocolError("links to this receiver are not sealed")
+            return None
+        link_key = self._link_keys.find(hello.key_id)
+        if link_key is None:
+            raise ProtocolError("the link key is unknown here" if hello.key_id else "no link key")
+        return link_key
+
+    async def _open_unix(self, sock: socket.socket) -> Reception:
+        instance_id = self._address.instance_id
         fd = create_memory(NUM_SLOTS * SLOT_BYTES)
         try:
             await send_welcome(sock, Welcome(instance_id, NUM_SLOTS, SLOT_BYTES), fd)

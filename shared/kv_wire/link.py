@@ -18,7 +18,7 @@ from typing import Protocol
 
 import msgspec
 
-from shared.messages import DataPlaneAddress
+from shared.messages import DataPlaneAddress, LinkKey
 
 # Recommended frame size and number of frames in flight: the sender fills one while the receiver
 # copies the other. Larger frames exceed the CPU caches (benchmarks/kv_transfer.py).
@@ -45,7 +45,7 @@ class FrameHeader(msgspec.Struct, frozen=True, kw_only=True):
     kv_format: str
     num_cached_tokens: int  # of the tokens pushed so far, found in the sender's prefix cache
     payload_bytes: int
-    checksum: int = 0  # filled in by the link
+    checksum: int = 0  # filled in by the link; 0 on sealed links
 
 
 class FrameSink(Protocol):
@@ -115,7 +115,7 @@ class KvDialer(Protocol):
 
     compressed: CompressionCounts
 
-    async def link(self, target: DataPlaneAddress) -> PushLink:
+    async def link(self, target: DataPlaneAddress, link_key: LinkKey | None = None) -> PushLink:
         """Raises LinkLost if the target cannot be reached within the connect timeout."""
         ...
 

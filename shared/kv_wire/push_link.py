@@ -27,6 +27,7 @@ from shared.kv_wire.frames import (
 )
 from shared.kv_wire.link import Fill, FrameHeader
 from shared.kv_wire.record_stream import RecordStream
+from shared.kv_wire.sealing.ciphers import LinkCiphers
 
 
 class Staging(Protocol):
@@ -77,7 +78,7 @@ class _Unacked:
 class StagedLink:
     """A `PushLink` over a Staging; `on_end` is called once when the connection has ended.
 
-    `compression` is only for links whose payloads follow on the stream.
+    `compression` and `ciphers` are only for links whose payloads follow on the stream.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class StagedLink:
         staging: Staging,
         on_end: Callable[[StagedLink], None],
         compression: LinkCompression | None = None,
+        ciphers: LinkCiphers | None = None,
     ) -> None:
         self._staging = staging
         self._on_end = on_end
@@ -94,7 +96,7 @@ class StagedLink:
         self._unacked: dict[int, _Unacked] = {}
         self._num_frames = 0
         self._lost: str | None = None
-        self.stream = RecordStream(self)
+        self.stream = RecordStream(self, ciphers)
 
     @property
     def is_lost(self) -> bool:
@@ -123,15 +125,16 @@ class StagedLink:
             view = self._staging.view(slot_index, header.payload_bytes)
             await to_the_end(fill(view))
             self._raise_if_lost()
-            checksum = sealed_sum(header, checksum_of(view))
-            sealed = msgspec.structs.replace(header, checksum=checksum)
+            if self.stream.ciphers is None:
+                checksum = sealed_sum(header, checksum_of(view))
+                header = msgspec.structs.replace(header, checksum=checksum)
             coded = sent = None
             if self._compression is not None:
                 coded = await self._compression.coded(slot_index, view)
                 self._raise_if_lost()
                 sent = self._compression.sent(view, coded)
             frame_id, self._num_frames = self._num_frames, self._num_frames + 1
-            self._transmit(frame_id, sealed, slot_index, coded)
+            self._transmit(frame_id, header, slot_index, coded)
         except BaseException:
             self._slots.release(slot_index)
             raise
@@ -146,7 +149,9 @@ class StagedLink:
             self._staging.transmit(self.stream, frame_id, header, slot_index)
         else:
             codec = self._compression.codec_name
-            self.stream.send(Frame(frame_id, header, codec=codec, coded_bytes=len(coded)), coded)
+            frame = Frame(frame_id, header, codec=codec, coded_bytes=len(coded))
+            buffer = self._compression.buffer_of(slot_index)
+            self.stream.send(frame, buffer[: len(coded) + self.stream.tag_bytes])
 
     def _raise_if_lost(self) -> None:
         if self._lost is not None:

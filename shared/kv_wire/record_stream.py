@@ -17,16 +17,18 @@ import xxhash
 
 from shared.errors import LinkLost
 from shared.kv_wire.frames import (
+    MAX_REASON_CHARS,
     MAX_RECORD_BYTES,
     PREFIX,
+    Frame,
     Goodbye,
     ProtocolError,
     Record,
-    closing_record,
     decode_prefix,
     decode_record,
     encode_record,
 )
+from shared.kv_wire.sealing.ciphers import TAG_BYTES, LinkCiphers
 
 # The maximum size of one read, so that its bytes are summed while they are still cached.
 READ_BYTES = 256 * 1024
@@ -40,7 +42,9 @@ class StreamOwner(Protocol):
         """Returns the buffer for the payload that follows, or None. Raises ProtocolError."""
         ...
 
-    def payload_arrived(self, checksum: int) -> None: ...
+    def payload_arrived(self, checksum: int) -> None:
+        """`checksum`: the xxh3-64 of the payload, undefined if the stream has ciphers."""
+        ...
 
     def ended(self, error: LinkLost) -> None:
         """Called exactly once, for any cause."""
@@ -55,12 +59,19 @@ class _Phase(Enum):
 
 
 class RecordStream(asyncio.BufferedProtocol):
-    """Reads records for its owner and writes the owner's records, without a task."""
+    """Reads records for its owner and writes the owner's records, without a task.
 
-    def __init__(self, owner: StreamOwner) -> None:
+    With ciphers every record is sealed. The owner allocates `tag_bytes` behind each payload, sent
+    or received; `send` seals a payload, and the owner opens a received one.
+    """
+
+    def __init__(self, owner: StreamOwner, ciphers: LinkCiphers | None = None) -> None:
+        self.ciphers = ciphers
+        self.tag_bytes = 0 if ciphers is None else TAG_BYTES
         self._owner = owner
         self._transport: asyncio.Transport | None = None
-        self._scratch = memoryview(bytearray(MAX_RECORD_BYTES))
+        self._scratch = memoryview(bytearray(MAX_RECORD_BYTES + self.tag_bytes))
+        self._prefix = b""
         self._hasher = xxhash.xxh3_64()
         self._num_filled = 0
         self._num_received = 0  # bytes, of all records
@@ -82,7 +93,7 @@ class RecordStream(asyncio.BufferedProtocol):
         start = self._num_filled
         self._num_filled += nbytes
         self._num_received += nbytes
-        if self._phase is _Phase.PAYLOAD:
+        if self._phase is _Phase.PAYLOAD and self.ciphers is None:
             self._hasher.update(self._target[start : self._num_filled])
         if self._num_filled == len(self._target):
             try:
@@ -114,7 +125,7 @@ class RecordStream(asyncio.BufferedProtocol):
             self._fail(ProtocolError(f"no byte of a record for {STALL_LIMIT_S:g} s"))
 
     def _fail(self, error: ProtocolError) -> None:
-        self._write(closing_record(error.message))
+        self.send(Goodbye(error.message[:MAX_REASON_CHARS]))
         self.end(error)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -127,9 +138,11 @@ class RecordStream(asyncio.BufferedProtocol):
     def _advance(self) -> None:
         match self._phase:
             case _Phase.PREFIX:
-                self._expect(_Phase.BODY, self._scratch[: decode_prefix(self._target)])
+                self._prefix = bytes(self._target)
+                body_bytes = decode_prefix(self._prefix) + self.tag_bytes
+                self._expect(_Phase.BODY, self._scratch[:body_bytes])
             case _Phase.BODY:
-                self._take_record(decode_record(self._target))
+                self._take_record(decode_record(self._opened(self._target)))
             case _Phase.PAYLOAD:
                 checksum = self._hasher.intdigest()
                 self._hasher.reset()
@@ -137,6 +150,14 @@ class RecordStream(asyncio.BufferedProtocol):
                 self._owner.payload_arrived(checksum)
             case _Phase.ENDED:
                 pass
+
+    def _opened(self, body: memoryview) -> bytes | memoryview:
+        if self.ciphers is None:
+            return body
+        opened = self.ciphers.opening.open_record(self._prefix, body)
+        if opened is None:
+            raise ProtocolError("a record is not the next one that the peer sealed")
+        return opened
 
     def _take_record(self, record: Record) -> None:
         if isinstance(record, Goodbye):
@@ -154,8 +175,17 @@ class RecordStream(asyncio.BufferedProtocol):
     # ── writing ──────────────────────────────────────────────────────────────────────────────────
 
     def send(self, record: Record, payload: memoryview | None = None) -> None:
-        """Writes a record; its payload must not change until the peer has acknowledged it."""
-        self._write(encode_record(record))
+        """Writes a record, and seals its payload in place; the payload must not change until the
+        peer has acknowledged it.
+        """
+        data = encode_record(record)
+        if self.ciphers is not None:
+            prefix, body = data[: PREFIX.size], data[PREFIX.size :]
+            data = prefix + self.ciphers.sealing.seal_record(prefix, body)
+            if payload is not None:
+                assert isinstance(record, Frame), "only frames have a payload"
+                self.ciphers.sealing.seal_payload(record.frame_id, payload)
+        self._write(data)
         if payload is not None:
             self._write(payload)
 

@@ -3,7 +3,9 @@
 The receiver sums a payload while it arrives, directly in a private buffer. It has a buffer for each
 frame that the sender may have in flight, so it never pauses reading: a paused connection would not
 reveal that its peer has died. The last used buffer is reused first, so few are allocated. A
-compressed payload is decoded from its buffer, on a thread, into a separate buffer.
+compressed payload is decoded from its buffer, on a thread, into a separate buffer. A sealed payload
+is opened in place, in one pass on the event loop: with AES instructions 2 MiB take 0.2 ms, less
+than moving them to another core's cache.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from shared.kv_wire.frame_delivery import Arrival, FrameDelivery
 from shared.kv_wire.frames import Frame, ProtocolError, Record, sealed_sum
 from shared.kv_wire.link import FrameHeader
 from shared.kv_wire.record_stream import RecordStream
+from shared.kv_wire.sealing.ciphers import TAG_BYTES, LinkCiphers
 
 NUM_SLOTS = 4
 # Timeout for a host that vanished or a process that stopped reading.
@@ -50,14 +53,15 @@ class TcpStaging:
         self._buffers = [memoryview(b"") for _ in range(num_slots)]
 
     def view(self, slot_index: int, num_bytes: int) -> memoryview:
-        buffer = grown(self._buffers[slot_index], num_bytes)
+        buffer = grown(self._buffers[slot_index], num_bytes + TAG_BYTES)
         self._buffers[slot_index] = buffer
         return buffer[:num_bytes]
 
     def transmit(
         self, stream: RecordStream, frame_id: int, header: FrameHeader, slot_index: int
     ) -> None:
-        stream.send(Frame(frame_id, header), self.view(slot_index, header.payload_bytes))
+        num_bytes = header.payload_bytes + stream.tag_bytes
+        stream.send(Frame(frame_id, header), self._buffers[slot_index][:num_bytes])
 
     def close(self) -> None:
         self._buffers = [memoryview(b"") for _ in range(self.num_slots)]
@@ -67,9 +71,13 @@ class TcpReception:
     """The receiver's end of one connection: owns its stream and its buffers."""
 
     def __init__(
-        self, placements: ExpectedPushes, clock: Clock, codec: FrameCodec | None = None
+        self,
+        placements: ExpectedPushes,
+        clock: Clock,
+        codec: FrameCodec | None = None,
+        ciphers: LinkCiphers | None = None,
     ) -> None:
-        self.stream = RecordStream(self)
+        self.stream = RecordStream(self, ciphers)
         self.deliveries = FrameDelivery(placements, self.stream, clock)
         self._codec = codec
         self._clock = clock
@@ -85,24 +93,38 @@ class TcpReception:
         self.deliveries.announce(record)
         if not self._free:
             raise ProtocolError(f"more than {NUM_SLOTS} frames are in flight")
-        buffer = grown(self._free.pop(), record.wire_bytes)
+        num_bytes = record.wire_bytes + self.stream.tag_bytes
+        buffer = grown(self._free.pop(), num_bytes)
         self._arriving = (record, buffer)
-        return buffer[: record.wire_bytes]
+        return buffer[:num_bytes]
 
     def payload_arrived(self, checksum: int) -> None:
         assert self._arriving is not None, "a payload follows its record"
         (frame, buffer), self._arriving = self._arriving, None
 
         async def take_copy() -> tuple[memoryview, int | None]:
+            payload = buffer[: frame.wire_bytes]
+            if not self._is_opened(frame, buffer):
+                return payload, None
             if frame.codec:
-                return await self._decode(arrival, buffer[: frame.wire_bytes])
-            return buffer[: frame.wire_bytes], sealed_sum(frame.header, checksum)
+                return await self._decode(arrival, payload)
+            return payload, self._sum_of_frame(frame.header, checksum)
 
         arrival = Arrival(frame, take_copy, lambda: self._free.append(buffer))
         self.deliveries.add(arrival)
 
     def ended(self, error: LinkLost) -> None:
         self.deliveries.end(error)
+
+    def _is_opened(self, frame: Frame, buffer: memoryview) -> bool:
+        ciphers = self.stream.ciphers
+        if ciphers is None:
+            return True
+        return ciphers.opening.open_payload(frame.frame_id, buffer[: frame.wire_bytes + TAG_BYTES])
+
+    def _sum_of_frame(self, header: FrameHeader, payload_sum: int) -> int:
+        """A sealed frame is verified already, and has no checksum."""
+        return sealed_sum(header, payload_sum) if self.stream.ciphers is None else header.checksum
 
     async def _decode(self, arrival: Arrival, coded: memoryview) -> tuple[memoryview, int | None]:
         """Decodes into the one shared buffer: the previous delivery has ended."""
@@ -114,6 +136,6 @@ class TcpReception:
         decode = loop.run_in_executor(None, self._codec.decode, coded, payload)
         checksum = None
         if await to_the_end(decode):
-            checksum = sealed_sum(header, checksum_of(payload))
+            checksum = self._sum_of_frame(header, checksum_of(payload))
         arrival.decode_s = self._clock.now() - start
         return payload, checksum

@@ -23,7 +23,7 @@ from shared.kv_wire.link import FrameHeader, FrameSink
 from shared.kv_wire.push_link import StagedLink
 from shared.kv_wire.record_stream import RecordStream
 from shared.kv_wire.tcp import TcpReception, TcpStaging
-from shared.messages import DataPlaneAddress
+from shared.messages import DataPlaneAddress, LinkKey
 from tests.simulation.world.clock import VirtualClock
 from tests.simulation.world.process import SimulatedProcess
 
@@ -258,7 +258,10 @@ class SimulatedDialer(Dialer):
         self._ends.clear()
 
     async def _reach(
-        self, target: DataPlaneAddress, on_end: Callable[[StagedLink], None]
+        self,
+        target: DataPlaneAddress,
+        link_key: LinkKey | None,
+        on_end: Callable[[StagedLink], None],
     ) -> StagedLink:
         receiver = self.receivers.get(target.instance_id)
         if receiver is None or receiver.is_closed or receiver.process.is_dead:

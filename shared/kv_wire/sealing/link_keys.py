@@ -1,0 +1,49 @@
+"""Decode's keys of its KV links: one for each prefill worker, drawn on first use.
+
+A prefill worker receives its key in `RunPrefill` and names it in the Hello of a connection.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from shared.messages import LINK_KEY_BYTES, LINK_KEY_ID_BYTES, LinkKey, LinkSecurity
+from shared.randomness import Randomness
+
+MAX_KEYS = 4096  # the key that was handed out longest ago is dropped first
+
+
+class LinkKeys:
+    def __init__(self, security: LinkSecurity, randomness: Randomness) -> None:
+        self.security = security
+        self.randomness = randomness
+        self._of_worker: OrderedDict[str, LinkKey] = OrderedDict()
+        self._by_id: dict[bytes, LinkKey] = {}
+
+    def key_for(self, prefill_worker_id: str) -> LinkKey:
+        """The same key until it is forgotten."""
+        link_key = self._of_worker.get(prefill_worker_id)
+        if link_key is None:
+            link_key = self._draw(prefill_worker_id)
+        self._of_worker.move_to_end(prefill_worker_id)
+        return link_key
+
+    def find(self, key_id: bytes) -> LinkKey | None:
+        return self._by_id.get(key_id)
+
+    def forget(self, prefill_worker_id: str) -> None:
+        """Idempotent. Open connections continue; a new one needs a new key."""
+        link_key = self._of_worker.pop(prefill_worker_id, None)
+        if link_key is not None:
+            del self._by_id[link_key.key_id]
+
+    def _draw(self, prefill_worker_id: str) -> LinkKey:
+        if len(self._of_worker) >= MAX_KEYS:
+            self.forget(next(iter(self._of_worker)))
+        link_key = LinkKey(
+            key_id=self.randomness.bytes(LINK_KEY_ID_BYTES),
+            key=self.randomness.bytes(LINK_KEY_BYTES),
+            security=self.security,
+        )
+        self._of_worker[prefill_worker_id] = self._by_id[link_key.key_id] = link_key
+        return link_key
