@@ -1,11 +1,13 @@
-"""KV push between two processes of one machine, in GB/s: shared memory and TCP, with checksums.
+"""KV push between two processes of one machine, in GB/s: shared memory, and TCP plain or sealed.
 
 Run: python -m benchmarks.kv_transfer [--repetitions 9] [--mib 512] [--under-way 2]
 
 Per frame the sender fills a slot and computes its checksum, the receiver copies it out and computes
 that of the copy (TCP: of the received bytes), passes it to a sink that does nothing, and
-acknowledges. A few frames are in flight. Compared in the same run, alternating: numpy's copy of as
-many bytes, and a plain TCP socket over loopback between two processes, blocking `sendall` and
+acknowledges. `tcp_mac` and `tcp_aead` seal each frame instead: a tag of 16 bytes, without and with
+encryption; `aead` is the encryption alone, of frames in memory. A sealed push is expected to take
+the time of both. A few frames are in flight. Compared in the same run, alternating: numpy's copy of
+as many bytes, and a plain TCP socket over loopback between two processes, blocking `sendall` and
 `recv_into`, no checksum.
 
 KV comes from a cache much larger than the CPU's, so every sender cycles through a 256 MiB pool, and
@@ -36,19 +38,24 @@ import numpy.typing as npt
 import uvloop
 
 from benchmarks.report import Bar, Row, at_least, write_result
-from shared.kv_wire.dialer import Dialer
+from shared.kv_wire.dialer import SECURITIES, Dialer
 from shared.kv_wire.kv_server import KvServer
 from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, Fill, FrameHeader, PushLink
-from shared.messages import DataPlaneAddress
+from shared.kv_wire.sealing.ciphers import ciphers_of_sender, preferred_ciphers
+from shared.kv_wire.sealing.link_keys import LinkKeys
+from shared.messages import DataPlaneAddress, LinkKey
+from shared.randomness import SystemRandomness
 
 KIB, MIB = 1 << 10, 1 << 20
 TRANSFER_BYTES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 64 * MIB)
 POOL_BYTES = 256 * MIB
 PLACEMENT = b"benchmark-------"
 BARS = {"memfd": ("memcpy", 0.6), "tcp": ("raw_tcp", 0.7)}
+SEALED_BAR = 0.85  # of 1 / (1 / tcp + 1 / aead)
 BAR_BYTES = (4 * MIB, 64 * MIB)
 
 Bytes = npt.NDArray[np.uint8]
+Key = LinkKey | None
 Measure = Callable[[int, int], float]  # (transfer bytes, number of transfers) -> seconds
 
 
@@ -68,11 +75,17 @@ class Swallow:
 
 def receive_frames(pipe: Connection) -> None:
     async def serve() -> None:
-        server = await KvServer.start(instance_id=b"receiver--------")
-        server.expect(PLACEMENT, Swallow())
-        pipe.send_bytes(msgspec.msgpack.encode(server.address))
+        servers = []
+        for security in SECURITIES:
+            link_keys = None if security == "none" else LinkKeys(security, SystemRandomness())
+            server = await KvServer.start(instance_id=security.encode(), link_keys=link_keys)
+            server.expect(PLACEMENT, Swallow())
+            link_key = None if link_keys is None else link_keys.key_for("sender")
+            pipe.send_bytes(msgspec.msgpack.encode((server.address, link_key)))
+            servers.append(server)
         await asyncio.get_running_loop().run_in_executor(None, pipe.recv_bytes)
-        await server.close()
+        for server in servers:
+            await server.close()
 
     uvloop.run(serve())
 
@@ -141,6 +154,20 @@ def copy_warm(num_bytes: int, num_transfers: int) -> float:
     for _ in range(num_transfers):
         np.copyto(destination, source)
     return time.perf_counter() - start
+
+
+def seal_frames(pool: Pool) -> Measure:
+    link_key = LinkKeys("aead", SystemRandomness()).key_for("nobody")
+    sealing = ciphers_of_sender(link_key, preferred_ciphers()[0], b"", b"").sealing
+
+    def measure(num_bytes: int, num_transfers: int) -> float:
+        start = time.perf_counter()
+        for _ in range(num_transfers):
+            for frame_bytes in frames_of(num_bytes):
+                sealing.seal_payload(0, memoryview(pool.take(frame_bytes)))
+        return time.perf_counter() - start
+
+    return measure
 
 
 def send_raw(pipe: Connection, connection: socket.socket, pool: Pool) -> Measure:
@@ -226,6 +253,9 @@ def bars_of(rows: list[Row]) -> list[Bar]:
         for way, (baseline, bar) in BARS.items():
             share = row[f"{way}_gbps"] / row[f"{baseline}_gbps"]
             bars.append(at_least(f"{way} / {baseline}, {num_kib // KIB} MiB", share, bar, "x"))
+        expected = 1 / (1 / row["tcp_gbps"] + 1 / row["aead_gbps"])
+        name = f"tcp_aead / (tcp then aead), {num_kib // KIB} MiB"
+        bars.append(at_least(name, row["tcp_aead_gbps"] / expected, SEALED_BAR, "x"))
     return bars
 
 
@@ -243,15 +273,24 @@ def main() -> None:
         process(receive_raw) as raw_pipe,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        address = msgspec.msgpack.decode(frames_pipe.recv_bytes(), type=DataPlaneAddress)
+        targets = [
+            msgspec.msgpack.decode(frames_pipe.recv_bytes(), type=tuple[DataPlaneAddress, Key])
+            for _ in SECURITIES
+        ]
         raw_address = ("127.0.0.1", int(raw_pipe.recv_bytes()))
         memfd, tcp = Dialer(), Dialer()
-        memfd_link = runner.run(memfd.link(address))
-        tcp_link = runner.run(tcp.link(msgspec.structs.replace(address, unix_path="")))
+        links = {"memfd": runner.run(memfd.link(targets[0][0]))}
+        for security, (address, link_key) in zip(SECURITIES, targets, strict=True):
+            apart = msgspec.structs.replace(address, unix_path="")
+            name = "tcp" if security == "none" else f"tcp_{security}"
+            links[name] = runner.run(tcp.link(apart, link_key))
         with socket.create_connection(raw_address) as raw:
             ways: dict[str, Measure] = {
-                "memfd": push_frames(runner.run, memfd_link, source, options.under_way),
-                "tcp": push_frames(runner.run, tcp_link, source, options.under_way),
+                **{
+                    name: push_frames(runner.run, link, source, options.under_way)
+                    for name, link in links.items()
+                },
+                "aead": seal_frames(destination),
                 "memcpy": copy_walking(source, destination),
                 "memcpy_warm": copy_warm,
                 "raw_tcp": send_raw(raw_pipe, raw, source),

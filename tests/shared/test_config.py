@@ -53,6 +53,7 @@ def test_valid_configs_pass(tmp_path: Path) -> None:
         (3, {"weights": "small"}, "weights"),
         (3, {"device": "abacus"}, "device 'abacus' is not auto, cpu, cuda or cuda:N"),
         (3, {"device": "cuda:x"}, "device"),
+        (3, {"data_plane_security": "tls"}, "data_plane_security 'tls' is none of aead, mac, none"),
         (3, {"load_format": "gguf"}, "load_format 'gguf' is none of auto, dummy"),
         (3, {"kv_cache_bytes": 0}, "kv_cache_bytes"),
         (3, {"max_batch_tokens": -1}, "max_batch_tokens"),
@@ -67,6 +68,53 @@ def test_error_names_invalid_field(
     with pytest.raises(ConfigError) as raised:
         check(config)
     assert raised.value.message.startswith(message_start)
+
+
+@pytest.mark.parametrize(
+    ("nats_url", "security", "is_valid"),
+    [
+        ("nats://u:p@127.0.0.1:4222", "aead", True),
+        ("nats://u:p@localhost:4222", "mac", True),
+        ("nats://u:p@[::1]:4222", "aead", True),
+        ("tls://u:p@nats.example:4222", "aead", True),
+        ("nats://u:p@10.0.0.7:4222", "aead", False),
+        ("nats://u:p@nats.example:4222", "mac", False),
+        ("nats://u:p@nats.example:4222", "none", True),
+    ],
+)
+def test_keys_of_the_data_plane_leave_the_host_with_tls_only(
+    tmp_path: Path, nats_url: str, security: str, is_valid: bool
+) -> None:
+    config = WorkerConfig(
+        nats_url=nats_url, process_id="w", model_dir=tmp_path, data_plane_security=security
+    )
+    if is_valid:
+        check(config)
+    else:
+        with pytest.raises(ConfigError, match=r"nats_url must be tls:// off this host"):
+            check(config)
+
+
+@pytest.mark.parametrize(
+    ("nats_host", "listens_on", "advertised", "is_on_loopback"),
+    [
+        ("127.0.0.1", "127.0.0.1", "", True),
+        ("127.0.0.1", "0.0.0.0", "", False),
+        ("127.0.0.1", "127.0.0.1", "decode.example", False),
+        ("10.0.0.7", "127.0.0.1", "", False),
+    ],
+)
+def test_worker_knows_whether_its_data_plane_leaves_the_host(
+    tmp_path: Path, nats_host: str, listens_on: str, advertised: str, is_on_loopback: bool
+) -> None:
+    config = WorkerConfig(
+        nats_url=f"nats://{nats_host}:4222",
+        process_id="w",
+        model_dir=tmp_path,
+        data_plane_host=listens_on,
+        data_plane_advertised_host=advertised,
+    )
+    assert config.is_on_loopback is is_on_loopback
 
 
 def test_error_names_all_invalid_fields() -> None:

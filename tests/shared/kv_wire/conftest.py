@@ -11,7 +11,10 @@ import uvloop
 from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.kv_server import KvServer
 from shared.kv_wire.link import KvDialer, KvReceiver
-from shared.messages import DataPlaneAddress
+from shared.kv_wire.push_link import StagedLink
+from shared.kv_wire.sealing.link_keys import LinkKeys
+from shared.messages import DataPlaneAddress, LinkKey
+from shared.randomness import SystemRandomness
 from tests.shared.kv_wire.support import INSTANCE
 from tests.simulation.world.kv_link import SimulatedDialer, SimulatedReceiver
 
@@ -52,7 +55,18 @@ class Pair:
     address: DataPlaneAddress
 
 
-@pytest.fixture(params=["memfd", "tcp", "simulated"])
+class KeyedDialer(Dialer):
+    """Seals its links over TCP with one key."""
+
+    def __init__(self, link_key: LinkKey | None) -> None:
+        super().__init__(connect_timeout_s=5.0)
+        self._link_key = link_key
+
+    async def link(self, target: DataPlaneAddress, link_key: LinkKey | None = None) -> StagedLink:
+        return await super().link(target, self._link_key)
+
+
+@pytest.fixture(params=["memfd", "tcp", "tcp aead", "tcp mac", "simulated"])
 async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
     """Both ends of a link, for each implementation."""
     if request.param == "simulated":
@@ -60,7 +74,10 @@ async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
         receiver = SimulatedReceiver(network, INSTANCE)
         yield Pair(receiver, network, receiver.address)
         return
-    server, dialer = await KvServer.start(instance_id=INSTANCE), Dialer(connect_timeout_s=5.0)
+    _, _, security = request.param.partition(" ")
+    link_keys = LinkKeys(security, SystemRandomness()) if security else None
+    server = await KvServer.start(instance_id=INSTANCE, link_keys=link_keys)
+    dialer = KeyedDialer(None if link_keys is None else link_keys.key_for("prefill-1"))
     single_transport = {"port": 1} if request.param == "memfd" else {"unix_path": ""}
     yield Pair(server, dialer, msgspec.structs.replace(server.address, **single_transport))
     await dialer.close()
