@@ -1,12 +1,16 @@
 """The identity of a full KV block: a chained, tenant-salted BLAKE2b digest of 128 bits.
 
-    root            = H("hearth-kv-v1", tenant_id, cache_salt, weights_digest, adapter)
+    root            = H(key; "hearth-kv-v1", tenant_id, cache_salt, weights_digest, adapter)
     block_hash[i]   = H(block_hash[i-1] or root, token ids of block i)
+
+The key comes from the cluster secret, which gateways and the index hold and workers do not: a
+worker learns the root of a tenant with the tenant's first request, and can compute no other.
+Workers compute the chain of each request again: a block's hash in a cache is that of its tokens.
 
 An operator may publish a prefix for all tenants. Its blocks chain from a separate kind of root, and
 the first block after them also hashes the tenant's root, so only the public blocks are shared.
 
-    public root     = H("hearth-kv-public-v1", name, weights_digest, adapter)
+    public root     = H(key; "hearth-kv-public-v1", name, weights_digest, adapter)
     after it        = H("hearth-kv-after-v1", tenant's root, last public block_hash)
 
 Two blocks share a hash only if tenant, salt, weights, adapter and *every token up to their end*
@@ -18,22 +22,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from struct import iter_unpack
 
 from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, pack_token_ids
 
+_BLOCK_STATE = blake2b(digest_size=BLOCK_HASH_BYTES, person=b"hearth-kv-block")
 PUBLIC_TENANT_ID = ""  # owner of the blocks of public prefixes; no tenant has this name
 
 
+def root_key(cluster_secret: str) -> bytes:
+    """The key of all roots; without a secret it is empty, and any process can compute any root."""
+    if not cluster_secret:
+        return b""
+    return blake2b(cluster_secret.encode(), digest_size=32, person=b"hearth-kv-root").digest()
+
+
 def root_hash(
-    tenant_id: str, weights_digest: str, *, cache_salt: str = "", adapter: str = ""
+    tenant_id: str,
+    weights_digest: str,
+    *,
+    cache_salt: str = "",
+    adapter: str = "",
+    key: bytes = b"",
 ) -> bytes:
     """The root of a tenant's hash chains. Fields are length-prefixed, so no two inputs collide."""
-    return _digest(b"hearth-kv-v1", tenant_id, cache_salt, weights_digest, adapter)
+    return _digest(key, b"hearth-kv-v1", tenant_id, cache_salt, weights_digest, adapter)
 
 
-def public_root(name: str, weights_digest: str, *, adapter: str = "") -> bytes:
+def public_root(name: str, weights_digest: str, *, adapter: str = "", key: bytes = b"") -> bytes:
     """The root of a public prefix's hash chain; no tenant name and salt can produce it."""
-    return _digest(b"hearth-kv-public-v1", name, weights_digest, adapter)
+    return _digest(key, b"hearth-kv-public-v1", name, weights_digest, adapter)
 
 
 def root_after_public(tenant_root: bytes, last_public_hash: bytes) -> bytes:
@@ -43,8 +61,8 @@ def root_after_public(tenant_root: bytes, last_public_hash: bytes) -> bytes:
     ).digest()
 
 
-def _digest(domain: bytes, *fields: str) -> bytes:
-    digest = blake2b(domain, digest_size=BLOCK_HASH_BYTES)
+def _digest(key: bytes, domain: bytes, *fields: str) -> bytes:
+    digest = blake2b(domain, key=key, digest_size=BLOCK_HASH_BYTES)
     for field in fields:
         encoded = field.encode()
         digest.update(len(encoded).to_bytes(8, "little"))
@@ -57,12 +75,36 @@ def extend_chain(parent_hash: bytes, token_ids: Sequence[int], block_size: int) 
 
     Tokens of an incomplete last block are ignored.
     """
-    packed = memoryview(pack_token_ids(token_ids))
+    return extend_packed(parent_hash, pack_token_ids(token_ids), block_size)
+
+
+def extend_packed(parent_hash: bytes, packed_token_ids: bytes, block_size: int) -> list[bytes]:
+    """`extend_chain` for packed token ids. 128k tokens in blocks of 16 take 2.7 ms: copying a
+    prepared state takes half the time of a new one, and a key would take a second compression.
+    """
     step = block_size * TOKEN_ID_BYTES
-    hashes = []
-    for start in range(0, len(packed) - step + 1, step):
-        parent_hash = blake2b(
-            packed[start : start + step], key=parent_hash, digest_size=BLOCK_HASH_BYTES
-        ).digest()
+    num_bytes = len(packed_token_ids) // step * step
+    new_state, hashes = _BLOCK_STATE.copy, []
+    for (block,) in iter_unpack(f"{step}s", memoryview(packed_token_ids)[:num_bytes]):
+        state = new_state()
+        state.update(parent_hash + block)
+        parent_hash = state.digest()
         hashes.append(parent_hash)
     return hashes
+
+
+def prompt_chain(
+    packed_token_ids: bytes,
+    block_size: int,
+    *,
+    cache_root: bytes,
+    public_root: bytes | None,
+    num_public_blocks: int,
+) -> list[bytes]:
+    """Hashes of a prompt's full blocks, the first `num_public_blocks` of them public."""
+    if public_root is None or not num_public_blocks:
+        return extend_packed(cache_root, packed_token_ids, block_size)
+    num_bytes = num_public_blocks * block_size * TOKEN_ID_BYTES
+    public = extend_packed(public_root, packed_token_ids[:num_bytes], block_size)
+    after = root_after_public(cache_root, public[-1]) if public else cache_root
+    return public + extend_packed(after, packed_token_ids[num_bytes:], block_size)

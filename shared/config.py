@@ -80,6 +80,7 @@ class GatewayConfig(ModelProcessConfig, frozen=True, kw_only=True):
     max_body_bytes: int = 16 * 1024 * 1024
     max_requests: int = 4096  # open at once; a request above the limit gets 429
     default_max_tokens: int = 1024
+    cluster_secret: str = ""  # the same for all gateways and the index; workers have none
     lame_duck_s: float = 5.0  # after SIGTERM, while balancers see /ready; then come drain and stop
     write_timeout_s: float = 30.0  # without a byte taken by the client
     keep_alive_s: float = 10.0  # silence of a stream before its head and each comment
@@ -135,6 +136,7 @@ class SchedulerConfig(ProcessConfig, frozen=True, kw_only=True):
 
 class KvIndexConfig(ProcessConfig, frozen=True, kw_only=True):
     redis_url: str
+    cluster_secret: str = ""  # of the gateways
     max_prefixes_per_tenant: int = 1000
     prefix_ttl_s: int = 86_400
 

@@ -139,6 +139,7 @@ class Request(Message, frozen=True, kw_only=True):
     is_zero_retention: bool = False  # no data of it is retained after its end, except cached KV
     pooling: Pooling | None = None  # an embedding is requested, and no token is sampled
     block_size: BlockSize = 16  # of `block_hashes`; the default is that of a worker's option
+    public_root: Digest | None = None  # parent of the first public block, if there is any
 
 
 class SubmitRequest(Message, frozen=True, kw_only=True):
@@ -344,6 +345,7 @@ class RunPrefill(Message, frozen=True, kw_only=True):
     lease_s: Duration
     deadline_s: Duration
     link_key: LinkKey | None = None  # None: KV over TCP is neither encrypted nor authenticated
+    public_root: Digest | None = None  # copied from the request
 
     @property
     def sender_id(self) -> str:

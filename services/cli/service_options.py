@@ -49,6 +49,9 @@ HELP = {
     "max_queued_tokens": "Maximum tokens of queued requests: prompts and max_tokens.",
     "local_prefill_tokens": "Uncached prompt tokens up to which decode always computes a prompt.",
     "max_local_prefill_tokens": "Above it, decode computes a prompt only if no prefill worker can.",
+    "cluster_secret": "Secret of all gateways and the index, not of workers: it keys the names of "
+    "cached KV blocks, so that no worker can guess those of a tenant. Give it as "
+    "HEARTH_CLUSTER_SECRET.",
     "max_prefixes_per_tenant": "Maximum prefix records per tenant in Redis.",
     "prefix_ttl_s": "Seconds from the last use of a prefix to the expiry of its record.",
     "dtype": "auto (as in the checkpoint), bfloat16, float16 or float32.",

@@ -132,6 +132,7 @@ class ActiveHandoffs:
             lease_s=PREFILL_LEASE_S,
             deadline_s=max(0.0, placement.deadline_at - worker.clock.now()),
             link_key=None if self._link_keys is None else self._link_keys.key_for(worker_id),
+            public_root=request.public_root,
         )
         requested_at = worker.clock.now()
         accepted = await worker.health_monitor.requests.request(

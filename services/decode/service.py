@@ -117,6 +117,7 @@ class DecodeService:
             check_fits=self._engine.check_fits,
         )
         self._worker.check_tokens(*choices.values())
+        self._worker.check_hashes(request, request.prompt_token_ids)
         for sequence in choices.values():
             self._engine.accept(sequence)
         now = self._worker.clock.now()

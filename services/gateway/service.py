@@ -26,6 +26,7 @@ from services.gateway.tenancy.usage_counter import UsageCounter
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.template_renderer import Renderer
 from shared.background import Background
+from shared.block_hash import root_key
 from shared.clock import Clock, MonotonicClock
 from shared.config import GatewayConfig, check
 from shared.errors import NoCapacity
@@ -71,7 +72,7 @@ class GatewayService:
         self._health_monitor = HealthMonitor(
             bus, clock, randomness, roles=("gateway",), region=config.region
         )
-        public = PublicPrefixes()
+        public = PublicPrefixes(root_key(config.cluster_secret))
         self._renderer = Renderer(files.chat_template) if renderer is None else renderer
         self.api_keys = ApiKeys(store, clock, replica=redis_replica)
         self._limits = Limits(store, clock)
@@ -104,6 +105,7 @@ class GatewayService:
             catalog=self.catalog,
             reader=reader,
             wall_clock=wall_clock,
+            root_key=root_key(config.cluster_secret),
         )
         self._public_watcher = PublicPrefixWatcher(
             public,

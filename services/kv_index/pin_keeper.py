@@ -42,8 +42,9 @@ class PinKeeper:
         registry: PrefixRegistry,
         *,
         wall_clock: Callable[[], float],
+        root_key: bytes = b"",
     ) -> None:
-        self.pins = Pins()
+        self.pins = Pins(root_key)
         self._requests = health_monitor.requests
         self._store = store
         self._fleet = health_monitor.fleet

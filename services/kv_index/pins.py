@@ -24,7 +24,8 @@ class ExpectedPin:
 
 
 class Pins:
-    def __init__(self) -> None:
+    def __init__(self, root_key: bytes = b"") -> None:
+        self._root_key = root_key
         self._prefixes: dict[str, PinnedPrefix] = {}  # by digest
         self._expected: dict[tuple[str, str, int], ExpectedPin | None] = {}
 
@@ -64,11 +65,13 @@ class Pins:
             return None
         key = (digest, card.revision, card.block_size)
         if key not in self._expected:
-            self._expected[key] = expected_pin(prefix, card)
+            self._expected[key] = expected_pin(prefix, card, self._root_key)
         return self._expected[key]
 
 
-def expected_pin(prefix: PinnedPrefix, card: ModelCard) -> ExpectedPin | None:
+def expected_pin(
+    prefix: PinnedPrefix, card: ModelCard, root_key: bytes = b""
+) -> ExpectedPin | None:
     """None before a gateway has tokenized the prefix, and for less than one block or a length that
     does not fit the context.
     """
@@ -77,7 +80,7 @@ def expected_pin(prefix: PinnedPrefix, card: ModelCard) -> ExpectedPin | None:
     if not 0 < num_tokens < card.max_context_tokens:
         return None
     packed = prefix.token_ids[: num_tokens * TOKEN_ID_BYTES]
-    root = _root(prefix, card)
+    root = _root(prefix, card, root_key)
     hashes = extend_chain(root, unpack_token_ids(packed), card.block_size)
     command = PinPrefix(
         tenant_id=prefix.tenant_id,
@@ -93,7 +96,7 @@ def expected_pin(prefix: PinnedPrefix, card: ModelCard) -> ExpectedPin | None:
     return ExpectedPin(prefix, hashes[-1], num_tokens, command)
 
 
-def _root(prefix: PinnedPrefix, card: ModelCard) -> bytes:
+def _root(prefix: PinnedPrefix, card: ModelCard, key: bytes) -> bytes:
     if prefix.is_public:
-        return public_root(prefix.name, card.revision)
-    return root_hash(prefix.tenant_id, card.revision, cache_salt=prefix.cache_salt)
+        return public_root(prefix.name, card.revision, key=key)
+    return root_hash(prefix.tenant_id, card.revision, cache_salt=prefix.cache_salt, key=key)

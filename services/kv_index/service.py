@@ -21,6 +21,7 @@ from services.kv_index.pin_keeper import ROUND_S, PinKeeper
 from services.kv_index.registry import PrefixRegistry
 from shared import subjects
 from shared.background import Background
+from shared.block_hash import root_key
 from shared.clock import Clock, MonotonicClock
 from shared.config import KvIndexConfig, check
 from shared.errors import HearthError, InvalidRequest
@@ -84,7 +85,12 @@ class KvIndexService:
             ttl_s=config.prefix_ttl_s,
         )
         self._keeper = PinKeeper(
-            store, self.health_monitor, self.index, self._registry, wall_clock=wall_clock
+            store,
+            self.health_monitor,
+            self.index,
+            self._registry,
+            wall_clock=wall_clock,
+            root_key=root_key(config.cluster_secret),
         )
         self._bus = bus
         self._store = store

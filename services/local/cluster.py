@@ -14,6 +14,7 @@ import msgspec
 from services.local.child_processes import Child, ProcessSpec, kill_children, start_child
 from services.local.credentials import Credential, nats_config
 from services.local.plan import (
+    SECRET_VARIABLE,
     Endpoints,
     UpOptions,
     check_options,
@@ -192,6 +193,7 @@ class LocalCluster:
             redis_url=own_redis if options.redis_url is None else options.redis_url,
             http_host=options.http_host,
             http_port=choose_http_port(options.http_host, options.http_port),
+            cluster_secret=os.environ.get(SECRET_VARIABLE) or secrets.token_hex(32),
         )
 
     def _nats_spec(self, binary: str) -> ProcessSpec:

@@ -29,6 +29,7 @@ _COMMANDS: dict[CredentialRole, str] = {
 # -48 % at 1,024); a longer prompt would delay every token that its decode worker generates.
 MAX_LOCAL_PREFILL_TOKENS = 512
 DRAIN_TIMEOUT_S = 10.0  # of a service; less than the grace period before SIGKILL
+SECRET_VARIABLE = "HEARTH_CLUSTER_SECRET"
 _WORKER_ROLES = ("prefill", "decode", "worker")
 
 
@@ -54,7 +55,10 @@ class UpOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
-    """Addresses of the cluster's servers; `nats_url` is set for an external NATS."""
+    """Addresses of the cluster's servers; `nats_url` is set for an external NATS.
+
+    `cluster_secret` is for gateways and the index alone.
+    """
 
     nats_host: str
     nats_port: int
@@ -62,6 +66,7 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     http_host: str
     http_port: int
     nats_url: str | None = None
+    cluster_secret: str = ""
 
     @property
     def http_url(self) -> str:
@@ -235,6 +240,9 @@ def _service(
             environ = {"HEARTH_DATA_PLANE_SECURITY": "none", **environ}  # no TLS to carry keys
     if credential.role == "scheduler" and options.num_prefill:
         environ = {"HEARTH_MAX_LOCAL_PREFILL_TOKENS": f"{MAX_LOCAL_PREFILL_TOKENS}", **environ}
+    environ = {name: value for name, value in environ.items() if name != SECRET_VARIABLE}
+    if credential.role in ("gateway", "kv_index"):
+        environ[SECRET_VARIABLE] = endpoints.cluster_secret
     if credential.role == "gateway":
         arguments += ["--http-host", endpoints.http_host, "--http-port", str(endpoints.http_port)]
         arguments += ["--lame-duck-s", "0"]  # no balancer polls a local gateway

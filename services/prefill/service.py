@@ -84,6 +84,7 @@ class PrefillService:
         self._check(request)
         sequence = _sequence_of(request, self._worker.served.card.block_size)
         self._worker.check_tokens(sequence)
+        self._worker.check_hashes(request, request.token_ids)
         self._worker.loop.engine.add(sequence)
         push = KvSender(
             request.placement_id,
@@ -113,6 +114,7 @@ class PrefillService:
             raise WorkerBusy(f"{self._worker.worker_id} has {len(self._prefills)} prefills")
         self._worker.check_model(request.model, request.revision)
         self._worker.check_kv_format(request.kv_format)
+        self._worker.check_data_plane(request.decode_worker_id, request.target)
 
     async def _deliver(self, request: RunPrefill, sequence: Sequence, push: KvSender) -> None:
         try:

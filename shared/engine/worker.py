@@ -13,6 +13,7 @@ from itertools import chain
 import msgspec
 
 from shared.background import Background
+from shared.block_hash import prompt_chain
 from shared.clock import Clock
 from shared.engine.batching.cached_block import CachedBlock, runs_of
 from shared.engine.batching.sequence import Sequence
@@ -31,9 +32,12 @@ from shared.messages import (
     PinPrefix,
     PinsKept,
     PrefixPinned,
+    Request,
     Role,
+    RunPrefill,
     WorkerLoad,
 )
+from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, pack_hashes
 from shared.randomness import Randomness
 from shared.subjects import kv_events, list_blocks, pins
 from shared.transport.bus import Bus
@@ -75,6 +79,7 @@ class EngineWorker:
         self.loop = loop
         self.served = served
         self.roles = roles
+        self.data_plane = data_plane
         self.outbox = Outbox(bus)
         self.health_monitor = HealthMonitor(
             bus,
@@ -126,6 +131,19 @@ class EngineWorker:
         if kv_format != own:
             raise WorkerUnfit(f"kv_format {kv_format} differs from this worker's {own}")
 
+    def check_data_plane(self, worker_id: str, address: DataPlaneAddress) -> None:
+        """Raises InvalidRequest unless this is the data plane of that worker's last heartbeat, and
+        WorkerBusy before the first one: only the credential's owner can announce an address.
+        """
+        announced = self.data_plane
+        if worker_id != self.worker_id:
+            heartbeat = self.health_monitor.fleet.heartbeat_of(worker_id)
+            if heartbeat is None:
+                raise WorkerBusy(f"{self.worker_id} has received no heartbeat of {worker_id} yet")
+            announced = heartbeat.data_plane
+        if address != announced:
+            raise InvalidRequest(f"target is not the data plane of {worker_id}", param="target")
+
     def check_tokens(self, sequence: Sequence, *others: Sequence) -> None:
         """Raises InvalidRequest for a token id that would fail the complete batch.
 
@@ -140,6 +158,27 @@ class EngineWorker:
         largest = max(chain(sequence.token_ids, *outputs, named), default=0)
         if largest >= vocab_size or min(named, default=0) < 0:
             raise InvalidRequest(f"a token id is outside this model's vocabulary of {vocab_size}")
+
+    def check_hashes(self, message: Request | RunPrefill, packed_token_ids: bytes) -> None:
+        """Raises InvalidRequest unless the block hashes are those of these tokens: with others, the
+        KV would later be found by requests with another prompt.
+        """
+        block_size = self.served.card.block_size
+        num_blocks = len(packed_token_ids) // (block_size * TOKEN_ID_BYTES)
+        given = message.block_hashes[: num_blocks * BLOCK_HASH_BYTES]
+        num_hashes = len(given) // BLOCK_HASH_BYTES
+        num_public = min(message.num_public_blocks, num_blocks)
+        if num_public > num_hashes or (num_public and message.public_root is None):
+            raise InvalidRequest("a public block has no hash or no root", param="block_hashes")
+        expected = prompt_chain(
+            packed_token_ids[: num_hashes * block_size * TOKEN_ID_BYTES],
+            block_size,
+            cache_root=message.cache_root,
+            public_root=message.public_root,
+            num_public_blocks=num_public,
+        )
+        if pack_hashes(expected) != given:
+            raise InvalidRequest("block_hashes are not those of the tokens", param="block_hashes")
 
     async def start(self) -> None:
         self.outbox.start()

@@ -6,7 +6,15 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.block_hash import extend_chain, root_hash
+from shared.block_hash import (
+    extend_chain,
+    prompt_chain,
+    public_root,
+    root_after_public,
+    root_hash,
+    root_key,
+)
+from shared.packing import pack_token_ids
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
@@ -16,9 +24,11 @@ def test_hash_values_never_change() -> None:
     root = root_hash("tenant", "weights")
     assert root.hex() == "d5fb4cb13c264b3f00db4c13c206971d"
     assert [each.hex() for each in extend_chain(root, [1, 2, 3, 4, 5], 2)] == [
-        "b06d4bd4f4dc4e3113ac21f3e4668f52",
-        "f6b2c7152c6169c10f389197f10397e4",
+        "7ad453a8dbcc300d72a62c2b8e915ba5",
+        "feacf3e94c31db1219fbbb08498a301b",
     ]
+    keyed = root_hash("tenant", "weights", key=root_key("secret"))
+    assert keyed.hex() == "2c8047cbab54662bd91e6d28b61c98bb"
 
 
 def test_hash_is_equal_in_another_process() -> None:
@@ -39,6 +49,31 @@ def test_every_root_field_changes_the_hash() -> None:
     }
     assert len(roots) == 7
     assert all(len(root) == 16 for root in roots)
+
+
+def test_roots_depend_on_the_cluster_secret() -> None:
+    keys = [root_key(secret) for secret in ("", "one", "another", "one" * 40)]
+    for root_of in (root_hash, public_root):
+        assert len({root_of("name", "weights", key=key) for key in keys}) == len(keys)
+    assert root_hash("t", "w", key=root_key("")) == root_hash("t", "w")
+
+
+@given(tokens, st.integers(1, 8), st.integers(0, 6))
+def test_prompt_chain_joins_public_and_own_blocks(
+    token_ids: list[int], block_size: int, num_public: int
+) -> None:
+    own, shared = root_hash("t", "w"), public_root("house", "w")
+    num_public = min(num_public, len(token_ids) // block_size)
+    chain = prompt_chain(
+        pack_token_ids(token_ids),
+        block_size,
+        cache_root=own,
+        public_root=shared,
+        num_public_blocks=num_public,
+    )
+    head = extend_chain(shared, token_ids[: num_public * block_size], block_size)
+    after = root_after_public(own, head[-1]) if head else own
+    assert chain == head + extend_chain(after, token_ids[num_public * block_size :], block_size)
 
 
 @given(tokens, st.integers(1, 8))

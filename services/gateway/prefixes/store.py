@@ -49,8 +49,12 @@ class PrefixStore:
         catalog: Catalog,
         reader: PrefixTokenizer,
         wall_clock: Callable[[], float],
+        root_key: bytes = b"",
     ) -> None:
-        """`wall_clock`: returns unix seconds, which stay valid across restarts."""
+        """`wall_clock`: returns unix seconds, which stay valid across restarts. `root_key`: see
+        `block_hash.root_key`.
+        """
+        self._root_key = root_key
         self._requests = health_monitor.requests
         self._store = store
         self._fleet = health_monitor.fleet
@@ -154,7 +158,7 @@ class PrefixStore:
             raise TooManyPrefixes(f"a tenant can have {MAX_PER_TENANT} prefixes: delete one first")
 
     async def _stored(self, prefix: PinnedPrefix, card: ModelCard) -> Prefix:
-        hashes = _hashes(prefix, card)
+        hashes = _hashes(prefix, card, self._root_key)
         found = await self.held(prefix.tenant_id, card, pack_hashes(hashes))
         counts = await self._counts(prefix.tenant_id, hashes)
         matches = () if found is None else found.matches
@@ -198,11 +202,11 @@ class PrefixStore:
         }
 
 
-def _hashes(prefix: PinnedPrefix, card: ModelCard) -> list[bytes]:
+def _hashes(prefix: PinnedPrefix, card: ModelCard, key: bytes) -> list[bytes]:
     if prefix.is_public:
-        root = public_root(prefix.name, card.revision)
+        root = public_root(prefix.name, card.revision, key=key)
     else:
-        root = root_hash(prefix.tenant_id, card.revision, cache_salt=prefix.cache_salt)
+        root = root_hash(prefix.tenant_id, card.revision, cache_salt=prefix.cache_salt, key=key)
     return extend_chain(root, unpack_token_ids(prefix.token_ids), card.block_size)
 
 

@@ -7,7 +7,7 @@ from hashlib import blake2b
 import msgspec
 
 from services.gateway.request.prompt import ChatPrompt, Prompt
-from services.gateway.request.public_prefixes import PublicPrefixes
+from services.gateway.request.public_prefixes import PromptChain, PublicPrefixes
 from services.gateway.request.sampling import SamplingFields
 from services.gateway.tenancy.permissions import priority_of
 from shared.block_hash import extend_chain, root_hash
@@ -52,6 +52,7 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True):
     tenant: TenantRecord
     gateway_id: str
     timeout_s: float
+    root_key: bytes = b""  # of hash chains, see `block_hash.root_key`
 
 
 def max_output_tokens(
@@ -117,11 +118,13 @@ def build_request(
     public: PublicPrefixes | None = None,
 ) -> Request:
     tenant = origin.tenant
-    root = root_hash(tenant.tenant_id, card.revision, cache_salt=generation.cache_salt)
+    root = root_hash(
+        tenant.tenant_id, card.revision, cache_salt=generation.cache_salt, key=origin.root_key
+    )
     if public is None or generation.cache_salt:  # salted prompts are never shared
-        hashes, num_public = extend_chain(root, prompt_token_ids, card.block_size), 0
+        chain = PromptChain(extend_chain(root, prompt_token_ids, card.block_size))
     else:
-        hashes, num_public = public.chain(root, prompt_token_ids, card)
+        chain = public.chain(root, prompt_token_ids, card)
     return Request(
         request_id=origin.request_id,
         tenant_id=tenant.tenant_id,
@@ -130,8 +133,8 @@ def build_request(
         revision=card.revision,
         cache_root=root,
         prompt_token_ids=pack_token_ids(prompt_token_ids),
-        block_hashes=pack_hashes(hashes),
-        num_public_blocks=num_public,
+        block_hashes=pack_hashes(chain.hashes),
+        num_public_blocks=chain.num_public,
         sampling=sampling,
         choices=tuple(Choice(choice_index=index) for index in range(generation.num_choices)),
         deadline_s=origin.timeout_s,
@@ -142,4 +145,5 @@ def build_request(
         is_zero_retention=tenant.is_zero_retention,
         pooling=generation.pooling,
         block_size=card.block_size,
+        public_root=chain.public_root,
     )

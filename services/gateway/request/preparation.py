@@ -18,6 +18,7 @@ from services.gateway.text.detokenizer import Detokenizer
 from services.gateway.text.model_files import ModelFiles
 from services.gateway.text.stop_strings import StopAutomaton
 from services.gateway.text.text_assembler import TextAssembler
+from shared.block_hash import root_key
 from shared.config import GatewayConfig
 from shared.errors import InvalidRequest
 from shared.messages import ModelCard, Request
@@ -72,6 +73,7 @@ class Preparation:
     ) -> None:
         self._public = public
         self._config = config
+        self._root_key = root_key(config.cluster_secret)
         self._files = files
         self._randomness = randomness
 
@@ -93,6 +95,7 @@ class Preparation:
             tenant=tenant,
             gateway_id=self._config.process_id,
             timeout_s=self._config.request_timeout_s,
+            root_key=self._root_key,
         )
         seed = int.from_bytes(self._randomness.bytes(8), "little")
         sampling = generation.sampling.resolve(

@@ -8,40 +8,62 @@ prefix, and prompts with a `cache_salt`, use the tenant's hashes only.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from shared.block_hash import extend_chain, public_root, root_after_public
+from shared.block_hash import extend_chain, extend_packed, public_root, root_after_public
 from shared.messages import ModelCard
-from shared.packing import TOKEN_ID_BYTES, pack_token_ids, unpack_token_ids
+from shared.packing import TOKEN_ID_BYTES, pack_token_ids
 from shared.tenancy.pinned_prefix import PinnedPrefix
 
 _Key = tuple[str, int]  # revision and block size
 
 
+@dataclass(frozen=True, slots=True)
+class PromptChain:
+    """The hashes of a prompt's full blocks; the first `num_public` chain from `public_root`."""
+
+    hashes: list[bytes]
+    num_public: int = 0
+    public_root: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _PublicChain:
+    """The full blocks of one public prefix."""
+
+    packed: bytes
+    hashes: list[bytes]
+    root: bytes
+
+
 class PublicPrefixes:
     """`chain` may run on a thread during `replace`: it uses the old prefixes or the new ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: bytes = b"") -> None:
+        """`key`: of the roots, see `block_hash.root_key`."""
+        self._key = key
         self._prefixes: tuple[PinnedPrefix, ...] = ()
-        self._chains: dict[_Key, list[tuple[bytes, list[bytes]]]] = {}
+        self._chains: dict[_Key, list[_PublicChain]] = {}
 
     def replace(self, prefixes: Iterable[PinnedPrefix]) -> None:
         self._prefixes = tuple(prefixes)
         self._chains = {}
 
-    def chain(self, root: bytes, token_ids: list[int], card: ModelCard) -> tuple[list[bytes], int]:
-        """Returns the full blocks' hashes and the number of public ones. `root`: the tenant's."""
+    def chain(self, root: bytes, token_ids: list[int], card: ModelCard) -> PromptChain:
+        """`root`: the tenant's."""
         if not self._prefixes:
-            return extend_chain(root, token_ids, card.block_size), 0
+            return PromptChain(extend_chain(root, token_ids, card.block_size))
         packed = pack_token_ids(token_ids)
-        for prefix, hashes in self._public_chains(card):
-            if packed.startswith(prefix):
-                after = root_after_public(root, hashes[-1])
-                rest = token_ids[len(hashes) * card.block_size :]
-                return [*hashes, *extend_chain(after, rest, card.block_size)], len(hashes)
-        return extend_chain(root, token_ids, card.block_size), 0
+        for public in self._public_chains(card):
+            if packed.startswith(public.packed):
+                after = root_after_public(root, public.hashes[-1])
+                rest = token_ids[len(public.hashes) * card.block_size :]
+                hashes = [*public.hashes, *extend_chain(after, rest, card.block_size)]
+                return PromptChain(hashes, len(public.hashes), public.root)
+        return PromptChain(extend_chain(root, token_ids, card.block_size))
 
-    def _public_chains(self, card: ModelCard) -> list[tuple[bytes, list[bytes]]]:
-        """Returns (packed tokens, hashes) of the full blocks, longest first, then by name."""
+    def _public_chains(self, card: ModelCard) -> list[_PublicChain]:
+        """Longest first, then by name."""
         chains, key = self._chains, (card.revision, card.block_size)
         if key not in chains:
             found = []
@@ -49,8 +71,8 @@ class PublicPrefixes:
                 num_blocks = len(prefix.token_ids) // TOKEN_ID_BYTES // card.block_size
                 if prefix.model == card.name and num_blocks:
                     packed = prefix.token_ids[: num_blocks * card.block_size * TOKEN_ID_BYTES]
-                    root = public_root(prefix.name, card.revision)
-                    token_ids = unpack_token_ids(packed)
-                    found.append((packed, extend_chain(root, token_ids, card.block_size)))
-            chains[key] = sorted(found, key=lambda each: -len(each[0]))
+                    root = public_root(prefix.name, card.revision, key=self._key)
+                    hashes = extend_packed(root, packed, card.block_size)
+                    found.append(_PublicChain(packed, hashes, root))
+            chains[key] = sorted(found, key=lambda each: -len(each.packed))
         return chains[key]

@@ -485,14 +485,14 @@ def test_prefill_failure_is_sent_to_the_decode_worker():
     async def main():
         async with cluster() as it:
             sent = []
-            await it.peer.bus.subscribe(
-                "hearth.v1.decode.gateway-1.-.control", PrefillFailed, sent.append
+            await it.decode.bus.subscribe(
+                "hearth.v1.decode.decode-1.-.control", PrefillFailed, sent.append
             )
             target = it.decode.receiver.address
             command = RunPrefill(
                 placement_id=b"p" * 16,
                 tenant_id="t",
-                decode_worker_id="gateway-1",
+                decode_worker_id="decode-1",
                 model="timing",
                 revision="r1",
                 kv_format=it.decode.runner.kv_format.key,
@@ -504,7 +504,7 @@ def test_prefill_failure_is_sent_to_the_decode_worker():
                 lease_s=3,
                 deadline_s=60,
             )
-            await it.peer.bus.request(
+            await it.decode.bus.request(
                 run_prefill("prefill-1"), command, PrefillAccepted, timeout_s=1
             )
             await it.settled()

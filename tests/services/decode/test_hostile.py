@@ -71,7 +71,7 @@ def test_push_that_starts_beyond_the_prompt_is_rejected() -> None:
             command = RunPrefill(
                 placement_id=b"p" * 16,
                 tenant_id="t",
-                decode_worker_id="gateway-1",
+                decode_worker_id="decode-1",
                 model="timing",
                 revision="r1",
                 kv_format=it.decode.runner.kv_format.key,
@@ -85,7 +85,7 @@ def test_push_that_starts_beyond_the_prompt_is_rejected() -> None:
             )
             subject = run_prefill("prefill-1")
             with pytest.raises(InvalidRequest, match="first_token 41 is beyond the prompt of 40"):
-                await it.peer.bus.request(subject, command, PrefillAccepted, timeout_s=1)
+                await it.decode.bus.request(subject, command, PrefillAccepted, timeout_s=1)
             await it.settled()
 
     run(main())

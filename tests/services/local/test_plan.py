@@ -1,6 +1,7 @@
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from services.local.plan import (
@@ -224,3 +225,37 @@ def test_local_prefill_limit_is_set_if_prefill_workers_exist(
     specs = plan_services(chosen, plan_credentials(chosen), ENDPOINTS, num_cores=2, environ=environ)
     (scheduler,) = (each for each in specs if each.process_id == "scheduler-1")
     assert scheduler.environ.get("HEARTH_MAX_LOCAL_PREFILL_TOKENS") == expected
+
+
+def test_cluster_secret_is_given_to_gateways_and_the_index_alone(tmp_path: Path) -> None:
+    given = options(tmp_path, num_prefill=1, num_decode=1, num_both=1)
+    specs = plan_services(
+        given,
+        plan_credentials(given),
+        msgspec.structs.replace(ENDPOINTS, cluster_secret="of the cluster"),
+        num_cores=2,
+        environ={"HEARTH_CLUSTER_SECRET": "of the shell"},
+    )
+    holders = {
+        spec.process_id: spec.environ["HEARTH_CLUSTER_SECRET"]
+        for spec in specs
+        if "HEARTH_CLUSTER_SECRET" in spec.environ
+    }
+    assert holders == {"gateway-1": "of the cluster", "kv_index-1": "of the cluster"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, None),
+        ({"advertise_host": "10.0.0.7"}, "none"),
+        ({"advertise_host": "10.0.0.7", "nats_url": "tls://nats.example"}, None),
+    ],
+)
+def test_kv_is_plain_only_where_own_nats_would_show_the_keys(
+    tmp_path: Path, changes: dict[str, object], expected: str | None
+) -> None:
+    given = options(tmp_path, **changes)
+    specs = plan_services(given, plan_credentials(given), ENDPOINTS, num_cores=2, environ={})
+    found = {spec.environ.get("HEARTH_DATA_PLANE_SECURITY") for spec in specs}
+    assert found - {None} == {expected} - {None}

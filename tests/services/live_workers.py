@@ -1,0 +1,158 @@
+"""A prefill and a decode worker on a real NATS server, with the timing engine and no gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from services.worker import WorkerProcess, build_worker
+from shared.block_hash import extend_chain, root_hash
+from shared.clock import MonotonicClock
+from shared.config import WorkerConfig
+from shared.engine.runners.timing_runner import TimingRunner
+from shared.lifecycle.heartbeat import HealthMonitor
+from shared.messages import (
+    Choice,
+    DataPlaneAddress,
+    DecodeStarted,
+    Finish,
+    PlacementId,
+    Request,
+    Role,
+    SamplingParams,
+    StartDecode,
+    TokenBatch,
+)
+from shared.packing import pack_hashes, pack_token_ids
+from shared.randomness import SystemRandomness
+from shared.subjects import start_decode, tokens
+from shared.transport.bus import NatsBus
+from tests.servers import NatsServer
+
+BLOCK_SIZE, NUM_BLOCKS = 16, 64
+DEADLINE_S = 20.0
+MODEL, REVISION = "timing", "r1"
+
+
+class LiveRunner(TimingRunner):
+    revision = REVISION
+    eos_token_ids = ()
+
+
+@dataclass
+class LiveWorkers:
+    nats: NatsServer
+    scheduler: NatsBus
+    gateway: NatsBus
+    monitor: HealthMonitor  # of the gateway
+    processes: dict[str, WorkerProcess]
+    runners: dict[str, TimingRunner]
+    batches: list[TokenBatch] = field(default_factory=list)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def kv_format(self) -> str:
+        return self.runners["decode-1"].kv_format.key
+
+    @property
+    def data_plane(self) -> DataPlaneAddress:
+        address = self.processes["decode-1"]._worker.data_plane
+        assert address is not None
+        return address
+
+    async def place(self, request: Request, *, placement_id: PlacementId = b"p" * 16) -> None:
+        command = StartDecode(
+            placement_id=placement_id, request=request, prefill_candidates=("prefill-1",)
+        )
+        await self.scheduler.request(
+            start_decode("decode-1"), command, DecodeStarted, timeout_s=DEADLINE_S
+        )
+
+    async def finish(self) -> Finish:
+        """Of the one choice that runs."""
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                for batch in self.batches:
+                    for entry in batch.entries:
+                        if entry.finish is not None:
+                            return entry.finish
+                self.arrived.clear()
+                await self.arrived.wait()
+
+    def _on_tokens(self, batch: TokenBatch) -> None:
+        self.batches.append(batch)
+        self.arrived.set()
+
+
+@asynccontextmanager
+async def live_workers(
+    nats: NatsServer, folder: Path, *, advertised_host: str = "", security: str = "aead"
+) -> AsyncIterator[LiveWorkers]:
+    """Without a unix socket to the decode worker if it advertises a host."""
+    runners: dict[str, TimingRunner] = {}
+    processes: dict[str, WorkerProcess] = {}
+
+    async def start(worker_id: str, role: Role) -> None:
+        def load(config: WorkerConfig) -> LiveRunner:
+            runner = LiveRunner(MonotonicClock(), num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+            runners[worker_id] = runner
+            return runner
+
+        config = WorkerConfig(
+            nats_url=nats.url(worker_id),
+            process_id=worker_id,
+            model_dir=folder,
+            model_name=MODEL,
+            device="cpu",
+            block_size=BLOCK_SIZE,
+            data_plane_advertised_host=advertised_host,
+            data_plane_security=security,
+        )
+        process = await build_worker(config, (role,), load)
+        assert isinstance(process, WorkerProcess)
+        processes[worker_id] = process
+        await process.start()
+
+    gateway = await NatsBus.connect(nats.url("gateway-1"), process_id="gateway-1")
+    scheduler = await NatsBus.connect(nats.url("scheduler-1"), process_id="scheduler-1")
+    monitor = HealthMonitor(gateway, MonotonicClock(), SystemRandomness(), roles=("gateway",))
+    await monitor.start()
+    await monitor.transition_to("ready")
+    await start("prefill-1", "prefill")
+    await start("decode-1", "decode")
+    it = LiveWorkers(nats, scheduler, gateway, monitor, processes, runners)
+    if advertised_host:
+        os.unlink(it.data_plane.unix_path)  # noqa: PTH108
+    await gateway.subscribe(tokens("gateway-1"), TokenBatch, it._on_tokens)
+    async with asyncio.timeout(DEADLINE_S):
+        while not processes["prefill-1"]._worker.health_monitor.fleet.is_live("decode-1"):
+            await asyncio.sleep(0.01)
+    try:
+        yield it
+    finally:
+        for process in processes.values():
+            await process.stop()
+        await monitor.stop()
+        await gateway.close()
+        await scheduler.close()
+
+
+def request_of(prompt: list[int], *, root: bytes | None = None) -> Request:
+    root = root_hash("tenant-a", REVISION) if root is None else root
+    return Request(
+        request_id="r",
+        tenant_id="tenant-a",
+        gateway_id="gateway-1",
+        model=MODEL,
+        revision=REVISION,
+        cache_root=root,
+        prompt_token_ids=pack_token_ids(prompt),
+        block_hashes=pack_hashes(extend_chain(root, prompt, BLOCK_SIZE)),
+        sampling=SamplingParams(seed=1, max_tokens=4, temperature=0.0),
+        choices=(Choice(choice_index=0),),
+        deadline_s=60.0,
+    )
