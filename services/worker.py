@@ -23,7 +23,7 @@ from shared.kv_wire.compression import FrameCodec
 from shared.kv_wire.dialer import DataPlaneSecurity, Dialer
 from shared.kv_wire.kv_server import KvServer
 from shared.kv_wire.sealing.link_keys import LinkKeys
-from shared.lifecycle.identity import check_name_at
+from shared.lifecycle.identity import connect
 from shared.lifecycle.process import Service
 from shared.messages import ModelCard, Role
 from shared.randomness import SystemRandomness
@@ -133,10 +133,10 @@ async def build_worker(
     check(config)
     config = await asyncio.to_thread(on_device, config, roles)
     assert config.max_batch_tokens is not None
-    await check_name_at(config.nats_url, config.process_id, roles[0])
+    await (await connect(config, roles[0])).close()  # loading may take minutes
     runner = await asyncio.to_thread(load, config)
     codec = await asyncio.to_thread(load_codec, config, runner.kv_format.dtype)
-    bus = await NatsBus.connect(config.nats_url, process_id=config.process_id)
+    bus = await connect(config, roles[0])
     clock, randomness = MonotonicClock(), SystemRandomness()
     engine = Engine(
         num_blocks=runner.num_blocks,

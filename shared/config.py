@@ -13,6 +13,7 @@ import msgspec
 
 from shared.errors import ConfigError
 from shared.nats_urls import nats_servers
+from shared.tls import TlsFiles
 
 WEIGHT_FORMS = ("auto", "dense", "compressed")
 LOAD_FORMATS = ("auto", "dummy")
@@ -37,8 +38,16 @@ class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     nats_url: str
     process_id: str
+    nats_ca: str = ""  # PEM files, for tls:// URLs; empty: the authorities of the system
+    nats_cert: str = ""
+    nats_key: str = ""
+    is_nats_tls_first: bool = False  # the handshake precedes all that the server sends
     region: str = ""
     drain_timeout_s: float = 60.0  # requests still running then are returned or end with an error
+
+    @property
+    def nats_tls(self) -> TlsFiles:
+        return TlsFiles(ca=self.nats_ca, cert=self.nats_cert, key=self.nats_key)
 
     def problems(self) -> Iterator[str]:
         try:
@@ -46,6 +55,11 @@ class ProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
         except ConfigError as error:
             yield error.message
         yield from positive_problems(self, "drain_timeout_s")
+        yield from self.nats_tls.problems("nats")
+        if (
+            self.is_nats_tls_first or self.nats_tls != TlsFiles()
+        ) and "tls://" not in self.nats_url:
+            yield "nats_ca, nats_cert, nats_key and nats_tls_first are for tls:// URLs"
         if not _PROCESS_ID.fullmatch(self.process_id):
             yield (
                 f"process_id {self.process_id!r} must be CREDENTIAL or CREDENTIAL.INSTANCE, "
@@ -74,6 +88,9 @@ class ModelProcessConfig(ProcessConfig, frozen=True, kw_only=True):
 class GatewayConfig(ModelProcessConfig, frozen=True, kw_only=True):
     redis_url: str
     redis_read_url: str = ""  # a near replica, for API keys; empty: none
+    redis_ca: str = ""  # PEM files, for rediss:// URLs
+    redis_cert: str = ""
+    redis_key: str = ""
     http_host: str = "127.0.0.1"
     http_port: int = 8000
     request_timeout_s: float = 600.0
@@ -99,6 +116,7 @@ class GatewayConfig(ModelProcessConfig, frozen=True, kw_only=True):
         if self.redis_read_url:
             schemes = ("redis", "rediss", "unix")
             yield from url_problems("redis_read_url", self.redis_read_url, schemes=schemes)
+        yield from redis_tls_of(self).problems("redis")
         yield from positive_problems(
             self,
             "request_timeout_s",
@@ -136,6 +154,9 @@ class SchedulerConfig(ProcessConfig, frozen=True, kw_only=True):
 
 class KvIndexConfig(ProcessConfig, frozen=True, kw_only=True):
     redis_url: str
+    redis_ca: str = ""  # PEM files, for rediss:// URLs
+    redis_cert: str = ""
+    redis_key: str = ""
     cluster_secret: str = ""  # of the gateways
     max_prefixes_per_tenant: int = 1000
     prefix_ttl_s: int = 86_400
@@ -143,6 +164,7 @@ class KvIndexConfig(ProcessConfig, frozen=True, kw_only=True):
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         yield from url_problems("redis_url", self.redis_url, schemes=("redis", "rediss", "unix"))
+        yield from redis_tls_of(self).problems("redis")
         yield from positive_problems(self, "max_prefixes_per_tenant", "prefix_ttl_s")
 
 
@@ -227,6 +249,10 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
 
 def is_device_name(name: str) -> bool:
     return _DEVICE.fullmatch(name) is not None
+
+
+def redis_tls_of(config: GatewayConfig | KvIndexConfig) -> TlsFiles:
+    return TlsFiles(ca=config.redis_ca, cert=config.redis_cert, key=config.redis_key)
 
 
 def check(config: ProcessConfig) -> None:

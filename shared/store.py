@@ -22,6 +22,7 @@ from redis.commands.core import AsyncScript
 
 from shared.clock import Clock
 from shared.errors import DependencyUnavailable
+from shared.tls import TlsFiles
 from shared.transport.round_trips import RoundTrip
 
 STORE_TIMEOUT_S = 0.05
@@ -83,10 +84,28 @@ class Store(Protocol):
     async def close(self) -> None: ...
 
 
+def _tls_options(tls: TlsFiles) -> dict[str, Any]:
+    return {
+        "ssl_cert_reqs": "required",
+        "ssl_check_hostname": True,
+        "ssl_ca_certs": tls.ca or None,
+        "ssl_certfile": tls.cert or None,
+        "ssl_keyfile": tls.key or None,
+    }
+
+
 class RedisStore:
-    def __init__(self, url: str, clock: Clock, *, timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        clock: Clock,
+        *,
+        timeout_s: float | None = None,
+        tls: TlsFiles | None = None,
+    ) -> None:
         """Connects lazily: a missing Redis fails the first call, not the start. Without a
-        `timeout_s`, in seconds, calls wait as the measured round trip requires.
+        `timeout_s`, in seconds, calls wait as the measured round trip requires. A rediss:// URL
+        sends its password only to a server whose certificate and name are verified.
         """
         self._clock = clock
         self._timeout_s = timeout_s
@@ -101,6 +120,7 @@ class RedisStore:
             socket_connect_timeout=longest_s,
             retry=None,
             health_check_interval=0,
+            **(_tls_options(tls or TlsFiles()) if url.startswith("rediss://") else {}),
         )
 
     async def get(self, key: str) -> bytes | None:

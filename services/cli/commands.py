@@ -328,6 +328,14 @@ def nats_config(
     processes: Annotated[list[str], typer.Argument(metavar="ROLE=NAME[@REGION]...")],
     host: Annotated[str, typer.Option(help="Address that nats-server listens on.")] = "0.0.0.0",
     port: Annotated[int, typer.Option(help="Port that nats-server listens on.")] = 4222,
+    tls: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIRECTORY",
+            help="Require TLS, with server.crt, server.key and ca.crt of this directory; processes "
+            "must have a certificate of that authority, too.",
+        ),
+    ] = None,
 ) -> None:
     """Print a nats-server configuration: credentials with least permissions.
 
@@ -336,11 +344,16 @@ def nats_config(
 
     Passwords are variables that nats-server reads from its environment: HEARTH_<ID>_PASSWORD.
     """
-    from services.local.credentials import named_credentials, nats_config_with_variables
+    from services.local.credentials import (
+        named_credentials,
+        nats_config_with_variables,
+        tls_block,
+    )
 
     text = nats_config_with_variables(named_credentials(processes), host=host, port=port)
-    print(f"# hearth nats-config {' '.join(processes)} --host {host} --port {port}")
-    print(text, end="")
+    options = f"--host {host} --port {port}" + ("" if tls is None else f" --tls {tls}")
+    print(f"# hearth nats-config {' '.join(processes)} {options}")
+    print(text + ("" if tls is None else tls_block(tls)), end="")
 
 
 @app.command(rich_help_panel=OPERATE, epilog="Exit status 0: healthy. 1: no heartbeat. 2: error.")

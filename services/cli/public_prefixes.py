@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import sys
 import time
@@ -27,6 +28,7 @@ from shared.tenancy.pinned_prefix import (
     PinnedPrefix,
     TooManyPrefixes,
 )
+from shared.tls import TlsFiles
 
 T = TypeVar("T")
 
@@ -118,7 +120,12 @@ def _visit(redis_url: str | None, what: Callable[[Store], Awaitable[T]]) -> T:
         raise ConfigError("; ".join(problems))
 
     async def visit() -> T:
-        store = RedisStore(url, MonotonicClock(), timeout_s=TIMEOUT_S)
+        store = RedisStore(
+            url,
+            MonotonicClock(),
+            timeout_s=TIMEOUT_S,
+            tls=TlsFiles.of_environ("REDIS", os.environ),
+        )
         try:
             return await what(store)
         finally:

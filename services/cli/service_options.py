@@ -24,6 +24,11 @@ DEMO_MODEL_NAME = "hearth-demo"
 HELP = {
     "nats_url": "NATS server, with this process's credential: nats://ID:PASSWORD@HOST:PORT; or a "
     "comma list of the servers of a cluster, the nearest first.",
+    "nats_ca": "PEM file of the authorities that may sign NATS's certificate, for tls:// URLs "
+    "(default: those of the system).",
+    "nats_cert": "PEM file of this process's certificate, if NATS requires one.",
+    "nats_key": "PEM file of its private key.",
+    "is_nats_tls_first": "Start with the TLS handshake (NATS: handshake_first).",
     "process_id": "Name of this process's credential (default: the NATS URL's user, or "
     "ROLE-<6 hex digits>).",
     "region": "Region of this process, for requests with allowed regions (data residency).",
@@ -31,6 +36,10 @@ HELP = {
     "redis_url": "Redis server: redis://:PASSWORD@HOST:PORT/0.",
     "redis_read_url": "Near replica of that Redis, for API keys (default: none). A key that it "
     "lacks is looked up in the Redis server.",
+    "redis_ca": "PEM file of the authorities that may sign Redis's certificate, for rediss:// URLs "
+    "(default: those of the system).",
+    "redis_cert": "PEM file of this process's certificate, if Redis requires one.",
+    "redis_key": "PEM file of its private key.",
     "model_dir": "Checkpoint directory in Hugging Face layout, or a hub id such as org/name.",
     "model_name": "Model name for clients (default: the hub id, or the directory's name).",
     "http_host": "HTTP listen address.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from shared.log import configure_logging
 from shared.messages import Heartbeat
 from shared.nats_urls import without_password
 from shared.subjects import HEARTBEATS
+from shared.tls import TlsFiles
 from shared.transport.bus import NatsBus
 
 CONNECT_TIMEOUT_S = 5.0
@@ -68,7 +70,12 @@ def run_status(nats_url: str | None, *, is_once: bool, is_json: bool, interval_s
 async def _status(nats_url: str, *, is_once: bool, is_json: bool, interval_s: float) -> None:
     clock, view, background = MonotonicClock(), FleetView(), Background()
     process_id = process_id_for("observer", nats_url)
-    bus = await NatsBus.connect(nats_url, process_id=process_id, timeout_s=CONNECT_TIMEOUT_S)
+    bus = await NatsBus.connect(
+        nats_url,
+        process_id=process_id,
+        timeout_s=CONNECT_TIMEOUT_S,
+        tls=TlsFiles.of_environ("NATS", os.environ),
+    )
     received = asyncio.Event()
 
     def on_heartbeat(beat: Heartbeat) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -21,6 +22,7 @@ from shared.store import RedisStore
 from shared.tenancy.rate_limit import LimitState
 from shared.tenancy.tenant import LIMITS, USAGE_KINDS, ApiKeyRecord, TenantRecord, UsageRow
 from shared.tenancy.tenant_admin import TenantAdmin
+from shared.tls import TlsFiles
 
 T = TypeVar("T")
 
@@ -32,7 +34,12 @@ def with_tenant_admin(redis_url: str | None, action: Callable[[TenantAdmin], Awa
     url = find_redis(redis_url)
 
     async def go() -> T:
-        store = RedisStore(url, MonotonicClock(), timeout_s=TIMEOUT_S)
+        store = RedisStore(
+            url,
+            MonotonicClock(),
+            timeout_s=TIMEOUT_S,
+            tls=TlsFiles.of_environ("REDIS", os.environ),
+        )
         try:
             return await action(TenantAdmin(store, time.time))
         finally:

@@ -7,6 +7,7 @@ reply to ReportAlive tells on which host a process is.
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 from socket import gethostname
 
@@ -14,6 +15,7 @@ from shared.errors import ConfigError, HearthError
 from shared.messages import Alive, Heartbeat, ReportAlive
 from shared.nats_urls import user_of
 from shared.subjects import HEARTBEATS, alive, credential_of, process_id_of
+from shared.tls import TlsFiles
 from shared.transport.bus import NatsBus
 
 ALIVE_TIMEOUT_S = 1.0
@@ -25,8 +27,12 @@ async def receives_heartbeat(
     """True once a `ready` heartbeat arrives from `process_id`, or from a process of that
     credential. Raises DependencyUnavailable.
     """
-    own_id = process_id_of(credential_of(process_id), secrets.token_hex(3))
-    bus = await NatsBus.connect(nats_url, process_id=own_id, timeout_s=timeout_s)
+    bus = await NatsBus.connect(
+        nats_url,
+        process_id=process_id_of(credential_of(process_id), secrets.token_hex(3)),
+        timeout_s=timeout_s,
+        tls=TlsFiles.of_environ("NATS", os.environ),
+    )
     ready: asyncio.Queue[Heartbeat] = asyncio.Queue()
 
     def on_heartbeat(message: Heartbeat) -> None:

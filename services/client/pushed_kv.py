@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import msgspec
 
 from shared.messages import Heartbeat
 from shared.subjects import HEARTBEATS
+from shared.tls import TlsFiles
 from shared.transport.bus import NatsBus
 
 TIMEOUT_S = 5.0
@@ -47,7 +49,12 @@ async def pushed_kv(
             )
             found.set_result(pushed)
 
-    bus = await NatsBus.connect(nats_url, process_id=process_id, timeout_s=TIMEOUT_S)
+    bus = await NatsBus.connect(
+        nats_url,
+        process_id=process_id,
+        timeout_s=TIMEOUT_S,
+        tls=TlsFiles.of_environ("NATS", os.environ),
+    )
     try:
         await bus.subscribe(HEARTBEATS, Heartbeat, on_heartbeat)
         async with asyncio.timeout(TIMEOUT_S):

@@ -28,13 +28,13 @@ from services.gateway.text.template_renderer import Renderer
 from shared.background import Background
 from shared.block_hash import root_key
 from shared.clock import Clock, MonotonicClock
-from shared.config import GatewayConfig, check
+from shared.config import GatewayConfig, check, redis_tls_of
 from shared.errors import NoCapacity
 from shared.lifecycle.heartbeat import HealthMonitor
-from shared.lifecycle.identity import check_name
+from shared.lifecycle.identity import connect
 from shared.randomness import Randomness, SystemRandomness
 from shared.store import RedisStore, Store
-from shared.transport.bus import Bus, NatsBus
+from shared.transport.bus import Bus
 
 log = structlog.get_logger(__name__)
 
@@ -209,12 +209,14 @@ async def build_gateway(config: GatewayConfig) -> GatewayService:
     renderer = Renderer(files.chat_template)
     await renderer.start()
     clock = MonotonicClock()
-    bus = await NatsBus.connect(config.nats_url, process_id=config.process_id)
-    await check_name(bus, "gateway")
-    store = RedisStore(config.redis_url, clock)
-    replica = RedisStore(config.redis_read_url, clock) if config.redis_read_url else None
+    bus = await connect(config, "gateway")
+    tls = redis_tls_of(config)
+    store = RedisStore(config.redis_url, clock, tls=tls)
+    replica = RedisStore(config.redis_read_url, clock, tls=tls) if config.redis_read_url else None
     # prefixes may be long; their slow replies must not trip the breaker of the API key lookups
-    prefix_redis = RedisStore(config.redis_url, clock, timeout_s=PREFIX_STORE_TIMEOUT_S)
+    prefix_redis = RedisStore(
+        config.redis_url, clock, timeout_s=PREFIX_STORE_TIMEOUT_S, tls=redis_tls_of(config)
+    )
     return GatewayService(
         config,
         bus,

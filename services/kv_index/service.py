@@ -23,11 +23,11 @@ from shared import subjects
 from shared.background import Background
 from shared.block_hash import root_key
 from shared.clock import Clock, MonotonicClock
-from shared.config import KvIndexConfig, check
+from shared.config import KvIndexConfig, check, redis_tls_of
 from shared.errors import HearthError, InvalidRequest
 from shared.lifecycle.health import Loss
 from shared.lifecycle.heartbeat import HealthMonitor
-from shared.lifecycle.identity import check_name
+from shared.lifecycle.identity import connect
 from shared.messages import (
     BlockPage,
     BlocksCleared,
@@ -43,7 +43,7 @@ from shared.messages import (
 from shared.packing import BLOCK_HASH_BYTES, unpack_hashes
 from shared.randomness import Randomness, SystemRandomness
 from shared.store import RedisStore, Store
-from shared.transport.bus import Bus, NatsBus, Unsubscribe
+from shared.transport.bus import Bus, Unsubscribe
 
 log = structlog.get_logger(__name__)
 
@@ -294,10 +294,9 @@ class KvIndexService:
 async def build_kv_index(config: KvIndexConfig) -> KvIndexService:
     """Raises ConfigError, or DependencyUnavailable without a NATS server; Redis may start later."""
     check(config)
-    bus = await NatsBus.connect(config.nats_url, process_id=config.process_id)
-    await check_name(bus, "kv_index")
+    bus = await connect(config, "kv_index")
     clock = MonotonicClock()
-    store = RedisStore(config.redis_url, clock, timeout_s=STORE_TIMEOUT_S)
+    store = RedisStore(config.redis_url, clock, timeout_s=STORE_TIMEOUT_S, tls=redis_tls_of(config))
     return KvIndexService(
         config,
         bus,

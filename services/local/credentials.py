@@ -81,6 +81,22 @@ def nats_config_with_variables(named: Sequence[Credential], *, host: str, port: 
     return text
 
 
+def tls_block(directory: str) -> str:
+    """Makes nats-server require TLS, and a certificate of the same authority of each client.
+
+    A client may start the handshake at once, or wait for the server's first line.
+    """
+    return (
+        "tls {\n"
+        f'  cert_file: "{directory}/server.crt"\n'
+        f'  key_file: "{directory}/server.key"\n'
+        f'  ca_file: "{directory}/ca.crt"\n'
+        "  verify: true\n"
+        '  handshake_first: "auto"\n'
+        "}\n"
+    )
+
+
 def _password_variable(process_id: str) -> str:
     return f"$HEARTH_{process_id.upper().replace('-', '_')}_PASSWORD"
 

@@ -42,7 +42,7 @@ from shared.errors import (
 from shared.lifecycle.child_process import send_signal
 from shared.lifecycle.health import Loss
 from shared.lifecycle.heartbeat import HealthMonitor
-from shared.lifecycle.identity import check_name
+from shared.lifecycle.identity import connect
 from shared.messages import (
     AbortReason,
     AbortRequest,
@@ -63,7 +63,7 @@ from shared.messages import (
 )
 from shared.packing import TOKEN_ID_BYTES
 from shared.randomness import Randomness, SystemRandomness
-from shared.transport.bus import Bus, NatsBus, Unsubscribe, failure_of
+from shared.transport.bus import Bus, Unsubscribe, failure_of
 
 log = structlog.get_logger(__name__)
 
@@ -544,8 +544,7 @@ def _no_worker_error(request: Request) -> NoCapacity:
 async def build_scheduler(config: SchedulerConfig) -> SchedulerService:
     """Raises ConfigError, or DependencyUnavailable without a NATS server."""
     check(config)
-    bus = await NatsBus.connect(config.nats_url, process_id=config.process_id)
-    await check_name(bus, "scheduler")
+    bus = await connect(config, "scheduler")
     clock, randomness = MonotonicClock(), SystemRandomness()
     return SchedulerService(config, bus, clock, randomness, on_first_worker=_compile_loops)
 

@@ -7,6 +7,7 @@ gone.
 
 from __future__ import annotations
 
+from shared.config import ProcessConfig
 from shared.errors import NameInUse, NoResponders, RequestTimeout
 from shared.messages import Alive, ReportAlive, Role
 from shared.subjects import alive
@@ -32,13 +33,22 @@ async def check_name(bus: Bus, role: Role) -> None:
     raise NameInUse(f"another process uses the name {bus.process_id} and does not answer")
 
 
-async def check_name_at(nats_url: str, process_id: str, role: Role) -> None:
-    """Like `check_name`, over a connection of its own. Raises DependencyUnavailable, too."""
-    bus = await NatsBus.connect(nats_url, process_id=process_id)
+async def connect(config: ProcessConfig, role: Role) -> NatsBus:
+    """Connects as the process of `config`. Raises NameInUse if it is not alone, and the errors of
+    `NatsBus.connect`.
+    """
+    bus = await NatsBus.connect(
+        config.nats_url,
+        process_id=config.process_id,
+        tls=config.nats_tls,
+        tls_first=config.is_nats_tls_first,
+    )
     try:
         await check_name(bus, role)
-    finally:
+    except BaseException:
         await bus.close()
+        raise
+    return bus
 
 
 def name_in_use(process_id: str, host: str, uptime_s: float) -> NameInUse:

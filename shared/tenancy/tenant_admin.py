@@ -6,6 +6,7 @@ interrupted rotation leaves both keys valid, and a revocation is never undone.
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -38,6 +39,7 @@ from shared.tenancy.tenant import (
     open_requests_of,
     usage_of,
 )
+from shared.tls import TlsFiles
 from shared.transport.wire_errors import UNREADABLE
 
 KEY_ID_CHARS = 12
@@ -72,7 +74,12 @@ async def store_api_key(
 
 async def save_api_key(redis_url: str, api_key: str, tenant_id: str) -> None:
     """Like `store_api_key`, over a new connection. Raises StoreUnavailable."""
-    store = RedisStore(redis_url, MonotonicClock(), timeout_s=2.0)
+    store = RedisStore(
+        redis_url,
+        MonotonicClock(),
+        timeout_s=2.0,
+        tls=TlsFiles.of_environ("REDIS", os.environ),
+    )
     try:
         await store_api_key(store, api_key, tenant_id)
     finally:

@@ -32,6 +32,7 @@ from shared.errors import (
 from shared.messages import Failure, Message
 from shared.nats_urls import nats_servers, without_password
 from shared.subjects import from_anyone, inbox_prefix, sent_by
+from shared.tls import TlsFiles
 from shared.transport.nats_client import DirectClient
 from shared.transport.sender_check import SenderCheck
 from shared.transport.wire_errors import UNREADABLE
@@ -237,12 +238,25 @@ class NatsBus:
         self._reply_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 
     @classmethod
-    async def connect(cls, url: str, *, process_id: str, timeout_s: float = 10.0) -> NatsBus:
+    async def connect(
+        cls,
+        url: str,
+        *,
+        process_id: str,
+        timeout_s: float = 10.0,
+        tls: TlsFiles | None = None,
+        tls_first: bool = False,
+    ) -> NatsBus:
         """Raises DependencyUnavailable if no server accepts the connection within `timeout_s`, and
-        ConfigError for an invalid URL. The servers of a comma list are tried in order.
+        ConfigError for an invalid URL or unreadable files. The servers of a comma list are tried in
+        order.
+
+        A tls:// URL sends its credential only to a server whose certificate is verified, with
+        `tls_first` before the server has sent anything.
         """
         servers = nats_servers(url)
-        client = DirectClient()
+        requires_tls = "tls://" in url
+        client = DirectClient(requires_tls=requires_tls)
         events = _ConnectionEvents(client)
         connecting = asyncio.ensure_future(
             client.connect(
@@ -261,6 +275,8 @@ class NatsBus:
                 ping_interval=1,
                 max_outstanding_pings=2,
                 pending_size=64 * 1024 * 1024,
+                tls=(tls or TlsFiles()).context() if requires_tls else None,
+                tls_handshake_first=tls_first and requires_tls,
             )
         )
         await asyncio.wait(

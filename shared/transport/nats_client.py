@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from nats.aio.client import NO_RESPONDERS_STATUS, Client
 from nats.aio.msg import Msg
@@ -26,19 +27,25 @@ Take = Callable[[str, str, bytes], Awaitable[None]]  # subject, reply subject or
 TESTED_RELEASE = "2.16"
 # Methods of nats-py's Client that are overridden or called here, with their parameters.
 INTERNALS = {
+    "_connect_command": ("self",),
     "_process_msg": ("self", "sid", "subject", "reply", "data", "headers"),
     "_process_pong": ("self",),
     "_remove_sub": ("self", "sid", "max_msgs"),
     "_send_unsubscribe": ("self", "sid", "limit"),
 }
 # Attributes of a Client and of a Subscription that are read or written here.
-CLIENT_ATTRIBUTES = ("_subs", "_pongs", "_error_cb")
+CLIENT_ATTRIBUTES = ("_subs", "_pongs", "_error_cb", "_transport")
 SUBSCRIPTION_ATTRIBUTES = ("_id", "pending_msgs")
 
 
+class TlsRequired(Exception):
+    """No credential is sent without TLS."""
+
+
 class DirectClient(Client):
-    def __init__(self) -> None:
+    def __init__(self, *, requires_tls: bool = False) -> None:
         super().__init__()
+        self._requires_tls = requires_tls
         self._takers: dict[int, Take] = {}  # by subscription
         self._replies: dict[str, asyncio.Future[bytes]] = {}  # by the reply subject's last token
         self._num_requests = 0
@@ -135,6 +142,14 @@ class DirectClient(Client):
         except Exception as error:  # like nats-py for any callback: later messages must be handled
             await self._error_cb(error)
 
+    def _connect_command(self) -> bytes:
+        """The command with the credential. nats-py uses TLS only if the server asks for it, and
+        whoever is on the path can remove that. Raises TlsRequired.
+        """
+        if self._requires_tls and not _is_encrypted(self._transport):
+            raise TlsRequired("the server does not offer TLS, which its URL requires")
+        return super()._connect_command()
+
     async def _process_pong(self) -> None:
         """Replaces a PONG future that is already done. nats-py would set its result again, and that
         error would end its read loop: no message would arrive until the connection is found stale.
@@ -146,6 +161,11 @@ class DirectClient(Client):
     def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
         self._takers.pop(sid, None)
         super()._remove_sub(sid, max_msgs)
+
+
+def _is_encrypted(transport: Any) -> bool:
+    """After a handshake that has verified the server."""
+    return transport._io_writer.get_extra_info("ssl_object") is not None
 
 
 def _give_up(future: asyncio.Future[bytes]) -> None:
