@@ -70,7 +70,8 @@ MEANING = {
     "device_failed": "the device of a worker failed (between processes)",
     "deadline_exceeded": "the request took longer than `--request-timeout-s`",
 }
-STARTUP_ONLY = {
+# raised at startup, never in a response
+STARTUP_ONLY = {"config_error", "checkpoint_error", "name_in_use"}
     "config_error",
     "checkpoint_error",
     "name_in_use",

@@ -205,6 +205,8 @@ class GatewayService:
 async def build_gateway(config: GatewayConfig) -> GatewayService:
     """Raises ConfigError for a bad configuration or model directory, and NatsBus.connect errors."""
     check(config)
+    if not config.cluster_secret:
+        log.warning("cluster_secret_missing", effect="workers can compute the root of any tenant")
     files = ModelFiles(config.model_dir)
     renderer = Renderer(files.chat_template)
     await renderer.start()

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from services.cli import commands
 from services.local.credentials import (
     Credential,
     named_credentials,
@@ -90,3 +91,18 @@ def test_nats_conf_equals_output_of_the_command_in_line_1() -> None:
     assert rest == nats_config_with_variables(
         named_credentials(processes), host="0.0.0.0", port=4222
     )
+
+
+def test_tls_block_follows_the_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    commands.nats_config(["decode=decode-1"], host="127.0.0.1", port=4222, tls="/etc/nats/tls")
+    first, *_ = text = capsys.readouterr().out.splitlines()
+    assert first.endswith("--host 127.0.0.1 --port 4222 --tls /etc/nats/tls")
+    assert text[text.index("tls {") :] == [
+        "tls {",
+        '  cert_file: "/etc/nats/tls/server.crt"',
+        '  key_file: "/etc/nats/tls/server.key"',
+        '  ca_file: "/etc/nats/tls/ca.crt"',
+        "  verify: true",
+        '  handshake_first: "auto"',
+        "}",
+    ]
