@@ -106,7 +106,10 @@ def test_every_config_field_has_help_text(config: type) -> None:
         (["serve"], "No such command 'serve'"),
         (["gateway"], "Missing option '--nats-url'"),
         (["decode", "--nats-url", "x"], "nats_url must start with nats://"),
-        (["decode", "--nats-url", "nats://h:1", "--model-dir", "/no"], "/no is not a directory"),
+        (
+            ["decode", "--nats-url", "nats://127.0.0.1:1", "--model-dir", "/no"],
+            "/no is not a directory",
+        ),
         (["scheduler", "--nats-url", "nats://h:1", "--max-queued-tokens", "0"], "must be positive"),
         (["decode", "--nats-url", "nats://h:1", "--role", "all"], "--role"),
         (["up", "--model", "/no"], "--model /no is not a directory"),
@@ -178,7 +181,9 @@ def test_boolean_option_can_be_turned_off(
 
     app = typer.Typer()
     app.command()(service_command(WorkerConfig, "decode", run))
-    result = CliRunner().invoke(app, ["--nats-url", "nats://d-1:w@h:1", *arguments], env=variables)
+    result = CliRunner().invoke(
+        app, ["--nats-url", "nats://d-1:w@127.0.0.1:1", *arguments], env=variables
+    )
     assert (result.exit_code, seen) == (0, [expected])
 
 

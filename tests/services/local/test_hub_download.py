@@ -227,7 +227,7 @@ def test_command_reports_an_uncached_model_in_one_line(tmp_path: Path) -> None:
     for command in (
         ("up", "--model", MODEL),
         ("bench", "--model", MODEL),
-        ("decode", "--nats-url", "nats://h:1", "--model-dir", MODEL),
+        ("decode", "--nats-url", "nats://127.0.0.1:1", "--model-dir", MODEL),
     ):
         result = subprocess.run(
             [sys.executable, "-m", "services", *command],

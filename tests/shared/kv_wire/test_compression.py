@@ -20,7 +20,7 @@ from shared.kv_wire.frames import Ack, Frame, Hello, Record, Refusal, encode_rec
 from shared.kv_wire.kv_server import KvServer
 from shared.kv_wire.link import CompressionCounts, FrameHeader, PushLink
 from shared.kv_wire.tcp import NUM_SLOTS
-from shared.messages import DataPlaneAddress
+from shared.messages import DataPlaneAddress, LinkSecurity
 from tests.shared.kv_wire.support import (
     DEADLINE_S,
     INSTANCE,
@@ -63,8 +63,9 @@ async def push(
     pair.server.forget(b"placement-a")
 
 
-async def test_slow_link_switches_to_compression() -> None:
-    async with throttled_pair(50e6) as pair:
+@pytest.mark.parametrize("security", [None, "mac", "aead"])
+async def test_slow_link_switches_to_compression(security: LinkSecurity | None) -> None:
+    async with throttled_pair(50e6, security=security) as pair:
         await push(pair)
         counts = pair.dialer.compressed
         assert counts.num_frames == pair.codec.num_decoded == NUM_CODED

@@ -18,7 +18,9 @@ from shared.engine.kv_codec import Bf16FrameCodec
 from shared.kv_wire.compression import FrameCodec
 from shared.kv_wire.dialer import Dialer
 from shared.kv_wire.kv_server import KvServer
-from shared.messages import DataPlaneAddress
+from shared.kv_wire.sealing.link_keys import LinkKeys
+from shared.messages import DataPlaneAddress, LinkSecurity
+from shared.randomness import SystemRandomness
 from tests.shared.kv_wire.support import DEADLINE_S, INSTANCE
 
 CODEC = Bf16FrameCodec()
@@ -119,17 +121,23 @@ async def throttled_pair(
     decode: float = 15e9,
     sender_has_codec: bool = True,
     receiver_codec: FrameCodec | str | None = "same",
+    security: LinkSecurity | None = None,
 ) -> AsyncIterator[ThrottledPair]:
     clock = SimulatedClock()
     codec = PacedCodec(clock, encode, decode)
     codec_of_receiver = codec if isinstance(receiver_codec, str) else receiver_codec
-    server = await KvServer.start(instance_id=INSTANCE, codec=codec_of_receiver, clock=clock)
+    link_keys = None if security is None else LinkKeys(security, SystemRandomness())
+    server = await KvServer.start(
+        instance_id=INSTANCE, codec=codec_of_receiver, clock=clock, link_keys=link_keys
+    )
     throttle = Throttle(server.address, clock, bandwidth)
     relay = await asyncio.start_server(throttle.accept, "127.0.0.1", 0)
     port = relay.sockets[0].getsockname()[1]
     address = msgspec.structs.replace(server.address, port=port, unix_path="")
     dialer = Dialer(5.0, codec=codec if sender_has_codec else None, clock=clock)
     try:
+        if link_keys is not None:  # later links to this receiver share this one
+            await dialer.link(address, link_keys.key_for("prefill-1"))
         yield ThrottledPair(clock, codec, server, dialer, throttle, address)
     finally:
         await dialer.close()
