@@ -25,6 +25,7 @@ from services.local.state import ClusterState, StateDir
 from shared.clock import MonotonicClock
 from shared.errors import DependencyUnavailable
 from shared.store import RedisStore
+from shared.subjects import credential_of
 from shared.tenancy.tenant import TenantRecord, UsageRow
 from shared.tenancy.tenant_admin import TenantAdmin
 from tests.servers import RedisServer, Server, find_binary
@@ -168,7 +169,8 @@ def test_worker_joins_with_a_new_credential_and_leaves(running: Up, chat_model: 
     )
 
     def is_known() -> bool:
-        return "far" in ready(running.state.url)["workers"]["decode"]
+        workers = ready(running.state.url)["workers"]["decode"]
+        return "far" in map(credential_of, workers)
 
     try:
         eventually(is_known, "the worker's joining")

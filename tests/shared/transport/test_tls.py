@@ -16,7 +16,7 @@ from shared.clock import MonotonicClock
 from shared.errors import ConfigError, DependencyUnavailable
 from shared.messages import DataPlaneAddress
 from shared.store import RedisStore, StoreUnavailable
-from shared.subjects import nats_server_config
+from shared.subjects import NatsUser, nats_server_config
 from shared.tls import TlsFiles
 from shared.transport.bus import NatsBus
 from tests.certificates import Authority
@@ -38,7 +38,8 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 def tls_server(authority: Authority) -> Iterator[Server]:
     """A nats-server with the TLS block of `hearth nats-config --tls`."""
     port = free_port()
-    config = nats_server_config([("decode", "decode-1", SECRET)], host="127.0.0.1", port=port)
+    users = [NatsUser("decode", "decode-1", SECRET)]
+    config = nats_server_config(users, host="127.0.0.1", port=port)
     path = authority.folder / "nats.conf"
     path.write_text(config + tls_block(str(authority.folder)))
     server = Server([find_binary("nats-server"), "-c", str(path)], port)
