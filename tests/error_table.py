@@ -72,10 +72,6 @@ MEANING = {
 }
 # raised at startup, never in a response
 STARTUP_ONLY = {"config_error", "checkpoint_error", "name_in_use"}
-    "config_error",
-    "checkpoint_error",
-    "name_in_use",
-}  # raised at startup, never in a response
 
 
 def error_classes() -> list[type[HearthError]]:
