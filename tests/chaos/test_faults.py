@@ -6,12 +6,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import pytest
 
+from services.gateway.tenancy.usage_counter import day_of
+from shared.clock import MonotonicClock
+from shared.store import RedisStore
+from shared.tenancy.tenant import usage_of
+from shared.tenancy.tenant_admin import TenantAdmin
 from tests.chaos.chaos import Chaos
 from tests.chaos.checks.phases import Phase
 from tests.chaos.restarts import restart_each
@@ -23,6 +29,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 LEASE_S = 3.0 + 1.0  # of a gateway's placements, after its loss is detected
 SLACK_S = 3.0
+DAY_S = 86_400.0
+PAST_DAY = "2026-01-01"
 LONG = {"max_tokens": 4000, "ignore_eos": True, "temperature": 0}
 
 
@@ -50,6 +58,47 @@ async def test_responses_equal_the_undisturbed_run(
         assert row.detect_s is not None or fault == "device"
     if fault == "device":
         assert "device_lost" in chaos.cluster.log_of(victim)
+
+
+async def test_killed_redis_returns_with_all_tenants(chaos: Chaos) -> None:
+    """Their limits and usage, and keys that no gateway has cached."""
+    limits = {"acme": {"requests_per_min": 60}, "other": {"concurrency": 9}}
+    async with _tenants(chaos) as (store, admin):
+        for name, changes in limits.items():
+            await admin.add(name, changes, f"key-of-{name}")
+            await store.write([("HSET", usage_of(name, PAST_DAY), "requests:m", 7)])
+        records, usage = await admin.all(), await admin.usage([*limits], [PAST_DAY])
+        counted = await _num_requests(admin)
+    assert sorted(records) == ["acme", "chaos", "other"]
+    row = await run_row(chaos, "kill", "redis-server", "placed")
+    assert (row.lost, row.altered) == (0, 0), row
+    async with _tenants(chaos) as (_, admin):
+        assert await admin.all() == records
+        assert await admin.usage([*limits], [PAST_DAY]) == usage
+        async with asyncio.timeout(10):
+            while await _num_requests(admin) < counted + row.streams:
+                await asyncio.sleep(0.05)
+        assert await _num_requests(admin) == counted + row.streams
+    path, body = chaos.requests[0]
+    for gateway, url in chaos.cluster.urls.items():
+        for name in limits:
+            exchange = Exchange(body, gateway)
+            await run_exchange(exchange, url, f"key-of-{name}", path)
+            assert exchange.is_successful, exchange
+
+
+@contextlib.asynccontextmanager
+async def _tenants(chaos: Chaos) -> AsyncIterator[tuple[RedisStore, TenantAdmin]]:
+    store = RedisStore(chaos.cluster.redis_url, MonotonicClock(), timeout_s=2.0)
+    yield store, TenantAdmin(store, time.time)
+    await store.close()
+
+
+async def _num_requests(admin: TenantAdmin) -> int:
+    """The counted requests of the load's tenant, on either side of midnight."""
+    now = time.time()
+    rows = await admin.usage(["chaos"], [day_of(now - DAY_S), day_of(now), day_of(now + DAY_S)])
+    return sum(each.requests for each in rows)
 
 
 async def test_disconnected_clients_leave_nothing_behind(chaos: Chaos) -> None:

@@ -25,7 +25,7 @@ from shared.messages import (
     RenewLease,
     TokenBatch,
 )
-from shared.subjects import HEARTBEATS, KV_EVENTS, PREFIX
+from shared.subjects import HEARTBEATS, KV_EVENTS, command
 from shared.transport.bus import NatsBus
 from tests.chaos.world.cluster import MONITOR, ChaosCluster
 
@@ -51,14 +51,20 @@ class Monitor:
         bus = self._bus = await NatsBus.connect(cluster.nats_url, process_id=MONITOR)
         await bus.subscribe(HEARTBEATS, Heartbeat, self._record_heartbeat)
         for name, role in cluster.services.items():
-            own = f"{PREFIX}.{role}.{name}"
+            recorder = self._recorder(name)
             if role == "gateway":
-                await bus.subscribe(f"{own}.placement", _PLACEMENT, self._recorder(f"{name}"))
-                await bus.subscribe(f"{own}.tokens", TokenBatch, self._recorder(f"{name}"))
+                await bus.subscribe(
+                    command(role, name, "placement"), _PLACEMENT, self._recorder(f"{name}")
+                )
+                await bus.subscribe(
+                    command(role, name, "tokens"), TokenBatch, self._recorder(f"{name}")
+                )
             elif role in ("decode", "prefill"):
-                await bus.subscribe(f"{own}.control", _CONTROL, self._recorder(name))
+                await bus.subscribe(command(role, name, "control"), _CONTROL, recorder)
             elif role == "scheduler":
-                await bus.subscribe(f"{own}.cancel", CancelQueued, self._recorder(name))
+                await bus.subscribe(
+                    command(role, name, "cancel"), CancelQueued, self._recorder(name)
+                )
         await bus.subscribe(KV_EVENTS, KvEvents, lambda each: self._record(each.worker_id, each))
         await bus.flush()
 
