@@ -39,7 +39,7 @@ class Site:
         self._state_home = state_home
 
     def hearth(self, *arguments: str) -> str:
-        url = ("--redis-url", self.cluster._redis_url)
+        url = ("--redis-url", self.cluster.redis_url)
         result = run_hearth(self._state_home, *arguments, *url)
         assert result.returncode == 0, result.stderr
         return result.stdout.strip()
@@ -51,7 +51,7 @@ class Site:
 
     @property
     def redis(self) -> redis.Redis:
-        return redis.Redis.from_url(self.cluster._redis_url)
+        return redis.Redis.from_url(self.cluster.redis_url)
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from shared.packing import pack_token_ids
 from shared.tenancy import pinned_prefix
 from shared.tenancy.pinned_prefix import PinnedPrefix
 from shared.tenancy.tenant import TenantRecord
+from shared.tenancy.tenant_admin import store_api_key
 from tests.simulation.world.bus import SimulatedNetwork
 from tests.simulation.world.clock import VirtualClock
 from tests.simulation.world.kv_link import SimulatedDialer
@@ -49,7 +50,7 @@ class Fleet:
     def __init__(self, model_dir: Path, files: ModelFiles) -> None:
         self.network = SimulatedNetwork()
         clock, data_plane = VirtualClock(), SimulatedDialer()
-        self.index_store = MemoryStore()
+        self.index_store, self._gateway_store = MemoryStore(), MemoryStore()
         self.gateway = GatewayService(
             GatewayConfig(
                 nats_url=NATS,
@@ -61,7 +62,7 @@ class Fleet:
                 request_timeout_s=60.0,
             ),
             self.network.bus("gateway-1"),
-            MemoryStore(),
+            self._gateway_store,
             files,
             clock=clock,
             randomness=SeededRandomness(1),
@@ -89,6 +90,7 @@ class Fleet:
 
     async def start(self) -> None:
         await pinned_prefix.save(self.index_store, PINNED, 0.0)
+        await store_api_key(self._gateway_store, "key", PINNED.tenant_id)
         for each in self._services:
             await each.start()
         await asyncio.sleep(2)  # virtual seconds, until heartbeats have arrived

@@ -181,7 +181,7 @@ BUGS = (
     Bug("the gateway's fence is gone", Streams, "on_token_batch", _late_tokens_accepted, 824),
     Bug("decode renews no prefill lease", ActiveHandoffs, "renew_leases", _nothing, 334),
     Bug("blocks are freed while a step writes them", Engine, "abort", _blocks_freed_in_step, 3),
-    Bug("a late KV frame is accepted", Handoff, "_try", _one_id_for_all_tries, 25),
+    Bug("a late KV frame is accepted", Handoff, "_try", _one_id_for_all_tries, 70),
     Bug("acknowledged before the end", Streams, "_accept", _acknowledged_at_once, 0),
     Bug("nothing is sent again", Streams, "_request_again", _nothing, 14),
     Bug("a gap in the tokens is overlooked", ChoiceTokens, "accept", _gaps_overlooked, 14),
@@ -192,13 +192,13 @@ BUGS = (
     Bug("a silent bus is taken for dead peers", Fleet, "can_judge", _bus_always_trusted, 4),
     Bug("a prefill keeps its blocks", PrefillService, "_deliver", _push_never_released, 0),
     Bug("a shared block is written", Batcher, "_writes_shared", _shared_block_written, 1),
-    Bug("a request looks too short for a scheduler", streams, "SUBMIT_WINDOW_S", _impatient, 21),
-    Bug("who was away with the bus is asked", Fleet, "bus_was_away", _nothing, 60),
+    Bug("a request looks too short for a scheduler", streams, "SUBMIT_WINDOW_S", _impatient, 25),
+    Bug("who was away with the bus is asked", Fleet, "bus_was_away", _nothing, 94),
     Bug("nobody misses a last KV event", PrefixIndex, "announce", _nothing, 4),
     Bug("an embedding begins anew at each chunk", inputs, "_pooling", _pooled_anew, 4),
     Bug("what Redis missed is not written again", PrefixRegistry, "_restore", _nothing, 44),
     Bug("Redis keeps what a resync did not find", PrefixRegistry, "checked", _nothing, 18),
-    Bug("the queue has no bound", Admission, "_check_room", _queue_without_bound, 21),
+    Bug("the queue has no bound", Admission, "_check_room", _queue_without_bound, 127),
 )
 
 
