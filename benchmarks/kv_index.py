@@ -51,6 +51,7 @@ from shared.messages import (
     PrefixMatches,
     WorkerLoad,
 )
+from shared.numerics import Numerics
 from shared.packing import BLOCK_HASH_BYTES, unpack_hashes
 from shared.randomness import SystemRandomness
 from shared.store import Command
@@ -70,6 +71,7 @@ CARD = ModelCard(
     block_size=16,
     max_context_tokens=131_072,
     vocab_size=128_256,
+    numerics=Numerics("exact", "timing", "uint8", "1"),
 )
 MIB = 1 << 20
 

@@ -44,6 +44,7 @@ from shared.kv_wire.link import FRAME_BYTES, FRAMES_UNDER_WAY, Fill, FrameHeader
 from shared.kv_wire.sealing.ciphers import ciphers_of_sender, preferred_ciphers
 from shared.kv_wire.sealing.link_keys import LinkKeys
 from shared.messages import DataPlaneAddress, LinkKey
+from shared.numerics import Numerics
 from shared.randomness import SystemRandomness
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -224,6 +225,7 @@ def frame_header(payload_bytes: int) -> FrameHeader:
         kv_format="uint8",
         num_cached_tokens=0,
         payload_bytes=payload_bytes,
+        numerics=Numerics("exact", "none", "uint8", "1"),
     )
 
 

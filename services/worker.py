@@ -82,7 +82,7 @@ def load_model(config: WorkerConfig) -> ModelledRunner:
         max_sequences=config.max_sequences,
         load_format=config.load_format,
         num_threads=config.num_threads or None,
-        is_batch_invariant=config.is_batch_invariant,
+        mode=config.mode,
         weights=config.weights,
         has_row_kernels=True,
     )
@@ -199,5 +199,6 @@ def _served(config: WorkerConfig, runner: ModelledRunner, engine: Engine) -> Ser
         vocab_size=runner.vocab_size,
         kv_bytes_per_token=runner.kv_format.bytes_per_token,
         model_context_tokens=engine.model_context_tokens,
+        numerics=runner.numerics,
     )
     return ServedModel(card=card, eos_token_ids=frozenset(runner.eos_token_ids))

@@ -13,6 +13,7 @@ import msgspec
 
 from shared.errors import ConfigError
 from shared.nats_urls import nats_servers
+from shared.numerics import MODES, Mode
 from shared.tls import TlsFiles
 
 WEIGHT_FORMS = ("auto", "dense", "compressed")
@@ -176,7 +177,7 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
     load_format: str = "auto"  # the directory's weights, or "dummy": made from its config.json
     weights: str = "auto"  # dense, or compressed in memory: bit-identical, fewer bytes
     num_threads: int = 0  # 0: share the cores of this host
-    is_batch_invariant: bool = True  # False: faster on CUDA, but resumed responses may differ
+    mode: Mode = "exact"  # fast: resumed responses may differ, unlike hardware may share KV
     block_size: int = 16
     kv_cache_bytes: int | None = None  # None: 256 MiB on the CPU, 0.9 of the free memory on CUDA
     max_batch_tokens: int | None = None  # None: 512 on the CPU, 2048 or (prefill) 8192 on CUDA
@@ -209,6 +210,8 @@ class WorkerConfig(ModelProcessConfig, frozen=True, kw_only=True):
             yield f"load_format {self.load_format!r} is none of {', '.join(LOAD_FORMATS)}"
         if self.weights not in WEIGHT_FORMS:
             yield f"weights {self.weights!r} is none of {', '.join(WEIGHT_FORMS)}"
+        if self.mode not in MODES:
+            yield f"mode {self.mode!r} is none of {', '.join(MODES)}"
         if self.kv_compression not in KV_COMPRESSIONS:
             yield f"kv_compression {self.kv_compression!r} is none of {', '.join(KV_COMPRESSIONS)}"
         if self.data_plane_security not in DATA_PLANE_SECURITIES:

@@ -25,6 +25,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from shared.numerics import Numerics
 from shared.packing import BLOCK_HASH_BYTES
 
 Role = Literal["gateway", "scheduler", "prefill", "decode", "kv_index"]
@@ -140,6 +141,7 @@ class Request(Message, frozen=True, kw_only=True):
     pooling: Pooling | None = None  # an embedding is requested, and no token is sampled
     block_size: BlockSize = 16  # of `block_hashes`; the default is that of a worker's option
     public_root: Digest | None = None  # parent of the first public block, if there is any
+    numerics: Numerics | None = None  # of the worker that generated the output so far, if any
 
 
 class SubmitRequest(Message, frozen=True, kw_only=True):
@@ -190,6 +192,8 @@ class Placed(Message, frozen=True, kw_only=True):
     request_id: Name
     placement_id: PlacementId
     worker_id: ProcessId
+    # live prefill workers may not share KV with this one, which therefore computes the prompt
+    has_unlike_prefill: bool = False
 
 
 class PlacementFailed(Message, frozen=True, kw_only=True):
@@ -226,6 +230,7 @@ class Served(Message, frozen=True, kw_only=True):
     prefill_worker_id: ProcessId | None  # None: the decode worker computed the prompt
     num_pushed_tokens: Count = 0  # tokens whose KV arrived over the data plane
     num_preemptions: Count = 0
+    numerics: Numerics | None = None  # of the decode worker
 
 
 class Finish(Message, frozen=True, kw_only=True):
@@ -346,6 +351,7 @@ class RunPrefill(Message, frozen=True, kw_only=True):
     deadline_s: Duration
     link_key: LinkKey | None = None  # None: KV over TCP is neither encrypted nor authenticated
     public_root: Digest | None = None  # copied from the request
+    numerics: Numerics  # of the decode worker
 
     @property
     def sender_id(self) -> str:
@@ -529,6 +535,7 @@ class ModelCard(Message, frozen=True, kw_only=True):
     kv_bytes_per_token: Count = 0
     # of the model, whatever this worker's KV cache holds; None: not reported
     model_context_tokens: NumTokens | None = None
+    numerics: Numerics
 
 
 class WorkerLoad(Message, frozen=True, kw_only=True):

@@ -164,19 +164,23 @@ def test_invalid_arguments_print_one_line_and_exit_with_2(arguments: list[str], 
 @pytest.mark.parametrize(
     ("arguments", "variables", "expected"),
     [
-        ([], {}, True),
-        (["--no-batch-invariant"], {}, False),
-        ([], {"HEARTH_BATCH_INVARIANT": "false"}, False),
-        (["--batch-invariant"], {"HEARTH_BATCH_INVARIANT": "false"}, True),
+        ([], {}, ("exact", False)),
+        (["--mode", "fast", "--zero-freed-blocks"], {}, ("fast", True)),
+        ([], {"HEARTH_MODE": "fast", "HEARTH_ZERO_FREED_BLOCKS": "true"}, ("fast", True)),
+        (
+            ["--mode", "exact", "--no-zero-freed-blocks"],
+            {"HEARTH_MODE": "fast", "HEARTH_ZERO_FREED_BLOCKS": "true"},
+            ("exact", False),
+        ),
     ],
 )
-def test_boolean_option_can_be_turned_off(
-    arguments: list[str], variables: dict[str, str], expected: bool
+def test_option_overrides_its_environment_variable(
+    arguments: list[str], variables: dict[str, str], expected: tuple[str, bool]
 ) -> None:
-    seen: list[bool] = []
+    seen: list[tuple[str, bool]] = []
 
     def run(config: WorkerConfig) -> int:
-        seen.append(config.is_batch_invariant)
+        seen.append((config.mode, config.zero_freed_blocks))
         raise typer.Exit
 
     app = typer.Typer()

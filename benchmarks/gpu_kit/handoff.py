@@ -126,6 +126,7 @@ async def _push(link: Any, runner: Any, table: list[int], num_tokens: int, numbe
             kv_format=kv_format.key,
             num_cached_tokens=0,
             payload_bytes=count * kv_format.bytes_per_token,
+            numerics=runner.numerics,
         )
 
         async def fill(view: memoryview) -> None:

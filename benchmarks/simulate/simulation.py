@@ -45,6 +45,7 @@ from shared.messages import (
     SamplingParams,
     SubmitRequest,
 )
+from shared.numerics import Numerics
 from shared.packing import TOKEN_ID_BYTES
 
 HEARTBEAT_S = 0.25
@@ -58,6 +59,7 @@ CARD = ModelCard(
     block_size=BLOCK_TOKENS,
     max_context_tokens=2**20,
     vocab_size=32_000,
+    numerics=Numerics("exact", "timing", "uint8", "1"),
 )
 LANE = (MODEL, REVISION, BLOCK_TOKENS)
 _CHOICES = (Choice(choice_index=0),)

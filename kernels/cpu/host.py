@@ -37,6 +37,17 @@ class CpuHost:
     def has_amx(self) -> bool:
         return self.has_kernels and cpu_features.has_amx()
 
+    @property
+    def instruction_set(self) -> str:
+        """amx, avx512bf16, avx512 or fma: the best that the compiled loops use; plain: no loops."""
+        if not self.has_kernels:
+            return "plain"
+        if cpu_features.has_amx():
+            return "amx"
+        if cpu_features.has_pair_products():
+            return "avx512bf16"
+        return "avx512" if cpu_features.has_avx512() else "fma"
+
     def compile_ahead(self, plan: CompilePlan) -> str | None:
         """See warm.py. Called before any weight is packed: the result decides its layout."""
         return warm.compile_ahead(plan)

@@ -133,6 +133,7 @@ class ActiveHandoffs:
             deadline_s=max(0.0, placement.deadline_at - worker.clock.now()),
             link_key=None if self._link_keys is None else self._link_keys.key_for(worker_id),
             public_root=request.public_root,
+            numerics=worker.served.card.numerics,
         )
         requested_at = worker.clock.now()
         accepted = await worker.health_monitor.requests.request(

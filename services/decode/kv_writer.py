@@ -55,7 +55,7 @@ class KvWriter:
 
     def _check(self, header: FrameHeader) -> None:
         """Raises FrameRefused unless the frame has the next tokens, all layers and heads, and the
-        agreed format.
+        agreed format and numerics.
         """
         kv_format = self._runner.kv_format
         is_next = header.first_token == self._num_taken_tokens and header.num_tokens > 0
@@ -66,6 +66,8 @@ class KvWriter:
         ) == (0, kv_format.num_kv_heads)
         has_bytes = header.payload_bytes == header.num_tokens * kv_format.bytes_per_token
         is_same_format = header.kv_format == kv_format.key
+        if not self._runner.numerics.may_share_kv(header.numerics):
+            raise FrameRefused(f"KV of {header.numerics} is not that of {self._runner.numerics}")
         if self.ended.done() or not (is_next and fits and is_full and has_bytes and is_same_format):
             raise FrameRefused(
                 f"frame of tokens {header.first_token}+{header.num_tokens} in {header.kv_format} "

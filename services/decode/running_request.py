@@ -20,6 +20,7 @@ from services.decode.handoff import Handoff, HandoffResult
 from shared.engine.batching.sequence import Sequence, SequenceState, build_sequence
 from shared.errors import InvalidRequest
 from shared.messages import Choice, ModelCard, Request, SamplingParams, Served
+from shared.numerics import Numerics
 from shared.packed_logprobs import MAX_LOGPROB_BYTES, packed_bytes
 from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, unpack_token_ids
 
@@ -36,6 +37,7 @@ class RunningRequest:
     request: Request
     prompt: Sequence  # a single choice serves as the prompt
     choices: dict[int, Sequence]  # unfinished choices by choice_index
+    numerics: Numerics  # of this worker
     deadline_at: float
     flushed_at: float  # time of the last update to its gateway
     handoff: Handoff | None = None
@@ -60,6 +62,7 @@ class RunningRequest:
             prefill_worker_id=delivery.prefill_worker_id,
             num_pushed_tokens=delivery.num_pushed_tokens,
             num_preemptions=sequence.num_preemptions,
+            numerics=self.numerics,
         )
 
 

@@ -126,6 +126,7 @@ class DecodeService:
             request=request,
             prompt=prompt,
             choices=choices,
+            numerics=self._worker.served.card.numerics,
             deadline_at=now + request.deadline_s,
             flushed_at=now,
         )

@@ -142,6 +142,16 @@ class GatewayMetrics:
             "Connections closed because the client did not read its response.",
             registry=self.registry,
         )
+        self._numerics_changes = Counter(
+            "hearth_gateway_numerics_changed",
+            "Times an output was continued by a worker with other numerics than before.",
+            registry=self.registry,
+        )
+        self._unlike_prefills = Counter(
+            "hearth_gateway_unlike_prefills",
+            "Prompts that decode computed because it may not use the KV of live prefill workers.",
+            registry=self.registry,
+        )
         self.observe_ttft = self._durations("ttft", "Submit to first token.", _TTFT_BUCKETS)
         self.observe_itl = self._durations("itl", "Between two token entries.", _ITL_BUCKETS)
 
@@ -166,6 +176,12 @@ class GatewayMetrics:
 
     def count_slow_client(self) -> None:
         self._slow_clients.inc()
+
+    def count_numerics_change(self) -> None:
+        self._numerics_changes.inc()
+
+    def count_unlike_prefill(self) -> None:
+        self._unlike_prefills.inc()
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

@@ -19,6 +19,12 @@ from services.gateway.request.preparation import Preparation
 from services.gateway.request.public_prefixes import PublicPrefixes
 from services.gateway.request.submission import Submission
 from services.gateway.request.unsent_output import UnsentOutput
+from services.gateway.streams.actions import (
+    Report,
+    ReportNumericsChange,
+    ReportResubmission,
+    ReportUnlikePrefill,
+)
 from services.gateway.streams.stream_driver import StreamDriver
 from services.gateway.tenancy.api_keys import ApiKeys
 from services.gateway.tenancy.limits import Limits
@@ -80,9 +86,7 @@ class GatewayService:
         self._usage = UsageCounter(store, clock, writer_id=writer_id, now=wall_clock)
         self.catalog = Catalog(self._health_monitor.fleet, config.served_name, clock)
         self.metrics = GatewayMetrics()
-        self._driver = StreamDriver(
-            bus, clock, self._health_monitor, on_resubmitted=self.metrics.count_resubmission
-        )
+        self._driver = StreamDriver(bus, clock, self._health_monitor, on_report=self._count)
         self.submission = Submission(
             max_requests=config.max_requests,
             preparation=Preparation(config, files, randomness, public),
@@ -193,6 +197,15 @@ class GatewayService:
 
     def new_request_id(self) -> str:
         return self._randomness.bytes(12).hex()
+
+    def _count(self, report: Report) -> None:
+        match report:
+            case ReportResubmission():
+                self.metrics.count_resubmission()
+            case ReportNumericsChange():
+                self.metrics.count_numerics_change()
+            case ReportUnlikePrefill():
+                self.metrics.count_unlike_prefill()
 
     def readiness(self) -> Readiness:
         return self.catalog.readiness(

@@ -139,6 +139,7 @@ class KvSender:
             kv_format=kv_format.key,
             num_cached_tokens=self._sequence.num_cached_tokens,
             payload_bytes=num_tokens * kv_format.bytes_per_token,
+            numerics=self._runner.numerics,
         )
 
     def _fill(self, header: FrameHeader) -> Callable[[memoryview], Awaitable[None]]:

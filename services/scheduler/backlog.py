@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 from services.scheduler.fair_queue import CLASS_WEIGHT, FairQueue, class_of
 from shared.messages import ModelCard, Request, SubmitRequest
+from shared.numerics import Numerics
 
 
 class Lane(NamedTuple):
-    """Identifies a queue. Regions are included, so that a request without room in its regions does
-    not block requests that may run elsewhere; for the same reason, the context is. Block hashes fit
-    one block size.
+    """Identifies a queue. Regions, context and numerics are included, so that a request without
+    room on the workers where it may run does not block requests that may run elsewhere. Block
+    hashes fit one block size.
     """
 
     model: str
@@ -21,11 +22,12 @@ class Lane(NamedTuple):
     block_size: int
     regions: tuple[str, ...] = ()
     context_tokens: int = 0  # the smallest of a live worker that held it when it was queued
+    numerics: Numerics | None = None  # of the output of a request that is resumed
 
     @classmethod
     def of(cls, request: Request, context_tokens: int = 0) -> Lane:
         served = request.model, request.revision, request.block_size
-        return cls(*served, request.allowed_regions, context_tokens)
+        return cls(*served, request.allowed_regions, context_tokens, request.numerics)
 
     @property
     def served(self) -> ModelKey:

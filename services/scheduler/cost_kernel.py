@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 # The indices of a table's columns: floats, then codes.
 BLOCK_SIZE, FREE_TOKENS, TOTAL_TOKENS, LOAD_S, STEP_S = range(5)
 BUSY_UNTIL, CLOSED_UNTIL, TOKEN_S, LOCAL_TOKEN_S, PUSH_TOKEN_S, CONTEXT_TOKENS = range(5, 11)
-NUM_FLOATS = 11
-FORMAT, REGION, NAME = range(3)
+NUM_FLOATS, NUM_CODES = 11, 4
+FORMAT, REGION, NAME, NUMERICS = range(NUM_CODES)  # FORMAT: equal for workers that may share KV
 
 CLOSED_S = 1e6  # added to the cost of workers with enough work, to rank others first
 MAX_FORMATS = 4  # per model; with more, a kind of decode worker may be computed twice
@@ -31,7 +31,7 @@ class WorkerColumns(NamedTuple):
     """Only the first `size` rows are in use."""
 
     floats: NDArray[np.float64]  # [NUM_FLOATS, rows]
-    codes: NDArray[np.uint64]  # [3, rows]
+    codes: NDArray[np.uint64]  # [NUM_CODES, rows]
     size: int
 
 
@@ -274,7 +274,8 @@ def _forget(folder: str) -> None:
 
 
 def _compile(loops: _Loops) -> None:
-    columns = WorkerColumns(np.zeros((NUM_FLOATS, 1)), np.zeros((3, 1), dtype=np.uint64), 0)
+    floats, codes = np.zeros((NUM_FLOATS, 1)), np.zeros((NUM_CODES, 1), dtype=np.uint64)
+    columns = WorkerColumns(floats, codes, 0)
     empty = np.zeros(0, dtype=np.int64), np.zeros(0), np.zeros(0, dtype=np.bool_)
     side, terms = RoleWorkers(columns, *empty), RequestTerms(*[0.0] * len(RequestTerms._fields))
     loops.costs_of_decodes(side, side, terms, empty[0])

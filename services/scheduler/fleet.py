@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from services.scheduler.backlog import ModelKey, model_key
+from services.scheduler.backlog import Lane, ModelKey, model_key
 from services.scheduler.placement import RequestSize, Target, Workers
 from services.scheduler.throughput import ModelThroughput, Speed
 from services.scheduler.worker_table import WorkerRow, WorkerTable
@@ -105,6 +105,17 @@ class WorkerFleet:
             return False
         return workers.decodes.has_any(regions, but=excluded, num_context_tokens=num_context_tokens)
 
+    def unlike(self, lane: Lane, needs: RequestSize, excluded: Collection[str]) -> list[str]:
+        """Decode workers that must not resume the request: of other numerics than its output, while
+        a worker of equal ones, whose context holds the request, lives.
+        """
+        workers = self._lanes.get(lane.served)
+        if workers is None or lane.numerics is None:
+            return []
+        return workers.decodes.unlike(
+            str(lane.numerics), needs.num_context_tokens, lane.regions, but=excluded
+        )
+
     def smallest_context(self, lane: ModelKey, num_tokens: int) -> int:
         """Of the live decode workers' contexts of at least `num_tokens`; 0 if there is none."""
         workers = self._lanes.get(lane)
@@ -187,7 +198,7 @@ def _worker_of(
 ) -> WorkerRow:
     return WorkerRow(
         worker_id=heartbeat.process_id,
-        kv_format=card.kv_format,
+        kv_format=f"{card.kv_format} {card.numerics.kv_key}",
         block_size=card.block_size,
         num_free_blocks=load.num_free_blocks,
         num_total_blocks=load.num_total_blocks,
@@ -198,6 +209,7 @@ def _worker_of(
         region=heartbeat.region,
         speed=speed,
         max_context_tokens=card.max_context_tokens,
+        numerics=str(card.numerics),
     )
 
 

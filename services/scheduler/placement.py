@@ -74,6 +74,7 @@ class Target:
     prefill_candidates: tuple[str, ...]  # best first; empty: local prefill
     num_blocks: int
     num_uncached_tokens: int  # on the worker that computes the prompt
+    has_unlike_prefill: bool = False  # local prefill, as decode may use no prefill worker's KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,16 @@ class Decision:
             prefill_candidates=tuple(prefills.ids[each] for each in candidates),
             num_blocks=self._needs.num_blocks(int(decodes.block_sizes[row])),
             num_uncached_tokens=int(num_uncached),
+            has_unlike_prefill=self._has_unlike_prefill(row, num_uncached),
         )
+
+    def _has_unlike_prefill(self, row: int, num_uncached: float) -> bool:
+        if num_uncached <= self._terms.free_local_tokens or not len(self._prefills):
+            return False
+        formats = self._prefills.columns.codes[FORMAT, : len(self._prefills)]
+        if len(self._prefill_side.is_allowed):
+            formats = formats[self._prefill_side.is_allowed]
+        return len(formats) > 0 and self._decodes.columns.codes[FORMAT, row] not in formats
 
     def _candidates(self, row: int, num_uncached: float) -> list[int]:
         """Rows of prefill workers for a row of decode, best first; ties in random order."""

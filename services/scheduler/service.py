@@ -315,6 +315,7 @@ class SchedulerService:
             ticket.unservable_since = now
             self._parked[ticket] = None
             return None
+        excluded = self._excluded(ticket, now)
         target = place(
             needs,
             self._workers.lane(ticket.lane.served),
@@ -322,7 +323,7 @@ class SchedulerService:
             local_prefill=self._local_prefill,
             now=now,
             random_below=self._randomness.below,
-            excluded=self._excluded(ticket, now) | tried,
+            excluded=excluded.union(tried, self._workers.unlike(ticket.lane, needs, excluded)),
         )
         if target is None:
             self._block(ticket, needs)
@@ -399,7 +400,7 @@ class SchedulerService:
                 message,
                 DecodeStarted,
                 base_s=START_TIMEOUT_S,
-                on_late=lambda reply: self._on_late_start(ticket, worker_id, placement_id, reply),
+                on_late=lambda reply: self._on_late_start(ticket, target, placement_id, reply),
             )
         except HearthError as error:
             self._workers.release(assignment, self._clock.now())
@@ -415,7 +416,7 @@ class SchedulerService:
         self._silent_workers.forget(worker_id)
         self._workers.confirm(assignment, self._clock.now())
         self._unblock(ticket.lane)
-        await self._started(ticket, worker_id, placement_id)
+        await self._started(ticket, target, placement_id)
 
     def _count_silence(
         self, ticket: QueuedRequest, worker_id: str, error: HearthError, sent_at: float
@@ -432,7 +433,7 @@ class SchedulerService:
     def _on_late_start(
         self,
         ticket: QueuedRequest,
-        worker_id: str,
+        target: Target,
         placement_id: bytes,
         reply: DecodeStarted | Failure | None,
     ) -> None:
@@ -441,22 +442,26 @@ class SchedulerService:
         worker may hold it.
         """
         if reply is not None:
-            self._silent_workers.forget(worker_id)
+            self._silent_workers.forget(target.decode_id)
         match reply:
             case DecodeStarted():
                 self._unblock(ticket.lane)
-                self._background.start(self._started(ticket, worker_id, placement_id))
+                self._background.start(self._started(ticket, target, placement_id))
             case None:
-                self._background.start(self._abort(worker_id, placement_id, "superseded"))
+                self._background.start(self._abort(target.decode_id, placement_id, "superseded"))
 
-    async def _started(self, ticket: QueuedRequest, worker_id: str, placement_id: bytes) -> None:
+    async def _started(self, ticket: QueuedRequest, target: Target, placement_id: bytes) -> None:
+        worker_id = target.decode_id
         if ticket.is_removed:  # cancelled, expired, its gateway lost, or started by another worker
             await self._abort(worker_id, placement_id, "superseded")
             return
         self._admission.placed(ticket, self._clock.now())
         request = ticket.request
         placed = Placed(
-            request_id=request.request_id, placement_id=placement_id, worker_id=worker_id
+            request_id=request.request_id,
+            placement_id=placement_id,
+            worker_id=worker_id,
+            has_unlike_prefill=target.has_unlike_prefill,
         )
         await self._send(subjects.placement(request.gateway_id), placed)
 

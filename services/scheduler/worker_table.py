@@ -24,7 +24,9 @@ from services.scheduler.cost_kernel import (
     FREE_TOKENS,
     LOAD_S,
     NAME,
+    NUM_CODES,
     NUM_FLOATS,
+    NUMERICS,
     REGION,
     RoleWorkers,
     WorkerColumns,
@@ -47,7 +49,7 @@ class WorkerRow:
     """A live worker as placement sees it: its last heartbeat and the assignments since."""
 
     worker_id: str
-    kv_format: str
+    kv_format: str  # equal for workers that may share KV
     block_size: int
     num_free_blocks: int
     num_total_blocks: int
@@ -59,6 +61,7 @@ class WorkerRow:
     speed: Speed = field(default_factory=Speed)
     max_context_tokens: int = MAX_CONTEXT_TOKENS  # the longest sequence that it computes
     is_avoided: bool = False  # rejected or timed out since its last heartbeat
+    numerics: str = ""
 
     @property
     def closed_until(self) -> float:
@@ -81,7 +84,7 @@ class WorkerRow:
 
 @lru_cache(maxsize=65_536)
 def code_of(name: str) -> int:
-    """A 64-bit hash of a worker, region or KV format name; the same in every process."""
+    """A 64-bit hash of a worker, region, KV format or numerics; the same in every process."""
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
@@ -92,7 +95,7 @@ class WorkerTable:
         self.ids: list[str] = []
         self._row_of: dict[str, int] = {}
         self._floats = np.zeros((NUM_FLOATS, FIRST_ROWS))
-        self._codes = np.zeros((3, FIRST_ROWS), dtype=np.uint64)
+        self._codes = np.zeros((NUM_CODES, FIRST_ROWS), dtype=np.uint64)
         self._use(0)
         for worker in workers:
             self.put(worker)
@@ -137,6 +140,7 @@ class WorkerTable:
             row = self._add(worker.worker_id)
         self._codes[FORMAT, row] = code_of(worker.kv_format)
         self._codes[REGION, row] = code_of(worker.region)
+        self._codes[NUMERICS, row] = code_of(worker.numerics)
         block_size = worker.block_size
         self._floats[:, row] = (  # in the order of the columns
             block_size,
@@ -188,6 +192,24 @@ class WorkerTable:
         """Of the contexts of at least `num_tokens`; 0 if there is none."""
         fitting = self.context_tokens[self.context_tokens >= num_tokens]
         return int(fitting.min()) if len(fitting) else 0
+
+    def unlike(
+        self,
+        numerics: str,
+        num_context_tokens: int,
+        regions: Collection[str],
+        *,
+        but: Collection[str],
+    ) -> list[str]:
+        """Workers of other numerics, if one of these has a context of so many tokens; else none.
+        `but`: workers that do not count.
+        """
+        is_equal = self.columns.codes[NUMERICS, : len(self)] == code_of(numerics)
+        could = is_equal & (self.context_tokens >= num_context_tokens)
+        if regions:
+            could &= self.in_regions(regions)
+        could[self.rows_of(set(but))] = False
+        return [self.ids[row] for row in np.flatnonzero(~is_equal)] if could.any() else []
 
     def _add(self, worker_id: str) -> int:
         row = len(self.ids)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from shared.kv_format import KvFormat
 from shared.messages import Pooling, TokenLogprobs
+from shared.numerics import Numerics
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,7 @@ class StepOutput(msgspec.Struct, frozen=True):
 
 class Runner(Protocol):
     kv_format: KvFormat
+    numerics: Numerics
     num_blocks: int
     max_context_tokens: int  # of the model
     vocab_size: int

@@ -37,6 +37,7 @@ from shared.messages import (
     RunPrefill,
     WorkerLoad,
 )
+from shared.numerics import Numerics
 from shared.packing import BLOCK_HASH_BYTES, TOKEN_ID_BYTES, pack_hashes
 from shared.randomness import Randomness
 from shared.subjects import kv_events, list_blocks, pins
@@ -125,11 +126,13 @@ class EngineWorker:
         if block_size != own:
             raise WorkerUnfit(f"block size {block_size} differs from this worker's {own}")
 
-    def check_kv_format(self, kv_format: str) -> None:
-        """Raises WorkerUnfit if the format differs from this worker's."""
-        own = self.served.card.kv_format
-        if kv_format != own:
-            raise WorkerUnfit(f"kv_format {kv_format} differs from this worker's {own}")
+    def check_kv(self, kv_format: str, numerics: Numerics) -> None:
+        """Raises WorkerUnfit if a worker with these may not hold KV of this one."""
+        own = self.served.card
+        if kv_format != own.kv_format:
+            raise WorkerUnfit(f"kv_format {kv_format} differs from this worker's {own.kv_format}")
+        if not own.numerics.may_share_kv(numerics):
+            raise WorkerUnfit(f"numerics {numerics} differ from this worker's {own.numerics}")
 
     def check_data_plane(self, worker_id: str, address: DataPlaneAddress) -> None:
         """Raises InvalidRequest unless this is the data plane of that worker's last heartbeat, and

@@ -19,6 +19,7 @@ from typing import Protocol
 import msgspec
 
 from shared.messages import DataPlaneAddress, LinkKey
+from shared.numerics import Numerics
 
 # Recommended frame size and number of frames in flight: the sender fills one while the receiver
 # copies the other. Larger frames exceed the CPU caches (benchmarks/kv_transfer.py).
@@ -46,6 +47,7 @@ class FrameHeader(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int  # of the tokens pushed so far, found in the sender's prefix cache
     payload_bytes: int
     checksum: int = 0  # filled in by the link; 0 on sealed links
+    numerics: Numerics  # of the sender
 
 
 class FrameSink(Protocol):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from shared.kv_wire.link import FrameHeader
 from shared.messages import Request
+from shared.numerics import Numerics
 from tests.fuzz.mutations import spoiled
 from tests.fuzz.profile import fuzz
 from tests.services.decode.test_handoff import PROMPT, cluster
@@ -36,6 +37,7 @@ EXAMPLE = FrameHeader(
     kv_format="uint8/b16/l1/h1/d8",
     num_cached_tokens=0,
     payload_bytes=1024,
+    numerics=Numerics("exact", "timing", "uint8", "1"),
 )
 FIELDS = msgspec.to_builtins(EXAMPLE, builtin_types=(bytes,))
 LIES = ("sequence_number", "first_token", "num_tokens", "first_layer", "num_layers", "kv_format")

@@ -27,6 +27,7 @@ from shared.messages import (
     TokenLogprobs,
     WorkerLoad,
 )
+from shared.numerics import Numerics
 
 PLACEMENT_ID = b"p" * 16
 SERVED = Served(num_cached_tokens=0, prefill_worker_id=None)
@@ -39,7 +40,13 @@ HEARTBEAT = Heartbeat(
     interval_s=0.25,
 )
 CARD = ModelCard(
-    name="m", revision="r", kv_format="k", block_size=16, max_context_tokens=64, vocab_size=99
+    name="m",
+    revision="r",
+    kv_format="k",
+    block_size=16,
+    max_context_tokens=64,
+    vocab_size=99,
+    numerics=Numerics("exact", "timing", "uint8", "1"),
 )
 LEASE = RenewLease(decode_worker_id="decode-1", placement_ids=(PLACEMENT_ID,), lease_s=3)
 PLACED = Placed(request_id="r", placement_id=PLACEMENT_ID, worker_id="decode-1")

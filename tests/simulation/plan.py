@@ -37,6 +37,7 @@ class FleetPlan:
     max_queued_requests: int
     pool_sizes: Mapping[str, int] | None = None  # in blocks, by worker; None: `num_blocks` each
     block_sizes: Mapping[str, int] | None = None  # in tokens, by worker; None: BLOCK_SIZE each
+    unlike: tuple[str, ...] = ()  # workers whose device computes other bits
 
     def num_blocks_of(self, worker_id: str) -> int:
         return self.num_blocks if self.pool_sizes is None else self.pool_sizes[worker_id]

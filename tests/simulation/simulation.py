@@ -34,6 +34,8 @@ class Outcome:
     endings: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
     durations_s: list[float] = field(default_factory=list)  # of requests that ended
+    reports: Counter[str] = field(default_factory=Counter)  # of gateways, by class
+    num_pushed_tokens: int = 0
 
     @property
     def replay(self) -> str:
@@ -110,7 +112,9 @@ async def _run(plan: Plan, logs: Journal) -> Outcome:
     await _run_until_ended(fleet, outcome)
     await _settle(fleet, outcome)
     outcome.wrongs += wrongs_of(fleet, logs.events)
+    outcome.reports = Counter(type(each).__name__ for each in fleet.reports)
     for client in fleet.clients:
+        outcome.num_pushed_tokens += client.num_pushed_tokens
         outcome.endings[ending_of(client)] += 1
         if client.end is not None:
             outcome.durations_s.append(client.ended_at - client.sent_at)

@@ -16,6 +16,7 @@ from shared.messages import (
     ResendTokens,
     SubmitRequest,
 )
+from shared.numerics import Numerics
 from shared.subjects import SUBMIT, cancel, control, submit_to
 
 
@@ -74,7 +75,30 @@ class ReportBrokenSteps:
     tenant_id: str
 
 
-Action = Publish | Submit | Resend | ReportResubmission | ReportBrokenSteps
+@dataclass(frozen=True, slots=True)
+class ReportNumericsChange:
+    """For the log and the metrics: an output goes on with tokens that a worker without failures
+    might not have sampled.
+    """
+
+    request_id: str
+    worker_id: str | None
+    before: Numerics
+    after: Numerics
+
+
+@dataclass(frozen=True, slots=True)
+class ReportUnlikePrefill:
+    """For the log and the metrics: the decode worker computes the prompt because the KV of live
+    prefill workers is of other numerics or another format.
+    """
+
+    request_id: str
+    worker_id: str
+
+
+Report = ReportResubmission | ReportBrokenSteps | ReportNumericsChange | ReportUnlikePrefill
+Action = Publish | Submit | Resend | Report
 
 
 def submit_subject(message: SubmitRequest, scheduler_ids: Sequence[str]) -> str:
@@ -113,7 +137,7 @@ class Actions:
     def submit(self, message: SubmitRequest) -> None:
         self._due.append(Submit(message))
 
-    def report(self, report: ReportResubmission | ReportBrokenSteps) -> None:
+    def report(self, report: Report) -> None:
         self._due.append(report)
 
     def resend(self, worker_id: str, message: ResendTokens) -> None:

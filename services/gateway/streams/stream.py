@@ -22,6 +22,7 @@ import msgspec
 from services.gateway.streams.choice_tokens import ChoiceTokens
 from shared.errors import HearthError
 from shared.messages import Choice, Finish, Request, Served, TokenLogprobs
+from shared.numerics import Numerics
 from shared.packing import pack_token_ids
 
 
@@ -113,6 +114,7 @@ class Stream:
         self.keepalive_at = now
         self.placement: CurrentPlacement | None = None
         self.last_worker_id: str | None = None
+        self.numerics: Numerics | None = None  # of the worker that sent the last tokens
 
     @property
     def request_id(self) -> str:
@@ -153,4 +155,6 @@ class Stream:
         )
         # rounding can make the remaining time exceed `deadline_s`
         left_s = min(max(self.deadline_at - now, 0.0), self.request.deadline_s)
-        return msgspec.structs.replace(self.request, choices=choices, deadline_s=left_s)
+        return msgspec.structs.replace(
+            self.request, choices=choices, deadline_s=left_s, numerics=self.numerics
+        )

@@ -12,8 +12,11 @@ import structlog
 
 from services.gateway.streams.actions import (
     Publish,
+    Report,
     ReportBrokenSteps,
+    ReportNumericsChange,
     ReportResubmission,
+    ReportUnlikePrefill,
     Resend,
     Submit,
     submit_subject,
@@ -54,12 +57,12 @@ class StreamDriver:
         clock: Clock,
         health_monitor: HealthMonitor,
         *,
-        on_resubmitted: Callable[[], None] = lambda: None,
+        on_report: Callable[[Report], None] = lambda report: None,
     ) -> None:
         self._bus = bus
         self._clock = clock
         self._health_monitor = health_monitor
-        self._on_resubmitted = on_resubmitted
+        self._on_report = on_report
         self._streams = Streams(bus.process_id)
         self._outbox = Outbox(bus)
         self._background = Background()
@@ -156,21 +159,11 @@ class StreamDriver:
                     self._background.start(self._submit(action))
                 case Resend():
                     self._background.start(self._resend(action))
-                case ReportResubmission():
-                    self._report(action)
-                case ReportBrokenSteps(request_id, tenant_id):
-                    log.warning("request_breaks_workers", request=request_id, tenant=tenant_id)
+                case _:
+                    _log(action)
+                    self._on_report(action)
         if not len(self._streams):
             self._is_idle.set()
-
-    def _report(self, resubmission: ReportResubmission) -> None:
-        log.info(
-            "request_resubmitted",
-            request=resubmission.request_id,
-            cause=resubmission.cause,
-            worker=resubmission.worker_id,
-        )
-        self._on_resubmitted()
 
     async def _submit(self, action: Submit) -> None:
         message = action.message
@@ -213,3 +206,16 @@ class StreamDriver:
         else:
             self._streams.on_resent(action.message, batch, self._clock.now())
         self._perform()
+
+
+def _log(report: Report) -> None:
+    match report:
+        case ReportResubmission(request_id, cause, worker_id):
+            log.info("request_resubmitted", request=request_id, cause=cause, worker=worker_id)
+        case ReportBrokenSteps(request_id, tenant_id):
+            log.warning("request_breaks_workers", request=request_id, tenant=tenant_id)
+        case ReportNumericsChange(request_id, worker_id, before, after):
+            numerics = {"before": str(before), "after": str(after)}
+            log.warning("numerics_changed", request=request_id, worker=worker_id, **numerics)
+        case ReportUnlikePrefill(request_id, worker_id):
+            log.info("prefill_workers_unlike", request=request_id, worker=worker_id)

@@ -9,6 +9,7 @@ Synchronous and without I/O: each method handles one event and queues `Action`s,
 - A choice that met a stop string is aborted while others run, and again if its tokens continue.
 - A lost worker, an unknown placement or a retryable failure resubmits the request with all tokens
   received, within a budget; a worker that is silent or failed is excluded.
+- A resubmission names the numerics of the tokens received: other ones are counted.
 - A request for which a step raised on two workers, alone, ends.
 - A queued request that its scheduler stops naming is lost there and is resubmitted.
 - Every stream ends once, through `_end`.
@@ -20,7 +21,9 @@ from services.gateway.streams.actions import (
     Action,
     Actions,
     ReportBrokenSteps,
+    ReportNumericsChange,
     ReportResubmission,
+    ReportUnlikePrefill,
     ResubmissionCause,
 )
 from services.gateway.streams.choice_tokens import ChoiceTokens
@@ -60,6 +63,7 @@ from shared.messages import (
     TokenBatch,
     TokenEntry,
 )
+from shared.numerics import Numerics
 from shared.transport.bus import error_of
 
 # Submission window of a new request: NATS takes 3 s to detect a hung member of the schedulers'
@@ -334,6 +338,8 @@ class Streams:
             placed.placement_id, placed.worker_id, last_token_at=now
         )
         stream.last_worker_id = placed.worker_id
+        if placed.has_unlike_prefill:
+            self._actions.report(ReportUnlikePrefill(stream.request_id, placed.worker_id))
         self._by_placement[placed.placement_id] = stream
         for choice in stream.choices.values():
             choice.last_token_at = now
@@ -410,8 +416,18 @@ class Streams:
         if entry.prompt_logprobs:
             receiver.on_prompt_logprobs(entry.prompt_logprobs)
         token_ids, logprobs = choice.accept(entry)
+        if token_ids and choice.served is not None:
+            self._record_numerics(stream, choice.served.numerics)
         if token_ids and not receiver.on_tokens(index, token_ids, logprobs):
             choice.is_stopped = True
+
+    def _record_numerics(self, stream: Stream, numerics: Numerics | None) -> None:
+        before, stream.numerics = stream.numerics, numerics
+        if before is not None and numerics is not None and before != numerics:
+            report = ReportNumericsChange(
+                stream.request_id, stream.last_worker_id, before=before, after=numerics
+            )
+            self._actions.report(report)
 
     def _stop(self, stream: Stream, choice: ChoiceTokens, now: float) -> None:
         """Aborts the choice alone; when it is the last, `_end` aborts the whole placement."""

@@ -39,6 +39,7 @@ from shared.engine.weights.shared_weights import (
     weights_cache_dir,
 )
 from shared.engine.weights.weight_form import uses_compressed
+from shared.numerics import Mode
 
 DEFAULT_KV_CACHE_BYTES = 1 << 30
 # malloc.h: M_TRIM_THRESHOLD, and M_MMAP_THRESHOLD at glibc's maximum
@@ -55,6 +56,7 @@ class CpuRunner(ModelRunner):
         *,
         model_name: str,
         revision: str,
+        mode: Mode,
         num_threads: int | None,
         clock: Clock,
     ) -> None:
@@ -62,6 +64,7 @@ class CpuRunner(ModelRunner):
             executor,
             model_name=model_name,
             revision=revision,
+            mode=mode,
             attention_segment=cpu_host().attention_segment,
             clock=clock,
             init_step_thread=_retain_freed_memory,
@@ -93,13 +96,12 @@ class CpuRunner(ModelRunner):
             revision = _fill(model, source, is_compressed=is_compressed)
         if is_compressed and IS_INTERPRETED:
             compress_in_place(model, model.weight_destinations())
-        finish_model(
-            model, is_compressed=is_compressed, is_batch_invariant=options.is_batch_invariant
-        )
+        finish_model(model, options.mode, is_compressed=is_compressed)
         runner = cls(
             ModelExecutor(model, allocate_kv_cache(kv_format, num_blocks, _CPU), kv_format),
             model_name=options.served_name(model_dir),
             revision=revision,
+            mode=options.mode,
             num_threads=options.num_threads,
             clock=options.clock,
         )

@@ -46,6 +46,7 @@ class CudaRunner(ModelRunner):
             executor,
             model_name=model_name,
             revision=revision,
+            mode=options.mode,
             attention_segment=_ATTENTION_SEGMENT,
             clock=options.clock,
             init_step_thread=device.bind,
@@ -73,9 +74,7 @@ class CudaRunner(ModelRunner):
             revision = source.revision()
         if is_compressed:
             compress_in_place(model, model.weight_destinations())
-        finish_model(
-            model, is_compressed=is_compressed, is_batch_invariant=options.is_batch_invariant
-        )
+        finish_model(model, options.mode, is_compressed=is_compressed)
         device.release_cached()
         executor = ModelExecutor(
             model,

@@ -24,6 +24,7 @@ from shared.engine.weights.multimodal_checkpoint import TextTensors
 from shared.engine.weights.weight_form import weights_report
 from shared.errors import CheckpointError, ConfigError
 from shared.kv_format import KvFormat
+from shared.numerics import Mode
 
 log = structlog.get_logger(__name__)
 
@@ -34,9 +35,10 @@ DTYPES = ("bfloat16", "float32", "float16")
 class LoadOptions:
     """`kv_cache_bytes` None: 1 GiB on the CPU, on CUDA a share of the free memory after loading.
 
-    `is_batch_invariant`: a token's bits depend neither on its batch nor on chunking, so that a
-    resumed response continues identically. On the CPU this always holds, at no cost.
-    `weights`: see weight_form.py; with batch invariance all forms yield the same bits.
+    `mode` exact: a token's bits depend neither on its batch nor on chunking, so that a resumed
+    response continues identically. On the CPU this always holds, at no cost; "fast" only declares
+    the worker's KV usable by other hardware in that mode.
+    `weights`: see weight_form.py; in the exact mode all forms yield the same bits.
     `max_batch_tokens` and `max_sequences` bound the size of the steps.
     `has_row_kernels`: compile the CPU's kernels for long prompts after loading; without them such
     prompts take more time, with the same bits.
@@ -48,7 +50,7 @@ class LoadOptions:
     max_batch_tokens: int = 512
     max_sequences: int = 256
     num_threads: int | None = None
-    is_batch_invariant: bool = True
+    mode: Mode = "exact"
     weights: str = "auto"
     load_format: str = "auto"  # "dummy": seeded weights, from config.json alone
     has_row_kernels: bool = False
@@ -127,7 +129,7 @@ def open_weights(
         yield WeightSource(read, described, lambda: weights_digest(tensors, described))
 
 
-def finish_model(model: Decoder, *, is_compressed: bool, is_batch_invariant: bool) -> None:
+def finish_model(model: Decoder, mode: Mode, *, is_compressed: bool) -> None:
     """Packs the weights of a filled model for the device, and fuses its layers."""
     if is_compressed:
         log.info("weights_compressed", **msgspec.structs.asdict(weights_report(model)))
@@ -137,4 +139,4 @@ def finish_model(model: Decoder, *, is_compressed: bool, is_batch_invariant: boo
     model.fuse()
     for module in model.modules():
         if isinstance(module, Linear | OutputHead | Attention):
-            module.is_batch_invariant = is_batch_invariant
+            module.is_batch_invariant = mode == "exact"

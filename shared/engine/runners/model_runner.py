@@ -21,6 +21,7 @@ from shared.engine.layers.attention_inputs import build_attention_inputs
 from shared.engine.model_config import ModelConfig
 from shared.engine.models.decoder import Decoder
 from shared.engine.runner import StepInputs, StepOutput
+from shared.engine.runners.device_numerics import device_numerics
 from shared.engine.runners.step_deadline import StepBudget
 from shared.engine.runners.warm_up import idle_step
 from shared.engine.sampling.hidden_state_outputs import pooled, prompt_logprobs
@@ -28,6 +29,7 @@ from shared.engine.sampling.sampler import sample_tokens
 from shared.engine.weights.weight_form import WeightsReport, weights_report
 from shared.kv_format import KvFormat
 from shared.messages import TokenLogprobs
+from shared.numerics import Mode
 
 
 def _no_check() -> None:
@@ -172,6 +174,7 @@ class ModelRunner:
         *,
         model_name: str,
         revision: str,
+        mode: Mode,
         attention_segment: int,
         clock: Clock,
         init_step_thread: Callable[[], None] | None = None,
@@ -182,6 +185,8 @@ class ModelRunner:
         self.model_name = model_name
         self.revision = revision
         self.kv_format = executor.kv_format
+        device = executor.kv_cache.device
+        self.numerics = device_numerics(device, self.kv_format.dtype, mode)
         self.num_blocks = executor.kv_cache.shape[2]
         self.max_context_tokens = executor.model.cos.shape[0]
         self.vocab_size = config.vocab_size

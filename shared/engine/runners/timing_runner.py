@@ -26,6 +26,7 @@ from shared.clock import Clock
 from shared.engine.runner import SamplingInputs, StepInputs, StepOutput
 from shared.kv_format import KvFormat
 from shared.messages import TokenLogprobs
+from shared.numerics import KERNELS_VERSION, Mode, Numerics
 
 STATE_BYTES = 16
 FIRST_TOKEN_ID = 16  # below it are the special tokens, which the formula never samples
@@ -55,12 +56,18 @@ class TimingRunner:
         max_context_tokens: int = 8192,
         vocab_size: int = 32_000,
         cost: StepCost | None = None,
+        mode: Mode = "exact",
+        variant: int = 0,
     ) -> None:
+        """Runners with another `variant` compute other bits, as on another kind of device."""
         self.kv_format = KvFormat("uint8", block_size, 1, 1, STATE_BYTES // 2)
+        device = f"timing-{variant}" if variant else "timing"
+        self.numerics = Numerics(mode, device, self.kv_format.dtype, str(KERNELS_VERSION))
         self.num_blocks = num_blocks
         self.max_context_tokens = max_context_tokens
         self.vocab_size = vocab_size
         self.attention_span: int | None = None
+        self._salt = variant.to_bytes(8, "little")
         self._clock = clock
         self._cost = StepCost() if cost is None else cost
         self._kv = np.zeros((num_blocks * block_size, STATE_BYTES), dtype=np.uint8)
@@ -119,7 +126,8 @@ class TimingRunner:
         for token_id, position in zip(token_ids.tolist(), positions.tolist(), strict=True):
             before = bytes(self._states[self._bytes_of(table, position - 1)]) if position else b""
             word = token_id.to_bytes(8, "little") + position.to_bytes(8, "little")
-            state = blake2b(word, key=before, digest_size=STATE_BYTES).digest()
+            hashed = blake2b(word, key=before, salt=self._salt, digest_size=STATE_BYTES)
+            state = hashed.digest()
             self._states[self._bytes_of(table, position)] = state
             states.append(state)
         return states

@@ -7,6 +7,7 @@ from services.cli.fleet_view import SHOW_LOST_S, FleetView, ProcessView
 from services.cli.status import tables
 from shared.lifecycle.health import HEARTBEAT_INTERVAL_S, SILENCE_LIMIT_S, TICK_S
 from shared.messages import Heartbeat, IndexLoad, ModelCard, ProcessState, Role, WorkerLoad
+from shared.numerics import Numerics
 
 CARD = ModelCard(
     name="org/model",
@@ -15,6 +16,7 @@ CARD = ModelCard(
     block_size=16,
     max_context_tokens=64,
     vocab_size=9,
+    numerics=Numerics("exact", "timing", "uint8", "1"),
 )
 
 

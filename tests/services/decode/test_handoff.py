@@ -503,6 +503,7 @@ def test_prefill_failure_is_sent_to_the_decode_worker():
                 target=target,
                 lease_s=3,
                 deadline_s=60,
+                numerics=it.decode.runner.numerics,
             )
             await it.decode.bus.request(
                 run_prefill("prefill-1"), command, PrefillAccepted, timeout_s=1

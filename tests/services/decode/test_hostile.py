@@ -82,6 +82,7 @@ def test_push_that_starts_beyond_the_prompt_is_rejected() -> None:
                 target=it.decode.receiver.address,
                 lease_s=3,
                 deadline_s=60,
+                numerics=it.decode.runner.numerics,
             )
             subject = run_prefill("prefill-1")
             with pytest.raises(InvalidRequest, match="first_token 41 is beyond the prompt of 40"):

@@ -41,6 +41,7 @@ def test_concurrent_duplicate_frame_is_counted_once() -> None:
             kv_format=runner.kv_format.key,
             num_cached_tokens=0,
             payload_bytes=16 * STATE_BYTES,
+            numerics=runner.numerics,
         )
         kv_writer = KvWriter(sequence, runner, num_held_tokens=0)
         payload = memoryview(bytes(header.payload_bytes))

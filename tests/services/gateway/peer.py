@@ -37,6 +37,7 @@ from shared.messages import (
     TokenLogprobs,
     WorkerLoad,
 )
+from shared.numerics import Numerics
 from shared.packing import unpack_token_ids
 from shared.randomness import SystemRandomness
 from shared.transport.bus import Bus
@@ -49,6 +50,7 @@ CARD = ModelCard(
     block_size=16,
     max_context_tokens=512,
     vocab_size=400,
+    numerics=Numerics("exact", "timing", "uint8", "1"),
 )
 
 

@@ -22,6 +22,7 @@ from shared.messages import (
     Role,
     WorkerLoad,
 )
+from shared.numerics import Numerics
 from shared.packing import BLOCK_HASH_BYTES, pack_hashes
 from shared.transport.bus import Bus, Unsubscribe
 from tests.simulation.world.bus import SimulatedBus, SimulatedNetwork
@@ -66,6 +67,7 @@ class CacheWorker:
             block_size=16,
             max_context_tokens=4096,
             vocab_size=1000,
+            numerics=Numerics("exact", "timing", "uint8", "1"),
         )
         randomness = SeededRandomness(epoch)
         self.health_monitor = HealthMonitor(

@@ -19,6 +19,7 @@ from shared.messages import (
     PrefixMatches,
     Role,
 )
+from shared.numerics import Numerics
 from shared.packing import pack_token_ids, unpack_hashes
 from shared.subjects import MATCH, heartbeat
 from shared.tenancy import pinned_prefix
@@ -36,6 +37,7 @@ CARD = ModelCard(
     block_size=BLOCK_SIZE,
     max_context_tokens=4096,
     vocab_size=1000,
+    numerics=Numerics("exact", "timing", "uint8", "1"),
 )
 
 

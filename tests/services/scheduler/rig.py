@@ -28,11 +28,13 @@ from shared.messages import (
     SubmitRequest,
     WorkerLoad,
 )
+from shared.numerics import Numerics
 from tests.services.scheduler.literals import BLOCK_SIZE
 from tests.simulation.world.bus import SimulatedBus, SimulatedNetwork
 from tests.simulation.world.clock import VirtualClock
 from tests.simulation.world.randomness import SeededRandomness
 
+NUMERICS = Numerics("exact", "timing", "uint8", "1")
 PlacementUpdate = Placed | PlacementFailed | QueueKeepalive
 
 
@@ -53,6 +55,7 @@ class Worker:
     num_free_blocks: int = 1000
     max_context_tokens: int = 100_000
     region: str = ""
+    numerics: Numerics = NUMERICS
     reply: Callable[[StartDecode], DecodeStarted] = lambda start: DecodeStarted(
         placement_id=start.placement_id, num_cached_tokens=0
     )
@@ -72,6 +75,7 @@ class Worker:
             block_size=BLOCK_SIZE,
             max_context_tokens=self.max_context_tokens,
             vocab_size=1000,
+            numerics=self.numerics,
         )
         clock, randomness = VirtualClock(), SeededRandomness(hash_of(worker_id))
         self.health_monitor = HealthMonitor(

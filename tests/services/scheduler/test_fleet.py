@@ -9,6 +9,7 @@ from services.scheduler.fleet import WorkerFleet
 from services.scheduler.placement import LocalPrefill, RequestSize, Target, place
 from shared.lifecycle.health import Fleet, Loss
 from shared.messages import Heartbeat, ModelCard, Role, WorkerLoad
+from shared.numerics import Numerics
 from tests.simulation.world.randomness import SeededRandomness
 
 LANE = ("m", "r1", 16)
@@ -19,6 +20,7 @@ CARD = ModelCard(
     block_size=16,
     max_context_tokens=100_000,
     vocab_size=1000,
+    numerics=Numerics("exact", "timing", "uint8", "1"),
 )
 NEEDS = RequestSize(num_prompt_tokens=1600, num_tokens=1600)
 

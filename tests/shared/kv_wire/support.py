@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shared.kv_wire.link import Fill, FrameHeader
+from shared.numerics import Numerics
 
 DEADLINE_S = 10.0
 INSTANCE = b"instance-of-test"
@@ -29,6 +30,7 @@ def header(
         kv_format="uint8/b1/l1/h1/d1",
         num_cached_tokens=0,
         payload_bytes=payload_bytes,
+        numerics=Numerics("exact", "timing", "uint8", "1"),
     )
 
 

@@ -34,6 +34,7 @@ from shared.messages import (
     SubmitRequest,
     TokenBatch,
 )
+from shared.numerics import Numerics
 from shared.randomness import SystemRandomness
 from shared.transport.bus import NatsBus
 from tests.servers import NatsServer
@@ -72,6 +73,7 @@ def run_prefill(decode_worker_id: str) -> RunPrefill:
         target=DataPlaneAddress(host="h", port=1, unix_path="", instance_id=b"i"),
         lease_s=1.0,
         deadline_s=1.0,
+        numerics=Numerics("exact", "timing", "uint8", "1"),
     )
 
 

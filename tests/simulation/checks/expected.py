@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -20,6 +20,7 @@ from tests.simulation.plan import RequestPlan
 VOCAB_SIZE = 32_000
 NUM_TOKENS = VOCAB_SIZE - FIRST_TOKEN_ID
 EOS = frozenset({2})
+NO_VARIANTS: Mapping[int, int] = {}
 
 
 @dataclass
@@ -30,11 +31,14 @@ class Expected:
     embedding: bytes | None = None
 
 
-def expected_of(plan: RequestPlan) -> list[Expected]:
+def expected_of(plan: RequestPlan, variants: Sequence[Mapping[int, int]]) -> list[Expected]:
+    """`variants`: for each choice the variants of the devices that computed it, by position."""
     if plan.pooling is not None:
         return [Expected(finish_reason="stop", embedding=_embedding(plan))]
     state = states_of(plan.prompt)[-1]
-    return [expected_choice(plan, index, state) for index in range(plan.num_choices)]
+    return [
+        expected_choice(plan, index, state, variants[index]) for index in range(plan.num_choices)
+    ]
 
 
 def expected_prompt_logprobs(plan: RequestPlan) -> tuple[TokenLogprobs, ...]:
@@ -48,11 +52,18 @@ def expected_prompt_logprobs(plan: RequestPlan) -> tuple[TokenLogprobs, ...]:
     )
 
 
-def expected_choice(plan: RequestPlan, choice_index: int, state: bytes) -> Expected:
-    """`state`: the KV of the prompt's last token."""
-    params, found = plan.sampling, Expected()
+def expected_choice(
+    plan: RequestPlan, choice_index: int, state: bytes, variants: Mapping[int, int] = NO_VARIANTS
+) -> Expected:
+    """`state`: the KV of the prompt's last token. Where another worker continues, it computes the
+    KV of all tokens before.
+    """
+    params, found, variant = plan.sampling, Expected(), 0
     noise, counts = _noise(params, choice_index), dict.fromkeys(plan.prompt, 0)
     while True:
+        if variants.get(len(found.token_ids), variant) != variant:
+            variant = variants[len(found.token_ids)]
+            state = states_of((*plan.prompt, *found.token_ids), variant)[-1]
         processed = state + noise + _bias(params) + _penalties(params, counts)
         token_id = _sample(params, processed, len(found.token_ids))
         is_stop = token_id in params.stop_token_ids or token_id in EOS
@@ -69,7 +80,7 @@ def expected_choice(plan: RequestPlan, choice_index: int, state: bytes) -> Expec
             found.finish_reason = "length"
             return found
         position = len(plan.prompt) + len(found.token_ids) - 1
-        state = _next_state(state, token_id, position)
+        state = _next_state(state, token_id, position, variant)
 
 
 def _sample(params: SamplingParams, processed: bytes, num_sampled: int) -> int:
@@ -112,18 +123,19 @@ def _penalties(params: SamplingParams, counts: dict[int, int]) -> bytes:
     return token_ids.tobytes() + repetition.tobytes() + subtracted.astype(np.float32).tobytes()
 
 
-def states_of(token_ids: Iterable[int]) -> list[bytes]:
+def states_of(token_ids: Iterable[int], variant: int = 0) -> list[bytes]:
     """The KV of each token."""
     states, state = [], b""
     for position, token_id in enumerate(token_ids):
-        state = _next_state(state, token_id, position)
+        state = _next_state(state, token_id, position, variant)
         states.append(state)
     return states
 
 
-def _next_state(state: bytes, token_id: int, position: int) -> bytes:
+def _next_state(state: bytes, token_id: int, position: int, variant: int) -> bytes:
     word = token_id.to_bytes(8, "little") + position.to_bytes(8, "little")
-    return blake2b(word, key=state, digest_size=STATE_BYTES).digest()
+    salt = variant.to_bytes(8, "little")
+    return blake2b(word, key=state, salt=salt, digest_size=STATE_BYTES).digest()
 
 
 def _token_id(state: bytes, rank: int) -> int:

@@ -61,6 +61,9 @@ def wrongs_of(fleet: Fleet, events: Mapping[str, int]) -> list[str]:
     if events["peer_lost"] and kinds <= UNSUSPICIOUS:
         found.append(f"{events['peer_lost']} times a peer was taken for lost")
     found += wrongs_of_accounts(fleet)
+    num_changes = sum(max(0, len(client.variants) - 1) for client in fleet.clients)
+    if events["numerics_changed"] != num_changes:
+        found.append(f"{num_changes} changes of numerics, {events['numerics_changed']} reported")
     for client in fleet.clients:
         reason = unexplained(client, fleet.plan, fleet.troubles)
         if reason is not None:
@@ -116,7 +119,8 @@ def wrongs_of_client(client: Client) -> list[str]:
     if client.is_open:
         found.append("has no ending")
     is_whole = client.end is not None and client.end.error is None
-    for index, expected in enumerate(expected_of(client.plan)):
+    variants = [choice.variants for choice in client.choices]
+    for index, expected in enumerate(expected_of(client.plan, variants)):
         reported = client.choices[index]
         found += _wrongs_of_tokens(index, reported.token_ids, expected.token_ids, is_whole=is_whole)
         if reported.logprobs != expected.logprobs[: len(reported.logprobs)]:

@@ -25,6 +25,8 @@ class ReceivedChoice:
     is_stopped: bool = False
     finish: Finish | None = None
     served: list[Served] = field(default_factory=list)
+    # variant of the worker's device, by the position of its first token
+    variants: dict[int, int] = field(default_factory=dict)
 
 
 class Client:
@@ -42,6 +44,7 @@ class Client:
         self.rejection: HearthError | None = None  # by the gateway
         self.end: StreamEnd | None = None
         self.ended_at = 0.0
+        self.variants: list[int] = []  # of the workers that sent tokens, without repetitions
         self.left = False
         self.lost_gateway = False  # the gateway died
         self.wrongs: list[str] = []
@@ -59,6 +62,8 @@ class Client:
         output = self.choices[choice_index]
         if output.is_stopped or output.finish is not None or self.end is not None:
             self.wrongs.append(f"choice {choice_index}: tokens after its end")
+        if token_ids and output.served:
+            self._record_variant(variant_of(output.served[-1]))
         num_wanted = self._num_wanted(token_ids)
         output.token_ids += token_ids[:num_wanted]
         output.logprobs += logprobs[:num_wanted]
@@ -66,7 +71,9 @@ class Client:
         return not output.is_stopped
 
     def on_served(self, choice_index: int, served: Served) -> None:
-        self.choices[choice_index].served.append(served)
+        output = self.choices[choice_index]
+        output.served.append(served)
+        output.variants[len(output.token_ids)] = variant_of(served)
 
     def on_prompt_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> None:
         self.prompt_logprobs.append(tuple(logprobs))
@@ -91,6 +98,10 @@ class Client:
     def num_output_tokens(self) -> int:
         return sum(len(each.token_ids) for each in self.choices)
 
+    @property
+    def num_pushed_tokens(self) -> int:
+        return sum(served.num_pushed_tokens for each in self.choices for served in each.served)
+
     def request(self, tenant_id: str, gateway_id: str) -> Request:
         plan = self.plan
         root = block_hash.root_hash(tenant_id, REVISION)
@@ -110,6 +121,10 @@ class Client:
             block_size=self.block_size,
         )
 
+    def _record_variant(self, variant: int) -> None:
+        if self.variants[-1:] != [variant]:
+            self.variants.append(variant)
+
     def _num_wanted(self, token_ids: Sequence[int]) -> int:
         for index, token_id in enumerate(token_ids):
             if self._stops(token_id):
@@ -118,3 +133,9 @@ class Client:
 
     def _stops(self, token_id: int) -> bool:
         return self.plan.stop_modulus > 0 and token_id % self.plan.stop_modulus == 0
+
+
+def variant_of(served: Served) -> int:
+    """The variant of the timing runner that its numerics name."""
+    assert served.numerics is not None
+    return int(served.numerics.device.partition("-")[2] or 0)

@@ -9,6 +9,7 @@ from random import Random
 
 import msgspec
 
+from services.gateway.streams.actions import Report
 from shared.errors import NameInUse
 from shared.kv_wire.link import FrameHeader
 from shared.messages import Role
@@ -67,6 +68,7 @@ class Fleet:
         self.clients = [Client(request) for request in plan.requests]
         self.monitor = Monitor()
         self.troubles: list[Trouble] = []
+        self.reports: list[Report] = []  # of all gateways
         self._random = Random(plan.seed + 1)
         self.num_left_names = 0  # processes that ended because another one had their id
         self._num_lives = 0
@@ -112,7 +114,12 @@ class Fleet:
         match role:
             case "gateway":
                 return SimulatedGateway(
-                    self.network, self.store, process_id, seed=seed, on_given_up=self._given_up
+                    self.network,
+                    self.store,
+                    process_id,
+                    seed=seed,
+                    on_given_up=self._given_up,
+                    on_report=self.reports.append,
                 )
             case "scheduler":
                 return SimulatedScheduler(
@@ -136,6 +143,7 @@ class Fleet:
                     cost=fleet.cost,
                     copy_s=fleet.copy_s,
                     seed=seed,
+                    variant=int(process_id in fleet.unlike),
                 )
                 worker.runner.poison = frozenset({POISON})
                 return worker

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from services.gateway.catalog import Catalog
+from services.gateway.streams.actions import Report
 from services.gateway.streams.early_entries import RetiredPlacements
 from services.gateway.streams.stream_driver import StreamDriver
 from services.gateway.tenancy.api_keys import ApiKeys
@@ -49,13 +50,14 @@ class SimulatedGateway:
         *,
         seed: int,
         on_given_up: Callable[[bytes], None],
+        on_report: Callable[[Report], None],
     ) -> None:
         self.process = SimulatedProcess(gateway_id)
         clock, randomness = ProcessClock(self.process), SeededRandomness(seed)
         self.bus = network.bus(gateway_id, self.process)
         self.health_monitor = HealthMonitor(self.bus, clock, randomness, roles=("gateway",))
         self.catalog = Catalog(self.health_monitor.fleet, MODEL, clock)
-        self.driver = StreamDriver(self.bus, clock, self.health_monitor)
+        self.driver = StreamDriver(self.bus, clock, self.health_monitor, on_report=on_report)
         self.streams = self.driver._streams
         self.streams._retired = WatchedPlacements(on_given_up)
         self.clients: list[Client] = []

@@ -35,6 +35,7 @@ from shared.messages import (
 from shared.messages import (
     Served as ServedBy,
 )
+from shared.numerics import Mode
 from shared.packing import pack_hashes, pack_token_ids
 from shared.subjects import control, resend, start_decode, tokens
 from tests.simulation.checks import leaks
@@ -110,8 +111,12 @@ class SimulatedWorker:
         seed: int | None = None,
         zeroes_freed_blocks: bool = False,
         runner_type: type[CopyingRunner] = CopyingRunner,
+        mode: Mode = "exact",
+        variant: int = 0,
     ) -> None:
-        """`copy_s`: the time to read or write the KV of a frame, or to zero blocks."""
+        """`copy_s`: the time to read or write the KV of a frame, or to zero blocks. `variant`: see
+        `TimingRunner`.
+        """
         self.process = SimulatedProcess(worker_id)
         clock = ProcessClock(self.process)
         randomness = SeededRandomness(sum(worker_id.encode()) if seed is None else seed)
@@ -123,6 +128,8 @@ class SimulatedWorker:
             num_blocks=num_blocks,
             block_size=block_size,
             cost=cost,
+            mode=mode,
+            variant=variant,
         )
         self.engine = Engine(
             num_blocks=num_blocks,
@@ -142,6 +149,7 @@ class SimulatedWorker:
             max_context_tokens=self.engine.max_context_tokens,
             vocab_size=self.runner.vocab_size,
             model_context_tokens=self.engine.model_context_tokens,
+            numerics=self.runner.numerics,
         )
         self.worker = EngineWorker(
             bus=self.bus,

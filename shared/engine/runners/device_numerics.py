@@ -1,0 +1,40 @@
+"""The numerics of a runner, from its device, dtype and mode."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import version
+
+import torch
+
+from kernels.device import IS_INTERPRETED, compute_capability
+from kernels.ops import cpu_host
+from shared.numerics import KERNELS_VERSION, Mode, Numerics
+
+_MAX_ISA = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")  # oneDNN's limits of its instruction sets
+
+
+def device_numerics(device: torch.device, dtype: str, mode: Mode) -> Numerics:
+    """Call on the CPU once its kernels are compiled: a host that cannot compile has others."""
+    parts = [str(KERNELS_VERSION), f"torch{_release('torch')}"]
+    if device.type == "cuda":
+        parts.append(f"triton{_release('triton')}")
+        name = f"sm{compute_capability(device)}"
+    else:
+        name = "cpu-interpreted" if IS_INTERPRETED else _cpu_name(dtype)
+    return Numerics(mode, name, dtype, "-".join(parts))
+
+
+def _cpu_name(dtype: str) -> str:
+    """The instruction set of the compiled kernels, and the library's if it multiplies."""
+    name = f"cpu-{cpu_host().instruction_set}"
+    if cpu_host().has_kernels and cpu_host().has_gemm(dtype):
+        return name
+    library = torch.backends.cpu.get_cpu_capability()
+    limits = [os.environ[each][:16] for each in _MAX_ISA if os.environ.get(each)]
+    return "-".join([name, library, *limits[:1]]).lower()
+
+
+def _release(package: str) -> str:
+    """Its major and minor version."""
+    return ".".join(version(package).split(".")[:2])
