@@ -67,6 +67,7 @@ def forged(it: LiveWorkers, **changes: object) -> RunPrefill:
         target=it.data_plane,
         lease_s=3.0,
         deadline_s=60.0,
+        numerics=it.runners["prefill-1"].numerics,
     )
     return msgspec.structs.replace(command, **changes)
 

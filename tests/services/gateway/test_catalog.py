@@ -14,6 +14,7 @@ from services.gateway.catalog import Catalog
 from shared.errors import NoCapacity, UnknownModel
 from shared.lifecycle.health import Fleet
 from shared.messages import Heartbeat, ModelCard, ProcessState, Role, WorkerLoad
+from shared.numerics import Numerics
 
 CARD = ModelCard(
     name="m",
@@ -22,6 +23,7 @@ CARD = ModelCard(
     block_size=16,
     max_context_tokens=4096,
     vocab_size=1000,
+    numerics=Numerics("exact", "timing", "bfloat16", "1"),
 )
 
 

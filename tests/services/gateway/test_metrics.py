@@ -68,3 +68,13 @@ def test_durations_fall_into_their_buckets() -> None:
         "hearth_gateway_ttft_seconds_sum 0.5",
     ):
         assert line in lines
+
+
+def test_reports_of_numerics_are_counted() -> None:
+    metrics = GatewayMetrics()
+    metrics.count_numerics_change()
+    metrics.count_unlike_prefill()
+    metrics.count_unlike_prefill()
+    text = metrics.render().decode()
+    assert "hearth_gateway_numerics_changed_total 1.0" in text
+    assert "hearth_gateway_unlike_prefills_total 2.0" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shared.block_hash import extend_chain, root_hash
 from shared.messages import Choice, Request, SamplingParams, SubmitRequest
+from shared.numerics import Numerics
 from shared.packing import pack_hashes, pack_token_ids
 
 BLOCK_SIZE = 16
@@ -22,6 +23,7 @@ def submit_of(
     excluded_workers: tuple[str, ...] = (),
     affinity_key: str = "",
     allowed_regions: tuple[str, ...] = (),
+    numerics: Numerics | None = None,
 ) -> SubmitRequest:
     token_ids = range(num_prompt_tokens)
     root = root_hash(tenant_id, "r1")
@@ -38,6 +40,7 @@ def submit_of(
         choices=(Choice(choice_index=0),),
         deadline_s=deadline_s,
         priority=priority,
+        numerics=numerics,
         allowed_regions=allowed_regions,
     )
     return SubmitRequest(

@@ -114,7 +114,7 @@ class Monitor:
         count = sequence.num_computed_tokens
         table, size = np.array(sequence.block_table, dtype=np.int64), worker.engine.pool.block_size
         slots = (table[:, None] * size + np.arange(size)).ravel()[:count]
-        expected = b"".join(states_of(sequence.token_ids[:count]))
+        expected = b"".join(states_of(sequence.token_ids[:count], worker.variant))
         if worker.runner._kv[slots].tobytes() != expected:
             self.record(f"{worker.worker_id}: wrong KV from {source}")
 

@@ -120,7 +120,7 @@ class SimulatedWorker:
         self.process = SimulatedProcess(worker_id)
         clock = ProcessClock(self.process)
         randomness = SeededRandomness(sum(worker_id.encode()) if seed is None else seed)
-        self.worker_id = worker_id
+        self.worker_id, self.variant = worker_id, variant
         self.bus = network.bus(worker_id, self.process)
         self.runner = runner_type(
             ProcessClock(self.process, is_engine=True),

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from shared.numerics import Numerics
+
+EXACT = Numerics("exact", "cpu-avx512", "bfloat16", "1")
+FAST = Numerics("fast", "cpu-avx512", "bfloat16", "1")
+replace = msgspec.structs.replace
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "may_share"),
+    [
+        (EXACT, EXACT, True),
+        (EXACT, replace(EXACT, device="sm90"), False),
+        (EXACT, replace(EXACT, kernels="2"), False),
+        (EXACT, replace(EXACT, dtype="float32"), False),
+        (FAST, replace(FAST, device="sm90", kernels="2"), True),
+        (FAST, replace(FAST, dtype="float32"), False),
+        (FAST, EXACT, False),
+    ],
+)
+def test_kv_is_shared_between_equal_numerics_or_in_fast_mode_by_dtype(
+    one: Numerics, other: Numerics, may_share: bool
+) -> None:
+    assert one.may_share_kv(other) == other.may_share_kv(one) == may_share
+
+
+@pytest.mark.parametrize("bad", [["exact", "sm90"], ["other", "sm90", "bf16", "1"], [1, 2, 3, 4]])
+def test_invalid_numerics_are_rejected_when_decoded(bad: list[object]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(bad, Numerics)
