@@ -10,7 +10,7 @@ cannot compile. `kernels/cpu/`, and numba with it, is imported with the first te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, cached_property
 from importlib import import_module
 from typing import (
@@ -174,6 +174,30 @@ def linear(
     if x.is_cuda and not is_batch_invariant:
         return torch.nn.functional.linear(x, weight, bias)
     return _linear(x, weight, bias, is_batch_invariant=is_batch_invariant)
+
+
+def product_row_counts(
+    weights: Iterable[Weight], dtype: torch.dtype, max_rows: int, *, is_batch_invariant: bool
+) -> list[int]:
+    """Numbers of rows that between them launch every kernel of `linear` with these weights; empty
+    where the kernels do not depend on the number of rows.
+    """
+    shapes = [each.shape for each in weights if _is_multiplied_by_triton(each)]
+    if not shapes:
+        return []
+    from kernels.gpu.gemm.linear_tile import row_counts
+
+    return row_counts(
+        [(rows, width) for rows, width in shapes],
+        dtype,
+        max_rows,
+        is_batch_invariant=is_batch_invariant,
+    )
+
+
+def _is_multiplied_by_triton(weight: Weight) -> TypeGuard[Tensor | SplitWeight]:
+    is_known = isinstance(weight, SplitWeight | Tensor) and len(weight.shape) == 2
+    return is_known and _is_for_triton(weight.device)
 
 
 def logits(x: Tensor, weight: Weight, *, is_batch_invariant: bool = False) -> Tensor:

@@ -66,7 +66,7 @@ def decode_attention(
     # Invariant: at least the rows of a warp group, as in prefill_attention.
     block_m = max(64 if is_batch_invariant else 16, triton.next_power_of_2(group))
     plan = {
-        "BLOCK_SEQS": triton.next_power_of_2(num_seqs),
+        "BLOCK_SEQS": _block_seqs(num_seqs),
         "UNIT": SEGMENT if is_batch_invariant else tile_tokens,
         "IS_INVARIANT": is_batch_invariant,
     }
@@ -106,6 +106,14 @@ def _tile_tokens(query: Tensor, kv_cache: Tensor, is_batch_invariant: bool) -> i
         return block_n(query.shape[2], query.dtype, query.device, is_batch_invariant)
     row_bytes = padded(query.shape[2]) * kv_cache.dtype.itemsize
     return max(16, min(128, 16384 // row_bytes))
+
+
+def _block_seqs(num_seqs: int) -> int:
+    """16, 64, 256, ...: few compiled kernels for all sizes of a batch."""
+    block = 16
+    while block < num_seqs:
+        block *= 4
+    return block
 
 
 def _num_warps(block_m: int, dtype: torch.dtype) -> int:

@@ -4,7 +4,7 @@ of K, and the path of the sums to y. kernels/gpu/gemm/linear.py gives the reason
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,28 @@ def tiling(shape: tuple[int, int, int], dtype: torch.dtype, *, is_batch_invarian
     )
 
 
+def row_counts(
+    shapes: Iterable[tuple[int, int]],
+    dtype: torch.dtype,
+    max_rows: int,
+    *,
+    is_batch_invariant: bool,
+) -> list[int]:
+    """The least numbers of rows, up to `max_rows`, that between them need every kernel of products
+    with weights of these shapes [N, K].
+    """
+    unique, seen, counts = sorted(set(shapes)), set(), []
+    for num_rows in range(1, max_rows + 1):
+        found = {
+            (shape, tiling((num_rows, *shape), dtype, is_batch_invariant=is_batch_invariant))
+            for shape in unique
+        }
+        if not found <= seen:
+            counts.append(num_rows)
+            seen |= found
+    return counts
+
+
 def multiply(
     kernel: Any,
     tiled: Tiling,
@@ -112,7 +134,7 @@ def multiply(
     )
     if tiled.is_split:
         _add_segments_kernel[(triton.cdiv(out.numel(), REDUCE_BLOCK),)](
-            *(sums, bias, out, out.numel(), num_columns),
+            *(sums, bias, out, num_rows, num_columns),
             HAS_BIAS=bias is not None,
             NUM=NUM_SEGMENTS,
             BLOCK=REDUCE_BLOCK,
@@ -169,18 +191,19 @@ def store_tile(
         tl.store(out_ptr + place, y, mask=is_inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _add_segments_kernel(
     sums_ptr,
     bias_ptr,
     out_ptr,
-    size,
+    num_rows,
     num_columns,
     HAS_BIAS: tl.constexpr,
     NUM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """sums [NUM, M, N] -> out [M, N], flat. Only small products are split, so 32 bits suffice."""
+    size = num_rows * num_columns
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_inside = place < size
     total = tl.zeros((BLOCK,), tl.float32)

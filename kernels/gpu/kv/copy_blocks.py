@@ -16,7 +16,8 @@ from kernels.torch_ops.copy_blocks import copy_blocks as copy_by_way_of_a_buffer
 
 TILE_WORDS = 4096  # of 8 bytes: 16 per thread of eight warps, in its registers
 MAX_WORDS = 1024  # of one block: a few copies are spread over many programs
-MAX_COPIES = 512  # with 64 bytes of each block, two sectors
+BLOCKS_OF_COPIES = (8, 64, 512)  # few compiled kernels for all numbers of copies
+MAX_COPIES = BLOCKS_OF_COPIES[-1]  # with 64 bytes of each block, two sectors
 WORDS_PER_WARP = 512
 
 
@@ -33,7 +34,7 @@ def copy_blocks(kv_cache: Tensor, sources: Tensor, destinations: Tensor) -> None
         return
     words = as_words(kv_cache.view(num_planes, kv_cache.shape[2], -1))
     num_words = words.shape[2]
-    block_copies = triton.next_power_of_2(num_copies)
+    block_copies = next(each for each in BLOCKS_OF_COPIES if each >= num_copies)
     block_words = min(TILE_WORDS // block_copies, MAX_WORDS, triton.next_power_of_2(num_words))
     _copy_blocks_kernel[(triton.cdiv(num_words, block_words), num_planes)](
         *(words, sources, destinations, words.stride(0), num_copies),
@@ -45,7 +46,8 @@ def copy_blocks(kv_cache: Tensor, sources: Tensor, destinations: Tensor) -> None
     )
 
 
-@triton.jit(do_not_specialize=["num_copies"])
+# the second of two arrays of N indices is aligned only for even N
+@triton.jit(do_not_specialize=["num_copies"], do_not_specialize_on_alignment=["destinations_ptr"])
 def _copy_blocks_kernel(
     kv_cache_ptr,
     sources_ptr,

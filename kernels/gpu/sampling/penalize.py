@@ -42,7 +42,7 @@ def penalize(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries"])
 def _penalize_kernel(
     logits_ptr,
     rows_ptr,

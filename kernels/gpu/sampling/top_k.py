@@ -48,7 +48,7 @@ def top_k(x: Tensor, k: int) -> Tensor:
     return indices
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["k"])
 def _piece_kernel(x_ptr, keys_ptr, stride_x_row, num_columns, k, PIECE: tl.constexpr):
     piece, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     index = piece * PIECE + tl.arange(0, PIECE)  # [PIECE]
@@ -65,7 +65,7 @@ def _piece_kernel(x_ptr, keys_ptr, stride_x_row, num_columns, k, PIECE: tl.const
         keys = tl.where(keys == largest, _LEAST, keys)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_keys", "k"])
 def _merge_kernel(keys_ptr, indices_ptr, num_keys, k, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)  # [BLOCK]

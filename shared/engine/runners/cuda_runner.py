@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
 from torch import Tensor
 
+from kernels.ops import product_row_counts
 from shared.engine.kv_cache import allocate_kv_cache, num_blocks_for
+from shared.engine.layers.embedding import OutputHead
+from shared.engine.layers.linear import Linear
 from shared.engine.models.checkpoint_config import read_config
 from shared.engine.runner import StepInputs
 from shared.engine.runners.cuda_device import CudaDevice
@@ -19,9 +23,10 @@ from shared.engine.runners.model_loading import (
     kv_format_of,
     open_weights,
     resolve_dtype,
+    set_mode,
 )
 from shared.engine.runners.model_runner import ModelExecutor, ModelRunner
-from shared.engine.runners.warm_up import idle_step
+from shared.engine.runners.warm_up import warm_up_steps
 from shared.engine.weights.load import load_weights
 from shared.engine.weights.shared_weights import compress_in_place
 from shared.engine.weights.weight_form import uses_compressed
@@ -56,8 +61,9 @@ class CudaRunner(ModelRunner):
 
     @classmethod
     def load(cls, model_dir: Path, options: LoadOptions, device: CudaDevice) -> Self:
-        """Binds the calling thread. Raises CheckpointError for a bad checkpoint, ConfigError for a
-        bad option or for a device that cannot run kernels or has no memory for KV.
+        """Binds the calling thread. Kernels are compiled while the weights are read: they do not
+        depend on values. Raises CheckpointError for a bad checkpoint, ConfigError for a bad option
+        or for a device that cannot run kernels or has no memory for KV.
         """
         device.bind()
         device.check_kernels()  # before reading the model, which takes minutes
@@ -69,24 +75,26 @@ class CudaRunner(ModelRunner):
             num_blocks = num_blocks_for(kv_format, options.kv_cache_bytes)
             num_positions = min(num_positions, num_blocks * kv_format.block_size)
         model = empty_model(model_dir, config, kv_format.dtype, target, num_positions=num_positions)
-        with open_weights(model_dir, config, model, options.load_format) as source:
+        with (
+            open_weights(model_dir, config, model, options.load_format) as source,
+            ThreadPoolExecutor(1, "compile", initializer=device.bind) as thread,
+        ):
+            set_mode(model, options.mode)
+            one_block = allocate_kv_cache(kv_format, 1, target)
+            compiled = thread.submit(warm_up, ModelExecutor(model, one_block, kv_format), options)
             load_weights(source.tensors, model.weight_destinations())
             revision = source.revision()
+            compiled.result()
         if is_compressed:
             compress_in_place(model, model.weight_destinations())
         finish_model(model, options.mode, is_compressed=is_compressed)
         device.release_cached()
-        executor = ModelExecutor(
-            model,
-            allocate_kv_cache(kv_format, 1, target),
-            kv_format,
-            check_thread=device.check_bound,
-        )
-        _warm_up(executor, options)
+        executor = ModelExecutor(model, one_block, kv_format, check_thread=device.check_bound)
+        warm_up(executor, options)
         if num_blocks is None:
             num_blocks = num_blocks_in(device.memory(), kv_format)
         executor.kv_cache = allocate_kv_cache(kv_format, num_blocks, target)
-        _warm_up(executor, options)  # compiles kernels for the strides of a large cache
+        warm_up(executor, options)  # compiles kernels for the strides of a large cache
         return cls(
             executor,
             device,
@@ -101,10 +109,25 @@ class CudaRunner(ModelRunner):
         return super().step_logits(inputs)
 
 
-def _warm_up(executor: ModelExecutor, options: LoadOptions) -> None:
-    """Runs the largest steps: one prompt, and the maximum of sequences that all sample."""
-    block_size = executor.kv_format.block_size
-    executor.run(idle_step(block_size, [options.max_batch_tokens]))
-    num_rows = min(options.max_sequences, options.max_batch_tokens)
-    for temperature in (0.0, 1.0):
-        executor.run(idle_step(block_size, [1] * num_rows, temperature=temperature))
+def warm_up(executor: ModelExecutor, options: LoadOptions) -> None:
+    """Launches every kernel that a step or a push can need, and runs the largest steps."""
+    kv_format = executor.kv_format
+    weights = [
+        each.weight for each in executor.model.modules() if isinstance(each, Linear | OutputHead)
+    ]
+    row_counts = product_row_counts(
+        weights,
+        executor.kv_cache.dtype,
+        options.max_batch_tokens,
+        is_batch_invariant=options.mode == "exact",
+    )
+    for step in warm_up_steps(
+        kv_format.block_size,
+        row_counts,
+        max_batch_tokens=options.max_batch_tokens,
+        max_sequences=options.max_sequences,
+    ):
+        executor.run(step)
+    wire = memoryview(bytearray(kv_format.bytes_per_token))
+    executor.read_kv([0], 0, 1, wire)
+    executor.write_kv([0], 0, 1, wire)

@@ -137,6 +137,10 @@ def finish_model(model: Decoder, mode: Mode, *, is_compressed: bool) -> None:
         if isinstance(module, Linear | OutputHead):
             module.pack()
     model.fuse()
+    set_mode(model, mode)
+
+
+def set_mode(model: Decoder, mode: Mode) -> None:
     for module in model.modules():
         if isinstance(module, Linear | OutputHead | Attention):
             module.is_batch_invariant = mode == "exact"

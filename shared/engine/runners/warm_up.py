@@ -1,30 +1,73 @@
-"""Steps without side effects, which run before a worker is ready."""
+"""Steps without side effects, which run before a worker is ready.
+
+Triton compiles a kernel for each combination of its constants. `warm_up_steps` launches all those
+that a worker's steps can need, so that no request waits for a compiler.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+import msgspec
 import numpy as np
 
-from shared.engine.runner import SamplingInputs, StepInputs
+from shared.engine.runner import (
+    Penalties,
+    PoolingInputs,
+    PromptSuccessors,
+    SamplingInputs,
+    StepInputs,
+)
+
+# More tokens than one segment of attention: parts of a context are computed apart, and joined.
+LONG_CONTEXT = 2048
+MAX_TOP_LOGPROBS = 20
+COPIES = (1, 9, 65)  # of blocks, for each size of the kernel
+
+
+def warm_up_steps(
+    block_size: int, row_counts: Iterable[int], *, max_batch_tokens: int, max_sequences: int
+) -> Iterator[StepInputs]:
+    """`row_counts`: numbers of rows for which products have kernels of their own."""
+    num_rows = min(max_sequences, max_batch_tokens)
+    counts = {*row_counts, 1, max_batch_tokens, *_batch_sizes(max_batch_tokens), num_rows}
+    for count in sorted(counts):
+        if count <= num_rows:
+            yield idle_step(block_size, [1] * count)
+            yield idle_step(block_size, [1] * count, context_tokens=LONG_CONTEXT)
+        if 1 < count <= max_batch_tokens:
+            yield idle_step(block_size, [count])
+    yield idle_step(block_size, [max_batch_tokens], context_tokens=LONG_CONTEXT)
+    yield idle_step(block_size, [1] * num_rows, temperature=1.0)
+    for num_copies in COPIES:
+        step = idle_step(block_size, [1])
+        yield msgspec.structs.replace(step, block_copies=((0, 0),) * num_copies)
+    yield from _options(block_size)
 
 
 def idle_step(
-    block_size: int, query_lens: Sequence[int], *, temperature: float = 0.0
+    block_size: int,
+    query_lens: Sequence[int],
+    *,
+    temperature: float = 0.0,
+    context_tokens: int = 0,
 ) -> StepInputs:
-    """A prompt of each length, or a decode for length 1, each sampling one token.
+    """A prompt of each length, or a decode for length 1, each sampling one token after at least
+    `context_tokens`.
 
     All read block 0 and write nothing, so one block of cache is enough.
     """
     num_rows, num_tokens = len(query_lens), sum(query_lens)
     lens = np.array(query_lens, dtype=np.int64)
+    context_lens = np.maximum(lens, context_tokens)
+    width = -(-int(context_lens.max()) // block_size)
     return StepInputs(
         input_ids=np.zeros(num_tokens, dtype=np.int64),
         positions=np.zeros(num_tokens, dtype=np.int64),
         slot_mapping=np.full(num_tokens, -1, dtype=np.int64),
         query_lens=lens,
-        context_lens=lens,
-        block_tables=np.zeros((num_rows, -(-max(query_lens) // block_size)), dtype=np.int64),
+        context_lens=context_lens,
+        block_tables=np.zeros((num_rows, width), dtype=np.int64),
         sampling=SamplingInputs(
             logits_indices=np.cumsum(lens) - 1,
             temperature=np.full(num_rows, temperature, dtype=np.float32),
@@ -36,3 +79,30 @@ def idle_step(
             output_position=np.zeros(num_rows, dtype=np.int64),
         ),
     )
+
+
+def _batch_sizes(limit: int) -> Iterator[int]:
+    """Powers of 2 with their successors: there decode attention, and products with compressed
+    weights, change to another kernel.
+    """
+    size = 1
+    while size < limit:
+        yield from (size, size + 1)
+        size *= 2
+
+
+def _options(block_size: int) -> Iterator[StepInputs]:
+    """Penalties, logprobs and embeddings."""
+    step = idle_step(block_size, [2], temperature=1.0)
+    entry = np.zeros(1, dtype=np.int64)
+    value = np.ones(1, dtype=np.float32)
+    penalties = Penalties(entry, entry, repetition=value, subtracted=value)
+    yield _with_sampling(step, penalties=penalties)
+    for num_top in range(MAX_TOP_LOGPROBS + 1):
+        yield _with_sampling(step, raw_logprobs={0: num_top})
+    yield msgspec.structs.replace(step, prompt_logprobs={0: PromptSuccessors(entry, 1)})
+    yield msgspec.structs.replace(step, pooling={0: PoolingInputs("mean", None)})
+
+
+def _with_sampling(step: StepInputs, **fields: object) -> StepInputs:
+    return msgspec.structs.replace(step, sampling=msgspec.structs.replace(step.sampling, **fields))

@@ -1,0 +1,113 @@
+"""The kernels that a worker needs are a closed set, compiled before it is ready."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from kernels.device import IS_INTERPRETED
+
+pytest.importorskip("triton")
+if IS_INTERPRETED:
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from shared.engine.kv_cache import allocate_kv_cache
+from shared.engine.models.checkpoint_config import read_config
+from shared.engine.models.decoder import Decoder
+from shared.engine.runner import Penalties, PromptSuccessors, StepInputs
+from shared.engine.runners.cuda_runner import warm_up
+from shared.engine.runners.model_loading import LoadOptions, finish_model, kv_format_of
+from shared.engine.runners.model_runner import ModelExecutor
+from shared.engine.runners.warm_up import idle_step
+from tests.kernels.support.fake_driver import FakeDriver
+from tests.kernels.support.triton_ops import triton_ops
+from tests.shared.engine.support.checkpoints import write_llama
+
+OPTIONS = LoadOptions(max_batch_tokens=512, max_sequences=256)
+CHUNKS = (2, 3, 7, 16, 17, 63, 64, 65, 100, 128, 129, 255, 256, 257, 384, 511, 512)
+
+
+@pytest.fixture(scope="module")
+def executor(tmp_path_factory: pytest.TempPathFactory) -> ModelExecutor:
+    folder = tmp_path_factory.mktemp("llama")
+    fields = {"vocab_size": 512, "hidden_size": 64, "head_dim": 16, "intermediate_size": 640}
+    write_llama(folder, num_hidden_layers=1, **fields)
+    config = read_config(folder)
+    kv_format = kv_format_of(config, "bfloat16", 16)
+    model = Decoder(config, dtype=torch.bfloat16, num_positions=4096).eval()
+    return ModelExecutor(model, allocate_kv_cache(kv_format, 64, torch.device("cpu")), kv_format)
+
+
+@pytest.fixture(scope="module")
+def fake(executor: ModelExecutor) -> Iterator[FakeDriver]:
+    """A driver on which the executor is warm."""
+    with triton_ops() as driver:
+        finish_model(executor.model, OPTIONS.mode, is_compressed=False)
+        warm_up(executor, OPTIONS)
+        driver.compiled.clear()
+        yield driver
+
+
+def sampled(step: StepInputs, **fields: object) -> StepInputs:
+    return msgspec.structs.replace(step, sampling=msgspec.structs.replace(step.sampling, **fields))
+
+
+def all_batches() -> Iterator[StepInputs]:
+    rng = random.Random(1)
+    for num_rows in range(1, 257):
+        context = rng.choice((0, 0, 500, 513, 3000))
+        temperature = rng.choice((0.0, 0.8))
+        rows = [1] * num_rows
+        yield idle_step(16, rows, temperature=temperature, context_tokens=context)
+
+
+def all_chunks() -> Iterator[StepInputs]:
+    for chunk in CHUNKS:
+        for context in (0, 513):
+            yield idle_step(16, [chunk], context_tokens=context)
+            others = [1] * min(3, 512 - chunk)
+            yield idle_step(16, [chunk, *others], context_tokens=context)
+
+
+def all_samplers() -> Iterator[StepInputs]:
+    for num_rows in (1, 2, 16, 33):
+        step = idle_step(16, [1] * num_rows, temperature=1.0)
+        for count in (1, 2, 16, 300):
+            entries = np.zeros(count, dtype=np.int64)
+            values = np.ones(count, dtype=np.float32)
+            yield sampled(step, penalties=Penalties(entries, entries, values, values))
+        for num_top in (0, 1, 2, 5, 8, 16, 20):
+            yield sampled(step, raw_logprobs={0: num_top})
+            yield sampled(step, processed_logprobs=dict.fromkeys(range(num_rows), num_top))
+        yield sampled(step, banned=[(0, 5)])
+    prompt = idle_step(16, [40])
+    for count, num_top in ((1, 0), (15, 3), (39, 20)):
+        successors = PromptSuccessors(np.zeros(count, dtype=np.int64), num_top)
+        yield msgspec.structs.replace(prompt, prompt_logprobs={0: successors})
+    for num_copies in (1, 2, 3, 8, 9, 64, 65, 200):
+        yield msgspec.structs.replace(prompt, block_copies=((0, 1),) * num_copies)
+
+
+@pytest.mark.parametrize("steps", [all_batches, all_chunks, all_samplers])
+def test_warm_worker_compiles_nothing(executor: ModelExecutor, fake: FakeDriver, steps) -> None:  # type: ignore[no-untyped-def]
+    fake.compiled.clear()
+    num_launches = fake.num_launches
+    for step in steps():
+        executor.run(step)
+    assert fake.num_launches > num_launches
+    assert Counter(each.name for each in fake.compiled) == {}
+
+
+def test_pushes_of_a_warm_worker_compile_nothing(executor: ModelExecutor, fake: FakeDriver) -> None:
+    fake.compiled.clear()
+    for first, num_tokens in ((0, 1), (0, 16), (3, 20), (16, 300)):
+        wire = memoryview(bytearray(num_tokens * executor.kv_format.bytes_per_token))
+        executor.read_kv(list(range(20)), first, num_tokens, wire)
+        executor.write_kv(list(range(20)), first, num_tokens, wire)
+    assert Counter(each.name for each in fake.compiled) == {}
