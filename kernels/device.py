@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from importlib.util import find_spec
@@ -35,6 +36,20 @@ def num_processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def on_triton_compile(handler: Callable[[], None]) -> None:
+    """Calls `handler` before a kernel is compiled in this process, on the thread that launches it.
+
+    A handler replaces the one before. Kernels in Triton's cache on disk are reported, too.
+    """
+    from triton import knobs
+
+    def hook(**_: object) -> bool:
+        handler()
+        return False  # Triton compiles it
+
+    knobs.runtime.jit_cache_hook = hook
 
 
 class TritonUnusable(RuntimeError):

@@ -106,7 +106,7 @@ class EngineLoop:
         engine = self.engine
         return WorkerLoad(
             step=self._step,
-            step_budget_s=self._step_budget_s,
+            step_budget_s=self._step_budget_s + self.runner.step_extension_s,
             num_running=len(engine.batcher.running),
             num_waiting=len(engine.batcher.waiting),
             num_free_blocks=engine.pool.num_free_blocks,

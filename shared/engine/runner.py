@@ -123,6 +123,11 @@ class Runner(Protocol):
         """Upper bound of `run` in seconds, announced before it: above it the worker is suspect."""
         ...
 
+    @property
+    def step_extension_s(self) -> float:
+        """What has been added to the current step's budget since: it compiles a kernel."""
+        ...
+
     async def run(self, inputs: StepInputs) -> StepOutput:
         """Computes one step on the engine's thread."""
         ...

@@ -7,11 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from kernels.device import IS_INTERPRETED
+from kernels.device import IS_INTERPRETED, on_triton_compile
 
 pytest.importorskip("triton")
 if IS_INTERPRETED:
     pytest.skip("the interpreter launches nothing", allow_module_level=True)
+
+from triton import knobs
 
 from kernels.gpu.rows.rms_norm import rms_norm
 from tests.kernels.support.fake_driver import fake_driver
@@ -39,3 +41,14 @@ def test_thread_launches_on_its_current_device() -> None:
         launch(1)
         thread.submit(launch, 1).result()
     assert fake.launches == {("_rms_norm_kernel", 1): 1, ("_rms_norm_kernel", 0): 1}
+
+
+def test_handler_is_called_before_a_kernel_is_compiled() -> None:
+    with fake_driver() as fake, knobs.runtime.scope():
+        num_compiled_before: list[int] = []
+        on_triton_compile(lambda: num_compiled_before.append(len(fake.compiled)))
+        launch(1)
+        launch(2)
+        launch(1, hidden=96)
+    assert num_compiled_before == [0, 1]
+    assert len(fake.compiled) == 2

@@ -8,6 +8,7 @@ from typing import Self
 
 from torch import Tensor
 
+from kernels.device import on_triton_compile
 from kernels.ops import product_row_counts
 from shared.engine.kv_cache import allocate_kv_cache, num_blocks_for
 from shared.engine.layers.embedding import OutputHead
@@ -58,6 +59,8 @@ class CudaRunner(ModelRunner):
             init_copy_thread=device.bind,
         )
         self._device = device
+        if device.tensors_on.type == "cuda":
+            on_triton_compile(self._budget.compiling)
 
     @classmethod
     def load(cls, model_dir: Path, options: LoadOptions, device: CudaDevice) -> Self:

@@ -204,6 +204,10 @@ class ModelRunner:
     def step_budget_s(self, inputs: StepInputs) -> float:
         return self._budget.seconds(inputs)
 
+    @property
+    def step_extension_s(self) -> float:
+        return self._budget.extension_s
+
     def step_logits(self, inputs: StepInputs) -> Tensor:
         """Computes a step on the calling thread. Returns [R, vocab_size] FP32."""
         return self.executor.step_logits(inputs)

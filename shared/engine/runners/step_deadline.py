@@ -8,6 +8,7 @@ from shared.engine.runner import StepInputs
 
 FLOOR_S = 1.0
 SLACK = 10.0
+COMPILE_S = 30.0  # for one kernel: 1 to 5 s on an idle host
 # Costs of a step, in units of one token's linear layers.
 STEP_UNITS = 16
 CONTEXT_TOKENS_PER_UNIT = 256
@@ -20,14 +21,32 @@ def step_units(inputs: StepInputs) -> float:
 
 
 class StepBudget:
-    """Tracks the slowest recent pace: a slower step sets it, a faster one lowers it by 1 %."""
+    """Tracks the slowest recent pace: a slower step sets it, a faster one lowers it by 1 %.
+
+    A kernel that is compiled during a step extends this step's budget, and the step says nothing
+    about the pace.
+    """
 
     def __init__(self, seconds_per_unit: float = 0.02) -> None:
         self._seconds_per_unit = seconds_per_unit
+        self._num_compiled = 0  # in the current step
 
     def seconds(self, inputs: StepInputs) -> float:
+        """Call before each step."""
+        self._num_compiled = 0
         return FLOOR_S + SLACK * self._seconds_per_unit * step_units(inputs)
 
+    @property
+    def extension_s(self) -> float:
+        """Time for the compiler, to be added to the current step's budget."""
+        return COMPILE_S * self._num_compiled
+
+    def compiling(self) -> None:
+        """Call before a kernel is compiled, on any thread."""
+        self._num_compiled += 1
+
     def observe(self, inputs: StepInputs, elapsed_s: float) -> None:
+        if self._num_compiled:
+            return
         pace = elapsed_s / step_units(inputs)
         self._seconds_per_unit = max(pace, 0.99 * self._seconds_per_unit)

@@ -76,6 +76,10 @@ class TimingRunner:
     def step_budget_s(self, inputs: StepInputs) -> float:
         return 10 * self._cost.of(inputs)
 
+    @property
+    def step_extension_s(self) -> float:
+        return 0.0
+
     async def run(self, inputs: StepInputs) -> StepOutput:
         await self._clock.sleep(self._cost.of(inputs))
         self._copy_blocks(inputs.block_copies)
