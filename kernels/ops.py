@@ -196,8 +196,9 @@ def product_row_counts(
 
 
 def _is_multiplied_by_triton(weight: Weight) -> TypeGuard[Tensor | SplitWeight]:
-    is_known = isinstance(weight, SplitWeight | Tensor) and len(weight.shape) == 2
-    return is_known and _is_for_triton(weight.device)
+    if not isinstance(weight, SplitWeight | Tensor) or len(weight.shape) != 2:
+        return False
+    return _is_for_triton(weight.device)
 
 
 def logits(x: Tensor, weight: Weight, *, is_batch_invariant: bool = False) -> Tensor:

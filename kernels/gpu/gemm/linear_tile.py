@@ -84,7 +84,8 @@ def row_counts(
     """The least numbers of rows, up to `max_rows`, that between them need every kernel of products
     with weights of these shapes [N, K].
     """
-    unique, seen, counts = sorted(set(shapes)), set(), []
+    unique, counts = sorted(set(shapes)), list[int]()
+    seen: set[tuple[tuple[int, int], Tiling]] = set()
     for num_rows in range(1, max_rows + 1):
         found = {
             (shape, tiling((num_rows, *shape), dtype, is_batch_invariant=is_batch_invariant))
