@@ -84,7 +84,7 @@ def row_counts(
     """The least numbers of rows, up to `max_rows`, that between them need every kernel of products
     with weights of these shapes [N, K].
     """
-    unique, counts = sorted(set(shapes)), list[int]()
+    unique, counts = sorted(set(shapes)), []
     seen: set[tuple[tuple[int, int], Tiling]] = set()
     for num_rows in range(1, max_rows + 1):
         found = {
